@@ -1,0 +1,34 @@
+# `make demo` and `make test` set up everything they need in .venv, and say what they do.
+PYTHON ?= python3
+BIN := .venv/bin
+
+help:  ## Say what can be made.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
+
+.venv/.installed: pyproject.toml constraints.txt
+	@echo "== setting up .venv (torch and transformers; a few minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: .venv/.installed  ## Quantize a real model to every family of formats, and measure it.
+	@echo "== anybit demo"
+	@$(BIN)/anybit demo
+
+test: .venv/.installed  ## Lint, check types and run all tests; needs no GPU.
+	@echo "== ruff"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@echo "== mypy"
+	@$(BIN)/mypy
+	@echo "== pytest"
+	@$(BIN)/python -m pytest
+
+test-gpu:  ## Run the kernel tests on the GPU of this machine, with the python in PATH.
+	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider tests/kernels
+
+clean:  ## Remove the environment and what was made.
+	rm -rf .venv out build dist *.egg-info
+
+.PHONY: help demo test test-gpu clean
+.DEFAULT_GOAL := help

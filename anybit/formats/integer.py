@@ -1,0 +1,83 @@
+"""int1 to int8: uniform integers, one scale for a row (CGQ) or for a group of columns (FGQ).
+
+GemLite's linear dequantization, W = (q - zero) * scale. Without `zero` the levels are symmetric
+about zero; int1 means {-1, +1}.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit.format import (
+    Entry,
+    Format,
+    Grid,
+    grouped,
+    groups_of,
+    read_options,
+    register,
+    store_scale,
+    ungroup,
+)
+
+
+@register(*(f"int{b}" for b in range(1, 9)))
+@dataclass(frozen=True)
+class Integer(Format):
+    """Uniform integers of 1 to 8 bits.
+
+    group: columns that share a scale (and zero point); 0 means the whole row.
+    zero: store a zero point per group, so that the levels cover [min, max] instead of +-max.
+    """
+
+    bits: int = 4
+    group: int = 0
+    zero: bool = False
+
+    def entries(self) -> dict[str, Entry]:
+        zero = {"zero": Entry("level", self.group)} if self.zero else {}
+        return super().entries() | zero
+
+    @property
+    def middle(self) -> float:
+        """The code that stands for 0 in the symmetric layout; int1 has none and straddles it."""
+        return 0.5 if self.bits == 1 else 2 ** (self.bits - 1)
+
+    def fit(self, w: Tensor) -> Grid:
+        rows = groups_of(w, self.group)
+        if self.zero:
+            low, high = rows.aminmax(dim=-1)
+            low, high = low.clamp_max_(0), high.clamp_min_(0)
+            scale = store_scale((high - low) / (2**self.bits - 1))
+            zero = (-low / scale.float()).round_().clamp_(0, 2**self.bits - 1)
+            return {"scale": scale, "zero": zero.to(torch.uint8)}
+        if self.bits == 1:  # {-1, +1}: the mean magnitude minimizes the squared error
+            return {"scale": store_scale(rows.abs().mean(-1) * 2)}
+        low, high = rows.aminmax(dim=-1)
+        return {"scale": store_scale(torch.maximum(high, -low) / (2 ** (self.bits - 1) - 1))}
+
+    def encode(self, w: Tensor, grid: Grid) -> Tensor:
+        inverse = 1 / grid["scale"].float()[..., None]
+        q = grouped(w, grid["scale"]) * inverse
+        if self.zero:
+            q = q.add_(grid["zero"].float()[..., None]).round_()
+        elif self.bits == 1:
+            q = q >= 0
+        else:
+            q = q.round_().add_(self.middle)
+        return ungroup(q.clamp_(0, 2**self.bits - 1) if self.bits > 1 or self.zero else q).to(
+            torch.uint8
+        )
+
+    def values(self, codes: Tensor, grid: Grid) -> Tensor:
+        if not self.zero:
+            return codes.float() - self.middle
+        return ungroup(grouped(codes.float(), grid["zero"]) - grid["zero"].float()[..., None])
+
+    def _spec_parts(self) -> tuple[str, list[str]]:
+        return f"int{self.bits}", self._options(skip=("bits",))
+
+    @classmethod
+    def from_spec(cls, name: str, args: list[str]) -> "Integer":
+        return cls(bits=int(name.removeprefix("int")), **read_options(cls, name, args))

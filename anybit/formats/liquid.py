@@ -1,0 +1,59 @@
+"""LiquidQuant (LiquidGEMM, section 4): 4-bit weights that decode to int8 without overflow.
+
+Two levels. First an int8 for every weight, inside [-119, 119], with one scale a row; then a uint4
+per weight in groups of 64, with an integer step s <= 16 and the group's minimum. The int8 is
+(q * s + a) XOR 0x80 with a = 128 + min, in 8-bit arithmetic that never leaves [0, 255]
+(equations 9 to 12), so four packed codes decode with one 32-bit multiply-add and one XOR.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit.format import Entry, Format, Grid, grouped, groups_of, register, store_scale, ungroup
+
+LIMIT = 119  # equation 11: 119 + 16 / 2 + 128 = 255
+LEVELS = 15
+
+
+@register("liquid")
+@dataclass(frozen=True)
+class Liquid(Format):
+    """uint4 codes over an int8 grid.
+
+    group: columns that share a step and a minimum.
+    scale (N, 1): the first level. step (N, K / group) uint8: s. offset: a = 128 + min, uint8.
+    """
+
+    group: int = 64
+
+    bits = 4
+    operand = "int8"
+
+    def entries(self) -> dict[str, Entry]:
+        level = Entry(torch.uint8, self.group)
+        return {"scale": Entry(), "step": level, "offset": level}
+
+    def fit(self, w: Tensor) -> Grid:
+        low, high = w.aminmax(dim=-1, keepdim=True)
+        scale = store_scale(torch.maximum(high, -low) / LIMIT)
+        low, high = groups_of(self._first_level(w, scale), self.group).aminmax(dim=-1)
+        # Equation 7 rounds range / 15 to nearest, which clips the maximum of narrow groups (a
+        # range of 21 would get s = 1). This is the smallest s whose codes stay within 15.
+        step = ((high - low) / (LEVELS + 0.5)).ceil_().clamp_min_(1)
+        return {"scale": scale, "step": step.to(torch.uint8), "offset": (low + 128).to(torch.uint8)}
+
+    def encode(self, w: Tensor, grid: Grid) -> Tensor:
+        q8 = grouped(self._first_level(w, grid["scale"]), grid["step"])
+        q8 = q8.sub_(grid["offset"].float()[..., None] - 128)
+        q4 = q8.div_(grid["step"].float()[..., None]).round_().clamp_(0, LEVELS)
+        return ungroup(q4).to(torch.uint8)
+
+    def values(self, codes: Tensor, grid: Grid) -> Tensor:
+        """The int8 weights, equation 8: q * s + min."""
+        q8 = grouped(codes.float(), grid["step"]) * grid["step"].float()[..., None]
+        return ungroup(q8.add_(grid["offset"].float()[..., None] - 128))
+
+    def _first_level(self, w: Tensor, scale: Tensor) -> Tensor:
+        return (w * (1 / scale.float())).round_().clamp_(-LIMIT, LIMIT)

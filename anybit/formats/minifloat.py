@@ -1,0 +1,124 @@
+"""Any small floating-point number, eXmY: fp6 (e3m2) and fp5 (e2m2) of ZeroQuant(4+2) and FP6-LLM.
+
+A code is a sign, X exponent bits with bias 2**(X-1) - 1, and Y mantissa bits, with subnormals. All
+codes are finite numbers, but for e4m3 (the largest is 448, as in float8_e4m3fn) and e5m2 (57344).
+Weights are W = S * code with S = max|w| / largest value (ZeroQuant(4+2), "FP6").
+
+Decoding needs no exponent arithmetic ("bias shift"): the bits moved under fp16's exponent field
+are the value times 2**(bias - 15), subnormals included, and that power of two joins the scale.
+"""
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit.format import (
+    Format,
+    Grid,
+    grouped,
+    groups_of,
+    read_options,
+    register,
+    store_scale,
+    ungroup,
+)
+
+ALIASES = {"fp8": (4, 3), "fp6": (3, 2), "fp5": (2, 2), "fp4": (2, 1)}
+BY_SHAPE = {shape: name for name, shape in ALIASES.items()}
+
+
+@register("fp", *ALIASES)
+@dataclass(frozen=True)
+class Minifloat(Format):
+    """eXmY of 3 to 8 bits.
+
+    exponent, mantissa: X (1 to 5) and Y bits, written `fp:e3m2`.
+    group: columns that share a scale; 0 means the whole row.
+    """
+
+    exponent: int
+    mantissa: int
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.exponent <= 5 and self.mantissa >= 0 and 3 <= self.bits <= 8):
+            raise ValueError(
+                f"fp:e{self.exponent}m{self.mantissa} has {self.bits} bits; a minifloat has 3 to 8 "
+                "bits and an exponent of 1 to 5: fp:e3m2, fp:e2m2, fp:e4m3"
+            )
+
+    @property
+    def bits(self) -> int:  # type: ignore[override]
+        return 1 + self.exponent + self.mantissa
+
+    @property
+    def bias(self) -> int:
+        return 2 ** (self.exponent - 1) - 1
+
+    @property
+    def shift(self) -> float:
+        """What the bit moves into fp16 leave out: 2**(15 - bias), 2**12 for e3m2."""
+        return 2.0 ** (15 - self.bias)
+
+    @property
+    def largest_code(self) -> int:
+        """The code, without sign, of the largest number; 8-bit types lose their NaN and inf."""
+        reserved = {(4, 3): 1, (5, 2): 4}.get((self.exponent, self.mantissa), 0)
+        return 2 ** (self.bits - 1) - 1 - reserved
+
+    @property
+    def largest(self) -> float:
+        return float(self.to_float(torch.tensor(self.largest_code)))
+
+    def fit(self, w: Tensor) -> Grid:
+        low, high = groups_of(w, self.group).aminmax(dim=-1)
+        return {"scale": store_scale(torch.maximum(high, -low) / self.largest)}
+
+    def encode(self, w: Tensor, grid: Grid) -> Tensor:
+        inverse = 1 / grid["scale"].float()[..., None]
+        return self.from_float(ungroup(grouped(w, grid["scale"]) * inverse))
+
+    def values(self, codes: Tensor, grid: Grid) -> Tensor:
+        return self.to_float(codes)
+
+    def from_float(self, x: Tensor) -> Tensor:
+        """fp32 -> codes (uint8): to nearest, ties to even; too large numbers become the largest."""
+        m = self.mantissa
+        sign = x.view(torch.int32).lt(0)
+        x = x.abs().clamp_max_(self.largest)
+        # Adding 2**(e + 23 - m) to a number with exponent e leaves its mantissa, rounded to m
+        # bits, at the end of the sum; subnormals count as the smallest exponent.
+        smallest = (127 + 1 - self.bias) << 23
+        exponent = (x.view(torch.int32) & 0x7F800000).clamp_min_(smallest)
+        magic = exponent + ((23 - m) << 23)
+        code = x.add_(magic.view(torch.float32)).view(torch.int32).sub_(magic)
+        code += (exponent.sub_(smallest)) >> (23 - m)
+        return code.add_(sign, alpha=1 << (self.bits - 1)).to(torch.uint8)
+
+    def to_float(self, codes: Tensor) -> Tensor:
+        """Codes -> fp32, by the definition: (-1)^S * 2^(E - bias) * 1.M, or 2^(1 - bias) * 0.M."""
+        codes = codes.to(torch.int32)
+        m = self.mantissa
+        exponent = (codes >> m) & ((1 << self.exponent) - 1)
+        fraction = (codes & ((1 << m) - 1)).float() / (1 << m)
+        normal = exponent > 0
+        value = torch.ldexp(fraction + normal, exponent.clamp_min(1) - self.bias)
+        return torch.where(codes >> (self.bits - 1) > 0, -value, value)
+
+    def _spec_parts(self) -> tuple[str, list[str]]:
+        shape = (self.exponent, self.mantissa)
+        options = self._options(skip=("exponent", "mantissa"))
+        if shape in BY_SHAPE:
+            return BY_SHAPE[shape], options
+        return "fp", [f"e{shape[0]}m{shape[1]}", *options]
+
+    @classmethod
+    def from_spec(cls, name: str, args: list[str]) -> "Minifloat":
+        if name in ALIASES:
+            return cls(*ALIASES[name], **read_options(cls, name, args))
+        shape = re.fullmatch(r"e(\d)m(\d)", args[0]) if args else None
+        if not shape:
+            raise ValueError(f"write {name!r} with its bits: fp:e3m2 or fp:e3m2,group=128")
+        return cls(int(shape[1]), int(shape[2]), **read_options(cls, name, args[1:]))

@@ -1,0 +1,45 @@
+"""1:2 sparsity with 7 bits (GemLite's case study): one weight of every two neighbours survives.
+
+A code is a byte for a pair along K: 7 bits for the larger weight, and the top bit for its place (1
+means the first of the two, as in GemLite). The cost is that of int4; what is kept, is kept well.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit.format import Format, Grid, grouped, groups_of, register, store_scale, ungroup
+
+MIDDLE = 64  # the 7-bit code of 0
+LARGEST = 63
+
+
+@register("sparse")
+@dataclass(frozen=True)
+class Sparse(Format):
+    """Pairs of which the weight of larger magnitude is kept, as W = (q - 64) * scale.
+
+    group: columns that share a scale; 0 means the whole row.
+    """
+
+    group: int = 0
+
+    bits = 8
+    width = 2
+
+    def fit(self, w: Tensor) -> Grid:
+        low, high = groups_of(w, self.group).aminmax(dim=-1)
+        return {"scale": store_scale(torch.maximum(high, -low) / LARGEST)}
+
+    def encode(self, w: Tensor, grid: Grid) -> Tensor:
+        scaled = ungroup(grouped(w, grid["scale"]) / grid["scale"].float()[..., None])
+        first, second = scaled[:, 0::2], scaled[:, 1::2]
+        place = first.abs() > second.abs()
+        value = torch.where(place, first, second).round_().clamp_(-LARGEST, LARGEST)
+        return (value + MIDDLE + 128 * place).to(torch.uint8)
+
+    def values(self, codes: Tensor, grid: Grid) -> Tensor:
+        value = (codes & 127).float() - MIDDLE
+        first = codes >= 128
+        return torch.stack((value * first, value * ~first), dim=-1).flatten(1)

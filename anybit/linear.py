@@ -1,0 +1,147 @@
+"""`QuantLinear`: a linear layer whose weight is stored in a few-bit format."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybit import ops
+from anybit.dispatch import choose, get_backend, parse_scheme, scheme_name
+from anybit.format import Format, Packed, get_format, tensor_shapes
+from anybit.quantizers.rtn import RTN
+
+
+class QuantLinear(nn.Module):
+    """y = x W^T + bias with a quantized W of shape (out_features, in_features).
+
+    The buffers are the canonical tensors of `Packed` (codes4, codes2, ..., scale, ...), which is
+    what `state_dict` and checkpoints hold; a backend's own layout is made from them by `prepare`.
+    Moving the module to another device moves them; casts (`.half()`, `.to(dtype)`) do not touch
+    them, since they are not numbers of the model's dtype.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, packed: Packed, bias: Tensor | None = None, activation: str | None = None):
+        super().__init__()
+        self.out_features, self.in_features = packed.shape
+        self.format = packed.format
+        self.activation = activation
+        self.scheme = scheme_name(packed.format, activation)
+        for name, tensor in packed.tensors().items():
+            self.register_buffer(name, tensor)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.backend = ""
+        self.prepared: list[Tensor] = []
+        if packed.planes[0].device.type != "meta":
+            self.prepare()
+
+    @classmethod
+    def empty(
+        cls,
+        scheme: str,
+        shape: tuple[int, int],
+        bias: Tensor | None = None,
+        device: torch.device | str = "meta",
+    ) -> "QuantLinear":
+        """A layer without contents, to be filled from a checkpoint."""
+        fmt, activation = parse_scheme(scheme)
+        fmt.check(*shape)
+        tensors = {
+            name: torch.empty(
+                size, dtype=entry.default_dtype if entry else torch.int32, device=device
+            )
+            for name, (size, entry) in tensor_shapes(fmt, shape).items()
+        }
+        return cls(Packed.from_tensors(fmt, shape, tensors), bias, activation)
+
+    @property
+    def packed(self) -> Packed:
+        shape = (self.out_features, self.in_features)
+        names = tensor_shapes(self.format, shape)
+        return Packed.from_tensors(self.format, shape, {n: getattr(self, n) for n in names})
+
+    def prepare(self) -> "QuantLinear":
+        """Choose a backend for the device that the layer is on, and make its layout.
+
+        Done when the layer is built, loaded or moved; call it after writing to the buffers.
+        """
+        packed = self.packed
+        device = packed.planes[0].device
+        self.backend = choose(self.format, self.activation, packed.shape, device)
+        self.prepared = get_backend(self.backend).prepare(packed)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"x has {x.shape[-1]} columns, the layer {self.in_features} inputs (K); "
+                "x must be (..., K)"
+            )
+        if not self.prepared:
+            self.prepare()
+        return ops.linear(x, self.prepared, self.bias, self.scheme, self.out_features, self.backend)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The decoded weight (N, K)."""
+        return self.packed.dequantize().to(dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, scheme={self.scheme!r}, backend={self.backend!r}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():  # undo casts, keep moves
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                self._buffers[name] = old if old.device == new.device else old.to(new.device)
+        if self.prepared and next(iter(self._buffers.values())).device.type != "meta":  # type: ignore[union-attr]
+            self.prepare()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.prepared = []
+
+
+def quantize_tensor(w: Tensor, spec: str | Format, quantizer: RTN | None = None) -> Packed:
+    """Quantize one weight (N, K) of any float dtype; round to nearest by default.
+
+    Raises ValueError for a shape that the format cannot store, and for NaN or inf.
+    """
+    fmt = get_format(spec)
+    if w.ndim != 2:
+        raise ValueError(f"a weight has shape (N, K); found {tuple(w.shape)}")
+    fmt.check(*w.shape)
+    check_finite(w, "weight")
+    return (quantizer or RTN()).quantize(w, fmt)
+
+
+def dequantize(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Decoded weights (N, K)."""
+    return packed.dequantize().to(dtype)
+
+
+def linear(
+    x: Tensor, packed: Packed, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """y = x W^T + bias for x (..., K). Lays the weight out anew on every call; `QuantLinear` once."""
+    return QuantLinear(packed, bias, activation)(x)
+
+
+def check_finite(w: Tensor, name: str) -> None:
+    """Raise ValueError when a weight holds NaN or inf."""
+    # The sum of absolute values is finite only if all are: one pass, no temporary of w's size.
+    if not torch.isfinite(torch.linalg.vector_norm(w, 1, dtype=torch.float32)):
+        bad = (~torch.isfinite(w)).nonzero()
+        if len(bad):
+            at = tuple(bad[0].tolist())
+            raise ValueError(
+                f"{name}: {len(bad)} values are NaN or inf, the first at {at}; "
+                "repair the checkpoint, or keep the layer unquantized (None)"
+            )

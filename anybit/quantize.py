@@ -1,0 +1,155 @@
+"""`quantize_`: replace the linear layers of a model by quantized ones, in place."""
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from anybit.dispatch import parse_scheme, scheme_name
+from anybit.format import Format
+from anybit.linear import QuantLinear, check_finite
+from anybit.progress import progress
+from anybit.quantizers.rtn import RTN
+
+Spec = str | Format
+Plan = Mapping[str, Spec | None]
+HEADS = ("lm_head", "embed_out", "output_projection")  # output layers, kept unless named
+
+
+def quantize_(
+    model: nn.Module,
+    spec: Spec | Plan,
+    quantizer: RTN | None = None,
+    *,
+    show_progress: bool | None = None,
+) -> nn.Module:
+    """Quantize a model's linear layers in place and return it.
+
+    spec: one format for all of them, or `{glob: format or None}` over module names, in which the
+        last match wins and None keeps a layer as it is. The output head (`lm_head`) and embeddings
+        are kept, unless a pattern other than "*" names the head. Formats are spec strings,
+        with `@int8` or `@fp8` for activations quantized per token ("liquid@int8").
+    quantizer: how codes are chosen; round to nearest by default.
+
+    Nothing is replaced before every layer has been quantized, so an error or an interrupt leaves
+    the model as it was. Raises ValueError for unknown formats, patterns that match no layer,
+    layers that no pattern matches, shapes that a format cannot store, and NaN or inf.
+    """
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    if not linears:
+        done = any(isinstance(m, QuantLinear) for m in model.modules())
+        raise ValueError(
+            "the model is quantized already; load the dense one to choose other formats"
+            if done
+            else f"{type(model).__name__} has no nn.Linear layers to quantize"
+        )
+    schemes = resolve({name: tuple(m.weight.shape) for name, m in linears.items()}, spec)
+    shared = shared_weights(model)
+    for name in schemes:
+        if name in shared:
+            raise ValueError(
+                f"{name} shares its weight with {shared[name]}; untie them first, or keep it: "
+                f"{{'*': ..., '{name}': None}}"
+            )
+        check_finite(linears[name].weight, f"{name}.weight")
+
+    quantizer, ready = quantizer or RTN(), {}
+    total = sum(linears[name].weight.numel() for name in schemes)
+    with progress("quantizing", total, show_progress) as step:
+        for name, scheme in schemes.items():
+            fmt, activation = parse_scheme(scheme)
+            layer = linears[name]
+            packed = quantizer.quantize(layer.weight.detach(), fmt)
+            ready[name] = QuantLinear(packed, layer.bias, activation)
+            step(layer.weight.numel(), name)
+    for name, quantized in ready.items():
+        replace(model, name, quantized)
+    model.anybit_formats = plan_of(spec)  # type: ignore[assignment]
+    return model
+
+
+def resolve(shapes: Mapping[str, tuple[int, ...]], spec: Spec | Plan) -> dict[str, str]:
+    """Names and shapes (N, K) of linear layers -> the scheme of each layer to be quantized."""
+    plan = plan_of(spec)
+    unused, out = set(plan), {}
+    for name, shape in shapes.items():
+        matches = [p for p in plan if fnmatchcase(name, p) and not (p == "*" and is_head(name))]
+        unused -= set(matches) | {p for p in plan if p == "*" and is_head(name)}
+        if not matches:
+            if is_head(name):
+                continue
+            raise ValueError(
+                f"no pattern matches layer {name!r}; add '*': None to keep all other layers "
+                f"as they are, or '*': FORMAT to quantize them (patterns: {', '.join(plan)})"
+            )
+        scheme = plan[matches[-1]]
+        if scheme is None:
+            continue
+        try:
+            parse_scheme(scheme)[0].check(*shape)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        out[name] = scheme
+    if unused - {"lm_head"}:
+        raise ValueError(
+            f"no layer matches {', '.join(map(repr, sorted(unused)))}; layers are named like "
+            f"{', '.join(map(repr, list(shapes)[:3]))}"
+        )
+    if not out:
+        raise ValueError("every layer is kept as it is (None): nothing to quantize")
+    return out
+
+
+def plan_of(spec: Spec | Plan) -> dict[str, str | None]:
+    """The plan that a spec stands for, in canonical spec strings."""
+    plan = dict(spec) if isinstance(spec, Mapping) else {"*": spec}
+    return {p: None if value is None else canonical(value) for p, value in plan.items()}
+
+
+def canonical(spec: Spec) -> str:
+    return spec.spec if isinstance(spec, Format) else scheme_name(*parse_scheme(spec))
+
+
+def is_head(name: str) -> bool:
+    return name.rpartition(".")[2] in HEADS
+
+
+def shared_weights(model: nn.Module) -> dict[str, str]:
+    """Linear layers whose weight is another module's as well (tied embeddings) -> that module."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor):
+            owners.setdefault(id(weight), []).append(name)
+    return {
+        name: next(other for other in names if other != name)
+        for names in owners.values()
+        if len(names) > 1
+        for name in names
+    }
+
+
+def replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in the place of the submodule `name`."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def quantized_layers(model: nn.Module) -> Iterable[tuple[str, QuantLinear]]:
+    """Names and layers that are quantized."""
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, QuantLinear))
+
+
+def dequantize_(model: nn.Module) -> nn.Module:
+    """Turn quantized layers back into dense ones that hold the decoded weights, in place.
+
+    For speed where memory is no matter: a CPU then decodes each weight once instead of on every
+    call. Activations are no longer quantized.
+    """
+    for name, layer in list(quantized_layers(model)):
+        dtype = next((p.dtype for p in model.parameters()), layer.dequantize().dtype)
+        dense = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, "meta")
+        dense.weight = nn.Parameter(layer.dequantize(dtype), requires_grad=False)
+        dense.bias = layer.bias  # type: ignore[assignment]
+        replace(model, name, dense)
+    return model
