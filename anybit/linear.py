@@ -130,7 +130,7 @@ def dequantize(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
 def linear(
     x: Tensor, packed: Packed, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
-    """y = x W^T + bias for x (..., K). Lays the weight out anew on every call; `QuantLinear` once."""
+    """y = x W^T + bias for x (..., K). Lays the weight out on every call; QuantLinear only once."""
     return QuantLinear(packed, bias, activation)(x)
 
 
