@@ -1,0 +1,110 @@
+"""Scores against sums worked out another way."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+
+from anybit.evaluate.perplexity import Remembered, score, shorten, windows
+
+
+class Bigram:
+    """A model whose logits depend on the last token only: context changes nothing."""
+
+    def __init__(self, vocabulary: int = 50, seed: int = 0, dtype: torch.dtype = torch.float32):
+        generator = torch.Generator().manual_seed(seed)
+        self.table = torch.randn(vocabulary, vocabulary, generator=generator).to(dtype) * 3
+        self.calls = 0
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.table[ids]
+
+
+def documents(*lengths: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(50, (n,), generator=generator) for n in lengths]
+
+
+@pytest.mark.parametrize(("window", "stride"), [(2, 1), (8, 1), (8, 4), (8, 7), (64, 32), (500, 9)])
+def test_windows_score_every_token_once_with_the_promised_context(window: int, stride: int) -> None:
+    for length in (0, 1, 2, 7, 8, 9, 63, 64, 65, 200):
+        ids = torch.arange(length)
+        scored = []
+        for part, first in windows([ids], window, stride):
+            assert len(part) <= window
+            at = part[0].item()
+            assert torch.equal(part, ids[at : at + len(part)])
+            scored += part[first:].tolist()
+            assert first >= min(window - stride, part[first].item())
+        assert scored == list(range(1, length))
+
+
+@pytest.mark.parametrize("stride", [0, 8, 9])
+def test_a_stride_outside_the_window_is_refused(stride: int) -> None:
+    with pytest.raises(ValueError, match=r"stride=\d is not in 1..7"):
+        list(windows(documents(20), 8, stride))
+
+
+def test_score_equals_torch_on_the_whole_documents() -> None:
+    model, dense, texts = Bigram(seed=1), Bigram(seed=2), documents(3, 40, 301, 1)
+    got = score(model, texts, window=16, stride=5, dense=dense)
+    logits = torch.cat([model.table[t[:-1]] for t in texts]).double()
+    other = torch.cat([dense.table[t[:-1]] for t in texts]).double()
+    target = torch.cat([t[1:] for t in texts])
+    assert got.tokens == len(target) == 2 + 39 + 300
+    assert got.nll == pytest.approx(cross_entropy(logits, target).item(), rel=1e-6)
+    assert got.perplexity == pytest.approx(math.exp(got.nll))
+    kl = kl_div(
+        log_softmax(logits, -1), log_softmax(other, -1), log_target=True, reduction="batchmean"
+    )
+    assert got.kl == pytest.approx(kl.item(), rel=1e-5)
+    assert got.agreement == (logits.argmax(-1) == other.argmax(-1)).double().mean().item()
+
+
+def test_a_model_does_not_differ_from_itself() -> None:
+    model = Bigram(dtype=torch.bfloat16)
+    got = score(model, documents(100), window=16, dense=model)
+    assert (got.kl, got.agreement) == (0.0, 1.0)
+    alone = score(model, documents(100), window=16)
+    assert (alone.kl, alone.agreement, alone.nll) == (None, None, got.nll)
+
+
+def test_the_standard_error_covers_the_spread_of_samples() -> None:
+    """Over many draws, the true mean lies within two standard errors about 95 times in 100."""
+    model, generator = Bigram(vocabulary=4), torch.Generator().manual_seed(3)
+    truth = score(model, [torch.randint(4, (200_000,), generator=generator)], window=1000).nll
+    inside = 0
+    for _ in range(200):
+        got = score(model, [torch.randint(4, (640,), generator=generator)], window=16, stride=15)
+        inside += abs(got.nll - truth) < 2 * got.nll_error
+    assert 180 <= inside <= 199
+
+
+def test_remembered_runs_the_model_once_for_each_window_within_its_limit() -> None:
+    model, texts = Bigram(), documents(160)
+    first = score(model, texts, window=16, dense=Bigram(seed=2))
+    count = len(list(windows(texts, 16)))
+    logits = 16 * 50 * 4
+    for limit, runs in [(1 << 20, count), (0, 2 * count), (3 * logits, 2 * count - 3)]:
+        dense = Bigram(seed=2)
+        remembered = Remembered(dense, limit)
+        for _ in range(2):
+            assert score(model, texts, window=16, dense=remembered) == first
+        assert dense.calls == runs
+
+
+def test_nothing_to_score_is_an_error() -> None:
+    with pytest.raises(ValueError, match="shorter than two tokens"):
+        score(Bigram(), documents(1, 0), window=8)
+
+
+def test_shorten_takes_as_much_of_every_document_as_fits() -> None:
+    texts = documents(5, 100, 30, 1000)
+    assert [len(t) for t in shorten(texts, 200)] == [5, 82, 30, 82]
+    assert [len(t) for t in shorten(texts, 100)] == [5, 32, 30, 32]
+    assert [len(t) for t in shorten(texts, None)] == [5, 100, 30, 1000]
+    assert torch.equal(shorten(texts, 100)[3], texts[3][:32])
+    with pytest.raises(ValueError, match="7 tokens are too few for 4 documents"):
+        shorten(texts, 7)
