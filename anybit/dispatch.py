@@ -22,7 +22,7 @@ class Backend(Protocol):
     ) -> str | None:
         """None when this backend can multiply such a layer, or the reason in words why not."""
 
-    def prepare(self, packed: Packed) -> list[Tensor]:
+    def prepare(self, packed: Packed, activation: str | None) -> list[Tensor]:
         """The tensors that `linear` wants, in this backend's own layout; made once, at load."""
 
     def linear(

@@ -70,7 +70,7 @@ class QuantLinear(nn.Module):
         packed = self.packed
         device = packed.planes[0].device
         self.backend = choose(self.format, self.activation, packed.shape, device)
-        self.prepared = get_backend(self.backend).prepare(packed)
+        self.prepared = get_backend(self.backend).prepare(packed, self.activation)
         return self
 
     def forward(self, x: Tensor) -> Tensor:

@@ -95,11 +95,11 @@ class Codebook(Format):
 
     def values(self, codes: Tensor, grid: Grid) -> Tensor:
         books = grid["codebook"].float()
-        at = codes.reshape(codes.shape[0], -1, self.m).int()
-        vectors = books[0][at[..., 0]]
+        at = codes.reshape(-1, self.m).int()
+        vectors = books[0].index_select(0, at[:, 0])
         for i in range(1, self.m):
-            vectors = vectors + books[i][at[..., i]]
-        return vectors.flatten(1)
+            vectors += books[i].index_select(0, at[:, i])
+        return vectors.view(codes.shape[0], -1)
 
     def _vectors(self, w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Normalized vectors (N * K / v, v), and the squared scale that each came with."""

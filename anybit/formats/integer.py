@@ -40,9 +40,8 @@ class Integer(Format):
         return super().entries() | zero
 
     @property
-    def middle(self) -> float:
-        """The code that stands for 0 in the symmetric layout; int1 has none and straddles it."""
-        return 0.5 if self.bits == 1 else 2 ** (self.bits - 1)
+    def operand(self) -> str:  # type: ignore[override]
+        return "activation" if self.zero else "int8"
 
     def fit(self, w: Tensor) -> Grid:
         rows = groups_of(w, self.group)
@@ -53,27 +52,24 @@ class Integer(Format):
             zero = (-low / scale.float()).round_().clamp_(0, 2**self.bits - 1)
             return {"scale": scale, "zero": zero.to(torch.uint8)}
         if self.bits == 1:  # {-1, +1}: the mean magnitude minimizes the squared error
-            return {"scale": store_scale(rows.abs().mean(-1) * 2)}
+            return {"scale": store_scale(rows.abs().mean(-1))}
         low, high = rows.aminmax(dim=-1)
         return {"scale": store_scale(torch.maximum(high, -low) / (2 ** (self.bits - 1) - 1))}
 
     def encode(self, w: Tensor, grid: Grid) -> Tensor:
-        inverse = 1 / grid["scale"].float()[..., None]
-        q = grouped(w, grid["scale"]) * inverse
-        if self.zero:
-            q = q.add_(grid["zero"].float()[..., None]).round_()
-        elif self.bits == 1:
-            q = q >= 0
-        else:
-            q = q.round_().add_(self.middle)
-        return ungroup(q.clamp_(0, 2**self.bits - 1) if self.bits > 1 or self.zero else q).to(
-            torch.uint8
-        )
+        if self.bits == 1 and not self.zero:
+            return (w >= 0).to(torch.uint8)
+        q = grouped(w, grid["scale"]) * (1 / grid["scale"].float()[..., None])
+        middle = grid["zero"].float()[..., None] if self.zero else 2 ** (self.bits - 1)
+        q = q.add_(middle).round_()
+        return ungroup(q.clamp_(0, 2**self.bits - 1)).to(torch.uint8)
 
     def values(self, codes: Tensor, grid: Grid) -> Tensor:
-        if not self.zero:
-            return codes.float() - self.middle
-        return ungroup(grouped(codes.float(), grid["zero"]) - grid["zero"].float()[..., None])
+        if self.zero:
+            return ungroup(grouped(codes.float(), grid["zero"]) - grid["zero"].float()[..., None])
+        if self.bits == 1:
+            return codes.float() * 2 - 1
+        return codes.float() - 2 ** (self.bits - 1)
 
     def _spec_parts(self) -> tuple[str, list[str]]:
         return f"int{self.bits}", self._options(skip=("bits",))

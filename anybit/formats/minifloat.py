@@ -81,7 +81,8 @@ class Minifloat(Format):
         return self.from_float(ungroup(grouped(w, grid["scale"]) * inverse))
 
     def values(self, codes: Tensor, grid: Grid) -> Tensor:
-        return self.to_float(codes)
+        table = self.to_float(torch.arange(2**self.bits, device=codes.device))
+        return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
     def from_float(self, x: Tensor) -> Tensor:
         """fp32 -> codes (uint8): to nearest, ties to even; too large numbers become the largest."""

@@ -27,6 +27,7 @@ class Sparse(Format):
 
     bits = 8
     width = 2
+    operand = "int8"
 
     def fit(self, w: Tensor) -> Grid:
         low, high = groups_of(w, self.group).aminmax(dim=-1)
@@ -40,6 +41,7 @@ class Sparse(Format):
         return (value + MIDDLE + 128 * place).to(torch.uint8)
 
     def values(self, codes: Tensor, grid: Grid) -> Tensor:
-        value = (codes & 127).float() - MIDDLE
-        first = codes >= 128
-        return torch.stack((value * first, value * ~first), dim=-1).flatten(1)
+        code = torch.arange(256, device=codes.device)
+        value, first = (code & 127).float() - MIDDLE, code >= 128
+        pairs = torch.stack((value * first, value * ~first), dim=-1)
+        return pairs.index_select(0, codes.flatten().int()).view(codes.shape[0], -1)

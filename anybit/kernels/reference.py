@@ -18,7 +18,7 @@ def refuse(
     return None
 
 
-def prepare(packed: Packed) -> list[Tensor]:
+def prepare(packed: Packed, activation: str | None) -> list[Tensor]:
     """Canonical planes and grid, as they are."""
     return list(packed.tensors().values())
 
