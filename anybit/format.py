@@ -321,12 +321,22 @@ def get_format(spec: "str | Format") -> Format:
         raise ValueError(
             f"unknown format {name!r} in {spec!r}; known: {', '.join(sorted(FORMATS))}"
         )
-    return FORMATS[name].from_spec(name, [a.strip() for a in rest.split(",") if a.strip()])
+    fmt = FORMATS[name].from_spec(name, [a.strip() for a in rest.split(",") if a.strip()])
+    if fmt.group < 0:
+        raise ValueError(
+            f"group={fmt.group} in {spec!r}; a group has 1 or more columns, 0 is a row"
+        )
+    return fmt
 
 
-def read_options(cls: type[Format], name: str, args: list[str]) -> dict[str, Any]:
-    """`["group=64", "zero"]` -> {"group": 64, "zero": True}, checked against the class's fields."""
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+def read_options(
+    cls: type[Format], name: str, args: list[str], named: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """`["group=64", "zero"]` -> {"group": 64, "zero": True}, checked against the class's fields.
+
+    named: fields that the format's name has set already.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.name not in named}
     out: dict[str, Any] = {}
     for arg in args:
         key, eq, text = arg.partition("=")

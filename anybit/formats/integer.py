@@ -76,4 +76,4 @@ class Integer(Format):
 
     @classmethod
     def from_spec(cls, name: str, args: list[str]) -> "Integer":
-        return cls(bits=int(name.removeprefix("int")), **read_options(cls, name, args))
+        return cls(bits=int(name.removeprefix("int")), **read_options(cls, name, args, ("bits",)))

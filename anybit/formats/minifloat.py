@@ -1,7 +1,8 @@
 """Any small floating-point number, eXmY: fp6 (e3m2) and fp5 (e2m2) of ZeroQuant(4+2) and FP6-LLM.
 
 A code is a sign, X exponent bits with bias 2**(X-1) - 1, and Y mantissa bits, with subnormals. All
-codes are finite numbers, but for e4m3 (the largest is 448, as in float8_e4m3fn) and e5m2 (57344).
+codes are finite numbers, except where fp16 or float8_e4m3fn read NaN or inf: the largest exponent
+of X = 5 and the last code of e4m3 (which reaches 448) are never used.
 Weights are W = S * code with S = max|w| / largest value (ZeroQuant(4+2), "FP6").
 
 Decoding needs no exponent arithmetic ("bias shift"): the bits moved under fp16's exponent field
@@ -64,8 +65,10 @@ class Minifloat(Format):
 
     @property
     def largest_code(self) -> int:
-        """The code, without sign, of the largest number; 8-bit types lose their NaN and inf."""
-        reserved = {(4, 3): 1, (5, 2): 4}.get((self.exponent, self.mantissa), 0)
+        """The code, without sign, of the largest number; NaN and inf are left out."""
+        reserved = 1 if (self.exponent, self.mantissa) == (4, 3) else 0
+        if self.exponent == 5:  # fp16's exponent, whose highest value is no number
+            reserved = 1 << self.mantissa
         return 2 ** (self.bits - 1) - 1 - reserved
 
     @property
@@ -117,9 +120,10 @@ class Minifloat(Format):
 
     @classmethod
     def from_spec(cls, name: str, args: list[str]) -> "Minifloat":
+        named = ("exponent", "mantissa")
         if name in ALIASES:
-            return cls(*ALIASES[name], **read_options(cls, name, args))
+            return cls(*ALIASES[name], **read_options(cls, name, args, named))
         shape = re.fullmatch(r"e(\d)m(\d)", args[0]) if args else None
         if not shape:
             raise ValueError(f"write {name!r} with its bits: fp:e3m2 or fp:e3m2,group=128")
-        return cls(int(shape[1]), int(shape[2]), **read_options(cls, name, args[1:]))
+        return cls(int(shape[1]), int(shape[2]), **read_options(cls, name, args[1:], named))

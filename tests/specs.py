@@ -1,0 +1,28 @@
+"""The formats that tests iterate over: every registered name, and options that change layout."""
+
+import anybit
+from anybit.format import FORMATS
+
+OPTIONS = (
+    "int1:group=32",
+    "int2:group=64,zero",
+    "int3:group=32",
+    "int4:group=64",
+    "int4:group=128,zero",
+    "int5:zero",
+    "int8:group=64",
+    "fp:e1m1",
+    "fp:e2m0",
+    "fp:e2m3,group=64",
+    "fp:e3m3",
+    "fp:e5m2",
+    "fp:e4m3,group=32",
+    "liquid:group=32",
+    "sparse:group=64",
+    "codebook:m=1,v=4",
+    "codebook:m=3,v=16,b=4,group=32",
+    "codebook:m=1,v=1,b=4,group=64",
+)
+NAMES = tuple(name for name in FORMATS if name != "fp")
+SPECS = NAMES + OPTIONS
+SCALAR = tuple(s for s in SPECS if anybit.get_format(s).width == 1 and "codebook" not in s)

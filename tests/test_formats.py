@@ -1,0 +1,342 @@
+"""Each format against its definition: an independent oracle where one exists."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import anybit
+from anybit.format import Packed
+from anybit.formats.codebook import Codebook
+from anybit.formats.liquid import Liquid
+from anybit.formats.minifloat import Minifloat
+from tests.specs import SCALAR, SPECS
+
+FLOATS = {
+    "fp:e3m2": ml_dtypes.float6_e3m2fn,
+    "fp:e2m3": ml_dtypes.float6_e2m3fn,
+    "fp:e2m1": ml_dtypes.float4_e2m1fn,
+    "fp:e4m3": ml_dtypes.float8_e4m3fn,
+    "fp:e5m2": ml_dtypes.float8_e5m2,
+}
+
+
+def weight(n=64, k=256, dtype=torch.float32):
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(n + k), dtype=dtype) * 0.02
+
+
+# Every format.
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_spec_strings_and_formats_are_inverse(spec):
+    fmt = anybit.get_format(spec)
+    assert anybit.get_format(fmt.spec) == fmt
+    assert anybit.get_format(fmt.spec).spec == fmt.spec
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_packing_loses_nothing(spec):
+    fmt, w = anybit.get_format(spec), weight()
+    grid = fmt.fit(w)
+    codes = fmt.encode(w, grid)
+    packed = Packed.from_codes(fmt, tuple(w.shape), codes, grid)
+    assert torch.equal(packed.codes(), codes)
+    assert torch.equal(packed.dequantize(), fmt.decode(codes, grid))
+    again = Packed.from_tensors(fmt, tuple(w.shape), packed.tensors())
+    assert torch.equal(again.dequantize(), packed.dequantize())
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if anybit.get_format(s).books == 1])
+def test_decoded_weights_encode_to_themselves(spec):
+    """A quantized weight is a fixed point: re-encoding it with its own grid changes nothing."""
+    packed = anybit.quantize_tensor(weight(), spec)
+    w = packed.dequantize()
+    again = packed.format.encode(w, packed.grid)
+    assert torch.equal(packed.format.decode(again, packed.grid), w)
+
+
+@pytest.mark.parametrize("spec", SCALAR)
+def test_scalar_codes_are_the_nearest(spec):
+    fmt, w = anybit.get_format(spec), weight(8, 256)
+    grid = fmt.fit(w)
+    chosen = (fmt.decode(fmt.encode(w, grid), grid) - w).abs()
+    best = torch.full_like(w, math.inf)
+    for code in range(2**fmt.bits):
+        decoded = fmt.decode(torch.full(w.shape, code, dtype=torch.uint8), grid)
+        best = torch.minimum(best, (decoded - w).abs())
+    reach = grid["scale"].float().amax() * 119 if spec.startswith("liquid") else w.abs().amax()
+    # liquid rounds twice, so it may miss the nearest by a step of its first level.
+    slack = grid["scale"].float() if spec.startswith("liquid") else 0
+    assert ((chosen - best) <= slack + 1e-6 * reach).all()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_bits_per_weight_counts_what_is_stored(spec):
+    packed = anybit.quantize_tensor(weight(64, 512), spec)
+    assert packed.format.bits_per_weight((64, 512)) == packed.nbytes() * 8 / (64 * 512)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_slices_of_a_packed_weight_are_slices_of_the_weight(spec):
+    packed = anybit.quantize_tensor(weight(8, 1024), spec)
+    w = packed.dequantize()
+    assert torch.equal(packed.rows(slice(2, 7)).dequantize(), w[2:7])
+    assert torch.equal(packed.columns(slice(512, 1024)).dequantize(), w[:, 512:])
+
+
+def test_a_slice_through_a_group_is_refused():
+    packed = anybit.quantize_tensor(weight(8, 512), "int4:group=128")
+    with pytest.raises(ValueError, match="64:512 do not lie on borders of group=128"):
+        packed.columns(slice(64, 512))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("factor", [0.0, 1e-9, 1e9])
+def test_extreme_weights_stay_finite(spec, factor):
+    w = weight(8, 256) * factor
+    got = anybit.quantize_tensor(w, spec).dequantize()
+    assert torch.isfinite(got).all()
+    if factor == 0:
+        assert got.abs().max() <= 1  # int1 has no zero; a group of zeros has scale 1
+    else:
+        assert (got - w).norm() < w.norm()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_bf16_weight_gives_the_codes_of_its_fp32_copy(spec):
+    w = weight(dtype=torch.bfloat16)
+    a, b = anybit.quantize_tensor(w, spec), anybit.quantize_tensor(w.float(), spec)
+    assert all(torch.equal(x, y) for x, y in zip(a.planes, b.planes, strict=True))
+
+
+def test_rtn_in_row_chunks_equals_rtn_at_once(monkeypatch):
+    w = weight(64, 256)
+    whole = anybit.quantize_tensor(w, "int4:group=64,zero")
+    monkeypatch.setattr("anybit.quantizers.rtn.CHUNK", 7 * 256)
+    parts = anybit.quantize_tensor(w, "int4:group=64,zero")
+    assert torch.equal(parts.dequantize(), whole.dequantize())
+
+
+# Minifloat.
+
+
+@pytest.mark.parametrize("spec", FLOATS)
+def test_minifloat_equals_ml_dtypes_for_every_fp16(spec):
+    fmt = anybit.get_format(spec)
+    half = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    x = half[torch.isfinite(half)].float()
+    codes = fmt.from_float(x.clone())
+    oracle = x.numpy().astype(FLOATS[spec])
+    value = torch.from_numpy(oracle.astype(np.float32))
+    inside = torch.isfinite(value)
+    assert inside.sum() > 48000
+    assert torch.equal(codes[inside], torch.from_numpy(oracle.view(np.uint8).copy())[inside])
+    assert torch.equal(fmt.to_float(codes)[inside], value[inside])
+    # Where the oracle overflows to NaN or inf, we stay at the largest number.
+    assert (fmt.to_float(codes)[~inside].abs() == fmt.largest).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "largest"), [("fp6", 28), ("fp:e2m3", 7.5), ("fp4", 6), ("fp8", 448)]
+)
+def test_minifloat_reaches(spec, largest):
+    assert anybit.get_format(spec).largest == largest
+
+
+@pytest.mark.parametrize("bits", range(3, 9))
+def test_every_minifloat_decodes_every_code_by_the_textbook(bits):
+    for x in range(1, min(5, bits - 1) + 1):
+        fmt, y = Minifloat(x, bits - 1 - x), bits - 1 - x
+        codes = torch.arange(2**bits, dtype=torch.uint8)
+        expected = []
+        for code in range(2**bits):
+            sign, e, m = code >> (bits - 1), (code >> y) & (2**x - 1), code & (2**y - 1)
+            bias = 2 ** (x - 1) - 1
+            value = 2.0 ** (e - bias) * (1 + m / 2**y) if e else 2.0 ** (1 - bias) * (m / 2**y)
+            expected.append(-value if sign else value)
+        assert fmt.values(codes[None], {})[0].tolist() == expected
+        kept = (codes & (2 ** (bits - 1) - 1)) <= fmt.largest_code
+        back = fmt.from_float(fmt.to_float(codes))
+        assert torch.equal(back[kept], codes[kept])
+
+
+@pytest.mark.parametrize("bits", range(3, 9))
+def test_bias_shift(bits):
+    """Bits moved into fp16, times 2**(15 - bias) in the scale, are the definition (subnormals too).
+
+    ZeroQuant(4+2), "Bias shift": no exponent arithmetic at run time; 2**12 for e3m2.
+    """
+    for x in range(1, min(5, bits - 1) + 1):
+        fmt = Minifloat(x, bits - 1 - x)
+        codes = torch.arange(2**bits, dtype=torch.int32)
+        sign = (codes >> (bits - 1)) << 15
+        rest = (codes & (2 ** (bits - 1) - 1)) << (10 - fmt.mantissa)
+        half = (sign | rest).to(torch.int16).view(torch.float16)
+        kept = (codes & (2 ** (bits - 1) - 1)) <= fmt.largest_code
+        assert torch.equal((half.float() * fmt.shift)[kept], fmt.to_float(codes)[kept])
+    assert anybit.get_format("fp6").shift == 2.0**12
+
+
+# LiquidQuant.
+
+
+def test_liquid_arithmetic_never_overflows():
+    """Equations 9 to 12 for every reachable (q, s, min), in 8-bit arithmetic."""
+    for low in range(-119, 120):
+        for high in range(low, 120):
+            s = max(1, math.ceil((high - low) / 15.5))
+            assert s <= 16
+            q = torch.arange(min(15, round((high - low) / s)) + 1)
+            u8 = q * s + (128 + low)
+            assert u8.min() >= 0
+            assert u8.max() <= 255
+            xor = (u8.to(torch.uint8) ^ 0x80).view(torch.int8)
+            assert torch.equal(xor.long(), q * s + low)
+
+
+def test_liquid_example_of_the_paper():
+    w = torch.zeros(1, 64)
+    w[0, 0], w[0, 1] = 119, -104  # section 4: s = 15, and 15 * 15 - 104 = 121
+    fmt = Liquid()
+    grid = {"scale": torch.ones(1, 1, dtype=torch.float16)} | {
+        k: v for k, v in fmt.fit(w).items() if k != "scale"
+    }
+    assert grid["step"].item() == 15
+    assert grid["offset"].item() == 128 - 104
+    assert fmt.values(fmt.encode(w, grid), grid)[0, :2].tolist() == [121, -104]
+
+
+def test_liquid_decodes_four_codes_with_one_multiply_add_and_one_xor():
+    """No carry crosses a byte: 32-bit arithmetic on four codes equals four 8-bit ones."""
+    random = torch.Generator().manual_seed(0)
+    for s in range(1, 17):
+        low = torch.randint(-119, 120 - 15 * s + 8, (4000,), generator=random).clamp(-119, 119)
+        q = torch.randint(0, 16, (4000, 4), generator=random)
+        q = torch.minimum(q, ((127 - low) // s)[:, None])
+        at = torch.tensor([1, 1 << 8, 1 << 16, 1 << 24])
+        word = (q * at).sum(1)
+        offset = (low + 128) * 0x01010101
+        got = (word * s + offset) ^ 0x80808080
+        assert (got < 2**32).all()
+        expected = (((q * s + low[:, None]) & 255) * at).sum(1)
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("span", [1, 14, 21, 22, 217, 233, 238])
+def test_liquid_keeps_both_ends_of_a_group(span):
+    """The step never clips: the largest weight of a group is off by at most half a step."""
+    q8 = torch.full((1, 64), -119.0)
+    q8[0, 0], q8[0, 1] = 119, 119  # fixes the row's first level to 1
+    other = torch.full((1, 64), -60.0)
+    other[0, 5] = -60.0 + min(span, 179)
+    w = torch.cat((q8, other), 1)
+    packed = anybit.quantize_tensor(w, "liquid")
+    step = packed.grid["step"].float().amax()
+    assert (packed.values() - w).abs().max() <= step / 2
+
+
+# Sparse and codebook.
+
+
+def test_sparse_keeps_the_larger_of_each_pair():
+    w = weight(16, 128)
+    got = anybit.quantize_tensor(w, "sparse").dequantize()
+    pairs, kept = w.view(16, -1, 2), got.view(16, -1, 2)
+    assert ((kept != 0).sum(-1) <= 1).all()
+    larger = pairs.abs().argmax(-1, keepdim=True)
+    assert (kept.gather(-1, 1 - larger) == 0).all()
+    scale = w.abs().amax(1) / 63
+    error = (kept.gather(-1, larger) - pairs.gather(-1, larger)).abs().squeeze(-1)
+    assert (error <= 0.501 * scale[:, None]).all()
+
+
+def test_codebook_bits_are_equation_1():
+    shape = (4096, 4096)
+    for v, m, b, g in [(4, 1, 8, 0), (16, 3, 8, 32), (8, 2, 8, 128), (8, 1, 8, 16)]:
+        fmt = Codebook(m=m, v=v, b=b, group=g)
+        norm = 16 / (g or shape[1])
+        book = 16 * m * 2**b * v / (shape[0] * shape[1])
+        assert fmt.bits_per_weight(shape) == pytest.approx(b * m / v + norm + book, rel=1e-12)
+    # "The combinations (4, 1, 8, -1) and (16, 3, 8, 32) have almost the same bits, about 2."
+    assert Codebook(m=1, v=4).bits_per_weight(shape) == pytest.approx(2, abs=0.02)
+    assert Codebook(m=3, v=16, group=32).bits_per_weight(shape) == pytest.approx(2, abs=0.02)
+
+
+def test_codebook_finds_planted_centroids():
+    random = torch.Generator().manual_seed(1)
+    planted = torch.randn(16, 4, generator=random)
+    w = planted[torch.randint(16, (4096,), generator=random)].reshape(64, -1)
+    got = anybit.quantize_tensor(w, "codebook:m=1,v=4,b=8").dequantize()
+    assert (got - w).norm() < 0.02 * w.norm()
+
+
+@pytest.mark.parametrize(("fine", "coarse"), [("m=2,v=8", "m=1,v=8"), ("m=1,v=4", "m=1,v=8")])
+def test_more_codes_mean_less_error(fine, coarse):
+    w = weight(256, 256)
+    error = [
+        (anybit.quantize_tensor(w, f"codebook:{o}").dequantize() - w).norm() for o in (fine, coarse)
+    ]
+    assert error[0] < error[1] * 0.9
+
+
+def test_uniform_and_binary_formats_are_codebooks():
+    """CodeGEMM, related work: centroids {0, 1}^v and {-1, 1}^v express uniform and binary codes."""
+    fmt = Codebook(m=1, v=4, b=4)
+    corners = torch.tensor([[(i >> j) & 1 for j in range(4)] for i in range(16)], dtype=torch.half)
+    grid = {"scale": torch.ones(2, 1), "codebook": (corners * 2 - 1)[None]}
+    bits = torch.randint(0, 2, (2, 64))
+    codes = (bits.view(2, 16, 4) * torch.tensor([1, 2, 4, 8])).sum(-1).to(torch.uint8)
+    assert torch.equal(fmt.decode(codes, grid), bits * 2.0 - 1)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("int44", "unknown format 'int44'.*known: .*codebook.*int4.*liquid"),
+        ("int4:grup=64", "unknown option 'grup' in format 'int4'; known options: group, zero"),
+        ("int4:group=big", "must be a whole number, not 'big'"),
+        ("int4:group", "option 'group' of format 'int4' needs a value"),
+        ("int4:group=64,group=32", "repeated option 'group'"),
+        ("fp", "write 'fp' with its bits: fp:e3m2"),
+        ("fp:e6m1", "a minifloat has 3 to 8 bits and an exponent of 1 to 5"),
+        ("codebook:m=0", "m and v are at least 1"),
+        ("codebook:v=8,group=12", "group=12 is not a multiple of v=8"),
+        ("int4:group=-64", "group=-64"),
+        ("int4:bits=3", "unknown option 'bits' in format 'int4'"),
+    ],
+)
+def test_bad_specs_are_explained(spec, message):
+    with pytest.raises(ValueError, match=message):
+        anybit.get_format(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "k", "message"),
+    [
+        ("int4:group=128", 1000, "K=1000 is not a multiple of group=128.*use group=8"),
+        ("sparse", 33, "K=33 is not a multiple of vectors of 2"),
+        ("codebook:m=1,v=8", 100, "K=100 is not a multiple of vectors of 8"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_explained(spec, k, message):
+    with pytest.raises(ValueError, match=message):
+        anybit.quantize_tensor(torch.randn(4, k), spec)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_no_numbers_are_refused(bad):
+    w = weight(4, 64)
+    w[2, 3] = bad
+    with pytest.raises(ValueError, match=r"1 values are NaN or inf, the first at \(2, 3\)"):
+        anybit.quantize_tensor(w, "int4")
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(ValueError, match="'int4' is already registered by"):
+        anybit.register("int4")(type("Other", (anybit.Format,), {}))

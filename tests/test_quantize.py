@@ -1,0 +1,158 @@
+"""quantize_: which layers, which formats, and that nothing is left half-done."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import anybit
+from anybit.quantize import quantized_layers, resolve
+from tests.specs import SPECS
+
+
+class Block(nn.Module):
+    def __init__(self, k=256):
+        super().__init__()
+        self.q_proj = nn.Linear(k, k, bias=False)
+        self.down_proj = nn.Linear(k, k)
+
+    def forward(self, x):
+        return x + self.down_proj(torch.relu(self.q_proj(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, tied=False, k=256):
+        super().__init__()
+        self.embed = nn.Embedding(32, k)
+        self.layers = nn.ModuleList(Block(k) for _ in range(2))
+        self.lm_head = nn.Linear(k, 32, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.layers:
+            x = block(x)
+        return self.lm_head(x)
+
+
+def model(**kwargs):
+    torch.manual_seed(0)
+    return Model(**kwargs).bfloat16()
+
+
+def schemes(m):
+    return {name: q.scheme for name, q in quantized_layers(m)}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_format_quantizes_a_model(spec):
+    ids = torch.arange(12).view(2, 6)
+    m = model()
+    dense = m(ids)
+    for name, layer in copy.deepcopy(m).named_modules():
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            decoded = anybit.quantize_tensor(layer.weight.detach(), spec).dequantize()
+            m.get_submodule(name).weight.data = decoded.bfloat16()
+    expected = m(ids)
+    got = anybit.quantize_(model(), spec)(ids)
+    assert len(schemes(anybit.quantize_(model(), spec))) == 4
+    assert (got - expected).float().norm() < 0.02 * dense.float().norm()
+
+
+def test_last_match_wins_and_the_head_is_kept():
+    plan = {"*": "int3", "*.down_proj": "int4:group=64", "layers.1.*": None}
+    m = anybit.quantize_(model(), plan)
+    assert schemes(m) == {"layers.0.q_proj": "int3", "layers.0.down_proj": "int4:group=64"}
+    assert type(m.lm_head) is nn.Linear
+
+
+def test_the_head_is_quantized_when_named():
+    m = anybit.quantize_(model(), {"*": None, "lm_head": "int8"})
+    assert schemes(m) == {"lm_head": "int8"}
+
+
+def test_formats_may_be_objects_and_quantize_activations():
+    assert set(schemes(anybit.quantize_(model(), anybit.get_format("fp5"))).values()) == {"fp5"}
+    assert set(schemes(anybit.quantize_(model(), "liquid@int8")).values()) == {"liquid@int8"}
+
+
+def test_dequantize_turns_back_to_dense_layers_of_the_same_function():
+    ids = torch.arange(12).view(2, 6)
+    m = anybit.quantize_(model(), "fp6")
+    quantized = m(ids)
+    anybit.dequantize_(m)
+    assert schemes(m) == {}
+    assert (m(ids) - quantized).float().norm() < 0.01 * quantized.float().norm()
+
+
+BAD = [
+    ({"*": "int4", "*.up_proj": "int8"}, r"no layer matches '\*\.up_proj'; layers are named like"),
+    ({"*.q_proj": "int4"}, r"no pattern matches layer 'layers\.0\.down_proj'; add '\*': None"),
+    ({"*": None}, "nothing to quantize"),
+    ("int44", "unknown format 'int44'"),
+    ("int4:group=96", r"layers\.0\.q_proj: K=256 is not a multiple of group=96.*use group=32"),
+]
+
+
+@pytest.mark.parametrize(("spec", "message"), BAD)
+def test_bad_plans_are_explained_and_change_nothing(spec, message):
+    m = model()
+    with pytest.raises(ValueError, match=message):
+        anybit.quantize_(m, spec)
+    assert schemes(m) == {}
+
+
+def test_a_broken_weight_is_named_before_anything_changes():
+    m = model()
+    m.layers[1].down_proj.weight.data[3, 5] = torch.nan
+    with pytest.raises(ValueError, match=r"layers\.1\.down_proj\.weight: 1 values are NaN or inf"):
+        anybit.quantize_(m, "int4")
+    assert schemes(m) == {}
+
+
+def test_an_interrupt_changes_nothing():
+    class Interrupted(anybit.RTN):
+        def quantize(self, w, fmt):
+            if getattr(type(self), "seen", False):
+                raise KeyboardInterrupt
+            type(self).seen = True
+            return super().quantize(w, fmt)
+
+    m = model()
+    with pytest.raises(KeyboardInterrupt):
+        anybit.quantize_(m, "int4", Interrupted())
+    assert schemes(m) == {}
+
+
+def test_tied_weights_are_respected():
+    m = anybit.quantize_(model(tied=True), "int8")
+    assert m.lm_head.weight is m.embed.weight
+    with pytest.raises(ValueError, match="lm_head shares its weight with embed; untie them first"):
+        anybit.quantize_(model(tied=True), {"*": "int8", "lm_head": "int8"})
+
+
+def test_a_quantized_model_is_not_quantized_again():
+    m = anybit.quantize_(model(), {"*": "int8", "lm_head": "int8"})
+    with pytest.raises(ValueError, match="quantized already"):
+        anybit.quantize_(m, "int4")
+
+
+def test_patterns_see_shapes_before_any_work():
+    with pytest.raises(ValueError, match=r"a\.b: K=100 is not a multiple of vectors of 8"):
+        resolve({"a.b": (4, 100)}, "codebook")
+
+
+def test_import_is_light():
+    code = (
+        "import sys, time, torch; t = time.time(); import anybit; "
+        "print(time.time() - t, 'triton' in sys.modules, 'transformers' in sys.modules)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert float(out[0]) < 2
+    assert out[1:] == ["False", "False"]
