@@ -1,7 +1,11 @@
 """anybit: linear layers of language models in any number of bits."""
 
+from typing import Any
+
+from anybit.checkpoint import load, save
 from anybit.format import Entry, Format, Grid, Packed, get_format, register
 from anybit.formats import codebook, integer, liquid, minifloat, sparse  # noqa: F401  (registers)
+from anybit.integrations import hook
 from anybit.linear import QuantLinear, dequantize, linear, quantize_tensor
 from anybit.quantize import dequantize_, quantize_
 from anybit.quantizers.rtn import RTN
@@ -9,6 +13,7 @@ from anybit.quantizers.rtn import RTN
 __version__ = "0.1.0"
 __all__ = [
     "RTN",
+    "AnybitConfig",
     "Entry",
     "Format",
     "Grid",
@@ -18,7 +23,20 @@ __all__ = [
     "dequantize_",
     "get_format",
     "linear",
+    "load",
     "quantize_",
     "quantize_tensor",
     "register",
+    "save",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AnybitConfig":  # its base is in transformers, which takes seconds to import
+        from anybit.integrations.transformers import AnybitConfig
+
+        return AnybitConfig
+    raise AttributeError(f"module 'anybit' has no attribute {name!r}")
+
+
+hook.install()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from anybit.quantizers.rtn import RTN
 Spec = str | Format
 Plan = Mapping[str, Spec | None]
 HEADS = ("lm_head", "embed_out", "output_projection")  # output layers, kept unless named
+METHOD, VERSION = "anybit", 1  # in a checkpoint's config.json; VERSION is that of its layout
 
 
 def quantize_(
@@ -64,7 +66,7 @@ def quantize_(
             step(layer.weight.numel(), name)
     for name, quantized in ready.items():
         replace(model, name, quantized)
-    model.anybit_formats = plan_of(spec)  # type: ignore[assignment]
+    record(model, plan_of(spec))
     return model
 
 
@@ -73,7 +75,7 @@ def resolve(shapes: Mapping[str, tuple[int, ...]], spec: Spec | Plan) -> dict[st
     plan = plan_of(spec)
     unused, out = set(plan), {}
     for name, shape in shapes.items():
-        matches = [p for p in plan if fnmatchcase(name, p) and not (p == "*" and is_head(name))]
+        matches = patterns_for(name, plan)
         unused -= set(matches) | {p for p in plan if p == "*" and is_head(name)}
         if not matches:
             if is_head(name):
@@ -100,10 +102,37 @@ def resolve(shapes: Mapping[str, tuple[int, ...]], spec: Spec | Plan) -> dict[st
     return out
 
 
-def plan_of(spec: Spec | Plan) -> dict[str, str | None]:
-    """The plan that a spec stands for, in canonical spec strings."""
-    plan = dict(spec) if isinstance(spec, Mapping) else {"*": spec}
+def patterns_for(name: str, plan: Plan) -> list[str]:
+    """The patterns of a plan that match a layer; the last one decides."""
+    return [p for p in plan if fnmatchcase(name, p) and not (p == "*" and is_head(name))]
+
+
+def plan_of(spec: Spec | Plan | Iterable[tuple[str, Spec | None]]) -> dict[str, str | None]:
+    """The plan that a spec, or a list of (pattern, spec), stands for, in canonical spec strings."""
+    plan: dict[str, Spec | None] = {"*": spec} if isinstance(spec, Spec) else dict(spec)
     return {p: None if value is None else canonical(value) for p, value in plan.items()}
+
+
+def quantization_config(plan: Plan) -> dict[str, Any]:
+    """What config.json says about a model that was quantized by this plan.
+
+    `formats` maps patterns to formats, or is a list of such pairs when the patterns are in another
+    order than the alphabet's: transformers sorts the keys of config.json, and the last match wins.
+    """
+    formats = dict(plan) if list(plan) == sorted(plan) else [list(pair) for pair in plan.items()]
+    return {"quant_method": METHOD, "version": VERSION, "formats": formats}
+
+
+def record(model: nn.Module, plan: dict[str, str | None] | None) -> None:
+    """Note the plan on a model and in the config of a transformers model; None removes it."""
+    model.anybit_formats = plan  # type: ignore[assignment]
+    config = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return
+    if plan is not None:  # so that `save_pretrained` writes it too
+        config.quantization_config = quantization_config(plan)  # type: ignore[union-attr]
+    elif hasattr(config, "quantization_config"):
+        del config.quantization_config  # type: ignore[union-attr]
 
 
 def canonical(spec: Spec) -> str:
@@ -152,4 +181,5 @@ def dequantize_(model: nn.Module) -> nn.Module:
         dense.weight = nn.Parameter(layer.dequantize(dtype), requires_grad=False)
         dense.bias = layer.bias  # type: ignore[assignment]
         replace(model, name, dense)
+    record(model, None)
     return model

@@ -1,0 +1,45 @@
+"""Tiny random models that tests of checkpoints share."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+TOKENS = torch.arange(1, 33)[None]
+
+
+def llama(tied: bool = False, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
+    """A Llama of 100 thousand random weights."""
+    torch.manual_seed(0)
+    options = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "tie_word_embeddings": tied,
+    }
+    # Not `.to(dtype)`, which would round the rotary frequencies; loading keeps them in fp32.
+    return AutoModelForCausalLM.from_config(LlamaConfig(**options | changes), dtype=dtype).eval()
+
+
+def dense(directory: Path, shard_size: str = "5GB", **options: Any) -> Path:
+    """A dense checkpoint of `llama(**options)`."""
+    llama(**options).save_pretrained(directory, max_shard_size=shard_size)
+    return directory
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS.to(model.device)).logits
+
+
+def same_state(a: torch.nn.Module, b: torch.nn.Module) -> None:
+    """Fail unless two models have the same tensors, bit for bit."""
+    x, y = a.state_dict(), b.state_dict()
+    assert x.keys() == y.keys()
+    for name in x:
+        assert x[name].dtype == y[name].dtype, name
+        assert torch.equal(x[name], y[name]), name
