@@ -1,0 +1,154 @@
+"""The paged KV cache, and attention over it."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+INT8_LARGEST = 127.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's tokens (T of B sequences, those with a single token first), for attention.
+
+    positions (T,): of each token in its text. slots (T,): where its K and V go, as block *
+    block_size + offset. tables (B, blocks) int32: each sequence's blocks. contexts (B,) int32:
+    tokens of each sequence that the cache holds, with this step's. queries and lengths: tokens of
+    each sequence in this step, and contexts, on the host; a captured graph has none of them.
+    decodes: sequences with one token.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    tables: Tensor
+    contexts: Tensor
+    queries: list[int]
+    lengths: list[int]
+    decodes: int
+
+
+@dataclass
+class LayerCache:
+    """K and V of one layer, (blocks, kv_heads, block_size, head_dim), in the model's dtype or int8.
+
+    int8 has scales: static ones of each channel (kv_heads, head_dim), or dynamic ones of each
+    token and head (blocks, kv_heads, block_size).
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        blocks: int,
+        heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> "LayerCache":
+        shape = (blocks, heads, block_size, head_dim)
+        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        if dtype != torch.int8:
+            return cls(k, v)
+        if scales is not None:
+            k_scale, v_scale = (s.to(device, torch.float32) for s in scales)
+            return cls(k, v, k_scale, v_scale)
+        k_scale, v_scale = (torch.ones(shape[:3], device=device) for _ in range(2))
+        return cls(k, v, k_scale, v_scale)
+
+    @property
+    def static(self) -> bool:
+        """Whether the scales belong to channels and were known before."""
+        return self.k_scale is not None and self.k_scale.ndim == 2
+
+    def store(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Write K and V (T, kv_heads, head_dim) of tokens to their slots."""
+        block_size = self.k.shape[2]
+        block, offset = slots // block_size, slots % block_size
+        for cache, scale, x in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
+            if scale is None:
+                cache[block, :, offset] = x
+            elif self.static:
+                cache[block, :, offset] = round_int8(x.float() / scale)
+            else:
+                # Scales of zeros would divide by zero; any other scale keeps zeros as they are.
+                token = (x.float().abs().amax(-1) / INT8_LARGEST).clamp_min(1e-10)
+                cache[block, :, offset] = round_int8(x.float() / token[..., None])
+                scale[block, :, offset] = token
+
+    def load(self, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """K and V of the blocks in `table` (..., blocks): (..., kv_heads, tokens, head_dim)."""
+        out = []
+        for cache, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
+            x = cache[table]
+            if scale is not None:
+                s = scale[:, None, :] if self.static else scale[table][..., None]
+                x = x.to(dtype) * s.to(dtype)
+            out.append(x.transpose(-4, -3).flatten(-3, -2))
+        return out[0], out[1]
+
+
+def round_int8(x: Tensor) -> Tensor:
+    return x.round().clamp(-INT8_LARGEST, INT8_LARGEST).to(torch.int8)
+
+
+def attend(q: Tensor, cache: LayerCache, batch: Batch, scale: float, window: int | None) -> Tensor:
+    """Attention of queries (T, heads, head_dim) over what the cache holds of their sequences.
+
+    Always over the cache and never over K and V before they went into it, so that neither chunks
+    of a prompt nor cached prefixes nor preemption change a result. window: a token sees so many
+    tokens, itself included.
+    """
+    out = torch.empty_like(q)
+    if batch.decodes:
+        out[: batch.decodes] = decode(q[: batch.decodes], cache, batch, scale, window)
+    start = batch.decodes
+    for i in range(batch.decodes, len(batch.queries)):
+        stop = start + batch.queries[i]
+        out[start:stop] = prefill(q[start:stop], cache, batch, i, scale, window)
+        start = stop
+    return out
+
+
+def decode(q: Tensor, cache: LayerCache, batch: Batch, scale: float, window: int | None) -> Tensor:
+    """One query for each of the first sequences, padded to the longest context."""
+    longest = max(batch.lengths[: len(q)])
+    blocks = -(-longest // cache.k.shape[2])
+    k, v = cache.load(batch.tables[: len(q), :blocks], q.dtype)
+    context = batch.contexts[: len(q), None]
+    at = torch.arange(k.shape[2], device=q.device)
+    mask = at < context
+    if window is not None:
+        mask &= at >= context - window
+    return sdpa(q[:, :, None], k, v, mask[:, None, None], scale)[:, :, 0]
+
+
+def prefill(
+    q: Tensor, cache: LayerCache, batch: Batch, i: int, scale: float, window: int | None
+) -> Tensor:
+    """The queries of sequence i: the last tokens of its context."""
+    length, count = batch.lengths[i], len(q)
+    blocks = -(-length // cache.k.shape[2])
+    k, v = (x[:, :length] for x in cache.load(batch.tables[i, :blocks], q.dtype))
+    mask = None
+    if count != length or (window is not None and window < length):
+        at = torch.arange(length, device=q.device)
+        own = at[length - count :, None]
+        mask = at <= own
+        if window is not None:
+            mask &= at > own - window
+    return sdpa(q.transpose(0, 1)[None], k[None], v[None], mask, scale)[0].transpose(0, 1)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Grouped-query attention (B, heads, T, head_dim); without a mask, a causal one."""
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )

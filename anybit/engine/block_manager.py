@@ -1,0 +1,85 @@
+"""The KV cache's blocks: who holds which, and which prefixes can be used again."""
+
+import hashlib
+from array import array
+from collections import OrderedDict
+
+from anybit.engine.sequence import Sequence
+
+
+class BlockManager:
+    """Gives blocks of `block_size` tokens to sequences, shares them by prefix, takes them back.
+
+    A full block is known by the hash of its tokens and of all blocks before it, so equal prefixes
+    find each other. Blocks that nobody holds stay findable until they are needed for something
+    else, the longest unused first.
+    """
+
+    def __init__(self, blocks: int, block_size: int, prefix_caching: bool = True):
+        self.count, self.block_size, self.prefix_caching = blocks, block_size, prefix_caching
+        self.holders = [0] * blocks
+        self.digest: list[bytes | None] = [None] * blocks
+        self.known: dict[bytes, int] = {}
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # oldest first
+
+    @property
+    def usage(self) -> float:
+        """Fraction of the blocks that running sequences hold."""
+        return 1 - len(self.free) / self.count
+
+    def match(self, seq: Sequence) -> None:
+        """Give a sequence that holds nothing the blocks of its longest known prefix."""
+        # At least one token must run through the model, or there is nothing to sample from.
+        for i in range((len(seq.tokens) - 1) // self.block_size if self.prefix_caching else 0):
+            block = self.known.get(self._digest(seq, i))
+            if block is None:
+                break
+            if not self.holders[block]:
+                del self.free[block]
+            self.holders[block] += 1
+            seq.blocks.append(block)
+        seq.computed = len(seq.blocks) * self.block_size
+
+    def grow(self, seq: Sequence, tokens: int) -> bool:
+        """Make room for `tokens` tokens in all; False, and nothing done, without enough blocks."""
+        need = -(-tokens // self.block_size) - len(seq.blocks)
+        if need > len(self.free):
+            return False
+        for _ in range(need):
+            block, _ = self.free.popitem(last=False)
+            self._forget(block)
+            self.holders[block] = 1
+            seq.blocks.append(block)
+        return True
+
+    def computed(self, seq: Sequence, tokens: int) -> None:
+        """Note that the cache now holds the first `tokens` tokens; full blocks become findable."""
+        first, seq.computed = seq.computed // self.block_size, tokens
+        for i in range(first, tokens // self.block_size if self.prefix_caching else 0):
+            digest, block = self._digest(seq, i), seq.blocks[i]
+            if digest not in self.known:
+                self.known[digest] = block
+                self.digest[block] = digest
+
+    def release(self, seq: Sequence) -> None:
+        """Take back all blocks of a sequence, at once."""
+        for block in reversed(seq.blocks):  # ends of texts are forgotten before their beginnings
+            self.holders[block] -= 1
+            if not self.holders[block]:
+                self.free[block] = None
+        seq.blocks.clear()
+        seq.computed = 0
+
+    def _digest(self, seq: Sequence, i: int) -> bytes:
+        """Hash of blocks 0 to i, made once. A strong one: a collision would mix up two texts."""
+        for at in range(len(seq.digests), i + 1):
+            tokens = array("q", seq.tokens[at * self.block_size : (at + 1) * self.block_size])
+            parent = seq.digests[at - 1] if at else b""
+            seq.digests.append(hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest())
+        return seq.digests[i]
+
+    def _forget(self, block: int) -> None:
+        digest = self.digest[block]
+        if digest is not None:
+            del self.known[digest]
+            self.digest[block] = None

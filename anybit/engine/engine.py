@@ -1,0 +1,164 @@
+"""The engine: takes requests, runs steps, says what each step has added to which text."""
+
+import logging
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, replace
+
+from anybit.engine.detokenizer import Decode, Detokenizer
+from anybit.engine.model_runner import ModelRunner
+from anybit.engine.sampler import INVALID
+from anybit.engine.scheduler import Scheduled, Scheduler
+from anybit.engine.sequence import Logprob, SamplingParams, Sequence
+
+log = logging.getLogger("anybit.engine")
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a step has added to one text; the last one of a text has a `finish`.
+
+    text: may lag behind the tokens, and never holds a part of a stop string. finish: "stop",
+    "length", "abort" or "error"; stop_reason: the stop string or token.
+    """
+
+    request: str
+    index: int
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish: str | None = None
+    stop_reason: str | int | None = None
+    error: str = ""
+    cached: int = 0  # prompt tokens that the prefix cache had
+
+
+@dataclass
+class Stats:
+    """Totals since the start. finished: texts by how they ended."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+
+
+class Engine:
+    """Continuous batching over one model. Not thread-safe: one thread calls all methods."""
+
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, length: int, decode: Decode | None,
+        eos: frozenset[int], vocabulary: int,
+    ):  # fmt: skip
+        self.runner, self.scheduler, self.length = runner, scheduler, length
+        self.decode, self.eos, self.vocabulary = decode, eos, vocabulary
+        self.requests: dict[str, list[Sequence]] = {}
+        self.stats = Stats()
+
+    def check(self, prompt: Items[int], params: SamplingParams) -> None:
+        """ValueError when a prompt or its parameters cannot be served."""
+        if not prompt:
+            raise ValueError("the prompt is empty; it needs at least one token")
+        if len(prompt) >= self.length:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens; with at least one more they must fit into "
+                f"{self.length}"
+            )
+        wrong = next((t for t in prompt if not 0 <= t < self.vocabulary), None)
+        if wrong is None:
+            wrong = next((t for t in params.stop_token_ids if not 0 <= t < self.vocabulary), None)
+        if wrong is not None:
+            raise ValueError(f"token {wrong} is not in the vocabulary of {self.vocabulary}")
+        if params.stop and self.decode is None:
+            raise ValueError("stop strings need a tokenizer, and the model has none")
+
+    def add(self, request: str, prompt: Items[int], params: SamplingParams) -> None:
+        """Queue a request under a name of its own; ValueError if it cannot be served."""
+        self.check(prompt, params)
+        if request in self.requests:
+            raise ValueError(f"request {request!r} is running already")
+        limit = min(len(prompt) + (params.max_tokens or self.length), self.length)
+        seqs = []
+        for index in range(params.n):
+            text = Detokenizer(self.decode, prompt, params.stop)
+            seqs.append(Sequence(request, index, list(prompt), params, text, limit, self.eos))
+        self.requests[request] = seqs
+        for seq in seqs:
+            self.scheduler.add(seq)
+
+    def abort(self, request: str) -> list[Delta]:
+        """End a request now and free its blocks; nothing happens if it has ended already."""
+        return [
+            self._finish(seq, "abort")
+            for seq in list(self.requests.get(request, []))
+            if not seq.finish
+        ]
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def step(self) -> list[Delta]:
+        """Run one step. A failure ends the requests in it with "error", and no others."""
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return []
+        self.stats.steps += 1
+        try:
+            tokens, logprobs = self.runner.run(scheduled)
+        except Exception as error:
+            return self._failed(scheduled, error)
+        out = []
+        sampled = zip(tokens, logprobs, strict=True)
+        for s in scheduled:
+            samples = s.samples
+            self.scheduler.done(s)
+            if samples:
+                out.append(self._advance(s.seq, *next(sampled)))
+        return out
+
+    def _advance(self, seq: Sequence, token: int, logprob: Logprob | None) -> Delta:
+        """Take a sampled token; what it adds to the text."""
+        released, had = seq.detokenizer.released, len(seq.logprobs)
+        if token == INVALID:
+            return self._finish(seq, "error", "the model's logits are NaN or inf for this text")
+        try:
+            seq.append(token, logprob)
+        except Exception as error:  # a tokenizer's decoder may fail on a token
+            log.exception("request %s: cannot decode token %d", seq.request, token)
+            return self._finish(seq, "error", f"cannot decode token {token}: {error}")
+        if seq.generated == 1:
+            self.stats.prompt_tokens += len(seq.prompt)
+        self.stats.generation_tokens += 1
+        delta = Delta(
+            seq.request,
+            seq.index,
+            seq.detokenizer.text[released : seq.detokenizer.released],
+            [token],
+            seq.logprobs[had:],
+            cached=seq.cached,
+        )
+        if not seq.finish:
+            return delta
+        end = self._finish(seq, seq.finish)
+        return replace(delta, finish=end.finish, stop_reason=end.stop_reason)
+
+    def _finish(self, seq: Sequence, reason: str, error: str = "") -> Delta:
+        seq.finish, seq.error = reason, error
+        self.scheduler.remove(seq)
+        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
+        seqs = self.requests[seq.request]
+        if all(s.finish for s in seqs):
+            del self.requests[seq.request]
+        return Delta(
+            seq.request,
+            seq.index,
+            finish=reason,
+            stop_reason=seq.stop_reason,
+            error=error,
+            cached=seq.cached,
+        )
+
+    def _failed(self, scheduled: list[Scheduled], error: Exception) -> list[Delta]:
+        """End the sequences of a step that raised."""
+        log.error("a step with %d sequences failed", len(scheduled), exc_info=error)
+        return [self._finish(s.seq, "error", f"{type(error).__name__}: {error}") for s in scheduled]

@@ -1,0 +1,195 @@
+"""`LLM`: a model to generate with, in one process and one call."""
+
+import itertools
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from anybit.engine.block_manager import BlockManager
+from anybit.engine.engine import Delta, Engine
+from anybit.engine.loader import Loaded, load
+from anybit.engine.model_runner import ModelRunner, block_bytes
+from anybit.engine.scheduler import Scheduler
+from anybit.engine.sequence import Logprob, SamplingParams
+from anybit.progress import progress
+from anybit.quantize import Plan, Spec
+
+Prompt = str | Items[int]
+CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU at most, unless said otherwise
+GPU_FRACTION = 0.9  # of the free memory, likewise
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass
+class Completion:
+    """One of a request's texts. finish: "stop", "length", "abort" or "error"."""
+
+    index: int = 0
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] | None = None
+    finish: str | None = None
+    stop_reason: str | int | None = None
+    error: str = ""
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.tokens += delta.tokens
+        if delta.logprobs:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
+        self.finish, self.stop_reason, self.error = delta.finish, delta.stop_reason, delta.error
+
+
+@dataclass
+class Output:
+    """What `generate` gives for a prompt: its tokens, and n texts."""
+
+    prompt: list[int]
+    completions: list[Completion]
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.completions[0].tokens
+
+
+class LLM:
+    """A language model with a paged KV cache and continuous batching.
+
+    model: a directory with a Hugging Face checkpoint, dense or quantized by anybit.
+    quantization: a format ("fp6") or plan to quantize a dense checkpoint by while it is loaded.
+    kv_cache: "auto" (int8 if the checkpoint has scales for it, else the model's dtype), "model"
+        (the model's dtype) or "int8".
+    length: tokens of the longest text, prompt included; the model's own limit by default.
+    kv_bytes: size of the KV cache. By default, what the longest texts of max_running requests
+        need, but at most 1 GiB on a CPU and 90 % of the free memory on a GPU.
+    max_running: texts written at the same time. max_tokens: tokens in one step.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        quantization: Spec | Plan | None = None,
+        *,
+        dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+        kv_cache: Literal["auto", "model", "int8"] = "auto",
+        device: str | torch.device | None = None,
+        length: int | None = None,
+        kv_bytes: int | None = None,
+        max_running: int = 256,
+        max_tokens: int = 2048,
+        block_size: int = 16,
+        prefix_caching: bool = True,
+    ):
+        check_choice("dtype", dtype, ("auto", *DTYPES))
+        check_choice("kv_cache", kv_cache, ("auto", "model", "int8"))
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        loaded = load(Path(model), device, DTYPES.get(dtype), quantization, length)
+        self.name = Path(model).resolve().name
+        self._setup(loaded, kv_cache, kv_bytes, max_running, max_tokens, block_size, prefix_caching)
+        self._names = itertools.count()
+
+    def _setup(
+        self,
+        loaded: Loaded,
+        kv_cache: str,
+        kv_bytes: int | None,
+        max_running: int,
+        max_tokens: int,
+        block_size: int,
+        prefix_caching: bool,
+    ) -> None:
+        model = loaded.model
+        self.tokenizer, self.config = loaded.tokenizer, loaded.config
+        self.dtype, self.device = loaded.dtype, model.embed_tokens.device
+        has_scales = all(layer.self_attn.scales is not None for layer in model.layers)
+        int8 = kv_cache == "int8" or (kv_cache == "auto" and has_scales)
+        self.kv_dtype = torch.int8 if int8 else loaded.dtype
+        length = model.rope.cos.shape[0]
+        each = block_bytes(model, block_size, self.kv_dtype)
+        if kv_bytes is None:
+            free = CPU_CACHE
+            if self.device.type == "cuda":
+                free = int(torch.cuda.mem_get_info(self.device)[0] * GPU_FRACTION)
+            kv_bytes = min(free, -(-length // block_size) * max_running * each)
+        blocks = kv_bytes // each
+        if blocks < 2:
+            raise ValueError(
+                f"a KV cache of {kv_bytes} bytes holds {blocks} blocks of {block_size} tokens "
+                f"({each} bytes each), and at least 2 are needed; raise kv_bytes"
+            )
+        self.length = min(length, blocks * block_size)
+        runner = ModelRunner(model, blocks, block_size, self.kv_dtype)
+        manager = BlockManager(blocks, block_size, prefix_caching)
+        self.engine = Engine(
+            runner,
+            Scheduler(manager, max_running, max_tokens),
+            self.length,
+            self.decode if self.tokenizer else None,
+            loaded.eos,
+            loaded.config.vocab_size,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, with the special ones that the tokenizer puts around a prompt."""
+        if self.tokenizer is None:
+            raise ValueError("the model directory has no tokenizer; pass prompts as token ids")
+        return self.tokenizer.encode(text)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of tokens, without special ones."""
+        return self.tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Items[Prompt],
+        params: SamplingParams | Items[SamplingParams] | None = None,
+        show_progress: bool | None = None,
+    ) -> list[Output]:
+        """Generate for each prompt (text or token ids); one `Output` for each, in order.
+
+        params: one for all prompts, or one for each. Raises ValueError, before anything runs, for
+        a prompt that does not fit.
+        """
+        many = [prompts] if is_prompt(prompts) else list(prompts)
+        ids = [self.encode(p) if isinstance(p, str) else list(p) for p in many]  # type: ignore[arg-type]
+        each = params or SamplingParams()
+        all_params = [each] * len(ids) if isinstance(each, SamplingParams) else list(each)
+        if len(all_params) != len(ids):
+            raise ValueError(f"{len(ids)} prompts, but {len(all_params)} SamplingParams")
+        for prompt, p in zip(ids, all_params, strict=True):
+            self.engine.check(prompt, p)
+        out = {}
+        for prompt, p in zip(ids, all_params, strict=True):
+            name = f"generate-{next(self._names)}"
+            self.engine.add(name, prompt, p)
+            out[name] = Output(prompt, [Completion(i) for i in range(p.n)])
+        try:
+            with progress("generating", sum(p.n for p in all_params), show_progress) as step:
+                while self.engine.busy:
+                    for delta in self.engine.step():
+                        out[delta.request].completions[delta.index].add(delta)
+                        if delta.finish:
+                            step(1)
+        finally:
+            for name in out:  # after an interrupt
+                self.engine.abort(name)
+        return list(out.values())
+
+
+def is_prompt(value: Any) -> bool:
+    """Whether a value is a single prompt: text, or a list of token ids."""
+    return isinstance(value, str) or (len(value) > 0 and isinstance(value[0], int))
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}; choose one of {', '.join(choices)}")

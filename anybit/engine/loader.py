@@ -1,0 +1,113 @@
+"""From a directory to a model, its tokenizer and what its files say about generation."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+
+from anybit.engine.models.layers import Decoder
+from anybit.engine.weights import Checkpoint, Weights
+from anybit.files import read_json
+from anybit.quantize import Plan, Spec, plan_of
+
+MODELS = {
+    "LlamaForCausalLM": "llama.Llama",
+    "MistralForCausalLM": "mistral.Mistral",
+    "Qwen2ForCausalLM": "qwen2.Qwen2",
+    "Qwen3ForCausalLM": "qwen3.Qwen3",
+    "MixtralForCausalLM": "mixtral.Mixtral",
+    "Qwen2MoeForCausalLM": "qwen_moe.Qwen2Moe",
+    "Qwen3MoeForCausalLM": "qwen_moe.Qwen3Moe",
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready to run. tokenizer is None when the directory has none."""
+
+    model: Decoder
+    tokenizer: Any
+    config: PretrainedConfig
+    eos: frozenset[int]
+    dtype: torch.dtype
+
+
+def load(
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    quantization: Spec | Plan | None,
+    length: int | None,
+) -> Loaded:
+    """Load a model directory, dense or anybit's own. length: positions to prepare; None: all.
+
+    Raises FileNotFoundError or ValueError with the fact and the remedy.
+    """
+    raw = read_json(directory / "config.json")
+    formats = formats_of(raw, directory)
+    config = AutoConfig.from_pretrained(directory)
+    kind = model_class(config, directory)
+    if dtype is None:
+        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    weights = Checkpoint(directory, device, dtype, formats, quantization)
+    model = build(kind, config, weights, length)
+    weights.check_all_read()
+    has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = AutoTokenizer.from_pretrained(directory) if has_tokenizer else None
+    return Loaded(model, tokenizer, config, end_tokens(directory, config), dtype)
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+@torch.inference_mode()
+def build(
+    kind: type[Decoder], config: PretrainedConfig, weights: Weights, length: int | None
+) -> Decoder:
+    """A model from any source of weights."""
+    return kind(config, weights, length or config.max_position_embeddings).eval()
+
+
+def model_class(config: PretrainedConfig, directory: Path | str = "the model") -> type[Decoder]:
+    names = getattr(config, "architectures", None) or []
+    name = next((n for n in names if n in MODELS), None)
+    if name is None:
+        raise ValueError(
+            f"{directory}: the engine does not know {', '.join(names) or 'an unnamed architecture'}"
+            f"; known: {', '.join(MODELS)}"
+        )
+    module, _, cls = MODELS[name].partition(".")
+    return getattr(import_module(f"anybit.engine.models.{module}"), cls)
+
+
+def formats_of(raw: dict[str, Any], directory: Path) -> dict[str, str | None] | None:
+    """The plan {glob: format} of an anybit checkpoint, or None for a dense one."""
+    quantization = raw.get("quantization_config")
+    if quantization is None:
+        return None
+    method = quantization.get("quant_method")
+    if method != "anybit":
+        raise ValueError(
+            f"{directory} is quantized by {method!r}, which the engine does not read; "
+            "convert it with `anybit convert`, or load the dense model"
+        )
+    if quantization.get("version") != 1:
+        raise ValueError(
+            f"{directory}: version {quantization.get('version')!r} of anybit's checkpoints is not "
+            "known, only 1; update anybit"
+        )
+    return plan_of(quantization["formats"])
+
+
+def end_tokens(directory: Path, config: PretrainedConfig) -> frozenset[int]:
+    """Tokens that end a text: generation_config.json's if it names any, else config.json's."""
+    path = directory / "generation_config.json"
+    found = read_json(path).get("eos_token_id") if path.is_file() else None
+    if found is None:
+        found = config.eos_token_id
+    if found is None:
+        return frozenset()
+    return frozenset(found if isinstance(found, list) else [found])

@@ -1,0 +1,226 @@
+"""The parts that decoder-only language models are made of; each model's file says which."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from anybit.engine.attention import Batch, LayerCache, attend
+from anybit.engine.weights import Weights
+
+ACTIVATIONS = {"silu": F.silu, "swish": F.silu}
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, weights: Weights, name: str, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = weights.tensor(f"{name}.weight", (size,)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x32 * scale).to(x.dtype)
+
+
+class Rope(nn.Module):
+    """Rotary embedding: the cosines and sines of every position, in fp32."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: PretrainedConfig, length: int, device: torch.device):
+        super().__init__()
+        parameters = config.rope_parameters
+        kind = parameters["rope_type"]
+        if kind in ("dynamic", "longrope"):
+            raise ValueError(
+                f"rope type {kind!r} changes with a text's length, which a KV cache cannot follow; "
+                "known: default, linear, llama3, yarn"
+            )
+        if kind == "default":
+            dim = head_dim(config)
+            frequency = parameters["rope_theta"] ** -(torch.arange(0, dim, 2).float() / dim)
+            factor = 1.0
+        else:
+            frequency, factor = ROPE_INIT_FUNCTIONS[kind](config)
+        angle = torch.arange(length).float()[:, None] * frequency.float()
+        self.register_buffer("cos", (angle.cos() * factor).to(device))
+        self.register_buffer("sin", (angle.sin() * factor).to(device))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate x (T, heads, head_dim), whose halves are the two coordinates."""
+        cos, sin = self.cos[positions, None], self.sin[positions, None]
+        a, b = x.float().chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with one merged projection for Q, K and V.
+
+    bias: of the Q, K and V projections; output_bias: of the output's. qk_norm: RMSNorm over each
+    head of Q and K. window: tokens that a token sees, itself included.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        config: PretrainedConfig,
+        bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+        window: int | None = None,
+    ):
+        super().__init__()
+        hidden, dim = config.hidden_size, head_dim(config)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.split, self.dim, self.window = (heads, kv_heads, kv_heads), dim, window
+        names = [f"{name}.{part}_proj" for part in "qkv"]
+        self.qkv_proj = weights.linear(names, [h * dim for h in self.split], hidden, bias)
+        self.o_proj = weights.linear([f"{name}.o_proj"], [hidden], heads * dim, output_bias)
+        self.q_norm = self.k_norm = None
+        if qk_norm:
+            self.q_norm = RMSNorm(weights, f"{name}.q_norm", dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(weights, f"{name}.k_norm", dim, config.rms_norm_eps)
+        self.scales = weights.kv_scales(name, (kv_heads, dim))
+
+    def forward(self, x: Tensor, rope: Rope, cache: LayerCache, batch: Batch) -> Tensor:
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.dim))
+        q, k, v = qkv.split(self.split, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        cache.store(rope(k, batch.positions), v, batch.slots)
+        q = rope(q, batch.positions)
+        return self.o_proj(attend(q, cache, batch, self.dim**-0.5, self.window).flatten(1))
+
+
+class MLP(nn.Module):
+    """down(act(gate(x)) * up(x)), with gate and up merged. names: of the three projections."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        config: PretrainedConfig,
+        intermediate: int,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        bias: bool = False,
+    ):
+        super().__init__()
+        hidden = config.hidden_size
+        gate, up, down = (f"{name}.{part}" for part in names)
+        self.gate_up_proj = weights.linear([gate, up], [intermediate] * 2, hidden, bias)
+        self.down_proj = weights.linear([down], [hidden], intermediate, bias)
+        if config.hidden_act not in ACTIVATIONS:
+            raise ValueError(
+                f"hidden_act={config.hidden_act!r} is unknown; known: {', '.join(ACTIVATIONS)}"
+            )
+        self.act = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(self.act(gate) * up)
+
+
+class MoE(nn.Module):
+    """A mixture of experts: each token goes through the `top_k` that the router prefers.
+
+    normalize: the chosen experts' weights add up to 1. One expert after the other, so it waits
+    for the device; no graph captures it.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        config: PretrainedConfig,
+        experts: int,
+        top_k: int,
+        intermediate: int,
+        normalize: bool,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ):
+        super().__init__()
+        self.top_k, self.normalize = top_k, normalize
+        self.gate = weights.linear([f"{name}.gate"], [experts], config.hidden_size)
+        self.experts = nn.ModuleList(
+            MLP(weights, f"{name}.experts.{i}", config, intermediate, names) for i in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        probs = self.gate(x).float().softmax(-1)
+        weight, chosen = probs.topk(self.top_k, -1)
+        if self.normalize:
+            weight = weight / weight.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for i in chosen.unique().tolist():
+            token, at = (chosen == i).nonzero(as_tuple=True)
+            y = self.experts[i](x[token]) * weight[token, at, None].to(x.dtype)
+            out.index_add_(0, token, y)
+        return out
+
+
+class Block(nn.Module):
+    """One decoder layer: attention and MLP, each after a norm and around a residual."""
+
+    def __init__(
+        self, weights: Weights, name: str, config: PretrainedConfig, attention: Attention,
+        mlp: nn.Module,
+    ):  # fmt: skip
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(weights, f"{name}.input_layernorm", size, eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(
+            weights, f"{name}.post_attention_layernorm", size, eps
+        )
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, rope: Rope, cache: LayerCache, batch: Batch) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, cache, batch)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model. A subclass says what a layer is (`block`)."""
+
+    capturable = True  # whether a CUDA graph can hold the forward pass
+
+    def __init__(self, config: PretrainedConfig, weights: Weights, length: int):
+        super().__init__()
+        self.config = config
+        size, vocabulary = config.hidden_size, config.vocab_size
+        self.embed_tokens = weights.tensor("model.embed_tokens.weight", (vocabulary, size))
+        self.layers = nn.ModuleList(
+            self.block(weights, f"model.layers.{i}", i) for i in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(weights, "model.norm", size, config.rms_norm_eps)
+        self.lm_head = weights.head("lm_head", self.embed_tokens, config.tie_word_embeddings)
+        self.rope = Rope(config, length, weights.device)
+
+    def block(self, weights: Weights, name: str, index: int) -> Block:
+        raise NotImplementedError(f"{type(self).__name__}.block")
+
+    def forward(self, tokens: Tensor, caches: list[LayerCache], batch: Batch) -> Tensor:
+        """Tokens (T,) -> hidden states (T, hidden); their K and V go into the caches."""
+        x = F.embedding(tokens, self.embed_tokens)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, self.rope, cache, batch)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states (B, hidden) -> logits (B, vocabulary)."""
+        return self.lm_head(hidden)
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def window_of(config: PretrainedConfig, index: int) -> int | None:
+    """The sliding window of a layer, or None when it sees everything."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[index] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None) or None

@@ -1,0 +1,67 @@
+"""Qwen2-MoE and Qwen3-MoE: many small experts; Qwen2's has one more that every token sees."""
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from anybit.engine.models.layers import MLP, Attention, Block, Decoder, MoE, window_of
+from anybit.engine.weights import Weights
+
+
+class SharedMoE(nn.Module):
+    """A mixture of experts plus a shared expert behind a gate of its own."""
+
+    def __init__(self, weights: Weights, name: str, config: PretrainedConfig):
+        super().__init__()
+        self.experts = experts(weights, name, config)
+        self.shared = MLP(
+            weights, f"{name}.shared_expert", config, config.shared_expert_intermediate_size
+        )
+        self.gate = weights.linear([f"{name}.shared_expert_gate"], [1], config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x) + self.gate(x).sigmoid() * self.shared(x)
+
+
+class Qwen2Moe(Decoder):
+    capturable = False
+
+    def block(self, weights: Weights, name: str, index: int) -> Block:
+        c = self.config
+        attention = Attention(
+            weights, f"{name}.self_attn", c, bool(c.qkv_bias), window=window_of(c, index)
+        )
+        mlp: nn.Module
+        if is_sparse(c, index):
+            mlp = SharedMoE(weights, f"{name}.mlp", c)
+        else:
+            mlp = MLP(weights, f"{name}.mlp", c, c.intermediate_size)
+        return Block(weights, name, c, attention, mlp)
+
+
+class Qwen3Moe(Decoder):
+    capturable = False
+
+    def block(self, weights: Weights, name: str, index: int) -> Block:
+        c = self.config
+        bias, window = bool(c.attention_bias), window_of(c, index)
+        attention = Attention(
+            weights, f"{name}.self_attn", c, bias, output_bias=bias, qk_norm=True, window=window
+        )
+        mlp: nn.Module
+        if is_sparse(c, index):
+            mlp = experts(weights, f"{name}.mlp", c)
+        else:
+            mlp = MLP(weights, f"{name}.mlp", c, c.intermediate_size)
+        return Block(weights, name, c, attention, mlp)
+
+
+def experts(weights: Weights, name: str, config: PretrainedConfig) -> MoE:
+    return MoE(
+        weights, name, config, config.num_experts, config.num_experts_per_tok,
+        config.moe_intermediate_size, bool(config.norm_topk_prob),
+    )  # fmt: skip
+
+
+def is_sparse(config: PretrainedConfig, index: int) -> bool:
+    """Whether a layer has experts, or a plain MLP."""
+    return index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0

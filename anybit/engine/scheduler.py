@@ -1,0 +1,93 @@
+"""Which sequences run in the next step, and with how many tokens each."""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from anybit.engine.block_manager import BlockManager
+from anybit.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A sequence and how many of its tokens run in this step."""
+
+    seq: Sequence
+    tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the end of the sequence, so that a token is sampled."""
+        return self.tokens == self.seq.remaining
+
+
+class Scheduler:
+    """Continuous batching, first come first served.
+
+    A step runs at most `max_tokens` tokens: one for each text being written, and the rest of the
+    budget for prompts, in chunks (so a long prompt delays others by one step at most). When blocks
+    run out, the latest arrival gives its blocks back and starts over later; what it has written is
+    kept and run through the model again.
+    """
+
+    def __init__(self, blocks: BlockManager, max_running: int, max_tokens: int):
+        self.blocks, self.max_running, self.max_tokens = blocks, max_running, max_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up and found
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    def schedule(self) -> list[Scheduled]:
+        """The next step: texts being written first, then prompts."""
+        out: list[Scheduled] = []
+        budget, preempted = self.max_tokens, False
+        at = 0
+        while at < len(self.running) and budget:
+            seq = self.running[at]
+            tokens = min(seq.remaining, budget)
+            while not self.blocks.grow(seq, seq.computed + tokens):
+                preempted = True
+                if self._preempt() is seq:
+                    break
+            else:
+                out.append(Scheduled(seq, tokens))
+                budget -= tokens
+                at += 1
+        while self.waiting and budget and len(self.running) < self.max_running and not preempted:
+            seq = self.waiting[0]
+            if not seq.blocks:
+                self.blocks.match(seq)
+            tokens = min(seq.remaining, budget)
+            if not self.blocks.grow(seq, seq.computed + tokens):
+                self.blocks.release(seq)
+                break
+            if seq.started is None:
+                seq.started, seq.cached = time.monotonic(), seq.computed
+                self.prefix_queries += len(seq.tokens)
+                self.prefix_hits += seq.cached
+            self.running.append(self.waiting.popleft())
+            out.append(Scheduled(seq, tokens))
+            budget -= tokens
+        return sorted(out, key=lambda s: s.tokens)  # decodes first
+
+    def done(self, scheduled: Scheduled) -> None:
+        """Note that a scheduled sequence's tokens have run."""
+        self.blocks.computed(scheduled.seq, scheduled.seq.computed + scheduled.tokens)
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget a sequence, running or waiting, and free its blocks."""
+        if seq in self.running:
+            self.running.remove(seq)
+        else:
+            self.waiting.remove(seq)
+        self.blocks.release(seq)
+
+    def _preempt(self) -> Sequence:
+        seq = self.running.pop()
+        self.blocks.release(seq)
+        self.waiting.appendleft(seq)
+        self.preemptions += 1
+        return seq

@@ -1,0 +1,154 @@
+"""What a user asks for (`SamplingParams`) and one text being generated (`Sequence`)."""
+
+import random
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from anybit.engine.detokenizer import Detokenizer
+
+MAX_LOGPROBS = 20
+MAX_SAMPLES = 128
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen, and when to stop.
+
+    n: texts for each prompt. max_tokens: new tokens at most; None: as many as the model can hold.
+    temperature: 0 is greedy. top_k: keep the k likeliest tokens (0: all). top_p: keep the
+    likeliest tokens whose probabilities reach this sum. min_p: keep tokens with at least this
+    fraction of the likeliest one's probability. The three apply in this order, after temperature.
+    repetition_penalty: divides positive and multiplies negative logits of every token that the
+    prompt or the text holds. seed: makes the request reproducible, whatever runs beside it.
+    stop: strings that end the text and are not part of it. stop_token_ids: tokens that do.
+    min_tokens: no end before so many tokens. ignore_eos: go on after the model's end token.
+    logprobs: report the chosen token's log probability and those of so many likeliest tokens,
+    taken before temperature and penalties.
+
+    Raises ValueError that names the field when a value is out of range.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: Items[str] = ()
+    stop_token_ids: Items[int] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        for name, ok, want in (
+            ("n", 1 <= self.n <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
+            ("temperature", 0 <= self.temperature <= 100, "0 (greedy) to 100"),
+            ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0, at most 100"),
+            ("stop", all(self.stop), "strings of at least one character"),
+            ("min_tokens", self.min_tokens >= 0, "0 or more"),
+            (
+                "min_tokens",
+                self.min_tokens <= (self.max_tokens or self.min_tokens),
+                "<= max_tokens",
+            ),
+            (
+                "logprobs",
+                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+                f"0 to {MAX_LOGPROBS}, or None",
+            ),
+        ):
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r} is out of range: {want}")
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A sampled token's log probability, and the likeliest tokens with theirs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One text: its tokens, and how much of it the KV cache holds.
+
+    computed: tokens whose K and V are in the cache. blocks: the cache blocks that hold them.
+    finish: None while running, then "stop", "length", "abort" or "error".
+    """
+
+    request: str
+    index: int  # which of the request's n texts
+    prompt: list[int]
+    params: SamplingParams
+    detokenizer: "Detokenizer"
+    limit: int  # tokens in all, prompt included
+    eos: frozenset[int] = frozenset()
+
+    tokens: list[int] = field(default_factory=list)  # prompt and output
+    logprobs: list[Logprob] = field(default_factory=list)
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of the full blocks, in order
+    finish: str | None = None
+    stop_reason: str | int | None = None
+    error: str = ""
+    cached: int = 0  # prompt tokens that the prefix cache had
+
+    arrival: float = field(default_factory=time.monotonic)
+    started: float | None = None  # first scheduled
+    first_token: float | None = None
+    last_token: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.ends = self.eos if not self.params.ignore_eos else frozenset()
+        self.ends |= frozenset(self.params.stop_token_ids)
+        # Texts of one request differ: the seed of text i is the i-th successor's.
+        seed = self.params.seed
+        self.random = random.Random(None if seed is None else f"{seed}/{self.index}")
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to run through the model before the next one can be sampled."""
+        return len(self.tokens) - self.computed
+
+    def append(self, token: int, logprob: Logprob | None = None) -> None:
+        """Take a sampled token, and finish if the text ends with it."""
+        self.last_token = time.monotonic()
+        if self.first_token is None:
+            self.first_token = self.last_token
+        self.tokens.append(token)
+        if logprob:
+            self.logprobs.append(logprob)
+        may_stop = self.generated >= self.params.min_tokens
+        if may_stop and token in self.ends:
+            self.finish, self.stop_reason = "stop", None if token in self.eos else token
+        elif len(self.tokens) >= self.limit:
+            self.finish = "length"
+        found = self.detokenizer.add(
+            [] if self.finish == "stop" else [token], last=self.finish is not None, stop=may_stop
+        )
+        if found:
+            self.finish, self.stop_reason = "stop", found

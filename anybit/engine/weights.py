@@ -1,0 +1,218 @@
+"""Where a model's tensors come from: a checkpoint, dense or quantized, read layer by layer.
+
+A model asks for what it needs by name and shape while it is built, so nothing is allocated twice,
+and whatever is missing, misshapen or left over is an error that names it.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybit.dispatch import parse_scheme
+from anybit.files import Stored, stored_tensors
+from anybit.format import Packed, tensor_shapes
+from anybit.linear import QuantLinear, quantize_tensor
+from anybit.quantize import Plan, Spec, patterns_for, plan_of, resolve
+from anybit.quantizers.rtn import stack
+
+# Matrices that are no linear layers to be quantized: embeddings, and routers, whose few outputs
+# decide where a token goes.
+KEPT = ("*embed_tokens", "*.gate", "*.shared_expert_gate")
+IGNORED = ("*.rotary_emb.inv_freq", "*.masked_bias")  # derived values that old files hold
+
+
+class Dense(nn.Module):
+    """y = x W^T + bias with a weight (N, K) of the model's dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Separate(nn.Module):
+    """Layers of the same input side by side, where their weights cannot be one matrix."""
+
+    def __init__(self, parts: list[nn.Module]):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], -1)
+
+
+Part = tuple[Tensor | Packed, Tensor | None, str | None]  # weight, bias, activation notation
+
+
+class Weights:
+    """A source of tensors on one device; floats come in the model's dtype."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.device, self.dtype = device, dtype
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A dense tensor of this shape, or ValueError."""
+        raise NotImplementedError
+
+    def part(self, name: str, shape: tuple[int, int], bias: bool) -> Part:
+        """The weight of one linear layer, dense or quantized, its bias and activation notation."""
+        raise NotImplementedError
+
+    def kv_scales(self, name: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+        """Static scales of K and V (kv_heads, head_dim) of an attention layer, if there are any."""
+        return None
+
+    def linear(
+        self, names: list[str], rows: list[int], columns: int, bias: bool = False
+    ) -> nn.Module:
+        """One layer whose outputs are those of the named layers, (rows[i], columns) each, in order.
+
+        Their weights become a single matrix when they share a format without shared tables.
+        """
+        parts = [self.part(name, (n, columns), bias) for name, n in zip(names, rows, strict=True)]
+        return merge(parts) or Separate([build(part) for part in parts])
+
+    def head(self, name: str, embedding: Tensor, tied: bool) -> nn.Module:
+        """The output layer, which shares the embedding's tensor when tied."""
+        if tied:
+            return Dense(embedding, None)
+        return self.linear([name], [embedding.shape[0]], embedding.shape[1])
+
+
+def build(part: Part) -> nn.Module:
+    weight, bias, activation = part
+    if isinstance(weight, Packed):
+        return QuantLinear(weight, bias, activation)
+    return Dense(weight, bias)
+
+
+def merge(parts: list[Part]) -> nn.Module | None:
+    """One layer of several weights, or None when they differ in kind or have tables."""
+    weights = [part[0] for part in parts]
+    if len(parts) == 1:
+        return build(parts[0])
+    packed = [w for w in weights if isinstance(w, Packed)]
+    biases = [b for _, b, _ in parts if b is not None]
+    bias = torch.cat(biases) if biases else None
+    if not packed:
+        return Dense(torch.cat([w for w in weights if isinstance(w, Tensor)]), bias)
+    formats = {(w.format, activation) for w, _, activation in parts if isinstance(w, Packed)}
+    tables = any(e.table for fmt, _ in formats for e in fmt.entries().values())
+    if len(packed) < len(parts) or len(formats) > 1 or tables:
+        return None
+    return QuantLinear(stack(packed), bias, parts[0][2])
+
+
+class Checkpoint(Weights):
+    """A checkpoint directory. formats: its plan if it is an anybit checkpoint.
+
+    quantization: a spec or plan to quantize a dense checkpoint by while it is read, round to
+    nearest, so that the dense model never is in memory as a whole.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        formats: Mapping[str, str | None] | None = None,
+        quantization: Spec | Plan | None = None,
+    ):
+        super().__init__(device, dtype)
+        self.directory = directory
+        self.stored = stored_tensors(directory)
+        self.unread = set(self.stored)
+        self.formats = formats
+        self.schemes: dict[str, str] = {}
+        if quantization is not None:
+            if formats is not None:
+                raise ValueError(
+                    f"{directory} is quantized already ({plan_text(formats)}); "
+                    "leave out quantization, or load the dense model"
+                )
+            self.schemes = resolve(linear_shapes(self.stored), plan_of(quantization))
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._read(name, shape).to(self.device, self.dtype)
+
+    def part(self, name: str, shape: tuple[int, int], bias: bool) -> Part:
+        b = self.tensor(f"{name}.bias", shape[:1]) if bias else None
+        if f"{name}.weight" in self.stored or self.formats is None:
+            weight = self.tensor(f"{name}.weight", shape)
+            if name not in self.schemes:
+                return weight, b, None
+            fmt, activation = parse_scheme(self.schemes[name])
+            return quantize_tensor(weight, fmt), b, activation
+        fmt, activation = parse_scheme(self._scheme(name))
+        tensors = {}
+        for key, (size, _) in tensor_shapes(fmt, shape).items():
+            tensors[key] = self._read(f"{name}.{key}", size)
+        packed = Packed.from_tensors(fmt, shape, tensors, name)
+        return packed.to(self.device), b, activation
+
+    def kv_scales(self, name: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+        names = [f"{name}.{kind}_scale" for kind in "kv"]
+        if names[0] not in self.stored:
+            return None
+        k, v = (self._read(n, shape).to(self.device, torch.float32) for n in names)
+        return k, v
+
+    def head(self, name: str, embedding: Tensor, tied: bool) -> nn.Module:
+        if tied:
+            self.unread.discard(f"{name}.weight")
+        return super().head(name, embedding, tied)
+
+    def check_all_read(self) -> None:
+        """ValueError when the checkpoint holds tensors that the model has no place for."""
+        left = sorted(
+            name for name in self.unread if not any(fnmatchcase(name, p) for p in IGNORED)
+        )
+        if left:
+            raise ValueError(
+                f"{self.directory}: {len(left)} tensors have no place in the model that its "
+                f"config.json describes, such as {', '.join(left[:3])}"
+            )
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        stored = self.stored.get(name)
+        if stored is None:
+            raise ValueError(f"{self.directory}: tensor {name!r} is missing")
+        if stored.shape != shape:
+            raise ValueError(
+                f"{self.directory}: {name} has shape {stored.shape}, but config.json asks for "
+                f"{shape}"
+            )
+        self.unread.discard(name)
+        return stored.read()
+
+    def _scheme(self, name: str) -> str:
+        plan = self.formats or {}
+        matches = patterns_for(name, plan)
+        scheme = plan[matches[-1]] if matches else None
+        if scheme is None:
+            raise ValueError(
+                f"{self.directory}: tensor {name + '.weight'!r} is missing, and config.json names "
+                f"no format for it ({plan_text(plan)})"
+            )
+        return scheme
+
+
+def linear_shapes(stored: Mapping[str, Stored]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes (N, K) of a dense checkpoint's linear layers."""
+    out = {}
+    for name, tensor in stored.items():
+        layer, _, kind = name.rpartition(".")
+        kept = any(fnmatchcase(layer, pattern) for pattern in KEPT)
+        if kind == "weight" and len(tensor.shape) == 2 and not kept:
+            out[layer] = tensor.shape
+    return out
+
+
+def plan_text(plan: Mapping[str, str | None]) -> str:
+    return ", ".join(f"{pattern}: {scheme}" for pattern, scheme in plan.items())
