@@ -310,7 +310,8 @@ def copy_others(source: Path, out: Path) -> list[str]:
         skipped = skipped or path.name == "config.json" or path.name.startswith(".")
         if path.is_file() and not skipped and not (out / name).exists():
             (out / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, out / name)
+            shutil.copyfile(path, out / f"{name}.tmp")
+            os.replace(out / f"{name}.tmp", out / name)
             copied.append(str(name))
     return copied
 
