@@ -108,7 +108,7 @@ class LLM:
         model = loaded.model
         self.tokenizer, self.config = loaded.tokenizer, loaded.config
         self.dtype, self.device = loaded.dtype, model.embed_tokens.device
-        has_scales = all(layer.self_attn.scales is not None for layer in model.layers)
+        has_scales = all(scales is not None for scales in model.kv_scales)
         int8 = kv_cache == "int8" or (kv_cache == "auto" and has_scales)
         self.kv_dtype = torch.int8 if int8 else loaded.dtype
         length = model.rope.cos.shape[0]
@@ -159,8 +159,7 @@ class LLM:
         params: one for all prompts, or one for each. Raises ValueError, before anything runs, for
         a prompt that does not fit.
         """
-        many = [prompts] if is_prompt(prompts) else list(prompts)
-        ids = [self.encode(p) if isinstance(p, str) else list(p) for p in many]  # type: ignore[arg-type]
+        ids = [self.encode(p) if isinstance(p, str) else list(p) for p in listed(prompts)]
         each = params or SamplingParams()
         all_params = [each] * len(ids) if isinstance(each, SamplingParams) else list(each)
         if len(all_params) != len(ids):
@@ -185,9 +184,10 @@ class LLM:
         return list(out.values())
 
 
-def is_prompt(value: Any) -> bool:
-    """Whether a value is a single prompt: text, or a list of token ids."""
-    return isinstance(value, str) or (len(value) > 0 and isinstance(value[0], int))
+def listed(prompts: Any) -> list[Prompt]:
+    """A list of prompts, from one (text, or token ids) or many."""
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [prompts] if single else list(prompts)
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -25,9 +25,9 @@ class ModelRunner:
                 head_dim(config),
                 kv_dtype,
                 self.device,
-                layer.self_attn.scales,
+                scales,
             )
-            for layer in model.layers
+            for scales in model.kv_scales
         ]
 
     @torch.inference_mode()
@@ -73,7 +73,7 @@ class ModelRunner:
         )
         return self._tensor(tokens), batch
 
-    def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:  # type: ignore[type-arg]
+    def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
 
 
@@ -81,9 +81,9 @@ def block_bytes(model: Decoder, block_size: int, kv_dtype: torch.dtype) -> int:
     """Bytes of one cache block over all layers, scales included."""
     config = model.config
     total = 0
-    for layer in model.layers:
+    for scales in model.kv_scales:
         vectors = 2 * block_size * config.num_key_value_heads
         total += vectors * head_dim(config) * kv_dtype.itemsize
-        if kv_dtype == torch.int8 and layer.self_attn.scales is None:
+        if kv_dtype == torch.int8 and scales is None:
             total += vectors * 4
     return total

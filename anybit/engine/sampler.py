@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from anybit.engine.sequence import Logprob, Sequence
+from anybit.engine.sequence import Logprob, SamplingParams, Sequence
 
 INVALID = -1
 GREEDY = 1e-5  # temperatures below it choose the likeliest token
@@ -59,21 +59,27 @@ def draw(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     temperature = tensor([max(p.temperature, GREEDY) for p in params], logits)[:, None]
     probs = (logits / temperature).softmax(-1)
     uniform = tensor([seq.random.random() for seq in seqs], logits)[:, None]
-    if all(p.top_k == 0 and p.top_p == 1 and p.min_p == 0 for p in params):
-        return pick(probs, uniform)
+    filtered = [p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params]
+    if any(filtered):
+        rows = tensor(filtered, logits).bool()[:, None]
+        probs = torch.where(rows, keep(probs, params), probs)
+    return pick(probs, uniform)
+
+
+def keep(probs: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Probabilities (B, V) of the tokens that top-k, top-p and min-p leave; zeros elsewhere."""
     vocabulary = probs.shape[1]
-    kept = [min(p.top_k, vocabulary) or vocabulary for p in params]
-    probs, order = probs.topk(max(kept), dim=-1)  # likeliest first
-    top_k = tensor(kept, logits)[:, None]
-    ranks = torch.arange(probs.shape[1], device=probs.device)
-    probs = probs.masked_fill(ranks >= top_k, 0)
-    # top_p and min_p see what the filter before them has left.
-    probs = probs / probs.sum(-1, keepdim=True)
-    before = probs.cumsum(-1) - probs
-    probs = probs.masked_fill(before >= tensor([p.top_p for p in params], logits)[:, None], 0)
-    min_p = tensor([p.min_p for p in params], logits)[:, None]
-    probs = probs.masked_fill(probs < min_p * probs[:, :1], 0)
-    return order.gather(1, pick(probs, uniform)[:, None])[:, 0]
+    top_k = [min(p.top_k, vocabulary) or vocabulary for p in params]
+    likeliest, order = probs.topk(max(top_k), dim=-1)
+    ranks = torch.arange(likeliest.shape[1], device=probs.device)
+    likeliest = likeliest.masked_fill(ranks >= tensor(top_k, probs)[:, None], 0)
+    # top_p sees what top_k has left.
+    before = likeliest.cumsum(-1) - likeliest
+    reach = tensor([p.top_p for p in params], probs)[:, None] * likeliest.sum(-1, keepdim=True)
+    min_p = tensor([p.min_p for p in params], probs)[:, None] * likeliest[:, :1]
+    likeliest = likeliest.masked_fill((before >= reach) | (likeliest < min_p), 0)
+    # Back in the order of the vocabulary, so that a draw does not depend on the rows beside it.
+    return torch.zeros_like(probs).scatter_(1, order, likeliest)
 
 
 def pick(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -105,6 +111,6 @@ def logprobs(
     return out
 
 
-def tensor(values: list, like: Tensor) -> Tensor:  # type: ignore[type-arg]
+def tensor(values: list, like: Tensor) -> Tensor:
     """Numbers as a tensor of the dtype and on the device of another."""
     return torch.tensor(values, dtype=like.dtype, device=like.device)

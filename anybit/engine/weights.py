@@ -205,7 +205,7 @@ class Checkpoint(Weights):
 
 def linear_shapes(stored: Mapping[str, Stored]) -> dict[str, tuple[int, ...]]:
     """Names and shapes (N, K) of a dense checkpoint's linear layers."""
-    out = {}
+    out: dict[str, tuple[int, ...]] = {}
     for name, tensor in stored.items():
         layer, _, kind = name.rpartition(".")
         kept = any(fnmatchcase(layer, pattern) for pattern in KEPT)

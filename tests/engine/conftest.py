@@ -127,3 +127,8 @@ def prompts(count: int, longest: int = 40, vocabulary: int = 96) -> list[list[in
     random = torch.Generator().manual_seed(1)
     sizes = torch.randint(1, longest, (count,), generator=random).tolist()
     return [torch.randint(2, vocabulary, (n,), generator=random).tolist() for n in sizes]
+
+
+ROUND = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}  # fits all groups
+ARCHITECTURES["llama-round"] = ("llama", ROUND)
+ARCHITECTURES["qwen2-round"] = ("qwen2", ROUND)

@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.conftest import ARCHITECTURES, PICO, prompts, reference
-from tests.specs import SPECS
 from transformers import AutoModelForCausalLM
 
 import anybit
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
+from anybit.linear import QuantLinear
+from tests.engine.conftest import ARCHITECTURES, PICO, prompts, random_model, reference
+from tests.specs import NAMES
 
 Checkpoint = Callable[[str], Path]
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
+SHORT = SamplingParams(max_tokens=8, temperature=0)
+SCHEMES = (*NAMES, "int4:group=64,zero", "fp:e3m3,group=32", "liquid@int8")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -33,8 +36,129 @@ def test_tokens_equal_transformers(checkpoint: Checkpoint, name: str) -> None:
 def test_pico_tokens_equal_transformers() -> None:
     llm = LLM(PICO, dtype="float32")
     model = AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32)
-    outputs = llm.generate(
-        ["def main(", "import os\n"], SamplingParams(max_tokens=32, temperature=0)
-    )
-    for output in outputs:
+    params = SamplingParams(max_tokens=32, temperature=0)
+    for output in llm.generate(["def main(", "import os\n"], params):
         assert output.tokens == reference(model, output.prompt, 32)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_format_on_the_fly(checkpoint: Checkpoint, scheme: str) -> None:
+    directory = checkpoint("llama-round")
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    anybit.quantize_(model, scheme)
+    llm = LLM(directory, quantization=scheme)
+    for prompt, output in zip(prompts(2), llm.generate(prompts(2), SHORT), strict=True):
+        assert output.tokens == reference(model, prompt, 8)
+
+
+def test_qkv_and_gate_up_are_one_layer_each(checkpoint: Checkpoint) -> None:
+    layer = LLM(checkpoint("qwen2-round"), quantization="int4:group=64").engine.runner.model.layers[
+        0
+    ]
+    quantized = {n: tuple(m.packed.shape) for n, m in layer.named_modules() if is_quantized(m)}
+    assert quantized == {
+        "self_attn.qkv_proj": (256, 128),
+        "self_attn.o_proj": (128, 128),
+        "mlp.gate_up_proj": (512, 128),
+        "mlp.down_proj": (128, 256),
+    }
+
+
+def test_quantized_checkpoint_with_mixed_formats(tmp_path: Path) -> None:
+    """Different formats within QKV, shared tables, biases, dense layers and a quantized head."""
+    model = random_model("qwen2", {"hidden_size": 128, "intermediate_size": 256})
+    plan = {
+        "*": "int4:group=64",
+        "*.k_proj": "fp6",
+        "*.mlp.*": "codebook:m=1,v=4",
+        "*.1.*": None,
+        "lm_head": "int8",
+    }
+    anybit.quantize_(model, plan)
+    anybit.save(model, tmp_path / "out")
+    llm = LLM(tmp_path / "out")
+    assert sum(is_quantized(m) for m in llm.engine.runner.model.modules()) == 8
+    for prompt, output in zip(prompts(3), llm.generate(prompts(3), GREEDY), strict=True):
+        assert output.tokens == reference(model, prompt, 24)
+
+
+def is_quantized(module: object) -> bool:
+    return isinstance(module, QuantLinear)
+
+
+@pytest.mark.parametrize("tables", ["dynamic", "static"])
+def test_int8_kv_cache_stays_close(checkpoint: Checkpoint, tmp_path: Path, tables: str) -> None:
+    """Log probabilities with an INT8 cache differ by less than 8-bit rounding can explain."""
+    directory = checkpoint("llama")
+    if tables == "static":
+        directory = with_scales(directory, tmp_path)
+    params = SamplingParams(max_tokens=1, temperature=0, logprobs=20)
+    exact = LLM(directory, kv_cache="model").generate(prompts(4), params)
+    llm = LLM(directory, kv_cache="int8")
+    assert llm.kv_dtype == torch.int8
+    assert llm.engine.runner.caches[0].static == (tables == "static")
+    for a, b in zip(exact, llm.generate(prompts(4), params), strict=True):
+        (x,), (y,) = a.completions[0].logprobs, b.completions[0].logprobs
+        others = dict(y.top)
+        differences = [abs(p - others[t]) for t, p in x.top if t in others]
+        assert 0 < max(differences) < 0.1  # K and V are off by up to 1/254 of the largest
+        assert len(differences) > 15
+
+
+def with_scales(directory: Path, out: Path) -> Path:
+    """A copy of a checkpoint with static K and V scales, which bound these models' K and V."""
+    tensors = load_file(directory / "model.safetensors")
+    for layer in range(2):
+        for kind in "kv":
+            tensors[f"model.layers.{layer}.self_attn.{kind}_scale"] = torch.full((2, 16), 8 / 127)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text((directory / "config.json").read_text())
+    return out
+
+
+def test_scales_in_the_checkpoint_choose_the_int8_cache(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    assert LLM(with_scales(checkpoint("llama"), tmp_path)).kv_dtype == torch.int8
+    assert LLM(checkpoint("llama")).kv_dtype == torch.float32
+
+
+def edit(directory: Path, out: Path, **config: object) -> Path:
+    """A copy of a checkpoint with other entries in config.json."""
+    for path in directory.iterdir():
+        (out / path.name).write_bytes(path.read_bytes())
+    raw = json.loads((directory / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(raw | config))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "does not know GPT2LMHeadModel; known: Llama"),
+        ({"intermediate_size": 97}, r"gate_proj.weight has shape \(96, 64\), but .* \(97, 64\)"),
+        ({"num_hidden_layers": 3}, "'model.layers.2.self_attn.q_proj.weight' is missing"),
+        ({"num_hidden_layers": 1}, "9 tensors have no place in the model"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is unknown"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' changes with"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized by 'gptq'"),
+        ({"quantization_config": {"quant_method": "anybit", "version": 9}}, "version 9"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(
+    checkpoint: Checkpoint, tmp_path: Path, config: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(edit(checkpoint("llama"), tmp_path, **config))
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
+    model = anybit.quantize_(random_model("llama", {}), "fp6")
+    anybit.save(model, tmp_path / "out")
+    with pytest.raises(ValueError, match="is quantized already"):
+        LLM(tmp_path / "out", quantization="fp6")
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        LLM(tmp_path)

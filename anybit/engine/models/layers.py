@@ -192,9 +192,11 @@ class Decoder(nn.Module):
         self.config = config
         size, vocabulary = config.hidden_size, config.vocab_size
         self.embed_tokens = weights.tensor("model.embed_tokens.weight", (vocabulary, size))
-        self.layers = nn.ModuleList(
+        blocks = [
             self.block(weights, f"model.layers.{i}", i) for i in range(config.num_hidden_layers)
-        )
+        ]
+        self.layers = nn.ModuleList(blocks)
+        self.kv_scales = [block.self_attn.scales for block in blocks]
         self.norm = RMSNorm(weights, "model.norm", size, config.rms_norm_eps)
         self.lm_head = weights.head("lm_head", self.embed_tokens, config.tie_word_embeddings)
         self.rope = Rope(config, length, weights.device)

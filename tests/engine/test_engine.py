@@ -1,0 +1,277 @@
+"""Batching, chunks, shared prefixes and preemption change nothing; no block is ever lost."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from anybit.engine.block_manager import BlockManager
+from anybit.engine.engine import Engine
+from anybit.engine.llm import LLM, Output
+from anybit.engine.sequence import SamplingParams
+from tests.engine.conftest import PICO, prompts
+
+Checkpoint = Callable[[str], Path]
+
+
+def mixed_params(count: int) -> list[SamplingParams]:
+    """Greedy and sampled requests with every filter, each with a seed."""
+    kinds = [
+        SamplingParams(temperature=0, max_tokens=20),
+        SamplingParams(seed=1, max_tokens=30),
+        SamplingParams(seed=2, top_k=5, max_tokens=7, ignore_eos=True),
+        SamplingParams(seed=3, top_p=0.8, repetition_penalty=1.3, max_tokens=25),
+        SamplingParams(seed=4, min_p=0.1, temperature=2.0, n=3, max_tokens=12, min_tokens=4),
+    ]
+    return [kinds[i % len(kinds)] for i in range(count)]
+
+
+def tokens(outputs: list[Output]) -> list[list[list[int]]]:
+    return [[c.tokens for c in output.completions] for output in outputs]
+
+
+def assert_no_block_is_held(engine: Engine) -> None:
+    blocks = engine.scheduler.blocks
+    assert not engine.requests
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
+    assert blocks.holders == [0] * blocks.count
+    assert sorted(blocks.free) == list(range(blocks.count))
+    assert all(blocks.digest[block] == digest for digest, block in blocks.known.items())
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Checkpoint) -> list[list[list[int]]]:
+    """Each request by itself, prompt in one step, nothing shared."""
+    llm = LLM(checkpoint("qwen2"), prefix_caching=False)
+    many = zip(prompts(15), mixed_params(15), strict=True)
+    return [tokens(llm.generate(prompt, params))[0] for prompt, params in many]
+
+
+@pytest.mark.parametrize(
+    ("options", "preempts"),
+    [
+        ({}, False),
+        ({"max_tokens": 7, "block_size": 4}, False),
+        ({"max_running": 3, "prefix_caching": False}, False),
+        ({"block_size": 4, "kv_bytes": 30 * 4 * 512, "length": 80}, True),
+        ({"block_size": 4, "kv_bytes": 30 * 4 * 512, "length": 80, "prefix_caching": False}, True),
+        ({"block_size": 1, "max_tokens": 11, "kv_bytes": 120 * 512, "length": 80}, True),
+    ],
+)
+def test_together_equals_one_by_one(
+    checkpoint: Checkpoint, alone: list[list[list[int]]], options: dict, preempts: bool
+) -> None:
+    llm = LLM(checkpoint("qwen2"), **options)
+    outputs = llm.generate(prompts(15), mixed_params(15))
+    assert tokens(outputs) == alone
+    assert (llm.engine.scheduler.preemptions > 0) == preempts
+    assert_no_block_is_held(llm.engine)
+
+
+def test_int8_cache_is_the_same_in_chunks_and_after_preemption(checkpoint: Checkpoint) -> None:
+    """Attention reads what the cache holds, also in a prompt's own step."""
+    params = mixed_params(15)
+    whole = LLM(checkpoint("llama"), kv_cache="int8", prefix_caching=False)
+    parts = LLM(
+        checkpoint("llama"), kv_cache="int8", block_size=4, max_tokens=9, kv_bytes=30 * 4 * 192
+    )
+    assert tokens(whole.generate(prompts(15), params)) == tokens(
+        parts.generate(prompts(15), params)
+    )
+    assert parts.engine.scheduler.preemptions
+
+
+def test_shared_prefixes_are_computed_once(checkpoint: Checkpoint) -> None:
+    llm = LLM(checkpoint("llama"), block_size=4)
+    scheduler, prefix = llm.engine.scheduler, list(range(2, 40))
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    first = llm.generate(prefix, params)
+    assert scheduler.prefix_hits == 0
+    again, longer, other = llm.generate(
+        [prefix, prefix + first[0].tokens + [5, 6], [9, *prefix]], params
+    )
+    assert again.tokens == first[0].tokens
+    # 38 tokens are 9 full blocks; 46 of prompt and output (the last was never run) are 11.
+    assert scheduler.prefix_hits == 9 * 4 + 11 * 4
+    fresh = LLM(checkpoint("llama"), prefix_caching=False)
+    assert fresh.generate(longer.prompt, params)[0].tokens == longer.tokens
+    assert fresh.generate(other.prompt, params)[0].tokens == other.tokens
+
+
+def test_a_prompt_of_full_known_blocks_still_runs_a_token(checkpoint: Checkpoint) -> None:
+    llm = LLM(checkpoint("llama"), block_size=4)
+    params = SamplingParams(temperature=0, max_tokens=5)
+    first, second = (llm.generate(list(range(2, 18)), params)[0].tokens for _ in range(2))
+    assert first == second
+    assert llm.engine.scheduler.prefix_hits == 12
+
+
+def test_the_longest_unused_blocks_are_forgotten_first() -> None:
+    manager = BlockManager(4, 2)
+    engine = FakeSequence([1, 2, 3, 4]), FakeSequence([5, 6, 7, 8])
+    for seq in engine:
+        assert manager.grow(seq, 4)
+        manager.computed(seq, 4)
+    assert not manager.grow(FakeSequence([9]), 1)
+    for seq in engine:
+        manager.release(seq)
+    assert manager.grow(FakeSequence([9]), 1)  # takes the end of the first text
+    first, second = FakeSequence([1, 2, 3, 4, 0]), FakeSequence([5, 6, 7, 8, 0])
+    manager.match(first)
+    manager.match(second)
+    assert (first.computed, second.computed) == (2, 4)
+
+
+class FakeSequence:
+    def __init__(self, tokens: list[int]):
+        self.tokens, self.blocks, self.digests, self.computed = tokens, [], [], 0
+
+
+def test_a_thousand_requests_with_random_aborts_leak_no_block(checkpoint: Checkpoint) -> None:
+    llm = LLM(checkpoint("llama"), block_size=2, kv_bytes=60 * 2 * 512, length=40, max_running=12)
+    engine, rng = llm.engine, random.Random(0)
+    ended: dict[str, str] = {}
+    added = 0
+    while added < 1000 or engine.busy:
+        for _ in range(rng.randrange(12) if added < 1000 else 0):
+            prompt = [rng.randrange(2, 6) for _ in range(rng.randrange(1, 20))]
+            params = SamplingParams(max_tokens=rng.randrange(1, 8), n=rng.choice([1, 1, 2]))
+            engine.add(str(added), prompt, params)
+            added += 1
+        deltas = engine.step()
+        if engine.requests and rng.random() < 0.7:
+            held = sum(map(len, (seq.blocks for seq in engine.scheduler.running)))
+            victim = rng.choice(list(engine.requests))
+            had = sum(len(seq.blocks) for seq in engine.requests[victim])
+            deltas += engine.abort(victim)
+            assert victim not in engine.requests
+            assert sum(len(seq.blocks) for seq in engine.scheduler.running) == held - had
+        for delta in deltas:
+            if delta.finish:
+                key = f"{delta.request}/{delta.index}"
+                assert key not in ended
+                ended[key] = delta.finish
+    assert len({key.split("/")[0] for key in ended}) == added >= 1000
+    assert min(list(ended.values()).count(kind) for kind in ("abort", "length")) > 100
+    assert engine.scheduler.preemptions > 0
+    assert_no_block_is_held(engine)
+
+
+def test_a_failing_step_ends_its_requests_and_no_others(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(checkpoint("llama"), max_running=2)
+    run = llm.engine.runner.run
+
+    def fail(scheduled: list) -> tuple:
+        if any(s.seq.tokens[0] == 66 for s in scheduled):
+            raise RuntimeError("out of luck")
+        return run(scheduled)
+
+    monkeypatch.setattr(llm.engine.runner, "run", fail)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    outputs = llm.generate([[5, 6], [7], [66, 5], [66], [8], [9]], params)
+    finishes = [output.completions[0].finish for output in outputs]
+    assert finishes == ["length", "length", "error", "error", "length", "length"]
+    assert outputs[2].completions[0].error == "RuntimeError: out of luck"
+    assert_no_block_is_held(llm.engine)
+
+
+def test_nan_logits_end_only_their_own_text(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(checkpoint("llama"))
+    logits = llm.engine.runner.model.logits
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        out = logits(hidden)
+        out[0] = torch.nan
+        return out
+
+    monkeypatch.setattr(llm.engine.runner.model, "logits", poisoned)
+    outputs = llm.generate([[5], [7]], SamplingParams(max_tokens=1, seed=0))
+    assert [o.completions[0].finish for o in outputs] == ["error", "length"]
+    assert "NaN" in outputs[0].completions[0].error
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([2] * 64, {}, "has 64 tokens; .* fit into 64"),
+        ([2, 96], {}, "token 96 is not in the vocabulary of 96"),
+        ([2], {"stop_token_ids": [-1]}, "token -1"),
+        ([2], {"stop": "x"}, "need a tokenizer"),
+        ("text", {}, "no tokenizer"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_runs(
+    checkpoint: Checkpoint, prompt: object, params: dict, message: str
+) -> None:
+    llm = LLM(checkpoint("llama"), length=64)
+    with pytest.raises(ValueError, match=message):
+        llm.generate([[3], prompt], SamplingParams(**params))
+    assert_no_block_is_held(llm.engine)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"n": 0}, {"max_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")},
+        {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": 2.0}, {"repetition_penalty": 0.0},
+        {"stop": [""]}, {"min_tokens": 17}, {"logprobs": 21},
+    ],
+)  # fmt: skip
+def test_parameters_out_of_range_are_named(field: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(field))):
+        SamplingParams(**field)
+
+
+def test_ends(checkpoint: Checkpoint) -> None:
+    """The end token, stop tokens, min_tokens and the model's limit."""
+    llm = LLM(checkpoint("llama"), length=48)
+    free = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    (output,) = llm.generate([[5, 7, 9]], free)
+    whole = output.tokens
+    assert len(whole) == 48 - 3
+    assert output.completions[0].finish == "length"
+    stop = whole[10]
+    first = whole.index(stop)
+    (output,) = llm.generate(
+        [[5, 7, 9]], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, stop_token_ids=[stop])
+    )  # fmt: skip
+    assert output.tokens == whole[: first + 1]
+    assert output.completions[0].stop_reason == stop
+    (output,) = llm.generate(
+        [[5, 7, 9]],
+        SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[stop], min_tokens=20),
+    )
+    assert len(output.tokens) >= 20
+    assert stop not in output.tokens[:19]
+    llm.engine.eos = frozenset([stop])
+    (output,) = llm.generate([[5, 7, 9]], SamplingParams(temperature=0, max_tokens=40))
+    assert output.tokens == whole[: first + 1]
+    assert output.completions[0].finish == "stop"
+
+
+def test_texts_of_one_request_differ_and_repeat_with_the_seed() -> None:
+    llm = LLM(PICO, dtype="float32")
+    params = SamplingParams(n=4, seed=7, max_tokens=12)
+    once, twice = (llm.generate("def main(", params)[0].completions for _ in range(2))
+    assert len({c.text for c in once}) == 4
+    assert [c.text for c in once] == [c.text for c in twice]
+    assert [c.index for c in once] == [0, 1, 2, 3]
+
+
+def test_stop_strings_of_a_real_tokenizer() -> None:
+    llm = LLM(PICO, dtype="float32")
+    params = {"temperature": 0, "max_tokens": 64}
+    (whole,) = llm.generate("def main(", SamplingParams(**params))
+    stop = whole.text[20:26]
+    (cut,) = llm.generate("def main(", SamplingParams(**params, stop=["\x00", stop]))
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert (cut.completions[0].finish, cut.completions[0].stop_reason) == ("stop", stop)
+    assert cut.tokens == whole.tokens[: len(cut.tokens)]
