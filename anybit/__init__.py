@@ -8,12 +8,18 @@ from anybit.formats import codebook, integer, liquid, minifloat, sparse  # noqa:
 from anybit.integrations import hook
 from anybit.linear import QuantLinear, dequantize, linear, quantize_tensor
 from anybit.quantize import dequantize_, quantize_
+from anybit.quantizers.clip import Clip
+from anybit.quantizers.gptq import GPTQ
 from anybit.quantizers.rtn import RTN
+from anybit.quantizers.text import Calibration
 
 __version__ = "0.1.0"
 __all__ = [
+    "GPTQ",
     "RTN",
     "AnybitConfig",
+    "Calibration",
+    "Clip",
     "Entry",
     "Format",
     "Grid",

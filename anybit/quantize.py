@@ -10,6 +10,8 @@ from anybit.dispatch import parse_scheme, scheme_name
 from anybit.format import Format
 from anybit.linear import QuantLinear, check_finite
 from anybit.progress import progress
+from anybit.quantizers import calibrate
+from anybit.quantizers.calibrate import Calibrated
 from anybit.quantizers.rtn import RTN
 
 Spec = str | Format
@@ -21,7 +23,7 @@ METHOD, VERSION = "anybit", 1  # in a checkpoint's config.json; VERSION is that 
 def quantize_(
     model: nn.Module,
     spec: Spec | Plan,
-    quantizer: RTN | None = None,
+    quantizer: RTN | Calibrated | None = None,
     *,
     show_progress: bool | None = None,
 ) -> nn.Module:
@@ -31,11 +33,12 @@ def quantize_(
         last match wins and None keeps a layer as it is. The output head (`lm_head`) and embeddings
         are kept, unless a pattern other than "*" names the head. Formats are spec strings,
         with `@int8` or `@fp8` for activations quantized per token ("liquid@int8").
-    quantizer: how codes are chosen; round to nearest by default.
+    quantizer: how codes are chosen; round to nearest by default. A calibrated one (GPTQ, Smooth)
+        runs the model on text, block by block, each block after quantized ones.
 
-    Nothing is replaced before every layer has been quantized, so an error or an interrupt leaves
-    the model as it was. Raises ValueError for unknown formats, patterns that match no layer,
-    layers that no pattern matches, shapes that a format cannot store, and NaN or inf.
+    An error or an interrupt leaves the model as it was. Raises ValueError for unknown formats,
+    patterns that match no layer, layers that no pattern matches, shapes that a format cannot
+    store, and NaN or inf.
     """
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     if not linears:
@@ -55,7 +58,20 @@ def quantize_(
             )
         check_finite(linears[name].weight, f"{name}.weight")
 
-    quantizer, ready = quantizer or RTN(), {}
+    if isinstance(quantizer, Calibrated):
+        calibrate.run(model, schemes, quantizer, show_progress)
+    else:
+        quantize_weights(model, schemes, quantizer or RTN(), show_progress)
+    record(model, plan_of(spec))
+    return model
+
+
+def quantize_weights(
+    model: nn.Module, schemes: Mapping[str, str], quantizer: RTN, show_progress: bool | None
+) -> None:
+    """Quantize the named layers by their weights alone; replace them when all are ready."""
+    linears = {name: calibrate.linear_at(model, name) for name in schemes}
+    ready = {}
     total = sum(linears[name].weight.numel() for name in schemes)
     with progress("quantizing", total, show_progress) as step:
         for name, scheme in schemes.items():
@@ -66,8 +82,6 @@ def quantize_(
             step(layer.weight.numel(), name)
     for name, quantized in ready.items():
         replace(model, name, quantized)
-    record(model, plan_of(spec))
-    return model
 
 
 def resolve(shapes: Mapping[str, tuple[int, ...]], spec: Spec | Plan) -> dict[str, str]:

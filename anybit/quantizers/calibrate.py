@@ -1,0 +1,189 @@
+"""Calibration: run a model on text, block by block, and show quantizers what its layers see.
+
+The blocks of a decoder are quantized in order. Each one is run on the outputs of the quantized
+blocks before it: once to collect statistics of its layers' inputs, and once, quantized, to make
+the inputs of the next.
+"""
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from anybit.dispatch import parse_scheme
+from anybit.format import Format, Packed
+from anybit.linear import QuantLinear
+from anybit.progress import progress
+from anybit.quantizers.replay import Replay, Seen, find_blocks
+from anybit.quantizers.text import Calibration, Source
+from anybit.quantizers.work import Work, digest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A quantizer that looks at the inputs of the layers.
+
+    calibration: texts, token ids or a file, or a `Calibration` that says more about them.
+    """
+
+    calibration: Source | Calibration | None = None
+
+    statistics: ClassVar[tuple[str, ...]] = ()  # the fields of `Seen` that it wants
+
+    def transform(
+        self, block: nn.Module, schemes: Mapping[str, str], seen: dict[str, Seen]
+    ) -> dict[str, Seen]:
+        """Rewrite a block (new parameters, same function) before its layers are quantized.
+
+        Names of layers are relative to the block. Returns the statistics after the change.
+        """
+        return seen
+
+    def quantize(self, w: Tensor, fmt: Format, seen: Seen) -> Packed:
+        """Weights (N, K) of any float dtype, and what their layer saw -> Packed."""
+        raise NotImplementedError(f"{type(self).__name__}.quantize")
+
+
+def run(
+    model: nn.Module,
+    schemes: Mapping[str, str],
+    quantizer: Calibrated,
+    show_progress: bool | None = None,
+) -> None:
+    """Quantize the layers named in `schemes` (name -> scheme) in place.
+
+    On a machine with a GPU, a model on the CPU visits it block by block. An error or an interrupt
+    puts the dense layers back; with `Calibration(work=...)` finished blocks are on disk by then,
+    and the next run with the same settings goes on from there.
+    """
+    if quantizer.calibration is None:
+        name = type(quantizer).__name__
+        raise ValueError(
+            f"{name} needs text to calibrate on: {name}(calibration=['some text', ...]), token "
+            "ids, or a .txt or .jsonl file"
+        )
+    calibration = quantizer.calibration
+    if not isinstance(calibration, Calibration):
+        calibration = Calibration(calibration)
+    ids = calibration.tokens(model)
+    prefix, blocks = find_blocks(model, list(schemes))
+    replay = Replay(model, blocks, ids)
+    work = Work(calibration.work, settings_of(model, schemes, quantizer, calibration, ids))
+    weights = {name: linear_at(model, name).weight.numel() for name in schemes}
+    few: dict[str, int] = {}
+    with restored_on_error(model), torch.no_grad():
+        model.eval()
+        with progress("calibrating", sum(weights.values()), show_progress) as step:
+            for index, block in enumerate(blocks):
+                own = inside(schemes, f"{prefix}.{index}.")
+                with visiting(block, replay.device):
+                    if not work.restore(index, block, own):
+                        seen = replay.watch(index, own, quantizer.statistics)
+                        few |= too_few(seen, block, f"{prefix}.{index}.")
+                        quantize_layers(
+                            block, own, quantizer, quantizer.transform(block, own, seen)
+                        )
+                    replay.advance(index, calibration.kv_scales)
+                    work.save(index, block)
+                step(sum(inside(weights, f"{prefix}.{index}.").values()), f"{prefix}.{index}")
+            outside = {n: s for n, s in schemes.items() if not n.startswith(f"{prefix}.")}
+            if outside:
+                seen = replay.watch(len(blocks), outside, quantizer.statistics)
+                few |= too_few(seen, model, "")
+                quantize_layers(model, outside, quantizer, seen)
+                step(sum(weights[name] for name in outside))
+    if few:
+        listed = ", ".join(f"{name} ({tokens})" for name, tokens in list(few.items())[:8])
+        warnings.warn(
+            f"{len(few)} layers saw fewer calibration tokens than they have inputs (K), so they "
+            f"are calibrated badly, or at 0 tokens rounded to nearest: {listed}"
+            f"{', ...' if len(few) > 8 else ''}. Give more text",
+            stacklevel=3,
+        )
+
+
+def quantize_layers(
+    parent: nn.Module,
+    schemes: Mapping[str, str],
+    quantizer: Calibrated,
+    seen: Mapping[str, Seen],
+) -> None:
+    """Quantize layers below `parent` by what they saw, and put them in place."""
+    for name, scheme in schemes.items():
+        layer = linear_at(parent, name)
+        fmt, activation = parse_scheme(scheme)
+        packed = quantizer.quantize(layer.weight.detach(), fmt, seen[name])
+        parent.set_submodule(name, QuantLinear(packed, layer.bias, activation))
+
+
+def linear_at(parent: nn.Module, name: str) -> nn.Linear:
+    return cast(nn.Linear, parent.get_submodule(name))
+
+
+def inside(values: Mapping[str, T], prefix: str) -> dict[str, T]:
+    """The entries below `prefix`, by their names relative to it."""
+    return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+
+
+def too_few(seen: Mapping[str, Seen], parent: nn.Module, prefix: str) -> dict[str, int]:
+    """Layers that saw fewer tokens than they have inputs (rare experts), and how many."""
+    return {
+        prefix + name: statistics.tokens
+        for name, statistics in seen.items()
+        if statistics.tokens < linear_at(parent, name).in_features
+    }
+
+
+@contextmanager
+def visiting(block: nn.Module, device: torch.device) -> Iterator[None]:
+    """The block is on `device` inside."""
+    home = next(block.parameters()).device
+    if home == device:
+        yield
+        return
+    block.to(device)
+    try:
+        yield
+    finally:
+        block.to(home)
+
+
+@contextmanager
+def restored_on_error(model: nn.Module) -> Iterator[None]:
+    """On an exception, put back all modules and parameters that were there before."""
+    before = [(m, dict(m._modules), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    training = model.training
+    try:
+        yield
+    except BaseException:
+        for module, children, parameters, buffers in before:
+            module._modules, module._parameters, module._buffers = children, parameters, buffers
+        raise
+    finally:
+        model.train(training)
+
+
+def settings_of(
+    model: nn.Module,
+    schemes: Mapping[str, str],
+    quantizer: Calibrated,
+    calibration: Calibration,
+    ids: Tensor,
+) -> dict[str, str]:
+    """What a resumed run must have in common with the one before, by name."""
+    weights = [linear_at(model, name).weight for name in schemes]
+    return {
+        "model": f"{type(model).__name__}, weights {digest(weights)}",
+        "quantizer": repr(dataclasses.replace(quantizer, calibration=None)),
+        "text": f"{ids.shape[0]} samples of {ids.shape[1]} tokens, {digest([ids])}",
+        "formats": json.dumps(dict(schemes)),
+        "kv_scales": str(calibration.kv_scales),
+    }

@@ -1,0 +1,89 @@
+"""Clip search: smaller ranges, chosen by squared error. Needs no data.
+
+Rounding to nearest gives every group of weights a range that holds its largest weight. A smaller
+range cuts that weight and resolves all others better, which in few bits is the better bargain.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit.format import Format, Grid, Packed, groups_of
+from anybit.quantizers.rtn import CHUNK, RTN
+
+FACTORS = tuple(1 - 0.05 * step for step in range(14))  # of the range: 1 down to 0.35
+STRETCH = (1.0, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15)  # of a scale that is no range (codebooks)
+
+
+@dataclass(frozen=True)
+class Clip(RTN):
+    """Round to nearest on the grid whose group ranges minimize the squared error, any format."""
+
+    def _rows(self, w: Tensor, fmt: Format) -> Packed:
+        w = w.float()
+        grid = fit_clipped(w, fmt)
+        return Packed.from_codes(fmt, (w.shape[0], w.shape[1]), fmt.encode(w, grid), grid)
+
+
+def fit_clipped(w: Tensor, fmt: Format, importance: Tensor | None = None) -> Grid:
+    """Weights (N, K) fp32 -> the grid of least squared error among clipped ranges.
+
+    importance: (K,) weights of the columns' squared errors, such as the Hessian's diagonal.
+
+    Every group is cut to each of `FACTORS` of its range in turn, and the format fitted to that; the
+    best factor of each group then gives the range of the final fit. So it works for every format
+    that fits ranges, with one level of scales or two.
+    """
+    group = finest_group(fmt, w.shape[1])
+    parts = groups_of(w, group)
+    if not fmt.rowwise:
+        return stretched(w, fmt, importance, group)
+    low, high = (t[..., None] for t in parts.aminmax(dim=-1))
+
+    def cut(factor: float | Tensor) -> Tensor:
+        return parts.clamp(low * factor, high * factor).flatten(1)
+
+    errors = [group_errors(w, fmt, fmt.fit(cut(f)), importance, group) for f in FACTORS]
+    return fmt.fit(cut(least(errors, FACTORS)[..., None]))
+
+
+def stretched(w: Tensor, fmt: Format, importance: Tensor | None, group: int) -> Grid:
+    """The grid of a format with shared tables, its scales stretched to the least error."""
+    grid = fmt.fit(w)
+
+    def stretch(factor: float | Tensor) -> Grid:
+        return grid | {"scale": (grid["scale"].float() * factor).to(grid["scale"].dtype)}
+
+    errors = [group_errors(w, fmt, stretch(f), importance, group) for f in STRETCH]
+    return stretch(least(errors, STRETCH))
+
+
+def finest_group(fmt: Format, k: int) -> int:
+    """Columns in the smallest group of the format's grid; k when every row is one group."""
+    return min((entry.group for entry in fmt.entries().values() if entry.group), default=k)
+
+
+def group_errors(
+    w: Tensor, fmt: Format, grid: Grid, importance: Tensor | None, group: int
+) -> Tensor:
+    """Sum of squared errors (N, groups) of rounding w to the grid."""
+    n, k = w.shape
+    step = max(1, CHUNK // k) if w.device.type == "cpu" else n
+    entries, sums = fmt.entries(), []
+    for start in range(0, n, step):
+        rows = w[start : start + step]
+        part = {
+            name: tensor if entries[name].table else tensor[start : start + step]
+            for name, tensor in grid.items()
+        }
+        error = (fmt.decode(fmt.encode(rows, part), part) - rows).square_()
+        if importance is not None:
+            error *= importance
+        sums.append(groups_of(error, group).sum(-1))
+    return torch.cat(sums)
+
+
+def least(errors: list[Tensor], factors: tuple[float, ...]) -> Tensor:
+    """The factor of least error of every group; the first of equals."""
+    return torch.tensor(factors, device=errors[0].device)[torch.stack(errors).argmin(0)]

@@ -1,0 +1,101 @@
+"""Finished blocks on disk, so that a calibration that was killed goes on where it stopped."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from anybit.dispatch import parse_scheme
+from anybit.files import ShardWriter, read_header, read_json
+from anybit.format import Packed, tensor_shapes
+from anybit.linear import QuantLinear
+
+SETTINGS = "settings.json"
+PROBE = 4096  # numbers of each weight that go into the digest
+
+
+class Work:
+    """A folder with one file for each finished block and the settings that they were made with.
+
+    Raises ValueError, naming the difference, when the folder holds blocks made otherwise.
+    """
+
+    def __init__(self, folder: str | Path | None, settings: dict[str, str]):
+        self.folder = None if folder is None else Path(folder)
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / SETTINGS
+        if path.is_file():
+            check_same(self.folder, read_json(path), settings)
+            return
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+        os.replace(temporary, path)
+
+    def path(self, index: int) -> Path | None:
+        return None if self.folder is None else self.folder / f"block_{index:04d}.safetensors"
+
+    def save(self, index: int, block: nn.Module) -> None:
+        """Write all tensors of a finished block; the file appears whole or not at all."""
+        path = self.path(index)
+        if path is None or path.is_file():
+            return
+        state = block.state_dict()
+        with ShardWriter(path, state) as file:
+            for name, tensor in state.items():
+                file.add(name, tensor)
+
+    def restore(self, index: int, block: nn.Module, schemes: Mapping[str, str]) -> bool:
+        """Put a finished block's quantized layers and other tensors in place, if there are any."""
+        path = self.path(index)
+        if path is None or not path.is_file():
+            return False
+        device = next(block.parameters()).device
+        state = {name: stored.read().to(device) for name, stored in read_header(path).items()}
+        for name, scheme in schemes.items():
+            layer = cast(nn.Linear, block.get_submodule(name))
+            fmt, activation = parse_scheme(scheme)
+            shape = (layer.out_features, layer.in_features)
+            own = {key: state.pop(f"{name}.{key}", None) for key in tensor_shapes(fmt, shape)}
+            found = {key: tensor for key, tensor in own.items() if tensor is not None}
+            packed = Packed.from_tensors(fmt, shape, found, name)
+            bias = state.pop(f"{name}.bias", None)
+            block.set_submodule(name, QuantLinear(packed, bias, activation))
+        for name, tensor in state.items():
+            parent, _, key = name.rpartition(".")
+            owner = block.get_submodule(parent)
+            if key in owner._parameters:
+                owner._parameters[key] = nn.Parameter(tensor, requires_grad=False)
+            else:
+                owner.register_buffer(key, tensor)
+        return True
+
+
+def check_same(folder: Path, then: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise ValueError for settings other than those that the folder was made with."""
+    lines = [
+        f"{key}: {then.get(key)} then, {now.get(key)} now"
+        for key in sorted({*then, *now})
+        if then.get(key) != now.get(key)
+    ]
+    if lines:
+        raise ValueError(
+            f"{folder} holds blocks that were made with other settings; use these again, or "
+            f"another folder. The difference: {'; '.join(lines)}"
+        )
+
+
+def digest(tensors: Sequence[Tensor]) -> str:
+    """A short name for the contents of tensors, from evenly spaced numbers of each."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().flatten()
+        probe = flat[:: max(1, flat.numel() // PROBE)].cpu().contiguous()
+        sha.update(probe.view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()[:16]
