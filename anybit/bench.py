@@ -1,0 +1,479 @@
+"""How long a linear layer takes: timing, the read floor, and one row for each measurement.
+
+On a GPU a time is the median of replays of one CUDA graph that multiplies with different copies of
+the weight in turn, more of them than the L2 cache holds, because a model never reads the same
+weight twice in a row. Data are random. A layer is compared with its reference before it is timed,
+and what is wrong, refused or missing becomes a row without numbers that says so.
+"""
+
+import copy
+import csv
+import math
+import subprocess
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.dispatch import get_backend, parse_scheme, refusals
+from anybit.kernels.reference import quantized_activation
+from anybit.linear import QuantLinear, quantize_tensor
+
+COLD_BYTES = 160 << 20  # copies of a weight fill at least this: over twice the L2 of any GPU here
+LAUNCHES = 20  # matrix products in one graph, at least
+SLOW_US = 500  # a product that takes longer is launched once for each copy
+REPLAYS = 9  # graph replays, of which the median counts
+CPU_SECONDS = 0.5  # for one measurement on a CPU
+FLOOR_MEGABYTES = (1, 2, 4, 8, 12, 16, 25, 33, 50, 67, 117, 235, 470)
+
+# ||y - reference|| / ||reference||. The 16-bit ones are some four times what rounding the weight
+# and the output gives (2**-11 or 2**-8, each over the square root of 3); int8 and fp8 add that a
+# token's scale may be rounded, and the 14-bit sums of Hopper's fp8 matrix units.
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.3e-2, torch.float32: 1e-4}
+TOLERANCE_QUANTIZED = {"int8": 4e-3, "fp8": 1.5e-2}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; the fields are the columns of the CSV.
+
+    us: median time of one product in microseconds; None if it was not measured, and `note` says
+    why. weight_gbps: GB/s of weight bytes. vs_cublas_fp16: how many times faster than the dense
+    layer in the same run (torch's fp16 product on a GPU, which is cuBLAS; bf16 on a CPU).
+    vs_floor: `us` over the time of reading the weight's bytes and doing nothing else.
+    """
+
+    gpu: str
+    date: str
+    commit: str
+    peer: str
+    format: str
+    activation: str
+    M: int
+    N: int
+    K: int
+    us: float | None = None
+    weight_gbps: float | None = None
+    tflops: float | None = None
+    vs_cublas_fp16: float | None = None
+    vs_floor: float | None = None
+    note: str = ""
+
+
+COLUMNS = tuple(field.name for field in fields(Row))
+
+
+@dataclass
+class Layer:
+    """A weight as one peer holds it, ready to be multiplied.
+
+    weight: the tensors (or modules) that `run(weight, *inputs)` reads; they are deep-copied.
+    nbytes: bytes of one copy that a product has to read.
+    decoded: (N, K), the weight that the codes stand for.
+    inputs: x (M, K) -> what `run` takes; runs outside the timed region.
+    seen: x -> the activation that is really multiplied, fp32, for the reference.
+    result: (what `run` returned, its inputs) -> y, where scales are still to be applied.
+    """
+
+    weight: Any
+    run: Callable[..., Tensor]
+    nbytes: int
+    decoded: Tensor
+    inputs: Callable[[Tensor], tuple[Any, ...]] = lambda x: (x,)
+    seen: Callable[[Tensor], Tensor] = lambda x: x.float()
+    result: Callable[[Tensor, tuple[Any, ...]], Tensor] = lambda y, inputs: y
+
+
+@dataclass(frozen=True)
+class Case:
+    """One contestant: who multiplies, which format, and how a dense weight becomes a `Layer`.
+
+    activation: "fp16", "bf16", "int8" or "fp8": quantized in the timed region; "int8-given" or
+        "fp8-given": quantized before it.
+    dtype: of x, and of y.
+    prepare: (N, K) fp32 -> Layer. Raises `Refused` when this layer is not for it.
+    """
+
+    peer: str
+    format: str
+    activation: str
+    dtype: torch.dtype
+    prepare: Callable[[Tensor], Layer]
+    note: str = ""
+
+
+class Refused(Exception):
+    """A peer does not multiply such a layer; the text says why."""
+
+
+class WrongResult(Exception):
+    """A peer's result differs from the reference by more than rounding explains."""
+
+
+# Cases that need no other package.
+
+
+def dense_case(dtype: torch.dtype, device: torch.device) -> Case:
+    """The layer before quantization: torch's matrix product, which is cuBLAS on a GPU."""
+
+    def prepare(w: Tensor) -> Layer:
+        weight = w.to(dtype)
+        return Layer(weight, lambda weight, x: x @ weight.T, weight.nbytes, weight)
+
+    peer = "cublas" if device.type == "cuda" else "torch"
+    return Case(peer, short(dtype), short(dtype), dtype, prepare)
+
+
+def anybit_case(scheme: str, dtype: torch.dtype, backend: str | None = None) -> Case:
+    """A QuantLinear as a user gets it (peer `anybit`), or one backend (`anybit-<backend>`)."""
+    fmt, activation = parse_scheme(scheme)
+
+    def prepare(w: Tensor) -> Layer:
+        packed = quantize_tensor(w, fmt)
+        weight: Any
+        run: Callable[..., Tensor]
+        if backend is None:
+            weight, run = QuantLinear(packed, None, activation), lambda layer, x: layer(x)
+        else:
+            reason = refusals(fmt, activation, packed.shape, w.device)[backend]
+            if reason is not None:
+                raise Refused(reason)
+            module = get_backend(backend)
+            weight = module.prepare(packed, activation)
+
+            def run(prepared: list[Tensor], x: Tensor) -> Tensor:
+                return module.linear(x, prepared, None, fmt, packed.shape[0], activation)
+
+        return Layer(
+            weight,
+            run,
+            packed.nbytes(),
+            packed.dequantize(),
+            seen=lambda x: quantized_activation(x, activation),
+        )
+
+    peer = "anybit" if backend is None else f"anybit-{backend}"
+    return Case(peer, fmt.spec, activation or short(dtype), dtype, prepare)
+
+
+# Measuring.
+
+
+def measure(
+    cases: Sequence[Case],
+    shapes: Iterable[tuple[int, int]],
+    ms: Sequence[int],
+    device: torch.device,
+    commit: str = "",
+    floor: "ReadFloor | None" = None,
+) -> Iterator[Row]:
+    """Yield a row for each case, shape (N, K) and number of tokens M.
+
+    The dense layer is timed first for every shape, whether or not `cases` name it.
+    """
+    floor = floor or ReadFloor.measure(device)
+    baseline = dense_case(dense_dtype(device), device)
+    blank = Row(device_name(device), time.strftime("%Y-%m-%d"), commit, "", "", "", 0, 0, 0)
+    for n, k in shapes:
+        random = torch.Generator(device).manual_seed(n * 31 + k)
+        w = torch.randn(n, k, device=device, generator=random) * 0.02
+        x = torch.randn(max(ms), k, device=device, generator=random)
+        dense: dict[int, float] = {}
+        for case in [baseline, *(c for c in cases if (c.peer, c.format) != _key(baseline))]:
+            label = replace(
+                blank, peer=case.peer, format=case.format, activation=case.activation, N=n, K=k
+            )
+            for row in _measure_case(case, label, w, x, ms, floor):
+                if case is baseline and row.us:
+                    dense[row.M] = row.us
+                if row.us and row.M in dense:
+                    row = replace(row, vs_cublas_fp16=dense[row.M] / row.us)
+                yield row
+
+
+def _key(case: Case) -> tuple[str, str]:
+    return case.peer, case.format
+
+
+def _measure_case(
+    case: Case, label: Row, w: Tensor, x: Tensor, ms: Sequence[int], floor: "ReadFloor"
+) -> Iterator[Row]:
+    """The rows of one case and shape. What other packages raise becomes a note, not an end."""
+    try:
+        layer = case.prepare(w)
+        plausible(layer.decoded.float(), w)
+    except Exception as error:
+        for m in ms:
+            yield replace(label, M=m, note=failure(error))
+        return
+    copies = rotated(layer.weight, layer.nbytes)
+    for m in ms:
+        label = replace(label, M=m)
+        try:
+            tokens = x[:m].to(case.dtype)
+            inputs = layer.inputs(tokens)
+            # A copy's result, not the original's: the copies are what is timed.
+            y = layer.result(layer.run(copies[-1], *inputs), inputs)
+            check(y, layer.seen(tokens) @ layer.decoded.float().T, tolerance(case))
+            us = median_us([_call(layer.run, c, inputs) for c in copies], w.device)
+        except Exception as error:
+            yield replace(label, note=failure(error))
+            continue
+        yield finish(replace(label, us=us, note=case.note), layer.nbytes, floor)
+
+
+def _call(run: Callable[..., Tensor], weight: Any, inputs: tuple[Any, ...]) -> Callable[[], Tensor]:
+    return lambda: run(weight, *inputs)
+
+
+def finish(row: Row, nbytes: int, floor: "ReadFloor") -> Row:
+    """Fill the columns that follow from the time and the weight's bytes."""
+    assert row.us is not None
+    return replace(
+        row,
+        weight_gbps=nbytes / row.us / 1e3,
+        tflops=2 * row.M * row.N * row.K / row.us / 1e6,
+        vs_floor=row.us / floor(nbytes),
+    )
+
+
+def tolerance(case: Case) -> float:
+    """The relative error that a correct result may have."""
+    extra = TOLERANCE_QUANTIZED.get(case.activation.removesuffix("-given"), 0.0)
+    return TOLERANCE[case.dtype] + extra
+
+
+def check(y: Tensor, reference: Tensor, limit: float) -> float:
+    """Relative error ||y - reference|| / ||reference||; WrongResult above `limit` or for NaN."""
+    if y.shape != reference.shape:
+        raise WrongResult(f"shape {tuple(y.shape)} instead of {tuple(reference.shape)}")
+    error = float((y.float() - reference).norm() / reference.norm())
+    if not error <= limit:
+        raise WrongResult(f"relative error {error:.2g} where {limit:.2g} is allowed")
+    return error
+
+
+def plausible(decoded: Tensor, w: Tensor) -> None:
+    """WrongResult unless a decoded weight resembles the weight that it was made from.
+
+    The reference of a peer rests on that peer's own decoding; this holds the decoding to the
+    truth. Even one or two bits leave an angle whose cosine is far above 1/4.
+    """
+    size = float(decoded.norm() / w.norm())
+    cosine = float((decoded * w).sum() / decoded.norm() / w.norm())
+    if not (cosine > 0.25 and 0.5 < size < 2):
+        raise WrongResult(
+            f"the decoded weight has {size:.2g} times its size at cosine {cosine:.2g}"
+        )
+
+
+def failure(error: Exception) -> str:
+    """A note on why there is no number."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return "failed: out of GPU memory"
+    kinds = {Refused: "refused", WrongResult: "wrong result"}
+    text = " ".join(str(error).split())[:200]
+    return f"{kinds.get(type(error), f'failed: {type(error).__name__}')}: {text}"
+
+
+def rotated(weight: Any, nbytes: int) -> list[Any]:
+    """Copies of a weight, at least two, which together exceed the caches."""
+    count = max(2, math.ceil(COLD_BYTES / max(nbytes, 1 << 20)))
+    return [weight, *(copy.deepcopy(weight) for _ in range(count - 1))]
+
+
+def median_us(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:
+    """Median time in microseconds of one of `calls`, which are made in turn."""
+    return _graph_us(calls) if device.type == "cuda" else _clock_us(calls)
+
+
+def _graph_us(calls: Sequence[Callable[[], Any]]) -> float:
+    """A CUDA graph of whole rounds of the calls; the host's launching costs nothing in it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:  # compiles and tunes what is not yet
+            call()
+        rough = _event_us(calls[-1])
+    launches = LAUNCHES if rough < SLOW_US else 1
+    rounds = math.ceil(launches / len(calls))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    times = [_event_us(graph.replay) for _ in range(REPLAYS + 2)]
+    return median(times[2:]) / (rounds * len(calls))  # the first two warm up
+
+
+def _event_us(call: Callable[[], Any]) -> float:
+    """One call on the current stream, between two events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def _clock_us(calls: Sequence[Callable[[], Any]]) -> float:
+    """Each call by the clock: a CPU runs it to the end before it returns."""
+    calls[0]()
+    times: list[float] = []
+    stop = time.perf_counter() + CPU_SECONDS
+    while len(times) < 3 or time.perf_counter() < stop:
+        start = time.perf_counter()
+        calls[(len(times) + 1) % len(calls)]()
+        times.append((time.perf_counter() - start) * 1e6)
+    return median(times)
+
+
+class ReadFloor:
+    """Time to read some bytes and do nothing else: interpolated between measured points."""
+
+    def __init__(self, points: Iterable[tuple[int, float]]):
+        """points: two or more of (bytes, microseconds)."""
+        self.points = sorted(points)
+        if len(self.points) < 2:
+            raise ValueError(f"a read floor needs 2 or more points, not {len(self.points)}")
+
+    def __call__(self, nbytes: int) -> float:
+        """Microseconds; beyond the points, the nearest two go on as a straight line."""
+        at = bisect_left(self.points, (nbytes, 0.0))
+        at = min(max(at, 1), len(self.points) - 1)
+        (size0, us0), (size1, us1) = self.points[at - 1 : at + 1]
+        us = us0 + (us1 - us0) * (nbytes - size0) / (size1 - size0)
+        return us if nbytes >= size0 else max(us, us0 * nbytes / size0)
+
+    @classmethod
+    def measure(
+        cls, device: torch.device, megabytes: Sequence[int] = FLOOR_MEGABYTES
+    ) -> "ReadFloor":
+        """Read random data of every size from rotated copies, as weights are read."""
+        points = []
+        for size in (mb * 1_000_000 for mb in megabytes):
+            words = size // 4096 * 1024
+            count = max(2, math.ceil(COLD_BYTES / size))
+            data = [torch.randn(words, device=device) for _ in range(count)]
+            points.append((words * 4, min(median_us(c, device) for c in _readers(data, device))))
+        return cls(points)
+
+
+def _readers(data: list[Tensor], device: torch.device) -> Iterator[list[Callable[[], Any]]]:
+    """Ways to read whole tensors; the fastest at each size is the floor."""
+    if device.type == "cpu":
+        yield [t.sum for t in data]
+        return
+    from anybit.kernels.triton.read import CONFIGS, read
+
+    for config in CONFIGS:
+        yield [_call(read, t.view(torch.int32), (config,)) for t in data]
+
+
+# Rows, names and files.
+
+
+def line(row: Row) -> str:
+    """A row as text for a log."""
+    head = f"{row.peer:14} {row.format:28} {row.activation:10} {row.N}x{row.K} M={row.M:<5}"
+    if row.us is None:
+        return f"{head} {row.note}"
+    return (
+        f"{head} {row.us:8.2f} us {row.weight_gbps:6.0f} GB/s {row.tflops:6.1f} TFLOPS "
+        f"{row.vs_cublas_fp16 or 0:5.2f}x dense {row.vs_floor:6.2f}x floor  {row.note}"
+    ).rstrip()
+
+
+def write_csv(path: Path, rows: Iterable[Row]) -> None:
+    """All rows, with the columns of `Row`; the file appears only when it is complete."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for row in rows:
+            writer.writerow(_text(getattr(row, name)) for name in COLUMNS)
+    temporary.replace(path)
+
+
+def read_csv(path: Path) -> list[Row]:
+    """The inverse of `write_csv`. Raises ValueError when the columns are others."""
+    with path.open(newline="") as file:
+        table = csv.DictReader(file)
+        if tuple(table.fieldnames or ()) != COLUMNS:
+            raise ValueError(f"{path}: columns {table.fieldnames}; expected {list(COLUMNS)}")
+        return [Row(**{name: _value(name, line[name]) for name in COLUMNS}) for line in table]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _value(name: str, text: str) -> Any:
+    kind = next(field.type for field in fields(Row) if field.name == name)
+    if kind is int:
+        return int(text)
+    return text if kind is str else float(text) if text else None
+
+
+def short(dtype: torch.dtype) -> str:
+    return {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+
+
+def dense_dtype(device: torch.device) -> torch.dtype:
+    """What the dense layer that all are compared with computes in."""
+    return torch.float16 if device.type == "cuda" else torch.bfloat16
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's architecture and its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    import platform
+
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def current_commit() -> str:
+    """Short hash of the checkout that this file lies in, with + if it has changes; else ""."""
+    where = Path(__file__).parent
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", *args], cwd=where, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        commit = git("rev-parse", "--short", "HEAD")
+        return commit + "+" if commit and git("status", "--porcelain", "-uno") else commit
+    except OSError:
+        return ""
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """ "4096x14336" -> (N, K)."""
+    try:
+        n, k = (int(part) for part in text.lower().split("x"))
+        if n < 1 or k < 1:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"shape {text!r} is not NxK, such as 4096x14336") from None
+    return n, k
+
+
+def parse_counts(text: str) -> list[int]:
+    """ "1,16,256" -> [1, 16, 256]."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+        if not counts or min(counts) < 1:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"{text!r} is not a list of token counts, such as 1,16,256") from None
+    return counts
