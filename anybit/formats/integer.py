@@ -5,6 +5,7 @@ about zero; int1 means {-1, +1}.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from anybit.format import (
     store_scale,
     ungroup,
 )
+
+if TYPE_CHECKING:
+    from anybit.kernels.triton import lang
 
 
 @register(*(f"int{b}" for b in range(1, 9)))
@@ -70,6 +74,11 @@ class Integer(Format):
         if self.bits == 1:
             return codes.float() * 2 - 1
         return codes.float() - 2 ** (self.bits - 1)
+
+    def triton_decode(self, at: Any) -> Any:
+        if self.zero:
+            return lang.number(at) - lang.level(at, 0)
+        return lang.number(at, 1, 2) if self.bits == 1 else lang.number(at, 2 ** (self.bits - 1))
 
     def _spec_parts(self) -> tuple[str, list[str]]:
         return f"int{self.bits}", self._options(skip=("bits",))

@@ -7,11 +7,17 @@ per weight in groups of 64, with an integer step s <= 16 and the group's minimum
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from anybit.format import Entry, Format, Grid, grouped, groups_of, register, store_scale, ungroup
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+    from anybit.kernels.triton import lang
 
 LIMIT = 119  # equation 11: 119 + 16 / 2 + 128 = 255
 LEVELS = 15
@@ -54,6 +60,13 @@ class Liquid(Format):
         """The int8 weights, equation 8: q * s + min."""
         q8 = grouped(codes.float(), grid["step"]) * grid["step"].float()[..., None]
         return ungroup(q8.add_(grid["offset"].float()[..., None] - 128))
+
+    def triton_decode(self, at: Any) -> Any:
+        operand: tl.constexpr = at[lang.DTYPE]
+        if operand == tl.int8:
+            return lang.multiply_add(at, lang.level(at, 0), lang.level(at, 1))
+        else:  # noqa: RET505  (Triton compiles what follows a return, too)
+            return lang.number(at) * lang.level(at, 0) + (lang.level(at, 1) - 128)
 
     def _first_level(self, w: Tensor, scale: Tensor) -> Tensor:
         return (w * (1 / scale.float())).round_().clamp_(-LIMIT, LIMIT)

@@ -11,6 +11,7 @@ are the value times 2**(bias - 15), subnormals included, and that power of two j
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from anybit.format import (
     store_scale,
     ungroup,
 )
+
+if TYPE_CHECKING:
+    from anybit.kernels.triton import lang
 
 ALIASES = {"fp8": (4, 3), "fp6": (3, 2), "fp5": (2, 2), "fp4": (2, 1)}
 BY_SHAPE = {shape: name for name, shape in ALIASES.items()}
@@ -110,6 +114,9 @@ class Minifloat(Format):
         normal = exponent > 0
         value = torch.ldexp(fraction + normal, exponent.clamp_min(1) - self.bias)
         return torch.where(codes >> (self.bits - 1) > 0, -value, value)
+
+    def triton_decode(self, at: Any) -> Any:
+        return lang.floating(at, self.exponent, self.mantissa)
 
     def _spec_parts(self) -> tuple[str, list[str]]:
         shape = (self.exponent, self.mantissa)

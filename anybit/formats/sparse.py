@@ -5,11 +5,15 @@ means the first of the two, as in GemLite). The cost is that of int4; what is ke
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from anybit.format import Format, Grid, grouped, groups_of, register, store_scale, ungroup
+
+if TYPE_CHECKING:
+    from anybit.kernels.triton import lang
 
 MIDDLE = 64  # the 7-bit code of 0
 LARGEST = 63
@@ -45,3 +49,8 @@ class Sparse(Format):
         value, first = (code & 127).float() - MIDDLE, code >= 128
         pairs = torch.stack((value * first, value * ~first), dim=-1)
         return pairs.index_select(0, codes.flatten().int()).view(codes.shape[0], -1)
+
+    def triton_decode(self, at: Any) -> Any:
+        value = lang.field(at, 0, 7, 64)
+        first = value * lang.field(at, 7, 1)
+        return lang.pair(first, value - first)

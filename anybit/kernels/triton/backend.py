@@ -1,0 +1,94 @@
+"""Triton kernels for every format that has a `triton_decode`, on NVIDIA GPUs from sm_80 on."""
+
+import torch
+from torch import Tensor
+
+from anybit.format import Format, Packed
+from anybit.kernels import tiles
+from anybit.kernels.tiles import Tile
+from anybit.kernels.triton import layout as layouts
+from anybit.kernels.triton.layout import Layout, layout_of
+
+OLDEST = (8, 0)  # the first architecture with bf16 matrix units
+
+
+def refuse(
+    fmt: Format, activation: str | None, shape: tuple[int, int], device: torch.device
+) -> str | None:
+    if fmt.triton_decode is None:
+        return f"{type(fmt).__name__} has no triton_decode"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "triton is not installed; pip install 'anybit[gpu]'"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
+        return f"needs a GPU of sm_80 or later, not {torch.cuda.get_device_name(device)}"
+    return None
+
+
+def prepare(packed: Packed, activation: str | None) -> list[Tensor]:
+    """See `layout.py`."""
+    return layouts.prepare(packed, activation)
+
+
+def linear(
+    x: Tensor,
+    prepared: list[Tensor],
+    bias: Tensor | None,
+    fmt: Format,
+    n: int,
+    activation: str | None,
+) -> Tensor:
+    """x (..., K) in fp16 or bf16, with any strides -> (..., n)."""
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(
+            f"x is {x.dtype}; the triton backend multiplies float16 and bfloat16: call .half() or "
+            ".bfloat16() on the model"
+        )
+    layout = layout_of(fmt, activation)
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    m, k = rows.shape
+    tile = tiles.choose(architecture(x.device), fmt.bits_per_weight((n, k)), m, n, k)
+    y = multiply(rows, prepared, bias, layout, n, activation, tile)
+    return y.view(*x.shape[:-1], n)
+
+
+def multiply(
+    x: Tensor,
+    prepared: list[Tensor],
+    bias: Tensor | None,
+    layout: Layout,
+    n: int,
+    activation: str | None,
+    tile: Tile,
+) -> Tensor:
+    """x (M, K), unit stride along K -> (M, n), with the given tile."""
+    from anybit.kernels.triton import activation as activations
+    from anybit.kernels.triton import gemm, gemv
+
+    m, k = x.shape
+    y = x.new_empty(m, n)
+    if not y.numel():
+        return y
+    if tile.kernel == "dense" and activation is None:
+        w = x.new_empty(n, k)
+        gemm.launch_dense(prepared, layout, w)
+        return torch.nn.functional.linear(x, w, bias)
+    scale = None
+    if activation is not None:
+        x, scale = activations.quantize_tokens(
+            x, activation, torch.int8 if layout.unit == 8 else x.dtype
+        )
+    run = gemv if tile.kernel == "gemv" and m <= gemv.MOST_TOKENS else gemm
+    run.launch(x, scale, prepared, bias, y, layout, tile)
+    return y
+
+
+def architecture(device: torch.device) -> int:
+    """Compute capability as 90 for sm_90; 0 where there is none."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor

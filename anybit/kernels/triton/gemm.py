@@ -1,0 +1,264 @@
+"""One GEMM for every format: y = x W^T, W decoded in registers on its way to the matrix unit.
+
+The tile of W is the left operand (y^T = W x^T), so that on Hopper it goes from registers into the
+matrix unit, and few tokens waste little of it. A program multiplies ROWS outputs with TOKENS tokens
+over a range of granules of K. If SHARED, SPLIT programs share an output tile: each writes its
+partial sum, and the last one to arrive adds all of them in a fixed order, so that results do not
+depend on who was last.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anybit.kernels.tiles import Tile
+from anybit.kernels.triton import lang
+from anybit.kernels.triton.layout import LOCKS, Layout, split
+
+BAND = 8
+DENSE_ROWS = 32
+MOST_PARTIAL = 64  # tokens up to which group sums and the total both fit into the registers
+
+
+@triton.jit(do_not_specialize=["M", "SPLIT"])
+def gemm(
+    x, x_scale, words, scale, grid, bias, y, partial, locks,
+    M, N, K, PADDED, GRANULES, X_STRIDE, SPLIT,
+    LAYOUT: tl.constexpr, DECODE: tl.constexpr, MODE: tl.constexpr, HAS_X_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    SHARED: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """x (M, K), y (M, N); see `layout.py` for the weight's tensors and `backend.py` for the rest.
+
+    MODE: where the scale goes: "row" (the output), "partial" (a group's sum), "weight".
+    BAND: tiles of outputs that run side by side before the next tokens, to stay in the L2 cache.
+    """
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    tiles_n = tl.cdiv(N, ROWS)
+    tiles_m = tl.cdiv(M, TOKENS)
+    band = tile // (BAND * tiles_m)
+    wide = min(tiles_n - band * BAND, BAND)
+    tile_n = band * BAND + tile % (BAND * tiles_m) % wide
+    tile_m = tile % (BAND * tiles_m) // wide
+    n = tile_n * ROWS + tl.arange(0, ROWS)
+    m = tile_m * TOKENS + tl.arange(0, TOKENS)
+    x += m.to(tl.int64)[None, :] * X_STRIDE
+
+    INTEGER: tl.constexpr = x.dtype.element_ty == tl.int8
+    acc = tl.zeros((ROWS, TOKENS), tl.int32 if INTEGER and MODE == "row" else tl.float32)
+    share = tl.cdiv(tl.cdiv(GRANULES, STEPS), SPLIT) * STEPS
+    for g in tl.range(part * share, min(part * share + share, GRANULES), STEPS, num_stages=STAGES):
+        for step in tl.static_range(STEPS):
+            acc = _granule(
+                acc, x, words, scale, grid, g + step, n, m, M, K, PADDED,
+                LAYOUT, DECODE, MODE, EVEN_K, INTEGER,
+            )  # fmt: skip
+
+    if not SHARED:
+        _store(acc, x_scale, scale, bias, y, n, m, M, N, MODE, HAS_X_SCALE, HAS_BIAS)
+    else:
+        tiles = tiles_m * tiles_n
+        at = tl.arange(0, ROWS)[:, None] + tl.arange(0, TOKENS)[None, :] * ROWS
+        mine = partial + (part.to(tl.int64) * tiles + tile) * (ROWS * TOKENS)
+        tl.store(mine + at, acc)
+        tl.debug_barrier()
+        if tl.atomic_add(locks + tile, 1, sem="acq_rel") == SPLIT - 1:
+            acc = tl.load(partial + tile.to(tl.int64) * (ROWS * TOKENS) + at)
+            for other in range(1, SPLIT):
+                theirs = partial + (tl.cast(other, tl.int64) * tiles + tile) * (ROWS * TOKENS)
+                acc += tl.load(theirs + at)
+            tl.store(locks + tile, 0)
+            _store(acc, x_scale, scale, bias, y, n, m, M, N, MODE, HAS_X_SCALE, HAS_BIAS)
+
+
+@triton.jit
+def _granule(
+    acc, x, words, scale, grid, g, n, m, M, K, PADDED,
+    LAYOUT: tl.constexpr, DECODE: tl.constexpr, MODE: tl.constexpr, EVEN_K: tl.constexpr,
+    INTEGER: tl.constexpr,
+):  # fmt: skip
+    """acc + W x^T over the columns of granule g."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    COLUMNS: tl.constexpr = LAYOUT.columns
+    GROUP: tl.constexpr = LAYOUT.group
+    FIELDS: tl.constexpr = LAYOUT.fields
+    FORMAT: tl.constexpr = LAYOUT.fmt
+    tiles = load_granule(words, g, n, PADDED, LAYOUT)
+    SUM: tl.constexpr = tl.int32 if INTEGER else tl.float32
+    part = tl.zeros(acc.shape, SUM)
+    for j in tl.static_range(FIELDS):
+        first = (g * FIELDS + j) * COLUMNS
+        if lang.new_groups(LAYOUT, j):
+            value = grid_of(grid, first, n, PADDED, LAYOUT)
+        w = DECODE(FORMAT, (words_of(tiles, j, LAYOUT), j, LAYOUT, DTYPE, value))
+        if MODE == "weight":
+            w = w.to(DTYPE).to(tl.float32) * load_grid(scale, GROUP, COLUMNS, 1, first, n, PADDED)
+        k = first + tl.arange(0, COLUMNS)
+        mask = (m < M)[None, :]
+        if not EVEN_K:
+            mask = mask & (k < K)[:, None]
+        xt = tl.load(x + k[:, None], mask=mask, other=0)
+        if MODE == "partial":
+            part = lang.dot(w.to(DTYPE), xt, part)
+            if (j + 1) * COLUMNS % GROUP == 0 or j + 1 == FIELDS:
+                s = tl.load(scale + (first // GROUP) * PADDED + n).to(tl.float32)
+                acc += part.to(tl.float32) * s[:, None]
+                part = tl.zeros(acc.shape, SUM)
+        else:
+            acc = lang.dot(w.to(DTYPE), xt, acc)
+    return acc
+
+
+@triton.jit
+def _store(
+    acc, x_scale, scale, bias, y, n, m, M, N,
+    MODE: tl.constexpr, HAS_X_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Scales of rows and tokens and the bias, in fp32; then the output's dtype."""
+    acc = acc.to(tl.float32)
+    if MODE == "row":
+        acc *= tl.load(scale + n).to(tl.float32)[:, None]
+    if HAS_X_SCALE:
+        acc *= tl.load(x_scale + m, mask=m < M, other=0)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[:, None]
+    mask = (n < N)[:, None] & (m < M)[None, :]
+    tl.store(y + m.to(tl.int64)[None, :] * N + n[:, None], acc.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dense(
+    words, scale, grid, w, N, K, PADDED,
+    LAYOUT: tl.constexpr, DECODE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The decoded weight (N, K) in w's dtype; a program writes ROWS rows of a granule."""
+    DTYPE: tl.constexpr = w.dtype.element_ty
+    COLUMNS: tl.constexpr = LAYOUT.columns
+    GROUP: tl.constexpr = LAYOUT.group
+    FIELDS: tl.constexpr = LAYOUT.fields
+    FORMAT: tl.constexpr = LAYOUT.fmt
+    g = tl.program_id(0)
+    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    tiles = load_granule(words, g, n, PADDED, LAYOUT)
+    for j in tl.static_range(FIELDS):
+        first = (g * FIELDS + j) * COLUMNS
+        if lang.new_groups(LAYOUT, j):
+            value = grid_of(grid, first, n, PADDED, LAYOUT)
+        s = load_grid(scale, GROUP, COLUMNS, 1, first, n, PADDED)
+        v = DECODE(FORMAT, (words_of(tiles, j, LAYOUT), j, LAYOUT, DTYPE, value)).to(DTYPE).to(tl.float32) * s
+        k = first + tl.arange(0, COLUMNS)
+        mask = (n < N)[:, None] & (k < K)[None, :]
+        tl.store(w + n.to(tl.int64)[:, None] * K + k[None, :], v.to(DTYPE), mask=mask)
+
+
+@triton.jit
+def load_granule(words, g, n, PADDED, LAYOUT: tl.constexpr):
+    """All tiles (N, lanes) of a granule: for each book, each plane, as many as it has."""
+    PLANES: tl.constexpr = lang.plane_count(LAYOUT)
+    ALL: tl.constexpr = LAYOUT.fmt.books * PLANES
+    out = ()
+    for i in tl.static_range(ALL):
+        out = out + _load_tiles(words[i], g, n, PADDED, LAYOUT, i % PLANES)
+    return out
+
+
+@triton.jit
+def _load_tiles(words, g, n, PADDED, LAYOUT: tl.constexpr, PLANE: tl.constexpr):
+    LANES: tl.constexpr = LAYOUT.lanes
+    TILES: tl.constexpr = lang.tile_count(LAYOUT, PLANE)
+    lane = tl.arange(0, LANES)
+    out = ()
+    for t in tl.static_range(TILES):
+        at = words + (g * TILES + t) * PADDED * LANES + n[:, None] * LANES + lane[None, :]
+        out = out + (tl.load(at),)
+    return out
+
+
+@triton.jit
+def words_of(tiles, J: tl.constexpr, LAYOUT: tl.constexpr):
+    """The tiles of a granule that hold field J."""
+    PLANES: tl.constexpr = lang.plane_count(LAYOUT)
+    ALL: tl.constexpr = LAYOUT.fmt.books * PLANES
+    out = ()
+    for i in tl.static_range(ALL):
+        out = out + (tiles[lang.tile_of(LAYOUT, i, J)],)
+    return out
+
+
+@triton.jit
+def grid_of(grid, first, n, PADDED, LAYOUT: tl.constexpr):
+    """Grid values for the columns of a field, `first` being the first of them."""
+    TENSORS: tl.constexpr = lang.grid_count(LAYOUT)
+    out = ()
+    for i in tl.static_range(TENSORS):
+        out = out + (_load_entry(grid[i], i, first, n, PADDED, LAYOUT),)
+    return out
+
+
+@triton.jit
+def _load_entry(t, I: tl.constexpr, first, n, PADDED, LAYOUT: tl.constexpr):
+    GROUP: tl.constexpr = lang.grid_group(LAYOUT, I)
+    COLUMNS: tl.constexpr = LAYOUT.columns
+    WIDTH: tl.constexpr = LAYOUT.fmt.width
+    if GROUP < 0:
+        return t
+    else:
+        return load_grid(t, GROUP, COLUMNS, WIDTH, first, n, PADDED)
+
+
+@triton.jit
+def load_grid(
+    t, GROUP: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, first, n, PADDED
+):  # fmt: skip
+    """Grid values for COLUMNS columns from `first` on: (N, 1) if all share one, or one each."""
+    if GROUP == 0:
+        return tl.load(t + n)[:, None]
+    elif GROUP % COLUMNS == 0:
+        return tl.load(t + (first // GROUP) * PADDED + n)[:, None]
+    else:
+        k = first + tl.arange(0, COLUMNS // WIDTH) * WIDTH
+        return tl.load(t + (k // GROUP)[None, :] * PADDED + n[:, None])
+
+
+def launch(
+    x: Tensor,
+    x_scale: Tensor | None,
+    prepared: list[Tensor],
+    bias: Tensor | None,
+    y: Tensor,
+    layout: Layout,
+    tile: Tile,
+) -> None:
+    """y (M, N) = x (M, K) W^T, with x's scales (M,) and a bias (N,) where there are any."""
+    words, scale, grid, locks = split(layout, prepared)
+    (m, k), n = x.shape, y.shape[1]
+    granules = layout.granules(k)
+    steps = tile.steps if granules % tile.steps == 0 else 1
+    tiles = triton.cdiv(n, tile.rows) * triton.cdiv(m, tile.tokens)
+    parts = min(tile.split, granules // steps) if tiles <= LOCKS else 1
+    mode = layout.scale_mode
+    if mode == "partial" and tile.tokens > MOST_PARTIAL and x.dtype != torch.int8:
+        mode = "weight"
+    accumulator = torch.int32 if x.dtype == torch.int8 and mode == "row" else torch.float32
+    size = (parts, tiles, tile.rows * tile.tokens) if parts > 1 else (0,)
+    gemm[(tiles, parts)](
+        x, x_scale, words, scale, grid, bias, y, x.new_empty(size, dtype=accumulator), locks,
+        m, n, k, words[0].shape[2], granules, x.stride(0), parts,
+        LAYOUT=layout, DECODE=lang.jit(type(layout.fmt).triton_decode), MODE=mode,
+        HAS_X_SCALE=x_scale is not None, HAS_BIAS=bias is not None,
+        EVEN_K=k % layout.granule == 0, TOKENS=tile.tokens, ROWS=tile.rows, SHARED=parts > 1,
+        STEPS=steps, STAGES=tile.stages, BAND=BAND,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def launch_dense(prepared: list[Tensor], layout: Layout, w: Tensor) -> None:
+    """Decode the weight into w (N, K), contiguous, fp16 or bf16."""
+    words, scale, grid, _ = split(layout, prepared)
+    n, k = w.shape
+    dense[(layout.granules(k), triton.cdiv(n, DENSE_ROWS))](
+        words, scale, grid, w, n, k, words[0].shape[2], LAYOUT=layout,
+        DECODE=lang.jit(type(layout.fmt).triton_decode), ROWS=DENSE_ROWS,
+    )  # fmt: skip

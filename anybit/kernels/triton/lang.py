@@ -1,0 +1,296 @@
+"""What a format's `triton_decode` may call: codes, numbers and grid values of one tile of weights.
+
+A format decodes without addresses. Its method
+
+    def triton_decode(self, at):
+        return lang.number(at, 8)        # W = (code - 8) * scale
+
+is compiled into every kernel. `self` is the format (its fields and properties are compile-time
+constants), `at` names the tile; `lang` and `tl` (triton.language) are given to the function, so a
+format's file imports neither. It returns a tile of values in units of the scale, (N, columns), of
+any dtype that holds them exactly; the kernel rounds them to the dtype of x and applies the scale.
+
+Converting an integer to a float runs at a quarter of the speed of other instructions on NVIDIA
+GPUs. So `number` and `bits` place a code's bits directly into the mantissa or the exponent field of
+a float, for two weights (or four bytes) in one register.
+"""
+
+import sys
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+
+INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
+
+# at = (words of this field, one tile for each book and plane; field; layout; dtype; grid)
+WORDS, FIELD, LAYOUT, DTYPE, GRID = (tl.constexpr(i) for i in range(5))
+
+@cache
+def jit(decode: Callable[..., Any]) -> Any:
+    """A format's `triton_decode` as a Triton function, with `lang` and `tl` in its reach."""
+    if not isinstance(decode, types.FunctionType):
+        return decode  # the format's file made it a Triton function itself
+    scope = {**decode.__globals__, "lang": sys.modules[__name__], "tl": tl}
+    scope["Any"] = tl.constexpr(None)  # so that the function may annotate its arguments
+    own = types.FunctionType(decode.__code__, scope, decode.__name__, decode.__defaults__)
+    own.__module__, own.__qualname__ = decode.__module__, decode.__qualname__
+    return triton.jit(own)
+
+
+@triton.jit
+def code(at, BOOK: tl.constexpr = 0):
+    """Codes as int32, (N, positions)."""
+    LAYOUT_: tl.constexpr = at[LAYOUT]
+    BITS: tl.constexpr = LAYOUT_.fmt.bits
+    if BITS == 16:
+        return at[WORDS][BOOK].to(tl.int32) & 0xFFFF
+    return bits(at, ((0, BITS, 0),), 0, BOOK).to(tl.int32) & 0xFF
+
+
+@triton.jit
+def number(at, MINUS: tl.constexpr = 0, TIMES: tl.constexpr = 1, BOOK: tl.constexpr = 0):
+    """code * TIMES - MINUS (TIMES is 1 or 2), exact, in the operand's dtype, (N, positions)."""
+    LAYOUT_: tl.constexpr = at[LAYOUT]
+    BITS: tl.constexpr = LAYOUT_.fmt.bits
+    return field(at, 0, BITS, MINUS, TIMES, BOOK)
+
+
+@triton.jit
+def field(
+    at, FIRST: tl.constexpr, COUNT: tl.constexpr, MINUS: tl.constexpr = 0,
+    TIMES: tl.constexpr = 1, BOOK: tl.constexpr = 0,
+):  # fmt: skip
+    """`number` of COUNT bits of the code, from bit FIRST on."""
+    LAYOUT_: tl.constexpr = at[LAYOUT]
+    DTYPE_: tl.constexpr = at[DTYPE]
+    if INTERPRET:
+        x = (code(at, BOOK) >> FIRST) & ((1 << COUNT) - 1)
+        return (x * TIMES - MINUS).to(tl.float32).to(DTYPE_)
+    elif DTYPE_ == tl.int8:
+        return _bytes_minus(at, FIRST, COUNT, MINUS, TIMES, BOOK)
+    elif COUNT > mantissa(DTYPE_):  # 8 bits in bf16: the low 7, and the top one
+        low = bits(at, ((FIRST, 7, 0),), 0x4300, BOOK).to(DTYPE_, bitcast=True) - 128
+        high = bits(at, ((FIRST + 7, 1, 7),), 0x4300, BOOK).to(DTYPE_, bitcast=True)
+        return low + (high - (128 + MINUS))
+    else:
+        TO: tl.constexpr = in_place(LAYOUT_, at[FIELD], FIRST, COUNT, DTYPE_)
+        UNIT: tl.constexpr = TIMES * 2.0**-TO
+        LESS: tl.constexpr = 2 ** mantissa(DTYPE_) * UNIT + MINUS
+        x = bits(at, ((FIRST, COUNT, TO),), magic(DTYPE_), BOOK).to(DTYPE_, bitcast=True)
+        return x - LESS if UNIT == 1 else x * UNIT - LESS
+
+
+@triton.jit
+def floating(at, EXPONENT: tl.constexpr, MANTISSA_: tl.constexpr, BOOK: tl.constexpr = 0):
+    """Codes as floating-point numbers of one sign bit, EXPONENT and MANTISSA bits, (N, positions).
+
+    The bias is 2**(EXPONENT - 1) - 1. The bits moved under the operand's exponent field are the
+    number times a power of two, subnormals included, which one exact product puts right.
+    """
+    DTYPE_: tl.constexpr = at[DTYPE]
+    REST: tl.constexpr = EXPONENT + MANTISSA_
+    MOVES: tl.constexpr = ((REST, 1, 15), (0, REST, mantissa(DTYPE_) - MANTISSA_))
+    x = bits(at, MOVES, 0, BOOK).to(DTYPE_, bitcast=True)
+    SHIFT: tl.constexpr = bias(DTYPE_) - 2 ** (EXPONENT - 1) + 1
+    return x * 2.0**SHIFT
+
+
+@triton.jit
+def bits(at, MOVES: tl.constexpr, CONSTANT: tl.constexpr = 0, BOOK: tl.constexpr = 0):
+    """Bits of the codes moved to other places, or'ed with a constant: (N, positions), the unit's int.
+
+    MOVES: ((from bit, how many, to bit), ...), bit 0 being a code's lowest. One shift and one
+    logical operation for each plane and move serve a whole register of codes.
+    """
+    LAYOUT_: tl.constexpr = at[LAYOUT]
+    PLANES: tl.constexpr = plane_count(LAYOUT_)
+    if INTERPRET:
+        return _bits_plainly(at, MOVES, CONSTANT, BOOK)
+    ASM: tl.constexpr = bits_asm(LAYOUT_, at[FIELD], MOVES, CONSTANT)
+    INT: tl.constexpr = tl.int16 if LAYOUT_.unit == 16 else tl.int8
+    PACK: tl.constexpr = 32 // LAYOUT_.unit
+    w = at[WORDS]
+    if PLANES == 1:
+        return tl.inline_asm_elementwise(ASM, "=r,r", [w[BOOK]], INT.value, True, PACK)
+    elif PLANES == 2:
+        return tl.inline_asm_elementwise(
+            ASM, "=r,r,r", [w[2 * BOOK], w[2 * BOOK + 1]], INT.value, True, PACK
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            ASM, "=r,r,r,r", [w[3 * BOOK], w[3 * BOOK + 1], w[3 * BOOK + 2]], INT.value, True, PACK
+        )
+
+
+@triton.jit
+def level(at, I: tl.constexpr):
+    """Values of grid tensor I (0 is the first after the scale), of a shape that fits the codes.
+
+    Small integers (uint8) come in the operand's dtype, floats in fp32.
+    """
+    DTYPE_: tl.constexpr = at[DTYPE]
+    v = at[GRID][I]
+    if v.dtype != tl.uint8:
+        return v.to(tl.float32)
+    elif DTYPE_ == tl.int8:
+        return v
+    else:
+        return v.to(tl.float32).to(DTYPE_)
+
+
+@triton.jit
+def lookup(at, I: tl.constexpr, index):
+    """Rows `index` (N, positions) of table I, a grid tensor (..., rows, width): (N, columns) fp32."""
+    LAYOUT_: tl.constexpr = at[LAYOUT]
+    WIDTH: tl.constexpr = LAYOUT_.fmt.width
+    if WIDTH == 1:
+        return tl.load(at[GRID][I] + index).to(tl.float32)
+    e = tl.arange(0, WIDTH)
+    v = tl.load(at[GRID][I] + (index * WIDTH)[:, :, None] + e[None, None, :]).to(tl.float32)
+    return tl.reshape(v, (index.shape[0], index.shape[1] * WIDTH))
+
+
+@triton.jit
+def pair(first, second):
+    """Values of neighbouring columns, (N, positions) each -> (N, 2 * positions)."""
+    return tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))
+
+
+@triton.jit
+def multiply_add(at, step, offset):
+    """code * step + offset in unsigned bytes, which must not overflow, read as int8 minus 128."""
+    LAYOUT_: tl.constexpr = at[LAYOUT]
+    BITS: tl.constexpr = LAYOUT_.fmt.bits
+    if INTERPRET:
+        v = code(at).to(tl.int32) * step.to(tl.int32) + offset.to(tl.int32)
+        return (v - 128).to(tl.int8)
+    c = bits(at, ((0, BITS, 0),))
+    # step and offset come replicated in all four bytes; one of step's is the multiplier.
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 s; and.b32 s, $2, 255; mad.lo.u32 s, $1, s, $3; xor.b32 $0, s, 0x80808080;}",
+        "=r,r,r,r", [c, step, offset], tl.int8, True, 4,
+    )  # fmt: skip
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a b on the matrix unit, in acc's dtype."""
+    if INTERPRET and a.dtype != tl.int8:  # numpy multiplies fp16 slowly
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32))
+    return tl.dot(a, b, acc, out_dtype=acc.dtype)
+
+
+@triton.jit
+def _bytes_minus(
+    at, FIRST: tl.constexpr, COUNT: tl.constexpr, MINUS: tl.constexpr, TIMES: tl.constexpr,
+    BOOK: tl.constexpr,
+):  # fmt: skip
+    """`field` in int8, MINUS being 0 to 128. A set top bit keeps bytes from borrowing."""
+    MOVES: tl.constexpr = ((FIRST, COUNT, TIMES - 1),)
+    if COUNT == 8:
+        tl.static_assert(MINUS == 128, "codes of 8 bits fit int8 as code - 128")
+        return tl.inline_asm_elementwise(
+            "xor.b32 $0, $1, 0x80808080;", "=r,r", [bits(at, MOVES, 0, BOOK)], tl.int8, True, 4
+        )
+    return tl.inline_asm_elementwise(
+        minus_asm(MINUS), "=r,r", [bits(at, MOVES, 0x80, BOOK)], tl.int8, True, 4
+    )
+
+
+@triton.jit
+def _bits_plainly(at, MOVES: tl.constexpr, CONSTANT: tl.constexpr, BOOK: tl.constexpr):
+    """`bits`, where there is no assembler (TRITON_INTERPRET=1)."""
+    LAYOUT_: tl.constexpr = at[LAYOUT]
+    PLANES: tl.constexpr = plane_count(LAYOUT_)
+    total = at[WORDS][0].to(tl.int32) * 0
+    for p in tl.static_range(PLANES):
+        word = at[WORDS][BOOK * PLANES + p].to(tl.int32) >> offset_of(LAYOUT_, at[FIELD], p)
+        bit = segment_of(LAYOUT_, p)
+        total = (total << bit) | (word & ((1 << bit) - 1))
+    out = total * 0 + CONSTANT
+    for i in tl.static_range(len(MOVES)):
+        out = out | (((total >> MOVES[i][0]) & ((1 << MOVES[i][1]) - 1)) << MOVES[i][2])
+    return out.to(tl.int16 if LAYOUT_.unit == 16 else tl.int8)
+
+
+# Compile-time arithmetic. Triton lets it call methods, but no functions of Python's own.
+
+
+@triton.constexpr_function
+def mantissa(dtype):  # type: ignore[no-untyped-def]
+    return dtype.fp_mantissa_width
+
+
+@triton.constexpr_function
+def magic(dtype):  # type: ignore[no-untyped-def]
+    """Bits of 2**mantissa, a number whose last place counts ones."""
+    return dtype.exponent_bias + dtype.fp_mantissa_width << dtype.fp_mantissa_width
+
+
+@triton.constexpr_function
+def bias(dtype):  # type: ignore[no-untyped-def]
+    """The exponent's bias."""
+    return dtype.exponent_bias
+
+
+@triton.constexpr_function
+def plane_count(layout):  # type: ignore[no-untyped-def]
+    return len(layout.segments)
+
+
+@triton.constexpr_function
+def tile_count(layout, plane):  # type: ignore[no-untyped-def]
+    return layout.tiles(layout.segments[plane])
+
+
+@triton.constexpr_function
+def grid_count(layout):  # type: ignore[no-untyped-def]
+    return len(layout.grid)
+
+
+@triton.constexpr_function
+def grid_group(layout, i):  # type: ignore[no-untyped-def]
+    return layout.grid_groups[i]
+
+
+@triton.constexpr_function
+def new_groups(layout, field):  # type: ignore[no-untyped-def]
+    return layout.new_groups(field)
+
+
+@triton.constexpr_function
+def segment_of(layout, plane):  # type: ignore[no-untyped-def]
+    return layout.segments[plane]
+
+
+@triton.constexpr_function
+def tile_of(layout, i, field):  # type: ignore[no-untyped-def]
+    return layout.tile_of(i, field)
+
+
+@triton.constexpr_function
+def offset_of(layout, field, plane):  # type: ignore[no-untyped-def]
+    return layout.offset(field, plane)
+
+
+@triton.constexpr_function
+def in_place(layout, field, first, count, dtype):  # type: ignore[no-untyped-def]
+    return layout.in_place(field, first, count, dtype.fp_mantissa_width)
+
+
+@triton.constexpr_function
+def bits_asm(layout, field, moves, constant):  # type: ignore[no-untyped-def]
+    plain = [[getattr(v, "value", v) for v in move] for move in moves]
+    return layout.bits_asm(field, plain, constant)
+
+
+@triton.constexpr_function
+def minus_asm(minus):  # type: ignore[no-untyped-def]
+    four = int(minus) * 0x01010101
+    return f"{{.reg .b32 t; sub.u32 t, $1, {four}; xor.b32 $0, t, 0x80808080;}}"

@@ -1,0 +1,199 @@
+"""How the Triton kernels hold a packed weight in memory. One layout serves all of them.
+
+A row of a tile is 64 bytes: `lanes` units of `unit` bits. Every unit holds several fields of one
+plane; field j of lane t is the code at position j * lanes + t of a *granule*, the columns that a
+whole number of tiles of every plane covers. So a kernel reads a tile once and multiplies it field
+by field, each with `lanes` neighbouring columns of x: nothing is shuffled, neither codes nor x.
+
+    words[book * planes + plane]: (granules, tiles, padded N, lanes), int16 or int8
+    grid tensor with groups:      (groups, padded N), transposed so that rows lie side by side
+    table:                        as it is
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from anybit.bits import segments
+from anybit.format import Entry, Format, Packed
+
+ROW_BYTES = 64
+ROWS = 128  # N is padded to a multiple of this
+LOCKS = 2048  # tiles that may be split along K; see `gemm.py`
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tile geometry of one format; a compile-time constant of the kernels.
+
+    unit: 16 bits where two weights make one register of a 16-bit matrix unit, 8 where four make
+    one of an int8 unit.
+    """
+
+    fmt: Format
+    unit: int = 16
+    version: int = 1  # of the methods below: Triton's cache of compiled kernels knows only fields
+
+    @property
+    def lanes(self) -> int:
+        return ROW_BYTES * 8 // self.unit
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        return segments(self.fmt.bits)
+
+    @property
+    def fields(self) -> int:
+        """Fields of a granule: as many as a unit of the narrowest plane has."""
+        return self.unit // self.segments[-1]
+
+    @property
+    def columns(self) -> int:
+        """Columns of W that one field of a tile covers."""
+        return self.lanes * self.fmt.width
+
+    @property
+    def granule(self) -> int:
+        """Columns of W in a granule."""
+        return self.fields * self.columns
+
+    def tiles(self, segment: int) -> int:
+        """Tiles of a plane of `segment` bits in a granule."""
+        return self.fields * segment // self.unit
+
+    def offset(self, field: int, plane: int) -> int:
+        """The bit of its unit at which a field of a plane begins."""
+        segment = self.segments[plane]
+        return field % (self.unit // segment) * segment
+
+    def tile_of(self, i: int, field: int) -> int:
+        """Which tile of a granule holds a field of plane i (planes of all books counted through)."""
+        tiles = [self.tiles(segment) for segment in self.segments] * self.fmt.books
+        return sum(tiles[:i]) + field * tiles[i] // self.fields
+
+    def in_place(self, field: int, first: int, count: int, mantissa: int) -> int:
+        """The lowest bit of a mantissa to which bits of a code move most cheaply.
+
+        Where they stand, or 8 lower (a shift that several fields share), if they fit in there.
+        """
+        at = self.offset(field, 0) + first
+        for to in (at, at - 8) if len(self.segments) == 1 else ():
+            if to >= 0 and to + count <= mantissa:
+                return to
+        return 0
+
+    def bits_asm(self, field: int, moves: list[list[int]], constant: int) -> str:
+        """PTX of `lang.bits`: moves cut at the planes' borders; equal shifts of a plane in one."""
+        copies = 0x00010001 if self.unit == 16 else 0x01010101
+        masks: dict[tuple[int, int], int] = {}
+        high = self.fmt.bits
+        for plane, segment in enumerate(self.segments):
+            high, top = high - segment, high
+            for start, count, to in moves:
+                first, last = max(start, high), min(start + count, top)
+                if first < last:
+                    place = to + first - start
+                    shift = place - (self.offset(field, plane) + first - high)
+                    mask = (((1 << (last - first)) - 1) << place) * copies
+                    masks[plane, shift] = masks.get((plane, shift), 0) | mask
+        lines = [".reg .b32 t, a;", f"mov.b32 a, {constant * copies};"]
+        for (plane, shift), mask in masks.items():
+            word = f"${plane + 1}"
+            if shift:
+                lines.append(f"sh{'l' if shift > 0 else 'r'}.b32 t, {word}, {abs(shift)};")
+                word = "t"
+            lines.append(f"lop3.b32 a, {word}, {mask}, a, 0xEA;")  # (word & mask) | a
+        return "{" + " ".join(lines) + " mov.b32 $0, a;}"
+
+    def granules(self, k: int) -> int:
+        return -(-k // self.granule)
+
+    @property
+    def grid(self) -> tuple[tuple[str, Entry], ...]:
+        """Grid tensors but the scale, in the order in which kernels get them."""
+        return tuple((name, e) for name, e in self.fmt.entries().items() if name != "scale")
+
+    @property
+    def grid_groups(self) -> tuple[int, ...]:
+        """For every tensor of `grid`: columns that share a value, 0 for a row, -1 for a table."""
+        return tuple(-1 if e.table is not None else e.group for _, e in self.grid)
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale, 0 for a row."""
+        return self.fmt.entries()["scale"].group
+
+    def new_groups(self, field: int) -> bool:
+        """Whether other grid values than those of the field before may hold from this field on."""
+        return field == 0 or any(
+            group > 0 and (self.granule % group and group % self.granule or field * self.columns % group == 0 or group % self.columns)
+            for group in self.grid_groups
+        )
+
+    @property
+    def scale_mode(self) -> str:
+        """Where the scale is cheapest: the output ("row"), a group's partial sum, the weight."""
+        if not self.group:
+            return "row"
+        aligned = self.granule % self.group == 0 or self.group % self.granule == 0
+        return "partial" if self.group % self.columns == 0 and aligned else "weight"
+
+
+@cache
+def layout_of(fmt: Format, activation: str | None) -> Layout:
+    """The layout in which `prepare` lays a weight out for this activation notation."""
+    return Layout(fmt, 8 if fmt.operand == "int8" and activation == "int8" else 16)
+
+
+def prepare(packed: Packed, activation: str | None) -> list[Tensor]:
+    """Words of every book and plane, the scale, the other grid tensors, and split-K locks."""
+    layout = layout_of(packed.format, activation)
+    n, k = packed.shape
+    rows = -(-n // ROWS) * ROWS
+    codes = packed.codes().reshape(n, -1, packed.format.books)
+    out: list[Tensor] = []
+    for book in range(packed.format.books):
+        out += _words(codes[:, :, book], layout, rows, k)
+    padded_k = layout.granules(k) * layout.granule
+    for name, entry in (("scale", packed.format.entries()["scale"]), *layout.grid):
+        t = packed.grid[name]
+        if entry.table is None:  # (N, groups) -> (groups, N); padding is 0, a number like any other
+            groups = -(-padded_k // entry.group) if entry.group else 1
+            t = pad(t, (0, groups - t.shape[1], 0, rows - n)).T
+        out.append(t.contiguous())
+    out.append(torch.zeros(LOCKS, dtype=torch.int32, device=codes.device))
+    return out
+
+
+def _words(codes: Tensor, layout: Layout, rows: int, k: int) -> list[Tensor]:
+    """Codes (N, positions) of one book -> a tensor of words for each plane."""
+    positions = layout.granules(k) * layout.fields * layout.lanes
+    codes = pad(codes.to(torch.int32), (0, positions - codes.shape[1], 0, rows - codes.shape[0]))
+    codes = codes.view(rows, -1, layout.fields, layout.lanes).permute(1, 2, 0, 3)
+    low, out = layout.fmt.bits, []
+    for segment in layout.segments:
+        low -= segment
+        field = (codes >> low) & ((1 << segment) - 1)
+        per = layout.unit // segment
+        field = field.reshape(len(field), layout.tiles(segment), per, rows, layout.lanes)
+        word = field[:, :, 0].clone()
+        for i in range(1, per):
+            word |= field[:, :, i] << (i * segment)
+        out.append(word.to(torch.int16 if layout.unit == 16 else torch.uint8).contiguous())
+    return [w.view(torch.int8) if w.dtype == torch.uint8 else w for w in out]
+
+
+def split(layout: Layout, prepared: list[Tensor]) -> tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...], Tensor]:
+    """Prepared tensors -> words, scale, the other grid tensors, locks."""
+    count = layout.fmt.books * len(layout.segments)
+    return tuple(prepared[:count]), prepared[count], tuple(prepared[count + 1 : -1]), prepared[-1]
+
+
+def nbytes(layout: Layout, shape: tuple[int, int]) -> int:
+    """Bytes of words that a kernel reads for a weight of this shape, without padding."""
+    n, k = shape
+    return math.ceil(n * layout.fmt.code_count(k) * layout.fmt.bits / 8)
