@@ -42,6 +42,16 @@ class Stats:
     steps: int = 0
 
 
+class Observer:
+    """Is told what happens, in the engine's thread; does nothing by itself."""
+
+    def token(self, seq: Sequence, since: float | None) -> None:
+        """A token was sampled; `since` is the time of the one before, None for the first."""
+
+    def finished(self, seq: Sequence) -> None:
+        """A text has ended; `seq.finish` says how."""
+
+
 class Engine:
     """Continuous batching over one model. Not thread-safe: one thread calls all methods."""
 
@@ -52,7 +62,7 @@ class Engine:
         self.runner, self.scheduler, self.length = runner, scheduler, length
         self.decode, self.eos, self.vocabulary = decode, eos, vocabulary
         self.requests: dict[str, list[Sequence]] = {}
-        self.stats = Stats()
+        self.stats, self.observer = Stats(), Observer()
 
     def check(self, prompt: Items[int], params: SamplingParams) -> None:
         """ValueError when a prompt or its parameters cannot be served."""
@@ -71,8 +81,17 @@ class Engine:
         if params.stop and self.decode is None:
             raise ValueError("stop strings need a tokenizer, and the model has none")
 
-    def add(self, request: str, prompt: Items[int], params: SamplingParams) -> None:
-        """Queue a request under a name of its own; ValueError if it cannot be served."""
+    def add(
+        self,
+        request: str,
+        prompt: Items[int],
+        params: SamplingParams,
+        arrival: float | None = None,
+    ) -> None:
+        """Queue a request under a name of its own; ValueError if it cannot be served.
+
+        arrival: when it came, by `time.monotonic`, if that was not now.
+        """
         self.check(prompt, params)
         if request in self.requests:
             raise ValueError(f"request {request!r} is running already")
@@ -80,7 +99,9 @@ class Engine:
         seqs = []
         for index in range(params.n):
             text = Detokenizer(self.decode, prompt, params.stop)
-            seqs.append(Sequence(request, index, list(prompt), params, text, limit, self.eos))
+            seq = Sequence(request, index, list(prompt), params, text, limit, self.eos)
+            seq.arrival = seq.arrival if arrival is None else arrival
+            seqs.append(seq)
         self.requests[request] = seqs
         for seq in seqs:
             self.scheduler.add(seq)
@@ -118,7 +139,7 @@ class Engine:
 
     def _advance(self, seq: Sequence, token: int, logprob: Logprob | None) -> Delta:
         """Take a sampled token; what it adds to the text."""
-        released, had = seq.detokenizer.released, len(seq.logprobs)
+        released, had, since = seq.detokenizer.released, len(seq.logprobs), seq.last_token
         if token == INVALID:
             return self._finish(seq, "error", "the model's logits are NaN or inf for this text")
         try:
@@ -129,6 +150,7 @@ class Engine:
         if seq.generated == 1:
             self.stats.prompt_tokens += len(seq.prompt)
         self.stats.generation_tokens += 1
+        self.observer.token(seq, since)
         delta = Delta(
             seq.request,
             seq.index,
@@ -146,6 +168,7 @@ class Engine:
         seq.finish, seq.error = reason, error
         self.scheduler.remove(seq)
         self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
+        self.observer.finished(seq)
         seqs = self.requests[seq.request]
         if all(s.finish for s in seqs):
             del self.requests[seq.request]

@@ -91,7 +91,7 @@ class LLM:
         check_choice("kv_cache", kv_cache, ("auto", "model", "int8"))
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         loaded = load(Path(model), device, DTYPES.get(dtype), quantization, length)
-        self.name = Path(model).resolve().name
+        self.path = Path(model)
         self._setup(loaded, kv_cache, kv_bytes, max_running, max_tokens, block_size, prefix_caching)
         self._names = itertools.count()
 
@@ -136,11 +136,24 @@ class LLM:
             loaded.config.vocab_size,
         )
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         """Tokens of a text, with the special ones that the tokenizer puts around a prompt."""
         if self.tokenizer is None:
             raise ValueError("the model directory has no tokenizer; pass prompts as token ids")
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(text, add_special_tokens=special)
+
+    def encode_chat(self, messages: list[dict[str, Any]], answer: bool = True) -> list[int]:
+        """Tokens of a conversation [{"role", "content"}] by the tokenizer's chat template.
+
+        answer: whether the assistant is to speak next. A base model has no template: it gets the
+        contents, one below the other, and continues the last.
+        """
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            return self.encode("\n".join(message["content"] for message in messages))
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=answer
+        )
+        return self.encode(text, special=False)
 
     def decode(self, tokens: list[int]) -> str:
         """Text of tokens, without special ones."""

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from anybit.engine.detokenizer import UNKNOWN, Detokenizer
 from tests.engine.conftest import PICO
 
-TEXT = "naïve 東京 🙂👩‍👩‍👧 \n\tdef f(x): return 'ünïcödé'  # ∀x∈ℝ\r\n" * 3
+TEXT = "naïve 東京 🙂👩‍👩‍👧 \n\tdef f(x): return 'ünïcödé'  # ∀x∈∅\r\n" * 3
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -240,9 +241,7 @@ def test_ends(checkpoint: Checkpoint) -> None:
     assert output.completions[0].finish == "length"
     stop = whole[10]
     first = whole.index(stop)
-    (output,) = llm.generate(
-        [[5, 7, 9]], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, stop_token_ids=[stop])
-    )  # fmt: skip
+    (output,) = llm.generate([[5, 7, 9]], replace(free, stop_token_ids=[stop]))
     assert output.tokens == whole[: first + 1]
     assert output.completions[0].stop_reason == stop
     (output,) = llm.generate(

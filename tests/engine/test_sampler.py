@@ -1,4 +1,4 @@
-"""Sampling: the right distribution, filters by their definitions, rows independent of each other."""
+"""Sampling: the right distribution, filters by definition, rows independent of each other."""
 
 from dataclasses import replace
 

@@ -1,0 +1,96 @@
+"""A server on a loopback port: a tiny random model with pico's tokenizer, in a thread."""
+
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+import uvicorn
+
+from anybit.engine.llm import LLM
+from anybit.serve.app import Server, Settings, Uvicorn, create_app
+from tests.engine.conftest import PICO, random_model
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class Live:
+    """A running server, from outside (url) and inside (server)."""
+
+    url: str
+    server: Server
+    port: int
+
+    def post(self, path: str, body: object, **options: object) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **options)  # type: ignore[arg-type]
+
+    def idle(self, seconds: float = 10) -> bool:
+        """Whether the engine soon holds nothing any more."""
+        engine = self.server.llm.engine
+        return wait_for(
+            lambda: (
+                not engine.requests
+                and not self.server.engine.streams
+                and len(engine.scheduler.blocks.free) == engine.scheduler.blocks.count
+            ),
+            seconds,
+        )
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@contextmanager
+def serving(llm: LLM, **settings: object) -> Iterator[Live]:
+    app = create_app(llm, Settings("tiny", **settings))  # type: ignore[arg-type]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        server = Uvicorn(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            assert wait_for(lambda: server.started)
+            yield Live(f"http://127.0.0.1:{port}", app.state.server, port)
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    options = {"vocab_size": 4096, "eos_token_id": 0, "max_position_embeddings": 512}
+    random_model("llama", options).save_pretrained(directory)
+    for name in TOKENIZER:
+        shutil.copy(PICO / name, directory / name)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def live(tiny: Path) -> Iterator[Live]:
+    with serving(LLM(tiny, block_size=8, max_running=64)) as live:
+        yield live

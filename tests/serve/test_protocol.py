@@ -1,0 +1,270 @@
+"""What clients get: the openai client, raw requests, and every kind of mistake."""
+
+import json
+import random
+
+import httpx
+import openai
+import pytest
+
+from anybit.engine.sequence import SamplingParams
+from tests.serve.conftest import Live, serving
+
+
+@pytest.fixture
+def client(live: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0)
+
+
+def expected(live: Live, prompt: str, **params: object) -> str:
+    """The engine's own text, without the server."""
+    other = type(live.server.llm)(live.server.llm.path, block_size=8)
+    return other.generate(prompt, SamplingParams(**params))[0].text  # type: ignore[arg-type]
+
+
+def test_completion_is_the_engines(client: openai.OpenAI, live: Live) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt="def main(", max_tokens=20, temperature=0
+    )
+    text = expected(live, "def main(", max_tokens=20, temperature=0)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text, "length")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 20
+    assert answer.usage.prompt_tokens == len(live.server.llm.encode("def main("))
+    assert answer.usage.total_tokens == 20 + answer.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_stream_adds_up_to_the_whole(client: openai.OpenAI, n: int) -> None:
+    options = {
+        "model": "tiny",
+        "prompt": ["import os", "x = ["],
+        "max_tokens": 30,
+        "n": n,
+        "seed": 5,
+    }
+    whole = client.completions.create(**options)
+    texts = [""] * 2 * n
+    ends: dict[int, str] = {}
+    usages = []
+    for chunk in client.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    ):
+        usages += [chunk.usage] if chunk.usage else []
+        for choice in chunk.choices:
+            assert choice.index not in ends
+            texts[choice.index] += choice.text
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices]
+    assert ends == {c.index: c.finish_reason for c in whole.choices}
+    assert [u.completion_tokens for u in usages] == [whole.usage.completion_tokens]
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    options = {
+        "model": "tiny",
+        "messages": [
+            {"role": "system", "content": "import os"},
+            {"role": "user", "content": [{"type": "text", "text": "def f("}]},
+        ],
+        "max_completion_tokens": 12,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    logprobs = whole.choices[0].logprobs.content
+    assert len(logprobs) == whole.usage.completion_tokens == 12
+    for entry in logprobs:  # greedy: the chosen token is the likeliest
+        assert entry.logprob == entry.top_logprobs[0].logprob > entry.top_logprobs[1].logprob
+        assert bytes(entry.bytes).decode() == entry.token
+    streamed = [e for chunk in chunks for e in (chunk.choices[0].logprobs or Empty).content]
+    assert streamed == logprobs
+
+
+class Empty:
+    content: list = []
+
+
+def test_completion_logprobs_and_echo(live: Live) -> None:
+    body = {"prompt": "def main(", "max_tokens": 6, "temperature": 0, "logprobs": 3}
+    choice = live.post("/v1/completions", body).json()["choices"][0]
+    logprobs = choice["logprobs"]
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == 6
+    assert [max(top.values()) for top in logprobs["top_logprobs"]] == logprobs["token_logprobs"]
+    assert logprobs["text_offset"][0] == 0
+    del body["logprobs"]
+    echoed = live.post("/v1/completions", body | {"echo": True}).json()["choices"][0]["text"]
+    assert echoed == "def main(" + choice["text"]
+    streamed = live.post("/v1/completions", body | {"echo": True, "stream": True}).text
+    assert "".join(e["choices"][0]["text"] for e in events(streamed)) == echoed
+
+
+def events(text: str) -> list[dict]:
+    """The events of a stream, which must end with [DONE]."""
+    *parts, done, rest = text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def test_token_prompts_and_unknown_fields(live: Live) -> None:
+    tokens = live.post("/tokenize", {"prompt": "def main(", "whatever": 1}).json()
+    assert tokens["tokens"] == live.server.llm.encode("def main(")
+    assert tokens["count"] == len(tokens["tokens"])
+    options = {
+        "max_tokens": 9, "temperature": 0, "return_token_ids": True, "best_of": 1, "user": "me",
+        "frequency_penalty": 0.0, "logit_bias": {}, "made_up": [1, {"a": None}],
+    }  # fmt: skip
+    answers = [
+        live.post("/v1/completions", options | {"prompt": prompt}).json()["choices"]
+        for prompt in ("def main(", tokens["tokens"], [tokens["tokens"]], ["def main("])
+    ]
+    assert all(answer == answers[0] for answer in answers)
+    assert len(answers[0][0]["token_ids"]) == 9
+
+
+def test_stop_ignore_eos_and_min_tokens(live: Live) -> None:
+    body = {"prompt": "x", "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    whole = live.post("/v1/completions", body).json()["choices"][0]
+    stop = whole["text"][10:13]
+    cut = live.post("/v1/completions", body | {"stop": stop}).json()["choices"][0]
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
+    streamed = live.post("/v1/completions", body | {"stop": [stop], "stream": True}).text
+    assert "".join(e["choices"][0]["text"] for e in events(streamed)) == cut["text"]
+
+
+def test_models_version_health(client: openai.OpenAI, live: Live) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.max_model_len) == ("tiny", 512)  # type: ignore[attr-defined]
+    assert httpx.get(live.url + "/health").status_code == 200
+    assert set(httpx.get(live.url + "/version").json()) == {"version"}
+
+
+def test_metrics_count_what_happened(live: Live) -> None:
+    def read() -> dict[str, float]:
+        lines = httpx.get(live.url + "/metrics").text.splitlines()
+        return {
+            line.split("{")[0]: float(line.split()[-1])
+            for line in lines
+            if line.startswith("vllm:")
+        }
+
+    before = read()
+    body = {"prompt": "import sys, os, re, json", "max_tokens": 7, "ignore_eos": True, "n": 2}
+    usage = live.post("/v1/completions", body).json()["usage"]
+    assert live.idle()
+    after = read()
+    grown = {name: after[name] - before[name] for name in after}
+    assert grown["vllm:generation_tokens_total"] == usage["completion_tokens"] == 14
+    assert grown["vllm:prompt_tokens_total"] == 2 * usage["prompt_tokens"]
+    assert grown["vllm:time_to_first_token_seconds_count"] == 2
+    assert grown["vllm:inter_token_latency_seconds_count"] == 12
+    assert grown["vllm:e2e_request_latency_seconds_count"] == 2
+    assert grown["vllm:request_queue_time_seconds_count"] == 2
+    assert grown["vllm:prefix_cache_queries_total"] == 2 * usage["prompt_tokens"]
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert after[f"vllm:{gauge}"] == 0
+    assert {"vllm:prefix_cache_hits_total", "vllm:num_preemptions_total"} <= set(after)
+    assert "vllm:request_success_total" in after
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("completions", {}, 400, "prompt: Field required"),
+        ("completions", {"prompt": ""}, 400, "the prompt is empty"),
+        ("completions", {"prompt": []}, 400, "0 prompts"),
+        ("completions", {"prompt": [[]]}, 400, "the prompt is empty"),
+        ("completions", {"prompt": [4096]}, 400, "token 4096 is not in the vocabulary"),
+        ("completions", {"prompt": [1] * 512}, 400, "512 tokens"),
+        ("completions", {"prompt": "x", "model": "gpt"}, 404, "'gpt' does not exist"),
+        ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
+        ("completions", {"prompt": "x", "min_tokens": 99}, 400, "min_tokens=99"),
+        ("completions", {"prompt": "x", "logprobs": 99}, 400, "logprobs"),
+        ("completions", {"prompt": "x", "stop": [""]}, 400, "stop"),
+        ("completions", {"prompt": "x", "n": 0}, 400, "n: "),
+        ("completions", {"prompt": ["x"] * 9, "n": 128}, 400, "1152 texts"),
+        ("completions", {"prompt": "x", "echo": True, "logprobs": 1}, 400, "echo"),
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, 400, "role"),
+        ("nothing", {}, 404, "Not Found"),
+        ("models", {}, 405, "Method Not Allowed"),
+    ],
+)
+def test_mistakes_are_named(live: Live, path: str, body: dict, status: int, message: str) -> None:
+    answer = live.post(f"/v1/{path}", body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["code"] == status
+    assert message in error["message"]
+
+
+MALFORMED = [
+    b"", b"{", b"null", b"[]", b"3", b'"x"', b"\xff\xfe\x00", b"{\"prompt\": \"\\ud800\"}",
+    b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "top_p": Infinity}',
+    b'{"prompt": "x", "max_tokens": 1e400}', b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+    b"[" * 200000, b'{"prompt": ' + b"[" * 1000 + b"]" * 1000 + b"}",
+    b'{"\\ud800": 1, "prompt": {"\\udfff": "\\ud800"}}', b'{"prompt": [1, "a"]}',
+    b'{"prompt": "x", "stop": ["\\ud800"], "max_tokens": 2}',
+    b'{"prompt": "x", "max_tokens": 2, "seed": -' + b"9" * 300 + b"}",
+    b'{"prompt": "x", "max_tokens": ' + b"9" * 300 + b"}",
+    b'{"prompt": "\\u0000\\u0000", "max_tokens": 2}',
+    b'{"prompt": [1e30]}', b'{"prompt": [-1]}', b'{"prompt": [99999999999999999999999]}',
+    b'{"messages": [{"role": "\\ud800", "content": "\\ud800"}], "max_tokens": 1}',
+    b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+    b'{"prompt": "x", "stop_token_ids": [99999999999999999999999]}',
+    b'{"prompt": "x", "max_tokens": 3, "top_k": 99999999999999999999999999}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("body", MALFORMED, ids=range(len(MALFORMED)))
+def test_malformed_bodies_are_the_clients_mistake(live: Live, path: str, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(live.url + path, content=body, headers=headers, timeout=60)
+    assert answer.status_code in (200, 400), answer.text
+    if answer.status_code == 400:
+        assert answer.json()["error"]["message"]
+
+
+def test_random_bytes_never_stop_the_server(live: Live) -> None:
+    rng = random.Random(0)
+    good = b'{"prompt": "def f(", "max_tokens": 3, "stop": ["a"], "n": 2, "logprobs": 1}'
+    with httpx.Client(base_url=live.url, timeout=60) as client:
+        for _ in range(150):
+            body = bytearray(good)
+            for _ in range(rng.randrange(1, 6)):
+                body[rng.randrange(len(body))] = rng.choice(b'\x00"{}[],:0129aen\xff\\')
+            answer = client.post("/v1/completions", content=bytes(body))
+            assert answer.status_code in (200, 400, 404), (bytes(body), answer.text)
+    assert live.idle()
+
+
+def test_key(tiny, live: Live) -> None:  # type: ignore[no-untyped-def]
+    with serving(live.server.llm.__class__(tiny), api_key="s3cret", body=1000) as locked:
+        body = {"prompt": "x", "max_tokens": 1}
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+            answer = locked.post("/v1/completions", body, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, 401)
+        key = {"Authorization": "Bearer s3cret"}
+        assert locked.post("/v1/completions", body, headers=key).status_code == 200
+        assert httpx.get(locked.url + "/v1/models").status_code == 401
+        assert httpx.get(locked.url + "/health").status_code == 200
+        assert httpx.get(locked.url + "/metrics").status_code == 200
+        assert (
+            locked.post("/v1/completions", {"prompt": "x" * 2000}, headers=key).status_code == 413
+        )
+
+        def chunks():  # type: ignore[no-untyped-def]
+            yield b'{"prompt": "'
+            for _ in range(30):
+                yield b"x" * 100
+
+        answer = httpx.post(locked.url + "/v1/completions", content=chunks(), headers=key)
+        assert answer.status_code == 413
