@@ -15,6 +15,7 @@ import torch
 
 from anybit import bench
 from anybit.dispatch import BACKENDS
+from anybit.timing import ReadFloor
 
 # Llama-3-8B: qkv, o, gate and up, down, as (N, K).
 SHAPES = ["6144x4096", "4096x4096", "28672x4096", "4096x14336"]
@@ -45,7 +46,7 @@ def main() -> None:
     if args.workers > 1:
         warm(args, len(cases), shapes)
     say("measuring the read floor")
-    floor = bench.ReadFloor.measure(device)
+    floor = ReadFloor.measure(device)
     say("read floor: " + ", ".join(f"{b / 1e6:.0f} MB {us:.2f} us" for b, us in floor.points))
     rows: list[bench.Row] = []
     args.out.parent.mkdir(parents=True, exist_ok=True)

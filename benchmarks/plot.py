@@ -83,13 +83,19 @@ def draw(n: int, k: int, rows: list[Row], path: Path) -> None:
         panel, key = panel_of(row), (row.peer, row.format, row.activation)
         (dense if panel is None else panels[panel])[key].append(row)
     order = [name for name in (*PANELS, QUANTIZED, "other formats") if name in panels]
-    count = max(len(order), 1)
-    figure, axes = plt.subplots(1, count, figsize=(5.2 * count, 5.6), sharey=True, squeeze=False)
-    for axis, name in zip(axes[0], order or ["dense"], strict=True):
+    order = order or ["dense layers"]
+    columns = min(len(order), 3)
+    lines = -(-len(order) // columns)
+    figure, grid = plt.subplots(
+        lines, columns, figsize=(5.2 * columns, 4.6 * lines), sharey=True, squeeze=False
+    )
+    for axis in grid.flat[len(order) :]:
+        axis.set_visible(False)
+    for axis, name in zip(grid.flat, order, strict=False):
         for key, points in dense.items():
             if key[1] == "fp16" or len(dense) == 1:
                 line(axis, key, points, DASHES[0])
-        used: dict[str, int] = defaultdict(int)
+        used = defaultdict(int, cublas=1)  # the dense layer has the first
         for key, points in panels[name].items():
             line(axis, key, points, DASHES[used[key[0]] % len(DASHES)])
             used[key[0]] += 1
@@ -100,7 +106,8 @@ def draw(n: int, k: int, rows: list[Row], path: Path) -> None:
         axis.minorticks_off()
         axis.grid(True, alpha=0.3)
         axis.legend(fontsize=7, loc="upper left")
-    axes[0][0].set_ylabel("microseconds")
+    for axis in grid[:, 0]:
+        axis.set_ylabel("microseconds")
     about = rows[0]
     figure.suptitle(
         f"{NAMES.get((n, k), 'linear')} {n}x{k}, {about.gpu}, {about.date}; "

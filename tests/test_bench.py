@@ -1,0 +1,252 @@
+"""The harness itself: its arithmetic, its columns, and that it refuses to time a wrong product."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from anybit import bench, timing
+from anybit.bench import Case, Layer, Row
+from anybit.timing import ReadFloor
+
+CPU = torch.device("cpu")
+FLOOR = ReadFloor([(1_000_000, 3.0), (2_000_000, 4.0), (10_000_000, 20.0)])
+BLANK = Row("gpu", "2026-01-01", "abc", "peer", "int4", "bf16", 2, 3, 4)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Small enough for tests: few copies, short measurements."""
+    monkeypatch.setattr(timing, "COLD_BYTES", 1 << 20)
+    monkeypatch.setattr(timing, "CPU_SECONDS", 0.002)
+
+
+def measure(*cases, shape=(32, 64), ms=(1, 5)):
+    return list(bench.measure(cases, [shape], list(ms), CPU, "abc", FLOOR))
+
+
+def dense(prepare=None, peer="other", dtype=torch.bfloat16):
+    """A peer that keeps the weight in 16 bits, or does what `prepare` says."""
+    keep = bench.dense_case(dtype, CPU).prepare
+    return Case(peer, "w16", "bf16", dtype, lambda w: (prepare or (lambda x: x))(keep(w)))
+
+
+# The read floor.
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "us"),
+    [
+        (1_000_000, 3.0),  # a point is itself
+        (1_500_000, 3.5),
+        (6_000_000, 12.0),
+        (10_000_000, 20.0),
+        (14_000_000, 28.0),  # beyond the points the last segment goes on
+        (500_000, 2.5),  # and the first, towards the cost of a launch
+    ],
+)
+def test_the_floor_is_linear_between_points_and_beyond(nbytes, us):
+    assert FLOOR(nbytes) == pytest.approx(us)
+
+
+def test_the_floor_of_few_bytes_is_positive_whatever_was_measured():
+    noisy = ReadFloor([(1_000_000, 3.0), (2_000_000, 9.0)])
+    assert noisy(100_000) == pytest.approx(0.3)  # the line would give a negative time
+
+
+def test_a_floor_needs_two_points():
+    with pytest.raises(ValueError, match="2 or more points, not 1"):
+        ReadFloor([(1, 1.0)])
+
+
+def test_the_measured_floor_holds_the_sizes_asked_for():
+    floor = ReadFloor.measure(CPU, (1, 2))
+    assert [size for size, _ in floor.points] == [999_424, 1_998_848]
+    assert all(us > 0 for _, us in floor.points)
+
+
+# Rows.
+
+
+def test_a_row_follows_from_time_and_bytes():
+    row = bench.finish(replace(BLANK, us=8.0, M=16, N=1000, K=2000), 6_000_000, FLOOR)
+    assert row.weight_gbps == pytest.approx(6e6 / 8e-6 / 1e9)
+    assert row.tflops == pytest.approx(2 * 16 * 1000 * 2000 / 8e-6 / 1e12)
+    assert row.vs_floor == pytest.approx(8 / 12)
+
+
+def test_the_columns_are_those_of_the_format():
+    assert ",".join(bench.COLUMNS) == (
+        "gpu,date,commit,peer,format,activation,M,N,K,us,weight_gbps,tflops,vs_cublas_fp16,"
+        "vs_floor,note"
+    )
+
+
+def test_a_csv_comes_back_as_it_was(tmp_path):
+    rows = [
+        replace(BLANK, us=1234.0, weight_gbps=0.5, tflops=12.0, vs_cublas_fp16=1.0, vs_floor=2.5),
+        replace(BLANK, format="codebook:m=2,v=8", note='failed: "this", and that'),
+    ]
+    path = tmp_path / "a.csv"
+    bench.write_csv(path, rows)
+    assert bench.read_csv(path) == rows
+    assert path.read_text().splitlines()[0] == ",".join(bench.COLUMNS)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_csv_with_other_columns_is_refused(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("peer,us\nx,1\n")
+    with pytest.raises(ValueError, match="expected"):
+        bench.read_csv(path)
+
+
+# Correctness comes before time.
+
+
+def wrong(change):
+    """A peer whose product is altered by `change`."""
+
+    def prepare(layer: Layer) -> Layer:
+        return replace(layer, run=lambda weight, x: change(x @ weight.T))
+
+    return dense(prepare)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda y: y * 1.0625, "relative error 0.06"),
+        (lambda y: torch.cat((y[:, :-1], -y[:, -1:]), 1), "relative error"),  # one wrong output
+        (lambda y: y * math.nan, "relative error nan"),
+        (lambda y: y[:, 1:], "shape"),
+        (lambda y: y.roll(1, 1), "relative error"),
+        (torch.zeros_like, "relative error 1"),
+    ],
+)
+def test_a_wrong_product_is_not_timed(change, what):
+    rows = [row for row in measure(wrong(change)) if row.peer == "other"]
+    assert [row.M for row in rows] == [1, 5]
+    for row in rows:
+        assert row.note.startswith(f"wrong result: {what}")
+        assert row.us is row.vs_floor is row.vs_cublas_fp16 is None
+
+
+def test_a_right_product_is_timed():
+    rows = measure(wrong(lambda y: y * 1.001))  # within what rounding explains
+    assert [(row.peer, row.M) for row in rows] == [
+        ("torch", 1), ("torch", 5), ("other", 1), ("other", 5),
+    ]  # fmt: skip
+    assert all(row.us and row.us > 0 and not row.note for row in rows)
+    first, ours = rows[0], rows[2]
+    assert ours.vs_cublas_fp16 == pytest.approx(first.us / ours.us)
+    assert ours.vs_floor == pytest.approx(ours.us / FLOOR(32 * 64 * 2))
+
+
+def test_the_wrong_copy_of_a_weight_is_found():
+    """What is timed are copies; one that differs from the original is a wrong result."""
+
+    class Fragile(torch.Tensor):
+        def __deepcopy__(self, memo):
+            return self.as_subclass(torch.Tensor) + 1
+
+    rows = measure(dense(lambda layer: replace(layer, weight=layer.weight.as_subclass(Fragile))))
+    assert rows[-1].note.startswith("wrong result")
+
+
+@pytest.mark.parametrize(
+    "decode", [lambda w: w.flip(0), lambda w: -w, lambda w: w * 3, torch.zeros_like]
+)
+def test_a_peer_that_decodes_another_weight_is_caught(decode):
+    """Its product agrees with its own decoding, and both are wrong."""
+
+    def prepare(layer: Layer) -> Layer:
+        other = decode(layer.weight)
+        return replace(layer, weight=other, decoded=other)
+
+    rows = [row for row in measure(dense(prepare)) if row.peer == "other"]
+    assert {row.note.partition(":")[0] for row in rows} == {"wrong result"}
+
+
+def test_failures_and_refusals_are_rows_and_the_rest_goes_on():
+    def refuse(layer):
+        raise bench.Refused("K=64 is not a multiple of 128")
+
+    def crash(layer):
+        raise RuntimeError("no kernel\nimage")
+
+    rows = measure(dense(refuse), dense(crash, "broken"), dense(peer="last"), ms=[1])
+    assert [(row.peer, row.note) for row in rows] == [
+        ("torch", ""),
+        ("other", "refused: K=64 is not a multiple of 128"),
+        ("broken", "failed: RuntimeError: no kernel image"),
+        ("last", ""),
+    ]
+
+
+def test_inputs_and_results_of_a_peer_are_converted_outside_the_product():
+    """A product of given int8 codes, whose scales are applied to what it returns."""
+
+    def prepare(w):
+        scale = w.abs().amax(1) / 127
+        codes = (w / scale[:, None]).round()
+
+        def inputs(x):
+            return x.float().round(), 0.5
+
+        return Layer(
+            codes,
+            lambda codes, x, factor: x @ codes.T,
+            codes.numel(),
+            codes * scale[:, None],
+            inputs,
+            lambda x: x.float().round() * 0.5,
+            lambda y, given: y * scale * given[1],
+        )
+
+    rows = measure(Case("peer", "int8", "int8-given", torch.bfloat16, prepare))
+    assert [row.note for row in rows] == [""] * 4
+
+
+def test_copies_are_distinct_and_exceed_the_cache():
+    weight = torch.zeros(1 << 17, dtype=torch.uint8)
+    copies = timing.rotated([weight], weight.nbytes)
+    assert len({c[0].data_ptr() for c in copies}) == len(copies) >= 2
+    assert len(timing.rotated(weight, 1 << 30)) == 2
+
+
+@pytest.mark.parametrize("scheme", ["int4", "liquid@int8", "fp6", "codebook:m=1,v=2,b=2,group=32"])
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_our_layers_are_right_by_the_same_check(scheme, backend):
+    rows = measure(bench.anybit_case(scheme, torch.bfloat16, backend))[2:]
+    assert [row.note for row in rows] == ["", ""]
+    assert {row.peer for row in rows} == {"anybit-reference" if backend else "anybit"}
+    assert rows[0].format == bench.parse_scheme(scheme)[0].spec
+    assert rows[0].activation == ("int8" if scheme.endswith("@int8") else "bf16")
+
+
+def test_a_backend_that_refuses_says_why():
+    case = bench.anybit_case("int4", torch.bfloat16, "cpu")
+    rows = measure(case, shape=(24, 64), ms=[1])
+    assert "multiples of 16" in rows[-1].note
+
+
+# Arguments.
+
+
+def test_shapes_and_counts_are_parsed():
+    assert bench.parse_shape("4096x14336") == (4096, 14336)
+    assert bench.parse_counts("1,16,256") == [1, 16, 256]
+
+
+@pytest.mark.parametrize("text", ["4096", "4096x", "0x16", "axb", "1x2x3"])
+def test_a_bad_shape_is_named(text):
+    with pytest.raises(ValueError, match="is not NxK, such as"):
+        bench.parse_shape(text)
+
+
+@pytest.mark.parametrize("text", ["", "1,,2", "0", "1,-2", "x"])
+def test_bad_counts_are_named(text):
+    with pytest.raises(ValueError, match="is not a list of token counts"):
+        bench.parse_counts(text)
