@@ -341,9 +341,14 @@ def disk_full(directory: Path, needed: int, advice: str = "") -> OSError:
     free = shutil.disk_usage(directory).free
     return OSError(
         errno.ENOSPC,
-        f"not enough disk space in {directory}: {needed / 1e9:.3g} GB are needed, "
-        f"{free / 1e9:.3g} GB are free{advice}",
+        f"not enough disk space in {directory}: {megabytes(needed)} are needed, "
+        f"{megabytes(free)} are free{advice}",
     )
+
+
+def megabytes(count: int) -> str:
+    """Bytes in words."""
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -30,6 +30,7 @@ from anybit.files import (
     copy_others,
     disk_full,
     is_disk_full,
+    megabytes,
     move_directory,
     read_header,
     read_json,
@@ -72,11 +73,10 @@ class Report:
     seconds: float
 
     def __str__(self) -> str:
-        before, after = self.bytes_before / 1e6, self.bytes_after / 1e6
         return (
             f"{self.out}: {len(self.schemes)} layers with {self.weights / 1e6:.4g} million weights "
-            f"quantized, {len(self.kept)} tensors kept; {before:.4g} MB -> {after:.4g} MB "
-            f"in {self.seconds:.3g} s"
+            f"quantized, {len(self.kept)} tensors kept; {megabytes(self.bytes_before)} -> "
+            f"{megabytes(self.bytes_after)} in {self.seconds:.3g} s"
         )
 
 

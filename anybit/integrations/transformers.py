@@ -60,7 +60,7 @@ class AnybitConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        formats: Spec | Plan | Iterable[tuple[str, Spec | None]],
+        formats: Spec | Plan | Iterable[tuple[str, Spec | None]] | None = None,
         version: int = VERSION,
         quant_method: str = METHOD,
         **unknown: Any,
