@@ -1,0 +1,227 @@
+"""Compile the Hopper kernels, without a GPU, into a folder that machines without the DSL can use.
+
+    python -m anybit.kernels.hopper.build                       every kernel of the usual schemes
+    python -m anybit.kernels.hopper.build liquid@int8 fp6       those of some schemes
+    python -m anybit.kernels.hopper.build --cache DIR --jobs 8
+
+A kernel is one file: a line of JSON (entry point, shared memory, threads, registers) and the cubin.
+Its name holds a hash of the sources that made it, so no edit is ever hidden by a stale file. What
+the DSL generates is for machines of one's own: its licence does not clearly allow giving it away.
+"""
+
+import argparse
+import hashlib
+import inspect
+import json
+import os
+import re
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+
+from anybit.dispatch import parse_scheme
+from anybit.kernels.hopper.decode import Decoder, decoder
+from anybit.kernels.hopper.tiles import Kernel, family
+
+SCHEMES = (
+    "liquid@int8", "int8@int8", "int4@int8",
+    "fp6", "fp5", "fp4", "fp8", "fp6@fp8",
+    "int8", "int4:group=128", "int4:group=64", "int4:group=128,zero", "int3:group=64",
+    "int2:group=64",
+)  # fmt: skip
+SOURCES = ("decode.py", "gemm.py", "lang.py", "ptx.py")
+ENTRY = re.compile(r"\.entry (\w+)\(")
+# The kernel's parameters as `load.Arguments` lays them out.
+PARAMETERS = [128, 8, *[8] * 7, 4, 4, 4, 1]
+
+
+class BuildError(RuntimeError):
+    """A kernel that must not be used: it spills, or its parameters are not what `load` passes."""
+
+
+def cache_folder(folder: str | Path | None = None) -> Path:
+    """Where kernels lie: `folder`, else $ANYBIT_CACHE, else the user's cache folder."""
+    if folder is None:
+        folder = os.environ.get("ANYBIT_CACHE")
+    if folder is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anybit"
+    return Path(folder) / "hopper"
+
+
+def kernel_file(kernel: Kernel, folder: str | Path | None = None) -> Path:
+    """The file of a kernel, whether or not it exists."""
+    d = kernel.decoder
+    text = f"{kernel!r} {sources_hash()} {decoder_hash(type(d))}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    name = f"{d.bits}bit_{d.operand}_{kernel.tile.name}_{kernel.output}_{digest}.kernel"
+    return cache_folder(folder) / name
+
+
+@cache
+def sources_hash() -> str:
+    here = Path(__file__).parent
+    return hashlib.sha256(b"".join((here / s).read_bytes() for s in SOURCES)).hexdigest()
+
+
+@cache
+def decoder_hash(kind: type[Decoder]) -> str:
+    """Of a decoder that is defined elsewhere."""
+    return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()
+
+
+def have_dsl() -> bool:
+    """Whether CuTe DSL can be imported."""
+    from importlib.util import find_spec
+
+    return find_spec("cutlass") is not None and find_spec("cutlass.cute") is not None
+
+
+def compile_kernel(kernel: Kernel, folder: str | Path | None = None) -> Path:
+    """Compile one kernel for sm_90a and write its file. Raises BuildError when it spills."""
+    import cuda.bindings.driver as cuda
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32, Uint8
+    from cutlass.cute.runtime import make_ptr
+    from cutlass.cute.typing import AddressSpace
+
+    from anybit.kernels.hopper.gemm import TYPES, Gemm
+
+    gemm = Gemm(kernel)
+    out = TYPES[kernel.output]
+    kinds = ((gemm.b, 16), (Uint8, 128), (Float32, 4), (Int32, 4), (Float32, 4), (Int32, 4),
+             (out, 2), (out, 16))  # fmt: skip
+    pointers = [make_ptr(t, 0, AddressSpace.gmem, assumed_align=a) for t, a in kinds]
+    sizes = Int32(1), Int32(128), Int32(128), Int32(1)
+    with tempfile.TemporaryDirectory() as dump:
+        options = f"--gpu-arch=sm_90a --keep-ptx --keep-cubin --dump-dir={dump}"
+        made = cute.compile(gemm, *pointers, *sizes, cuda.CUstream(0), options=options)
+        ptx, cubin = made.artifacts.PTX, made.artifacts.CUBIN
+    registers, stack = resources(cubin)
+    entry = ENTRY.search(ptx)
+    assert entry is not None
+    header = {
+        "entry": entry[1],
+        "shared": gemm.shared.__sizeof__(),
+        "threads": kernel.tile.threads,
+        "cluster": kernel.tile.cluster,
+        "registers": registers,
+    }
+    if stack:
+        raise BuildError(f"{kernel} spills: {stack} bytes of stack; choose a smaller tile")
+    if parameters(ptx) != PARAMETERS:
+        raise BuildError(f"{kernel} takes parameters of {parameters(ptx)} bytes, not {PARAMETERS}")
+    path = kernel_file(kernel, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(json.dumps(header).encode() + b"\n" + cubin)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+    return path
+
+
+def parameters(ptx: str) -> list[int]:
+    """Bytes of each parameter of the kernel in this PTX."""
+    start = ptx.index(".entry")
+    sizes = {"u64": 8, "u32": 4, "s32": 4, "b64": 8, "b32": 4}
+    out = []
+    for line in ptx[start : ptx.index(")", start)].splitlines():
+        if ".param" in line:
+            array = re.search(r"\.b8 \w+\[(\d+)\]", line)
+            plain = re.search(r"\.param \.(\w+)", line)
+            out.append(int(array[1]) if array else sizes[plain[1]])  # type: ignore[index]
+    return out
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers of a thread at launch, bytes of its stack) from the cubin's ELF sections."""
+    registers = stack = 0
+    for name, data in sections(cubin):
+        if name != ".nv.info":
+            continue
+        at = 0
+        while at + 4 <= len(data):
+            kind, attribute, size = struct.unpack_from("<BBH", data, at)
+            at += 4
+            if kind != 4:  # a value of two bytes or less lies in the header itself
+                continue
+            if attribute == 0x11:  # EIATTR_FRAME_SIZE
+                stack = max(stack, struct.unpack_from("<II", data, at)[1])
+            elif attribute == 0x2F:  # EIATTR_REGCOUNT
+                registers = max(registers, struct.unpack_from("<II", data, at)[1])
+            at += size
+    return registers, stack
+
+
+def sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of a 64-bit ELF file's sections."""
+    offset = struct.unpack_from("<Q", elf, 0x28)[0]
+    size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", elf, offset + i * size) for i in range(count)]
+    table = headers[names][4]
+    for name, _, _, _, at, length in headers:
+        end = elf.index(b"\0", table + name)
+        yield elf[table + name : end].decode(), elf[at : at + length]
+
+
+def kernels_of(scheme: str) -> list[Kernel]:
+    """Every kernel that a layer of this scheme may launch. ValueError when there is none."""
+    fmt, activation = parse_scheme(scheme)
+    operands = {"int8": ["int8"], "fp8": ["float8_e4m3fn"], None: ["float16", "bfloat16"]}
+    out = []
+    for operand in operands[activation]:
+        d = decoder(fmt, operand)
+        if isinstance(d, str):
+            raise ValueError(f"{scheme}: {d}")
+        outputs = [operand] if activation is None else ["float16", "bfloat16"]
+        out += [Kernel(d, tile, o) for tile in family(d) for o in outputs]
+    return out
+
+
+def build(
+    kernels: list[Kernel], folder: str | Path | None = None, jobs: int = 0, verbose: bool = False
+) -> list[str]:
+    """Compile what is missing, in parallel processes; returns the errors."""
+    missing = [k for k in dict.fromkeys(kernels) if not kernel_file(k, folder).exists()]
+    errors = []
+    if not missing:
+        return errors
+    pool = ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn"))
+    with pool:
+        futures = [pool.submit(compile_kernel, kernel, folder) for kernel in missing]
+        for kernel, future in zip(missing, futures, strict=True):
+            try:
+                path = future.result()
+                if verbose:
+                    print(path.name, flush=True)
+            except Exception as error:
+                errors.append(f"{kernel}: {error}")
+    return errors
+
+
+def main(args: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m anybit.kernels.hopper.build")
+    parser.add_argument("schemes", nargs="*", metavar="SCHEME", default=SCHEMES)
+    parser.add_argument("--cache", metavar="DIR", help="instead of the user's cache folder")
+    parser.add_argument("--jobs", type=int, default=0, help="processes; one a core by default")
+    options = parser.parse_args(args)
+    if not have_dsl():
+        print("CuTe DSL is not installed; pip install 'anybit[hopper]'", file=sys.stderr)
+        return 1
+    start = time.monotonic()
+    kernels = [kernel for scheme in options.schemes for kernel in kernels_of(scheme)]
+    errors = build(kernels, options.cache, options.jobs, verbose=True)
+    folder = cache_folder(options.cache)
+    print(f"{len(set(kernels))} kernels in {folder} ({time.monotonic() - start:.0f} s)")
+    for error in errors:
+        print("error:", error, file=sys.stderr)
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

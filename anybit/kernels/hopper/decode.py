@@ -1,0 +1,301 @@
+"""Decoders: how each family of formats becomes the A operand of a WGMMA, in registers.
+
+A decoder gathers the bits of a code into an operand element ("slot" of 8 or 16 bits) and finishes
+with at most one multiply-add for all elements of a register:
+
+    eXmY @ fp16      nothing: the bits under fp16's exponent are the value times 2**(bias - 15)
+    eXmY @ bf16      one product, since such small bf16 products would underflow fp32
+    intB @ fp16/bf16 one fma: a code in the mantissa of a subnormal is the code times 2**-shift
+    intB @ int8      nothing: codes are an unsigned operand, the zero point leaves with token sums
+    liquid @ int8    IMAD, four weights at a time (LiquidGEMM, equation 12); the XOR 0x80 is
+                     dropped: the operand is unsigned, and 128 * sum(x) leaves in the epilogue
+    eXmY @ fp8       nothing: the bits under e4m3's exponent
+
+Scales of groups are multiplied in registers, in units of a power of two of the row so that nothing
+overflows; scales of rows, and what the bit moves left out, are applied to the output in fp32.
+
+A format outside this file sets `hopper_decode`, a function (format, operand) -> Decoder or a reason
+why not, in words.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit.format import Format, Packed
+from anybit.formats.integer import Integer
+from anybit.formats.liquid import Liquid
+from anybit.formats.minifloat import Minifloat
+from anybit.kernels.hopper.lang import (
+    Word,
+    add2,
+    bytes_of,
+    fma2,
+    half_bits,
+    mul2,
+    planes,
+    rotate,
+)
+
+K_TILE = 128  # columns of one packed blob
+MANTISSA = {"float16": 10, "bfloat16": 7}
+BIAS = {"float16": 15, "bfloat16": 127}
+Constants = tuple[Word, ...]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Codes to operand registers, with nothing to finish.
+
+    operand: dtype of the A operand: uint8, float16, bfloat16 or float8_e4m3fn.
+    places: bit i of a code belongs at places[i] of an operand element.
+    shift: operand = value * 2**-shift; joins the row's scale.
+    group: columns that share grid words, a divisor or a multiple of 128; 0 when there are none.
+    middle: what the epilogue subtracts from unsigned codes, times the sum of the token's codes.
+    """
+
+    operand: str
+    places: tuple[int, ...]
+    shift: int = 0
+    group: int = 0
+    middle: int = 0
+
+    grid_words = 0  # 32-bit words for each group of two rows, g and g + 8 of a fragment
+
+    @property
+    def bits(self) -> int:
+        return len(self.places)
+
+    @property
+    def slot(self) -> int:
+        """Bits of an operand element."""
+        return 16 if self.operand in MANTISSA else 8
+
+    @property
+    def entries(self) -> int:
+        """Groups in a K tile."""
+        if not self.grid_words:
+            return 0
+        return K_TILE // self.group if 0 < self.group < K_TILE else 1
+
+    @property
+    def blob_bytes(self) -> int:
+        """Bytes of 128 rows x 128 columns: codes, then grid words."""
+        return K_TILE * K_TILE * self.bits // 8 + 64 * 4 * self.entries * self.grid_words
+
+    # What is stored.
+
+    def grid(self, packed: Packed) -> Tensor | None:
+        """Grid words (N, groups, grid_words) of 16 bits for each row, as int32."""
+        return None
+
+    def row_scale(self, packed: Packed) -> Tensor:
+        """(N,) fp32: what an output is multiplied by."""
+        return packed.grid["scale"].float().flatten() * 2.0**self.shift
+
+    def row_zero(self, packed: Packed) -> Tensor:
+        """(N,) int32: subtracted from a sum of products, times the sum of the token's codes."""
+        zero = packed.grid.get("zero")
+        if zero is None or self.operand != "uint8":
+            return torch.full((packed.shape[0],), self.middle, dtype=torch.int32)
+        if not torch.equal(zero.float(), zero.float().round()):
+            raise ValueError(
+                f"zero points of {packed.format.spec!r} are not whole numbers, as int8 products "
+                "need; quantize activations to nothing, or choose another backend"
+            )
+        return zero.flatten().to(torch.int32)
+
+    # What a thread computes, for half a K tile (64 columns).
+
+    def registers(self, words: list[Word], constants: list[tuple[Constants, Constants]]) -> list:
+        """Code words (bits of them) -> the half tile's A registers, 8 or 16 of them.
+
+        Register i holds row g + 8 (i % 2), see `pack.fragment`. constants: for each group in this
+        half tile, what `constants` made, for row g and row g + 8.
+        """
+        count = 32 * self.slot // 32
+        out = []
+        for i in range(count):
+            which = i // 4 * len(constants) // (count // 4)
+            row = constants[which][i % 2] if constants else ()
+            out.append(self.finish(self.gather(words, i), row))
+        return out
+
+    def gather(self, words: list[Word], i: int) -> Word:
+        """Register i: the bits of its 2 or 4 codes, each in its place."""
+        out, first = None, 0
+        for plane in planes(self.places, self.slot):
+            width = len(plane.bits)
+            each = self.slot // width
+            mask = repeat(plane.places, self.slot)
+            left = plane.places[0] - plane.shifts[i % each]
+            piece = rotate(words[first + i // each], left, mask)
+            if mask != 0xFFFFFFFF:
+                piece = piece & mask
+            out = piece if out is None else out | piece
+            first += width
+        assert out is not None
+        return out
+
+    def constants(self, words: list[Word]) -> tuple[Constants, Constants]:
+        """A group's grid words -> what `finish` wants for row g and for row g + 8."""
+        return (), ()
+
+    def finish(self, register: Word, row: Constants) -> Word:
+        return register
+
+
+@dataclass(frozen=True)
+class LiquidDecoder(Decoder):
+    """q * s + a in every byte (equation 12 without its XOR)."""
+
+    grid_words = 1
+
+    def grid(self, packed: Packed) -> Tensor:
+        step, offset = packed.grid["step"].int(), packed.grid["offset"].int()
+        return (step | offset << 8)[..., None]
+
+    def constants(self, words: list[Word]) -> tuple[Constants, Constants]:
+        word = words[0]
+        low = bytes_of(word, 0x4440), bytes_of(word, 0x1111)
+        return low, (bytes_of(word, 0x4442), bytes_of(word, 0x3333))
+
+    def finish(self, register: Word, row: Constants) -> Word:
+        step, offset = row
+        return register * step + offset
+
+
+@dataclass(frozen=True)
+class HalfDecoder(Decoder):
+    """fp16 or bf16: (bits - center) * scale, where bits are value * 2**-shift.
+
+    lift: log2 of what the operand is multiplied by beside the group's scale.
+    center: a symmetric integer's middle code. zeros: every group has a zero point.
+    """
+
+    lift: int = 0
+    center: float = 0
+    zeros: bool = False
+
+    @property
+    def grid_words(self) -> int:  # type: ignore[override]
+        return (1 + self.zeros) if self.group or self.zeros else 0
+
+    def grid(self, packed: Packed) -> Tensor | None:
+        if not self.grid_words:
+            return None
+        scale = packed.grid["scale"].float()
+        dtype = getattr(torch, self.operand)
+        parts = [(scale / self._unit(scale) * 2.0**self.lift).to(dtype)]
+        if self.zeros:
+            parts.append((-packed.grid["zero"].double() * 2.0**-self.shift).to(dtype))
+        return torch.stack(parts, -1).view(torch.int16).to(torch.int32) & 0xFFFF
+
+    def row_scale(self, packed: Packed) -> Tensor:
+        scale = packed.grid["scale"].float()
+        unit = self._unit(scale) if self.grid_words else scale
+        return torch.ldexp(unit.flatten(), torch.tensor(self.shift - self.lift))
+
+    def _unit(self, scale: Tensor) -> Tensor:
+        """(N, 1): the power of two that bounds the row's scales."""
+        return torch.exp2(scale.abs().amax(1, keepdim=True).log2().ceil())
+
+    def constants(self, words: list[Word]) -> tuple[Constants, Constants]:
+        low, high = ([bytes_of(w, s) for w in words] for s in (0x1010, 0x3232))
+        if not self.center:
+            return tuple(low), tuple(high)
+        middle = words[0].constant(half_bits(-self.center * 2.0**-self.shift, self.operand))
+        return (
+            (low[0], mul2(low[0], middle, self.operand)),
+            (high[0], mul2(high[0], middle, self.operand)),
+        )
+
+    def finish(self, register: Word, row: Constants) -> Word:
+        dtype = self.operand
+        if self.zeros:
+            return mul2(add2(register, row[1], dtype), row[0], dtype)
+        if not row:
+            lift = register.constant(half_bits(2.0**self.lift, dtype))
+            if not self.center:
+                return mul2(register, lift, dtype) if self.lift else register
+            low = half_bits(-self.center * 2.0 ** (self.lift - self.shift), dtype)
+            return fma2(register, lift, register.constant(low), dtype)
+        return fma2(register, *row, dtype) if self.center else mul2(register, row[0], dtype)
+
+
+def decoder(fmt: Format, operand: str) -> Decoder | str:
+    """The decoder of a format for activations of dtype `operand`, or why there is none.
+
+    operand: "int8", "float8_e4m3fn", "float16" or "bfloat16".
+    """
+    if fmt.hopper_decode is not None:
+        return fmt.hopper_decode(fmt, operand)  # type: ignore[no-any-return]
+    make = DECODERS.get(type(fmt))
+    if make is None:
+        return f"no decoder for {fmt.spec!r}"
+    if fmt.group and fmt.group not in (32, 64) and fmt.group % K_TILE:
+        return f"groups of {fmt.group} columns; it takes 32, 64 and multiples of {K_TILE}"
+    return make(fmt, operand)
+
+
+def liquid(fmt: Liquid, operand: str) -> Decoder | str:
+    if operand != "int8":
+        return "liquid decodes to int8 only; quantize activations too: liquid@int8"
+    return LiquidDecoder("uint8", (0, 1, 2, 3), group=fmt.group, middle=128)
+
+
+def integer(fmt: Integer, operand: str) -> Decoder | str:
+    bits = fmt.bits
+    signs = bits == 1 and not fmt.zero  # int1 means 2 q - 1: one place up
+    middle = 0 if fmt.zero else 1 if signs else 2 ** (bits - 1)
+    if operand == "int8":
+        if fmt.group:
+            return "group scales cannot be multiplied into int8 products; use liquid@int8"
+        return Decoder("uint8", tuple(range(signs, bits + signs)), middle=middle)
+    if operand not in MANTISSA:
+        return "integers have no decoder to fp8"
+    # As a subnormal, a code is the code times 2**(1 - bias - mantissa bits); one bit more than the
+    # mantissa still is, since the exponent's first step continues it without a gap.
+    width = bits + signs
+    low = max(MANTISSA[operand] - width, 0)
+    shift = BIAS[operand] - 1 + MANTISSA[operand] - low
+    return HalfDecoder(
+        operand,
+        tuple(range(low + signs, low + width)),
+        shift=shift,
+        group=fmt.group,
+        lift=min(shift, 15 if operand == "float16" else 120),
+        center=middle,
+        zeros=fmt.zero,
+    )
+
+
+def minifloat(fmt: Minifloat, operand: str) -> Decoder | str:
+    x, y = fmt.exponent, fmt.mantissa
+    if operand == "float8_e4m3fn":
+        if x > 4 or y > 3:
+            return f"{fmt.spec!r} does not fit into e4m3"
+        if fmt.group:
+            return "group scales cannot be multiplied into fp8 weights"
+        return Decoder(operand, (*range(3 - y, 3 + x), 7), shift=7 - fmt.bias)
+    if operand not in MANTISSA:
+        return "floating-point weights have no decoder to int8"
+    mantissa = MANTISSA[operand]
+    shift = BIAS[operand] - fmt.bias
+    lift = 0
+    if operand == "bfloat16":
+        lift = min(shift, 120)
+    elif fmt.group:
+        lift = min(15, 15 - math.ceil(math.log2(fmt.largest)) + shift)
+    places = (*range(mantissa - y, mantissa + x), 15)
+    return HalfDecoder(operand, places, shift=shift, group=fmt.group, lift=lift)
+
+
+DECODERS = {Liquid: liquid, Integer: integer, Minifloat: minifloat}
+
+
+def repeat(places: tuple[int, ...], slot: int) -> int:
+    """A 32-bit mask with these bits set in every slot."""
+    return sum(1 << (start + p) for start in range(0, 32, slot) for p in places)

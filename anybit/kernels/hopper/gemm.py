@@ -1,0 +1,543 @@
+"""The Hopper main loop, in CuTe DSL: Y^T = W X^T with W decoded in registers.
+
+One producer warp keeps a ring of K tiles full: packed weights and their scales as one bulk copy for
+128 rows x 128 columns, activations by TMA into swizzled shared memory. Two consumer warpgroups
+decode their own A fragments and multiply them at once, so that the decoding of one warpgroup runs
+under the products of the other (LiquidGEMM's implicit fine-grained pipeline, section 5.1). A tile's
+K range may be split over the CTAs of a cluster; their sums meet in shared memory, in a fixed order.
+
+Launches may overlap the previous kernel (programmatic dependent launch): weights are fetched at
+once, and everything else after that kernel has finished.
+"""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int8, Int32, Int64, Uint8, Uint32
+from cutlass import const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu.common import OperandMajorMode
+
+from anybit.kernels.hopper.decode import K_TILE
+from anybit.kernels.hopper.lang import Word
+from anybit.kernels.hopper.ptx import bulk_load, pack2, stmatrix_transposed, store_to_cta
+from anybit.kernels.hopper.tiles import Kernel
+
+ROWS = 128  # weight rows of a blob; 64 for each warpgroup
+TYPES = {
+    "uint8": Uint8,
+    "int8": Int8,
+    "float16": Float16,
+    "bfloat16": BFloat16,
+    "float8_e4m3fn": Float8E4M3FN,
+}
+# Registers of a producer and a consumer thread when four producer warps give theirs away.
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+
+
+class Gemm:
+    def __init__(self, kernel: Kernel):
+        decoder, tile = kernel.decoder, kernel.tile
+        self.decoder, self.tile, self.overlap = decoder, tile, kernel.overlap
+        self.out = kernel.output
+        self.tokens, self.stages, self.cluster = tile.tokens, tile.stages, tile.cluster
+        self.blocks = tile.rows // ROWS  # blobs a stage
+        self.a, self.b = TYPES[decoder.operand], TYPES[kernel.activation]
+        self.integer = kernel.activation == "int8"
+        self.quantized = kernel.activation in ("int8", "float8_e4m3fn")
+        self.acc = Int32 if self.integer else Float32
+        self.k_mma = 256 // self.b.width  # columns of one WGMMA
+        self.per_half = K_TILE // 2 // self.k_mma
+        self.words = 2 * decoder.bits  # code words of a thread and stage
+        self.whole = self.words // 4  # chunks of 4 words; 2 words may remain
+        self.grid_words = decoder.entries * decoder.grid_words
+        self.blob = decoder.blob_bytes
+        self.finishers = 8 // tile.cluster  # warps of a CTA that finish outputs, 16 channels each
+        self.batch = min(tile.tokens, 32)  # tokens that a warp stages for its stores at a time
+
+    def mma_op(self) -> Any:
+        shape = (64, self.tokens, self.k_mma)
+        where = (warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K)
+        if self.integer:
+            return warpgroup.MmaI8Op(self.a, self.b, Int32, shape, *where)
+        if self.quantized:
+            return warpgroup.MmaF8Op(self.a, self.b, Float32, shape, *where)
+        return warpgroup.MmaF16BF16Op(self.a, Float32, shape, *where)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Pointer,
+        w: cute.Pointer,
+        row_scale: cute.Pointer,
+        row_zero: cute.Pointer,
+        token_scale: cute.Pointer,
+        token_sum: cute.Pointer,
+        bias: cute.Pointer,
+        y: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        grid: Int32,
+        stream: cuda.CUstream,
+    ):
+        k_known = cute.assume(k, K_TILE)
+        x_all = cute.make_tensor(x, cute.make_layout((m, k_known), stride=(k_known, 1)))
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.b)
+        x_layout = cute.tile_to_shape(atom, (self.tokens, K_TILE, self.stages), order=(0, 1, 2))
+        x_copy, x_tma = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(),
+            x_all,
+            cute.slice_(x_layout, (None, None, 0)),
+            (self.tokens, K_TILE),
+        )
+        mma = cute.make_tiled_mma(
+            cute.make_mma_atom(self.mma_op()), cute.make_layout((2, 1, 1))
+        )
+
+        @cute.struct
+        class Shared:
+            full: cute.struct.MemRange[Int64, self.stages]
+            empty: cute.struct.MemRange[Int64, self.stages]
+            x: cute.struct.Align[cute.struct.MemRange[self.b, cute.cosize(x_layout)], 1024]
+            w: cute.struct.Align[
+                cute.struct.MemRange[Uint8, self.stages * self.blob * self.blocks], 128
+            ]
+            outputs: cute.struct.Align[cute.struct.MemRange[Uint8, 8 * 48 * self.batch], 128]
+            token: cute.struct.Align[cute.struct.MemRange[Int32, 2 * 2 * self.tokens], 16]
+
+        self.shared = Shared
+        self.kernel(
+            x_copy, x_tma, w, row_scale, row_zero, token_scale, token_sum, bias, y, m, n, k, mma,
+            x_layout,
+        ).launch(
+            grid=(grid, 1, 1),
+            block=(self.tile.threads, 1, 1),
+            cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
+            min_blocks_per_mp=self.tile.ctas,
+            preferred_smem_carveout=100,  # given, or the DSL asks the driver
+            use_pdl=True,
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        x_copy: cute.CopyAtom,
+        x_tma: cute.Tensor,
+        w: cute.Pointer,
+        row_scale: cute.Pointer,
+        row_zero: cute.Pointer,
+        token_scale: cute.Pointer,
+        token_sum: cute.Pointer,
+        bias: cute.Pointer,
+        y: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        mma: cute.TiledMma,
+        x_layout: cute.ComposedLayout,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared = cutlass.memory.SmemAllocator().allocate(self.shared)
+        full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
+        s_x = shared.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
+
+        if warp == 8:
+            cpasync.prefetch_descriptor(x_copy)
+            if thread % 32 < self.stages:
+                cute.arch.mbarrier_init(full + thread % 32, 1)
+                cute.arch.mbarrier_init(empty + thread % 32, 8)  # one arrival a consumer warp
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        # Each CTA takes a range of tiles, token tiles innermost; or a cluster one, and splits its K.
+        k_tiles = k // K_TILE
+        m_tiles = (m + (self.tokens - 1)) // self.tokens
+        if const_expr(self.cluster > 1):
+            rank, first = cta % self.cluster, cta // self.cluster
+            last = first + 1
+            k_first = k_tiles * rank // self.cluster
+            k_last = k_tiles * (rank + 1) // self.cluster
+        else:
+            tiles = (n + (self.tile.rows - 1)) // self.tile.rows * m_tiles
+            each, more = tiles // ctas, tiles % ctas
+            first = cta * each + cutlass.min(cta, more)
+            last = first + each + (Int32(1) if cta < more else Int32(0))
+            rank, k_first, k_last = Int32(0), Int32(0), k_tiles
+
+        if warp >= 8:
+            if const_expr(self.tile.wide):
+                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 8:
+                g_x = cute.local_tile(x_tma, (self.tokens, K_TILE), (None, None))
+                x_to, x_from = cpasync.tma_partition(
+                    x_copy,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(s_x, 0, 2),
+                    cute.group_modes(g_x, 0, 2),
+                )
+                self.produce(
+                    x_copy, x_from, x_to, w, shared.w.data_ptr().toint(), full, empty,
+                    m_tiles, k_tiles, first, last, k_first, k_last,
+                )  # fmt: skip
+            if const_expr(self.cluster > 1):
+                for _ in cutlass.range_constexpr(2):
+                    cute.arch.cluster_arrive()
+                    cute.arch.cluster_wait()
+        else:
+            if const_expr(self.tile.wide):
+                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.griddepcontrol_wait()
+            self.consume(
+                mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y,
+                m, n, m_tiles, first, last, k_first, k_last, rank, thread,
+            )  # fmt: skip
+
+    @cute.jit
+    def produce(
+        self, x_copy, x_from, x_to, w, s_w, full, empty, m_tiles, k_tiles, first, last, k_first,
+        k_last,
+    ):  # fmt: skip
+        """Fill the ring. Weights of the first stages do not wait for the previous kernel."""
+        early = cutlass.min(k_last - k_first, Int32(self.stages))
+        if first >= last:
+            early = Int32(0)
+        row_tile = first // m_tiles
+        for i in cutlass.range(early, unroll=1):
+            self.load_weights(w, s_w, full, i, row_tile, k_first + i, k_tiles)
+        cute.arch.griddepcontrol_wait()
+        stage, phase = Int32(0), Int32(1)
+        tile = first
+        while tile < last:
+            row_tile, token_tile = tile // m_tiles, tile % m_tiles
+            k = k_first
+            while k < k_last:
+                if early > 0:
+                    early -= 1
+                else:
+                    cute.arch.mbarrier_wait(empty + stage, phase)
+                    self.load_weights(w, s_w, full, stage, row_tile, k, k_tiles)
+                cute.copy(
+                    x_copy, x_from[None, token_tile, k], x_to[None, stage], tma_bar_ptr=full + stage
+                )
+                k += 1
+                stage += 1
+                if stage == self.stages:
+                    stage = Int32(0)
+                    phase ^= 1
+            tile += 1
+
+    @cute.jit
+    def load_weights(self, w, s_w, full, stage, row_tile, k, k_tiles):
+        """Arm the stage's barrier for weights and activations, and start the weights' copies."""
+        total = const_expr(self.blob * self.blocks + self.tokens * K_TILE * self.b.width // 8)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, total)
+            for i in cutlass.range_constexpr(self.blocks):
+                at = (row_tile * self.blocks + i) * k_tiles + k
+                bulk_load(
+                    s_w + (stage * self.blocks + i) * self.blob,
+                    w.toint() + Int64(at) * self.blob,
+                    self.blob,
+                    (full + stage).toint(),
+                )
+
+    @cute.jit
+    def consume(
+        self, mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y,
+        m, n, m_tiles, first, last, k_first, k_last, rank, thread,
+    ):  # fmt: skip
+        """Two warpgroups: 64 rows each of every 128, all tokens of the tile."""
+        group = cute.arch.make_warp_uniform(thread // 128)
+        t = thread % 128
+        rows = self.tile.rows
+        operand = mma.make_fragment_A(mma.partition_shape_A((rows, K_TILE)))
+        registers = cute.recast_tensor(operand, Uint32)
+        x_fragment = mma.make_fragment_B(mma.get_slice(thread).partition_B(s_x))
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((rows, self.tokens)), self.acc)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+
+        warp = group * 4 + t // 32
+        slice_of_16 = warp  # the 16 channels of every 128 that this warp finishes
+        if const_expr(self.cluster > 1):
+            slice_of_16 = rank * self.finishers + warp % self.finishers
+        place = (group, warp, slice_of_16, rank, t)
+        tensors = (row_scale, row_zero, token_scale, token_sum, bias, y)
+        fragments = (mma, operand, registers, x_fragment, acc)
+        stage, phase = Int32(0), Int32(0)
+        if const_expr(self.cluster > 1):
+            self.multiply(
+                fragments, shared, tensors, m, n, m_tiles, first, k_first, k_last, stage, phase,
+                place,
+            )  # fmt: skip
+        else:
+            tile = first
+            while tile < last:
+                stage, phase = self.multiply(
+                    fragments, shared, tensors, m, n, m_tiles, tile, k_first, k_last, stage, phase,
+                    place,
+                )  # fmt: skip
+                tile += 1
+
+    @cute.jit
+    def multiply(
+        self, fragments, shared, tensors, m, n, m_tiles, tile, k_first, k_last, stage, phase, place
+    ):  # fmt: skip
+        """One tile: its K range, the cluster's exchange, the epilogue. Returns the ring's state."""
+        mma, operand, registers, x_fragment, acc = fragments
+        row_scale, row_zero, token_scale, token_sum, bias, y = tensors
+        group, warp, slice_of_16, rank, t = place
+        full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
+        rows = self.tile.rows
+        row_tile, token_tile = tile // m_tiles, tile % m_tiles
+        # What the epilogue needs is fetched here: its latency hides under the main loop.
+        tokens = self.fetch_tokens(token_scale, token_sum, token_tile, m, t)
+        channel = row_tile * rows + slice_of_16 * 16 + t % 32 // 4
+        channels = self.fetch_channels(row_scale, row_zero, bias, channel, n)
+        acc.fill(0)
+        previous, k = Int32(0), k_first
+        while k < k_last:
+            cute.arch.mbarrier_wait(full + stage, phase)
+            words, grid = self.read_words(shared, group, t, stage)
+            for half in cutlass.range_constexpr(2):
+                # The other half's products may still run; this half's registers are free.
+                warpgroup.wait_group(1 if const_expr(self.overlap) else 0)
+                if const_expr(half == 1):
+                    if k > k_first:
+                        if t % 32 == 0:
+                            cute.arch.mbarrier_arrive(empty + previous)
+                self.decode_half(words, grid, registers, half)
+                warpgroup.fence()
+                for j in cutlass.range_constexpr(self.per_half):
+                    at = const_expr(half * self.per_half + j)
+                    a, b = operand[None, None, at], x_fragment[None, None, at, stage]
+                    cute.gemm(mma, acc, a, b, acc)
+                warpgroup.commit_group()
+            previous = stage
+            k += 1
+            stage += 1
+            if stage == self.stages:
+                stage = Int32(0)
+                phase ^= 1
+        warpgroup.wait_group(0)
+        if t % 32 == 0:
+            cute.arch.mbarrier_arrive(empty + previous)
+
+        table = self.share_tokens(shared, tokens, group, t)
+        finishes = True
+        if const_expr(self.cluster > 1):
+            self.exchange(acc, shared, warp, rank, t % 32)
+            finishes = warp < self.finishers
+        if finishes:
+            for i in cutlass.range_constexpr(self.blocks):
+                self.store(
+                    acc, i, channels, table, bias, y, m, n,
+                    row_tile * rows + i * ROWS + slice_of_16 * 16, token_tile,
+                    shared.outputs.data_ptr() + warp * (48 * self.batch), t % 32,
+                )  # fmt: skip
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)  # the table is read
+        return stage, phase
+
+    @cute.jit
+    def read_words(self, shared, group, t, stage):
+        """A thread's code and grid words of a stage, 16 bytes at a time."""
+        blob, blocks = const_expr(self.blob // 4), const_expr(self.blocks)
+        base = cute.recast_ptr(shared.w.data_ptr(), dtype=Uint32)
+        strides = (128 * self.words, blob, blocks * blob)  # warpgroup, blob, stage
+        shape = (2, blocks, self.stages)
+        words = cute.make_rmem_tensor((4, self.whole + 1, blocks), Uint32)
+        grid = cute.make_rmem_tensor((max(self.grid_words, 1), blocks), Uint32)
+        by4 = cute.make_tensor(
+            base, cute.make_layout((4, 128, self.whole + 1, *shape), stride=(1, 4, 512, *strides))
+        )
+        by2 = cute.make_tensor(
+            base + self.whole * 512,
+            cute.make_layout((2, 128, *shape), stride=(1, 2, *strides)),
+        )
+        pairs = cute.make_tensor(
+            base + 2 * 128 * self.words,
+            cute.make_layout(
+                (max(self.grid_words, 1), 32, *shape),
+                stride=(1, max(self.grid_words, 1), 32 * self.grid_words, blob, blocks * blob),
+            ),
+        )
+        pair = t // 32 * 8 + t % 32 // 4
+        for i in cutlass.range_constexpr(blocks):
+            for c in cutlass.range_constexpr(self.whole):
+                cute.autovec_copy(by4[None, t, c, group, i, stage], words[None, c, i])
+            if const_expr(self.words % 4):
+                rest = cute.make_rmem_tensor((2,), Uint32)
+                cute.autovec_copy(by2[None, t, group, i, stage], rest)
+                words[0, self.whole, i], words[1, self.whole, i] = rest[0], rest[1]
+            if const_expr(self.grid_words):
+                cute.autovec_copy(pairs[None, pair, group, i, stage], grid[None, i])
+        return words, grid
+
+    @cute.jit
+    def decode_half(self, words, grid, registers, half: cutlass.Constexpr[int]):
+        """64 columns: code words -> A registers of their WGMMAs."""
+        d = self.decoder
+        for i in cutlass.range_constexpr(self.blocks):
+            codes = [
+                Word(words[w % 4, w // 4, i]) for w in range(half * d.bits, (half + 1) * d.bits)
+            ]
+            entries = range(half * d.entries // 2, -(-(half + 1) * d.entries // 2))
+            each = d.grid_words
+            constants = [
+                d.constants([Word(grid[e * each + j, i]) for j in range(each)]) for e in entries
+            ]
+            for r, word in enumerate(d.registers(codes, constants)):
+                registers[(0, r % 2, r // 2 % 2), i, half * self.per_half + r // 4] = word.bits
+
+    # Epilogue.
+
+    @cute.jit
+    def fetch_tokens(self, token_scale, token_sum, token_tile, m, t):
+        """Scale and code sum of tokens t, t + 128, ..., as 32-bit words."""
+        passes = const_expr(-(-self.tokens // 128))
+        out = cute.make_rmem_tensor((2, passes), Int32)
+        if const_expr(self.quantized):
+            scale = cute.make_tensor(
+                cute.recast_ptr(token_scale, dtype=Int32), cute.make_layout(m)
+            )
+            sums = cute.make_tensor(token_sum, cute.make_layout(m))
+            for i in cutlass.range_constexpr(passes):
+                token = cutlass.min(token_tile * self.tokens + i * 128 + t, m - 1)
+                out[0, i] = scale[token]
+                if const_expr(self.integer):
+                    out[1, i] = sums[token]
+        return out
+
+    @cute.jit
+    def share_tokens(self, shared, tokens, group, t):
+        """The tokens' words, for all threads of the warpgroup: (tokens, 2)."""
+        base = shared.token.data_ptr() + group * (2 * self.tokens)
+        table = cute.make_tensor(
+            base, cute.make_layout((self.tokens, 2), stride=(1, self.tokens))
+        )
+        if const_expr(self.quantized):
+            for i in cutlass.range_constexpr(-(-self.tokens // 128)):
+                if i * 128 + t < self.tokens:
+                    table[i * 128 + t, 0] = tokens[0, i]
+                    table[i * 128 + t, 1] = tokens[1, i]
+            cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
+        return table
+
+    @cute.jit
+    def fetch_channels(self, row_scale, row_zero, bias, channel, n):
+        """Scale, zero point and bias of the two channels of this thread, for each blob."""
+        scale = cute.make_tensor(row_scale, cute.make_layout(n))
+        zero = cute.make_tensor(row_zero, cute.make_layout(n))
+        offset = cute.make_tensor(bias, cute.make_layout(n))
+        scales = cute.make_rmem_tensor((2, self.blocks), Float32)
+        zeros = cute.make_rmem_tensor((2, self.blocks), Int32)
+        offsets = cute.make_rmem_tensor((2, self.blocks), Float32)
+        offsets.fill(0.0)
+        for i in cutlass.range_constexpr(self.blocks):
+            for v in cutlass.range_constexpr(2):
+                c = channel + i * ROWS + v * 8
+                scales[v, i] = scale[c]  # rows are padded to whole tiles
+                if const_expr(self.integer):
+                    zeros[v, i] = zero[c]
+                if bias.toint() != 0:
+                    offsets[v, i] = offset[cutlass.min(c, n - 1)].to(Float32)
+        return scales, zeros, offsets
+
+    @cute.jit
+    def exchange(self, acc, shared, warp, rank, lane):
+        """Add the cluster's partial sums; the first `finishers` warps of each CTA own the result.
+
+        The sums travel into the ring, which is idle then: every CTA waits until all are done with
+        it. They are added in the order of ranks, so the result does not depend on timing.
+        """
+        chunks = const_expr(cute.size(acc) // 4)
+        each = const_expr(self.finishers)
+        base = cute.recast_ptr(shared.x.data_ptr(), dtype=self.acc)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        slot = (rank * each + warp % each) * chunks
+        for i in cutlass.range_constexpr(chunks):
+            store_to_cta(
+                base.toint() + (slot + i) * 512 + lane * 16,
+                warp // each,
+                [acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]],
+            )
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if warp < each:
+            parts = cute.make_tensor(
+                base.align(16),
+                cute.make_layout(
+                    (4, 32, chunks, each, self.cluster),
+                    stride=(1, 4, 128, 128 * chunks, 128 * chunks * each),
+                ),
+            )
+            part = cute.make_rmem_tensor((4, chunks), self.acc)
+            acc.fill(0)
+            for r in cutlass.range(self.cluster, unroll=1):  # unrolled, its loads would spill
+                for i in cutlass.range_constexpr(chunks):
+                    cute.autovec_copy(parts[None, lane, i, warp, r], part[None, i])
+                for i in cutlass.range_constexpr(4 * chunks):
+                    acc[i] = acc[i] + part[i % 4, i // 4]
+
+    @cute.jit
+    def store(
+        self, acc, block: cutlass.Constexpr[int], channels, table, bias, y, m, n, channel,
+        token_tile, buffer, lane,
+    ):  # fmt: skip
+        """Scale, add the bias, round, and write 16 channels of every token."""
+        scales, zeros, offsets = channels
+        start = const_expr(block * (self.tokens // 2))
+        scale_of = cute.make_tensor(
+            cute.recast_ptr(table.iterator, dtype=Float32), cute.make_layout(self.tokens)
+        )
+        # Rows of 48 bytes hold 16 channels of a token and keep stmatrix free of bank conflicts.
+        buffer = buffer.align(16)
+        rows = cute.make_tensor(
+            cute.recast_ptr(buffer, dtype=Uint32),
+            cute.make_layout((4, 2, self.batch), stride=(1, 4, 12)),
+        )
+        vector = cute.make_rmem_tensor((4,), Uint32)
+        for p in cutlass.range_constexpr(self.tokens // self.batch):
+            packed = []
+            for j in cutlass.range_constexpr(self.batch // 8):
+                columns = []
+                for c in cutlass.range_constexpr(2):
+                    token = p * self.batch + j * 8 + lane % 4 * 2 + c
+                    for v in cutlass.range_constexpr(2):
+                        total = acc[start + (p * (self.batch // 8) + j) * 4 + c + 2 * v]
+                        if const_expr(self.integer):
+                            total = total - zeros[v, block] * table[token, 1]
+                        factor = scales[v, block]
+                        if const_expr(self.quantized):
+                            factor = factor * scale_of[token]
+                        columns.append(total.to(Float32) * factor + offsets[v, block])
+                packed += [pack2(columns[0], columns[1], self.out)]
+                packed += [pack2(columns[2], columns[3], self.out)]
+            n_matrices = const_expr(min(4, len(packed)))
+            for i in cutlass.range_constexpr(0, len(packed), n_matrices):
+                # Matrix lane // 8 of this store: 8 tokens, one half of the channels.
+                token = i // 2 * 8 + (lane // 16 * 8 if n_matrices == 4 else 0) + lane % 8
+                address = buffer + (token * 48 + lane // 8 % 2 * 16)
+                stmatrix_transposed(address.toint(), packed[i : i + n_matrices])
+            cute.arch.sync_warp()
+            for i in cutlass.range_constexpr(-(-2 * self.batch // 32)):
+                token = i * 16 + lane // 2
+                at = token_tile * self.tokens + p * self.batch + token
+                column = channel + lane % 2 * 8
+                if token < self.batch:
+                    if at < m:
+                        if column < n:
+                            cute.autovec_copy(rows[None, lane % 2, token], vector)
+                            target = (y + (Int64(at) * n + column)).align(16)
+                            target = cute.recast_ptr(target, dtype=Uint32)
+                            cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(4)))
+            cute.arch.sync_warp()

@@ -1,0 +1,214 @@
+"""What a Hopper decoder is written in: 32-bit words, and where the bits of a code lie in them.
+
+A decoder turns packed words into the registers of a WGMMA's A operand. It is plain Python on
+`Word`, which behaves like an unsigned 32-bit integer: inside a kernel it stands for a register of
+one thread, and in a test for a numpy array with that register of many threads. So the function that
+is compiled is the function that is tested, without a GPU. This module needs no CuTe DSL.
+"""
+
+from functools import cache
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+LANES = 32  # bits of a word
+ELEMENTS = 32  # weights of one thread in half a K tile, whatever their width
+
+
+class Word:
+    """A 32-bit register: a DSL `Uint32`, or a numpy array of uint32."""
+
+    __slots__ = ("bits",)
+
+    def __init__(self, bits: Any):
+        self.bits = bits
+
+    @property
+    def emulated(self) -> bool:
+        return isinstance(self.bits, np.ndarray)
+
+    def _constant(self, value: int) -> Any:
+        return np.uint32(value & 0xFFFFFFFF) if self.emulated else _dsl().unsigned(value)
+
+    def _binary(self, other: "Word | int", name: str) -> "Word":
+        right = other.bits if isinstance(other, Word) else self._constant(other)
+        return Word(getattr(self.bits, name)(right))
+
+    def __and__(self, other: "Word | int") -> "Word":
+        return self._binary(other, "__and__")
+
+    def __or__(self, other: "Word | int") -> "Word":
+        return self._binary(other, "__or__")
+
+    def __xor__(self, other: "Word | int") -> "Word":
+        return self._binary(other, "__xor__")
+
+    def __add__(self, other: "Word | int") -> "Word":
+        return self._binary(other, "__add__")
+
+    def __mul__(self, other: "Word | int") -> "Word":
+        return self._binary(other, "__mul__")
+
+    def __lshift__(self, n: int) -> "Word":
+        return self._binary(n, "__lshift__")
+
+    def __rshift__(self, n: int) -> "Word":
+        return self._binary(n, "__rshift__")
+
+    def constant(self, value: int) -> "Word":
+        """The same value in every thread."""
+        if self.emulated:
+            return Word(np.full_like(self.bits, value & 0xFFFFFFFF))
+        return Word(self._constant(value))
+
+
+def _dsl() -> Any:
+    """The instructions that have no operator in Python; imported inside a kernel only."""
+    from anybit.kernels.hopper import ptx
+
+    return ptx
+
+
+def rotate(word: Word, left: int, mask: int) -> Word:
+    """`word` rotated left, right in the bits of `mask` at least (which may save an instruction)."""
+    left %= LANES
+    if left == 0:
+        return word
+    wrapped = mask & ((1 << left) - 1)  # these bits come from the upper end
+    if not wrapped:
+        return word << left
+    if wrapped == mask:
+        return word >> (LANES - left)
+    return (word << left) | (word >> (LANES - left))
+
+
+def bytes_of(word: Word, selector: int) -> Word:
+    """PRMT: byte i of the result is byte (selector >> 4 i) & 7 of `word`; 4 to 7 give zero."""
+    if not word.emulated:
+        return Word(_dsl().prmt(word.bits, selector))
+    out = np.zeros_like(word.bits)
+    for i in range(4):
+        source = selector >> (4 * i) & 7
+        if source < 4:
+            out |= ((word.bits >> np.uint32(8 * source)) & np.uint32(255)) << np.uint32(8 * i)
+    return Word(out)
+
+
+def mul2(a: Word, b: Word, dtype: str) -> Word:
+    """Two products of fp16 or bf16 numbers, each rounded once."""
+    if not a.emulated:
+        return Word(_dsl().half2("mul.rn", dtype, (a.bits, b.bits)))
+    return Word(_join_halves(_halves(a, dtype) * _halves(b, dtype), dtype))
+
+
+def add2(a: Word, b: Word, dtype: str) -> Word:
+    """Two sums of fp16 or bf16 numbers, each rounded once."""
+    if not a.emulated:
+        return Word(_dsl().half2("add.rn", dtype, (a.bits, b.bits)))
+    return Word(_join_halves(_halves(a, dtype) + _halves(b, dtype), dtype))
+
+
+def fma2(a: Word, b: Word, c: Word, dtype: str) -> Word:
+    """Two of a * b + c in fp16 or bf16, each rounded once."""
+    if not a.emulated:
+        return Word(_dsl().half2("fma.rn", dtype, (a.bits, b.bits, c.bits)))
+    exact = _halves(a, dtype) * _halves(b, dtype) + _halves(c, dtype)
+    return Word(_join_halves(exact, dtype))
+
+
+def half_bits(value: float, dtype: str) -> int:
+    """A number, and the same number again, as fp16 or bf16: a constant for `mul2` and its kin.
+
+    Raises ValueError when the dtype cannot hold the number exactly.
+    """
+    number = torch.tensor(value, dtype=torch.float64).to(getattr(torch, dtype))
+    if float(number) != value:
+        raise ValueError(f"{value} is no {dtype} number")
+    bits = int(number.view(torch.int16)) & 0xFFFF
+    return bits << 16 | bits
+
+
+def _halves(word: Word, dtype: str) -> np.ndarray:
+    """Array (..., 2) of float64: the halves of a word, low first."""
+    raw = torch.from_numpy(word.bits.view(np.int16).copy()).view(getattr(torch, dtype))
+    return raw.double().numpy().reshape(*word.bits.shape, 2)
+
+
+def _join_halves(values: np.ndarray, dtype: str) -> np.ndarray:
+    # float64 holds these products and sums exactly, and fp32 too, through which bf16 goes.
+    rounded = torch.from_numpy(np.ascontiguousarray(values)).to(getattr(torch, dtype))
+    return rounded.view(torch.int16).numpy().view(np.uint32).reshape(values.shape[:-1])
+
+
+# Where bits lie.
+
+
+class Plane(NamedTuple):
+    """Some bits of every code, so stored that one rotation and one mask bring them into place.
+
+    places: where those bits stand in an operand element ("slot"), lowest bit of the code first.
+    bits: which bits of the code they are. shifts: one for each register of a word: how far the
+    stored bits were moved left; together they fill the slot exactly.
+    """
+
+    places: tuple[int, ...]
+    bits: tuple[int, ...]
+    shifts: tuple[int, ...]
+
+
+@cache
+def planes(places: tuple[int, ...], slot: int) -> tuple[Plane, ...]:
+    """Cut codes, whose bit i belongs at places[i] of a slot, into as few planes as possible.
+
+    FP6-LLM's 4 + 2 segments, made general: the widths are powers of two, and translates of each
+    plane's pattern tile the slot, so that no bit of a word is wasted.
+    """
+    found = _cut(tuple(range(len(places))), places, slot, len(places))
+    assert found is not None  # single bits always tile
+    return found
+
+
+def _cut(
+    bits: tuple[int, ...], places: tuple[int, ...], slot: int, widest: int
+) -> tuple[Plane, ...] | None:
+    if not bits:
+        return ()
+    best: tuple[Plane, ...] | None = None
+    fewest = len(bits).bit_count()  # planes, if the widths are the binary digits of the count
+    for width in (8, 4, 2, 1):
+        if width > min(widest, len(bits)):
+            continue
+        for some in combinations(bits, width):
+            shifts = tiling(tuple(places[b] - places[some[0]] for b in some), slot)
+            if shifts is None:
+                continue
+            rest = _cut(tuple(b for b in bits if b not in some), places, slot, width)
+            if rest is not None and (best is None or 1 + len(rest) < len(best)):
+                best = (Plane(tuple(places[b] for b in some), some, shifts), *rest)
+                if len(best) == fewest:
+                    return best
+    return best
+
+
+@cache
+def tiling(pattern: tuple[int, ...], slot: int) -> tuple[int, ...] | None:
+    """Shifts of a set of bits that together cover every bit of a slot once (cyclically)."""
+
+    def cover(taken: int) -> tuple[int, ...] | None:
+        if taken == (1 << slot) - 1:
+            return ()
+        first = next(i for i in range(slot) if not taken >> i & 1)
+        for offset in pattern:
+            shift = (first - offset) % slot
+            bits = sum(1 << ((p + shift) % slot) for p in pattern)
+            if not bits & taken:
+                rest = cover(taken | bits)
+                if rest is not None:
+                    return (shift, *rest)
+        return None
+
+    if slot % len(pattern) or len({p % slot for p in pattern}) < len(pattern):
+        return None
+    return cover(0)

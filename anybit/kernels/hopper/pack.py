@@ -1,0 +1,152 @@
+"""Canonical planes -> the order in which threads want them: one permutation of bits.
+
+The weight is cut into blobs of 128 rows x 128 columns, each contiguous, so that one bulk copy
+brings it to shared memory. Inside a blob every thread of two warpgroups finds its own words, 16
+bytes at a time and side by side with its neighbours': no bank conflicts, no swizzle (FP6-LLM's
+pre-packing, LiquidGEMM's dual-MMA layout).
+
+    blob  = codes [warpgroup 2][chunk][thread 128][4 words], grid [warpgroup][row pair 32][words]
+    words of a thread = [half tile 2][bits]: one word for each bit of a code and 32 weights
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit import bits as planes_of
+from anybit.format import Packed
+from anybit.kernels.hopper.decode import K_TILE, Decoder
+from anybit.kernels.hopper.lang import LANES, planes
+
+ROWS = 128  # of a blob
+ROW_MULTIPLE = 2 * ROWS  # rows are padded to this, for the kernels with 256-row tiles
+CHUNK_BYTES = 1 << 28  # of temporaries
+
+
+def pack(packed: Packed, decoder: Decoder) -> Tensor:
+    """(row tiles, K tiles, bytes) uint8; rows past N hold zeros. K must be a multiple of 128."""
+    n, k = packed.shape
+    codes = packed.codes()
+    grid = decoder.grid(packed)
+    tiles = -(-n // ROW_MULTIPLE) * 2
+    blobs = torch.zeros(
+        tiles, k // K_TILE, decoder.blob_bytes, dtype=torch.uint8, device=codes.device
+    )
+    step = max(1, CHUNK_BYTES // (ROWS * k * decoder.bits))
+    size = K_TILE * K_TILE * decoder.bits // 8
+    for start in range(0, -(-n // ROWS), step):
+        rows = slice(start * ROWS, min(n, (start + step) * ROWS))
+        part = pad_rows(codes[rows])
+        out = blobs[start : start + len(part) // ROWS]
+        out[..., :size] = pack_codes(part, decoder)
+        if grid is not None:
+            out[..., size:] = pack_grid(pad_rows(grid[rows]), decoder, k)
+    return blobs
+
+
+def unpack_codes(blobs: Tensor, decoder: Decoder) -> Tensor:
+    """The inverse of `pack` for the codes: (rows, K) uint8, padding included."""
+    size = K_TILE * K_TILE * decoder.bits // 8
+    words = unchunk(blobs[..., :size].contiguous().view(torch.int32), decoder.bits)
+    b = torch.arange(LANES, device=words.device, dtype=torch.int32)
+    stored = ((words[..., None] >> b) & 1).flatten(-2)  # (..., half 2, bits * 32)
+    source = bit_order(decoder).to(words.device)
+    bits = torch.empty_like(stored)
+    bits[..., source] = stored
+    weights = (bits.view(*bits.shape[:-1], LANES, decoder.bits) << b[: decoder.bits]).sum(-1)
+    return unfragment(weights.to(torch.uint8), decoder.slot)
+
+
+def pack_codes(codes: Tensor, decoder: Decoder) -> Tensor:
+    """(rows, K) -> (row tiles, K tiles, bytes of codes)."""
+    f = fragment(codes, decoder.slot)
+    b = torch.arange(decoder.bits, device=codes.device, dtype=torch.uint8)
+    bits = ((f[..., None] >> b) & 1).flatten(-2)  # (..., 32 * bits): bit of code innermost
+    stored = bits[..., bit_order(decoder).to(codes.device)]
+    words = planes_of.pack(stored.reshape(-1, stored.shape[-1]), 1)[0]
+    return chunk(words.view(*f.shape[:-1], decoder.bits)).view(torch.uint8)
+
+
+def pack_grid(grid: Tensor, decoder: Decoder, k: int) -> Tensor:
+    """(rows, groups, words) of 16 bits -> (row tiles, K tiles, bytes of the grid)."""
+    rows, groups, _ = grid.shape
+    tiles = k // K_TILE
+    if groups < tiles * decoder.entries:  # one group spans several K tiles
+        grid = grid.repeat_interleave(tiles // groups, 1)
+    g = grid.view(rows // ROWS, 2, 4, 2, 8, tiles, decoder.entries, decoder.grid_words)
+    g = g.permute(0, 5, 1, 2, 4, 6, 7, 3)  # row tile, K tile, warpgroup, warp, g, entry, word, v
+    both = g[..., 0] | g[..., 1] << 16
+    return both.reshape(rows // ROWS, tiles, -1).contiguous().view(torch.uint8)
+
+
+def fragment(codes: Tensor, slot: int) -> Tensor:
+    """(rows, K) -> (row tile, K tile, warpgroup 2, thread 128, half 2, 32): by thread.
+
+    The last axis runs over registers and the elements inside each. Thread t = 32 w + 4 g + t4 of a
+    warpgroup holds in register 4 kb + 2 h + v the row 16 w + 8 v + g and, counted in elements of
+    e = 32 / slot to a register, the columns kb (8 e) + h (4 e) + t4 e of the half tile.
+    """
+    e = 32 // slot
+    rows, k = codes.shape
+    f = codes.view(rows // ROWS, 2, 4, 2, 8, k // K_TILE, 2, 8 // e, 2, 4, e)
+    f = f.permute(0, 5, 1, 2, 4, 9, 6, 7, 8, 3, 10)
+    return f.reshape(rows // ROWS, k // K_TILE, 2, 128, 2, 32)
+
+
+def unfragment(f: Tensor, slot: int) -> Tensor:
+    """The inverse of `fragment`."""
+    e = 32 // slot
+    tiles, k_tiles = f.shape[:2]
+    codes = f.view(tiles, k_tiles, 2, 4, 8, 4, 2, 8 // e, 2, 2, e)
+    codes = codes.permute(0, 2, 3, 9, 4, 1, 6, 7, 8, 5, 10)
+    return codes.reshape(tiles * ROWS, k_tiles * K_TILE)
+
+
+def chunk(words: Tensor) -> Tensor:
+    """(..., thread 128, half 2, bits) words -> (row tile, K tile, words of a blob), by 16 bytes."""
+    flat = words.flatten(-2)
+    count = flat.shape[-1]
+    whole = count - count % 4
+    parts = [flat[..., i : i + 4].flatten(-2) for i in range(0, whole, 4)]
+    if count > whole:
+        parts.append(flat[..., whole:].flatten(-2))
+    return torch.cat(parts, -1).flatten(2)
+
+
+def unchunk(words: Tensor, bits: int) -> Tensor:
+    """The inverse of `chunk`: (row tile, K tile, warpgroup 2, thread 128, half 2, bits)."""
+    tiles, k_tiles, _ = words.shape
+    flat = words.view(tiles, k_tiles, 2, 128 * 2 * bits)
+    whole = 2 * bits // 4
+    parts = [flat[..., 512 * i : 512 * (i + 1)].unflatten(-1, (128, 4)) for i in range(whole)]
+    if bits % 2:
+        parts.append(flat[..., 512 * whole :].unflatten(-1, (128, 2)))
+    return torch.cat(parts, -1).unflatten(-1, (2, bits))
+
+
+@cache
+def bit_order(decoder: Decoder) -> Tensor:
+    """(32 * bits,): which bit of which of the 32 weights (weight * bits + bit) is stored where."""
+    bits, slot = decoder.bits, decoder.slot
+    each = 32 // slot
+    order = torch.empty(bits * LANES, dtype=torch.int64)
+    first = 0
+    for plane in planes(decoder.places, slot):
+        width = len(plane.bits)
+        per_word = slot // width  # registers
+        for register in range(slot):  # 8 or 16 of them in half a tile
+            word = first + register // per_word
+            left = plane.places[0] - plane.shifts[register % per_word]
+            for element in range(each):
+                for bit, place in zip(plane.bits, plane.places, strict=True):
+                    lane = (element * slot + place - left) % LANES
+                    order[word * LANES + lane] = (register * each + element) * bits + bit
+        first += width
+    return order
+
+
+def pad_rows(rows: Tensor) -> Tensor:
+    """Zero rows at the end, up to whole blobs."""
+    missing = -rows.shape[0] % ROWS
+    return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows

@@ -1,0 +1,101 @@
+"""Packing, fragment order and decoders of the Hopper kernels, thread by thread, without a GPU.
+
+The decoders are the functions that kernels compile; here their registers are numpy arrays that hold
+every thread at once.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+import anybit
+from anybit.format import get_format
+from anybit.kernels.hopper.decode import MANTISSA, Decoder, decoder
+from anybit.kernels.hopper.lang import Word, planes, tiling
+from anybit.kernels.hopper.pack import fragment, pack, unchunk, unfragment, unpack_codes
+from tests.specs import SPECS
+
+OPERANDS = ("int8", "float16", "bfloat16", "float8_e4m3fn")
+PAIRS = [
+    (spec, operand)
+    for spec in (*SPECS, "int4:group=256", "int8:zero", "int8:group=128,zero")
+    for operand in OPERANDS
+    if not isinstance(decoder(get_format(spec), operand), str)
+]
+
+
+def emulate(blobs: torch.Tensor, d: Decoder) -> torch.Tensor:
+    """What the threads of a kernel feed to the matrix unit: (rows, K) fp64."""
+    size = 128 * 128 * d.bits // 8
+    words = unchunk(blobs[..., :size].contiguous().view(torch.int32), d.bits).numpy()
+    tiles, k_tiles = words.shape[:2]
+    grid = blobs[..., size:].contiguous().view(torch.int32).numpy().view(np.uint32)
+    grid = grid.reshape(tiles, k_tiles, 2, 32, d.entries, d.grid_words)
+    t = np.arange(128)
+    pair = t // 32 * 8 + t % 32 // 4
+    out = []
+    for half in range(2):
+        codes = [Word(words[..., half, i].view(np.uint32).copy()) for i in range(d.bits)]
+        first, last = half * d.entries // 2, -(-(half + 1) * d.entries // 2)
+        constants = [
+            d.constants([Word(grid[:, :, :, pair, e, i].copy()) for i in range(d.grid_words)])
+            for e in range(first, last)
+        ]
+        registers = np.stack([r.bits for r in d.registers(codes, constants)], -1)
+        out.append(torch.from_numpy(registers.view(np.int32).copy()))
+    bits = torch.stack(out, -2)  # tile, K tile, warpgroup, thread, half, register
+    return unfragment(bits.view(getattr(torch, d.operand)).to(torch.float64), d.slot)
+
+
+@pytest.mark.parametrize(("spec", "operand"), PAIRS)
+def test_threads_hold_the_weights(spec: str, operand: str) -> None:
+    d = decoder(get_format(spec), operand)
+    assert isinstance(d, Decoder)
+    torch.manual_seed(0)
+    packed = anybit.quantize_tensor(torch.randn(130, 512), spec)
+    codes = torch.randint_like(packed.codes(), 2**packed.format.bits)  # every code, not likely ones
+    if spec.startswith(("fp8", "fp:e4m3", "fp:e5m2")):  # but no NaN and no infinity
+        codes = codes & 0x80 | (codes & 0x7F).clamp_max(packed.format.largest_code)
+    if spec.startswith("liquid"):  # codes that quantization makes: sums stay within a byte
+        codes = packed.codes()
+    packed = anybit.Packed.from_codes(packed.format, packed.shape, codes, packed.grid)
+
+    blobs = pack(packed, d)
+    assert torch.equal(unpack_codes(blobs, d)[:130], codes)
+    operands = emulate(blobs, d)[:130]
+    got = (operands - d.row_zero(packed)[:, None]) if d.operand == "uint8" else operands
+    got = got * d.row_scale(packed)[:, None].double()
+    want = packed.dequantize().double()
+    if d.grid_words and d.operand in MANTISSA:
+        # One rounding of the scale (if the operand has fewer bits than fp16) and one of the
+        # product; below the smallest normal number the error stops shrinking.
+        info = torch.finfo(getattr(torch, d.operand))
+        relative = info.eps / 2 * (1 if d.operand == "float16" else 2.01)
+        bound = want.abs() * relative
+        bound += d.row_scale(packed)[:, None].double() * info.smallest_normal * info.eps
+        assert bool(((got - want).abs() <= bound).all())
+    else:
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("slot", [8, 16])
+def test_fragment_is_a_permutation(slot: int) -> None:
+    codes = torch.arange(256 * 256).view(256, 256)
+    assert torch.equal(unfragment(fragment(codes, slot), slot), codes)
+    # PTX, "wgmma register fragments": thread 5 of warp 2, register 1, first element.
+    e = 32 // slot
+    held = fragment(codes, slot)[1, 0, 1, 2 * 32 + 5, 0].view(-1, e)
+    row, column = 128 + 64 + 2 * 16 + 5 // 4 + 8, (5 % 4) * e
+    assert int(held[1, 0]) == row * 256 + column
+    assert int(held[2, 0]) == (row - 8) * 256 + column + 4 * e
+
+
+def test_every_bit_has_one_place() -> None:
+    for spec, operand in PAIRS:
+        d = decoder(get_format(spec), operand)
+        assert isinstance(d, Decoder)
+        cut = planes(d.places, d.slot)
+        assert sorted(b for plane in cut for b in plane.bits) == list(range(d.bits))
+    assert tiling((0, 3), 16) is not None
+    assert tiling((0, 1, 2, 6), 16) is None
+    assert [len(p.bits) for p in planes((8, 9, 10, 11, 12, 15), 16)] == [4, 2]  # FP6-LLM's 4 + 2
