@@ -155,6 +155,36 @@ def anybit_case(scheme: str, dtype: torch.dtype, backend: str | None = None) -> 
 # Measuring.
 
 
+def run(
+    schemes: Sequence[str],
+    shapes: Sequence[tuple[int, int]],
+    ms: Sequence[int],
+    csv_path: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> list[Row]:
+    """`anybit bench`: time schemes ("fp6", "liquid@int8") against the dense layer, on this machine.
+
+    Says each row as it is measured and returns all; writes them to `csv_path` if there is one.
+    Raises ValueError for unknown formats and for shapes that one of them cannot store.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cases = [anybit_case(scheme, dense_dtype(device)) for scheme in schemes]
+    for scheme in schemes:
+        for shape in shapes:
+            parse_scheme(scheme)[0].check(*shape)
+    if csv_path and not csv_path.parent.is_dir():
+        raise ValueError(f"{csv_path.parent} is no directory to write {csv_path.name} into")
+    rows: list[Row] = []
+    for row in measure(cases, shapes, ms, device, current_commit()):
+        if not rows:
+            say(f"on {row.gpu}")
+        say(line(row))
+        rows.append(row)
+    if csv_path:
+        write_csv(csv_path, rows)
+    return rows
+
+
 def measure(
     cases: Sequence[Case],
     shapes: Iterable[tuple[int, int]],

@@ -232,6 +232,44 @@ def test_a_backend_that_refuses_says_why():
     assert "multiples of 16" in rows[-1].note
 
 
+# What `anybit bench` runs.
+
+
+@pytest.fixture
+def two_sizes(monkeypatch):
+    monkeypatch.setattr(timing.ReadFloor, "measure", classmethod(lambda cls, device: FLOOR))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_a_run_says_and_writes_every_row(two_sizes, tmp_path):
+    said: list[str] = []
+    path = tmp_path / "rows.csv"
+    rows = bench.run(["int4", "fp6"], [(32, 64), (64, 32)], [1, 3], path, said.append)
+    assert [(r.peer, r.format, r.N, r.M) for r in rows if r.N == 32] == [
+        ("torch", "bf16", 32, 1), ("torch", "bf16", 32, 3), ("anybit", "int4", 32, 1),
+        ("anybit", "int4", 32, 3), ("anybit", "fp6", 32, 1), ("anybit", "fp6", 32, 3),
+    ]  # fmt: skip
+    assert len(rows) == 12
+    assert all(row.note == "" for row in rows)
+    assert [(r.peer, r.M, r.N) for r in bench.read_csv(path)] == [(r.peer, r.M, r.N) for r in rows]
+    assert len(said) == 13
+    assert "32x64" in said[1]
+    assert " us " in said[1]
+
+
+@pytest.mark.parametrize(
+    ("schemes", "where", "message"),
+    [
+        (["int4", "int99"], "rows.csv", "unknown format 'int99'"),
+        (["int4:group=128"], "rows.csv", "K=64 is not a multiple of group=128"),
+        (["int4"], "no/rows.csv", "no directory to write rows.csv into"),
+    ],
+)
+def test_a_run_that_cannot_end_well_does_not_start(two_sizes, tmp_path, schemes, where, message):
+    with pytest.raises(ValueError, match=message):
+        bench.run(schemes, [(32, 64)], [1], tmp_path / where, pytest.fail)
+
+
 # Arguments.
 
 
