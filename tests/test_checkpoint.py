@@ -215,7 +215,7 @@ def test_newer_version(copy):
     edit_config(
         copy, quantization_config={"quant_method": "anybit", "version": 2, "layout": "tiles"}
     )
-    with pytest.raises(ValueError, match=r"layout version 2.*reads up to 1; upgrade"):
+    with pytest.raises(ValueError, match=r"layout version 2.*reads up to 1; upgrade anybit"):
         anybit.load(copy)
 
 

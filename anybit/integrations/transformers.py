@@ -70,13 +70,11 @@ class AnybitConfig(QuantizationConfigMixin):
         if not isinstance(version, int) or version > VERSION:
             raise ValueError(
                 f"the checkpoint has layout version {version}, anybit {__version__} reads up to "
-                f"{VERSION}; upgrade it: pip install -U anybit"
+                f"{VERSION}; upgrade anybit"
             )
-        if quant_method != METHOD or unknown:
-            what = (
-                f"quant_method={quant_method!r}" if quant_method != METHOD else ", ".join(unknown)
-            )
-            raise ValueError(f"quantization_config of anybit has formats and version, not {what}")
+        if formats is None or quant_method != METHOD or unknown:
+            given = {"formats": formats, "quant_method": quant_method, **unknown}
+            raise ValueError(f"anybit's quantization_config has formats and version, not {given}")
         self.quant_method = METHOD  # type: ignore[assignment]
         self.formats = plan_of(formats)
 
