@@ -193,59 +193,78 @@ def measure(
     commit: str = "",
     floor: ReadFloor | None = None,
 ) -> Iterator[Row]:
-    """Yield a row for each case, shape (N, K) and number of tokens M.
+    """Yield a row for each shape (N, K), number of tokens M and case, in this order.
 
-    The dense layer is timed first for every shape, whether or not `cases` name it.
+    The dense layer comes first for every M, whether or not `cases` name it, so that all that is
+    compared with it is measured soon after it, on a chip that is as warm.
     """
     floor = floor or ReadFloor.measure(device)
     baseline = dense_case(dense_dtype(device), device)
+    others = [c for c in cases if (c.peer, c.format) != (baseline.peer, baseline.format)]
     blank = Row(device_name(device), time.strftime("%Y-%m-%d"), commit, "", "", "", 0, 0, 0)
     for n, k in shapes:
         random = torch.Generator(device).manual_seed(n * 31 + k)
         w = torch.randn(n, k, device=device, generator=random) * 0.02
         x = torch.randn(max(ms), k, device=device, generator=random)
-        dense: dict[int, float] = {}
-        for case in [baseline, *(c for c in cases if (c.peer, c.format) != _key(baseline))]:
-            label = replace(
-                blank, peer=case.peer, format=case.format, activation=case.activation, N=n, K=k
-            )
-            for row in _measure_case(case, label, w, x, ms, floor):
-                if case is baseline and row.us:
-                    dense[row.M] = row.us
-                if row.us and row.M in dense:
-                    row = replace(row, vs_cublas_fp16=dense[row.M] / row.us)
+        entries = [_Entry(case, w, x, ms) for case in [baseline, *others]]
+        for m in ms:
+            dense = None
+            for entry in entries:
+                row = entry.row(replace(blank, M=m, N=n, K=k), x[:m], floor)
+                if entry is entries[0]:
+                    dense = row.us
+                if row.us and dense:
+                    row = replace(row, vs_cublas_fp16=dense / row.us)
                 yield row
 
 
-def _key(case: Case) -> tuple[str, str]:
-    return case.peer, case.format
+class _Entry:
+    """A case at one shape, prepared and checked at every M; then timed.
 
+    What other packages raise becomes a note, not an end.
+    """
 
-def _measure_case(
-    case: Case, label: Row, w: Tensor, x: Tensor, ms: Sequence[int], floor: ReadFloor
-) -> Iterator[Row]:
-    """The rows of one case and shape. What other packages raise becomes a note, not an end."""
-    try:
-        layer = case.prepare(w)
-        plausible(layer.decoded.float(), w)
-    except Exception as error:
-        for m in ms:
-            yield replace(label, M=m, note=failure(error))
-        return
-    copies = rotated(layer.weight, layer.nbytes)
-    for m in ms:
-        label = replace(label, M=m)
+    def __init__(self, case: Case, w: Tensor, x: Tensor, ms: Sequence[int]):
+        self.case = case
+        self.failures: dict[int, str] = {}
         try:
-            tokens = x[:m].to(case.dtype)
-            inputs = layer.inputs(tokens)
-            # A copy's result, not the original's: the copies are what is timed.
-            y = layer.result(layer.run(copies[-1], *inputs), inputs)
-            check(y, layer.seen(tokens) @ layer.decoded.float().T, tolerance(case))
-            us = median_us([partial(layer.run, c, *inputs) for c in copies], w.device)
+            layer = case.prepare(w)
+            plausible(layer.decoded.float(), w)
+            self.copies = rotated(layer.weight, layer.nbytes)
         except Exception as error:
-            yield replace(label, note=failure(error))
-            continue
-        yield finish(replace(label, us=us, note=case.note), layer.nbytes, floor)
+            self.failures = dict.fromkeys(ms, failure(error))
+            return
+        decoded = layer.decoded.float()
+        for m in ms:
+            try:
+                tokens = x[:m].to(case.dtype)
+                y = self._product(layer, tokens)
+                check(y, layer.seen(tokens) @ decoded.T, tolerance(case))
+            except Exception as error:
+                self.failures[m] = failure(error)
+        self.layer = replace(layer, decoded=decoded.new_empty(0))  # large, and not needed again
+
+    def row(self, label: Row, x: Tensor, floor: ReadFloor) -> Row:
+        """Time M = len(x) tokens."""
+        case = self.case
+        label = replace(label, peer=case.peer, format=case.format, activation=case.activation)
+        if label.M in self.failures:
+            return replace(label, note=self.failures[label.M])
+        try:
+            tokens, layer = x.to(case.dtype), self.layer
+            inputs = layer.inputs(tokens)
+            before = self._product(layer, tokens)
+            us = median_us([partial(layer.run, c, *inputs) for c in self.copies], x.device)
+            # A race, or a counter that is left behind, shows in later products.
+            check(self._product(layer, tokens), before.float(), tolerance(case))
+        except Exception as error:
+            return replace(label, note=failure(error))
+        return finish(replace(label, us=us, note=case.note), layer.nbytes, floor)
+
+    def _product(self, layer: Layer, tokens: Tensor) -> Tensor:
+        """By a copy, not by the original: the copies are what is timed."""
+        inputs = layer.inputs(tokens)
+        return layer.result(layer.run(self.copies[-1], *inputs), inputs)
 
 
 def finish(row: Row, nbytes: int, floor: ReadFloor) -> Row:

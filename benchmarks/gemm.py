@@ -6,6 +6,7 @@ Needs a GPU. Peers that are not installed are named and left out. See README.md 
 """
 
 import argparse
+import dataclasses
 import multiprocessing
 import time
 from pathlib import Path
@@ -38,17 +39,22 @@ SCHEMES = [
 
 def main() -> None:
     args = arguments()
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs a GPU; `anybit bench` measures on a CPU too")
     device = torch.device("cuda")
     cases, missing = all_cases(args.schemes, args.only)
     for name, reason in missing.items():
         say(f"{name} is left out: {reason}")
     shapes = [bench.parse_shape(text) for text in args.shapes]
     if args.workers > 1:
-        warm(args, len(cases), shapes)
+        cases = [
+            without(case, crashes) for case, crashes in zip(cases, warm(args, shapes), strict=True)
+        ]
     say("measuring the read floor")
     floor = ReadFloor.measure(device)
     say("read floor: " + ", ".join(f"{b / 1e6:.0f} MB {us:.2f} us" for b, us in floor.points))
-    rows: list[bench.Row] = []
+    rows = bench.read_csv(args.out) if args.append and args.out.exists() else []
+    rows = [row for row in rows if (row.N, row.K) not in shapes]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     commit = args.commit or bench.current_commit()
     for row in bench.measure(cases, shapes, args.m, device, commit, floor):
@@ -56,7 +62,7 @@ def main() -> None:
         if row.note.startswith("refused"):
             continue  # such a layer is not for that kernel, and there is nothing to measure
         rows.append(row)
-        if args.m[-1] == row.M:
+        if len(rows) % 20 == 0:
             bench.write_csv(args.out, rows)
     bench.write_csv(args.out, rows)
     bad = [row for row in rows if row.us is None]
@@ -68,6 +74,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("h200_gemm.csv"), help="the CSV to write")
+    parser.add_argument("--append", action="store_true", help="keep its rows of other shapes")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="NxK")
     parser.add_argument("--m", type=bench.parse_counts, default=bench.parse_counts(MS), help=MS)
     parser.add_argument("--schemes", nargs="*", default=SCHEMES, help="anybit's formats")
@@ -92,32 +99,65 @@ def all_cases(
     return cases, missing
 
 
-def warm(args: argparse.Namespace, count: int, shapes: list[tuple[int, int]]) -> None:
-    """Run every case once in other processes, which fills the compilers' caches on disk."""
+Crashes = dict[tuple[int, int], str]  # shape (N, K): how a case ended there
+
+
+def warm(args: argparse.Namespace, shapes: list[tuple[int, int]]) -> list[Crashes]:
+    """Run every case once in other processes: fills the compilers' caches and finds crashes.
+
+    A kernel that reads where it must not ends CUDA for its process; better there than here.
+    """
+    count = len(all_cases(args.schemes, args.only)[0])
     say(f"compiling in {args.workers} processes")
     jobs = [(args.schemes, args.only, i, shape, args.m) for shape in shapes for i in range(count)]
-    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-        for done, text in enumerate(pool.imap_unordered(compile_case, jobs)):
+    found: list[Crashes] = [{} for _ in range(count)]
+    with multiprocessing.get_context("spawn").Pool(args.workers, maxtasksperchild=6) as pool:
+        for index, shape, text, crash in pool.imap_unordered(compile_case, jobs):
             if text:
-                say(f"{done + 1} of {len(jobs)}: {text}")
+                say(text)
+            if crash:
+                found[index][shape] = text
+    return found
 
 
-def compile_case(job: tuple[list[str], list[str] | None, int, tuple[int, int], list[int]]) -> str:
-    """Prepare and run one case once for every M; returns what took long or failed."""
-    schemes, only, index, (n, k), ms = job
+def compile_case(
+    job: tuple[list[str], list[str] | None, int, tuple[int, int], list[int]],
+) -> tuple[int, tuple[int, int], str, bool]:
+    """Run one case once for every M: its index and shape, what to say, whether CUDA broke."""
+    schemes, only, index, shape, ms = job
     case = all_cases(schemes, only)[0][index]
+    name = f"{case.peer} {case.format} {case.activation} {shape[0]}x{shape[1]}"
     start = time.perf_counter()
     try:
-        layer = case.prepare(torch.randn(n, k, device="cuda") * 0.02)
-        for m in ms:
-            layer.run(layer.weight, *layer.inputs(torch.randn(m, k, device="cuda").to(case.dtype)))
         torch.cuda.synchronize()
+    except Exception:  # an earlier case has ended CUDA in this process; this one is compiled later
+        return index, shape, "", False
+    try:
+        w = torch.randn(shape, device="cuda") * 0.02
+        layer = case.prepare(w)
+        for m in ms:
+            x = torch.randn(m, shape[1], device="cuda").to(case.dtype)
+            layer.run(layer.weight, *layer.inputs(x))
+        torch.cuda.synchronize()
+    except bench.Refused:
+        return index, shape, "", False
     except Exception as error:
-        return f"{case.peer} {case.format} {n}x{k}: {bench.failure(error)}"
-    finally:
-        torch.cuda.empty_cache()
+        crash = "CUDA error" in str(error) or "illegal" in str(error)
+        return index, shape, f"{name}: {bench.failure(error)}", crash
     seconds = time.perf_counter() - start
-    return f"{case.peer} {case.format} {n}x{k}: {seconds:.0f} s" if seconds > 5 else ""
+    return index, shape, f"{name}: compiled in {seconds:.0f} s" if seconds > 10 else "", False
+
+
+def without(case: bench.Case, crashes: Crashes) -> bench.Case:
+    """The same case, which is not run again at the shapes at which it crashed."""
+
+    def prepare(w: torch.Tensor) -> bench.Layer:
+        crash = crashes.get((w.shape[0], w.shape[1]))
+        if crash is not None:
+            raise RuntimeError(crash)
+        return case.prepare(w)
+
+    return dataclasses.replace(case, prepare=prepare)
 
 
 def say(text: str) -> None:

@@ -36,10 +36,10 @@ COLORS = {
 }
 DASHES = ["-", "--", "-.", (0, (1, 1)), (0, (4, 1, 1, 1, 1, 1))]
 PANELS = {
-    "2 and 3 bits": ("int2", "int3", "codebook"),
-    "4 bits, 16-bit activations": ("int4", "nf4", "liquid", "fp4"),
-    "5 and 6 bits": ("fp5", "fp6"),
-    "8 bits": ("int8", "fp8", "sparse"),
+    "1 to 3 bits": ("int1", "int2", "int3", "codebook"),
+    "4 bits": ("int4", "nf4", "liquid", "fp4", "sparse"),
+    "5 and 6 bits": ("int5", "int6", "fp5", "fp6"),
+    "7 and 8 bits": ("int7", "int8", "fp8"),
 }
 QUANTIZED = "8-bit activations"
 

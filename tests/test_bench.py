@@ -1,7 +1,9 @@
 """The harness itself: its arithmetic, its columns, and that it refuses to time a wrong product."""
 
+import importlib.util
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from anybit import bench, timing
 from anybit.bench import Case, Layer, Row
 from anybit.timing import ReadFloor
+from tests.specs import NAMES
 
 CPU = torch.device("cpu")
 FLOOR = ReadFloor([(1_000_000, 3.0), (2_000_000, 4.0), (10_000_000, 20.0)])
@@ -136,10 +139,10 @@ def test_a_wrong_product_is_not_timed(change, what):
 def test_a_right_product_is_timed():
     rows = measure(wrong(lambda y: y * 1.001))  # within what rounding explains
     assert [(row.peer, row.M) for row in rows] == [
-        ("torch", 1), ("torch", 5), ("other", 1), ("other", 5),
+        ("torch", 1), ("other", 1), ("torch", 5), ("other", 5),
     ]  # fmt: skip
     assert all(row.us and row.us > 0 and not row.note for row in rows)
-    first, ours = rows[0], rows[2]
+    first, ours = rows[:2]
     assert ours.vs_cublas_fp16 == pytest.approx(first.us / ours.us)
     assert ours.vs_floor == pytest.approx(ours.us / FLOOR(32 * 64 * 2))
 
@@ -153,6 +156,17 @@ def test_the_wrong_copy_of_a_weight_is_found():
 
     rows = measure(dense(lambda layer: replace(layer, weight=layer.weight.as_subclass(Fragile))))
     assert rows[-1].note.startswith("wrong result")
+
+
+def test_a_product_that_changes_while_it_is_timed_is_found():
+    calls = []
+
+    def drift(y):
+        calls.append(y)
+        return y if len(calls) < 4 else y * 1.5
+
+    rows = [row for row in measure(wrong(drift), ms=[1]) if row.peer == "other"]
+    assert rows[0].note.startswith("wrong result: relative error 0.5")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +233,9 @@ def test_copies_are_distinct_and_exceed_the_cache():
 @pytest.mark.parametrize("scheme", ["int4", "liquid@int8", "fp6", "codebook:m=1,v=2,b=2,group=32"])
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_our_layers_are_right_by_the_same_check(scheme, backend):
-    rows = measure(bench.anybit_case(scheme, torch.bfloat16, backend))[2:]
+    rows = [
+        r for r in measure(bench.anybit_case(scheme, torch.bfloat16, backend)) if r.peer != "torch"
+    ]
     assert [row.note for row in rows] == ["", ""]
     assert {row.peer for row in rows} == {"anybit-reference" if backend else "anybit"}
     assert rows[0].format == bench.parse_scheme(scheme)[0].spec
@@ -246,8 +262,8 @@ def test_a_run_says_and_writes_every_row(two_sizes, tmp_path):
     path = tmp_path / "rows.csv"
     rows = bench.run(["int4", "fp6"], [(32, 64), (64, 32)], [1, 3], path, said.append)
     assert [(r.peer, r.format, r.N, r.M) for r in rows if r.N == 32] == [
-        ("torch", "bf16", 32, 1), ("torch", "bf16", 32, 3), ("anybit", "int4", 32, 1),
-        ("anybit", "int4", 32, 3), ("anybit", "fp6", 32, 1), ("anybit", "fp6", 32, 3),
+        ("torch", "bf16", 32, 1), ("anybit", "int4", 32, 1), ("anybit", "fp6", 32, 1),
+        ("torch", "bf16", 32, 3), ("anybit", "int4", 32, 3), ("anybit", "fp6", 32, 3),
     ]  # fmt: skip
     assert len(rows) == 12
     assert all(row.note == "" for row in rows)
@@ -268,6 +284,43 @@ def test_a_run_says_and_writes_every_row(two_sizes, tmp_path):
 def test_a_run_that_cannot_end_well_does_not_start(two_sizes, tmp_path, schemes, where, message):
     with pytest.raises(ValueError, match=message):
         bench.run(schemes, [(32, 64)], [1], tmp_path / where, pytest.fail)
+
+
+# The scripts in benchmarks/.
+
+
+def script(name):
+    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8"])
+def test_the_adapters_of_torch_are_right_where_they_run(name):
+    case = next(case for case in script("peers").cublas() if case.format == name)
+    rows = [row for row in measure(case) if row.peer == "cublas"]
+    assert [row.us is not None for row in rows] == [True, True], rows
+
+
+def test_missing_packages_are_named(monkeypatch):
+    def gone():
+        import a_package_that_nobody_has  # noqa: F401
+
+    peers = script("peers")
+    monkeypatch.setattr(peers, "PEERS", {"cublas": peers.cublas, "gone": gone})
+    found, missing = peers.cases()
+    assert {case.peer for case in found} == {"cublas"}
+    assert "a_package_that_nobody_has" in missing["gone"]
+
+
+def test_every_format_has_a_panel():
+    plot = script("plot")
+    for name in NAMES:
+        assert plot.panel_of(replace(BLANK, format=name, activation="fp16")) in plot.PANELS, name
+    assert plot.panel_of(replace(BLANK, activation="fp8-given")) == plot.QUANTIZED
+    assert plot.panel_of(replace(BLANK, format="fp16")) is None
 
 
 # Arguments.
