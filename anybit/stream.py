@@ -281,7 +281,7 @@ def begin(partial: Path, manifest: Mapping[str, Any], overwrite: bool) -> None:
         old, new = read_json(path), json.loads(json.dumps(manifest))
         changed = [key for key in new if old.get(key) != new[key]]
         if changed and not overwrite:
-            what = "; ".join(f"{k} was {old.get(k)}, now {new[k]}" for k in changed)
+            what = "; ".join(difference(key, old.get(key), new[key]) for key in changed)
             raise ValueError(
                 f"{partial} holds an unfinished run that was started differently ({what}); "
                 "go on with the same settings, or pass overwrite=True to start anew"
@@ -296,6 +296,14 @@ def begin(partial: Path, manifest: Mapping[str, Any], overwrite: bool) -> None:
     partial.mkdir(exist_ok=True)
     write_json(path.with_suffix(".tmp"), manifest)
     os.replace(path.with_suffix(".tmp"), path)
+
+
+def difference(key: str, old: Any, new: Any) -> str:
+    """What changed between two manifests, in words."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        changed = sorted(name for name in old | new if old.get(name) != new.get(name))
+        return f"{key}: {', '.join(changed)} changed"
+    return f"{key} was {old}, now {new}"
 
 
 def write_shard(path: Path, names: list[str], work: Work, step: Callable[..., None]) -> None:

@@ -40,10 +40,13 @@ def test_import_is_light_and_transformers_learns_of_it_later():
     import sys, anybit
     heavy = {"transformers", "triton"} & sys.modules.keys()
     assert not heavy, f"import anybit imports {heavy}"
+    anybit.integrations.hook.install()
+    assert sum(type(finder).__module__.startswith("anybit") for finder in sys.meta_path) == 1
     from transformers.quantizers import auto
     assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING["anybit"] is anybit.AnybitConfig
     assert "anybit" in auto.AUTO_QUANTIZER_MAPPING
-    assert not any(type(finder).__module__.startswith("anybit") for finder in sys.meta_path)
+    anybit.integrations.hook.install()
+    assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING["anybit"] is anybit.AnybitConfig
     """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
 

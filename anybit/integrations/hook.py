@@ -6,6 +6,7 @@ takes seconds, so `import anybit` does not: it waits until someone else does.
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -23,22 +24,26 @@ def install() -> None:
 
 
 def register() -> None:
-    from anybit.integrations import transformers as ours
-
-    ours.register()
+    ours = import_module("anybit.integrations.transformers")
+    if hasattr(ours, "register"):  # else its own imports brought us here; it registers at its end
+        ours.register()
 
 
 class Finder(MetaPathFinder):
     """Steps in for one module only: runs it as usual, and registers after that."""
 
+    asking = False  # the other finders, for that module's spec
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != REGISTRIES:
+        if name != REGISTRIES or self.asking:
             return None
-        if self in sys.meta_path:  # not again, so that `find_spec` below asks the others
-            sys.meta_path.remove(self)
-        spec = find_spec(name)
+        self.asking = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self.asking = False
         if spec is not None and spec.loader is not None:
             spec.loader = RegisterAfter(spec.loader)
         return spec

@@ -254,3 +254,6 @@ def stored_layer(
     keys = (key for key in tensor_shapes(fmt, shape) if f"{name}.{key}" in stored)
     tensors = {key: stored[f"{name}.{key}"].meta() for key in keys}
     return QuantLinear(Packed.from_tensors(fmt, shape, tensors, name), old.bias, activation)
+
+
+register()
