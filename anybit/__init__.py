@@ -10,12 +10,15 @@ from anybit.linear import QuantLinear, dequantize, linear, quantize_tensor
 from anybit.quantize import dequantize_, quantize_
 from anybit.quantizers.clip import Clip
 from anybit.quantizers.gptq import GPTQ
+from anybit.quantizers.hqq import HQQ
 from anybit.quantizers.rtn import RTN
+from anybit.quantizers.smooth import Smooth
 from anybit.quantizers.text import Calibration
 
 __version__ = "0.1.0"
 __all__ = [
     "GPTQ",
+    "HQQ",
     "RTN",
     "AnybitConfig",
     "Calibration",
@@ -25,6 +28,7 @@ __all__ = [
     "Grid",
     "Packed",
     "QuantLinear",
+    "Smooth",
     "dequantize",
     "dequantize_",
     "get_format",

@@ -8,9 +8,10 @@ the inputs of the next.
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, TypeVar, cast
 
 import torch
@@ -38,14 +39,36 @@ class Calibrated:
 
     statistics: ClassVar[tuple[str, ...]] = ()  # the fields of `Seen` that it wants
 
+    def wanted(self) -> tuple[str, ...]:
+        """The fields of `Seen` that this instance wants."""
+        return self.statistics
+
     def transform(
-        self, block: nn.Module, schemes: Mapping[str, str], seen: dict[str, Seen]
+        self,
+        block: nn.Module,
+        schemes: Mapping[str, str],
+        seen: dict[str, Seen],
+        output: Callable[[], Tensor],
     ) -> dict[str, Seen]:
         """Rewrite a block (new parameters, same function) before its layers are quantized.
 
-        Names of layers are relative to the block. Returns the statistics after the change.
+        Names of layers are relative to the block. output: computes what the block puts out for a
+        little text. Returns the statistics after the change.
         """
         return seen
+
+    def quantize_block(
+        self,
+        block: nn.Module,
+        schemes: Mapping[str, str],
+        seen: Mapping[str, Seen],
+        outputs: Sequence[Callable[[], Tensor]],
+    ) -> None:
+        """Quantize a block's layers in place.
+
+        outputs: for each batch of the text, computes what the block puts out, as it is then.
+        """
+        quantize_layers(block, schemes, self, seen)
 
     def quantize(self, w: Tensor, fmt: Format, seen: Seen) -> Packed:
         """Weights (N, K) of any float dtype, and what their layer saw -> Packed."""
@@ -86,17 +109,17 @@ def run(
                 own = inside(schemes, f"{prefix}.{index}.")
                 with visiting(block, replay.device):
                     if not work.restore(index, block, own):
-                        seen = replay.watch(index, own, quantizer.statistics)
+                        seen = replay.watch(index, own, quantizer.wanted())
                         few |= too_few(seen, block, f"{prefix}.{index}.")
-                        quantize_layers(
-                            block, own, quantizer, quantizer.transform(block, own, seen)
-                        )
+                        output = partial(replay.output, index)
+                        seen = quantizer.transform(block, own, seen, output)
+                        quantizer.quantize_block(block, own, seen, replay.outputs(index))
                     replay.advance(index, calibration.kv_scales)
                     work.save(index, block)
                 step(sum(inside(weights, f"{prefix}.{index}.").values()), f"{prefix}.{index}")
             outside = {n: s for n, s in schemes.items() if not n.startswith(f"{prefix}.")}
             if outside:
-                seen = replay.watch(len(blocks), outside, quantizer.statistics)
+                seen = replay.watch(len(blocks), outside, quantizer.wanted())
                 few |= too_few(seen, model, "")
                 quantize_layers(model, outside, quantizer, seen)
                 step(sum(weights[name] for name in outside))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,6 +125,14 @@ class Replay:
                 )
         return {name: seen.get(source.get(name, name), Seen()) for name in names}
 
+    def output(self, index: int) -> Tensor:
+        """What block `index` puts out for the first sample."""
+        return self._call(index, 0, samples=1)
+
+    def outputs(self, index: int) -> list[Callable[[], Tensor]]:
+        """For each batch, a function that computes what block `index` puts out."""
+        return [partial(self._call, index, batch) for batch in range(len(self.batches))]
+
     def advance(self, index: int, kv_scales: bool = False) -> None:
         """Run block `index` as it is now, and keep its outputs as the inputs of the next."""
         cache = kv_recorder() if kv_scales else None
@@ -135,9 +144,15 @@ class Replay:
         if cache is not None:
             cache.store(self.blocks[index])
 
-    def _call(self, index: int, batch: int, cache: Any = None) -> Tensor:
-        """Run the model on a batch up to the end of block `index`; return its output."""
-        hidden = self.hidden[batch]
+    def _call(
+        self, index: int, batch: int, cache: Any = None, samples: int | None = None
+    ) -> Tensor:
+        """Run the model on a batch up to the end of block `index`; return its output.
+
+        samples: use only the first few of the batch.
+        """
+        ids, hidden = self.batches[batch][:samples], self.hidden[batch]
+        hidden = hidden if hidden is None else hidden[:samples]
         forwards = [block.forward for block in self.blocks]
         before = [vars(block).get("forward") for block in self.blocks]
 
@@ -162,9 +177,7 @@ class Replay:
             for at, block in enumerate(self.blocks):
                 block.forward = real if at == index else identity
             more = {} if cache is None else {"past_key_values": cache}
-            self.model(
-                input_ids=self.batches[batch].to(self.home), use_cache=cache is not None, **more
-            )
+            self.model(input_ids=ids.to(self.home), use_cache=cache is not None, **more)
         except _Done as done:
             return done.output
         finally:

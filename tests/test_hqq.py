@@ -1,0 +1,75 @@
+"""Half-quadratic grids: a smaller sum of |error|^p than rounding, zero points in fp16."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import anybit
+from anybit import HQQ, RTN
+from anybit.quantizers.hqq import P, shrink
+from tests.specs import SCALAR
+
+
+@pytest.fixture(scope="module")
+def w() -> Tensor:
+    """Weights with heavy tails, and groups whose mean is not zero."""
+    random = torch.Generator().manual_seed(0)
+    w = torch.randn(64, 256, generator=random) * 0.02
+    w += torch.randn(64, 1, generator=random) * 0.01
+    w[torch.rand(w.shape, generator=random) < 0.01] *= 4
+    return w
+
+
+def cost(packed: anybit.Packed, w: Tensor) -> float:
+    return float((packed.dequantize() - w).abs().pow(P).sum())
+
+
+@pytest.mark.parametrize("spec", SCALAR)
+def test_never_worse_than_rounding(spec: str, w: Tensor) -> None:
+    fmt = anybit.get_format(spec)
+    # 1.01: a scale is kept for the whole row where a finer level (of `liquid`) has its own cost.
+    assert cost(HQQ().quantize(w, fmt), w) <= 1.01 * cost(RTN().quantize(w, fmt), w)
+
+
+@pytest.mark.parametrize(
+    ("spec", "gain"),
+    [
+        ("int2:group=64,zero", 0.95),
+        ("int3:group=64,zero", 0.97),
+        ("int4:group=64,zero", 0.98),
+        ("int3", 0.75),
+    ],
+)
+def test_gain(spec: str, gain: float, w: Tensor) -> None:
+    fmt = anybit.get_format(spec)
+    assert cost(HQQ().quantize(w, fmt), w) < gain * cost(RTN().quantize(w, fmt), w)
+
+
+def test_zero_points_are_real_numbers_that_layers_take(w: Tensor) -> None:
+    packed = HQQ().quantize(w, anybit.get_format("int4:group=64,zero"))
+    zero = packed.grid["zero"]
+    assert zero.dtype == torch.float16
+    assert not torch.equal(zero, zero.round())
+    x = torch.randn(5, 256)
+    torch.testing.assert_close(
+        anybit.linear(x, packed), x @ packed.dequantize().T, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_shift_of_a_group_is_found() -> None:
+    """Weights on a grid with a fractional zero point are stored exactly but for fp16 numbers."""
+    codes = torch.arange(16).repeat(4)[torch.randperm(64)][None].float()
+    w = (codes - 7.3) * 0.25
+    fmt = anybit.get_format("int4:group=64,zero")
+    assert float((RTN().quantize(w, fmt).dequantize() - w).abs().max()) > 0.04
+    assert float((HQQ().quantize(w, fmt).dequantize() - w).abs().max()) < 0.01
+
+
+def test_shrink_by_brute_force() -> None:
+    """Against the p -> proximal formula: small errors vanish, large ones stay, signs are kept."""
+    x = torch.tensor([0.0, 1e-3, 0.1, 1.0, -1.0, 20.0])
+    got = shrink(x, 10.0)
+    assert got[:3].tolist() == [0, 0, 0]
+    assert float(got[3]) == pytest.approx(1 - 0.1)
+    assert float(got[4]) == pytest.approx(-(1 - 0.1))
+    assert float(got[5]) == pytest.approx(20 - 20 ** (P - 1) / 10)
