@@ -1,0 +1,273 @@
+"""What must not hurt anybody else: slow readers, vanished clients, failures, too many requests."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+
+from anybit.engine.llm import LLM
+from tests.serve.conftest import Live, serving, wait_for
+from tests.serve.test_protocol import events
+
+LONG = {"prompt": "def main(", "max_tokens": 500, "ignore_eos": True}
+SHORT = {"prompt": "def main(", "max_tokens": 4, "temperature": 0}
+
+
+def raw_request(live: Live, body: dict, receive_buffer: int | None = None) -> socket.socket:
+    """A request sent over a bare socket, whose answer nobody has read yet."""
+    client = socket.socket()
+    if receive_buffer:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.connect(("127.0.0.1", live.port))
+    data = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
+    client.sendall(head.encode() + data)
+    return client
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_vanished_client_frees_its_blocks(live: Live, stream: bool) -> None:
+    client = raw_request(live, LONG | {"stream": stream, "n": 4})
+    engine = live.server.llm.engine
+    assert wait_for(lambda: len(engine.scheduler.running) == 4)
+    before = engine.stats.finished.get("abort", 0)
+    client.close()
+    assert live.idle(5)
+    assert engine.stats.finished["abort"] == before + 4
+
+
+def test_a_client_that_leaves_before_the_answer_starts(live: Live) -> None:
+    """Waiting in the queue, too, ends with the connection."""
+    engine = live.server.llm.engine
+    busy = raw_request(live, LONG | {"n": 64, "stream": True})
+    assert wait_for(lambda: len(engine.scheduler.running) == 64)
+    clients = [raw_request(live, LONG | {"stream": stream}) for stream in (True, False)]
+    assert wait_for(lambda: len(engine.scheduler.waiting) == 2)
+    for client in clients:
+        client.close()
+    assert wait_for(lambda: not engine.scheduler.waiting)
+    assert len(engine.scheduler.running) == 64
+    busy.close()
+    assert live.idle(5)
+
+
+def test_a_slow_reader_stalls_nobody(live: Live) -> None:
+    slow = raw_request(live, LONG | {"stream": True, "n": 16, "logprobs": 5}, 4096)
+    with httpx.Client(base_url=live.url, timeout=60) as client:
+        answers = [client.post("/v1/completions", json=SHORT).json() for _ in range(5)]
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+    engine = live.server.llm.engine
+    # The engine ends the slow reader's texts, too, though most of them is still to be sent.
+    assert wait_for(lambda: not engine.requests, 60)
+    slow.settimeout(30)
+    data = b""
+    while not data.endswith(b"0\r\n\r\n"):
+        part = slow.recv(1 << 20)
+        assert part, "the connection ended before the answer"
+        data += part
+    assert b"data: [DONE]" in data[-40:]
+    assert data.count(b'"finish_reason":"length"') == 16
+    assert len(data) > 1 << 20  # much more than the buffers of both sockets
+    slow.close()
+
+
+def test_too_many_requests_are_told_to_come_back(tiny: Path) -> None:
+    llm = LLM(tiny, max_running=2)
+    with serving(llm, queue=3, queue_tokens=100) as live:
+        first = raw_request(live, LONG | {"n": 5})
+        assert wait_for(lambda: live.server.engine.texts == 5)
+        refused = live.post("/v1/completions", SHORT)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert "too many requests" in refused.json()["error"]["message"]
+        first.close()
+        assert live.idle()
+        first = raw_request(live, LONG | {"prompt": [5] * 90})
+        assert wait_for(lambda: live.server.engine.texts == 1)
+        refused = live.post("/v1/completions", SHORT | {"prompt": [5] * 20})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert live.post("/v1/completions", SHORT | {"prompt": [5] * 10}).status_code == 200
+        first.close()
+        assert live.post("/v1/completions", SHORT | {"prompt": [5] * 101}).status_code == 400
+
+
+def test_a_failing_request_fails_alone(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = live.server.llm.engine.runner.run
+
+    def fail(scheduled: list) -> tuple:
+        if any(s.seq.prompt == [666] for s in scheduled):
+            raise RuntimeError("out of luck")
+        return run(scheduled)
+
+    monkeypatch.setattr(live.server.llm.engine.runner, "run", fail)
+    answer = live.post("/v1/completions", {"prompt": [666]})
+    assert answer.status_code == 500
+    assert "out of luck" in answer.json()["error"]["message"]
+    streamed = events(live.post("/v1/completions", {"prompt": [666], "stream": True}).text)
+    assert streamed[-1]["error"]["code"] == 500
+    assert live.post("/v1/completions", SHORT).status_code == 200
+    assert live.idle()
+
+
+def test_a_dead_engine_says_so(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(tiny)
+
+    def die() -> list:
+        raise SystemError("broken")
+
+    with serving(llm) as live:
+        monkeypatch.setattr(llm.engine, "step", die)
+        answer = live.post("/v1/completions", SHORT)
+        assert answer.status_code == 500
+        assert "SystemError: broken" in answer.json()["error"]["message"]
+        assert live.post("/v1/completions", SHORT).status_code == 503
+        assert httpx.get(live.url + "/health").status_code == 503
+
+
+def test_many_clients_at_once_each_get_their_own(live: Live) -> None:
+    """Streams neither lose nor mix up tokens."""
+    with httpx.Client(base_url=live.url, timeout=120) as client:
+
+        def ask(i: int, stream: bool) -> list[int]:
+            body = {"prompt": [i + 5] * (1 + i % 7), "max_tokens": 10 + i, "seed": i}
+            body |= {"ignore_eos": True, "return_token_ids": True, "stream": stream}
+            answer = client.post("/v1/completions", json=body)
+            bodies = events(answer.text) if stream else [answer.json()]
+            return [t for e in bodies for t in e["choices"][0]["token_ids"]]
+
+        with ThreadPoolExecutor(24) as pool:
+            streamed = list(pool.map(lambda i: ask(i, True), range(48)))
+        alone = [ask(i, False) for i in range(48)]
+    assert [len(tokens) for tokens in alone] == [10 + i for i in range(48)]
+    assert streamed == alone
+
+
+def test_the_schema_fuzzed(tiny: Path) -> None:
+    """Bodies that fit our OpenAPI schema and bodies that do not: never a 500."""
+    with serving(LLM(tiny, length=48)) as live, httpx.Client(timeout=60) as client:
+        schema = schemathesis.openapi.from_dict(client.get(live.url + "/openapi.json").json())
+        operations = [result.ok() for result in schema.get_all_operations()]
+        assert {op.path for op in operations} >= {"/v1/completions", "/v1/chat/completions"}
+        for operation in operations:
+            posts = operation.method == "post"
+            for mode in GenerationMode if posts else [GenerationMode.POSITIVE]:
+
+                @settings(
+                    max_examples=25 if posts else 1,
+                    deadline=None,
+                    database=None,
+                    derandomize=True,
+                    suppress_health_check=list(HealthCheck),
+                )
+                @given(case=operation.as_strategy(generation_mode=mode))
+                def fuzz(case: schemathesis.Case) -> None:
+                    answer = case.call(base_url=live.url, timeout=60)
+                    assert answer.status_code < 500 or answer.status_code == 503, answer.text
+
+                fuzz()
+        assert client.post(live.url + "/v1/completions", json=SHORT).status_code == 200
+        assert live.idle(30)
+
+
+SERVE = """
+import sys, torch
+torch.set_num_threads(1)
+from anybit.engine.llm import LLM
+from anybit.serve.app import Settings, run
+run(LLM(sys.argv[1], block_size=8), Settings("tiny", grace=float(sys.argv[3])), "127.0.0.1", int(sys.argv[2]))
+"""
+
+
+class Process:
+    """A server in a process of its own."""
+
+    def __init__(self, model: Path, port: int, grace: float):
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-c", SERVE, str(model), str(port), str(grace)]
+        self.process = subprocess.Popen(command)
+        assert wait_for(self.healthy, 120)
+
+    def healthy(self) -> bool:
+        assert self.process.poll() is None, "the server has ended; its output says why"
+        try:
+            return httpx.get(self.url + "/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def kill(self, kind: signal.Signals) -> None:
+        os.kill(self.process.pid, kind)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def lines(url: str, body: dict) -> Iterator[str]:
+    with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
+        yield from answer.iter_lines()
+
+
+@pytest.fixture
+def start(tiny: Path) -> Iterator[Callable[[int, float], Process]]:
+    """A function that starts a server process; all are gone after the test."""
+    started: list[Process] = []
+
+    def start(port: int, grace: float) -> Process:
+        started.append(Process(tiny, port, grace))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.process.kill()
+        process.process.wait()
+
+
+def test_kill_restart_and_graceful_shutdown(
+    start: Callable[[int, float], Process], port: int
+) -> None:
+    first = start(port, 30)
+    answer = lines(first.url, LONG | {"stream": True})
+    next(answer)
+    first.kill(signal.SIGKILL)
+    with pytest.raises(httpx.TransportError):
+        list(answer)
+    first.process.wait(10)
+
+    second = start(port, 4.0)  # the same port, at once
+    whole = httpx.post(second.url + "/v1/completions", json=SHORT, timeout=60).json()
+    assert whole["choices"][0]["finish_reason"] == "length"
+    short = lines(second.url, LONG | {"max_tokens": 20, "stream": True})
+    long = lines(second.url, LONG | {"n": 128, "logprobs": 20, "stream": True})
+    results: dict[str, list[str]] = {}
+    readers = {"short": short, "long": long}
+    for reader in readers.values():
+        next(reader)
+    second.kill(signal.SIGTERM)
+    threads = [
+        threading.Thread(target=lambda n=n, r=r: results.update({n: [x for x in r if x]}))
+        for n, r in readers.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert second.process.wait(30) in (0, -signal.SIGTERM)
+    # The grace is enough for one of them; both streams have an end.
+    assert results["short"][-1] == results["long"][-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in results["short"][-2]
+    assert any("shutting down" in line for line in results["long"])
