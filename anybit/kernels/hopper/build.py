@@ -35,7 +35,7 @@ SCHEMES = (
     "int8", "int4:group=128", "int4:group=64", "int4:group=128,zero", "int3:group=64",
     "int2:group=64",
 )  # fmt: skip
-SOURCES = ("decode.py", "gemm.py", "lang.py", "ptx.py")
+SOURCES = ("decode.py", "epilogue.py", "gemm.py", "lang.py", "ptx.py")
 ENTRY = re.compile(r"\.entry (\w+)\(")
 # The kernel's parameters as `load.Arguments` lays them out.
 PARAMETERS = [128, 8, *[8] * 7, 4, 4, 4, 1]

@@ -63,6 +63,8 @@ class Decoder:
     middle: int = 0
 
     grid_words = 0  # 32-bit words for each group of two rows, g and g + 8 of a fragment
+    finishing = 0  # instructions of `finish`
+    preparing = 0  # instructions of `constants`
 
     @property
     def bits(self) -> int:
@@ -152,6 +154,8 @@ class LiquidDecoder(Decoder):
     """q * s + a in every byte (equation 12 without its XOR)."""
 
     grid_words = 1
+    finishing = 1
+    preparing = 4
 
     def grid(self, packed: Packed) -> Tensor:
         step, offset = packed.grid["step"].int(), packed.grid["offset"].int()
@@ -182,6 +186,14 @@ class HalfDecoder(Decoder):
     @property
     def grid_words(self) -> int:  # type: ignore[override]
         return (1 + self.zeros) if self.group or self.zeros else 0
+
+    @property
+    def finishing(self) -> int:  # type: ignore[override]
+        return 2 if self.zeros else int(bool(self.grid_words or self.center or self.lift))
+
+    @property
+    def preparing(self) -> int:  # type: ignore[override]
+        return 2 * self.grid_words + 2 * bool(self.grid_words and self.center)
 
     def grid(self, packed: Packed) -> Tensor | None:
         if not self.grid_words:

@@ -15,17 +15,27 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int8, Int32, Int64, Uint8, Uint32
-from cutlass import const_expr
+from cutlass import (
+    BFloat16,
+    Float8E4M3FN,
+    Float16,
+    Float32,
+    Int8,
+    Int32,
+    Int64,
+    Uint8,
+    Uint32,
+    const_expr,
+)
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from anybit.kernels.hopper.decode import K_TILE
+from anybit.kernels.hopper.epilogue import ROWS, Epilogue
 from anybit.kernels.hopper.lang import Word
-from anybit.kernels.hopper.ptx import bulk_load, pack2, stmatrix_transposed, store_to_cta
+from anybit.kernels.hopper.ptx import bulk_load
 from anybit.kernels.hopper.tiles import Kernel
 
-ROWS = 128  # weight rows of a blob; 64 for each warpgroup
 TYPES = {
     "uint8": Uint8,
     "int8": Int8,
@@ -37,7 +47,7 @@ TYPES = {
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
-class Gemm:
+class Gemm(Epilogue):
     def __init__(self, kernel: Kernel):
         decoder, tile = kernel.decoder, kernel.tile
         self.decoder, self.tile, self.overlap = decoder, tile, kernel.overlap
@@ -93,9 +103,7 @@ class Gemm:
             cute.slice_(x_layout, (None, None, 0)),
             (self.tokens, K_TILE),
         )
-        mma = cute.make_tiled_mma(
-            cute.make_mma_atom(self.mma_op()), cute.make_layout((2, 1, 1))
-        )
+        mma = cute.make_tiled_mma(cute.make_mma_atom(self.mma_op()), cute.make_layout((2, 1, 1)))
 
         @cute.struct
         class Shared:
@@ -157,7 +165,7 @@ class Gemm:
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
 
-        # Each CTA takes a range of tiles, token tiles innermost; or a cluster one, and splits its K.
+        # A CTA takes a range of tiles, token tiles innermost; a cluster one tile, and splits its K.
         k_tiles = k // K_TILE
         m_tiles = (m + (self.tokens - 1)) // self.tokens
         if const_expr(self.cluster > 1):
@@ -310,10 +318,9 @@ class Gemm:
             for half in cutlass.range_constexpr(2):
                 # The other half's products may still run; this half's registers are free.
                 warpgroup.wait_group(1 if const_expr(self.overlap) else 0)
-                if const_expr(half == 1):
-                    if k > k_first:
-                        if t % 32 == 0:
-                            cute.arch.mbarrier_arrive(empty + previous)
+                if const_expr(half == 1):  # noqa: SIM102: the outer one is decided while compiling
+                    if k > k_first and t % 32 == 0:
+                        cute.arch.mbarrier_arrive(empty + previous)
                 self.decode_half(words, grid, registers, half)
                 warpgroup.fence()
                 for j in cutlass.range_constexpr(self.per_half):
@@ -396,148 +403,3 @@ class Gemm:
             ]
             for r, word in enumerate(d.registers(codes, constants)):
                 registers[(0, r % 2, r // 2 % 2), i, half * self.per_half + r // 4] = word.bits
-
-    # Epilogue.
-
-    @cute.jit
-    def fetch_tokens(self, token_scale, token_sum, token_tile, m, t):
-        """Scale and code sum of tokens t, t + 128, ..., as 32-bit words."""
-        passes = const_expr(-(-self.tokens // 128))
-        out = cute.make_rmem_tensor((2, passes), Int32)
-        if const_expr(self.quantized):
-            scale = cute.make_tensor(
-                cute.recast_ptr(token_scale, dtype=Int32), cute.make_layout(m)
-            )
-            sums = cute.make_tensor(token_sum, cute.make_layout(m))
-            for i in cutlass.range_constexpr(passes):
-                token = cutlass.min(token_tile * self.tokens + i * 128 + t, m - 1)
-                out[0, i] = scale[token]
-                if const_expr(self.integer):
-                    out[1, i] = sums[token]
-        return out
-
-    @cute.jit
-    def share_tokens(self, shared, tokens, group, t):
-        """The tokens' words, for all threads of the warpgroup: (tokens, 2)."""
-        base = shared.token.data_ptr() + group * (2 * self.tokens)
-        table = cute.make_tensor(
-            base, cute.make_layout((self.tokens, 2), stride=(1, self.tokens))
-        )
-        if const_expr(self.quantized):
-            for i in cutlass.range_constexpr(-(-self.tokens // 128)):
-                if i * 128 + t < self.tokens:
-                    table[i * 128 + t, 0] = tokens[0, i]
-                    table[i * 128 + t, 1] = tokens[1, i]
-            cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
-        return table
-
-    @cute.jit
-    def fetch_channels(self, row_scale, row_zero, bias, channel, n):
-        """Scale, zero point and bias of the two channels of this thread, for each blob."""
-        scale = cute.make_tensor(row_scale, cute.make_layout(n))
-        zero = cute.make_tensor(row_zero, cute.make_layout(n))
-        offset = cute.make_tensor(bias, cute.make_layout(n))
-        scales = cute.make_rmem_tensor((2, self.blocks), Float32)
-        zeros = cute.make_rmem_tensor((2, self.blocks), Int32)
-        offsets = cute.make_rmem_tensor((2, self.blocks), Float32)
-        offsets.fill(0.0)
-        for i in cutlass.range_constexpr(self.blocks):
-            for v in cutlass.range_constexpr(2):
-                c = channel + i * ROWS + v * 8
-                scales[v, i] = scale[c]  # rows are padded to whole tiles
-                if const_expr(self.integer):
-                    zeros[v, i] = zero[c]
-                if bias.toint() != 0:
-                    offsets[v, i] = offset[cutlass.min(c, n - 1)].to(Float32)
-        return scales, zeros, offsets
-
-    @cute.jit
-    def exchange(self, acc, shared, warp, rank, lane):
-        """Add the cluster's partial sums; the first `finishers` warps of each CTA own the result.
-
-        The sums travel into the ring, which is idle then: every CTA waits until all are done with
-        it. They are added in the order of ranks, so the result does not depend on timing.
-        """
-        chunks = const_expr(cute.size(acc) // 4)
-        each = const_expr(self.finishers)
-        base = cute.recast_ptr(shared.x.data_ptr(), dtype=self.acc)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        slot = (rank * each + warp % each) * chunks
-        for i in cutlass.range_constexpr(chunks):
-            store_to_cta(
-                base.toint() + (slot + i) * 512 + lane * 16,
-                warp // each,
-                [acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]],
-            )
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        if warp < each:
-            parts = cute.make_tensor(
-                base.align(16),
-                cute.make_layout(
-                    (4, 32, chunks, each, self.cluster),
-                    stride=(1, 4, 128, 128 * chunks, 128 * chunks * each),
-                ),
-            )
-            part = cute.make_rmem_tensor((4, chunks), self.acc)
-            acc.fill(0)
-            for r in cutlass.range(self.cluster, unroll=1):  # unrolled, its loads would spill
-                for i in cutlass.range_constexpr(chunks):
-                    cute.autovec_copy(parts[None, lane, i, warp, r], part[None, i])
-                for i in cutlass.range_constexpr(4 * chunks):
-                    acc[i] = acc[i] + part[i % 4, i // 4]
-
-    @cute.jit
-    def store(
-        self, acc, block: cutlass.Constexpr[int], channels, table, bias, y, m, n, channel,
-        token_tile, buffer, lane,
-    ):  # fmt: skip
-        """Scale, add the bias, round, and write 16 channels of every token."""
-        scales, zeros, offsets = channels
-        start = const_expr(block * (self.tokens // 2))
-        scale_of = cute.make_tensor(
-            cute.recast_ptr(table.iterator, dtype=Float32), cute.make_layout(self.tokens)
-        )
-        # Rows of 48 bytes hold 16 channels of a token and keep stmatrix free of bank conflicts.
-        buffer = buffer.align(16)
-        rows = cute.make_tensor(
-            cute.recast_ptr(buffer, dtype=Uint32),
-            cute.make_layout((4, 2, self.batch), stride=(1, 4, 12)),
-        )
-        vector = cute.make_rmem_tensor((4,), Uint32)
-        for p in cutlass.range_constexpr(self.tokens // self.batch):
-            packed = []
-            for j in cutlass.range_constexpr(self.batch // 8):
-                columns = []
-                for c in cutlass.range_constexpr(2):
-                    token = p * self.batch + j * 8 + lane % 4 * 2 + c
-                    for v in cutlass.range_constexpr(2):
-                        total = acc[start + (p * (self.batch // 8) + j) * 4 + c + 2 * v]
-                        if const_expr(self.integer):
-                            total = total - zeros[v, block] * table[token, 1]
-                        factor = scales[v, block]
-                        if const_expr(self.quantized):
-                            factor = factor * scale_of[token]
-                        columns.append(total.to(Float32) * factor + offsets[v, block])
-                packed += [pack2(columns[0], columns[1], self.out)]
-                packed += [pack2(columns[2], columns[3], self.out)]
-            n_matrices = const_expr(min(4, len(packed)))
-            for i in cutlass.range_constexpr(0, len(packed), n_matrices):
-                # Matrix lane // 8 of this store: 8 tokens, one half of the channels.
-                token = i // 2 * 8 + (lane // 16 * 8 if n_matrices == 4 else 0) + lane % 8
-                address = buffer + (token * 48 + lane // 8 % 2 * 16)
-                stmatrix_transposed(address.toint(), packed[i : i + n_matrices])
-            cute.arch.sync_warp()
-            for i in cutlass.range_constexpr(-(-2 * self.batch // 32)):
-                token = i * 16 + lane // 2
-                at = token_tile * self.tokens + p * self.batch + token
-                column = channel + lane % 2 * 8
-                if token < self.batch:
-                    if at < m:
-                        if column < n:
-                            cute.autovec_copy(rows[None, lane % 2, token], vector)
-                            target = (y + (Int64(at) * n + column)).align(16)
-                            target = cute.recast_ptr(target, dtype=Uint32)
-                            cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(4)))
-            cute.arch.sync_warp()

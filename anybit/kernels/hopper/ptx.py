@@ -56,7 +56,9 @@ def pack2(low: Float32, high: Float32, dtype: str, *, loc: Any = None, ip: Any =
 
 
 @dsl_user_op
-def stmatrix_transposed(address: Int32, registers: list, *, loc: Any = None, ip: Any = None) -> None:
+def stmatrix_transposed(
+    address: Int32, registers: list, *, loc: Any = None, ip: Any = None
+) -> None:
     """2 or 4 8x8 matrices of 16-bit numbers to shared memory, transposed."""
     at = {"loc": loc, "ip": ip}
     n = len(registers)

@@ -82,9 +82,7 @@ def fitted(tile: Tile, decoder: Decoder) -> Tile:
     stage = decoder.blob_bytes * tile.rows // 128 + tile.tokens * 128 * decoder.slot // 8
     fixed = 1024 + 8 * 48 * min(tile.tokens, 32) + 16 * tile.tokens
     room = min(MAX_SHARED, SHARED_OF_SM // tile.ctas - RESERVED) // 1024 * 1024 - fixed
-    return Tile(
-        tile.tokens, tile.rows, tile.ctas, tile.cluster, min(MOST_STAGES, room // stage)
-    )
+    return Tile(tile.tokens, tile.rows, tile.ctas, tile.cluster, min(MOST_STAGES, room // stage))
 
 
 def grid(tile: Tile, m: int, n: int) -> int:

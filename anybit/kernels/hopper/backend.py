@@ -1,0 +1,225 @@
+"""The Hopper backend: CuTe DSL kernels for H100 and H200 (sm_90a).
+
+A kernel comes from the cache (see `build.py`), else it is compiled into it where the DSL is
+installed. Weights are laid out for one activation dtype at load; the first call with another dtype
+lays them out once more.
+"""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from anybit.format import Format, Packed, tensor_shapes
+from anybit.kernels.hopper import tiles
+from anybit.kernels.hopper.build import compile_kernel, have_dsl, kernel_file
+from anybit.kernels.hopper.decode import K_TILE, Decoder, decoder
+from anybit.kernels.hopper.load import Function
+from anybit.kernels.hopper.pack import ROW_MULTIPLE, pack
+from anybit.kernels.hopper.tiles import Kernel, Tile
+
+HALVES = (torch.float16, torch.bfloat16)
+OPERANDS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # of activation notations
+NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def refuse(
+    fmt: Format, activation: str | None, shape: tuple[int, int], device: torch.device
+) -> str | None:
+    n, k = shape
+    d = decoder(fmt, operand_of(activation, torch.bfloat16))
+    if isinstance(d, str):
+        return d
+    if k % K_TILE or n % 8:
+        return f"K must be a multiple of {K_TILE} and N of 8, not (N, K) = {shape}"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return f"needs an H100 or H200 (sm_90a), not {torch.cuda.get_device_name(device)}"
+    if activation is not None:
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            return "triton quantizes its activations; pip install 'anybit[gpu]'"
+    if not have_dsl():
+        missing = [
+            kernel_file(Kernel(d, tiles.choose(d, m, n, k), out))
+            for m in (1, 16, 32, 64, 128, 256, 1024)
+            for out in ([d.operand] if activation is None else NAMES.values())
+        ]
+        missing = [path for path in missing if not path.exists()]
+        if missing:
+            return (
+                f"{len(missing)} kernels are not in {missing[0].parent}, and CuTe DSL is not "
+                "installed: pip install 'anybit[hopper]', or run `python -m "
+                "anybit.kernels.hopper.build` elsewhere and carry the folder"
+            )
+    return None
+
+
+def prepare(packed: Packed, activation: str | None) -> list[Tensor]:
+    """[blobs, row scale, row zero], then the canonical tensors (not copied).
+
+    The dtype of the blobs names the operand that they decode to.
+    """
+    dtype = torch.get_default_dtype() if torch.get_default_dtype() in HALVES else torch.bfloat16
+    return [*layout(packed, operand_of(activation, dtype)), *packed.tensors().values()]
+
+
+def layout(packed: Packed, operand: str) -> list[Tensor]:
+    """[blobs (row tiles, K tiles, bytes), row scale fp32 and zero int32 (N padded,)]."""
+    d = decoder(packed.format, operand)
+    if isinstance(d, str):
+        raise ValueError(d)
+    blobs = pack(packed, d).view(getattr(torch, d.operand))
+    missing = -packed.shape[0] % ROW_MULTIPLE
+    rows = d.row_scale(packed), d.row_zero(packed).to(blobs.device)
+    return [blobs, *(torch.nn.functional.pad(r, (0, missing)).contiguous() for r in rows)]
+
+
+def operand_of(activation: str | None, dtype: torch.dtype) -> str:
+    """What X is in the matrix unit."""
+    return NAMES[dtype] if activation is None else OPERANDS[activation]
+
+
+def linear(
+    x: Tensor,
+    prepared: list[Tensor],
+    bias: Tensor | None,
+    fmt: Format,
+    n: int,
+    activation: str | None,
+) -> Tensor:
+    """x (..., K) in fp16 or bf16 -> (..., n)."""
+    if x.dtype not in HALVES:
+        raise TypeError(
+            f"x is {x.dtype}; the hopper backend multiplies float16 and bfloat16: call .half() or "
+            ".bfloat16() on the model"
+        )
+    k = x.shape[-1]
+    rows = x.reshape(-1, k)
+    if activation is None:
+        if prepared[0].dtype != rows.dtype:
+            prepared = other_layout(prepared, fmt, (n, k), rows.dtype)
+        if not rows.is_contiguous() or rows.data_ptr() % 16:
+            rows = rows.clone(memory_format=torch.contiguous_format)
+        y = multiply(rows, None, None, prepared, bias, fmt, n, x.dtype)
+    else:
+        from anybit.kernels.triton.activation import _launch as quantize
+
+        codes, scale, sums = quantize(rows, activation, sums=activation == "int8")
+        y = multiply(codes, scale, sums, prepared, bias, fmt, n, x.dtype)
+    return y.view(*x.shape[:-1], n)
+
+
+def multiply(
+    x: Tensor,
+    scale: Tensor | None,
+    sums: Tensor | None,
+    prepared: list[Tensor],
+    bias: Tensor | None,
+    fmt: Format,
+    n: int,
+    dtype: torch.dtype,
+    tile: Tile | None = None,
+    overlap: bool = True,
+) -> Tensor:
+    """One launch: x (M, K) as the matrix unit takes it -> (M, n) in `dtype`.
+
+    scale (M,) fp32 and sums (M,) int32 belong to quantized tokens. tile: instead of the table's.
+    overlap: programmatic dependent launch.
+    """
+    m, k = x.shape
+    device = x.device.index
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return multiply(x, scale, sums, prepared, bias, fmt, n, dtype, tile, overlap)
+    y = torch.empty(m, n, dtype=dtype, device=x.device)
+    if not m:
+        return y
+    if bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)
+    function, tokens, grid = chosen(fmt, x.dtype, m, n, k, dtype, device, tile)
+    blobs, row_scale, row_zero = prepared[:3]
+    function.launch(
+        x,
+        tokens,
+        (
+            blobs.data_ptr(),
+            row_scale.data_ptr(),
+            row_zero.data_ptr(),
+            0 if scale is None else scale.data_ptr(),
+            0 if sums is None else sums.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+        ),
+        n,
+        grid,
+        overlap,
+    )
+    return y
+
+
+@cache
+def chosen(
+    fmt: Format,
+    x_dtype: torch.dtype,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: int,
+    tile: Tile | None,
+) -> tuple[Function, int, int]:
+    """The loaded kernel for a problem, its tokens a tile, and its grid."""
+    d = decoder_for(fmt, x_dtype)
+    tile = tiles.fitted(tile, d) if tile else tiles.choose(d, m, n, k)
+    function = loaded(Kernel(d, tile, NAMES[dtype]), device)
+    return function, tile.tokens, tiles.grid(tile, m, n)
+
+
+@cache
+def loaded(kernel: Kernel, device: int) -> Function:
+    """A kernel on a device: from the cache, else compiled into it."""
+    path = kernel_file(kernel)
+    if not path.exists():
+        if not have_dsl():
+            raise RuntimeError(
+                f"{path} does not exist and CuTe DSL is not installed; pip install "
+                "'anybit[hopper]', or carry the folder from a machine that has it"
+            )
+        compile_kernel(kernel)
+    with torch.cuda.device(device):
+        return Function(path, device)
+
+
+@cache
+def decoder_for(fmt: Format, x_dtype: torch.dtype) -> Decoder:
+    d = decoder(fmt, str(x_dtype).removeprefix("torch."))
+    if isinstance(d, str):
+        raise ValueError(d)
+    return d
+
+
+_others: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def other_layout(
+    prepared: list[Tensor], fmt: Format, shape: tuple[int, int], dtype: torch.dtype
+) -> list[Tensor]:
+    """The layout for an activation dtype that `prepare` did not foresee; made once."""
+    blobs = prepared[0]
+    if blobs not in _others:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the weights are laid out for {blobs.dtype}, and x is {dtype}: call the layer "
+                "once before capturing a CUDA graph, or build it under torch.set_default_dtype"
+            )
+        tensors = dict(zip(tensor_shapes(fmt, shape), prepared[3:], strict=True))
+        _others[blobs] = layout(Packed.from_tensors(fmt, shape, tensors), NAMES[dtype])
+    return _others[blobs]  # type: ignore[no-any-return]
+
+
+def read_floor(d: Decoder, n: int, k: int) -> int:
+    """Bytes of packed weights that a product must read."""
+    return math.ceil(n / 128) * (k // K_TILE) * d.blob_bytes

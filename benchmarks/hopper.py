@@ -1,0 +1,383 @@
+"""Correctness and speed of the Hopper kernels on this GPU.
+
+    python benchmarks/hopper.py check [--schemes liquid@int8 fp6]
+    python benchmarks/hopper.py sweep --out tiles.json [--m 1,16] [--shapes 6144x4096]
+    python benchmarks/hopper.py table --out h200_gemm.csv
+
+`check` reads weights back bit for bit, compares random products with exact ones and repeats them
+under load. `sweep` times every tile, for the rules in `kernels/hopper/tiles.py`. `table` times what
+they choose beside cuBLAS and the read floor, plain and with programmatic dependent launch (pdl).
+Activations are quantized beforehand. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from anybit import bench
+from anybit.dispatch import parse_scheme
+from anybit.format import Packed, get_format, tensor_shapes
+from anybit.kernels.hopper import backend, tiles
+from anybit.kernels.hopper.build import kernel_file
+from anybit.kernels.hopper.decode import K_TILE
+from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.reference import quantize_tokens
+from anybit.timing import ReadFloor, median_us
+
+SHAPES = ["28672x4096", "4096x14336", "6144x4096", "4096x4096"]
+SCHEMES = ["liquid@int8", "int8@int8", "fp6", "int4:group=128"]
+MS = "1,16,32,64,128,256,1024"
+MORE_TILES = [
+    *(Tile(tokens, ctas=3, cluster=c) for tokens in (8, 16) for c in (1, 2, 4, 8)),
+    *(Tile(64, cluster=c) for c in (1, 2, 4)),
+]  # tried by `sweep` beside the family
+
+
+class Problem:
+    """A random layer of one scheme, its tokens as the matrix unit takes them, and copies."""
+
+    def __init__(self, scheme: str, dtype: torch.dtype, n: int, k: int, cold: bool = False):
+        self.fmt, self.activation = parse_scheme(scheme)
+        self.dtype, self.n, self.k = dtype, n, k
+        self.operand = backend.operand_of(self.activation, dtype)
+        self.packed = random_packed(scheme, n, k)
+        self.prepared = backend.layout(self.packed, self.operand)
+        self.decoder = backend.decoder_for(self.fmt, getattr(torch, self.operand))
+        nbytes = backend.read_floor(self.decoder, n, k)
+        count = max(2, math.ceil(200e6 / nbytes)) if cold else 1
+        self.nbytes = nbytes
+        self.copies = [self.prepared] + [
+            [t.clone() for t in self.prepared] for _ in range(count - 1)
+        ]
+
+    def tokens(self, m: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        x = torch.randn(m, self.k, device="cuda").to(self.dtype)
+        if self.activation is None:
+            return x, None, None
+        codes, scale = quantize_tokens(x, self.activation)
+        sums = codes.sum(1, dtype=torch.int32) if self.activation == "int8" else None
+        return codes, scale.flatten(), sums
+
+    def run(self, x, scale, sums, tile=None, overlap=True, prepared=None, bias=None) -> Tensor:
+        return backend.multiply(
+            x, scale, sums, prepared or self.prepared, bias, self.fmt, self.n, self.dtype, tile,
+            overlap,
+        )  # fmt: skip
+
+    def tiles(self) -> list[Tile]:
+        """All that are compiled."""
+        every = dict.fromkeys(
+            tiles.fitted(t, self.decoder) for t in [*tiles.family(self.decoder), *MORE_TILES]
+        )
+        name = backend.NAMES[self.dtype]
+        found = [t for t in every if kernel_file(Kernel(self.decoder, t, name)).exists()]
+        return [t for t in found if self.k // K_TILE >= t.cluster]
+
+
+def random_packed(scheme: str, n: int, k: int) -> Packed:
+    """Random codes (finite ones), scales about 0.01."""
+    fmt = parse_scheme(scheme)[0]
+    tensors = {}
+    for name, (size, entry) in tensor_shapes(fmt, (n, k)).items():
+        if entry is None:
+            tensors[name] = torch.randint(-(2**31), 2**31 - 1, size, device="cuda").int()
+        elif name == "step":
+            tensors[name] = torch.randint(1, 17, size, device="cuda").to(torch.uint8)
+        elif name == "offset":  # the largest code must stay within a byte
+            room = 256 - 15 * tensors["step"].float()
+            tensors[name] = (torch.rand(size, device="cuda") * room).floor().to(torch.uint8)
+        elif name == "zero":
+            tensors[name] = torch.randint(0, 2**fmt.bits, size, device="cuda").to(torch.uint8)
+        else:
+            tensors[name] = (torch.rand(size, device="cuda") * 0.01 + 0.005).half()
+    packed = Packed.from_tensors(fmt, (n, k), tensors)
+    if fmt.spec.startswith("fp") and fmt.bits == 8:
+        codes = packed.codes()
+        codes = codes & 0x80 | (codes & 0x7F).clamp_max(fmt.largest_code)
+        packed = Packed.from_codes(fmt, (n, k), codes, packed.grid)
+    return packed
+
+
+def outputs(scheme: str) -> list[torch.dtype]:
+    return [torch.bfloat16] if parse_scheme(scheme)[1] else [torch.float16, torch.bfloat16]
+
+
+# Correctness.
+
+
+def check(schemes: list[str]) -> int:
+    bad = total = 0
+    for scheme in schemes:
+        for dtype in outputs(scheme):
+            wrong, done = check_scheme(scheme, dtype)
+            bad, total = bad + wrong, total + done
+            print(f"check {scheme} {dtype}: {wrong} of {done} wrong", flush=True)
+    return bad
+
+
+def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
+    bad = total = 0
+    for n, k in ((200, 512), (1024, 1152), (6144, 4096)):
+        p = Problem(scheme, dtype, n, k)
+        bias = torch.randn(n, device="cuda").to(dtype)
+        weight = exact_weight(p)
+        for m in (1, 7, 16, 33, 100, 300):
+            x = p.tokens(m)
+            want = exact_product(p, weight, *x)
+            for tile in p.tiles():
+                if tile.tokens >= 8 * max(m, 16):
+                    continue
+                y = p.run(*x, tile=tile)
+                again = p.run(*x, tile=tile, overlap=False)
+                ok = right(p, y, want) and torch.equal(y, again)
+                with_bias = p.run(*x, tile=tile, bias=bias).float()
+                ok &= bool((with_bias - want.float() - bias.float()).norm() <= 1e-2 * want.norm())
+                bad, total = bad + (not ok), total + 1
+                if not ok and bad < 9:
+                    error = (y.double() - want.double()).norm() / want.double().norm()
+                    print(f"WRONG {scheme} {dtype} {(m, n, k)} {tile.name} {error:.2e}")
+        ok = one_hot(p, weight)
+        bad, total = bad + (not ok), total + 1
+        if not ok:
+            print(f"WRONG one-hot {scheme} {dtype} {(n, k)}")
+    return bad, total
+
+
+def exact_weight(p: Problem) -> Tensor:
+    """(N, K) fp64: the format's own decoded values times the scale."""
+    return p.packed.dequantize().double()
+
+
+def exact_product(p: Problem, weight: Tensor, x, scale, sums) -> Tensor:
+    """(M, N): int8 bit for bit as the kernel must round it, others in fp64."""
+    if p.operand == "int8":
+        row_scale, zero = p.prepared[1][: p.n], p.prepared[2][: p.n]
+        stored = (weight / row_scale[:, None].double()).round()  # the values, exactly
+        del zero
+        total = x.double() @ stored.T
+        return (total.float() * (row_scale * scale[:, None])).to(p.dtype)
+    y = x.double() @ weight.T
+    return y if scale is None else y * scale[:, None].double()
+
+
+def right(p: Problem, y: Tensor, want: Tensor) -> bool:
+    if p.operand == "int8":
+        return torch.equal(y, want)
+    # Rounding of the output, and of scaled weights where scales belong to groups; fp8 matrix
+    # units keep 14 bits of a sum.
+    bound = 1e-3 if p.dtype == torch.float16 else 6e-3
+    bound = 2e-2 if p.operand == "float8_e4m3fn" else bound
+    return bool((y.double() - want).norm() <= bound * want.norm())
+
+
+def one_hot(p: Problem, weight: Tensor) -> bool:
+    """Activations with a single 1 read the weights back, column by column."""
+    ok = True
+    for start in range(0, p.k, 256):
+        x = torch.zeros(min(256, p.k - start), p.k, device="cuda")
+        x[torch.arange(len(x)), start + torch.arange(len(x))] = 1
+        scale = torch.ones(len(x), device="cuda") if p.activation else None
+        sums = torch.ones(len(x), device="cuda", dtype=torch.int32) if p.activation else None
+        y = p.run(x.to(getattr(torch, p.operand)), scale, sums, tile=p.tiles()[-1])
+        want = weight[:, start : start + len(x)].T
+        if p.decoder.grid_words and p.operand != "int8":
+            step = torch.finfo(p.dtype).eps * 1.51 * want.abs() + 1e-7
+            ok &= bool(((y.double() - want).abs() <= step).all())
+        else:
+            ok &= torch.equal(y, want.float().to(p.dtype))
+    return ok
+
+
+def stress(schemes: list[str], rounds: int = 100) -> int:
+    """Chains of dependent and independent launches, plain and overlapped: always the same bits."""
+    bad = 0
+    for scheme in schemes:
+        p = Problem(scheme, outputs(scheme)[-1], 4096, 4096)
+        cases = [(p.tokens(m), m) for m in (1, 16, 64, 128, 300)]
+        every = p.tiles()
+        first = [p.run(*x, tile=every[0], overlap=False).clone() for x, _ in cases]
+        torch.cuda.synchronize()
+        for i in range(rounds):
+            got = [
+                p.run(*x, tile=every[0], overlap=bool((i + j) % 3))
+                for j, (x, _) in enumerate(cases)
+            ]
+            bad += sum(not torch.equal(a, b) for a, b in zip(got, first, strict=True))
+        print(f"stress {scheme}: {bad} of {rounds * len(cases)} differ", flush=True)
+    return bad
+
+
+# Speed.
+
+
+def time_tile(p: Problem, m: int, tile: Tile | None, overlap: bool) -> float:
+    x = p.tokens(m)
+    calls = [lambda w=w: p.run(*x, tile=tile, overlap=overlap, prepared=w) for w in p.copies]
+    return median_us(calls, torch.device("cuda"))
+
+
+def dense_us(n: int, k: int, m: int, dtype: torch.dtype) -> float:
+    weights = [
+        torch.randn(n, k, device="cuda").to(dtype)
+        for _ in range(max(2, 250_000_000 // (n * k * 2)))
+    ]
+    x = torch.randn(m, k, device="cuda").to(dtype)
+    return median_us([lambda w=w: x @ w.T for w in weights], torch.device("cuda"))
+
+
+def sweep(args: argparse.Namespace) -> None:
+    out = []
+    for n, k in args.shapes:
+        dense = {m: dense_us(n, k, m, torch.bfloat16) for m in args.m}
+        for scheme in args.schemes:
+            for dtype in outputs(scheme)[-1:] if not args.all_dtypes else outputs(scheme):
+                p = Problem(scheme, dtype, n, k, cold=True)
+                for m in args.m:
+                    times = {}
+                    for tile in p.tiles():
+                        if not plausible(tile, m, n):
+                            continue
+                        times[tile] = time_tile(p, m, tile, overlap=False)
+                    best = sorted(times, key=times.__getitem__)
+                    pdl = {t: time_tile(p, m, t, overlap=True) for t in best[:3]}
+                    chosen = tiles.choose(p.decoder, m, n, k)
+                    text = " ".join(f"{t.name}={times[t]:.1f}" for t in best[:6])
+                    print(
+                        f"{scheme} {backend.NAMES[dtype]} {n}x{k} M={m} dense {dense[m]:.1f} "
+                        f"best {times[best[0]]:.1f} pdl {min(pdl.values()):.1f} "
+                        f"chosen {times.get(chosen, math.nan):.1f} | {text}",
+                        flush=True,
+                    )
+                    out.append({
+                        "scheme": scheme, "dtype": backend.NAMES[dtype], "n": n, "k": k, "m": m,
+                        "dense": dense[m], "plain": {t.name: v for t, v in times.items()},
+                        "pdl": {t.name: v for t, v in pdl.items()},
+                    })  # fmt: skip
+                    args.out.write_text(json.dumps(out))
+
+
+def plausible(tile: Tile, m: int, n: int) -> bool:
+    """Whether a tile is worth timing for m tokens: neither mostly empty, nor far too small."""
+    if tile.tokens >= 2 * max(m, 8) or (tile.tokens < 64 and m > tile.tokens):
+        return False
+    if tile.tokens == 64 and m > 256:
+        return False
+    row_tiles = -(-n // tile.rows) * -(-m // tile.tokens)
+    return tile.cluster == 1 or row_tiles * tile.cluster <= 132 * tile.ctas * 1.1
+
+
+def table(args: argparse.Namespace) -> None:
+    floor = ReadFloor.measure(torch.device("cuda"))
+    blank = bench.Row(
+        torch.cuda.get_device_name(), time.strftime("%Y-%m-%d"), args.commit, "", "", "", 0, 0, 0
+    )
+    rows: list[bench.Row] = []
+    for n, k in args.shapes:
+        for m in args.m:
+            rows += table_cell(args, blank, floor, m, n, k)
+            bench.write_csv(args.out, rows)
+
+
+def table_cell(args, blank: bench.Row, floor: ReadFloor, m: int, n: int, k: int) -> list[bench.Row]:
+    dense = {t: dense_us(n, k, m, t) for t in (torch.float16, torch.bfloat16)}
+    out = []
+
+    def add(us: float, nbytes: int, **fields) -> None:
+        row = replace(
+            blank, M=m, N=n, K=k, us=round(us, 2), weight_gbps=round(nbytes / us / 1e3, 1),
+            tflops=round(2 * m * n * k / us / 1e6, 1),
+            vs_cublas_fp16=round(dense[torch.float16] / us, 3),
+            vs_floor=round(us / floor.us(nbytes), 3), **fields,
+        )  # fmt: skip
+        out.append(row)
+        print(bench.line(row), flush=True)
+
+    for dtype, us in dense.items():
+        name = bench.short(dtype)
+        add(us, n * k * 2, peer="cublas", format=name, activation=name)
+    if m > 16:
+        x = torch.randint(-127, 128, (m, k), device="cuda").to(torch.int8)
+        w = [
+            torch.randint(-127, 128, (n, k), device="cuda").to(torch.int8)
+            for _ in range(max(2, 200_000_000 // (n * k)))
+        ]
+        us = median_us([lambda w=w: torch._int_mm(x, w.T) for w in w], torch.device("cuda"))
+        add(us, n * k, peer="cublas", format="int8(_int_mm)", activation="int8-given")
+    for scheme in args.schemes:
+        for dtype in outputs(scheme):
+            p = Problem(scheme, dtype, n, k, cold=True)
+            given = f"{p.activation}-given" if p.activation else bench.short(dtype)
+            for note, overlap in (("plain", False), ("pdl", True)):
+                us = time_tile(p, m, None, overlap)
+                add(
+                    us,
+                    p.nbytes,
+                    peer="anybit-hopper",
+                    format=p.fmt.spec,
+                    activation=given,
+                    note=note,
+                )
+    return out
+
+
+def host_us() -> None:
+    """What a launch costs the host."""
+    p = Problem("fp6", torch.bfloat16, 4096, 4096)
+    x = p.tokens(16)
+    layer_like = lambda: p.run(*x)  # noqa: E731
+    for _ in range(200):
+        layer_like()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(400):
+        layer_like()
+    seconds = time.perf_counter() - start
+    torch.cuda.synchronize()
+    start2 = time.perf_counter()
+    for _ in range(400):
+        torch.empty(16, 4096, dtype=torch.bfloat16, device="cuda")
+    print(
+        f"host: {seconds / 400 * 1e6:.1f} us a product, of which the output's allocation {(time.perf_counter() - start2) / 400 * 1e6:.1f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("modes", nargs="+", choices=["check", "stress", "sweep", "table", "host"])
+    parser.add_argument("--schemes", nargs="*", default=SCHEMES)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    parser.add_argument("--m", type=bench.parse_counts, default=bench.parse_counts(MS))
+    parser.add_argument("--out", type=Path, default=Path("hopper.out"))
+    parser.add_argument("--commit", default=None)
+    parser.add_argument("--all-dtypes", action="store_true")
+    args = parser.parse_args()
+    args.shapes = [bench.parse_shape(text) for text in args.shapes]
+    args.commit = args.commit or bench.current_commit()
+    for scheme in args.schemes:
+        get_format(scheme.partition("@")[0])
+    for mode in args.modes:
+        start = time.perf_counter()
+        if mode == "check":
+            check(args.schemes)
+        elif mode == "stress":
+            stress(args.schemes)
+        elif mode == "sweep":
+            sweep(args)
+        elif mode == "table":
+            table(args)
+        else:
+            host_us()
+        print(f"{mode}: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

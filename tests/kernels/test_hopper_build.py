@@ -1,0 +1,158 @@
+"""The Hopper family: which kernels there are, that they compile, and who is refused."""
+
+import ctypes
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from anybit.format import get_format
+from anybit.kernels.hopper import backend, build, load, tiles
+from anybit.kernels.hopper.decode import Decoder, decoder
+from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.plan import instructions
+
+needs_dsl = pytest.mark.skipif(
+    find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"
+)
+
+
+def decoder_of(spec: str, operand: str) -> Decoder:
+    d = decoder(get_format(spec), operand)
+    assert isinstance(d, Decoder)
+    return d
+
+
+@pytest.mark.parametrize("scheme", build.SCHEMES)
+def test_the_family_holds_every_choice(scheme: str) -> None:
+    kernels = set(build.kernels_of(scheme))
+    assert instructions(scheme) < 5.07
+    for d in {kernel.decoder for kernel in kernels}:
+        for n, k in ((4096, 4096), (28672, 4096), (4096, 14336), (256, 128), (6144, 512)):
+            for m in (1, 7, 8, 9, 16, 33, 64, 65, 128, 200, 256, 1000, 1024, 5000):
+                tile = tiles.choose(d, m, n, k)
+                output = "bfloat16" if d.operand in ("uint8", "float8_e4m3fn") else d.operand
+                assert Kernel(d, tile, output) in kernels
+                assert tile.cluster <= k // 128
+                assert tile.stages >= 2
+                assert tiles.grid(tile, m, n) % tile.cluster == 0
+                # One CTA never exceeds what shared memory holds.
+                used = tile.stages * (d.blob_bytes * tile.rows // 128 + tile.tokens * 16 * d.slot)
+                assert used <= tiles.SHARED_OF_SM // tile.ctas - tiles.RESERVED
+
+
+def test_grid_covers_every_tile() -> None:
+    tile = Tile(64, ctas=2, cluster=4)
+    assert tiles.grid(tile, 64, 6144) == 48 * 4
+    assert tiles.grid(Tile(256), 1024, 28672) == 128  # 896 tiles: seven full waves
+    assert tiles.grid(Tile(16, ctas=2), 1, 28672) == 224
+
+
+def test_parameters_lie_where_the_kernel_reads_them() -> None:
+    at = 0
+    for (name, _), size in zip(
+        [("x_map", 0), ("x_shape", 0), *load.Arguments._fields_[2:]], build.PARAMETERS, strict=True
+    ):
+        align = min(size, 8) if name not in ("x_map", "x_shape") else 4
+        at = -(-at // align) * align
+        field = getattr(load.Arguments, name)
+        assert (field.offset, field.size) == (at, size), name
+        at += size
+    assert ctypes.sizeof(load.Config) == 56
+    assert ctypes.sizeof(load.Attribute) == 72
+
+
+def test_names_tell_kernels_apart(tmp_path: Path) -> None:
+    d = decoder_of("fp6", "float16")
+    kernels = [
+        Kernel(d, tiles.fitted(Tile(16, ctas=2), d), "float16"),
+        Kernel(d, tiles.fitted(Tile(16, ctas=2, cluster=2), d), "float16"),
+        Kernel(d, tiles.fitted(Tile(16, ctas=2), d), "float16", overlap=False),
+        Kernel(decoder_of("fp5", "float16"), Tile(16, ctas=2, stages=6), "float16"),
+        Kernel(decoder_of("fp6:group=128", "float16"), Tile(16, ctas=2, stages=6), "float16"),
+    ]
+    names = {build.kernel_file(kernel, tmp_path) for kernel in kernels}
+    assert len(names) == len(kernels)
+    assert all(name.parent == tmp_path / "hopper" for name in names)
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("ANYBIT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.cache_folder() == tmp_path / "anybit" / "hopper"
+    monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path / "mine"))
+    assert build.cache_folder() == tmp_path / "mine" / "hopper"
+    assert build.cache_folder(tmp_path / "arg") == tmp_path / "arg" / "hopper"
+
+
+@needs_dsl
+def test_kernels_compile_and_spills_are_errors(tmp_path: Path) -> None:
+    liquid = decoder_of("liquid", "int8")
+    zero = decoder_of("int4:group=64,zero", "bfloat16")
+    fp6 = decoder_of("fp6", "float16")
+    good = [
+        Kernel(liquid, tiles.fitted(Tile(16, ctas=2, cluster=4), liquid), "bfloat16"),
+        Kernel(zero, tiles.fitted(Tile(64, ctas=2), zero), "bfloat16"),
+        Kernel(fp6, tiles.fitted(Tile(8, ctas=2), fp6), "float16"),
+    ]
+    tall = Kernel(fp6, tiles.fitted(Tile(128, rows=256), fp6), "float16")
+    (error,) = build.build([*good, tall], tmp_path, jobs=2)
+    assert "spills" in error
+    assert not build.kernel_file(tall, tmp_path).exists()
+    for kernel in good:
+        header, _, cubin = build.kernel_file(kernel, tmp_path).read_bytes().partition(b"\n")
+        meta = json.loads(header)
+        assert cubin.startswith(b"\x7fELF")
+        assert meta["entry"].encode() in cubin
+        assert meta["cluster"] == kernel.tile.cluster
+        registers, stack = build.resources(cubin)
+        assert stack == 0
+        assert 32 < registers == meta["registers"]
+        # Nine warps take registers like twelve: two CTAs fit into 65536.
+        assert registers <= 65536 // (384 * kernel.tile.ctas) // 8 * 8 + 16
+        assert meta["shared"] <= tiles.SHARED_OF_SM // kernel.tile.ctas - tiles.RESERVED
+    before = {p: p.stat().st_mtime_ns for p in build.cache_folder(tmp_path).iterdir()}
+    assert build.build(good, tmp_path) == []
+    assert {p: p.stat().st_mtime_ns for p in build.cache_folder(tmp_path).iterdir()} == before
+
+
+def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "NVIDIA GPU")
+
+    def refuse(spec: str, activation: str | None, shape: tuple[int, int]) -> str:
+        return backend.refuse(get_format(spec), activation, shape, device) or ""
+
+    assert "K must be a multiple of 128" in refuse("fp6", None, (4096, 1000))
+    assert "N of 8" in refuse("fp6", None, (4097, 1024))
+    assert "liquid@int8" in refuse("liquid", None, (4096, 4096))
+    assert "group scales" in refuse("int4:group=128", "int8", (4096, 4096))
+    assert "no decoder for 'sparse'" in refuse("sparse", None, (4096, 4096))
+    monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(backend, "have_dsl", lambda: False)
+    assert "anybit[hopper]" in refuse("fp6", None, (4096, 4096))
+    monkeypatch.setattr(backend, "have_dsl", lambda: True)
+    assert refuse("fp6", None, (4096, 4096)) == ""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (8, 0))
+    assert "needs an H100 or H200" in refuse("fp6", None, (4096, 4096))
+
+
+def test_a_layer_is_laid_out_for_its_operand() -> None:
+    import anybit
+
+    packed = anybit.quantize_tensor(torch.randn(136, 256), "fp6")
+    blobs, scale, zero, *canonical = backend.prepare(packed, None)
+    assert blobs.dtype == torch.bfloat16
+    assert blobs.shape == (2, 2, 128 * 128 * 6 // 8 // 2)
+    assert scale.shape == zero.shape == (256,)
+    assert all(a is b for a, b in zip(canonical, packed.tensors().values(), strict=True))
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert backend.prepare(packed, None)[0].dtype == torch.float16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with pytest.raises(TypeError, match="float16 and bfloat16"):
+        backend.linear(torch.ones(1, 256), [blobs, scale, zero], None, packed.format, 136, None)
