@@ -22,7 +22,10 @@ LAUNCHES = 20  # matrix products in one graph, at least
 SLOW_US = 500  # a product that takes longer is launched once for each copy
 REPLAYS = 9  # graph replays, of which the median counts
 CPU_SECONDS = 0.5  # for one measurement on a CPU
-FLOOR_MEGABYTES = (1, 2, 4, 8, 12, 16, 25, 33, 50, 67, 117, 235, 470)
+FLOOR_MEGABYTES = {
+    "cuda": (1, 2, 4, 8, 12, 16, 25, 33, 50, 67, 117, 235, 470),
+    "cpu": (1, 8, 67),
+}
 
 
 def rotated(weight: Any, nbytes: int) -> list[Any]:
@@ -96,12 +99,10 @@ class ReadFloor:
         return us if nbytes >= size0 else max(us, us0 * nbytes / size0)
 
     @classmethod
-    def measure(
-        cls, device: torch.device, megabytes: Sequence[int] = FLOOR_MEGABYTES
-    ) -> "ReadFloor":
+    def measure(cls, device: torch.device, megabytes: Sequence[int] | None = None) -> "ReadFloor":
         """Read random data of every size from rotated copies, as weights are read."""
         points = []
-        for size in (mb * 1_000_000 for mb in megabytes):
+        for size in (mb * 1_000_000 for mb in megabytes or FLOOR_MEGABYTES[device.type]):
             words = size // 4096 * 1024
             count = max(2, math.ceil(COLD_BYTES / size))
             data = [torch.randn(words, device=device) for _ in range(count)]
@@ -113,6 +114,8 @@ def _readers(data: list[Tensor], device: torch.device) -> Iterator[list[Callable
     """Ways to read whole tensors; the fastest at each size is the floor."""
     if device.type == "cpu":
         yield [t.sum for t in data]
+        ones = torch.ones(1024)
+        yield [partial(torch.mv, t.view(-1, 1024), ones) for t in data]
         return
     from anybit.kernels.triton.read import CONFIGS, read
 

@@ -286,6 +286,22 @@ def test_a_run_that_cannot_end_well_does_not_start(two_sizes, tmp_path, schemes,
         bench.run(schemes, [(32, 64)], [1], tmp_path / where, pytest.fail)
 
 
+def test_the_command_measures_what_is_asked_and_names_what_is_wrong(two_sizes, tmp_path):
+    from typer.testing import CliRunner
+
+    from anybit.cli import app
+
+    path = tmp_path / "rows.csv"
+    args = ["bench", "int4", "fp6", "--shape", "32x64", "--shape", "16x32", "--m", "1,2"]
+    done = CliRunner().invoke(app, [*args, "--csv", str(path)])
+    assert done.exit_code == 0, done.output
+    rows = {(row.format, row.N, row.M) for row in bench.read_csv(path)}
+    assert rows == {(f, n, m) for f in ("bf16", "int4", "fp6") for n in (32, 16) for m in (1, 2)}
+    wrong = CliRunner().invoke(app, ["bench", "int4", "--shape", "32"])
+    assert wrong.exit_code == 1
+    assert "shape '32' is not NxK" in wrong.output
+
+
 # The scripts in benchmarks/.
 
 
