@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GPTQ",
     "HQQ",
+    "LLM",
     "RTN",
     "AnybitConfig",
     "Calibration",
@@ -28,6 +29,7 @@ __all__ = [
     "Grid",
     "Packed",
     "QuantLinear",
+    "SamplingParams",
     "Smooth",
     "dequantize",
     "dequantize_",
@@ -46,6 +48,14 @@ def __getattr__(name: str) -> Any:
         from anybit.integrations.transformers import AnybitConfig
 
         return AnybitConfig
+    if name == "LLM":
+        from anybit.engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from anybit.engine.sequence import SamplingParams
+
+        return SamplingParams
     raise AttributeError(f"module 'anybit' has no attribute {name!r}")
 
 

@@ -186,7 +186,8 @@ import sys, torch
 torch.set_num_threads(1)
 from anybit.engine.llm import LLM
 from anybit.serve.app import Settings, run
-run(LLM(sys.argv[1], block_size=8), Settings("tiny", grace=float(sys.argv[3])), "127.0.0.1", int(sys.argv[2]))
+model, port, grace = sys.argv[1:]
+run(LLM(model, block_size=8), Settings("tiny", grace=float(grace)), "127.0.0.1", int(port))
 """
 
 
