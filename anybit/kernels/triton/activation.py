@@ -63,6 +63,18 @@ def quantize_tokens(
     return _launch(x, activation, dtype)[:2]
 
 
+def norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """RMSNorm(x) * weight of x (M, K) -> codes (M, K), scale (M,) fp32, sums of int8 codes (M,)."""
+    return _launch(x, activation, weight=weight, eps=eps, sums=activation == "int8")
+
+
+def silu_quantize(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    """SiLU(gate) * up, both (M, K) -> codes (M, K), scale (M,) fp32, sums of int8 codes (M,)."""
+    return _launch(up, activation, gate=gate, sums=activation == "int8")
+
+
 def _launch(
     x: Tensor,
     activation: str,

@@ -66,7 +66,7 @@ def multiply(
 ) -> Tensor:
     """x (M, K), unit stride along K -> (M, n), with the given tile."""
     from anybit.kernels.triton import activation as activations
-    from anybit.kernels.triton import gemm, gemv
+    from anybit.kernels.triton import gemm, gemv, psumbook
 
     m, k = x.shape
     y = x.new_empty(m, n)
@@ -81,8 +81,12 @@ def multiply(
         x, scale = activations.quantize_tokens(
             x, activation, torch.int8 if layout.unit == 8 else x.dtype
         )
-    run = gemv if tile.kernel == "gemv" and m <= gemv.MOST_TOKENS else gemm
-    run.launch(x, scale, prepared, bias, y, layout, tile)
+    if tile.kernel == "psumbook" and psumbook.supports(layout) and scale is None:
+        psumbook.launch(x, prepared, bias, y, layout, tile)
+    elif tile.kernel == "gemv" and m <= gemv.MOST_TOKENS:
+        gemv.launch(x, scale, prepared, bias, y, layout, tile)
+    else:
+        gemm.launch(x, scale, prepared, bias, y, layout, tile)
     return y
 
 

@@ -49,10 +49,15 @@ def gemm(
     INTEGER: tl.constexpr = x.dtype.element_ty == tl.int8
     acc = tl.zeros((ROWS, TOKENS), tl.int32 if INTEGER and MODE == "row" else tl.float32)
     share = tl.cdiv(tl.cdiv(GRANULES, STEPS), SPLIT) * STEPS
-    for g in tl.range(part * share, min(part * share + share, GRANULES), STEPS, num_stages=STAGES):
+    first = part * share
+    last = min(first + share, GRANULES)
+    ahead = load_scales(scale, min(first, GRANULES - 1), n, PADDED, LAYOUT)
+    for g in tl.range(first, last, STEPS, num_stages=STAGES):
         for step in tl.static_range(STEPS):
+            now = ahead  # loaded an iteration ago: Triton pipelines loads of operands alone
+            ahead = load_scales(scale, min(g + step + 1, GRANULES - 1), n, PADDED, LAYOUT)
             acc = _granule(
-                acc, x, words, scale, grid, g + step, n, m, M, K, PADDED,
+                acc, x, words, scale, now, grid, g + step, n, m, M, K, PADDED,
                 LAYOUT, DECODE, MODE, EVEN_K, INTEGER,
             )  # fmt: skip
 
@@ -75,7 +80,7 @@ def gemm(
 
 @triton.jit
 def _granule(
-    acc, x, words, scale, grid, g, n, m, M, K, PADDED,
+    acc, x, words, scale, scales, grid, g, n, m, M, K, PADDED,
     LAYOUT: tl.constexpr, DECODE: tl.constexpr, MODE: tl.constexpr, EVEN_K: tl.constexpr,
     INTEGER: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +99,11 @@ def _granule(
             value = grid_of(grid, first, n, PADDED, LAYOUT)
         w = DECODE(FORMAT, (words_of(tiles, j, LAYOUT), j, LAYOUT, DTYPE, value))
         if MODE == "weight":
-            w = w.to(DTYPE).to(tl.float32) * load_grid(scale, GROUP, COLUMNS, 1, first, n, PADDED)
+            if lang.scale_count(LAYOUT) > 0:
+                s = scales[lang.scale_of(LAYOUT, j)][:, None].to(tl.float32)
+            else:
+                s = load_grid(scale, GROUP, COLUMNS, 1, first, n, PADDED).to(tl.float32)
+            w = w.to(DTYPE).to(tl.float32) * s
         k = first + tl.arange(0, COLUMNS)
         mask = (m < M)[None, :]
         if not EVEN_K:
@@ -103,8 +112,8 @@ def _granule(
         if MODE == "partial":
             part = lang.dot(w.to(DTYPE), xt, part)
             if (j + 1) * COLUMNS % GROUP == 0 or j + 1 == FIELDS:
-                s = tl.load(scale + (first // GROUP) * PADDED + n).to(tl.float32)
-                acc += part.to(tl.float32) * s[:, None]
+                s = scales[lang.scale_of(LAYOUT, j)][:, None].to(tl.float32)
+                acc += part.to(tl.float32) * s
                 part = tl.zeros(acc.shape, SUM)
         else:
             acc = lang.dot(w.to(DTYPE), xt, acc)
@@ -147,10 +156,27 @@ def dense(
         if lang.new_groups(LAYOUT, j):
             value = grid_of(grid, first, n, PADDED, LAYOUT)
         s = load_grid(scale, GROUP, COLUMNS, 1, first, n, PADDED)
-        v = DECODE(FORMAT, (words_of(tiles, j, LAYOUT), j, LAYOUT, DTYPE, value)).to(DTYPE).to(tl.float32) * s
+        v = (
+            DECODE(FORMAT, (words_of(tiles, j, LAYOUT), j, LAYOUT, DTYPE, value))
+            .to(DTYPE)
+            .to(tl.float32)
+            * s
+        )
         k = first + tl.arange(0, COLUMNS)
         mask = (n < N)[:, None] & (k < K)[None, :]
         tl.store(w + n.to(tl.int64)[:, None] * K + k[None, :], v.to(DTYPE), mask=mask)
+
+
+@triton.jit
+def load_scales(scale, g, n, PADDED, LAYOUT: tl.constexpr):
+    """Scales (N,) of a granule's groups, if groups are made of whole fields; else nothing."""
+    GROUP: tl.constexpr = LAYOUT.group
+    GRANULE: tl.constexpr = LAYOUT.granule
+    COUNT: tl.constexpr = lang.scale_count(LAYOUT)
+    out = ()
+    for i in tl.static_range(COUNT):
+        out = out + (tl.load(scale + (g * GRANULE // GROUP + i) * PADDED + n),)
+    return out
 
 
 @triton.jit

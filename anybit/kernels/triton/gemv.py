@@ -43,7 +43,7 @@ def gemv(
             out *= tl.load(x_scale + m, mask=m < M, other=0)
         if HAS_BIAS:
             out += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)
-        tl.store(y + m * N + n, out.to(y.dtype.element_ty), mask=(n < N) & (m < M))
+        tl.store(y + m * N + n, out.to(y.dtype.element_ty), mask=(n < N) & (n - n + m < M))
 
 
 @triton.jit
@@ -73,9 +73,9 @@ def _granule(
         k = first + tl.arange(0, COLUMNS)
         new = ()
         for m in tl.static_range(TOKENS):
-            mask = (k < K) & (m < M)
-            if EVEN_K and TOKENS <= 2:
-                mask = k >= 0
+            mask = k - k + m < M
+            if not EVEN_K:
+                mask = mask & (k < K)
             xm = tl.load(x + m * X_STRIDE + k, mask=mask, other=0).to(tl.float32)
             new = new + (part[m] + w * xm[None, :],)
         part = new

@@ -31,6 +31,7 @@ INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 # at = (words of this field, one tile for each book and plane; field; layout; dtype; grid)
 WORDS, FIELD, LAYOUT, DTYPE, GRID = (tl.constexpr(i) for i in range(5))
 
+
 @cache
 def jit(decode: Callable[..., Any]) -> Any:
     """A format's `triton_decode` as a Triton function, with `lang` and `tl` in its reach."""
@@ -149,11 +150,24 @@ def lookup(at, I: tl.constexpr, index):
     """Rows `index` (N, positions) of table I, a grid tensor (..., rows, width): (N, columns) fp32."""
     LAYOUT_: tl.constexpr = at[LAYOUT]
     WIDTH: tl.constexpr = LAYOUT_.fmt.width
+    SIZE: tl.constexpr = table_size(LAYOUT_, I)
+    t = at[GRID][I]
     if WIDTH == 1:
-        return tl.load(at[GRID][I] + index).to(tl.float32)
-    e = tl.arange(0, WIDTH)
-    v = tl.load(at[GRID][I] + (index * WIDTH)[:, :, None] + e[None, None, :]).to(tl.float32)
-    return tl.reshape(v, (index.shape[0], index.shape[1] * WIDTH))
+        return tl.load(t + index).to(tl.float32)
+    elif INTERPRET or SIZE > 4096 or WIDTH % 2 == 1 or t.dtype.element_ty != tl.float16:
+        e = tl.arange(0, WIDTH)
+        v = tl.load(t + (index * WIDTH)[:, :, None] + e[None, None, :]).to(tl.float32)
+        return tl.reshape(v, (index.shape[0], index.shape[1] * WIDTH))
+    else:  # from shared memory, two numbers at a time
+        HALF: tl.constexpr = WIDTH // 2
+        ROWS: tl.constexpr = index.shape[0]
+        pairs = tl.load(t.to(tl.pointer_type(tl.int32)) + tl.arange(0, SIZE // 2))
+        at_pair = (index * HALF)[:, :, None] + tl.arange(0, HALF)[None, None, :]
+        COUNT: tl.constexpr = ROWS * index.shape[1] * HALF
+        v = tl.gather(pairs, tl.reshape(at_pair, (COUNT,)), 0)
+        low = v.to(tl.int16).to(tl.float16, bitcast=True)
+        high = (v >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        return tl.reshape(tl.join(low, high), (ROWS, index.shape[1] * WIDTH)).to(tl.float32)
 
 
 @triton.jit
@@ -262,6 +276,21 @@ def grid_group(layout, i):  # type: ignore[no-untyped-def]
 @triton.constexpr_function
 def new_groups(layout, field):  # type: ignore[no-untyped-def]
     return layout.new_groups(field)
+
+
+@triton.constexpr_function
+def scale_count(layout):  # type: ignore[no-untyped-def]
+    return layout.scale_count
+
+
+@triton.constexpr_function
+def scale_of(layout, field):  # type: ignore[no-untyped-def]
+    return field * layout.columns // layout.group if layout.group < layout.granule else 0
+
+
+@triton.constexpr_function
+def table_size(layout, i):  # type: ignore[no-untyped-def]
+    return layout.table_size(i)
 
 
 @triton.constexpr_function

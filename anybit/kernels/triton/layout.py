@@ -130,23 +130,42 @@ class Layout:
     def new_groups(self, field: int) -> bool:
         """Whether other grid values than those of the field before may hold from this field on."""
         return field == 0 or any(
-            group > 0 and (self.granule % group and group % self.granule or field * self.columns % group == 0 or group % self.columns)
+            group > 0
+            and (
+                group % self.columns
+                or (self.granule % group and group % self.granule)
+                or field * self.columns % group == 0
+            )
             for group in self.grid_groups
         )
+
+    @property
+    def scale_count(self) -> int:
+        """Groups of scales in a granule; 0 if fields do not make whole groups, or a row has one."""
+        group = self.group
+        if not group or group % self.columns or (self.granule % group and group % self.granule):
+            return 0
+        return max(1, self.granule // group)
+
+    def table_size(self, i: int) -> int:
+        """Numbers in grid tensor i, a table."""
+        return math.prod(self.grid[i][1].table or ())
 
     @property
     def scale_mode(self) -> str:
         """Where the scale is cheapest: the output ("row"), a group's partial sum, the weight."""
         if not self.group:
             return "row"
-        aligned = self.granule % self.group == 0 or self.group % self.granule == 0
-        return "partial" if self.group % self.columns == 0 and aligned else "weight"
+        return "partial" if self.scale_count else "weight"
 
 
 @cache
 def layout_of(fmt: Format, activation: str | None) -> Layout:
     """The layout in which `prepare` lays a weight out for this activation notation."""
-    return Layout(fmt, 8 if fmt.operand == "int8" and activation == "int8" else 16)
+    bytewise = Layout(fmt, 8)
+    if fmt.operand == "int8" and activation == "int8" and bytewise.scale_mode != "weight":
+        return bytewise
+    return Layout(fmt, 16)  # which holds int8 codes of x exactly, too
 
 
 def prepare(packed: Packed, activation: str | None) -> list[Tensor]:
@@ -187,7 +206,9 @@ def _words(codes: Tensor, layout: Layout, rows: int, k: int) -> list[Tensor]:
     return [w.view(torch.int8) if w.dtype == torch.uint8 else w for w in out]
 
 
-def split(layout: Layout, prepared: list[Tensor]) -> tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...], Tensor]:
+def split(
+    layout: Layout, prepared: list[Tensor]
+) -> tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...], Tensor]:
     """Prepared tensors -> words, scale, the other grid tensors, locks."""
     count = layout.fmt.books * len(layout.segments)
     return tuple(prepared[:count]), prepared[count], tuple(prepared[count + 1 : -1]), prepared[-1]

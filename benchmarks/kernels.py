@@ -1,0 +1,412 @@
+"""Correctness and speed of the Triton kernels on this GPU, for the tables in `kernels/tiles.py`.
+
+    python benchmarks/kernels.py sweep --out tiles.csv [--schemes int4,fp6] [--m 1,16]
+    python benchmarks/kernels.py table --out h200_triton.csv
+
+`sweep` times every candidate tile and prints the best; `table` times what `tiles.choose` picks,
+against cuBLAS fp16 and against a kernel that only reads the same bytes. Every result is compared
+with the decoded weight before it is timed. Times are medians over CUDA graph replays; weights
+rotate over copies larger than the L2 cache.
+"""
+
+import argparse
+import csv
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anybit.dispatch import parse_scheme
+from anybit.format import Packed, tensor_shapes
+from anybit.kernels import tiles
+from anybit.kernels.tiles import Tile
+from anybit.kernels.triton import activation, backend, gemm, gemv, layout, psumbook
+
+SHAPES = {
+    "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)
+}  # fmt: skip
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+SCHEMES = (
+    "int4:group=128", "int4", "int2:group=128", "int3:group=128", "int8", "fp6", "fp5", "fp8",
+    "liquid@int8", "int4:group=128@int8", "int8@int8", "codebook:m=1,v=4,group=128",
+    "codebook:m=2,v=8,group=128",
+)  # fmt: skip
+ROTATE = 160 << 20  # bytes of weight copies: well over the L2 cache
+WORKERS = 16
+
+
+def random_packed(scheme: str, shape: tuple[int, int]) -> Packed:
+    """Random codes and plausible grids, made on the GPU."""
+    fmt, _ = parse_scheme(scheme)
+    generator = torch.Generator("cuda").manual_seed(0)
+    tensors = {}
+    for name, (size, entry) in tensor_shapes(fmt, shape).items():
+        if entry is None:
+            bits = (-(2**31), 2**31 - 1)
+            t = torch.randint(*bits, size, generator=generator, device="cuda", dtype=torch.int32)
+        elif entry.default_dtype == torch.uint8:
+            t = torch.randint(1, 9, size, generator=generator, device="cuda").to(torch.uint8)
+        else:
+            t = torch.rand(size, generator=generator, device="cuda").add_(0.5).half()
+            t = t * 0.01 if name == "scale" else t - 1
+        tensors[name] = t
+    return Packed.from_tensors(fmt, shape, tensors)
+
+
+def copies_of(prepared: list[Tensor]) -> list[list[Tensor]]:
+    size = sum(t.nbytes for t in prepared)
+    count = min(64, max(2, -(-ROTATE // size)))
+    return [prepared] + [[t.clone() for t in prepared] for _ in range(count - 1)]
+
+
+def time_us(launches: list[Callable[[], object]], replays: int = 7) -> float:
+    """Median microseconds of one launch, by replays of a graph of all of them."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for launch in launches[:2]:
+            launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for launch in launches:
+            launch()
+    times = []
+    for _ in range(replays + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(launches))
+    return statistics.median(times[1:])
+
+
+def candidates(m: int, lay: layout.Layout) -> Iterator[Tile]:
+    unit = lay.unit
+    if m <= 8 and psumbook.supports(lay):
+        for rows, stages, parts in itertools.product((256, 512), (1, 3), (1, 2, 4, 8, 16)):
+            yield Tile("psumbook", rows, 1, parts, 1, 8, stages)
+    if m <= 4 and unit == 16:
+        for rows, warps, stages in itertools.product((8, 16, 32, 64), (4,), (1, 3)):
+            yield Tile("gemv", rows, 1, 1, 1, warps, stages)
+    small = lay.granule <= 128
+    if m <= 16:
+        plans = itertools.product(
+            (8,) if m <= 8 else (16,),
+            ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4)),
+            (2, 3, 4),
+            (1, 2, 4, 8),
+            (1, 2) if small else (1,),
+        )
+    elif m <= 64:
+        plans = itertools.product(
+            (32, 64), ((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1, 2, 4), (1, 2) if small else (1,)
+        )
+    else:
+        plans = itertools.product(
+            (64, 128, 256), ((64, 4), (128, 4), (128, 8)), (2, 3), (1, 2) if m <= 256 else (1,), (1,)
+        )
+    for tokens, (rows, warps), stages, parts, steps in plans:
+        if tokens * rows // warps <= 4096 and (lay.granule <= 512 or tokens <= 64):
+            yield Tile("gemm", rows, tokens, parts, steps, warps, stages)
+
+
+def inputs(scheme: str, m: int, k: int) -> tuple[Tensor, Tensor | None]:
+    """x as the kernel takes it, and its scales."""
+    fmt, notation = parse_scheme(scheme)
+    x = torch.randn(m, k, device="cuda", dtype=torch.float16) / 8
+    if notation is None:
+        return x, None
+    unit = layout.layout_of(fmt, notation).unit
+    return activation.quantize_tokens(x, notation, torch.int8 if unit == 8 else x.dtype)
+
+
+def run(
+    tile: Tile, x: Tensor, scale: Tensor | None, prepared: list[Tensor], y: Tensor, lay
+) -> None:  # type: ignore[no-untyped-def]
+    if tile.kernel == "dense":
+        w = x.new_empty(y.shape[1], x.shape[1])
+        gemm.launch_dense(prepared, lay, w)
+        torch.mm(x, w.T, out=y)
+    elif tile.kernel == "psumbook":
+        psumbook.launch(x, prepared, None, y, lay, tile)
+    else:
+        (gemv if tile.kernel == "gemv" else gemm).launch(x, scale, prepared, None, y, lay, tile)
+
+
+def cells(options: argparse.Namespace) -> Iterator[tuple[str, str, tuple[int, int]]]:
+    for scheme in options.schemes or SCHEMES:
+        for name in options.shapes or SHAPES:
+            yield scheme, name, SHAPES[name]
+
+
+def compile_all(options: argparse.Namespace) -> None:
+    """Fill Triton's cache: one launch of every candidate, this process's share of them."""
+    share, of = map(int, options.worker.split("/"))
+    done = set()
+    i = 0
+    for scheme, _, (n, k) in cells(options):
+        fmt, notation = parse_scheme(scheme)
+        lay = layout.layout_of(fmt, notation)
+        prepared = None
+        for m in options.m or TOKENS:
+            for tile in candidates(m, lay):
+                key = (
+                    scheme,
+                    tile.kernel,
+                    *astuple(tile)[1:3],
+                    tile.split > 1,
+                    *astuple(tile)[4:],
+                    m if tile.kernel == "gemv" else 0,
+                )
+                if key in done:
+                    continue
+                done.add(key)
+                i += 1
+                if i % of != share:
+                    continue
+                prepared = prepared or layout.prepare(random_packed(scheme, (n, k)), notation)
+                x, scale = inputs(scheme, m, k)
+                try:
+                    run(
+                        tile,
+                        x,
+                        scale,
+                        prepared,
+                        torch.empty(m, n, device="cuda", dtype=torch.float16),
+                        lay,
+                    )
+                except Exception as error:
+                    print("compile", scheme, tile, str(error)[-200:], flush=True)
+
+
+def sweep(options: argparse.Namespace) -> None:
+    workers = [
+        subprocess.Popen([sys.executable, *sys.argv, "--worker", f"{i}/{WORKERS}"])
+        for i in range(WORKERS)
+    ]
+    for worker in workers:
+        worker.wait()
+    print("compiled", flush=True)
+    out = csv.writer(open(options.out, "w", newline=""))
+    out.writerow(("scheme", "shape", "m", *Tile.__dataclass_fields__, "us"))
+    for scheme, name, (n, k) in cells(options):
+        fmt, notation = parse_scheme(scheme)
+        lay = layout.layout_of(fmt, notation)
+        packed = random_packed(scheme, (n, k))
+        dense = packed.dequantize().half()
+        copies = copies_of(layout.prepare(packed, notation))
+        for m in options.m or TOKENS:
+            x, scale = inputs(scheme, m, k)
+            want = x.float() @ dense.float().T
+            want = want if scale is None else want * scale[:, None]
+            rows = []
+            for tile in [
+                *candidates(m, lay),
+                *([Tile("dense")] if m > 64 and notation is None else []),
+            ]:
+                y = torch.full((m, n), torch.nan, device="cuda", dtype=torch.float16)
+                try:
+                    run(tile, x, scale, copies[0], y, lay)
+                except triton.runtime.errors.OutOfResources:
+                    continue
+                except Exception as error:
+                    print(
+                        "launch",
+                        scheme,
+                        name,
+                        m,
+                        tile,
+                        str(error)[-150:].replace("\n", " "),
+                        flush=True,
+                    )
+                    continue
+                error = ((y.float() - want).norm() / want.norm()).item()
+                if not error < 3e-3:
+                    print("WRONG", scheme, name, m, tile, error, flush=True)
+                    continue
+                use = copies if m <= 256 else copies[:2]
+                us = time_us(
+                    [lambda p=p: run(tile, x, scale, p, y, lay) for p in use], 5 if m <= 256 else 3
+                )  # type: ignore[misc]
+                rows.append((us, tile))
+                out.writerow((scheme, name, m, *astuple(tile), round(us, 2)))
+            rows.sort(key=lambda row: row[0])
+            best = " | ".join(f"{us:.1f} {' '.join(map(str, astuple(t)))}" for us, t in rows[:3])
+            print(f"{scheme} {name} M={m} {best}", flush=True)
+
+
+@triton.jit
+def read(x, y, COUNT, BLOCK: tl.constexpr):
+    """Reads x once and writes a word for each block: what any kernel must at least do."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + i, mask=i < COUNT, other=0)
+    tl.store(y + tl.program_id(0), tl.xor_sum(v, axis=0))
+
+
+def read_floor(nbytes: int) -> float:
+    """Microseconds to read so many bytes, by the best of a few block sizes."""
+    count = min(64, max(2, -(-ROTATE // nbytes)))
+    xs = [
+        torch.randint(0, 2**30, (nbytes // 4,), device="cuda", dtype=torch.int32)
+        for _ in range(count)
+    ]
+    y = torch.empty(1 << 20, device="cuda", dtype=torch.int32)
+    best = float("inf")
+    for block, warps in ((2048, 4), (4096, 4), (8192, 8), (16384, 8)):
+        grid = (triton.cdiv(nbytes // 4, block),)
+        best = min(
+            best,
+            time_us(
+                [lambda x=x: read[grid](x, y, len(x), BLOCK=block, num_warps=warps) for x in xs]
+            ),
+        )  # type: ignore[misc]
+    return best
+
+
+def table(options: argparse.Namespace) -> None:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    gpu = torch.cuda.get_device_name()
+    date = options.date
+    out = csv.writer(open(options.out, "w", newline=""))
+    out.writerow(
+        [
+            "gpu",
+            "date",
+            "commit",
+            "peer",
+            "format",
+            "activation",
+            "M",
+            "N",
+            "K",
+            "us",
+            "weight_gbps",
+            "tflops",
+            "vs_cublas_fp16",
+            "vs_floor",
+            "note",
+        ]
+    )
+    cublas: dict[tuple[int, int, int], float] = {}
+    floors: dict[int, float] = {}
+    for name in options.shapes or SHAPES:
+        n, k = SHAPES[name]
+        ws = [
+            torch.randn(n, k, device="cuda", dtype=torch.float16)
+            for _ in range(max(2, -(-ROTATE // (n * k * 2))))
+        ]
+        for m in options.m or TOKENS:
+            x = torch.randn(m, k, device="cuda", dtype=torch.float16)
+            cublas[m, n, k] = us = time_us(
+                [lambda w=w: torch.nn.functional.linear(x, w) for w in ws]
+            )  # type: ignore[misc]
+            out.writerow(
+                (
+                    gpu,
+                    date,
+                    commit,
+                    "cublas",
+                    "fp16",
+                    "",
+                    m,
+                    n,
+                    k,
+                    f"{us:.2f}",
+                    f"{n * k * 2e-3 / us:.0f}",
+                    f"{2e-6 * m * n * k / us:.1f}",
+                    "1.00",
+                    "",
+                    "",
+                )
+            )
+        del ws
+    for scheme, name, (n, k) in cells(options):
+        fmt, notation = parse_scheme(scheme)
+        lay = layout.layout_of(fmt, notation)
+        packed = random_packed(scheme, (n, k))
+        nbytes = packed.nbytes()
+        if nbytes not in floors:
+            floors[nbytes] = read_floor(nbytes)
+            out.writerow(
+                (
+                    gpu,
+                    date,
+                    commit,
+                    "read",
+                    fmt.spec,
+                    "",
+                    0,
+                    n,
+                    k,
+                    f"{floors[nbytes]:.2f}",
+                    f"{nbytes * 1e-3 / floors[nbytes]:.0f}",
+                    "",
+                    "",
+                    "1.00",
+                    f"{nbytes} bytes read by a kernel that does nothing else",
+                )
+            )
+        copies = copies_of(backend.prepare(packed, notation))
+        line = []
+        for m in options.m or TOKENS:
+            x = torch.randn(m, k, device="cuda", dtype=torch.float16) / 8
+            tile = tiles.choose(90, fmt.bits_per_weight((n, k)), m, n, k)
+            use = copies if m <= 256 else copies[:2]
+            us = time_us([lambda p=p: backend.linear(x, p, None, fmt, n, notation) for p in use])  # type: ignore[misc]
+            ratio, floor = cublas[m, n, k] / us, us / floors[nbytes]
+            out.writerow(
+                (
+                    gpu,
+                    date,
+                    commit,
+                    "anybit-triton",
+                    fmt.spec,
+                    notation or "",
+                    m,
+                    n,
+                    k,
+                    f"{us:.2f}",
+                    f"{nbytes * 1e-3 / us:.0f}",
+                    f"{2e-6 * m * n * k / us:.1f}",
+                    f"{ratio:.2f}",
+                    f"{floor:.2f}",
+                    " ".join(map(str, astuple(tile))),
+                )
+            )
+            line.append(f"{us:.1f}({ratio:.2f}{f';{floor:.2f}' if m <= 16 else ''})")
+        print(f"{scheme:20} {name:8} {' '.join(line)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=("sweep", "table"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--schemes", type=lambda s: s.split(";"))
+    parser.add_argument("--shapes", type=lambda s: s.split(","))
+    parser.add_argument("--m", type=lambda s: [int(m) for m in s.split(",")])
+    parser.add_argument("--date", default="")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")
+    if options.worker:
+        compile_all(options)
+    else:
+        (sweep if options.what == "sweep" else table)(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Triton GEMM, GEMV and dense decoding against the reference, for every registered format."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anybit.dispatch import parse_scheme, scheme_name
+from anybit.format import FORMATS, Format, Grid, Packed, get_format, groups_of, register
+from anybit.kernels import reference
+from anybit.kernels.tiles import Tile
+from anybit.linear import QuantLinear, quantize_tensor
+
+pytest.importorskip("triton")
+
+from anybit.kernels.triton import activation as activations  # noqa: E402
+from anybit.kernels.triton import backend, lang, layout  # noqa: E402
+
+DEVICE = os.environ.get("ANYBIT_TEST_DEVICE", "cpu")
+N, K = 40, 160  # neither a multiple of a tile
+# The interpreter keeps bf16 in integers and adds those, so bf16 is tested on the GPU alone.
+DTYPES = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
+GEMM = Tile("gemm", rows=64, tokens=64, stages=2)
+COLUMNS = sorted({*range(0, K, 3), 31, 32, 63, 64, 127, 128, 158})
+
+
+@register("ternary")
+@dataclass(frozen=True)
+class Ternary(Format):
+    """A user's own format: W = (code - 1) * scale, one scale a group."""
+
+    group: int = 32
+    bits = 2
+
+    def fit(self, w: Tensor) -> Grid:
+        return {"scale": groups_of(w, self.group).abs().mean(-1).half()}
+
+    def encode(self, w: Tensor, grid: Grid) -> Tensor:
+        scale = grid["scale"].float().repeat_interleave(self.group, 1)
+        return (w / scale).round().clamp(-1, 1).add(1).to(torch.uint8)
+
+    def values(self, codes: Tensor, grid: Grid) -> Tensor:
+        return codes.float() - 1
+
+    def triton_decode(self, at: Any) -> Any:
+        return lang.number(at, 1)
+
+
+# Every registered name, and what its options change in a kernel.
+SCHEMES = [
+    *(name for name in FORMATS if name not in ("fp", "codebook")),
+    *("int4:group=32", "int4:group=8", "int4:group=32,zero", "int8:zero", "int3:group=80"),
+    *("fp:e3m1", "fp:e1m2", "fp:e5m2,group=16", "fp:e2m5", "liquid:group=32", "sparse:group=32"),
+    *("codebook:m=2,v=8,b=4", "codebook:m=1,v=4,b=4,group=32", "codebook:m=1,v=1,b=4"),
+    *("liquid:group=32@int8", "int4:group=32@int8", "int8@int8", "int1@int8", "sparse@int8"),
+    *("int5:zero@int8", "fp6@int8"),
+    *(("int4@fp8", "fp8@fp8") if DEVICE == "cuda" else ()),  # the interpreter truncates to fp8
+]
+
+
+CODEBOOKS = [
+    "codebook:m=1,v=4,b=5,group=32",
+    "codebook:m=2,v=8,b=4",
+    "codebook:m=2,v=2,b=3,group=96",
+]
+
+
+def spec_for(scheme: str) -> str:
+    """Groups of the defaults do not divide K = 160."""
+    fmt, activation = parse_scheme(scheme)
+    if fmt.spec == "liquid":
+        fmt = get_format("liquid:group=32")
+    return scheme_name(fmt, activation)
+
+
+def packed_of(scheme: str, n: int = N, k: int = K) -> tuple[Packed, str | None]:
+    fmt, activation = parse_scheme(spec_for(scheme))
+    w = torch.randn(n, k, generator=torch.Generator().manual_seed(1))
+    return quantize_tensor(w, fmt).to(DEVICE), activation
+
+
+def multiply(
+    x: Tensor, packed: Packed, activation: str | None, tile: Tile, bias: Tensor | None = None
+) -> Tensor:
+    prepared = backend.prepare(packed, activation)
+    lay = layout.layout_of(packed.format, activation)
+    return backend.multiply(x, prepared, bias, lay, packed.shape[0], activation, tile)
+
+
+def expected(x: Tensor, packed: Packed, activation: str | None, bias: Tensor | None = None) -> Any:
+    prepared = reference.prepare(packed, activation)
+    return reference.linear(x, prepared, bias, packed.format, packed.shape[0], activation)
+
+
+def bound(x: Tensor, packed: Packed) -> Tensor:
+    """Rounding of each product (a scaled weight may be rounded) and of the result."""
+    unit = torch.finfo(x.dtype).eps
+    w = reference.operand_weight(packed, x.dtype).abs()
+    return x.float().abs() @ w.T * unit * 1.1 + 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gemm_reads_weights_exactly(scheme: str, dtype: torch.dtype) -> None:
+    packed, activation = packed_of(scheme)
+    x = torch.eye(K, dtype=dtype, device=DEVICE)[COLUMNS]
+    got = multiply(x, packed, activation, GEMM)
+    assert torch.equal(got, expected(x, packed, activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s == s.partition("@")[0]])
+def test_dense_is_the_weight(scheme: str, dtype: torch.dtype) -> None:
+    packed, _ = packed_of(scheme)
+    x = torch.eye(K, dtype=dtype, device=DEVICE)
+    got = multiply(x, packed, None, Tile("dense"))
+    assert torch.equal(got, expected(x, packed, None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s == s.partition("@")[0]])
+def test_gemv_reads_weights_exactly(scheme: str, dtype: torch.dtype) -> None:
+    packed, _ = packed_of(scheme)
+    for rows in ([5], [159, 0, 130]):
+        x = torch.eye(K, dtype=dtype, device=DEVICE)[rows]
+        got = multiply(x, packed, None, Tile("gemv", rows=16, stages=1))
+        assert torch.equal(got, expected(x, packed, None))
+
+
+@pytest.mark.parametrize("scheme", CODEBOOKS)
+def test_psumbook_looks_up_what_the_weights_say(scheme: str) -> None:
+    packed, _ = packed_of(scheme, N, 576)
+    x = torch.randn(3, 576, generator=torch.Generator().manual_seed(2)).half().to(DEVICE)
+    bias = torch.randn(N, generator=torch.Generator().manual_seed(3)).half().to(DEVICE)
+    want = expected(x, packed, None, bias).float()
+    for parts in (1, 3):
+        tile = Tile("psumbook", rows=128, tokens=1, split=parts, warps=4, stages=1)
+        got = multiply(x, packed, None, tile, bias)
+        assert ((got.float() - want).abs() <= bound(x, packed)).all()
+        assert torch.equal(got, multiply(x, packed, None, tile, bias))
+
+
+@pytest.mark.parametrize(
+    ("m", "tile"),
+    [
+        (1, Tile("gemv", rows=16, stages=1)),
+        (7, Tile("gemm", rows=32, tokens=16, split=3, stages=2)),
+        (33, Tile("gemm", rows=64, tokens=64, stages=3)),
+        (70, Tile("gemm", rows=64, tokens=128, split=2, stages=2)),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["int4:group=32", "fp6", "int3:group=32", "liquid@int8"])
+def test_random_activations_bias_and_split_k(scheme: str, m: int, tile: Tile) -> None:
+    packed, activation = packed_of(scheme, N, 544)
+    x = torch.randn(m, 544, generator=torch.Generator().manual_seed(2)).half().to(DEVICE)
+    bias = torch.randn(N, generator=torch.Generator().manual_seed(3)).half().to(DEVICE)
+    want = expected(x, packed, activation, bias).float()
+    got = multiply(x, packed, activation, tile, bias)
+    assert ((got.float() - want).abs() <= bound(x, packed)).all()
+    assert torch.equal(got, multiply(x, packed, activation, tile, bias))  # the same each time
+
+
+def test_split_k_leaves_its_locks_free() -> None:
+    packed, _ = packed_of("int4:group=32", N, 544)
+    prepared = backend.prepare(packed, None)
+    x = torch.randn(5, 544, device=DEVICE).half()
+    lay = layout.layout_of(packed.format, None)
+    backend.multiply(x, prepared, None, lay, N, None, Tile(rows=32, split=4, stages=2))
+    assert not prepared[-1].any()
+
+
+def test_shapes_and_strides() -> None:
+    packed, _ = packed_of("int4:group=32")
+    layer = QuantLinear(packed)
+    prepared = backend.prepare(packed, None)
+
+    def run(x: Tensor) -> Tensor:
+        return backend.linear(x, prepared, None, layer.format, N, None)
+
+    x = torch.randn(2, 3, K, device=DEVICE).half()
+    y = run(x)
+    assert y.shape == (2, 3, N)
+    assert torch.equal(y.view(6, N), run(x.view(6, K)))
+    assert torch.equal(run(x.view(6, K).T.contiguous().T), y.view(6, N))  # columns not adjacent
+    assert torch.equal(run(x[:, 1]), y[:, 1])  # rows not adjacent
+    assert run(x[:0]).shape == (0, 3, N)
+    with pytest.raises(TypeError, match="float32"):
+        run(x.float())
+
+
+@pytest.mark.parametrize("notation", ["int8", "fp8"] if DEVICE == "cuda" else ["int8"])
+def test_quantize_tokens_is_the_reference(notation: str) -> None:
+    x = torch.randn(5, 300, generator=torch.Generator().manual_seed(4)).half().to(DEVICE)
+    x[2] = 0
+    codes, scale = activations.quantize_tokens(x, notation)
+    want, want_scale = reference.quantize_tokens(x, notation)
+    assert torch.equal(scale, want_scale[:, 0])
+    assert torch.equal(codes.float(), want.float())
+    held, _ = activations.quantize_tokens(x, notation, torch.float16)
+    assert torch.equal(held.float(), want.float())
+
+
+def test_fused_norm_and_silu_quantize_what_torch_computes() -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, up, weight = (
+        torch.randn(s, generator=generator).half().to(DEVICE) for s in ((7, 300), (7, 300), 300)
+    )
+    for got, plain in (
+        (
+            activations.norm_quantize(x, weight, 1e-5, "int8"),
+            torch.nn.functional.rms_norm(x.float(), (300,), None, 1e-5).half() * weight,
+        ),
+        (
+            activations.silu_quantize(x, up, "int8"),
+            torch.nn.functional.silu(x.float()).half() * up,
+        ),
+    ):
+        codes, scale, total = got
+        want, want_scale = reference.quantize_tokens(plain, "int8")
+        torch.testing.assert_close(scale, want_scale[:, 0], rtol=2e-3, atol=0)
+        assert (codes.int() - want.int()).abs().max() <= 1  # sums differ in their last bits
+        assert (codes.int() != want.int()).float().mean() < 0.02
+        assert torch.equal(total, codes.int().sum(1).int())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+def test_compile_and_cuda_graph() -> None:
+    w = torch.randn(512, 1024)
+    for scheme in ("int4:group=128", "liquid@int8", "fp6"):
+        fmt, activation = parse_scheme(scheme)
+        layer = QuantLinear(quantize_tensor(w, fmt).to(DEVICE), activation=activation)
+        assert layer.backend == "triton"
+        x = torch.randn(3, 1024, device=DEVICE).half()
+        want = layer(x)
+        assert torch.equal(torch.compile(layer, fullgraph=True)(x), want)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(y, layer(x))
