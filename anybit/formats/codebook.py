@@ -70,11 +70,14 @@ class Codebook(Format):
 
     def fit(self, w: Tensor) -> Grid:
         scale = store_scale(groups_of(w, self.group).square().mean(-1).sqrt_())
-        vectors, weight = self._vectors(w, scale)
         random = torch.Generator().manual_seed(0)  # on the CPU: the same sample on every device
-        if len(vectors) > SAMPLE:
-            at = torch.randint(len(vectors), (SAMPLE,), generator=random).to(w.device)
-            vectors, weight = vectors[at], weight[at]
+        count = w.numel() // self.v
+        if count > SAMPLE:
+            at = torch.randint(count, (SAMPLE,), generator=random).to(w.device)
+        else:
+            at = torch.arange(count, device=w.device)
+        factor = scale.float().flatten()[at // (count // scale.numel())]
+        vectors, weight = w.reshape(-1, self.v)[at] / factor[:, None], factor.square()
         books = []
         for _ in range(self.m):
             book = kmeans(vectors, weight, 2**self.b, random).half()
@@ -85,13 +88,14 @@ class Codebook(Format):
     def encode(self, w: Tensor, grid: Grid) -> Tensor:
         """Greedy over the codebooks, then two sweeps that choose each code anew."""
         books = grid["codebook"].float()
-        vectors, _ = self._vectors(w, grid["scale"])
+        scale = grid["scale"].float()
+        vectors = ungroup(grouped(w, scale) / scale[..., None]).reshape(-1, self.v)
         codes = torch.empty(len(vectors), self.m, dtype=torch.int32, device=w.device)
         norms = books.square().sum(2)
         step = chunk(books.shape[1], w.device)
         for start in range(0, len(vectors), step):
             rest, part = vectors[start : start + step].clone(), codes[start : start + step]
-            chosen = []
+            chosen: list[Tensor] = []
             for book, norm in zip(books, norms, strict=True):
                 part[:, len(chosen)] = at = nearest_one(rest, book, norm)
                 chosen.append(embedding(at, book))
@@ -119,9 +123,3 @@ class Codebook(Format):
         for book in tl.static_range(1, books):
             total += lang.lookup(at, 0, lang.code(at, book) + (book << self.b))
         return total
-
-    def _vectors(self, w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalized vectors (N * K / v, v), and the squared scale that each came with."""
-        unit = ungroup(grouped(w, scale) / scale.float()[..., None]).reshape(-1, self.v)
-        weight = scale.float().square().repeat_interleave(w.shape[1] // scale.shape[1] // self.v, 1)
-        return unit, weight.flatten()
