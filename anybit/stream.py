@@ -43,7 +43,7 @@ from anybit.progress import progress
 from anybit.quantize import Plan, Spec, plan_of, quantization_config
 from anybit.quantizers.rtn import RTN
 
-SHARD_BYTES = 1 << 30  # a kill costs the work of one shard at most
+SHARD_BYTES = 1 << 30  # of the source, in one file; a kill costs that much work at most
 MANIFEST = "manifest.json"
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -95,7 +95,7 @@ def quantize_checkpoint(
         a few copies of the largest tensor, whatever the size of the model. The tokenizer and other
         files are copied.
     overwrite: replace a checkpoint in `out`, and an unfinished run of other formats or source.
-    shard_bytes: size from which on a new file is begun; also what a kill may cost.
+    shard_bytes: how much of the source goes into one file, which is what a kill may cost.
 
     Raises FileExistsError when `out` exists; FileNotFoundError and ValueError for a source that is
     incomplete, damaged or quantized already; ValueError as `quantize_` does, and for an unfinished
@@ -212,7 +212,6 @@ def plan_work(source: Path, spec: Spec | Plan, shard_bytes: int) -> Work:
     ):
         if names:
             log.warning("%s: %d %s: %s, ...", source, len(names), what, ", ".join(names[:3]))
-    sizes = {n: sum(outputs(n, stored[n], schemes.get(n)).values()) for n in stored}
     formats = plan_of(spec) | dict.fromkeys(unmatched)
     manifest = {
         "anybit": __version__,
@@ -220,7 +219,7 @@ def plan_work(source: Path, spec: Spec | Plan, shard_bytes: int) -> Work:
         "source": fingerprint(source, stored),
         "shard_bytes": shard_bytes,
     }
-    shards = into_shards(sizes, shard_bytes)
+    shards = into_shards({name: tensor.nbytes for name, tensor in stored.items()}, shard_bytes)
     return Work(stored, config, formats, schemes, shards, manifest, strangers, tuple(unmatched))
 
 
