@@ -1,0 +1,413 @@
+"""The command line. Every command imports what it needs when it runs, so that help is instant."""
+
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from anybit.serve import commands
+
+INTERRUPTED = 130
+
+
+class Commands(TyperGroup):
+    """Commands whose foreseeable errors are one message and exit code 1, not a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("\ninterrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except (ValueError, TypeError, OSError, ImportError) as error:
+            if os.environ.get("ANYBIT_DEBUG") or getattr(error, "errno", None) == errno.EPIPE:
+                raise
+            typer.secho(f"error: {error}", fg="red", err=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Errors are one line; set ANYBIT_DEBUG=1 to see where they come from.",
+)
+
+
+def examples(*lines: str) -> str:
+    """An epilog that shows what to type; the leading backspace keeps its line breaks."""
+    return "\n".join(["\b", "[bold]Examples[/]", *(f"$ [cyan]{line}[/]" for line in lines)])
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Store and run the linear layers of language models in any number of bits."""
+    if version:
+        import anybit
+
+        typer.echo(anybit.__version__)
+        raise typer.Exit
+
+
+@app.command(
+    epilog=examples(
+        "anybit demo",
+        "anybit demo --formats 'int4;int4:group=64,zero;fp6' --tokens 4096",
+    )
+)
+def demo(
+    formats: Annotated[
+        str | None, typer.Option(help="Formats to show, separated by ';'. All families if absent.")
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=100, help="Held-out tokens that every format is scored on.")
+    ] = 16384,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the report goes.")] = Path(
+        "out/demo"
+    ),
+) -> None:
+    """Quantize a small real model to every family of formats, and measure each.
+
+    Shows bits per weight, size, perplexity, KL divergence, agreement and speed on this CPU; saves
+    one checkpoint, lets a fresh process load it and complete a function; writes report.html,
+    size_vs_kl.png and results.json. Takes under three minutes on two cores.
+    """
+    from anybit.demo import FORMATS
+    from anybit.demo import demo as run
+
+    run([s for s in formats.split(";") if s.strip()] if formats else FORMATS, tokens, out)
+
+
+@app.command(
+    epilog=examples(
+        "anybit quantize models/pico --format fp6 -o out/pico-fp6",
+        "anybit quantize MODEL --format int4:group=128,zero -o OUT",
+        "anybit quantize MODEL --format int3 --format '*.down_proj=int4' -o OUT",
+        "anybit quantize MODEL --format fp6 --format '*.layers.0.*=none' -o OUT",
+        "anybit quantize MODEL --plan plan.json -o OUT",
+    )
+)
+def quantize(
+    model: Annotated[Path, typer.Argument(help="Directory of a dense model (safetensors).")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format",
+            help="A format for all layers, or PATTERN=FORMAT for those whose name matches; "
+            "FORMAT none keeps them. May be repeated; the last match wins.",
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="A JSON file {pattern: format or null} instead.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
+) -> None:
+    """Quantize a model of any size, tensor by tensor, without ever holding it in memory.
+
+    Run the same command again after an interruption: finished shards are kept. `anybit formats`
+    lists the formats.
+    """
+    if bool(formats) == bool(plan):
+        raise typer.BadParameter(
+            "say how to quantize: give either --format or --plan", param_hint="--format"
+        )
+    chosen = read_plan(plan) if plan else plan_from(formats or [])
+
+    from anybit.stream import quantize_checkpoint
+
+    typer.echo(quantize_checkpoint(model, out, chosen, overwrite=overwrite))
+
+
+@app.command(
+    name="eval",
+    epilog=examples(
+        "anybit eval out/pico-fp6 --against models/pico",
+        "anybit eval out/pico-fp6 --text notes.txt --json scores.json",
+    ),
+)
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="Directory of a model, quantized or dense.")],
+    against: Annotated[
+        Path | None, typer.Option(help="The dense model: adds KL divergence and agreement.")
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text to score, UTF-8. Modules of the standard library if absent."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Score at most so many tokens.")] = 65536,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the scores to this file as well.")
+    ] = None,
+) -> None:
+    """Print a model's perplexity on text, and how far it strays from the dense model."""
+    from anybit.evaluate.run import evaluate as run
+
+    scores = run(model, against, text, tokens)
+    for name, value in scores.items():
+        typer.echo(f"{name:16} {value:.5g}" if isinstance(value, float) else f"{name:16} {value}")
+    if json_file:
+        json_file.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
+
+
+@app.command(
+    epilog=examples(
+        "anybit generate out/pico-fp6 'def main('",
+        "anybit generate out/pico-fp6 'class Stack:' --max-tokens 200 --temperature 0.8 --seed 1",
+    )
+)
+def generate(
+    model: Annotated[Path, typer.Argument(help="Directory of a model, quantized or dense.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 always takes the likeliest token.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+) -> None:
+    """Continue a prompt, token by token as they come."""
+    from anybit.generate import complete, load_text_model
+
+    def show(piece: str) -> None:
+        typer.echo(piece, nl=False)
+        sys.stdout.flush()
+
+    loaded, tokenizer = load_text_model(model)
+    show(prompt)
+    complete(
+        loaded,
+        tokenizer,
+        prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        show=show,
+    )
+    typer.echo()
+
+
+@app.command(
+    epilog=examples(
+        "anybit bench int4 --shape 4096x4096 --m 1,16,256",
+        "anybit bench fp6 liquid@int8 --shape 4096x4096 --shape 4096x14336 --csv rows.csv",
+    )
+)
+def bench(
+    formats: Annotated[
+        list[str], typer.Argument(help="Formats; @int8 or @fp8 quantizes activations as well.")
+    ],
+    shape: Annotated[
+        list[str], typer.Option(help="Outputs x inputs of a layer, NxK. May be repeated.")
+    ] = ["4096x4096"],  # noqa: B006
+    m: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,16,256",
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file as well.")] = None,
+) -> None:
+    """Time quantized layers against the dense layer, on this machine's GPU or CPU.
+
+    Weights are random and cold, results are checked before they are timed, and the read floor, the
+    time to read the weight's bytes and do nothing else, is measured in the same run.
+    """
+    from anybit.bench import parse_counts, parse_shape, run
+
+    run(formats, [parse_shape(text) for text in shape], parse_counts(m), csv, typer.echo)
+
+
+@app.command(epilog=examples("anybit doctor"))
+def doctor() -> None:
+    """Show versions, devices, and which kernel each format would run on, and why not another."""
+    from anybit.doctor import doctor as run
+
+    run()
+
+
+@app.command(epilog=examples("anybit formats"))
+def formats() -> None:
+    """List the formats, what they cost, and where they come from."""
+    from anybit.doctor import formats as run
+
+    run()
+
+
+app.command(
+    epilog=examples(
+        "anybit serve out/pico-fp6 --port 8000", "anybit serve MODEL --format fp6 --kv-cache int8"
+    )
+)(commands.serve)
+app.command(epilog=examples("anybit chat out/pico-fp6"))(commands.chat)
+
+
+# Helpers.
+
+
+def plan_from(formats: list[str]) -> dict[str, str | None]:
+    """`["int3", "*.down_proj=int4:group=64", "*.q_proj=none"]` -> {pattern: spec or None}.
+
+    Options of a spec contain "=" as well, but only after a ":", which no module name has.
+    """
+    plan: dict[str, str | None] = {}
+    for text in formats:
+        pattern, equals, spec = text.partition("=")
+        if not equals or ":" in pattern:
+            pattern, spec = "*", text
+        pattern, spec = pattern.strip(), spec.strip()
+        if pattern in plan:
+            raise ValueError(f"--format is given twice for {pattern!r}; which one is meant?")
+        if not pattern or not spec:
+            raise ValueError(f"--format {text!r}: write FORMAT or PATTERN=FORMAT")
+        plan[pattern] = None if spec.lower() == "none" else spec
+    return plan
+
+
+def read_plan(path: Path) -> dict[str, str | None]:
+    """A plan from a JSON file; ValueError unless it is an object of strings and nulls."""
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(plan, dict) or not all(
+        v is None or isinstance(v, str) for v in plan.values()
+    ):
+        raise ValueError(f'{path} is not a plan; write {{"*": "int4", "*.down_proj": null}}')
+    return plan
+
+
+def main('",
+        "anybit generate out/pico-fp6 'class Stack:' --max-tokens 200 --temperature 0.8 --seed 1",
+    )
+)
+def generate(
+    model: Annotated[Path, typer.Argument(help="Directory of a model, quantized or dense.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 always takes the likeliest token.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+) -> None:
+    """Continue a prompt, token by token as they come."""
+    from anybit.generate import complete, load_text_model
+
+    def show(piece: str) -> None:
+        typer.echo(piece, nl=False)
+        sys.stdout.flush()
+
+    loaded, tokenizer = load_text_model(model)
+    show(prompt)
+    complete(
+        loaded,
+        tokenizer,
+        prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        show=show,
+    )
+    typer.echo()
+
+
+@app.command(
+    epilog=examples(
+        "anybit bench int4 --shape 4096x4096 --m 1,16,256",
+        "anybit bench fp6 liquid@int8 --shape 4096x4096 --shape 4096x14336 --csv rows.csv",
+    )
+)
+def bench(
+    formats: Annotated[
+        list[str], typer.Argument(help="Formats; @int8 or @fp8 quantizes activations as well.")
+    ],
+    shape: Annotated[
+        list[str], typer.Option(help="Outputs x inputs of a layer, NxK. May be repeated.")
+    ] = ["4096x4096"],  # noqa: B006
+    m: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,16,256",
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file as well.")] = None,
+) -> None:
+    """Time quantized layers against the dense layer, on this machine's GPU or CPU.
+
+    Weights are random and cold, results are checked before they are timed, and the read floor, the
+    time to read the weight's bytes and do nothing else, is measured in the same run.
+    """
+    from anybit.bench import parse_counts, parse_shape, run
+
+    run(formats, [parse_shape(text) for text in shape], parse_counts(m), csv, typer.echo)
+
+
+@app.command(epilog=examples("anybit doctor"))
+def doctor() -> None:
+    """Show versions, devices, and which kernel each format would run on, and why not another."""
+    from anybit.doctor import doctor as run
+
+    run()
+
+
+@app.command(epilog=examples("anybit formats"))
+def formats() -> None:
+    """List the formats, what they cost, and where they come from."""
+    from anybit.doctor import formats as run
+
+    run()
+
+
+app.command(
+    epilog=examples(
+        "anybit serve out/pico-fp6 --port 8000", "anybit serve MODEL --format fp6 --kv-cache int8"
+    )
+)(commands.serve)
+app.command(epilog=examples("anybit chat out/pico-fp6"))(commands.chat)
+
+
+# Helpers.
+
+
+def plan_from(formats: list[str]) -> dict[str, str | None]:
+    """`["int3", "*.down_proj=int4:group=64", "*.q_proj=none"]` -> {pattern: spec or None}.
+
+    Options of a spec contain "=" as well, but only after a ":", which no module name has.
+    """
+    plan: dict[str, str | None] = {}
+    for text in formats:
+        pattern, equals, spec = text.partition("=")
+        if not equals or ":" in pattern:
+            pattern, spec = "*", text
+        pattern, spec = pattern.strip(), spec.strip()
+        if pattern in plan:
+            raise ValueError(f"--format is given twice for {pattern!r}; which one is meant?")
+        if not pattern or not spec:
+            raise ValueError(f"--format {text!r}: write FORMAT or PATTERN=FORMAT")
+        plan[pattern] = None if spec.lower() == "none" else spec
+    return plan
+
+
+def read_plan(path: Path) -> dict[str, str | None]:
+    """A plan from a JSON file; ValueError unless it is an object of strings and nulls."""
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(plan, dict) or not all(
+        v is None or isinstance(v, str) for v in plan.values()
+    ):
+        raise ValueError(f'{path} is not a plan; write {{"*": "int4", "*.down_proj": null}}')
+    return plan
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of the safetensors files in a directory."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

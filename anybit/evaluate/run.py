@@ -1,0 +1,52 @@
+"""`anybit eval`: score a model directory on text, alone or against the dense model."""
+
+from pathlib import Path
+from typing import Any
+
+from anybit.evaluate.corpus import held_out_text
+from anybit.evaluate.perplexity import score, shorten
+from anybit.generate import context_of, encode, load_text_model
+from anybit.progress import progress
+
+LONGEST = 2048  # tokens in a window, for models that could see more
+
+
+def evaluate(model: Path, against: Path | None, text: Path | None, tokens: int) -> dict[str, Any]:
+    """Scores by name: tokens, perplexity and its standard error; kl and agreement with `against`.
+
+    text: a UTF-8 file, one document; the held-out modules of the standard library by default.
+    tokens: the beginnings of the documents are scored, up to so many tokens.
+
+    Raises FileNotFoundError for missing files, ValueError for a text that is too short or no UTF-8,
+    and for two models whose vocabularies differ.
+    """
+    texts = [read(text)] if text else [source for _, source in held_out_text()]
+    loaded, tokenizer = load_text_model(model)
+    dense = None
+    if against:
+        dense, other = load_text_model(against)
+        if other.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(f"{model} and {against} have different vocabularies; no KL to compute")
+    documents = shorten([encode(tokenizer, x).to(loaded.device) for x in texts], tokens)
+    with progress("scoring", sum(len(ids) - 1 for ids in documents)) as step:
+        window = min(context_of(loaded), LONGEST)
+        got = score(loaded, documents, window=window, dense=dense, step=step)
+    scores = {
+        "model": str(model),
+        "tokens": got.tokens,
+        "window": window,
+        "perplexity": got.perplexity,
+        "standard_error": got.perplexity_error,
+    }
+    if against is None:
+        return scores
+    return scores | {"against": str(against), "kl": got.kl, "agreement": got.agreement}
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from None
