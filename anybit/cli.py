@@ -27,7 +27,8 @@ class Commands(TyperGroup):
         except (ValueError, TypeError, OSError, ImportError) as error:
             if os.environ.get("ANYBIT_DEBUG") or getattr(error, "errno", None) == errno.EPIPE:
                 raise
-            typer.secho(f"error: {error}", fg="red", err=True)
+            message = str(error).replace("overwrite=True", "--overwrite")
+            typer.secho(f"error: {message}", fg="red", err=True)
             raise typer.Exit(1) from None
 
 
@@ -279,130 +280,6 @@ def read_plan(path: Path) -> dict[str, str | None]:
     ):
         raise ValueError(f'{path} is not a plan; write {{"*": "int4", "*.down_proj": null}}')
     return plan
-
-
-def main('",
-        "anybit generate out/pico-fp6 'class Stack:' --max-tokens 200 --temperature 0.8 --seed 1",
-    )
-)
-def generate(
-    model: Annotated[Path, typer.Argument(help="Directory of a model, quantized or dense.")],
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 128,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 always takes the likeliest token.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-) -> None:
-    """Continue a prompt, token by token as they come."""
-    from anybit.generate import complete, load_text_model
-
-    def show(piece: str) -> None:
-        typer.echo(piece, nl=False)
-        sys.stdout.flush()
-
-    loaded, tokenizer = load_text_model(model)
-    show(prompt)
-    complete(
-        loaded,
-        tokenizer,
-        prompt,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        show=show,
-    )
-    typer.echo()
-
-
-@app.command(
-    epilog=examples(
-        "anybit bench int4 --shape 4096x4096 --m 1,16,256",
-        "anybit bench fp6 liquid@int8 --shape 4096x4096 --shape 4096x14336 --csv rows.csv",
-    )
-)
-def bench(
-    formats: Annotated[
-        list[str], typer.Argument(help="Formats; @int8 or @fp8 quantizes activations as well.")
-    ],
-    shape: Annotated[
-        list[str], typer.Option(help="Outputs x inputs of a layer, NxK. May be repeated.")
-    ] = ["4096x4096"],  # noqa: B006
-    m: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,16,256",
-    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file as well.")] = None,
-) -> None:
-    """Time quantized layers against the dense layer, on this machine's GPU or CPU.
-
-    Weights are random and cold, results are checked before they are timed, and the read floor, the
-    time to read the weight's bytes and do nothing else, is measured in the same run.
-    """
-    from anybit.bench import parse_counts, parse_shape, run
-
-    run(formats, [parse_shape(text) for text in shape], parse_counts(m), csv, typer.echo)
-
-
-@app.command(epilog=examples("anybit doctor"))
-def doctor() -> None:
-    """Show versions, devices, and which kernel each format would run on, and why not another."""
-    from anybit.doctor import doctor as run
-
-    run()
-
-
-@app.command(epilog=examples("anybit formats"))
-def formats() -> None:
-    """List the formats, what they cost, and where they come from."""
-    from anybit.doctor import formats as run
-
-    run()
-
-
-app.command(
-    epilog=examples(
-        "anybit serve out/pico-fp6 --port 8000", "anybit serve MODEL --format fp6 --kv-cache int8"
-    )
-)(commands.serve)
-app.command(epilog=examples("anybit chat out/pico-fp6"))(commands.chat)
-
-
-# Helpers.
-
-
-def plan_from(formats: list[str]) -> dict[str, str | None]:
-    """`["int3", "*.down_proj=int4:group=64", "*.q_proj=none"]` -> {pattern: spec or None}.
-
-    Options of a spec contain "=" as well, but only after a ":", which no module name has.
-    """
-    plan: dict[str, str | None] = {}
-    for text in formats:
-        pattern, equals, spec = text.partition("=")
-        if not equals or ":" in pattern:
-            pattern, spec = "*", text
-        pattern, spec = pattern.strip(), spec.strip()
-        if pattern in plan:
-            raise ValueError(f"--format is given twice for {pattern!r}; which one is meant?")
-        if not pattern or not spec:
-            raise ValueError(f"--format {text!r}: write FORMAT or PATTERN=FORMAT")
-        plan[pattern] = None if spec.lower() == "none" else spec
-    return plan
-
-
-def read_plan(path: Path) -> dict[str, str | None]:
-    """A plan from a JSON file; ValueError unless it is an object of strings and nulls."""
-    try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(plan, dict) or not all(
-        v is None or isinstance(v, str) for v in plan.values()
-    ):
-        raise ValueError(f'{path} is not a plan; write {{"*": "int4", "*.down_proj": null}}')
-    return plan
-
-
-def size_of(folder: Path) -> int:
-    """Bytes of the safetensors files in a directory."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def main() -> None:
