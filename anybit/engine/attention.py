@@ -1,6 +1,7 @@
 """The paged KV cache, and attention over it."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +16,16 @@ class Batch:
 
     positions (T,): of each token in its text. slots (T,): where its K and V go, as block *
     block_size + offset. tables (B, blocks) int32: each sequence's blocks. contexts (B,) int32:
-    tokens of each sequence that the cache holds, with this step's. queries and lengths: tokens of
-    each sequence in this step, and contexts, on the host; a captured graph has none of them.
-    decodes: sequences with one token.
+    tokens of each sequence that the cache holds, with this step's. starts (B + 1,) int32: where
+    each sequence's tokens begin in T. queries and lengths: tokens of each sequence in this step,
+    and contexts, on the host. decodes: sequences with one token.
     """
 
     positions: Tensor
     slots: Tensor
     tables: Tensor
     contexts: Tensor
+    starts: Tensor
     queries: list[int]
     lengths: list[int]
     decodes: int
@@ -41,6 +43,9 @@ class LayerCache:
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.fused = usable(self.k)
 
     @classmethod
     def empty(
@@ -95,16 +100,76 @@ class LayerCache:
         return out[0], out[1]
 
 
+def usable(cache: Tensor) -> bool:
+    """Whether Triton's kernels can work on a cache."""
+    if cache.device.type != "cuda" or find_spec("triton") is None:
+        return False
+    from anybit.kernels.triton.attention import refuse
+
+    return refuse(cache.shape[3]) is None
+
+
 def round_int8(x: Tensor) -> Tensor:
     return x.round().clamp(-INT8_LARGEST, INT8_LARGEST).to(torch.int8)
 
 
-def attend(q: Tensor, cache: LayerCache, batch: Batch, scale: float, window: int | None) -> Tensor:
+def attention(
+    qkv: Tensor,
+    heads: int,
+    cache: LayerCache,
+    batch: Batch,
+    rope: tuple[Tensor, Tensor],
+    scale: float,
+    window: int | None = None,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    """From projections (T, (heads + 2 kv_heads) * head_dim) to the output (T, heads, head_dim).
+
+    rope: cosines and sines of all positions. norms: RMSNorm weights of Q's and K's heads, and
+    the epsilon. window: a token sees so many tokens, itself included.
+
+    Always attends to what went into the cache and never to K and V before that, so that neither
+    chunks of a prompt nor cached prefixes nor preemption change a result.
+    """
+    if cache.fused:
+        from anybit.kernels.triton import attention as kernels
+
+        planes = (cache.k, cache.v, cache.k_scale, cache.v_scale)
+        q = kernels.write(qkv, planes, rope, batch.positions, batch.slots, heads, norms)
+        out, n = torch.empty_like(q), batch.decodes
+        if n:
+            args = (batch.tables[:n], batch.contexts[:n], batch.starts[: n + 1], 1)
+            kernels.attend(q[:n], planes, *args, scale, window, out=out[:n])
+        if len(batch.queries) > n:
+            args = (batch.tables[n:], batch.contexts[n:], batch.starts[n:], max(batch.queries))
+            kernels.attend(q, planes, *args, scale, window, out=out)
+        return out
+    kv_heads = cache.k.shape[1]
+    q, k, v = qkv.unflatten(1, (-1, cache.k.shape[3])).split([heads, kv_heads, kv_heads], dim=1)
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])
+    cos, sin = (table[batch.positions, None] for table in rope)
+    cache.store(rotate(k, cos, sin), v, batch.slots)
+    return gathered(rotate(q, cos, sin), cache, batch, scale, window)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x32 = x.float()
+    return weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x (T, heads, head_dim), whose halves are the two coordinates."""
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def gathered(
+    q: Tensor, cache: LayerCache, batch: Batch, scale: float, window: int | None
+) -> Tensor:
     """Attention of queries (T, heads, head_dim) over what the cache holds of their sequences.
 
-    Always over the cache and never over K and V before they went into it, so that neither chunks
-    of a prompt nor cached prefixes nor preemption change a result. window: a token sees so many
-    tokens, itself included.
+    The definition, in plain torch: pages are gathered, dequantized and given to torch's attention.
     """
     out = torch.empty_like(q)
     if batch.decodes:

@@ -67,7 +67,7 @@ class BlockManager:
             self.holders[block] -= 1
             if not self.holders[block]:
                 self.free[block] = None
-        seq.blocks.clear()
+        seq.blocks = []  # a new list: captured graphs know sequences' blocks by theirs
         seq.computed = 0
 
     def _digest(self, seq: Sequence, i: int) -> bytes:

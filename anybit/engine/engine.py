@@ -61,7 +61,8 @@ class Engine:
     ):  # fmt: skip
         self.runner, self.scheduler, self.length = runner, scheduler, length
         self.decode, self.eos, self.vocabulary = decode, eos, vocabulary
-        self.requests: dict[str, list[Sequence]] = {}
+        self.requests: dict[str, list[Sequence]] = {}  # their texts that have not ended
+        self.unread: list[tuple[Sequence, int, Logprob | None]] = []  # sampled, not yet text
         self.stats, self.observer = Stats(), Observer()
 
     def check(self, prompt: Items[int], params: SamplingParams) -> None:
@@ -108,69 +109,93 @@ class Engine:
 
     def abort(self, request: str) -> list[Delta]:
         """End a request now and free its blocks; nothing happens if it has ended already."""
-        return [
-            self._finish(seq, "abort")
-            for seq in list(self.requests.get(request, []))
-            if not seq.finish
-        ]
+        seqs = list(self.requests.get(request, []))
+        return [self._end(seq, "abort") for seq in seqs if not seq.finish]
 
     @property
     def busy(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.running or self.scheduler.waiting or self.unread)
 
     def step(self) -> list[Delta]:
-        """Run one step. A failure ends the requests in it with "error", and no others."""
+        """Run one step. A failure ends the requests in it with "error", and no others.
+
+        On a GPU the texts of a step are read while the next one runs.
+        """
         scheduled = self.scheduler.schedule()
         if not scheduled:
-            return []
+            return self._read()
         self.stats.steps += 1
-        try:
-            tokens, logprobs = self.runner.run(scheduled)
-        except Exception as error:
-            return self._failed(scheduled, error)
         out = []
+        try:
+            wait = self.runner.launch(scheduled)
+            if self.runner.overlaps:
+                out = self._read()
+            tokens, logprobs = wait()
+        except Exception as error:
+            return out + self._read() + self._failed(scheduled, error)
         sampled = zip(tokens, logprobs, strict=True)
         for s in scheduled:
-            samples = s.samples
+            found = next(sampled) if s.samples else None
+            if s.seq.finish:  # a stop string turned up in its text meanwhile
+                continue
             self.scheduler.done(s)
-            if samples:
-                out.append(self._advance(s.seq, *next(sampled)))
-        return out
+            if found and found[0] == INVALID:
+                out.append(self._end(s.seq, "error", "the model's logits are NaN or inf"))
+            elif found:
+                self._take(s.seq, *found)
+        return out if self.runner.overlaps else out + self._read()
 
-    def _advance(self, seq: Sequence, token: int, logprob: Logprob | None) -> Delta:
-        """Take a sampled token; what it adds to the text."""
-        released, had, since = seq.detokenizer.released, len(seq.logprobs), seq.last_token
-        if token == INVALID:
-            return self._finish(seq, "error", "the model's logits are NaN or inf for this text")
-        try:
-            seq.append(token, logprob)
-        except Exception as error:  # a tokenizer's decoder may fail on a token
-            log.exception("request %s: cannot decode token %d", seq.request, token)
-            return self._finish(seq, "error", f"cannot decode token {token}: {error}")
-        if seq.generated == 1:
+    def _take(self, seq: Sequence, token: int, logprob: Logprob | None) -> None:
+        """Append a sampled token, and free the blocks if it is the last."""
+        if seq.last_token is None:
             self.stats.prompt_tokens += len(seq.prompt)
         self.stats.generation_tokens += 1
+        since = seq.last_token
+        seq.append(token, logprob)
         self.observer.token(seq, since)
-        delta = Delta(
-            seq.request,
-            seq.index,
-            seq.detokenizer.text[released : seq.detokenizer.released],
-            [token],
-            seq.logprobs[had:],
-            cached=seq.cached,
-        )
-        if not seq.finish:
-            return delta
-        end = self._finish(seq, seq.finish)
-        return replace(delta, finish=end.finish, stop_reason=end.stop_reason)
+        if seq.finish:
+            self.scheduler.remove(seq)
+        self.unread.append((seq, token, logprob))
 
-    def _finish(self, seq: Sequence, reason: str, error: str = "") -> Delta:
+    def _read(self) -> list[Delta]:
+        """Turn tokens into text, and look for stop strings in it."""
+        unread, self.unread, out = self.unread, [], []
+        for seq, token, logprob in unread:
+            if seq.finish in ("abort", "error"):
+                continue
+            released, running = seq.detokenizer.released, not seq.finish
+            try:
+                stopped = seq.read()
+            except Exception as error:  # a tokenizer's decoder may fail on a token
+                log.exception("request %s: cannot decode token %d", seq.request, token)
+                out.append(
+                    self._end(seq, "error", f"cannot decode token {token}: {error}", running)
+                )
+                continue
+            delta = Delta(
+                seq.request,
+                seq.index,
+                seq.detokenizer.text[released : seq.detokenizer.released],
+                [token],
+                [logprob] if logprob else [],
+                cached=seq.cached,
+            )
+            if seq.finish:
+                end = self._end(seq, seq.finish, running=running and stopped)
+                delta = replace(delta, finish=end.finish, stop_reason=end.stop_reason)
+            out.append(delta)
+        return out
+
+    def _end(self, seq: Sequence, reason: str, error: str = "", running: bool = True) -> Delta:
+        """Forget a sequence; running: whether the scheduler still has it."""
         seq.finish, seq.error = reason, error
-        self.scheduler.remove(seq)
+        if running:
+            self.scheduler.remove(seq)
         self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
         self.observer.finished(seq)
         seqs = self.requests[seq.request]
-        if all(s.finish for s in seqs):
+        seqs.remove(seq)
+        if not seqs:
             del self.requests[seq.request]
         return Delta(
             seq.request,
@@ -184,4 +209,5 @@ class Engine:
     def _failed(self, scheduled: list[Scheduled], error: Exception) -> list[Delta]:
         """End the sequences of a step that raised."""
         log.error("a step with %d sequences failed", len(scheduled), exc_info=error)
-        return [self._finish(s.seq, "error", f"{type(error).__name__}: {error}") for s in scheduled]
+        text = f"{type(error).__name__}: {error}"
+        return [self._end(s.seq, "error", text) for s in scheduled if not s.seq.finish]

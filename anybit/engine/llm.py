@@ -125,7 +125,7 @@ class LLM:
                 f"({each} bytes each), and at least 2 are needed; raise kv_bytes"
             )
         self.length = min(length, blocks * block_size)
-        runner = ModelRunner(model, blocks, block_size, self.kv_dtype)
+        runner = ModelRunner(model, blocks, block_size, self.kv_dtype, max_running)
         manager = BlockManager(blocks, block_size, prefix_caching)
         self.engine = Engine(
             runner,

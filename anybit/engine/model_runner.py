@@ -1,19 +1,29 @@
 """Runs a step: builds the batch's tensors, calls the model, samples."""
 
+import itertools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from anybit.engine.attention import Batch, LayerCache
+from anybit.engine.graphs import DecodeGraphs
 from anybit.engine.models.layers import Decoder, head_dim
-from anybit.engine.sampler import sample
+from anybit.engine.sampler import Sampled, sample
 from anybit.engine.scheduler import Scheduled
-from anybit.engine.sequence import Logprob
 
 
 class ModelRunner:
-    """A model and its KV cache on one device."""
+    """A model and its KV cache on one device. graphs: the largest batch to capture; 0: none."""
 
-    def __init__(self, model: Decoder, blocks: int, block_size: int, kv_dtype: torch.dtype):
+    def __init__(
+        self,
+        model: Decoder,
+        blocks: int,
+        block_size: int,
+        kv_dtype: torch.dtype,
+        graphs: int = 0,
+    ):
         self.model, self.block_size = model, block_size
         self.device = model.embed_tokens.device
         config = model.config
@@ -29,24 +39,36 @@ class ModelRunner:
             )
             for scales in model.kv_scales
         ]
+        self.overlaps = self.device.type != "cpu"  # the host goes on while the device works
+        capturable = self.overlaps and model.capturable and all(c.fused for c in self.caches)
+        self.graphs = None
+        if capturable and graphs:
+            width = -(-model.rope.cos.shape[0] // block_size)
+            self.graphs = DecodeGraphs(model, self.caches, block_size, graphs, width)
 
-    @torch.inference_mode()
-    def run(self, scheduled: list[Scheduled]) -> tuple[list[int], list[Logprob | None]]:
+    def run(self, scheduled: list[Scheduled]) -> Sampled:
         """One step over sequences, those with one token first.
 
         Returns a token for each sequence whose end the step reaches, in order.
         """
-        tokens, batch = self.prepare(scheduled)
-        hidden = self.model(tokens, self.caches, batch)
-        last, at = [], -1
-        for s in scheduled:
-            at += s.tokens
-            if s.samples:
-                last.append(at)
-        if not last:
-            return [], []
-        rows = hidden if len(last) == len(hidden) else hidden[self._tensor(last)]
-        return sample(self.model.logits(rows), [s.seq for s in scheduled if s.samples])
+        return self.launch(scheduled)()
+
+    @torch.inference_mode()
+    def launch(self, scheduled: list[Scheduled]) -> Callable[[], Sampled]:
+        """Start a step; the function that is returned waits for its tokens."""
+        sampling = [s.seq for s in scheduled if s.samples]
+        if self.graphs is not None and self.graphs.can(scheduled):
+            logits = self.graphs.logits(scheduled)
+        else:
+            tokens, batch = self.prepare(scheduled)
+            hidden = self.model(tokens, self.caches, batch)
+            ends = itertools.accumulate(batch.queries)
+            last = [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples]
+            if not last:
+                return lambda: ([], [])
+            rows = hidden if len(last) == len(hidden) else hidden[self._tensor(last)]
+            logits = self.model.logits(rows)
+        return sample(logits, sampling)
 
     def prepare(self, scheduled: list[Scheduled]) -> tuple[Tensor, Batch]:
         """The step's tokens, and what attention needs to know about them."""
@@ -62,14 +84,16 @@ class ModelRunner:
         widest = max(len(s.seq.blocks) for s in scheduled)
         tables = [s.seq.blocks + [0] * (widest - len(s.seq.blocks)) for s in scheduled]
         lengths = [s.seq.computed + s.tokens for s in scheduled]
+        queries = [s.tokens for s in scheduled]
         batch = Batch(
             positions=self._tensor(positions),
             slots=self._tensor(slots),
             tables=self._tensor(tables, torch.int32),
             contexts=self._tensor(lengths, torch.int32),
-            queries=[s.tokens for s in scheduled],
+            starts=self._tensor([0, *itertools.accumulate(queries)], torch.int32),
+            queries=queries,
             lengths=lengths,
-            decodes=sum(s.tokens == 1 for s in scheduled),
+            decodes=queries.count(1),
         )
         return self._tensor(tokens), batch
 

@@ -1,5 +1,7 @@
 """Logits to tokens, for a whole batch at once."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,12 +11,16 @@ INVALID = -1
 GREEDY = 1e-5  # temperatures below it choose the likeliest token
 
 
-def sample(logits: Tensor, seqs: list[Sequence]) -> tuple[list[int], list[Logprob | None]]:
+Sampled = tuple[list[int], list[Logprob | None]]
+
+
+def sample(logits: Tensor, seqs: list[Sequence]) -> Callable[[], Sampled]:
     """Choose a token for each sequence from its row of logits (B, V).
 
-    What a sequence gets depends on its own row, parameters and random numbers alone, not on the
-    rest of the batch: every one draws a single uniform number from its own generator, and the
-    token is where the cumulated probabilities pass it. INVALID stands for a row with NaN or inf.
+    Returns a function that waits for the tokens. What a sequence gets depends on its own row,
+    parameters and random numbers alone, not on the rest of the batch: every one draws a single
+    uniform number from its own generator, and the token is where the cumulated probabilities pass
+    it. INVALID stands for a row with NaN or inf.
     """
     logits = logits.float()
     adjusted = penalize(logits, seqs)
@@ -23,8 +29,12 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> tuple[list[int], list[Logpro
         greedy = tensor([seq.params.temperature <= GREEDY for seq in seqs], logits)
         tokens = torch.where(greedy.bool(), tokens, draw(adjusted, seqs))
     tokens = torch.where(logits.amax(-1).isfinite(), tokens, INVALID)
-    chosen = tokens.tolist()  # the step's one wait for the device
-    return chosen, logprobs(logits, tokens, chosen, seqs)
+
+    def wait() -> Sampled:
+        chosen = tokens.tolist()  # the step's one wait for the device
+        return chosen, logprobs(logits, tokens, chosen, seqs)
+
+    return wait
 
 
 def penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:

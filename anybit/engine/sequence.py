@@ -135,20 +135,25 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     def append(self, token: int, logprob: Logprob | None = None) -> None:
-        """Take a sampled token, and finish if the text ends with it."""
+        """Take a sampled token, and finish if it is an end or the last that fits."""
         self.last_token = time.monotonic()
         if self.first_token is None:
             self.first_token = self.last_token
         self.tokens.append(token)
         if logprob:
             self.logprobs.append(logprob)
-        may_stop = self.generated >= self.params.min_tokens
-        if may_stop and token in self.ends:
+        if self.generated >= self.params.min_tokens and token in self.ends:
             self.finish, self.stop_reason = "stop", None if token in self.eos else token
         elif len(self.tokens) >= self.limit:
             self.finish = "length"
+
+    def read(self) -> bool:
+        """Add the last token to the text; whether a stop string has ended it."""
         found = self.detokenizer.add(
-            [] if self.finish == "stop" else [token], last=self.finish is not None, stop=may_stop
+            [] if self.finish == "stop" else self.tokens[-1:],
+            last=self.finish is not None,
+            stop=self.generated >= self.params.min_tokens,
         )
         if found:
             self.finish, self.stop_reason = "stop", found
+        return found is not None

@@ -165,14 +165,14 @@ def test_a_failing_step_ends_its_requests_and_no_others(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(checkpoint("llama"), max_running=2)
-    run = llm.engine.runner.run
+    run = llm.engine.runner.launch
 
-    def fail(scheduled: list) -> tuple:
+    def fail(scheduled: list) -> object:
         if any(s.seq.tokens[0] == 66 for s in scheduled):
             raise RuntimeError("out of luck")
         return run(scheduled)
 
-    monkeypatch.setattr(llm.engine.runner, "run", fail)
+    monkeypatch.setattr(llm.engine.runner, "launch", fail)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     outputs = llm.generate([[5, 6], [7], [66, 5], [66], [8], [9]], params)
     finishes = [output.completions[0].finish for output in outputs]

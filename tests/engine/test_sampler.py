@@ -5,9 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from anybit.engine import sampler
 from anybit.engine.detokenizer import Detokenizer
-from anybit.engine.sampler import INVALID, sample
+from anybit.engine.sampler import INVALID
 from anybit.engine.sequence import SamplingParams, Sequence
+
+
+def sample(logits: torch.Tensor, seqs: list[Sequence]) -> sampler.Sampled:
+    return sampler.sample(logits, seqs)()
 
 
 def sequence(params: SamplingParams, prompt: list[int] | None = None) -> Sequence:

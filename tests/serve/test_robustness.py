@@ -104,14 +104,14 @@ def test_too_many_requests_are_told_to_come_back(tiny: Path) -> None:
 
 
 def test_a_failing_request_fails_alone(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = live.server.llm.engine.runner.run
+    run = live.server.llm.engine.runner.launch
 
-    def fail(scheduled: list) -> tuple:
+    def fail(scheduled: list) -> object:
         if any(s.seq.prompt == [666] for s in scheduled):
             raise RuntimeError("out of luck")
         return run(scheduled)
 
-    monkeypatch.setattr(live.server.llm.engine.runner, "run", fail)
+    monkeypatch.setattr(live.server.llm.engine.runner, "launch", fail)
     answer = live.post("/v1/completions", {"prompt": [666]})
     assert answer.status_code == 500
     assert "out of luck" in answer.json()["error"]["message"]

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from anybit.engine.attention import Batch, LayerCache, attend
+from anybit.engine.attention import Batch, LayerCache, attention, rms_norm
 from anybit.engine.weights import Weights
 
 ACTIVATIONS = {"silu": F.silu, "swish": F.silu}
@@ -18,9 +18,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = weights.tensor(f"{name}.weight", (size,)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * (x32 * scale).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Rope(nn.Module):
@@ -48,12 +46,6 @@ class Rope(nn.Module):
         self.register_buffer("cos", (angle.cos() * factor).to(device))
         self.register_buffer("sin", (angle.sin() * factor).to(device))
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x (T, heads, head_dim), whose halves are the two coordinates."""
-        cos, sin = self.cos[positions, None], self.sin[positions, None]
-        a, b = x.float().chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
-
 
 class Attention(nn.Module):
     """Grouped-query attention with one merged projection for Q, K and V.
@@ -75,24 +67,22 @@ class Attention(nn.Module):
         super().__init__()
         hidden, dim = config.hidden_size, head_dim(config)
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.split, self.dim, self.window = (heads, kv_heads, kv_heads), dim, window
+        self.heads, self.dim, self.window = heads, dim, window
         names = [f"{name}.{part}_proj" for part in "qkv"]
-        self.qkv_proj = weights.linear(names, [h * dim for h in self.split], hidden, bias)
+        rows = [heads * dim, kv_heads * dim, kv_heads * dim]
+        self.qkv_proj = weights.linear(names, rows, hidden, bias)
         self.o_proj = weights.linear([f"{name}.o_proj"], [hidden], heads * dim, output_bias)
-        self.q_norm = self.k_norm = None
+        self.norms = None
         if qk_norm:
-            self.q_norm = RMSNorm(weights, f"{name}.q_norm", dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(weights, f"{name}.k_norm", dim, config.rms_norm_eps)
+            q, k = (weights.tensor(f"{name}.{part}_norm.weight", (dim,)) for part in "qk")
+            self.norms = (q, k, config.rms_norm_eps)
         self.scales = weights.kv_scales(name, (kv_heads, dim))
 
     def forward(self, x: Tensor, rope: Rope, cache: LayerCache, batch: Batch) -> Tensor:
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.dim))
-        q, k, v = qkv.split(self.split, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        cache.store(rope(k, batch.positions), v, batch.slots)
-        q = rope(q, batch.positions)
-        return self.o_proj(attend(q, cache, batch, self.dim**-0.5, self.window).flatten(1))
+        tables, scale = (rope.cos, rope.sin), self.dim**-0.5
+        qkv = self.qkv_proj(x)
+        out = attention(qkv, self.heads, cache, batch, tables, scale, self.window, self.norms)
+        return self.o_proj(out.flatten(1))
 
 
 class MLP(nn.Module):

@@ -1,0 +1,260 @@
+"""Attention over a paged KV cache, in the model's dtype or int8, for prompts and single tokens.
+
+`write` puts a step's K and V where they belong: RoPE, the norms of heads, quantization and the
+store in one pass over the projection's output. `attend` is flash attention over the pages, with
+int8 dequantized in registers: a static scale of each K channel goes into the query and one of
+each V channel into the output, while dynamic scales of each token multiply scores and
+probabilities. The query heads that share a K head are rows of one tile, so the cache is read once
+for all of them, and for a single token the context is split over programs whose parts `combine`
+adds up (flash-decoding). Grids depend on sizes alone and nothing waits for the device, so a CUDA
+graph can hold all of it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TOKENS = 64  # keys that a program looks at together
+MOST_SPLITS = 64
+PROGRAMS = 264  # two for each multiprocessor of the largest GPU here
+
+
+@triton.jit
+def _write(
+    qkv, q_out, k_cache, v_cache, k_scale, v_scale, cos, sin, positions, slots, q_weight, k_weight,
+    STRIDE, EPS, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """One head of one token: norm and rotate it, if it is Q or K, and put it where it belongs."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, HALF)
+    at = qkv + token * STRIDE + head * (2 * HALF)
+    first, second = tl.load(at + d), tl.load(at + HALF + d)
+    dtype = first.dtype
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    if head < HEADS + KV_HEADS:
+        if NORM:
+            weight = q_weight if head < HEADS else k_weight
+            inverse = tl.rsqrt((tl.sum(a * a) + tl.sum(b * b)) / (2 * HALF) + EPS)
+            a = (a * inverse).to(dtype) * tl.load(weight + d)
+            b = (b * inverse).to(dtype) * tl.load(weight + HALF + d)
+            a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
+        position = tl.load(positions + token).to(tl.int64)
+        c, s = tl.load(cos + position * HALF + d), tl.load(sin + position * HALF + d)
+        a, b = (a * c - b * s).to(dtype), (b * c + a * s).to(dtype)
+    else:
+        a, b = first, second
+    if head < HEADS:
+        out = q_out + (token * HEADS + head) * (2 * HALF)
+        tl.store(out + d, a)
+        tl.store(out + HALF + d, b)
+    else:
+        is_key = head < HEADS + KV_HEADS
+        kv_head = head - HEADS if is_key else head - HEADS - KV_HEADS
+        slot = tl.load(slots + token).to(tl.int64)
+        row = (slot // BLOCK * KV_HEADS + kv_head) * BLOCK + slot % BLOCK
+        cache = k_cache if is_key else v_cache
+        scales = k_scale if is_key else v_scale
+        if slot >= 0:  # a padded row of a graph has nowhere to go
+            if KIND == "model":
+                tl.store(cache + row * (2 * HALF) + d, a)
+                tl.store(cache + row * (2 * HALF) + HALF + d, b)
+            else:
+                a, b = a.to(tl.float32), b.to(tl.float32)
+                if KIND == "static":
+                    low = tl.load(scales + kv_head * (2 * HALF) + d)
+                    high = tl.load(scales + kv_head * (2 * HALF) + HALF + d)
+                else:
+                    largest = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0))
+                    scale = tl.maximum(tl.div_rn(largest, 127.0), 1e-10)
+                    tl.store(scales + row, scale)
+                    low, high = scale + a * 0, scale + b * 0
+                tl.store(cache + row * (2 * HALF) + d, _int8(a, low))
+                tl.store(cache + row * (2 * HALF) + HALF + d, _int8(b, high))
+
+
+@triton.jit
+def _int8(x, scale):
+    # 1.5 * 2**23 rounds to the nearest integer, ties to even, as torch.round does.
+    q = tl.div_rn(x, scale) + 12582912.0 - 12582912.0
+    return tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8)
+
+
+@triton.jit
+def _attend(
+    q, k_cache, v_cache, k_scale, v_scale, tables, contexts, starts, out, sums, maxima,
+    TABLE_STRIDE, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, KIND: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries (tokens x the heads of one K head) against its part of the context."""
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    seq, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
+    first = tl.load(starts + seq)
+    count = tl.load(starts + seq + 1) - first
+    context = tl.load(contexts + seq)
+    if tile * ROWS < count * GROUP:
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        token = rows // GROUP
+        live = token < count
+        position = context - count + token
+        d = tl.arange(0, D)
+        head = (first + token).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + rows % GROUP
+        x = tl.load(q + head[:, None] * D + d[None, :], mask=live[:, None], other=0)
+        if KIND == "static":
+            channel = tl.load(k_scale + kv_head * D + d)
+            x = (x.to(tl.float32) * channel[None, :]).to(x.dtype)
+        last = tl.minimum(context, context - count + (tile * ROWS + ROWS - 1) // GROUP + 1)
+        begin = 0
+        if WINDOW > 0:
+            begin = tl.maximum(context - count + tile * ROWS // GROUP - WINDOW + 1, 0)
+            begin = begin // TOKENS * TOKENS
+        each = tl.cdiv(tl.cdiv(last - begin, TOKENS), SPLITS) * TOKENS
+        low = begin + split * each
+        high = tl.minimum(low + each, last)
+
+        most = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, D], tl.float32)
+        for at in range(low, high, TOKENS):
+            t = at + tl.arange(0, TOKENS)
+            inside = t < last
+            page = tl.load(tables + seq.to(tl.int64) * TABLE_STRIDE + t // BLOCK, inside, other=0)
+            row = (page.to(tl.int64) * KV_HEADS + kv_head) * BLOCK + t % BLOCK
+            keys = tl.load(k_cache + row[:, None] * D + d[None, :], inside[:, None], other=0)
+            score = tl.dot(x, tl.trans(keys.to(x.dtype)), input_precision="ieee") * SCALE
+            if KIND == "dynamic":
+                score *= tl.load(k_scale + row, inside, other=0)[None, :]
+            seen = inside[None, :] & (t[None, :] <= position[:, None])
+            if WINDOW > 0:
+                seen = seen & (t[None, :] > position[:, None] - WINDOW)
+            score = tl.where(seen, score, float("-inf"))
+            new = tl.maximum(most, tl.max(score, 1))
+            base = tl.where(new == float("-inf"), 0.0, new)
+            p = tl.exp2(score - base[:, None])
+            fade = tl.exp2(most - base)
+            total = total * fade + tl.sum(p, 1)
+            if KIND == "dynamic":
+                p *= tl.load(v_scale + row, inside, other=0)[None, :]
+            values = tl.load(v_cache + row[:, None] * D + d[None, :], inside[:, None], other=0)
+            acc = acc * fade[:, None]
+            acc += tl.dot(p.to(x.dtype), values.to(x.dtype), input_precision="ieee")
+            most = new
+        if KIND == "static":
+            acc *= tl.load(v_scale + kv_head * D + d)[None, :]
+        if SPLITS == 1:
+            acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+            tl.store(out + head[:, None] * D + d[None, :], acc, mask=live[:, None])
+        else:
+            part = head * SPLITS + split
+            tl.store(out + part[:, None] * D + d[None, :], acc, mask=live[:, None])
+            tl.store(sums + part, total, mask=live)
+            tl.store(maxima + part, most, mask=live)
+
+
+@triton.jit
+def _combine(parts, sums, maxima, out, D: tl.constexpr, SPLITS: tl.constexpr):
+    """One head of one token: the sum of its parts, each by its share of the probabilities."""
+    head = tl.program_id(0).to(tl.int64)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, D)
+    most = tl.load(maxima + head * SPLITS + s)
+    base = tl.max(most, 0)
+    base = tl.where(base == float("-inf"), 0.0, base)
+    weight = tl.exp2(most - base)
+    total = tl.sum(weight * tl.load(sums + head * SPLITS + s), 0)
+    part = tl.load(parts + (head * SPLITS + s)[:, None] * D + d[None, :])
+    acc = tl.sum(part * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
+    tl.store(out + head * D + d, acc)
+
+
+def write(
+    qkv: Tensor,
+    cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    rope: tuple[Tensor, Tensor],
+    positions: Tensor,
+    slots: Tensor,
+    heads: int,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    """Rotate Q and K of qkv (T, (heads + 2 kv_heads) * D), store K and V; Q (T, heads, D).
+
+    cache: K and V (blocks, kv_heads, block_size, D) and their scales, as `LayerCache` has them.
+    rope: cosines and sines (positions, D / 2) fp32. slots (T,): block * block_size + offset, or -1
+    for a token that is not stored. norms: RMSNorm weights (D,) of Q and K, and the epsilon.
+    """
+    k, v, k_scale, v_scale = cache
+    tokens, (_, kv_heads, block, dim) = len(qkv), k.shape
+    q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    if tokens:
+        q_norm, k_norm, eps = norms or (None, None, 0.0)
+        _write[(tokens, heads + 2 * kv_heads)](
+            qkv, q, k, v, k_scale, v_scale, *rope, positions, slots, q_norm, k_norm, qkv.stride(0),
+            eps, HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block,
+            KIND=kind(k_scale), NORM=norms is not None, num_warps=1,
+        )  # fmt: skip
+    return q
+
+
+def attend(
+    q: Tensor,
+    cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    tables: Tensor,
+    contexts: Tensor,
+    starts: Tensor,
+    longest: int,
+    scale: float,
+    window: int | None = None,
+    splits: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of queries (T, heads, D) over the cache; `out` (T, heads, D), if given.
+
+    tables (B, blocks) and contexts (B,): int32, each sequence's blocks, and tokens in them.
+    starts (B + 1,) int32: where each sequence's queries begin in T; they are the last tokens of its
+    context. longest: the most queries of one sequence. splits: programs that share a context; by
+    default as many as fill the GPU when every sequence has a single query, else one.
+    """
+    k, v, k_scale, v_scale = cache
+    _, kv_heads, block, dim = k.shape
+    heads, batch = q.shape[1], len(tables)
+    group = heads // kv_heads
+    rows = max(16, min(128, triton.next_power_of_2(longest * group)))
+    splits = (choose_splits(batch * kv_heads) if longest == 1 else 1) if splits is None else splits
+    out = torch.empty_like(q) if out is None else out
+    shape = (*q.shape[:2], splits)
+    parts, sums, maxima = out, None, None
+    if splits > 1:
+        parts = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
+        sums, maxima = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    _attend[(triton.cdiv(longest * group, rows), kv_heads, batch * splits)](
+        q, k, v, k_scale, v_scale, tables, contexts, starts, parts, sums, maxima,
+        tables.stride(0), scale * 1.4426950408889634, KV_HEADS=kv_heads, GROUP=group, D=dim,
+        BLOCK=block, WINDOW=window or 0, KIND=kind(k_scale), SPLITS=splits, ROWS=rows,
+        TOKENS=TOKENS, num_warps=4 if rows < 128 else 8, num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        _combine[(q.shape[0] * heads,)](parts, sums, maxima, out, D=dim, SPLITS=splits, num_warps=1)
+    return out
+
+
+def kind(scale: Tensor | None) -> str:
+    """How a cache is stored: "model" (its dtype), or int8 with "static" or "dynamic" scales."""
+    if scale is None:
+        return "model"
+    return "static" if scale.ndim == 2 else "dynamic"
+
+
+def choose_splits(programs: int) -> int:
+    """The power of two by which so many programs fill the GPU."""
+    splits = 1
+    while splits < MOST_SPLITS and programs * splits < PROGRAMS:
+        splits *= 2
+    return splits
+
+
+def refuse(head_dim: int) -> str | None:
+    """None when these kernels can be used, or the reason why not."""
+    if head_dim < 16 or head_dim & (head_dim - 1):
+        return f"the head dimension is {head_dim}, not a power of two of at least 16"
+    return None
