@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,8 +34,8 @@ SHAPES = ["28672x4096", "4096x14336", "6144x4096", "4096x4096"]
 SCHEMES = ["liquid@int8", "int8@int8", "fp6", "int4:group=128"]
 MS = "1,16,32,64,128,256,1024"
 MORE_TILES = [
-    *(Tile(tokens, ctas=3, cluster=c) for tokens in (8, 16) for c in (1, 2, 4, 8)),
-    *(Tile(64, cluster=c) for c in (1, 2, 4)),
+    *(Tile(tokens, ctas=3, split=c) for tokens in (8, 16) for c in (1, 2, 4, 8)),
+    *(Tile(64, split=c) for c in (1, 2, 4)),
 ]  # tried by `sweep` beside the family
 
 
@@ -78,7 +77,7 @@ class Problem:
         )
         name = backend.NAMES[self.dtype]
         found = [t for t in every if kernel_file(Kernel(self.decoder, t, name)).exists()]
-        return [t for t in found if self.k // K_TILE >= t.cluster]
+        return [t for t in found if self.k // K_TILE >= t.split]
 
 
 def random_packed(scheme: str, n: int, k: int) -> Packed:
@@ -269,8 +268,8 @@ def plausible(tile: Tile, m: int, n: int) -> bool:
         return False
     if tile.tokens == 64 and m > 256:
         return False
-    row_tiles = -(-n // tile.rows) * -(-m // tile.tokens)
-    return tile.cluster == 1 or row_tiles * tile.cluster <= 132 * tile.ctas * 1.1
+    row_tiles = -(-n // (tile.rows * tile.share)) * -(-m // tile.tokens)
+    return tile.split == 1 or row_tiles * tile.split <= 132 * tile.ctas * 1.1
 
 
 def table(args: argparse.Namespace) -> None:
@@ -340,11 +339,13 @@ def host_us() -> None:
         layer_like()
     seconds = time.perf_counter() - start
     torch.cuda.synchronize()
-    start2 = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(400):
         torch.empty(16, 4096, dtype=torch.bfloat16, device="cuda")
+    alone = time.perf_counter() - start
     print(
-        f"host: {seconds / 400 * 1e6:.1f} us a product, of which the output's allocation {(time.perf_counter() - start2) / 400 * 1e6:.1f}"
+        f"host: {seconds / 400 * 1e6:.1f} us a product, of which the output's allocation "
+        f"{alone / 400 * 1e6:.1f}"
     )
 
 

@@ -139,11 +139,10 @@ def multiply(
         return y
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
-    function, tokens, grid = chosen(fmt, x.dtype, m, n, k, dtype, device, tile)
+    function, grid = chosen(fmt, x.dtype, m, n, k, dtype, device, tile)
     blobs, row_scale, row_zero = prepared[:3]
     function.launch(
         x,
-        tokens,
         (
             blobs.data_ptr(),
             row_scale.data_ptr(),
@@ -170,12 +169,12 @@ def chosen(
     dtype: torch.dtype,
     device: int,
     tile: Tile | None,
-) -> tuple[Function, int, int]:
-    """The loaded kernel for a problem, its tokens a tile, and its grid."""
+) -> tuple[Function, int]:
+    """The loaded kernel for a problem, and its grid."""
     d = decoder_for(fmt, x_dtype)
     tile = tiles.fitted(tile, d) if tile else tiles.choose(d, m, n, k)
     function = loaded(Kernel(d, tile, NAMES[dtype]), device)
-    return function, tile.tokens, tiles.grid(tile, m, n)
+    return function, tiles.grid(tile, m, n)
 
 
 @cache

@@ -10,6 +10,7 @@ the DSL generates is for machines of one's own: its licence does not clearly all
 """
 
 import argparse
+import ast
 import hashlib
 import inspect
 import json
@@ -37,7 +38,7 @@ SCHEMES = (
 )  # fmt: skip
 SOURCES = ("decode.py", "epilogue.py", "gemm.py", "lang.py", "ptx.py")
 ENTRY = re.compile(r"\.entry (\w+)\(")
-# The kernel's parameters as `load.Arguments` lays them out.
+# Bytes of the kernel's parameters, in the order of `load.Arguments`.
 PARAMETERS = [128, 8, *[8] * 7, 4, 4, 4, 1]
 
 
@@ -65,8 +66,10 @@ def kernel_file(kernel: Kernel, folder: str | Path | None = None) -> Path:
 
 @cache
 def sources_hash() -> str:
+    """Of the code that kernels are made from; comments and layout do not count."""
     here = Path(__file__).parent
-    return hashlib.sha256(b"".join((here / s).read_bytes() for s in SOURCES)).hexdigest()
+    trees = (ast.dump(ast.parse((here / name).read_text())) for name in SOURCES)
+    return hashlib.sha256("".join(trees).encode()).hexdigest()
 
 
 @cache
@@ -110,6 +113,7 @@ def compile_kernel(kernel: Kernel, folder: str | Path | None = None) -> Path:
         "shared": gemm.shared.__sizeof__(),
         "threads": kernel.tile.threads,
         "cluster": kernel.tile.cluster,
+        "box": kernel.tile.tokens // kernel.tile.share,
         "registers": registers,
     }
     if stack:

@@ -208,7 +208,7 @@ class HalfDecoder(Decoder):
     def row_scale(self, packed: Packed) -> Tensor:
         scale = packed.grid["scale"].float()
         unit = self._unit(scale) if self.grid_words else scale
-        return torch.ldexp(unit.flatten(), torch.tensor(self.shift - self.lift))
+        return unit.flatten() * 2.0 ** (self.shift - self.lift)
 
     def _unit(self, scale: Tensor) -> Tensor:
         """(N, 1): the power of two that bounds the row's scales."""

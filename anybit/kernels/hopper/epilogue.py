@@ -20,7 +20,7 @@ class Epilogue:
 
     tokens: int  # of a tile
     blocks: int  # blobs of 128 rows in a tile
-    cluster: int  # CTAs that share the tile
+    split: int  # CTAs that share the tile
     finishers: int  # warps of a CTA that finish outputs, 16 channels each
     batch: int  # tokens that a warp stages for its stores at a time
     integer: bool  # sums are int32, and token sums correct unsigned weights
@@ -86,8 +86,7 @@ class Epilogue:
         chunks = const_expr(cute.size(acc) // 4)
         each = const_expr(self.finishers)
         base = cute.recast_ptr(shared.x.data_ptr(), dtype=self.acc)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+        self.meet()
         slot = (rank * each + warp % each) * chunks
         for i in cutlass.range_constexpr(chunks):
             store_to_cta(
@@ -95,19 +94,18 @@ class Epilogue:
                 warp // each,
                 [acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]],
             )
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+        self.meet()
         if warp < each:
             parts = cute.make_tensor(
                 base.align(16),
                 cute.make_layout(
-                    (4, 32, chunks, each, self.cluster),
+                    (4, 32, chunks, each, self.split),
                     stride=(1, 4, 128, 128 * chunks, 128 * chunks * each),
                 ),
             )
             part = cute.make_rmem_tensor((4, chunks), self.acc)
             acc.fill(0)
-            for r in cutlass.range(self.cluster, unroll=1):  # unrolled, its loads would spill
+            for r in cutlass.range(self.split, unroll=1):  # unrolled, its loads would spill
                 for i in cutlass.range_constexpr(chunks):
                     cute.autovec_copy(parts[None, lane, i, warp, r], part[None, i])
                 for i in cutlass.range_constexpr(4 * chunks):

@@ -8,6 +8,9 @@ K range may be split over the CTAs of a cluster; their sums meet in shared memor
 
 Launches may overlap the previous kernel (programmatic dependent launch): weights are fetched at
 once, and everything else after that kernel has finished.
+
+Where tokens are many, the traffic from L2 to shared memory is the limit, and most of it is X: then
+two CTAs with different rows of the same tokens load half of X each, for both.
 """
 
 from typing import Any
@@ -52,7 +55,8 @@ class Gemm(Epilogue):
         decoder, tile = kernel.decoder, kernel.tile
         self.decoder, self.tile, self.overlap = decoder, tile, kernel.overlap
         self.out = kernel.output
-        self.tokens, self.stages, self.cluster = tile.tokens, tile.stages, tile.cluster
+        self.tokens, self.stages = tile.tokens, tile.stages
+        self.split, self.share = tile.split, tile.share
         self.blocks = tile.rows // ROWS  # blobs a stage
         self.a, self.b = TYPES[decoder.operand], TYPES[kernel.activation]
         self.integer = kernel.activation == "int8"
@@ -64,8 +68,12 @@ class Gemm(Epilogue):
         self.whole = self.words // 4  # chunks of 4 words; 2 words may remain
         self.grid_words = decoder.entries * decoder.grid_words
         self.blob = decoder.blob_bytes
-        self.finishers = 8 // tile.cluster  # warps of a CTA that finish outputs, 16 channels each
+        self.finishers = 8 // tile.split  # warps of a CTA that finish outputs, 16 channels each
         self.batch = min(tile.tokens, 32)  # tokens that a warp stages for its stores at a time
+
+    def multicast(self) -> dict[str, Any]:
+        """Which CTAs of the cluster receive a copy of X."""
+        return {"mcast_mask": cutlass.Int16((1 << self.share) - 1)} if self.share > 1 else {}
 
     def mma_op(self) -> Any:
         shape = (64, self.tokens, self.k_mma)
@@ -97,11 +105,15 @@ class Gemm(Epilogue):
         x_all = cute.make_tensor(x, cute.make_layout((m, k_known), stride=(k_known, 1)))
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.b)
         x_layout = cute.tile_to_shape(atom, (self.tokens, K_TILE, self.stages), order=(0, 1, 2))
+        copy = cpasync.CopyBulkTensorTileG2SOp()
+        if const_expr(self.share > 1):
+            copy = cpasync.CopyBulkTensorTileG2SMulticastOp()
         x_copy, x_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
+            copy,
             x_all,
             cute.slice_(x_layout, (None, None, 0)),
             (self.tokens, K_TILE),
+            num_multicast=self.share,
         )
         mma = cute.make_tiled_mma(cute.make_mma_atom(self.mma_op()), cute.make_layout((2, 1, 1)))
 
@@ -123,7 +135,7 @@ class Gemm(Epilogue):
         ).launch(
             grid=(grid, 1, 1),
             block=(self.tile.threads, 1, 1),
-            cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
+            cluster=(self.tile.cluster, 1, 1) if self.tile.cluster > 1 else None,
             min_blocks_per_mp=self.tile.ctas,
             preferred_smem_carveout=100,  # given, or the DSL asks the driver
             use_pdl=True,
@@ -160,25 +172,29 @@ class Gemm(Epilogue):
             cpasync.prefetch_descriptor(x_copy)
             if thread % 32 < self.stages:
                 cute.arch.mbarrier_init(full + thread % 32, 1)
-                cute.arch.mbarrier_init(empty + thread % 32, 8)  # one arrival a consumer warp
+                # One arrival of each consumer warp that reads what this CTA loads.
+                cute.arch.mbarrier_init(empty + thread % 32, 8 * self.share)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if const_expr(self.share > 1):
+            self.meet()  # before anyone writes to another CTA
         cute.arch.griddepcontrol_launch_dependents()
 
-        # A CTA takes a range of tiles, token tiles innermost; a cluster one tile, and splits its K.
+        # A cluster takes a range of tiles, token tiles innermost; or one tile, and splits its K.
         k_tiles = k // K_TILE
         m_tiles = (m + (self.tokens - 1)) // self.tokens
-        if const_expr(self.cluster > 1):
-            rank, first = cta % self.cluster, cta // self.cluster
-            last = first + 1
-            k_first = k_tiles * rank // self.cluster
-            k_last = k_tiles * (rank + 1) // self.cluster
+        rank, team = cta % self.tile.cluster, cta // self.tile.cluster
+        if const_expr(self.split > 1):
+            first, last, row_rank = team, team + 1, Int32(0)
+            k_first = k_tiles * rank // self.split
+            k_last = k_tiles * (rank + 1) // self.split
         else:
-            tiles = (n + (self.tile.rows - 1)) // self.tile.rows * m_tiles
-            each, more = tiles // ctas, tiles % ctas
-            first = cta * each + cutlass.min(cta, more)
-            last = first + each + (Int32(1) if cta < more else Int32(0))
-            rank, k_first, k_last = Int32(0), Int32(0), k_tiles
+            rows = const_expr(self.tile.rows * self.share)
+            tiles, teams = (n + (rows - 1)) // rows * m_tiles, ctas // self.share
+            each, more = tiles // teams, tiles % teams
+            first = team * each + cutlass.min(team, more)
+            last = first + each + (Int32(1) if team < more else Int32(0))
+            k_first, k_last, row_rank = Int32(0), k_tiles, rank
 
         if warp >= 8:
             if const_expr(self.tile.wide):
@@ -187,45 +203,46 @@ class Gemm(Epilogue):
                 g_x = cute.local_tile(x_tma, (self.tokens, K_TILE), (None, None))
                 x_to, x_from = cpasync.tma_partition(
                     x_copy,
-                    0,
-                    cute.make_layout(1),
+                    row_rank,
+                    cute.make_layout(self.share),
                     cute.group_modes(s_x, 0, 2),
                     cute.group_modes(g_x, 0, 2),
                 )
                 self.produce(
                     x_copy, x_from, x_to, w, shared.w.data_ptr().toint(), full, empty,
-                    m_tiles, k_tiles, first, last, k_first, k_last,
+                    m_tiles, k_tiles, first, last, k_first, k_last, row_rank,
                 )  # fmt: skip
-            if const_expr(self.cluster > 1):
-                for _ in cutlass.range_constexpr(2):
-                    cute.arch.cluster_arrive()
-                    cute.arch.cluster_wait()
+            if const_expr(self.split > 1):  # as in `exchange`
+                self.meet()
+                self.meet()
         else:
             if const_expr(self.tile.wide):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             cute.arch.griddepcontrol_wait()
             self.consume(
                 mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y,
-                m, n, m_tiles, first, last, k_first, k_last, rank, thread,
+                m, n, m_tiles, first, last, k_first, k_last, rank, row_rank, thread,
             )  # fmt: skip
+        if const_expr(self.share > 1):
+            self.meet()  # nobody leaves while another may still write to it
 
     @cute.jit
     def produce(
         self, x_copy, x_from, x_to, w, s_w, full, empty, m_tiles, k_tiles, first, last, k_first,
-        k_last,
+        k_last, row_rank,
     ):  # fmt: skip
         """Fill the ring. Weights of the first stages do not wait for the previous kernel."""
         early = cutlass.min(k_last - k_first, Int32(self.stages))
         if first >= last:
             early = Int32(0)
-        row_tile = first // m_tiles
+        row_tile = first // m_tiles * self.share + row_rank
         for i in cutlass.range(early, unroll=1):
             self.load_weights(w, s_w, full, i, row_tile, k_first + i, k_tiles)
         cute.arch.griddepcontrol_wait()
         stage, phase = Int32(0), Int32(1)
         tile = first
         while tile < last:
-            row_tile, token_tile = tile // m_tiles, tile % m_tiles
+            row_tile, token_tile = tile // m_tiles * self.share + row_rank, tile % m_tiles
             k = k_first
             while k < k_last:
                 if early > 0:
@@ -234,7 +251,11 @@ class Gemm(Epilogue):
                     cute.arch.mbarrier_wait(empty + stage, phase)
                     self.load_weights(w, s_w, full, stage, row_tile, k, k_tiles)
                 cute.copy(
-                    x_copy, x_from[None, token_tile, k], x_to[None, stage], tma_bar_ptr=full + stage
+                    x_copy,
+                    x_from[None, token_tile, k],
+                    x_to[None, stage],
+                    tma_bar_ptr=full + stage,
+                    **self.multicast(),
                 )
                 k += 1
                 stage += 1
@@ -261,7 +282,7 @@ class Gemm(Epilogue):
     @cute.jit
     def consume(
         self, mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y,
-        m, n, m_tiles, first, last, k_first, k_last, rank, thread,
+        m, n, m_tiles, first, last, k_first, k_last, rank, row_rank, thread,
     ):  # fmt: skip
         """Two warpgroups: 64 rows each of every 128, all tokens of the tile."""
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -275,13 +296,13 @@ class Gemm(Epilogue):
 
         warp = group * 4 + t // 32
         slice_of_16 = warp  # the 16 channels of every 128 that this warp finishes
-        if const_expr(self.cluster > 1):
+        if const_expr(self.split > 1):
             slice_of_16 = rank * self.finishers + warp % self.finishers
-        place = (group, warp, slice_of_16, rank, t)
+        place = (group, warp, slice_of_16, rank, row_rank, t)
         tensors = (row_scale, row_zero, token_scale, token_sum, bias, y)
         fragments = (mma, operand, registers, x_fragment, acc)
         stage, phase = Int32(0), Int32(0)
-        if const_expr(self.cluster > 1):
+        if const_expr(self.split > 1):
             self.multiply(
                 fragments, shared, tensors, m, n, m_tiles, first, k_first, k_last, stage, phase,
                 place,
@@ -302,10 +323,10 @@ class Gemm(Epilogue):
         """One tile: its K range, the cluster's exchange, the epilogue. Returns the ring's state."""
         mma, operand, registers, x_fragment, acc = fragments
         row_scale, row_zero, token_scale, token_sum, bias, y = tensors
-        group, warp, slice_of_16, rank, t = place
+        group, warp, slice_of_16, rank, row_rank, t = place
         full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
         rows = self.tile.rows
-        row_tile, token_tile = tile // m_tiles, tile % m_tiles
+        row_tile, token_tile = tile // m_tiles * self.share + row_rank, tile % m_tiles
         # What the epilogue needs is fetched here: its latency hides under the main loop.
         tokens = self.fetch_tokens(token_scale, token_sum, token_tile, m, t)
         channel = row_tile * rows + slice_of_16 * 16 + t % 32 // 4
@@ -318,9 +339,9 @@ class Gemm(Epilogue):
             for half in cutlass.range_constexpr(2):
                 # The other half's products may still run; this half's registers are free.
                 warpgroup.wait_group(1 if const_expr(self.overlap) else 0)
-                if const_expr(half == 1):  # noqa: SIM102: the outer one is decided while compiling
-                    if k > k_first and t % 32 == 0:
-                        cute.arch.mbarrier_arrive(empty + previous)
+                if const_expr(half == 1):  # noqa: SIM102
+                    if k > k_first:  # decided by the device, the other while compiling
+                        self.release(empty + previous, t)
                 self.decode_half(words, grid, registers, half)
                 warpgroup.fence()
                 for j in cutlass.range_constexpr(self.per_half):
@@ -335,12 +356,11 @@ class Gemm(Epilogue):
                 stage = Int32(0)
                 phase ^= 1
         warpgroup.wait_group(0)
-        if t % 32 == 0:
-            cute.arch.mbarrier_arrive(empty + previous)
+        self.release(empty + previous, t)
 
         table = self.share_tokens(shared, tokens, group, t)
         finishes = True
-        if const_expr(self.cluster > 1):
+        if const_expr(self.split > 1):
             self.exchange(acc, shared, warp, rank, t % 32)
             finishes = warp < self.finishers
         if finishes:
@@ -352,6 +372,22 @@ class Gemm(Epilogue):
                 )  # fmt: skip
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)  # the table is read
         return stage, phase
+
+    @cute.jit
+    def release(self, empty, t):
+        """This warp is done with a stage; the producers of all CTAs that fill it are told."""
+        if const_expr(self.share > 1):
+            if t % 32 < self.share:
+                cute.arch.mbarrier_arrive(empty, t % 32)
+        else:
+            if t % 32 == 0:
+                cute.arch.mbarrier_arrive(empty)
+
+    @cute.jit
+    def meet(self):
+        """Wait for all threads of the cluster."""
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
     @cute.jit
     def read_words(self, shared, group, t, stage):

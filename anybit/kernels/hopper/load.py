@@ -7,7 +7,7 @@ the parameters are one struct, tensor maps are cached, and nothing is built anew
 import ctypes
 import json
 import os
-from ctypes import c_int32, c_size_t, c_ubyte, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import c_int32, c_ubyte, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ MAP_TYPES = {
 
 
 class Arguments(ctypes.Structure):
-    """The parameter block of every kernel of the family, in the order of `build.PARAMETERS`."""
+    """The parameters of every kernel of the family, in the order of `build.PARAMETERS`."""
 
     _fields_ = [
         ("x_map", c_ubyte * 128),
@@ -75,7 +75,7 @@ class Function:
     def __init__(self, path: Path, device: int):
         header, _, cubin = path.read_bytes().partition(b"\n")
         meta = json.loads(header)
-        self.shared: int = meta["shared"]
+        self.box: int = meta["box"]  # tokens that one copy instruction brings
         library, kernel = c_void_p(), c_void_p()
         call("cuLibraryLoadData", ctypes.byref(library), cubin, None, None, 0, None, None, 0)
         call("cuLibraryGetKernel", ctypes.byref(kernel), library, meta["entry"].encode())
@@ -90,18 +90,16 @@ class Function:
         self.config = Config(shared=meta["shared"], attributes=self.attributes, count=2)
         self.config.block[:] = (meta["threads"], 1, 1)
         self.config.grid[:] = (1, 1, 1)
-        self.size = c_size_t(ctypes.sizeof(Arguments) - 3)  # less the padding behind one byte
-        # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE and _END.
-        self.extra = (c_void_p * 5)(
-            1, ctypes.addressof(self.arguments), 2, ctypes.addressof(self.size), 0
-        )
+        # By address, one by one: where the kernel wants them is for the driver to know.
+        start = ctypes.addressof(self.arguments)
+        offsets = [getattr(Arguments, name).offset for name, _ in Arguments._fields_]
+        self.parameters = (c_void_p * len(offsets))(*(start + offset for offset in offsets))
         self.launcher = driver().cuLaunchKernelEx
-        self.launch_arguments = (ctypes.byref(self.config), kernel, None, self.extra)
+        self.launch_arguments = (ctypes.byref(self.config), kernel, self.parameters, None)
 
     def launch(
         self,
         x: Tensor,
-        tokens: int,
         pointers: tuple[int, int, int, int, int, int, int],
         n: int,
         grid: int,
@@ -114,7 +112,7 @@ class Function:
         """
         a = self.arguments
         m, k = x.shape
-        ctypes.memmove(a.x_map, tensor_map(x.data_ptr(), m, k, x.dtype, tokens), 128)
+        ctypes.memmove(a.x_map, tensor_map(x.data_ptr(), m, k, x.dtype, self.box), 128)
         a.x_shape[0] = a.m = m
         a.x_shape[1] = a.k = k
         a.n = n

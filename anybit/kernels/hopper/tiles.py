@@ -1,7 +1,7 @@
 """The kernels of the Hopper family, and which one a problem gets: data, not code."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anybit.kernels.hopper.decode import Decoder
 
@@ -17,14 +17,21 @@ class Tile:
     """What one CTA multiplies, and how.
 
     tokens: 8 to 256. rows: weight rows, 128 or 256. ctas: resident on a multiprocessor.
-    cluster: CTAs that share a tile and split K. stages: K tiles in flight; 0 means all that fit.
+    split: CTAs of a cluster that split the K of one tile. share: CTAs of a cluster with different
+    rows of the same tokens, each of which loads a part of X for all. One of both is 1.
+    stages: K tiles in flight; 0 means all that fit.
     """
 
     tokens: int
     rows: int = 128
     ctas: int = 1
-    cluster: int = 1
+    split: int = 1
+    share: int = 1
     stages: int = 0
+
+    @property
+    def cluster(self) -> int:
+        return self.split * self.share
 
     @property
     def wide(self) -> bool:
@@ -42,8 +49,9 @@ class Tile:
 
     @property
     def name(self) -> str:
-        cluster = f"_cluster{self.cluster}" if self.cluster > 1 else ""
-        return f"{self.rows}x{self.tokens}_{self.stages}stages_{self.ctas}ctas{cluster}"
+        split = f"_split{self.split}" if self.split > 1 else ""
+        share = f"_share{self.share}" if self.share > 1 else ""
+        return f"{self.rows}x{self.tokens}_{self.stages}stages_{self.ctas}ctas{split}{share}"
 
 
 @dataclass(frozen=True)
@@ -65,9 +73,17 @@ class Kernel:
         return "int8" if self.decoder.operand == "uint8" else self.decoder.operand
 
 
-FEW = [Tile(tokens, ctas=2, cluster=c) for tokens in (8, 16, 32, 64) for c in (1, 2, 4, 8)]
-MANY = [Tile(128, cluster=c) for c in (1, 2, 4)] + [Tile(256)]
-TALL = [Tile(128, rows=256)]  # its fragments of 16-bit operands would not fit into registers
+FEW = [Tile(tokens, ctas=2, split=s) for tokens in (8, 16, 32, 64) for s in (1, 2, 4, 8)]
+MANY = [
+    *(Tile(128, split=s) for s in (1, 2, 4)),
+    Tile(128, share=2),
+    Tile(256),
+    Tile(256, share=2),
+]
+TALL = [
+    Tile(128, rows=256),
+    Tile(128, rows=256, share=2),
+]  # its fragments of 16-bit operands would not fit into registers
 
 
 def family(decoder: Decoder) -> list[Tile]:
@@ -82,12 +98,12 @@ def fitted(tile: Tile, decoder: Decoder) -> Tile:
     stage = decoder.blob_bytes * tile.rows // 128 + tile.tokens * 128 * decoder.slot // 8
     fixed = 1024 + 8 * 48 * min(tile.tokens, 32) + 16 * tile.tokens
     room = min(MAX_SHARED, SHARED_OF_SM // tile.ctas - RESERVED) // 1024 * 1024 - fixed
-    return Tile(tile.tokens, tile.rows, tile.ctas, tile.cluster, min(MOST_STAGES, room // stage))
+    return replace(tile, stages=min(MOST_STAGES, room // stage))
 
 
 def grid(tile: Tile, m: int, n: int) -> int:
     """CTAs to launch: one cluster a tile, or, when tiles are many, as few waves as can be."""
-    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
+    tiles = -(-n // (tile.rows * tile.share)) * -(-m // tile.tokens)
     slots = MULTIPROCESSORS * tile.ctas // tile.cluster
     waves = -(-tiles // slots)
     return -(-tiles // waves) * tile.cluster
@@ -104,9 +120,9 @@ def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
         tiles = -(-n // 128) * -(-m // tile.tokens)
         most = 8 if tile.tokens <= 64 else 4
         while (
-            tile.cluster < most
-            and tiles * tile.cluster * 2 <= MULTIPROCESSORS * tile.ctas
-            and k // 128 >= tile.cluster * 2
+            tile.split < most
+            and tiles * tile.split * 2 <= MULTIPROCESSORS * tile.ctas
+            and k // 128 >= tile.split * 2
         ):
-            tile = Tile(tile.tokens, tile.rows, tile.ctas, tile.cluster * 2)
+            tile = replace(tile, split=tile.split * 2)
     return fitted(tile, decoder)
