@@ -125,6 +125,7 @@ class Engine:
         if not scheduled:
             return self._read()
         self.stats.steps += 1
+        samples = [s.samples for s in scheduled]  # before a text's end changes its sequence
         out = []
         try:
             wait = self.runner.launch(scheduled)
@@ -134,8 +135,8 @@ class Engine:
         except Exception as error:
             return out + self._read() + self._failed(scheduled, error)
         sampled = zip(tokens, logprobs, strict=True)
-        for s in scheduled:
-            found = next(sampled) if s.samples else None
+        for s, has_token in zip(scheduled, samples, strict=True):
+            found = next(sampled) if has_token else None
             if s.seq.finish:  # a stop string turned up in its text meanwhile
                 continue
             self.scheduler.done(s)

@@ -62,7 +62,8 @@ class Output:
 class LLM:
     """A language model with a paged KV cache and continuous batching.
 
-    model: a directory with a Hugging Face checkpoint, dense or quantized by anybit.
+    model: a directory with a Hugging Face checkpoint, dense or quantized by anybit; or a model
+        that `anybit.engine.loader` has loaded or built already.
     quantization: a format ("fp6") or plan to quantize a dense checkpoint by while it is loaded.
     kv_cache: "auto" (int8 if the checkpoint has scales for it, else the model's dtype), "model"
         (the model's dtype) or "int8".
@@ -74,7 +75,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | Loaded,
         quantization: Spec | Plan | None = None,
         *,
         dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
@@ -90,8 +91,10 @@ class LLM:
         check_choice("dtype", dtype, ("auto", *DTYPES))
         check_choice("kv_cache", kv_cache, ("auto", "model", "int8"))
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        loaded = load(Path(model), device, DTYPES.get(dtype), quantization, length)
-        self.path = Path(model)
+        if isinstance(model, Loaded):
+            loaded = model
+        else:
+            loaded = load(Path(model), device, DTYPES.get(dtype), quantization, length)
         self._setup(loaded, kv_cache, kv_bytes, max_running, max_tokens, block_size, prefix_caching)
         self._names = itertools.count()
 

@@ -2,11 +2,14 @@
 
 import json
 import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from tests.serve.conftest import Live, serving
 
@@ -16,17 +19,16 @@ def client(live: Live) -> openai.OpenAI:
     return openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0)
 
 
-def expected(live: Live, prompt: str, **params: object) -> str:
+def expected(model: Path, prompt: str, **params: object) -> str:
     """The engine's own text, without the server."""
-    other = type(live.server.llm)(live.server.llm.path, block_size=8)
-    return other.generate(prompt, SamplingParams(**params))[0].text  # type: ignore[arg-type]
+    return LLM(model).generate(prompt, SamplingParams(**params))[0].text  # type: ignore[arg-type]
 
 
-def test_completion_is_the_engines(client: openai.OpenAI, live: Live) -> None:
+def test_completion_is_the_engines(client: openai.OpenAI, live: Live, tiny: Path) -> None:
     answer = client.completions.create(
         model="tiny", prompt="def main(", max_tokens=20, temperature=0
     )
-    text = expected(live, "def main(", max_tokens=20, temperature=0)
+    text = expected(tiny, "def main(", max_tokens=20, temperature=0)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text, "length")
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 20
@@ -249,8 +251,8 @@ def test_random_bytes_never_stop_the_server(live: Live) -> None:
     assert live.idle()
 
 
-def test_key(tiny, live: Live) -> None:  # type: ignore[no-untyped-def]
-    with serving(live.server.llm.__class__(tiny), api_key="s3cret", body=1000) as locked:
+def test_key(tiny: Path) -> None:
+    with serving(LLM(tiny), api_key="s3cret", body=1000) as locked:
         body = {"prompt": "x", "max_tokens": 1}
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
             answer = locked.post("/v1/completions", body, headers=headers)
@@ -264,7 +266,7 @@ def test_key(tiny, live: Live) -> None:  # type: ignore[no-untyped-def]
             locked.post("/v1/completions", {"prompt": "x" * 2000}, headers=key).status_code == 413
         )
 
-        def chunks():  # type: ignore[no-untyped-def]
+        def chunks() -> Iterator[bytes]:
             yield b'{"prompt": "'
             for _ in range(30):
                 yield b"x" * 100
