@@ -113,11 +113,13 @@ def family(spec: str) -> str:
 def plot(rows: Sequence[Row], dark: bool = False) -> bytes:
     """A PNG of KL divergence (log) against bits per weight, every point with its name."""
     require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     ink, ground, grid = ("#e8e8e8", "#16181d", "#343840") if dark else ("#222", "white", "#e2e2e2")
     points = [row for row in rows if row.kl > 0 and row.bits < 16]
     figure = Figure(figsize=(7.2, 6.0), dpi=160, facecolor=ground, layout="constrained")
+    FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor=ground)
     for name, marker, *colors in FAMILIES:
         mine = sorted((r.bits, r.kl) for r in points if family(r.spec) == name)
@@ -275,8 +277,8 @@ PAGE = """<!doctype html>
 <h1>{model} in every family of formats</h1>
 <p>A language model of {parameters} million parameters, quantized without any data (round to
 nearest) and compared with the dense {dense} model, whose perplexity is {perplexity} (standard
-error), on {tokens} tokens: the beginnings of {documents} modules of Python's standard library that
-training left out, in windows of {window} tokens.</p>
+error). Scored on {tokens} tokens, the middle of each of {documents} modules of Python's standard
+library that training left out, in windows of {window} tokens, computed in fp32.</p>
 <picture>
 <source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{dark}">
 <img alt="KL divergence against bits per weight" src="data:image/png;base64,{light}">
@@ -287,10 +289,10 @@ training left out, in windows of {window} tokens.</p>
 {body}
 </tbody>
 </table>
-<p class="note">bits/weight: stored bits over the quantized layers, scales and tables included.
-MB on disk: all tensors of the saved checkpoint, with the embeddings, which stay dense. KL: mean
-divergence KL(dense || quantized) over the whole vocabulary, nats per token. same top-1: positions
-where both models find the same token most likely. tokens/s: greedy decoding at batch 1 on the CPU.
+<p class="note">bits: stored bits per weight of the quantized layers, scales and tables included.
+MB: all tensors of the saved checkpoint, with the embeddings, which stay dense. KL: mean divergence
+KL(dense || quantized) over the whole vocabulary, nats per token. top-1: positions where both models
+find the same token most likely. tokens/s: greedy decoding at batch 1 on the CPU, in {dense}.
 A name without options has one scale for a whole row, which is little for 3 bits or fewer: compare
 the rows with groups of 64.</p>
 <h2>Saved as {saved}, loaded in a fresh process through transformers</h2>

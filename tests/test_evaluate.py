@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
-from anybit.evaluate.perplexity import Remembered, score, shorten, windows
+from anybit.evaluate.perplexity import Remembered, excerpts, score, windows
 
 
 class Bigram:
@@ -100,11 +100,11 @@ def test_nothing_to_score_is_an_error() -> None:
         score(Bigram(), documents(1, 0), window=8)
 
 
-def test_shorten_takes_as_much_of_every_document_as_fits() -> None:
+def test_excerpts_take_the_middle_and_as_much_of_every_document_as_fits() -> None:
     texts = documents(5, 100, 30, 1000)
-    assert [len(t) for t in shorten(texts, 200)] == [5, 82, 30, 82]
-    assert [len(t) for t in shorten(texts, 100)] == [5, 32, 30, 32]
-    assert [len(t) for t in shorten(texts, None)] == [5, 100, 30, 1000]
-    assert torch.equal(shorten(texts, 100)[3], texts[3][:32])
+    assert [len(t) for t in excerpts(texts, 200)] == [5, 82, 30, 82]
+    assert [len(t) for t in excerpts(texts, 100)] == [5, 32, 30, 32]
+    assert [len(t) for t in excerpts(texts, None)] == [5, 100, 30, 1000]
+    assert torch.equal(excerpts(texts, 100)[3], texts[3][484:516])
     with pytest.raises(ValueError, match="7 tokens are too few for 4 documents"):
-        shorten(texts, 7)
+        excerpts(texts, 7)

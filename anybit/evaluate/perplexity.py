@@ -153,8 +153,12 @@ class Remembered:
         return logits
 
 
-def shorten(documents: Sequence[Tensor], tokens: int | None) -> list[Tensor]:
-    """The beginnings of all documents, cut to one length so that they total at most `tokens`."""
+def excerpts(documents: Sequence[Tensor], tokens: int | None) -> list[Tensor]:
+    """The middle of every document, so that all together have at most `tokens` tokens.
+
+    One length for all; documents that are shorter come whole. The middle, because beginnings
+    (licences, imports) are harder to predict than the rest. None takes everything.
+    """
     if tokens is None or sum(map(len, documents)) <= tokens:
         return list(documents)
     if tokens < 2 * len(documents):
@@ -165,4 +169,5 @@ def shorten(documents: Sequence[Tensor], tokens: int | None) -> list[Tensor]:
         if size >= length:
             break
         room -= size
-    return [ids[:length] for ids in documents]
+    starts = [max(0, len(ids) - length) // 2 for ids in documents]
+    return [ids[at : at + length] for ids, at in zip(documents, starts, strict=True)]

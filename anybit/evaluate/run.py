@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from anybit.evaluate.corpus import held_out_text
-from anybit.evaluate.perplexity import score, shorten
+from anybit.evaluate.perplexity import excerpts, score
 from anybit.generate import context_of, encode, load_text_model
 from anybit.progress import progress
 
@@ -15,7 +15,7 @@ def evaluate(model: Path, against: Path | None, text: Path | None, tokens: int) 
     """Scores by name: tokens, perplexity and its standard error; kl and agreement with `against`.
 
     text: a UTF-8 file, one document; the held-out modules of the standard library by default.
-    tokens: the beginnings of the documents are scored, up to so many tokens.
+    tokens: the middle of each document is scored, up to so many tokens in all.
 
     Raises FileNotFoundError for missing files, ValueError for a text that is too short or no UTF-8,
     and for two models whose vocabularies differ.
@@ -27,7 +27,7 @@ def evaluate(model: Path, against: Path | None, text: Path | None, tokens: int) 
         dense, other = load_text_model(against)
         if other.get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"{model} and {against} have different vocabularies; no KL to compute")
-    documents = shorten([encode(tokenizer, x).to(loaded.device) for x in texts], tokens)
+    documents = excerpts([encode(tokenizer, x).to(loaded.device) for x in texts], tokens)
     with progress("scoring", sum(len(ids) - 1 for ids in documents)) as step:
         window = min(context_of(loaded), LONGEST)
         got = score(loaded, documents, window=window, dense=dense, step=step)
