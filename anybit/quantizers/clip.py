@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.format import Format, Grid, Packed, groups_of
+from anybit.format import Format, Grid, groups_of
 from anybit.quantizers.rtn import CHUNK, RTN
 
 FACTORS = tuple(1 - 0.05 * step for step in range(14))  # of the range: 1 down to 0.35
@@ -20,10 +20,8 @@ STRETCH = (1.0, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15)  # of a scale that is no range
 class Clip(RTN):
     """Round to nearest on the grid whose group ranges minimize the squared error, any format."""
 
-    def _rows(self, w: Tensor, fmt: Format) -> Packed:
-        w = w.float()
-        grid = fit_clipped(w, fmt)
-        return Packed.from_codes(fmt, (w.shape[0], w.shape[1]), fmt.encode(w, grid), grid)
+    def fit(self, w: Tensor, fmt: Format) -> Grid:
+        return fit_clipped(w, fmt)
 
 
 def fit_clipped(w: Tensor, fmt: Format, importance: Tensor | None = None) -> Grid:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.format import Format, Grid, Packed, grouped
+from anybit.format import Format, Grid, grouped
 from anybit.quantizers.rtn import RTN
 
 ROUNDS = 20
@@ -27,10 +27,8 @@ class HQQ(RTN):
     the scale that covers the range; other formats get better scales.
     """
 
-    def _rows(self, w: Tensor, fmt: Format) -> Packed:
-        w = w.float()
-        grid = half_quadratic(w, fmt)
-        return Packed.from_codes(fmt, (w.shape[0], w.shape[1]), fmt.encode(w, grid), grid)
+    def fit(self, w: Tensor, fmt: Format) -> Grid:
+        return half_quadratic(w, fmt)
 
 
 def half_quadratic(w: Tensor, fmt: Format) -> Grid:
