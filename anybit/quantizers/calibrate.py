@@ -9,7 +9,7 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, TypeVar, cast
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from anybit.dispatch import parse_scheme
+from anybit.files import Stored
 from anybit.format import Format, Packed
-from anybit.linear import QuantLinear
+from anybit.linear import QuantLinear, check_finite
 from anybit.progress import progress
 from anybit.quantizers.replay import Replay, Seen, find_blocks
 from anybit.quantizers.text import Calibration, Source
@@ -80,8 +81,12 @@ def run(
     schemes: Mapping[str, str],
     quantizer: Calibrated,
     show_progress: bool | None = None,
+    stored: "StoredBlocks | None" = None,
 ) -> None:
     """Quantize the layers named in `schemes` (name -> scheme) in place.
+
+    stored: where the weights of blocks on the meta device are; each block is then in memory only
+    while it is at work, and ends up in the work folder alone.
 
     On a machine with a GPU, a model on the CPU visits it block by block. An error or an interrupt
     puts the dense layers back; with `Calibration(work=...)` finished blocks are on disk by then,
@@ -99,24 +104,26 @@ def run(
     ids = calibration.tokens(model)
     prefix, blocks = find_blocks(model, list(schemes))
     replay = Replay(model, blocks, ids)
-    work = Work(calibration.work, settings_of(model, schemes, quantizer, calibration, ids))
+    work = Work(calibration.work, settings_of(model, schemes, quantizer, calibration, ids, stored))
     weights = {name: linear_at(model, name).weight.numel() for name in schemes}
     few: dict[str, int] = {}
     with restored_on_error(model), torch.no_grad():
         model.eval()
         with progress("calibrating", sum(weights.values()), show_progress) as step:
             for index, block in enumerate(blocks):
-                own = inside(schemes, f"{prefix}.{index}.")
-                with visiting(block, replay.device):
-                    if not work.restore(index, block, own):
+                start = f"{prefix}.{index}."
+                own = inside(schemes, start)
+                loaded = stored.loaded(block, start) if stored else nullcontext()
+                with loaded, visiting(block, replay.device):
+                    if not work.restore(index, block, own, start):
                         seen = replay.watch(index, own, quantizer.wanted())
-                        few |= too_few(seen, block, f"{prefix}.{index}.")
+                        few |= too_few(seen, block, start)
                         output = partial(replay.output, index)
                         seen = quantizer.transform(block, own, seen, output)
                         quantizer.quantize_block(block, own, seen, replay.outputs(index))
                     replay.advance(index, calibration.kv_scales)
-                    work.save(index, block)
-                step(sum(inside(weights, f"{prefix}.{index}.").values()), f"{prefix}.{index}")
+                    work.save(index, block, start)
+                step(sum(inside(weights, start).values()), start[:-1])
             outside = {n: s for n, s in schemes.items() if not n.startswith(f"{prefix}.")}
             if outside:
                 seen = replay.watch(len(blocks), outside, quantizer.wanted())
@@ -145,6 +152,40 @@ def quantize_layers(
         fmt, activation = parse_scheme(scheme)
         packed = quantizer.quantize(layer.weight.detach(), fmt, seen[name])
         parent.set_submodule(name, QuantLinear(packed, layer.bias, activation))
+
+
+@dataclass(frozen=True)
+class StoredBlocks:
+    """The weights of a checkpoint's blocks. identity: names its files and their state."""
+
+    tensors: Mapping[str, Stored]
+    identity: str
+
+    @contextmanager
+    def loaded(self, block: nn.Module, prefix: str) -> Iterator[None]:
+        """The block's tensors are in memory inside, and on the meta device after it."""
+        for name, value in [*block.named_parameters(), *block.named_buffers()]:
+            if prefix + name not in self.tensors:
+                raise ValueError(
+                    f"{prefix}{name} is in no file of the checkpoint under this name, so the model "
+                    "cannot be calibrated block by block from disk; load it and use quantize_"
+                )
+            real = self.tensors[prefix + name].read().to(value.dtype)
+            check_finite(real, prefix + name)
+            parent, _, key = name.rpartition(".")
+            owner = block.get_submodule(parent)
+            if key in owner._parameters:
+                owner._parameters[key] = nn.Parameter(real, requires_grad=False)
+            else:
+                owner._buffers[key] = real
+        yield
+        for module in block.modules():
+            if isinstance(module, QuantLinear):
+                module.prepared = []
+            for own in (module._parameters, module._buffers):
+                for key, tensor in own.items():
+                    if tensor is not None:
+                        own[key] = tensor.to("meta")  # type: ignore[assignment]
 
 
 def linear_at(parent: nn.Module, name: str) -> nn.Linear:
@@ -200,11 +241,15 @@ def settings_of(
     quantizer: Calibrated,
     calibration: Calibration,
     ids: Tensor,
+    stored: "StoredBlocks | None",
 ) -> dict[str, str]:
     """What a resumed run must have in common with the one before, by name."""
-    weights = [linear_at(model, name).weight for name in schemes]
+    if stored:
+        identity = stored.identity
+    else:
+        identity = f"weights {digest([linear_at(model, name).weight for name in schemes])}"
     return {
-        "model": f"{type(model).__name__}, weights {digest(weights)}",
+        "model": f"{type(model).__name__}, {identity}",
         "quantizer": repr(dataclasses.replace(quantizer, calibration=None)),
         "text": f"{ids.shape[0]} samples of {ids.shape[1]} tokens, {digest([ids])}",
         "formats": json.dumps(dict(schemes)),

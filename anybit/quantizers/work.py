@@ -41,23 +41,31 @@ class Work:
     def path(self, index: int) -> Path | None:
         return None if self.folder is None else self.folder / f"block_{index:04d}.safetensors"
 
-    def save(self, index: int, block: nn.Module) -> None:
-        """Write all tensors of a finished block; the file appears whole or not at all."""
+    def save(self, index: int, block: nn.Module, prefix: str) -> None:
+        """Write all tensors of a finished block, by their names in the model.
+
+        The file appears whole or not at all, and is a shard of a checkpoint as it is.
+        """
         path = self.path(index)
         if path is None or path.is_file():
             return
-        state = block.state_dict()
+        state = block.state_dict(prefix=prefix)
         with ShardWriter(path, state) as file:
             for name, tensor in state.items():
                 file.add(name, tensor)
 
-    def restore(self, index: int, block: nn.Module, schemes: Mapping[str, str]) -> bool:
+    def restore(
+        self, index: int, block: nn.Module, schemes: Mapping[str, str], prefix: str
+    ) -> bool:
         """Put a finished block's quantized layers and other tensors in place, if there are any."""
         path = self.path(index)
         if path is None or not path.is_file():
             return False
         device = next(block.parameters()).device
-        state = {name: stored.read().to(device) for name, stored in read_header(path).items()}
+        state = {
+            name.removeprefix(prefix): stored.read().to(device)
+            for name, stored in read_header(path).items()
+        }
         for name, scheme in schemes.items():
             layer = cast(nn.Linear, block.get_submodule(name))
             fmt, activation = parse_scheme(scheme)

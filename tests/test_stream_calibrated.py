@@ -1,0 +1,117 @@
+"""Calibration from disk to disk: the same tensors as in memory, one block at a time."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import anybit
+from anybit import GPTQ, Calibration, Smooth
+from anybit.quantizers.calibrate import StoredBlocks
+from anybit.quantizers.replay import Replay
+from anybit.stream_calibrated import calibrate_checkpoint
+from tests.test_calibrate import VOCAB, Killed, killed_after, llama, tokens
+
+PLAN = {"*": "int4:group=32", "*.0.mlp.down_proj": None, "lm_head": "int8"}
+
+
+def saved(path: Path, **changes: Any) -> Path:
+    llama(**changes).save_pretrained(path)
+    (path / "notes.txt").write_text("kept")
+    return path
+
+
+def compare(out: Path, model: nn.Module) -> None:
+    loaded = anybit.load(out)
+    want, got = model.state_dict(), loaded.state_dict()
+    assert want.keys() == got.keys()
+    for name, tensor in want.items():
+        assert torch.equal(tensor, got[name]), name
+
+
+@pytest.mark.parametrize("quantizer", [GPTQ, Smooth])
+def test_same_as_in_memory(quantizer: type, tmp_path: Path) -> None:
+    source, out = saved(tmp_path / "dense"), tmp_path / "out"
+    assert calibrate_checkpoint(source, out, PLAN, quantizer(tokens())) == out
+    compare(out, anybit.quantize_(llama(), PLAN, quantizer(tokens())))
+    names = {path.name for path in out.iterdir()}
+    assert {"config.json", "notes.txt", "model-00004-of-00004.safetensors"} <= names
+    assert not any("block" in name or "settings" in name for name in names)
+    assert not out.with_name("out.partial").exists()
+
+
+def test_tied_head_is_kept(tmp_path: Path) -> None:
+    source = saved(tmp_path / "dense", tie_word_embeddings=True)
+    calibrate_checkpoint(source, tmp_path / "out", "int4", GPTQ(tokens()))
+    model = anybit.load(tmp_path / "out")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    ids = tokens()
+    with torch.no_grad():
+        dense = AutoModelForCausalLM.from_pretrained(source)(ids).logits
+        error = (model(ids).logits - dense).norm() / dense.norm()
+    assert 0 < float(error) < 0.5
+
+
+def test_one_block_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real: list[int] = []
+    advance = Replay.advance
+
+    def counting(self: Replay, index: int, kv_scales: bool = False) -> None:
+        tensors = [(*block.parameters(), *block.buffers()) for block in self.blocks]
+        real.append(sum(any(t.device.type != "meta" for t in own) for own in tensors))
+        advance(self, index, kv_scales)
+
+    monkeypatch.setattr(Replay, "advance", counting)
+    source = saved(tmp_path / "dense")
+    calibrate_checkpoint(source, tmp_path / "out", "int4", GPTQ(tokens()))
+    assert real == [1, 1, 1]
+
+
+def test_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = saved(tmp_path / "dense"), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        killed_after(2, patch)
+        with pytest.raises(Killed):
+            calibrate_checkpoint(source, out, PLAN, GPTQ(tokens()))
+    assert not out.exists()
+    with pytest.raises(ValueError, match=r"quantizer: GPTQ.*damping=0\.01.* then, .*damping=0\.1"):
+        calibrate_checkpoint(source, out, PLAN, GPTQ(tokens(), damping=0.1))
+    watched: list[int] = []
+    watch = Replay.watch
+    monkeypatch.setattr(
+        Replay, "watch", lambda self, i, *rest: (watched.append(i), watch(self, i, *rest))[1]
+    )
+    calibrate_checkpoint(source, out, PLAN, GPTQ(tokens()))
+    assert watched == [2, 3]  # the last block, and the head
+    compare(out, anybit.quantize_(llama(), PLAN, GPTQ(tokens())))
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    source = saved(tmp_path / "dense")
+    with pytest.raises(ValueError, match="GPTQ needs text to calibrate on"):
+        calibrate_checkpoint(source, tmp_path / "out", "int4", GPTQ())
+    with pytest.raises(ValueError, match="outside the model's vocabulary"):
+        calibrate_checkpoint(source, tmp_path / "out", "int4", GPTQ(tokens() + VOCAB))
+    with pytest.raises(FileExistsError):
+        calibrate_checkpoint(source, source, "int4", GPTQ(tokens()))
+    block = llama().model.layers[0]
+    with (
+        pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.weight is in no file"),
+        StoredBlocks({}, "").loaded(block, "model.layers.0."),
+    ):
+        pass
+
+
+def test_kv_scales_travel_with_the_checkpoint(tmp_path: Path) -> None:
+    source, out = saved(tmp_path / "dense"), tmp_path / "out"
+    calibrate_checkpoint(source, out, "int4", GPTQ(Calibration(tokens(), kv_scales=True)))
+    from anybit.files import stored_tensors
+
+    scale = stored_tensors(out)["model.layers.1.self_attn.k_scale"]
+    assert (scale.shape, scale.torch_dtype) == ((2, 16), torch.float32)
+    ids = tokens()
+    with torch.no_grad():
+        assert torch.isfinite(anybit.load(out)(ids).logits).all()
