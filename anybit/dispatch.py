@@ -40,6 +40,7 @@ class Backend(Protocol):
 # name: (module, device types). A module is imported when a layer on such a device first asks.
 BACKENDS = {
     "hopper": ("anybit.kernels.hopper.backend", ("cuda",)),
+    "triton": ("anybit.kernels.triton.backend", ("cuda",)),
     "cpu": ("anybit.kernels.cpu", ("cpu",)),
     "reference": ("anybit.kernels.reference", ()),
 }

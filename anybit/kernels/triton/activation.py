@@ -33,7 +33,7 @@ def quantize(
     x, gate, weight, codes, scales, sums, K, X_STRIDE, GATE_STRIDE, EPS,
     LARGEST: tl.constexpr, FUSE: tl.constexpr, HAS_SUMS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One token: x, RMSNorm(x) * weight ("norm") or SiLU(gate) * x ("silu") -> codes, scale, sum."""
+    """A token: x, RMSNorm(x) * weight ("norm") or SiLU(gate) * x ("silu") -> codes, scale, sum."""
     m = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, WIDE)
     v = tl.load(x + m * X_STRIDE + k, mask=k < K, other=0)

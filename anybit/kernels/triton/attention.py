@@ -30,48 +30,58 @@ def _write(
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, HALF)
     at = qkv + token * STRIDE + head * (2 * HALF)
-    first, second = tl.load(at + d), tl.load(at + HALF + d)
+    first = tl.load(at + d)
     dtype = first.dtype
-    a, b = first.to(tl.float32), second.to(tl.float32)
+    a, b = first.to(tl.float32), tl.load(at + HALF + d).to(tl.float32)
     if head < HEADS + KV_HEADS:
         if NORM:
-            weight = q_weight if head < HEADS else k_weight
+            low, high = tl.load(q_weight + d), tl.load(q_weight + HALF + d)
+            low = tl.where(head < HEADS, low, tl.load(k_weight + d))
+            high = tl.where(head < HEADS, high, tl.load(k_weight + HALF + d))
             inverse = tl.rsqrt((tl.sum(a * a) + tl.sum(b * b)) / (2 * HALF) + EPS)
-            a = (a * inverse).to(dtype) * tl.load(weight + d)
-            b = (b * inverse).to(dtype) * tl.load(weight + HALF + d)
-            a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
+            a = ((a * inverse).to(dtype) * low).to(dtype).to(tl.float32)
+            b = ((b * inverse).to(dtype) * high).to(dtype).to(tl.float32)
         position = tl.load(positions + token).to(tl.int64)
         c, s = tl.load(cos + position * HALF + d), tl.load(sin + position * HALF + d)
-        a, b = (a * c - b * s).to(dtype), (b * c + a * s).to(dtype)
-    else:
-        a, b = first, second
+        rotated = (a * c - b * s).to(dtype).to(tl.float32)
+        b = (b * c + a * s).to(dtype).to(tl.float32)
+        a = rotated
     if head < HEADS:
         out = q_out + (token * HEADS + head) * (2 * HALF)
-        tl.store(out + d, a)
-        tl.store(out + HALF + d, b)
+        tl.store(out + d, a.to(dtype))
+        tl.store(out + HALF + d, b.to(dtype))
     else:
-        is_key = head < HEADS + KV_HEADS
-        kv_head = head - HEADS if is_key else head - HEADS - KV_HEADS
         slot = tl.load(slots + token).to(tl.int64)
-        row = (slot // BLOCK * KV_HEADS + kv_head) * BLOCK + slot % BLOCK
-        cache = k_cache if is_key else v_cache
-        scales = k_scale if is_key else v_scale
         if slot >= 0:  # a padded row of a graph has nowhere to go
-            if KIND == "model":
-                tl.store(cache + row * (2 * HALF) + d, a)
-                tl.store(cache + row * (2 * HALF) + HALF + d, b)
+            if head < HEADS + KV_HEADS:
+                _store(a, b, k_cache, k_scale, slot, head - HEADS, KV_HEADS, HALF, BLOCK, KIND)
             else:
-                a, b = a.to(tl.float32), b.to(tl.float32)
-                if KIND == "static":
-                    low = tl.load(scales + kv_head * (2 * HALF) + d)
-                    high = tl.load(scales + kv_head * (2 * HALF) + HALF + d)
-                else:
-                    largest = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0))
-                    scale = tl.maximum(tl.div_rn(largest, 127.0), 1e-10)
-                    tl.store(scales + row, scale)
-                    low, high = scale + a * 0, scale + b * 0
-                tl.store(cache + row * (2 * HALF) + d, _int8(a, low))
-                tl.store(cache + row * (2 * HALF) + HALF + d, _int8(b, high))
+                head -= HEADS + KV_HEADS
+                _store(a, b, v_cache, v_scale, slot, head, KV_HEADS, HALF, BLOCK, KIND)
+
+
+@triton.jit
+def _store(
+    a, b, cache, scales, slot, head, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Both halves of a token's K or V head, quantized if the cache is int8."""
+    d = tl.arange(0, HALF)
+    row = (slot // BLOCK * KV_HEADS + head) * BLOCK + slot % BLOCK
+    at = cache + row * (2 * HALF) + d
+    if KIND == "model":
+        tl.store(at, a.to(cache.dtype.element_ty))
+        tl.store(at + HALF, b.to(cache.dtype.element_ty))
+    elif KIND == "static":
+        channel = scales + head * (2 * HALF) + d
+        tl.store(at, _int8(a, tl.load(channel)))
+        tl.store(at + HALF, _int8(b, tl.load(channel + HALF)))
+    else:
+        largest = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0))
+        scale = tl.maximum(tl.div_rn(largest, 127.0), 1e-10)
+        tl.store(scales + row, scale)
+        tl.store(at, _int8(a, scale + a * 0))
+        tl.store(at + HALF, _int8(b, scale + b * 0))
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from anybit.kernels.tiles import Tile
 from anybit.kernels.triton import layout as layouts
 from anybit.kernels.triton.layout import Layout, layout_of
 
+MOST_CODES = 1 << 31
 OLDEST = (8, 0)  # the first architecture with bf16 matrix units
 
 
@@ -23,6 +24,8 @@ def refuse(
         return "triton is not installed; pip install 'anybit[gpu]'"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
         return f"needs a GPU of sm_80 or later, not {torch.cuda.get_device_name(device)}"
+    if fmt.code_count(shape[1]) * shape[0] >= MOST_CODES:
+        return f"its kernels count words in 32 bits, too few for a weight of {shape}"
     return None
 
 
@@ -49,8 +52,8 @@ def linear(
     rows = x.reshape(-1, x.shape[-1])
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    m, k = rows.shape
-    tile = tiles.choose(architecture(x.device), fmt.bits_per_weight((n, k)), m, n, k)
+    m = len(rows)
+    tile = tiles.choose(family(layout, m, activation), m, n, dense=activation is None)
     y = multiply(rows, prepared, bias, layout, n, activation, tile)
     return y.view(*x.shape[:-1], n)
 
@@ -64,7 +67,11 @@ def multiply(
     activation: str | None,
     tile: Tile,
 ) -> Tensor:
-    """x (M, K), unit stride along K -> (M, n), with the given tile."""
+    """x (M, K), unit stride along K -> (M, n), with the given tile.
+
+    The tile's kernel must suit: dense and psumbook take no activation notation, gemv at most 4
+    tokens and no bytes (liquid@int8 and its like).
+    """
     from anybit.kernels.triton import activation as activations
     from anybit.kernels.triton import gemm, gemv, psumbook
 
@@ -72,7 +79,7 @@ def multiply(
     y = x.new_empty(m, n)
     if not y.numel():
         return y
-    if tile.kernel == "dense" and activation is None:
+    if tile.kernel == "dense":
         w = x.new_empty(n, k)
         gemm.launch_dense(prepared, layout, w)
         return torch.nn.functional.linear(x, w, bias)
@@ -81,18 +88,23 @@ def multiply(
         x, scale = activations.quantize_tokens(
             x, activation, torch.int8 if layout.unit == 8 else x.dtype
         )
-    if tile.kernel == "psumbook" and psumbook.supports(layout) and scale is None:
+    if tile.kernel == "psumbook":
         psumbook.launch(x, prepared, bias, y, layout, tile)
-    elif tile.kernel == "gemv" and m <= gemv.MOST_TOKENS:
+    elif tile.kernel == "gemv":
         gemv.launch(x, scale, prepared, bias, y, layout, tile)
     else:
         gemm.launch(x, scale, prepared, bias, y, layout, tile)
     return y
 
 
-def architecture(device: torch.device) -> int:
-    """Compute capability as 90 for sm_90; 0 where there is none."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
+def family(layout: Layout, m: int, activation: str | None) -> str:
+    """The table of `tiles.py` for a layout and M tokens."""
+    from anybit.kernels.triton import psumbook
+
+    if any(entry.table is not None for _, entry in layout.grid):
+        # A token's look-ups in one book cost as much as decoding for all tokens.
+        few = m <= layout.fmt.books and activation is None
+        return "psumbook" if few and psumbook.supports(layout) else "tables"
+    if layout.granule > 128 * layout.fmt.width:
+        return "planes"
+    return "groups" if layout.group else "rows"

@@ -7,6 +7,8 @@ partial sum, and the last one to arrive adds all of them in a fixed order, so th
 depend on who was last.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -18,16 +20,18 @@ from anybit.kernels.triton.layout import LOCKS, Layout, split
 
 BAND = 8
 DENSE_ROWS = 32
-MOST_PARTIAL = 64  # tokens up to which group sums and the total both fit into the registers
+RESERVED = 16 << 10  # bytes of shared memory left for layout changes and tables
+MOST_SUMS = 64  # of a thread, up to which it has registers for a group's sums and the total
 
 
 @triton.jit(do_not_specialize=["M", "SPLIT"])
 def gemm(
     x, x_scale, words, scale, grid, bias, y, partial, locks,
-    M, N, K, PADDED, GRANULES, X_STRIDE, SPLIT,
+    M, N, K, PADDED, PIECES, X_STRIDE, SPLIT,
     LAYOUT: tl.constexpr, DECODE: tl.constexpr, MODE: tl.constexpr, HAS_X_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    SHARED: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr,
+    SHARED: tl.constexpr, CUT: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    BAND: tl.constexpr,
 ):  # fmt: skip
     """x (M, K), y (M, N); see `layout.py` for the weight's tensors and `backend.py` for the rest.
 
@@ -48,17 +52,18 @@ def gemm(
 
     INTEGER: tl.constexpr = x.dtype.element_ty == tl.int8
     acc = tl.zeros((ROWS, TOKENS), tl.int32 if INTEGER and MODE == "row" else tl.float32)
-    share = tl.cdiv(tl.cdiv(GRANULES, STEPS), SPLIT) * STEPS
+    share = tl.cdiv(tl.cdiv(PIECES, STEPS), SPLIT) * STEPS
     first = part * share
-    last = min(first + share, GRANULES)
-    ahead = load_scales(scale, min(first, GRANULES - 1), n, PADDED, LAYOUT)
-    for g in tl.range(first, last, STEPS, num_stages=STAGES):
+    last = min(first + share, PIECES)
+    AHEAD: tl.constexpr = MODE == "partial"
+    ahead = load_scales(scale, min(first, PIECES - 1), n, PADDED, LAYOUT, CUT, AHEAD)
+    for i in tl.range(first, last, STEPS, num_stages=STAGES):
         for step in tl.static_range(STEPS):
             now = ahead  # loaded an iteration ago: Triton pipelines loads of operands alone
-            ahead = load_scales(scale, min(g + step + 1, GRANULES - 1), n, PADDED, LAYOUT)
-            acc = _granule(
-                acc, x, words, scale, now, grid, g + step, n, m, M, K, PADDED,
-                LAYOUT, DECODE, MODE, EVEN_K, INTEGER,
+            ahead = load_scales(scale, min(i + step + 1, PIECES - 1), n, PADDED, LAYOUT, CUT, AHEAD)
+            acc = _piece(
+                acc, x, words, scale, now, grid, i + step, n, m, M, K, PADDED,
+                LAYOUT, DECODE, MODE, EVEN_K, INTEGER, CUT,
             )  # fmt: skip
 
     if not SHARED:
@@ -79,29 +84,27 @@ def gemm(
 
 
 @triton.jit
-def _granule(
-    acc, x, words, scale, scales, grid, g, n, m, M, K, PADDED,
+def _piece(
+    acc, x, words, scale, scales, grid, i, n, m, M, K, PADDED,
     LAYOUT: tl.constexpr, DECODE: tl.constexpr, MODE: tl.constexpr, EVEN_K: tl.constexpr,
-    INTEGER: tl.constexpr,
+    INTEGER: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """acc + W x^T over the columns of granule g."""
+    """acc + W x^T over the columns of piece i; CUT pieces make a granule."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     COLUMNS: tl.constexpr = LAYOUT.columns
     GROUP: tl.constexpr = LAYOUT.group
-    FIELDS: tl.constexpr = LAYOUT.fields
+    FIELDS: tl.constexpr = LAYOUT.fields // CUT
     FORMAT: tl.constexpr = LAYOUT.fmt
-    tiles = load_granule(words, g, n, PADDED, LAYOUT)
+    tiles = load_piece(words, i // CUT, i % CUT, n, PADDED, LAYOUT, CUT)
     SUM: tl.constexpr = tl.int32 if INTEGER else tl.float32
     part = tl.zeros(acc.shape, SUM)
     for j in tl.static_range(FIELDS):
-        first = (g * FIELDS + j) * COLUMNS
+        first = (i * FIELDS + j) * COLUMNS
         if lang.new_groups(LAYOUT, j):
             value = grid_of(grid, first, n, PADDED, LAYOUT)
-        w = DECODE(FORMAT, (words_of(tiles, j, LAYOUT), j, LAYOUT, DTYPE, value))
+        w = DECODE(FORMAT, (words_of(tiles, j, LAYOUT, CUT), j, LAYOUT, DTYPE, value))
         if MODE == "weight":
-            if lang.scale_count(LAYOUT) > 0:
-                s = scales[lang.scale_of(LAYOUT, j)][:, None].to(tl.float32)
-            else:
+            if lang.new_scale(LAYOUT, j):
                 s = load_grid(scale, GROUP, COLUMNS, 1, first, n, PADDED).to(tl.float32)
             w = w.to(DTYPE).to(tl.float32) * s
         k = first + tl.arange(0, COLUMNS)
@@ -112,7 +115,7 @@ def _granule(
         if MODE == "partial":
             part = lang.dot(w.to(DTYPE), xt, part)
             if (j + 1) * COLUMNS % GROUP == 0 or j + 1 == FIELDS:
-                s = scales[lang.scale_of(LAYOUT, j)][:, None].to(tl.float32)
+                s = scales[lang.scale_of(LAYOUT, j, CUT)][:, None].to(tl.float32)
                 acc += part.to(tl.float32) * s
                 part = tl.zeros(acc.shape, SUM)
         else:
@@ -150,14 +153,14 @@ def dense(
     FORMAT: tl.constexpr = LAYOUT.fmt
     g = tl.program_id(0)
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    tiles = load_granule(words, g, n, PADDED, LAYOUT)
+    tiles = load_piece(words, g, 0, n, PADDED, LAYOUT, 1)
     for j in tl.static_range(FIELDS):
         first = (g * FIELDS + j) * COLUMNS
         if lang.new_groups(LAYOUT, j):
             value = grid_of(grid, first, n, PADDED, LAYOUT)
         s = load_grid(scale, GROUP, COLUMNS, 1, first, n, PADDED)
         v = (
-            DECODE(FORMAT, (words_of(tiles, j, LAYOUT), j, LAYOUT, DTYPE, value))
+            DECODE(FORMAT, (words_of(tiles, j, LAYOUT, 1), j, LAYOUT, DTYPE, value))
             .to(DTYPE)
             .to(tl.float32)
             * s
@@ -168,48 +171,60 @@ def dense(
 
 
 @triton.jit
-def load_scales(scale, g, n, PADDED, LAYOUT: tl.constexpr):
-    """Scales (N,) of a granule's groups, if groups are made of whole fields; else nothing."""
+def load_scales(
+    scale, i, n, PADDED, LAYOUT: tl.constexpr, CUT: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
+    """Scales (N,) of the groups of piece i, or nothing where they are not wanted ahead."""
     GROUP: tl.constexpr = LAYOUT.group
-    GRANULE: tl.constexpr = LAYOUT.granule
-    COUNT: tl.constexpr = lang.scale_count(LAYOUT)
+    COLUMNS: tl.constexpr = LAYOUT.granule // CUT
+    COUNT: tl.constexpr = lang.scale_count(LAYOUT, CUT) if AHEAD else 0
     out = ()
-    for i in tl.static_range(COUNT):
-        out = out + (tl.load(scale + (g * GRANULE // GROUP + i) * PADDED + n),)
+    for j in tl.static_range(COUNT):
+        out = out + (tl.load(scale + (i * COLUMNS // GROUP + j) * PADDED + n),)
     return out
 
 
 @triton.jit
-def load_granule(words, g, n, PADDED, LAYOUT: tl.constexpr):
-    """All tiles (N, lanes) of a granule: for each book, each plane, as many as it has."""
+def load_piece(words, g, c, n, PADDED, LAYOUT: tl.constexpr, CUT: tl.constexpr):
+    """All tiles (N, lanes) of piece c of granule g: for each book, each plane, as many as it has.
+
+    Fields of the piece count from its own first one. CUT = 1 means the whole granule.
+    """
     PLANES: tl.constexpr = lang.plane_count(LAYOUT)
     ALL: tl.constexpr = LAYOUT.fmt.books * PLANES
     out = ()
     for i in tl.static_range(ALL):
-        out = out + _load_tiles(words[i], g, n, PADDED, LAYOUT, i % PLANES)
+        out = out + _load_tiles(words[i], g, c, n, PADDED, LAYOUT, i % PLANES, CUT)
     return out
 
 
 @triton.jit
-def _load_tiles(words, g, n, PADDED, LAYOUT: tl.constexpr, PLANE: tl.constexpr):
+def _load_tiles(
+    words, g, c, n, PADDED, LAYOUT: tl.constexpr, PLANE: tl.constexpr, CUT: tl.constexpr
+):  # fmt: skip
     LANES: tl.constexpr = LAYOUT.lanes
     TILES: tl.constexpr = lang.tile_count(LAYOUT, PLANE)
+    MINE: tl.constexpr = lang.cut_tiles(LAYOUT, PLANE, CUT)
+    SHIFT: tl.constexpr = lang.cut_shift(LAYOUT, PLANE, CUT)
     lane = tl.arange(0, LANES)
     out = ()
-    for t in tl.static_range(TILES):
-        at = words + (g * TILES + t) * PADDED * LANES + n[:, None] * LANES + lane[None, :]
-        out = out + (tl.load(at),)
+    for t in tl.static_range(MINE):
+        tile = g * TILES + c * TILES // CUT + t
+        w = tl.load(words + tile * PADDED * LANES + n[:, None] * LANES + lane[None, :])
+        if SHIFT > 0:
+            w = lang.shifted(w, c % (CUT // TILES) * SHIFT)
+        out = out + (w,)
     return out
 
 
 @triton.jit
-def words_of(tiles, J: tl.constexpr, LAYOUT: tl.constexpr):
-    """The tiles of a granule that hold field J."""
+def words_of(tiles, J: tl.constexpr, LAYOUT: tl.constexpr, CUT: tl.constexpr):
+    """The tiles of a piece that hold its field J."""
     PLANES: tl.constexpr = lang.plane_count(LAYOUT)
     ALL: tl.constexpr = LAYOUT.fmt.books * PLANES
     out = ()
     for i in tl.static_range(ALL):
-        out = out + (tiles[lang.tile_of(LAYOUT, i, J)],)
+        out = out + (tiles[lang.tile_of(LAYOUT, i, J, CUT)],)
     return out
 
 
@@ -260,24 +275,54 @@ def launch(
     """y (M, N) = x (M, K) W^T, with x's scales (M,) and a bias (N,) where there are any."""
     words, scale, grid, locks = split(layout, prepared)
     (m, k), n = x.shape, y.shape[1]
-    granules = layout.granules(k)
-    steps = tile.steps if granules % tile.steps == 0 else 1
+    tile = fitted(replace(tile, cut=min(tile.cut, layout.fields)), layout, x)
+    cut = tile.cut
+    pieces = layout.granules(k) * cut
+    steps = tile.steps if pieces % tile.steps == 0 else 1
     tiles = triton.cdiv(n, tile.rows) * triton.cdiv(m, tile.tokens)
-    parts = min(tile.split, granules // steps) if tiles <= LOCKS else 1
+    parts = min(tile.split, pieces // steps) if tiles <= LOCKS else 1
     mode = layout.scale_mode
-    if mode == "partial" and tile.tokens > MOST_PARTIAL and x.dtype != torch.int8:
+    sums = tile.rows * tile.tokens // (32 * tile.warps)
+    if mode == "partial" and sums > MOST_SUMS and x.dtype != torch.int8:
         mode = "weight"
     accumulator = torch.int32 if x.dtype == torch.int8 and mode == "row" else torch.float32
     size = (parts, tiles, tile.rows * tile.tokens) if parts > 1 else (0,)
     gemm[(tiles, parts)](
         x, x_scale, words, scale, grid, bias, y, x.new_empty(size, dtype=accumulator), locks,
-        m, n, k, words[0].shape[2], granules, x.stride(0), parts,
+        m, n, k, words[0].shape[2], pieces, x.stride(0), parts,
         LAYOUT=layout, DECODE=lang.jit(type(layout.fmt).triton_decode), MODE=mode,
         HAS_X_SCALE=x_scale is not None, HAS_BIAS=bias is not None,
         EVEN_K=k % layout.granule == 0, TOKENS=tile.tokens, ROWS=tile.rows, SHARED=parts > 1,
-        STEPS=steps, STAGES=tile.stages, BAND=BAND,
+        CUT=cut, STEPS=steps, STAGES=tile.stages, BAND=BAND,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def fitted(tile: Tile, layout: Layout, x: Tensor) -> Tile:
+    """The tile with as many stages and as large pieces as shared memory holds."""
+    room = 1 << 30
+    if x.is_cuda:
+        facts = torch.cuda.get_device_properties(x.device)
+        room = getattr(facts, "shared_memory_per_block_optin", facts.shared_memory_per_block)
+        room -= RESERVED
+    words = tile.rows * layout.lanes * layout.unit // 8 * layout.fmt.books
+
+    def size(tile: Tile) -> int:
+        tiles = sum(layout.cut_tiles(p, tile.cut) for p in range(len(layout.segments)))
+        columns = layout.granule // tile.cut
+        piece = words * tiles + tile.tokens * columns * x.element_size()
+        return piece * tile.steps * max(1, tile.stages)
+
+    while size(tile) > room:
+        if tile.steps > 1:
+            tile = replace(tile, steps=1)
+        elif tile.stages > 3 or tile.cut >= layout.fields:
+            if tile.stages == 1:
+                return tile
+            tile = replace(tile, stages=tile.stages - 1)
+        else:
+            tile = replace(tile, cut=tile.cut * 2)
+    return tile
 
 
 def launch_dense(prepared: list[Tensor], layout: Layout, w: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anybit.kernels.tiles import Tile
 from anybit.kernels.triton import lang
-from anybit.kernels.triton.gemm import grid_of, load_granule, load_grid, words_of
+from anybit.kernels.triton.gemm import grid_of, load_grid, load_piece, words_of
 from anybit.kernels.triton.layout import Layout, split
 
 MOST_TOKENS = 4
@@ -58,7 +58,7 @@ def _granule(
     GROUP: tl.constexpr = LAYOUT.group
     FIELDS: tl.constexpr = LAYOUT.fields
     FORMAT: tl.constexpr = LAYOUT.fmt
-    tiles = load_granule(words, g, n, PADDED, LAYOUT)
+    tiles = load_piece(words, g, 0, n, PADDED, LAYOUT, 1)
     part = ()
     for _ in tl.static_range(TOKENS):
         part = part + (tl.zeros((n.shape[0], COLUMNS), tl.float32),)
@@ -66,7 +66,7 @@ def _granule(
         first = (g * FIELDS + j) * COLUMNS
         if lang.new_groups(LAYOUT, j):
             value = grid_of(grid, first, n, PADDED, LAYOUT)
-        w = DECODE(FORMAT, (words_of(tiles, j, LAYOUT), j, LAYOUT, DTYPE, value))
+        w = DECODE(FORMAT, (words_of(tiles, j, LAYOUT, 1), j, LAYOUT, DTYPE, value))
         w = w.to(DTYPE).to(tl.float32)
         if MODE == "weight":
             w *= load_grid(scale, GROUP, COLUMNS, 1, first, n, PADDED)
@@ -105,10 +105,14 @@ def launch(
     """y (M, N) = x (M, K) W^T for M up to 4."""
     words, scale, grid, _ = split(layout, prepared)
     (m, k), n = x.shape, y.shape[1]
+    if m > MOST_TOKENS or layout.unit == 8:
+        raise ValueError(
+            f"gemv multiplies up to {MOST_TOKENS} tokens of 16 bits, not {m} of {x.dtype}"
+        )
     gemv[(triton.cdiv(n, tile.rows),)](
         x, x_scale, words, scale, grid, bias, y, m, n, k, words[0].shape[2], layout.granules(k),
         x.stride(0), LAYOUT=layout, DECODE=lang.jit(type(layout.fmt).triton_decode),
         MODE=layout.scale_mode, HAS_X_SCALE=x_scale is not None, HAS_BIAS=bias is not None,
         EVEN_K=k % layout.granule == 0, TOKENS=1 if m == 1 else 2 if m == 2 else MOST_TOKENS,
-        ROWS=tile.rows, STAGES=tile.stages, num_warps=tile.warps,
+        ROWS=tile.rows, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -25,7 +25,6 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 
 # at = (words of this field, one tile for each book and plane; field; layout; dtype; grid)
@@ -80,10 +79,12 @@ def field(
         high = bits(at, ((FIRST + 7, 1, 7),), 0x4300, BOOK).to(DTYPE_, bitcast=True)
         return low + (high - (128 + MINUS))
     else:
-        TO: tl.constexpr = in_place(LAYOUT_, at[FIELD], FIRST, COUNT, DTYPE_)
-        UNIT: tl.constexpr = TIMES * 2.0**-TO
+        # Twice the code is the code one bit higher.
+        TO: tl.constexpr = in_place(LAYOUT_, at[FIELD], FIRST, COUNT + TIMES - 1, DTYPE_)
+        UNIT: tl.constexpr = 2.0**-TO
         LESS: tl.constexpr = 2 ** mantissa(DTYPE_) * UNIT + MINUS
-        x = bits(at, ((FIRST, COUNT, TO),), magic(DTYPE_), BOOK).to(DTYPE_, bitcast=True)
+        x = bits(at, ((FIRST, COUNT, TO + TIMES - 1),), magic(DTYPE_), BOOK)
+        x = x.to(DTYPE_, bitcast=True)
         return x - LESS if UNIT == 1 else x * UNIT - LESS
 
 
@@ -104,7 +105,7 @@ def floating(at, EXPONENT: tl.constexpr, MANTISSA_: tl.constexpr, BOOK: tl.const
 
 @triton.jit
 def bits(at, MOVES: tl.constexpr, CONSTANT: tl.constexpr = 0, BOOK: tl.constexpr = 0):
-    """Bits of the codes moved to other places, or'ed with a constant: (N, positions), the unit's int.
+    """Bits of the codes in other places, or'ed with a constant: (N, positions), the unit's int.
 
     MOVES: ((from bit, how many, to bit), ...), bit 0 being a code's lowest. One shift and one
     logical operation for each plane and move serve a whole register of codes.
@@ -147,7 +148,7 @@ def level(at, I: tl.constexpr):
 
 @triton.jit
 def lookup(at, I: tl.constexpr, index):
-    """Rows `index` (N, positions) of table I, a grid tensor (..., rows, width): (N, columns) fp32."""
+    """Rows `index` (N, positions) of table I, a grid tensor (..., width): (N, columns) fp32."""
     LAYOUT_: tl.constexpr = at[LAYOUT]
     WIDTH: tl.constexpr = LAYOUT_.fmt.width
     SIZE: tl.constexpr = table_size(LAYOUT_, I)
@@ -178,7 +179,10 @@ def pair(first, second):
 
 @triton.jit
 def multiply_add(at, step, offset):
-    """code * step + offset in unsigned bytes, which must not overflow, read as int8 minus 128."""
+    """code * step + offset in unsigned bytes, which must not overflow, read as int8 minus 128.
+
+    For operands of matrix units alone: there, neighbours along K share a register and a step.
+    """
     LAYOUT_: tl.constexpr = at[LAYOUT]
     BITS: tl.constexpr = LAYOUT_.fmt.bits
     if INTERPRET:
@@ -190,6 +194,13 @@ def multiply_add(at, step, offset):
         "{.reg .b32 s; and.b32 s, $2, 255; mad.lo.u32 s, $1, s, $3; xor.b32 $0, s, 0x80808080;}",
         "=r,r,r,r", [c, step, offset], tl.int8, True, 4,
     )  # fmt: skip
+
+
+@triton.jit
+def shifted(w, SHIFT):
+    """Units shifted right by a number of bits that is not known at compile time."""
+    mask = 0xFFFF if w.dtype == tl.int16 else 0xFF
+    return ((w.to(tl.int32) & mask) >> SHIFT).to(w.dtype)
 
 
 @triton.jit
@@ -237,89 +248,104 @@ def _bits_plainly(at, MOVES: tl.constexpr, CONSTANT: tl.constexpr, BOOK: tl.cons
 
 
 @triton.constexpr_function
-def mantissa(dtype):  # type: ignore[no-untyped-def]
+def mantissa(dtype):
     return dtype.fp_mantissa_width
 
 
 @triton.constexpr_function
-def magic(dtype):  # type: ignore[no-untyped-def]
+def magic(dtype):
     """Bits of 2**mantissa, a number whose last place counts ones."""
     return dtype.exponent_bias + dtype.fp_mantissa_width << dtype.fp_mantissa_width
 
 
 @triton.constexpr_function
-def bias(dtype):  # type: ignore[no-untyped-def]
+def bias(dtype):
     """The exponent's bias."""
     return dtype.exponent_bias
 
 
 @triton.constexpr_function
-def plane_count(layout):  # type: ignore[no-untyped-def]
+def plane_count(layout):
     return len(layout.segments)
 
 
 @triton.constexpr_function
-def tile_count(layout, plane):  # type: ignore[no-untyped-def]
+def tile_count(layout, plane):
     return layout.tiles(layout.segments[plane])
 
 
 @triton.constexpr_function
-def grid_count(layout):  # type: ignore[no-untyped-def]
+def cut_tiles(layout, plane, cut):
+    return layout.cut_tiles(plane, cut)
+
+
+@triton.constexpr_function
+def cut_shift(layout, plane, cut):
+    return layout.cut_shift(plane, cut)
+
+
+@triton.constexpr_function
+def grid_count(layout):
     return len(layout.grid)
 
 
 @triton.constexpr_function
-def grid_group(layout, i):  # type: ignore[no-untyped-def]
+def grid_group(layout, i):
     return layout.grid_groups[i]
 
 
 @triton.constexpr_function
-def new_groups(layout, field):  # type: ignore[no-untyped-def]
+def new_groups(layout, field):
     return layout.new_groups(field)
 
 
 @triton.constexpr_function
-def scale_count(layout):  # type: ignore[no-untyped-def]
-    return layout.scale_count
+def new_scale(layout, field):
+    return layout.new_scale(field)
 
 
 @triton.constexpr_function
-def scale_of(layout, field):  # type: ignore[no-untyped-def]
-    return field * layout.columns // layout.group if layout.group < layout.granule else 0
+def scale_count(layout, cut):
+    return layout.scale_count(cut)
 
 
 @triton.constexpr_function
-def table_size(layout, i):  # type: ignore[no-untyped-def]
+def scale_of(layout, field, cut):
+    return field * layout.columns // layout.group if layout.group < layout.granule // cut else 0
+
+
+@triton.constexpr_function
+def table_size(layout, i):
     return layout.table_size(i)
 
 
 @triton.constexpr_function
-def segment_of(layout, plane):  # type: ignore[no-untyped-def]
+def segment_of(layout, plane):
     return layout.segments[plane]
 
 
 @triton.constexpr_function
-def tile_of(layout, i, field):  # type: ignore[no-untyped-def]
-    return layout.tile_of(i, field)
+def tile_of(layout, i, field, cut):
+    return layout.tile_of(i, field, cut)
 
 
 @triton.constexpr_function
-def offset_of(layout, field, plane):  # type: ignore[no-untyped-def]
+def offset_of(layout, field, plane):
     return layout.offset(field, plane)
 
 
 @triton.constexpr_function
-def in_place(layout, field, first, count, dtype):  # type: ignore[no-untyped-def]
+def in_place(layout, field, first, count, dtype):
     return layout.in_place(field, first, count, dtype.fp_mantissa_width)
 
 
 @triton.constexpr_function
-def bits_asm(layout, field, moves, constant):  # type: ignore[no-untyped-def]
+def bits_asm(layout, field, moves, constant):
     plain = [[getattr(v, "value", v) for v in move] for move in moves]
     return layout.bits_asm(field, plain, constant)
 
 
 @triton.constexpr_function
-def minus_asm(minus):  # type: ignore[no-untyped-def]
+def minus_asm(minus):
     four = int(minus) * 0x01010101
     return f"{{.reg .b32 t; sub.u32 t, $1, {four}; xor.b32 $0, t, 0x80808080;}}"

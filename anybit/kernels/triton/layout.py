@@ -40,6 +40,7 @@ class Layout:
 
     @property
     def lanes(self) -> int:
+        """Units in a row of a tile."""
         return ROW_BYTES * 8 // self.unit
 
     @property
@@ -70,10 +71,21 @@ class Layout:
         segment = self.segments[plane]
         return field % (self.unit // segment) * segment
 
-    def tile_of(self, i: int, field: int) -> int:
-        """Which tile of a granule holds a field of plane i (planes of all books counted through)."""
-        tiles = [self.tiles(segment) for segment in self.segments] * self.fmt.books
-        return sum(tiles[:i]) + field * tiles[i] // self.fields
+    def cut_tiles(self, plane: int, cut: int) -> int:
+        """Tiles of a plane in one of `cut` equal pieces of a granule; pieces may share a tile."""
+        return max(1, self.tiles(self.segments[plane]) // cut)
+
+    def cut_shift(self, plane: int, cut: int) -> int:
+        """Bits by which a tile that pieces share is shifted for each next piece; else 0."""
+        segment = self.segments[plane]
+        return self.fields // cut * segment if self.tiles(segment) < cut else 0
+
+    def tile_of(self, i: int, field: int, cut: int) -> int:
+        """Which tile of a piece holds its field of plane i, counted through all books."""
+        planes = len(self.segments)
+        tiles = [self.cut_tiles(p, cut) for p in range(planes)] * self.fmt.books
+        per = self.unit // self.segments[i % planes]
+        return sum(tiles[:i]) + field // per
 
     def in_place(self, field: int, first: int, count: int, mantissa: int) -> int:
         """The lowest bit of a mantissa to which bits of a code move most cheaply.
@@ -128,24 +140,26 @@ class Layout:
         return self.fmt.entries()["scale"].group
 
     def new_groups(self, field: int) -> bool:
-        """Whether other grid values than those of the field before may hold from this field on."""
-        return field == 0 or any(
-            group > 0
-            and (
-                group % self.columns
-                or (self.granule % group and group % self.granule)
-                or field * self.columns % group == 0
-            )
-            for group in self.grid_groups
-        )
+        """Whether a group of any other grid tensor than the scale begins with this field."""
+        return field == 0 or any(self._begins(group, field) for group in self.grid_groups)
 
-    @property
-    def scale_count(self) -> int:
-        """Groups of scales in a granule; 0 if fields do not make whole groups, or a row has one."""
-        group = self.group
-        if not group or group % self.columns or (self.granule % group and group % self.granule):
+    def new_scale(self, field: int) -> bool:
+        """Whether a group of scales begins with this field."""
+        return field == 0 or self._begins(self.group, field)
+
+    def _begins(self, group: int, field: int) -> bool:
+        if group <= 0:
+            return False
+        # Pieces are granules cut by powers of two: a group's border may move within the piece.
+        apart = group % self.columns or (group & (group - 1)) or self.columns & (self.columns - 1)
+        return bool(apart) or field * self.columns % group == 0
+
+    def scale_count(self, cut: int = 1) -> int:
+        """Groups of scales in a piece; 0 if fields do not make whole groups, or a row has one."""
+        group, piece = self.group, self.granule // cut
+        if not group or group % self.columns or (piece % group and group % piece):
             return 0
-        return max(1, self.granule // group)
+        return max(1, piece // group)
 
     def table_size(self, i: int) -> int:
         """Numbers in grid tensor i, a table."""
@@ -156,7 +170,7 @@ class Layout:
         """Where the scale is cheapest: the output ("row"), a group's partial sum, the weight."""
         if not self.group:
             return "row"
-        return "partial" if self.scale_count else "weight"
+        return "partial" if self.scale_count() else "weight"
 
 
 @cache

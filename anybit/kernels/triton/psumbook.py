@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anybit.kernels.tiles import Tile
 from anybit.kernels.triton import lang
-from anybit.kernels.triton.gemm import load_granule, words_of
+from anybit.kernels.triton.gemm import load_piece, words_of
 from anybit.kernels.triton.layout import LOCKS, Layout, split
 from anybit.kernels.triton.layout import ROWS as PADDED_ROWS
 
@@ -66,7 +66,7 @@ def _granule(
     COUNT: tl.constexpr = 2**LAYOUT.fmt.bits
     WIDTH: tl.constexpr = LAYOUT.fmt.width
     DEPTH: tl.constexpr = 16 if WIDTH < 16 else WIDTH  # the matrix unit's least
-    tiles = load_granule(words, g, n, PADDED, LAYOUT)
+    tiles = load_piece(words, g, 0, n, PADDED, LAYOUT, 1)
     lane = tl.arange(0, LANES)
     e = tl.arange(0, DEPTH)
     centroid = tl.arange(0, COUNT)
@@ -80,7 +80,7 @@ def _granule(
             c = tl.load(at, mask=(e < WIDTH)[:, None], other=0)
             table = lang.dot(xs, c.to(DTYPE), tl.zeros((LANES, COUNT), tl.float32))
             table = tl.reshape(table, (LANES * COUNT,))
-            code = lang.code((words_of(tiles, j, LAYOUT), j, LAYOUT, DTYPE, ()), b)
+            code = lang.code((words_of(tiles, j, LAYOUT, 1), j, LAYOUT, DTYPE, ()), b)
             # Banks follow the code: three passes a gather on average. A table by lanes would make
             # eight, since neighbouring threads hold neighbouring rows of the same few lanes.
             index = tl.reshape(code + lane[None, :] * COUNT, (ROWS * LANES,))
@@ -105,15 +105,12 @@ def _store(out, scale, bias, y, n, N, LAYOUT: tl.constexpr, HAS_BIAS: tl.constex
 
 
 def supports(layout: Layout) -> bool:
-    """A codebook of at most 8 bits whose scale groups are whole fractions of 32 vectors, or more."""
-    fmt = layout.fmt
-    table = [
-        name for name, entry in layout.grid if entry.table == (fmt.books, 2**fmt.bits, fmt.width)
-    ]
-    whole = (
-        not layout.group or layout.group % layout.columns == 0 or layout.columns % layout.group == 0
-    )
-    return table == ["codebook"] and fmt.bits <= 8 and fmt.width > 1 and whole
+    """A codebook of at most 8 bits whose scale groups are a whole part, or parts, of 32 vectors."""
+    fmt, group, columns = layout.fmt, layout.group, layout.columns
+    tables = [(name, entry.table) for name, entry in layout.grid]
+    whole = not group or group % columns == 0 or columns % group == 0
+    shape = (fmt.books, 2**fmt.bits, fmt.width)
+    return tables == [("codebook", shape)] and fmt.bits <= 8 and fmt.width > 1 and whole
 
 
 def launch(
@@ -136,5 +133,5 @@ def launch(
         x, words, scale, grid[0], bias, y, partial, locks, n, k, padded,
         layout.granules(k), x.stride(0), parts, LAYOUT=layout, HAS_BIAS=bias is not None,
         ROWS=rows, PARTS=max(1, layout.columns // layout.group) if layout.group else 1,
-        SHARED=parts > 1, STAGES=tile.stages, num_warps=tile.warps,
+        SHARED=parts > 1, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
