@@ -29,10 +29,11 @@ class DecodeGraphs:
         self.pool: Any = None
         device = model.embed_tokens.device
         # Token, position and slot of every row; context; blocks: on the host, and on the device.
+        pin = device.type == "cuda"
         self.host = (
-            torch.zeros(3, largest, dtype=torch.int64, pin_memory=True),
-            torch.zeros(largest, dtype=torch.int32, pin_memory=True),
-            torch.zeros(largest, width, dtype=torch.int32, pin_memory=True),
+            torch.zeros(3, largest, dtype=torch.int64, pin_memory=pin),
+            torch.zeros(largest, dtype=torch.int32, pin_memory=pin),
+            torch.zeros(largest, width, dtype=torch.int32, pin_memory=pin),
         )
         self.device = [torch.zeros_like(t, device=device) for t in self.host]
         self.starts = torch.arange(largest + 1, dtype=torch.int32, device=device)

@@ -1,6 +1,10 @@
 """Paged attention and the fused write against the definition in plain torch."""
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +14,11 @@ pytest.importorskip("triton")
 
 from anybit.engine import attention as reference
 from anybit.engine.attention import Batch, LayerCache
+from anybit.engine.graphs import DecodeGraphs
+from anybit.engine.llm import LLM
+from anybit.engine.sequence import SamplingParams
 from anybit.kernels.triton import attention as kernels
+from tests.engine.conftest import ARCHITECTURES, prompts, random_model
 
 DEVICE = torch.device(os.environ.get("ANYBIT_TEST_DEVICE", "cpu"))
 # The interpreter keeps bf16 in integers, so bf16 is tested on the GPU alone.
@@ -59,7 +67,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def fill(cache: LayerCache, kind: str) -> None:
-    """Random contents, with NaN where no scale or value has been written is not allowed for."""
+    """Random contents."""
     if kind == "model":
         cache.k.normal_()
         cache.v.normal_()
@@ -83,7 +91,7 @@ CASES = [  # queries, contexts (single tokens first)
 @pytest.mark.parametrize("kind", ["model", "dynamic", "static"])
 @pytest.mark.parametrize(("queries", "contexts"), CASES)
 @pytest.mark.parametrize(("heads", "kv_heads", "window", "splits"), [
-    (4, 2, None, None), (3, 3, 30, None), (6, 1, None, 4), (4, 2, 30, 4),
+    (4, 2, None, 1), (3, 3, 30, 1), (6, 1, None, 4), (4, 2, 30, 4),
 ])  # fmt: skip
 def test_attend(
     dtype: torch.dtype, kind: str, queries: list[int], contexts: list[int], heads: int,
@@ -188,3 +196,103 @@ def test_padding_is_not_stored_and_attends_to_nothing() -> None:
 @pytest.mark.parametrize(("programs", "splits"), [(8, 64), (64, 8), (256, 2), (264, 1), (4096, 1)])
 def test_splits_fill_the_gpu(programs: int, splits: int) -> None:
     assert kernels.choose_splits(programs) == splits
+
+
+POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions": "*i64",
+            "slots": "*i64", "sums": "*fp32", "maxima": "*fp32", "cos": "*fp32", "sin": "*fp32",
+            "k_scale": "*fp32", "v_scale": "*fp32", "TABLE_STRIDE": "i32", "STRIDE": "i32",
+            "SCALE": "fp32", "EPS": "fp32"}  # fmt: skip
+SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64}
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from anybit.kernels.triton import attention
+
+name, pointers, constants, warps, arch = eval(sys.argv[1])
+kernel = getattr(attention, name)
+signature, values = {}, {}
+for at, argument in enumerate(kernel.arg_names):
+    if argument in constants:
+        signature[argument], values[(at,)] = "constexpr", constants[argument]
+    else:
+        signature[argument] = pointers.get(argument, pointers["default"])
+options = {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": True}
+source = ASTSource(kernel, signature, values)
+built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+print(built.metadata.shared, "mma" in built.asm["ptx"])
+"""
+
+
+WHOLE = {"SPLITS": 1, "WINDOW": 0, "sums": None, "maxima": None}
+
+
+@pytest.mark.parametrize(("name", "kind", "more", "warps", "arch"), [
+    ("_attend", "model", {"ROWS": 128} | WHOLE, 8, 80),
+    ("_attend", "dynamic", {"ROWS": 16, "SPLITS": 32, "WINDOW": 64}, 4, 90),
+    ("_attend", "static", {"ROWS": 128} | WHOLE, 8, 90),
+    ("_write", "dynamic", {"NORM": True}, 1, 90),
+    ("_write", "static", {"NORM": False}, 1, 80),
+    ("_combine", "model", {"SPLITS": 32}, 1, 90),
+])  # fmt: skip
+def test_compiles_for_gpus(name: str, kind: str, more: dict, warps: int, arch: int) -> None:
+    """In bf16, with the matrix unit and within every GPU's shared memory; needs no GPU."""
+    cache = "*bf16" if kind == "model" else "*i8"
+    out = "*fp32" if more.get("SPLITS", 1) > 1 and name == "_attend" else "*bf16"
+    pointers = POINTERS | {"default": "*bf16", "k_cache": cache, "v_cache": cache, "out": out}
+    pointers["parts"] = "*fp32"
+    arguments = getattr(kernels, name).arg_names
+    constants = {k: v for k, v in (SIZES | {"KIND": kind} | more).items() if k in arguments}
+    if kind == "model":
+        constants |= {k: None for k in ("k_scale", "v_scale") if k in arguments}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, repr((name, pointers, constants, warps, arch))]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    shared, uses_mma = run.stdout.split()
+    assert int(shared) <= 99 << 10  # what the smallest GPU from sm_80 on has
+    assert (uses_mma == "True") == (name == "_attend")
+
+
+class FakeGraph:
+    """Stands for a CUDA graph where there is no GPU: runs the captured work again."""
+
+    def __init__(self, work: Callable[[], Tensor], logits: Tensor):
+        self.work, self.into = work, logits
+
+    def replay(self) -> None:
+        self.into.copy_(self.work())
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="engine tests use the GPU where there is one")
+@pytest.mark.parametrize(("model", "kv"), [("qwen3", "model"), ("mistral", "int8")])
+def test_the_engine_on_these_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, kv: str
+) -> None:
+    """As on a GPU, kernels interpreted: graphs with padded rows, chunks, texts read later."""
+    kind, options = ARCHITECTURES[model]
+    random_model(kind, options | {"num_hidden_layers": 1}).save_pretrained(tmp_path)
+    many = prompts(3, longest=12)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    settings = {"block_size": 4, "max_tokens": 16, "max_running": 4, "kv_cache": kv}
+    want = [o.tokens for o in LLM(tmp_path, **settings).generate(many, params)]
+
+    llm = LLM(tmp_path, **settings)
+    runner = llm.engine.runner
+    for cache in runner.caches:
+        cache.fused = True
+    runner.overlaps = True
+
+    def capture(self: DecodeGraphs, size: int) -> tuple[FakeGraph, Tensor]:
+        logits = self._forward(size)
+        return FakeGraph(lambda: self._forward(size), logits), logits
+
+    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+    monkeypatch.setattr(kernels, "PROGRAMS", 16)  # two splits; every program takes a while here
+    runner.graphs = DecodeGraphs(runner.model, runner.caches, 4, 4, 16)
+    assert [o.tokens for o in llm.generate(many, params)] == want
+    assert set(runner.graphs.graphs) == {4}  # three texts in the next larger size
+    manager = llm.engine.scheduler.blocks
+    assert len(manager.free) == manager.count
