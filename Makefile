@@ -27,8 +27,11 @@ test: .venv/.installed  ## Lint, check types and run all tests; needs no GPU.
 test-gpu:  ## Run the kernel tests on the GPU of this machine, with the python in PATH.
 	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider tests/kernels
 
+soak: .venv/.installed  ## Ten minutes of mixed load on a server: no token lost, no block held.
+	@$(BIN)/python tests/serve/soak.py --seconds 600
+
 clean:  ## Remove the environment and what was made.
 	rm -rf .venv out build dist *.egg-info
 
-.PHONY: help demo test test-gpu clean
+.PHONY: help demo test test-gpu soak clean
 .DEFAULT_GOAL := help

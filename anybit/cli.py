@@ -245,6 +245,9 @@ app.command(
     )
 )(commands.serve)
 app.command(epilog=examples("anybit chat out/pico-fp6"))(commands.chat)
+app.command("bench-serve", epilog=examples("anybit bench-serve http://127.0.0.1:8000"))(
+    commands.bench_serve
+)
 
 
 # Helpers.

@@ -87,6 +87,21 @@ def chat(
     talk(llm, SamplingParams(max_tokens=max_tokens, temperature=temperature), system)
 
 
+def bench_serve(
+    url: Annotated[str, typer.Argument(help="The server, such as http://127.0.0.1:8000.")],
+    streams: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 16,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 64,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
+    output: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
+    largest_token: Annotated[int, typer.Option(help="Prompts use tokens below this.")] = 4096,
+    api_key: Annotated[str | None, typer.Option(envvar="ANYBIT_API_KEY", help="Key.")] = None,
+) -> None:
+    """Put load on a running server and print throughput and latencies."""
+    from anybit.serve.bench import run
+
+    run(url, streams, requests, prompt, output, largest_token, api_key, typer.echo)
+
+
 def load(
     model: Path,
     quantization: str | None,
