@@ -8,7 +8,9 @@ from anybit.formats import codebook, integer, liquid, minifloat, sparse  # noqa:
 from anybit.integrations import hook
 from anybit.linear import QuantLinear, dequantize, linear, quantize_tensor
 from anybit.quantize import dequantize_, quantize_
+from anybit.quantizers.additive import Additive
 from anybit.quantizers.clip import Clip
+from anybit.quantizers.finetune import pv_tune
 from anybit.quantizers.gptq import GPTQ
 from anybit.quantizers.hqq import HQQ
 from anybit.quantizers.rtn import RTN
@@ -21,6 +23,7 @@ __all__ = [
     "HQQ",
     "LLM",
     "RTN",
+    "Additive",
     "AnybitConfig",
     "Calibration",
     "Clip",
@@ -36,6 +39,7 @@ __all__ = [
     "get_format",
     "linear",
     "load",
+    "pv_tune",
     "quantize_",
     "quantize_tensor",
     "register",

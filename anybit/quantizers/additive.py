@@ -10,17 +10,18 @@ second moment H, is quadratic in everything but the codes. So it is minimized in
 No step adds error but the rounding of the grid to 16 bits, after which codes are chosen once more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from anybit.clusters import argmin, sums_at
 from anybit.format import Format, Grid, Packed, grouped, store_scale, ungroup
 from anybit.quantizers.calibrate import Calibrated
+from anybit.quantizers.finetune import tune_block
 from anybit.quantizers.gptq import GPTQ, column_order, inverse_factor, propagate
 from anybit.quantizers.replay import Seen
 
@@ -36,13 +37,33 @@ class Additive(Calibrated):
     rounds: times that codes, codebooks and scales are optimized in turn.
     beam: candidates for the codes of a vector that are kept from one codebook to the next.
     damping: added to H's diagonal, as a part of its mean.
+    steps: of Adam on the grids and norms of a block, after its layers are quantized, towards what
+        the dense block puts out for the same inputs; 0 leaves them as they are.
+    rate: Adam's, as a part of each tensor's root mean square; it falls to zero along a cosine.
+    seed: of the order in which the text is seen by Adam.
     """
 
     rounds: int = 4
     beam: int = 8
     damping: float = 0.01
+    steps: int = 50
+    rate: float = 1e-3
+    seed: int = 0
 
     statistics: ClassVar[tuple[str, ...]] = ("hessian",)
+
+    def quantize_block(
+        self,
+        block: nn.Module,
+        schemes: Mapping[str, str],
+        seen: Mapping[str, Seen],
+        outputs: Sequence[Callable[[], Tensor]],
+    ) -> None:
+        """Quantize a block's layers in place, then tune what is continuous in them."""
+        targets = [output() for output in outputs] if self.steps else []
+        super().quantize_block(block, schemes, seen, outputs)
+        if self.steps:
+            tune_block(block, outputs, targets, self.steps, self.rate, self.seed)
 
     def quantize(self, w: Tensor, fmt: Format, seen: Seen) -> Packed:
         """Weights (N, K) of any float dtype, and what their layer saw -> Packed."""
@@ -96,7 +117,7 @@ class Layer:
 
     def fit_books(self) -> None:
         """The codebooks of least error for these codes and scales."""
-        m, count, v = self.books.shape
+        _, count, v = self.books.shape
         each = self.w.shape[1] // self.scale.shape[1]
         factor = self.scale.repeat_interleave(each, 1)
 
@@ -190,7 +211,10 @@ class Layer:
             own = (base * (slope - target[:, None])).sum(-1)
             quadratic = (book @ a).mul_(book).sum(1)
             score = torch.addmm(quadratic, slope.flatten(0, 1), book.T, alpha=2)
-            score = (score.view(*own.shape, count) + own[..., None]).flatten(1)
+            score = score.view(*own.shape, count)
+            if own.shape[1] > 1:
+                score += own[..., None]
+            score = score.flatten(1)
             if last:
                 best = argmin(score)[:, None]
             else:
