@@ -1,18 +1,15 @@
-"""Correctness and speed of the Triton kernels on this GPU, for the tables in `kernels/tiles.py`.
+"""Time candidate tiles of the Triton kernels on this GPU, for the tables in `kernels/tiles.py`.
 
-    python benchmarks/kernels.py sweep --out tiles.csv [--schemes int4,fp6] [--m 1,16]
-    python benchmarks/kernels.py table --out h200_triton.csv
+    python benchmarks/kernels.py --out tiles.csv --schemes 'int4:group=128;fp6' --m 1,16
 
-`sweep` times every candidate tile and prints the best; `table` times what `tiles.choose` picks,
-against cuBLAS fp16 and against a kernel that only reads the same bytes. Every result is compared
-with the decoded weight before it is timed. Times are medians over CUDA graph replays; weights
-rotate over copies larger than the L2 cache.
+Prints the best tiles of every cell. Every result is compared with the decoded weight before it is
+timed. Times are medians over replays of a CUDA graph; weights rotate over copies larger than the L2
+cache. `gemm.py` beside this file compares what `tiles.choose` picks with other packages.
 """
 
 import argparse
 import csv
 import itertools
-import os
 import statistics
 import subprocess
 import sys
@@ -22,12 +19,10 @@ from pathlib import Path
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from anybit.dispatch import parse_scheme
 from anybit.format import Packed, tensor_shapes
-from anybit.kernels import tiles
 from anybit.kernels.tiles import Tile
 from anybit.kernels.triton import backend, layout, psumbook
 
@@ -102,10 +97,7 @@ def candidates(m: int, n: int, lay: layout.Layout) -> Iterator[Tile]:
         plans += [(128, 4, 3, 2), (64, 2, 3, 2), (64, 4, 2, 2)] if narrow else [(64, 4, 3, 1)]
         for (rows, warps, stages, steps), parts in itertools.product(plans, (1, 2, 4, 8)):
             if 160 <= -(-n // rows) * parts <= 1200:
-                tile = Tile("gemm", rows, 8 if m <= 8 else 16, parts, steps, warps, stages)
-                yield tile
-                if (rows, steps) == (64, 1):
-                    yield replace(tile, early=True)
+                yield Tile("gemm", rows, 8 if m <= 8 else 16, parts, steps, warps, stages)
         return
     if m <= 64:
         plans = [(128, 64, 8, 3), (64, 64, 4, 4), (64, 32, 4, 3), (128, 64, 4, 3)]
@@ -155,6 +147,11 @@ def compile_all(options: argparse.Namespace) -> None:
                     print("compile", scheme, tile, str(error)[-100:], flush=True)
 
 
+def write_rows(path: Path, rows: list[tuple[object, ...]], mode: str) -> None:
+    with path.open(mode, newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
 def sweep(options: argparse.Namespace) -> None:
     workers = [
         subprocess.Popen([sys.executable, *sys.argv, "--worker", f"{i}/{WORKERS}"])
@@ -163,33 +160,18 @@ def sweep(options: argparse.Namespace) -> None:
     for worker in workers:
         worker.wait()
     print("compiled", flush=True)
-    out = csv.writer(open(options.out, "w", newline=""))
-    out.writerow(("scheme", "shape", "m", *Tile.__dataclass_fields__, "us"))
-    for name in options.shapes or SHAPES:
-        n, k = SHAPES[name]
-        ws = [
-            torch.randn(n, k, device="cuda").half()
-            for _ in range(max(2, -(-ROTATE // (n * k * 2))))
-        ]
-        for m in options.m or TOKENS:
-            x = torch.randn(m, k, device="cuda").half()
-            us = time_us([lambda w=w, x=x: torch.mm(x, w.T) for w in ws])  # type: ignore[misc]
-            out.writerow(("cublas", name, m, *[""] * len(Tile.__dataclass_fields__), round(us, 2)))
-        del ws
+    names = ("scheme", "shape", "m", *Tile.__dataclass_fields__, "us")
+    write_rows(options.out, [names], "w")
     for scheme, name, (n, k) in cells(options):
         fmt, notation = parse_scheme(scheme)
         lay = layout.layout_of(fmt, notation)
         packed = random_packed(scheme, (n, k))
         dense = packed.dequantize().half()
         copies = copies_of(layout.prepare(packed, notation))
-        us = read_floor(packed.nbytes())
-        out.writerow(
-            (f"read {scheme}", name, 0, *[""] * len(Tile.__dataclass_fields__), round(us, 2))
-        )
         for m in options.m or TOKENS:
             x = torch.randn(m, k, device="cuda", dtype=torch.float16) / 8
             want = x.float() @ dense.float().T
-            rows = []
+            rows: list[tuple[float, Tile]] = []
             for tile in candidates(m, n, lay):
                 try:
                     y = run(tile, x, copies[0], n, scheme)
@@ -205,173 +187,28 @@ def sweep(options: argparse.Namespace) -> None:
                     5 if m <= 256 else 3,
                 )
                 rows.append((us, tile))
-                out.writerow((scheme, name, m, *astuple(tile), round(us, 2)))
+            write_rows(
+                options.out, [(scheme, name, m, *astuple(t), round(us, 2)) for us, t in rows], "a"
+            )
             rows.sort(key=lambda row: row[0])
             best = " | ".join(f"{us:.1f} {' '.join(map(str, astuple(t)))}" for us, t in rows[:2])
             print(f"{scheme} {name} M={m} {best}", flush=True)
-
-
-@triton.jit
-def read(x, y, COUNT, BLOCK: tl.constexpr):
-    """Reads x once and writes a word for each block: what any kernel must at least do."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + i, mask=i < COUNT, other=0)
-    tl.store(y + tl.program_id(0), tl.xor_sum(v, axis=0))
-
-
-def read_floor(nbytes: int) -> float:
-    """Microseconds to read so many bytes, by the best of a few block sizes."""
-    count = min(64, max(2, -(-ROTATE // nbytes)))
-    xs = [
-        torch.randint(0, 2**30, (nbytes // 4,), device="cuda", dtype=torch.int32)
-        for _ in range(count)
-    ]
-    y = torch.empty(1 << 20, device="cuda", dtype=torch.int32)
-    best = float("inf")
-    for block, warps in ((2048, 4), (4096, 4), (8192, 8), (16384, 8)):
-        grid = (triton.cdiv(nbytes // 4, block),)
-        best = min(
-            best,
-            time_us(
-                [lambda x=x: read[grid](x, y, len(x), BLOCK=block, num_warps=warps) for x in xs]
-            ),
-        )  # type: ignore[misc]
-    return best
-
-
-def table(options: argparse.Namespace) -> None:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
-    gpu = torch.cuda.get_device_name()
-    date = options.date
-    out = csv.writer(open(options.out, "w", newline=""))
-    out.writerow(
-        [
-            "gpu",
-            "date",
-            "commit",
-            "peer",
-            "format",
-            "activation",
-            "M",
-            "N",
-            "K",
-            "us",
-            "weight_gbps",
-            "tflops",
-            "vs_cublas_fp16",
-            "vs_floor",
-            "note",
-        ]
-    )
-    cublas: dict[tuple[int, int, int], float] = {}
-    floors: dict[int, float] = {}
-    for name in options.shapes or SHAPES:
-        n, k = SHAPES[name]
-        ws = [
-            torch.randn(n, k, device="cuda", dtype=torch.float16)
-            for _ in range(max(2, -(-ROTATE // (n * k * 2))))
-        ]
-        for m in options.m or TOKENS:
-            x = torch.randn(m, k, device="cuda", dtype=torch.float16)
-            cublas[m, n, k] = us = time_us(
-                [lambda w=w: torch.nn.functional.linear(x, w) for w in ws]
-            )  # type: ignore[misc]
-            out.writerow(
-                (
-                    gpu,
-                    date,
-                    commit,
-                    "cublas",
-                    "fp16",
-                    "",
-                    m,
-                    n,
-                    k,
-                    f"{us:.2f}",
-                    f"{n * k * 2e-3 / us:.0f}",
-                    f"{2e-6 * m * n * k / us:.1f}",
-                    "1.00",
-                    "",
-                    "",
-                )
-            )
-        del ws
-    for scheme, name, (n, k) in cells(options):
-        fmt, notation = parse_scheme(scheme)
-        lay = layout.layout_of(fmt, notation)
-        packed = random_packed(scheme, (n, k))
-        nbytes = packed.nbytes()
-        if nbytes not in floors:
-            floors[nbytes] = read_floor(nbytes)
-            out.writerow(
-                (
-                    gpu,
-                    date,
-                    commit,
-                    "read",
-                    fmt.spec,
-                    "",
-                    0,
-                    n,
-                    k,
-                    f"{floors[nbytes]:.2f}",
-                    f"{nbytes * 1e-3 / floors[nbytes]:.0f}",
-                    "",
-                    "",
-                    "1.00",
-                    f"{nbytes} bytes read by a kernel that does nothing else",
-                )
-            )
-        copies = copies_of(backend.prepare(packed, notation))
-        line = []
-        for m in options.m or TOKENS:
-            x = torch.randn(m, k, device="cuda", dtype=torch.float16) / 8
-            tile = tiles.choose(90, fmt.bits_per_weight((n, k)), m, n, k)
-            use = copies if m <= 256 else copies[:2]
-            us = time_us([lambda p=p: backend.linear(x, p, None, fmt, n, notation) for p in use])  # type: ignore[misc]
-            ratio, floor = cublas[m, n, k] / us, us / floors[nbytes]
-            out.writerow(
-                (
-                    gpu,
-                    date,
-                    commit,
-                    "anybit-triton",
-                    fmt.spec,
-                    notation or "",
-                    m,
-                    n,
-                    k,
-                    f"{us:.2f}",
-                    f"{nbytes * 1e-3 / us:.0f}",
-                    f"{2e-6 * m * n * k / us:.1f}",
-                    f"{ratio:.2f}",
-                    f"{floor:.2f}",
-                    " ".join(map(str, astuple(tile))),
-                )
-            )
-            line.append(f"{us:.1f}({ratio:.2f}{f';{floor:.2f}' if m <= 16 else ''})")
-        print(f"{scheme:20} {name:8} {' '.join(line)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("sweep", "table"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--schemes", type=lambda s: s.split(";"))
     parser.add_argument("--shapes", type=lambda s: s.split(","))
     parser.add_argument("--m", type=lambda s: [int(m) for m in s.split(",")])
-    parser.add_argument("--date", default="")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")
     if options.worker:
         compile_all(options)
     else:
-        (sweep if options.what == "sweep" else table)(options)
+        sweep(options)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
     ),
     # Look-ups in tables.
     "tables": (
-        Row(8, Tile(rows=64, tokens=8, warps=4, stages=3), 512),
+        Row(8, Tile(rows=64, tokens=8, warps=4, stages=3), 900),
         Row(16, Tile(rows=64, tokens=16, warps=2, stages=3), 512),
         Row(80, Tile(rows=64, tokens=64, warps=4, stages=3), 256),
         DENSE,
