@@ -1,0 +1,394 @@
+"""A format for every layer, under a budget of memory or predicted time.
+
+Layers differ in how much a rounding error of theirs costs the model. For each layer and format the
+KL divergence from the dense model is predicted to second order, and a knapsack then spends the
+budget where it buys most.
+
+With an error D = W' - W of one layer, whose inputs have the second moment H and whose outputs the
+loss's mean squared gradients g_n, KL = 1/2 sum_n g_n (D H D^T)_nn in nats per token. This is the
+Fisher information in the Kronecker-factored form of K-FAC (Martens and Grosse, 2015), with g from
+labels that the model itself draws.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from anybit.dispatch import parse_scheme
+from anybit.format import Format
+from anybit.plan import DEVICES, cost, instructions, operand_of
+from anybit.progress import progress
+from anybit.quantize import is_head
+from anybit.quantizers.calibrate import Calibrated, linear_at, visiting
+from anybit.quantizers.clip import Clip
+from anybit.quantizers.replay import Replay, Seen, find_blocks
+from anybit.quantizers.rtn import RTN
+from anybit.quantizers.text import Calibration, Source
+
+CANDIDATES = (
+    "int2:group=32,zero",
+    "int3:group=128",
+    "int3:group=32",
+    "int4:group=128",
+    "int4:group=32",
+    "int5:group=128",
+    "fp5",
+    "int6:group=128",
+    "fp6",
+    "int8",
+)
+BINS = 1 << 16  # of the budget; rounding up to whole bins wastes less than layers / BINS of it
+
+
+@dataclass(frozen=True)
+class Option:
+    """One format for a group of layers: stored bits, predicted seconds and KL (nats a token)."""
+
+    scheme: str
+    bits: float
+    seconds: float
+    kl: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that read the same input (q, k and v; gate and up), which engines run as one."""
+
+    names: tuple[str, ...]
+    weights: int
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A format for every group of layers, chosen[i] for groups[i], and how it was arrived at."""
+
+    groups: tuple[Group, ...]
+    chosen: tuple[Option, ...]
+    budget: str
+
+    @property
+    def plan(self) -> dict[str, str | None]:
+        """{pattern: spec}, for `quantize_` and `anybit quantize --plan`."""
+        weights: dict[str, int] = {}
+        for group, option in zip(self.groups, self.chosen, strict=True):
+            weights[option.scheme] = weights.get(option.scheme, 0) + group.weights
+        common = max(weights, key=lambda scheme: weights[scheme])
+        out: dict[str, str | None] = {"*": common}
+        for group, option in zip(self.groups, self.chosen, strict=True):
+            if option.scheme != common:
+                out |= dict.fromkeys(group.names, option.scheme)
+        return out
+
+    @property
+    def bits(self) -> float:
+        """Stored bits of a weight, scales included."""
+        return sum(o.bits for o in self.chosen) / sum(g.weights for g in self.groups)
+
+    @property
+    def seconds(self) -> float:
+        return sum(option.seconds for option in self.chosen)
+
+    @property
+    def kl(self) -> float:
+        """Predicted KL divergence from the dense model, nats per token."""
+        return sum(option.kl for option in self.chosen)
+
+    def uniform(self) -> list["Allocation"]:
+        """One format for all layers, for every format that was offered to all of them."""
+        shared = [{o.scheme: o for o in group.options} for group in self.groups]
+        return [
+            Allocation(self.groups, tuple(options[scheme] for options in shared), scheme)
+            for scheme in shared[0]
+            if all(scheme in options for options in shared)
+        ]
+
+    def table(self) -> str:
+        """The choice and its alternatives, as text."""
+        lines = [f"{'layers':48} {'format':22} {'bits':>6} {'KL x 1000':>10}"]
+        for group, option in zip(self.groups, self.chosen, strict=True):
+            first, *others = group.names
+            name = first + "".join(f", {other.rpartition('.')[2]}" for other in others)
+            lines.append(
+                f"{name:48} {option.scheme:22} {option.bits / group.weights:6.3f} "
+                f"{option.kl * 1000:10.4f}"
+            )
+        lines.append("")
+        lines.append(
+            f"{'whole model, predicted':48} {'':22} {'bits':>6} {'KL x 1000':>10} {'us':>9}"
+        )
+        for name, it in [
+            (f"this plan ({self.budget})", self),
+            *((u.budget, u) for u in self.uniform()),
+        ]:
+            lines.append(
+                f"{name:48} {'':22} {it.bits:6.3f} {it.kl * 1000:10.3f} {it.seconds * 1e6:9.2f}"
+            )
+        return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, for `anybit quantize --plan`."""
+        Path(path).write_text(json.dumps(self.plan, indent=2) + "\n", "utf-8")
+
+    def plot(self, path: str | Path) -> None:
+        """Bits of every group of layers in the model's order, and predicted KL over bits."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+        kinds = [
+            "/".join(n.rpartition(".")[2].removesuffix("_proj") for n in g.names)
+            for g in self.groups
+        ]
+        for kind in dict.fromkeys(kinds):
+            at = [i for i, k in enumerate(kinds) if k == kind]
+            bits = [self.chosen[i].bits / self.groups[i].weights for i in at]
+            left.plot(at, bits, "o-", lw=0.6, label=kind)
+        left.set(xlabel="layers, from input to output", ylabel="stored bits of a weight")
+        left.legend(ncols=4, fontsize="small")
+        for it in self.uniform():
+            right.plot(it.bits, it.kl, "o", color="#888888")
+            right.annotate(it.budget, (it.bits, it.kl), fontsize="x-small", rotation=20)
+        right.plot(self.bits, self.kl, "*", ms=14, color="#c2410c")
+        right.annotate("this plan", (self.bits, self.kl), fontsize="small", color="#c2410c")
+        right.set(xlabel="stored bits of a weight", ylabel="predicted KL (nats)", yscale="log")
+        figure.savefig(path, dpi=150)
+
+
+def plan_formats(
+    model: nn.Module,
+    calibration: Source | Calibration,
+    bits: float | None = None,
+    *,
+    seconds: float | None = None,
+    candidates: Sequence[str] = CANDIDATES,
+    quantizer: RTN | Calibrated | None = None,
+    device: str = "h200",
+    tokens: int = 1,
+    show_progress: bool | None = None,
+) -> Allocation:
+    """Choose a format per layer of least predicted KL under a budget: bits, or seconds.
+
+    bits: stored bits of a weight, on average over the layers, scales included. seconds: predicted
+    time of all layers for a forward pass of `tokens` tokens on `device` (the cost model of
+    `anybit.plan`). quantizer: the one that will be used; Clip by default. Layers of candidates
+    that cannot store them have fewer options. The output head is kept.
+
+    Activations' own error (`@int8`) is not predicted. Raises ValueError for a budget below the
+    smallest choice, and names it.
+    """
+    if (bits is None) == (seconds is None):
+        raise ValueError("give one budget: bits=4.5, or seconds=50e-6")
+    if device not in DEVICES:
+        raise ValueError(f"unknown device {device!r}; known: {', '.join(DEVICES)}")
+    if not isinstance(calibration, Calibration):
+        calibration = Calibration(calibration)
+    groups = sensitivities(
+        model,
+        calibration.tokens(model),
+        candidates,
+        quantizer or Clip(),
+        partial(predicted_seconds, device=device, tokens=tokens),
+        show_progress,
+    )
+    if bits is not None:
+        budget, costs = (
+            bits * sum(g.weights for g in groups),
+            [[o.bits for o in g.options] for g in groups],
+        )
+        unit, name = sum(g.weights for g in groups), f"{bits:g} bits"
+    else:
+        assert seconds is not None
+        budget, costs = seconds, [[o.seconds for o in g.options] for g in groups]
+        unit, name = 1e-6, f"{seconds * 1e6:g} us"  # type: ignore[assignment]
+    least = sum(map(min, costs))
+    if budget < least:
+        what = "bits" if bits is not None else "us"
+        raise ValueError(
+            f"a budget of {name} is below the smallest choice of these formats, "
+            f"{least / unit:.3f} {what}; raise it, or offer smaller formats than "
+            f"{', '.join(candidates)}"
+        )
+    chosen = knapsack(costs, [[o.kl for o in g.options] for g in groups], budget)
+    return Allocation(
+        tuple(groups), tuple(g.options[c] for g, c in zip(groups, chosen, strict=True)), name
+    )
+
+
+def sensitivities(
+    model: nn.Module,
+    ids: Tensor,
+    candidates: Sequence[str],
+    quantizer: RTN | Calibrated,
+    seconds_of: Any,
+    show_progress: bool | None = None,
+) -> list[Group]:
+    """Groups of the decoder's layers with the predicted KL of each candidate.
+
+    Memory beyond the model: activations of the text, and one block's Hessians.
+    """
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not is_head(n)]
+    prefix, blocks = find_blocks(model, names)
+    gradients = output_gradients(model, [n for n in names if n.startswith(f"{prefix}.")], ids)
+    replay, groups = Replay(model, blocks, ids), []
+    with torch.no_grad(), progress("measuring layers", len(blocks), show_progress) as step:
+        for index, block in enumerate(blocks):
+            start = f"{prefix}.{index}."
+            own = [n.removeprefix(start) for n in names if n.startswith(start)]
+            with visiting(block, replay.device):
+                seen = replay.watch(index, own, ("hessian", *wanted_by(quantizer)))
+                for statistics in {id(s): s for s in seen.values()}.values():
+                    readers = [name for name in own if seen[name] is statistics]
+                    layers = [linear_at(block, name) for name in readers]
+                    g = [gradients[start + name].to(layers[0].weight.device) for name in readers]
+                    options = options_of(layers, g, statistics, candidates, quantizer, seconds_of)
+                    if not options:
+                        raise ValueError(
+                            f"{start}{readers[0]}: none of {', '.join(candidates)} can store a "
+                            f"weight of {tuple(layers[0].weight.shape)}; offer another format"
+                        )
+                    weights = sum(layer.weight.numel() for layer in layers)
+                    groups.append(Group(tuple(start + n for n in readers), weights, options))
+                replay.advance(index)
+            step(1, f"{prefix}.{index}")
+    return groups
+
+
+def options_of(
+    layers: list[nn.Linear],
+    gradients: list[Tensor],
+    seen: Seen,
+    candidates: Sequence[str],
+    quantizer: RTN | Calibrated,
+    seconds_of: Any,
+) -> tuple[Option, ...]:
+    """What each candidate costs layers that share their input, summed up."""
+    out = []
+    for scheme in candidates:
+        fmt = parse_scheme(scheme)[0]
+        shapes = [(layer.out_features, layer.in_features) for layer in layers]
+        if not all(fits(fmt, shape) for shape in shapes):
+            continue
+        kl = 0.0
+        for layer, g in zip(layers, gradients, strict=True):
+            w = layer.weight.detach()
+            if isinstance(quantizer, Calibrated):
+                packed = quantizer.quantize(w, fmt, seen)
+            else:
+                packed = quantizer.quantize(w, fmt)
+            error = packed.dequantize() - w.float()
+            kl += 0.5 * float(((error @ seen.hessian).mul_(error).sum(1) * g).sum())
+        bits = sum(fmt.bits_per_weight(shape) * shape[0] * shape[1] for shape in shapes)
+        out.append(Option(scheme, bits, sum(seconds_of(scheme, s) for s in shapes), kl))
+    return tuple(out)
+
+
+def output_gradients(model: nn.Module, names: Sequence[str], ids: Tensor) -> dict[str, Tensor]:
+    """Mean squared gradients (N,) of each layer's outputs over tokens.
+
+    The loss is the model's own: the negative log-likelihood of labels drawn from its predictions.
+    """
+    sums: dict[str, Tensor] = {}
+    random = torch.Generator().manual_seed(0)
+
+    def hook(name: str) -> Any:
+        def forward(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+            def backward(g: Tensor) -> None:
+                squares = g.detach().float().flatten(0, -2).square().sum(0)
+                sums[name] = sums[name] + squares if name in sums else squares
+
+            y.register_hook(backward)
+
+        return forward
+
+    handles = [model.get_submodule(n).register_forward_hook(hook(n)) for n in names]
+    device = next(model.parameters()).device
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    handles.append(embedding.register_forward_hook(lambda m, a, y: y.requires_grad_()))
+    try:
+        with frozen(model), torch.enable_grad():
+            for window in ids:
+                logits = model(input_ids=window[None].to(device), use_cache=False).logits[0].float()
+                with torch.no_grad():
+                    p = torch.softmax(logits, -1).cpu()
+                    labels = torch.multinomial(p, 1, generator=random)[:, 0].to(device)
+                nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    missing = [name for name in names if name not in sums]
+    if missing:
+        raise ValueError(
+            f"no gradient reached {', '.join(missing[:3])}: the model's forward pass does not use "
+            "these layers on this text; keep them out, or give more text"
+        )
+    return {name: total / ids.numel() for name, total in sums.items()}
+
+
+def knapsack(costs: list[list[float]], losses: list[list[float]], budget: float) -> list[int]:
+    """One option of each group, of least total loss among those whose cost is within budget.
+
+    Dynamic programming over the budget in `BINS` steps; costs are rounded up to whole steps, above
+    the cheapest choice, so the result never exceeds the budget.
+    """
+    floors = [min(group) for group in costs]
+    spare = budget - sum(floors)
+    step = spare / BINS if spare > 0 else 1.0
+    best = np.zeros(BINS + 1)
+    picks = []
+    for group, floor, loss in zip(costs, floors, losses, strict=True):
+        totals = np.full((len(group), BINS + 1), np.inf)
+        for option, (cost_, loss_) in enumerate(zip(group, loss, strict=True)):
+            steps = int(np.ceil((cost_ - floor) / step - 1e-9))
+            if steps <= BINS and (spare > 0 or steps == 0):
+                totals[option, steps:] = best[: BINS + 1 - steps] + loss_
+        picks.append(totals.argmin(0).astype(np.int16))
+        best = totals.min(0)
+    at, out = int(best.argmin()), []
+    for group, floor, pick in zip(reversed(costs), reversed(floors), reversed(picks), strict=True):
+        option = int(pick[at])
+        out.append(option)
+        at -= int(np.ceil((group[option] - floor) / step - 1e-9))
+    return out[::-1]
+
+
+def predicted_seconds(scheme: str, shape: tuple[int, int], device: str, tokens: int) -> float:
+    """Time of one product by the cost model; decoding is free where no kernel was counted."""
+    try:
+        alpha = instructions(scheme)
+    except (ValueError, ImportError):
+        alpha = 0.0
+    bits = parse_scheme(scheme)[0].bits_per_weight(shape)
+    return cost(DEVICES[device], tokens, *shape, bits, operand_of(scheme), alpha).seconds
+
+
+def fits(fmt: Format, shape: tuple[int, int]) -> bool:
+    try:
+        fmt.check(*shape)
+    except ValueError:
+        return False
+    return True
+
+
+def wanted_by(quantizer: RTN | Calibrated) -> tuple[str, ...]:
+    return quantizer.wanted() if isinstance(quantizer, Calibrated) else ()
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter collects gradients inside."""
+    before: Mapping[nn.Parameter, bool] = {p: p.requires_grad for p in model.parameters()}
+    model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter, value in before.items():
+            parameter.requires_grad_(value)
