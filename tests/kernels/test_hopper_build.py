@@ -125,6 +125,9 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert "liquid@int8" in refuse("liquid", None, (4096, 4096))
     assert "group scales" in refuse("int4:group=128", "int8", (4096, 4096))
     assert "no decoder for 'sparse'" in refuse("sparse", None, (4096, 4096))
+    monkeypatch.delenv("ANYBIT_HOPPER", raising=False)
+    assert "not yet checked on a GPU" in refuse("fp6", None, (4096, 4096))
+    monkeypatch.setenv("ANYBIT_HOPPER", "1")
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
     monkeypatch.setattr(backend, "have_dsl", lambda: False)
     assert "anybit[hopper]" in refuse("fp6", None, (4096, 4096))
@@ -140,8 +143,8 @@ def test_a_layer_is_laid_out_for_its_operand() -> None:
     packed = anybit.quantize_tensor(torch.randn(136, 256), "fp6")
     blobs, scale, zero, *canonical = backend.prepare(packed, None)
     assert blobs.dtype == torch.bfloat16
-    assert blobs.shape == (2, 2, 128 * 128 * 6 // 8 // 2)
-    assert scale.shape == zero.shape == (256,)
+    assert blobs.shape == (4, 2, 128 * 128 * 6 // 8 // 2)  # 136 rows, padded to 512
+    assert scale.shape == zero.shape == (512,)
     assert all(a is b for a, b in zip(canonical, packed.tensors().values(), strict=True))
     torch.set_default_dtype(torch.float16)
     try:

@@ -6,6 +6,8 @@ lays them out once more.
 """
 
 import math
+import os
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -41,6 +43,11 @@ def refuse(
             import triton  # noqa: F401
         except ImportError:
             return "triton quantizes its activations; pip install 'anybit[gpu]'"
+    if not os.environ.get("ANYBIT_HOPPER"):
+        return (
+            "its kernels were emulated but not yet checked on a GPU; ANYBIT_HOPPER=1 uses them, "
+            "and `python benchmarks/hopper.py check stress` says whether they are right"
+        )
     if not have_dsl():
         missing = [
             kernel_file(Kernel(d, tiles.choose(d, m, n, k), out))
@@ -64,6 +71,22 @@ def prepare(packed: Packed, activation: str | None) -> list[Tensor]:
     """
     dtype = torch.get_default_dtype() if torch.get_default_dtype() in HALVES else torch.bfloat16
     return [*layout(packed, operand_of(activation, dtype)), *packed.tensors().values()]
+
+
+def prepare_experts(experts: Sequence[Packed], activation: str | None) -> list[Tensor]:
+    """[blobs, row scale, row zero] of all experts' weights, one behind the other.
+
+    Raises ValueError when their formats or shapes differ, or are more than the kernels take.
+    """
+    if len(experts) > tiles.MOST_EXPERTS:
+        raise ValueError(f"{len(experts)} experts; the hopper kernels take {tiles.MOST_EXPERTS}")
+    kinds = {(e.format, e.shape) for e in experts}
+    if len(kinds) != 1:
+        raise ValueError(f"experts must have one format and shape, not {len(kinds)}")
+    parts = [prepare(e, activation)[:3] for e in experts]
+    # torch cannot join fp8 tensors; their bytes are the same.
+    blobs = torch.cat([p[0].view(torch.uint8) for p in parts]).view(parts[0][0].dtype)
+    return [blobs, *(torch.cat([p[i] for p in parts]) for i in (1, 2))]
 
 
 def layout(packed: Packed, operand: str) -> list[Tensor]:
@@ -123,23 +146,29 @@ def multiply(
     dtype: torch.dtype,
     tile: Tile | None = None,
     overlap: bool = True,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """One launch: x (M, K) as the matrix unit takes it -> (M, n) in `dtype`.
 
     scale (M,) fp32 and sums (M,) int32 belong to quantized tokens. tile: instead of the table's.
-    overlap: programmatic dependent launch.
+    overlap: programmatic dependent launch. starts (experts + 1,) int32, on the device: tokens
+    starts[e] to starts[e + 1] meet the weights of expert e; `prepared` is `prepare_experts`'s then,
+    and there is no bias.
     """
     m, k = x.shape
     device = x.device.index
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return multiply(x, scale, sums, prepared, bias, fmt, n, dtype, tile, overlap)
+            return multiply(
+                x, scale, sums, prepared, bias, fmt, n, dtype, tile, overlap, starts
+            )  # fmt: skip
     y = torch.empty(m, n, dtype=dtype, device=x.device)
     if not m:
         return y
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
-    function, grid = chosen(fmt, x.dtype, m, n, k, dtype, device, tile)
+    experts = 0 if starts is None else len(starts) - 1
+    function, grid = chosen(fmt, x.dtype, m, n, k, dtype, device, tile, experts)
     blobs, row_scale, row_zero = prepared[:3]
     function.launch(
         x,
@@ -151,10 +180,12 @@ def multiply(
             0 if sums is None else sums.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             y.data_ptr(),
+            0 if starts is None else starts.data_ptr(),
         ),
         n,
         grid,
         overlap,
+        experts,
     )
     return y
 
@@ -169,12 +200,15 @@ def chosen(
     dtype: torch.dtype,
     device: int,
     tile: Tile | None,
+    experts: int,
 ) -> tuple[Function, int]:
     """The loaded kernel for a problem, and its grid."""
     d = decoder_for(fmt, x_dtype)
-    tile = tiles.fitted(tile, d) if tile else tiles.choose(d, m, n, k)
-    function = loaded(Kernel(d, tile, NAMES[dtype]), device)
-    return function, tiles.grid(tile, m, n)
+    if tile is None:
+        tile = tiles.choose(d, m, n, k) if not experts else tiles.choose_grouped(d, m, experts)
+    tile = tiles.fitted(tile, d)
+    function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device)
+    return function, tiles.grid(tile, m, n, experts)
 
 
 @cache

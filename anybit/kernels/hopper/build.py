@@ -39,7 +39,7 @@ SCHEMES = (
 SOURCES = ("decode.py", "epilogue.py", "gemm.py", "lang.py", "ptx.py")
 ENTRY = re.compile(r"\.entry (\w+)\(")
 # Bytes of the kernel's parameters, in the order of `load.Arguments`.
-PARAMETERS = [128, 8, *[8] * 7, 4, 4, 4, 1]
+PARAMETERS = [128, 8, *[8] * 8, 4, 4, 4, 4, 1]
 
 
 class BuildError(RuntimeError):
@@ -87,6 +87,33 @@ def have_dsl() -> bool:
 
 def compile_kernel(kernel: Kernel, folder: str | Path | None = None) -> Path:
     """Compile one kernel for sm_90a and write its file. Raises BuildError when it spills."""
+    ptx, cubin, shared = generate(kernel)
+    registers, stack = resources(cubin)
+    if stack:
+        raise BuildError(f"{kernel} spills: {stack} bytes of stack; choose a smaller tile")
+    if parameters(ptx) != PARAMETERS:
+        raise BuildError(f"{kernel} takes parameters of {parameters(ptx)} bytes, not {PARAMETERS}")
+    entry = ENTRY.search(ptx)
+    assert entry is not None
+    header = {
+        "entry": entry[1],
+        "shared": shared,
+        "threads": kernel.tile.threads,
+        "cluster": kernel.tile.cluster,
+        "box": kernel.tile.tokens // kernel.tile.share,
+        "registers": registers,
+    }
+    path = kernel_file(kernel, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(json.dumps(header).encode() + b"\n" + cubin)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+    return path
+
+
+def generate(kernel: Kernel) -> tuple[str, bytes, int]:
+    """A kernel's PTX, its cubin for sm_90a, and the bytes of shared memory that it wants."""
     import cuda.bindings.driver as cuda
     import cutlass.cute as cute
     from cutlass import Float32, Int32, Uint8
@@ -98,35 +125,13 @@ def compile_kernel(kernel: Kernel, folder: str | Path | None = None) -> Path:
     gemm = Gemm(kernel)
     out = TYPES[kernel.output]
     kinds = ((gemm.b, 16), (Uint8, 128), (Float32, 4), (Int32, 4), (Float32, 4), (Int32, 4),
-             (out, 2), (out, 16))  # fmt: skip
+             (out, 2), (out, 16), (Int32, 4))  # fmt: skip
     pointers = [make_ptr(t, 0, AddressSpace.gmem, assumed_align=a) for t, a in kinds]
-    sizes = Int32(1), Int32(128), Int32(128), Int32(1)
+    sizes = Int32(1), Int32(128), Int32(128), Int32(1), Int32(1)  # m, n, k, experts, grid
     with tempfile.TemporaryDirectory() as dump:
         options = f"--gpu-arch=sm_90a --keep-ptx --keep-cubin --dump-dir={dump}"
         made = cute.compile(gemm, *pointers, *sizes, cuda.CUstream(0), options=options)
-        ptx, cubin = made.artifacts.PTX, made.artifacts.CUBIN
-    registers, stack = resources(cubin)
-    entry = ENTRY.search(ptx)
-    assert entry is not None
-    header = {
-        "entry": entry[1],
-        "shared": gemm.shared.__sizeof__(),
-        "threads": kernel.tile.threads,
-        "cluster": kernel.tile.cluster,
-        "box": kernel.tile.tokens // kernel.tile.share,
-        "registers": registers,
-    }
-    if stack:
-        raise BuildError(f"{kernel} spills: {stack} bytes of stack; choose a smaller tile")
-    if parameters(ptx) != PARAMETERS:
-        raise BuildError(f"{kernel} takes parameters of {parameters(ptx)} bytes, not {PARAMETERS}")
-    path = kernel_file(kernel, folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(json.dumps(header).encode() + b"\n" + cubin)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
-    return path
+        return made.artifacts.PTX, made.artifacts.CUBIN, gemm.shared.__sizeof__()
 
 
 def parameters(ptx: str) -> list[int]:

@@ -29,15 +29,17 @@ class Epilogue:
     out: str  # dtype of y
 
     @cute.jit
-    def fetch_tokens(self, token_scale, token_sum, token_tile, m, t):
-        """Scale and code sum of tokens t, t + 128, ..., as 32-bit words."""
+    def fetch_tokens(self, token_scale, token_sum, start, end, t):
+        """Scale and code sum of tokens start + t, start + t + 128, ..., as 32-bit words."""
         passes = const_expr(-(-self.tokens // 128))
         out = cute.make_rmem_tensor((2, passes), Int32)
         if const_expr(self.quantized):
-            scale = cute.make_tensor(cute.recast_ptr(token_scale, dtype=Int32), cute.make_layout(m))
-            sums = cute.make_tensor(token_sum, cute.make_layout(m))
+            scale = cute.make_tensor(
+                cute.recast_ptr(token_scale, dtype=Int32), cute.make_layout(end)
+            )
+            sums = cute.make_tensor(token_sum, cute.make_layout(end))
             for i in cutlass.range_constexpr(passes):
-                token = cutlass.min(token_tile * self.tokens + i * 128 + t, m - 1)
+                token = cutlass.min(start + i * 128 + t, end - 1)
                 out[0, i] = scale[token]
                 if const_expr(self.integer):
                     out[1, i] = sums[token]
@@ -57,10 +59,13 @@ class Epilogue:
         return table
 
     @cute.jit
-    def fetch_channels(self, row_scale, row_zero, bias, channel, n):
-        """Scale, zero point and bias of the two channels of this thread, for each blob."""
-        scale = cute.make_tensor(row_scale, cute.make_layout(n))
-        zero = cute.make_tensor(row_zero, cute.make_layout(n))
+    def fetch_channels(self, row_scale, row_zero, bias, row, channel, n):
+        """Scale, zero point and bias of the two channels of this thread, for each blob.
+
+        Rows count over all experts, each padded to whole tiles; channels over this one's outputs.
+        """
+        scale = cute.make_tensor(row_scale, cute.make_layout(row + 256))
+        zero = cute.make_tensor(row_zero, cute.make_layout(row + 256))
         offset = cute.make_tensor(bias, cute.make_layout(n))
         scales = cute.make_rmem_tensor((2, self.blocks), Float32)
         zeros = cute.make_rmem_tensor((2, self.blocks), Int32)
@@ -68,12 +73,12 @@ class Epilogue:
         offsets.fill(0.0)
         for i in cutlass.range_constexpr(self.blocks):
             for v in cutlass.range_constexpr(2):
-                c = channel + i * ROWS + v * 8
-                scales[v, i] = scale[c]  # rows are padded to whole tiles
+                further = const_expr(i * ROWS + v * 8)
+                scales[v, i] = scale[row + further]
                 if const_expr(self.integer):
-                    zeros[v, i] = zero[c]
+                    zeros[v, i] = zero[row + further]
                 if bias.toint() != 0:
-                    offsets[v, i] = offset[cutlass.min(c, n - 1)].to(Float32)
+                    offsets[v, i] = offset[cutlass.min(channel + further, n - 1)].to(Float32)
         return scales, zeros, offsets
 
     @cute.jit
@@ -113,12 +118,12 @@ class Epilogue:
 
     @cute.jit
     def store(
-        self, acc, block: cutlass.Constexpr[int], channels, table, bias, y, m, n, channel,
-        token_tile, buffer, lane,
+        self, acc, block: cutlass.Constexpr[int], channels, table, y, n, channel, start, end,
+        buffer, lane,
     ):  # fmt: skip
         """Scale, add the bias, round, and write 16 channels of every token."""
         scales, zeros, offsets = channels
-        start = const_expr(block * (self.tokens // 2))
+        base = const_expr(block * (self.tokens // 2))
         scale_of = cute.make_tensor(
             cute.recast_ptr(table.iterator, dtype=Float32), cute.make_layout(self.tokens)
         )
@@ -132,19 +137,18 @@ class Epilogue:
         for p in cutlass.range_constexpr(self.tokens // self.batch):
             packed = []
             for j in cutlass.range_constexpr(self.batch // 8):
-                columns = []
+                pairs = [[], []]  # two tokens of channel g, two of channel g + 8
                 for c in cutlass.range_constexpr(2):
                     token = p * self.batch + j * 8 + lane % 4 * 2 + c
                     for v in cutlass.range_constexpr(2):
-                        total = acc[start + (p * (self.batch // 8) + j) * 4 + c + 2 * v]
+                        total = acc[base + (p * (self.batch // 8) + j) * 4 + c + 2 * v]
                         if const_expr(self.integer):
                             total = total - zeros[v, block] * table[token, 1]
                         factor = scales[v, block]
                         if const_expr(self.quantized):
                             factor = factor * scale_of[token]
-                        columns.append(total.to(Float32) * factor + offsets[v, block])
-                packed += [pack2(columns[0], columns[1], self.out)]
-                packed += [pack2(columns[2], columns[3], self.out)]
+                        pairs[v].append(total.to(Float32) * factor + offsets[v, block])
+                packed += [pack2(*pair, self.out) for pair in pairs]
             n_matrices = const_expr(min(4, len(packed)))
             for i in cutlass.range_constexpr(0, len(packed), n_matrices):
                 # Matrix lane // 8 of this store: 8 tokens, one half of the channels.
@@ -154,9 +158,9 @@ class Epilogue:
             cute.arch.sync_warp()
             for i in cutlass.range_constexpr(-(-2 * self.batch // 32)):
                 token = i * 16 + lane // 2
-                at = token_tile * self.tokens + p * self.batch + token
+                at = start + p * self.batch + token
                 column = channel + lane % 2 * 8
-                if token < self.batch and at < m and column < n:
+                if token < self.batch and at < end and column < n:
                     cute.autovec_copy(rows[None, lane % 2, token], vector)
                     target = (y + (Int64(at) * n + column)).align(16)
                     target = cute.recast_ptr(target, dtype=Uint32)

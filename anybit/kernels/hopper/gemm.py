@@ -37,7 +37,7 @@ from anybit.kernels.hopper.decode import K_TILE
 from anybit.kernels.hopper.epilogue import ROWS, Epilogue
 from anybit.kernels.hopper.lang import Word
 from anybit.kernels.hopper.ptx import bulk_load
-from anybit.kernels.hopper.tiles import Kernel
+from anybit.kernels.hopper.tiles import MOST_EXPERTS, Kernel
 
 TYPES = {
     "uint8": Uint8,
@@ -54,7 +54,7 @@ class Gemm(Epilogue):
     def __init__(self, kernel: Kernel):
         decoder, tile = kernel.decoder, kernel.tile
         self.decoder, self.tile, self.overlap = decoder, tile, kernel.overlap
-        self.out = kernel.output
+        self.out, self.grouped = kernel.output, kernel.grouped
         self.tokens, self.stages = tile.tokens, tile.stages
         self.split, self.share = tile.split, tile.share
         self.blocks = tile.rows // ROWS  # blobs a stage
@@ -95,9 +95,11 @@ class Gemm(Epilogue):
         token_sum: cute.Pointer,
         bias: cute.Pointer,
         y: cute.Pointer,
+        starts: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
+        experts: Int32,
         grid: Int32,
         stream: cuda.CUstream,
     ):
@@ -127,11 +129,12 @@ class Gemm(Epilogue):
             ]
             outputs: cute.struct.Align[cute.struct.MemRange[Uint8, 8 * 48 * self.batch], 128]
             token: cute.struct.Align[cute.struct.MemRange[Int32, 2 * 2 * self.tokens], 16]
+            starts: cute.struct.MemRange[Int32, MOST_EXPERTS + 1 if self.grouped else 1]
 
         self.shared = Shared
         self.kernel(
-            x_copy, x_tma, w, row_scale, row_zero, token_scale, token_sum, bias, y, m, n, k, mma,
-            x_layout,
+            x_copy, x_tma, w, row_scale, row_zero, token_scale, token_sum, bias, y, starts,
+            m, n, k, experts, mma, x_layout,
         ).launch(
             grid=(grid, 1, 1),
             block=(self.tile.threads, 1, 1),
@@ -154,9 +157,11 @@ class Gemm(Epilogue):
         token_sum: cute.Pointer,
         bias: cute.Pointer,
         y: cute.Pointer,
+        starts: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
+        experts: Int32,
         mma: cute.TiledMma,
         x_layout: cute.ComposedLayout,
     ):
@@ -182,7 +187,18 @@ class Gemm(Epilogue):
 
         # A cluster takes a range of tiles, token tiles innermost; or one tile, and splits its K.
         k_tiles = k // K_TILE
+        table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(MOST_EXPERTS + 1))
         m_tiles = (m + (self.tokens - 1)) // self.tokens
+        if const_expr(self.grouped):
+            cute.arch.griddepcontrol_wait()
+            if thread <= experts:
+                table[thread] = cute.make_tensor(starts, cute.make_layout(experts + 1))[thread]
+            cute.arch.sync_threads()
+            m_tiles = Int32(0)
+            for e in cutlass.range(experts, unroll=1):
+                m_tiles += self.tiles_between(table[e], table[e + 1])
+        # What does not change from tile to tile.
+        problem = (table, m, n, m_tiles, (n + (512 - 1)) // 512 * 4)
         rank, team = cta % self.tile.cluster, cta // self.tile.cluster
         if const_expr(self.split > 1):
             first, last, row_rank = team, team + 1, Int32(0)
@@ -200,17 +216,9 @@ class Gemm(Epilogue):
             if const_expr(self.tile.wide):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 8:
-                g_x = cute.local_tile(x_tma, (self.tokens, K_TILE), (None, None))
-                x_to, x_from = cpasync.tma_partition(
-                    x_copy,
-                    row_rank,
-                    cute.make_layout(self.share),
-                    cute.group_modes(s_x, 0, 2),
-                    cute.group_modes(g_x, 0, 2),
-                )
                 self.produce(
-                    x_copy, x_from, x_to, w, shared.w.data_ptr().toint(), full, empty,
-                    m_tiles, k_tiles, first, last, k_first, k_last, row_rank,
+                    x_copy, x_tma, s_x, w, shared.w.data_ptr().toint(), full, empty,
+                    problem, k_tiles, first, last, k_first, k_last, row_rank,
                 )  # fmt: skip
             if const_expr(self.split > 1):  # as in `exchange`
                 self.meet()
@@ -221,38 +229,70 @@ class Gemm(Epilogue):
             cute.arch.griddepcontrol_wait()
             self.consume(
                 mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y,
-                m, n, m_tiles, first, last, k_first, k_last, rank, row_rank, thread,
+                problem, first, last, k_first, k_last, rank, row_rank, thread,
             )  # fmt: skip
         if const_expr(self.share > 1):
             self.meet()  # nobody leaves while another may still write to it
 
     @cute.jit
+    def tiles_between(self, start, end):
+        """Token tiles of the tokens from `start` to `end`."""
+        return (end - start + (self.tokens - 1)) // self.tokens
+
+    @cute.jit
+    def locate(self, tile, problem, row_rank):
+        """A tile's (row tile, its first row of blobs, expert, first token, last token + 1)."""
+        table, m, _, m_tiles, expert_blobs = problem
+        row_tile = tile // m_tiles * self.share + row_rank
+        index = tile % m_tiles
+        expert, start, end = Int32(0), index * self.tokens, m
+        if const_expr(self.grouped):
+            count = self.tiles_between(table[0], table[1])
+            while index >= count:
+                index -= count
+                expert += 1
+                count = self.tiles_between(table[expert], table[expert + 1])
+            start, end = table[expert] + index * self.tokens, table[expert + 1]
+        return row_tile, expert * expert_blobs + row_tile * self.blocks, expert, start, end
+
+    @cute.jit
     def produce(
-        self, x_copy, x_from, x_to, w, s_w, full, empty, m_tiles, k_tiles, first, last, k_first,
+        self, x_copy, x_tma, s_x, w, s_w, full, empty, problem, k_tiles, first, last, k_first,
         k_last, row_rank,
     ):  # fmt: skip
         """Fill the ring. Weights of the first stages do not wait for the previous kernel."""
         early = cutlass.min(k_last - k_first, Int32(self.stages))
         if first >= last:
             early = Int32(0)
-        row_tile = first // m_tiles * self.share + row_rank
-        for i in cutlass.range(early, unroll=1):
-            self.load_weights(w, s_w, full, i, row_tile, k_first + i, k_tiles)
+        else:
+            _, row_blob, _, _, _ = self.locate(first, problem, row_rank)
+            for i in cutlass.range(early, unroll=1):
+                self.load_weights(w, s_w, full, i, row_blob, k_first + i, k_tiles)
         cute.arch.griddepcontrol_wait()
         stage, phase = Int32(0), Int32(1)
         tile = first
         while tile < last:
-            row_tile, token_tile = tile // m_tiles * self.share + row_rank, tile % m_tiles
+            _, row_blob, _, start, _ = self.locate(tile, problem, row_rank)
+            g_x = cute.local_tile(
+                cute.domain_offset((start, 0), x_tma), (self.tokens, K_TILE), (0, None)
+            )
+            x_to, x_from = cpasync.tma_partition(
+                x_copy,
+                row_rank,
+                cute.make_layout(self.share),
+                cute.group_modes(s_x, 0, 2),
+                cute.group_modes(g_x, 0, 2),
+            )
             k = k_first
             while k < k_last:
                 if early > 0:
                     early -= 1
                 else:
                     cute.arch.mbarrier_wait(empty + stage, phase)
-                    self.load_weights(w, s_w, full, stage, row_tile, k, k_tiles)
+                    self.load_weights(w, s_w, full, stage, row_blob, k, k_tiles)
                 cute.copy(
                     x_copy,
-                    x_from[None, token_tile, k],
+                    x_from[None, k],
                     x_to[None, stage],
                     tma_bar_ptr=full + stage,
                     **self.multicast(),
@@ -265,13 +305,13 @@ class Gemm(Epilogue):
             tile += 1
 
     @cute.jit
-    def load_weights(self, w, s_w, full, stage, row_tile, k, k_tiles):
+    def load_weights(self, w, s_w, full, stage, row_blob, k, k_tiles):
         """Arm the stage's barrier for weights and activations, and start the weights' copies."""
         total = const_expr(self.blob * self.blocks + self.tokens * K_TILE * self.b.width // 8)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, total)
             for i in cutlass.range_constexpr(self.blocks):
-                at = (row_tile * self.blocks + i) * k_tiles + k
+                at = (row_blob + i) * k_tiles + k
                 bulk_load(
                     s_w + (stage * self.blocks + i) * self.blob,
                     w.toint() + Int64(at) * self.blob,
@@ -282,7 +322,7 @@ class Gemm(Epilogue):
     @cute.jit
     def consume(
         self, mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y,
-        m, n, m_tiles, first, last, k_first, k_last, rank, row_rank, thread,
+        problem, first, last, k_first, k_last, rank, row_rank, thread,
     ):  # fmt: skip
         """Two warpgroups: 64 rows each of every 128, all tokens of the tile."""
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -304,21 +344,20 @@ class Gemm(Epilogue):
         stage, phase = Int32(0), Int32(0)
         if const_expr(self.split > 1):
             self.multiply(
-                fragments, shared, tensors, m, n, m_tiles, first, k_first, k_last, stage, phase,
-                place,
+                fragments, shared, tensors, problem, first, k_first, k_last, stage, phase, place,
             )  # fmt: skip
         else:
             tile = first
             while tile < last:
                 stage, phase = self.multiply(
-                    fragments, shared, tensors, m, n, m_tiles, tile, k_first, k_last, stage, phase,
+                    fragments, shared, tensors, problem, tile, k_first, k_last, stage, phase,
                     place,
                 )  # fmt: skip
                 tile += 1
 
     @cute.jit
     def multiply(
-        self, fragments, shared, tensors, m, n, m_tiles, tile, k_first, k_last, stage, phase, place
+        self, fragments, shared, tensors, problem, tile, k_first, k_last, stage, phase, place
     ):  # fmt: skip
         """One tile: its K range, the cluster's exchange, the epilogue. Returns the ring's state."""
         mma, operand, registers, x_fragment, acc = fragments
@@ -326,11 +365,13 @@ class Gemm(Epilogue):
         group, warp, slice_of_16, rank, row_rank, t = place
         full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
         rows = self.tile.rows
-        row_tile, token_tile = tile // m_tiles * self.share + row_rank, tile % m_tiles
+        n, expert_rows = problem[2], problem[4] * ROWS
+        row_tile, _, expert, start, end = self.locate(tile, problem, row_rank)
         # What the epilogue needs is fetched here: its latency hides under the main loop.
-        tokens = self.fetch_tokens(token_scale, token_sum, token_tile, m, t)
+        tokens = self.fetch_tokens(token_scale, token_sum, start, end, t)
         channel = row_tile * rows + slice_of_16 * 16 + t % 32 // 4
-        channels = self.fetch_channels(row_scale, row_zero, bias, channel, n)
+        row = expert * expert_rows + channel
+        channels = self.fetch_channels(row_scale, row_zero, bias, row, channel, n)
         acc.fill(0)
         previous, k = Int32(0), k_first
         while k < k_last:
@@ -366,8 +407,8 @@ class Gemm(Epilogue):
         if finishes:
             for i in cutlass.range_constexpr(self.blocks):
                 self.store(
-                    acc, i, channels, table, bias, y, m, n,
-                    row_tile * rows + i * ROWS + slice_of_16 * 16, token_tile,
+                    acc, i, channels, table, y, n,
+                    row_tile * rows + i * ROWS + slice_of_16 * 16, start, end,
                     shared.outputs.data_ptr() + warp * (48 * self.batch), t % 32,
                 )  # fmt: skip
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)  # the table is read

@@ -41,9 +41,11 @@ class Arguments(ctypes.Structure):
         ("token_sum", c_uint64),
         ("bias", c_uint64),
         ("y", c_uint64),
+        ("starts", c_uint64),
         ("m", c_int32),
         ("n", c_int32),
         ("k", c_int32),
+        ("experts", c_int32),
         ("accumulate", c_ubyte),
     ]
 
@@ -100,14 +102,15 @@ class Function:
     def launch(
         self,
         x: Tensor,
-        pointers: tuple[int, int, int, int, int, int, int],
+        pointers: tuple[int, int, int, int, int, int, int, int],
         n: int,
         grid: int,
         overlap: bool = True,
+        experts: int = 1,
     ) -> None:
         """Launch on the current stream of x's device.
 
-        pointers: w, row_scale, row_zero, token_scale, token_sum, bias and y, 0 for none.
+        pointers: w, row_scale, row_zero, token_scale, token_sum, bias, y and starts, 0 for none.
         overlap: begin before the previous kernel of the stream has finished.
         """
         a = self.arguments
@@ -116,7 +119,8 @@ class Function:
         a.x_shape[0] = a.m = m
         a.x_shape[1] = a.k = k
         a.n = n
-        a.w, a.row_scale, a.row_zero, a.token_scale, a.token_sum, a.bias, a.y = pointers
+        a.w, a.row_scale, a.row_zero, a.token_scale, a.token_sum, a.bias, a.y, a.starts = pointers
+        a.experts = experts
         config = self.config
         config.grid[0] = grid
         config.stream = torch._C._cuda_getCurrentRawStream(x.device.index)

@@ -20,7 +20,7 @@ from anybit.kernels.hopper.decode import K_TILE, Decoder
 from anybit.kernels.hopper.lang import LANES, planes
 
 ROWS = 128  # of a blob
-ROW_MULTIPLE = 2 * ROWS  # rows are padded to this, for the kernels with 256-row tiles
+ROW_MULTIPLE = 4 * ROWS  # rows are padded to this: two CTAs with 256 rows share tokens
 CHUNK_BYTES = 1 << 28  # of temporaries
 
 
@@ -29,7 +29,7 @@ def pack(packed: Packed, decoder: Decoder) -> Tensor:
     n, k = packed.shape
     codes = packed.codes()
     grid = decoder.grid(packed)
-    tiles = -(-n // ROW_MULTIPLE) * 2
+    tiles = -(-n // ROW_MULTIPLE) * ROW_MULTIPLE // ROWS
     blobs = torch.zeros(
         tiles, k // K_TILE, decoder.blob_bytes, dtype=torch.uint8, device=codes.device
     )

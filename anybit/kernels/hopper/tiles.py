@@ -1,15 +1,16 @@
 """The kernels of the Hopper family, and which one a problem gets: data, not code."""
 
-import math
 from dataclasses import dataclass, replace
 
-from anybit.kernels.hopper.decode import Decoder
+from anybit.kernels.hopper.decode import K_TILE, Decoder
 
 MULTIPROCESSORS = 132  # of an H100 or H200; the tables below were measured there
 MAX_SHARED = 232_448  # bytes of shared memory that one CTA may have
 SHARED_OF_SM = 233_472  # bytes that all CTAs of a multiprocessor share
 RESERVED = 1024  # bytes of it that each CTA costs beside its own
 MOST_STAGES = 12
+MOST_EXPERTS = 256
+EPILOGUE, EXCHANGE = 2000, 1500  # cycles of a tile behind its main loop
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,14 @@ class Kernel:
     """One member of the family: everything that is fixed when it is compiled.
 
     output: "float16" or "bfloat16". overlap: False is the ablation that decodes and multiplies in
-    turns (LiquidGEMM, figure 13).
+    turns (LiquidGEMM, figure 13). grouped: tokens lie sorted by expert, each with its own weight.
     """
 
     decoder: Decoder
     tile: Tile
     output: str
     overlap: bool = True
+    grouped: bool = False
 
     @property
     def activation(self) -> str:
@@ -101,28 +103,69 @@ def fitted(tile: Tile, decoder: Decoder) -> Tile:
     return replace(tile, stages=min(MOST_STAGES, room // stage))
 
 
-def grid(tile: Tile, m: int, n: int) -> int:
-    """CTAs to launch: one cluster a tile, or, when tiles are many, as few waves as can be."""
-    tiles = -(-n // (tile.rows * tile.share)) * -(-m // tile.tokens)
+def grid(tile: Tile, m: int, n: int, experts: int = 0) -> int:
+    """CTAs to launch: one cluster a tile, or, when tiles are many, as few waves as can be.
+
+    How many tiles of tokens `experts` make is known on the device only; here it is the most.
+    """
+    tokens = -(-m // tile.tokens) if not experts else m // tile.tokens + min(m, experts)
+    tiles = -(-n // (tile.rows * tile.share)) * tokens
+    if experts:
+        return min(tiles, MULTIPROCESSORS * tile.ctas // tile.share) * tile.share
     slots = MULTIPROCESSORS * tile.ctas // tile.cluster
     waves = -(-tiles // slots)
     return -(-tiles // waves) * tile.cluster
 
 
 def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
-    """The tile for y (m, n) = x (m, k) w (n, k)^T."""
-    tokens = 8 if m <= 8 else min(64, 2 ** math.ceil(math.log2(m)))
-    if m > 64:
-        tile = Tile(256) if decoder.slot == 8 and m >= 1024 else Tile(128)
+    """The tile for y (m, n) = x (m, k) w (n, k)^T: the fastest by `cycles`.
+
+    Up to 64 tokens a tile holds them all, two CTAs share a multiprocessor, and K is split until the
+    multiprocessors are busy. `share` waits for measurements.
+    """
+    if m <= 64:
+        tokens = next(t for t in (8, 16, 32, 64) if m <= t)
+        candidates = [t for t in FEW if t.tokens == tokens]
     else:
-        tile = Tile(tokens, ctas=2)
-    if tile.tokens <= 128:
-        tiles = -(-n // 128) * -(-m // tile.tokens)
-        most = 8 if tile.tokens <= 64 else 4
-        while (
-            tile.split < most
-            and tiles * tile.split * 2 <= MULTIPROCESSORS * tile.ctas
-            and k // 128 >= tile.split * 2
-        ):
-            tile = replace(tile, split=tile.split * 2)
-    return fitted(tile, decoder)
+        candidates = [t for t in MANY if t.share == 1]
+        if decoder.slot == 8 and m <= 128:
+            candidates.append(TALL[0])
+    candidates = [t for t in candidates if t.split == 1 or fits_once(t, m, n, k)]
+    if m <= 64:  # the memory is the limit: as many loads in flight as can be
+        return fitted(max(candidates, key=lambda t: t.split), decoder)
+    return fitted(min(candidates, key=lambda t: cycles(t, decoder, m, n, k)), decoder)
+
+
+def fits_once(tile: Tile, m: int, n: int, k: int) -> bool:
+    """Whether every cluster can be resident at once and every CTA gets a part of K."""
+    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
+    return tiles * tile.split <= MULTIPROCESSORS * tile.ctas and k // K_TILE >= tile.split
+
+
+def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
+    """Clock cycles of a product: waves of tiles, each bound by copies or by the matrix unit.
+
+    The two rates fit H200 times of kernels with this structure: 26 bytes a clock from L2 to one
+    multiprocessor, and 4096 int8 or 2048 fp16 multiply-adds.
+    """
+    clusters = grid(tile, m, n) // tile.cluster
+    tiles = -(-n // (tile.rows * tile.share)) * -(-m // tile.tokens)
+    waves = -(-tiles // clusters)
+    # CTAs of one multiprocessor share its rates.
+    together = min(tile.ctas, -(-clusters * tile.cluster // MULTIPROCESSORS))
+    copied = decoder.blob_bytes * tile.rows / 128 + tile.tokens * K_TILE * decoder.slot / 8
+    multiplied = tile.rows * tile.tokens * K_TILE / (32768 / decoder.slot)
+    step = max(copied / 26, multiplied, 200) * together
+    return waves * (step * -(-k // K_TILE // tile.split) + EPILOGUE + EXCHANGE * (tile.split > 1))
+
+
+def choose_grouped(decoder: Decoder, m: int, experts: int) -> Tile:
+    """The tile for tokens of which an expert gets m / experts on average."""
+    average = m / experts
+    tokens = next((t for t in (8, 16, 32, 64) if average <= t), 128)
+    return fitted(Tile(tokens, ctas=2 if tokens <= 64 else 1), decoder)
+
+
+def family_grouped(decoder: Decoder) -> list[Tile]:
+    """The tiles that `choose_grouped` may name."""
+    return [choose_grouped(decoder, m, 1) for m in (8, 16, 32, 64, 128)]

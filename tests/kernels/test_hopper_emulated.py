@@ -1,0 +1,173 @@
+"""Hopper kernels as compiled, run instruction by instruction on the CPU, against the definition.
+
+Every feature of the main loop appears in one of these kernels at least: split K, shared loads of X,
+256-row tiles with register reallocation, experts, every operand type, ragged M and N, bias.
+"""
+
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import anybit
+from anybit.dispatch import parse_scheme
+from anybit.format import Packed
+from anybit.kernels.hopper import backend, build, tiles
+from anybit.kernels.hopper.backend import decoder_for
+from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.reference import operand_weight, quantize_tokens
+from tests.kernels.ptx_machine import Machine, TensorMap
+
+pytestmark = pytest.mark.skipif(
+    find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"
+)
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+# scheme, dtype of y, tile, (M, N, K), seeds
+CASES = [
+    ("liquid@int8", BRAIN, Tile(8, ctas=2), (5, 264, 384), 2),
+    ("liquid@int8", HALF, Tile(16, ctas=2, split=2), (17, 128, 640), 2),
+    ("liquid:group=128@int8", BRAIN, Tile(16, ctas=2, split=4, stages=2), (3, 128, 512), 2),
+    ("liquid@int8", BRAIN, Tile(32, share=2, stages=2), (40, 256, 512), 2),
+    ("liquid@int8", BRAIN, Tile(128, rows=256, stages=2), (9, 256, 384), 1),
+    ("int8@int8", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
+    ("int4@int8", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
+    ("fp6", HALF, Tile(16, ctas=2, split=2), (16, 136, 384), 2),
+    ("fp6", BRAIN, Tile(32, ctas=2, stages=2), (33, 128, 384), 1),
+    ("int4:group=128", BRAIN, Tile(8, ctas=2), (8, 128, 384), 1),
+    ("int3:group=32,zero", HALF, Tile(8, ctas=2), (7, 128, 256), 1),
+    ("fp6@fp8", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
+]
+
+
+class Emulated:
+    """A compiled kernel and what it is launched with."""
+
+    def __init__(self, scheme: str, dtype: torch.dtype, tile: Tile, grouped: bool = False):
+        self.fmt, self.activation = parse_scheme(scheme)
+        self.dtype = dtype
+        self.operand = backend.operand_of(self.activation, dtype)
+        decoder = decoder_for(self.fmt, getattr(torch, self.operand))
+        self.tile = tiles.fitted(tile, decoder)
+        kernel = Kernel(decoder, self.tile, backend.NAMES[dtype], grouped=grouped)
+        ptx, _, self.shared = build.generate(kernel)
+        self.machine = Machine(ptx)
+
+    def tokens(self, m: int, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        x = torch.randn(m, k).to(self.dtype)
+        if self.activation is None:
+            return x, None, None
+        codes, scale = quantize_tokens(x, self.activation)
+        return codes, scale.flatten(), codes.float().sum(1).int()
+
+    def run(
+        self,
+        x: tuple[Tensor, Tensor | None, Tensor | None],
+        prepared: list[Tensor],
+        n: int,
+        grid: int,
+        bias: Tensor | None = None,
+        starts: Tensor | None = None,
+        seed: int = 0,
+    ) -> Tensor:
+        codes, scale, sums = x
+        m, k = codes.shape
+        y = torch.full((m, n), torch.nan, dtype=self.dtype)
+        size = codes.element_size()
+        rows = codes.view(torch.uint8).numpy().reshape(m, k * size)
+        arguments = [
+            TensorMap(rows, self.tile.tokens // self.tile.share, size),
+            0,
+            *(array(t) for t in (*prepared[:3], scale, sums, bias, y, starts)),
+            *(m, n, k, 1 if starts is None else len(starts) - 1, 1),
+        ]
+        self.machine.launch(
+            arguments, grid, self.tile.threads, self.shared, self.tile.cluster, seed
+        )
+        return y
+
+
+def array(tensor: Tensor | None) -> np.ndarray | int:
+    """The memory of a tensor, which the machine writes to; 0 for none."""
+    return 0 if tensor is None else tensor.view(torch.uint8).numpy()
+
+
+def packed_weight(scheme: str, n: int, k: int) -> Packed:
+    return anybit.quantize_tensor(torch.randn(n, k) * 0.02, parse_scheme(scheme)[0])
+
+
+def product(weight: Tensor, x: tuple[Tensor, Tensor | None, Tensor | None]) -> Tensor:
+    codes, scale, _ = x
+    y = codes.double() @ weight.double().T
+    return y if scale is None else y * scale[:, None]
+
+
+def assert_close(y: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Up to the output's rounding, a scaled weight's rounding, and fp32 sums."""
+    assert not y.isnan().any(), "outputs that nobody wrote"
+    error = (y.double() - want).norm() / want.norm()
+    assert error < (1e-3 if dtype == HALF else 5e-3), error
+
+
+@pytest.mark.parametrize(("scheme", "dtype", "tile", "shape", "seeds"), CASES)
+def test_products(
+    scheme: str, dtype: torch.dtype, tile: Tile, shape: tuple[int, int, int], seeds: int
+) -> None:
+    m, n, k = shape
+    torch.manual_seed(m * n)
+    emulated = Emulated(scheme, dtype, tile)
+    packed = packed_weight(scheme, n, k)
+    prepared = backend.layout(packed, emulated.operand)
+    x, bias = emulated.tokens(m, k), torch.randn(n).to(dtype)
+    grid = tiles.grid(emulated.tile, m, n)
+    want = product(operand_weight(packed, dtype), x) + bias.double()
+    results = [emulated.run(x, prepared, n, grid, bias, seed=s) for s in range(seeds)]
+    assert_close(results[0], want, dtype)
+    assert all(torch.equal(r, results[0]) for r in results)  # whatever the order of events
+    if emulated.tile.cluster == 1:  # fewer CTAs than tiles: each does several
+        assert torch.equal(emulated.run(x, prepared, n, 1, bias), results[0])
+
+
+def test_int8_sums_are_exact() -> None:
+    """Integer sums are exact: the only roundings are the scale's product and the output's."""
+    emulated = Emulated("liquid@int8", BRAIN, Tile(8, ctas=2))
+    packed = packed_weight("liquid@int8", 128, 512)
+    prepared = backend.layout(packed, "int8")
+    x = emulated.tokens(8, 512)
+    codes, scale, _ = x
+    assert scale is not None
+    total = codes.double() @ packed.values().double().T
+    want = (total.float() * (prepared[1][:128] * scale[:, None])).to(BRAIN)
+    assert torch.equal(emulated.run(x, prepared, 128, 1), want)
+
+
+def test_one_hot_tokens_read_weights_back() -> None:
+    emulated = Emulated("fp6", HALF, Tile(32, ctas=2))
+    packed = packed_weight("fp6", 128, 128)
+    prepared = backend.layout(packed, "float16")
+    for start in range(0, 128, 32):
+        x = torch.zeros(32, 128, dtype=HALF)
+        x[torch.arange(32), start + torch.arange(32)] = 1
+        y = emulated.run((x, None, None), prepared, 128, 1)
+        assert torch.equal(y, packed.dequantize()[:, start : start + 32].T.to(HALF))
+
+
+def test_experts() -> None:
+    """Tokens sorted by expert: some experts have none, some have more than a tile."""
+    n, k, starts = 136, 256, torch.tensor([0, 3, 3, 14, 15], dtype=torch.int32)
+    emulated = Emulated("liquid@int8", BRAIN, Tile(8, ctas=2), grouped=True)
+    experts = [packed_weight("liquid@int8", n, k) for _ in range(4)]
+    prepared = backend.prepare_experts(experts, "int8")
+    x = emulated.tokens(15, k)
+    codes, scale, _ = x
+    assert scale is not None
+    want = torch.cat([
+        product(operand_weight(e, BRAIN), (codes[a:b], scale[a:b], None))
+        for e, a, b in zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+    ])  # fmt: skip
+    grid = tiles.grid(emulated.tile, 15, n, experts=4)
+    y = emulated.run(x, prepared, n, grid, starts=starts)
+    assert_close(y, want, BRAIN)
+    assert torch.equal(emulated.run(x, prepared, n, 3, starts=starts, seed=1), y)
