@@ -81,7 +81,8 @@ def demo(
     console = console or Console()
     path = pico()
     report.require_matplotlib()
-    formats = [get_format(spec).spec for spec in formats]
+    for spec in formats:
+        get_format(spec)
     out.mkdir(parents=True, exist_ok=True)
 
     dense, tokenizer = load_text_model(path, "cpu")
@@ -92,8 +93,9 @@ def demo(
         f"[bold]{path.name}[/]: {dense.num_parameters() / 1e6:.1f} million parameters in "
         f"{dtype_name(dense.dtype)}. Every format is scored on the same {total} tokens of "
         f"{len(documents)} modules of Python's standard library that training left out, against "
-        "the dense model. bits: per weight of the quantized layers, with scales. KL: nats per token. "
-        "top-1: positions with the same likeliest token. tokens/s: greedy decoding on this CPU."
+        "the dense model.\nbits: per weight of the quantized layers, with scales. MB: the whole "
+        "checkpoint. KL: nats per token. top-1: positions with the same likeliest token. tokens/s: "
+        "greedy decoding on this CPU."
     )
     reference = Remembered(copy.deepcopy(dense).float())
     with Board(console, total * (1 + len(formats))) as board:
@@ -180,7 +182,7 @@ def complete_afresh(checkpoint: Path) -> str:
         encoding="utf-8",
     )
     if done.returncode:
-        raise RuntimeError(
+        raise ChildProcessError(
             f"a fresh process could not load {checkpoint} (exit code {done.returncode}):\n"
             f"{done.stderr[-2000:]}"
         )

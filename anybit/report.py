@@ -46,15 +46,7 @@ class Results:
     completion: str
 
 
-COLUMNS = (
-    "format",
-    "bits/weight",
-    "MB on disk",
-    "perplexity",
-    "KL, nats",
-    "same top-1",
-    "tokens/s",
-)
+COLUMNS = ("format", "bits", "MB", "perplexity", "KL", "top-1", "tokens/s")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -63,7 +55,7 @@ def cells(row: Row) -> tuple[str, ...]:
         row.spec,
         f"{row.bits:.2f}",
         f"{row.bytes / 1e6:.2f}",
-        f"{row.perplexity:.3f}" if row.perplexity < 1e4 else f"{row.perplexity:.2e}",
+        f"{row.perplexity:.3f}" if row.perplexity < 100 else f"{row.perplexity:.4g}",
         f"{row.kl:.5f}",
         f"{row.agreement:.1%}",
         f"{row.speed:.0f}",
@@ -115,6 +107,7 @@ def plot(rows: Sequence[Row], dark: bool = False) -> bytes:
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.patheffects import withStroke
 
     ink, ground, grid = ("#e8e8e8", "#16181d", "#343840") if dark else ("#222", "white", "#e2e2e2")
     points = [row for row in rows if row.kl > 0 and row.bits < 16]
@@ -127,7 +120,7 @@ def plot(rows: Sequence[Row], dark: bool = False) -> bytes:
             style = "-" if name.startswith(("integer", "minifloat")) else ""
             x, y = zip(*mine, strict=True)
             color = colors[dark]
-            axes.plot(x, y, marker + style, color=color, label=name, markersize=8, linewidth=1.3)
+            axes.plot(x, y, marker + style, color=color, label=name, markersize=8, linewidth=1.2)
     axes.set_yscale("log")
     axes.margins(x=0.09, y=0.09)
     axes.set_xlabel("stored bits per weight", fontsize=13, color=ink)
@@ -143,6 +136,7 @@ def plot(rows: Sequence[Row], dark: bool = False) -> bytes:
         label(axes, [(r.bits, r.kl, r.spec.replace(":", " ", 1).replace(",", " ")) for r in points])
         for text in axes.texts:
             text.set_color(ink)
+            text.set_path_effects([withStroke(linewidth=3, foreground=ground)])
     data = io.BytesIO()
     figure.savefig(data, format="png")
     return data.getvalue()

@@ -1,0 +1,214 @@
+"""The command line: what it prints, writes, refuses, and exits with."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import anybit
+import anybit.stream
+from anybit.cli import app, plan_from
+from anybit.evaluate.corpus import held_out_text
+from anybit.evaluate.perplexity import excerpts, score
+from anybit.format import FORMATS
+from anybit.generate import complete, encode, load_text_model
+
+PICO = Path(__file__).parent.parent / "models" / "pico"
+ENTRY = typer.main.get_command(app)
+COMMANDS = ENTRY.commands  # type: ignore[attr-defined]
+
+
+def run(*args: object, code: int = 0) -> tuple[str, str]:
+    """stdout and stderr of a command that must exit with `code`."""
+    got = CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200"})
+    assert got.exit_code == code, got.output
+    assert "Traceback" not in got.output
+    return got.stdout, got.stderr
+
+
+@pytest.fixture(scope="module")
+def fp6(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cli") / "fp6"
+    stdout, _ = run("quantize", PICO, "--format", "fp6", "-o", out)
+    assert "56 layers" in stdout
+    return out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_examples_that_parse(name: str) -> None:
+    stdout, _ = run(name, "--help")
+    lines = [line.strip() for line in stdout.splitlines()]
+    shown = [line.removeprefix("$ ") for line in lines if line.startswith("$ anybit")]
+    assert shown
+    for line in shown:
+        program, command, *args = shlex.split(line)
+        assert (program, command) == ("anybit", name)
+        COMMANDS[name].make_context(name, args)
+
+
+def test_quantize_is_quantize_(fp6: Path) -> None:
+    model, _ = load_text_model(PICO, "cpu")
+    anybit.quantize_(model, "fp6")
+    again = anybit.load(fp6)
+    for name, tensor in model.state_dict().items():
+        assert (again.state_dict()[name] == tensor).all(), name
+
+
+def test_eval_prints_and_writes_what_score_computes(fp6: Path, tmp_path: Path) -> None:
+    stdout, _ = run(
+        "eval", fp6, "--against", PICO, "--tokens", 1000, "--json", tmp_path / "scores.json"
+    )
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    (model, tokenizer), (dense, _) = load_text_model(fp6, "cpu"), load_text_model(PICO, "cpu")
+    documents = excerpts([encode(tokenizer, text) for _, text in held_out_text()], 1000)
+    want = score(model, documents, window=1024, dense=dense)
+    assert (scores["kl"], scores["agreement"]) == (want.kl, want.agreement)
+    assert (scores["perplexity"], scores["tokens"]) == (want.perplexity, want.tokens)
+    for name in ("perplexity", "kl", "agreement"):
+        assert f"{scores[name]:.5g}" in stdout
+
+
+def test_eval_of_a_text(tmp_path: Path) -> None:
+    text = tmp_path / "text.py"
+    text.write_text("def add(a, b):\n    return a + b\n")
+    stdout, _ = run("eval", PICO, "--text", text)
+    model, tokenizer = load_text_model(PICO, "cpu")
+    want = score(model, [encode(tokenizer, text.read_text())], window=1024)
+    assert f"{want.perplexity:.5g}" in stdout
+    assert "kl" not in stdout
+
+
+def test_generate_prints_the_completion_and_samples_by_the_seed() -> None:
+    prompt = "def main("
+    model, tokenizer = load_text_model(PICO, "cpu")
+    want = complete(model, tokenizer, prompt, max_tokens=8)
+    assert run("generate", PICO, prompt, "--max-tokens", 8)[0] == prompt + want + "\n"
+    sampled = [
+        run("generate", PICO, prompt, "--max-tokens", 8, "--temperature", 1, "--seed", seed)[0]
+        for seed in (1, 1, 2)
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_doctor_shows_a_backend_for_every_format() -> None:
+    stdout, _ = run("doctor")
+    lines = stdout.splitlines()
+    for name in FORMATS.keys() - {"fp"}:
+        line = next(line for line in lines if line.startswith(f"│ {name} "))
+        assert "cpu" in line or "reference" in line
+    assert f"anybit {anybit.__version__}" in stdout
+
+
+def test_formats_lists_every_name_with_its_bits() -> None:
+    stdout, _ = run("formats")
+    shown = [line.split() for line in stdout.splitlines()]
+    for name in FORMATS.keys() - {"fp"}:
+        bits = anybit.get_format(name).bits_per_weight((4096, 4096))
+        assert [name, f"{bits:.3f}"] in shown
+    for source in ("LiquidGEMM, section 4", "ZeroQuant(4+2)", "GemLite", "CodeGEMM"):
+        assert source in stdout
+
+
+@pytest.mark.parametrize(
+    ("texts", "plan"),
+    [
+        (["fp6"], {"*": "fp6"}),
+        (["int4:group=64,zero"], {"*": "int4:group=64,zero"}),
+        (["codebook:m=1,v=4@int8"], {"*": "codebook:m=1,v=4@int8"}),
+        (["int3", "*.down_proj=int4:group=64"], {"*": "int3", "*.down_proj": "int4:group=64"}),
+        (["*=fp6", " *.q_proj = None "], {"*": "fp6", "*.q_proj": None}),
+    ],
+)
+def test_formats_of_the_command_line_make_a_plan(
+    texts: list[str], plan: dict[str, str | None]
+) -> None:
+    assert plan_from(texts) == plan
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--format", "int9"], "unknown format 'int9' in 'int9'; known: codebook, fp"),
+        (["--format", "fp6", "--format", "int4"], "--format is given twice for '*'"),
+        (["--format", "*.q_proj="], "write FORMAT or PATTERN=FORMAT"),
+        (["--format", "fp6", "--format", "*.nope=int4"], "no layer matches '*.nope'"),
+        (["--plan", "broken.json"], "broken.json is not JSON"),
+        (["--plan", "list.json"], "list.json is not a plan"),
+        (["--plan", "absent.json"], "absent.json"),
+    ],
+)
+def test_a_bad_quantize_is_one_message_and_leaves_nothing(
+    args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.json").write_text("{")
+    Path("list.json").write_text("[1]")
+    _, stderr = run("quantize", PICO, *args, "-o", "out", code=1)
+    assert stderr.startswith("error: ")
+    assert message in stderr
+    assert len(stderr.splitlines()) == 1
+    assert sorted(os.listdir()) == ["broken.json", "list.json"]
+
+
+def test_usage_errors_exit_with_2() -> None:
+    assert "give either --format or --plan" in run("quantize", PICO, "-o", "x", code=2)[1]
+    assert "No such command" in run("quantise", code=2)[1]
+    run("quantize", PICO, "--format", "fp6", "--plan", "p", "-o", "x", code=2)
+
+
+def test_an_output_that_exists_needs_overwrite(fp6: Path) -> None:
+    before = (fp6 / "config.json").stat().st_mtime_ns
+    _, stderr = run("quantize", PICO, "--format", "int4", "-o", fp6, code=1)
+    assert "--overwrite" in stderr
+    assert (fp6 / "config.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["eval", "absent"], "absent does not exist"),
+        (["generate", "tests", "x"], "tests has no config.json"),
+        (
+            ["generate", str(PICO), "x", "--max-tokens", "1024"],
+            "exceed the model's context of 1024",
+        ),
+        (["eval", str(PICO), "--text", str(PICO / "model.safetensors")], "is not UTF-8 text"),
+        (["eval", str(PICO), "--tokens", "30"], "30 tokens are too few for 24 documents"),
+        (["demo", "--formats", "int4;foo"], "unknown format 'foo'"),
+    ],
+)
+def test_other_errors_are_one_message(
+    args: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(PICO.parent.parent)
+    _, stderr = run(*args, code=1)
+    assert message in stderr
+    assert len(stderr.splitlines()) == 1
+
+
+def test_debug_shows_where_an_error_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYBIT_DEBUG", "1")
+    got = CliRunner().invoke(app, ["eval", "absent"])
+    assert isinstance(got.exception, FileNotFoundError)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_ctrl_c_is_a_plain_message_and_130() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "anybit.cli", "generate", str(PICO), "x", "--max-tokens", "1000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    assert process.stdout.read(1) == "x"  # it has begun to write
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr.strip()) == (130, "interrupted")

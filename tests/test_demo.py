@@ -1,0 +1,139 @@
+"""The demo on a part of its formats and tokens, and what must hold of its figures."""
+
+import json
+import re
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import anybit
+from anybit import demo as demo_module
+from anybit.demo import FORMATS, PROMPT, demo
+from anybit.evaluate.corpus import held_out_text
+from anybit.evaluate.perplexity import excerpts, score
+from anybit.generate import encode, load_text_model
+from anybit.report import Results, Row, plot
+
+LADDER = ("int8", "fp6", "fp5", "int4", "int3")  # from the least KL divergence to the most
+PICO = demo_module.pico()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path, str]:
+    """Results, directory and terminal output of one run."""
+    out = tmp_path_factory.mktemp("demo")
+    with (out / "terminal").open("w") as file:
+        results = demo([*LADDER, "liquid"], 4096, out, Console(file=file, width=80))
+    return results, out, (out / "terminal").read_text()
+
+
+def rows(results: Results) -> dict[str, Row]:
+    return {row.spec: row for row in results.rows}
+
+
+def test_more_bits_diverge_less(run: tuple[Results, Path, str]) -> None:
+    by_spec = rows(run[0])
+    kl = [by_spec[spec].kl for spec in LADDER]
+    assert kl == sorted(kl)
+    assert 0 < kl[0] < 0.002
+    agreement = [by_spec[spec].agreement for spec in LADDER]
+    assert agreement == sorted(agreement, reverse=True)
+    assert by_spec["bf16"].kl == 0
+    assert by_spec["bf16"].agreement == 1
+
+
+def test_rows_equal_the_figures_worked_out_directly(run: tuple[Results, Path, str]) -> None:
+    dense, tokenizer = load_text_model(PICO, "cpu")
+    documents = excerpts([encode(tokenizer, text) for _, text in held_out_text()], 4096)
+    packed, decoded = 0, dense.float()
+    count = 0
+    for layer in decoded.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            weight = anybit.quantize_tensor(layer.weight, "fp6")
+            layer.weight.data = weight.dequantize()
+            packed, count = packed + weight.nbytes(), count + layer.weight.numel()
+    got, row = score(decoded, documents, window=1024), rows(run[0])["fp6"]
+    assert row.perplexity == pytest.approx(got.perplexity, rel=1e-4)
+    assert row.bits == pytest.approx(packed * 8 / count)
+    saved = sum(file.stat().st_size for file in (run[1] / "fp6").glob("*.safetensors"))
+    assert row.bytes == saved
+    kept = (decoded.num_parameters() - count) * 2
+    assert packed + kept <= saved <= packed + kept + 64_000  # and the header of the file
+
+
+def test_it_shows_saves_and_completes(run: tuple[Results, Path, str]) -> None:
+    results, out, terminal = run
+    stored = json.loads((out / "results.json").read_text())
+    assert [row["spec"] for row in stored["rows"]] == ["bf16", *LADDER, "liquid"]
+    assert stored["rows"][2]["kl"] == results.rows[2].kl
+    for row in results.rows:
+        assert f"{row.kl:.5f}" in terminal
+    assert results.completion.startswith(PROMPT)
+    assert len(results.completion) > len(PROMPT) + 20
+    model, _ = load_text_model(out / "fp6")
+    assert model.model.layers[0].mlp.up_proj.scheme == "fp6"
+
+
+def test_the_report_stands_alone(run: tuple[Results, Path, str]) -> None:
+    results, out, _ = run
+    page = (out / "report.html").read_text()
+    assert not re.search(r"(src|href|srcset)=\"(?!data:)", page)
+    assert "url(" not in page
+    assert 'name="viewport"' in page
+    assert "prefers-color-scheme: dark" in page
+    for row in results.rows:
+        assert f'<td data-label="KL">{row.kl:.5f}</td>' in page
+    png = (out / "size_vs_kl.png").read_bytes()
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", png[16:24]) == (1152, 960)
+
+
+def test_the_plot_labels_do_not_cover_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
+    made = [Row(spec, 4 + i / 20, 1, 5, 0, 0.1 + i / 50, 0.9, 1) for i, spec in enumerate(FORMATS)]
+    plot(made)
+    texts = figures[0].axes[0].texts
+    assert len(texts) == len(FORMATS)
+    boxes = [text.get_window_extent() for text in texts[:6]]
+    assert sum(a.overlaps(b) for a in boxes for b in boxes) == len(boxes)
+
+
+@pytest.mark.parametrize(
+    ("formats", "error", "message"),
+    [(["int9"], ValueError, "unknown format 'int9'"), (["int4:groups=3"], ValueError, "known opt")],
+)
+def test_bad_formats_are_refused_before_any_work(
+    formats: list[str], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        demo(formats, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_model_is_an_error_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(anybit, "__file__", str(tmp_path / "anybit" / "__init__.py"))
+    with pytest.raises(FileNotFoundError, match="run `make demo`"):
+        demo(out=tmp_path / "out")
+
+
+def test_missing_matplotlib_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"anybit\[plot\]"):
+        demo(out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_process_that_cannot_load_the_checkpoint_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(ChildProcessError, match="a fresh process could not load"):
+        demo_module.complete_afresh(tmp_path)
