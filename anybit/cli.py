@@ -96,6 +96,9 @@ def demo(
         "anybit quantize MODEL --format int3 --format '*.down_proj=int4' -o OUT",
         "anybit quantize MODEL --format fp6 --format '*.layers.0.*=none' -o OUT",
         "anybit quantize MODEL --plan plan.json -o OUT",
+        "anybit quantize MODEL --format int3 --calibrate text.jsonl -o OUT",
+        "anybit quantize MODEL --format liquid@int8 --calibrate text.jsonl -o OUT",
+        "anybit quantize MODEL --format int4 --method clip -o OUT",
     )
 )
 def quantize(
@@ -112,11 +115,27 @@ def quantize(
     plan: Annotated[
         Path | None, typer.Option(help="A JSON file {pattern: format or null} instead.")
     ] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(help='A .txt or .jsonl file, or "python": modules of the standard library.'),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Without text: rtn (the default), clip or hqq. With text: gptq (the default), "
+            "smooth, or smooth+gptq (the default where activations are quantized too)."
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Windows of text to calibrate on.")] = 128,
+    length: Annotated[int, typer.Option(min=1, help="Tokens in each, at most.")] = 2048,
+    kv_scales: Annotated[
+        bool, typer.Option("--kv-scales", help="Also store int8 scales of the KV cache.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
 ) -> None:
-    """Quantize a model of any size, tensor by tensor, without ever holding it in memory.
+    """Quantize a model of any size, without ever holding it in memory.
 
-    Run the same command again after an interruption: finished shards are kept. `anybit formats`
+    Run the same command again after an interruption: finished parts are kept. `anybit formats`
     lists the formats.
     """
     if bool(formats) == bool(plan):
@@ -125,9 +144,61 @@ def quantize(
         )
     chosen = read_plan(plan) if plan else plan_from(formats or [])
 
-    from anybit.stream import quantize_checkpoint
+    from anybit.methods import calibration_of, quantize_directory
 
-    typer.echo(quantize_checkpoint(model, out, chosen, overwrite=overwrite))
+    text = calibration_of(calibrate, samples, length, kv_scales) if calibrate else None
+    typer.echo(quantize_directory(model, out, chosen, method, text, overwrite))
+
+
+@app.command(
+    epilog=examples(
+        "anybit plan models/pico --bits 4.5 --calibrate python --samples 32 --length 512",
+        "anybit plan MODEL --bits 4.5 --calibrate text.jsonl -o plan.json --plot plan.png",
+        "anybit plan MODEL --latency-us 900 --device h200 --calibrate text.jsonl -o plan.json",
+    )
+)
+def plan(
+    model: Annotated[Path, typer.Argument(help="Directory of a dense model.")],
+    calibrate: Annotated[
+        str, typer.Option(help='A .txt or .jsonl file, or "python": modules of the library.')
+    ],
+    bits: Annotated[
+        float | None, typer.Option(help="Stored bits of a weight, on average, with scales.")
+    ] = None,
+    latency_us: Annotated[
+        float | None, typer.Option(help="Predicted time of all layers for one token, instead.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Whose rates predict the time.")] = "h200",
+    candidates: Annotated[
+        str | None, typer.Option(help="Formats to choose from, separated by ';'.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 32,
+    length: Annotated[int, typer.Option(min=1, help="Tokens in each, at most.")] = 2048,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the plan for quantize --plan.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the choice (PNG, SVG or PDF).")] = None,
+) -> None:
+    """Choose a format for every layer under a budget of memory or of predicted time.
+
+    Measures on text how much each layer's rounding costs the model, and explains the choice.
+    """
+    from anybit.allocate import CANDIDATES, plan_formats
+    from anybit.methods import calibration_of, load_dense
+
+    chosen = plan_formats(
+        load_dense(model),
+        calibration_of(calibrate, samples, length),
+        bits,
+        seconds=None if latency_us is None else latency_us * 1e-6,
+        candidates=[s.strip() for s in candidates.split(";")] if candidates else CANDIDATES,
+        device=device,
+    )
+    typer.echo(chosen.table())
+    if out:
+        chosen.save(out)
+    if plot:
+        chosen.plot(plot)
 
 
 @app.command(
