@@ -1,0 +1,45 @@
+"""Put the figures of the last `make demo` into README.md, with the plot.
+
+Run it after the demo: make demo && .venv/bin/python docs/figures.py
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "out" / "demo"
+BEGIN, END = "<!-- figures of `make demo`, written by docs/figures.py -->", "<!-- end -->"
+
+
+def table() -> str:
+    results = json.loads((DEMO / "results.json").read_text())
+    dense = results["rows"][0]["perplexity"]
+    lines = [
+        "| format | bits per weight | checkpoint | perplexity | KL, nats | same top-1 |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in results["rows"]:
+        change = "" if row["bits"] == 16 else f" ({row['perplexity'] / dense - 1:+.2%})"
+        perplexity = f"{row['perplexity']:.4g}" + (change if row["perplexity"] < 2 * dense else "")
+        lines.append(
+            f"| `{row['spec']}` | {row['bits']:.2f} | {row['bytes'] / 1e6:.1f} MB | {perplexity} "
+            f"| {row['kl']:.5f} | {row['agreement']:.1%} |"
+        )
+    about = (
+        f"{results['tokens']:,} tokens from {results['documents']} modules of Python "
+        f"{results['python']}'s standard library; torch {results['torch']}."
+    )
+    return "\n".join([*lines, "", about])
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    before, after = readme.read_text().split(BEGIN)[0], readme.read_text().split(END)[1]
+    readme.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+    (ROOT / "docs" / "img").mkdir(exist_ok=True)
+    shutil.copy(DEMO / "size_vs_kl.png", ROOT / "docs" / "img" / "size_vs_kl.png")
+
+
+if __name__ == "__main__":
+    main()
