@@ -21,7 +21,8 @@ def table() -> str:
     ]
     for row in results["rows"]:
         change = "" if row["bits"] == 16 else f" ({row['perplexity'] / dense - 1:+.2%})"
-        perplexity = f"{row['perplexity']:.4g}" + (change if row["perplexity"] < 2 * dense else "")
+        perplexity = f"{row['perplexity']:.3f}" if row["perplexity"] < 100 else "> 100"
+        perplexity += change if row["perplexity"] < 2 * dense else ""
         lines.append(
             f"| `{row['spec']}` | {row['bits']:.2f} | {row['bytes'] / 1e6:.1f} MB | {perplexity} "
             f"| {row['kl']:.5f} | {row['agreement']:.1%} |"

@@ -27,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path, str]:
     """Results, directory and terminal output of one run."""
     out = tmp_path_factory.mktemp("demo")
     with (out / "terminal").open("w") as file:
-        results = demo([*LADDER, "liquid"], 4096, out, Console(file=file, width=80))
+        results = demo([*LADDER, "liquid"], 3072, out, Console(file=file, width=80))
     return results, out, (out / "terminal").read_text()
 
 
@@ -46,9 +46,27 @@ def test_more_bits_diverge_less(run: tuple[Results, Path, str]) -> None:
     assert by_spec["bf16"].agreement == 1
 
 
+TOO_SENSITIVE = "pico was trained without weight noise; see docs/log.md, 'Why pico loses more'"
+
+
+@pytest.mark.parametrize(
+    ("spec", "limit"),
+    [
+        ("int8", 0.001),
+        pytest.param("fp6", 0.005, marks=pytest.mark.xfail(reason=TOO_SENSITIVE, strict=True)),
+        pytest.param("liquid", 0.03, marks=pytest.mark.xfail(reason=TOO_SENSITIVE, strict=True)),
+    ],
+)
+def test_perplexity_stays_within_its_limit(
+    run: tuple[Results, Path, str], spec: str, limit: float
+) -> None:
+    by_spec = rows(run[0])
+    assert by_spec[spec].perplexity / by_spec["bf16"].perplexity - 1 < limit
+
+
 def test_rows_equal_the_figures_worked_out_directly(run: tuple[Results, Path, str]) -> None:
     dense, tokenizer = load_text_model(PICO, "cpu")
-    documents = excerpts([encode(tokenizer, text) for _, text in held_out_text()], 4096)
+    documents = excerpts([encode(tokenizer, text) for _, text in held_out_text()], 3072)
     packed, decoded = 0, dense.float()
     count = 0
     for layer in decoded.model.layers.modules():
