@@ -1,0 +1,128 @@
+"""Metrics of generated text: pass@k, ROUGE-L, and whether completions of Python functions parse.
+
+ZeroQuant(4+2) shows why perplexity and zero-shot tasks are not enough: int4 loses most where a
+model has to write, token after token, on its own output.
+"""
+
+import ast
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CONTEXT_LINES = 24  # of the module that a prompt shows before the function
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The unbiased estimate of pass@k from `samples` tries of which `correct` passed.
+
+    1 - C(n - c, k) / C(n, k), the chance that k of the n tries hold a correct one (Chen et al.,
+    2021, eq. 1).
+    """
+    if not 0 <= correct <= samples or not 1 <= k <= samples:
+        raise ValueError(
+            f"pass@k needs 0 <= correct <= samples and 1 <= k <= samples; found "
+            f"samples={samples}, correct={correct}, k={k}"
+        )
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def rouge_l(predictions: Sequence[str], references: Sequence[str]) -> float:
+    """Mean ROUGE-L F1 by Google's reference package, without stemming."""
+    if len(predictions) != len(references) or not predictions:
+        raise ValueError(
+            f"{len(predictions)} predictions for {len(references)} references; give one for each, "
+            "and at least one"
+        )
+    try:
+        from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-not-found]
+    except ImportError:
+        raise ImportError("ROUGE needs the package rouge-score: pip install rouge-score") from None
+    scorer = RougeScorer(["rougeL"])
+    pairs = zip(references, predictions, strict=True)
+    return sum(scorer.score(r, p)["rougeL"].fmeasure for r, p in pairs) / len(predictions)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The beginning of a Python function: the lines before it, and its signature and docstring."""
+
+    before: str
+    head: str
+
+
+def function_prompts(modules: Sequence[tuple[str, str]], count: int) -> list[Prompt]:
+    """The first top-level functions of at least three statements, evenly over the modules."""
+    each: list[list[Prompt]] = []
+    for _, source in modules:
+        lines, found = source.splitlines(keepends=True), []
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and len(node.body) >= 3:
+                first = node.body[1 if ast.get_docstring(node) else 0]
+                start = max(0, node.lineno - 1 - CONTEXT_LINES)
+                # Without the line's end: tokens of Python begin with it and go on with blanks.
+                head = "".join(lines[node.lineno - 1 : first.lineno - 1]).rstrip("\n")
+                if head.strip():
+                    found.append(Prompt("".join(lines[start : node.lineno - 1]), head))
+        each.append(found)
+    rounds = range(max(map(len, each), default=0))
+    return [found[i] for i in rounds for found in each if i < len(found)][:count]
+
+
+def parses(head: str, completion: str) -> bool:
+    """Whether a function whose head is given, and then completed, is valid Python.
+
+    The completion counts up to the first line that leaves the function. If no line does, it was
+    cut off by the limit of tokens, and its last line, begun perhaps, does not count, nor do lines
+    before it that open a block.
+    """
+    lines = completion.splitlines(keepends=True)
+    end = next((i for i, line in enumerate(lines) if line[:1].strip() and i > 0), None)
+    if end is None:
+        end = len(lines) - 1
+        while end > 0 and lines[end - 1].rstrip().endswith(":"):
+            end -= 1
+    body = "".join(lines[: max(end, 0)])
+    if not body.strip():
+        return False
+    try:
+        ast.parse(head + body)
+    except (SyntaxError, ValueError):  # ValueError: a null byte
+        return False
+    return True
+
+
+@torch.inference_mode()
+def parse_rate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    *,
+    samples: int = 1,
+    temperature: float = 0.0,
+    tokens: int = 128,
+    seed: int = 0,
+) -> float:
+    """The mean over prompts of pass@1 by `parses`: greedy, or of samples at a temperature."""
+    if not prompts:
+        raise ValueError("no prompts; give modules with functions of three statements or more")
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
+    rates = []
+    for prompt in prompts:
+        text = prompt.before + prompt.head
+        encoded = tokenizer(text, return_tensors="pt", verbose=False).input_ids
+        ids = encoded[:, -(model.config.max_position_embeddings - tokens) :].to(model.device)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            num_return_sequences=samples,
+            pad_token_id=tokenizer.eos_token_id,
+            **({"do_sample": False} | sampling),
+        )
+        done = [tokenizer.decode(o[ids.shape[1] :], skip_special_tokens=True) for o in out]
+        rates.append(pass_at_k(samples, sum(parses(prompt.head, text) for text in done), 1))
+    return sum(rates) / len(rates)

@@ -1,0 +1,93 @@
+"""pass@k by enumeration, functions that parse, prompts from the standard library."""
+
+import ast
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import anybit
+from anybit.evaluate.corpus import held_out_text
+from anybit.evaluate.generation import (
+    function_prompts,
+    parse_rate,
+    parses,
+    pass_at_k,
+    rouge_l,
+)
+
+PICO = Path(__file__).resolve().parents[1] / "models" / "pico"
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (6, 0, 2), (6, 6, 2), (7, 3, 5)])
+def test_pass_at_k_by_enumeration(n: int, c: int, k: int) -> None:
+    draws = list(itertools.combinations(range(n), k))
+    hits = sum(any(try_ < c for try_ in draw) for draw in draws)
+    assert pass_at_k(n, c, k) == pytest.approx(hits / len(draws))
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(5, 6, 1), (5, 2, 0), (5, 2, 6), (5, -1, 1)])
+def test_pass_at_k_refuses(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match="pass@k needs"):
+        pass_at_k(n, c, k)
+
+
+HEAD = "def f(x):"
+
+
+@pytest.mark.parametrize(
+    ("completion", "good"),
+    [
+        ("\n    return x\n\nprint(", True),  # what follows the function does not count
+        (" return x\nprint(", True),
+        ("\n    return (x\n\ndef g():\n", False),
+        ("\n    y = x\n    retu", True),  # the last line was cut off by the limit
+        ("\n    y = 1\n    if x:\n        y", True),  # nor does a block that was only opened
+        ("\n    return x", False),  # nothing whole was written
+        ("\nreturn x\n", False),
+        ("", False),
+        ("\n    y = '\0'\n    z = 1\n", False),
+    ],
+)
+def test_parses(completion: str, good: bool) -> None:
+    assert parses(HEAD, completion) is good
+
+
+def test_prompts_are_heads_of_functions_and_their_own_bodies_parse() -> None:
+    modules = held_out_text()
+    prompts = function_prompts(modules, 40)
+    assert len(prompts) == 40
+    sources = dict(modules)
+    for prompt in prompts:
+        assert prompt.head.lstrip().startswith("def ")
+        module = next(s for s in sources.values() if prompt.before + prompt.head in s)
+        rest = module.split(prompt.before + prompt.head, 1)[1]
+        assert parses(prompt.head, rest), prompt.head
+        with pytest.raises(SyntaxError):
+            ast.parse(prompt.head + "\n    )")
+
+
+def test_parse_rate_of_a_model_and_of_a_ruined_one() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(PICO)
+    model = AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32).eval()
+    prompts = function_prompts(held_out_text(), 6)
+    rate = parse_rate(model, tokenizer, prompts, tokens=48)
+    assert rate >= 0.5
+    sampled = parse_rate(model, tokenizer, prompts[:2], tokens=32, samples=3, temperature=0.8)
+    assert sampled * 6 == pytest.approx(round(sampled * 6))
+    ruined = anybit.dequantize_(anybit.quantize_(model, "int2"))
+    assert parse_rate(ruined, tokenizer, prompts, tokens=48) < rate
+
+
+def test_rouge_says_what_is_missing_or_wrong() -> None:
+    with pytest.raises(ValueError, match="2 predictions for 1 references"):
+        rouge_l(["a", "b"], ["a"])
+    try:
+        import rouge_score  # noqa: F401
+    except ImportError:
+        with pytest.raises(ImportError, match="pip install rouge-score"):
+            rouge_l(["a"], ["a"])
+    else:
+        assert rouge_l(["the cat sat"], ["the cat sat down"]) == pytest.approx(6 / 7)
