@@ -4,10 +4,11 @@
     python benchmarks/hopper.py sweep --out tiles.json [--m 1,16] [--shapes 6144x4096]
     python benchmarks/hopper.py table --out h200_gemm.csv
 
-`check` reads weights back bit for bit, compares random products with exact ones and repeats them
-under load. `sweep` times every tile, for the rules in `kernels/hopper/tiles.py`. `table` times what
-they choose beside cuBLAS and the read floor, plain and with programmatic dependent launch (pdl).
-Activations are quantized beforehand. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels.
+`check` reads weights back bit for bit and compares random products with exact ones; `stress`
+repeats them under load; `experts` compares and times the grouped product. `sweep` times every
+tile, for the rules in `kernels/hopper/tiles.py`. `table` times what they choose beside cuBLAS and
+the read floor, plain and with programmatic dependent launch (pdl). Activations are quantized
+beforehand. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,6 +38,7 @@ MS = "1,16,32,64,128,256,1024"
 MORE_TILES = [
     *(Tile(tokens, ctas=3, split=c) for tokens in (8, 16) for c in (1, 2, 4, 8)),
     *(Tile(64, split=c) for c in (1, 2, 4)),
+    Tile(128, ctas=2),
 ]  # tried by `sweep` beside the family
 
 
@@ -213,6 +216,31 @@ def stress(schemes: list[str], rounds: int = 100) -> int:
     return bad
 
 
+def check_experts(scheme: str) -> None:
+    """The grouped product against one dense product for each expert, and its time."""
+    n, k, experts = 14336, 4096, 8
+    problems = [Problem(scheme, torch.bfloat16, n, k) for _ in range(experts)]
+    p = problems[0]
+    prepared = backend.prepare_experts([q.packed for q in problems], p.activation)
+    for m in (32, 64, 128, 256):
+        chosen = torch.stack([torch.randperm(experts, device="cuda")[:2] for _ in range(m)])
+        counts = torch.bincount(chosen.flatten(), minlength=experts)
+        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+        given = p.tokens(2 * m)
+
+        def run(overlap: bool = True, given=given, starts=starts) -> Tensor:
+            return backend.multiply(
+                *given, prepared, None, p.fmt, n, p.dtype, None, overlap, starts
+            )  # fmt: skip
+
+        y, wrong = run(), 0
+        for e, (a, b) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+            part = [None if t is None else t[a:b].contiguous() for t in given]
+            wrong += b > a and not torch.equal(y[a:b], problems[e].run(*part))
+        us = [median_us([partial(run, overlap)], torch.device("cuda")) for overlap in (False, True)]
+        print(f"experts {scheme} M={m}: {wrong} wrong, plain {us[0]:.1f} pdl {us[1]:.1f} us")
+
+
 # Speed.
 
 
@@ -353,7 +381,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("modes", nargs="+", choices=["check", "stress", "sweep", "table", "host"])
+    parser.add_argument(
+        "modes", nargs="+", choices=["check", "stress", "experts", "sweep", "table", "host"]
+    )
     parser.add_argument("--schemes", nargs="*", default=SCHEMES)
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--m", type=bench.parse_counts, default=bench.parse_counts(MS))
@@ -371,6 +401,9 @@ def main() -> None:
             check(args.schemes)
         elif mode == "stress":
             stress(args.schemes)
+        elif mode == "experts":
+            for scheme in args.schemes:
+                check_experts(scheme)
         elif mode == "sweep":
             sweep(args)
         elif mode == "table":

@@ -250,7 +250,7 @@ def other_layout(
             )
         tensors = dict(zip(tensor_shapes(fmt, shape), prepared[3:], strict=True))
         _others[blobs] = layout(Packed.from_tensors(fmt, shape, tensors), NAMES[dtype])
-    return _others[blobs]  # type: ignore[no-any-return]
+    return _others[blobs]
 
 
 def read_floor(d: Decoder, n: int, k: int) -> int:

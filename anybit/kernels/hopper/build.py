@@ -72,7 +72,6 @@ def sources_hash() -> str:
     return hashlib.sha256("".join(trees).encode()).hexdigest()
 
 
-@cache
 def decoder_hash(kind: type[Decoder]) -> str:
     """Of a decoder that is defined elsewhere."""
     return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()
@@ -131,7 +130,7 @@ def generate(kernel: Kernel) -> tuple[str, bytes, int]:
     with tempfile.TemporaryDirectory() as dump:
         options = f"--gpu-arch=sm_90a --keep-ptx --keep-cubin --dump-dir={dump}"
         made = cute.compile(gemm, *pointers, *sizes, cuda.CUstream(0), options=options)
-        return made.artifacts.PTX, made.artifacts.CUBIN, gemm.shared.__sizeof__()
+        return made.artifacts.PTX, made.artifacts.CUBIN, gemm.shared.__sizeof__()  # type: ignore[call-arg]
 
 
 def parameters(ptx: str) -> list[int]:
@@ -197,7 +196,7 @@ def build(
 ) -> list[str]:
     """Compile what is missing, in parallel processes; returns the errors."""
     missing = [k for k in dict.fromkeys(kernels) if not kernel_file(k, folder).exists()]
-    errors = []
+    errors: list[str] = []
     if not missing:
         return errors
     pool = ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn"))

@@ -19,7 +19,9 @@ why not, in words.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -234,7 +236,9 @@ class HalfDecoder(Decoder):
                 return mul2(register, lift, dtype) if self.lift else register
             low = half_bits(-self.center * 2.0 ** (self.lift - self.shift), dtype)
             return fma2(register, lift, register.constant(low), dtype)
-        return fma2(register, *row, dtype) if self.center else mul2(register, row[0], dtype)
+        if self.center:
+            return fma2(register, row[0], row[1], dtype)
+        return mul2(register, row[0], dtype)
 
 
 def decoder(fmt: Format, operand: str) -> Decoder | str:
@@ -243,7 +247,7 @@ def decoder(fmt: Format, operand: str) -> Decoder | str:
     operand: "int8", "float8_e4m3fn", "float16" or "bfloat16".
     """
     if fmt.hopper_decode is not None:
-        return fmt.hopper_decode(fmt, operand)  # type: ignore[no-any-return]
+        return fmt.hopper_decode(fmt, operand)  # type: ignore[no-any-return,unused-ignore]
     make = DECODERS.get(type(fmt))
     if make is None:
         return f"no decoder for {fmt.spec!r}"
@@ -305,7 +309,11 @@ def minifloat(fmt: Minifloat, operand: str) -> Decoder | str:
     return HalfDecoder(operand, places, shift=shift, group=fmt.group, lift=lift)
 
 
-DECODERS = {Liquid: liquid, Integer: integer, Minifloat: minifloat}
+DECODERS: dict[type[Format], Callable[[Any, str], Decoder | str]] = {
+    Liquid: liquid,
+    Integer: integer,
+    Minifloat: minifloat,
+}
 
 
 def repeat(places: tuple[int, ...], slot: int) -> int:

@@ -82,6 +82,12 @@ class Epilogue:
         return scales, zeros, offsets
 
     @cute.jit
+    def meet(self):
+        """Wait for all threads of the cluster."""
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    @cute.jit
     def exchange(self, acc, shared, warp, rank, lane):
         """Add the cluster's partial sums; the first `finishers` warps of each CTA own the result.
 

@@ -425,12 +425,6 @@ class Gemm(Epilogue):
                 cute.arch.mbarrier_arrive(empty)
 
     @cute.jit
-    def meet(self):
-        """Wait for all threads of the cluster."""
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-    @cute.jit
     def read_words(self, shared, group, t, stage):
         """A thread's code and grid words of a stage, 16 bytes at a time."""
         blob, blocks = const_expr(self.blob // 4), const_expr(self.blocks)

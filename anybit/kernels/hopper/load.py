@@ -94,7 +94,7 @@ class Function:
         self.config.grid[:] = (1, 1, 1)
         # By address, one by one: where the kernel wants them is for the driver to know.
         start = ctypes.addressof(self.arguments)
-        offsets = [getattr(Arguments, name).offset for name, _ in Arguments._fields_]
+        offsets = [getattr(Arguments, field[0]).offset for field in Arguments._fields_]
         self.parameters = (c_void_p * len(offsets))(*(start + offset for offset in offsets))
         self.launcher = driver().cuLaunchKernelEx
         self.launch_arguments = (ctypes.byref(self.config), kernel, self.parameters, None)

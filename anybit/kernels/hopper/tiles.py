@@ -82,15 +82,12 @@ MANY = [
     Tile(256),
     Tile(256, share=2),
 ]
-TALL = [
-    Tile(128, rows=256),
-    Tile(128, rows=256, share=2),
-]  # its fragments of 16-bit operands would not fit into registers
+TALL = [Tile(128, rows=256), Tile(128, rows=256, share=2)]
 
 
 def family(decoder: Decoder) -> list[Tile]:
     """The tiles that a decoder is compiled for."""
-    return [fitted(tile, decoder) for tile in FEW + MANY + (TALL if decoder.slot == 8 else [])]
+    return [fitted(tile, decoder) for tile in FEW + MANY + TALL]
 
 
 def fitted(tile: Tile, decoder: Decoder) -> Tile:
