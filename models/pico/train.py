@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,22 @@ def optimizers_for(
     return [torch.optim.Muon(matrices, lr, 0.1, adjust_lr_fn="match_rms_adamw"), adamw]
 
 
+@contextmanager
+def noise(matrices: Sequence[Tensor], strength: float) -> Iterator[None]:
+    """Random changes to the matrices, `strength` times the standard deviation of each row.
+
+    The model learns weights near which the loss is flat, so that it bears being rounded as well as
+    models do that are larger for what they have learned.
+    """
+    saved = [w.detach().clone() for w in matrices]
+    with torch.no_grad():
+        for w in matrices if strength else []:
+            w.addcmul_(torch.randn_like(w), w.std(1, keepdim=True), value=strength)
+    yield
+    with torch.no_grad():
+        torch._foreach_copy_(list(matrices), saved)
+
+
 def train(
     model: LlamaForCausalLM, corpus: Corpus, held_out: Tensor, args: argparse.Namespace
 ) -> list[dict[str, float]]:
@@ -156,6 +173,8 @@ def train(
     optimizers = optimizers_for(model, args.optimizer, args.lr, fused=cuda)
     peaks = [group["lr"] for opt in optimizers for group in opt.param_groups]
     groups = [group for opt in optimizers for group in opt.param_groups]
+    embedding = model.get_input_embeddings().weight
+    matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
     data = batches(corpus, args.batch, args.window + 1, args.seed, model.device.type)
 
     def mean_loss(windows: Tensor) -> Tensor:
@@ -176,9 +195,10 @@ def train(
         rate = schedule(elapsed / args.seconds)
         for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = peak * rate
-        with autocast:
-            loss = step_loss(next(data))
-        loss.backward()
+        with noise(matrices, args.noise):
+            with autocast:
+                loss = step_loss(next(data))
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
@@ -295,6 +315,7 @@ def write_card(
         optimizer={"muon": "Muon", "adamw": "AdamW"}[args.optimizer],
         hold=HOLD,
         lr=args.lr,
+        noise=args.noise,
         batch=args.batch,
         window=args.window,
         seed=args.seed,
@@ -325,6 +346,9 @@ def main() -> None:
         "--optimizer", choices=("muon", "adamw"), default="muon", help="for the matrices (muon)"
     )
     parser.add_argument("--lr", type=float, default=6e-3, help="peak learning rate (0.006)")
+    parser.add_argument(
+        "--noise", type=float, default=0.3, help="noise on the weights, in their deviation (0.3)"
+    )
     parser.add_argument("--cache", type=Path, help="folder to keep the tokenized text in")
     parser.add_argument(
         "--smoke", action="store_true", help="a little text, short windows and 10 seconds, for CPU"
