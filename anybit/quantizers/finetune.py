@@ -4,8 +4,8 @@ A quantized model has continuous parameters (codebooks, scales, norms) and discr
 PV-tuning (Malinovskii et al., 2024) alternates between them: gradient steps for the first with the
 codes fixed, and then new codes for few vectors, those whose weights the gradients move the most.
 Moving few of them is what allows a step that is long enough to reach another code. Here a move is
-kept only if it lowers the loss on text that its gradients have not seen; else it is taken back,
-and half as many codes are tried the next time.
+kept only if it lowers the loss on another batch; else it is taken back, and half as many codes are
+tried the next time.
 """
 
 import math
@@ -24,6 +24,7 @@ from anybit.quantizers.text import Calibration, Source
 
 ROWS = 1024  # positions whose log-probabilities are held in fp32 at a time
 BETAS = (0.9, 0.95)  # of Adam
+LOOK = 50  # vectors that are encoded anew for each whose codes may change
 MEMORY = 0.95  # of the mean squared gradients of weights, from one step to the next
 
 
@@ -35,7 +36,7 @@ def pv_tune(
     steps: int = 200,
     batch: int = 4,
     rate: float = 1e-3,
-    share: float = 0.01,
+    share: float = 0.002,
     reach: float = 0.3,
     every: int = 4,
     seed: int = 0,
@@ -49,9 +50,10 @@ def pv_tune(
     calibration: text to tune on. steps: of Adam, of `batch` samples each; the rates fall to
         zero along a cosine.
     rate: of the grids and norms, as a part of each tensor's root mean square.
-    share: of all codes, how many may change at once, every `every` steps; 0 leaves them as they
-        are. reach: how far the weights of such a vector move before they are encoded anew, as a
-        part of the layer's root mean square.
+    share: of each layer's codes, how many may change at once, every `every` steps; 0 leaves them
+        as they are.
+    reach: how far the weights of such a vector move before they are encoded anew, as a part of
+        the layer's root mean square.
 
     Returns the loss of every step. An error or an interrupt leaves the model as it was. Memory, on
     top of both models: a decoded weight, its gradient and, with share > 0, its accumulated change.
@@ -66,15 +68,16 @@ def pv_tune(
     if not isinstance(calibration, Calibration):
         calibration = Calibration(calibration)
     ids = calibration.tokens(dense)
-    home = next(model.parameters()).device
+    home, other = next(model.parameters()).device, next(dense.parameters()).device
     losses = []
     training, most = (model.training, dense.training), share
-    fresh = epochs(len(ids), batch, steps, seed + 1)
+    others = epochs(len(ids), batch, steps, seed + 1)
 
-    def loss_on(rows: list[int]) -> Tensor:
-        sample = ids[rows].to(home)
+    def text(rows: list[int]) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            wanted = logits_of(dense, sample)
+            return ids[rows].to(home), logits_of(dense, ids[rows].to(other)).to(home)
+
+    def loss_on(sample: Tensor, wanted: Tensor) -> Tensor:
         return divergence(logits_of(model, sample), wanted)
 
     model.eval(), dense.eval()
@@ -84,14 +87,14 @@ def pv_tune(
             Tuning(model, rate, steps) as tuning,
         ):
             for number, rows in enumerate(epochs(len(ids), batch, steps, seed)):
-                loss = loss_on(rows)
+                loss = loss_on(*text(rows))
                 tuning.step(loss, keep=share > 0)
                 if share and number % every == every - 1:
-                    unseen = next(fresh)
+                    check = text(next(others))
                     with torch.no_grad():
-                        before = loss_on(unseen)
+                        before = loss_on(*check)
                         tuning.move_codes(share, reach)
-                        worse = bool(loss_on(unseen) >= before)
+                        worse = bool(loss_on(*check) >= before)
                     if worse:
                         tuning.take_back()
                     share = share / 2 if worse else min(most, share * 2)
@@ -270,29 +273,37 @@ class Tuned(nn.Module):
 
         Gradients are summed since the last call and divided by their root mean square, which is
         kept by row and by column (Adafactor, Shazeer and Stern, 2018). Vectors of the largest such
-        updates go `reach` far, to the nearest code there, if by the gradient it lowers the loss.
+        updates go `reach` far, to the nearest code there. Of those whose loss falls by the
+        gradient, the ones are taken whose fall is largest for the squared length of the move,
+        measured in the same root mean squares: on pico, ranking by the fall alone made the loss
+        rise by more than the gradient said it would fall, from 100 moves on.
         """
         if self.total is None or self.squares is None:
             return 0
         fmt, v = self.format, self.format.width
         rows, columns = self.squares
         size = (rows[:, None] * columns / rows.mean().clamp_min(1e-38)).sqrt_().clamp_min(1e-20)
-        update = (self.total / size).neg_().reshape(-1, v)
+        total, size = self.total.reshape(-1, v), size.reshape(-1, v)
+        update = -total / size
         length = update.norm(dim=1)
-        at = length.topk(max(1, int(share * len(length)))).indices.sort().values
+        most = max(1, int(share * len(length)))
+        at = length.topk(min(LOOK * most, len(length))).indices.sort().values
         here = grid_at(fmt, self.grid(), at // (self.shape[1] // v), at % (self.shape[1] // v) * v)
         step = reach * rms(self.weight) * v**0.5
         codes, weight = self.codes.view(len(length), fmt.books), self.weight.reshape(-1, v)[at]
         target = weight + update[at] * (step / length[at, None].clamp_min(1e-20))
         new = fmt.encode(target, here).to(codes.dtype)
         change = fmt.decode(new, here) - weight
-        closer = (weight + change - target).square().sum(1) < step**2
-        changed = closer & ((change * self.total.reshape(-1, v)[at]).sum(1) < 0)
-        self.moved = at[changed], codes[at[changed]]
-        codes[at[changed]] = new[changed]
+        fall = -(change * total[at]).sum(1)
+        good = (fall > 0) & ((weight + change - target).square().sum(1) < step**2)
+        rank = torch.where(good, fall / (change * size[at]).square().sum(1).clamp_min(1e-30), 0)
+        best = rank.topk(min(most, len(at))).indices
+        best = best[good[best]]
+        self.moved = at[best], codes[at[best]]
+        codes[at[best]] = new[best]
         self.total = None
         self.refresh()
-        return int(changed.sum())
+        return len(best)
 
     def take_back(self) -> None:
         """Undo the last `move_codes`."""
