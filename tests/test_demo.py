@@ -46,17 +46,7 @@ def test_more_bits_diverge_less(run: tuple[Results, Path, str]) -> None:
     assert by_spec["bf16"].agreement == 1
 
 
-TOO_SENSITIVE = "pico was trained without weight noise; see docs/log.md, 'Why pico loses more'"
-
-
-@pytest.mark.parametrize(
-    ("spec", "limit"),
-    [
-        ("int8", 0.001),
-        pytest.param("fp6", 0.005, marks=pytest.mark.xfail(reason=TOO_SENSITIVE, strict=True)),
-        pytest.param("liquid", 0.03, marks=pytest.mark.xfail(reason=TOO_SENSITIVE, strict=True)),
-    ],
-)
+@pytest.mark.parametrize(("spec", "limit"), [("int8", 0.001), ("fp6", 0.005), ("liquid", 0.03)])
 def test_perplexity_stays_within_its_limit(
     run: tuple[Results, Path, str], spec: str, limit: float
 ) -> None:
