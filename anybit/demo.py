@@ -20,14 +20,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.syntax import Syntax
 from rich.table import Table
 from torch import Tensor
+from torch.nn import Linear
 
 import anybit
 from anybit import report
 from anybit.evaluate.corpus import held_out_text
 from anybit.evaluate.perplexity import Remembered, excerpts, score
-from anybit.format import get_format
 from anybit.generate import context_of, decode_speed, encode, load_text_model
-from anybit.quantize import quantized_layers
+from anybit.quantize import quantized_layers, resolve
 from anybit.report import COLUMNS, Results, Row, cells
 
 FORMATS = (
@@ -76,16 +76,17 @@ def demo(
     `report.html`, `size_vs_kl.png` and the checkpoint `fp6`, replacing those of an earlier run.
 
     Raises FileNotFoundError without models/pico, ValueError for an unknown format, ImportError
-    without matplotlib, all before any work is done.
+    without matplotlib, all before anything is measured.
     """
     console = console or Console()
     path = pico()
     report.require_matplotlib()
+    dense, tokenizer = load_text_model(path, "cpu")
+    shapes = {n: tuple(m.weight.shape) for n, m in dense.named_modules() if isinstance(m, Linear)}
     for spec in formats:
-        get_format(spec)
+        resolve(shapes, spec)
     out.mkdir(parents=True, exist_ok=True)
 
-    dense, tokenizer = load_text_model(path, "cpu")
     texts = [encode(tokenizer, text) for _, text in held_out_text()]
     documents, window = excerpts(texts, tokens), context_of(dense)
     total = sum(len(ids) - 1 for ids in documents)
