@@ -164,6 +164,7 @@ class StoredBlocks:
     @contextmanager
     def loaded(self, block: nn.Module, prefix: str) -> Iterator[None]:
         """The block's tensors are in memory inside, and on the meta device after it."""
+        modules = list(block.modules())  # those that are replaced may be referred to elsewhere
         for name, value in [*block.named_parameters(), *block.named_buffers()]:
             if prefix + name not in self.tensors:
                 raise ValueError(
@@ -179,7 +180,7 @@ class StoredBlocks:
             else:
                 owner._buffers[key] = real
         yield
-        for module in block.modules():
+        for module in (*modules, *block.modules()):
             if isinstance(module, QuantLinear):
                 module.prepared = []
             for own in (module._parameters, module._buffers):
