@@ -10,7 +10,7 @@ CONFIGS = ((1024, 8, 4), (2048, 4, 4), (2048, 8, 4), (4096, 8, 8), (4096, 4, 8))
 
 
 @triton.jit
-def _read(data, out, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _read(data, out, words, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     mix = tl.zeros((BLOCK,), tl.int32)
     for start in range(tl.program_id(0) * BLOCK, words, tl.num_programs(0) * BLOCK):
