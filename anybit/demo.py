@@ -251,7 +251,7 @@ class Board:
             print(f"{row.spec}: {row.bits:.2f} bits, perplexity {row.perplexity:.4g}", flush=True)
 
     def table(self) -> Table:
-        table = Table(box=SIMPLE)
+        table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
         for name in COLUMNS:
             table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
         for row in self.rows:
