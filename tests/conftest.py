@@ -1,4 +1,4 @@
-"""Kernel tests run on the GPU with ANYBIT_TEST_DEVICE=cuda, else through Triton's interpreter."""
+"""Triton kernels run on the GPU with ANYBIT_TEST_DEVICE=cuda, else in its interpreter."""
 
 import os
 
