@@ -22,7 +22,7 @@ test: .venv/.installed  ## Lint, check types and run all tests; needs no GPU.
 	@echo "== mypy"
 	@$(BIN)/mypy
 	@echo "== pytest"
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 15
 
 test-gpu:  ## Run the kernel tests on the GPU of this machine, with the python in PATH.
 	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider tests/kernels
