@@ -27,7 +27,7 @@ GEMM = Tile("gemm", rows=64, tokens=64, stages=2)
 COLUMNS = sorted({*range(0, K, 3), 31, 32, 63, 64, 127, 128, 158})
 
 
-@register("ternary")
+@register("three_levels")
 @dataclass(frozen=True)
 class Ternary(Format):
     """A user's own format: W = (code - 1) * scale, one scale a group."""
