@@ -1,6 +1,9 @@
 # `make demo` and `make test` set up everything they need in .venv, and say what they do.
 PYTHON ?= python3
 BIN := .venv/bin
+# Threads that wait sleep. Spinning, as is OpenMP's default, made the demo three times slower on a
+# machine whose two cores had other work to do.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 help:  ## Say what can be made.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
