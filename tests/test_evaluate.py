@@ -82,6 +82,31 @@ def test_the_standard_error_covers_the_spread_of_samples() -> None:
     assert 180 <= inside <= 199
 
 
+def test_the_loss_against_a_dense_model_has_an_error_of_its_own() -> None:
+    """Differences of the same documents spread less than the documents themselves."""
+    dense, texts = Bigram(seed=2), documents(*range(40, 70, 2))
+    near = Bigram(seed=2)
+    near.table = near.table + 0.05 * Bigram(seed=3).table
+    got, alone = (score(m, texts, window=100, dense=dense) for m in (near, dense))
+    assert got.loss == pytest.approx(got.nll - alone.nll, abs=1e-6)
+    assert (alone.loss, alone.loss_error) == (0.0, 0.0)
+    each = [score(near, [t], window=100, dense=dense) for t in texts]
+    sums, counts = torch.tensor([[e.loss * e.tokens, e.tokens] for e in each]).double().T
+    rest = sums - sums.sum() / counts.sum() * counts
+    want = (rest.square().sum() * 15 / 14).sqrt() / counts.sum()
+    assert got.loss_error == pytest.approx(want.item(), rel=1e-4)
+    assert 0 < got.loss_error < 0.2 * got.nll_error
+
+
+@pytest.mark.parametrize("batch", [2, 7, 100])
+def test_windows_in_batches_score_the_same(batch: int) -> None:
+    model, dense, texts = Bigram(seed=1), Bigram(seed=2), documents(3, 40, 301, 1)
+    one = score(model, texts, window=16, stride=5, dense=dense)
+    many = score(model, texts, window=16, stride=5, dense=Remembered(dense), batch=batch)
+    assert many == one
+    assert many.loss == pytest.approx(many.nll - score(dense, texts, window=16, stride=5).nll)
+
+
 def test_remembered_runs_the_model_once_for_each_window_within_its_limit() -> None:
     model, texts = Bigram(), documents(160)
     first = score(model, texts, window=16, dense=Bigram(seed=2))

@@ -75,6 +75,7 @@ def test_parse_rate_of_a_model_and_of_a_ruined_one() -> None:
     prompts = function_prompts(held_out_text(), 6)
     rate = parse_rate(model, tokenizer, prompts, tokens=48)
     assert rate >= 0.5
+    assert parse_rate(model, tokenizer, prompts, tokens=48, batch=4) == rate
     sampled = parse_rate(model, tokenizer, prompts[:2], tokens=32, samples=3, temperature=0.8)
     assert sampled * 6 == pytest.approx(round(sampled * 6))
     ruined = anybit.dequantize_(anybit.quantize_(model, "int2"))

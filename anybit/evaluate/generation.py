@@ -103,26 +103,35 @@ def parse_rate(
     samples: int = 1,
     temperature: float = 0.0,
     tokens: int = 128,
+    batch: int = 1,
     seed: int = 0,
 ) -> float:
-    """The mean over prompts of pass@1 by `parses`: greedy, or of samples at a temperature."""
+    """The mean over prompts of pass@1 by `parses`: greedy, or of samples at a temperature.
+
+    batch: prompts that are completed at a time, padded on the left.
+    """
     if not prompts:
         raise ValueError("no prompts; give modules with functions of three statements or more")
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
+    room, pad = model.config.max_position_embeddings - tokens, tokenizer.eos_token_id
     rates = []
-    for prompt in prompts:
-        text = prompt.before + prompt.head
-        encoded = tokenizer(text, return_tensors="pt", verbose=False).input_ids
-        ids = encoded[:, -(model.config.max_position_embeddings - tokens) :].to(model.device)
+    for at in range(0, len(prompts), batch):
+        some = prompts[at : at + batch]
+        encoded = [tokenizer(p.before + p.head, verbose=False).input_ids[-room:] for p in some]
+        width = max(map(len, encoded))
+        ids = torch.tensor([[pad] * (width - len(e)) + e for e in encoded], device=model.device)
+        mask = torch.tensor([[0] * (width - len(e)) + [1] * len(e) for e in encoded])
         out = model.generate(
             ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=mask.to(ids),
             max_new_tokens=tokens,
             num_return_sequences=samples,
-            pad_token_id=tokenizer.eos_token_id,
+            pad_token_id=pad,
             **({"do_sample": False} | sampling),
         )
-        done = [tokenizer.decode(o[ids.shape[1] :], skip_special_tokens=True) for o in out]
-        rates.append(pass_at_k(samples, sum(parses(prompt.head, text) for text in done), 1))
+        done = [tokenizer.decode(o[width:], skip_special_tokens=True) for o in out]
+        for number, prompt in enumerate(some):
+            tries = done[number * samples : (number + 1) * samples]
+            rates.append(pass_at_k(samples, sum(parses(prompt.head, t) for t in tries), 1))
     return sum(rates) / len(rates)

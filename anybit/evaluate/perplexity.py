@@ -1,9 +1,10 @@
 """Perplexity, and how far a quantized model strays from the dense one: KL divergence, agreement.
 
 Everything here is a function of token tensors and models. A model is anything that maps token ids
-(1, T) to logits (1, T, V), or to an object that has them as `.logits`, as transformers models do.
+(B, T) to logits (B, T, V), or to an object that has them as `.logits`, as transformers models do.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,16 +16,20 @@ from torch import Tensor
 Model = Callable[[Tensor], Any]
 
 ROWS = 256  # positions whose log-probabilities are held in fp32 at a time
+DOCUMENTS = 12  # from so many on, documents are the samples that a standard error is taken from
 
 
 @dataclass(frozen=True)
 class Score:
-    """What `score` measures. Means are over tokens; nll and kl are in nats per token.
+    """What `score` measures. Means are over tokens; nll, kl and loss are in nats per token.
 
     tokens: tokens that were scored. nll: mean negative log-likelihood.
-    nll_error: its standard error, from the spread between windows.
+    nll_error: its standard error, from the spread between documents; between windows where there
+        are fewer than `DOCUMENTS` of them.
     kl: mean KL(dense || model) over the whole vocabulary. agreement: the part of positions where
-    both models find the same token most likely. Both are None without a dense model.
+    both models find the same token most likely. loss: by how much nll exceeds the dense model's;
+    loss_error: its standard error, from the differences of the same documents or windows, which
+    is far smaller than nll_error. All four are None without a dense model.
     """
 
     tokens: int
@@ -32,6 +37,8 @@ class Score:
     nll_error: float
     kl: float | None = None
     agreement: float | None = None
+    loss: float | None = None
+    loss_error: float | None = None
 
     @property
     def perplexity(self) -> float:
@@ -50,6 +57,7 @@ def score(
     *,
     window: int,
     stride: int | None = None,
+    batch: int = 1,
     dense: Model | None = None,
     step: Callable[[int], None] = lambda tokens: None,
 ) -> Score:
@@ -59,31 +67,55 @@ def score(
         once, with at least `window - stride` tokens of context, or all that precede it.
     window: tokens that the model sees at once. stride: tokens scored in a window after a
         document's first; half a window by default. A smaller one gives more context for more time.
+    batch: windows in one call of the models; shorter ones are padded at their end, which a causal
+        model does not see.
     dense: the model to compare with; wrap it in `Remembered` to compare several with it.
     step: called with the number of tokens scored, after each window.
 
-    Raises ValueError when there is nothing to score. Memory: one window's logits, and 256 rows in
-    fp32.
+    Raises ValueError when there is nothing to score. Memory: the logits of a batch of windows, and
+    256 rows in fp32.
     """
-    sums: list[tuple[int, float, float, int]] = []
-    for ids, first in windows(documents, window, stride):
-        # The logits at a position predict the next token.
-        target = ids[first:]
-        logits = logits_of(model, ids)[first - 1 : -1]
-        other = None if dense is None else logits_of(dense, ids)[first - 1 : -1]
-        sums.append((len(target), *compare(logits, target, other)))
-        step(len(target))
+    sums: list[tuple[int, int, float, float, float, int]] = []
+    parts = (
+        (number, *part)
+        for number, document in enumerate(documents)
+        for part in windows([document], window, stride)
+    )
+    while some := list(itertools.islice(parts, batch)):
+        ids = torch.nn.utils.rnn.pad_sequence([part for _, part, _ in some], batch_first=True)
+        logits = logits_of(model, ids)
+        others = None if dense is None else logits_of(dense, ids)
+        for row, (number, part, first) in enumerate(some):
+            # The logits at a position predict the next token.
+            target, at = part[first:], slice(first - 1, len(part) - 1)
+            other = None if others is None else others[row, at]
+            sums.append((number, len(target), *compare(logits[row, at], target, other)))
+            step(len(target))
     if not sums:
         raise ValueError("nothing to score: every document is shorter than two tokens")
-    counts, nll, kl, same = (torch.tensor(x, dtype=torch.float64) for x in zip(*sums, strict=True))
-    tokens = counts.sum().item()
-    mean = nll.sum().item() / tokens
-    # Windows are the independent samples, weighted by their tokens (a ratio estimate).
-    spread = (nll - mean * counts).square().sum().item()
-    error = math.sqrt(spread * len(sums) / (len(sums) - 1)) / tokens if len(sums) > 1 else math.nan
+    names, *columns = (torch.tensor(x, dtype=torch.float64) for x in zip(*sums, strict=True))
+    if len(names.unique()) >= DOCUMENTS:
+        of = names.unique(return_inverse=True)[1]
+        columns = [x.new_zeros(int(of.max()) + 1).index_add_(0, of, x) for x in columns]
+    counts, nll, loss, kl, same = columns
+    tokens = int(counts.sum())
+    mean, error = mean_and_error(nll, counts)
     if dense is None:
-        return Score(int(tokens), mean, error)
-    return Score(int(tokens), mean, error, kl.sum().item() / tokens, same.sum().item() / tokens)
+        return Score(tokens, mean, error)
+    divergence, agreement = (x.sum().item() / tokens for x in (kl, same))
+    return Score(tokens, mean, error, divergence, agreement, *mean_and_error(loss, counts))
+
+
+def mean_and_error(sums: Tensor, counts: Tensor) -> tuple[float, float]:
+    """The mean per token of sums over samples, and its standard error (of a ratio estimate).
+
+    The error is nan when there is one sample only.
+    """
+    mean = sums.sum().item() / counts.sum().item()
+    spread = (sums - mean * counts).square().sum().item()
+    if len(sums) < 2:
+        return mean, math.nan
+    return mean, math.sqrt(spread * len(sums) / (len(sums) - 1)) / counts.sum().item()
 
 
 def windows(
@@ -106,47 +138,53 @@ def windows(
             done = stop
 
 
-def compare(logits: Tensor, target: Tensor, dense: Tensor | None) -> tuple[float, float, int]:
-    """Sums over positions of the NLL, of KL(dense || model), and of equal top tokens.
+def compare(
+    logits: Tensor, target: Tensor, dense: Tensor | None
+) -> tuple[float, float, float, int]:
+    """Sums over positions of the NLL, of what it exceeds the dense model's by, of
+    KL(dense || model), and of equal top tokens.
 
     logits, dense: (T, V) of any float dtype; target: (T,). Sums are fp64 over fp32 terms.
     """
-    nll = kl = 0.0
+    nll = loss = kl = 0.0
     same = 0
     for at in range(0, len(target), ROWS):
         part = slice(at, at + ROWS)
         log_q = logits[part].float().log_softmax(-1)
-        nll -= log_q.gather(1, target[part, None].to(log_q.device)).sum(dtype=torch.float64).item()
+        right = target[part, None].to(log_q.device)
+        own = log_q.gather(1, right).sum(dtype=torch.float64).item()
+        nll -= own
         if dense is not None:
             log_p = dense[part].to(log_q.device).float().log_softmax(-1)
+            loss += log_p.gather(1, right).sum(dtype=torch.float64).item() - own
             same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
             # A row's sum is no less than zero but for rounding.
             terms = (log_p.exp() * (log_p - log_q)).sum(-1)
             kl += terms.clamp_min_(0).sum(dtype=torch.float64).item()
-    return nll, kl, same
+    return nll, loss, kl, same
 
 
 def logits_of(model: Model, ids: Tensor) -> Tensor:
-    """Logits (T, V) for token ids (T,)."""
-    out = model(ids[None])
-    return (out if isinstance(out, Tensor) else out.logits)[0]
+    """Logits (B, T, V) for token ids (B, T)."""
+    out = model(ids)
+    return out if isinstance(out, Tensor) else out.logits
 
 
 class Remembered:
-    """A model that keeps the logits of every window it has seen, to compare several with it.
+    """A model that keeps the logits of all that it has seen, to compare several with it.
 
     Keeps them in the model's own dtype, up to `limit` bytes, and runs the model again beyond that.
     """
 
     def __init__(self, model: Model, limit: int = 2 << 30):
         self.model, self.room = model, limit
-        self.seen: dict[bytes, Tensor] = {}
+        self.seen: dict[tuple[int, bytes], Tensor] = {}
 
     def __call__(self, ids: Tensor) -> Tensor:
-        key = ids.cpu().numpy().tobytes()
+        key = len(ids), ids.cpu().numpy().tobytes()
         if key in self.seen:
             return self.seen[key]
-        logits = logits_of(self.model, ids[0])[None]
+        logits = logits_of(self.model, ids)
         if logits.nbytes <= self.room:
             self.room -= logits.nbytes
             self.seen[key] = logits
