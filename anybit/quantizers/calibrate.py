@@ -146,12 +146,28 @@ def quantize_layers(
     quantizer: Calibrated,
     seen: Mapping[str, Seen],
 ) -> None:
-    """Quantize layers below `parent` by what they saw, and put them in place."""
+    """Quantize layers below `parent` by what they saw, and put them in place.
+
+    Layers of one scheme that read the same input are quantized as one weight, since their work is
+    the same: GPTQ's factorization, and its loop over columns.
+    """
+    alike: dict[tuple[str, object], list[str]] = {}
     for name, scheme in schemes.items():
-        layer = linear_at(parent, name)
+        shared = id(seen[name]) if parse_scheme(scheme)[0].rowwise else name
+        alike.setdefault((scheme, shared), []).append(name)
+    for (scheme, _), names in alike.items():
         fmt, activation = parse_scheme(scheme)
-        packed = quantizer.quantize(layer.weight.detach(), fmt, seen[name])
-        parent.set_submodule(name, QuantLinear(packed, layer.bias, activation))
+        layers = [linear_at(parent, name) for name in names]
+        weights = [layer.weight.detach() for layer in layers]
+        whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+        packed, start = quantizer.quantize(whole, fmt, seen[names[0]]), 0
+        for name, layer in zip(names, layers, strict=True):
+            part = packed
+            if len(names) > 1:  # copies, so that a checkpoint finds no tensors that share memory
+                rows = packed.rows(slice(start, start := start + layer.out_features))
+                tensors = {key: t.clone() for key, t in rows.tensors().items()}
+                part = Packed.from_tensors(fmt, rows.shape, tensors)
+            parent.set_submodule(name, QuantLinear(part, layer.bias, activation))
 
 
 @dataclass(frozen=True)
