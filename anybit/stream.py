@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,31 +107,7 @@ def quantize_checkpoint(
     if source.resolve().is_relative_to(out.resolve()):
         raise ValueError(f"{out} would replace its own source {source}; choose another directory")
     work = plan_work(source, spec, shard_bytes)
-    partial = out.with_name(out.name + ".partial")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    begin(partial, work.manifest, overwrite)
-    todo = [path for path in work.shards if not (partial / path).exists()]
-    resumed = len(work.shards) - len(todo)
-    try:
-        check_space(partial, work.needed(todo))
-        with progress("quantizing", work.source_bytes, show_progress) as step:
-            for path, names in work.shards.items():
-                if path in todo:
-                    write_shard(partial / path, names, work, step)
-                else:
-                    step(sum(work.stored[n].nbytes for n in names), f"{path} is done")
-        after = finish(partial, source, work)
-        move_directory(partial, out)
-        (out / MANIFEST).unlink()
-    except BaseException as error:
-        todo = [path for path in work.shards if not (partial / path).exists()]
-        if len(todo) == len(work.shards):
-            shutil.rmtree(partial, ignore_errors=True)
-        if is_disk_full(error):
-            kept = f"; finished shards are kept in {partial}" if partial.exists() else ""
-            advice = f"{kept}; free some and run it again, or write to another disk"
-            raise disk_full(out.parent, work.needed(todo), advice) from error
-        raise
+    after, resumed = run(work, source, out, overwrite, show_progress)
     return Report(
         out=out,
         schemes={name.removesuffix(".weight"): s for name, s in work.schemes.items()},
@@ -167,6 +143,15 @@ class Work:
     def source_bytes(self) -> int:
         return sum(stored.nbytes for stored in self.stored.values())
 
+    @property
+    def new_config(self) -> dict[str, Any]:
+        """The config.json of the output."""
+        return {**self.config, "quantization_config": quantization_config(self.formats)}
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of the source that `write(name)` reads."""
+        return self.stored[name].nbytes
+
     def outputs(self, names: list[str]) -> dict[str, int]:
         """Names and bytes of the tensors that tensors of the source become."""
         each = (outputs(name, self.stored[name], self.schemes.get(name)) for name in names)
@@ -175,6 +160,18 @@ class Work:
     def needed(self, shards: list[str]) -> int:
         """Bytes of output files."""
         return sum(size for path in shards for size in self.outputs(self.shards[path]).values())
+
+    def write(self, name: str, shard: ShardWriter) -> None:
+        """Quantize or copy one tensor of the source."""
+        stored, scheme = self.stored[name], self.schemes.get(name)
+        if scheme is None:
+            shard.copy(name, stored)
+            return
+        weight = stored.read()
+        check_finite(weight, name)
+        packed = RTN().quantize(weight, parse_scheme(scheme)[0])
+        for key, tensor in packed.tensors().items():
+            shard.add(f"{name.removesuffix('weight')}{key}", tensor)
 
 
 def plan_work(source: Path, spec: Spec | Plan, shard_bytes: int) -> Work:
@@ -273,6 +270,49 @@ def fingerprint(source: Path, stored: Mapping[str, Stored]) -> dict[str, list[in
 # Doing it.
 
 
+def run(
+    work: Work,
+    source: Path,
+    out: Path,
+    overwrite: bool,
+    show_progress: bool | None,
+    title: str = "quantizing",
+) -> tuple[int, int]:
+    """Write all shards that are not there yet, then `out`.
+
+    Returns the bytes of all tensors written, and how many shards an earlier run had finished.
+    """
+    partial = out.with_name(out.name + ".partial")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    begin(partial, work.manifest, overwrite)
+    todo = [path for path in work.shards if not (partial / path).exists()]
+    resumed = len(work.shards) - len(todo)
+    try:
+        check_space(partial, work.needed(todo))
+        with progress(title, work.source_bytes, show_progress) as step:
+            for path, names in work.shards.items():
+                if path not in todo:
+                    step(sum(map(work.nbytes, names)), f"{path} is done")
+                    continue
+                with ShardWriter(partial / path, work.outputs(names)) as shard:
+                    for name in names:
+                        work.write(name, shard)
+                        step(work.nbytes(name), name)
+        after = finish(partial, source, work)
+        move_directory(partial, out)
+        (out / MANIFEST).unlink()
+    except BaseException as error:
+        todo = [path for path in work.shards if not (partial / path).exists()]
+        if len(todo) == len(work.shards):
+            shutil.rmtree(partial, ignore_errors=True)
+        if is_disk_full(error):
+            kept = f"; finished shards are kept in {partial}" if partial.exists() else ""
+            advice = f"{kept}; free some and run it again, or write to another disk"
+            raise disk_full(out.parent, work.needed(todo), advice) from error
+        raise
+    return after, resumed
+
+
 def begin(partial: Path, manifest: Mapping[str, Any], overwrite: bool) -> None:
     """Make the work directory, or take it up again when it was made by the same manifest."""
     path = partial / MANIFEST
@@ -305,22 +345,6 @@ def difference(key: str, old: Any, new: Any) -> str:
     return f"{key} was {old}, now {new}"
 
 
-def write_shard(path: Path, names: list[str], work: Work, step: Callable[..., None]) -> None:
-    """Quantize or copy the tensors of one output file."""
-    with ShardWriter(path, work.outputs(names)) as shard:
-        for name in names:
-            stored, scheme = work.stored[name], work.schemes.get(name)
-            if scheme is None:
-                shard.copy(name, stored)
-            else:
-                weight = stored.read()
-                check_finite(weight, name)
-                packed = RTN().quantize(weight, parse_scheme(scheme)[0])
-                for key, tensor in packed.tensors().items():
-                    shard.add(f"{name.removesuffix('weight')}{key}", tensor)
-            step(stored.nbytes, name)
-
-
 def finish(partial: Path, source: Path, work: Work) -> int:
     """Write index, config.json and all other files; returns the bytes of all tensors."""
     tensors = {n: t for path in work.shards for n, t in read_header(partial / path).items()}
@@ -328,7 +352,6 @@ def finish(partial: Path, source: Path, work: Work) -> int:
     if len(work.shards) > 1:
         where = {name: tensor.file.name for name, tensor in sorted(tensors.items())}
         write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    config = {**work.config, "quantization_config": quantization_config(work.formats)}
-    write_json(partial / "config.json", config)
+    write_json(partial / "config.json", work.new_config)
     copy_others(source, partial)
     return total
