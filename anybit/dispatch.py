@@ -54,6 +54,8 @@ def refusals(
     fmt: Format, activation: str | None, shape: tuple[int, int], device: torch.device
 ) -> dict[str, str | None]:
     """Every backend's answer: None, or why it refuses."""
+    if fmt.order:
+        raise ValueError(f"{fmt.spec}: kernels take Packed.stored() and x in the stored order")
     out: dict[str, str | None] = {}
     for name, (_, devices) in BACKENDS.items():
         if devices and device.type not in devices:

@@ -17,13 +17,15 @@ from anybit import bits as planes_of
 
 Grid = dict[str, Tensor]
 HALF_NORMAL = (2.0**-14, 65504.0)  # the normal range of fp16
+COLUMNS = -1
 
 
 @dataclass(frozen=True)
 class Entry:
     """The shape of one grid tensor: one value per `group` columns of a row, or a shared table.
 
-    group: columns that share a value; 0 means the whole row. A table has a fixed shape instead.
+    group: columns that share a value; 0 means the whole row.
+    table: a fixed shape instead, in which COLUMNS stands for the weight's K.
     dtype: the dtype that is stored; "float" stands for fp16 (bf16 and fp32 are accepted too), and
         "level" for uint8 (or a float, as some tools' zero points are).
     """
@@ -35,7 +37,7 @@ class Entry:
     def shape(self, n: int, k: int) -> tuple[int, ...]:
         """The tensor's shape for a weight of shape (n, k)."""
         if self.table is not None:
-            return self.table
+            return tuple(k if size == COLUMNS else size for size in self.table)
         return (n, k // self.group if self.group else 1)
 
     def accepts(self, dtype: torch.dtype) -> bool:
@@ -66,6 +68,9 @@ class Format:
     width:  weights that one code position stands for (2 for a sparse pair, v for a vector).
     books:  codes stored for each position (m for additive codebooks).
     group:  columns of a row that share one scale; 0 means the whole row.
+    order:  columns are stored in an order of their own, `grid["order"]` (K,): stored column i is
+            column order[i] of the weight. So columns of a group may lie apart (GPTQ's act-order).
+            Backends never see it: `QuantLinear` puts the activations in that order instead.
     codes:  (N, K / width * books) unsigned integers; those of one position lie side by side.
     grid:   the named real tensors that codes refer to; each described by `entries`.
 
@@ -78,6 +83,7 @@ class Format:
     width = 1
     books = 1
     group = 0
+    order = False
     rowwise = True  # rows are fitted and encoded independently of each other
     operand = "activation"  # dtype of `values` in a matrix unit, or "int8"
     triton_decode: ClassVar[Any] = None  # (code, grid, P) -> values; see kernels/triton/lang.py
@@ -87,7 +93,8 @@ class Format:
 
     def entries(self) -> dict[str, Entry]:
         """The grid's tensors, by name. Always holds "scale"."""
-        return {"scale": Entry(group=self.group)}
+        order = {"order": Entry(torch.int32, table=(COLUMNS,))} if self.order else {}
+        return {"scale": Entry(group=self.group)} | order
 
     def fit(self, w: Tensor) -> Grid:
         """Weights (N, K) fp32 -> the grid. Rounds nothing but the grid's own numbers."""
@@ -98,7 +105,7 @@ class Format:
         raise NotImplementedError(f"{type(self).__name__}.encode")
 
     def values(self, codes: Tensor, grid: Grid) -> Tensor:
-        """Codes -> (N, K) fp32 in units of the scale: THE definition of the format."""
+        """Codes -> (N, K) fp32 in units of the scale, in the stored order: THE definition."""
         raise NotImplementedError(f"{type(self).__name__}.values")
 
     # What follows from it.
@@ -106,7 +113,8 @@ class Format:
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
         """Codes -> weights (N, K) fp32."""
         values = self.values(codes, grid)
-        return ungroup(grouped(values, grid["scale"]) * grid["scale"].float()[..., None])
+        w = ungroup(grouped(values, grid["scale"]) * grid["scale"].float()[..., None])
+        return w[:, torch.argsort(grid["order"])] if self.order else w
 
     def at(self, grid: Grid, columns: slice) -> Grid:
         """The grid for a range of columns, whose bounds must lie on group borders."""
@@ -229,6 +237,14 @@ class Packed:
         """Decoded weights (N, K) fp32."""
         return self.format.decode(self.codes(), self.grid)
 
+    def stored(self) -> "Packed":
+        """The weight with its columns in the stored order; itself when they have no other."""
+        if not self.format.order:
+            return self
+        fmt = dataclasses.replace(self.format, order=False)  # type: ignore[call-arg]
+        grid = {name: tensor for name, tensor in self.grid.items() if name != "order"}
+        return Packed(fmt, self.shape, self.planes, grid)
+
     def to(self, device: torch.device | str) -> "Packed":
         return self._map(lambda t: t.to(device))
 
@@ -242,6 +258,11 @@ class Packed:
 
     def columns(self, columns: slice) -> "Packed":
         """The part for a range of inputs, on borders of the groups and of 32 codes."""
+        if self.format.order:
+            raise ValueError(
+                f"a weight in format {self.format.spec!r} cannot be cut along K: the columns of a "
+                "group lie apart; cut it along N, or use its dequantized weight"
+            )
         start, stop, _ = columns.indices(self.shape[1])
         first, last = self.format.code_count(start), self.format.code_count(stop)
         whole = self.format.code_count(self.shape[1])

@@ -22,6 +22,7 @@ class QuantLinear(nn.Module):
     """
 
     bias: Tensor | None
+    order: Tensor  # where the format has one
 
     def __init__(self, packed: Packed, bias: Tensor | None = None, activation: str | None = None):
         super().__init__()
@@ -32,7 +33,7 @@ class QuantLinear(nn.Module):
         for name, tensor in packed.tensors().items():
             self.register_buffer(name, tensor)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self.backend = ""
+        self.backend, self.kernel_scheme = "", self.scheme
         self.prepared: list[Tensor] = []
         if packed.planes[0].device.type != "meta":
             self.prepare()
@@ -67,9 +68,10 @@ class QuantLinear(nn.Module):
 
         Done when the layer is built, loaded or moved; call it after writing to the buffers.
         """
-        packed = self.packed
+        packed = self.packed.stored()
         device = packed.planes[0].device
-        self.backend = choose(self.format, self.activation, packed.shape, device)
+        self.kernel_scheme = scheme_name(packed.format, self.activation)
+        self.backend = choose(packed.format, self.activation, packed.shape, device)
         self.prepared = get_backend(self.backend).prepare(packed, self.activation)
         return self
 
@@ -81,7 +83,11 @@ class QuantLinear(nn.Module):
             )
         if not self.prepared:
             self.prepare()
-        return ops.linear(x, self.prepared, self.bias, self.scheme, self.out_features, self.backend)
+        if self.format.order:
+            x = x.index_select(-1, self.order)
+        return ops.linear(
+            x, self.prepared, self.bias, self.kernel_scheme, self.out_features, self.backend
+        )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The decoded weight (N, K)."""

@@ -4,6 +4,7 @@ GemLite's linear dequantization, W = (q - zero) * scale. Without `zero` the leve
 about zero; int1 means {-1, +1}.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +34,13 @@ class Integer(Format):
 
     group: columns that share a scale (and zero point); 0 means the whole row.
     zero: store a zero point per group, so that the levels cover [min, max] instead of +-max.
+    order: columns are stored sorted by their group; only for weights that another tool made so.
     """
 
     bits: int = 4
     group: int = 0
     zero: bool = False
+    order: bool = False
 
     def entries(self) -> dict[str, Entry]:
         zero = {"zero": Entry("level", self.group)} if self.zero else {}
@@ -48,6 +51,9 @@ class Integer(Format):
         return "activation" if self.zero else "int8"
 
     def fit(self, w: Tensor) -> Grid:
+        if self.order:
+            plain = dataclasses.replace(self, order=False).spec
+            raise ValueError(f"{self.spec} only holds weights of other tools; quantize to {plain}")
         rows = groups_of(w, self.group)
         if self.zero:
             low, high = rows.aminmax(dim=-1)
@@ -61,6 +67,8 @@ class Integer(Format):
         return {"scale": store_scale(torch.maximum(high, -low) / (2 ** (self.bits - 1) - 1))}
 
     def encode(self, w: Tensor, grid: Grid) -> Tensor:
+        if self.order:
+            w = w.index_select(1, grid["order"])
         if self.bits == 1 and not self.zero:
             return (w >= 0).to(torch.uint8)
         q = grouped(w, grid["scale"]) * (1 / grid["scale"].float()[..., None])
