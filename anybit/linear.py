@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from anybit import ops
 from anybit.dispatch import choose, get_backend, parse_scheme, scheme_name
 from anybit.format import Format, Packed, get_format, tensor_shapes
+from anybit.ops import Tokens
 from anybit.quantizers.rtn import RTN
 
 
@@ -18,22 +19,34 @@ class QuantLinear(nn.Module):
     The buffers are the canonical tensors of `Packed` (codes4, codes2, ..., scale, ...), which is
     what `state_dict` and checkpoints hold; a backend's own layout is made from them by `prepare`.
     Moving the module to another device moves them; casts (`.half()`, `.to(dtype)`) do not touch
-    them, since they are not numbers of the model's dtype.
+    them, since they are not numbers of the model's dtype. A layer that will only multiply can do
+    without them where the backend has a layout of its own: see `release`.
+
+    dtype: of the activations, where it is known beforehand. A GPU's kernels multiply 16-bit ones,
+    so that a layer for float32 gets the reference.
     """
 
     bias: Tensor | None
     order: Tensor  # where the format has one
 
-    def __init__(self, packed: Packed, bias: Tensor | None = None, activation: str | None = None):
+    def __init__(
+        self,
+        packed: Packed,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         self.out_features, self.in_features = packed.shape
         self.format = packed.format
         self.activation = activation
+        self.dtype = dtype
         self.scheme = scheme_name(packed.format, activation)
         for name, tensor in packed.tensors().items():
             self.register_buffer(name, tensor)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.backend, self.kernel_scheme = "", self.scheme
+        self.released = False  # whether the canonical tensors are gone
         self.prepared: list[Tensor] = []
         if packed.planes[0].device.type != "meta":
             self.prepare()
@@ -61,6 +74,12 @@ class QuantLinear(nn.Module):
     def packed(self) -> Packed:
         shape = (self.out_features, self.in_features)
         names = tensor_shapes(self.format, shape)
+        if self.released:
+            raise RuntimeError(
+                f"{self}: release() has dropped the canonical tensors, and only the "
+                f"{self.backend} backend's layout is left; load the checkpoint again to save, move "
+                "or decode it"
+            )
         return Packed.from_tensors(self.format, shape, {n: getattr(self, n) for n in names})
 
     def prepare(self) -> "QuantLinear":
@@ -71,11 +90,29 @@ class QuantLinear(nn.Module):
         packed = self.packed.stored()
         device = packed.planes[0].device
         self.kernel_scheme = scheme_name(packed.format, self.activation)
-        self.backend = choose(packed.format, self.activation, packed.shape, device)
-        self.prepared = get_backend(self.backend).prepare(packed, self.activation)
+        self.backend = choose(packed.format, self.activation, packed.shape, device, self.dtype)
+        self.prepared = get_backend(self.backend).prepare(packed, self.activation, self.dtype)
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
+    def release(self) -> "QuantLinear":
+        """Drop the canonical tensors where the backend's layout does without them.
+
+        For inference: it halves the layer's memory on a GPU. Saving, moving or decoding the layer
+        raises RuntimeError from then on.
+        """
+        needed = get_backend(self.backend).release(self.prepared) if self.backend else None
+        if needed is not None and not self.released:
+            self.prepared, self.released = needed, True
+            for name in tensor_shapes(self.format, (self.out_features, self.in_features)):
+                if name != "order":
+                    del self._buffers[name]
+        return self
+
+    def forward(self, x: Tensor | Tokens) -> Tensor:
+        if isinstance(x, Tokens):
+            codes = x.codes.index_select(-1, self.order) if self.format.order else x.codes
+            args = (self.bias, self.kernel_scheme, self.out_features, self.backend)
+            return ops.linear(codes, self.prepared, *args, x.scale, x.sums, x.dtype)
         if x.shape[-1] != self.in_features:
             raise ValueError(
                 f"x has {x.shape[-1]} columns, the layer {self.in_features} inputs (K); "
@@ -100,6 +137,11 @@ class QuantLinear(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if self.released:
+            device = self.prepared[0].device
+            if fn(torch.empty(0, device=device)).device != device:
+                _ = self.packed  # raises
+            return super()._apply(fn, recurse)
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, old in before.items():  # undo casts, keep moves
@@ -112,7 +154,12 @@ class QuantLinear(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.prepared = []
+        if not self.released:
+            self.prepared = []
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        _ = self.packed  # raises when there is nothing to save
+        super()._save_to_state_dict(*args, **kwargs)
 
 
 def quantize_tensor(w: Tensor, spec: str | Format, quantizer: RTN | None = None) -> Packed:

@@ -1,5 +1,7 @@
 """The operator behind every quantized layer: traceable, compilable, capturable."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -7,21 +9,51 @@ from anybit.dispatch import get_backend, parse_scheme
 
 _library = torch.library.Library("anybit", "DEF")
 _library.define(
-    "linear(Tensor x, Tensor[] prepared, Tensor? bias, str scheme, int n, str backend) -> Tensor"
+    "linear(Tensor x, Tensor[] prepared, Tensor? bias, str scheme, int n, str backend, "
+    "Tensor? scale=None, Tensor? sums=None, ScalarType? dtype=None) -> Tensor"
 )
 
 
+class Tokens(NamedTuple):
+    """Activations that are quantized already, which `QuantLinear` takes in the place of x.
+
+    codes (..., K): int8 or float8_e4m3fn. scale (...,) fp32: of each token. sums (...,) int32: of a
+    token's int8 codes; empty for fp8. dtype: what y comes in.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    sums: Tensor
+    dtype: torch.dtype
+
+
 def _linear(
-    x: Tensor, prepared: list[Tensor], bias: Tensor | None, scheme: str, n: int, backend: str
+    x: Tensor,
+    prepared: list[Tensor],
+    bias: Tensor | None,
+    scheme: str,
+    n: int,
+    backend: str,
+    scale: Tensor | None = None,
+    sums: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     fmt, activation = parse_scheme(scheme)
-    return get_backend(backend).linear(x, prepared, bias, fmt, n, activation)
+    return get_backend(backend).linear(x, prepared, bias, fmt, n, activation, scale, sums, dtype)
 
 
 def _linear_fake(
-    x: Tensor, prepared: list[Tensor], bias: Tensor | None, scheme: str, n: int, backend: str
+    x: Tensor,
+    prepared: list[Tensor],
+    bias: Tensor | None,
+    scheme: str,
+    n: int,
+    backend: str,
+    scale: Tensor | None = None,
+    sums: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], n))
+    return x.new_empty((*x.shape[:-1], n), dtype=dtype or x.dtype)
 
 
 _library.impl("linear", _linear, "CompositeExplicitAutograd")

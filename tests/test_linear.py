@@ -149,3 +149,42 @@ def test_damaged_tensors_are_named():
     without_scale = {k: v for k, v in packed.tensors().items() if k != "scale"}
     with pytest.raises(ValueError, match="layer: tensor 'scale' of format 'fp6' is missing"):
         anybit.Packed.from_tensors(packed.format, (8, 64), without_scale, "layer")
+
+
+@pytest.mark.parametrize("spec", ["liquid", "fp6"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tokens_quantized_before_give_the_same(spec, dtype):
+    q, x = layer(spec, "int8"), tokens(6, dtype).view(2, 3, K)
+    codes, scale = reference.quantize_tokens(x, "int8")
+    given = anybit.ops.Tokens(codes, scale[..., 0], codes.int().sum(-1).int(), dtype)
+    assert torch.equal(q(given), q(x))
+
+
+@pytest.mark.parametrize("spec", ["liquid", "int4:group=32"])
+def test_a_released_layer_multiplies_and_says_what_it_cannot(spec, monkeypatch):
+    q, x = layer(spec, bias=False), tokens(3, torch.bfloat16)
+    if q.backend == "reference":  # stands for a backend with a layout of its own
+        monkeypatch.setattr(reference, "release", lambda prepared: list(prepared))
+    want, names = q(x), set(q.state_dict())
+    model = nn.Sequential(q.release(), nn.Linear(N, N))
+    assert not {n for n in names if n.startswith("codes")} & set(q._buffers)
+    assert torch.equal(model.half()[0](x), want)  # nothing to cast, nothing moved
+    for use in (model.state_dict, lambda: model.to("meta"), q.dequantize, q.prepare):
+        with pytest.raises(RuntimeError, match=r"release\(\) has dropped .* load"):
+            use()
+
+
+def test_layers_of_the_reference_keep_what_they_multiply():
+    q = layer("fp6")
+    assert q.backend == "reference"
+    assert not q.release().released
+    assert q.state_dict()
+
+
+def test_float32_activations_keep_a_gpu_layer_on_the_reference():
+    cuda = torch.device("cuda")
+    answers = dispatch.refusals(anybit.get_format("int4"), None, (N, K), cuda, torch.float32)
+    assert "not torch.float32" in answers["triton"]
+    assert "not torch.float32" in answers["hopper"]
+    chosen = dispatch.choose(anybit.get_format("int4"), None, (N, K), cuda, torch.float32)
+    assert chosen == "reference"

@@ -32,9 +32,15 @@ def refuse(
     return None
 
 
-def prepare(packed: Packed, activation: str | None) -> list[Tensor]:
+def prepare(
+    packed: Packed, activation: str | None, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """[int8 weight (N, K), row scale (N,) fp32]."""
     return [packed.values().to(torch.int8), packed.grid["scale"].float().flatten()]
+
+
+def release(prepared: list[Tensor]) -> list[Tensor] | None:
+    return prepared
 
 
 def linear(
@@ -44,11 +50,17 @@ def linear(
     fmt: Format,
     n: int,
     activation: str | None,
+    scale: Tensor | None = None,
+    sums: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    weight, scale = prepared
+    weight, row_scale = prepared
     rows = x.reshape(-1, x.shape[-1])
     if activation == "int8":
-        codes, token_scale = quantize_tokens(rows, "int8")
+        if scale is None:
+            codes, token_scale = quantize_tokens(rows, "int8")
+        else:
+            codes, token_scale = rows, scale.reshape(-1, 1)
         y = torch._int_mm(codes, weight.T).float() * token_scale
     elif x.dtype != torch.bfloat16:  # unit scales would overflow fp16; fp32 deserves fp32
         y = rows.float() @ weight.float().T
@@ -56,10 +68,10 @@ def linear(
         y = torch._weight_int8pack_mm(rows, weight, rows.new_ones(n)).float()
     else:
         y = (rows @ weight.bfloat16().T).float()
-    y *= scale
+    y *= row_scale
     if bias is not None:
         y += bias.float()
-    return y.to(x.dtype).view(*x.shape[:-1], n)
+    return y.to(x.dtype if scale is None else dtype).view(*x.shape[:-1], n)
 
 
 @cache

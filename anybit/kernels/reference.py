@@ -18,9 +18,15 @@ def refuse(
     return None
 
 
-def prepare(packed: Packed, activation: str | None) -> list[Tensor]:
+def prepare(
+    packed: Packed, activation: str | None, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """Canonical planes and grid, as they are."""
     return list(packed.tensors().values())
+
+
+def release(prepared: list[Tensor]) -> list[Tensor] | None:
+    return None
 
 
 def linear(
@@ -30,14 +36,19 @@ def linear(
     fmt: Format,
     n: int,
     activation: str | None,
+    scale: Tensor | None = None,
+    sums: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x (..., K) -> (..., n) in x's dtype."""
+    """x (..., K) -> (..., n) in x's dtype; with a scale, of codes and in `dtype`."""
     shape = (n, x.shape[-1])
     packed = Packed.from_tensors(
         fmt, shape, dict(zip(tensor_shapes(fmt, shape), prepared, strict=True))
     )
-    y = quantized_activation(x, activation) @ operand_weight(packed, x.dtype).T
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    dtype = x.dtype if scale is None else dtype or torch.float32
+    tokens = quantized_activation(x, activation) if scale is None else x.float() * scale[..., None]
+    y = tokens @ operand_weight(packed, dtype).T
+    return (y if bias is None else y + bias.float()).to(dtype)
 
 
 def operand_weight(packed: Packed, dtype: torch.dtype) -> Tensor:

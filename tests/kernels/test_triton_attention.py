@@ -113,10 +113,10 @@ def test_attend(
         splits,
     )  # fmt: skip
     # Rounding Q (by the static scale) and P to the dtype, each once; the rest is fp32.
-    eps = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}[dtype]
+    eps = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-7}[dtype]
     bound = 3 * float(wide.v.float().abs().max()) * (0.03 if kind != "model" else 1)
     assert (got.float() - want).abs().max() <= eps * bound
-    assert want.abs().max() > 10 * eps * bound
+    assert want.abs().max() > 3 * eps * bound
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -244,7 +244,8 @@ def test_compiles_for_gpus(name: str, kind: str, more: dict, warps: int, arch: i
     pointers = POINTERS | {"default": "*bf16", "k_cache": cache, "v_cache": cache, "out": out}
     pointers["parts"] = "*fp32"
     arguments = getattr(kernels, name).arg_names
-    constants = {k: v for k, v in (SIZES | {"KIND": kind} | more).items() if k in arguments}
+    sizes = SIZES | {"KIND": kind, "PDL": arch >= 90}
+    constants = {k: v for k, v in (sizes | more).items() if k in arguments}
     if kind == "model":
         constants |= {k: None for k in ("k_scale", "v_scale") if k in arguments}
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

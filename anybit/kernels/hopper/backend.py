@@ -64,16 +64,25 @@ def refuse(
     return None
 
 
-def prepare(packed: Packed, activation: str | None) -> list[Tensor]:
+def prepare(
+    packed: Packed, activation: str | None, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """[blobs, row scale, row zero], then the canonical tensors (not copied).
 
     The dtype of the blobs names the operand that they decode to.
     """
-    dtype = torch.get_default_dtype() if torch.get_default_dtype() in HALVES else torch.bfloat16
+    dtype = dtype or torch.get_default_dtype()
+    dtype = dtype if dtype in HALVES else torch.bfloat16
     return [*layout(packed, operand_of(activation, dtype)), *packed.tensors().values()]
 
 
-def prepare_experts(experts: Sequence[Packed], activation: str | None) -> list[Tensor]:
+def release(prepared: list[Tensor]) -> list[Tensor] | None:
+    return prepared[:3]
+
+
+def prepare_experts(
+    experts: Sequence[Packed], activation: str | None, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """[blobs, row scale, row zero] of all experts' weights, one behind the other.
 
     Raises ValueError when their formats or shapes differ, or are more than the kernels take.
@@ -83,7 +92,7 @@ def prepare_experts(experts: Sequence[Packed], activation: str | None) -> list[T
     kinds = {(e.format, e.shape) for e in experts}
     if len(kinds) != 1:
         raise ValueError(f"experts must have one format and shape, not {len(kinds)}")
-    parts = [prepare(e, activation)[:3] for e in experts]
+    parts = [prepare(e, activation, dtype)[:3] for e in experts]
     # torch cannot join fp8 tensors; their bytes are the same.
     blobs = torch.cat([p[0].view(torch.uint8) for p in parts]).view(parts[0][0].dtype)
     return [blobs, *(torch.cat([p[i] for p in parts]) for i in (1, 2))]
@@ -112,23 +121,29 @@ def linear(
     fmt: Format,
     n: int,
     activation: str | None,
+    scale: Tensor | None = None,
+    sums: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x (..., K) in fp16 or bf16 -> (..., n)."""
-    if x.dtype not in HALVES:
+    """x (..., K) in fp16 or bf16 -> (..., n); with a scale, of codes and in `dtype`."""
+    dtype = x.dtype if scale is None else dtype
+    if dtype not in HALVES:
         raise TypeError(
-            f"x is {x.dtype}; the hopper backend multiplies float16 and bfloat16: call .half() or "
+            f"x is {dtype}; the hopper backend multiplies float16 and bfloat16: call .half() or "
             ".bfloat16() on the model"
         )
     k = x.shape[-1]
     rows = x.reshape(-1, k)
-    if activation is None:
+    if scale is not None:
+        y = multiply(rows, scale, sums, prepared, bias, fmt, n, dtype)
+    elif activation is None:
         if prepared[0].dtype != rows.dtype:
             prepared = other_layout(prepared, fmt, (n, k), rows.dtype)
         if not rows.is_contiguous() or rows.data_ptr() % 16:
             rows = rows.clone(memory_format=torch.contiguous_format)
         y = multiply(rows, None, None, prepared, bias, fmt, n, x.dtype)
     else:
-        from anybit.kernels.triton.activation import _launch as quantize
+        from anybit.kernels.triton.activation import quantize
 
         codes, scale, sums = quantize(rows, activation, sums=activation == "int8")
         y = multiply(codes, scale, sums, prepared, bias, fmt, n, x.dtype)
@@ -242,6 +257,11 @@ def other_layout(
 ) -> list[Tensor]:
     """The layout for an activation dtype that `prepare` did not foresee; made once."""
     blobs = prepared[0]
+    if len(prepared) == 3:
+        raise TypeError(
+            f"x is {dtype}, and the weights are laid out for {blobs.dtype} alone, since their "
+            f"canonical tensors were released: make the layer with dtype={dtype}"
+        )
     if blobs not in _others:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(

@@ -1,8 +1,11 @@
-"""Per-token quantization of activations, alone and fused with what comes before it.
+"""What happens to tokens between two products: residual, RMSNorm, SiLU * up, quantization; fused.
 
 One program holds a whole token in registers, so each function reads its input once and writes its
-output once. The arithmetic is `kernels/reference.quantize_tokens`.
+output once. The arithmetic is `kernels/reference.quantize_tokens`, and every intermediate result is
+rounded to the activations' dtype as it is in separate operations.
 """
+
+from functools import cache
 
 import torch
 import triton
@@ -11,6 +14,7 @@ from torch import Tensor
 
 LARGEST = {"int8": 127, "fp8": 448}
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+COLUMNS = 1024  # of a program that multiplies SiLU(gate) and up without quantizing
 
 
 @triton.jit
@@ -29,28 +33,65 @@ def _quantize(v, LARGEST: tl.constexpr, CODE: tl.constexpr):
 
 
 @triton.jit
-def quantize(
-    x, gate, weight, codes, scales, sums, K, X_STRIDE, GATE_STRIDE, EPS,
+def after_previous(PDL: tl.constexpr):
+    """Let the next kernel start to launch, and wait for what the previous one has written."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _silu(gate, up, dtype):
+    g = gate.to(tl.float32)
+    g = (g * tl.sigmoid(g)).to(dtype).to(tl.float32)
+    return (g * up.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _token(
+    x, other, weight, out, scales, sums, residual, K, X_STRIDE, OTHER_STRIDE, EPS,
     LARGEST: tl.constexpr, FUSE: tl.constexpr, HAS_SUMS: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token: x, RMSNorm(x) * weight ("norm") or SiLU(gate) * x ("silu") -> codes, scale, sum."""
+    """A token: x, RMSNorm(x + other) * weight ("norm") or SiLU(other) * x ("silu").
+
+    LARGEST > 0: quantized to codes, scale and sum; 0: stored as it is. residual: gets x + other.
+    """
+    after_previous(PDL)
     m = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, WIDE)
     v = tl.load(x + m * X_STRIDE + k, mask=k < K, other=0)
     dtype = v.dtype
+    if FUSE == "silu":
+        v = _silu(tl.load(other + m * OTHER_STRIDE + k, mask=k < K, other=0), v, dtype)
     v = v.to(tl.float32)
     if FUSE == "norm":
+        if other is not None:
+            d = tl.load(other + m * OTHER_STRIDE + k, mask=k < K, other=0)
+            v = (v + d.to(tl.float32)).to(dtype)
+            tl.store(residual + m * K + k, v, mask=k < K)
+            v = v.to(tl.float32)
         v = (v * tl.rsqrt(tl.sum(v * v, axis=0) / K + EPS)).to(dtype).to(tl.float32)
         v = (v * tl.load(weight + k, mask=k < K, other=0).to(tl.float32)).to(dtype).to(tl.float32)
-    elif FUSE == "silu":
-        g = tl.load(gate + m * GATE_STRIDE + k, mask=k < K, other=0).to(tl.float32)
-        g = (g * tl.sigmoid(g)).to(dtype).to(tl.float32)
-        v = (g * v).to(dtype).to(tl.float32)
-    q, scale = _quantize(v, LARGEST, codes.dtype.element_ty)
-    tl.store(codes + m * K + k, q, mask=k < K)
-    tl.store(scales + m, scale)
-    if HAS_SUMS:
-        tl.store(sums + m, tl.sum(q.to(tl.int32), axis=0))
+    if LARGEST == 0:
+        tl.store(out + m * K + k, v.to(dtype), mask=k < K)
+    else:
+        q, scale = _quantize(v, LARGEST, out.dtype.element_ty)
+        tl.store(out + m * K + k, q, mask=k < K)
+        tl.store(scales + m, scale)
+        if HAS_SUMS:
+            tl.store(sums + m, tl.sum(q.to(tl.int32), axis=0))
+
+
+@triton.jit
+def _silu_mul(gate, up, out, K, GATE_STRIDE, UP_STRIDE, WIDE: tl.constexpr, PDL: tl.constexpr):
+    """SiLU(gate) * up for WIDE columns of a token."""
+    after_previous(PDL)
+    m = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    g = tl.load(gate + m * GATE_STRIDE + k, mask=k < K, other=0)
+    u = tl.load(up + m * UP_STRIDE + k, mask=k < K, other=0)
+    tl.store(out + m * K + k, _silu(g, u, g.dtype), mask=k < K)
 
 
 def quantize_tokens(
@@ -60,40 +101,90 @@ def quantize_tokens(
 
     dtype: what holds the codes: int8, float8_e4m3fn, or x's own dtype, in which they are exact.
     """
-    return _launch(x, activation, dtype)[:2]
+    return quantize(x, activation, dtype)[:2]
 
 
 def norm_quantize(
     x: Tensor, weight: Tensor, eps: float, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """RMSNorm(x) * weight of x (M, K) -> codes (M, K), scale (M,) fp32, sums of int8 codes (M,)."""
-    return _launch(x, activation, weight=weight, eps=eps, sums=activation == "int8")
+    return quantize(x, activation, norm=(None, weight, eps), sums=activation == "int8")[:3]
 
 
 def silu_quantize(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     """SiLU(gate) * up, both (M, K) -> codes (M, K), scale (M,) fp32, sums of int8 codes (M,)."""
-    return _launch(up, activation, gate=gate, sums=activation == "int8")
+    return quantize(up, activation, gate=gate, sums=activation == "int8")[:3]
 
 
-def _launch(
+def quantize(
     x: Tensor,
     activation: str,
     dtype: torch.dtype | None = None,
     gate: Tensor | None = None,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
+    norm: tuple[Tensor | None, Tensor, float] | None = None,
     sums: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x (M, K), or what comes of it -> codes (M, K), scale (M,) fp32, sums (M,) int32, residual.
+
+    gate (M, K): SiLU(gate) * x. norm: (delta, weight (K,), epsilon) for RMSNorm(x + delta) *
+    weight; the residual is x + delta, or x where delta is None. sums: whether to add up the codes.
+    dtype: as in `quantize_tokens`.
+    """
     m, k = x.shape
-    codes = torch.empty(m, k, dtype=dtype or CODES[activation], device=x.device)
+    out = torch.empty(m, k, dtype=dtype or CODES[activation], device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
     total = torch.empty(m if sums else 0, dtype=torch.int32, device=x.device)
+    residual = _launch(x, out, LARGEST[activation], gate, norm, scale, total)
+    return out, scale, total, residual
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm(x + delta) * weight and x + delta, all (M, K); without a delta, of x."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return out, _launch(x, out, norm=(delta, weight, eps))
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) * up, both (M, K)."""
+    m, k = up.shape
+    out = torch.empty(m, k, dtype=up.dtype, device=up.device)
     if m:
-        wide = triton.next_power_of_2(k)
-        quantize[(m,)](
-            x, gate, weight, codes, scale, total, k, x.stride(0), gate.stride(0) if gate is not None
-            else 0, eps, LARGEST=LARGEST[activation],
-            FUSE="norm" if weight is not None else "silu" if gate is not None else "",
-            HAS_SUMS=sums, WIDE=wide, num_warps=max(1, min(16, wide // 512)),
+        _silu_mul[(m, triton.cdiv(k, COLUMNS))](
+            gate, up, out, k, gate.stride(0), up.stride(0), WIDE=COLUMNS, num_warps=4,
+            **overlap(up.device),
         )  # fmt: skip
-    return codes, scale, total
+    return out
+
+
+def _launch(
+    x: Tensor,
+    out: Tensor,
+    largest: int = 0,
+    gate: Tensor | None = None,
+    norm: tuple[Tensor | None, Tensor, float] | None = None,
+    scale: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> Tensor:
+    """Run `_token`; the residual."""
+    m, k = x.shape
+    delta, weight, eps = norm or (None, None, 0.0)
+    other = gate if norm is None else delta
+    residual = x if delta is None else torch.empty(m, k, dtype=x.dtype, device=x.device)
+    wide = triton.next_power_of_2(k)
+    if m:
+        _token[(m,)](
+            x, other, weight, out, scale, sums, residual, k, x.stride(0),
+            0 if other is None else other.stride(0), eps, LARGEST=largest,
+            FUSE="norm" if norm is not None else "silu" if gate is not None else "",
+            HAS_SUMS=sums is not None and len(sums) > 0, WIDE=wide,
+            num_warps=max(1, min(16, wide // 512)), **overlap(x.device),
+        )  # fmt: skip
+    return residual
+
+
+@cache
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Launch options: on Hopper and later, a kernel is launched while the previous one ends."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anybit.kernels.triton.activation import after_previous, overlap
+
 TOKENS = 64  # keys that a program looks at together
 MOST_SPLITS = 64
 PROGRAMS = 264  # two for each multiprocessor of the largest GPU here
@@ -24,9 +26,10 @@ PROGRAMS = 264  # two for each multiprocessor of the largest GPU here
 def _write(
     qkv, q_out, k_cache, v_cache, k_scale, v_scale, cos, sin, positions, slots, q_weight, k_weight,
     STRIDE, EPS, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: norm and rotate it, if it is Q or K, and put it where it belongs."""
+    after_previous(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, HALF)
     at = qkv + token * STRIDE + head * (2 * HALF)
@@ -96,9 +99,10 @@ def _attend(
     q, k_cache, v_cache, k_scale, v_scale, tables, contexts, starts, out, sums, maxima,
     TABLE_STRIDE, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, KIND: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries (tokens x the heads of one K head) against its part of the context."""
+    after_previous(PDL)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     seq, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
     first = tl.load(starts + seq)
@@ -164,8 +168,11 @@ def _attend(
 
 
 @triton.jit
-def _combine(parts, sums, maxima, out, D: tl.constexpr, SPLITS: tl.constexpr):
+def _combine(
+    parts, sums, maxima, out, D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """One head of one token: the sum of its parts, each by its share of the probabilities."""
+    after_previous(PDL)
     head = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, SPLITS), tl.arange(0, D)
     most = tl.load(maxima + head * SPLITS + s)
@@ -201,7 +208,7 @@ def write(
         _write[(tokens, heads + 2 * kv_heads)](
             qkv, q, k, v, k_scale, v_scale, *rope, positions, slots, q_norm, k_norm, qkv.stride(0),
             eps, HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block,
-            KIND=kind(k_scale), NORM=norms is not None, num_warps=1,
+            KIND=kind(k_scale), NORM=norms is not None, num_warps=1, **overlap(q.device),
         )  # fmt: skip
     return q
 
@@ -241,10 +248,12 @@ def attend(
         q, k, v, k_scale, v_scale, tables, contexts, starts, parts, sums, maxima,
         tables.stride(0), scale * 1.4426950408889634, KV_HEADS=kv_heads, GROUP=group, D=dim,
         BLOCK=block, WINDOW=window or 0, KIND=kind(k_scale), SPLITS=splits, ROWS=rows,
-        TOKENS=TOKENS, num_warps=4 if rows < 128 else 8, num_stages=2,
+        TOKENS=TOKENS, num_warps=4 if rows < 128 else 8, num_stages=2, **overlap(q.device),
     )  # fmt: skip
     if splits > 1:
-        _combine[(q.shape[0] * heads,)](parts, sums, maxima, out, D=dim, SPLITS=splits, num_warps=1)
+        _combine[(q.shape[0] * heads,)](
+            parts, sums, maxima, out, D=dim, SPLITS=splits, num_warps=4, **overlap(q.device)
+        )
     return out
 
 

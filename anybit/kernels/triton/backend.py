@@ -29,9 +29,15 @@ def refuse(
     return None
 
 
-def prepare(packed: Packed, activation: str | None) -> list[Tensor]:
+def prepare(
+    packed: Packed, activation: str | None, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """See `layout.py`."""
     return layouts.prepare(packed, activation)
+
+
+def release(prepared: list[Tensor]) -> list[Tensor] | None:
+    return prepared
 
 
 def linear(
@@ -41,11 +47,15 @@ def linear(
     fmt: Format,
     n: int,
     activation: str | None,
+    scale: Tensor | None = None,
+    sums: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x (..., K) in fp16 or bf16, with any strides -> (..., n)."""
-    if x.dtype not in (torch.float16, torch.bfloat16):
+    """x (..., K) in fp16 or bf16, with any strides -> (..., n); with a scale, of codes."""
+    dtype = x.dtype if scale is None else dtype
+    if dtype not in (torch.float16, torch.bfloat16):
         raise TypeError(
-            f"x is {x.dtype}; the triton backend multiplies float16 and bfloat16: call .half() or "
+            f"x is {dtype}; the triton backend multiplies float16 and bfloat16: call .half() or "
             ".bfloat16() on the model"
         )
     layout = layout_of(fmt, activation)
@@ -54,7 +64,10 @@ def linear(
         rows = rows.contiguous()
     m = len(rows)
     tile = tiles.choose(family(layout, m, activation), m, n, dense=activation is None)
-    y = multiply(rows, prepared, bias, layout, n, activation, tile)
+    if scale is not None:
+        rows = rows.to(torch.int8 if layout.unit == 8 else dtype)
+        scale = scale.reshape(-1)
+    y = multiply(rows, prepared, bias, layout, n, activation, tile, scale, dtype)
     return y.view(*x.shape[:-1], n)
 
 
@@ -66,8 +79,12 @@ def multiply(
     n: int,
     activation: str | None,
     tile: Tile,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """x (M, K), unit stride along K -> (M, n), with the given tile.
+
+    With a scale (M,), x holds codes, in int8 if the layout's unit has 8 bits and else in `dtype`.
 
     The tile's kernel must suit: dense and psumbook take no activation notation, gemv at most 4
     tokens and no bytes (liquid@int8 and its like).
@@ -76,15 +93,14 @@ def multiply(
     from anybit.kernels.triton import gemm, gemv, psumbook
 
     m, k = x.shape
-    y = x.new_empty(m, n)
+    y = x.new_empty(m, n, dtype=dtype or x.dtype)
     if not y.numel():
         return y
     if tile.kernel == "dense":
         w = x.new_empty(n, k)
         gemm.launch_dense(prepared, layout, w)
         return torch.nn.functional.linear(x, w, bias)
-    scale = None
-    if activation is not None:
+    if activation is not None and scale is None:
         x, scale = activations.quantize_tokens(
             x, activation, torch.int8 if layout.unit == 8 else x.dtype
         )
