@@ -4,7 +4,7 @@ It is trained as `models/pico` is, on the same text and with the same tokenizer,
 without noise on its weights: docs/log.md tells what both do to a model's losses. Nothing of it is
 published; it lies where `--out` says, for `benchmarks/study.py`.
 
-    python benchmarks/study_train.py --seconds 370 --out build/study      # one H200
+    python benchmarks/study_train.py --seconds 350 --out build/study      # one H200
     python benchmarks/study_train.py --smoke --out build/study            # CPU, a minute
 
 Writes the model in bf16, `train_log.csv` and `facts.json`.
@@ -115,9 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the trained model")
-    parser.add_argument("--seconds", type=float, default=370, help="training time (370)")
+    parser.add_argument("--seconds", type=float, default=350, help="training time (350)")
     parser.add_argument("--batch", type=int, default=64, help="windows in a batch (64)")
-    parser.add_argument("--lr", type=float, default=1.5e-3, help="peak learning rate (0.0015)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (0.001)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="a tiny model, 10 seconds, for CPU")
     args = parser.parse_args(arguments)

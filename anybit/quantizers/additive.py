@@ -21,8 +21,9 @@ from torch.nn.functional import embedding
 from anybit.clusters import argmin, sums_at
 from anybit.format import Format, Grid, Packed, grouped, store_scale, ungroup
 from anybit.quantizers.calibrate import Calibrated
+from anybit.quantizers.columns import propagate
 from anybit.quantizers.finetune import tune_block
-from anybit.quantizers.gptq import GPTQ, column_order, inverse_factor, propagate
+from anybit.quantizers.gptq import GPTQ, column_order, inverse_factor
 from anybit.quantizers.replay import Seen
 
 BLOCK = 128  # columns whose changes reach the columns beyond them in one matrix product

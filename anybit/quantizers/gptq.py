@@ -16,9 +16,8 @@ from torch import Tensor
 from anybit.format import Format, Grid, Packed
 from anybit.quantizers.calibrate import Calibrated
 from anybit.quantizers.clip import fit_clipped
+from anybit.quantizers.columns import propagate
 from anybit.quantizers.replay import Seen
-
-BLOCK = 128  # columns whose corrections reach the columns beyond them in one matrix product
 
 
 @dataclass(frozen=True)
@@ -56,47 +55,10 @@ class GPTQ(Calibrated):
         return Packed.from_codes(fmt, (n, k), codes, grid)
 
 
-def propagate(w: Tensor, u: Tensor, order: list[int], fmt: Format, grid: Grid) -> Tensor:
-    """Codes (N, C), in the natural order of columns, of the weights.
-
-    w: (K, N) fp32, transposed so that a column lies in one piece; overwritten. u: (K, K). Both are
-    in the order of rounding; order[j] is the column that comes j-th.
-    """
-    k, n = w.shape
-    v, books = fmt.width, fmt.books
-    block = v * max(1, BLOCK // v)
-    parts: list[Tensor] = [w.new_empty(0)] * (k // v)
-    for start in range(0, k, block):
-        stop = min(start + block, k)
-        rows, factor = w[start:stop], u[start:stop, start:stop]
-        diagonal = factor.diagonal().tolist()
-        errors = torch.empty_like(rows)
-        for at in range(0, stop - start, v):
-            column = order[start + at]
-            here = grid_at(fmt, grid, column)
-            codes = fmt.encode(rows[at : at + v].T.contiguous(), here)
-            parts[column // v] = codes
-            rounded = fmt.decode(codes, here).T
-            for j in range(at, at + v):
-                torch.sub(rows[j], rounded[j - at], out=errors[j]).div_(diagonal[j])
-                rows[j + 1 :].addr_(factor[j, j + 1 :], errors[j], alpha=-1)
-        w[stop:].addmm_(u[start:stop, stop:].T, errors, alpha=-1)
-    return torch.stack(parts, 1).reshape(n, k // v * books)
-
-
 def output_error(w: Tensor, codes: Tensor, h: Tensor, fmt: Format, grid: Grid) -> Tensor:
     """The squared output error e H e^T of every row (N,)."""
     e = fmt.decode(codes, grid) - w
     return (e @ h).mul_(e).sum(1)
-
-
-def grid_at(fmt: Format, grid: Grid, column: int) -> Grid:
-    """The grid for one column (or one vector of columns), which need not be a group's first."""
-    out = {}
-    for name, entry in fmt.entries().items():
-        at = column // entry.group if entry.group else 0
-        out[name] = grid[name] if entry.table is not None else grid[name][:, at : at + 1]
-    return out
 
 
 def column_order(h: Tensor, width: int) -> Tensor:

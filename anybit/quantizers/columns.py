@@ -1,0 +1,114 @@
+"""GPTQ's loop: round a weight column by column, and let the columns to come make up for the error.
+
+On a GPU the loop is bound by the launches of its small kernels, about 20 a column; so the part of
+it that works on one block of columns runs as a CUDA graph, recorded once for each shape.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from anybit.format import Format, Grid
+
+BLOCK = 128  # columns whose corrections reach the columns beyond them in one matrix product
+GRAPHS = 8  # recordings that are kept
+
+Rounding = Callable[[Tensor, Tensor, Grid], tuple[Tensor, Tensor]]
+
+
+def propagate(w: Tensor, u: Tensor, order: list[int], fmt: Format, grid: Grid) -> Tensor:
+    """Codes (N, C), in the natural order of columns, of the weights.
+
+    w: (K, N) fp32, transposed so that a column lies in one piece; overwritten. u: (K, K). Both are
+    in the order of rounding; order[j] is the column that comes j-th.
+    """
+    k, n = w.shape
+    v, books = fmt.width, fmt.books
+    block = v * max(1, BLOCK // v)
+    codes = torch.empty(0)
+    for start in range(0, k, block):
+        stop = min(start + block, k)
+        rows, factor = w[start:stop], u[start:stop, start:stop]
+        columns = torch.tensor(order[start:stop:v], device=w.device)
+        here = grid_at(fmt, grid, columns)
+        part, errors = rounding_of(rows, factor, here, fmt)(rows, factor, here)
+        if not start:
+            codes = part.new_empty(n, k // v, books)
+        codes[:, columns // v] = part
+        w[stop:].addmm_(u[start:stop, stop:].T, errors, alpha=-1)
+    return codes.view(n, k // v * books)
+
+
+def round_block(rows: Tensor, factor: Tensor, grid: Grid, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Round a block's columns in turn: codes (N, positions, books), and errors (columns, N).
+
+    rows: (columns, N), overwritten. factor: (columns, columns). grid: one column of each of its
+    tensors for every position.
+    """
+    v, entries = fmt.width, fmt.entries()
+    errors, diagonal, codes = torch.empty_like(rows), factor.diagonal(), []
+    for p in range(len(rows) // v):
+        here = {k: t if entries[k].table else t[:, p : p + 1] for k, t in grid.items()}
+        code = fmt.encode(rows[p * v : p * v + v].T.contiguous(), here)
+        rounded = fmt.decode(code, here).T
+        for j in range(p * v, p * v + v):
+            torch.sub(rows[j], rounded[j - p * v], out=errors[j]).div_(diagonal[j])
+            rows[j + 1 :].addr_(factor[j, j + 1 :], errors[j], alpha=-1)
+        codes.append(code)
+    return torch.stack(codes, 1), errors
+
+
+def grid_at(fmt: Format, grid: Grid, columns: Tensor) -> Grid:
+    """The grid for these columns; of vectors, give the first. They need not begin a group."""
+    out = {}
+    for name, entry in fmt.entries().items():
+        at = columns // entry.group if entry.group else torch.zeros_like(columns)
+        out[name] = grid[name] if entry.table else grid[name].index_select(1, at)
+    return out
+
+
+recorded: dict[object, Rounding] = {}
+
+
+def rounding_of(rows: Tensor, factor: Tensor, grid: Grid, fmt: Format) -> Rounding:
+    """`round_block` for tensors of these shapes: on a GPU a recording, if it can be recorded."""
+
+    def eager(rows: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+        return round_block(rows, factor, grid, fmt)
+
+    if rows.device.type != "cuda":
+        return eager
+    shapes = tuple((k, t.shape, t.dtype) for k, t in grid.items())
+    key = (fmt, rows.shape, shapes, rows.device)
+    if key not in recorded:
+        while len(recorded) >= GRAPHS:
+            del recorded[next(iter(recorded))]
+        try:
+            recorded[key] = record(rows, factor, grid, fmt)
+        except RuntimeError:  # a format whose encode waits for the GPU
+            recorded[key] = eager
+    return recorded[key]
+
+
+def record(rows: Tensor, factor: Tensor, grid: Grid, fmt: Format) -> Rounding:
+    """A CUDA graph of `round_block`. What it returns is overwritten by the next call."""
+    own = rows.clone(), factor.clone(), {k: t.clone() for k, t in grid.items()}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        round_block(own[0].clone(), *own[1:], fmt)  # loads what recording may not
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = round_block(*own, fmt)
+
+    def replay(rows: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+        for mine, given in zip(own[:2], (rows, factor), strict=True):
+            mine.copy_(given)
+        for name, given in grid.items():
+            own[2][name].copy_(given)
+        graph.replay()
+        return out
+
+    return replay
