@@ -1,0 +1,346 @@
+"""Linear layers in vLLM: loading, tensor parallelism, and the product.
+
+A layer of vLLM may hold several layers of the checkpoint (Q, K and V; gate and up). Each is a
+`Piece`, which takes this rank's part of every stored tensor as vLLM reads it, so that they may
+differ in format and have codebooks of their own. When all are read, those of one format become one
+weight, and the rest stay beside it.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
+
+from anybit import ops
+from anybit.dispatch import choose, get_backend, parse_scheme, refusals, scheme_name
+from anybit.format import Packed
+from anybit.linear import check_finite
+from anybit.quantizers.rtn import RTN, stack
+from anybit.sharding import WHOLE, Piece, check_columns, same, share
+
+logger = init_logger(__name__)
+Weight = tuple[Tensor | Packed, str | None]  # a weight and its activation notation
+
+
+class AnybitLinearMethod(LinearMethodBase):
+    """names: the checkpoint's layers that make up the layer; one for a single, or for one that is
+    merged in the checkpoint already. schemes: of each; None for a dense one.
+    """
+
+    def __init__(self, names: list[str], schemes: list[str | None], backend: str | None):
+        self.names, self.schemes, self.backend = names, schemes, backend
+
+    def each(self, count: int) -> list[tuple[str, str | None]]:
+        """Name and scheme of each of the layer's parts."""
+        if len(self.names) == 1:
+            return [(self.names[0], self.schemes[0])] * count
+        if len(self.names) != count:
+            raise ValueError(
+                f"{', '.join(self.names)}: vLLM merges these {len(self.names)} layers into "
+                f"{count} parts, which anybit does not know how to do"
+            )
+        return list(zip(self.names, self.schemes, strict=True))
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (..., K) -> (..., N), for this rank's K and N."""
+        outputs, at = [], 0
+        for part in layer.parts:
+            outputs.append(part(x, None if bias is None else bias[at : at + part.n]))
+            at += part.n
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+        raise ValueError(
+            f"{self.names[0]} shares its weight with the embedding; keep it: "
+            f"{{'*': ..., '{self.names[0]}': None}}"
+        )
+
+
+@register_weight_loader_v2_supported_method
+class Stored(AnybitLinearMethod):
+    """Layers of a quantized checkpoint."""
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        columns = columns_of(layer, input_size_per_partition, input_size, self.names[0])
+        layer.pieces = [
+            Piece(name, scheme, n, input_size, columns)
+            for n, (name, scheme) in zip(
+                output_partition_sizes, self.each(len(output_partition_sizes)), strict=True
+            )
+        ]
+        loader = extra_weight_attrs["weight_loader"]
+        indices = getattr(layer, "shard_indices", None)  # of a vocabulary
+        first = None if indices is None else indices.org_vocab_start_index
+        for key in dict.fromkeys(key for piece in layer.pieces for key in piece.keys()):  # noqa: SIM118
+            layer.register_parameter(key, Receiver(key, layer.pieces, loader, first))
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if "parts" in layer._modules:
+            return
+        pieces, dtype = layer.pieces, layer.params_dtype
+        for piece in pieces:
+            if piece.apart:
+                logger.warning(
+                    "%s: format %s cannot be divided along K; this rank's part is dense",
+                    piece.name,
+                    piece.format.spec,
+                )
+            if is_dummy():
+                fill(piece)
+        weights = [(piece.finish(), None if piece.apart else piece.activation) for piece in pieces]
+        for key in list(layer._parameters):
+            if isinstance(layer._parameters[key], Receiver):
+                delattr(layer, key)
+        del layer.pieces
+        layer.parts = build(weights, self.backend, dtype, pieces[0].name)
+
+
+@register_weight_loader_v2_supported_method
+class OnLoad(AnybitLinearMethod):
+    """Layers of a dense checkpoint, each quantized as soon as it is read (round to nearest).
+
+    A rank quantizes its own part: the same codes as in the whole weight, except where columns that
+    share a scale, or rows that share a codebook, are divided.
+    """
+
+    uses_meta_device = True  # vLLM makes room for one layer at a time
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        columns_of(layer, input_size_per_partition, input_size, self.names[0])
+        for name, scheme in self.each(len(output_partition_sizes)):
+            if scheme is not None:
+                check(name, scheme, output_size, input_size, input_size // input_size_per_partition)
+        layer.sizes = output_partition_sizes
+        weight = ModelWeightParameter(
+            data=torch.empty(
+                sum(output_partition_sizes),
+                input_size_per_partition,
+                dtype=params_dtype,
+                device="meta",
+            ),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=extra_weight_attrs["weight_loader"],
+        )
+        layer.register_parameter("weight", weight)
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if "parts" in layer._modules:
+            return
+        rows = layer.weight.data.split(layer.sizes)
+        del layer.weight
+        weights = [
+            quantized(part, scheme, name)
+            for part, (name, scheme) in zip(rows, self.each(len(rows)), strict=True)
+        ]
+        layer.parts = build(weights, self.backend, layer.params_dtype, self.names[0])
+
+
+class Receiver(BasevLLMParameter):
+    """Stands for one kind of stored tensor (a plane, a scale) of a layer while vLLM loads it.
+
+    It is empty: what vLLM loads into it goes to the layer's pieces.
+    """
+
+    output_dim = 0  # along which vLLM divides layers that are merged in the checkpoint
+
+    def __init__(self, key: str, pieces: list[Piece], weight_loader: Any, first: int | None):
+        super().__init__(data=self.data, weight_loader=weight_loader)
+        self.key, self.pieces, self.first = key, pieces, first
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Receiver":
+        return super().__new__(cls, data=torch.empty(0))
+
+    @property
+    def weight_loader(self) -> Any:
+        return self.load
+
+    @weight_loader.setter
+    def weight_loader(self, value: Any) -> None:
+        self._weight_loader = value
+
+    def load(self, param: "Receiver", loaded: Tensor, shard_id: Any = None) -> None:
+        """What a model calls with each tensor. shard_id: which part of a merged layer it is."""
+        if self._weight_loader.__name__ != "weight_loader_v2":  # a replicated layer, or a head
+            self.take(self.pieces[0], loaded, self.first or 0)
+        elif not isinstance(shard_id, int | str) and self.pieces[0].is_table(self.key):
+            for piece in self.pieces:  # merged in the checkpoint: vLLM would divide the table
+                self.take(piece, loaded, 0)
+        else:
+            self._weight_loader(self, loaded, *(() if shard_id is None else (shard_id,)))
+
+    def take(self, piece: Piece, loaded: Tensor, first: int) -> None:
+        piece.take(self.key, loaded, first, self.data.device, padded=self.first is not None)
+
+    # What vLLM's weight_loader_v2 of each kind of layer calls.
+
+    def load_column_parallel_weight(self, loaded_weight: Tensor) -> None:
+        piece = self.pieces[0]
+        self.take(piece, loaded_weight, self.tp_rank * piece.shape[0])
+
+    def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
+        self.take(self.pieces[0], loaded_weight, 0)
+
+    def load_merged_column_weight(self, loaded_weight: Tensor, **kwargs: Any) -> None:
+        self.take(
+            self.at(kwargs["shard_offset"]), loaded_weight, self.tp_rank * kwargs["shard_size"]
+        )
+
+    def load_qkv_weight(self, loaded_weight: Tensor, **kwargs: Any) -> None:
+        rank = self.tp_rank if kwargs["shard_id"] == "q" else self.tp_rank // kwargs["num_heads"]
+        self.take(self.at(kwargs["shard_offset"]), loaded_weight, rank * kwargs["shard_size"])
+
+    def at(self, offset: int) -> Piece:
+        """The piece whose rows begin at `offset`."""
+        for piece in self.pieces:
+            if offset == 0:
+                return piece
+            offset -= piece.shape[0]
+        raise ValueError(f"{self.pieces[0].name}: no part begins there; {len(self.pieces)} parts")
+
+
+class Multiply(nn.Module):
+    """A weight in the layout of the kernel that multiplies with it."""
+
+    def __init__(
+        self,
+        packed: Packed,
+        activation: str | None,
+        backend: str | None,
+        dtype: torch.dtype,
+        name: str,
+    ):
+        super().__init__()
+        stored = packed.stored()
+        self.n = packed.shape[0]
+        self.scheme = scheme_name(stored.format, activation)
+        self.backend = chosen(stored, activation, backend, dtype, name)
+        kernels = get_backend(self.backend)
+        prepared = kernels.prepare(stored, activation, dtype)
+        prepared = kernels.release(prepared) or prepared
+        self.prepared = nn.ParameterList(nn.Parameter(t, requires_grad=False) for t in prepared)
+        self.register_buffer("order", packed.grid.get("order"))
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.order is not None:
+            x = x.index_select(-1, self.order)
+        return ops.linear(x, list(self.prepared), bias, self.scheme, self.n, self.backend)
+
+
+class Dense(nn.Module):
+    """A weight that is not quantized, beside others that are."""
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.n = len(weight)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.weight, bias)
+
+
+def build(
+    weights: list[Weight], backend: str | None, dtype: torch.dtype, name: str
+) -> nn.ModuleList:
+    """Modules whose outputs side by side are those of the weights; one, if that can be."""
+    merged = weights
+    tensors = [weight for weight, _ in weights]
+    if len(weights) > 1 and same(tensors) and len({activation for _, activation in weights}) == 1:
+        dense = [w for w in tensors if isinstance(w, Tensor)]
+        packed = [w for w in tensors if isinstance(w, Packed)]
+        merged = [(stack(packed) if packed else torch.cat(dense), weights[0][1])]
+    return nn.ModuleList(
+        Multiply(weight, activation, backend, dtype, name)
+        if isinstance(weight, Packed)
+        else Dense(weight.to(dtype))
+        for weight, activation in merged
+    )
+
+
+def chosen(
+    packed: Packed, activation: str | None, backend: str | None, dtype: torch.dtype, name: str
+) -> str:
+    """The backend of a weight: the configured one, or the first that takes it."""
+    device = packed.planes[0].device
+    if backend is None:
+        backend = choose(packed.format, activation, packed.shape, device, dtype)
+    else:
+        answers = refusals(packed.format, activation, packed.shape, device, dtype)
+        if answers[backend] is not None:
+            others = [other for other, answer in answers.items() if answer is None]
+            raise ValueError(
+                f"{name}: backend {backend!r} refuses it: {answers[backend]}; leave the backend "
+                f"out, or choose {' or '.join(others)}"
+            )
+    config = get_current_vllm_config_or_none()
+    if config is not None and isinstance(config.additional_config, dict):
+        # Compiled graphs name the backend; this makes vLLM's cache keep them apart.
+        config.additional_config.setdefault("anybit", {})[name] = backend
+    return backend
+
+
+def quantized(weight: Tensor, scheme: str | None, name: str) -> Weight:
+    """A dense weight in the scheme's format."""
+    if scheme is None:
+        return weight, None
+    check_finite(weight, f"{name}.weight")
+    fmt, activation = parse_scheme(scheme)
+    return RTN().quantize(weight, fmt), activation
+
+
+def check(name: str, scheme: str, n: int, k: int, ranks: int) -> None:
+    """Raise ValueError when a weight (n, k) in a scheme cannot be divided along K."""
+    fmt = parse_scheme(scheme)[0]
+    try:
+        fmt.check(n, k)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    check_columns(fmt, k, ranks, name)
+
+
+def columns_of(layer: nn.Module, part: int, k: int, name: str) -> slice:
+    """The columns of this rank: all but in a row-parallel layer."""
+    return WHOLE if part == k else share(k, layer.tp_rank, k // part, name)
+
+
+def is_dummy() -> bool:
+    """Whether vLLM was asked for random weights (`load_format="dummy"`)."""
+    config = get_current_vllm_config_or_none()
+    return config is not None and config.load_config.load_format == "dummy"
+
+
+def fill(piece: Piece) -> None:
+    """Random numbers in place of a checkpoint's."""
+    weight = torch.randn(piece.shape) / piece.shape[1] ** 0.5
+    if piece.format is None or piece.apart:
+        piece.format, piece.tensors = None, {"weight": weight}
+    else:
+        piece.tensors = RTN().quantize(weight, piece.format).tensors()
