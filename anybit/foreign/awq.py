@@ -1,0 +1,52 @@
+"""AWQ checkpoints in the "gemm" layout, 4 bits, as AutoAWQ and GPTQModel write them.
+
+    W[n, k] = scales[g, n] * (q[k, n] - zero[g, n]) with g = k / group
+
+qweight int32 (K, N / 8) and qzeros int32 (K / group, N / 8) hold eight columns in a word, in the
+order of ORDER.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from anybit.files import Stored
+from anybit.foreign.layer import FLOATS, Layer, Part, layers_with, option, uniform
+from anybit.foreign.words import fields
+
+BITS = 4
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is column ORDER[i] of its eight
+
+
+def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+    """The quantized layers of an AWQ checkpoint."""
+    key = "bits" if "bits" in config else "w_bit"
+    option({key: None} | dict(config), key, (BITS,), "AWQ")
+    key = next((k for k in ("checkpoint_format", "format", "version") if k in config), "version")
+    option({key: str(config.get(key, "gemm")).lower()}, key, ("gemm",), "AWQ")
+    option(config, "pack_dtype", ("int32",), "AWQ")
+    return {name: layer(Part(name, stored)) for name in layers_with("qweight", stored)}
+
+
+def layer(part: Part) -> Layer:
+    qweight = part.find("qweight", (torch.int32,))
+    scales = part.find("scales", FLOATS)
+    k, n, groups = qweight.shape[0], qweight.shape[-1] * 8, scales.shape[0]
+    if len(qweight.shape) != 2 or scales.shape != (groups, n) or not groups or k % groups:
+        raise ValueError(
+            f"{part.name}: qweight {qweight.shape} and scales {scales.shape} do not fit AWQ's gemm "
+            "layout, (K, N / 8) and (K / group, N)"
+        )
+    qzeros = part.find("qzeros", (torch.int32,), (groups, n // 8))
+    part.skip("g_idx")  # GPTQModel writes it, in order
+    return uniform(
+        part,
+        (n, k),
+        BITS,
+        codes=lambda: fields(qweight.read(), BITS, ORDER).T.contiguous(),
+        scale=lambda: scales.read().T.contiguous(),
+        zero=lambda: fields(qzeros.read(), BITS, ORDER).T.contiguous(),
+        groups=groups,
+        dtypes={"scale": scales.torch_dtype},
+    )

@@ -1,0 +1,132 @@
+"""compressed-tensors checkpoints in the format "pack-quantized", 2 to 8 bits.
+
+    W[n, k] = weight_scale[n, g] * (q[n, k] - zero[n, g]), g = k / group, or weight_g_idx[k]
+
+weight_packed int32 (N, words) holds q + 2**(bits - 1) along K, low bits first; the zero points,
+packed alike, lie along N. Up to version 0.18 a word holds whole codes only, so at 3, 5, 6 and 7
+bits some of its bits are unused; from 0.19 on codes cross words. The number of words tells which.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.files import Stored
+from anybit.foreign.gptq import column_order
+from anybit.foreign.layer import FLOATS, Layer, Part, layers_with, option, symmetric, uniform
+from anybit.foreign.words import fields, unpack
+
+TOOL = "compressed-tensors"
+FORMAT = "pack-quantized"
+BITS = (2, 3, 4, 5, 6, 7, 8)
+STRATEGIES = ("group", "channel", "tensor")
+DENSE_SINCE = (0, 19)  # the version from which codes cross words
+
+
+def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+    """The quantized layers of a compressed-tensors checkpoint."""
+    option({"format": None} | dict(config), "format", (FORMAT,), TOOL)
+    option(config, "quantization_status", ("compressed",), TOOL)
+    groups = list((config.get("config_groups") or {}).values())
+    dense = tuple(map(int, re.findall(r"\d+", str(config.get("version", ""))))) >= DENSE_SINCE
+    out = {}
+    for name in layers_with("weight_packed", stored):
+        group = group_of(name, groups)
+        option({"format": group.get("format") or FORMAT}, "format", (FORMAT,), f"{TOOL}: {name}")
+        option({"input_activations": None} | group, "input_activations", (None,), f"{TOOL}: {name}")
+        out[name] = layer(Part(name, stored), group["weights"], dense)
+    return out
+
+
+def layer(part: Part, weights: Mapping[str, Any], dense: bool) -> Layer:
+    """dense: codes cross words, where the number of words does not tell."""
+    what = f"{TOOL}: {part.name}"
+    bits = option({"num_bits": None} | dict(weights), "num_bits", BITS, what)
+    option(weights, "type", ("int",), what)
+    option(weights, "dynamic", (False,), what)
+    strategy = option({"strategy": None} | dict(weights), "strategy", STRATEGIES, what)
+    shape = part.find("weight_shape", (torch.int64, torch.int32), (2,)).read().tolist()
+    n, k = int(shape[0]), int(shape[1])
+    group = weights.get("group_size") if strategy == "group" else k
+    if min(n, k) < 1 or type(group) is not int or group < 1 or k % group:
+        raise ValueError(f"{what}: a weight of {shape} cannot have groups of {group}")
+    groups = k // group
+    packed = part.find("weight_packed", (torch.int32,))
+    if packed.shape[:1] != (n,) or len(packed.shape) != 2:
+        raise ValueError(f"{what}: weight_packed {packed.shape} does not fit {(n, k)}")
+    read_codes = reader(packed.shape[1], bits, k, dense, f"{part.name}.weight_packed")
+    found = part.find("weight_scale", FLOATS)
+    if strategy == "tensor" and found.shape in ((), (1,), (1, 1)):
+        scale = lambda: found.read().reshape(1, 1).expand(n, 1).contiguous()  # noqa: E731
+    else:
+        scale = part.find("weight_scale", FLOATS, (n, groups)).read
+    g_idx = (
+        part.find("weight_g_idx", (torch.int32, torch.int64), (k,)).read()
+        if (part.has("weight_g_idx"))
+        else None
+    )
+    return uniform(
+        part,
+        (n, k),
+        bits,
+        codes=lambda: read_codes(packed.read()),
+        scale=scale,
+        zero=zero_points(part, bits, (n, groups), dense),
+        groups=groups,
+        dtypes={"scale": found.torch_dtype},
+        order=None if g_idx is None else column_order(g_idx, groups, part.name),
+    )
+
+
+def zero_points(
+    part: Part, bits: int, shape: tuple[int, int], dense: bool
+) -> Callable[[], Tensor] | None:
+    """A function that reads zero points (N, groups) uint8; None when there are none but zeros."""
+    if not part.has("weight_zero_point"):
+        return None
+    stored = part.find("weight_zero_point", (torch.int32, torch.int8))
+    if stored.torch_dtype == torch.int8:  # not packed, and signed
+        stored = part.find("weight_zero_point", (torch.int8,), shape)
+
+        def zero() -> Tensor:
+            return (stored.read().int() + 2 ** (bits - 1)).to(torch.uint8)
+    else:
+        n, groups = shape
+        if len(stored.shape) != 2 or stored.shape[1] != groups:
+            raise ValueError(f"{part.name}.weight_zero_point: {stored.shape} does not fit {shape}")
+        read = reader(stored.shape[0], bits, n, dense, f"{part.name}.weight_zero_point")
+
+        def zero() -> Tensor:
+            return read(stored.read().T.contiguous()).T.contiguous()
+
+    return None if symmetric(zero(), bits) else zero
+
+
+def reader(words: int, bits: int, count: int, dense: bool, name: str) -> Callable[[Tensor], Tensor]:
+    """How to unpack `count` codes from rows of so many words: (R, words) -> (R, count)."""
+    crossing, whole = -(-count * bits // 32), -(-count // (32 // bits))
+    if words not in (crossing, whole):
+        raise ValueError(
+            f"{name}: {words} words hold {count} codes of {bits} bits in no known layout; "
+            f"expected {crossing}, or {whole} with unused bits"
+        )
+    if words == crossing and (dense or crossing != whole):
+        return lambda t: unpack(t, bits, count)
+    return lambda t: fields(t, bits)[:, :count].contiguous()
+
+
+def group_of(name: str, groups: list[Any]) -> dict[str, Any]:
+    """The config group that a layer belongs to: by its name, by a pattern, or by its class."""
+    for matches in (
+        lambda target: target == name,
+        lambda target: target.startswith("re:") and re.match(target[3:], name),
+        lambda target: target == "Linear",
+    ):
+        for group in groups:
+            if any(matches(target) for target in group.get("targets") or ()):
+                return dict(group)
+    targets = [target for group in groups for target in group.get("targets") or ()]
+    raise ValueError(f"{TOOL}: no config group is for {name}; there are {', '.join(targets)}")

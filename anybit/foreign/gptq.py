@@ -1,0 +1,104 @@
+"""GPTQ checkpoints, as AutoGPTQ and GPTQModel write them: 2, 3, 4 and 8 bits, formats v1 and v2.
+
+    W[n, k] = scales[g, n] * (q[k, n] - zero[g, n]) with g = g_idx[k]
+
+qweight int32 (K * bits / 32, N) and qzeros int32 (K / group, N * bits / 32) are streams of codes,
+low bits first, along K and along N. v1 stores zero - 1. With act-order (desc_act) the columns of a
+group are not neighbours; they become so in our order of columns, see `Format.order`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.files import Stored
+from anybit.foreign.layer import FLOATS, Layer, Part, layers_with, option, symmetric, uniform
+from anybit.foreign.words import unpack
+
+BITS = (2, 3, 4, 8)
+
+
+def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+    """The quantized layers of a GPTQ checkpoint."""
+    key = "checkpoint_format" if "checkpoint_format" in config else "format"
+    layout = option(config, key, ("gptq", "gptq_v2"), "GPTQ")
+    option(config, "pack_dtype", ("int32",), "GPTQ")
+    option(config, "is_marlin_format", (False,), "GPTQ")
+    bits = option({"bits": config.get("bits")}, "bits", BITS, "GPTQ")
+    found = layers_with("qweight", stored)
+    return {name: layer(Part(name, stored), bits, layout == "gptq") for name in found}
+
+
+def layer(part: Part, bits: int, first_version: bool) -> Layer:
+    """One layer. Its own shapes tell its bits and group where the config's are overridden."""
+    qweight = part.find("qweight", (torch.int32,))
+    g_idx = part.find("g_idx", (torch.int32, torch.int64)) if part.has("g_idx") else None
+    scales = part.find("scales", FLOATS)
+    if len(qweight.shape) != 2 or len(scales.shape) != 2:
+        raise ValueError(
+            f"{part.name}: qweight {qweight.shape} and scales {scales.shape} should be matrices"
+        )
+    if g_idx is not None and g_idx.shape[0]:
+        bits = qweight.shape[0] * 32 // g_idx.shape[0]
+    k, n = qweight.shape[0] * 32 // bits if bits in BITS else 0, qweight.shape[1]
+    groups = scales.shape[0]
+    if not k or k * bits != qweight.shape[0] * 32 or k % groups:
+        raise ValueError(
+            f"{part.name}: qweight {qweight.shape}, scales {scales.shape} and g_idx "
+            f"{g_idx and g_idx.shape} do not fit each other in {bits} bits"
+        )
+    scales = part.find("scales", FLOATS, (groups, n))
+    qzeros = part.find("qzeros", (torch.int32,), (groups, -(-n * bits // 32)))
+
+    def zero() -> Tensor:
+        return zero_points(qzeros.read(), bits, n, first_version)
+
+    return uniform(
+        part,
+        (n, k),
+        bits,
+        codes=lambda: unpack(qweight.read().T.contiguous(), bits, k),
+        scale=lambda: scales.read().T.contiguous(),
+        zero=None if symmetric(zero(), bits) else zero,
+        groups=groups,
+        dtypes={"scale": scales.torch_dtype},
+        order=None if g_idx is None else column_order(g_idx.read(), groups, part.name),
+    )
+
+
+def zero_points(words: Tensor, bits: int, n: int, first_version: bool) -> Tensor:
+    """qzeros (groups, words) -> zero points (N, groups) uint8.
+
+    v1's 1 is added as GPTQModel does it: to whole words, with carries, because that is the inverse
+    of how it writes v1; for 3 bits, whose codes cross words, to each code.
+    """
+    if first_version and bits != 3:
+        words = words + sum(1 << at for at in range(0, 31, bits))  # wraps
+    zero = unpack(words, bits, n)
+    if first_version and bits == 3:
+        zero = (zero + 1) & 7
+    return zero.T.contiguous()
+
+
+def column_order(g_idx: Tensor, groups: int, name: str) -> Tensor | None:
+    """g_idx (K,) -> the columns sorted by their group (K,) int32; None if they are sorted.
+
+    ValueError when groups are not of equal sizes.
+    """
+    g_idx = g_idx.long()
+    k = len(g_idx)
+    if int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
+        raise ValueError(
+            f"{name}.g_idx: names groups {int(g_idx.min())} to {int(g_idx.max())}, but scales has "
+            f"{groups}"
+        )
+    counts = torch.bincount(g_idx, minlength=groups)
+    if (counts != k // groups).any():
+        raise ValueError(
+            f"{name}.g_idx: groups of {int(counts.min())} to {int(counts.max())} columns; only "
+            "groups of equal size can be read"
+        )
+    order = torch.argsort(g_idx, stable=True).to(torch.int32)
+    return None if torch.equal(order, torch.arange(k, dtype=torch.int32)) else order
