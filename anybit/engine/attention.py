@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anybit.engine.fused import rms_norm
+
 INT8_LARGEST = 127.0
 
 
@@ -14,11 +16,11 @@ INT8_LARGEST = 127.0
 class Batch:
     """One step's tokens (T of B sequences, those with a single token first), for attention.
 
-    positions (T,): of each token in its text. slots (T,): where its K and V go, as block *
-    block_size + offset. tables (B, blocks) int32: each sequence's blocks. contexts (B,) int32:
-    tokens of each sequence that the cache holds, with this step's. starts (B + 1,) int32: where
-    each sequence's tokens begin in T. queries and lengths: tokens of each sequence in this step,
-    and contexts, on the host. decodes: sequences with one token.
+    Of int32: positions (T,): of each token in its text. slots (T,): where its K and V go, as block
+    * block_size + offset. tables (B, blocks): each sequence's blocks. contexts (B,): tokens of each
+    sequence that the cache holds, with this step's. starts (B + 1,): where each sequence's tokens
+    begin in T. On the host: queries and lengths: tokens of each sequence in this step, and
+    contexts. decodes: sequences with one token.
     """
 
     positions: Tensor
@@ -151,11 +153,6 @@ def attention(
     cos, sin = (table[batch.positions, None] for table in rope)
     cache.store(rotate(k, cos, sin), v, batch.slots)
     return gathered(rotate(q, cos, sin), cache, batch, scale, window)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x32 = x.float()
-    return weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

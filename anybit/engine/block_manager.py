@@ -40,9 +40,13 @@ class BlockManager:
             seq.blocks.append(block)
         seq.computed = len(seq.blocks) * self.block_size
 
+    def missing(self, seq: Sequence, tokens: int) -> int:
+        """Blocks that a sequence lacks for `tokens` tokens in all; may be negative."""
+        return -(-tokens // self.block_size) - len(seq.blocks)
+
     def grow(self, seq: Sequence, tokens: int) -> bool:
         """Make room for `tokens` tokens in all; False, and nothing done, without enough blocks."""
-        need = -(-tokens // self.block_size) - len(seq.blocks)
+        need = self.missing(seq, tokens)
         if need > len(self.free):
             return False
         for _ in range(need):

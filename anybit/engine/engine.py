@@ -5,8 +5,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 
 from anybit.engine.detokenizer import Decode, Detokenizer
-from anybit.engine.model_runner import ModelRunner
-from anybit.engine.sampler import INVALID
+from anybit.engine.model_runner import Flight, ModelRunner
+from anybit.engine.sampler import INVALID, Sampled
 from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import Logprob, SamplingParams, Sequence
 
@@ -63,6 +63,7 @@ class Engine:
         self.decode, self.eos, self.vocabulary = decode, eos, vocabulary
         self.requests: dict[str, list[Sequence]] = {}  # their texts that have not ended
         self.unread: list[tuple[Sequence, int, Logprob | None]] = []  # sampled, not yet text
+        self.flight: Flight | None = None  # the next step, if it was started ahead
         self.stats, self.observer = Stats(), Observer()
 
     def check(self, prompt: Items[int], params: SamplingParams) -> None:
@@ -114,30 +115,35 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting or self.unread)
+        scheduler = self.scheduler
+        return bool(scheduler.running or scheduler.waiting or self.unread or self.flight)
 
     def step(self) -> list[Delta]:
         """Run one step. A failure ends the requests in it with "error", and no others.
 
-        On a GPU the texts of a step are read while the next one runs.
+        On a GPU the host keeps ahead: where that is possible, the next step is started before this
+        one's tokens are known, and the texts of the step before are read while both run.
         """
-        scheduled = self.scheduler.schedule()
-        if not scheduled:
-            return self._read()
-        self.stats.steps += 1
-        samples = [s.samples for s in scheduled]  # before a text's end changes its sequence
+        flight, self.flight = self.flight, None
+        if flight is None:
+            scheduled = self.scheduler.schedule()
+            if not scheduled:
+                return self._read()
+            flight = self._launch(scheduled)
         out = []
         try:
-            wait = self.runner.launch(scheduled)
             if self.runner.overlaps:
+                following = self.scheduler.ahead(flight.scheduled)
+                self.flight = self._launch(following, flight) if following else None
                 out = self._read()
-            tokens, logprobs = wait()
+            tokens, logprobs = flight.wait()
         except Exception as error:
-            return out + self._read() + self._failed(scheduled, error)
+            self.flight = None
+            return out + self._read() + self._failed(flight.scheduled, error)
         sampled = zip(tokens, logprobs, strict=True)
-        for s, has_token in zip(scheduled, samples, strict=True):
-            found = next(sampled) if has_token else None
-            if s.seq.finish:  # a stop string turned up in its text meanwhile
+        for s in flight.scheduled:
+            found = next(sampled) if s.samples else None
+            if s.seq.finish:  # it has ended meanwhile
                 continue
             self.scheduler.done(s)
             if found and found[0] == INVALID:
@@ -145,6 +151,19 @@ class Engine:
             elif found:
                 self._take(s.seq, *found)
         return out if self.runner.overlaps else out + self._read()
+
+    def _launch(self, scheduled: list[Scheduled], previous: Flight | None = None) -> Flight:
+        """Start a step; if that fails, waiting for it does."""
+        self.stats.steps += 1
+        try:
+            return self.runner.launch(scheduled, previous)
+        except Exception as error:
+            failure = error
+
+        def wait() -> Sampled:
+            raise failure
+
+        return Flight(scheduled, None, wait)
 
     def _take(self, seq: Sequence, token: int, logprob: Logprob | None) -> None:
         """Append a sampled token, and free the blocks if it is the last."""

@@ -28,14 +28,15 @@ class DecodeGraphs:
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.pool: Any = None
         device = model.embed_tokens.device
-        # Token, position and slot of every row; context; blocks: on the host, and on the device.
+        # Of every row: token, position, slot and context; blocks. On the host, and on the device.
         pin = device.type == "cuda"
-        self.host = (
-            torch.zeros(3, largest, dtype=torch.int64, pin_memory=pin),
-            torch.zeros(largest, dtype=torch.int32, pin_memory=pin),
-            torch.zeros(largest, width, dtype=torch.int32, pin_memory=pin),
-        )
+        self.host = [
+            torch.zeros(n, dtype=torch.int32, pin_memory=pin)
+            for n in (4 * largest, largest * width)
+        ]
         self.device = [torch.zeros_like(t, device=device) for t in self.host]
+        self.width = width
+        self.copied = torch.cuda.Event() if pin else None  # the host's buffers to the device
         self.starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self.rows: list[tuple[list[int], int]] = [([], 0)] * largest  # blocks written to tables
 
@@ -45,36 +46,42 @@ class DecodeGraphs:
             s.tokens == 1 and s.samples for s in scheduled
         )
 
-    def logits(self, scheduled: list[Scheduled]) -> Tensor:
-        """Logits (B, vocabulary) of a step, valid until the next one."""
+    def logits(self, scheduled: list[Scheduled], tokens: Tensor | None = None) -> Tensor:
+        """Logits (B, vocabulary) of a step, valid until the next one.
+
+        tokens (B,): on the device, if the host does not know them yet.
+        """
         size = self.sizes[bisect_left(self.sizes, len(scheduled))]
-        self._fill(scheduled, size)
+        self._fill(scheduled, size, tokens)
         if size not in self.graphs:
             self.graphs[size] = self._capture(size)
         graph, logits = self.graphs[size]
         graph.replay()
         return logits[: len(scheduled)]
 
-    def _fill(self, scheduled: list[Scheduled], size: int) -> None:
+    def _fill(self, scheduled: list[Scheduled], size: int, tokens: Tensor | None) -> None:
         """Write a batch to the device."""
-        rows, contexts, tables = (t.numpy() for t in self.host)
+        if self.copied:
+            self.copied.synchronize()  # of the step before, which may still be running
+        rows = self.host[0].numpy()[: 4 * size].reshape(4, size)
+        tables = self.host[1].numpy().reshape(-1, self.width)
         changed = False
         for i, s in enumerate(scheduled):
-            seq, at = s.seq, s.seq.computed
+            seq, at = s.seq, s.first
             blocks = seq.blocks
             slot = blocks[at // self.block_size] * self.block_size + at % self.block_size
-            rows[:, i] = seq.tokens[at], at, slot
-            contexts[i] = at + 1
+            rows[:, i] = seq.tokens[at] if tokens is None else 0, at, slot, at + 1
             known, count = self.rows[i]
             if known is not blocks or count != len(blocks):
                 tables[i, : len(blocks)] = blocks
                 self.rows[i], changed = (blocks, len(blocks)), True
-        rows[:, len(scheduled) : size] = [[0], [0], [-1]]
-        contexts[len(scheduled) : size] = 0
-        self.device[0][:, :size].copy_(self.host[0][:, :size], non_blocking=True)
-        self.device[1][:size].copy_(self.host[1][:size], non_blocking=True)
-        if changed:
-            self.device[2][:size].copy_(self.host[2][:size], non_blocking=True)
+        rows[:, len(scheduled) :] = [[0], [0], [-1], [0]]
+        for which, count in ((0, 4 * size), (1, size * self.width * changed)):
+            self.device[which][:count].copy_(self.host[which][:count], non_blocking=True)
+        if self.copied:
+            self.copied.record()
+        if tokens is not None:
+            self.device[0][: len(scheduled)] = tokens
 
     def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         stream = torch.cuda.Stream()
@@ -89,15 +96,15 @@ class DecodeGraphs:
         return graph, logits
 
     def _forward(self, size: int) -> Tensor:
-        (tokens, positions, slots), contexts, tables = self.device
+        tokens, positions, slots, contexts = self.device[0][: 4 * size].view(4, size)
         batch = Batch(
-            positions=positions[:size],
-            slots=slots[:size],
-            tables=tables[:size],
-            contexts=contexts[:size],
+            positions=positions,
+            slots=slots,
+            tables=self.device[1][: size * self.width].view(size, self.width),
+            contexts=contexts,
             starts=self.starts[: size + 1],
             queries=[1] * size,
             lengths=[],
             decodes=size,
         )
-        return self.model.logits(self.model(tokens[:size], self.caches, batch))
+        return self.model.logits(self.model(tokens, self.caches, batch))

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +12,18 @@ from anybit.engine.graphs import DecodeGraphs
 from anybit.engine.models.layers import Decoder, head_dim
 from anybit.engine.sampler import Sampled, sample
 from anybit.engine.scheduler import Scheduled
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step that was started. tokens: on the device, of the sequences that sample.
+
+    wait: waits for them. None if there are none.
+    """
+
+    scheduled: list[Scheduled]
+    tokens: Tensor | None
+    wait: Callable[[], Sampled]
 
 
 class ModelRunner:
@@ -46,59 +59,71 @@ class ModelRunner:
             width = -(-model.rope.cos.shape[0] // block_size)
             self.graphs = DecodeGraphs(model, self.caches, block_size, graphs, width)
 
-    def run(self, scheduled: list[Scheduled]) -> Sampled:
-        """One step over sequences, those with one token first.
-
-        Returns a token for each sequence whose end the step reaches, in order.
-        """
-        return self.launch(scheduled)()
-
     @torch.inference_mode()
-    def launch(self, scheduled: list[Scheduled]) -> Callable[[], Sampled]:
-        """Start a step; the function that is returned waits for its tokens."""
+    def launch(self, scheduled: list[Scheduled], previous: Flight | None = None) -> Flight:
+        """Start a step over sequences, those with one token first.
+
+        A token is sampled for each sequence whose end the step reaches, in order. previous: a step
+        that still runs, whose tokens this one continues; it has sampled for all its sequences.
+        """
         sampling = [s.seq for s in scheduled if s.samples]
+        given = None if previous is None else self._continued(scheduled, previous)
         if self.graphs is not None and self.graphs.can(scheduled):
-            logits = self.graphs.logits(scheduled)
+            logits = self.graphs.logits(scheduled, given)
         else:
-            tokens, batch = self.prepare(scheduled)
+            tokens, batch = self.prepare(scheduled, given)
             hidden = self.model(tokens, self.caches, batch)
             ends = itertools.accumulate(batch.queries)
             last = [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples]
             if not last:
-                return lambda: ([], [])
+                return Flight(scheduled, None, lambda: ([], []))
             rows = hidden if len(last) == len(hidden) else hidden[self._tensor(last)]
             logits = self.model.logits(rows)
-        return sample(logits, sampling)
+        return Flight(scheduled, *sample(logits, sampling))
 
-    def prepare(self, scheduled: list[Scheduled]) -> tuple[Tensor, Batch]:
-        """The step's tokens, and what attention needs to know about them."""
+    def _continued(self, scheduled: list[Scheduled], previous: Flight) -> Tensor:
+        """The tokens that a step samples, for the sequences of the one that follows."""
+        assert previous.tokens is not None
+        tokens = previous.tokens.clamp_min(0)  # INVALID runs as any other; nobody will read it
+        if len(scheduled) == len(previous.scheduled):
+            return tokens
+        rows = {s.seq: i for i, s in enumerate(previous.scheduled)}
+        return tokens[self._tensor([rows[s.seq] for s in scheduled])]
+
+    def prepare(
+        self, scheduled: list[Scheduled], given: Tensor | None = None
+    ) -> tuple[Tensor, Batch]:
+        """The step's tokens, and what attention needs to know about them.
+
+        given: the tokens, if the host does not know them yet.
+        """
         size = self.block_size
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         for s in scheduled:
-            first, last = s.seq.computed, s.seq.computed + s.tokens
+            first, last = s.first, s.first + s.tokens
             tokens += s.seq.tokens[first:last]
             positions += range(first, last)
             slots += [s.seq.blocks[p // size] * size + p % size for p in range(first, last)]
         widest = max(len(s.seq.blocks) for s in scheduled)
         tables = [s.seq.blocks + [0] * (widest - len(s.seq.blocks)) for s in scheduled]
-        lengths = [s.seq.computed + s.tokens for s in scheduled]
+        lengths = [s.first + s.tokens for s in scheduled]
         queries = [s.tokens for s in scheduled]
         batch = Batch(
             positions=self._tensor(positions),
             slots=self._tensor(slots),
-            tables=self._tensor(tables, torch.int32),
-            contexts=self._tensor(lengths, torch.int32),
-            starts=self._tensor([0, *itertools.accumulate(queries)], torch.int32),
+            tables=self._tensor(tables),
+            contexts=self._tensor(lengths),
+            starts=self._tensor([0, *itertools.accumulate(queries)]),
             queries=queries,
             lengths=lengths,
             decodes=queries.count(1),
         )
-        return self._tensor(tokens), batch
+        return self._tensor(tokens) if given is None else given, batch
 
-    def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+    def _tensor(self, values: list) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
 
 
 def block_bytes(model: Decoder, block_size: int, kv_dtype: torch.dtype) -> int:

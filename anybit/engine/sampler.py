@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from anybit.engine.sequence import Logprob, SamplingParams, Sequence
+from anybit.engine.sequence import Logprob, Sequence
 
 INVALID = -1
 GREEDY = 1e-5  # temperatures below it choose the likeliest token
@@ -14,25 +14,44 @@ GREEDY = 1e-5  # temperatures below it choose the likeliest token
 Sampled = tuple[list[int], list[Logprob | None]]
 
 
-def sample(logits: Tensor, seqs: list[Sequence]) -> Callable[[], Sampled]:
+def sample(logits: Tensor, seqs: list[Sequence]) -> tuple[Tensor, Callable[[], Sampled]]:
     """Choose a token for each sequence from its row of logits (B, V).
 
-    Returns a function that waits for the tokens. What a sequence gets depends on its own row,
-    parameters and random numbers alone, not on the rest of the batch: every one draws a single
-    uniform number from its own generator, and the token is where the cumulated probabilities pass
-    it. INVALID stands for a row with NaN or inf.
+    Returns the tokens (B,) on the device and a function that waits for them. What a sequence gets
+    depends on its own row, parameters and random numbers alone, not on the rest of the batch: every
+    one draws a single uniform number from its own generator, and the token is where the cumulated
+    probabilities pass it. INVALID stands for a row with NaN or inf.
     """
-    logits = logits.float()
+    largest, tokens = logits.max(-1)
+    valid = largest.isfinite()
     adjusted = penalize(logits, seqs)
-    tokens = adjusted.argmax(-1)
+    if adjusted is not logits:
+        tokens = adjusted.argmax(-1)
     if any(seq.params.temperature > GREEDY for seq in seqs):
-        greedy = tensor([seq.params.temperature <= GREEDY for seq in seqs], logits)
-        tokens = torch.where(greedy.bool(), tokens, draw(adjusted, seqs))
-    tokens = torch.where(logits.amax(-1).isfinite(), tokens, INVALID)
+        tokens = draw(adjusted.float(), seqs, tokens)
+    tokens = torch.where(valid, tokens, INVALID)
+    asked = logprobs(logits, tokens, seqs)
+    arrived = to_host(tokens)
 
     def wait() -> Sampled:
-        chosen = tokens.tolist()  # the step's one wait for the device
-        return chosen, logprobs(logits, tokens, chosen, seqs)
+        chosen = arrived()
+        return chosen, asked(chosen)
+
+    return tokens, wait
+
+
+def to_host(x: Tensor) -> Callable[[], list]:
+    """Start to copy a tensor to the host; the function waits for that, and for nothing after it."""
+    if not x.is_cuda:
+        return x.tolist
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    copy.copy_(x, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def wait() -> list:
+        event.synchronize()
+        return copy.tolist()
 
     return wait
 
@@ -42,14 +61,16 @@ def penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     out = logits
     rows = [i for i, seq in enumerate(seqs) if seq.params.repetition_penalty != 1]
     if rows:
+        logits = logits.float()
         held = torch.zeros(len(rows), logits.shape[1], dtype=torch.bool)
         for at, i in enumerate(rows):
             held[at, seqs[i].tokens] = True
-        index = torch.tensor(rows, device=logits.device)
+        index = tensor(rows, logits.device, torch.int64)
         row = logits[index]
-        penalty = tensor([seqs[i].params.repetition_penalty for i in rows], logits)[:, None]
+        penalty = tensor([seqs[i].params.repetition_penalty for i in rows], row.device)[:, None]
         penalized = torch.where(row > 0, row / penalty, row * penalty)
-        out = logits.index_copy(0, index, torch.where(held.to(row.device), penalized, row))
+        held = held.to(row.device, non_blocking=True)
+        out = logits.index_copy(0, index, torch.where(held, penalized, row))
     early = [
         (i, token)
         for i, seq in enumerate(seqs)
@@ -58,36 +79,46 @@ def penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:
         if token < logits.shape[1]
     ]
     if early:
-        index = torch.tensor(early, device=logits.device)
+        index = tensor(early, logits.device, torch.int64)
         out = out.index_put((index[:, 0], index[:, 1]), out.new_tensor(float("-inf")))
     return out
 
 
-def draw(logits: Tensor, seqs: list[Sequence]) -> Tensor:
-    """Sampled tokens (B,), by temperature, top-k, top-p and min-p."""
-    params = [seq.params for seq in seqs]
-    temperature = tensor([max(p.temperature, GREEDY) for p in params], logits)[:, None]
+def draw(logits: Tensor, seqs: list[Sequence], greedy: Tensor) -> Tensor:
+    """Tokens (B,) by temperature, top-k, top-p and min-p; where the temperature is 0, `greedy`."""
+    params, vocabulary = [seq.params for seq in seqs], logits.shape[1]
+    top_k = [min(p.top_k, vocabulary) or vocabulary for p in params]
+    numbers = [  # one copy to the device for all
+        [max(p.temperature, GREEDY) for p in params],
+        [seq.random.random() for seq in seqs],
+        [p.temperature <= GREEDY for p in params],
+        top_k,
+        [p.top_p for p in params],
+        [p.min_p for p in params],
+    ]
+    temperature, uniform, cold, *filters = tensor(numbers, logits.device)[..., None]
     probs = (logits / temperature).softmax(-1)
-    uniform = tensor([seq.random.random() for seq in seqs], logits)[:, None]
     filtered = [p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params]
     if any(filtered):
-        rows = tensor(filtered, logits).bool()[:, None]
-        probs = torch.where(rows, keep(probs, params), probs)
-    return pick(probs, uniform)
+        rows = tensor(filtered, logits.device, torch.bool)[:, None]
+        probs = torch.where(rows, keep(probs, max(top_k), *filters), probs)
+    return torch.where(cold[:, 0].bool(), greedy, pick(probs, uniform))
 
 
-def keep(probs: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Probabilities (B, V) of the tokens that top-k, top-p and min-p leave; zeros elsewhere."""
-    vocabulary = probs.shape[1]
-    top_k = [min(p.top_k, vocabulary) or vocabulary for p in params]
-    likeliest, order = probs.topk(max(top_k), dim=-1)
+def keep(probs: Tensor, most: int, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Probabilities (B, V) of the tokens that top-k, top-p and min-p leave; zeros elsewhere.
+
+    The three are (B, 1); most: the largest top_k.
+    """
+    likeliest, order = probs.topk(most, dim=-1)
     ranks = torch.arange(likeliest.shape[1], device=probs.device)
-    likeliest = likeliest.masked_fill(ranks >= tensor(top_k, probs)[:, None], 0)
+    likeliest = likeliest.masked_fill(ranks >= top_k, 0)
     # top_p sees what top_k has left.
     before = likeliest.cumsum(-1) - likeliest
-    reach = tensor([p.top_p for p in params], probs)[:, None] * likeliest.sum(-1, keepdim=True)
-    min_p = tensor([p.min_p for p in params], probs)[:, None] * likeliest[:, :1]
-    likeliest = likeliest.masked_fill((before >= reach) | (likeliest < min_p), 0)
+    out = (before >= top_p * likeliest.sum(-1, keepdim=True)) | (
+        likeliest < min_p * likeliest[:, :1]
+    )
+    likeliest = likeliest.masked_fill(out, 0)
     # Back in the order of the vocabulary, so that a draw does not depend on the rows beside it.
     return torch.zeros_like(probs).scatter_(1, order, likeliest)
 
@@ -102,25 +133,29 @@ def pick(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def logprobs(
-    logits: Tensor, tokens: Tensor, chosen: list[int], seqs: list[Sequence]
-) -> list[Logprob | None]:
-    """Log probabilities for the sequences that asked for them."""
-    out: list[Logprob | None] = [None] * len(seqs)
-    rows = [i for i, seq in enumerate(seqs) if seq.params.logprobs is not None]
+    logits: Tensor, tokens: Tensor, seqs: list[Sequence]
+) -> Callable[[list[int]], list[Logprob | None]]:
+    """Log probabilities for the sequences that asked for them, once the tokens are known."""
+    counts = [seq.params.logprobs for seq in seqs]
+    rows = [i for i, count in enumerate(counts) if count is not None]
     if not rows:
+        return lambda chosen: [None] * len(chosen)
+    index = tensor(rows, logits.device, torch.int64)
+    logp = logits[index].float().log_softmax(-1)
+    own = to_host(logp.gather(1, tokens[index][:, None].clamp_min(0))[:, 0])
+    most = max(counts[i] or 0 for i in rows)
+    values, ids = (to_host(t) for t in logp.topk(min(most, logp.shape[1])))
+
+    def read(chosen: list[int]) -> list[Logprob | None]:
+        out: list[Logprob | None] = [None] * len(chosen)
+        for i, logprob, top, tops in zip(rows, own(), ids(), values(), strict=True):
+            count = counts[i] or 0
+            out[i] = Logprob(chosen[i], logprob, tuple(zip(top[:count], tops[:count], strict=True)))
         return out
-    index = torch.tensor(rows, device=logits.device)
-    logp = logits[index].log_softmax(-1)
-    own = logp.gather(1, tokens[index][:, None].clamp_min(0))[:, 0].tolist()
-    most = max(seqs[i].params.logprobs or 0 for i in rows)
-    values, ids = (t.tolist() for t in logp.topk(min(most, logp.shape[1])))
-    for at, i in enumerate(rows):
-        count = seqs[i].params.logprobs or 0
-        top = tuple(zip(ids[at][:count], values[at][:count], strict=True))
-        out[i] = Logprob(chosen[i], own[at], top)
-    return out
+
+    return read
 
 
-def tensor(values: list, like: Tensor) -> Tensor:
-    """Numbers as a tensor of the dtype and on the device of another."""
-    return torch.tensor(values, dtype=like.dtype, device=like.device)
+def tensor(values: list, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers on a device, without waiting for it."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)

@@ -10,15 +10,15 @@ from anybit.engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A sequence and how many of its tokens run in this step."""
+    """A sequence, and which of its tokens run in a step: so many `tokens` from `first` on.
+
+    samples: whether the step reaches the end of the sequence, so that a token is sampled.
+    """
 
     seq: Sequence
+    first: int
     tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step reaches the end of the sequence, so that a token is sampled."""
-        return self.tokens == self.seq.remaining
+    samples: bool
 
 
 class Scheduler:
@@ -34,6 +34,7 @@ class Scheduler:
         self.blocks, self.max_running, self.max_tokens = blocks, max_running, max_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.full = False  # whether what waits has found too few free blocks
         self.preemptions = 0
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up and found
 
@@ -53,7 +54,7 @@ class Scheduler:
                 if self._preempt() is seq:
                     break
             else:
-                out.append(Scheduled(seq, tokens))
+                out.append(Scheduled(seq, seq.computed, tokens, tokens == seq.remaining))
                 budget -= tokens
                 at += 1
         while self.waiting and budget and len(self.running) < self.max_running and not preempted:
@@ -63,19 +64,40 @@ class Scheduler:
             tokens = min(seq.remaining, budget)
             if not self.blocks.grow(seq, seq.computed + tokens):
                 self.blocks.release(seq)
+                self.full = True
                 break
             if seq.started is None:
                 seq.started, seq.cached = time.monotonic(), seq.computed
                 self.prefix_queries += len(seq.tokens)
                 self.prefix_hits += seq.cached
             self.running.append(self.waiting.popleft())
-            out.append(Scheduled(seq, tokens))
+            out.append(Scheduled(seq, seq.computed, tokens, tokens == seq.remaining))
             budget -= tokens
         return sorted(out, key=lambda s: s.tokens)  # decodes first
 
+    def ahead(self, scheduled: list[Scheduled]) -> list[Scheduled]:
+        """The step after one that still runs, if it does not depend on that one's tokens; else [].
+
+        So it is while all that runs is being written, nothing that waits could begin, and blocks
+        suffice. A text that turns out to have ended runs for nothing once, in blocks of its own.
+        """
+        if self.waiting and len(self.running) < self.max_running and not self.full:
+            return []
+        going = [s for s in scheduled if not s.seq.finish]
+        if len(going) < len(self.running) or not all(foreseeable(s) for s in going):
+            return []
+        going = [s for s in going if s.first + s.tokens + 1 < s.seq.limit]
+        ends = [s.first + s.tokens + 1 for s in going]
+        need = sum(self.blocks.missing(s.seq, end) for s, end in zip(going, ends, strict=True))
+        if need > len(self.blocks.free):
+            return []
+        for s, end in zip(going, ends, strict=True):
+            self.blocks.grow(s.seq, end)
+        return [Scheduled(s.seq, end - 1, 1, True) for s, end in zip(going, ends, strict=True)]
+
     def done(self, scheduled: Scheduled) -> None:
         """Note that a scheduled sequence's tokens have run."""
-        self.blocks.computed(scheduled.seq, scheduled.seq.computed + scheduled.tokens)
+        self.blocks.computed(scheduled.seq, scheduled.first + scheduled.tokens)
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, running or waiting, and free its blocks."""
@@ -84,6 +106,7 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
         self.blocks.release(seq)
+        self.full = False
 
     def _preempt(self) -> Sequence:
         seq = self.running.pop()
@@ -91,3 +114,10 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.preemptions += 1
         return seq
+
+
+def foreseeable(s: Scheduled) -> bool:
+    """Whether sampling a sequence's next token but one takes no knowledge of the next one."""
+    params = s.seq.params
+    early = s.seq.generated + 1 < params.min_tokens
+    return s.samples and params.repetition_penalty == 1 and not early

@@ -28,6 +28,8 @@ IGNORED = ("*.rotary_emb.inv_freq", "*.masked_bias")  # derived values that old 
 class Dense(nn.Module):
     """y = x W^T + bias with a weight (N, K) of the model's dtype."""
 
+    activation = None  # the notation of quantized activations, as QuantLinear has it
+
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
         self.weight, self.bias = weight, bias
@@ -38,6 +40,8 @@ class Dense(nn.Module):
 
 class Separate(nn.Module):
     """Layers of the same input side by side, where their weights cannot be one matrix."""
+
+    activation = None
 
     def __init__(self, parts: list[nn.Module]):
         super().__init__()
@@ -76,7 +80,8 @@ class Weights:
         Their weights become a single matrix when they share a format without shared tables.
         """
         parts = [self.part(name, (n, columns), bias) for name, n in zip(names, rows, strict=True)]
-        return merge(parts) or Separate([build(part) for part in parts])
+        merged = merge(parts, self.dtype)
+        return merged or Separate([build(part, self.dtype) for part in parts])
 
     def head(self, name: str, embedding: Tensor, tied: bool) -> nn.Module:
         """The output layer, which shares the embedding's tensor when tied."""
@@ -85,18 +90,18 @@ class Weights:
         return self.linear([name], [embedding.shape[0]], embedding.shape[1])
 
 
-def build(part: Part) -> nn.Module:
+def build(part: Part, dtype: torch.dtype) -> nn.Module:
     weight, bias, activation = part
     if isinstance(weight, Packed):
-        return QuantLinear(weight, bias, activation)
+        return QuantLinear(weight, bias, activation, dtype).release()
     return Dense(weight, bias)
 
 
-def merge(parts: list[Part]) -> nn.Module | None:
+def merge(parts: list[Part], dtype: torch.dtype) -> nn.Module | None:
     """One layer of several weights, or None when they differ in kind or have tables."""
     weights = [part[0] for part in parts]
     if len(parts) == 1:
-        return build(parts[0])
+        return build(parts[0], dtype)
     packed = [w for w in weights if isinstance(w, Packed)]
     biases = [b for _, b, _ in parts if b is not None]
     bias = torch.cat(biases) if biases else None
@@ -106,7 +111,7 @@ def merge(parts: list[Part]) -> nn.Module | None:
     tables = any(e.table for fmt, _ in formats for e in fmt.entries().values())
     if len(packed) < len(parts) or len(formats) > 1 or tables:
         return None
-    return QuantLinear(stack(packed), bias, parts[0][2])
+    return build((stack(packed), bias, parts[0][2]), dtype)
 
 
 class Checkpoint(Weights):

@@ -72,14 +72,42 @@ def test_together_equals_one_by_one(
     assert_no_block_is_held(llm.engine)
 
 
-def test_reading_texts_during_the_next_step_changes_nothing(
-    checkpoint: Checkpoint, alone: list[list[list[int]]]
+@pytest.mark.parametrize("options", [
+    {}, {"max_running": 3}, {"block_size": 4, "kv_bytes": 30 * 4 * 512, "length": 80},
+])  # fmt: skip
+def test_starting_steps_before_the_last_ones_tokens_are_known_changes_nothing(
+    checkpoint: Checkpoint, alone: list[list[list[int]]], options: dict
 ) -> None:
-    """As on a GPU, where ends by stop strings turn up one step late."""
-    llm = LLM(checkpoint("qwen2"), block_size=4, kv_bytes=30 * 4 * 512, length=80)
-    llm.engine.runner.overlaps = True
+    """As on a GPU, where ends turn up late: by the end token a step, by stop strings two."""
+    llm = LLM(checkpoint("qwen2"), **options)
+    runner = llm.engine.runner
+    runner.overlaps, launch, ahead = True, runner.launch, []
+
+    def counted(scheduled: list, previous: object) -> object:
+        ahead.append(previous is not None)
+        return launch(scheduled, previous)
+
+    runner.launch = counted
     assert tokens(llm.generate(prompts(15), mixed_params(15))) == alone
+    # Penalties and early ends need the token before; while they run, nothing is started ahead.
+    assert 0 < sum(ahead) < len(ahead)
+    ahead.clear()
+    plain = [SamplingParams(seed=i, max_tokens=30, logprobs=2) for i in range(3)]
+    once = likelihoods(llm.generate(prompts(3), plain))
+    assert sum(ahead) >= len(ahead) - 4
     assert_no_block_is_held(llm.engine)
+    runner.overlaps = False
+    assert likelihoods(llm.generate(prompts(3), plain)) == once
+
+
+def likelihoods(outputs: list[Output]) -> list[list[tuple[int, float]]]:
+    return [
+        [(p.token, round(p.logprob, 3)) for p in output.completions[0].logprobs]
+        for output in outputs
+    ]
+
+
+def test_stop_strings_found_late_cost_no_one_a_token() -> None:
     pico = LLM(PICO, dtype="float32")
     params = SamplingParams(temperature=0, max_tokens=40, stop=["self"])
     want = pico.generate(["def main(", "class Stack:"] * 3, params)
@@ -183,16 +211,19 @@ def test_a_thousand_requests_with_random_aborts_leak_no_block(
     assert_no_block_is_held(engine)
 
 
+@pytest.mark.parametrize("at", [0, 2])
 def test_a_failing_step_ends_its_requests_and_no_others(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
+    """Also if the host is ahead by then, as on a GPU."""
     llm = LLM(checkpoint("llama"), max_running=2)
+    llm.engine.runner.overlaps = at > 0
     run = llm.engine.runner.launch
 
-    def fail(scheduled: list) -> object:
-        if any(s.seq.tokens[0] == 66 for s in scheduled):
+    def fail(scheduled: list, previous: object) -> object:
+        if any(s.seq.tokens[0] == 66 and s.first >= at for s in scheduled):
             raise RuntimeError("out of luck")
-        return run(scheduled)
+        return run(scheduled, previous)
 
     monkeypatch.setattr(llm.engine.runner, "launch", fail)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

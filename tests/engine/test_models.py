@@ -55,7 +55,9 @@ def test_qkv_and_gate_up_are_one_layer_each(checkpoint: Checkpoint) -> None:
     layer = LLM(checkpoint("qwen2-round"), quantization="int4:group=64").engine.runner.model.layers[
         0
     ]
-    quantized = {n: tuple(m.packed.shape) for n, m in layer.named_modules() if is_quantized(m)}
+    quantized = {
+        n: (m.out_features, m.in_features) for n, m in layer.named_modules() if is_quantized(m)
+    }
     assert quantized == {
         "self_attn.qkv_proj": (256, 128),
         "self_attn.o_proj": (128, 128),

@@ -12,7 +12,7 @@ from anybit.engine.sequence import SamplingParams, Sequence
 
 
 def sample(logits: torch.Tensor, seqs: list[Sequence]) -> sampler.Sampled:
-    return sampler.sample(logits, seqs)()
+    return sampler.sample(logits, seqs)[1]()
 
 
 def sequence(params: SamplingParams, prompt: list[int] | None = None) -> Sequence:

@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from anybit.engine import attention as reference
+from anybit.engine import fused
 from anybit.engine.attention import Batch, LayerCache
 from anybit.engine.graphs import DecodeGraphs
 from anybit.engine.llm import LLM
@@ -268,9 +269,11 @@ class FakeGraph:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="engine tests use the GPU where there is one")
-@pytest.mark.parametrize(("model", "kv"), [("qwen3", "model"), ("mistral", "int8")])
+@pytest.mark.parametrize(("model", "kv", "scheme"), [
+    ("qwen3", "model", None), ("mistral", "int8", None), ("llama-round", "model", "liquid@int8"),
+])  # fmt: skip
 def test_the_engine_on_these_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, kv: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, kv: str, scheme: str | None
 ) -> None:
     """As on a GPU, kernels interpreted: graphs with padded rows, chunks, texts read later."""
     kind, options = ARCHITECTURES[model]
@@ -278,9 +281,10 @@ def test_the_engine_on_these_kernels(
     many = prompts(3, longest=12)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     settings = {"block_size": 4, "max_tokens": 16, "max_running": 4, "kv_cache": kv}
-    want = [o.tokens for o in LLM(tmp_path, **settings).generate(many, params)]
+    want = [o.tokens for o in LLM(tmp_path, scheme, **settings).generate(many, params)]
 
-    llm = LLM(tmp_path, **settings)
+    llm = LLM(tmp_path, scheme, **settings)
+    monkeypatch.setattr(fused, "usable", lambda x: True)
     runner = llm.engine.runner
     for cache in runner.caches:
         cache.fused = True

@@ -6,19 +6,25 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from anybit.engine.attention import Batch, LayerCache, attention, rms_norm
+from anybit.engine.attention import Batch, LayerCache, attention
+from anybit.engine.fused import add_norm, silu_mul
 from anybit.engine.weights import Weights
+from anybit.ops import Tokens
 
-ACTIVATIONS = {"silu": F.silu, "swish": F.silu}
+ACTIVATIONS = ("silu", "swish")  # two names of one function
 
 
 class RMSNorm(nn.Module):
+    """The norm of x + delta and that sum itself, since every norm ends a residual addition."""
+
     def __init__(self, weights: Weights, name: str, size: int, eps: float):
         super().__init__()
         self.weight, self.eps = weights.tensor(f"{name}.weight", (size,)), eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(
+        self, x: Tensor, delta: Tensor | None, activation: str | None
+    ) -> tuple[Tensor | Tokens, Tensor]:
+        return add_norm(x, delta, self.weight, self.eps, activation)
 
 
 class Rope(nn.Module):
@@ -78,7 +84,7 @@ class Attention(nn.Module):
             self.norms = (q, k, config.rms_norm_eps)
         self.scales = weights.kv_scales(name, (kv_heads, dim))
 
-    def forward(self, x: Tensor, rope: Rope, cache: LayerCache, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor | Tokens, rope: Rope, cache: LayerCache, batch: Batch) -> Tensor:
         tables, scale = (rope.cos, rope.sin), self.dim**-0.5
         qkv = self.qkv_proj(x)
         out = attention(qkv, self.heads, cache, batch, tables, scale, self.window, self.norms)
@@ -106,11 +112,11 @@ class MLP(nn.Module):
             raise ValueError(
                 f"hidden_act={config.hidden_act!r} is unknown; known: {', '.join(ACTIVATIONS)}"
             )
-        self.act = ACTIVATIONS[config.hidden_act]
+        self.activation = self.gate_up_proj.activation
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Tokens) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(self.act(gate) * up)
+        return self.down_proj(silu_mul(gate, up, self.down_proj.activation))
 
 
 class MoE(nn.Module):
@@ -119,6 +125,8 @@ class MoE(nn.Module):
     normalize: the chosen experts' weights add up to 1. One expert after the other, so it waits
     for the device; no graph captures it.
     """
+
+    activation = None
 
     def __init__(
         self,
@@ -152,7 +160,10 @@ class MoE(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer: attention and MLP, each after a norm and around a residual."""
+    """One decoder layer: attention and MLP, each after a norm and around a residual.
+
+    Adding to the residual stream x is left to the next norm, which takes what is to be added.
+    """
 
     def __init__(
         self, weights: Weights, name: str, config: PretrainedConfig, attention: Attention,
@@ -167,9 +178,14 @@ class Block(nn.Module):
         )
         self.mlp = mlp
 
-    def forward(self, x: Tensor, rope: Rope, cache: LayerCache, batch: Batch) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, cache, batch)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self, x: Tensor, delta: Tensor | None, rope: Rope, cache: LayerCache, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        y, x = self.input_layernorm(x, delta, self.self_attn.qkv_proj.activation)
+        y, x = self.post_attention_layernorm(
+            x, self.self_attn(y, rope, cache, batch), self.mlp.activation
+        )
+        return x, self.mlp(y)
 
 
 class Decoder(nn.Module):
@@ -196,10 +212,10 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, caches: list[LayerCache], batch: Batch) -> Tensor:
         """Tokens (T,) -> hidden states (T, hidden); their K and V go into the caches."""
-        x = F.embedding(tokens, self.embed_tokens)
+        x, delta = F.embedding(tokens, self.embed_tokens), None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, self.rope, cache, batch)
-        return self.norm(x)
+            x, delta = layer(x, delta, self.rope, cache, batch)
+        return self.norm(x, delta, None)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (B, hidden) -> logits (B, vocabulary)."""

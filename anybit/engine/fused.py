@@ -1,0 +1,53 @@
+"""What happens between products: residual + RMSNorm and SiLU * up, in one kernel each on a GPU.
+
+Where the next layer multiplies quantized activations, they leave here as `Tokens`: quantized once,
+in the same kernel. On a CPU, or without Triton, it is plain torch, which is the definition.
+"""
+
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anybit.ops import Tokens
+
+
+def usable(x: Tensor) -> bool:
+    """Whether Triton's kernels can work on x."""
+    return x.is_cuda and find_spec("triton") is not None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x32 = x.float()
+    return weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, activation: str | None = None
+) -> tuple[Tensor | Tokens, Tensor]:
+    """RMSNorm of the sum of x and delta (T, hidden), and the sum.
+
+    activation: the notation in which the next layer wants the norm; None: x's dtype.
+    """
+    if not usable(x):
+        x = x if delta is None else x + delta
+        return rms_norm(x, weight, eps), x
+    from anybit.kernels.triton import activation as kernels
+
+    if activation is None:
+        return kernels.add_norm(x, delta, weight, eps)
+    norm, sums = (delta, weight, eps), activation == "int8"
+    *tokens, x_sum = kernels.quantize(x, activation, norm=norm, sums=sums)
+    return Tokens(*tokens, x.dtype), x_sum
+
+
+def silu_mul(gate: Tensor, up: Tensor, activation: str | None = None) -> Tensor | Tokens:
+    """SiLU(gate) * up, both (T, N), in the notation that the next layer wants."""
+    if not usable(up):
+        return F.silu(gate) * up
+    from anybit.kernels.triton import activation as kernels
+
+    if activation is None:
+        return kernels.silu_mul(gate, up)
+    return Tokens(*kernels.silu_quantize(gate, up, activation), up.dtype)
