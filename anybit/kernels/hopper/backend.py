@@ -145,9 +145,26 @@ def linear(
     else:
         from anybit.kernels.triton.activation import quantize
 
-        codes, scale, sums = quantize(rows, activation, sums=activation == "int8")
+        codes, scale, sums = quantize(rows, activation, sums=activation == "int8")[:3]
         y = multiply(codes, scale, sums, prepared, bias, fmt, n, x.dtype)
     return y.view(*x.shape[:-1], n)
+
+
+def linear_experts(
+    x: Tensor,
+    prepared: list[Tensor],
+    starts: Tensor,
+    fmt: Format,
+    n: int,
+    activation: str | None,
+) -> Tensor:
+    """x (M, K) in fp16 or bf16, sorted by expert -> (M, n), for weights of `prepare_experts`."""
+    dtype, scale, sums = x.dtype, None, None
+    if activation is not None:
+        from anybit.kernels.triton.activation import quantize
+
+        x, scale, sums = quantize(x, activation, sums=activation == "int8")[:3]
+    return multiply(x, scale, sums, prepared, None, fmt, n, dtype, starts=starts)
 
 
 def multiply(
