@@ -38,8 +38,8 @@ def add_norm(
     if activation is None:
         return kernels.add_norm(x, delta, weight, eps)
     norm, sums = (delta, weight, eps), activation == "int8"
-    *tokens, x_sum = kernels.quantize(x, activation, norm=norm, sums=sums)
-    return Tokens(*tokens, x.dtype), x_sum
+    codes, scale, total, x_sum = kernels.quantize(x, activation, norm=norm, sums=sums)
+    return Tokens(codes, scale, total, x.dtype), x_sum
 
 
 def silu_mul(gate: Tensor, up: Tensor, activation: str | None = None) -> Tensor | Tokens:

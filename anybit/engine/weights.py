@@ -28,8 +28,6 @@ IGNORED = ("*.rotary_emb.inv_freq", "*.masked_bias")  # derived values that old 
 class Dense(nn.Module):
     """y = x W^T + bias with a weight (N, K) of the model's dtype."""
 
-    activation = None  # the notation of quantized activations, as QuantLinear has it
-
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
         self.weight, self.bias = weight, bias
@@ -40,8 +38,6 @@ class Dense(nn.Module):
 
 class Separate(nn.Module):
     """Layers of the same input side by side, where their weights cannot be one matrix."""
-
-    activation = None
 
     def __init__(self, parts: list[nn.Module]):
         super().__init__()

@@ -112,11 +112,10 @@ class MLP(nn.Module):
             raise ValueError(
                 f"hidden_act={config.hidden_act!r} is unknown; known: {', '.join(ACTIVATIONS)}"
             )
-        self.activation = self.gate_up_proj.activation
 
     def forward(self, x: Tensor | Tokens) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(silu_mul(gate, up, self.down_proj.activation))
+        return self.down_proj(silu_mul(gate, up, notation(self.down_proj)))
 
 
 class MoE(nn.Module):
@@ -125,8 +124,6 @@ class MoE(nn.Module):
     normalize: the chosen experts' weights add up to 1. One expert after the other, so it waits
     for the device; no graph captures it.
     """
-
-    activation = None
 
     def __init__(
         self,
@@ -181,10 +178,10 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, delta: Tensor | None, rope: Rope, cache: LayerCache, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        y, x = self.input_layernorm(x, delta, self.self_attn.qkv_proj.activation)
-        y, x = self.post_attention_layernorm(
-            x, self.self_attn(y, rope, cache, batch), self.mlp.activation
-        )
+        y, x = self.input_layernorm(x, delta, notation(self.self_attn.qkv_proj))
+        y = self.self_attn(y, rope, cache, batch)
+        first = getattr(self.mlp, "gate_up_proj", None)  # a router wants its input as it is
+        y, x = self.post_attention_layernorm(x, y, notation(first))
         return x, self.mlp(y)
 
 
@@ -220,6 +217,11 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (B, hidden) -> logits (B, vocabulary)."""
         return self.lm_head(hidden)
+
+
+def notation(layer: nn.Module | None) -> str | None:
+    """In what a layer wants its input quantized; None for the model's dtype."""
+    return getattr(layer, "activation", None)
 
 
 def head_dim(config: PretrainedConfig) -> int:

@@ -10,8 +10,6 @@ from anybit.engine.weights import Weights
 class SharedMoE(nn.Module):
     """A mixture of experts plus a shared expert behind a gate of its own."""
 
-    activation = None
-
     def __init__(self, weights: Weights, name: str, config: PretrainedConfig):
         super().__init__()
         self.experts = experts(weights, name, config)
