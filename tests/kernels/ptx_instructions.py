@@ -147,14 +147,16 @@ def _setp(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
 @on(r"mov\.\w+|cvta\..*|cvt\.u64\.u32|cvt\.u32\.u64")
 def _mov(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
     to, source = i.args
+    bits = 16 if i.op.endswith("32") else 32  # of each part of a pair
+    mask = np.uint64(MASK[str(bits)])
     if source.startswith("{"):
-        low, high = (m.read(w, x.strip()) & np.uint64(MASK["32"]) for x in source[1:-1].split(","))
-        m.write(w, to, high << np.uint64(32) | low, active)
+        low, high = (m.read(w, x.strip()) & mask for x in source[1:-1].split(","))
+        m.write(w, to, high << np.uint64(bits) | low, active)
     elif to.startswith("{"):
         value = m.read(w, source)
         low, high = (x.strip() for x in to[1:-1].split(","))
-        m.write(w, low, value & np.uint64(MASK["32"]), active)
-        m.write(w, high, value >> np.uint64(32), active)
+        m.write(w, low, value & mask, active)
+        m.write(w, high, value >> np.uint64(bits) & mask, active)
     else:
         value = m.read(w, source)
         m.write(w, to, value & np.uint64(MASK["32"]) if i.op.endswith("b32") else value, active)
@@ -420,6 +422,7 @@ def _wgmma(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
     registers = [m.read(w, x) for x in a] if m.random.random() < 0.5 else None
 
     def work() -> None:
+        del w.reading[: len(a)]  # WGMMAs end in the order of their issue
         operand = fragment([m.read(w, x) for x in a] if registers is None else registers, a_type)
         b = tile(w.cta.shared, descriptor, n, 32, b_type)
         product = operand @ b.T  # (16, n) of this warp, exactly
@@ -436,6 +439,7 @@ def _wgmma(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
                     new = from_f32(as_f32(old).astype(np.float64) + part)
                 m.write(w, name, new, active)
 
+    w.reading += a
     w.open_group.append(work)
 
 

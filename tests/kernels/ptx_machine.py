@@ -71,6 +71,7 @@ class Warp:
     waiting: Any = None  # a condition that must hold before the warp goes on
     open_group: list = field(default_factory=list)  # WGMMAs not committed yet
     groups: list[list] = field(default_factory=list)  # committed ones, oldest first
+    reading: list[str] = field(default_factory=list)  # A registers of WGMMAs not waited for
     cluster_arrivals: int = 0
 
 
@@ -106,6 +107,7 @@ class Machine:
     ) -> None:
         """parameters: numpy arrays (global memory), integers, and one `TensorMap`."""
         self.random = np.random.default_rng(seed)
+        self.eager = 0.0 if seed % 2 == 0 else 0.2  # how soon a WGMMA ends that nobody waits for
         self.memory: list[tuple[int, np.ndarray]] = []
         self.values: dict[str, Any] = {}
         for name, value in zip(self.parameters, parameters, strict=True):
@@ -146,7 +148,7 @@ class Machine:
 
     def _turn(self, warp: Warp) -> bool:
         """Let a warp run for a while; returns whether it did anything."""
-        if warp.groups and self.random.random() < 0.2:
+        if warp.groups and self.random.random() < self.eager:
             self.retire(warp, len(warp.groups) - 1)
         if warp.waiting is not None:
             if not warp.waiting():
@@ -208,6 +210,8 @@ class Machine:
     def write(self, warp: Warp, name: str, value: np.ndarray, active: np.ndarray) -> None:
         if name == "_":
             return
+        if name in warp.reading:
+            raise PtxError(f"{name} is written while a WGMMA may read it")
         value = np.broadcast_to(np.asarray(value), WARP)
         if active.all():
             warp.registers[name] = value.astype(np.uint64)

@@ -100,6 +100,7 @@ def test_kernels_compile(tmp_path: Path) -> None:
         assert meta["cluster"] == kernel.tile.cluster
         registers, stack = build.resources(cubin)
         assert stack == 0
+        assert build.waits(cubin) == build.WAITS
         assert 32 < registers == meta["registers"]
         # Nine warps take registers like twelve: two CTAs fit into 65536.
         assert registers <= 65536 // (384 * kernel.tile.ctas) // 8 * 8 + 16
@@ -109,7 +110,9 @@ def test_kernels_compile(tmp_path: Path) -> None:
     assert {p: p.stat().st_mtime_ns for p in build.cache_folder(tmp_path).iterdir()} == before
 
 
-def test_a_spill_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_spills_and_serialized_products_are_errors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     d = decoder_of("fp6", "float16")
     kernel = Kernel(d, tiles.fitted(Tile(16), d), "float16")
     monkeypatch.setattr(build, "generate", lambda kernel: (".entry k(\n)", b"", 1))
@@ -117,6 +120,10 @@ def test_a_spill_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     with pytest.raises(build.BuildError, match="spills: 24 bytes of stack"):
         build.compile_kernel(kernel, tmp_path)
     monkeypatch.setattr(build, "resources", lambda cubin: (96, 0))
+    monkeypatch.setattr(build, "waits", lambda cubin: 9)
+    with pytest.raises(build.BuildError, match="waits for its products at 9 places"):
+        build.compile_kernel(kernel, tmp_path)
+    monkeypatch.setattr(build, "waits", lambda cubin: 3)
     with pytest.raises(build.BuildError, match=r"takes parameters of \[\] bytes"):
         build.compile_kernel(kernel, tmp_path)
     assert not list(tmp_path.rglob("*.kernel"))

@@ -10,7 +10,6 @@ the DSL generates is for machines of one's own: its licence does not clearly all
 """
 
 import argparse
-import ast
 import hashlib
 import inspect
 import json
@@ -28,7 +27,7 @@ from pathlib import Path
 
 from anybit.dispatch import parse_scheme
 from anybit.kernels.hopper.decode import Decoder, decoder
-from anybit.kernels.hopper.tiles import Kernel, family
+from anybit.kernels.hopper.tiles import Kernel, family, family_grouped
 
 SCHEMES = (
     "liquid@int8", "int8@int8", "int4@int8",
@@ -38,6 +37,8 @@ SCHEMES = (
 )  # fmt: skip
 SOURCES = ("decode.py", "epilogue.py", "gemm.py", "lang.py", "ptx.py")
 ENTRY = re.compile(r"\.entry (\w+)\(")
+WAITS = 3  # for each half of a K tile, and at the end
+WAIT = 0x8000000079C5  # WARPGROUP.DEPBAR
 # Bytes of the kernel's parameters, in the order of `load.Arguments`.
 PARAMETERS = [128, 8, *[8] * 8, 4, 4, 4, 4, 1]
 
@@ -66,10 +67,9 @@ def kernel_file(kernel: Kernel, folder: str | Path | None = None) -> Path:
 
 @cache
 def sources_hash() -> str:
-    """Of the code that kernels are made from; comments and layout do not count."""
+    """Of the code that kernels are made from: its bytes, which every Python version sees alike."""
     here = Path(__file__).parent
-    trees = (ast.dump(ast.parse((here / name).read_text())) for name in SOURCES)
-    return hashlib.sha256("".join(trees).encode()).hexdigest()
+    return hashlib.sha256(b"".join((here / name).read_bytes() for name in SOURCES)).hexdigest()
 
 
 def decoder_hash(kind: type[Decoder]) -> str:
@@ -90,6 +90,11 @@ def compile_kernel(kernel: Kernel, folder: str | Path | None = None) -> Path:
     registers, stack = resources(cubin)
     if stack:
         raise BuildError(f"{kernel} spills: {stack} bytes of stack; choose a smaller tile")
+    if (count := waits(cubin)) > WAITS:
+        raise BuildError(
+            f"{kernel} waits for its products at {count} places, not {WAITS}: ptxas serialized its "
+            "WGMMAs (see `gemm.Gemm.release`)"
+        )
     if parameters(ptx) != PARAMETERS:
         raise BuildError(f"{kernel} takes parameters of {parameters(ptx)} bytes, not {PARAMETERS}")
     entry = ENTRY.search(ptx)
@@ -166,6 +171,16 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return registers, stack
 
 
+def waits(cubin: bytes) -> int:
+    """Instructions that wait for WGMMAs."""
+    return sum(
+        word == WAIT
+        for name, code in sections(cubin)
+        if name.startswith(".text.")
+        for word, _ in struct.iter_unpack("<QQ", code)
+    )
+
+
 def sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
     """Names and contents of a 64-bit ELF file's sections."""
     offset = struct.unpack_from("<Q", elf, 0x28)[0]
@@ -188,6 +203,7 @@ def kernels_of(scheme: str) -> list[Kernel]:
             raise ValueError(f"{scheme}: {d}")
         outputs = [operand] if activation is None else ["float16", "bfloat16"]
         out += [Kernel(d, tile, o) for tile in family(d) for o in outputs]
+        out += [Kernel(d, tile, o, grouped=True) for tile in family_grouped(d) for o in outputs]
     return out
 
 

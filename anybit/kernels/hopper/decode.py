@@ -78,6 +78,15 @@ class Decoder:
         return 16 if self.operand in MANTISSA else 8
 
     @property
+    def verbatim(self) -> bool:
+        """Whether code words are operand registers; they are stored inverted then.
+
+        A decoder must compute something: ptxas replaces a mere copy by its source, and would load
+        the next stage's words into registers that a WGMMA still reads.
+        """
+        return self.places == tuple(range(self.slot)) and not self.finishing
+
+    @property
     def entries(self) -> int:
         """Groups in a K tile."""
         if not self.grid_words:
@@ -124,7 +133,8 @@ class Decoder:
         for i in range(count):
             which = i // 4 * len(constants) // (count // 4)
             row = constants[which][i % 2] if constants else ()
-            out.append(self.finish(self.gather(words, i), row))
+            gathered = self.gather(words, i)
+            out.append(gathered ^ 0xFFFFFFFF if self.verbatim else self.finish(gathered, row))
         return out
 
     def gather(self, words: list[Word], i: int) -> Word:

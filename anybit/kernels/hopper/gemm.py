@@ -380,9 +380,8 @@ class Gemm(Epilogue):
             for half in cutlass.range_constexpr(2):
                 # The other half's products may still run; this half's registers are free.
                 warpgroup.wait_group(1 if const_expr(self.overlap) else 0)
-                if const_expr(half == 1):  # noqa: SIM102
-                    if k > k_first:  # decided by the device, the other while compiling
-                        self.release(empty + previous, t)
+                if const_expr(half == 1):
+                    self.release(empty + previous, t, k > k_first)
                 self.decode_half(words, grid, registers, half)
                 warpgroup.fence()
                 for j in cutlass.range_constexpr(self.per_half):
@@ -397,7 +396,7 @@ class Gemm(Epilogue):
                 stage = Int32(0)
                 phase ^= 1
         warpgroup.wait_group(0)
-        self.release(empty + previous, t)
+        self.release(empty + previous, t, True)
 
         table = self.share_tokens(shared, tokens, group, t)
         finishes = True
@@ -415,13 +414,16 @@ class Gemm(Epilogue):
         return stage, phase
 
     @cute.jit
-    def release(self, empty, t):
-        """This warp is done with a stage; the producers of all CTAs that fill it are told."""
+    def release(self, empty, t, when):
+        """This warp is done with a stage; the producers of all CTAs that fill it are told.
+
+        One branch: with a second one ptxas waits for every single WGMMA of the loop.
+        """
         if const_expr(self.share > 1):
-            if t % 32 < self.share:
+            if (t % 32 < self.share) & when:
                 cute.arch.mbarrier_arrive(empty, t % 32)
         else:
-            if t % 32 == 0:
+            if (t % 32 == 0) & when:
                 cute.arch.mbarrier_arrive(empty)
 
     @cute.jit

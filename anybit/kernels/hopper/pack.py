@@ -50,6 +50,7 @@ def unpack_codes(blobs: Tensor, decoder: Decoder) -> Tensor:
     size = K_TILE * K_TILE * decoder.bits // 8
     words = unchunk(blobs[..., :size].contiguous().view(torch.int32), decoder.bits)
     b = torch.arange(LANES, device=words.device, dtype=torch.int32)
+    words = ~words if decoder.verbatim else words
     stored = ((words[..., None] >> b) & 1).flatten(-2)  # (..., half 2, bits * 32)
     source = bit_order(decoder).to(words.device)
     bits = torch.empty_like(stored)
@@ -65,6 +66,7 @@ def pack_codes(codes: Tensor, decoder: Decoder) -> Tensor:
     bits = ((f[..., None] >> b) & 1).flatten(-2)  # (..., 32 * bits): bit of code innermost
     stored = bits[..., bit_order(decoder).to(codes.device)]
     words = planes_of.pack(stored.reshape(-1, stored.shape[-1]), 1)[0]
+    words = ~words if decoder.verbatim else words
     return chunk(words.view(*f.shape[:-1], decoder.bits)).view(torch.uint8)
 
 

@@ -87,7 +87,8 @@ TALL = [Tile(128, rows=256), Tile(128, rows=256, share=2)]
 
 def family(decoder: Decoder) -> list[Tile]:
     """The tiles that a decoder is compiled for."""
-    return [fitted(tile, decoder) for tile in FEW + MANY + TALL]
+    tall = TALL if decoder.slot == 8 else []  # 16-bit operands would spill
+    return [fitted(tile, decoder) for tile in FEW + MANY + tall]
 
 
 def fitted(tile: Tile, decoder: Decoder) -> Tile:
@@ -109,6 +110,8 @@ def grid(tile: Tile, m: int, n: int, experts: int = 0) -> int:
     tiles = -(-n // (tile.rows * tile.share)) * tokens
     if experts:
         return min(tiles, MULTIPROCESSORS * tile.ctas // tile.share) * tile.share
+    if tile.split > 1:  # a cluster does one tile
+        return tiles * tile.split
     slots = MULTIPROCESSORS * tile.ctas // tile.cluster
     waves = -(-tiles // slots)
     return -(-tiles // waves) * tile.cluster

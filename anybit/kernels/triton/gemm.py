@@ -311,6 +311,9 @@ def fitted(tile: Tile, layout: Layout, x: Tensor) -> Tile:
         tiles = sum(layout.cut_tiles(p, tile.cut) for p in range(len(layout.segments)))
         columns = layout.granule // tile.cut
         piece = words * tiles + tile.tokens * columns * x.element_size()
+        # Groups narrower than a field: a value is loaded for every column.
+        narrow = sum(0 < group < layout.columns for group in layout.grid_groups)
+        piece += tile.rows * columns * narrow
         return piece * tile.steps * max(1, tile.stages)
 
     while size(tile) > room:
