@@ -102,7 +102,10 @@ class Piece:
         self.name, self.k = name, k
         self.columns = slice(start, stop)
         self.shape = (n, stop - start)
-        self.format, self.activation = parse_scheme(scheme) if scheme else (None, None)
+        self.format: Format | None = None
+        self.activation: str | None = None
+        if scheme is not None:
+            self.format, self.activation = parse_scheme(scheme)
         self.apart = bool(self.format and self.format.order and self.shape[1] < k)
         self.tensors: dict[str, Tensor] = {}
         if self.format is not None and not self.apart:
@@ -152,7 +155,8 @@ class Piece:
 
     def _check(self, key: str, tensor: Tensor) -> None:
         """A stored tensor has the columns of the whole weight, a table its own shape."""
-        found, wanted = tuple(tensor.shape), (tensor.shape[0], self.k)
+        found: tuple[int, ...] = tuple(tensor.shape)
+        wanted: tuple[int, ...] = (tensor.shape[0], self.k)
         if self.format is not None:
             size, _ = tensor_shapes(self.format, (self.shape[0], self.k))[key]
             wanted = size if self.is_table(key) else (tensor.shape[0], *size[1:])

@@ -8,6 +8,7 @@ vLLM's own methods: `vllm_linear.py` has the linear layers, `vllm_moe.py` the ex
 """
 
 import re
+from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ OPTIONS = ("formats", "backend")
 
 
 def register() -> None:
-    """Enter the method into vLLM's registry: the entry point, called in every process. Idempotent."""
+    """Enter the method into vLLM's registry; the entry point, called in every process."""
     try:
         if get_quantization_config(METHOD) is AnybitConfig:
             return
@@ -196,6 +197,4 @@ class AnybitConfig(QuantizationConfig):
 
 def kept(name: str) -> bool:
     """Whether a matrix is no linear layer to be quantized: an embedding or a router."""
-    from fnmatch import fnmatchcase
-
     return any(fnmatchcase(name, pattern) for pattern in KEPT)

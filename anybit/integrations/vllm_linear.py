@@ -50,7 +50,7 @@ class AnybitLinearMethod(LinearMethodBase):
             )
         return list(zip(self.names, self.schemes, strict=True))
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., K) -> (..., N), for this rank's K and N."""
         outputs, at = [], 0
         for part in layer.parts:
@@ -58,7 +58,7 @@ class AnybitLinearMethod(LinearMethodBase):
             at += part.n
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
-    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+    def tie_weights(self, layer: Any, embed_tokens: nn.Module) -> nn.Module:
         raise ValueError(
             f"{self.names[0]} shares its weight with the embedding; keep it: "
             f"{{'*': ..., '{self.names[0]}': None}}"
@@ -71,7 +71,7 @@ class Stored(AnybitLinearMethod):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -92,7 +92,7 @@ class Stored(AnybitLinearMethod):
         for key in dict.fromkeys(key for piece in layer.pieces for key in piece.keys()):  # noqa: SIM118
             layer.register_parameter(key, Receiver(key, layer.pieces, loader, first))
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         if "parts" in layer._modules:
             return
         pieces, dtype = layer.pieces, layer.params_dtype
@@ -125,7 +125,7 @@ class OnLoad(AnybitLinearMethod):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -152,7 +152,7 @@ class OnLoad(AnybitLinearMethod):
         layer.register_parameter("weight", weight)
         initialize_online_processing(layer)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         if "parts" in layer._modules:
             return
         rows = layer.weight.data.split(layer.sizes)
@@ -230,6 +230,8 @@ class Receiver(BasevLLMParameter):
 class Multiply(nn.Module):
     """A weight in the layout of the kernel that multiplies with it."""
 
+    order: Tensor | None
+
     def __init__(
         self,
         packed: Packed,
@@ -270,19 +272,22 @@ class Dense(nn.Module):
 def build(
     weights: list[Weight], backend: str | None, dtype: torch.dtype, name: str
 ) -> nn.ModuleList:
-    """Modules whose outputs side by side are those of the weights; one, if that can be."""
-    merged = weights
-    tensors = [weight for weight, _ in weights]
-    if len(weights) > 1 and same(tensors) and len({activation for _, activation in weights}) == 1:
-        dense = [w for w in tensors if isinstance(w, Tensor)]
-        packed = [w for w in tensors if isinstance(w, Packed)]
-        merged = [(stack(packed) if packed else torch.cat(dense), weights[0][1])]
+    """Modules whose outputs side by side are those of the weights."""
     return nn.ModuleList(
         Multiply(weight, activation, backend, dtype, name)
         if isinstance(weight, Packed)
         else Dense(weight.to(dtype))
-        for weight, activation in merged
+        for weight, activation in merge(weights)
     )
+
+
+def merge(weights: list[Weight]) -> list[Weight]:
+    """Weights on top of each other as one, if they are dense or share a format without tables."""
+    tensors, activations = zip(*weights, strict=True)
+    if len(weights) == 1 or not same(list(tensors)) or len(set(activations)) > 1:
+        return weights
+    packed = [w for w in tensors if isinstance(w, Packed)]
+    return [(stack(packed) if packed else torch.cat(tensors), activations[0])]
 
 
 def chosen(
@@ -326,7 +331,7 @@ def check(name: str, scheme: str, n: int, k: int, ranks: int) -> None:
     check_columns(fmt, k, ranks, name)
 
 
-def columns_of(layer: nn.Module, part: int, k: int, name: str) -> slice:
+def columns_of(layer: Any, part: int, k: int, name: str) -> slice:
     """The columns of this rank: all but in a row-parallel layer."""
     return WHOLE if part == k else share(k, layer.tp_rank, k // part, name)
 

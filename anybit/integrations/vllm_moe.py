@@ -1,0 +1,365 @@
+"""Mixtures of experts in vLLM: loading, parallelism, and the products.
+
+Every expert has a gate, an up and a down projection, each a `Piece` of its own. Where a backend has
+a grouped product for the experts' format, tokens sorted by expert go through one launch; else one
+expert comes after the other.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.activation import (
+    ApplyMoEActivationConfig,
+    apply_moe_activation,
+)
+from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.parameter import BasevLLMParameter
+from vllm.model_executor.utils import set_weight_attrs
+
+from anybit.dispatch import get_backend
+from anybit.format import Packed
+from anybit.integrations.vllm_linear import (
+    Weight,
+    build,
+    check,
+    chosen,
+    fill,
+    is_dummy,
+    merge,
+    quantized,
+)
+from anybit.sharding import WHOLE, Piece, share
+
+if TYPE_CHECKING:
+    from anybit.integrations.vllm import AnybitConfig
+
+SHARDS = {"w13": ("w1", "w3"), "w2": ("w2",)}  # vLLM's names: gate and up, down
+
+
+def method_for(config: "AnybitConfig", layer: Any, prefix: str) -> "AnybitMoEMethod | None":
+    """The method of a layer of experts; None when none of them is quantized."""
+    projections = {
+        "w1": layer.ckpt_gate_proj_name,
+        "w2": layer.ckpt_down_proj_name,
+        "w3": layer.ckpt_up_proj_name,
+    }
+    names = {
+        (expert, shard): f"{prefix}.{expert}.{projection}"
+        for expert in range(layer.moe_config.num_logical_experts)
+        for shard, projection in projections.items()
+        if projection is not None
+    }
+    schemes = {}
+    for at, name in names.items():
+        dense = config.coded and config.names.get(name, name) not in config.coded
+        schemes[at] = None if dense else config.scheme(name)
+    if not any(schemes.values()):
+        return None
+    method = OnLoadExperts if config.quantizes else StoredExperts
+    return method(layer.moe_config, names, schemes, config.backend)
+
+
+class AnybitMoEMethod(FusedMoEMethodBase):
+    """names and schemes: of each (expert, shard), shards being vLLM's w1 (gate), w3 (up), w2."""
+
+    def __init__(
+        self,
+        moe: Any,
+        names: dict[tuple[int, str], str],
+        schemes: dict[tuple[int, str], str | None],
+        backend: str | None,
+    ):
+        super().__init__(moe)
+        self.names, self.schemes, self.backend = names, schemes, backend
+        first = next(iter(names.values()))
+        if moe.has_bias:
+            raise ValueError(f"{first}: experts with a bias are not supported; keep them: None")
+        if moe.moe_parallel_config.use_all2all_kernels:
+            raise ValueError(
+                f"{first}: experts behind vLLM's all-to-all kernels (data parallelism) are not "
+                "supported; use tensor or expert parallelism, or keep them unquantized: None"
+            )
+
+    def maybe_roundup_sizes(
+        self,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        act_dtype: torch.dtype,
+        moe_parallel_config: Any,
+    ) -> tuple[int, int]:
+        return hidden_size, intermediate_size_per_partition
+
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> Any:
+        return FUSED_MOE_UNQUANTIZED_CONFIG
+
+    def shards(self, kind: str) -> tuple[str, ...]:
+        """The shards of `w13` or `w2` that the experts have; those without a gate lack w3."""
+        return tuple(shard for shard in SHARDS[kind] if (0, shard) in self.names)
+
+    def local(self, layer: Any) -> list[int]:
+        """The experts of this rank, in the order of its weights."""
+        to_local = layer.expert_map_manager.map_global_to_local
+        mine = {to_local(expert): expert for expert in range(layer.global_num_experts)}
+        return [mine[at] for at in range(layer.local_num_experts)]
+
+    def finish(self, layer: Any, weights: dict[str, list[list[Weight]]]) -> None:
+        """Lay out the experts' weights: for w13 and w2, of every expert, its shards."""
+        dtype, name = layer.params_dtype, f"{layer.layer_name}"
+        layer.w13 = Experts(weights["w13"], self.backend, dtype, f"{name}.w13")
+        layer.w2 = Experts(weights["w2"], self.backend, dtype, f"{name}.w2")
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor:
+        """x (M, K), topk_weights and topk_ids (M, chosen) -> (M, K)."""
+        if layer.expert_map is not None:
+            topk_ids = layer.expert_map[topk_ids]  # -1: another rank's
+        if layer.apply_router_weight_on_input:
+            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+        config = ApplyMoEActivationConfig.from_configs(self.moe, FUSED_MOE_UNQUANTIZED_CONFIG)
+        gated = len(self.shards("w13")) == 2
+
+        def activate(h: Tensor) -> Tensor:
+            out = h.new_empty(len(h), h.shape[1] // 2 if gated else h.shape[1])
+            return apply_moe_activation(layer.activation, out, h, activation_config=config)
+
+        grouped = layer.w13.grouped and layer.w2.grouped
+        run = all_experts if grouped else one_by_one
+        return run(x, topk_weights, topk_ids, layer.w13, layer.w2, activate)
+
+
+class StoredExperts(AnybitMoEMethod):
+    """Experts of a quantized checkpoint."""
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        part, rank, ranks = intermediate_size_per_partition, self.moe.tp_rank, self.moe.tp_size
+        layer.pieces = {}
+        for at, expert in enumerate(self.local(layer)):
+            for kind in SHARDS:
+                for shard in self.shards(kind):
+                    name, scheme = self.names[expert, shard], self.schemes[expert, shard]
+                    if kind == "w13":
+                        piece = Piece(name, scheme, part, hidden_size)
+                    else:
+                        columns = share(part * ranks, rank, ranks) if ranks > 1 else WHOLE
+                        piece = Piece(name, scheme, hidden_size, part * ranks, columns)
+                    layer.pieces[at, shard] = piece
+        to_local = layer.expert_map_manager.map_global_to_local
+        for kind in SHARDS:
+            pieces = {at: piece for at, piece in layer.pieces.items() if at[1] in SHARDS[kind]}
+            for key in dict.fromkeys(key for piece in pieces.values() for key in piece.keys()):  # noqa: SIM118
+                layer.register_parameter(f"{kind}_{key}", Receiver(key, pieces, to_local, rank))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if "w13" in layer._modules:
+            return
+        weights: dict[str, list[list[Weight]]] = {kind: [] for kind in SHARDS}
+        for at in range(layer.local_num_experts):
+            for kind, rows in weights.items():
+                pieces = [layer.pieces[at, shard] for shard in self.shards(kind)]
+                if is_dummy():
+                    for piece in pieces:
+                        fill(piece)
+                rows.append([(p.finish(), None if p.apart else p.activation) for p in pieces])
+        for key in list(layer._parameters):
+            if isinstance(layer._parameters[key], Receiver):
+                delattr(layer, key)
+        del layer.pieces
+        self.finish(layer, weights)
+
+
+class OnLoadExperts(AnybitMoEMethod):
+    """Experts of a dense checkpoint, quantized as soon as the layer is read (round to nearest)."""
+
+    uses_meta_device = True  # vLLM makes room for one layer at a time
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        part, ranks = intermediate_size_per_partition, self.moe.tp_size
+        for at, scheme in self.schemes.items():
+            n, k = (hidden_size, part * ranks) if at[1] == "w2" else (part * ranks, hidden_size)
+            if scheme is not None:
+                check(self.names[at], scheme, n, k, ranks if at[1] == "w2" else 1)
+        shapes = {
+            "w13_weight": (num_experts, len(self.shards("w13")) * part, hidden_size),
+            "w2_weight": (num_experts, hidden_size, part),
+        }
+        for key, shape in shapes.items():
+            data = torch.empty(shape, dtype=params_dtype, device="meta")
+            layer.register_parameter(key, nn.Parameter(data, requires_grad=False))
+            set_weight_attrs(getattr(layer, key), extra_weight_attrs)
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if "w13" in layer._modules:
+            return
+        weights: dict[str, list[list[Weight]]] = {}
+        for kind in SHARDS:
+            stored = getattr(layer, f"{kind}_weight").data
+            shards = self.shards(kind)
+            weights[kind] = [
+                [
+                    quantized(weight, self.schemes[expert, shard], self.names[expert, shard])
+                    for shard, weight in zip(shards, stored[at].chunk(len(shards)), strict=True)
+                ]
+                for at, expert in enumerate(self.local(layer))
+            ]
+            delattr(layer, f"{kind}_weight")
+        self.finish(layer, weights)
+
+
+class Receiver(BasevLLMParameter):
+    """Stands for one kind of stored tensor of all experts while vLLM loads it; itself empty."""
+
+    def __init__(
+        self,
+        key: str,
+        pieces: dict[tuple[int, str], Piece],
+        to_local: Callable[[int], int],
+        rank: int,
+    ):
+        super().__init__(data=self.data, weight_loader=None)
+        self.key, self.pieces, self.to_local, self.rank = key, pieces, to_local, rank
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Receiver":
+        return super().__new__(cls, data=torch.empty(0))
+
+    @property
+    def weight_loader(self) -> Any:
+        return self.load
+
+    def load(
+        self,
+        param: "Receiver",
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool:
+        """What a model calls with each tensor; False for an expert of another rank."""
+        at = self.to_local(expert_id)
+        if at < 0:
+            return False
+        piece = self.pieces[at, shard_id]
+        first = 0 if shard_id == "w2" else self.rank * piece.shape[0]
+        piece.take(self.key, loaded_weight, first, self.data.device)
+        return True
+
+
+class Experts(nn.Module):
+    """One projection of every expert, or its gate and up side by side.
+
+    grouped: whether one launch multiplies all of them.
+    """
+
+    def __init__(
+        self, weights: list[list[Weight]], backend: str | None, dtype: torch.dtype, name: str
+    ):
+        super().__init__()
+        self.count = len(weights)
+        self.grouped = self.group(weights, backend, dtype, name)
+        if not self.grouped:
+            self.experts = nn.ModuleList(
+                build(parts, backend, dtype, f"{name}.{at}") for at, parts in enumerate(weights)
+            )
+
+    def group(
+        self, weights: list[list[Weight]], backend: str | None, dtype: torch.dtype, name: str
+    ) -> bool:
+        """Lay all weights out for a grouped product, or False when there is none for them."""
+        merged = [weight for parts in weights for weight in merge(parts)]
+        packed = [w for w, _ in merged if isinstance(w, Packed) and not w.format.order]
+        kinds = {(w.format, w.shape) for w in packed} | {a for _, a in merged}
+        if not len(weights) == len(merged) == len(packed) or len(kinds) > 2:
+            return False
+        weight, activation = packed[0], merged[0][1]
+        kernels: Any = get_backend(chosen(weight, activation, backend, dtype, name))
+        if not hasattr(kernels, "linear_experts") or len(packed) > kernels.tiles.MOST_EXPERTS:
+            return False
+        prepared = kernels.prepare_experts(packed, activation, dtype)
+        self.prepared = nn.ParameterList(nn.Parameter(t, requires_grad=False) for t in prepared)
+        self.kernels, self.format = kernels, weight.format
+        self.n, self.activation = weight.shape[0], activation
+        return True
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        """x (M, K) through one expert -> (M, N)."""
+        parts: Any = self.experts[expert]
+        return torch.cat([part(x, None) for part in parts], -1)
+
+    def all(self, x: Tensor, starts: Tensor) -> Tensor:
+        """x (M, K), sorted by expert, -> (M, N); expert e has rows starts[e] to starts[e + 1]."""
+        return self.kernels.linear_experts(
+            x, list(self.prepared), starts, self.format, self.n, self.activation
+        )
+
+
+def one_by_one(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Experts,
+    w2: Experts,
+    activate: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Each expert for the tokens that chose it.
+
+    Finding them waits for the device, which a CUDA graph cannot: while one is captured, every
+    expert sees every token, and those that did not choose it count nothing.
+    """
+    out = x.new_zeros(x.shape, dtype=torch.float32)
+    everyone = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    for expert in range(w13.count):
+        hit = ids == expert
+        share = torch.where(hit, weights.float(), 0).sum(1, keepdim=True)
+        rows: Any = slice(None) if everyone else hit.any(1).nonzero().flatten()
+        if everyone or len(rows):
+            out[rows] += share[rows] * w2(activate(w13(x[rows], expert)), expert).float()
+    return out.to(x.dtype)
+
+
+def all_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Experts,
+    w2: Experts,
+    activate: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """All experts in two launches, over tokens sorted by expert; other ranks' come last."""
+    m, count = ids.shape
+    experts = w13.count
+    flat = torch.where(ids < 0, experts, ids).flatten()
+    flat, order = flat.sort(stable=True)
+    starts = torch.searchsorted(flat, torch.arange(experts + 1, device=x.device)).int()
+    y = w2.all(activate(w13.all(x[order // count], starts)), starts)
+    y = torch.where((flat < experts)[:, None], y.float(), 0)  # other ranks' rows were not written
+    each = torch.empty_like(y)
+    each[order] = y
+    return (each.view(m, count, -1) * weights.float()[..., None]).sum(1).to(x.dtype)
