@@ -122,6 +122,14 @@ class Piece:
         entry = self.format.entries().get(key) if self.format else None
         return entry is not None and entry.table is not None
 
+    def dtype(self, key: str) -> torch.dtype:
+        """One that holds every number of a stored tensor."""
+        fmt = self.format
+        entry = None if fmt is None else fmt.entries().get(key)
+        if fmt is None or (entry is not None and entry.default_dtype.is_floating_point):
+            return torch.float32
+        return torch.int32 if entry is None else entry.default_dtype
+
     def take(
         self,
         key: str,

@@ -6,6 +6,7 @@ differ in format and have codebooks of their own. When all are read, those of on
 weight, and the rest stay beside it.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -176,8 +177,8 @@ class Receiver(BasevLLMParameter):
         super().__init__(data=self.data, weight_loader=weight_loader)
         self.key, self.pieces, self.first = key, pieces, first
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "Receiver":
-        return super().__new__(cls, data=torch.empty(0))
+    def __new__(cls, key: str, pieces: list[Piece], *args: Any) -> "Receiver":
+        return super().__new__(cls, data=nothing(key, pieces))
 
     @property
     def weight_loader(self) -> Any:
@@ -225,6 +226,11 @@ class Receiver(BasevLLMParameter):
                 return piece
             offset -= piece.shape[0]
         raise ValueError(f"{self.pieces[0].name}: no part begins there; {len(self.pieces)} parts")
+
+
+def nothing(key: str, pieces: Iterable[Piece]) -> Tensor:
+    """An empty tensor of the dtype that pieces have under a key, or vLLM would warn."""
+    return torch.empty(0, dtype=next(p.dtype(key) for p in pieces if key in p.keys()))  # noqa: SIM118
 
 
 class Multiply(nn.Module):

@@ -30,6 +30,7 @@ from anybit.integrations.vllm_linear import (
     fill,
     is_dummy,
     merge,
+    nothing,
     quantized,
 )
 from anybit.sharding import WHOLE, Piece, share
@@ -246,8 +247,8 @@ class Receiver(BasevLLMParameter):
         super().__init__(data=self.data, weight_loader=None)
         self.key, self.pieces, self.to_local, self.rank = key, pieces, to_local, rank
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "Receiver":
-        return super().__new__(cls, data=torch.empty(0))
+    def __new__(cls, key: str, pieces: dict[tuple[int, str], Piece], *args: Any) -> "Receiver":
+        return super().__new__(cls, data=nothing(key, pieces.values()))
 
     @property
     def weight_loader(self) -> Any:

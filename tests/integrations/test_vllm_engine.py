@@ -1,0 +1,205 @@
+"""vLLM generates what transformers does, from the same checkpoint (`make test-vllm`)."""
+
+import gc
+import os
+
+# In this process, so that a test can end it; read when vLLM is imported.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from pathlib import Path
+
+import pytest
+import torch
+
+vllm = pytest.importorskip("vllm", reason="vllm is not installed; see `make test-vllm`")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+
+import anybit
+from anybit.integrations.transformers import AnybitConfig
+from anybit.stream import quantize_checkpoint
+from tests.specs import SPECS
+
+PICO = Path(__file__).parents[2] / "models" / "pico"
+TOKENS = 24
+PROMPTS = [
+    AutoTokenizer.from_pretrained(PICO)(text).input_ids
+    for text in ("def main(", "import os\n\nclass ", "    for i in range(")
+]
+PLANS = {
+    "int8 activations": "liquid@int8",
+    "unlike parts of a merged layer": {
+        "*": "int4:group=64",
+        "*.k_proj": "fp6",
+        "*.v_proj": None,
+        "*.up_proj": "codebook:m=1,v=4",
+        "*.7.*": None,
+    },
+}
+
+
+def by_vllm(path, eager=True, **options):
+    """Greedy tokens of each prompt, from vLLM in fp32."""
+    llm = vllm.LLM(
+        str(path),
+        dtype="float32",
+        enforce_eager=eager,
+        max_model_len=128,
+        max_num_seqs=4,
+        seed=0,
+        **options,
+    )
+    try:
+        sampling = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+        return [out.outputs[0].token_ids for out in llm.generate(prompts, sampling, use_tqdm=False)]
+    finally:
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def by_transformers(path, **options):
+    """Greedy tokens of each prompt, from transformers in fp32."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+    out = []
+    for ids in PROMPTS:
+        given = torch.tensor([ids])
+        text = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            min_new_tokens=TOKENS,
+            max_new_tokens=TOKENS,
+            do_sample=False,
+        )
+        out.append(text[0, len(ids) :].tolist())
+    return out
+
+
+@pytest.mark.parametrize("plan", [*SPECS, *PLANS.values()], ids=[*SPECS, *PLANS])
+def test_checkpoint(tmp_path, plan):
+    quantize_checkpoint(PICO, tmp_path / "out", plan)
+    assert by_vllm(tmp_path / "out") == by_transformers(tmp_path / "out")
+
+
+@pytest.mark.parametrize("plan", ["fp6", "int4:group=64", *PLANS.values()])
+def test_dense_checkpoint_quantized_while_it_is_loaded(plan):
+    got = by_vllm(PICO, quantization="anybit", hf_overrides={"anybit": {"formats": plan}})
+    assert got == by_transformers(PICO, quantization_config=AnybitConfig(plan))
+
+
+def test_compiled_and_cached_graphs_follow_the_backend(tmp_path, monkeypatch):
+    """Two backends with other layouts share the cache of compiled graphs, warm the second time."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    quantize_checkpoint(PICO, tmp_path / "out", "int8")
+    wanted = by_transformers(tmp_path / "out")
+    for backend in ("reference", "cpu", "reference"):
+        options = {"hf_overrides": {"anybit": {"backend": backend}}}
+        assert by_vllm(tmp_path / "out", eager=False, **options) == wanted, backend
+    assert by_vllm(tmp_path / "out", eager=False) == wanted  # the cpu backend again, unnamed
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    """A random mixture of 4 experts, dense, with a head of its own."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=4100,  # vLLM pads it
+        num_local_experts=4,
+        initializer_range=0.2,
+    )
+    path = tmp_path_factory.mktemp("mixtral")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    AutoTokenizer.from_pretrained(PICO).save_pretrained(path)
+    return path
+
+
+MIXTURES = {
+    "one format": "int4:group=32",
+    "codebooks": {"*": "codebook:m=2,v=8,b=6", "lm_head": "int8"},
+    "unlike projections": {"*": "fp6", "*.w2": None, "*.w3": "int5:group=64"},
+}
+
+
+@pytest.mark.parametrize("plan", MIXTURES.values(), ids=MIXTURES)
+def test_experts(tmp_path, mixtral, plan):
+    """Stored in codes, and quantized while they are loaded, they are the decoded dense model."""
+    save_by_hand(mixtral, tmp_path, plan)
+    wanted = by_transformers(tmp_path / "decoded")
+    assert by_vllm(tmp_path / "codes") == wanted
+    assert by_vllm(mixtral, quantization="anybit", hf_overrides={"anybit": {"formats": plan}}) == (
+        wanted
+    )
+
+
+def save_by_hand(source, out, plan):
+    """The model with each linear layer's codes in out/codes, and its decoded weight in out/decoded.
+
+    Experts too, which transformers keeps in tensors of its own, so `quantize_` leaves them dense.
+    """
+    import json
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    from anybit.engine.weights import linear_shapes
+    from anybit.files import stored_tensors
+    from anybit.quantize import plan_of, quantization_config, resolve
+
+    tensors = load_file(source / "model.safetensors")
+    schemes = resolve(linear_shapes(stored_tensors(source)), plan_of(plan))
+    codes, decoded = dict(tensors), dict(tensors)
+    for name, scheme in schemes.items():
+        packed = anybit.quantize_tensor(codes.pop(f"{name}.weight"), scheme)
+        codes |= {f"{name}.{key}": tensor for key, tensor in packed.tensors().items()}
+        decoded[f"{name}.weight"] = packed.dequantize()
+    config = json.loads((source / "config.json").read_text())
+    for name, state, extra in (
+        ("codes", codes, {"quantization_config": quantization_config(plan_of(plan))}),
+        ("decoded", decoded, {}),
+    ):
+        shutil.copytree(source, out / name)
+        (out / name / "config.json").write_text(json.dumps(config | extra))
+        save_file(state, out / name / "model.safetensors", {"format": "pt"})
+
+
+def test_missing_tensors_are_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    out = tmp_path / "out"
+    quantize_checkpoint(PICO, out, "fp6")
+    tensors = load_file(out / "model.safetensors")
+    del tensors["model.layers.3.self_attn.k_proj.codes2"]
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.3\.self_attn\.k_proj: .* lacks codes2"):
+        by_vllm(out)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({}, r"needs a format: hf_overrides="),
+        ({"anybit": {"formats": "int9"}}, "unknown format 'int9'"),
+        ({"anybit": {"formats": "fp6", "kernel": "x"}}, "has kernel; known: formats, backend"),
+        ({"anybit": {"formats": "fp6", "backend": "x"}}, "unknown backend 'x'"),
+        ({"anybit": {"formats": {"*": "fp6", "*.gaet": None}}}, r"no layer matches '\*\.gaet'"),
+        ({"anybit": {"formats": "int4:group=100"}}, "q_proj: K=256 is not a multiple of group=100"),
+        ({"anybit": {"formats": {"*.q_proj": "fp6"}}}, "no pattern matches layer .*k_proj"),
+        ({"anybit": {"formats": {"*": "fp6", "lm_head": "int8"}}}, "lm_head shares its weight"),
+        (
+            {"anybit": {"formats": "fp6", "backend": "cpu"}},
+            "'cpu' refuses it: .* no 8-bit integers",
+        ),
+    ],
+)
+def test_bad_options(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        by_vllm(PICO, quantization="anybit", hf_overrides=overrides)
