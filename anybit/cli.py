@@ -152,6 +152,54 @@ def quantize(
 
 @app.command(
     epilog=examples(
+        "anybit convert Llama-3.1-8B-GPTQ -o out/llama-gptq",
+        "anybit generate out/llama-gptq 'Once upon'",
+    )
+)
+def convert(
+    model: Annotated[
+        Path, typer.Argument(help="Directory of a model that another tool quantized (safetensors).")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
+) -> None:
+    """Turn a checkpoint of another tool into one of anybit, with the same weights bit for bit.
+
+    Reads GPTQ, AWQ, HQQ, AQLM, compressed-tensors (pack-quantized) and bitsandbytes (4 bits), by
+    what its config.json says. Streams tensor by tensor: any size, and resumable. Says which layers
+    had to be decoded, if any.
+    """
+    from anybit.foreign.convert import convert_checkpoint
+
+    typer.echo(convert_checkpoint(model, out, overwrite=overwrite))
+
+
+@app.command(
+    epilog=examples(
+        "anybit quantize models/pico --format int4:group=64,zero -o out/pico-int4",
+        "anybit export out/pico-int4 -o out/pico-ct",
+    )
+)
+def export(
+    model: Annotated[Path, typer.Argument(help="Directory of a checkpoint of anybit.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
+    to: Annotated[
+        str, typer.Option("--to", help="Whose layout: compressed-tensors.")
+    ] = "compressed-tensors",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
+) -> None:
+    """Write a checkpoint for other engines, with the same weights bit for bit.
+
+    compressed-tensors (pack-quantized) holds int2 to int8, in groups or rows, with or without zero
+    point. A checkpoint with any other format is refused.
+    """
+    from anybit.foreign.export import export_checkpoint
+
+    typer.echo(export_checkpoint(model, out, to, overwrite=overwrite))
+
+
+@app.command(
+    epilog=examples(
         "anybit plan models/pico --bits 4.5 --calibrate python --samples 32 --length 512",
         "anybit plan MODEL --bits 4.5 --calibrate text.jsonl -o plan.json --plot plan.png",
         "anybit plan MODEL --latency-us 900 --device h200 --calibrate text.jsonl -o plan.json",
@@ -292,6 +340,31 @@ def bench(
     from anybit.bench import parse_counts, parse_shape, run
 
     run(formats, [parse_shape(text) for text in shape], parse_counts(m), csv, typer.echo)
+
+
+@app.command(
+    epilog=examples(
+        "anybit tune int4:group=128 --shape 4096x4096 --shape 4096x14336",
+        "anybit tune fp6 liquid@int8 --shape 6144x4096 --m 1,4,16,64,256",
+    )
+)
+def tune(
+    formats: Annotated[
+        list[str], typer.Argument(help="Formats; @int8 or @fp8 quantizes activations as well.")
+    ],
+    shape: Annotated[list[str], typer.Option(help="Outputs x inputs of a layer, NxK. Repeatable.")],
+    m: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,4,16,64,256,1024",
+) -> None:
+    """Find the fastest tiles of the Triton kernels for this GPU, and use them from now on.
+
+    The shipped tiles were measured on an H200. Takes about a minute for each format and shape; what
+    is found is kept in the cache folder ($ANYBIT_CACHE), for this GPU and version of anybit.
+    """
+    from anybit.bench import parse_counts, parse_shape
+    from anybit.tune import tune as run
+
+    path = run(formats, [parse_shape(text) for text in shape], parse_counts(m), typer.echo)
+    typer.echo(f"wrote {path}")
 
 
 @app.command(epilog=examples("anybit doctor"))

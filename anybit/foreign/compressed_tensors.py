@@ -30,6 +30,9 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
     """The quantized layers of a compressed-tensors checkpoint."""
     option({"format": None} | dict(config), "format", (FORMAT,), TOOL)
     option(config, "quantization_status", ("compressed",), TOOL)
+    for key in ("transform_config", "sparsity_config"):
+        if config.get(key):
+            raise ValueError(f"{TOOL}: weights with a {key} cannot be read")
     groups = list((config.get("config_groups") or {}).values())
     dense = tuple(map(int, re.findall(r"\d+", str(config.get("version", ""))))) >= DENSE_SINCE
     out = {}
@@ -59,25 +62,22 @@ def layer(part: Part, weights: Mapping[str, Any], dense: bool) -> Layer:
         raise ValueError(f"{what}: weight_packed {packed.shape} does not fit {(n, k)}")
     read_codes = reader(packed.shape[1], bits, k, dense, f"{part.name}.weight_packed")
     found = part.find("weight_scale", FLOATS)
-    if strategy == "tensor" and found.shape in ((), (1,), (1, 1)):
-        scale = lambda: found.read().reshape(1, 1).expand(n, 1).contiguous()  # noqa: E731
-    else:
-        scale = part.find("weight_scale", FLOATS, (n, groups)).read
-    g_idx = (
-        part.find("weight_g_idx", (torch.int32, torch.int64), (k,)).read()
-        if (part.has("weight_g_idx"))
-        else None
-    )
+    if strategy != "tensor" or found.shape not in ((), (1,), (1, 1)):
+        found = part.find("weight_scale", FLOATS, (n, groups))
+    order = None
+    if part.has("weight_g_idx"):
+        g_idx = part.find("weight_g_idx", (torch.int32, torch.int64), (k,)).read()
+        order = column_order(g_idx, groups, part.name)
     return uniform(
         part,
         (n, k),
         bits,
         codes=lambda: read_codes(packed.read()),
-        scale=scale,
+        scale=lambda: found.read().reshape(-1, groups).expand(n, groups).contiguous(),
         zero=zero_points(part, bits, (n, groups), dense),
         groups=groups,
         dtypes={"scale": found.torch_dtype},
-        order=None if g_idx is None else column_order(g_idx, groups, part.name),
+        order=order,
     )
 
 
@@ -119,14 +119,16 @@ def reader(words: int, bits: int, count: int, dense: bool, name: str) -> Callabl
 
 
 def group_of(name: str, groups: list[Any]) -> dict[str, Any]:
-    """The config group that a layer belongs to: by its name, by a pattern, or by its class."""
-    for matches in (
-        lambda target: target == name,
-        lambda target: target.startswith("re:") and re.match(target[3:], name),
-        lambda target: target == "Linear",
-    ):
-        for group in groups:
-            if any(matches(target) for target in group.get("targets") or ()):
-                return dict(group)
-    targets = [target for group in groups for target in group.get("targets") or ()]
-    raise ValueError(f"{TOOL}: no config group is for {name}; there are {', '.join(targets)}")
+    """The config group of a layer: by its name before a pattern, before its class."""
+    targets = {target: group for group in groups for target in group.get("targets") or ()}
+    ordered = sorted(targets, key=lambda target: ("re:" in target, target))
+    for target in ordered:
+        pattern = target.removeprefix("re:")
+        try:
+            if target == name or (pattern != target and re.match(pattern, name)):
+                return dict(targets[target])
+        except re.error as error:
+            raise ValueError(f"{TOOL}: target {target!r} is no pattern: {error}") from None
+    if "Linear" in targets:
+        return dict(targets["Linear"])
+    raise ValueError(f"{TOOL}: no config group is for {name}; there are {', '.join(ordered)}")

@@ -55,17 +55,20 @@ class Converted:
 
     def __str__(self) -> str:
         counts = Counter(self.formats.values())
-        what = [f"{count} layers as {spec}" for spec, count in counts.most_common()]
+        what = [f"{count} layers are {spec}" for spec, count in counts.most_common()]
+        if self.decoded:
+            what.append(f"{len(self.decoded)} layers are dense now")
         if self.dropped:
             what.append(f"{len(self.dropped)} biases of zeros left out")
         lines = [
-            f"{self.out}: from {self.method}, {', '.join(what) or 'nothing as it was'}; "
+            f"{self.out}: from {self.method}, {', '.join(what)}; "
             f"{megabytes(self.bytes_before)} -> {megabytes(self.bytes_after)} in "
             f"{self.seconds:.3g} s"
         ]
         for reason, count in Counter(self.decoded.values()).items():
             names = [name for name, why in self.decoded.items() if why == reason]
-            lines.append(f"decoded to dense: {count} layers, {names[0]}, ...: {reason}")
+            others = f" and {count - 1} others" if count > 1 else ""
+            lines.append(f"decoded, as no format of anybit holds it: {names[0]}{others}: {reason}")
         return "\n".join(lines)
 
 

@@ -67,17 +67,15 @@ def keep(name: str, made: Path, expected: dict[str, torch.Tensor], **about: Any)
     print(f"{name}: {len(expected)} layers, {size} bytes")
 
 
-def named(model: nn.Module, kind: Any) -> dict[str, Any]:
-    return {n.removeprefix("model.model."): m for n, m in model.named_modules() if isinstance(m, kind)}
-
-
 # Tools.
 
 
 def gptq() -> None:
-    import gptqmodel
-    from gptqmodel import GPTQModel, QuantizeConfig
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+
+    def decode(module: Any) -> torch.Tensor:
+        module.scales = module.scales.float()
+        return module.dequantize_weight().T
 
     cases: dict[str, dict[str, Any]] = {
         "gptq_4bit_v1": {"bits": 4, "group_size": 16, "desc_act": False, "sym": True},
@@ -87,26 +85,215 @@ def gptq() -> None:
         "gptq_8bit_row": {"bits": 8, "group_size": -1, "desc_act": True, "sym": True},
     }
     for name, options in cases.items():
+        layout = {"format": "gptq_v2"} if name.endswith("v2") else {}
+        gptqmodel_case(name, options, layout, "torch", TorchLinear, decode)
+
+
+def awq() -> None:
+    from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+
+    def decode(m: Any) -> torch.Tensor:
+        scales = m.scales.float()
+        return dequantize_gemm(m.qweight, m.qzeros, scales, m.bits, m.group_size).T
+
+    options = {"bits": 4, "group_size": 16}
+    layout = {"quant_method": "awq", "format": "gemm"}
+    gptqmodel_case("awq_gemm", options, layout, "torch_awq", AwqTorchLinear, decode, 64)
+
+
+def gptqmodel_case(
+    name: str,
+    options: dict[str, Any],
+    layout: dict[str, Any],
+    backend: str,
+    kind: Any,
+    decode: Any,
+    width: int = 32,
+) -> None:
+    import gptqmodel
+    from gptqmodel import GPTQModel, QuantizeConfig
+
+    with tempfile.TemporaryDirectory() as place:
+        dense, made = Path(place, "dense"), Path(place, "made")
+        llama(width).save_pretrained(dense)
+        for file in PICO.glob("tokenizer*"):  # it wants one, and never uses it
+            shutil.copy(file, dense)
+        config = QuantizeConfig(**options, **layout, offload_to_disk=False)
+        model = GPTQModel.load(str(dense), config, device="cpu", backend=backend)
+        random = torch.Generator().manual_seed(0)
+        rows = [torch.randint(3, 32, (64,), generator=random).tolist() for _ in range(16)]
+        text = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]
+        model.quantize(text, batch_size=1)
+        model.save(str(made))
+        loaded = GPTQModel.load(str(made), device="cpu", backend=backend, dtype=torch.float16)
+        modules = loaded.model.named_modules()
+        expected = {n: decode(m) for n, m in modules if isinstance(m, kind)}
+        keep(name, made, expected, gptqmodel=gptqmodel.__version__, **options)
+
+
+def hqq() -> None:
+    """HQQLinear in the place of each layer, saved by HQQ's own save_to_safetensors."""
+    from importlib.metadata import version
+
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
+    from hqq.models.hf.base import AutoHQQHFModel
+
+    cases: dict[str, dict[str, Any]] = {
+        "hqq_4bit": {"nbits": 4, "group_size": 16, "axis": 1},
+        "hqq_3bit": {"nbits": 3, "group_size": 32, "axis": 1},
+        "hqq_2bit": {"nbits": 2, "group_size": 16, "axis": 1},
+        "hqq_1bit": {"nbits": 1, "group_size": 16, "axis": 1},
+        "hqq_8bit": {"nbits": 8, "group_size": None, "axis": 1},
+        "hqq_axis0": {"nbits": 4, "group_size": 16, "axis": 0},
+    }
+    for name, options in cases.items():
         with tempfile.TemporaryDirectory() as place:
-            dense, made = Path(place, "dense"), Path(place, "made")
-            llama().save_pretrained(dense)
-            for file in PICO.glob("tokenizer*"):  # it wants one, and never uses it
-                shutil.copy(file, dense)
-            layout = {"format": "gptq_v2"} if name.endswith("v2") else {}
-            config = QuantizeConfig(**options, **layout, offload_to_disk=False)
-            model = GPTQModel.load(str(dense), config, device="cpu", backend="torch")
-            random = torch.Generator().manual_seed(0)
-            rows = [torch.randint(3, 32, (64,), generator=random).tolist() for _ in range(16)]
-            text = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]
-            model.quantize(text, batch_size=1, tokenizer=None)
-            model.save(str(made))
-            loaded = GPTQModel.load(str(made), device="cpu", backend="torch", dtype=torch.float16)
+            model, expected = llama(), {}
+            config = BaseQuantizeConfig(**options)
+            for layer, dense in linears(model).items():
+                quantized = HQQLinear(dense, config, compute_dtype=torch.float16, device="cpu")
+                model.set_submodule(layer, quantized)
+                meta = quantized.meta | {"compute_dtype": torch.float32}
+                meta |= {key: meta[key].float() for key in ("scale", "zero")}
+                expected[layer] = Quantizer.dequantize(quantized.W_q.data, meta)
+            model.config.quantization_config = {"quant_method": "hqq", "quant_config": config}
+            made = Path(place, "made")
+            AutoHQQHFModel.save_to_safetensors(model, str(made), verbose=False)
+            keep(name, made, expected, hqq=version("hqq"), **options)
+
+
+def aqlm() -> None:
+    """The tool's layer with random codes: its training takes a GPU. One layer, for the size."""
+    from importlib.metadata import version
+
+    from aqlm import QuantizedLinear
+    from aqlm.utils import _dequantize_weight, pack_int_data, unpack_int_data
+
+    layer, v, m, b = "model.layers.0.mlp.down_proj", 8, 2, 8
+    with tempfile.TemporaryDirectory() as place:
+        model = llama()
+        n, k = linears(model)[layer].weight.shape
+        quantized = QuantizedLinear(k, n, v, 1, m, b, bias=False, dtype=torch.float16)
+        quantized.codebooks.data.normal_(0, 0.1)
+        quantized.scales.data.uniform_(0.5, 2)
+        codes = torch.randint(2**b, quantized.codes.shape)
+        quantized.codes.data = pack_int_data(codes.clone(), b)
+        model.set_submodule(layer, quantized)
+        model.config.quantization_config = {
+            "quant_method": "aqlm",
+            "in_group_size": v,
+            "out_group_size": 1,
+            "num_codebooks": m,
+            "nbits_per_codebook": b,
+            "linear_weights_not_to_quantize": [
+                f"{n}.weight" for n in linears(llama()) if n != layer
+            ],
+        }
+        parts = unpack_int_data(quantized.codes.data, b), quantized.codebooks, quantized.scales
+        weight = _dequantize_weight(parts[0], parts[1].data.float(), parts[2].data.float())
+        save(model, Path(place))
+        keep("aqlm_2x8", Path(place), {layer: weight}, aqlm=version("aqlm"))
+
+
+def compressed_tensors() -> None:
+    """Scales of the largest weight, then the tool's own calibration-free quantizing and packing."""
+    from compressed_tensors import __version__
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        apply_quantization_config,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    def group(**weights: Any) -> dict[str, Any]:
+        return {"weights": {"type": "int", "strategy": "group", "group_size": 16} | weights}
+
+    row = {"strategy": "channel", "group_size": None}
+    cases: dict[str, dict[str, Any]] = {
+        "ct_4bit": {"a": group(num_bits=4) | {"targets": ["Linear"]}},
+        "ct_mixed": {
+            "a": group(num_bits=3, symmetric=False) | {"targets": ["re:.*self_attn.*"]},
+            "b": group(num_bits=8, **row) | {"targets": ["model.layers.0.mlp.down_proj"]},
+            "c": group(num_bits=6, symmetric=False, **row) | {"targets": ["Linear"]},
+        },
+    }
+    old = int(__version__.split(".")[1]) < 19  # pads words of odd bits
+    for name, groups in {"ct_mixed_old": cases["ct_mixed"]}.items() if old else cases.items():
+        with tempfile.TemporaryDirectory() as place:
+            model = llama()
+            config = QuantizationConfig(config_groups=groups, ignore=["lm_head"])
+            apply_quantization_config(model, config)
+            for module in linears(model).values():
+                args = module.quantization_scheme.weights
+                w = module.weight.data.unflatten(1, (-1, args.group_size or module.in_features))
+                scale, zero = calculate_qparams(w.amin(-1), w.amax(-1), args)
+                module.weight_scale.data = scale.half()
+                if not args.symmetric:
+                    module.weight_zero_point.data = zero
+            compressor = ModelCompressor.from_pretrained_model(model)
+            compressor.compress_model(model)
             expected = {}
-            for layer, module in loaded.model.named_modules():
-                if isinstance(module, TorchLinear):
-                    module.scales = module.scales.float()
-                    expected[layer] = module.dequantize_weight().T
-            keep(name, made, expected, gptqmodel=gptqmodel.__version__, **options)
+            for layer, module in model.named_modules():
+                if getattr(module, "weight_packed", None) is not None:
+                    state = dict(module.state_dict())
+                    state["weight_scale"] = state["weight_scale"].float()
+                    scheme = module.quantization_scheme
+                    state = PackedQuantizationCompressor.decompress(state, scheme)
+                    expected[layer] = state["weight"]
+            save(model, Path(place))
+            compressor.update_config(place)
+            keep(name, Path(place), expected, compressed_tensors=__version__)
+
+
+def bitsandbytes() -> None:
+    import bitsandbytes
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for name, nested, kind in (
+        ("bnb_nf4", False, "nf4"),
+        ("bnb_nf4_double", True, "nf4"),
+        ("bnb_fp4_double", True, "fp4"),
+    ):
+        with tempfile.TemporaryDirectory() as place:
+            model, expected = llama(), {}
+            for layer, dense in linears(model).items():
+                new = Linear4bit(dense.in_features, dense.out_features, bias=False)
+                new.weight = Params4bit(
+                    dense.weight.data,
+                    requires_grad=False,
+                    compress_statistics=nested,
+                    quant_type=kind,
+                    # two rows share blocks in down_proj of the first case
+                    blocksize=128 if not nested and "down" in layer else 32,
+                )
+                new.to("cpu")
+                model.set_submodule(layer, new)
+                state = new.weight.quant_state
+                state.dtype = torch.float32
+                expected[layer] = dequantize_4bit(new.weight.data, state)
+                state.dtype = torch.float16
+            model.config.quantization_config = {
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": True,
+                "load_in_8bit": False,
+                "bnb_4bit_quant_type": kind,
+                "bnb_4bit_use_double_quant": nested,
+                "bnb_4bit_quant_storage": "uint8",
+            }
+            save(model, Path(place))
+            keep(name, Path(place), expected, bitsandbytes=bitsandbytes.__version__)
+
+
+def save(model: nn.Module, out: Path) -> None:
+    """config.json and the state_dict, as they are."""
+    from safetensors.torch import save_file
+
+    model.config.to_json_file(out / "config.json")
+    state = {k: v.contiguous() for k, v in model.state_dict().items()}
+    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":
