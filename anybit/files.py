@@ -316,6 +316,14 @@ def copy_others(source: Path, out: Path) -> list[str]:
     return copied
 
 
+def cache_folder(folder: str | Path | None = None) -> Path:
+    """Where things lie that can be made again: `folder`, $ANYBIT_CACHE, or the user's cache."""
+    folder = folder or os.environ.get("ANYBIT_CACHE")
+    if folder:
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anybit"
+
+
 def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
 

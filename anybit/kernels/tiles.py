@@ -1,7 +1,7 @@
 """Tile sizes of the Triton kernels: data, measured, and the function that looks them up.
 
-The numbers come from sweeps on an H200 over the layers of Llama-3-8B (`benchmarks/kernels.py`).
-Other GPUs use them too, with fewer stages where shared memory is smaller.
+The numbers come from sweeps on an H200 over the layers of Llama-3-8B. Other GPUs use them too, with
+fewer stages where shared memory is smaller; `anybit tune` finds those of one's own GPU.
 """
 
 from dataclasses import dataclass, replace

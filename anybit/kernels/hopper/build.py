@@ -25,6 +25,7 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
+from anybit import files
 from anybit.dispatch import parse_scheme
 from anybit.kernels.hopper.decode import Decoder, decoder
 from anybit.kernels.hopper.tiles import Kernel, family, family_grouped
@@ -49,11 +50,7 @@ class BuildError(RuntimeError):
 
 def cache_folder(folder: str | Path | None = None) -> Path:
     """Where kernels lie: `folder`, else $ANYBIT_CACHE, else the user's cache folder."""
-    if folder is None:
-        folder = os.environ.get("ANYBIT_CACHE")
-    if folder is None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anybit"
-    return Path(folder) / "hopper"
+    return files.cache_folder(folder) / "hopper"
 
 
 def kernel_file(kernel: Kernel, folder: str | Path | None = None) -> Path:

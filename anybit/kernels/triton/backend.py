@@ -1,10 +1,13 @@
 """Triton kernels for every format that has a `triton_decode`, on NVIDIA GPUs from sm_80 on."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
+from anybit.dispatch import scheme_name
 from anybit.format import Format, Packed
-from anybit.kernels import tiles
+from anybit.kernels import tiles, tuned
 from anybit.kernels.tiles import Tile
 from anybit.kernels.triton import layout as layouts
 from anybit.kernels.triton.layout import Layout, layout_of
@@ -63,7 +66,7 @@ def linear(
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     m = len(rows)
-    tile = tiles.choose(family(layout, m, activation), m, n, dense=activation is None)
+    tile = tile_for(layout, activation, m, n, rows.shape[1], x.device)
     if scale is not None:
         rows = rows.to(torch.int8 if layout.unit == 8 else dtype)
         scale = scale.reshape(-1)
@@ -111,6 +114,19 @@ def multiply(
     else:
         gemm.launch(x, scale, prepared, bias, y, layout, tile)
     return y
+
+
+@cache
+def tile_for(
+    layout: Layout, activation: str | None, m: int, n: int, k: int, device: torch.device
+) -> Tile:
+    """The tile that was tuned on this GPU, else the shipped one."""
+    if device.type == "cuda":
+        scheme = scheme_name(layout.fmt, activation)
+        tile = tuned.tile_for(torch.cuda.get_device_name(device), scheme, m, n, k)
+        if tile is not None:
+            return tile
+    return tiles.choose(family(layout, m, activation), m, n, dense=activation is None)
 
 
 def family(layout: Layout, m: int, activation: str | None) -> str:

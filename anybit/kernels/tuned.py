@@ -1,0 +1,55 @@
+"""Tiles that `anybit tune` found on this machine's GPU; they come before the shipped tables."""
+
+import json
+import re
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+from anybit import __version__
+from anybit.files import cache_folder, write_json
+from anybit.kernels.tiles import Tile
+
+Cell = tuple[str, int, int]  # scheme, N, K
+Tuned = dict[Cell, list[tuple[int, Tile]]]  # most tokens of a tile's range, in rising order
+
+
+def tuned_file(gpu: str) -> Path:
+    """Where the tiles of a GPU lie, by its name as the driver gives it."""
+    return cache_folder() / f"tiles-{re.sub('[^a-z0-9]+', '-', gpu.lower())}.json"
+
+
+def save(gpu: str, tiles: Tuned) -> Path:
+    """Add the tiles of some cells to the GPU's file."""
+    path = tuned_file(gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    merged = load(gpu) | tiles
+    cells = [
+        {"scheme": s, "n": n, "k": k, "m": m, "tile": asdict(tile)}
+        for (s, n, k), found in merged.items()
+        for m, tile in found
+    ]
+    write_json(path, {"version": __version__, "gpu": gpu, "tiles": cells})
+    load.cache_clear()
+    return path
+
+
+@cache
+def load(gpu: str) -> Tuned:
+    """The tiles of a GPU; none when the file is absent, or of another version of anybit."""
+    path = tuned_file(gpu)
+    if not path.exists():
+        return {}
+    data = json.loads(path.read_text(encoding="utf-8"))
+    out: Tuned = {}
+    if data["version"] == __version__:
+        for cell in data["tiles"]:
+            key = (cell["scheme"], cell["n"], cell["k"])
+            out.setdefault(key, []).append((cell["m"], Tile(**cell["tile"])))
+    return {key: sorted(found, key=lambda row: row[0]) for key, found in out.items()}
+
+
+def tile_for(gpu: str, scheme: str, m: int, n: int, k: int) -> Tile | None:
+    """The tile tuned for the next larger number of tokens, or None."""
+    found = load(gpu).get((scheme, n, k), ())
+    return next((tile for most, tile in found if m <= most), None)
