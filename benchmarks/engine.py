@@ -1,24 +1,29 @@
-"""The engine on random weights: decode and prefill throughput, by format, KV cache and batch.
+"""The engine on random weights: decode and prefill, by format, KV cache and batch.
 
-    python benchmarks/engine.py --model llama-3-8b --formats bf16,int4:group=128 --batches 1,64
+    python benchmarks/engine.py --model llama-3-8b --formats bf16 int4:group=128 --batches 1,64
 
 Every decode step goes through the whole engine: scheduler, graph, sampling, the tokens' way back
-to the host. Contexts are filled with random K and V instead of being computed, each sequence with
-blocks of its own. `busy` is the sum of kernel times in the profiler over the time of a step that
-was measured without it; `gemm`, `attention` and `rest` are their shares in microseconds a step.
+to the host. A model is made once for each format, of random codes. Contexts are filled with random
+K and V instead of being computed, each sequence with blocks of its own, and steps are timed at the
+middle of the output (1024 in, 256 of 512 out). Rows are written as they are measured; README.md
+says what the columns are.
 """
 
 import argparse
 import csv
 import gc
+import importlib.metadata
 import math
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from anybit.dispatch import parse_scheme
 from anybit.engine.llm import LLM
@@ -44,13 +49,147 @@ MODELS = {
         architectures=["LlamaForCausalLM"],
     ),
 }  # fmt: skip
+FORMATS = ["bf16", "fp6", "int4:group=128", "liquid@int8", "codebook:m=1,v=4,b=8,group=128"]
+PEER = "transformers"  # a "format": its own generate, in bf16
+PROMPT, OUTPUT = 1024, 512
+BLOCK = 16
+BUDGET, RESERVE = 80e9, 1e9  # bytes of a GPU, and those that the runtime takes
 COLUMNS = (
-    "model", "format", "kv", "batch", "context", "step_us", "tokens_per_s", "floor_us", "vs_floor",
-    "busy", "gemm_us", "attention_us", "rest_us", "prefill_tokens_per_s", "ttft_ms", "memory_gb",
-    "weights_gb", "batch_in_80gb",
+    "model", "format", "kv", "batch", "step_us", "tokens_per_s", "floor_us", "vs_floor", "idle",
+    "gemm_us", "attention_us", "rest_us", "prefill_tokens_per_s", "ttft_ms", "whole_tokens_per_s",
+    "weights_gb", "working_gb", "batch_in_80gb", "backends", "context", "gpu", "date", "commit",
+    "versions",
 )  # fmt: skip
-OUTPUT = 512  # tokens that a text grows by; with the prompt, what 80 GB must hold
-RESERVE = 2e9  # bytes for activations, graphs and the runtime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
+    parser.add_argument("--formats", nargs="+", default=FORMATS)
+    parser.add_argument("--kv", default="model,int8")
+    parser.add_argument("--batches", default="1,16,64,128,256")
+    parser.add_argument("--context", type=int, default=PROMPT + OUTPUT // 2)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--layers", type=int, help="instead of the model's")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s a read floor is made of")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after that")
+    parser.add_argument("--workers", action="store_true", help="compile all formats side by side")
+    parser.add_argument("--commit", default="", help="what is measured, for the rows")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--append", action="store_true", help="keep what the file has")
+    args = parser.parse_args()
+    args.end = time.monotonic() + args.seconds
+    if args.workers:
+        compile_all(args)
+    append = args.append and args.out is not None and args.out.exists()
+    file = args.out.open("a" if append else "w", newline="") if args.out else sys.stdout
+    rows = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    if not append:
+        rows.writeheader()
+    facts = facts_of(args)
+    for scheme in args.formats:
+        for row in peer(args) if scheme == PEER else measure(scheme, args):
+            rows.writerow(facts | row)
+            file.flush()
+            print({k: v for k, v in row.items() if v != ""}, file=sys.stderr, flush=True)
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def compile_all(args: argparse.Namespace) -> None:
+    """Fill Triton's cache: each format in a process of its own, on a model of one layer."""
+    start, formats = time.monotonic(), [f for f in args.formats if f != PEER]
+    command = [sys.executable, __file__, "--layers", "1", "--steps", "1", "--model", args.model]
+    command += ["--batches", args.batches, "--kv", args.kv, "--context", str(args.context)]
+    waiting = [
+        subprocess.Popen(
+            [*command, "--formats", f, "--device", args.device],
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )
+        for f in formats
+    ]  # fmt: skip
+    for name, process in zip(formats, waiting, strict=True):
+        _, errors = process.communicate()
+        if process.returncode:
+            print(f"{name} did not compile:\n{errors.decode()[-2000:]}", file=sys.stderr)
+    print(f"compiled in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+def facts_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What every row says."""
+    names = ("torch", "triton", "transformers")
+    gpu = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    return {
+        "model": args.model, "context": args.context, "gpu": gpu, "commit": args.commit,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()), "versions": versions,
+    }  # fmt: skip
+
+
+def measure(scheme: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows of one format: each cache, each batch."""
+    if time.monotonic() > args.end:
+        return
+    device, config = torch.device(args.device), config_of(args)
+    torch.manual_seed(0)
+    weights = RandomWeights(device, None if scheme == "bf16" else scheme)
+    length = PROMPT + OUTPUT
+    model = build(model_class(config), config, weights, length)
+    size = sum(t.nbytes for t in stored(model))
+    backends = sorted({m.backend for m in model.modules() if hasattr(m, "backend")})
+    batches = sorted((int(b) for b in args.batches.split(",")), reverse=True)
+    prefill = ttft = 0.0
+    for kv in args.kv.split(","):
+        per_token, most = kv_bytes(config, kv), room_for(config, kv, size, batches, device)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        cache_bytes = (most * -(-length // BLOCK) + 1) * BLOCK * per_token
+        loaded = Loaded(model, None, config, frozenset(), torch.bfloat16)
+        llm = LLM(loaded, kv_cache=kv, max_running=most, prefix_caching=False,
+                  block_size=BLOCK, kv_bytes=cache_bytes)  # fmt: skip
+        randomize(llm)
+        if kv == args.kv.split(",")[0]:
+            prefill, ttft = prefill_speed(llm, config)
+        for batch in (b for b in batches if b <= most):
+            if time.monotonic() > args.end:
+                return
+            fill(llm, batch, args.context)
+            step = decode_time(llm, args.steps)
+            shares = kernel_shares(llm) if device.type == "cuda" else {}
+            for name in list(llm.engine.requests):
+                llm.engine.abort(name)
+            while llm.engine.busy:
+                llm.engine.step()
+            read = size - model.embed_tokens.nbytes + batch * args.context * per_token
+            working = torch.cuda.max_memory_allocated() - size - cache_bytes if shares else 0
+            free = BUDGET - RESERVE - size - working
+            whole = batch * (PROMPT / prefill + OUTPUT * step / batch / 1e6)
+            yield {
+                "format": scheme, "kv": kv, "batch": batch, "step_us": round(step),
+                "tokens_per_s": round(batch / step * 1e6),
+                **compared(step, read / args.bandwidth / 1e6), **shares,
+                "idle": round(1 - shares.pop("busy") / step, 4) if shares else "",
+                "prefill_tokens_per_s": round(prefill), "ttft_ms": round(ttft * 1e3, 1),
+                "whole_tokens_per_s": round(batch * OUTPUT / whole),
+                "weights_gb": round(size / 1e9, 2), "working_gb": round(working / 1e9, 2),
+                "batch_in_80gb": int(free / ((PROMPT + OUTPUT) * per_token)),
+                "backends": " ".join(backends),
+            }  # fmt: skip
+        del llm
+
+
+def compared(step: float, floor: float) -> dict[str, Any]:
+    return {"floor_us": round(floor), "vs_floor": round(step / floor, 2)}
+
+
+def config_of(args: argparse.Namespace) -> LlamaConfig:
+    config = MODELS[args.model]
+    config.num_hidden_layers = args.layers or config.num_hidden_layers
+    return config
 
 
 class RandomWeights(Weights):
@@ -85,78 +224,15 @@ class RandomWeights(Weights):
         return Packed.from_tensors(fmt, shape, tensors, name), None, activation
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
-    parser.add_argument("--formats", default="bf16,int4:group=128,fp6,liquid@int8")
-    parser.add_argument("--kv", default="model,int8")
-    parser.add_argument("--batches", default="1,16,64,128")
-    parser.add_argument("--context", type=int, default=1280, help="1024 in and half of 512 out")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--bandwidth", type=float, default=4.0, help="TB/s a read floor is made of")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after that")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    end = time.monotonic() + args.seconds
-    file = args.out.open("w", newline="") if args.out else sys.stdout
-    rows = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-    rows.writeheader()
-    for scheme in args.formats.split(","):
-        for kv in args.kv.split(","):
-            for row in measure(scheme, kv, args, end):
-                rows.writerow(row)
-                file.flush()
-                print(row, file=sys.stderr, flush=True)
-
-
-def measure(scheme: str, kv: str, args: argparse.Namespace, end: float):  # type: ignore[no-untyped-def]
-    """Rows for one format and cache."""
-    if time.monotonic() > end:
-        return
-    device = torch.device(args.device)
-    torch.manual_seed(0)
-    config = MODELS[args.model]
-    weights = RandomWeights(device, None if scheme == "bf16" else scheme)
-    length = args.context + 2 * args.steps + 64
-    model = build(model_class(config), config, weights, length)
-    gc.collect()
-    batches = [int(b) for b in args.batches.split(",")]
-    loaded = Loaded(model, None, config, frozenset(), torch.bfloat16)
-    each = -(-length // 16)
-    per_token = kv_bytes(config, kv)
-    llm = LLM(loaded, kv_cache=kv, max_running=max(batches), prefix_caching=False,
-              kv_bytes=(max(batches) * each + 1) * 16 * per_token)  # fmt: skip
-    for cache in llm.engine.runner.caches:
-        for t in (cache.k, cache.v):
-            t.random_(-127, 128) if t.dtype == torch.int8 else t.normal_()
-        if cache.k_scale is not None:
-            cache.k_scale.fill_(0.02)
-            cache.v_scale.fill_(0.02)
-    size = sum(t.nbytes for t in stored(model))
-    prefill, ttft = prefill_speed(llm, config)
-    for batch in batches:
-        if time.monotonic() > end:
-            return
-        fill(llm, batch, args.context)
-        step = decode_time(llm, args.steps)
-        shares = kernel_shares(llm) if device.type == "cuda" else {}
-        busy = sum(shares.values())
-        for name in list(llm.engine.requests):
-            llm.engine.abort(name)
-        read = size - model.embed_tokens.nbytes + batch * args.context * per_token
-        floor = read / args.bandwidth / 1e6
-        yield {
-            "model": args.model, "format": scheme, "kv": kv, "batch": batch,
-            "context": args.context, "step_us": round(step),
-            "tokens_per_s": round(batch / step * 1e6),
-            "floor_us": round(floor), "vs_floor": round(step / floor, 2),
-            "busy": round(busy / step, 3), **{k: round(v) for k, v in shares.items()},
-            "prefill_tokens_per_s": round(prefill), "ttft_ms": round(ttft * 1e3, 1),
-            "memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1) if busy else "",
-            "weights_gb": round(size / 1e9, 2),
-            "batch_in_80gb": int((80e9 - RESERVE - size) / ((1024 + OUTPUT) * per_token)),
-        }  # fmt: skip
+def room_for(
+    config: LlamaConfig, kv: str, weights: int, batches: list[int], device: torch.device
+) -> int:
+    """The largest of the batches whose cache fits beside the weights."""
+    if device.type != "cuda":
+        return batches[0]
+    free = torch.cuda.get_device_properties(device).total_memory * 0.92 - weights - 4e9
+    each = kv_bytes(config, kv) * (PROMPT + OUTPUT)
+    return next(b for b in batches if b * each < free)
 
 
 def kv_bytes(config: LlamaConfig, kv: str) -> int:
@@ -166,14 +242,24 @@ def kv_bytes(config: LlamaConfig, kv: str) -> int:
 
 
 def stored(model: torch.nn.Module) -> list[Tensor]:
-    """All tensors that a step may read, each once."""
+    """All tensors that a model holds, each once."""
     found = {}
     for module in model.modules():
         own = [v for v in vars(module).values() if isinstance(v, Tensor)]
-        for t in (*own, *module._buffers.values()):
-            if t is not None and module is not model.rope:  # type: ignore[union-attr]
+        own += getattr(module, "prepared", [])
+        for t in (*own, *module._buffers.values(), *module._parameters.values()):
+            if t is not None:
                 found[t.data_ptr()] = t
     return list(found.values())
+
+
+def randomize(llm: LLM) -> None:
+    for cache in llm.engine.runner.caches:
+        for t in (cache.k, cache.v):
+            t.random_(-127, 128) if t.dtype == torch.int8 else t.normal_()
+        if cache.k_scale is not None and cache.v_scale is not None:
+            cache.k_scale.fill_(0.02)
+            cache.v_scale.fill_(0.02)
 
 
 def fill(llm: LLM, batch: int, context: int) -> None:
@@ -192,35 +278,51 @@ def decode_time(llm: LLM, steps: int) -> float:
     """Microseconds of an engine step."""
     for _ in range(4):
         llm.engine.step()
+    running = len(llm.engine.scheduler.running)
     start = time.perf_counter()
     for _ in range(steps):
         llm.engine.step()
-    return (time.perf_counter() - start) / steps * 1e6
+    elapsed = time.perf_counter() - start
+    assert len(llm.engine.scheduler.running) == running, "texts have ended"
+    return elapsed / steps * 1e6
 
 
-def kernel_shares(llm: LLM) -> dict[str, float]:
-    """Microseconds of kernels in a step, by kind."""
+def kernel_shares(llm: LLM) -> dict[str, Any]:
+    """Microseconds of kernels in a step, by kind, and in which any of them ran ("busy")."""
     from torch.profiler import ProfilerActivity, profile
 
-    steps, out = 5, {"gemm_us": 0.0, "attention_us": 0.0, "rest_us": 0.0}
+    steps, kinds = 3, {"gemm_us": 0.0, "attention_us": 0.0, "rest_us": 0.0}
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(steps):
             llm.engine.step()
         torch.cuda.synchronize()
-    for event in found.key_averages():
-        name = event.key.lower()
-        kind = "rest_us"
-        if any(part in name for part in ("_attend", "_combine", "_write")):
-            kind = "attention_us"
-        elif any(part in name for part in ("gemm", "gemv", "nvjet", "cutlass", "psum", "splitk")):
-            kind = "gemm_us"
-        out[kind] += event.self_device_time_total / steps
-    return out
+    spans = []
+    for event in found.events():
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        span = event.time_range
+        spans.append((span.start, span.end))
+        kinds[kind_of(event.name.lower())] += (span.end - span.start) / steps
+    busy, last = 0.0, -math.inf
+    for start, end in sorted(spans):
+        busy += max(0.0, end - max(start, last))
+        last = max(last, end)
+    # A step that was started ahead runs in the profiled region, too.
+    ran = steps + (llm.engine.flight is not None)
+    scale = steps / ran
+    return {k: round(v * scale, 1) for k, v in kinds.items()} | {"busy": busy / ran}
+
+
+def kind_of(kernel: str) -> str:
+    if any(part in kernel for part in ("_attend", "_combine", "_write")):
+        return "attention_us"
+    parts = ("gemm", "gemv", "nvjet", "cutlass", "psum", "splitk", "dense")
+    return "gemm_us" if any(part in kernel for part in parts) else "rest_us"
 
 
 def prefill_speed(llm: LLM, config: LlamaConfig) -> tuple[float, float]:
     """Prompt tokens per second over 4096 tokens, and seconds to the first token of one prompt."""
-    size = min(1024, llm.length - 2)
+    size = min(PROMPT, llm.length - 2)
     params = SamplingParams(temperature=0, max_tokens=1)
     random = torch.Generator().manual_seed(0)
     many = [
@@ -230,9 +332,41 @@ def prefill_speed(llm: LLM, config: LlamaConfig) -> tuple[float, float]:
     start = time.perf_counter()
     llm.generate(many, params, show_progress=False)
     whole = time.perf_counter() - start
+    llm.generate(many[0], params, show_progress=False)
     start = time.perf_counter()
     llm.generate(many[0], params, show_progress=False)
     return 4 * size / whole, time.perf_counter() - start
+
+
+def peer(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """transformers' own `generate` in bf16: time of a step by the difference of two lengths."""
+    device, config = torch.device(args.device), config_of(args)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.eval()
+    size = sum(p.nbytes for p in model.parameters())
+    per_token = kv_bytes(config, "model")
+    for batch in (int(b) for b in args.batches.split(",")):
+        if time.monotonic() > args.end or batch > 64:
+            continue
+        tokens = torch.randint(1, config.vocab_size, (batch, args.context), device=device)
+        times = []
+        for new in (4, 4, 20):
+            start = time.perf_counter()
+            model.generate(
+                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new,
+                min_new_tokens=new, do_sample=False, pad_token_id=0,
+            )  # fmt: skip
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        step = (times[2] - times[1]) / 16 * 1e6
+        read = size - config.vocab_size * config.hidden_size * 2 + batch * args.context * per_token
+        yield {
+            "format": "transformers bf16", "kv": "model", "batch": batch, "step_us": round(step),
+            "tokens_per_s": round(batch / step * 1e6),
+            **compared(step, read / args.bandwidth / 1e6), "weights_gb": round(size / 1e9, 2),
+        }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from anybit.engine.attention import Batch, LayerCache
 from anybit.engine.graphs import DecodeGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
+from anybit.kernels.triton import activation
 from anybit.kernels.triton import attention as kernels
 from tests.engine.conftest import ARCHITECTURES, prompts, random_model
 
@@ -202,7 +203,8 @@ def test_splits_fill_the_gpu(programs: int, splits: int) -> None:
 POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions": "*i64",
             "slots": "*i64", "sums": "*fp32", "maxima": "*fp32", "cos": "*fp32", "sin": "*fp32",
             "k_scale": "*fp32", "v_scale": "*fp32", "TABLE_STRIDE": "i32", "STRIDE": "i32",
-            "SCALE": "fp32", "EPS": "fp32"}  # fmt: skip
+            "SCALE": "fp32", "EPS": "fp32", "K": "i32", "X_STRIDE": "i32", "OTHER_STRIDE": "i32",
+            "GATE_STRIDE": "i32", "UP_STRIDE": "i32"}  # fmt: skip
 SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64}
 
 COMPILE = """
@@ -210,10 +212,10 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from anybit.kernels.triton import attention
+from anybit.kernels.triton import activation, attention
 
 name, pointers, constants, warps, arch = eval(sys.argv[1])
-kernel = getattr(attention, name)
+kernel = getattr(attention, name, None) or getattr(activation, name)
 signature, values = {}, {}
 for at, argument in enumerate(kernel.arg_names):
     if argument in constants:
@@ -237,6 +239,9 @@ WHOLE = {"SPLITS": 1, "WINDOW": 0, "sums": None, "maxima": None}
     ("_write", "dynamic", {"NORM": True}, 1, 90),
     ("_write", "static", {"NORM": False}, 1, 80),
     ("_combine", "model", {"SPLITS": 32}, 1, 90),
+    ("_token", "model", {"FUSE": "norm", "LARGEST": 127, "HAS_SUMS": True, "WIDE": 4096}, 8, 90),
+    ("_token", "model", {"FUSE": "silu", "LARGEST": 0, "HAS_SUMS": False, "WIDE": 4096}, 8, 80),
+    ("_silu_mul", "model", {"WIDE": 1024}, 4, 90),
 ])  # fmt: skip
 def test_compiles_for_gpus(name: str, kind: str, more: dict, warps: int, arch: int) -> None:
     """In bf16, with the matrix unit and within every GPU's shared memory; needs no GPU."""
@@ -244,7 +249,9 @@ def test_compiles_for_gpus(name: str, kind: str, more: dict, warps: int, arch: i
     out = "*fp32" if more.get("SPLITS", 1) > 1 and name == "_attend" else "*bf16"
     pointers = POINTERS | {"default": "*bf16", "k_cache": cache, "v_cache": cache, "out": out}
     pointers["parts"] = "*fp32"
-    arguments = getattr(kernels, name).arg_names
+    if more.get("LARGEST"):
+        pointers["out"], pointers["scales"] = "*i8", "*fp32"
+    arguments = (getattr(kernels, name, None) or getattr(activation, name)).arg_names
     sizes = SIZES | {"KIND": kind, "PDL": arch >= 90}
     constants = {k: v for k, v in (sizes | more).items() if k in arguments}
     if kind == "model":

@@ -10,6 +10,8 @@ adds up (flash-decoding). Grids depend on sizes alone and nothing waits for the 
 graph can hold all of it.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,9 +19,20 @@ from torch import Tensor
 
 from anybit.kernels.triton.activation import after_previous, overlap
 
-TOKENS = 64  # keys that a program looks at together
 MOST_SPLITS = 64
 PROGRAMS = 264  # two for each multiprocessor of the largest GPU here
+
+
+class Tile(NamedTuple):
+    """Keys that a program looks at together, its warps, and loads in flight."""
+
+    tokens: int
+    warps: int
+    stages: int
+
+
+DECODE = Tile(64, 4, 2)
+PROMPT = Tile(64, 8, 2)
 
 
 @triton.jit
@@ -224,6 +237,7 @@ def attend(
     window: int | None = None,
     splits: int | None = None,
     out: Tensor | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
     """Causal attention of queries (T, heads, D) over the cache; `out` (T, heads, D), if given.
 
@@ -237,6 +251,7 @@ def attend(
     heads, batch = q.shape[1], len(tables)
     group = heads // kv_heads
     rows = max(16, min(128, triton.next_power_of_2(longest * group)))
+    tile = tile or (PROMPT if rows == 128 else DECODE)
     splits = (choose_splits(batch * kv_heads) if longest == 1 else 1) if splits is None else splits
     out = torch.empty_like(q) if out is None else out
     shape = (*q.shape[:2], splits)
@@ -248,7 +263,7 @@ def attend(
         q, k, v, k_scale, v_scale, tables, contexts, starts, parts, sums, maxima,
         tables.stride(0), scale * 1.4426950408889634, KV_HEADS=kv_heads, GROUP=group, D=dim,
         BLOCK=block, WINDOW=window or 0, KIND=kind(k_scale), SPLITS=splits, ROWS=rows,
-        TOKENS=TOKENS, num_warps=4 if rows < 128 else 8, num_stages=2, **overlap(q.device),
+        TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device),
     )  # fmt: skip
     if splits > 1:
         _combine[(q.shape[0] * heads,)](
