@@ -2,8 +2,8 @@
 
 Nothing is tuned on a user's first call: tiles are shipped as data, measured on an H200. Another
 GPU or an unusual shape may want others. `tune` times a short list of candidates for each cell, with
-cold weights and in a CUDA graph (`timing.py`), and keeps the best (`kernels/tuned.py`). Every result
-is compared with the decoded weight before it is timed.
+cold weights and in a CUDA graph (`timing.py`), and keeps the best (`kernels/tuned.py`). Every
+result is compared with the decoded weight before it is timed.
 """
 
 import itertools
