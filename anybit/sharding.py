@@ -71,20 +71,16 @@ def cut(fmt: Format, k: int, key: str, tensor: Tensor, rows: slice, columns: sli
         )
     entry = fmt.entries().get(key)
     if entry is None:
+        part, width = tensor[rows], int(key.removeprefix("codes"))
         first, last = fmt.code_count(start), fmt.code_count(stop)
-        return _cut_plane(tensor[rows], int(key.removeprefix("codes")), first, last)
+        if first * width % 32 == 0 and (last * width % 32 == 0 or stop == k):
+            return part[:, first * width // 32 : bits.words(last, width)]
+        codes = bits.unpack((part[:, : bits.words(last, width)],), width, last)
+        return bits.pack(codes[:, first:], width)[0]
     if entry.table is not None:
         return tensor
     group = entry.group
     return tensor[rows, start // group : stop // group] if group else tensor[rows]
-
-
-def _cut_plane(plane: Tensor, width: int, first: int, last: int) -> Tensor:
-    """Codes first to last of a plane whose codes have `width` bits."""
-    start, words = first * width // 32, bits.words(last, width)
-    if first * width % 32 == 0 and (last * width % 32 == 0 or words == plane.shape[1]):
-        return plane[:, start:words]
-    return bits.pack(bits.unpack((plane[:, :words],), width, last)[:, first:], width)[0]
 
 
 class Piece:

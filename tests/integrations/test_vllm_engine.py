@@ -1,25 +1,22 @@
 """vLLM generates what transformers does, from the same checkpoint (`make test-vllm`)."""
 
 import gc
-import os
-
-# In this process, so that a test can end it; read when vLLM is imported.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-
-vllm = pytest.importorskip("vllm", reason="vllm is not installed; see `make test-vllm`")
-
+import vllm
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
 import anybit
+from anybit.engine.weights import linear_shapes
+from anybit.files import stored_tensors
 from anybit.integrations.transformers import AnybitConfig
+from anybit.quantize import plan_of, quantization_config, resolve
 from anybit.stream import quantize_checkpoint
 from tests.specs import SPECS
 
@@ -145,15 +142,6 @@ def save_by_hand(source, out, plan):
 
     Experts too, which transformers keeps in tensors of its own, so `quantize_` leaves them dense.
     """
-    import json
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
-    from anybit.engine.weights import linear_shapes
-    from anybit.files import stored_tensors
-    from anybit.quantize import plan_of, quantization_config, resolve
-
     tensors = load_file(source / "model.safetensors")
     schemes = resolve(linear_shapes(stored_tensors(source)), plan_of(plan))
     codes, decoded = dict(tensors), dict(tensors)
@@ -172,8 +160,6 @@ def save_by_hand(source, out, plan):
 
 
 def test_missing_tensors_are_named(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     out = tmp_path / "out"
     quantize_checkpoint(PICO, out, "fp6")
     tensors = load_file(out / "model.safetensors")
