@@ -1,6 +1,10 @@
 """Weights divided among ranks that are played in turn: every format, 2 and 4, odd shapes."""
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,3 +170,17 @@ def test_a_part_does_not_hold_on_to_the_whole():
         assert torch.equal(
             part, cut(packed.format, 64, key, packed.tensors()[key], slice(2, 4), slice(0, 64))
         )
+
+
+def test_two_processes():
+    """Layers and a block divided among two processes; two GPUs run the same script."""
+    script = Path(__file__).parent / "multi_gpu.py"
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", script, "--cpu"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("times the undivided one's error") == len(SPECS) + 2

@@ -1,0 +1,219 @@
+"""Two ranks and one weight: tensor-parallel layers against the unsharded ones (`make test-2gpu`).
+
+    python tests/multi_gpu.py              # two GPUs of this host, NCCL, bf16
+    python tests/multi_gpu.py --cpu        # two processes, gloo, fp32
+
+Each scheme's column-parallel and row-parallel layer equals the unsharded layer within the rounding
+of its arithmetic, and a decoder block divided among the ranks is as near to the exact one as an
+undivided one. Rank 0 prints what was compared; the exit status is 1 when something differed.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import anybit
+from anybit.dispatch import parse_scheme
+from anybit.format import Packed
+from anybit.kernels.reference import INT8_LARGEST, operand_weight
+from anybit.linear import QuantLinear
+from anybit.sharding import shard, share
+from tests.specs import SPECS
+
+RANKS = 2
+ON_GPUS = (
+    "int4:group=64",
+    "liquid@int8",
+    "fp6",
+    "int8",
+    "codebook:m=2,v=8",
+    "int3:group=32",
+    "sparse",
+    "int4:group=128,zero",
+    "fp:e2m3,group=64",
+    "int1:group=32",
+)
+
+
+class Parallel:
+    """A linear layer of which this rank holds a part."""
+
+    def __init__(self, packed: Packed, activation: str | None, rank: int, along: str):
+        n, k = packed.shape
+        self.columns = share(k, rank, RANKS) if along == "rows" else slice(None)
+        rows = share(n, rank, RANKS) if along == "columns" else slice(None)
+        self.layer = QuantLinear(shard(packed, rows, self.columns), None, activation)
+
+    def part(self, x: Tensor) -> Tensor:
+        """This rank's outputs, or its share of all outputs."""
+        return self.layer(x[..., self.columns])
+
+
+def gathered(y: Tensor) -> Tensor:
+    parts = [torch.empty_like(y) for _ in range(RANKS)]
+    dist.all_gather(parts, y.contiguous())
+    return torch.cat(parts, -1)
+
+
+def reduced(y: Tensor) -> Tensor:
+    dist.all_reduce(y)
+    return y
+
+
+def check_layers(scheme: str, x: Tensor, n: int, rank: int) -> dict[str, float]:
+    """Largest difference to the unsharded layer in units of what rounding allows, of both kinds."""
+    fmt, activation = parse_scheme(scheme)
+    packed = anybit.quantize_tensor(torch.randn(n, x.shape[1], device=x.device), fmt)
+    whole = QuantLinear(packed, None, activation)(x).double()
+    allowed = tolerance(packed, activation, x)
+    column = gathered(Parallel(packed, activation, rank, "columns").part(x))
+    row = reduced(Parallel(packed, activation, rank, "rows").part(x))
+    out = {}
+    for name, y in (("column", column), ("row", row)):
+        out[name] = float(((y.double() - whole).abs() / allowed).max())
+    return out
+
+
+def tolerance(packed: Packed, activation: str | None, x: Tensor) -> Tensor:
+    """How far two ways to compute x W^T may lie apart, (M, N).
+
+    Results and partial sums are rounded to x's dtype, and a kernel may round scaled weights to it;
+    sums are fp32. A rank that holds columns scales its tokens by its own largest activation.
+    """
+    u = torch.finfo(x.dtype).eps / 2
+    w = operand_weight(packed, x.dtype).double()
+    y, magnitude = x.double() @ w.T, x.double().abs() @ w.abs().T
+    out = u * (2 * y.abs() + 3 * magnitude) + 4 * x.shape[1] * 2.0**-24 * magnitude
+    if activation == "int8":
+        step = x.double().abs().amax(-1, keepdim=True) / INT8_LARGEST
+        out += step * w.abs().sum(1)  # half a step for each of the two
+    return out
+
+
+def block(x: Tensor, linear: Callable[[str, Tensor], Tensor], heads: int) -> Tensor:
+    """A decoder block: attention over `heads` heads of this rank, then a gated MLP."""
+    length, hidden = x.shape
+
+    def norm(h: Tensor) -> Tensor:
+        return F.rms_norm(h, (hidden,), eps=1e-6)
+
+    q, k, v = (linear(name, norm(x)).view(length, heads, -1).transpose(0, 1) for name in "qkv")
+    a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + linear("o", a.transpose(0, 1).reshape(length, -1))
+    h = norm(x)
+    return x + linear("down", F.silu(linear("gate", h)) * linear("up", h))
+
+
+def check_block(scheme: str, x: Tensor, rank: int) -> float:
+    """The divided block's distance from the exact one over the undivided block's."""
+    fmt, activation = parse_scheme(scheme)
+    hidden, heads = x.shape[1], 8
+    shapes = {
+        "gate": (2 * hidden, hidden),
+        "up": (2 * hidden, hidden),
+        "down": (hidden, 2 * hidden),
+    }
+    weights = {}
+    for name in ("q", "k", "v", "o", "gate", "up", "down"):
+        n, k = shapes.get(name, (hidden, hidden))
+        w = torch.randn(n, k, device=x.device) / k**0.5
+        weights[name] = anybit.quantize_tensor(w, fmt)
+    whole = {name: QuantLinear(w, None, activation) for name, w in weights.items()}
+    divided = {
+        name: Parallel(w, activation, rank, "rows" if name in ("o", "down") else "columns")
+        for name, w in weights.items()
+    }
+
+    def by_this_rank(name: str, h: Tensor) -> Tensor:
+        layer = divided[name]
+        if name in ("o", "down"):  # h holds this rank's columns already
+            return reduced(layer.layer(h))
+        return layer.part(h)
+
+    decoded = {name: w.dequantize().double() for name, w in weights.items()}
+    exact = block(x.double(), lambda name, h: h @ decoded[name].T, heads)
+    y = block(x, by_this_rank, heads // RANKS).double()
+    reference = block(x, lambda name, h: whole[name](h), heads).double()
+    return float((y - exact).norm() / (reference - exact).norm())
+
+
+def work(
+    rank: int, cpu: bool, meet: str, seconds: float, failed: "multiprocessing.Queue[str]"
+) -> None:
+    device = torch.device("cpu" if cpu else f"cuda:{rank}")
+    if not cpu:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo" if cpu else "nccl",
+        init_method=f"file://{meet}",
+        rank=rank,
+        world_size=RANKS,
+        device_id=None if cpu else device,
+    )
+    dtype = torch.float32 if cpu else torch.bfloat16
+    schemes = (*SPECS, "liquid@int8", "int8@int8") if cpu else ON_GPUS
+    n, k, m, hidden = (24, 256, 3, 256) if cpu else (1024, 2048, 16, 1024)
+    began, problems = time.monotonic(), []
+    with torch.inference_mode():
+        for i, scheme in enumerate(schemes):
+            late = torch.tensor(
+                time.monotonic() - began > seconds, device=device, dtype=torch.int32
+            )
+            dist.all_reduce(late, dist.ReduceOp.MAX)  # both ranks stop at the same scheme
+            if late:
+                problems.append(f"no time for {', '.join(schemes[i:])}")
+                break
+            torch.manual_seed(i)
+            x = torch.randn(m, k, device=device).to(dtype)
+            errors = check_layers(scheme, x, n, rank)
+            ratio = check_block(scheme, torch.randn(32, hidden, device=device).to(dtype), rank)
+            if rank == 0:
+                print(
+                    f"{scheme}: column {errors['column']:.3f}, row {errors['row']:.3f} of the "
+                    f"tolerance; block {ratio:.2f} times the undivided one's error",
+                    flush=True,
+                )
+            if max(errors.values()) > 1 or not ratio < 2:
+                problems.append(f"{scheme}: {errors}, block {ratio}")
+    for problem in problems:
+        print(f"rank {rank}: {problem}", flush=True)
+        failed.put(problem)
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cpu", action="store_true", help="two processes and gloo; needs no GPU")
+    parser.add_argument("--seconds", type=float, default=600, help="start no scheme after that")
+    args = parser.parse_args()
+    if not args.cpu and torch.cuda.device_count() < RANKS:
+        print(f"{torch.cuda.device_count()} GPUs; {RANKS} are needed (--cpu needs none)")
+        return 1
+    context = multiprocessing.get_context("spawn")
+    failed = context.Queue()
+    meet = tempfile.mktemp(prefix="anybit-ranks-")  # ranks meet at a file that is not there yet
+    ranks = [
+        context.Process(target=work, args=(rank, args.cpu, meet, args.seconds, failed))
+        for rank in range(RANKS)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return int(not failed.empty() or any(process.exitcode for process in ranks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
