@@ -75,9 +75,13 @@ class Weights:
 
         Their weights become a single matrix when they share a format without shared tables.
         """
-        parts = [self.part(name, (n, columns), bias) for name, n in zip(names, rows, strict=True)]
-        merged = merge(parts, self.dtype)
-        return merged or Separate([build(part, self.dtype) for part in parts])
+        return together(self.parts(names, rows, columns, bias), self.dtype)
+
+    def parts(
+        self, names: list[str], rows: list[int], columns: int, bias: bool = False
+    ) -> list[Part]:
+        """What `linear` makes one layer of."""
+        return [self.part(name, (n, columns), bias) for name, n in zip(names, rows, strict=True)]
 
     def head(self, name: str, embedding: Tensor, tied: bool) -> nn.Module:
         """The output layer, which shares the embedding's tensor when tied."""
@@ -93,21 +97,27 @@ def build(part: Part, dtype: torch.dtype) -> nn.Module:
     return Dense(weight, bias)
 
 
-def merge(parts: list[Part], dtype: torch.dtype) -> nn.Module | None:
-    """One layer of several weights, or None when they differ in kind or have tables."""
+def together(parts: list[Part], dtype: torch.dtype) -> nn.Module:
+    """One layer of several weights, multiplied at once if they can be."""
+    merged = merge(parts)
+    return build(merged, dtype) if merged else Separate([build(part, dtype) for part in parts])
+
+
+def merge(parts: list[Part]) -> Part | None:
+    """Several weights as one, or None when they differ in kind or have tables."""
     weights = [part[0] for part in parts]
     if len(parts) == 1:
-        return build(parts[0], dtype)
+        return parts[0]
     packed = [w for w in weights if isinstance(w, Packed)]
     biases = [b for _, b, _ in parts if b is not None]
     bias = torch.cat(biases) if biases else None
     if not packed:
-        return Dense(torch.cat([w for w in weights if isinstance(w, Tensor)]), bias)
+        return torch.cat([w for w in weights if isinstance(w, Tensor)]), bias, None
     formats = {(w.format, activation) for w, _, activation in parts if isinstance(w, Packed)}
     tables = any(e.table for fmt, _ in formats for e in fmt.entries().values())
     if len(packed) < len(parts) or len(formats) > 1 or tables:
         return None
-    return build((stack(packed), bias, parts[0][2]), dtype)
+    return stack(packed), bias, parts[0][2]
 
 
 class Checkpoint(Weights):

@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from anybit.engine.attention import Batch, LayerCache, attention
+from anybit.engine.experts import OneByOne, experts_of
 from anybit.engine.fused import add_norm, silu_mul
 from anybit.engine.weights import Weights
 from anybit.ops import Tokens
@@ -104,14 +105,11 @@ class MLP(nn.Module):
         bias: bool = False,
     ):
         super().__init__()
+        check_activation(config)
         hidden = config.hidden_size
         gate, up, down = (f"{name}.{part}" for part in names)
         self.gate_up_proj = weights.linear([gate, up], [intermediate] * 2, hidden, bias)
         self.down_proj = weights.linear([down], [hidden], intermediate, bias)
-        if config.hidden_act not in ACTIVATIONS:
-            raise ValueError(
-                f"hidden_act={config.hidden_act!r} is unknown; known: {', '.join(ACTIVATIONS)}"
-            )
 
     def forward(self, x: Tensor | Tokens) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
@@ -121,9 +119,10 @@ class MLP(nn.Module):
 class MoE(nn.Module):
     """A mixture of experts: each token goes through the `top_k` that the router prefers.
 
-    normalize: the chosen experts' weights add up to 1. One expert after the other, so it waits
-    for the device; no graph captures it.
+    normalize: the chosen experts' weights add up to 1. names: of an expert's three projections.
     """
+
+    ids: Tensor
 
     def __init__(
         self,
@@ -137,23 +136,27 @@ class MoE(nn.Module):
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ):
         super().__init__()
-        self.top_k, self.normalize = top_k, normalize
-        self.gate = weights.linear([f"{name}.gate"], [experts], config.hidden_size)
-        self.experts = nn.ModuleList(
-            MLP(weights, f"{name}.experts.{i}", config, intermediate, names) for i in range(experts)
-        )
+        check_activation(config)
+        self.top_k, self.normalize, hidden = top_k, normalize, config.hidden_size
+        self.gate = weights.linear([f"{name}.gate"], [experts], hidden)
+        gate, up, down = ([f"{name}.experts.{i}.{part}" for i in range(experts)] for part in names)
+        both = [list(pair) for pair in zip(gate, up, strict=True)]
+        self.gate_up_projs = experts_of(weights, both, [intermediate] * 2, hidden)
+        self.down_projs = experts_of(weights, [[name] for name in down], [hidden], intermediate)
+        ids = torch.arange(experts + 1, device=weights.device)
+        self.register_buffer("ids", ids, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         probs = self.gate(x).float().softmax(-1)
         weight, chosen = probs.topk(self.top_k, -1)
         if self.normalize:
             weight = weight / weight.sum(-1, keepdim=True)
-        out = torch.zeros_like(x)
-        for i in chosen.unique().tolist():
-            token, at = (chosen == i).nonzero(as_tuple=True)
-            y = self.experts[i](x[token]) * weight[token, at, None].to(x.dtype)
-            out.index_add_(0, token, y)
-        return out
+        expert, order = chosen.flatten().sort(stable=True)
+        starts = torch.searchsorted(expert, self.ids, out_int32=True)
+        gate, up = self.gate_up_projs(x[order // self.top_k], starts).chunk(2, -1)
+        out = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
+        out[order] = self.down_projs(silu_mul(gate, up), starts)
+        return (out.view(*chosen.shape, -1) * weight[..., None].to(x.dtype)).sum(1)
 
 
 class Block(nn.Module):
@@ -188,8 +191,6 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only language model. A subclass says what a layer is (`block`)."""
 
-    capturable = True  # whether a CUDA graph can hold the forward pass
-
     def __init__(self, config: PretrainedConfig, weights: Weights, length: int):
         super().__init__()
         self.config = config
@@ -214,9 +215,21 @@ class Decoder(nn.Module):
             x, delta = layer(x, delta, self.rope, cache, batch)
         return self.norm(x, delta, None)[0]
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold the forward pass: nothing in it waits for the device."""
+        return not any(isinstance(module, OneByOne) for module in self.modules())
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (B, hidden) -> logits (B, vocabulary)."""
         return self.lm_head(hidden)
+
+
+def check_activation(config: PretrainedConfig) -> None:
+    if config.hidden_act not in ACTIVATIONS:
+        raise ValueError(
+            f"hidden_act={config.hidden_act!r} is unknown; known: {', '.join(ACTIVATIONS)}"
+        )
 
 
 def notation(layer: nn.Module | None) -> str | None:

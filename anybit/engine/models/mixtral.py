@@ -5,8 +5,6 @@ from anybit.engine.weights import Weights
 
 
 class Mixtral(Decoder):
-    capturable = False
-
     def block(self, weights: Weights, name: str, index: int) -> Block:
         c = self.config
         attention = Attention(weights, f"{name}.self_attn", c, window=window_of(c, index))

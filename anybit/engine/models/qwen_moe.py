@@ -23,8 +23,6 @@ class SharedMoE(nn.Module):
 
 
 class Qwen2Moe(Decoder):
-    capturable = False
-
     def block(self, weights: Weights, name: str, index: int) -> Block:
         c = self.config
         attention = Attention(
@@ -39,8 +37,6 @@ class Qwen2Moe(Decoder):
 
 
 class Qwen3Moe(Decoder):
-    capturable = False
-
     def block(self, weights: Weights, name: str, index: int) -> Block:
         c = self.config
         bias, window = bool(c.attention_bias), window_of(c, index)
