@@ -45,7 +45,7 @@ from anybit.evaluate.perplexity import Remembered, excerpts, score  # noqa: E402
 from anybit.kernels.reference import quantized_activation  # noqa: E402
 
 WINDOW, STRIDE = 1024, 768
-SAMPLES = 128  # calibration windows
+SAMPLES = 128  # calibration windows, unless told
 PROMPTS, COMPLETION = 128, 96  # functions to complete, and tokens of each completion
 M2V8, M1V4, TABLE = (
     "codebook:m=2,v=8,b=8,group=128",
@@ -111,11 +111,19 @@ class Row:
 class Work:
     """What a process needs for its rows: the model, the text, the dense model's logits."""
 
-    def __init__(self, folder: Path, device: str, tokens: int | None, prompts: int, steps: int):
+    def __init__(
+        self,
+        folder: Path,
+        device: str,
+        tokens: int | None,
+        prompts: int,
+        steps: int,
+        samples: int,
+    ):
         for name in ("hopper", "triton", "cpu"):  # the definition, in calibration too
             BACKENDS.pop(name, None)
         torch.set_num_threads(1)  # processes share the cores
-        self.folder, self.device, self.steps = folder, device, steps
+        self.folder, self.device, self.steps, self.samples = folder, device, steps, samples
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.dense = Remembered(self.fresh(), 12 << 30)
         self.window = min(WINDOW, self.dense.model.config.max_position_embeddings)
@@ -152,7 +160,7 @@ class Work:
         path = self.folder / "tuning.pt"
         if path.is_file():
             return torch.load(path)[:, : self.window]
-        ids = self.calibration("code", 4 * SAMPLES).source
+        ids = self.calibration("code", 4 * self.samples).source
         assert isinstance(ids, Tensor)
         return ids
 
@@ -169,7 +177,7 @@ class Work:
 
     def measure(self, spec: str, method: str) -> Row:
         torch.manual_seed(0)
-        name, kind, samples = parse(method)
+        name, kind, samples = parse(method, self.samples)
         torch.set_float32_matmul_precision("highest")
         model, start, bits = self.fresh(), time.perf_counter(), 16.0
         if spec != "bf16":
@@ -242,11 +250,11 @@ def decode(model: nn.Module) -> float:
     return total / weights
 
 
-def parse(method: str) -> tuple[str, str, int]:
+def parse(method: str, default: int) -> tuple[str, str, int]:
     """`"gptq/prose:64"` -> quantizer, kind of text, samples."""
     rest, _, samples = method.partition(":")
     name, _, kind = rest.partition("/")
-    return name, kind or "code", int(samples or SAMPLES)
+    return name, kind or "code", int(samples or default)
 
 
 def calibrated(name: str) -> bool:
@@ -286,6 +294,9 @@ def cases(kind: str) -> list[tuple[str, str]]:
             ("liquid@int8", "smooth+gptq/prose"),
             (M2V8, "additive+pv/train:4"),
         ]
+    if kind == "light":
+        easy = [case for case in order(CORE)[::-1] if not case[1].endswith(("/train:512", ":16"))]
+        return [("bf16", "dense"), *easy]
     return [("bf16", "dense"), *order(CORE), *(order(MORE) if kind == "all" else [])]
 
 
@@ -297,9 +308,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
     parser.add_argument("--tokens", type=int, help="tokens to score, of the modules' middle (all)")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help=f"functions ({PROMPTS})")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"windows ({SAMPLES})")
     parser.add_argument("--steps", type=int, default=600, help="of PV-tuning (600)")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
-    parser.add_argument("--cases", choices=("all", "core", "smoke"), default="all")
+    parser.add_argument("--cases", choices=("all", "core", "light", "smoke"), default="all")
     parser.add_argument("--out", type=Path, required=True, help="the .csv file to add rows to")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -323,7 +335,7 @@ def main() -> None:
 
     context = multiprocessing.get_context("spawn")
     for folder in args.models:
-        settings = (folder, device, args.tokens, args.prompts, args.steps)
+        settings = (folder, device, args.tokens, args.prompts, args.steps, args.samples)
         with ProcessPoolExecutor(args.jobs, context, start, settings) as pool:
             run(pool, cases(args.cases), save, lambda: time.perf_counter() - began > args.seconds)
 
