@@ -1,0 +1,226 @@
+"""anybit in vLLM's own layers, with ranks played in turn (`make test-vllm`; no engine, no GPU)."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor import parameter
+from vllm.model_executor.layers import linear as layers
+from vllm.model_executor.layers import vocab_parallel_embedding as vocabulary
+from vllm.model_executor.layers.quantization import get_quantization_config
+
+import anybit
+from anybit.integrations.vllm import AnybitConfig, register
+from anybit.kernels.reference import operand_weight
+from tests.specs import SPECS
+
+RANKS = (1, 2, 4)
+HEADS, KV_HEADS, HEAD, HIDDEN, MIDDLE, WORDS = 4, 2, 8, 512, 768, 200
+SMALL = [s for s in SPECS if "128" not in s]  # 512 / 4 and 768 / 4 columns hold whole groups
+MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+SHAPES = {
+    "q_proj": (HEADS * HEAD, HIDDEN),
+    "k_proj": (KV_HEADS * HEAD, HIDDEN),
+    "v_proj": (KV_HEADS * HEAD, HIDDEN),
+    "gate_proj": (12, HIDDEN),
+    "up_proj": (12, HIDDEN),
+    "o_proj": (20, HIDDEN),
+    "down_proj": (20, MIDDLE),
+    "single": (24, HIDDEN),
+    "lm_head": (WORDS, HIDDEN),
+}
+
+
+@pytest.fixture(autouse=True)
+def config():
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+@pytest.fixture
+def play(monkeypatch):
+    """Make vLLM believe that this process is one of several ranks."""
+
+    def rank_of(rank, ranks):
+        for module in (layers, parameter, vocabulary):
+            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
+            monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: ranks)
+
+    return rank_of
+
+
+def checkpoint(plan):
+    """Stored tensors and decoded weights of layers model.X, and the configuration."""
+    torch.manual_seed(0)
+    stored, decoded = {}, {}
+    for name, shape in SHAPES.items():
+        w = torch.randn(shape)
+        scheme = next((s for pattern, s in reversed(plan.items()) if pattern in ("*", name)), None)
+        if scheme is None:
+            stored[f"model.{name}.weight"] = decoded[name] = w
+            continue
+        packed = anybit.quantize_tensor(w, scheme)
+        stored |= {f"model.{name}.{key}": tensor for key, tensor in packed.tensors().items()}
+        decoded[name] = operand_weight(packed, torch.float32)
+    own = AnybitConfig({p if p == "*" else f"model.{p}": s for p, s in plan.items()})
+    own.packed_modules_mapping = MERGED
+    own._survey({name: tuple(tensor.shape) for name, tensor in stored.items()})
+    return own, stored, decoded
+
+
+def load(layer, stored, part, shard=None):
+    """Hand over the tensors of one of the checkpoint's layers, as vLLM's models do."""
+    for name, tensor in stored.items():
+        _, owner, key = name.split(".")
+        if owner == part:
+            param = getattr(layer, key)
+            param.weight_loader(param, tensor, *(() if shard is None else (shard,)))
+
+
+def run(layer, x):
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer.quant_method.apply(layer, x, None)
+
+
+def parallel_outputs(own, stored, rank, ranks, x, middle):
+    """Outputs of every kind of layer on one rank."""
+    options = {"bias": False, "quant_config": own}
+    qkv = layers.QKVParallelLinear(
+        HIDDEN, HEAD, HEADS, KV_HEADS, prefix="model.qkv_proj", **options
+    )
+    for part, shard in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v")):
+        load(qkv, stored, part, shard)
+    gate_up = layers.MergedColumnParallelLinear(
+        HIDDEN, [12, 12], prefix="model.gate_up_proj", **options
+    )
+    for shard, part in enumerate(("gate_proj", "up_proj")):
+        load(gate_up, stored, part, shard)
+    down = layers.RowParallelLinear(
+        MIDDLE, 20, prefix="model.down_proj", reduce_results=False, **options
+    )
+    load(down, stored, "down_proj")
+    column = layers.ColumnParallelLinear(HIDDEN, 24, prefix="model.single", **options)
+    load(column, stored, "single")
+    alone = layers.ReplicatedLinear(HIDDEN, 24, prefix="model.single", **options)
+    load(alone, stored, "single")
+    head = vocabulary.ParallelLMHead(WORDS, HIDDEN, quant_config=own, prefix="model.lm_head")
+    load(head, stored, "lm_head")
+    width = MIDDLE // ranks
+    return {
+        "qkv": run(qkv, x),
+        "gate_up": run(gate_up, x),
+        "down": run(down, middle[:, rank * width : (rank + 1) * width]),
+        "column": run(column, x),
+        "replicated": run(alone, x),
+        "head": run(head, x),
+    }
+
+
+def check(plan, ranks, play):
+    own, stored, decoded = checkpoint(plan)
+    x, middle = torch.randn(3, HIDDEN), torch.randn(3, MIDDLE)
+    wanted = {name: linear(middle if name == "down_proj" else x, w) for name, w in decoded.items()}
+    down, heads = 0, []
+    for rank in range(ranks):
+        play(rank, ranks)
+        got = parallel_outputs(own, stored, rank, ranks, x, middle)
+        q = wanted["q_proj"].chunk(ranks, 1)[rank]
+        kv_ranks = min(ranks, KV_HEADS)  # beyond that, ranks share a head
+        k, v = (
+            wanted[name].chunk(kv_ranks, 1)[rank * kv_ranks // ranks]
+            for name in ("k_proj", "v_proj")
+        )
+        gate, up = (wanted[name].chunk(ranks, 1)[rank] for name in ("gate_proj", "up_proj"))
+        torch.testing.assert_close(got["qkv"], torch.cat([q, k, v], 1), rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(got["gate_up"], torch.cat([gate, up], 1), rtol=1e-4, atol=1e-3)
+        single = wanted["single"]
+        torch.testing.assert_close(
+            got["column"], single.chunk(ranks, 1)[rank], rtol=1e-4, atol=1e-3
+        )
+        torch.testing.assert_close(got["replicated"], single, rtol=1e-4, atol=1e-3)
+        down = down + got["down"]
+        heads.append(got["head"])
+    torch.testing.assert_close(down, wanted["down_proj"], rtol=1e-4, atol=1e-3)
+    words = torch.cat(heads, 1)
+    torch.testing.assert_close(words[:, :WORDS], wanted["lm_head"], rtol=1e-4, atol=1e-3)
+    assert not words[:, WORDS:].any()
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("spec", SMALL)
+def test_every_kind_of_layer(spec, ranks, play):
+    check({"*": spec, "lm_head": spec}, ranks, play)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_parts_of_a_merged_layer_may_differ(ranks, play):
+    plan = {
+        "*": "int4:group=64",
+        "k_proj": "codebook:m=1,v=4",
+        "v_proj": None,
+        "up_proj": "int4:group=32,zero",
+        "lm_head": "int8",
+    }
+    check(plan, ranks, play)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("spec", ["int4:group=64", "codebook:m=1,v=4"])
+def test_layers_that_are_merged_in_the_checkpoint(spec, ranks, play):
+    """As Phi-3's: one weight, one codebook, divided by vLLM."""
+    n = (HEADS + 2 * KV_HEADS) * HEAD
+    packed = anybit.quantize_tensor(torch.randn(n, HIDDEN), spec)
+    stored = {f"model.qkv_proj.{key}": tensor for key, tensor in packed.tensors().items()}
+    own = AnybitConfig({"*": spec})
+    own.packed_modules_mapping = {"qkv_proj": ["qkv_proj"]}
+    own._survey({name: tuple(tensor.shape) for name, tensor in stored.items()})
+    x = torch.randn(3, HIDDEN)
+    q, k, v = linear(x, operand_weight(packed, torch.float32)).split(
+        [HEADS * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD], 1
+    )
+    for rank in range(ranks):
+        play(rank, ranks)
+        layer = layers.QKVParallelLinear(
+            HIDDEN, HEAD, HEADS, KV_HEADS, bias=False, quant_config=own, prefix="model.qkv_proj"
+        )
+        load(layer, stored, "qkv_proj")
+        wanted = torch.cat([part.chunk(ranks, 1)[rank] for part in (q, k, v)], 1)
+        torch.testing.assert_close(run(layer, x), wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_columns_in_an_order_of_their_own(play, caplog):
+    """Act-order: whole on every rank of a column-parallel layer, dense on a row-parallel one."""
+    fmt = anybit.get_format("int4:group=64,order")
+    plain = anybit.quantize_tensor(torch.randn(20, MIDDLE), "int4:group=64")
+    order = torch.randperm(MIDDLE, dtype=torch.int32)
+    packed = anybit.format.Packed(fmt, plain.shape, plain.planes, plain.grid | {"order": order})
+    stored = {f"model.down_proj.{key}": tensor for key, tensor in packed.tensors().items()}
+    own = AnybitConfig({"*": fmt.spec})
+    own._survey({name: tuple(tensor.shape) for name, tensor in stored.items()})
+    x = torch.randn(3, MIDDLE)
+    wanted = linear(x, packed.dequantize())
+    options = {"bias": False, "quant_config": own, "prefix": "model.down_proj"}
+    down = 0
+    for rank in range(2):
+        play(rank, 2)
+        row = layers.RowParallelLinear(MIDDLE, 20, reduce_results=False, **options)
+        load(row, stored, "down_proj")
+        down = down + run(row, x.chunk(2, 1)[rank])
+        column = layers.ColumnParallelLinear(MIDDLE, 20, **options)
+        load(column, stored, "down_proj")
+        torch.testing.assert_close(run(column, x), wanted.chunk(2, 1)[rank], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(down, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_a_divided_group_is_an_error_before_anything_is_loaded(play):
+    own, _, _ = checkpoint({"*": "int4:group=128", "lm_head": None})
+    play(0, 4)
+    with pytest.raises(ValueError, match=r"down_proj: K=768 over 4 .* with group=64, use fewer"):
+        layers.RowParallelLinear(MIDDLE, 20, bias=False, quant_config=own, prefix="model.down_proj")
+
+
+def test_registering_twice_changes_nothing():
+    register()
+    first = get_quantization_config("anybit")
+    register()
+    assert get_quantization_config("anybit") is first is AnybitConfig
