@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.nn.functional import linear
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear as layers
 from vllm.model_executor.layers import vocab_parallel_embedding as vocabulary
@@ -33,7 +33,7 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def config():
-    with set_current_vllm_config(VllmConfig()):
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
         yield
 
 
