@@ -275,7 +275,9 @@ def launch(
     """y (M, N) = x (M, K) W^T, with x's scales (M,) and a bias (N,) where there are any."""
     words, scale, grid, locks = split(layout, prepared)
     (m, k), n = x.shape, y.shape[1]
-    tile = fitted(replace(tile, cut=min(tile.cut, layout.fields)), layout, x)
+    # A cut tile is decoded before it has the operand's layout, as `lang.multiply_add` needs it.
+    most = layout.fields if layout.unit == 16 else 1
+    tile = fitted(replace(tile, cut=min(tile.cut, most)), layout, x)
     cut = tile.cut
     pieces = layout.granules(k) * cut
     steps = tile.steps if pieces % tile.steps == 0 else 1
@@ -319,7 +321,7 @@ def fitted(tile: Tile, layout: Layout, x: Tensor) -> Tile:
     while size(tile) > room:
         if tile.steps > 1:
             tile = replace(tile, steps=1)
-        elif tile.stages > 3 or tile.cut >= layout.fields:
+        elif tile.stages > 3 or tile.cut >= layout.fields or layout.unit == 8:
             if tile.stages == 1:
                 return tile
             tile = replace(tile, stages=tile.stages - 1)

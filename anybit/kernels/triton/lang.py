@@ -181,7 +181,8 @@ def pair(first, second):
 def multiply_add(at, step, offset):
     """code * step + offset in unsigned bytes, which must not overflow, read as int8 minus 128.
 
-    For operands of matrix units alone: there, neighbours along K share a register and a step.
+    For operands of matrix units alone: there, neighbours along K share a register and a step. In
+    other layouts (of a tile that was shifted, say) a register may hold bytes of several rows.
     """
     LAYOUT_: tl.constexpr = at[LAYOUT]
     BITS: tl.constexpr = LAYOUT_.fmt.bits
