@@ -152,8 +152,8 @@ def quantize(
 
 @app.command(
     epilog=examples(
-        "anybit convert Llama-3.1-8B-GPTQ -o out/llama-gptq",
-        "anybit generate out/llama-gptq 'Once upon'",
+        "anybit convert Llama-3.1-8B-GPTQ -o out/llama",
+        "anybit convert Llama-2-7b-AQLM-2Bit-2x8 -o out/llama-2bit --overwrite",
     )
 )
 def convert(
@@ -174,12 +174,7 @@ def convert(
     typer.echo(convert_checkpoint(model, out, overwrite=overwrite))
 
 
-@app.command(
-    epilog=examples(
-        "anybit quantize models/pico --format int4:group=64,zero -o out/pico-int4",
-        "anybit export out/pico-int4 -o out/pico-ct",
-    )
-)
+@app.command(epilog=examples("anybit export out/pico-int4 -o out/pico-ct --to compressed-tensors"))
 def export(
     model: Annotated[Path, typer.Argument(help="Directory of a checkpoint of anybit.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
@@ -254,6 +249,8 @@ def plan(
     epilog=examples(
         "anybit eval out/pico-fp6 --against models/pico",
         "anybit eval out/pico-fp6 --text notes.txt --json scores.json",
+        "anybit eval out/pico-fp6 --tasks python_next_line --against models/pico --plot tasks.png",
+        "anybit eval OUT --tasks piqa,arc_easy,hellaswag,winogrande,humaneval --run-code",
     ),
 )
 def evaluate(
@@ -269,8 +266,35 @@ def evaluate(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the scores to this file as well.")
     ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Run these tasks of lm-eval instead, separated by ','.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests of a task at a time.")] = 8,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Let tasks execute what the model writes.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the tasks (PNG, SVG or PDF).")] = None,
 ) -> None:
-    """Print a model's perplexity on text, and how far it strays from the dense model."""
+    """Print a model's perplexity on text, or its results on tasks, beside the dense model's.
+
+    Tasks that need no network: python_next_line, python_parses, python_docstring.
+    """
+    if tasks:
+        from anybit.evaluate import harness
+
+        models = [model] if against is None else [model, against]
+        results = harness.run_tasks(
+            models, tasks.split(","), limit=limit, batch=batch, run_code=run_code
+        )
+        typer.echo(harness.table(results))
+        if json_file:
+            harness.write_json(results, json_file)
+        if plot:
+            harness.plot(results, plot)
+        return
+    if plot or limit or run_code:
+        raise typer.BadParameter("--plot, --limit and --run-code go with --tasks")
     from anybit.evaluate.run import evaluate as run
 
     scores = run(model, against, text, tokens)

@@ -212,3 +212,19 @@ def test_ctrl_c_is_a_plain_message_and_130() -> None:
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr.strip()) == (130, "interrupted")
+
+
+def test_convert_and_export(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    fixtures = Path(__file__).parent / "foreign" / "fixtures"
+    stdout, _ = run("convert", fixtures / "gptq_4bit_v1", "-o", ours)
+    assert "from gptq, 7 layers are int4:group=16" in stdout
+    stdout, _ = run("export", ours, "-o", theirs)
+    assert "7 layers as compressed-tensors" in stdout
+    again = tmp_path / "again"
+    run("convert", theirs, "-o", again)
+    assert (again / "model.safetensors").read_bytes() == (ours / "model.safetensors").read_bytes()
+    _, stderr = run("convert", PICO, "-o", again, "--overwrite", code=1)
+    assert "is not quantized" in stderr
+    _, stderr = run("export", ours, "-o", theirs, code=1)
+    assert "--overwrite" in stderr

@@ -27,24 +27,29 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
     option(config, "pack_dtype", ("int32",), "GPTQ")
     option(config, "is_marlin_format", (False,), "GPTQ")
     bits = option({"bits": config.get("bits")}, "bits", BITS, "GPTQ")
+    varied = bool(config.get("dynamic"))  # GPTQModel's overrides for layers
     found = layers_with("qweight", stored)
-    return {name: layer(Part(name, stored), bits, layout == "gptq") for name in found}
+    return {name: layer(Part(name, stored), bits, varied, layout == "gptq") for name in found}
 
 
-def layer(part: Part, bits: int, first_version: bool) -> Layer:
-    """One layer. Its own shapes tell its bits and group where the config's are overridden."""
+def layer(part: Part, bits: int, varied: bool, first_version: bool) -> Layer:
+    """One layer. varied: its own shapes tell its bits, not the config."""
     qweight = part.find("qweight", (torch.int32,))
-    g_idx = part.find("g_idx", (torch.int32, torch.int64)) if part.has("g_idx") else None
     scales = part.find("scales", FLOATS)
-    if len(qweight.shape) != 2 or len(scales.shape) != 2:
-        raise ValueError(
-            f"{part.name}: qweight {qweight.shape} and scales {scales.shape} should be matrices"
-        )
-    if g_idx is not None and g_idx.shape[0]:
+    g_idx = part.find("g_idx", (torch.int32, torch.int64)) if part.has("g_idx") else None
+    if g_idx is not None and g_idx.shape == (0,):  # written for none by some tools
+        g_idx = None
+    if varied and g_idx is not None:
         bits = qweight.shape[0] * 32 // g_idx.shape[0]
-    k, n = qweight.shape[0] * 32 // bits if bits in BITS else 0, qweight.shape[1]
-    groups = scales.shape[0]
-    if not k or k * bits != qweight.shape[0] * 32 or k % groups:
+    k, groups, n = qweight.shape[0] * 32 // bits, scales.shape[0], qweight.shape[-1]
+    if (
+        len(qweight.shape) != 2
+        or bits not in BITS
+        or not groups
+        or k % groups
+        or k * bits != qweight.shape[0] * 32
+        or (g_idx is not None and g_idx.shape != (k,))
+    ):
         raise ValueError(
             f"{part.name}: qweight {qweight.shape}, scales {scales.shape} and g_idx "
             f"{g_idx and g_idx.shape} do not fit each other in {bits} bits"

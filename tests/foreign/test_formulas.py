@@ -110,7 +110,8 @@ def test_gptq_bits_of_a_layer_may_differ_from_the_configs(tmp_path: Path) -> Non
         "g_idx": np.zeros(K, np.int32),
     }
     weight = ((q - 128).astype(np.float32) * s).T
-    same(read("gptq", {"bits": 4}, tmp_path, tensors), weight, "int8")
+    config = {"bits": 4, "dynamic": {"a": {"bits": 8}}}
+    same(read("gptq", config, tmp_path, tensors), weight, "int8")
     del tensors["g_idx"]
     same(read("gptq", {"bits": 8}, tmp_path, tensors), weight, "int8")
 
