@@ -21,7 +21,7 @@ WIDTHS = (*range(1, 9), 16)
 def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
     """The quantized layers of an AQLM checkpoint."""
     option(config, "out_group_size", (1,), "AQLM")
-    b = option({"nbits_per_codebook": None} | dict(config), "nbits_per_codebook", WIDTHS, "AQLM")
+    b = option(config, "nbits_per_codebook", WIDTHS, "AQLM", required=True)
     return {name: layer(Part(name, stored), b) for name in layers_with("codebooks", stored)}
 
 

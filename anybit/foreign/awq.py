@@ -22,8 +22,9 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is column ORDER[i] of its
 def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
     """The quantized layers of an AWQ checkpoint."""
     key = "bits" if "bits" in config else "w_bit"
-    option({key: None} | dict(config), key, (BITS,), "AWQ")
-    key = next((k for k in ("checkpoint_format", "format", "version") if k in config), "version")
+    option(config, key, (BITS,), "AWQ", required=True)
+    keys = ("checkpoint_format", "format", "version")
+    key = next((key for key in keys if config.get(key)), "version")
     option({key: str(config.get(key, "gemm")).lower()}, key, ("gemm",), "AWQ")
     option(config, "pack_dtype", ("int32",), "AWQ")
     return {name: layer(Part(name, stored)) for name in layers_with("qweight", stored)}

@@ -47,7 +47,7 @@ def layer(part: Part) -> Layer:
     def scale() -> Tensor:
         if not nested:
             return absmax.read()
-        each = outer.read().repeat_interleave(state["nested_blocksize"])[:count]
+        each = outer.read()[torch.arange(count) // state["nested_blocksize"]]
         return levels.read()[absmax.read().int()] * each + torch.tensor(state["nested_offset"])
 
     def codes() -> Tensor:
@@ -59,8 +59,7 @@ def layer(part: Part) -> Layer:
         return Packed.from_codes(fmt, (n, k), codes(), grid)
 
     def decode() -> Tensor:
-        each = scale().repeat_interleave(block)[: n * k].view(n, k)
-        return table.read()[codes().int()] * each
+        return table.read()[codes().int()] * scale()[torch.arange(n * k) // block].view(n, k)
 
     used = tuple(part.used)
     if k % block:

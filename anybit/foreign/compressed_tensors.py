@@ -28,18 +28,19 @@ DENSE_SINCE = (0, 19)  # the version from which codes cross words
 
 def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
     """The quantized layers of a compressed-tensors checkpoint."""
-    option({"format": None} | dict(config), "format", (FORMAT,), TOOL)
+    option(config, "format", (FORMAT,), TOOL, required=True)
     option(config, "quantization_status", ("compressed",), TOOL)
-    for key in ("transform_config", "sparsity_config"):
-        if config.get(key):
-            raise ValueError(f"{TOOL}: weights with a {key} cannot be read")
-    groups = list((config.get("config_groups") or {}).values())
+    option(config.get("sparsity_config") or {}, "format", ("dense",), f"{TOOL}: sparsity_config")
+    if config.get("transform_config"):
+        raise ValueError(f"{TOOL}: weights with a transform_config cannot be read")
+    groups = config.get("config_groups")
+    groups = [g for g in groups.values() if g.get("weights")] if isinstance(groups, dict) else []
     dense = tuple(map(int, re.findall(r"\d+", str(config.get("version", ""))))) >= DENSE_SINCE
     out = {}
     for name in layers_with("weight_packed", stored):
         group = group_of(name, groups)
-        option({"format": group.get("format") or FORMAT}, "format", (FORMAT,), f"{TOOL}: {name}")
-        option({"input_activations": None} | group, "input_activations", (None,), f"{TOOL}: {name}")
+        option(group, "format", (FORMAT,), f"{TOOL}: {name}")
+        option(group, "input_activations", (None,), f"{TOOL}: {name}")
         out[name] = layer(Part(name, stored), group["weights"], dense)
     return out
 
@@ -47,10 +48,10 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
 def layer(part: Part, weights: Mapping[str, Any], dense: bool) -> Layer:
     """dense: codes cross words, where the number of words does not tell."""
     what = f"{TOOL}: {part.name}"
-    bits = option({"num_bits": None} | dict(weights), "num_bits", BITS, what)
+    bits = option(weights, "num_bits", BITS, what, required=True)
     option(weights, "type", ("int",), what)
     option(weights, "dynamic", (False,), what)
-    strategy = option({"strategy": None} | dict(weights), "strategy", STRATEGIES, what)
+    strategy = option(weights, "strategy", STRATEGIES, what, required=True)
     shape = part.find("weight_shape", (torch.int64, torch.int32), (2,)).read().tolist()
     n, k = int(shape[0]), int(shape[1])
     group = weights.get("group_size") if strategy == "group" else k

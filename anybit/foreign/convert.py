@@ -33,6 +33,7 @@ READERS = {
     "compressed-tensors": "anybit.foreign.compressed_tensors",
     "bitsandbytes": "anybit.foreign.bitsandbytes",
 }
+KV_SCALES = (".k_scale", ".v_scale")  # theirs are per tensor, and mean something else here
 DENSE = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32)}
 
 
@@ -41,7 +42,9 @@ class Converted:
     """What `convert_checkpoint` did.
 
     formats: layers and the formats that hold them exactly. decoded: layers that are dense now, in
-    the model's dtype, and why. dropped: biases of zeros that the model has no place for.
+    the model's dtype, and why. dropped: biases of zeros that the model has no place for, and scales
+    of the KV cache. strangers: layers that transformers' model has not under their names, such as
+    experts that it stores in another shape.
     """
 
     out: Path
@@ -49,6 +52,7 @@ class Converted:
     formats: Mapping[str, str]
     decoded: Mapping[str, str]
     dropped: tuple[str, ...]
+    strangers: tuple[str, ...]
     bytes_before: int
     bytes_after: int
     seconds: float
@@ -59,7 +63,7 @@ class Converted:
         if self.decoded:
             what.append(f"{len(self.decoded)} layers are dense now")
         if self.dropped:
-            what.append(f"{len(self.dropped)} biases of zeros left out")
+            what.append(f"{len(self.dropped)} tensors left out, such as {self.dropped[0]}")
         lines = [
             f"{self.out}: from {self.method}, {', '.join(what)}; "
             f"{megabytes(self.bytes_before)} -> {megabytes(self.bytes_after)} in "
@@ -69,6 +73,11 @@ class Converted:
             names = [name for name, why in self.decoded.items() if why == reason]
             others = f" and {count - 1} others" if count > 1 else ""
             lines.append(f"decoded, as no format of anybit holds it: {names[0]}{others}: {reason}")
+        if self.strangers:
+            lines.append(
+                f"not in transformers' model, and kept: {len(self.strangers)} layers, such as "
+                f"{self.strangers[0]}"
+            )
         return "\n".join(lines)
 
 
@@ -103,6 +112,7 @@ def convert_checkpoint(
         formats={name: x.format.spec for name, x in work.layers.items() if x.format},
         decoded={name: x.reason for name, x in work.layers.items() if x.format is None},
         dropped=work.dropped,
+        strangers=work.strangers,
         bytes_before=work.source_bytes,
         bytes_after=after,
         seconds=time.monotonic() - started,
@@ -163,7 +173,7 @@ def plan_conversion(source: Path, shard_bytes: int) -> Conversion:
     stored, config = stored_tensors(source), read_json(source / "config.json")
     method, found = read_layers(source, config, stored)
     linears = {n: m for n, m in skeleton(source).named_modules() if isinstance(m, nn.Linear)}
-    dropped: list[str] = []
+    dropped = [name for name in stored if name.endswith(KV_SCALES)]
     for name, layer in found.items():
         unknown = {n for n in stored if n.startswith(f"{name}.")} - set(layer.tensors)
         unknown.discard(f"{name}.bias")
@@ -205,7 +215,7 @@ def plan_conversion(source: Path, shard_bytes: int) -> Conversion:
         schemes={},
         shards=into_shards(units, shard_bytes),
         manifest=manifest,
-        strangers=(),
+        strangers=tuple(name for name in found if name not in linears),
         unmatched=(),
         method=method,
         layers=found,

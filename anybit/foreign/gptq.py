@@ -22,11 +22,11 @@ BITS = (2, 3, 4, 8)
 
 def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
     """The quantized layers of a GPTQ checkpoint."""
-    key = "checkpoint_format" if "checkpoint_format" in config else "format"
+    key = "checkpoint_format" if config.get("checkpoint_format") else "format"
     layout = option(config, key, ("gptq", "gptq_v2"), "GPTQ")
     option(config, "pack_dtype", ("int32",), "GPTQ")
     option(config, "is_marlin_format", (False,), "GPTQ")
-    bits = option({"bits": config.get("bits")}, "bits", BITS, "GPTQ")
+    bits = option(config, "bits", BITS, "GPTQ", required=True)
     varied = bool(config.get("dynamic"))  # GPTQModel's overrides for layers
     found = layers_with("qweight", stored)
     return {name: layer(Part(name, stored), bits, varied, layout == "gptq") for name in found}

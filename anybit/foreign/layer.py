@@ -111,9 +111,16 @@ def symmetric(zero: Tensor, bits: int) -> bool:
     return bool((zero == 2 ** (bits - 1)).all())
 
 
-def option(config: Mapping[str, Any], key: str, allowed: tuple[Any, ...], tool: str) -> Any:
-    """A value of a quantization_config; ValueError when it is none of those that can be read."""
-    value = config.get(key, allowed[0])
+def option(
+    config: Mapping[str, Any], key: str, allowed: tuple[Any, ...], tool: str, required: bool = False
+) -> Any:
+    """A value of a quantization_config, by default the first one that can be read.
+
+    Raises ValueError when it is none of those, or absent where it is required.
+    """
+    value = config.get(key)
+    if value is None and not required:
+        return allowed[0]
     if value not in allowed:
         raise ValueError(
             f"{tool}: {key} is {value!r}, and only {', '.join(map(repr, allowed))} can be read"
