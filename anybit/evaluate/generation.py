@@ -37,9 +37,12 @@ def rouge_l(predictions: Sequence[str], references: Sequence[str]) -> float:
             "and at least one"
         )
     try:
-        from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-not-found]
+        from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise ImportError("ROUGE needs the package rouge-score: pip install rouge-score") from None
+        raise ImportError(
+            "ROUGE needs the package rouge-score, which is in the extra `eval`: "
+            "pip install rouge-score"
+        ) from None
     scorer = RougeScorer(["rougeL"])
     pairs = zip(references, predictions, strict=True)
     return sum(scorer.score(r, p)["rougeL"].fmeasure for r, p in pairs) / len(predictions)

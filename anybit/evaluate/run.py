@@ -12,7 +12,8 @@ LONGEST = 2048  # tokens in a window, for models that could see more
 
 
 def evaluate(model: Path, against: Path | None, text: Path | None, tokens: int) -> dict[str, Any]:
-    """Scores by name: tokens, perplexity and its standard error; kl and agreement with `against`.
+    """Scores by name: tokens, perplexity and its standard error; with `against` also kl, agreement,
+    and by how many nats a token the loss is larger, with the standard error of that difference.
 
     text: a UTF-8 file, one document; the held-out modules of the standard library by default.
     tokens: the middle of each document is scored, up to so many tokens in all.
@@ -40,7 +41,13 @@ def evaluate(model: Path, against: Path | None, text: Path | None, tokens: int) 
     }
     if against is None:
         return scores
-    return scores | {"against": str(against), "kl": got.kl, "agreement": got.agreement}
+    return scores | {
+        "against": str(against),
+        "kl": got.kl,
+        "agreement": got.agreement,
+        "loss": got.loss,
+        "loss_error": got.loss_error,
+    }
 
 
 def read(path: Path) -> str:
