@@ -160,6 +160,7 @@ def measure(scheme: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             fill(llm, batch, args.context)
             step = decode_time(llm, args.steps)
             shares = kernel_shares(llm) if device.type == "cuda" else {}
+            busy = shares.pop("busy", None)
             for name in list(llm.engine.requests):
                 llm.engine.abort(name)
             while llm.engine.busy:
@@ -172,7 +173,7 @@ def measure(scheme: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "format": scheme, "kv": kv, "batch": batch, "step_us": round(step),
                 "tokens_per_s": round(batch / step * 1e6),
                 **compared(step, read / args.bandwidth / 1e6), **shares,
-                "idle": round(1 - shares.pop("busy") / step, 4) if shares else "",
+                "idle": "" if busy is None else round(1 - busy / step, 4),
                 "prefill_tokens_per_s": round(prefill), "ttft_ms": round(ttft * 1e3, 1),
                 "whole_tokens_per_s": round(batch * OUTPUT / whole),
                 "weights_gb": round(size / 1e9, 2), "working_gb": round(working / 1e9, 2),
@@ -288,10 +289,14 @@ def decode_time(llm: LLM, steps: int) -> float:
 
 
 def kernel_shares(llm: LLM) -> dict[str, Any]:
-    """Microseconds of kernels in a step, by kind, and in which any of them ran ("busy")."""
+    """Microseconds of kernels in a step, by kind, and in which any of them ran ("busy").
+
+    Events hold microseconds with fractions; every moment counts for one kernel only.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     steps, kinds = 3, {"gemm_us": 0.0, "attention_us": 0.0, "rest_us": 0.0}
+    torch.cuda.synchronize()  # what was started ahead is not profiled
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(steps):
             llm.engine.step()
@@ -300,17 +305,13 @@ def kernel_shares(llm: LLM) -> dict[str, Any]:
     for event in found.events():
         if event.device_type != torch.autograd.DeviceType.CUDA:
             continue
-        span = event.time_range
-        spans.append((span.start, span.end))
-        kinds[kind_of(event.name.lower())] += (span.end - span.start) / steps
-    busy, last = 0.0, -math.inf
-    for start, end in sorted(spans):
-        busy += max(0.0, end - max(start, last))
+        spans.append((event.time_range.start, event.time_range.end, event.name.lower()))
+    # A kernel that was launched early waits for the one before, whose time it is then.
+    last = -math.inf
+    for start, end, name in sorted(spans):
+        kinds[kind_of(name)] += max(0.0, end - max(start, last)) / steps
         last = max(last, end)
-    # A step that was started ahead runs in the profiled region, too.
-    ran = steps + (llm.engine.flight is not None)
-    scale = steps / ran
-    return {k: round(v * scale, 1) for k, v in kinds.items()} | {"busy": busy / ran}
+    return {k: round(v, 1) for k, v in kinds.items()} | {"busy": sum(kinds.values())}
 
 
 def kind_of(kernel: str) -> str:

@@ -1,4 +1,6 @@
-"""What happens between products: residual + RMSNorm and SiLU * up, in one kernel each on a GPU.
+"""What happens between quantized products: residual + RMSNorm, SiLU * up, and dense products.
+
+On a GPU, each is one kernel that is launched while the previous one ends.
 
 Where the next layer multiplies quantized activations, they leave here as `Tokens`: quantized once,
 in the same kernel. On a CPU, or without Triton, it is plain torch, which is the definition.
@@ -51,3 +53,13 @@ def silu_mul(gate: Tensor, up: Tensor, activation: str | None = None) -> Tensor 
     if activation is None:
         return kernels.silu_mul(gate, up)
     return Tokens(*kernels.silu_quantize(gate, up, activation), up.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x (T, K) times a dense weight (N, K)."""
+    if usable(x):
+        from anybit.kernels.triton import dense
+
+        if dense.suits(x, weight):
+            return dense.linear(x, weight, bias)
+    return F.linear(x, weight, bias)

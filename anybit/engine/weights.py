@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybit.dispatch import parse_scheme
+from anybit.engine.fused import linear
 from anybit.files import Stored, stored_tensors
 from anybit.format import Packed, tensor_shapes
 from anybit.linear import QuantLinear, quantize_tensor
@@ -33,7 +33,7 @@ class Dense(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class Separate(nn.Module):

@@ -1,5 +1,6 @@
 """Experts as one product equal experts one by one, and nothing else is taken for it."""
 
+import itertools
 import types
 
 import pytest
@@ -25,7 +26,7 @@ def kernels() -> types.SimpleNamespace:
     def linear_experts(
         x: Tensor, prepared: list, starts: Tensor, fmt: Format, n: int, activation: str | None
     ) -> Tensor:
-        rows = [x[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+        rows = [x[a:b] for a, b in itertools.pairwise(starts)]
         return torch.cat([
             reference.linear(r, p, None, fmt, n, activation)
             for r, p in zip(rows, prepared, strict=True)
