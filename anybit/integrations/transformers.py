@@ -226,7 +226,7 @@ def swap_for_stored(
     """
     base = getattr(model, "base_model_prefix", "")
     coded = {key.rpartition(".")[0] for key in stored if CODES.search(key)}
-    out = {}
+    out, placed = {}, set()
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
@@ -240,8 +240,16 @@ def swap_for_stored(
                 f"{name}: config.json says {scheme or 'not quantized'}, but the checkpoint holds "
                 f"{'codes' if here in coded else 'no codes'} for it; copy it again"
             )
+        placed.add(here)
         if scheme is not None:
             out[name] = stored_layer(canonical(scheme), module, here, stored)
+    experts = sorted(name for name in coded - placed if ".experts." in name)
+    if experts:  # else they would be initialized at random, with no more than a warning
+        raise ValueError(
+            f"{len(experts)} layers of experts, such as {experts[0]}, are quantized, each by itself; "
+            "transformers holds experts in another shape, so run the checkpoint with anybit.LLM or "
+            "`anybit serve`"
+        )
     return out
 
 
