@@ -1,0 +1,63 @@
+"""Mixtures of experts, whose layers transformers stores in another shape: the engine runs them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import anybit
+from anybit.engine.llm import LLM
+from anybit.engine.sequence import SamplingParams
+from anybit.files import WEIGHTS
+from anybit.foreign.convert import convert_checkpoint
+from anybit.foreign.words import pack
+from tests.engine.conftest import ARCHITECTURES, prompts, random_model
+
+GROUP = 16
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_gptq_experts(act_order: bool, tmp_path: Path) -> None:
+    dense, gptq = tmp_path / "dense", tmp_path / "gptq"
+    for directory in (dense, gptq):
+        random_model(*ARCHITECTURES["qwen3_moe"]).save_pretrained(directory)
+    decoded, packed = load_file(dense / WEIGHTS), {}
+    for name, weight in load_file(dense / WEIGHTS).items():
+        if not name.endswith("_proj.weight"):
+            packed[name] = weight
+            continue
+        layer, (n, k) = name.removesuffix(".weight"), weight.shape
+        p = anybit.quantize_tensor(weight, f"int4:group={GROUP},zero")
+        order = torch.randperm(k) if act_order else torch.arange(k)
+        codes = torch.empty(n, k, dtype=torch.uint8)
+        codes[:, order] = p.codes()
+        decoded[name] = torch.empty(n, k)
+        decoded[name][:, order] = p.dequantize()
+        g_idx = torch.empty(k, dtype=torch.int32)
+        g_idx[order] = (torch.arange(k) // GROUP).int()
+        packed |= {
+            f"{layer}.qweight": pack(codes, 4).T.contiguous(),
+            f"{layer}.qzeros": pack(p.grid["zero"].T.contiguous(), 4),
+            f"{layer}.scales": p.grid["scale"].T.contiguous(),
+            f"{layer}.g_idx": g_idx,
+        }
+    save_file(decoded, dense / WEIGHTS)
+    save_file(packed, gptq / WEIGHTS)
+    config = json.loads((gptq / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "checkpoint_format": "gptq_v2",
+    }
+    (gptq / "config.json").write_text(json.dumps(config))
+    report = convert_checkpoint(gptq, tmp_path / "ours")
+    assert any(".experts.3.down_proj" in name for name in report.strangers)
+    greedy = SamplingParams(max_tokens=8, temperature=0)
+    wanted = LLM(dense, dtype="float32").generate(prompts(2), greedy)
+    found = LLM(tmp_path / "ours", dtype="float32").generate(prompts(2), greedy)
+    assert [x.tokens for x in found] == [x.tokens for x in wanted]
+    with pytest.raises(ValueError, match=r"24 layers of experts, .* anybit\.LLM"):
+        anybit.load(tmp_path / "ours")

@@ -1,0 +1,150 @@
+"""Export to compressed-tensors: what it writes by the formula, what comes back, what is refused."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import anybit
+from anybit.files import read_json, stored_tensors
+from anybit.foreign.convert import convert_checkpoint
+from anybit.foreign.export import export_checkpoint
+from anybit.quantize import quantized_layers
+from anybit.stream import quantize_checkpoint
+from tests import tiny
+from tests.foreign.make import FIXTURES
+
+PLAN = {
+    "*": "int4:group=32",
+    "*.v_proj": "int3:group=64,zero",
+    "*.k_proj": "int5:group=32",
+    "*.o_proj": "int8",
+    "*.up_proj": "int2:group=32,zero",
+    "*.layers.1.mlp.down_proj": "int7:zero",
+    "*.layers.0.mlp.down_proj": None,
+    "*.layers.1.self_attn.q_proj": "int6",
+    "lm_head": "int8:group=32,zero",
+}
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("export")
+    quantize_checkpoint(tiny.dense(place / "dense"), place / "ours", PLAN)
+    return place / "ours"
+
+
+@pytest.fixture(scope="module")
+def theirs(ours: Path) -> Path:
+    report = export_checkpoint(ours, ours.parent / "theirs", shard_bytes=20_000)
+    assert "14 layers as compressed-tensors" in str(report)
+    return report.out
+
+
+def decoded(directory: Path, name: str, bits: int, group: int) -> np.ndarray:
+    """One exported weight, bit by bit and by the formula."""
+    stored = stored_tensors(directory)
+    words = stored[f"{name}.weight_packed"].read().numpy()
+    n, k = stored[f"{name}.weight_shape"].read().tolist()
+
+    def codes(words: np.ndarray, count: int) -> np.ndarray:
+        flat = np.unpackbits(words.astype("<i4").view(np.uint8), axis=1, bitorder="little")
+        each = flat[:, : count * bits].reshape(len(words), count, bits)
+        return (each.astype(np.int64) << np.arange(bits)).sum(-1) - 2 ** (bits - 1)
+
+    q = codes(words, k)
+    scale = stored[f"{name}.weight_scale"].read().float().numpy()
+    zero = np.zeros(scale.shape, np.int64)
+    if f"{name}.weight_zero_point" in stored:
+        packed = np.ascontiguousarray(stored[f"{name}.weight_zero_point"].read().numpy().T)
+        zero = codes(packed, n).T
+    repeat = group or k
+    return (q - zero.repeat(repeat, 1)).astype(np.float32) * scale.repeat(repeat, 1)
+
+
+def test_weights_by_the_formula(ours: Path, theirs: Path) -> None:
+    layers = dict(quantized_layers(anybit.load(ours)))
+    config = read_json(theirs / "config.json")["quantization_config"]
+    assert config["quant_method"] == "compressed-tensors"
+    assert config["ignore"] == ["model.layers.0.mlp.down_proj"]
+    groups = list(config["config_groups"].values())
+    assert groups[-1]["targets"] == ["Linear"]
+    seen = set()
+    for name, layer in layers.items():
+        group = next((g for g in groups if name in g["targets"]), groups[-1])["weights"]
+        size = group["group_size"] if group["strategy"] == "group" else 0
+        weight = decoded(theirs, name, group["num_bits"], size)
+        assert torch.equal(torch.from_numpy(weight), layer.dequantize()), name
+        assert group["symmetric"] == ("zero" not in layer.scheme)
+        seen.add(group["num_bits"])
+    assert seen == {2, 3, 4, 5, 6, 7, 8}
+
+
+def test_it_comes_back(ours: Path, theirs: Path, tmp_path: Path) -> None:
+    convert_checkpoint(theirs, tmp_path / "back")
+    before, after = stored_tensors(ours), stored_tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for name in before:
+        assert torch.equal(before[name].read(), after[name].read()), name
+    tiny.same_state(anybit.load(ours), anybit.load(tmp_path / "back"))
+
+
+def test_the_tool_reads_it(theirs: Path, ours: Path) -> None:
+    if find_spec("compressed_tensors") is None:
+        pytest.skip("compressed_tensors is not installed")
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = dict(read_json(theirs / "config.json")["quantization_config"])
+    config.pop("version")
+    groups = QuantizationConfig(**config).config_groups.values()
+    stored = stored_tensors(theirs)
+    for name, layer in quantized_layers(anybit.load(ours)):
+        schemes = [g for g in groups if name in g.targets] or [list(groups)[-1]]
+        keys = [k for k in stored if k.startswith(f"{name}.weight_")]
+        state = {k.removeprefix(f"{name}."): stored[k].read() for k in keys}
+        state["weight_scale"] = state["weight_scale"].float()
+        weight = PackedQuantizationCompressor.decompress(state, schemes[0])["weight"]
+        assert torch.equal(weight, layer.dequantize()), name
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("fp6", "14 of 14 layers .* is not among the integers of 2 to 8 bits"),
+        ({"*": "int4", "*.layers.1.*.q_proj": "codebook"}, "1 of 14 layers .*q_proj: codebook is"),
+        ("int1", "int1 is not among the integers"),
+        ("int8@int8", "quantizes activations"),
+    ],
+)
+def test_formats_without_an_equal_are_refused(
+    plan: str | dict[str, str | None], message: str, tmp_path: Path
+) -> None:
+    quantize_checkpoint(tiny.dense(tmp_path / "dense"), tmp_path / "ours", plan)
+    with pytest.raises(ValueError, match=message):
+        export_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+    assert not (tmp_path / "theirs.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("fixture", "message"),
+    [("gptq_4bit_act_order", "columns of a group lie apart"), ("hqq_4bit", "zero points are F16")],
+)
+def test_what_other_tools_may_store_and_it_cannot(
+    fixture: str, message: str, tmp_path: Path
+) -> None:
+    convert_checkpoint(FIXTURES / fixture, tmp_path / "ours")
+    with pytest.raises(ValueError, match=message):
+        export_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+
+
+def test_wrong_calls(ours: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot export to 'gguf'; known: compressed-tensors"):
+        export_checkpoint(ours, tmp_path / "out", "gguf")
+    with pytest.raises(ValueError, match="no checkpoint of anybit"):
+        export_checkpoint(FIXTURES / "ct_4bit", tmp_path / "out")
+    with pytest.raises(FileExistsError):
+        export_checkpoint(ours, ours.parent / "dense")
