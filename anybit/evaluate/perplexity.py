@@ -75,7 +75,7 @@ def score(
     Raises ValueError when there is nothing to score. Memory: the logits of a batch of windows, and
     256 rows in fp32.
     """
-    sums: list[tuple[int, int, float, float, float, int]] = []
+    numbers, lengths, sums = [], [], []
     parts = (
         (number, *part)
         for number, document in enumerate(documents)
@@ -89,15 +89,17 @@ def score(
             # The logits at a position predict the next token.
             target, at = part[first:], slice(first - 1, len(part) - 1)
             other = None if others is None else others[row, at]
-            sums.append((number, len(target), *compare(logits[row, at], target, other)))
+            numbers.append(number)
+            lengths.append(len(target))
+            sums.append(compare(logits[row, at], target, other))
             step(len(target))
     if not sums:
         raise ValueError("nothing to score: every document is shorter than two tokens")
-    names, *columns = (torch.tensor(x, dtype=torch.float64) for x in zip(*sums, strict=True))
-    if len(names.unique()) >= DOCUMENTS:
-        of = names.unique(return_inverse=True)[1]
-        columns = [x.new_zeros(int(of.max()) + 1).index_add_(0, of, x) for x in columns]
-    counts, nll, loss, kl, same = columns
+    table = torch.cat((torch.tensor(lengths)[:, None], torch.stack(sums).cpu()), 1)
+    _, of = torch.tensor(numbers).unique(return_inverse=True)
+    if int(of.max()) + 1 >= DOCUMENTS:
+        table = table.new_zeros(int(of.max()) + 1, 5).index_add_(0, of, table)
+    counts, nll, loss, kl, same = table.T
     tokens = int(counts.sum())
     mean, error = mean_and_error(nll, counts)
     if dense is None:
@@ -138,30 +140,27 @@ def windows(
             done = stop
 
 
-def compare(
-    logits: Tensor, target: Tensor, dense: Tensor | None
-) -> tuple[float, float, float, int]:
-    """Sums over positions of the NLL, of what it exceeds the dense model's by, of
-    KL(dense || model), and of equal top tokens.
+def compare(logits: Tensor, target: Tensor, dense: Tensor | None) -> Tensor:
+    """Sums (4,) over positions of the NLL, of what it exceeds the dense model's by, of
+    KL(dense || model), and of equal top tokens; on the logits' device, in fp64 over fp32 terms.
 
-    logits, dense: (T, V) of any float dtype; target: (T,). Sums are fp64 over fp32 terms.
+    logits, dense: (T, V) of any float dtype; target: (T,). Without dense, all but the first are 0.
     """
-    nll = loss = kl = 0.0
-    same = 0
+    total = torch.zeros(4, dtype=torch.float64, device=logits.device)
     for at in range(0, len(target), ROWS):
         part = slice(at, at + ROWS)
         log_q = logits[part].float().log_softmax(-1)
         right = target[part, None].to(log_q.device)
-        own = log_q.gather(1, right).sum(dtype=torch.float64).item()
-        nll -= own
+        nll = -log_q.gather(1, right).sum(dtype=torch.float64)
+        loss = kl = same = torch.zeros_like(nll)
         if dense is not None:
             log_p = dense[part].to(log_q.device).float().log_softmax(-1)
-            loss += log_p.gather(1, right).sum(dtype=torch.float64).item() - own
-            same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+            loss = nll + log_p.gather(1, right).sum(dtype=torch.float64)
+            same = (log_p.argmax(-1) == log_q.argmax(-1)).sum().double()
             # A row's sum is no less than zero but for rounding.
-            terms = (log_p.exp() * (log_p - log_q)).sum(-1)
-            kl += terms.clamp_min_(0).sum(dtype=torch.float64).item()
-    return nll, loss, kl, same
+            kl = (log_p.exp() * (log_p - log_q)).sum(-1).clamp_min_(0).sum(dtype=torch.float64)
+        total += torch.stack((nll, loss, kl, same))
+    return total
 
 
 def logits_of(model: Model, ids: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BATCH = 4096  # tokens in one forward pass
+BATCH = {"cpu": 4096, "cuda": 16384}  # tokens in one forward pass; a GPU waits for its launches
 SAMPLE = 512  # input rows that `Seen.sample` keeps
 
 
@@ -71,12 +71,13 @@ class Replay:
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], ids: Tensor):
         self.model, self.blocks = model, blocks
-        self.batches = ids.split(max(1, BATCH // ids.shape[1]))
-        self.hidden: list[Tensor | None] = [None] * len(self.batches)
         self.tuples = False  # whether blocks return (hidden, ...)
         home = next(model.parameters()).device
         offload = home.type == "cpu" and torch.cuda.is_available()
         self.home, self.device = home, torch.device("cuda") if offload else home
+        tokens = BATCH.get(self.device.type, BATCH["cuda"])
+        self.batches = ids.split(max(1, tokens // ids.shape[1]))
+        self.hidden: list[Tensor | None] = [None] * len(self.batches)
 
     def watch(
         self, index: int, names: Iterable[str], statistics: tuple[str, ...]

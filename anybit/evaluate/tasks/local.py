@@ -16,7 +16,7 @@ BEFORE = 40  # lines that a question about the next line shows
 SHORTEST = 12  # characters of a line worth asking for
 
 
-def functions(**_: Any) -> dict[str, Any]:
+def functions(**metadata: Any) -> dict[str, Any]:
     """The beginnings of functions: the lines before them, signature and docstring."""
     prompts = function_prompts(held_out_text(), PROMPTS)
     return split([{"text": p.before + p.head, "head": p.head} for p in prompts])
@@ -26,7 +26,7 @@ def function_parses(doc: dict[str, Any], results: list[str]) -> dict[str, float]
     return {"parses": float(parses(doc["head"], results[0]))}
 
 
-def docstrings(**_: Any) -> dict[str, Any]:
+def docstrings(**metadata: Any) -> dict[str, Any]:
     """Signatures of functions, and the first paragraph of their docstrings."""
     out = []
     for _, source in held_out_text():
@@ -49,7 +49,7 @@ def docstring_rouge(doc: dict[str, Any], results: list[str]) -> dict[str, float]
     return {"rougeL": rouge_l([first], [doc["summary"]])}
 
 
-def next_lines(**_: Any) -> dict[str, Any]:
+def next_lines(**metadata: Any) -> dict[str, Any]:
     """Which line comes next: the true one, or lines of the same indentation elsewhere."""
     out, draw = [], random.Random(0)
     for _, source in held_out_text():
