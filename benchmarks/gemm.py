@@ -87,12 +87,12 @@ def arguments() -> argparse.Namespace:
 def all_cases(
     schemes: list[str], only: list[str] | None
 ) -> tuple[list[bench.Case], dict[str, str]]:
-    """anybit as it chooses by itself, each of its GPU backends, and the peers."""
+    """anybit's GPU backends, and the peers."""
     gpu = [name for name, (_, devices) in BACKENDS.items() if "cuda" in devices]
     ours = [
         bench.anybit_case(scheme, torch.float16, backend)
         for scheme in schemes
-        for backend in (None, *gpu)
+        for backend in gpu
     ]
     others, missing = peers.cases()
     cases = [c for c in (*others, *ours) if not only or c.peer in only]

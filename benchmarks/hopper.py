@@ -36,9 +36,9 @@ SHAPES = ["28672x4096", "4096x14336", "6144x4096", "4096x4096"]
 SCHEMES = ["liquid@int8", "int8@int8", "fp6", "int4:group=128"]
 MS = "1,16,32,64,128,256,1024"
 MORE_TILES = [
-    *(Tile(tokens, ctas=3, split=c) for tokens in (8, 16) for c in (1, 2, 4, 8)),
-    *(Tile(64, split=c) for c in (1, 2, 4)),
-    Tile(128, ctas=2),
+    *(Tile(tokens, ctas=2, split=c) for tokens in (8, 16, 32, 64) for c in (1, 2, 4)),
+    *(Tile(tokens, split=c) for tokens in (8, 16, 64) for c in (1, 2)),
+    Tile(256),
 ]  # tried by `sweep` beside the family
 
 
@@ -236,7 +236,9 @@ def check_experts(scheme: str) -> None:
         y, wrong = run(), 0
         for e, (a, b) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
             part = [None if t is None else t[a:b].contiguous() for t in given]
-            wrong += b > a and not torch.equal(y[a:b], problems[e].run(*part))
+            want = problems[e].run(*part)  # another tile: floats are added in another order
+            error = (y[a:b].double() - want.double()).norm() / want.double().norm()
+            wrong += b > a and not error <= (0 if p.operand == "int8" else 6e-3)
         us = [median_us([partial(run, overlap)], torch.device("cuda")) for overlap in (False, True)]
         print(f"experts {scheme} M={m}: {wrong} wrong, plain {us[0]:.1f} pdl {us[1]:.1f} us")
 
@@ -296,7 +298,7 @@ def plausible(tile: Tile, m: int, n: int) -> bool:
         return False
     if tile.tokens == 64 and m > 256:
         return False
-    row_tiles = -(-n // (tile.rows * tile.share)) * -(-m // tile.tokens)
+    row_tiles = -(-n // tile.rows) * -(-m // tile.tokens)
     return tile.split == 1 or row_tiles * tile.split <= 132 * tile.ctas * 1.1
 
 

@@ -30,7 +30,7 @@ CASES = [
     ("liquid@int8", BRAIN, Tile(8, ctas=2), (5, 264, 384), 2),
     ("liquid@int8", HALF, Tile(16, ctas=2, split=2), (17, 128, 640), 2),
     ("liquid:group=128@int8", BRAIN, Tile(16, ctas=2, split=4, stages=2), (3, 128, 512), 2),
-    ("liquid@int8", BRAIN, Tile(32, share=2, stages=2), (40, 256, 512), 2),
+    ("liquid@int8", BRAIN, Tile(32, stages=2), (40, 256, 512), 2),
     ("liquid@int8", BRAIN, Tile(128, rows=256, stages=2), (9, 256, 384), 1),
     ("int8@int8", BRAIN, Tile(128, stages=2), (8, 128, 640), 2),
     ("int4@int8", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
@@ -78,14 +78,12 @@ class Emulated:
         size = codes.element_size()
         rows = codes.view(torch.uint8).numpy().reshape(m, k * size)
         arguments = [
-            TensorMap(rows, self.tile.tokens // self.tile.share, size),
+            TensorMap(rows, self.tile.tokens, size),
             0,
             *(array(t) for t in (*prepared[:3], scale, sums, bias, y, starts)),
             *(m, n, k, 1 if starts is None else len(starts) - 1, 1),
         ]
-        self.machine.launch(
-            arguments, grid, self.tile.threads, self.shared, self.tile.cluster, seed
-        )
+        self.machine.launch(arguments, grid, self.tile.threads, self.shared, self.tile.split, seed)
         return y
 
 
@@ -126,7 +124,7 @@ def test_products(
     results = [emulated.run(x, prepared, n, grid, bias, seed=s) for s in range(seeds)]
     assert_close(results[0], want, dtype)
     assert all(torch.equal(r, results[0]) for r in results)  # whatever the order of events
-    if emulated.tile.cluster == 1:  # fewer CTAs than tiles: each does several
+    if emulated.tile.split == 1:  # fewer CTAs than tiles: each does several
         assert torch.equal(emulated.run(x, prepared, n, 1, bias), results[0])
 
 

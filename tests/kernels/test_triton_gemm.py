@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from anybit import dispatch
 from anybit.dispatch import parse_scheme, scheme_name
 from anybit.format import FORMATS, Format, Grid, Packed, get_format, groups_of, register
 from anybit.kernels import reference
@@ -249,7 +250,8 @@ def test_fused_norm_and_silu_quantize_what_torch_computes() -> None:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_compile_and_cuda_graph() -> None:
+def test_compile_and_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(dispatch.BACKENDS, "hopper")
     w = torch.randn(512, 1024)
     for scheme in ("int4:group=128", "liquid@int8", "fp6"):
         fmt, activation = parse_scheme(scheme)

@@ -6,7 +6,6 @@ lays them out once more.
 """
 
 import math
-import os
 from collections.abc import Sequence
 from functools import cache
 
@@ -43,11 +42,6 @@ def refuse(
             import triton  # noqa: F401
         except ImportError:
             return "triton quantizes its activations; pip install 'anybit[gpu]'"
-    if not os.environ.get("ANYBIT_HOPPER"):
-        return (
-            "its kernels were emulated but not yet checked on a GPU; ANYBIT_HOPPER=1 uses them, "
-            "and `python benchmarks/hopper.py check stress` says whether they are right"
-        )
     if not have_dsl():
         missing = [
             kernel_file(Kernel(d, tiles.choose(d, m, n, k), out))

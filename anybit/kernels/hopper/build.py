@@ -100,8 +100,8 @@ def compile_kernel(kernel: Kernel, folder: str | Path | None = None) -> Path:
         "entry": entry[1],
         "shared": shared,
         "threads": kernel.tile.threads,
-        "cluster": kernel.tile.cluster,
-        "box": kernel.tile.tokens // kernel.tile.share,
+        "cluster": kernel.tile.split,
+        "box": kernel.tile.tokens,
         "registers": registers,
     }
     path = kernel_file(kernel, folder)

@@ -8,9 +8,6 @@ K range may be split over the CTAs of a cluster; their sums meet in shared memor
 
 Launches may overlap the previous kernel (programmatic dependent launch): weights are fetched at
 once, and everything else after that kernel has finished.
-
-Where tokens are many, the traffic from L2 to shared memory is the limit, and most of it is X: then
-two CTAs with different rows of the same tokens load half of X each, for both.
 """
 
 from typing import Any
@@ -56,7 +53,7 @@ class Gemm(Epilogue):
         self.decoder, self.tile, self.overlap = decoder, tile, kernel.overlap
         self.out, self.grouped = kernel.output, kernel.grouped
         self.tokens, self.stages = tile.tokens, tile.stages
-        self.split, self.share = tile.split, tile.share
+        self.split = tile.split
         self.blocks = tile.rows // ROWS  # blobs a stage
         self.a, self.b = TYPES[decoder.operand], TYPES[kernel.activation]
         self.integer = kernel.activation == "int8"
@@ -70,10 +67,6 @@ class Gemm(Epilogue):
         self.blob = decoder.blob_bytes
         self.finishers = 8 // tile.split  # warps of a CTA that finish outputs, 16 channels each
         self.batch = min(tile.tokens, 32)  # tokens that a warp stages for its stores at a time
-
-    def multicast(self) -> dict[str, Any]:
-        """Which CTAs of the cluster receive a copy of X."""
-        return {"mcast_mask": cutlass.Int16((1 << self.share) - 1)} if self.share > 1 else {}
 
     def mma_op(self) -> Any:
         shape = (64, self.tokens, self.k_mma)
@@ -107,15 +100,11 @@ class Gemm(Epilogue):
         x_all = cute.make_tensor(x, cute.make_layout((m, k_known), stride=(k_known, 1)))
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.b)
         x_layout = cute.tile_to_shape(atom, (self.tokens, K_TILE, self.stages), order=(0, 1, 2))
-        copy = cpasync.CopyBulkTensorTileG2SOp()
-        if const_expr(self.share > 1):
-            copy = cpasync.CopyBulkTensorTileG2SMulticastOp()
         x_copy, x_tma = cpasync.make_tiled_tma_atom(
-            copy,
+            cpasync.CopyBulkTensorTileG2SOp(),
             x_all,
             cute.slice_(x_layout, (None, None, 0)),
             (self.tokens, K_TILE),
-            num_multicast=self.share,
         )
         mma = cute.make_tiled_mma(cute.make_mma_atom(self.mma_op()), cute.make_layout((2, 1, 1)))
 
@@ -138,7 +127,7 @@ class Gemm(Epilogue):
         ).launch(
             grid=(grid, 1, 1),
             block=(self.tile.threads, 1, 1),
-            cluster=(self.tile.cluster, 1, 1) if self.tile.cluster > 1 else None,
+            cluster=(self.split, 1, 1) if self.split > 1 else None,
             min_blocks_per_mp=self.tile.ctas,
             preferred_smem_carveout=100,  # given, or the DSL asks the driver
             use_pdl=True,
@@ -177,15 +166,13 @@ class Gemm(Epilogue):
             cpasync.prefetch_descriptor(x_copy)
             if thread % 32 < self.stages:
                 cute.arch.mbarrier_init(full + thread % 32, 1)
-                # One arrival of each consumer warp that reads what this CTA loads.
-                cute.arch.mbarrier_init(empty + thread % 32, 8 * self.share)
+                # One arrival of each consumer warp.
+                cute.arch.mbarrier_init(empty + thread % 32, 8)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if const_expr(self.share > 1):
-            self.meet()  # before anyone writes to another CTA
         cute.arch.griddepcontrol_launch_dependents()
 
-        # A cluster takes a range of tiles, token tiles innermost; or one tile, and splits its K.
+        # A CTA takes a range of tiles, token tiles innermost; or a cluster splits the K of one tile.
         k_tiles = k // K_TILE
         table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(MOST_EXPERTS + 1))
         m_tiles = (m + (self.tokens - 1)) // self.tokens
@@ -199,18 +186,18 @@ class Gemm(Epilogue):
                 m_tiles += self.tiles_between(table[e], table[e + 1])
         # What does not change from tile to tile.
         problem = (table, m, n, m_tiles, (n + (512 - 1)) // 512 * 4)
-        rank, team = cta % self.tile.cluster, cta // self.tile.cluster
+        rank, team = cta % self.split, cta // self.split
         if const_expr(self.split > 1):
-            first, last, row_rank = team, team + 1, Int32(0)
+            first, last = team, team + 1
             k_first = k_tiles * rank // self.split
             k_last = k_tiles * (rank + 1) // self.split
         else:
-            rows = const_expr(self.tile.rows * self.share)
-            tiles, teams = (n + (rows - 1)) // rows * m_tiles, ctas // self.share
-            each, more = tiles // teams, tiles % teams
+            rows = const_expr(self.tile.rows)
+            tiles = (n + (rows - 1)) // rows * m_tiles
+            each, more = tiles // ctas, tiles % ctas
             first = team * each + cutlass.min(team, more)
             last = first + each + (Int32(1) if team < more else Int32(0))
-            k_first, k_last, row_rank = Int32(0), k_tiles, rank
+            k_first, k_last = Int32(0), k_tiles
 
         if warp >= 8:
             if const_expr(self.tile.wide):
@@ -218,7 +205,7 @@ class Gemm(Epilogue):
             if warp == 8:
                 self.produce(
                     x_copy, x_tma, s_x, w, shared.w.data_ptr().toint(), full, empty,
-                    problem, k_tiles, first, last, k_first, k_last, row_rank,
+                    problem, k_tiles, first, last, k_first, k_last,
                 )  # fmt: skip
             if const_expr(self.split > 1):  # as in `exchange`
                 self.meet()
@@ -229,10 +216,8 @@ class Gemm(Epilogue):
             cute.arch.griddepcontrol_wait()
             self.consume(
                 mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y,
-                problem, first, last, k_first, k_last, rank, row_rank, thread,
+                problem, first, last, k_first, k_last, rank, thread,
             )  # fmt: skip
-        if const_expr(self.share > 1):
-            self.meet()  # nobody leaves while another may still write to it
 
     @cute.jit
     def tiles_between(self, start, end):
@@ -240,10 +225,10 @@ class Gemm(Epilogue):
         return (end - start + (self.tokens - 1)) // self.tokens
 
     @cute.jit
-    def locate(self, tile, problem, row_rank):
+    def locate(self, tile, problem):
         """A tile's (row tile, its first row of blobs, expert, first token, last token + 1)."""
         table, m, _, m_tiles, expert_blobs = problem
-        row_tile = tile // m_tiles * self.share + row_rank
+        row_tile = tile // m_tiles
         index = tile % m_tiles
         expert, start, end = Int32(0), index * self.tokens, m
         if const_expr(self.grouped):
@@ -258,28 +243,28 @@ class Gemm(Epilogue):
     @cute.jit
     def produce(
         self, x_copy, x_tma, s_x, w, s_w, full, empty, problem, k_tiles, first, last, k_first,
-        k_last, row_rank,
+        k_last,
     ):  # fmt: skip
         """Fill the ring. Weights of the first stages do not wait for the previous kernel."""
         early = cutlass.min(k_last - k_first, Int32(self.stages))
         if first >= last:
             early = Int32(0)
         else:
-            _, row_blob, _, _, _ = self.locate(first, problem, row_rank)
+            _, row_blob, _, _, _ = self.locate(first, problem)
             for i in cutlass.range(early, unroll=1):
                 self.load_weights(w, s_w, full, i, row_blob, k_first + i, k_tiles)
         cute.arch.griddepcontrol_wait()
         stage, phase = Int32(0), Int32(1)
         tile = first
         while tile < last:
-            _, row_blob, _, start, _ = self.locate(tile, problem, row_rank)
+            _, row_blob, _, start, _ = self.locate(tile, problem)
             g_x = cute.local_tile(
                 cute.domain_offset((start, 0), x_tma), (self.tokens, K_TILE), (0, None)
             )
             x_to, x_from = cpasync.tma_partition(
                 x_copy,
-                row_rank,
-                cute.make_layout(self.share),
+                0,
+                cute.make_layout(1),
                 cute.group_modes(s_x, 0, 2),
                 cute.group_modes(g_x, 0, 2),
             )
@@ -295,7 +280,6 @@ class Gemm(Epilogue):
                     x_from[None, k],
                     x_to[None, stage],
                     tma_bar_ptr=full + stage,
-                    **self.multicast(),
                 )
                 k += 1
                 stage += 1
@@ -322,7 +306,7 @@ class Gemm(Epilogue):
     @cute.jit
     def consume(
         self, mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y,
-        problem, first, last, k_first, k_last, rank, row_rank, thread,
+        problem, first, last, k_first, k_last, rank, thread,
     ):  # fmt: skip
         """Two warpgroups: 64 rows each of every 128, all tokens of the tile."""
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -338,7 +322,7 @@ class Gemm(Epilogue):
         slice_of_16 = warp  # the 16 channels of every 128 that this warp finishes
         if const_expr(self.split > 1):
             slice_of_16 = rank * self.finishers + warp % self.finishers
-        place = (group, warp, slice_of_16, rank, row_rank, t)
+        place = (group, warp, slice_of_16, rank, t)
         tensors = (row_scale, row_zero, token_scale, token_sum, bias, y)
         fragments = (mma, operand, registers, x_fragment, acc)
         stage, phase = Int32(0), Int32(0)
@@ -362,11 +346,11 @@ class Gemm(Epilogue):
         """One tile: its K range, the cluster's exchange, the epilogue. Returns the ring's state."""
         mma, operand, registers, x_fragment, acc = fragments
         row_scale, row_zero, token_scale, token_sum, bias, y = tensors
-        group, warp, slice_of_16, rank, row_rank, t = place
+        group, warp, slice_of_16, rank, t = place
         full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
         rows = self.tile.rows
         n, expert_rows = problem[2], problem[4] * ROWS
-        row_tile, _, expert, start, end = self.locate(tile, problem, row_rank)
+        row_tile, _, expert, start, end = self.locate(tile, problem)
         # What the epilogue needs is fetched here: its latency hides under the main loop.
         tokens = self.fetch_tokens(token_scale, token_sum, start, end, t)
         channel = row_tile * rows + slice_of_16 * 16 + t % 32 // 4
@@ -415,16 +399,12 @@ class Gemm(Epilogue):
 
     @cute.jit
     def release(self, empty, t, when):
-        """This warp is done with a stage; the producers of all CTAs that fill it are told.
+        """This warp is done with a stage.
 
         One branch: with a second one ptxas waits for every single WGMMA of the loop.
         """
-        if const_expr(self.share > 1):
-            if (t % 32 < self.share) & when:
-                cute.arch.mbarrier_arrive(empty, t % 32)
-        else:
-            if (t % 32 == 0) & when:
-                cute.arch.mbarrier_arrive(empty)
+        if (t % 32 == 0) & when:
+            cute.arch.mbarrier_arrive(empty)
 
     @cute.jit
     def read_words(self, shared, group, t, stage):

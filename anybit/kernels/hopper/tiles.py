@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from anybit.kernels.hopper.decode import K_TILE, Decoder
+from anybit.kernels.hopper.lang import planes
 
 MULTIPROCESSORS = 132  # of an H100 or H200; the tables below were measured there
 MAX_SHARED = 232_448  # bytes of shared memory that one CTA may have
@@ -10,7 +11,9 @@ SHARED_OF_SM = 233_472  # bytes that all CTAs of a multiprocessor share
 RESERVED = 1024  # bytes of it that each CTA costs beside its own
 MOST_STAGES = 12
 MOST_EXPERTS = 256
-EPILOGUE, EXCHANGE = 2000, 1500  # cycles of a tile behind its main loop
+LEAST_STEPS = 14  # K tiles that a CTA of a cluster of 4 or 8 should have
+# Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange.
+DECODE, FIXED, EXCHANGE = 130, 6300, 3000
 
 
 @dataclass(frozen=True)
@@ -18,8 +21,7 @@ class Tile:
     """What one CTA multiplies, and how.
 
     tokens: 8 to 256. rows: weight rows, 128 or 256. ctas: resident on a multiprocessor.
-    split: CTAs of a cluster that split the K of one tile. share: CTAs of a cluster with different
-    rows of the same tokens, each of which loads a part of X for all. One of both is 1.
+    split: CTAs of a cluster that split the K of one tile.
     stages: K tiles in flight; 0 means all that fit.
     """
 
@@ -27,12 +29,7 @@ class Tile:
     rows: int = 128
     ctas: int = 1
     split: int = 1
-    share: int = 1
     stages: int = 0
-
-    @property
-    def cluster(self) -> int:
-        return self.split * self.share
 
     @property
     def wide(self) -> bool:
@@ -51,8 +48,7 @@ class Tile:
     @property
     def name(self) -> str:
         split = f"_split{self.split}" if self.split > 1 else ""
-        share = f"_share{self.share}" if self.share > 1 else ""
-        return f"{self.rows}x{self.tokens}_{self.stages}stages_{self.ctas}ctas{split}{share}"
+        return f"{self.rows}x{self.tokens}_{self.stages}stages_{self.ctas}ctas{split}"
 
 
 @dataclass(frozen=True)
@@ -75,20 +71,25 @@ class Kernel:
         return "int8" if self.decoder.operand == "uint8" else self.decoder.operand
 
 
-FEW = [Tile(tokens, ctas=2, split=s) for tokens in (8, 16, 32, 64) for s in (1, 2, 4, 8)]
-MANY = [
-    *(Tile(128, split=s) for s in (1, 2, 4)),
-    Tile(128, share=2),
-    Tile(256),
-    Tile(256, share=2),
-]
-TALL = [Tile(128, rows=256), Tile(128, rows=256, share=2)]
+MANY = [Tile(64, ctas=2), Tile(64, ctas=2, split=2), Tile(128), Tile(128, split=2)]
+LARGE = [Tile(256), Tile(128, rows=256)]
 
 
 def family(decoder: Decoder) -> list[Tile]:
     """The tiles that a decoder is compiled for."""
-    tall = TALL if decoder.slot == 8 else []  # 16-bit operands would spill
-    return [fitted(tile, decoder) for tile in FEW + MANY + tall]
+    return [fitted(tile, decoder) for tile in dict.fromkeys(few(decoder) + many(decoder))]
+
+
+def few(decoder: Decoder) -> list[Tile]:
+    """Tiles for up to 64 tokens. Three CTAs need stages of few bytes, or they have too few."""
+    ctas = 3 if decoder.bits <= 6 else 2
+    small = [Tile(tokens, ctas=ctas, split=s) for tokens in (8, 16) for s in (1, 2, 4, 8)]
+    return small + [Tile(tokens, ctas=2, split=s) for tokens in (32, 64) for s in (1, 2)]
+
+
+def many(decoder: Decoder) -> list[Tile]:
+    """Tiles for more than 64 tokens. With 16-bit operands large ones have two stages, or spill."""
+    return MANY + LARGE if decoder.slot == 8 else MANY
 
 
 def fitted(tile: Tile, decoder: Decoder) -> Tile:
@@ -107,33 +108,33 @@ def grid(tile: Tile, m: int, n: int, experts: int = 0) -> int:
     How many tiles of tokens `experts` make is known on the device only; here it is the most.
     """
     tokens = -(-m // tile.tokens) if not experts else m // tile.tokens + min(m, experts)
-    tiles = -(-n // (tile.rows * tile.share)) * tokens
+    tiles = -(-n // tile.rows) * tokens
     if experts:
-        return min(tiles, MULTIPROCESSORS * tile.ctas // tile.share) * tile.share
+        return min(tiles, MULTIPROCESSORS * tile.ctas)
     if tile.split > 1:  # a cluster does one tile
         return tiles * tile.split
-    slots = MULTIPROCESSORS * tile.ctas // tile.cluster
+    slots = MULTIPROCESSORS * tile.ctas // tile.split
     waves = -(-tiles // slots)
-    return -(-tiles // waves) * tile.cluster
+    return -(-tiles // waves) * tile.split
 
 
 def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
-    """The tile for y (m, n) = x (m, k) w (n, k)^T: the fastest by `cycles`.
+    """The tile for y (m, n) = x (m, k) w (n, k)^T, by rules and by `cycles`; both were measured.
 
-    Up to 64 tokens a tile holds them all, two CTAs share a multiprocessor, and K is split until the
-    multiprocessors are busy. `share` waits for measurements.
+    Up to 64 tokens a tile holds them all, and K is split until the multiprocessors are busy, but
+    not into pieces that are soon done: clusters of 4 and more cost microseconds.
     """
-    if m <= 64:
-        tokens = next(t for t in (8, 16, 32, 64) if m <= t)
-        candidates = [t for t in FEW if t.tokens == tokens]
-    else:
-        candidates = [t for t in MANY if t.share == 1]
-        if decoder.slot == 8 and m <= 128:
-            candidates.append(TALL[0])
-    candidates = [t for t in candidates if t.split == 1 or fits_once(t, m, n, k)]
-    if m <= 64:  # the memory is the limit: as many loads in flight as can be
-        return fitted(max(candidates, key=lambda t: t.split), decoder)
-    return fitted(min(candidates, key=lambda t: cycles(t, decoder, m, n, k)), decoder)
+    if m > 64:
+        candidates = [t for t in many(decoder) if t.split == 1 or fits_once(t, m, n, k)]
+        return fitted(min(candidates, key=lambda t: cycles(t, decoder, m, n, k)), decoder)
+    tokens = next(t for t in (8, 16, 32, 64) if m <= t)
+    splits = [
+        t
+        for t in few(decoder)
+        if t.tokens == tokens and (t.split <= 2 or k // K_TILE // t.split >= LEAST_STEPS)
+    ]
+    splits = [t for t in splits if t.split == 1 or fits_once(t, m, n, k)]
+    return fitted(max(splits, key=lambda t: t.split), decoder)
 
 
 def fits_once(tile: Tile, m: int, n: int, k: int) -> bool:
@@ -143,27 +144,30 @@ def fits_once(tile: Tile, m: int, n: int, k: int) -> bool:
 
 
 def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
-    """Clock cycles of a product: waves of tiles, each bound by copies or by the matrix unit.
+    """Clock cycles of a product: waves of tiles, of K tiles, of products and decoding.
 
-    The two rates fit H200 times of kernels with this structure: 26 bytes a clock from L2 to one
-    multiprocessor, and 4096 int8 or 2048 fp16 multiply-adds.
+    The matrix unit does 4096 multiply-adds of bytes or 2048 of 16 bits in a clock; the other rates
+    fit times of these kernels on an H200, most of them within 10 %.
     """
-    clusters = grid(tile, m, n) // tile.cluster
-    tiles = -(-n // (tile.rows * tile.share)) * -(-m // tile.tokens)
+    clusters = grid(tile, m, n) // tile.split
+    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
     waves = -(-tiles // clusters)
     # CTAs of one multiprocessor share its rates.
-    together = min(tile.ctas, -(-clusters * tile.cluster // MULTIPROCESSORS))
-    copied = decoder.blob_bytes * tile.rows / 128 + tile.tokens * K_TILE * decoder.slot / 8
+    together = min(tile.ctas, -(-clusters * tile.split // MULTIPROCESSORS))
     multiplied = tile.rows * tile.tokens * K_TILE / (32768 / decoder.slot)
-    step = max(copied / 26, multiplied, 200) * together
-    return waves * (step * -(-k // K_TILE // tile.split) + EPILOGUE + EXCHANGE * (tile.split > 1))
+    copied = decoder.blob_bytes * tile.rows / 128 + tile.tokens * K_TILE * decoder.slot / 8
+    decoded = DECODE * len(planes(decoder.places, decoder.slot))
+    step = 1.1 * multiplied + decoded + copied / 400
+    steps = k // K_TILE // tile.split
+    return waves * steps * step * together + FIXED + EXCHANGE * (tile.split > 1)
 
 
 def choose_grouped(decoder: Decoder, m: int, experts: int) -> Tile:
     """The tile for tokens of which an expert gets m / experts on average."""
     average = m / experts
     tokens = next((t for t in (8, 16, 32, 64) if average <= t), 128)
-    return fitted(Tile(tokens, ctas=2 if tokens <= 64 else 1), decoder)
+    same = (t for t in few(decoder) if t.tokens == tokens)
+    return fitted(next(same, Tile(128)), decoder)
 
 
 def family_grouped(decoder: Decoder) -> list[Tile]:
