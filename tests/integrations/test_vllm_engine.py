@@ -88,6 +88,21 @@ def test_dense_checkpoint_quantized_while_it_is_loaded(plan):
     assert got == by_transformers(PICO, quantization_config=AnybitConfig(plan))
 
 
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """Options of vLLM for two processes, a core each."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    return {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+@pytest.mark.parametrize("plan", ["int4:group=64", "codebook:m=1,v=4"])
+def test_tensor_parallelism(tmp_path, plan, two_ranks):
+    quantize_checkpoint(PICO, tmp_path / "out", plan)
+    assert by_vllm(tmp_path / "out", **two_ranks) == by_transformers(tmp_path / "out")
+
+
+@pytest.mark.timeout(1200)
 def test_compiled_and_cached_graphs_follow_the_backend(tmp_path, monkeypatch):
     """Two backends with other layouts share the cache of compiled graphs, warm the second time."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
@@ -135,6 +150,13 @@ def test_experts(tmp_path, mixtral, plan):
     assert by_vllm(mixtral, quantization="anybit", hf_overrides={"anybit": {"formats": plan}}) == (
         wanted
     )
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_experts_of_two_ranks(tmp_path, mixtral, expert_parallel, two_ranks):
+    save_by_hand(mixtral, tmp_path, MIXTURES["codebooks"])
+    got = by_vllm(tmp_path / "codes", enable_expert_parallel=expert_parallel, **two_ranks)
+    assert got == by_transformers(tmp_path / "decoded")
 
 
 def save_by_hand(source, out, plan):
