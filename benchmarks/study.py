@@ -279,12 +279,11 @@ def measure(spec: str, method: str) -> Row:
 def cases(kind: str) -> list[tuple[str, str]]:
     """(spec, method), the longest first, else format by format; MORE after CORE."""
 
-    def order(table: dict[str, str]) -> list[tuple[str, str]]:
-        all_ = [(spec, method) for spec, methods in table.items() for method in methods.split()]
-        return sorted(
-            all_,
-            key=lambda case: next((i for i, k in enumerate(LONGEST_FIRST) if k in case[1]), 9),
-        )
+    def of(table: dict[str, str]) -> list[tuple[str, str]]:
+        return [(spec, method) for spec, methods in table.items() for method in methods.split()]
+
+    def rank(case: tuple[str, str]) -> int:
+        return next((i for i, kind in enumerate(LONGEST_FIRST) if kind in case[1]), 9)
 
     for spec in (*CORE, *MORE):
         parse_scheme(spec)
@@ -294,10 +293,10 @@ def cases(kind: str) -> list[tuple[str, str]]:
             ("liquid@int8", "smooth+gptq/prose"),
             (M2V8, "additive+pv/train:4"),
         ]
+    core = sorted(of(CORE), key=rank)
     if kind == "light":  # what a CPU can do
-        easy = [case for case in order(CORE)[::-1] if not case[1].endswith("+pv")]
-        return [("bf16", "dense"), *easy]
-    return [("bf16", "dense"), *order(CORE), *(order(MORE) if kind == "all" else [])]
+        core = [case for case in core[::-1] if not case[1].endswith("+pv")]
+    return [("bf16", "dense"), *core, *(of(MORE) if kind == "all" else [])]
 
 
 def main() -> None:
