@@ -246,9 +246,8 @@ def swap_for_stored(
     experts = sorted(name for name in coded - placed if ".experts." in name)
     if experts:  # else they would be initialized at random, with no more than a warning
         raise ValueError(
-            f"{len(experts)} layers of experts, such as {experts[0]}, are quantized, each by itself; "
-            "transformers holds experts in another shape, so run the checkpoint with anybit.LLM or "
-            "`anybit serve`"
+            f"{len(experts)} layers of experts, such as {experts[0]}, are quantized one by one; "
+            "transformers stores experts in another shape, so use anybit.LLM or `anybit serve`"
         )
     return out
 
