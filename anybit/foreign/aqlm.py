@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from anybit.files import Stored
-from anybit.foreign.layer import FLOATS, Layer, Part, layers_with, option
+from anybit.foreign.layer import FLOATS, Layer, Part, option, parts
 from anybit.format import Packed
 from anybit.formats.codebook import Codebook
 
@@ -22,7 +22,7 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
     """The quantized layers of an AQLM checkpoint."""
     option(config, "out_group_size", (1,), "AQLM")
     b = option(config, "nbits_per_codebook", WIDTHS, "AQLM", required=True)
-    return {name: layer(Part(name, stored), b) for name in layers_with("codebooks", stored)}
+    return {part.name: layer(part, b) for part in parts("codebooks", stored)}
 
 
 def layer(part: Part, b: int) -> Layer:

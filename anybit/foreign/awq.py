@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from anybit.files import Stored
-from anybit.foreign.layer import FLOATS, Layer, Part, layers_with, option, uniform
+from anybit.foreign.layer import FLOATS, Layer, Part, option, parts, uniform
 from anybit.foreign.words import fields
 
 BITS = 4
@@ -27,7 +27,7 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
     key = next((key for key in keys if config.get(key)), "version")
     option({key: str(config.get(key, "gemm")).lower()}, key, ("gemm",), "AWQ")
     option(config, "pack_dtype", ("int32",), "AWQ")
-    return {name: layer(Part(name, stored)) for name in layers_with("qweight", stored)}
+    return {part.name: layer(part) for part in parts("qweight", stored)}
 
 
 def layer(part: Part) -> Layer:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anybit.files import Stored
-from anybit.foreign.layer import Layer, Part, layers_with, option
+from anybit.foreign.layer import Layer, Part, option, parts
 from anybit.format import Packed
 from anybit.formats.codebook import Codebook
 
@@ -27,7 +27,7 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
     """The quantized layers of a bitsandbytes checkpoint."""
     option(config, "load_in_8bit", (False,), "bitsandbytes")
     option(config, "bnb_4bit_quant_storage", ("uint8",), "bitsandbytes")
-    return {name: layer(Part(name, stored)) for name in layers_with("weight.absmax", stored)}
+    return {part.name: layer(part) for part in parts("weight.absmax", stored)}
 
 
 def layer(part: Part) -> Layer:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anybit.files import Stored
 from anybit.foreign.gptq import column_order
-from anybit.foreign.layer import FLOATS, Layer, Part, layers_with, option, symmetric, uniform
+from anybit.foreign.layer import FLOATS, Layer, Part, option, parts, symmetric, uniform
 from anybit.foreign.words import fields, unpack
 
 TOOL = "compressed-tensors"
@@ -37,11 +37,11 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
     groups = [g for g in groups.values() if g.get("weights")] if isinstance(groups, dict) else []
     dense = tuple(map(int, re.findall(r"\d+", str(config.get("version", ""))))) >= DENSE_SINCE
     out = {}
-    for name in layers_with("weight_packed", stored):
-        group = group_of(name, groups)
-        option(group, "format", (FORMAT,), f"{TOOL}: {name}")
-        option(group, "input_activations", (None,), f"{TOOL}: {name}")
-        out[name] = layer(Part(name, stored), group["weights"], dense)
+    for part in parts("weight_packed", stored):
+        group = group_of(part.name, groups)
+        option(group, "format", (FORMAT,), f"{TOOL}: {part.name}")
+        option(group, "input_activations", (None,), f"{TOOL}: {part.name}")
+        out[part.name] = layer(part, group["weights"], dense)
     return out
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from anybit import __version__
 from anybit.files import ShardWriter, Stored, check_absent, megabytes, read_json, stored_tensors
-from anybit.foreign.layer import Layer
+from anybit.foreign.layer import Layer, owner
 from anybit.format import Packed, tensor_shapes
 from anybit.quantize import METHOD, is_head, quantization_config
 from anybit.stream import SHARD_BYTES, Work, fingerprint, into_shards, run, skeleton
@@ -173,15 +173,8 @@ def plan_conversion(source: Path, shard_bytes: int) -> Conversion:
     stored, config = stored_tensors(source), read_json(source / "config.json")
     method, found = read_layers(source, config, stored)
     linears = {n: m for n, m in skeleton(source).named_modules() if isinstance(m, nn.Linear)}
-    dropped = [name for name in stored if name.endswith(KV_SCALES)]
+    dropped = dict.fromkeys(name for name in stored if name.endswith(KV_SCALES))
     for name, layer in found.items():
-        unknown = {n for n in stored if n.startswith(f"{name}.")} - set(layer.tensors)
-        unknown.discard(f"{name}.bias")
-        if unknown:
-            raise ValueError(
-                f"{source}: {method} has no tensor {min(unknown)!r} beside {layer.tensors[0]!r} in "
-                "a layout that anybit knows"
-            )
         linear = linears.get(name)
         if linear is not None and tuple(linear.weight.shape) != layer.shape:
             raise ValueError(
@@ -192,12 +185,18 @@ def plan_conversion(source: Path, shard_bytes: int) -> Conversion:
         if linear is not None and linear.bias is None and bias is not None:
             if bias.read().any():
                 raise ValueError(f"{name}.bias: not zero, but the model has no bias there")
-            dropped.append(f"{name}.bias")
-    owner = {tensor: name for name, layer in found.items() for tensor in layer.tensors}
+            dropped[f"{name}.bias"] = None
+    unit_of = {tensor: name for name, layer in found.items() for tensor in layer.tensors}
     units: dict[str, int] = {}  # in the order of the source
     for name, tensor in stored.items():
-        unit = owner.get(name, name)
+        layer_of = owner(name, found)
+        if layer_of and name not in unit_of and name != f"{layer_of}.bias":
+            raise ValueError(
+                f"{source}: {method} has no tensor {name!r} beside "
+                f"{found[layer_of].tensors[0]!r} in a layout that anybit knows"
+            )
         if name not in dropped:
+            unit = unit_of.get(name, name)
             units[unit] = units.get(unit, 0) + tensor.nbytes
     formats = plan_for(dict.fromkeys(linears) | specs(found))
     dense = DENSE.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float16)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anybit.files import Stored
-from anybit.foreign.layer import FLOATS, Layer, Part, layers_with, option, symmetric, uniform
+from anybit.foreign.layer import FLOATS, Layer, Part, option, parts, symmetric, uniform
 from anybit.foreign.words import unpack
 
 BITS = (2, 3, 4, 8)
@@ -28,8 +28,7 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
     option(config, "is_marlin_format", (False,), "GPTQ")
     bits = option(config, "bits", BITS, "GPTQ", required=True)
     varied = bool(config.get("dynamic"))  # GPTQModel's overrides for layers
-    found = layers_with("qweight", stored)
-    return {name: layer(Part(name, stored), bits, varied, layout == "gptq") for name in found}
+    return {p.name: layer(p, bits, varied, layout == "gptq") for p in parts("qweight", stored)}
 
 
 def layer(part: Part, bits: int, varied: bool, first_version: bool) -> Layer:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anybit.files import Stored
-from anybit.foreign.layer import FLOATS, Layer, Part, check_codes, keys, layers_with, uniform
+from anybit.foreign.layer import FLOATS, Layer, Part, check_codes, parts, uniform
 
 # packing: (bits of a code, codes in a word, dtype of words)
 PACKINGS = {
@@ -24,12 +24,21 @@ PACKINGS = {
     "2bit_u8": (2, 4, torch.uint8),
     "1bit_u8": (1, 8, torch.uint8),
 }
-META = ("W_q", "scale", "zero", "bias")  # all other tensors of a layer are single values or text
+UNREAD = (  # how the weight was quantized, and how HQQ multiplies with it
+    "channel_wise",
+    "compute_dtype",
+    "encoded_state_dict",
+    "offload_meta",
+    "optimize",
+    "round_zero",
+    "stores_quant_config",
+    "unpack_view_dtype",
+)
 
 
 def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
     """The quantized layers of an HQQ checkpoint. Each one says itself how it is stored."""
-    return {name: layer(Part(name, stored)) for name in layers_with("W_q", stored)}
+    return {part.name: layer(part) for part in parts("W_q", stored)}
 
 
 def layer(part: Part) -> Layer:
@@ -48,7 +57,7 @@ def layer(part: Part) -> Layer:
         raise ValueError(f"{part.name}: a weight of {shape} cannot have groups of {group}")
     if axis not in (0, 1) or not 1 <= nbits <= 8:
         raise ValueError(f"{part.name}: axis {axis} and {nbits} bits cannot be read")
-    part.skip(*(key for key in keys(part.name, part.stored) if key not in META))
+    part.skip(*UNREAD)
     n, k = int(shape[0]), int(shape[1])
     bits = -int(-nbits // 1)  # 1.58 bits are 3 levels in 2 bits
     rows, columns = (n * k // group, group) if axis else (group, n * k // group)

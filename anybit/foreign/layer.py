@@ -1,6 +1,6 @@
 """What a reader of another tool's checkpoint says about a layer, and what readers share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,10 +45,8 @@ class Part:
         """The tensor `<layer>.<key>`; ValueError unless it has one of the dtypes and the shape."""
         name = f"{self.name}.{key}"
         if name not in self.stored:
-            raise ValueError(
-                f"{name} is missing; {self.name} has "
-                f"{', '.join(sorted(k for k in keys(self.name, self.stored)))}"
-            )
+            keys = sorted(other.removeprefix(f"{self.name}.") for other in self.stored)
+            raise ValueError(f"{name} is missing; there are {', '.join(keys)}")
         tensor = self.stored[name]
         if tensor.torch_dtype not in dtypes or (shape is not None and tensor.shape != shape):
             wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
@@ -68,14 +66,25 @@ class Part:
         self.used += [f"{self.name}.{key}" for key in unread if self.has(key)]
 
 
-def keys(layer: str, stored: Mapping[str, Stored]) -> list[str]:
-    """What the stored tensors of a layer are called after the layer's own name."""
-    return [name[len(layer) + 1 :] for name in stored if name.startswith(f"{layer}.")]
+def parts(key: str, stored: Mapping[str, Stored]) -> list[Part]:
+    """The layers that have a tensor `<layer>.<key>`, each with all tensors below its name."""
+    found: dict[str, dict[str, Stored]] = {
+        name.removesuffix(f".{key}"): {} for name in stored if name.endswith(f".{key}")
+    }
+    for name, tensor in stored.items():
+        layer = owner(name, found)
+        if layer is not None:
+            found[layer][name] = tensor
+    return [Part(name, tensors) for name, tensors in found.items()]
 
 
-def layers_with(key: str, stored: Mapping[str, Stored]) -> list[str]:
-    """Names of the layers that have a tensor `<layer>.<key>`."""
-    return [name.removesuffix(f".{key}") for name in stored if name.endswith(f".{key}")]
+def owner(name: str, layers: Collection[str]) -> str | None:
+    """The layer that a tensor's name begins with."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in layers:
+            return name
+    return None
 
 
 def uniform(

@@ -104,7 +104,11 @@ def fill(at: int, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize(
     ("fixture", "change", "message"),
     [
-        ("gptq_4bit_v1", drop("scales"), f"{Q}.scales is missing; .*g_idx, qweight, qzeros"),
+        (
+            "gptq_4bit_v1",
+            drop("scales"),
+            "scales is missing; there are g_idx, qweight, qzeros",
+        ),
         ("gptq_4bit_v1", put("qzeros", lambda t: t[:1]), r"qzeros: expected int32 of shape \(2, 4"),
         ("gptq_4bit_v1", put("scales", lambda t: t.int()), "scales: expected float16 or .*int32"),
         ("gptq_4bit_v1", put("scales", lambda t: t[:, :8]), r"scales: expected .*\(2, 32\)"),
