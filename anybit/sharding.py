@@ -159,6 +159,11 @@ class Piece:
 
     def _check(self, key: str, tensor: Tensor) -> None:
         """A stored tensor has the columns of the whole weight, a table its own shape."""
+        if key not in self.keys():
+            raise ValueError(
+                f"{self.name}.{key}: in the checkpoint, but not in "
+                f"{self.format.spec if self.format else 'a dense weight'}; copy it again"
+            )
         found: tuple[int, ...] = tuple(tensor.shape)
         wanted: tuple[int, ...] = (tensor.shape[0], self.k)
         if self.format is not None:

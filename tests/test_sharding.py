@@ -126,6 +126,8 @@ def test_missing_short_and_misshapen_tensors_are_named():
         piece.take("scale", tensors["scale"], 6)
     with pytest.raises(ValueError, match=r"q_proj\.codes2: .* \(8, 3\), .* want \(8, 4\)"):
         piece.take("codes2", tensors["codes2"][:, :3], 0)
+    with pytest.raises(ValueError, match=r"q_proj\.zero: in the checkpoint, but not in fp6"):
+        piece.take("zero", tensors["scale"], 0)
 
 
 def test_rows_beyond_a_vocabulary_decode_to_zero():

@@ -97,6 +97,8 @@ class Stored(AnybitLinearMethod):
         if "parts" in layer._modules:
             return
         pieces, dtype = layer.pieces, layer.params_dtype
+        receivers = {k: p for k, p in layer._parameters.items() if isinstance(p, Receiver)}
+        device = next(iter(receivers.values())).device
         for piece in pieces:
             if piece.apart:
                 logger.warning(
@@ -105,11 +107,10 @@ class Stored(AnybitLinearMethod):
                     piece.format.spec,
                 )
             if is_dummy():
-                fill(piece)
+                fill(piece, device)
         weights = [(piece.finish(), None if piece.apart else piece.activation) for piece in pieces]
-        for key in list(layer._parameters):
-            if isinstance(layer._parameters[key], Receiver):
-                delattr(layer, key)
+        for key in receivers:
+            delattr(layer, key)
         del layer.pieces
         layer.parts = build(weights, self.backend, dtype, pieces[0].name)
 
@@ -348,10 +349,10 @@ def is_dummy() -> bool:
     return config is not None and config.load_config.load_format == "dummy"
 
 
-def fill(piece: Piece) -> None:
+def fill(piece: Piece, device: torch.device) -> None:
     """Random numbers in place of a checkpoint's."""
-    weight = torch.randn(piece.shape) / piece.shape[1] ** 0.5
+    weight = torch.randn(piece.shape, device=device) / piece.shape[1] ** 0.5
     if piece.format is None or piece.apart:
-        piece.format, piece.tensors = None, {"weight": weight}
+        piece.format, piece.apart, piece.tensors = None, False, {"weight": weight}
     else:
         piece.tensors = RTN().quantize(weight, piece.format).tensors()

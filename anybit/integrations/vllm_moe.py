@@ -172,17 +172,18 @@ class StoredExperts(AnybitMoEMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         if "w13" in layer._modules:
             return
+        receivers = {k: p for k, p in layer._parameters.items() if isinstance(p, Receiver)}
+        device = next(iter(receivers.values())).device
         weights: dict[str, list[list[Weight]]] = {kind: [] for kind in SHARDS}
         for at in range(layer.local_num_experts):
             for kind, rows in weights.items():
                 pieces = [layer.pieces[at, shard] for shard in self.shards(kind)]
                 if is_dummy():
                     for piece in pieces:
-                        fill(piece)
+                        fill(piece, device)
                 rows.append([(p.finish(), None if p.apart else p.activation) for p in pieces])
-        for key in list(layer._parameters):
-            if isinstance(layer._parameters[key], Receiver):
-                delattr(layer, key)
+        for key in receivers:
+            delattr(layer, key)
         del layer.pieces
         self.finish(layer, weights)
 

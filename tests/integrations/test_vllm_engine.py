@@ -181,6 +181,21 @@ def save_by_hand(source, out, plan):
         save_file(state, out / name / "model.safetensors", {"format": "pt"})
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_random_weights(tmp_path, dense):
+    """`load_format="dummy"`, which vLLM's benchmarks use: no tensor is read, and all is finite."""
+    plan, options = {"*": "int4:group=64", "*.k_proj": "codebook:m=1,v=4"}, {}
+    if dense:
+        options = {"quantization": "anybit", "hf_overrides": {"anybit": {"formats": plan}}}
+        path = PICO
+    else:
+        path = tmp_path / "out"
+        quantize_checkpoint(PICO, path, plan)
+    tokens = by_vllm(path, load_format="dummy", **options)
+    assert tokens != by_transformers(PICO)
+    assert all(len(text) == TOKENS for text in tokens)
+
+
 def test_missing_tensors_are_named(tmp_path):
     out = tmp_path / "out"
     quantize_checkpoint(PICO, out, "fp6")

@@ -1,5 +1,7 @@
 """anybit in vLLM's own layers, with ranks played in turn (`make test-vllm`; no engine, no GPU)."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.nn.functional import linear
@@ -11,6 +13,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 
 import anybit
 from anybit.integrations.vllm import AnybitConfig, register
+from anybit.integrations.vllm_moe import all_experts, one_by_one
 from anybit.kernels.reference import operand_weight
 from tests.specs import SPECS
 
@@ -217,6 +220,40 @@ def test_a_divided_group_is_an_error_before_anything_is_loaded(play):
     play(0, 4)
     with pytest.raises(ValueError, match=r"down_proj: K=768 over 4 .* with group=64, use fewer"):
         layers.RowParallelLinear(MIDDLE, 20, bias=False, quant_config=own, prefix="model.down_proj")
+
+
+class Squared:
+    """Experts that multiply by matrices, one by one or all at once."""
+
+    grouped = True
+
+    def __init__(self, n, k):
+        self.count, self.weights = 4, torch.randn(4, n, k)
+
+    def __call__(self, x, expert):
+        return linear(x, self.weights[expert])
+
+    def all(self, x, starts):
+        y = torch.full((len(x), self.weights.shape[1]), torch.nan)  # rows beyond are not written
+        for expert, (first, last) in enumerate(pairwise(starts)):
+            y[first:last] = linear(x[first:last], self.weights[expert])
+        return y
+
+
+def test_experts_at_once_are_experts_one_by_one():
+    """Tokens sorted by expert; -1 is another rank's, and expert 2 has none."""
+    x, up, down = torch.randn(9, 16), Squared(24, 16), Squared(16, 24)
+    ids = torch.tensor([[0, 1], [1, 3], [-1, 0], [-1, -1], [3, 1], [3, 0], [0, 3], [1, -1], [0, 1]])
+    weights = torch.rand(9, 2)
+    got = [f(x, weights, ids, up, down, torch.relu) for f in (all_experts, one_by_one)]
+    wanted = torch.zeros(9, 16)
+    for token in range(9):
+        for at in range(2):
+            expert = int(ids[token, at])
+            if expert >= 0:
+                wanted[token] += weights[token, at] * down(up(x[token], expert).relu(), expert)
+    for y in got:
+        torch.testing.assert_close(y, wanted)
 
 
 def test_registering_twice_changes_nothing():
