@@ -4,7 +4,8 @@
     vllm.LLM(DENSE, quantization="anybit", hf_overrides={"anybit": {"formats": "fp6"}})
 
 Checked with vLLM 0.32 and 0.33. The plugin implements vLLM's abstract classes, and nothing of
-vLLM's own methods: `vllm_linear.py` has the linear layers, `vllm_moe.py` the experts.
+vLLM's own methods: `vllm_linear.py` loads linear layers, `vllm_moe.py` experts, and
+`vllm_products.py` multiplies.
 """
 
 import re

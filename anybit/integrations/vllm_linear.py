@@ -1,4 +1,4 @@
-"""Linear layers in vLLM: loading, tensor parallelism, and the product.
+"""Linear layers in vLLM: loading and tensor parallelism.
 
 A layer of vLLM may hold several layers of the checkpoint (Q, K and V; gate and up). Each is a
 `Piece`, which takes this rank's part of every stored tensor as vLLM reads it, so that they may
@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
@@ -21,15 +20,13 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
 
-from anybit import ops
-from anybit.dispatch import choose, get_backend, parse_scheme, refusals, scheme_name
-from anybit.format import Packed
+from anybit.dispatch import parse_scheme
+from anybit.integrations.vllm_products import Weight, build
 from anybit.linear import check_finite
-from anybit.quantizers.rtn import RTN, stack
-from anybit.sharding import WHOLE, Piece, check_columns, same, share
+from anybit.quantizers.rtn import RTN
+from anybit.sharding import WHOLE, Piece, check_columns, share
 
 logger = init_logger(__name__)
-Weight = tuple[Tensor | Packed, str | None]  # a weight and its activation notation
 
 
 class AnybitLinearMethod(LinearMethodBase):
@@ -232,91 +229,6 @@ class Receiver(BasevLLMParameter):
 def nothing(key: str, pieces: Iterable[Piece]) -> Tensor:
     """An empty tensor of the dtype that pieces have under a key, or vLLM would warn."""
     return torch.empty(0, dtype=next(p.dtype(key) for p in pieces if key in p.keys()))  # noqa: SIM118
-
-
-class Multiply(nn.Module):
-    """A weight in the layout of the kernel that multiplies with it."""
-
-    order: Tensor | None
-
-    def __init__(
-        self,
-        packed: Packed,
-        activation: str | None,
-        backend: str | None,
-        dtype: torch.dtype,
-        name: str,
-    ):
-        super().__init__()
-        stored = packed.stored()
-        self.n = packed.shape[0]
-        self.scheme = scheme_name(stored.format, activation)
-        self.backend = chosen(stored, activation, backend, dtype, name)
-        kernels = get_backend(self.backend)
-        prepared = kernels.prepare(stored, activation, dtype)
-        prepared = kernels.release(prepared) or prepared
-        self.prepared = nn.ParameterList(nn.Parameter(t, requires_grad=False) for t in prepared)
-        self.register_buffer("order", packed.grid.get("order"))
-
-    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.order is not None:
-            x = x.index_select(-1, self.order)
-        return ops.linear(x, list(self.prepared), bias, self.scheme, self.n, self.backend)
-
-
-class Dense(nn.Module):
-    """A weight that is not quantized, beside others that are."""
-
-    def __init__(self, weight: Tensor):
-        super().__init__()
-        self.n = len(weight)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-
-    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self.weight, bias)
-
-
-def build(
-    weights: list[Weight], backend: str | None, dtype: torch.dtype, name: str
-) -> nn.ModuleList:
-    """Modules whose outputs side by side are those of the weights."""
-    return nn.ModuleList(
-        Multiply(weight, activation, backend, dtype, name)
-        if isinstance(weight, Packed)
-        else Dense(weight.to(dtype))
-        for weight, activation in merge(weights)
-    )
-
-
-def merge(weights: list[Weight]) -> list[Weight]:
-    """Weights on top of each other as one, if they are dense or share a format without tables."""
-    tensors, activations = zip(*weights, strict=True)
-    if len(weights) == 1 or not same(list(tensors)) or len(set(activations)) > 1:
-        return weights
-    packed = [w for w in tensors if isinstance(w, Packed)]
-    return [(stack(packed) if packed else torch.cat(tensors), activations[0])]
-
-
-def chosen(
-    packed: Packed, activation: str | None, backend: str | None, dtype: torch.dtype, name: str
-) -> str:
-    """The backend of a weight: the configured one, or the first that takes it."""
-    device = packed.planes[0].device
-    if backend is None:
-        backend = choose(packed.format, activation, packed.shape, device, dtype)
-    else:
-        answers = refusals(packed.format, activation, packed.shape, device, dtype)
-        if answers[backend] is not None:
-            others = [other for other, answer in answers.items() if answer is None]
-            raise ValueError(
-                f"{name}: backend {backend!r} refuses it: {answers[backend]}; leave the backend "
-                f"out, or choose {' or '.join(others)}"
-            )
-    config = get_current_vllm_config_or_none()
-    if config is not None and isinstance(config.additional_config, dict):
-        # Compiled graphs name the backend; this makes vLLM's cache keep them apart.
-        config.additional_config.setdefault("anybit", {})[name] = backend
-    return backend
 
 
 def quantized(weight: Tensor, scheme: str | None, name: str) -> Weight:

@@ -1,4 +1,4 @@
-"""Mixtures of experts in vLLM: loading, parallelism, and the products.
+"""Mixtures of experts in vLLM: loading and parallelism.
 
 Every expert has a gate, an up and a down projection, each a `Piece` of its own. Where a backend has
 a grouped product for the experts' format, tokens sorted by expert go through one launch; else one
@@ -20,19 +20,8 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from vllm.model_executor.parameter import BasevLLMParameter
 from vllm.model_executor.utils import set_weight_attrs
 
-from anybit.dispatch import get_backend
-from anybit.format import Packed
-from anybit.integrations.vllm_linear import (
-    Weight,
-    build,
-    check,
-    chosen,
-    fill,
-    is_dummy,
-    merge,
-    nothing,
-    quantized,
-)
+from anybit.integrations.vllm_linear import check, fill, is_dummy, nothing, quantized
+from anybit.integrations.vllm_products import Experts, Weight, all_experts, one_by_one
 from anybit.sharding import WHOLE, Piece, share
 
 if TYPE_CHECKING:
@@ -272,96 +261,3 @@ class Receiver(BasevLLMParameter):
         first = 0 if shard_id == "w2" else self.rank * piece.shape[0]
         piece.take(self.key, loaded_weight, first, self.data.device)
         return True
-
-
-class Experts(nn.Module):
-    """One projection of every expert, or its gate and up side by side.
-
-    grouped: whether one launch multiplies all of them.
-    """
-
-    def __init__(
-        self, weights: list[list[Weight]], backend: str | None, dtype: torch.dtype, name: str
-    ):
-        super().__init__()
-        self.count = len(weights)
-        self.grouped = self.group(weights, backend, dtype, name)
-        if not self.grouped:
-            self.experts = nn.ModuleList(
-                build(parts, backend, dtype, f"{name}.{at}") for at, parts in enumerate(weights)
-            )
-
-    def group(
-        self, weights: list[list[Weight]], backend: str | None, dtype: torch.dtype, name: str
-    ) -> bool:
-        """Lay all weights out for a grouped product, or False when there is none for them."""
-        merged = [weight for parts in weights for weight in merge(parts)]
-        packed = [w for w, _ in merged if isinstance(w, Packed) and not w.format.order]
-        kinds = {(w.format, w.shape) for w in packed} | {a for _, a in merged}
-        if not len(weights) == len(merged) == len(packed) or len(kinds) > 2:
-            return False
-        weight, activation = packed[0], merged[0][1]
-        kernels: Any = get_backend(chosen(weight, activation, backend, dtype, name))
-        if not hasattr(kernels, "linear_experts") or len(packed) > kernels.tiles.MOST_EXPERTS:
-            return False
-        prepared = kernels.prepare_experts(packed, activation, dtype)
-        self.prepared = nn.ParameterList(nn.Parameter(t, requires_grad=False) for t in prepared)
-        self.kernels, self.format = kernels, weight.format
-        self.n, self.activation = weight.shape[0], activation
-        return True
-
-    def forward(self, x: Tensor, expert: int) -> Tensor:
-        """x (M, K) through one expert -> (M, N)."""
-        parts: Any = self.experts[expert]
-        return torch.cat([part(x, None) for part in parts], -1)
-
-    def all(self, x: Tensor, starts: Tensor) -> Tensor:
-        """x (M, K), sorted by expert, -> (M, N); expert e has rows starts[e] to starts[e + 1]."""
-        return self.kernels.linear_experts(
-            x, list(self.prepared), starts, self.format, self.n, self.activation
-        )
-
-
-def one_by_one(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: Experts,
-    w2: Experts,
-    activate: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Each expert for the tokens that chose it.
-
-    Finding them waits for the device, which a CUDA graph cannot: while one is captured, every
-    expert sees every token, and those that did not choose it count nothing.
-    """
-    out = x.new_zeros(x.shape, dtype=torch.float32)
-    everyone = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    for expert in range(w13.count):
-        hit = ids == expert
-        share = torch.where(hit, weights.float(), 0).sum(1, keepdim=True)
-        rows: Any = slice(None) if everyone else hit.any(1).nonzero().flatten()
-        if everyone or len(rows):
-            out[rows] += share[rows] * w2(activate(w13(x[rows], expert)), expert).float()
-    return out.to(x.dtype)
-
-
-def all_experts(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: Experts,
-    w2: Experts,
-    activate: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """All experts in two launches, over tokens sorted by expert; other ranks' come last."""
-    m, count = ids.shape
-    experts = w13.count
-    flat = torch.where(ids < 0, experts, ids).flatten()
-    flat, order = flat.sort(stable=True)
-    starts = torch.searchsorted(flat, torch.arange(experts + 1, device=x.device)).int()
-    y = w2.all(activate(w13.all(x[order // count], starts)), starts)
-    y = torch.where((flat < experts)[:, None], y.float(), 0)  # other ranks' rows were not written
-    each = torch.empty_like(y)
-    each[order] = y
-    return (each.view(m, count, -1) * weights.float()[..., None]).sum(1).to(x.dtype)

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 
 import anybit
 from anybit.integrations.vllm import AnybitConfig, register
-from anybit.integrations.vllm_moe import all_experts, one_by_one
+from anybit.integrations.vllm_products import all_experts, one_by_one
 from anybit.kernels.reference import operand_weight
 from tests.specs import SPECS
 
