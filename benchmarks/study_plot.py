@@ -1,0 +1,161 @@
+"""Draw the accuracy study, and put its tables into docs/accuracy.md.
+
+    python benchmarks/study_plot.py benchmarks/results/h200_accuracy.csv --docs docs
+
+Writes docs/img/accuracy_bits.png (KL against bits) and accuracy_methods.png (loss by quantizer,
+with standard errors), and replaces what stands between `<!-- MODEL -->` and `<!-- end -->`.
+"""
+
+import argparse
+import csv
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+
+Row = dict[str, str]
+COLORS = {
+    "rtn": "0.6",
+    "clip": "tab:olive",
+    "hqq": "tab:brown",
+    "smooth": "tab:purple",
+    "gptq": "tab:blue",
+    "smooth+gptq": "tab:cyan",
+    "additive": "tab:red",
+    "+pv": "tab:pink",
+    "+tune": "tab:orange",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("csv", type=Path, nargs="+")
+    parser.add_argument("--docs", type=Path, default=Path("docs"))
+    args = parser.parse_args()
+    models: dict[str, list[Row]] = defaultdict(list)
+    for path in args.csv:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                models[row["model"]].append(row)
+    draw(models, by_bits, args.docs / "img" / "accuracy_bits.png", (6.0, 5.2))
+    draw(models, by_method, args.docs / "img" / "accuracy_methods.png", (6.0, 8.0))
+    page = args.docs / "accuracy.md"
+    if page.exists():
+        text = page.read_text("utf-8")
+        for model, rows in models.items():
+            block = f"<!-- {model} -->\n\n{table(rows)}\n\n<!-- end -->"
+            text = re.sub(rf"<!-- {model} -->.*?<!-- end -->", lambda _: block, text, flags=re.S)  # noqa: B023
+        page.write_text(text, "utf-8")
+
+
+def draw(models: dict[str, list[Row]], panel: Any, path: Path, size: tuple[float, float]) -> None:
+    """One PNG with a panel for each model."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure, axes = plt.subplots(
+        1, len(models), figsize=(size[0] * len(models), size[1]), squeeze=False
+    )
+    for axis, (model, rows) in zip(axes.flat, models.items(), strict=True):
+        panel(axis, [row for row in rows if row["method"] != "dense"])
+        about = rows[0]
+        axis.set_title(f"{model}: {about['gpu']}, {about['date']}", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(True, axis="x" if panel is by_method else "both", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+    print(path)
+
+
+def by_bits(axis: plt.Axes, rows: list[Row]) -> None:
+    """KL against stored bits; weights alone, calibrated on code if at all."""
+    points = [r for r in rows if "@" not in r["spec"] and r["text"] in ("", "code")]
+    for method in dict.fromkeys(r["method"] for r in points):
+        own = [r for r in points if r["method"] == method]
+        axis.plot(
+            [float(r["bits"]) for r in own],
+            [float(r["kl"]) for r in own],
+            "o",
+            color=color(method),
+            label=method,
+            markersize=5,
+        )
+    for spec in dict.fromkeys(r["spec"] for r in points):
+        best = min((r for r in points if r["spec"] == spec), key=lambda r: float(r["kl"]))
+        axis.annotate(
+            short(spec),
+            (float(best["bits"]), float(best["kl"])),
+            xytext=(4, -8),
+            textcoords="offset points",
+            fontsize=7,
+        )
+    axis.set(yscale="log", xlabel="stored bits of a weight", ylabel="KL against bf16, nats a token")
+    axis.legend(fontsize=7, frameon=False)
+
+
+def by_method(axis: plt.Axes, rows: list[Row]) -> None:
+    """Loss of every row with its standard error, format by format."""
+    specs = list(dict.fromkeys(r["spec"] for r in rows))
+    place = 0.0
+    ticks = []
+    for spec in sorted(specs, key=lambda s: next(float(r["bits"]) for r in rows if r["spec"] == s)):
+        own = sorted((r for r in rows if r["spec"] == spec), key=lambda r: -float(r["loss"]))
+        for row in own:
+            value, error = max(float(row["loss"]), 1e-5), float(row["loss_error"])
+            axis.barh(place, value, 0.8, color=color(row["method"]), left=0)
+            axis.errorbar(value, place, xerr=error, color="black", linewidth=0.8)
+            ticks.append((place, f"{short(spec)} {label(row)}"))
+            place += 1
+        place += 0.6
+    axis.set_yticks([p for p, _ in ticks], [t for _, t in ticks], fontsize=6)
+    axis.set_xscale("log")
+    axis.set_xlim(left=1e-4)
+    axis.invert_yaxis()
+    axis.set_xlabel("loss against bf16, nats a token, with its standard error")
+
+
+def color(method: str) -> str:
+    if method in COLORS:
+        return COLORS[method]
+    return next((c for end, c in COLORS.items() if method.endswith(end)), "black")
+
+
+def short(spec: str) -> str:
+    spec = re.sub(r"codebook:m=(\d+),v=(\d+),b=(\d+)", r"m\1v\2b\3", spec)
+    return re.sub(r"[:,]group=", " g", spec).replace(",zero", " zero")
+
+
+def label(row: Row) -> str:
+    default = row["text"] in ("", "code") and row["samples"] in ("0", "32", "128")
+    return row["method"] + ("" if default else f" ({row['text']}, {row['samples']})")
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown, by bits and then loss."""
+    dense = next(r for r in rows if r["method"] == "dense")
+    perplexity, rate = float(dense["perplexity"]), float(dense["parse_rate"])
+    lines = [
+        "| format | quantizer | bits | perplexity | loss, nats | KL | top-1 | parses |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
+        f"| bf16 | | 16 | {perplexity:.3f} | | | | {rate:.0%} |",
+    ]
+    rest = [r for r in rows if r["method"] != "dense"]
+    for row in sorted(rest, key=lambda r: (-float(r["bits"]), r["spec"], -float(r["loss"]))):
+        value, error = float(row["loss"]), float(row["loss_error"])
+        lines.append(
+            f"| {short(row['spec'])} | {label(row)} | {float(row['bits']):.2f} | "
+            f"{float(row['perplexity']):.3f} | {value:.4f} ± {error:.4f} | "
+            f"{float(row['kl']):.4f} | {float(row['agreement']):.1%} | "
+            f"{float(row['parse_rate']):.0%} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
