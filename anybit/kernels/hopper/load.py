@@ -67,37 +67,58 @@ class Config(ctypes.Structure):
     ]
 
 
-class Function:
+class Launcher:
     """A loaded kernel on one device. Its structs are reused: one thread launches at a time.
 
     CPython's interpreter lock holds between filling them and the driver's copying of them, except
     during the launch itself, when they are not written.
     """
 
-    def __init__(self, path: Path, device: int):
+    def __init__(self, path: Path, device: int, arguments: ctypes.Structure):
         header, _, cubin = path.read_bytes().partition(b"\n")
-        meta = json.loads(header)
-        self.box: int = meta["box"]  # tokens that one copy instruction brings
+        self.meta = json.loads(header)
         library, kernel = c_void_p(), c_void_p()
         call("cuLibraryLoadData", ctypes.byref(library), cubin, None, None, 0, None, None, 0)
-        call("cuLibraryGetKernel", ctypes.byref(kernel), library, meta["entry"].encode())
-        call("cuKernelSetAttribute", SHARED_LIMIT, meta["shared"], kernel, device)
-        self.kernel = kernel
-        self.arguments = Arguments(accumulate=1)
+        call("cuLibraryGetKernel", ctypes.byref(kernel), library, self.meta["entry"].encode())
+        self.kernel: Any = kernel
+        self.arguments: Any = arguments
         self.attributes = (Attribute * 2)()
         self.attributes[0].id = CLUSTER
-        self.attributes[0].value[:3] = (meta["cluster"], 1, 1)
+        self.set_cluster(self.meta.get("cluster", 1))
         self.attributes[1].id = SERIALIZATION
         self.attributes[1].value[0] = 1
-        self.config = Config(shared=meta["shared"], attributes=self.attributes, count=2)
-        self.config.block[:] = (meta["threads"], 1, 1)
+        self.config = Config(attributes=self.attributes, count=2)
+        self.config.block[:] = (self.meta["threads"], 1, 1)
         self.config.grid[:] = (1, 1, 1)
         # By address, one by one: where the kernel wants them is for the driver to know.
         start = ctypes.addressof(self.arguments)
-        offsets = [getattr(Arguments, field[0]).offset for field in Arguments._fields_]
+        offsets = [getattr(type(arguments), field[0]).offset for field in arguments._fields_]
         self.parameters = (c_void_p * len(offsets))(*(start + offset for offset in offsets))
         self.launcher = driver().cuLaunchKernelEx
         self.launch_arguments = (ctypes.byref(self.config), kernel, self.parameters, None)
+
+    def set_cluster(self, ctas: int) -> None:
+        self.attributes[0].value[:3] = (ctas, 1, 1)
+
+    def start(self, grid: int, overlap: bool, stream: int) -> None:
+        """Launch; overlap: begin before the previous kernel of the stream has finished."""
+        config = self.config
+        config.grid[0] = grid
+        config.stream = stream
+        config.count = 2 if overlap else 1
+        error = self.launcher(*self.launch_arguments)
+        if error:
+            raise RuntimeError(f"cuLaunchKernelEx: {error_text(error)}")
+
+
+class Function(Launcher):
+    """A kernel of `gemm.py`."""
+
+    def __init__(self, path: Path, device: int):
+        super().__init__(path, device, Arguments(accumulate=1))
+        self.box: int = self.meta["box"]  # tokens that one copy instruction brings
+        self.config.shared = self.meta["shared"]
+        call("cuKernelSetAttribute", SHARED_LIMIT, self.meta["shared"], self.kernel, device)
 
     def launch(
         self,
@@ -121,13 +142,7 @@ class Function:
         a.n = n
         a.w, a.row_scale, a.row_zero, a.token_scale, a.token_sum, a.bias, a.y, a.starts = pointers
         a.experts = experts
-        config = self.config
-        config.grid[0] = grid
-        config.stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        config.count = 2 if overlap else 1
-        error = self.launcher(*self.launch_arguments)
-        if error:
-            raise RuntimeError(f"cuLaunchKernelEx: {error_text(error)}")
+        self.start(grid, overlap, torch._C._cuda_getCurrentRawStream(x.device.index))
 
 
 _maps: dict[tuple, bytes] = {}

@@ -1,0 +1,373 @@
+"""Codebook weights times up to 16 tokens, in CuTe DSL: centroids go from a table to the matrix unit.
+
+The table in shared memory holds a copy of every centroid for each lane of a load (32 copies of 8
+bytes, or 8 of 16), so look-ups never meet in a bank, whatever the codes are; a code is one byte of
+its entry's address. A load of v = 4 weights is two registers of an m16n8k16 product's A operand,
+and one of 16 bytes four; nothing is unpacked or converted. Additive codebooks are further products
+with the same tokens.
+
+The warps of a CTA, and the CTAs of a cluster where K is long, split K; each keeps its columns of
+all tokens in registers for the whole kernel. A tile's sums meet in shared memory and are added in a
+fixed order while the next tile is multiplied; those of CTAs a tile later, in the CTA that owns the
+tile. Two buffers in turn, so nobody waits. Everything is summed in fp32.
+"""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
+
+from anybit.kernels.hopper.cells import CELL, MET, ROWS, TABLE, WINDOW, CodebookKernel
+from anybit.kernels.hopper.fragments import (
+    arrive,
+    arrive_and_expect,
+    halves_to_float,
+    init_barrier,
+    insert_code,
+    load_global,
+    load_shared,
+    load_transposed,
+    mma,
+    send,
+    store_half,
+    store_shared,
+    wait_barrier,
+)
+from anybit.kernels.hopper.ring import Ring
+
+SENT = MET + 16  # barriers of sums that other CTAs send, behind those of warps
+
+
+class Codebook(Ring):
+    def __init__(self, kernel: CodebookKernel):
+        self.kernel_of, self.cells = kernel, kernel.cells
+        self.tokens, self.dtype = kernel.tokens, kernel.dtype
+        self.warps, self.stages = kernel.warps, kernel.stages
+        self.words = self.cells.v // 2  # registers of a centroid
+        self.part = ROWS * kernel.tokens * 4  # bytes of one warp's sums
+        self.sums_at = kernel.sums_at - WINDOW
+        self.count = kernel.blocks * (4 * kernel.cells.m + kernel.cells.groups)  # words of a lane
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Pointer,
+        w: cute.Pointer,
+        book: cute.Pointer,
+        row_scale: cute.Pointer,
+        bias: cute.Pointer,
+        y: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        cluster: Int32,
+        early: Int32,
+        grid: Int32,
+        stream: cuda.CUstream,
+    ):
+        @cute.struct
+        class Shared:
+            data: cute.struct.Align[cute.struct.MemRange[Uint8, self.kernel_of.shared()], 1024]
+
+        self.shared = Shared
+        self.kernel(x, w, book, row_scale, bias, y, m, n, k, cluster, early).launch(
+            grid=(grid, 1, 1),
+            block=(self.kernel_of.threads, 1, 1),
+            min_blocks_per_mp=self.kernel_of.ctas,
+            preferred_smem_carveout=100,  # given, or the DSL asks the driver
+            use_pdl=True,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Pointer,
+        w: cute.Pointer,
+        book: cute.Pointer,
+        row_scale: cute.Pointer,
+        bias: cute.Pointer,
+        y: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        cluster: Int32,
+        early: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = thread % 32
+        g, t = lane // 4, lane % 4
+        shared = cutlass.memory.SmemAllocator().allocate(self.shared)
+        base = Int32(shared.data.data_ptr().toint())
+        table = base + (self.kernel_of.table_at - WINDOW)
+        ring = base + (self.kernel_of.ring_at - WINDOW)
+        ring += warp * (self.stages * self.kernel_of.chunk_bytes)
+        barriers = base + warp * (self.stages * 8)
+
+        # This worker's chunks of K, and its cluster's row tiles: every `teams`-th.
+        rank, team, teams = cta % cluster, cta // cluster, ctas // cluster
+        worker, workers = rank * self.warps + warp, cluster * self.warps
+        blocks, chunks = k // self.cells.columns, (k + (self.kernel_of.columns - 1)) // self.kernel_of.columns
+        first = chunks * worker // workers
+        chunks = chunks * (worker + 1) // workers - first
+        last = cutlass.min(blocks, (first + chunks) * self.kernel_of.blocks)
+        tiles = ((n + (ROWS - 1)) // ROWS - team + (teams - 1)) // teams
+
+        # What does not depend on the previous kernel.
+        if thread < 4:
+            init_barrier(base + MET + thread * 8, self.warps if thread < 2 else 1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.griddepcontrol_launch_dependents()
+        source = self.source(w, team, teams, blocks, first, chunks)
+        address, chunk, left = source[0], Int32(0), tiles * chunks
+        self.open_ring(barriers, lane)
+        if early > 0:  # more of it would only delay x
+            address, chunk, left = self.refill(
+                source, ring, barriers, Int32(0), lane, address, chunk, left
+            )
+        self.fill(book, table, warp, lane)
+        cute.arch.griddepcontrol_wait()
+        vectors = self.load_x(x, first, last, m, k, g, t)
+        # Copies of weights would delay x: they follow it (m has less than 24 bits).
+        address += Int64(Int32(vectors[-1][-1][-1][-1]) & (m >> 24))
+        for slot in cutlass.range_constexpr(self.stages):
+            if early <= slot:
+                address, chunk, left = self.refill(
+                    source, ring, barriers, Int32(slot), lane, address, chunk, left
+                )
+        cute.arch.sync_threads()
+        cute.arch.cluster_wait()
+
+        lookup = Uint32(base - WINDOW) | Uint32(
+            lane * 4 if const_expr(self.cells.v == 4) else lane % 8 * 16
+        )
+        place = (team, teams, cluster, rank, warp, lane)
+        stage, phase = Int32(0), Int32(0)
+        acc = cute.make_rmem_tensor((self.tokens // 2,), Float32)
+        # Words of the next chunk are read before those of this one are used.
+        ahead = cute.make_rmem_tensor((self.count,), Uint32)
+        ahead.fill(0)
+        more = tiles * chunks
+        if more > 0:
+            wait_barrier(barriers, Int32(0))
+            self.read(ahead, ring, lane, g)
+        for it in cutlass.range(tiles, unroll=1):
+            acc.fill(0.0)
+            # For the epilogue of the last tile: the latency hides under this one.
+            before = self.fetch_row(row_scale, bias, team + (it - 1) * teams, lane % 16, n)
+            for j in cutlass.range_constexpr(self.kernel_of.chunks):
+                if j < chunks:
+                    words = [ahead[i] for i in range(self.count)]
+                    cute.arch.sync_warp()
+                    address, chunk, left = self.refill(
+                        source, ring, barriers, stage, lane, address, chunk, left
+                    )
+                    stage += 1
+                    if stage == self.stages:
+                        stage = Int32(0)
+                        phase ^= 1
+                    more -= 1
+                    if more > 0:
+                        wait_barrier(barriers + stage * 8, phase)
+                        self.read(ahead, ring + stage * self.kernel_of.chunk_bytes, lane, g)
+                    missing = (first + j) * self.kernel_of.blocks - last
+                    self.multiply(words, acc, vectors, lookup, missing, j)
+            self.settle(base, it - 2, place, row_scale, bias, y, m, n)
+            self.collect(base, it - 1, place, before, y, m, n)
+            self.share(base, acc, it, place, m)
+        self.settle(base, tiles - 2, place, row_scale, bias, y, m, n)
+        before = self.fetch_row(row_scale, bias, team + (tiles - 1) * teams, lane % 16, n)
+        self.collect(base, tiles - 1, place, before, y, m, n)
+        self.settle(base, tiles - 1, place, row_scale, bias, y, m, n)
+
+    # A tile passes through three steps, one in each turn of the main loop. Every warp waits for all
+    # others in each of them, so a warp that fills a buffer anew knows that it has been read.
+
+    @cute.jit
+    def share(self, base, acc, it, place, m):
+        """Put this warp's sums of a tile where its CTA's meet."""
+        _, _, cluster, rank, warp, lane = place
+        g, t = lane // 4, lane % 4
+        part = base + self.sums_at + (it % 2 * self.warps + warp) * self.part
+        for i in cutlass.range_constexpr(self.tokens // 8):
+            if i * 8 + 2 * t < m:
+                for h in cutlass.range_constexpr(2):
+                    values = [acc[4 * i + 2 * h], acc[4 * i + 2 * h + 1]]
+                    store_shared(part + self.place(g + 8 * h, i * 4 + t), values)
+        cute.arch.sync_warp()
+        if lane == 0:
+            arrive(base + (MET + it % 2 * 8))
+
+    @cute.jit
+    def collect(self, base, it, place, numbers, y, m, n):
+        """Add up the CTA's sums of a tile; write 16 outputs of every token, or send their parts."""
+        team, teams, cluster, rank, warp, lane = place
+        if it >= 0:
+            wait_barrier(base + (MET + it % 2 * 8), it // 2 % 2)
+            mine, row, token, pair = self.outputs(it, warp, lane)
+            if mine and token < m:
+                part = base + self.sums_at + it % 2 * (self.warps * self.part)
+                part += self.place(row, pair) + lane // 16 * 4
+                total = Float32(0.0)
+                for i in cutlass.range_constexpr(self.warps):
+                    total += load_shared(part, 1, i * self.part, True, Float32)[0]
+                if cluster == 1:
+                    self.store(total, team + it * teams, row, token, numbers, y, n)
+                else:
+                    turn = it // cluster % 2
+                    at = ((turn * cluster + rank) * self.tokens + token) * ROWS + row
+                    to = base + self.sums_at + 2 * self.warps * self.part + at * 4
+                    send(to, it % cluster, total, base + (SENT + turn * 8))
+            if cluster > 1:  # a remainder costs as much as a look-up for 16 rows
+                if it % cluster == rank and warp == 0 and lane == 0:
+                    turn = it // cluster % 2
+                    arrive_and_expect(base + (SENT + turn * 8), cluster * m * (4 * ROWS))
+
+    @cute.jit
+    def settle(self, base, it, place, row_scale, bias, y, m, n):
+        """Add up the cluster's sums of a tile, if this CTA owns it, and write the outputs."""
+        team, teams, cluster, rank, warp, lane = place
+        if cluster > 1 and it >= 0:
+            if it % cluster == rank:
+                numbers = self.fetch_row(row_scale, bias, team + it * teams, lane % 16, n)
+                turn = it // cluster
+                wait_barrier(base + (SENT + turn % 2 * 8), turn // 2 % 2, True)
+                mine, row, token, _ = self.outputs(it, warp, lane)
+                if mine and token < m:
+                    at = (turn % 2 * cluster * self.tokens + token) * ROWS + row
+                    part = base + self.sums_at + 2 * self.warps * self.part + at * 4
+                    total = Float32(0.0)
+                    for i in cutlass.range(cluster, unroll=4):
+                        total += load_shared(part + i * self.part, 1, 0, True, Float32)[0]
+                    self.store(total, team + it * teams, row, token, numbers, y, n)
+
+    def outputs(self, it: Any, warp: Any, lane: Any) -> tuple:
+        """(whether it is this warp's turn, row, token, pair of tokens): one output a thread."""
+        pairs = self.tokens // 2  # more warps than pairs take turns
+        pair, crew = warp % pairs, warp // pairs
+        mine = crew == it % (self.warps // pairs)
+        return mine, lane % 16, pair * 2 + lane // 16, pair
+
+    @cute.jit
+    def store(self, total, tile, row, token, numbers, y, n):
+        """Row scale, bias, rounding."""
+        scale, offset = numbers
+        if tile * ROWS + row < n:
+            to = Int64(y.toint()) + (Int64(token) * n + tile * ROWS + row) * 2
+            store_half(to, total * scale + offset, self.dtype)
+
+    def place(self, row: Any, pair: Any) -> Any:
+        """Where a row's sums for a pair of tokens lie in a part: free of bank conflicts.
+
+        For a warp that writes 8 rows x 4 pairs, and for one that reads 16 rows of one pair.
+        """
+        turn = row // 4
+        if self.tokens == 16:
+            turn = turn | (row // 2 % 2) * 4
+        return (row * self.tokens + (pair ^ turn) * 2) * 4
+
+    def fill(self, book: Any, table: Any, warp: Any, lane: Any) -> None:
+        """Copies of every centroid: entries of 256 bytes, two for a warp at a time."""
+        v = self.cells.v
+        half, copy = lane // 8 % 2, lane % 16
+        for i in range(self.kernel_of.tables):
+            if v == 8:  # two codebooks side by side
+                source = (2 * i + half) * (256 * 16)
+                wanted = Int32(2 * i + half < self.cells.m)
+            else:  # two halves of a centroid
+                source, wanted = i * 256 * 2 * v + half * v, Int32(1)
+            entries = [(warp + j * self.warps) * 2 + lane // 16 for j in range(128 // self.warps)]
+            n = 1 if v == 4 else 4  # words of a copy
+            for some in (entries[:8], entries[8:]):
+                values = [
+                    load_global(Int64(book.toint()) + source + entry * (2 * v), n, wanted)
+                    for entry in some
+                ]
+                for entry, value in zip(some, values, strict=True):
+                    store_shared(table + (i * TABLE + entry * 256 + copy * 16), value * (4 // n))
+
+    def load_x(self, x: Any, first: Any, last: Any, m: Any, k: Any, g: Any, t: Any) -> list:
+        """B words: [block][8 vectors of 32][8 tokens], 2 v columns each; zeros behind the end."""
+        v = self.cells.v
+        out = []
+        for block in range(self.kernel_of.chunks * self.kernel_of.blocks):
+            at = first * self.kernel_of.blocks + block
+            rows = []
+            for i in range(4):
+                tokens = []
+                for j in range(self.tokens // 8):
+                    token = j * 8 + g
+                    wanted = Int32(at < last) & Int32(token < m)
+                    column = at * self.cells.columns + (i * 8 + 2 * t) * v
+                    address = Int64(x.toint()) + (Int64(token) * k + column) * 2
+                    tokens.append([
+                        word
+                        for piece in range(v // 4)
+                        for word in load_global(address + piece * 16, 4, wanted)
+                    ])  # fmt: skip
+                rows.append(tokens)
+            out.append(rows)
+        return out
+
+    def read(self, ahead: Any, slot: Any, lane: Any, g: Any) -> None:
+        """A chunk's words of this lane: codes of every codebook and scales, block by block."""
+        words = []
+        for u in range(self.kernel_of.blocks):
+            at = slot + u * self.cells.block_bytes
+            for c in range(self.cells.m):
+                words += load_transposed(at + c * CELL + lane * 16)
+            scales = at + self.cells.m * CELL + g * 4
+            for i in range(self.cells.groups):
+                words += load_shared(scales, 1, 32 * i, True)
+        for i, word in enumerate(words):
+            ahead[i] = word
+
+    def multiply(
+        self, words: list, acc: Any, vectors: list, lookup: Any, missing: Any, j: int
+    ) -> None:
+        """acc += scale * centroids x, for every block of chunk j."""
+        each = 4 // self.cells.groups  # eights of vectors that share a scale
+        size = 4 * self.cells.m + self.cells.groups
+        for u in range(self.kernel_of.blocks):
+            part = words[u * size : (u + 1) * size]
+            codes, scales = part[: 4 * self.cells.m], part[4 * self.cells.m :]
+            here = Uint32(0) - Uint32(Int32(missing + u < 0))  # behind the end of K lie no scales
+            for group in range(self.cells.groups):
+                sums = [[Float32(0.0)] * 4 for _ in range(self.tokens // 8)]
+                for i in range(group * each, (group + 1) * each):
+                    for c in range(self.cells.m):
+                        self.add(codes[4 * c + i], c, vectors[j * self.kernel_of.blocks + u][i], sums, lookup)
+                low, high = halves_to_float(scales[group] & here)
+                for n in range(self.tokens // 8):
+                    for r in range(4):
+                        factor = high if r // 2 else low
+                        acc[4 * n + r] = acc[4 * n + r] + sums[n][r] * factor
+
+    def add(self, word: Any, c: int, tokens: list, sums: list, lookup: Any) -> None:
+        """sums += the products of the four codes in a word: two vectors of rows g and g + 8."""
+        n = self.words
+        for s in range(2):
+            upper, lower = (self.look_up(insert_code(word, lookup, 2 * s + h), c) for h in range(2))
+            for p in range(0, n, 2):
+                a = [upper[p], lower[p], upper[p + 1], lower[p + 1]]
+                for i, token in enumerate(tokens):
+                    b = token[s * n + p : s * n + p + 2]
+                    sums[i] = mma(sums[i], a, b, self.dtype)
+
+    def look_up(self, address: Any, c: int) -> list:
+        """The words of a centroid of codebook c, at its entry's address."""
+        at = self.kernel_of.table_at
+        if self.cells.v == 8:
+            return load_shared(address, 4, at + c // 2 * TABLE + c % 2 * 128)
+        n = 1 if self.cells.v == 4 else 4  # one word each needs no moves into a product's registers
+        return [
+            word
+            for half in range(2)
+            for word in load_shared(address, n, at + c * TABLE + half * 128)
+        ]

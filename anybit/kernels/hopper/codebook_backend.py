@@ -1,0 +1,178 @@
+"""Codebook formats on H100 and H200: what `backend.py` hands over.
+
+Up to 16 tokens are one launch of `psumbook.py` or `codebook.py`; both read the same layout.
+"""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit.format import Format, Packed
+from anybit.kernels.hopper import codebook_tiles
+from anybit.kernels.hopper.build import have_dsl
+from anybit.kernels.hopper.cells import ROWS, Cells, CodebookKernel, cells_of, pack
+from anybit.kernels.hopper.codebook_build import compile_kernel, kernel_file
+from anybit.kernels.hopper.codebook_load import Function
+from anybit.kernels.hopper.tiles import MAX_SHARED, MULTIPROCESSORS
+
+MOST_TOKENS = 16  # of one launch
+MOST_LAUNCHES = 4  # for more tokens a dense weight is faster
+NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def refuse(
+    fmt: Format, activation: str | None, shape: tuple[int, int], device: torch.device
+) -> str | None:
+    k = shape[1]
+    cells = cells_of(fmt)
+    if isinstance(cells, str):
+        return cells
+    if activation is not None:
+        return f"codebooks are multiplied by fp16 and bf16 activations, not by {activation}"
+    if k % cells.columns:
+        return f"{fmt.spec}: K must be a multiple of {cells.columns}, not {k}"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return f"needs an H100 or H200 (sm_90a), not {torch.cuda.get_device_name(device)}"
+    plans = [
+        codebook_tiles.choose(cells, m, k, name) for m in (1, 2, 8, 16) for name in NAMES.values()
+    ]
+    if None in plans:
+        return f"{fmt.spec}: its tables do not fit into shared memory for K={k}"
+    missing = [path for plan in plans if plan and not (path := kernel_file(plan[0])).exists()]
+    if missing and not have_dsl():
+        return (
+            f"{len(missing)} kernels are not in {missing[0].parent}, and CuTe DSL is not "
+            "installed: pip install 'anybit[hopper]', or run `python -m "
+            f"anybit.kernels.hopper.build {fmt.spec}` elsewhere and carry the folder"
+        )
+    return None
+
+
+def prepare(packed: Packed) -> list[Tensor]:
+    """[blocks, row scale fp32, codebook fp16, codebook bf16]; see `cells.pack`."""
+    blocks, row_scale, book = pack(packed)
+    return [blocks, row_scale, book.half(), book.bfloat16()]
+
+
+def linear(
+    x: Tensor, prepared: list[Tensor], bias: Tensor | None, fmt: Format, n: int
+) -> Tensor:
+    """x (M, K) in fp16 or bf16 -> (M, n)."""
+    m, k = x.shape
+    if m <= MOST_TOKENS * MOST_LAUNCHES:
+        if not x.is_contiguous() or x.data_ptr() % 16:
+            x = x.clone(memory_format=torch.contiguous_format)
+        parts = [multiply(rows, prepared, bias, fmt, n) for rows in x.split(MOST_TOKENS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    from anybit.kernels.triton.cells import decode
+
+    cells = cells_of(fmt)
+    assert isinstance(cells, Cells)
+    book = prepared[2 + (x.dtype == torch.bfloat16)]
+    weight = decode(prepared[0], prepared[1], book, (n, k), cells.groups)
+    return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+def multiply(
+    x: Tensor,
+    prepared: list[Tensor],
+    bias: Tensor | None,
+    fmt: Format,
+    n: int,
+    plan: tuple[CodebookKernel, int, int] | None = None,
+    overlap: bool = True,
+) -> Tensor:
+    """One launch: x (M <= 16, K), contiguous -> (M, n).
+
+    plan: kernel, CTAs of a cluster, clusters; chosen by `plan_of` if None. overlap: programmatic
+    dependent launch.
+    """
+    m, k = x.shape
+    device = x.device.index
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return multiply(x, prepared, bias, fmt, n, plan, overlap)
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    if not m:
+        return y
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
+    function, cluster, teams, shared = launch_of(fmt, m, n, k, x.dtype, device, plan)
+    blocks, row_scale, *books = prepared[:4]
+    function.launch(
+        x,
+        (
+            blocks.data_ptr(),
+            books[x.dtype == torch.bfloat16].data_ptr(),
+            row_scale.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+        ),
+        n,
+        cluster,
+        teams,
+        shared,
+        overlap,
+    )
+    return y
+
+
+@cache
+def launch_of(
+    fmt: Format,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: int,
+    plan: tuple[CodebookKernel, int, int] | None,
+) -> tuple[Function, int, int, int]:
+    """The loaded kernel for a problem, CTAs of a cluster, clusters, bytes of shared memory."""
+    if plan is None:
+        cells = cells_of(fmt)
+        assert isinstance(cells, Cells)
+        found = codebook_tiles.choose(cells, m, k, NAMES[dtype])
+        if found is None:
+            raise ValueError(f"{fmt.spec}: no kernel for K={k} and {m} tokens")
+        plan = (*found, 0)
+    kernel, cluster, teams = plan
+    function = loaded(kernel, device)
+    tiles = -(-n // ROWS)
+    waves = 1
+    teams = teams or min(MULTIPROCESSORS // cluster, tiles)
+    while plan[2] == 0 and cluster > 1:
+        shared = kernel.shared(cluster, -(-tiles // (teams * waves)))
+        if shared > MAX_SHARED:  # too many sums: fewer tiles for each cluster, one after another
+            waves += 1
+            continue
+        resident = function.most_clusters(cluster, shared)
+        if resident >= teams:
+            break
+        teams = resident
+    teams *= waves
+    teams = min(teams, tiles)
+    return function, cluster, teams, kernel.shared(cluster, -(-tiles // teams))
+
+
+@cache
+def loaded(kernel: CodebookKernel, device: int) -> Function:
+    """A kernel on a device: from the cache, else compiled into it."""
+    path = kernel_file(kernel)
+    if not path.exists():
+        if not have_dsl():
+            raise RuntimeError(
+                f"{path} does not exist and CuTe DSL is not installed; pip install "
+                "'anybit[hopper]', or carry the folder from a machine that has it"
+            )
+        compile_kernel(kernel)
+    with torch.cuda.device(device):
+        return Function(path, device)
+
+
+def read_floor(fmt: Format, n: int, k: int) -> int:
+    """Bytes of packed weights that a product must read."""
+    cells = cells_of(fmt)
+    assert isinstance(cells, Cells)
+    return -(-n // ROWS) * (k // cells.columns) * cells.block_bytes
