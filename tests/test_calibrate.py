@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 import anybit
 from anybit import GPTQ, Calibration
 from anybit.linear import QuantLinear
+from anybit.quantizers.calibrate import linear_at, quantize_layers
 from anybit.quantizers.replay import Replay, Seen, find_blocks
 
 VOCAB, LENGTH, SAMPLES = 96, 32, 20
@@ -95,6 +96,24 @@ def test_layers_with_one_input_share_statistics() -> None:
     assert seen["self_attn.q_proj"] is seen["self_attn.k_proj"] is seen["self_attn.v_proj"]
     assert seen["mlp.gate_proj"] is seen["mlp.up_proj"]
     assert len({id(statistics) for statistics in seen.values()}) == 3
+
+
+@pytest.mark.parametrize("spec", ["int4:group=32", "liquid", "codebook:m=1,v=4,b=4,group=32"])
+def test_layers_with_one_input_get_what_each_gets_alone(spec: str) -> None:
+    model = llama()
+    blocks = list(model.model.layers)
+    block = blocks[0]
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj")
+    seen = Replay(model, blocks, tokens()).watch(0, names, ("hessian",))
+    fmt, quantizer = anybit.get_format(spec), GPTQ()
+    alone = {n: quantizer.quantize(linear_at(block, n).weight, fmt, seen[n]) for n in names}
+    quantize_layers(block, dict.fromkeys(names, spec), quantizer, seen)
+    for name in names:
+        layer = block.get_submodule(name)
+        for key, tensor in alone[name].tensors().items():
+            got = getattr(layer, key)
+            assert torch.equal(got, tensor), (name, key)
+            assert got.untyped_storage().nbytes() == got.nbytes  # shared by no other layer
 
 
 def test_later_blocks_see_quantized_ones() -> None:
