@@ -123,7 +123,8 @@ def quantize(
         str | None,
         typer.Option(
             help="Without text: rtn (the default), clip or hqq. With text: gptq (the default), "
-            "smooth, or smooth+gptq (the default where activations are quantized too)."
+            "additive (the default for codebooks), smooth, or smooth+gptq (the default where "
+            "activations are quantized too)."
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Windows of text to calibrate on.")] = 128,

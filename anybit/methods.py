@@ -7,8 +7,11 @@ from typing import Any
 from torch import nn
 
 from anybit.checkpoint import save
+from anybit.dispatch import parse_scheme
 from anybit.evaluate.corpus import calibration_text
 from anybit.quantize import quantize_
+from anybit.quantizers.additive import Additive
+from anybit.quantizers.calibrate import Calibrated
 from anybit.quantizers.clip import Clip
 from anybit.quantizers.gptq import GPTQ
 from anybit.quantizers.hqq import HQQ
@@ -17,8 +20,9 @@ from anybit.quantizers.smooth import Smooth
 from anybit.quantizers.text import Calibration
 
 DATA_FREE: dict[str, type[RTN]] = {"rtn": RTN, "clip": Clip, "hqq": HQQ}
-CALIBRATED: dict[str, Callable[[Calibration], GPTQ | Smooth]] = {
+CALIBRATED: dict[str, Callable[[Calibration], Calibrated]] = {
     "gptq": GPTQ,
+    "additive": Additive,
     "smooth": lambda text: Smooth(text, then=Clip()),
     "smooth+gptq": lambda text: Smooth(text, then=GPTQ()),
 }
@@ -66,8 +70,12 @@ def quantize_directory(
 
 
 def default_method(plan: Mapping[str, str | None]) -> str:
-    """Smoothing helps where activations are quantized; `liquid` is made for that."""
+    """Codebooks are calibrated whole, and layers beside them with GPTQ. Smoothing helps where
+    activations are quantized; `liquid` is made for that.
+    """
     schemes = [scheme for scheme in plan.values() if scheme]
+    if any("codebook" in parse_scheme(scheme)[0].entries() for scheme in schemes):
+        return "additive"
     with_activations = any("@" in s or s.startswith("liquid") for s in schemes)
     return "smooth+gptq" if with_activations else "gptq"
 

@@ -43,6 +43,7 @@ def test_methods_choose_other_codes(tmp_path: Path) -> None:
 def test_default_method() -> None:
     assert default_method({"*": "int4", "lm_head": None}) == "gptq"
     assert default_method({"*": "int4@int8"}) == "smooth+gptq"
+    assert default_method({"*": "int4", "*.up_proj": "codebook:m=1,v=4"}) == "additive"
     assert default_method({"*": "int4", "*.down_proj": "liquid"}) == "smooth+gptq"
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import GPTQ, Calibration, Smooth
+from anybit import GPTQ, Additive, Calibration, Smooth
 from anybit.quantizers.calibrate import StoredBlocks
 from anybit.quantizers.replay import Replay
 from anybit.stream_calibrated import calibrate_checkpoint
@@ -42,6 +42,18 @@ def test_same_as_in_memory(quantizer: type, tmp_path: Path) -> None:
     assert {"config.json", "notes.txt", "model-00004-of-00004.safetensors"} <= names
     assert not any("block" in name or "settings" in name for name in names)
     assert not out.with_name("out.partial").exists()
+
+
+def test_codebooks_and_tuned_norms_are_those_of_memory(tmp_path: Path) -> None:
+    plan = {"*": "int4:group=32", "*.down_proj": "codebook:m=1,v=4,b=4,group=32"}
+
+    def quantizer() -> Additive:
+        return Additive(tokens(), rounds=1, steps=3)
+
+    out = calibrate_checkpoint(saved(tmp_path / "dense"), tmp_path / "out", plan, quantizer())
+    model = anybit.quantize_(llama(), plan, quantizer())
+    assert not torch.equal(model.model.layers[0].input_layernorm.weight, torch.ones(64))
+    compare(out, model)
 
 
 def test_tied_head_is_kept(tmp_path: Path) -> None:
