@@ -14,7 +14,20 @@ from torch import Tensor
 
 LARGEST = {"int8": 127, "fp8": 448}
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 COLUMNS = 1024  # of a program that multiplies SiLU(gate) and up without quantizing
+
+
+@triton.jit
+def _divided(v, scale):
+    """v / scale, correctly rounded: a product and its rest instead of a division for each value."""
+    if INTERPRET:  # rounds fused multiply-adds twice
+        return tl.div_rn(v, scale + v * 0)
+    power = tl.where(scale < 1e-30, 1267650600228229401496703205376.0, 1.0)  # 2**100
+    v, scale = v * power, scale * power
+    inverse = tl.div_rn(1.0, scale)
+    q = v * inverse
+    return tl.fma(tl.fma(-q, scale, v), inverse, q)
 
 
 @triton.jit
@@ -22,7 +35,7 @@ def _quantize(v, LARGEST: tl.constexpr, CODE: tl.constexpr):
     """A token's values in fp32 -> (codes, scale)."""
     scale = tl.max(tl.abs(v), axis=0) / LARGEST
     scale = tl.where(scale == 0, 1.0, scale)
-    q = tl.div_rn(v, scale + v * 0)
+    q = _divided(v, scale)
     if LARGEST == 127:
         # 1.5 * 2**23 rounds to the nearest integer, ties to even, as torch.round does.
         q = q + 12582912.0 - 12582912.0
@@ -177,7 +190,7 @@ def _launch(
             0 if other is None else other.stride(0), eps, LARGEST=largest,
             FUSE="norm" if norm is not None else "silu" if gate is not None else "",
             HAS_SUMS=sums is not None and len(sums) > 0, WIDE=wide,
-            num_warps=max(1, min(16, wide // 512)), **overlap(x.device),
+            num_warps=max(1, min(32, wide // 256)), **overlap(x.device),
         )  # fmt: skip
     return residual
 

@@ -17,13 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anybit.kernels.triton.activation import after_previous, overlap
+from anybit.kernels.triton import attention_int8
+from anybit.kernels.triton.activation import INTERPRET, after_previous, overlap
 
 MOST_SPLITS = 64
-PROGRAMS = 264  # two for each multiprocessor of the largest GPU here
-
-
-INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
+PROGRAMS = 256  # about two for each multiprocessor of the largest GPU here
 
 
 class Tile(NamedTuple):
@@ -196,7 +194,7 @@ def _attend(
             score = tl.dot(x, tl.trans(keys), input_precision="ieee") * unit[:, None]
             if KIND == "dynamic":
                 score *= tl.load(k_scale + row, inside, other=0)[None, :]
-            seen = inside[None, :] & (t[None, :] <= position[:, None])
+            seen = t[None, :] <= position[:, None]  # position < last
             if WINDOW > 0:
                 seen = seen & (t[None, :] > position[:, None] - WINDOW)
             score = tl.where(seen, score, float("-inf"))
@@ -309,6 +307,7 @@ def attend(
     group = heads // kv_heads
     rows = max(16, min(128, triton.next_power_of_2(longest * group)))
     tile = tile or (PROMPT if rows == 128 else DECODE if k_scale is None else DECODE_INT8)
+    single = longest == 1 and k_scale is not None and group <= attention_int8.MOST_HEADS
     splits = (choose_splits(batch * kv_heads) if longest == 1 else 1) if splits is None else splits
     out = torch.empty_like(q) if out is None else out
     shape = (*q.shape[:2], splits)
@@ -316,12 +315,20 @@ def attend(
     if splits > 1:
         parts = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
         sums, maxima = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    _attend[(triton.cdiv(longest * group, rows), kv_heads, batch * splits)](
-        q, k, v, k_scale, v_scale, tables, contexts, starts, parts, sums, maxima,
-        tables.stride(0), scale * 1.4426950408889634, KV_HEADS=kv_heads, GROUP=group, D=dim,
-        BLOCK=block, WINDOW=window or 0, KIND=kind(k_scale), SPLITS=splits, ROWS=rows,
-        TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device),
-    )  # fmt: skip
+    if single:
+        attention_int8.decode[(kv_heads, batch * splits)](
+            q, k, v, k_scale, v_scale, tables, contexts, parts, sums, maxima, tables.stride(0),
+            scale * 1.4426950408889634, KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block,
+            WINDOW=window or 0, STATIC=kind(k_scale) == "static", SPLITS=splits, TOKENS=tile.tokens,
+            num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device),
+        )  # fmt: skip
+    else:
+        _attend[(triton.cdiv(longest * group, rows), kv_heads, batch * splits)](
+            q, k, v, k_scale, v_scale, tables, contexts, starts, parts, sums, maxima,
+            tables.stride(0), scale * 1.4426950408889634, KV_HEADS=kv_heads, GROUP=group, D=dim,
+            BLOCK=block, WINDOW=window or 0, KIND=kind(k_scale), SPLITS=splits, ROWS=rows,
+            TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device),
+        )  # fmt: skip
     if splits > 1:
         _combine[(q.shape[0] * heads,)](
             parts, sums, maxima, out, D=dim, SPLITS=splits, num_warps=4, **overlap(q.device)

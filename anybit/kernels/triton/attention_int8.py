@@ -1,0 +1,115 @@
+"""Decode attention over an int8 cache on the int8 matrix unit: no code of K or V is converted.
+
+The query, and the probabilities with V's scales, become two int8 digits, hi + lo / 254, of 1 / 126
+of their largest value: 15 bits, more than bf16 has. A tile of the matrix unit has 16 rows and a K
+head serves at most 8 query heads here, so the low digits are rows of the same tile, for nothing.
+"""
+
+import triton
+import triton.language as tl
+
+from anybit.kernels.triton.activation import after_previous
+
+MOST_HEADS = 8  # query heads of a K head
+
+
+@triton.jit
+def _round(x):
+    # 1.5 * 2**23 rounds to the nearest integer, ties to even.
+    return x + 12582912.0 - 12582912.0
+
+
+@triton.jit
+def _both(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """Rows of both digits (x (2 * ROWS, SIZE), high ones first) added up."""
+    return tl.sum(tl.reshape(x, [2, ROWS, SIZE]), 0)
+
+
+@triton.jit
+def decode(
+    q, k_cache, v_cache, k_scale, v_scale, tables, contexts, out, sums, maxima, TABLE_STRIDE, SCALE,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, STATIC: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The query heads of one K head of a sequence against a part of its context.
+
+    Arguments are those of `attention._attend`; a sequence has one query.
+    """
+    after_previous(PDL)
+    kv_head = tl.program_id(0)
+    seq, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
+    context = tl.load(contexts + seq)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(context - WINDOW, 0) // TOKENS * TOKENS
+    each = tl.cdiv(tl.cdiv(context - begin, TOKENS), SPLITS) * TOKENS
+    low = begin + split * each
+    high = tl.minimum(low + each, context)
+
+    ROWS: tl.constexpr = 8
+    SIDE: tl.constexpr = 16 if BLOCK % 16 == 0 else 1  # tokens side by side in a block of V
+    d = tl.arange(0, D)
+    digit = tl.arange(0, 2 * ROWS)
+    worth = tl.where(digit < ROWS, 1.0, 1.0 / 254)
+    first = seq.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP
+    head = first + digit % ROWS
+    x = tl.load(q + head[:, None] * D + d[None, :], (digit % ROWS < GROUP)[:, None], other=0)
+    x = x.to(tl.float32)
+    if STATIC:
+        x *= tl.load(k_scale + kv_head * D + d)[None, :]
+    largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
+    x = x * (126.0 / largest)[:, None]
+    x = tl.where((digit < ROWS)[:, None], _round(x), _round((x - _round(x)) * 254)).to(tl.int8)
+    unit = worth * largest * (SCALE / 126)
+
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
+    for at in range(low, high, TOKENS):
+        t = at + tl.arange(0, TOKENS)
+        inside = t < context
+        page = tl.load(tables + seq.to(tl.int64) * TABLE_STRIDE + t // BLOCK, inside, other=0)
+        page = page.to(tl.int64) * KV_HEADS + kv_head
+        row = page * BLOCK + t % BLOCK
+        keys = tl.load(k_cache + row[:, None] * D + d[None, :], inside[:, None], other=0)
+        score = _both(tl.dot(x, tl.trans(keys)).to(tl.float32) * unit[:, None], ROWS, TOKENS)
+        if not STATIC:
+            score *= tl.load(k_scale + row, inside, other=0)[None, :]
+        seen = inside
+        if WINDOW > 0:
+            seen = seen & (t >= context - WINDOW)
+        score = tl.where(seen[None, :], score, float("-inf"))
+        new = tl.maximum(most, tl.max(score, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(score - base[:, None])
+        fade = tl.exp2(most - base)
+        total = total * fade + tl.sum(p, 1)
+        p *= 126.0
+        worth_v = worth * (1.0 / 126)
+        if not STATIC:
+            scale = tl.load(v_scale + row, inside, other=0)
+            most_scale = tl.maximum(tl.max(scale, 0), 1e-30)
+            p *= (scale / most_scale)[None, :]
+            worth_v *= most_scale
+        upper = _round(p)
+        p = tl.join(upper, _round((p - upper) * 254)).to(tl.int8)
+        p = tl.reshape(tl.permute(p, (2, 0, 1)), [2 * ROWS, TOKENS])
+        side = tl.max_contiguous(tl.multiple_of(page * (D * BLOCK) + t % BLOCK, SIDE), SIDE)
+        whole = t // SIDE * SIDE < context  # all that lies side by side; p is 0 past the context
+        values = tl.load(v_cache + d[:, None] * BLOCK + side[None, :], whole[None, :], other=0)
+        part = tl.dot(p, tl.trans(values)).to(tl.float32) * worth_v[:, None]
+        acc = acc * fade[:, None] + _both(part, ROWS, D)
+        most = new
+    if STATIC:
+        acc *= tl.load(v_scale + kv_head * D + d)[None, :]
+    live = tl.arange(0, ROWS) < GROUP
+    to = first + tl.arange(0, ROWS)
+    if SPLITS == 1:
+        acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+        tl.store(out + to[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), live[:, None])
+    else:
+        to = to * SPLITS + split
+        tl.store(out + to[:, None] * D + d[None, :], acc, live[:, None])
+        tl.store(sums + to, total, live)
+        tl.store(maxima + to, most, live)
