@@ -6,7 +6,9 @@ from torch import Tensor
 
 import anybit
 from anybit import HQQ, RTN
+from anybit.kernels import reference
 from anybit.quantizers.hqq import P, shrink
+from tests.conftest import DEVICE
 from tests.specs import SCALAR
 
 
@@ -73,3 +75,16 @@ def test_shrink_by_brute_force() -> None:
     assert float(got[3]) == pytest.approx(1 - 0.1)
     assert float(got[4]) == pytest.approx(-(1 - 0.1))
     assert float(got[5]) == pytest.approx(20 - 20 ** (P - 1) / 10)
+
+
+@pytest.mark.parametrize("spec", ["int2:group=32,zero", "int4:group=64,zero"])
+def test_the_triton_kernel_reads_real_zero_points(spec: str, w: Tensor) -> None:
+    backend = pytest.importorskip("anybit.kernels.triton.backend")
+    packed = HQQ().quantize(w.to(DEVICE), anybit.get_format(spec))
+    zero = packed.grid["zero"]
+    assert zero.dtype == torch.float16
+    assert not torch.equal(zero, zero.round())
+    x = torch.eye(256, device=DEVICE).half()  # reads every weight back
+    y = backend.linear(x, backend.prepare(packed, None), None, packed.format, len(w), None)
+    want = reference.linear(x, reference.prepare(packed, None), None, packed.format, len(w), None)
+    assert torch.allclose(y, want, rtol=2**-10, atol=0)  # both round the same number to fp16
