@@ -116,7 +116,7 @@ def test_compiled_and_cached_graphs_follow_the_backend(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory):
-    """A random mixture of 4 experts, dense, with a head of its own."""
+    """A random mixture of 5 experts, dense, with a head of its own."""
     torch.manual_seed(0)
     config = MixtralConfig(
         hidden_size=128,
@@ -125,7 +125,7 @@ def mixtral(tmp_path_factory):
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=4100,  # vLLM pads it
-        num_local_experts=4,
+        num_local_experts=5,  # so that two ranks hold 3 and 2
         initializer_range=0.2,
     )
     path = tmp_path_factory.mktemp("mixtral")
