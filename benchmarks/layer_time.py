@@ -95,17 +95,13 @@ def same_codes(w: torch.Tensor, fmt: Format) -> None:
     """GPTQ of a few columns, recorded and not; prints where they differ, which rounding may."""
     u = inverse_factor(torch.eye(w.shape[1], device=w.device) + 0.1, 0.01)
     grid, order = fmt.fit(w), [*range(w.shape[1])]
-    recorded = columns.propagate(w.T.clone(), u, order, fmt, grid)
-    kept, columns.record = columns.record, refuse
-    columns.recorded.clear()
-    plain = columns.propagate(w.T.clone(), u, order, fmt, grid)
-    columns.record = kept
-    columns.recorded.clear()
+    with columns.recordings():
+        recorded = columns.propagate(w.T.clone(), u, order, fmt, grid)
+    waits, columns.waits_for_device = columns.waits_for_device, lambda work: True
+    with columns.recordings():
+        plain = columns.propagate(w.T.clone(), u, order, fmt, grid)
+    columns.waits_for_device = waits
     print(f"{fmt.spec}: {(recorded != plain).sum().item()} of {plain.numel()} codes differ")
-
-
-def refuse(*_: object) -> None:
-    raise RuntimeError
 
 
 if __name__ == "__main__":

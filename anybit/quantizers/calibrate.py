@@ -22,6 +22,7 @@ from anybit.files import Stored
 from anybit.format import Format, Packed
 from anybit.linear import QuantLinear, check_finite
 from anybit.progress import progress
+from anybit.quantizers.columns import recordings
 from anybit.quantizers.replay import Replay, Seen, find_blocks
 from anybit.quantizers.text import Calibration, Source
 from anybit.quantizers.work import Work, digest
@@ -107,7 +108,7 @@ def run(
     work = Work(calibration.work, settings_of(model, schemes, quantizer, calibration, ids, stored))
     weights = {name: linear_at(model, name).weight.numel() for name in schemes}
     few: dict[str, int] = {}
-    with restored_on_error(model), torch.no_grad():
+    with restored_on_error(model), recordings(), torch.no_grad():
         model.eval()
         with progress("calibrating", sum(weights.values()), show_progress) as step:
             for index, block in enumerate(blocks):

@@ -4,7 +4,8 @@ On a GPU the loop is bound by the launches of its small kernels, about 20 a colu
 it that works on one block of columns runs as a CUDA graph, recorded once for each shape.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -72,7 +73,9 @@ recorded: dict[object, Rounding] = {}
 
 
 def rounding_of(rows: Tensor, factor: Tensor, grid: Grid, fmt: Format) -> Rounding:
-    """`round_block` for tensors of these shapes: on a GPU a recording, if it can be recorded."""
+    """`round_block` for tensors of these shapes: on a GPU a recording, unless the format's encode
+    waits for the device.
+    """
 
     def eager(rows: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         return round_block(rows, factor, grid, fmt)
@@ -84,11 +87,31 @@ def rounding_of(rows: Tensor, factor: Tensor, grid: Grid, fmt: Format) -> Roundi
     if key not in recorded:
         while len(recorded) >= GRAPHS:
             del recorded[next(iter(recorded))]
-        try:
-            recorded[key] = record(rows, factor, grid, fmt)
-        except RuntimeError:  # a format whose encode waits for the GPU
-            recorded[key] = eager
+        waits = waits_for_device(lambda: round_block(rows.clone(), factor, grid, fmt))
+        recorded[key] = eager if waits else record(rows, factor, grid, fmt)
     return recorded[key]
+
+
+@contextmanager
+def recordings() -> Iterator[None]:
+    """Inside, recordings are kept for layers of the same shape; after it, their memory is free."""
+    try:
+        yield
+    finally:
+        recorded.clear()
+
+
+def waits_for_device(work: Callable[[], object]) -> bool:
+    """Whether some work reads results on the host, which a recording may not, or fails."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
 
 
 def record(rows: Tensor, factor: Tensor, grid: Grid, fmt: Format) -> Rounding:

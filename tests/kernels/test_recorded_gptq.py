@@ -1,0 +1,62 @@
+"""GPTQ's loop on a GPU, recorded as a CUDA graph: the codes of the plain loop, bit for bit."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import anybit
+from anybit.format import Grid
+from anybit.formats.integer import Integer
+from anybit.quantizers import columns
+from tests.conftest import DEVICE
+from tests.specs import SCALAR
+
+pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="graphs are recorded on GPUs only")
+N, K = 96, 320  # two blocks of columns, and a shorter one
+
+
+@dataclass(frozen=True)
+class Waiting(Integer):
+    """Looks at a result on the host, as a recording may not."""
+
+    def encode(self, w: Tensor, grid: Grid) -> Tensor:
+        assert torch.isfinite(w).all().item()
+        return super().encode(w, grid)
+
+
+def factor() -> Tensor:
+    random = torch.Generator().manual_seed(0)
+    return torch.eye(K) + torch.randn(K, K, generator=random).triu(1) * 0.05
+
+
+@pytest.mark.parametrize("spec", [*SCALAR, "sparse", "codebook:m=2,v=8,b=5,group=64"])
+def test_recorded_is_plain(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fmt = anybit.get_format(spec)
+    w, u = torch.randn(N, K, generator=torch.Generator().manual_seed(1)).cuda(), factor().cuda()
+    order = torch.randperm(K // fmt.width, generator=torch.Generator().manual_seed(2))
+    places = (order[:, None] * fmt.width + torch.arange(fmt.width)).flatten()
+    grid = fmt.fit(w)
+    rows = w.T[places.cuda()]
+    with columns.recordings():
+        recorded = columns.propagate(rows.clone(), u, places.tolist(), fmt, grid)
+        again = columns.propagate(rows.clone(), u, places.tolist(), fmt, grid)
+        assert columns.recorded
+    assert not columns.recorded
+    monkeypatch.setattr(columns, "waits_for_device", lambda work: True)
+    plain = columns.propagate(rows.clone(), u, places.tolist(), fmt, grid)
+    columns.recorded.clear()
+    assert torch.equal(recorded, plain)
+    assert torch.equal(again, plain)
+
+
+def test_a_format_that_waits_runs_unrecorded() -> None:
+    w, fmt = torch.randn(N, K, generator=torch.Generator().manual_seed(1)).cuda(), Waiting()
+    with columns.recordings():
+        found = columns.propagate(w.T.clone(), factor().cuda(), [*range(K)], fmt, fmt.fit(w))
+    plain = Integer()
+    want = columns.propagate(w.T.clone(), factor().cuda(), [*range(K)], plain, plain.fit(w))
+    columns.recorded.clear()
+    assert torch.equal(found, want)
+    torch.randn(3, device="cuda")  # no recording was begun and left
