@@ -14,7 +14,7 @@ from tests.conftest import DEVICE
 from tests.specs import SCALAR
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="graphs are recorded on GPUs only")
-N, K = 96, 320  # two blocks of columns, and a shorter one
+N, K = 96, 384  # three blocks of columns
 
 
 @dataclass(frozen=True)
