@@ -129,13 +129,14 @@ def anybit_case(scheme: str, dtype: torch.dtype, backend: str | None = None) -> 
         weight: Any
         run: Callable[..., Tensor]
         if backend is None:
-            weight, run = QuantLinear(packed, None, activation), lambda layer, x: layer(x)
+            weight = QuantLinear(packed, None, activation, dtype)
+            run = lambda layer, x: layer(x)  # noqa: E731
         else:
             reason = refusals(fmt, activation, packed.shape, w.device)[backend]
             if reason is not None:
                 raise Refused(reason)
             module = get_backend(backend)
-            weight = module.prepare(packed, activation)
+            weight = module.prepare(packed, activation, dtype)
 
             def run(prepared: list[Tensor], x: Tensor) -> Tensor:
                 return module.linear(x, prepared, None, fmt, packed.shape[0], activation)

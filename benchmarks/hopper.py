@@ -309,51 +309,61 @@ def table(args: argparse.Namespace) -> None:
     )
     rows: list[bench.Row] = []
     for n, k in args.shapes:
-        for m in args.m:
-            rows += table_cell(args, blank, floor, m, n, k)
-            bench.write_csv(args.out, rows)
+        rows += Table(blank, floor, n, k).rows(args.schemes, args.m)
+        bench.write_csv(args.out, rows)
 
 
-def table_cell(args, blank: bench.Row, floor: ReadFloor, m: int, n: int, k: int) -> list[bench.Row]:
-    dense = {t: dense_us(n, k, m, t) for t in (torch.float16, torch.bfloat16)}
-    out = []
+class Table:
+    """The rows of one shape."""
 
-    def add(us: float, nbytes: int, **fields) -> None:
+    def __init__(self, blank: bench.Row, floor: ReadFloor, n: int, k: int):
+        self.blank, self.floor = replace(blank, N=n, K=k), floor
+        self.dense: dict[int, float] = {}  # of fp16, by M
+        self.out: list[bench.Row] = []
+
+    def add(self, m: int, us: float, nbytes: int, **fields) -> None:
         row = replace(
-            blank, M=m, N=n, K=k, us=round(us, 2), weight_gbps=round(nbytes / us / 1e3, 1),
-            tflops=round(2 * m * n * k / us / 1e6, 1),
-            vs_cublas_fp16=round(dense[torch.float16] / us, 3),
-            vs_floor=round(us / floor.us(nbytes), 3), **fields,
+            self.blank, M=m, us=round(us, 2), weight_gbps=round(nbytes / us / 1e3, 1),
+            tflops=round(2 * m * self.blank.N * self.blank.K / us / 1e6, 1),
+            vs_cublas_fp16=round(self.dense[m] / us, 3),
+            vs_floor=round(us / self.floor(nbytes), 3), **fields,
         )  # fmt: skip
-        out.append(row)
+        self.out.append(row)
         print(bench.line(row), flush=True)
 
-    for dtype, us in dense.items():
-        name = bench.short(dtype)
-        add(us, n * k * 2, peer="cublas", format=name, activation=name)
-    if m > 16:
-        x = torch.randint(-127, 128, (m, k), device="cuda").to(torch.int8)
-        w = [
-            torch.randint(-127, 128, (n, k), device="cuda").to(torch.int8)
-            for _ in range(max(2, 200_000_000 // (n * k)))
-        ]
-        us = median_us([lambda w=w: torch._int_mm(x, w.T) for w in w], torch.device("cuda"))
-        add(us, n * k, peer="cublas", format="int8(_int_mm)", activation="int8-given")
-    for scheme in args.schemes:
-        for dtype in outputs(scheme):
-            p = Problem(scheme, dtype, n, k, cold=True)
-            given = f"{p.activation}-given" if p.activation else bench.short(dtype)
-            for note, overlap in (("plain", False), ("pdl", True)):
-                us = time_tile(p, m, None, overlap)
-                add(
-                    us,
-                    p.nbytes,
-                    peer="anybit-hopper",
-                    format=p.fmt.spec,
-                    activation=given,
-                    note=note,
+    def rows(self, schemes: list[str], counts: list[int]) -> list[bench.Row]:
+        n, k = self.blank.N, self.blank.K
+        for dtype in (torch.float16, torch.bfloat16):
+            name = bench.short(dtype)
+            for m in counts:
+                us = dense_us(n, k, m, dtype)
+                self.dense.setdefault(m, us)
+                self.add(m, us, n * k * 2, peer="cublas", format=name, activation=name)
+        for m in counts:
+            if m > 16:
+                us = int_mm_us(n, k, m)
+                self.add(
+                    m, us, n * k, peer="cublas", format="int8(_int_mm)", activation="int8-given"
                 )
-    return out
+        for scheme in schemes:
+            for dtype in outputs(scheme):
+                p = Problem(scheme, dtype, n, k, cold=True)
+                given = f"{p.activation}-given" if p.activation else bench.short(dtype)
+                kind = {"peer": "anybit-hopper", "format": p.fmt.spec, "activation": given}
+                for m in counts:
+                    for note, overlap in (("plain", False), ("pdl", True)):
+                        us = time_tile(p, m, None, overlap)
+                        self.add(m, us, p.nbytes, note=note, **kind)
+        return self.out
+
+
+def int_mm_us(n: int, k: int, m: int) -> float:
+    x = torch.randint(-127, 128, (m, k), device="cuda").to(torch.int8)
+    weights = [
+        torch.randint(-127, 128, (n, k), device="cuda").to(torch.int8)
+        for _ in range(max(2, 200_000_000 // (n * k)))
+    ]
+    return median_us([lambda w=w: torch._int_mm(x, w.T) for w in weights], torch.device("cuda"))
 
 
 def host_us() -> None:

@@ -172,7 +172,7 @@ class Gemm(Epilogue):
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
 
-        # A CTA takes a range of tiles, token tiles innermost; or a cluster splits the K of one tile.
+        # A CTA takes a range of tiles, token tiles innermost; or a cluster splits one tile along K.
         k_tiles = k // K_TILE
         table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(MOST_EXPERTS + 1))
         m_tiles = (m + (self.tokens - 1)) // self.tokens

@@ -11,7 +11,7 @@ SHARED_OF_SM = 233_472  # bytes that all CTAs of a multiprocessor share
 RESERVED = 1024  # bytes of it that each CTA costs beside its own
 MOST_STAGES = 12
 MOST_EXPERTS = 256
-LEAST_STEPS = 14  # K tiles that a CTA of a cluster of 4 or 8 should have
+LEAST_STEPS = 14  # K tiles that a CTA of a cluster of 8 should have
 # Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange.
 DECODE, FIXED, EXCHANGE = 130, 6300, 3000
 
@@ -71,25 +71,31 @@ class Kernel:
         return "int8" if self.decoder.operand == "uint8" else self.decoder.operand
 
 
-MANY = [Tile(64, ctas=2), Tile(64, ctas=2, split=2), Tile(128), Tile(128, split=2)]
-LARGE = [Tile(256), Tile(128, rows=256)]
+# By bits of an operand: where two CTAs of 16-bit operands share a multiprocessor, each has three or
+# four stages, and a kernel that starts early finds places for two CTAs on some and none on others.
+HALVED = {8: Tile(64, ctas=2, split=2), 16: Tile(64, split=2)}
+
+
+def few(decoder: Decoder) -> list[Tile]:
+    """Tiles for up to 64 tokens."""
+    small = [Tile(tokens, ctas=2, split=s) for tokens in (8, 16, 32) for s in (1, 2, 4)]
+    if decoder.bits <= 6:  # wider codes would leave three CTAs too few stages
+        small += [Tile(tokens, ctas=3, split=8) for tokens in (8, 16)]
+    return [*small, Tile(64, ctas=2), HALVED[decoder.slot]]
+
+
+def many(decoder: Decoder) -> list[Tile]:
+    """Tiles for more than 64 tokens. With 16-bit operands large ones have two stages, or spill."""
+    halves = [Tile(128), Tile(128, split=2)]
+    if decoder.slot == 16:
+        return [HALVED[16], *halves]
+    narrow = [Tile(64, ctas=2), HALVED[8]] if decoder.bits <= 6 else []
+    return [*narrow, *halves, Tile(256), Tile(128, rows=256)]
 
 
 def family(decoder: Decoder) -> list[Tile]:
     """The tiles that a decoder is compiled for."""
     return [fitted(tile, decoder) for tile in dict.fromkeys(few(decoder) + many(decoder))]
-
-
-def few(decoder: Decoder) -> list[Tile]:
-    """Tiles for up to 64 tokens. Three CTAs need stages of few bytes, or they have too few."""
-    ctas = 3 if decoder.bits <= 6 else 2
-    small = [Tile(tokens, ctas=ctas, split=s) for tokens in (8, 16) for s in (1, 2, 4, 8)]
-    return small + [Tile(tokens, ctas=2, split=s) for tokens in (32, 64) for s in (1, 2)]
-
-
-def many(decoder: Decoder) -> list[Tile]:
-    """Tiles for more than 64 tokens. With 16-bit operands large ones have two stages, or spill."""
-    return MANY + LARGE if decoder.slot == 8 else MANY
 
 
 def fitted(tile: Tile, decoder: Decoder) -> Tile:
@@ -122,25 +128,23 @@ def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
     """The tile for y (m, n) = x (m, k) w (n, k)^T, by rules and by `cycles`; both were measured.
 
     Up to 64 tokens a tile holds them all, and K is split until the multiprocessors are busy, but
-    not into pieces that are soon done: clusters of 4 and more cost microseconds.
+    not over 8 CTAs if they are soon done. What counts is the time of launches that overlap.
     """
     if m > 64:
-        candidates = [t for t in many(decoder) if t.split == 1 or fits_once(t, m, n, k)]
+        candidates = [t for t in many(decoder) if fits_once(t, m, n, k)]
         return fitted(min(candidates, key=lambda t: cycles(t, decoder, m, n, k)), decoder)
     tokens = next(t for t in (8, 16, 32, 64) if m <= t)
-    splits = [
-        t
-        for t in few(decoder)
-        if t.tokens == tokens and (t.split <= 2 or k // K_TILE // t.split >= LEAST_STEPS)
-    ]
-    splits = [t for t in splits if t.split == 1 or fits_once(t, m, n, k)]
-    return fitted(max(splits, key=lambda t: t.split), decoder)
+    candidates = [t for t in few(decoder) if t.tokens == tokens and fits_once(t, m, n, k)]
+    return fitted(max(candidates, key=lambda t: t.split), decoder)
 
 
 def fits_once(tile: Tile, m: int, n: int, k: int) -> bool:
-    """Whether every cluster can be resident at once and every CTA gets a part of K."""
+    """Whether every cluster can be resident at once, and every CTA gets enough of K."""
+    if tile.split == 1:
+        return True
     tiles = -(-n // tile.rows) * -(-m // tile.tokens)
-    return tiles * tile.split <= MULTIPROCESSORS * tile.ctas and k // K_TILE >= tile.split
+    least = tile.split if tile.split <= 4 else tile.split * LEAST_STEPS
+    return tiles * tile.split <= MULTIPROCESSORS * tile.ctas and k // K_TILE >= least
 
 
 def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
