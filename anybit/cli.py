@@ -199,13 +199,14 @@ def export(
         "anybit plan models/pico --bits 4.5 --calibrate python --samples 32 --length 512",
         "anybit plan MODEL --bits 4.5 --calibrate text.jsonl -o plan.json --plot plan.png",
         "anybit plan MODEL --latency-us 900 --device h200 --calibrate text.jsonl -o plan.json",
+        "anybit plan --roofline 28672x4096 --candidates 'liquid@int8;fp6' --plot roofline.png",
     )
 )
 def plan(
-    model: Annotated[Path, typer.Argument(help="Directory of a dense model.")],
+    model: Annotated[Path | None, typer.Argument(help="Directory of a dense model.")] = None,
     calibrate: Annotated[
-        str, typer.Option(help='A .txt or .jsonl file, or "python": modules of the library.')
-    ],
+        str | None, typer.Option(help='A .txt or .jsonl file, or "python": modules of the library.')
+    ] = None,
     bits: Annotated[
         float | None, typer.Option(help="Stored bits of a weight, on average, with scales.")
     ] = None,
@@ -222,11 +223,30 @@ def plan(
         Path | None, typer.Option("--out", "-o", help="Write the plan for quantize --plan.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the choice (PNG, SVG or PDF).")] = None,
+    roofline: Annotated[
+        str | None,
+        typer.Option(metavar="NxK", help="No model: predict a layer's times on --device instead."),
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="A CSV of benchmarks/ to set beside the roofline.")
+    ] = None,
 ) -> None:
     """Choose a format for every layer under a budget of memory or of predicted time.
 
-    Measures on text how much each layer's rounding costs the model, and explains the choice.
+    Measures on text how much each layer's rounding costs the model, and explains the choice. With
+    --roofline it prints what the cost model (LiquidGEMM, section 3) says of a layer instead.
     """
+    chosen_formats = [s.strip() for s in candidates.split(";")] if candidates else None
+    if roofline:
+        from anybit.roofline import show
+
+        typer.echo(show(device, roofline, chosen_formats, measured, plot))
+        return
+    if model is None or calibrate is None:
+        raise typer.BadParameter(
+            "give MODEL and --calibrate, or --roofline NxK", param_hint="MODEL"
+        )
+
     from anybit.allocate import CANDIDATES, plan_formats
     from anybit.methods import calibration_of, load_dense
 
@@ -235,7 +255,7 @@ def plan(
         calibration_of(calibrate, samples, length),
         bits,
         seconds=None if latency_us is None else latency_us * 1e-6,
-        candidates=[s.strip() for s in candidates.split(";")] if candidates else CANDIDATES,
+        candidates=chosen_formats or CANDIDATES,
         device=device,
     )
     typer.echo(chosen.table())

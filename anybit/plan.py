@@ -6,9 +6,7 @@ prints it beside measured times.
 """
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from anybit.dispatch import parse_scheme
 from anybit.format import Format
@@ -122,56 +120,6 @@ def instructions(scheme: str) -> float:
     return (total + groups * d.preparing) / 32
 
 
-@dataclass(frozen=True)
-class Point:
-    """One prediction beside a measured time, where there is one (seconds)."""
-
-    scheme: str
-    m: int
-    n: int
-    k: int
-    cost: Cost
-    measured: float | None = None
-
-
-def roofline(
-    device: Device,
-    schemes: Iterable[str],
-    ms: Sequence[int],
-    shape: tuple[int, int],
-    measured: dict[tuple[str, int], float] | None = None,
-) -> list[Point]:
-    """Predictions for every scheme and number of tokens; measured: (scheme, m) -> seconds."""
-    n, k = shape
-    out = []
-    for scheme in schemes:
-        fmt = parse_scheme(scheme)[0]
-        alpha, bits = instructions(scheme), stored_bits(fmt, shape)
-        for m in ms:
-            predicted = cost(device, m, n, k, bits, operand_of(scheme), alpha)
-            out.append(Point(scheme, m, n, k, predicted, (measured or {}).get((scheme, m))))
-    return out
-
-
 def stored_bits(fmt: Format, shape: tuple[int, int]) -> float:
     """Bits that a product reads for each weight: codes and grid."""
     return fmt.bits_per_weight(shape)
-
-
-def plot(points: Sequence[Point], path: str | Path, title: str = "") -> None:
-    """Predicted (lines) and measured (dots) TFLOP/s over tokens, as PNG, SVG or PDF by `path`."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for scheme in dict.fromkeys(p.scheme for p in points):
-        mine = [p for p in points if p.scheme == scheme]
-        work = [2 * p.m * p.n * p.k / 1e12 for p in mine]
-        rate = [w / p.cost.seconds for w, p in zip(work, mine, strict=True)]
-        (line,) = axes.plot([p.m for p in mine], rate, label=scheme)
-        dots = [(p.m, w / p.measured) for w, p in zip(work, mine, strict=True) if p.measured]
-        if dots:
-            axes.plot(*zip(*dots, strict=True), "o", color=line.get_color())
-    axes.set(xscale="log", yscale="log", xlabel="tokens (M)", ylabel="TFLOP/s", title=title)
-    axes.legend()
-    figure.savefig(path)

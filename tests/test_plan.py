@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from anybit.plan import DEVICES, cost, instructions, largest_alpha, plot, roofline, threshold
+from anybit.plan import DEVICES, cost, instructions, largest_alpha, threshold
+from anybit.roofline import measured_times, plot, roofline, show
 
 H100, A100 = DEVICES["h100"], DEVICES["a100"]
 
@@ -68,3 +69,30 @@ def test_roofline_is_drawn(tmp_path: Path) -> None:
     assert fp6.cost.seconds == pytest.approx(28672 * 4096 * 6 / 8 / 4.8e12, rel=0.01)
     plot(points, tmp_path / "roofline.svg", "H200")
     assert "liquid@int8" in (tmp_path / "roofline.svg").read_text()
+
+
+def test_measured_times_stand_beside_predictions(tmp_path: Path) -> None:
+    csv = tmp_path / "times.csv"
+    rows = [
+        "anybit-hopper,liquid,int8-given,1,28672,4096,20.5,,,,,plain",
+        "anybit-hopper,liquid,int8-given,1,28672,4096,15.2,,,,,pdl",
+        "anybit-hopper,liquid,int8,1,28672,4096,9.0,,,,,quantizes as well: not compared",
+        "humming,int4:group=64,int8-given,1,28672,4096,1.0,,,,,",
+        "anybit-hopper,fp6,fp16,1,6144,4096,2.0,,,,,another shape",
+        "anybit-triton,fp6,fp16,1,28672,4096,29.7,,,,,",
+    ]
+    head = "gpu,date,commit,peer,format,activation,M,N,K,us,weight_gbps,tflops,vs_cublas_fp16,"
+    csv.write_text("\n".join([head + "vs_floor,note", *(f"g,d,c,{row}" for row in rows)]))
+    assert measured_times(csv, (28672, 4096)) == {
+        ("liquid@int8", 1): pytest.approx(15.2e-6),
+        ("fp6", 1): pytest.approx(29.7e-6),
+    }
+    text = show("h200", "28672x4096", ["liquid@int8", "fp6"], csv)
+    lines = [line.split() for line in text.splitlines()]
+    assert len(lines) == 21
+    first = lines[1]  # format, M, us, "us", bound, measured, "us", ratio
+    assert first[:2] == ["liquid@int8", "1"]
+    assert first[4:6] == ["memory", "15.2"]
+    assert float(first[7]) == pytest.approx(15.2 / float(first[2]), abs=0.01)
+    with pytest.raises(ValueError, match="unknown device 'b900'; known: a100, h100, h200"):
+        show("b900", "28672x4096")
