@@ -97,7 +97,7 @@ CASES = [  # queries, contexts (single tokens first)
 ])  # fmt: skip
 def test_attend(
     dtype: torch.dtype, kind: str, queries: list[int], contexts: list[int], heads: int,
-    kv_heads: int, window: int | None, splits: int | None,
+    kv_heads: int, window: int | None, splits: int | None, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     torch.manual_seed(0)
     dim = 16
@@ -110,17 +110,18 @@ def test_attend(
         cache.v_scale,
     )
     want = reference.gathered(q.float(), wide, batch, 0.3, window)
-    got = kernels.attend(
-        q, tensors(cache), batch.tables, batch.contexts, batch.starts, max(queries), 0.3, window,
-        splits,
-    )  # fmt: skip
+    args = (batch.tables, batch.contexts, batch.starts, max(queries), 0.3, window, splits)
+    got = kernels.attend(q, tensors(cache), *args)
     # Rounding Q (by the static scale) and P to the dtype, each once; the rest is fp32.
     eps = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-7}[dtype]
-    if kind != "model" and max(queries) == 1:
-        eps = max(eps, 2**-13)  # two int8 digits hold 15 bits of Q and P
     bound = 3 * float(wide.v.float().abs().max()) * (0.03 if kind != "model" else 1)
     assert (got.float() - want).abs().max() <= eps * bound
     assert want.abs().max() > 3 * eps * bound
+    if kind != "model" and max(queries) == 1:
+        monkeypatch.setenv("ANYBIT_INT8_ATTENTION", "1")
+        got = kernels.attend(q, tensors(cache), *args)
+        eps = max(eps, 2**-13)  # two int8 digits hold 15 bits of Q and P
+        assert (got.float() - want).abs().max() <= eps * bound
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -298,6 +299,7 @@ def test_the_engine_on_these_kernels(
 
     llm = LLM(tmp_path, scheme, **settings)
     monkeypatch.setattr(fused, "usable", lambda x: True)
+    monkeypatch.setenv("ANYBIT_INT8_ATTENTION", "1")
     runner = llm.engine.runner
     for cache in runner.caches:
         cache.fused = True
