@@ -59,6 +59,7 @@ HALVES = (torch.float16, torch.bfloat16)  # activations that kernels for GPUs mu
 # name: (module, device types). A module is imported when a layer on such a device first asks.
 BACKENDS = {
     "hopper": ("anybit.kernels.hopper.backend", ("cuda",)),
+    "codebook": ("anybit.kernels.hopper.codebook_backend", ("cuda",)),
     "triton": ("anybit.kernels.triton.backend", ("cuda",)),
     "cpu": ("anybit.kernels.cpu", ("cpu",)),
     "reference": ("anybit.kernels.reference", ()),

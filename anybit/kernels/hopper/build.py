@@ -19,14 +19,17 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from anybit import files
 from anybit.dispatch import parse_scheme
+from anybit.kernels.hopper import codebook_tiles
+from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of
 from anybit.kernels.hopper.decode import Decoder, decoder
 from anybit.kernels.hopper.tiles import Kernel, family, family_grouped
 
@@ -189,9 +192,21 @@ def sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
         yield elf[table + name : end].decode(), elf[at : at + length]
 
 
-def kernels_of(scheme: str) -> list[Kernel]:
+def maker(kernel: Kernel | CodebookKernel) -> Any:
+    """The module that names and compiles a kernel."""
+    if isinstance(kernel, CodebookKernel):
+        from anybit.kernels.hopper import codebook_build
+
+        return codebook_build
+    return sys.modules[__name__]
+
+
+def kernels_of(scheme: str) -> list[Kernel] | list[CodebookKernel]:
     """Every kernel that a layer of this scheme may launch. ValueError when there is none."""
     fmt, activation = parse_scheme(scheme)
+    cells = cells_of(fmt)
+    if activation is None and isinstance(cells, Cells):
+        return codebook_tiles.family(cells)
     operands = {"int8": ["int8"], "fp8": ["float8_e4m3fn"], None: ["float16", "bfloat16"]}
     out = []
     for operand in operands[activation]:
@@ -205,16 +220,20 @@ def kernels_of(scheme: str) -> list[Kernel]:
 
 
 def build(
-    kernels: list[Kernel], folder: str | Path | None = None, jobs: int = 0, verbose: bool = False
+    kernels: Sequence[Kernel | CodebookKernel],
+    folder: str | Path | None = None,
+    jobs: int = 0,
+    verbose: bool = False,
 ) -> list[str]:
     """Compile what is missing, in parallel processes; returns the errors."""
-    missing = [k for k in dict.fromkeys(kernels) if not kernel_file(k, folder).exists()]
+    every = dict.fromkeys(kernels)
+    missing = [k for k in every if not maker(k).kernel_file(k, folder).exists()]
     errors: list[str] = []
     if not missing:
         return errors
     pool = ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn"))
     with pool:
-        futures = [pool.submit(compile_kernel, kernel, folder) for kernel in missing]
+        futures = [pool.submit(maker(kernel).compile_kernel, kernel, folder) for kernel in missing]
         for kernel, future in zip(missing, futures, strict=True):
             try:
                 path = future.result()

@@ -4,8 +4,8 @@ A cell is 16 rows x 32 vectors of one codebook: 512 bytes, vector by vector, and
 codes of rows (0, 8), (1, 9), ..., (7, 15). Two kernels read the same bytes:
 
 - lane l takes 16 bytes: all rows of vector l, the position that is lane l's in a Psumbook;
-- `ldmatrix.trans` hands lane 4 g + t the codes of rows g and g + 8 and of vectors 2 t and 2 t + 1 of
-  every eight: the places of one lane in the A operand of an m16n8k16 product.
+- `ldmatrix.trans` hands lane 4 g + t the codes of rows g and g + 8 and of vectors 2 t and 2 t + 1
+  of every eight: the places of one lane in the A operand of an m16n8k16 product.
 
 A block is the cells of all codebooks for 32 v columns, then the scales of its rows, group by group
 in the same order of rows: fp16, in units of a power of two for the row. Blocks of a row tile are

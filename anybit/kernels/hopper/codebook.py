@@ -1,10 +1,9 @@
-"""Codebook weights times up to 16 tokens, in CuTe DSL: centroids go from a table to the matrix unit.
+"""Codebook weights times up to 16 tokens, in CuTe DSL: a table feeds the matrix unit.
 
-The table in shared memory holds a copy of every centroid for each lane of a load (32 copies of 8
-bytes, or 8 of 16), so look-ups never meet in a bank, whatever the codes are; a code is one byte of
-its entry's address. A load of v = 4 weights is two registers of an m16n8k16 product's A operand,
-and one of 16 bytes four; nothing is unpacked or converted. Additive codebooks are further products
-with the same tokens.
+The table in shared memory holds a copy of every centroid for each lane of a load (32 copies of a
+word, or 8 of 16 bytes), so look-ups never meet in a bank, whatever the codes are; a code is one
+byte of its entry's address. What is loaded are registers of an m16n8k16 product's A operand, and
+nothing is unpacked or converted. Additive codebooks are further products with the same tokens.
 
 The warps of a CTA, and the CTAs of a cluster where K is long, split K; each keeps its columns of
 all tokens in registers for the whole kernel. A tile's sums meet in shared memory and are added in a
@@ -14,10 +13,9 @@ tile. Two buffers in turn, so nobody waits. Everything is summed in fp32.
 
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from anybit.kernels.hopper.cells import CELL, MET, ROWS, TABLE, WINDOW, CodebookKernel
 from anybit.kernels.hopper.fragments import (
@@ -35,51 +33,17 @@ from anybit.kernels.hopper.fragments import (
     store_shared,
     wait_barrier,
 )
-from anybit.kernels.hopper.ring import Ring
+from anybit.kernels.hopper.ring import Program
 
 SENT = MET + 16  # barriers of sums that other CTAs send, behind those of warps
 
 
-class Codebook(Ring):
+class Codebook(Program):
     def __init__(self, kernel: CodebookKernel):
-        self.kernel_of, self.cells = kernel, kernel.cells
-        self.tokens, self.dtype = kernel.tokens, kernel.dtype
-        self.warps, self.stages = kernel.warps, kernel.stages
+        super().__init__(kernel)
         self.words = self.cells.v // 2  # registers of a centroid
         self.part = ROWS * kernel.tokens * 4  # bytes of one warp's sums
         self.sums_at = kernel.sums_at - WINDOW
-        self.count = kernel.blocks * (4 * kernel.cells.m + kernel.cells.groups)  # words of a lane
-
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Pointer,
-        w: cute.Pointer,
-        book: cute.Pointer,
-        row_scale: cute.Pointer,
-        bias: cute.Pointer,
-        y: cute.Pointer,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        cluster: Int32,
-        early: Int32,
-        grid: Int32,
-        stream: cuda.CUstream,
-    ):
-        @cute.struct
-        class Shared:
-            data: cute.struct.Align[cute.struct.MemRange[Uint8, self.kernel_of.shared()], 1024]
-
-        self.shared = Shared
-        self.kernel(x, w, book, row_scale, bias, y, m, n, k, cluster, early).launch(
-            grid=(grid, 1, 1),
-            block=(self.kernel_of.threads, 1, 1),
-            min_blocks_per_mp=self.kernel_of.ctas,
-            preferred_smem_carveout=100,  # given, or the DSL asks the driver
-            use_pdl=True,
-            stream=stream,
-        )
 
     @cute.kernel
     def kernel(
@@ -104,18 +68,19 @@ class Codebook(Ring):
         g, t = lane // 4, lane % 4
         shared = cutlass.memory.SmemAllocator().allocate(self.shared)
         base = Int32(shared.data.data_ptr().toint())
-        table = base + (self.kernel_of.table_at - WINDOW)
-        ring = base + (self.kernel_of.ring_at - WINDOW)
-        ring += warp * (self.stages * self.kernel_of.chunk_bytes)
+        table = base + (self.spec.table_at - WINDOW)
+        ring = base + (self.spec.ring_at - WINDOW)
+        ring += warp * (self.stages * self.spec.chunk_bytes)
         barriers = base + warp * (self.stages * 8)
 
         # This worker's chunks of K, and its cluster's row tiles: every `teams`-th.
         rank, team, teams = cta % cluster, cta // cluster, ctas // cluster
         worker, workers = rank * self.warps + warp, cluster * self.warps
-        blocks, chunks = k // self.cells.columns, (k + (self.kernel_of.columns - 1)) // self.kernel_of.columns
+        blocks = k // self.cells.columns
+        chunks = (k + (self.spec.columns - 1)) // self.spec.columns
         first = chunks * worker // workers
         chunks = chunks * (worker + 1) // workers - first
-        last = cutlass.min(blocks, (first + chunks) * self.kernel_of.blocks)
+        last = cutlass.min(blocks, (first + chunks) * self.spec.blocks)
         tiles = ((n + (ROWS - 1)) // ROWS - team + (teams - 1)) // teams
 
         # What does not depend on the previous kernel.
@@ -134,8 +99,6 @@ class Codebook(Ring):
         self.fill(book, table, warp, lane)
         cute.arch.griddepcontrol_wait()
         vectors = self.load_x(x, first, last, m, k, g, t)
-        # Copies of weights would delay x: they follow it (m has less than 24 bits).
-        address += Int64(Int32(vectors[-1][-1][-1][-1]) & (m >> 24))
         for slot in cutlass.range_constexpr(self.stages):
             if early <= slot:
                 address, chunk, left = self.refill(
@@ -150,34 +113,26 @@ class Codebook(Ring):
         place = (team, teams, cluster, rank, warp, lane)
         stage, phase = Int32(0), Int32(0)
         acc = cute.make_rmem_tensor((self.tokens // 2,), Float32)
-        # Words of the next chunk are read before those of this one are used.
-        ahead = cute.make_rmem_tensor((self.count,), Uint32)
-        ahead.fill(0)
-        more = tiles * chunks
-        if more > 0:
-            wait_barrier(barriers, Int32(0))
-            self.read(ahead, ring, lane, g)
         for it in cutlass.range(tiles, unroll=1):
             acc.fill(0.0)
             # For the epilogue of the last tile: the latency hides under this one.
             before = self.fetch_row(row_scale, bias, team + (it - 1) * teams, lane % 16, n)
-            for j in cutlass.range_constexpr(self.kernel_of.chunks):
+            for j in cutlass.range_constexpr(self.spec.chunks):
                 if j < chunks:
-                    words = [ahead[i] for i in range(self.count)]
+                    wait_barrier(barriers + stage * 8, phase)
+                    slot = ring + stage * self.spec.chunk_bytes
+                    # The next chunk's words already here, in registers, made it slower.
+                    words = self.read(slot, lane, g)
                     cute.arch.sync_warp()
                     address, chunk, left = self.refill(
                         source, ring, barriers, stage, lane, address, chunk, left
                     )
+                    missing = (first + j) * self.spec.blocks - last
+                    self.multiply(words, acc, vectors, lookup, missing, j)
                     stage += 1
                     if stage == self.stages:
                         stage = Int32(0)
                         phase ^= 1
-                    more -= 1
-                    if more > 0:
-                        wait_barrier(barriers + stage * 8, phase)
-                        self.read(ahead, ring + stage * self.kernel_of.chunk_bytes, lane, g)
-                    missing = (first + j) * self.kernel_of.blocks - last
-                    self.multiply(words, acc, vectors, lookup, missing, j)
             self.settle(base, it - 2, place, row_scale, bias, y, m, n)
             self.collect(base, it - 1, place, before, y, m, n)
             self.share(base, acc, it, place, m)
@@ -192,7 +147,7 @@ class Codebook(Ring):
     @cute.jit
     def share(self, base, acc, it, place, m):
         """Put this warp's sums of a tile where its CTA's meet."""
-        _, _, cluster, rank, warp, lane = place
+        _, _, _, _, warp, lane = place
         g, t = lane // 4, lane % 4
         part = base + self.sums_at + (it % 2 * self.warps + warp) * self.part
         for i in cutlass.range_constexpr(self.tokens // 8):
@@ -224,7 +179,7 @@ class Codebook(Ring):
                     at = ((turn * cluster + rank) * self.tokens + token) * ROWS + row
                     to = base + self.sums_at + 2 * self.warps * self.part + at * 4
                     send(to, it % cluster, total, base + (SENT + turn * 8))
-            if cluster > 1:  # a remainder costs as much as a look-up for 16 rows
+            if cluster > 1:  # noqa: SIM102 - a remainder costs more than the look-ups of a row
                 if it % cluster == rank and warp == 0 and lane == 0:
                     turn = it // cluster % 2
                     arrive_and_expect(base + (SENT + turn * 8), cluster * m * (4 * ROWS))
@@ -233,7 +188,7 @@ class Codebook(Ring):
     def settle(self, base, it, place, row_scale, bias, y, m, n):
         """Add up the cluster's sums of a tile, if this CTA owns it, and write the outputs."""
         team, teams, cluster, rank, warp, lane = place
-        if cluster > 1 and it >= 0:
+        if cluster > 1 and it >= 0:  # noqa: SIM102 - as above
             if it % cluster == rank:
                 numbers = self.fetch_row(row_scale, bias, team + it * teams, lane % 16, n)
                 turn = it // cluster
@@ -276,7 +231,7 @@ class Codebook(Ring):
         """Copies of every centroid: entries of 256 bytes, two for a warp at a time."""
         v = self.cells.v
         half, copy = lane // 8 % 2, lane % 16
-        for i in range(self.kernel_of.tables):
+        for i in range(self.spec.tables):
             if v == 8:  # two codebooks side by side
                 source = (2 * i + half) * (256 * 16)
                 wanted = Int32(2 * i + half < self.cells.m)
@@ -296,8 +251,8 @@ class Codebook(Ring):
         """B words: [block][8 vectors of 32][8 tokens], 2 v columns each; zeros behind the end."""
         v = self.cells.v
         out = []
-        for block in range(self.kernel_of.chunks * self.kernel_of.blocks):
-            at = first * self.kernel_of.blocks + block
+        for block in range(self.spec.chunks * self.spec.blocks):
+            at = first * self.spec.blocks + block
             rows = []
             for i in range(4):
                 tokens = []
@@ -315,34 +270,29 @@ class Codebook(Ring):
             out.append(rows)
         return out
 
-    def read(self, ahead: Any, slot: Any, lane: Any, g: Any) -> None:
-        """A chunk's words of this lane: codes of every codebook and scales, block by block."""
-        words = []
-        for u in range(self.kernel_of.blocks):
+    def read(self, slot: Any, lane: Any, g: Any) -> list:
+        """A chunk's words of this lane: [block] of (codes of every codebook, scales)."""
+        out = []
+        for u in range(self.spec.blocks):
             at = slot + u * self.cells.block_bytes
-            for c in range(self.cells.m):
-                words += load_transposed(at + c * CELL + lane * 16)
+            codes = [load_transposed(at + c * CELL + lane * 16) for c in range(self.cells.m)]
             scales = at + self.cells.m * CELL + g * 4
-            for i in range(self.cells.groups):
-                words += load_shared(scales, 1, 32 * i, True)
-        for i, word in enumerate(words):
-            ahead[i] = word
+            words = [load_shared(scales, 1, 32 * i, True)[0] for i in range(self.cells.groups)]
+            out.append((codes, words))
+        return out
 
     def multiply(
         self, words: list, acc: Any, vectors: list, lookup: Any, missing: Any, j: int
     ) -> None:
         """acc += scale * centroids x, for every block of chunk j."""
         each = 4 // self.cells.groups  # eights of vectors that share a scale
-        size = 4 * self.cells.m + self.cells.groups
-        for u in range(self.kernel_of.blocks):
-            part = words[u * size : (u + 1) * size]
-            codes, scales = part[: 4 * self.cells.m], part[4 * self.cells.m :]
+        for u, (codes, scales) in enumerate(words):
             here = Uint32(0) - Uint32(Int32(missing + u < 0))  # behind the end of K lie no scales
             for group in range(self.cells.groups):
                 sums = [[Float32(0.0)] * 4 for _ in range(self.tokens // 8)]
                 for i in range(group * each, (group + 1) * each):
                     for c in range(self.cells.m):
-                        self.add(codes[4 * c + i], c, vectors[j * self.kernel_of.blocks + u][i], sums, lookup)
+                        self.add(codes[c][i], c, vectors[j * self.spec.blocks + u][i], sums, lookup)
                 low, high = halves_to_float(scales[group] & here)
                 for n in range(self.tokens // 8):
                     for r in range(4):
@@ -362,7 +312,7 @@ class Codebook(Ring):
 
     def look_up(self, address: Any, c: int) -> list:
         """The words of a centroid of codebook c, at its entry's address."""
-        at = self.kernel_of.table_at
+        at = self.spec.table_at
         if self.cells.v == 8:
             return load_shared(address, 4, at + c // 2 * TABLE + c % 2 * 128)
         n = 1 if self.cells.v == 4 else 4  # one word each needs no moves into a product's registers

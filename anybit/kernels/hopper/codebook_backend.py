@@ -1,9 +1,10 @@
-"""Codebook formats on H100 and H200: what `backend.py` hands over.
+"""The backend of codebook formats on H100 and H200 (sm_90a).
 
-Up to 16 tokens are one launch of `psumbook.py` or `codebook.py`; both read the same layout.
+Up to 16 tokens are one launch of `psumbook.py` or `codebook.py`, which read the same layout. Up to
+64 are several; beyond, the layout is decoded to a dense weight for the library's product.
 """
 
-import math
+import os
 from functools import cache
 
 import torch
@@ -25,7 +26,7 @@ NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 def refuse(
     fmt: Format, activation: str | None, shape: tuple[int, int], device: torch.device
 ) -> str | None:
-    k = shape[1]
+    n, k = shape
     cells = cells_of(fmt)
     if isinstance(cells, str):
         return cells
@@ -35,8 +36,20 @@ def refuse(
         return f"{fmt.spec}: K must be a multiple of {cells.columns}, not {k}"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return f"needs an H100 or H200 (sm_90a), not {torch.cuda.get_device_name(device)}"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "triton decodes its weights for many tokens; pip install 'anybit[gpu]'"
+    if not os.environ.get("ANYBIT_HOPPER_CODEBOOK"):
+        return (
+            "its kernels' last changes were emulated but not checked on a GPU; "
+            "ANYBIT_HOPPER_CODEBOOK=1 uses them, and `python benchmarks/codebook.py check` says "
+            "whether they are right"
+        )
     plans = [
-        codebook_tiles.choose(cells, m, k, name) for m in (1, 2, 8, 16) for name in NAMES.values()
+        codebook_tiles.choose(cells, m, n, k, name)
+        for m in (1, 2, 8, 16)
+        for name in NAMES.values()
     ]
     if None in plans:
         return f"{fmt.spec}: its tables do not fit into shared memory for K={k}"
@@ -50,29 +63,57 @@ def refuse(
     return None
 
 
-def prepare(packed: Packed) -> list[Tensor]:
+def prepare(
+    packed: Packed, activation: str | None, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """[blocks, row scale fp32, codebook fp16, codebook bf16]; see `cells.pack`."""
     blocks, row_scale, book = pack(packed)
     return [blocks, row_scale, book.half(), book.bfloat16()]
 
 
+def release(prepared: list[Tensor]) -> list[Tensor] | None:
+    return prepared
+
+
 def linear(
-    x: Tensor, prepared: list[Tensor], bias: Tensor | None, fmt: Format, n: int
+    x: Tensor,
+    prepared: list[Tensor],
+    bias: Tensor | None,
+    fmt: Format,
+    n: int,
+    activation: str | None,
+    scale: Tensor | None = None,
+    sums: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x (M, K) in fp16 or bf16 -> (M, n)."""
-    m, k = x.shape
-    if m <= MOST_TOKENS * MOST_LAUNCHES:
-        if not x.is_contiguous() or x.data_ptr() % 16:
-            x = x.clone(memory_format=torch.contiguous_format)
-        parts = [multiply(rows, prepared, bias, fmt, n) for rows in x.split(MOST_TOKENS)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    """x (..., K) in fp16 or bf16 -> (..., n); there are no quantized activations here."""
+    if x.dtype not in NAMES:
+        raise TypeError(
+            f"x is {x.dtype}; the codebook backend multiplies float16 and bfloat16: call .half() "
+            "or .bfloat16() on the model"
+        )
+    k = x.shape[-1]
+    rows = x.reshape(-1, k)
+    if len(rows) <= MOST_TOKENS * MOST_LAUNCHES:
+        if not rows.is_contiguous() or rows.data_ptr() % 16:
+            rows = rows.clone(memory_format=torch.contiguous_format)
+        parts = [multiply(part, prepared, bias, fmt, n) for part in rows.split(MOST_TOKENS)]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+    else:
+        y = torch.nn.functional.linear(
+            rows, dense(prepared, fmt, n, k, x.dtype), None if bias is None else bias.to(x.dtype)
+        )
+    return y.view(*x.shape[:-1], n)
+
+
+def dense(prepared: list[Tensor], fmt: Format, n: int, k: int, dtype: torch.dtype) -> Tensor:
+    """The weight (n, k)."""
     from anybit.kernels.triton.cells import decode
 
     cells = cells_of(fmt)
     assert isinstance(cells, Cells)
-    book = prepared[2 + (x.dtype == torch.bfloat16)]
-    weight = decode(prepared[0], prepared[1], book, (n, k), cells.groups)
-    return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    book = prepared[2 + (dtype == torch.bfloat16)]
+    return decode(prepared[0], prepared[1], book, (n, k), cells.groups)
 
 
 def multiply(
@@ -86,7 +127,7 @@ def multiply(
 ) -> Tensor:
     """One launch: x (M <= 16, K), contiguous -> (M, n).
 
-    plan: kernel, CTAs of a cluster, clusters; chosen by `plan_of` if None. overlap: programmatic
+    plan: kernel, CTAs of a cluster, clusters; chosen by `launch_of` if None. overlap: programmatic
     dependent launch.
     """
     m, k = x.shape
@@ -133,7 +174,7 @@ def launch_of(
     if plan is None:
         cells = cells_of(fmt)
         assert isinstance(cells, Cells)
-        found = codebook_tiles.choose(cells, m, k, NAMES[dtype])
+        found = codebook_tiles.choose(cells, m, n, k, NAMES[dtype])
         if found is None:
             raise ValueError(f"{fmt.spec}: no kernel for K={k} and {m} tokens")
         plan = (*found, 0)

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from anybit.kernels.hopper.ptx import _asm
+from anybit.kernels.hopper.ptx import EVICT_FIRST, _asm
 
 MMA = {"float16": "f16", "bfloat16": "bf16"}
 
@@ -81,9 +81,7 @@ def send(
 
 
 @dsl_user_op
-def load_global(
-    address: Int64, n: int, wanted: Any, *, loc: Any = None, ip: Any = None
-) -> list:
+def load_global(address: Int64, n: int, wanted: Any, *, loc: Any = None, ip: Any = None) -> list:
     """n consecutive 32-bit words; zeros unless `wanted`."""
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(n))
     text = (
@@ -174,9 +172,6 @@ def bulk_load_bytes(
     )
     args = [Int32(to), Int64(source), Int32(barrier), Int32(size), Int64(EVICT_FIRST)]
     _asm(None, args, text, "r,l,r,r,l", True, {"loc": loc, "ip": ip})
-
-
-EVICT_FIRST = 0x12F0000000000000  # L2 policy of data that is read once
 
 
 @dsl_user_op

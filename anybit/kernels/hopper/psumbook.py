@@ -2,10 +2,10 @@
 
 A vector's inner products with all centroids are computed once, on the matrix unit, and every weight
 vector is then a look-up by its code. Here the position along K (the vector, 32 of them in a cell)
-is the lane, and the lane is the bank of shared memory: entries are 256 bytes apart, so look-ups of a
-warp never meet, whatever the codes are, and a code is one byte of its address. The look-ups of four
-lanes are summed by an m16n8k16 product with a constant 0/1 operand, in fp32, which also picks the
-half of a word: two tokens share a word, or two cells where there is one token.
+is the lane, and the lane is the bank of shared memory: entries are 256 bytes apart, so look-ups of
+a warp never meet, whatever the codes are, and a code is one byte of its address. The look-ups of
+four lanes are summed by an m16n8k16 product with a constant 0/1 operand, in fp32, which also picks
+the half of a word: two tokens share a word, or two cells where there is one token.
 
 The CTAs of a cluster split K, since a table holds 512 columns or a few times as many; their sums
 meet in the shared memory of the CTA that owns the row tile, and are added in the order of ranks.
@@ -16,10 +16,9 @@ because `cells.pack` divides the codebook so that they are no larger than x.
 
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cutlass_dsl import select_
 
 from anybit.kernels.hopper.cells import CELL, MET, ROWS, TABLE, WINDOW, CodebookKernel
@@ -38,49 +37,16 @@ from anybit.kernels.hopper.fragments import (
     wait_barrier,
 )
 from anybit.kernels.hopper.ptx import pack2
-from anybit.kernels.hopper.ring import Ring
+from anybit.kernels.hopper.ring import Program
 
 ONE = {"float16": 0x3C00, "bfloat16": 0x3F80}
 
 
-class Psumbook(Ring):
+class Psumbook(Program):
     def __init__(self, kernel: CodebookKernel):
-        self.kernel_of, self.cells = kernel, kernel.cells
-        self.tokens, self.dtype = kernel.tokens, kernel.dtype
-        self.warps, self.stages = kernel.warps, kernel.stages
+        super().__init__(kernel)
         self.spans = 16 // kernel.warps  # times 16 entries that a warp computes of every table
         self.registers = 2 if self.cells.v == 16 else 1  # of B for 8 vectors
-
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Pointer,
-        w: cute.Pointer,
-        book: cute.Pointer,
-        row_scale: cute.Pointer,
-        bias: cute.Pointer,
-        y: cute.Pointer,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        cluster: Int32,
-        early: Int32,
-        grid: Int32,
-        stream: cuda.CUstream,
-    ):
-        @cute.struct
-        class Shared:
-            data: cute.struct.Align[cute.struct.MemRange[Uint8, self.kernel_of.shared()], 1024]
-
-        self.shared = Shared
-        self.kernel(x, w, book, row_scale, bias, y, m, n, k, cluster, early).launch(
-            grid=(grid, 1, 1),
-            block=(self.kernel_of.threads, 1, 1),
-            min_blocks_per_mp=self.kernel_of.ctas,
-            preferred_smem_carveout=100,  # given, or the DSL asks the driver
-            use_pdl=True,
-            stream=stream,
-        )
 
     @cute.kernel
     def kernel(
@@ -105,15 +71,16 @@ class Psumbook(Ring):
         g, t = lane // 4, lane % 4
         shared = cutlass.memory.SmemAllocator().allocate(self.shared)
         base = Int32(shared.data.data_ptr().toint())
-        table = base + (self.kernel_of.table_at - WINDOW)
-        ring = base + (self.kernel_of.ring_at - WINDOW)
-        ring += warp * (self.stages * self.kernel_of.chunk_bytes)
+        table = base + (self.spec.table_at - WINDOW)
+        ring = base + (self.spec.ring_at - WINDOW)
+        ring += warp * (self.stages * self.spec.chunk_bytes)
         barriers = base + warp * (self.stages * 8)
-        sums = base + (self.kernel_of.sums_at - WINDOW)
+        sums = base + (self.spec.sums_at - WINDOW)
 
         # This CTA's chunks, its cluster's row tiles, this warp's tiles among them.
         rank, team, teams = cta % cluster, cta // cluster, ctas // cluster
-        blocks, chunks = k // self.cells.columns, (k + (self.kernel_of.columns - 1)) // self.kernel_of.columns
+        blocks = k // self.cells.columns
+        chunks = (k + (self.spec.columns - 1)) // self.spec.columns
         first = chunks * rank // cluster
         chunks = chunks * (rank + 1) // cluster - first
         tiles = (n + (ROWS - 1)) // ROWS
@@ -140,10 +107,8 @@ class Psumbook(Ring):
             )
         cute.arch.griddepcontrol_wait()
 
-        last = cutlass.min(blocks, (first + chunks) * self.kernel_of.blocks)
+        last = cutlass.min(blocks, (first + chunks) * self.spec.blocks)
         vectors = self.load_x(x, first, last, m, k, t, g)
-        # Copies of weights would delay x: they follow it (m has less than 24 bits).
-        address += Int64(Int32(vectors[0][0][-1][-1]) & (m >> 24))
         for slot in cutlass.range_constexpr(self.stages):
             if early <= slot:
                 address, chunk, left = self.refill(
@@ -163,18 +128,18 @@ class Psumbook(Ring):
         owner, place = warp % cluster, warp // cluster  # of the tile's sums
         owner_step, place_step = self.warps % cluster, self.warps // cluster
         acc = cute.make_rmem_tensor((4 * self.tokens,), Float32)
-        for it in cutlass.range(mine, unroll=1):
+        for _ in cutlass.range(mine, unroll=1):
             acc.fill(0.0)
-            for j in cutlass.range_constexpr(self.kernel_of.chunks):
+            for j in cutlass.range_constexpr(self.spec.chunks):
                 if j < chunks:
                     wait_barrier(barriers + stage * 8, phase)
-                    slot = ring + stage * self.kernel_of.chunk_bytes
+                    slot = ring + stage * self.spec.chunk_bytes
                     words = self.read(slot, lane, g, t)
                     cute.arch.sync_warp()
                     address, chunk, left = self.refill(
                         source, ring, barriers, stage, lane, address, chunk, left
                     )
-                    missing = (first + j) * self.kernel_of.blocks - last
+                    missing = (first + j) * self.spec.blocks - last
                     self.sum_up(words, acc, lookup, picks, missing, j)
                     stage += 1
                     if stage == self.stages:
@@ -205,7 +170,7 @@ class Psumbook(Ring):
         while at < own:
             index, place = at // outputs, at % outputs
             tile_of = tile + rank + index * cluster
-            if at >= self.kernel_of.threads:
+            if at >= self.spec.threads:
                 factor, offset = self.fetch_row(row_scale, bias, tile_of, place % ROWS, n)
             total = Float32(0.0)
             for other in cutlass.range(cluster, unroll=4):
@@ -215,7 +180,7 @@ class Psumbook(Ring):
             if row < n and token < m:
                 to = Int64(y.toint()) + (Int64(token) * n + row) * 2
                 store_half(to, total * factor + offset, self.dtype)
-            at += self.kernel_of.threads
+            at += self.spec.threads
 
     def halve(self, values: list, lane: Any, mask: int) -> list:
         """Each lane keeps one half of the values and adds its partner's; they get the other."""
@@ -247,7 +212,7 @@ class Psumbook(Ring):
         """B words of every plane: [half][8 vectors of 32][register]; zeros behind the end of K."""
         found: dict = {}
         out = []
-        for plane in range(self.kernel_of.planes):
+        for plane in range(self.spec.planes):
             halves = []
             for half in self.sources(plane):
                 place = half and (half[0], half[2])
@@ -261,7 +226,7 @@ class Psumbook(Ring):
         self, x: Any, first: Any, last: Any, m: Any, k: Any, t: Any, g: Any, block: Any, token: Any
     ) -> list:
         """32 vectors of a token: [8 vectors][register], columns 2 t, 2 t + 1 (+ 8) of vector g."""
-        v, at = self.cells.v, first * self.kernel_of.blocks + block
+        v, at = self.cells.v, first * self.spec.blocks + block
         wanted = Int32(at < last) & Int32(t < v // 2)
         if token:
             wanted = wanted & Int32(token < m)
@@ -276,20 +241,18 @@ class Psumbook(Ring):
         ]
 
     def sources(self, plane: int) -> list:
-        """(block, codebook, token) of the two halves of a plane's words; None where there is none."""
-        cells = self.kernel_of.chunks * self.kernel_of.blocks * self.cells.m
+        """(block, codebook, token) of the halves of a plane's words; None where there is none."""
+        cells = self.spec.chunks * self.spec.blocks * self.cells.m
         if self.tokens == 2:
             return [(*divmod(plane, self.cells.m), token) for token in (0, 1)]
         two = (2 * plane, 2 * plane + 1)
         return [(*divmod(cell, self.cells.m), 0) if cell < cells else None for cell in two]
 
-    def build(
-        self, centroids: list, vectors: list, table: Any, warp: Any, g: Any, t: Any
-    ) -> None:
+    def build(self, centroids: list, vectors: list, table: Any, warp: Any, g: Any, t: Any) -> None:
         """Inner products of this warp's entries with all vectors, into the table."""
         zero = [Float32(0.0)] * 4
         odd, two = Uint32(0) - Uint32(g & 1), Uint32(0) - Uint32(g >> 1 & 1)
-        for plane in range(self.kernel_of.planes):
+        for plane in range(self.spec.planes):
             at = table + (plane // 2 * TABLE + plane % 2 * 128)
             for s in range(self.spans):
                 low, high = (
@@ -320,7 +283,9 @@ class Psumbook(Ring):
         """B registers: which half of which register goes to which column of the sums."""
         one = ONE[self.dtype]
         if self.tokens == 1:  # [half][column]
-            return [[Uint32(Int32(g == c)) * Uint32(one << 16 * h) for c in range(8)] for h in (0, 1)]
+            return [
+                [Uint32(Int32(g == c)) * Uint32(one << 16 * h) for c in range(8)] for h in (0, 1)
+            ]
         return [  # [MMA of two][register]: both halves, each to a column of its own
             [
                 Uint32(Int32(g == c)) * Uint32(one) + Uint32(Int32(g == c + 1)) * Uint32(one << 16)
@@ -332,11 +297,9 @@ class Psumbook(Ring):
     def read(self, slot: Any, lane: Any, g: Any, t: Any) -> list:
         """A chunk's words of this lane: [block] of (codes of every codebook, scales)."""
         out = []
-        for u in range(self.kernel_of.blocks):
+        for u in range(self.spec.blocks):
             at = slot + u * self.cells.block_bytes
-            codes = [
-                load_shared(at + lane * 16, 4, c * CELL, True) for c in range(self.cells.m)
-            ]
+            codes = [load_shared(at + lane * 16, 4, c * CELL, True) for c in range(self.cells.m)]
             scales = at + self.cells.m * CELL + g * self.cells.groups // 8 * 32
             if self.tokens == 1:
                 words = load_shared(scales + t * 8, 2, 0, True)
@@ -345,16 +308,14 @@ class Psumbook(Ring):
             out.append((codes, words))
         return out
 
-    def sum_up(
-        self, words: list, acc: Any, lookup: Any, picks: list, missing: Any, j: int
-    ) -> None:
+    def sum_up(self, words: list, acc: Any, lookup: Any, picks: list, missing: Any, j: int) -> None:
         """acc += scale * the sum of 32 look-ups, for every block of chunk j."""
         for u, (codes, scales) in enumerate(words):
             sums = [[Float32(0.0)] * 4 for _ in range(self.tokens)]
             for c in range(self.cells.m):
-                cell = (j * self.kernel_of.blocks + u) * self.cells.m + c
+                cell = (j * self.spec.blocks + u) * self.cells.m + c
                 plane = cell if self.tokens == 2 else cell // 2
-                offset = self.kernel_of.table_at + plane // 2 * TABLE + plane % 2 * 128
+                offset = self.spec.table_at + plane // 2 * TABLE + plane % 2 * 128
                 part = [[Float32(0.0)] * 4 for _ in range(self.tokens)]
                 for i in range(4):
                     a = [

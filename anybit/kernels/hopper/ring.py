@@ -1,39 +1,81 @@
-"""A warp's own ring of chunks in shared memory: no other warp waits for it.
+"""What the codebook kernels share: the launch, and a warp's own ring of chunks in shared memory.
 
-Weights of a tile of 16 rows are contiguous along K, so a chunk is one bulk copy. The warp's first
-lane starts the copies; a slot is filled again as soon as its words are in registers.
+No warp waits for another's copies. Weights of a tile of 16 rows are contiguous along K, so a chunk
+is one bulk copy. The warp's first lane starts the copies; a slot is filled again as soon as its
+words are in registers.
 """
 
 from typing import Any
 
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, const_expr
 
 from anybit.kernels.hopper.cells import ROWS, CodebookKernel
 from anybit.kernels.hopper.fragments import bulk_load_bytes, init_barrier
 
 
-class Ring:
-    kernel_of: CodebookKernel
+class Program:
+    """A kernel with the parameters of `codebook_load.Arguments`."""
 
-    def source(self, w: Any, tile: Any, tile_step: Any, blocks: Any, first: Any, chunks: Any) -> tuple:
+    kernel: Any
+
+    def __init__(self, spec: CodebookKernel):
+        self.spec, self.cells = spec, spec.cells
+        self.tokens, self.dtype = spec.tokens, spec.dtype
+        self.warps, self.stages = spec.warps, spec.stages
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Pointer,
+        w: cute.Pointer,
+        book: cute.Pointer,
+        row_scale: cute.Pointer,
+        bias: cute.Pointer,
+        y: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        cluster: Int32,
+        early: Int32,
+        grid: Int32,
+        stream: cuda.CUstream,
+    ):
+        @cute.struct
+        class Shared:
+            data: cute.struct.Align[cute.struct.MemRange[Uint8, self.spec.shared()], 1024]
+
+        self.shared = Shared
+        self.kernel(x, w, book, row_scale, bias, y, m, n, k, cluster, early).launch(
+            grid=(grid, 1, 1),
+            block=(self.spec.threads, 1, 1),
+            min_blocks_per_mp=self.spec.ctas,
+            preferred_smem_carveout=100,  # given, or the DSL asks the driver
+            use_pdl=True,
+            stream=stream,
+        )
+
+    def source(
+        self, w: Any, tile: Any, tile_step: Any, blocks: Any, first: Any, chunks: Any
+    ) -> tuple:
         """What a warp reads: every `tile_step`-th tile from `tile` on, chunks from `first` on.
 
         (first address, chunks, bytes from the last chunk of a tile to the next tile's first, bytes
         of the tile's blocks from `first` to the end of K).
         """
-        bytes_of = self.kernel_of.cells.block_bytes
-        block = first * self.kernel_of.blocks
+        bytes_of = self.spec.cells.block_bytes
+        block = first * self.spec.blocks
         address = Int64(w.toint()) + (Int64(tile) * blocks + block) * bytes_of
-        step = blocks * tile_step * bytes_of - (chunks - 1) * self.kernel_of.chunk_bytes
+        step = blocks * tile_step * bytes_of - (chunks - 1) * self.spec.chunk_bytes
         return address, chunks, step, (blocks - block) * bytes_of
 
     @cute.jit
     def open_ring(self, barriers, lane):
         """Make the barriers."""
         if lane == 0:
-            for slot in cutlass.range_constexpr(self.kernel_of.stages):
+            for slot in cutlass.range_constexpr(self.spec.stages):
                 init_barrier(barriers + slot * 8, Int32(1))
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
@@ -42,7 +84,7 @@ class Ring:
     def refill(self, source, ring, barriers, slot, lane, address, chunk, left):
         """Fetch the chunk at `address` if any are left; returns the next (address, chunk, left)."""
         _, chunks, step, rest = source
-        size = const_expr(self.kernel_of.chunk_bytes)
+        size = const_expr(self.spec.chunk_bytes)
         if left > 0 and lane == 0:
             bulk_load_bytes(
                 ring + slot * size,
@@ -51,7 +93,7 @@ class Ring:
                 barriers + slot * 8,
             )
         left -= 1
-        if const_expr(self.kernel_of.chunks == 1):
+        if const_expr(self.spec.chunks == 1):
             address += step
         else:
             chunk += 1

@@ -1,0 +1,335 @@
+"""The Hopper codebook kernels, compiled and run on the CPU by a PTX machine; their layout."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from anybit.format import Packed, get_format
+from anybit.formats.codebook import Codebook
+from anybit.kernels.hopper import build, codebook_backend, codebook_build
+from anybit.kernels.hopper.build import BuildError, resources
+from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of, pack, unpack
+from anybit.kernels.hopper.codebook_tiles import candidates, choose, family
+from anybit.kernels.hopper.tiles import MAX_SHARED, RESERVED, SHARED_OF_SM
+from anybit.kernels.reference import operand_weight
+
+needs_dsl = pytest.mark.skipif(
+    find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"
+)
+HALF, BRAIN = torch.float16, torch.bfloat16
+VARIANTS = [(4, 1), (8, 2), (8, 1), (16, 3), (8, 4)]  # v, m; b = 8
+NAMES = {HALF: "float16", BRAIN: "bfloat16"}
+
+
+def codebook(v: int, m: int, group: int = 128) -> Codebook:
+    return Codebook(m=m, v=v, group=group)
+
+
+def cut(fmt: Codebook) -> Cells:
+    cells = cells_of(fmt)
+    assert isinstance(cells, Cells)
+    return cells
+
+
+def random_packed(fmt: Codebook, n: int, k: int, book: Tensor | None = None) -> Packed:
+    codes = torch.randint(0, 256, (n, fmt.code_count(k)), dtype=torch.uint8)
+    groups = k // fmt.group if fmt.group else 1
+    book = torch.randn(fmt.m, 256, fmt.v) if book is None else book
+    grid = {"scale": (torch.rand(n, groups) * 0.05 + 0.01).half(), "codebook": book.half()}
+    return Packed.from_codes(fmt, (n, k), codes, grid)
+
+
+# The layout.
+
+
+@pytest.mark.parametrize(("v", "m"), VARIANTS)
+@pytest.mark.parametrize("group", [0, 128, 1024])
+def test_layout_reads_back(v: int, m: int, group: int) -> None:
+    torch.manual_seed(v + m)
+    n, k = 40, 1024
+    fmt = codebook(v, m, group)
+    packed = random_packed(fmt, n, k)
+    cells = cut(fmt)
+    blocks, row_scale, book = pack(packed)
+    assert blocks.shape == (3, k // cells.columns, cells.block_bytes)
+    codes, scale = unpack(blocks, cells)
+    assert torch.equal(codes[:n], packed.codes())
+    # Powers of two apart, nothing is rounded: book and row scale give back the same weight.
+    assert book.abs().sum(-1).max() <= 1
+    values = fmt.values(codes[:n], {"codebook": book}).view(n, scale.shape[1], -1)
+    weight = values * scale[:n, :, None].float() * row_scale[:n, None, None]
+    torch.testing.assert_close(weight.view(n, k), packed.dequantize(), rtol=1e-6, atol=0)
+
+
+def test_scales_beyond_fp16_keep_their_digits() -> None:
+    fmt = codebook(4, 1)
+    packed = random_packed(fmt, 16, 256)
+    packed.grid["scale"] = (packed.grid["scale"].float() * 2.0**30).bfloat16()
+    blocks, row_scale, _ = pack(packed)
+    _, scale = unpack(blocks, cut(fmt))
+    reach = row_scale / torch.exp2(packed.grid["scale"].float().amax(1).log2().ceil())
+    assert torch.equal(scale.float() * (row_scale / reach)[:, None], packed.grid["scale"].float())
+
+
+@pytest.mark.parametrize(("v", "m"), VARIANTS)
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+def test_many_tokens_meet_a_dense_weight(v: int, m: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(v)
+    fmt = codebook(v, m)
+    packed = random_packed(fmt, 24, 512)
+    prepared = codebook_backend.prepare(packed, None)
+    weight = codebook_backend.dense(prepared, fmt, 24, 512, dtype)
+    assert weight.dtype == dtype
+    assert error(weight, packed.dequantize().double()) < (4e-4 if dtype == HALF else 4e-3)
+    x, bias = torch.randn(3, 25, 512).to(dtype), torch.randn(24).to(dtype)
+    y = codebook_backend.linear(x, prepared, bias, fmt, 24, None)
+    want = x.double() @ weight.double().T + bias.double()
+    assert error(y, want) < (1e-3 if dtype == HALF else 5e-3)
+    with pytest.raises(TypeError, match=r"torch.float32; the codebook backend"):
+        codebook_backend.linear(x.float(), prepared, bias, fmt, 24, None)
+
+
+# Products.
+
+
+@dataclass
+class Case:
+    v: int
+    m: int
+    group: int
+    tokens: int
+    dtype: torch.dtype
+    shape: tuple[int, int, int]  # M, N, K
+    cluster: int
+    teams: int
+    chunks: int = 1
+
+
+CASES = [
+    Case(4, 1, 128, 1, HALF, (1, 40, 1024), 2, 1),
+    Case(4, 1, 0, 1, BRAIN, (1, 150, 896), 1, 2, chunks=2),
+    Case(8, 2, 128, 1, HALF, (1, 24, 768), 2, 1),
+    Case(8, 2, 128, 2, BRAIN, (2, 40, 768), 2, 1),
+    Case(8, 1, 1024, 2, HALF, (2, 24, 1024), 2, 1),
+    Case(16, 3, 128, 1, HALF, (1, 24, 1024), 2, 1),
+    Case(8, 4, 128, 1, HALF, (1, 24, 512), 1, 1),
+    Case(4, 1, 128, 8, HALF, (5, 101, 1408), 1, 2),
+    Case(4, 1, 128, 16, BRAIN, (13, 40, 640), 2, 1),
+    Case(8, 2, 128, 8, HALF, (8, 72, 768), 2, 1, chunks=2),
+    Case(8, 2, 128, 16, HALF, (16, 24, 512), 1, 1),
+    Case(8, 1, 0, 8, HALF, (3, 24, 512), 1, 1),
+    Case(16, 3, 128, 8, BRAIN, (4, 24, 512), 1, 1),
+    Case(8, 4, 128, 8, HALF, (8, 24, 512), 1, 1),
+]
+
+
+@cache
+def compiled(kernel: CodebookKernel) -> tuple[str, bytes]:
+    return codebook_build.generate(kernel)
+
+
+def array(tensor: Tensor | None) -> np.ndarray | int:
+    return 0 if tensor is None else tensor.view(torch.uint8).numpy()
+
+
+def emulate(
+    kernel: CodebookKernel,
+    packed: Packed,
+    x: Tensor,
+    bias: Tensor | None,
+    cluster: int,
+    teams: int,
+    seed: int = 0,
+) -> Tensor:
+    import tests.kernels.ptx_warp  # noqa: F401
+    from tests.kernels.ptx_machine import Machine
+
+    (m, k), n = x.shape, packed.shape[0]
+    blocks, row_scale, book = pack(packed)
+    y = torch.full((m, n), torch.nan, dtype=x.dtype)
+    arguments = [
+        array(x), array(blocks), array(book.to(x.dtype)), array(row_scale), array(bias), array(y),
+        m, n, k, cluster, seed % 2,
+    ]  # fmt: skip
+    tiles = -(-n // 16)
+    shared = kernel.shared(cluster, -(-tiles // teams))
+    machine = Machine(compiled(kernel)[0])
+    machine.launch(arguments, cluster * teams, kernel.threads, shared, cluster, seed)
+    assert not y.isnan().any(), "outputs that nobody wrote"
+    return y
+
+
+def kernel_for(case: Case) -> CodebookKernel:
+    cells = cut(codebook(case.v, case.m, case.group))
+    found = candidates(cells, case.tokens, NAMES[case.dtype])
+    return next(kernel for kernel in found if kernel.chunks >= case.chunks)
+
+
+def error(y: Tensor, want: Tensor) -> float:
+    return float((y.double() - want).norm() / want.norm())
+
+
+@needs_dsl
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products(case: Case) -> None:
+    m, n, k = case.shape
+    torch.manual_seed(n + k)
+    fmt, kernel = codebook(case.v, case.m, case.group), kernel_for(case)
+    assert resources(compiled(kernel)[1])[1] == 0  # no spills
+    packed = random_packed(fmt, n, k)
+    x, bias = torch.randn(m, k).to(case.dtype), torch.randn(n).to(case.dtype)
+    y = emulate(kernel, packed, x, bias, case.cluster, case.teams)
+    want = x.double() @ operand_weight(packed, case.dtype).double().T + bias.double()
+    # y is rounded, inner products in a Psumbook, and in bf16 the centroids before they are added.
+    assert error(y, want) < (7e-4 if case.dtype == HALF else 6e-3)
+    if case.v * case.m == 4:  # whatever the order of events, and however tiles are shared out
+        assert torch.equal(emulate(kernel, packed, x, bias, case.cluster, 1, seed=1), y)
+
+
+@needs_dsl
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize(("v", "m"), [(4, 1), (8, 2)])
+def test_one_hot_tokens_read_centroids_back(tokens: int, v: int, m: int) -> None:
+    """Every vector of a cell, and each of its places: exact but for the output's rounding."""
+    torch.manual_seed(0)
+    case = Case(v, m, 0, tokens, HALF, (tokens, 16, 256), 1, 1)
+    fmt, kernel = codebook(v, m, 0), kernel_for(case)
+    packed = random_packed(fmt, 16, 256)
+    packed.grid["scale"].fill_(1)
+    _, row_scale, book = pack(packed)
+    want = fmt.values(packed.codes(), {"codebook": book.half()}) * row_scale[:1]
+    columns = torch.arange(0, 256, 1 if tokens > 1 else 37)[: 64 * tokens]
+    for part in columns.split(tokens):
+        x = torch.zeros(tokens, 256, dtype=HALF)
+        x[torch.arange(len(part)), part] = 1
+        y = emulate(kernel, packed, x, None, 1, 1)[: len(part)]
+        assert torch.equal(y, want[:, part].T.half())
+        if tokens == 8 and part[-1] > 60:
+            break
+
+
+@needs_dsl
+def test_outliers_do_not_overflow() -> None:
+    """Activations near fp16's end: a Psumbook holds sums of at most their size."""
+    torch.manual_seed(0)
+    case = Case(8, 2, 128, 1, HALF, (1, 24, 768), 2, 1)
+    kernel, fmt = kernel_for(case), codebook(8, 2)
+    packed = random_packed(fmt, 24, 768)
+    x = torch.randn(1, 768).half()
+    x[0, ::8] = 65504.0 * (torch.rand(96) < 0.5).float().mul(2).sub(1).half()
+    packed.grid["scale"].mul_(0.01)
+    y = emulate(kernel, packed, x, None, 2, 1)
+    assert error(y, x.double() @ packed.dequantize().double().T) < 1e-3
+
+
+def digits(values: list[float], v: int) -> Tensor:
+    """(1, len(values)**v = 256, v): every vector of these values, as a codebook."""
+    return torch.cartesian_prod(*[torch.tensor(values)] * v)[None]
+
+
+@needs_dsl
+@pytest.mark.parametrize(
+    ("v", "values"), [(8, [-1.0, 1.0]), (8, [0.0, 1.0]), (4, [-1.0, 0.0, 1.0, 2.0])]
+)
+def test_uniform_and_binary_weights_are_codebooks(v: int, values: list[float]) -> None:
+    """CodeGEMM, section 3: {-1, 1}^v, {0, 1}^v, and int2 as vectors of 4; exact."""
+    torch.manual_seed(v)
+    fmt = codebook(v, 1, 0)
+    packed = random_packed(fmt, 24, 512, digits(values, v))
+    packed.grid["scale"].fill_(1)
+    weight = packed.dequantize()
+    assert set(weight.unique().tolist()) == set(values)
+    for tokens in (1, 8):
+        case = Case(v, 1, 0, tokens, HALF, (tokens, 24, 512), 1, 1)
+        x = torch.randint(-3, 4, (tokens, 512)).half()
+        y = emulate(kernel_for(case), packed, x, None, 1, 1)
+        assert torch.equal(y.double(), x.double() @ weight.double().T)
+
+
+# Which kernels there are.
+
+
+@pytest.mark.parametrize(("v", "m"), VARIANTS)
+def test_choices_are_in_the_family_and_fit(v: int, m: int) -> None:
+    cells = cut(codebook(v, m))
+    kernels = family(cells)
+    for kernel in kernels:
+        assert kernel.shared() <= MAX_SHARED
+        if kernel.ctas == 2:
+            assert kernel.shared() <= SHARED_OF_SM // 2 - RESERVED
+    problems = product((512, 4096, 28672, 128256), (512, 4096, 8192, 14336), (1, 2, 5, 16))
+    for n, k, tokens in problems:
+        found = choose(cells, tokens, n, k, "float16")
+        if (v, tokens) == (16, 16) and k > 8192:  # three tables, and sums of 16 tokens
+            assert found is None
+            continue
+        assert found is not None
+        kernel, cluster = found
+        assert kernel in kernels
+        assert kernel.tokens >= tokens
+        assert cluster * kernel.reach >= k
+        assert cluster <= 16
+        assert kernel.shared(cluster) <= MAX_SHARED
+
+
+def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "NVIDIA GPU")
+
+    def refuse(spec: str, activation: str | None = None, k: int = 4096) -> str:
+        device = torch.device("cuda", 0)
+        return codebook_backend.refuse(get_format(spec), activation, (64, k), device) or ""
+
+    monkeypatch.setenv("ANYBIT_HOPPER_CODEBOOK", "1")
+    assert "no additive codebook" in refuse("int4")
+    assert "8 bits, not 4" in refuse("codebook:m=1,v=4,b=4")
+    assert "4, 8 or 16 weights, not 2" in refuse("codebook:m=1,v=2")
+    assert "groups must be 128 columns" in refuse("codebook:m=3,v=16,group=32")
+    assert "not by int8" in refuse("codebook", "int8")
+    assert "multiple of 256" in refuse("codebook", None, 4224)
+    assert "do not fit" in refuse("codebook:m=9,v=4")
+    monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(codebook_backend, "have_dsl", lambda: True)
+    assert refuse("codebook") == ""
+    monkeypatch.delenv("ANYBIT_HOPPER_CODEBOOK")
+    assert "not checked on a GPU" in refuse("codebook")
+    monkeypatch.setenv("ANYBIT_HOPPER_CODEBOOK", "1")
+    monkeypatch.setattr(codebook_backend, "have_dsl", lambda: False)
+    assert "carry the folder" in refuse("codebook")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (8, 0))
+    assert "needs an H100 or H200" in refuse("codebook")
+
+
+def test_the_builder_knows_codebooks() -> None:
+    kernels = build.kernels_of("codebook:m=1,v=4,group=128")
+    assert kernels == family(Cells(1, 4, 1))
+    assert build.maker(kernels[0]) is codebook_build
+    with pytest.raises(ValueError, match="group"):
+        build.kernels_of("codebook:m=3,v=16,group=32")
+
+
+@needs_dsl
+def test_a_kernel_becomes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = CodebookKernel(Cells(1, 4, 1), 1, "float16")
+    made = compiled(kernel)
+    monkeypatch.setattr(codebook_build, "generate", lambda kernel: made)
+    path = codebook_build.compile_kernel(kernel, tmp_path)
+    assert path == codebook_build.kernel_file(kernel, tmp_path)
+    header, _, cubin = path.read_bytes().partition(b"\n")
+    meta = json.loads(header)
+    assert meta["entry"].encode() in cubin
+    assert meta["threads"] == 512
+    assert (
+        codebook_build.kernel_file(CodebookKernel(Cells(1, 4, 1), 2, "float16"), tmp_path) != path
+    )
+    monkeypatch.setattr(codebook_build.build, "resources", lambda cubin: (255, 8))
+    with pytest.raises(BuildError, match="spills: 8 bytes"):
+        codebook_build.compile_kernel(kernel, tmp_path)
