@@ -142,6 +142,7 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert "liquid@int8" in refuse("liquid", None, (4096, 4096))
     assert "group scales" in refuse("int4:group=128", "int8", (4096, 4096))
     assert "no decoder for 'sparse'" in refuse("sparse", None, (4096, 4096))
+    assert "not yet checked on a GPU" in refuse("fp6", "fp8", (4096, 4096))
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
     monkeypatch.setattr(backend, "have_dsl", lambda: False)
     assert "anybit[hopper]" in refuse("fp6", None, (4096, 4096))

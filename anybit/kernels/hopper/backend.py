@@ -42,10 +42,12 @@ def refuse(
             import triton  # noqa: F401
         except ImportError:
             return "triton quantizes its activations; pip install 'anybit[gpu]'"
+    if activation == "fp8":
+        return "its fp8 kernels were emulated but not yet checked on a GPU"
     if not have_dsl():
         missing = [
-            kernel_file(Kernel(d, tiles.choose(d, m, n, k), out))
-            for m in (1, 16, 32, 64, 128, 256, 1024)
+            kernel_file(Kernel(d, tile, out))
+            for tile in tiles.family(d)
             for out in ([d.operand] if activation is None else NAMES.values())
         ]
         missing = [path for path in missing if not path.exists()]
