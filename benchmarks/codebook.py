@@ -14,6 +14,7 @@ import argparse
 import math
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -22,8 +23,9 @@ from torch import Tensor
 from anybit import bench
 from anybit.format import Packed, get_format
 from anybit.kernels.hopper import codebook_backend as backend
+from anybit.kernels.hopper.build import build
 from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of
-from anybit.kernels.hopper.codebook_build import compile_kernel, kernel_file
+from anybit.kernels.hopper.codebook_build import kernel_file
 from anybit.kernels.hopper.codebook_tiles import choose, family
 from anybit.kernels.hopper.tiles import MAX_SHARED
 from anybit.timing import ReadFloor, median_us
@@ -98,6 +100,9 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
         p = Problem(scheme, n, k)
         weight = p.packed.dequantize().double()
         bias = torch.randn(n, device=DEVICE).to(dtype)
+        decoded = backend.dense(p.prepared, p.fmt, n, k, dtype).double()
+        error = float((decoded - weight).norm() / weight.norm())
+        tell(error < (4e-4 if dtype == torch.float16 else 4e-3), (n, k), f"dense {error:.2e}")
         for m in (1, 2, 3, 8, 9, 16):
             if choose(cells_of(p.fmt), m, n, k, backend.NAMES[dtype]) is None:
                 continue
@@ -154,16 +159,18 @@ def outliers(p: Problem, m: int, dtype: torch.dtype) -> bool:
 
 
 def variants(cells: Cells, m: int, k: int) -> list[tuple[CodebookKernel, int, int]]:
-    """Kernels, cluster sizes and numbers of clusters that are worth timing."""
+    """Kernels and cluster sizes that are worth timing; how many clusters is left to the backend."""
     tokens = 16 if m > 8 else 8
-    shapes = [(tokens, 256, c, w, s) for c, w in ((1, 16), (2, 16), (2, 8), (4, 8)) for s in (2,)]
+    shapes = [
+        (tokens, 256, *rest) for rest in ((1, 16, 2), (2, 16, 2), (2, 8, 2), (4, 8, 2), (2, 8, 3))
+    ]
     if m <= 2:
-        shapes += [(m, 512, c, 16, s) for c in (1, 2) for s in (1, 2)]
+        shapes += [(m, 512, chunks, 16, stages) for chunks in (1, 2) for stages in (1, 2)]
     out = []
-    for t, columns, c, w, s in shapes:
-        kernel = CodebookKernel(cells, t, "float16", columns, c, w, s)
+    for shape in shapes:
+        kernel = CodebookKernel(cells, shape[0], "float16", *shape[1:])
         cluster = -(-k // kernel.reach)
-        if cluster <= 16 and kernel.shared(cluster) <= MAX_SHARED - 8192:
+        if kernel.blocks and cluster <= 16 and kernel.shared(cluster, 128) <= MAX_SHARED:
             out.append((kernel, cluster, 0))
     return out
 
@@ -175,26 +182,12 @@ def sweep(args: argparse.Namespace) -> None:
             for m in args.m:
                 times = {}
                 for plan in variants(cells_of(p.fmt), m, k):
-                    if not kernel_file(plan[0]).exists():
-                        continue
-                    _, cluster, teams, shared = backend.launch_of(
-                        p.fmt, m, n, k, torch.float16, 0, plan
-                    )
-                    counts = {teams}
-                    for count in sorted(counts):
-                        planned = (plan[0], cluster, count)
-                        try:
-                            plain = p.us(m, False, planned)
-                            pdl = p.us(m, True, planned)
-                        except RuntimeError as error:
-                            print("failed", planned, error)
-                            continue
-                        times[f"{plan[0].name[9:]}@{cluster}x{count}"] = (plain, pdl, shared)
-                best = sorted(times, key=lambda name: times[name][1])
-                print(f"== {scheme} {n}x{k} M={m}", flush=True)
-                for name in best:
-                    plain, pdl, shared = times[name]
-                    print(f"   {plain:7.2f} {pdl:7.2f}  {name} {shared}", flush=True)
+                    if kernel_file(plan[0]).exists():  # some need more registers than there are
+                        times[plan] = [p.us(m, overlap, plan) for overlap in (False, True)]
+                print(f"{scheme} {n}x{k} M={m}: plain, pdl", flush=True)
+                for plan in sorted(times, key=lambda plan: times[plan][1]):
+                    plain, pdl = times[plan]
+                    print(f"   {plain:7.2f} {pdl:7.2f}  {plan[0].name}, cluster {plan[1]}")
 
 
 def dense_us(n: int, k: int, m: int) -> float:
@@ -237,24 +230,12 @@ def table(args: argparse.Namespace) -> None:
 
 def compile_all(args: argparse.Namespace) -> None:
     """Every kernel that the other modes launch."""
-    import os
-
     kernels = [k for scheme in CHECKED for k in family(cells_of(get_format(scheme)))]
-    if os.environ.get("SWEEP"):
-        kernels = []
-    kernels += [
-        plan[0]
-        for scheme in args.schemes
-        for m in (1, 2, 8, 16)
-        for k in (4096, 8192, 14336)
-        for plan in variants(cells_of(get_format(scheme)), m, k)
-    ]
-    for kernel in dict.fromkeys(kernels):
-        if not kernel_file(kernel).exists():
-            try:
-                compile_kernel(kernel)
-            except RuntimeError as error:
-                print(error)
+    for scheme in args.schemes:
+        for m, k in product((1, 2, 8, 16), (4096, 8192, 14336)):
+            kernels += [plan[0] for plan in variants(cells_of(get_format(scheme)), m, k)]
+    for error in build(kernels, verbose=True):
+        print(error)
 
 
 def main() -> None:
