@@ -18,6 +18,11 @@ INTERRUPTED = 130
 class Commands(TyperGroup):
     """Commands whose foreseeable errors are one message and exit code 1, not a traceback."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args[:2] == ["bench", "serve"]:  # a server is benched like anything else
+            args = ["bench-serve", *args[2:]]
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -434,7 +439,7 @@ app.command(
     )
 )(commands.serve)
 app.command(epilog=examples("anybit chat out/pico-fp6"))(commands.chat)
-app.command("bench-serve", epilog=examples("anybit bench-serve http://127.0.0.1:8000"))(
+app.command("bench-serve", epilog=examples("anybit bench serve http://127.0.0.1:8000"))(
     commands.bench_serve
 )
 

@@ -85,9 +85,19 @@ def run(
     api_key: str | None,
     show: Callable[[str], object],
 ) -> None:
-    """Measure and print: throughput, and means and percentiles of latencies."""
+    """Measure and print: throughput, and means and percentiles of latencies.
+
+    Raises ConnectionError when there is no server.
+    """
+    import httpx
+
     start = time.perf_counter()
-    seen = asyncio.run(load(url, streams, requests, prompt, output, largest_token, api_key))
+    try:
+        seen = asyncio.run(load(url, streams, requests, prompt, output, largest_token, api_key))
+    except httpx.ConnectError as error:
+        raise ConnectionError(
+            f"no server answers at {url} ({error}); start one with `anybit serve DIR`"
+        ) from None
     seconds = time.perf_counter() - start
     good = [s for s in seen if not s.error]
     tokens = sum(len(s.tokens) for s in good)

@@ -96,7 +96,7 @@ def bench_serve(
     largest_token: Annotated[int, typer.Option(help="Prompts use tokens below this.")] = 4096,
     api_key: Annotated[str | None, typer.Option(envvar="ANYBIT_API_KEY", help="Key.")] = None,
 ) -> None:
-    """Put load on a running server and print throughput and latencies."""
+    """Put load on a running server and print throughput and latencies: `anybit bench serve`."""
     from anybit.serve.bench import run
 
     run(url, streams, requests, prompt, output, largest_token, api_key, typer.echo)

@@ -273,3 +273,16 @@ def test_key(tiny: Path) -> None:
 
         answer = httpx.post(locked.url + "/v1/completions", content=chunks(), headers=key)
         assert answer.status_code == 413
+
+
+def test_bench_serve_is_a_bench_of_a_server() -> None:
+    """`anybit bench serve URL` and `anybit bench-serve URL` are the same."""
+    from typer.testing import CliRunner
+
+    from anybit.cli import app
+
+    for words in (["bench", "serve"], ["bench-serve"]):
+        got = CliRunner().invoke(app, [*words, "http://127.0.0.1:1", "--requests", "1"])
+        assert got.exit_code == 1
+        assert "no server answers at http://127.0.0.1:1" in got.output
+    assert "--streams" in CliRunner().invoke(app, ["bench", "serve", "--help"]).output
