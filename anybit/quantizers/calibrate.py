@@ -122,6 +122,7 @@ def run(
                         output = partial(replay.output, index)
                         seen = quantizer.transform(block, own, seen, output)
                         quantizer.quantize_block(block, own, seen, replay.outputs(index))
+                        del seen  # before the next block's: a Hessian is 4 K^2 bytes
                     replay.advance(index, calibration.kv_scales)
                     work.save(index, block, start)
                 step(sum(inside(weights, start).values()), start[:-1])
