@@ -1,9 +1,10 @@
-"""Draw the measurements of a CSV: for each shape, time against the number of tokens.
+"""Draw the measurements of a CSV: for each shape, speed against the number of tokens.
 
     python benchmarks/plot.py benchmarks/results/h200_gemm.csv --out docs/img
 
-Writes one PNG for each shape, both axes logarithmic. Every panel holds one number of bits, so that
-kernels that read the same bytes stand together; the dotted line is the time to read these bytes.
+Writes one PNG for each shape: times as fast as cuBLAS fp16, both axes logarithmic. Every panel
+holds one number of bits, so that kernels that read the same bytes stand together. Where a CSV has
+several rows for a point (overlapping launches or not, fp16 or bf16), the fastest is drawn.
 """
 
 import argparse
@@ -42,6 +43,9 @@ PANELS = {
     "7 and 8 bits": ("int7", "int8", "fp8"),
 }
 QUANTIZED = "8-bit activations"
+SPEEDS = (0.25, 0.5, 1, 2, 3, 4)
+SLOWEST = 0.2  # slower points would press all others together
+Key = tuple[str, str, str]  # peer, format, activation
 
 
 def main() -> None:
@@ -75,69 +79,56 @@ def panel_of(row: Row) -> str | None:
 
 def draw(n: int, k: int, rows: list[Row], path: Path) -> None:
     """One PNG with a panel for each kind of format."""
-    panels: dict[str, dict[tuple[str, str, str], list[Row]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    dense: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    panels: dict[str, dict[Key, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        panel, key = panel_of(row), (row.peer, row.format, row.activation)
-        (dense if panel is None else panels[panel])[key].append(row)
+        panel = panel_of(row)
+        if panel is None or row.vs_cublas_fp16 is None or row.vs_cublas_fp16 < SLOWEST:
+            continue
+        activation = "" if row.activation in ("fp16", "bf16") else row.activation
+        points = panels[panel][row.peer, row.format, activation]
+        points[row.M] = max(row.vs_cublas_fp16, points.get(row.M, 0.0))
     order = [name for name in (*PANELS, QUANTIZED, "other formats") if name in panels]
-    order = order or ["dense layers"]
     columns = min(len(order), 3)
     lines = -(-len(order) // columns)
     figure, grid = plt.subplots(
-        lines, columns, figsize=(5.2 * columns, 4.6 * lines), sharey=True, squeeze=False
+        lines, columns, figsize=(5.2 * columns, 5.6 * lines), sharey=True, squeeze=False
     )
     for axis in grid.flat[len(order) :]:
         axis.set_visible(False)
     for axis, name in zip(grid.flat, order, strict=False):
-        for key, points in dense.items():
-            if key[1] == "fp16" or len(dense) == 1:
-                line(axis, key, points, DASHES[0])
-        used = defaultdict(int, cublas=1)  # the dense layer has the first
-        for key, points in panels[name].items():
+        axis.axhline(1, color=COLORS["cublas"], linewidth=1.2)
+        used: dict[str, int] = defaultdict(int)
+        for key, points in sorted(panels[name].items()):
             line(axis, key, points, DASHES[used[key[0]] % len(DASHES)])
             used[key[0]] += 1
-            floors(axis, points)
         axis.set(title=name, xscale="log", yscale="log", xlabel="tokens M")
         ticks = sorted({row.M for row in rows})
         axis.set_xticks(ticks, [str(m) for m in ticks])
+        axis.set_yticks(SPEEDS, [f"{speed:g}" for speed in SPEEDS])
         axis.minorticks_off()
         axis.grid(True, alpha=0.3)
-        axis.legend(fontsize=7, loc="upper left")
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
     for axis in grid[:, 0]:
-        axis.set_ylabel("microseconds")
+        axis.set_ylabel("times as fast as cuBLAS fp16")
     about = rows[0]
-    figure.suptitle(
-        f"{NAMES.get((n, k), 'linear')} {n}x{k}, {about.gpu}, {about.date}; "
-        "dotted: time to read the weight's bytes"
-    )
+    figure.suptitle(f"{NAMES.get((n, k), 'linear')} {n}x{k}, {about.gpu}, {about.date}")
     figure.tight_layout()
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
 
 
-def line(axis: plt.Axes, key: tuple[str, str, str], points: list[Row], dash: object) -> None:
-    points = sorted(points, key=lambda row: row.M)
-    ours = key[0].startswith("anybit")
+def line(axis: plt.Axes, key: Key, points: dict[int, float], dash: object) -> None:
+    ms = sorted(points)
     axis.plot(
-        [row.M for row in points],
-        [row.us for row in points],
+        ms,
+        [points[m] for m in ms],
         linestyle=dash,
         color=COLORS.get(key[0], "black"),
-        linewidth=2 if ours else 1.2,
+        linewidth=2 if key[0].startswith("anybit") else 1.2,
         marker="o",
         markersize=3,
         label=" ".join((key[0], key[1].replace(":group=", " g"), key[2])),
     )
-
-
-def floors(axis: plt.Axes, points: list[Row]) -> None:
-    """The read floor of a curve's bytes, drawn as far as the curve goes."""
-    floor = next(row.us / row.vs_floor for row in points if row.us and row.vs_floor)
-    ms = [row.M for row in points]
-    axis.plot([min(ms), max(ms)], [floor, floor], ":", color="0.7", linewidth=0.8, zorder=0)
 
 
 if __name__ == "__main__":
