@@ -90,9 +90,7 @@ def all_cases(
     """anybit's GPU backends, and the peers."""
     gpu = [name for name, (_, devices) in BACKENDS.items() if "cuda" in devices]
     ours = [
-        bench.anybit_case(scheme, torch.float16, backend)
-        for scheme in schemes
-        for backend in gpu
+        bench.anybit_case(scheme, torch.float16, backend) for scheme in schemes for backend in gpu
     ]
     others, missing = peers.cases()
     cases = [c for c in (*others, *ours) if not only or c.peer in only]

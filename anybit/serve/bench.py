@@ -102,8 +102,8 @@ def run(
     good = [s for s in seen if not s.error]
     tokens = sum(len(s.tokens) for s in good)
     show(f"{len(good)} of {len(seen)} requests in {seconds:.1f} s, {streams} at a time")
-    for error in sorted({s.error for s in seen if s.error}):
-        show(f"failed: {error}")
+    for text in sorted({s.error for s in seen if s.error}):
+        show(f"failed: {text}")
     if not tokens:
         return
     show(f"{tokens / seconds:.1f} tokens/s written, {len(good) * prompt / seconds:.1f} read")
