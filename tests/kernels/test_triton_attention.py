@@ -18,7 +18,7 @@ from anybit.engine.attention import Batch, LayerCache
 from anybit.engine.graphs import DecodeGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
-from anybit.kernels.triton import activation, attention_int8
+from anybit.kernels.triton import activation, attention_int8, dense
 from anybit.kernels.triton import attention as kernels
 from tests.engine.conftest import ARCHITECTURES, prompts, random_model
 
@@ -203,11 +203,11 @@ def test_splits_fill_the_gpu(programs: int, splits: int) -> None:
     assert kernels.choose_splits(programs) == splits
 
 
-POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions": "*i64",
-            "slots": "*i64", "sums": "*fp32", "maxima": "*fp32", "cos": "*fp32", "sin": "*fp32",
+POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions": "*i32",
+            "slots": "*i32", "sums": "*fp32", "maxima": "*fp32", "cos": "*fp32", "sin": "*fp32",
             "k_scale": "*fp32", "v_scale": "*fp32", "TABLE_STRIDE": "i32", "STRIDE": "i32",
-            "SCALE": "fp32", "EPS": "fp32", "K": "i32", "X_STRIDE": "i32", "OTHER_STRIDE": "i32",
-            "GATE_STRIDE": "i32", "UP_STRIDE": "i32"}  # fmt: skip
+            "SCALE": "fp32", "EPS": "fp32", "K": "i32", "N": "i32", "X_STRIDE": "i32",
+            "OTHER_STRIDE": "i32", "GATE_STRIDE": "i32", "UP_STRIDE": "i32"}  # fmt: skip
 SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64}
 
 COMPILE = """
@@ -215,61 +215,75 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from anybit.kernels.triton import activation, attention, attention_int8
+from anybit.kernels.triton import activation, attention, attention_int8, dense
 
-name, pointers, constants, warps, arch = eval(sys.argv[1])
-modules = (attention, attention_int8, activation)
-kernel = next(getattr(m, name) for m in modules if hasattr(m, name))
-signature, values = {}, {}
-for at, argument in enumerate(kernel.arg_names):
-    if argument in constants:
-        signature[argument], values[(at,)] = "constexpr", constants[argument]
-    else:
-        signature[argument] = pointers.get(argument, pointers["default"])
-options = {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": True}
-source = ASTSource(kernel, signature, values)
-built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-print(built.metadata.shared, "mma" in built.asm["ptx"])
+for name, pointers, constants, warps, arch in eval(sys.argv[1]):
+    modules = (attention, attention_int8, activation, dense)
+    kernel = next(getattr(m, name) for m in modules if hasattr(m, name))
+    signature, values = {}, {}
+    for at, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument], values[(at,)] = "constexpr", constants[argument]
+        else:
+            signature[argument] = pointers.get(argument, pointers["default"])
+    options = {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": True}
+    source = ASTSource(kernel, signature, values)
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    ptx = built.asm["ptx"]
+    print(name, built.metadata.shared, "mma" in ptx, "griddepcontrol.wait" in ptx)
 """
 
 
 WHOLE = {"SPLITS": 1, "WINDOW": 0, "sums": None, "maxima": None}
+NORM = {"FUSE": "norm", "LARGEST": 127, "HAS_SUMS": True, "WIDE": 4096}
+SILU = {"FUSE": "silu", "LARGEST": 0, "HAS_SUMS": False, "WIDE": 16384}
+KERNELS = [  # arch, name, kind of cache, constants, warps
+    (80, "_attend", "model", {"ROWS": 128} | WHOLE, 8),
+    (80, "decode", "static", {"STATIC": True} | WHOLE, 4),
+    (80, "_write", "static", {"NORM": False}, 1),
+    (80, "_token", "model", SILU, 32),
+    (90, "_attend", "dynamic", {"ROWS": 32, "SPLITS": 1, "WINDOW": 64}, 4),
+    (90, "_attend", "static", {"ROWS": 128} | WHOLE, 8),
+    (90, "decode", "dynamic", {"SPLITS": 32, "WINDOW": 64, "STATIC": False}, 4),
+    (90, "_write", "dynamic", {"NORM": True}, 1),
+    (90, "_combine", "model", {"SPLITS": 32}, 4),
+    (90, "_token", "model", NORM, 16),
+    (90, "_silu_mul", "model", {"WIDE": 1024}, 4),
+    (90, "_dense", "model", {"M": 1, "ROWS": 2, "COLUMNS": 4096, "bias": None}, 4),
+]
 
 
-@pytest.mark.parametrize(("name", "kind", "more", "warps", "arch"), [
-    ("_attend", "model", {"ROWS": 128} | WHOLE, 8, 80),
-    ("_attend", "dynamic", {"ROWS": 32, "SPLITS": 1, "WINDOW": 64}, 4, 90),
-    ("decode", "dynamic", {"SPLITS": 32, "WINDOW": 64, "STATIC": False}, 4, 90),
-    ("decode", "static", {"STATIC": True} | WHOLE, 4, 80),
-    ("_attend", "static", {"ROWS": 128} | WHOLE, 8, 90),
-    ("_write", "dynamic", {"NORM": True}, 1, 90),
-    ("_write", "static", {"NORM": False}, 1, 80),
-    ("_combine", "model", {"SPLITS": 32}, 1, 90),
-    ("_token", "model", {"FUSE": "norm", "LARGEST": 127, "HAS_SUMS": True, "WIDE": 4096}, 8, 90),
-    ("_token", "model", {"FUSE": "silu", "LARGEST": 0, "HAS_SUMS": False, "WIDE": 4096}, 8, 80),
-    ("_silu_mul", "model", {"WIDE": 1024}, 4, 90),
-])  # fmt: skip
-def test_compiles_for_gpus(name: str, kind: str, more: dict, warps: int, arch: int) -> None:
+@pytest.mark.parametrize("arch", [80, 90])
+def test_compiles_for_gpus(arch: int) -> None:
     """In bf16, with the matrix unit and within every GPU's shared memory; needs no GPU."""
+    jobs = [job(*kernel) for kernel in KERNELS if kernel[0] == arch]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, repr(jobs)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert [line[0] for line in lines] == [job[0] for job in jobs]
+    for name, shared, uses_mma, waits in lines:
+        assert int(shared) <= 99 << 10, name  # what the smallest GPU from sm_80 on has
+        assert (uses_mma == "True") == (name in ("_attend", "decode")), name
+        assert (waits == "True") == (arch >= 90), name  # for the previous kernel
+
+
+def job(arch: int, name: str, kind: str, more: dict, warps: int) -> tuple:
+    """A kernel's name, the types of its arguments, its constants, warps and architecture."""
     cache = "*bf16" if kind == "model" else "*i8"
     out = "*fp32" if more.get("SPLITS", 1) > 1 and name == "decode" else "*bf16"
     pointers = POINTERS | {"default": "*bf16", "k_cache": cache, "v_cache": cache, "out": out}
     pointers["parts"] = "*fp32"
     if more.get("LARGEST"):
-        pointers["out"], pointers["scales"] = "*i8", "*fp32"
-    modules = (kernels, attention_int8, activation)
+        pointers |= {"out": "*i8", "scales": "*fp32"}
+    modules = (kernels, attention_int8, activation, dense)
     arguments = next(getattr(m, name) for m in modules if hasattr(m, name)).arg_names
     sizes = SIZES | {"KIND": kind, "PDL": arch >= 90}
     constants = {k: v for k, v in (sizes | more).items() if k in arguments}
     if kind == "model":
         constants |= {k: None for k in ("k_scale", "v_scale") if k in arguments}
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, repr((name, pointers, constants, warps, arch))]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    shared, uses_mma = run.stdout.split()
-    assert int(shared) <= 99 << 10  # what the smallest GPU from sm_80 on has
-    assert (uses_mma == "True") == (name in ("_attend", "decode"))
+    return name, pointers, constants, warps, arch
 
 
 class FakeGraph:
