@@ -106,10 +106,10 @@ def test_too_many_requests_are_told_to_come_back(tiny: Path) -> None:
 def test_a_failing_request_fails_alone(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     run = live.server.llm.engine.runner.launch
 
-    def fail(scheduled: list) -> object:
+    def fail(scheduled: list, previous: object) -> object:
         if any(s.seq.prompt == [666] for s in scheduled):
             raise RuntimeError("out of luck")
-        return run(scheduled)
+        return run(scheduled, previous)
 
     monkeypatch.setattr(live.server.llm.engine.runner, "launch", fail)
     answer = live.post("/v1/completions", {"prompt": [666]})
