@@ -119,6 +119,7 @@ class LLM:
         if kv_bytes is None:
             free = CPU_CACHE
             if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what laying out the weights took and gave back
                 free = int(torch.cuda.mem_get_info(self.device)[0] * GPU_FRACTION)
             kv_bytes = min(free, -(-length // block_size) * max_running * each)
         blocks = kv_bytes // each
