@@ -1,0 +1,164 @@
+"""Every script of examples/, run on models/pico in a folder of its own."""
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch.nn import Linear
+
+import anybit
+from anybit.checkpoint import load
+from anybit.format import FORMATS
+from anybit.generate import load_text_model
+from anybit.quantize import quantized_layers
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: it has models/ as the repository does, and takes what is written."""
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *args: object) -> dict[str, Any]:
+    """The variables that a script leaves behind."""
+    monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
+    return runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+
+
+def test_they_are_short_and_all_run_here() -> None:
+    tests = Path(__file__).read_text()
+    assert len(SCRIPTS) == 5
+    for script in SCRIPTS:
+        assert len(script.read_text().splitlines()) <= 30, script.name
+        assert f'"{script.stem}"' in tests or f"{script.name}" in tests, script.name
+
+
+def test_one_line_fp6(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    left = run("one_line_fp6", monkeypatch)
+    dense = dict(load_text_model("models/pico", "cpu")[0].named_modules())
+    layers = dict(quantized_layers(left["model"]))
+    assert len(layers) == 56
+    for name, layer in layers.items():
+        expected = anybit.dequantize(anybit.quantize_tensor(dense[name].weight, "fp6"))
+        assert torch.equal(anybit.dequantize(layer.packed), expected)
+    text = capsys.readouterr().out
+    assert text.startswith(left["PROMPT"])
+    assert "return" in text or "for" in text
+
+
+def test_own_format(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        left = run("own_format", monkeypatch)
+        layers = dict(quantized_layers(left["model"]))
+        assert {layer.scheme for layer in layers.values()} == {"normal"}
+        dense, _ = load_text_model("models/pico", "cpu")
+        weight = dense.get_submodule(next(iter(layers))).weight.detach()
+
+        def error(spec: str) -> float:
+            """Squared, of weights that are about normal: what these levels are made for."""
+            back = anybit.dequantize(anybit.quantize_tensor(weight, spec)).detach()
+            return float((back - weight).square().sum() / weight.square().sum())
+
+        assert 0.001 < error("normal") < 0.9 * error("int4")
+    finally:
+        FORMATS.pop("normal", None)
+    assert len(capsys.readouterr().out.split()) > 5
+
+
+def test_quantize_and_chat(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["def fibonacci(n):"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, None) or end_of_input())
+    run("quantize_and_chat", monkeypatch)
+    text = capsys.readouterr().out
+    assert "56 layers" in text
+    assert "[64 tokens" in text
+    saved = dict(quantized_layers(load(folder / "out/chat")))
+    assert {layer.scheme for layer in saved.values()} == {"int4:group=64,zero"}
+
+
+def end_of_input() -> str:
+    raise EOFError
+
+
+def test_plan_under_budget(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = run("plan_under_budget", monkeypatch, 3.2)
+    stored = sum(
+        tensor.nbytes for _, layer in quantized_layers(left["model"]) for tensor in layer.buffers()
+    )
+    assert 3.1e6 < stored <= 3.2e6
+    assert len({layer.scheme for _, layer in quantized_layers(left["model"])}) > 1
+    linear = sum(
+        m.weight.numel()
+        for name, m in load_text_model("models/pico", "cpu")[0].named_modules()
+        if isinstance(m, Linear) and name != "lm_head"
+    )
+    assert f"{stored * 8 / linear:.2f} bits a weight" in capsys.readouterr().out
+
+
+def test_w4a8_serve(folder: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = ROOT / "examples" / "w4a8_serve.py"
+    command = [sys.executable, str(script), str(port)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    log = (folder / "log").open("w")
+    with log, subprocess.Popen(command, stdout=log, stderr=log, env=environment) as server:
+        try:
+            wait(server, f"http://127.0.0.1:{port}/health", folder / "log")
+            body = {"model": "pico", "prompt": "def f(x):", "max_tokens": 8, "temperature": 0}
+            answer = post(f"http://127.0.0.1:{port}/v1/completions", body)
+            assert answer["usage"]["completion_tokens"] == 8
+            assert answer["choices"][0]["text"].strip()
+            server.send_signal(signal.SIGINT)
+            code = server.wait(30)
+        finally:
+            server.kill()
+    assert code == 0, (folder / "log").read_text()
+    assert "Traceback" not in (folder / "log").read_text()
+    config = json.loads((folder / "out/w4a8/config.json").read_text())
+    assert "liquid@int8" in json.dumps(config["quantization_config"])
+    with safe_open(folder / "out/w4a8/model.safetensors", "pt") as saved:
+        names = list(saved.keys())
+    assert sum(name.endswith(".step") for name in names) == 56  # LiquidQuant's second level
+    assert sum(name.endswith(".k_scale") for name in names) == 8
+
+
+def wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    """Until the server answers; a failure with its log if it ends first, or after two minutes."""
+    for _ in range(600):
+        assert server.poll() is None, log.read_text()
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise TimeoutError(log.read_text())
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
