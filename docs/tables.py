@@ -1,0 +1,185 @@
+"""Write the tables of docs/benchmarks.md from benchmarks/results: python docs/tables.py"""
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "benchmarks" / "results"
+SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+LEVEL = 0.03  # times that differ by less count as equal
+
+Row = dict[str, str]
+Cell = tuple[int, int, int]
+# A column: its title, and what its rows have: peer, formats, activations, the note's first word.
+Column = tuple[str, str, tuple[str, ...], tuple[str, ...], str]
+HALVES = ("fp16", "bf16")
+
+
+def weight_only(spec: str, *peers: tuple[str, str]) -> list[Column]:
+    """Columns of 16-bit tokens: ours as launched, ours without overlap, Triton, peers, cuBLAS."""
+    return [
+        ("Hopper", "anybit-hopper", (spec,), HALVES, "pdl"),
+        ("plain", "anybit-hopper", (spec,), HALVES, "plain"),
+        ("Triton", "anybit-triton", (spec,), HALVES, ""),
+        *((name, name, (theirs,), HALVES, "") for name, theirs in peers),
+        ("cuBLAS", "cublas", HALVES, HALVES, ""),
+    ]
+
+
+INT8 = ("int8", "int8(_int_mm)")
+FOUR = "int4:group=128"
+TABLES: list[tuple[str, list[Column]]] = [
+    (
+        "int4, groups of 128",
+        weight_only(
+            FOUR,
+            ("humming", FOUR),
+            ("quack", FOUR),
+            ("gemlite", FOUR),
+            ("tinygemm", f"{FOUR},zero"),
+        ),
+    ),
+    ("fp6", weight_only("fp6", ("humming", "fp6"))),
+    ("fp5", weight_only("fp5", ("humming", "fp5"))),
+    ("int8, 16-bit tokens", weight_only("int8", ("humming", "int8"))),
+    ("int3, groups of 128", weight_only("int3:group=128", ("humming", "int3:group=128"))),
+    ("int2, groups of 128", weight_only("int2:group=128", ("humming", "int2:group=128"))),
+    (
+        "4 bits, 8-bit tokens that are given",
+        [
+            ("Hopper liquid", "anybit-hopper", ("liquid",), ("int8-given",), "pdl"),
+            ("plain", "anybit-hopper", ("liquid",), ("int8-given",), "plain"),
+            ("humming int4 g64 int8", "humming", ("int4:group=64",), ("int8-given",), ""),
+            ("humming int4 g128 fp8", "humming", (FOUR,), ("fp8-given",), ""),
+            ("quack int4 g128 fp8", "quack", (FOUR,), ("fp8-given",), ""),
+            ("quack folded fp8", "quack", (f"{FOUR} folded",), ("fp8-given",), ""),
+            ("cuBLAS fp8", "cublas", ("fp8 tensorwise",), ("fp8-given",), ""),
+            ("cuBLAS", "cublas", HALVES, HALVES, ""),
+        ],
+    ),
+    (
+        "4 bits, tokens quantized to int8 in the time",
+        [
+            ("Hopper liquid", "anybit-hopper", ("liquid",), ("int8",), ""),
+            ("Triton liquid", "anybit-triton", ("liquid",), ("int8",), ""),
+            ("humming int4 g64", "humming", ("int4:group=64",), ("int8",), ""),
+            ("cuBLAS", "cublas", HALVES, HALVES, ""),
+        ],
+    ),
+    (
+        "8-bit weights, 8-bit tokens that are given",
+        [
+            ("Hopper", "anybit-hopper", ("int8",), ("int8-given",), "pdl"),
+            ("plain", "anybit-hopper", ("int8",), ("int8-given",), "plain"),
+            ("humming", "humming", ("int8",), ("int8-given",), ""),
+            ("cuBLAS int8", "cublas", INT8, ("int8-given",), ""),
+            ("cuBLAS fp8", "cublas", ("fp8 tensorwise",), ("fp8-given",), ""),
+            ("cuBLAS", "cublas", HALVES, HALVES, ""),
+        ],
+    ),
+    (
+        "2-bit codebooks, groups of 128, and other Triton formats",
+        [
+            ("m1v4", "anybit-triton", ("codebook:m=1,v=4,group=128",), HALVES, ""),
+            ("m2v8", "anybit-triton", ("codebook:group=128",), HALVES, ""),
+            ("sparse", "anybit-triton", ("sparse",), HALVES, ""),
+            ("bitsandbytes nf4 g64", "bitsandbytes", ("nf4:group=64",), HALVES, ""),
+            ("cuBLAS", "cublas", HALVES, HALVES, ""),
+        ],
+    ),
+]
+
+
+def main() -> None:
+    cells: dict[Cell, list[Row]] = defaultdict(list)
+    with (RESULTS / "h200_gemm.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["us"]:
+                cells[int(row["N"]), int(row["K"]), int(row["M"])].append(row)
+    page = PAGE.read_text()
+    page = replaced(page, "losses", losses(cells))
+    page = replaced(page, "tables", "\n\n".join(table(cells, *t) for t in TABLES))
+    PAGE.write_text(page)
+
+
+def table(cells: dict[Cell, list[Row]], title: str, columns: list[Column]) -> str:
+    names = [column[0] for column in columns]
+    lines = [f"### {title}", "", "| weight | M | " + " | ".join(names) + " |"]
+    lines.append("|---|--:" + "|--:" * len(names) + "|")
+    for n, k in SHAPES:
+        for m in TOKENS:
+            found = [find(cells[n, k, m], column) for column in columns]
+            name = f"{n}x{k}" if m == TOKENS[0] else ""
+            lines.append(f"| {name} | {m} | " + " | ".join(map(shown, found)) + " |")
+    return "\n".join(lines)
+
+
+def find(rows: list[Row], column: Column) -> Row | None:
+    """The faster of both dtypes of tokens; rows of earlier tiles only where there are no others."""
+    _, peer, formats, activations, note = column
+    found = [
+        row
+        for row in rows
+        if row["peer"] == peer
+        and row["format"] in formats
+        and row["activation"] in activations
+        and row["note"].startswith(note)
+    ]
+    return min(found, key=lambda row: ("earlier" in row["note"], float(row["us"])), default=None)
+
+
+def shown(row: Row | None) -> str:
+    if row is None:
+        return ""
+    us = float(row["us"])
+    digits = 0 if us >= 100 else 1
+    return f"{us:,.{digits}f}" + ("*" if "earlier" in row["note"] else "")
+
+
+def losses(cells: dict[Cell, list[Row]]) -> str:
+    """For every table with a peer: cells won, level and lost against the fastest of the others."""
+    lines = [
+        "| | cells | faster | level | slower | slower where, how many times, than what |",
+        "|---|--:|--:|--:|--:|---|",
+    ]
+    for title, columns in TABLES[:-1]:
+        ours = [c for c in columns if c[1].startswith("anybit") and c[4] != "plain"]
+        theirs = [c for c in columns if not c[1].startswith("anybit")]
+        lost, counts = [], [0, 0, 0]
+        for n, k in SHAPES:
+            here = []
+            for m in TOKENS:
+                mine = fastest(cells[n, k, m], ours)
+                best = fastest(cells[n, k, m], theirs)
+                if mine is None or best is None:
+                    continue
+                ratio = float(mine["us"]) / float(best["us"])
+                verdict = 0 if ratio < 1 - LEVEL else 2 if ratio > 1 + LEVEL else 1
+                counts[verdict] += 1
+                if verdict == 2:
+                    here.append(f"M={m} {ratio:.2f} {best['peer']}")
+            if here:
+                lost.append(f"**{n}x{k}** " + ", ".join(here))
+        won, level, slower = counts
+        lines.append(
+            f"| {title} | {sum(counts)} | {won} | {level} | {slower} | {'; '.join(lost) or '-'} |"
+        )
+    return "\n".join(lines)
+
+
+def fastest(rows: list[Row], columns: list[Column]) -> Row | None:
+    found = [row for column in columns if (row := find(rows, column))]
+    return min(found, key=lambda row: float(row["us"]), default=None)
+
+
+def replaced(page: str, name: str, text: str) -> str:
+    begin, end = f"<!-- {name}, written by docs/tables.py -->", "<!-- end -->"
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end, 1)[1]}"
+
+
+if __name__ == "__main__":
+    main()
