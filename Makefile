@@ -26,6 +26,11 @@ test: .venv/.installed  ## Lint, check types and run all tests; needs no GPU.
 	@$(BIN)/mypy
 	@echo "== pytest"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 15
+	@$(MAKE) --no-print-directory docs
+
+docs: .venv/.installed  ## Build the documentation into site/; open site/index.html.
+	@echo "== mkdocs"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 test-gpu:  ## Run the kernel tests on the GPU of this machine, with the python in PATH.
 	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider tests/kernels
@@ -56,11 +61,26 @@ test-vllm: $(VLLM)/.installed  ## Compare vLLM's tokens with transformers', in a
 	@echo "== vLLM 0.33"
 	@PYTHONPATH=$(VLLM)/0.33 $(VLLM)/bin/python -m pytest -W ignore tests/integrations
 
+RELEASE := .venv-release
+
+# The wheel is tried in an environment that holds nothing but what it asks for.
+release:  ## Build wheel and sdist into dist/, check them, and try the wheel in an empty environment.
+	@echo "== building"
+	@rm -rf dist build $(RELEASE)
+	@$(PYTHON) -m venv $(RELEASE)/tools
+	@$(RELEASE)/tools/bin/python -m pip install --quiet 'build>=1.2' 'twine>=6'
+	@$(RELEASE)/tools/bin/python -m build --outdir dist . >/dev/null
+	@$(RELEASE)/tools/bin/twine check --strict dist/*
+	@echo "== installing the wheel in an empty environment (torch and transformers)"
+	@$(PYTHON) -m venv $(RELEASE)/empty
+	@$(RELEASE)/empty/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	@cd $(RELEASE) && empty/bin/python ../tests/wheel.py ../dist
+
 soak: .venv/.installed  ## Ten minutes of mixed load on a server: no token lost, no block held.
 	@$(BIN)/python tests/serve/soak.py --seconds 600
 
 clean:  ## Remove the environment and what was made.
-	rm -rf .venv .venv-vllm out build dist *.egg-info
+	rm -rf .venv .venv-vllm .venv-release out build dist site *.egg-info
 
-.PHONY: help demo test test-gpu test-2gpu test-vllm soak clean
+.PHONY: help demo test docs test-gpu test-2gpu test-vllm release soak clean
 .DEFAULT_GOAL := help
