@@ -1,0 +1,50 @@
+"""What the documentation names is there: files, commands with their options, and formats."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from anybit.cli import app
+from anybit.dispatch import parse_scheme
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks/README.md"]
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+FOLDERS = ("anybit/", "benchmarks/", "docs/", "examples/", "kernels/", "models/", "tests/")
+SPEC = re.compile(
+    r"(int[1-8]|fp[4-8]|fp:e\dm\d|liquid|sparse|codebook)(:[a-z0-9=,]+)?(@int8|@fp8)?"
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_it_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
+    for name in named:
+        if name.startswith(FOLDERS) and re.fullmatch(r"[\w./-]+", name):
+            places = (ROOT / name, ROOT / "anybit" / name)
+            assert any(place.exists() for place in places), f"{page.name}: no {name}"
+        if SPEC.fullmatch(name):
+            parse_scheme(name)
+    for line in re.findall(r"^anybit [a-z-]+.*$", "\n".join(blocks(text)), re.M):
+        _, command, *args = shlex.split(line, comments=True)
+        assert command in COMMANDS, f"{page.name}: {line}"
+        context = COMMANDS[command].make_context(command, args)
+        for spec in context.params["formats"] if command in ("bench", "tune") else ():
+            parse_scheme(spec)
+
+
+def test_there_is_something_to_check() -> None:
+    lines = [
+        line for page in PAGES for block in blocks(page.read_text()) for line in block.split("\n")
+    ]
+    assert sum(line.startswith("anybit ") for line in lines) > 20
+
+
+def blocks(text: str) -> list[str]:
+    """Code without a language: what one types in a shell."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M)
+    return [code for language, code in fences if not language]
