@@ -140,34 +140,35 @@ def shown(row: Row | None) -> str:
 
 
 def losses(cells: dict[Cell, list[Row]]) -> str:
-    """For every table with a peer: cells won, level and lost against the fastest of the others."""
-    lines = [
-        "| | cells | faster | level | slower | slower where, how many times, than what |",
-        "|---|--:|--:|--:|--:|---|",
-    ]
+    """For every table with peers: cells won, level and lost, and which were lost to whom.
+
+    Ours is the kernel that a layer gets: Hopper's where it was timed, else Triton's.
+    """
+    counts, lost = ["| | cells | faster | level | slower |", "|---|--:|--:|--:|--:|"], []
     for title, columns in TABLES[:-1]:
         ours = [c for c in columns if c[1].startswith("anybit") and c[4] != "plain"]
         theirs = [c for c in columns if not c[1].startswith("anybit")]
-        lost, counts = [], [0, 0, 0]
+        verdicts, where = [0, 0, 0], []
         for n, k in SHAPES:
             here = []
             for m in TOKENS:
-                mine = fastest(cells[n, k, m], ours)
+                mine = find(cells[n, k, m], ours[0]) or find(cells[n, k, m], ours[-1])
                 best = fastest(cells[n, k, m], theirs)
                 if mine is None or best is None:
                     continue
                 ratio = float(mine["us"]) / float(best["us"])
                 verdict = 0 if ratio < 1 - LEVEL else 2 if ratio > 1 + LEVEL else 1
-                counts[verdict] += 1
+                verdicts[verdict] += 1
                 if verdict == 2:
-                    here.append(f"M={m} {ratio:.2f} {best['peer']}")
+                    star = "*" if "earlier" in mine["note"] else ""
+                    here.append(f"M={m} {ratio:.2f}{star} ({best['peer']})")
             if here:
-                lost.append(f"**{n}x{k}** " + ", ".join(here))
-        won, level, slower = counts
-        lines.append(
-            f"| {title} | {sum(counts)} | {won} | {level} | {slower} | {'; '.join(lost) or '-'} |"
-        )
-    return "\n".join(lines)
+                where.append(f"    - {n}x{k}: {', '.join(here)}")
+        won, level, slower = verdicts
+        counts.append(f"| {title} | {sum(verdicts)} | {won} | {level} | {slower} |")
+        if where:
+            lost += [f"- {title}", *where]
+    return "\n".join([*counts, "", "Slower, and how many times the other's time:", "", *lost])
 
 
 def fastest(rows: list[Row], columns: list[Column]) -> Row | None:
