@@ -49,8 +49,21 @@ def check_columns(fmt: Format, k: int, ranks: int, name: str = "weight") -> None
             )
 
 
+def check_borders(fmt: Format, k: int, start: int, stop: int) -> None:
+    """Raise ValueError when a range of K = k columns begins or ends inside a group or a vector."""
+    unit = math.lcm(fmt.width, *(e.group for e in fmt.entries().values() if e.group))
+    if start % unit or (stop % unit and stop != k):
+        raise ValueError(
+            f"columns {start} to {stop} of K={k} split a group or a vector in format "
+            f"{fmt.spec!r}; cut it at multiples of {unit} columns"
+        )
+
+
 def shard(packed: Packed, rows: slice = WHOLE, columns: slice = WHOLE) -> Packed:
-    """The part of a weight for a range of outputs and a range of inputs."""
+    """The part of a weight for a range of outputs and a range of inputs.
+
+    Raises ValueError when the inputs begin or end inside a group or a vector.
+    """
     n, k = packed.shape
     start, stop, _ = columns.indices(k)
     top, bottom, _ = rows.indices(n)
@@ -69,6 +82,7 @@ def cut(fmt: Format, k: int, key: str, tensor: Tensor, rows: slice, columns: sli
             f"a weight in format {fmt.spec!r} cannot be cut along K: the columns of a group lie "
             "apart; cut it along N, or use its dequantized weight"
         )
+    check_borders(fmt, k, start, stop)
     entry = fmt.entries().get(key)
     if entry is None:
         part, width = tensor[rows], int(key.removeprefix("codes"))

@@ -108,6 +108,19 @@ def test_a_divided_group_names_the_layer_and_a_group_that_fits(spec):
         assert f"vectors of {fmt.width}" in remedy or "one scale a row" in remedy
 
 
+@pytest.mark.parametrize("spec", [s for s in SPECS if unit(anybit.get_format(s)) > 1])
+def test_cuts_inside_a_group_are_refused(spec):
+    """Also where the part has a whole number of groups, and would decode with others' scales."""
+    fmt = anybit.get_format(spec)
+    size = unit(fmt)
+    packed = packed_weight(spec, 2, 4 * size)
+    for columns in (slice(size // 2, size // 2 + size), slice(0, size + size // 2)):
+        with pytest.raises(
+            ValueError, match=rf"{columns.start} to {columns.stop} of .* {size} col"
+        ):
+            shard(packed, columns=columns)
+
+
 def test_what_cannot_be_divided_at_all():
     with pytest.raises(ValueError, match="heads: 10 cannot be divided among 4 ranks"):
         share(10, 0, 4, "heads")
