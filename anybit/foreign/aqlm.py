@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from anybit.files import Stored
-from anybit.foreign.layer import FLOATS, Layer, Part, option, parts
+from anybit.foreign.layer import ANY, FLOATS, Layer, Part, option, parts
 from anybit.format import Packed
 from anybit.formats.codebook import Codebook
 
@@ -26,16 +26,10 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
 
 
 def layer(part: Part, b: int) -> Layer:
-    books = part.find("codebooks", FLOATS)
-    if len(books.shape) != 4 or books.shape[1] != 2**b or books.shape[2] != 1:
-        raise ValueError(
-            f"{part.name}.codebooks: expected (M, {2**b}, 1, v) for {b} bits, found {books.shape}"
-        )
+    books = part.find("codebooks", FLOATS, (ANY, 2**b, 1, ANY))
     m, _, _, v = books.shape
     dtype = torch.int8 if b <= 8 else torch.int16
-    codes = part.find("codes", (dtype,))
-    if len(codes.shape) != 3 or codes.shape[2] != m:
-        raise ValueError(f"{part.name}.codes: expected (N, K / {v}, {m}), found {codes.shape}")
+    codes = part.find("codes", (dtype,), (ANY, ANY, m))
     n, k = codes.shape[0], codes.shape[1] * v
     scales = part.find("scales", FLOATS, (n, 1, 1, 1))
     fmt = Codebook(m, v, b)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from anybit.files import Stored
-from anybit.foreign.layer import FLOATS, Layer, Part, option, parts, uniform
+from anybit.foreign.layer import ANY, FLOATS, Layer, Part, option, parts, uniform
 from anybit.foreign.words import fields
 
 BITS = 4
@@ -31,10 +31,10 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
 
 
 def layer(part: Part) -> Layer:
-    qweight = part.find("qweight", (torch.int32,))
-    scales = part.find("scales", FLOATS)
-    k, n, groups = qweight.shape[0], qweight.shape[-1] * 8, scales.shape[0]
-    if len(qweight.shape) != 2 or scales.shape != (groups, n) or not groups or k % groups:
+    qweight = part.find("qweight", (torch.int32,), (ANY, ANY))
+    scales = part.find("scales", FLOATS, (ANY, ANY))
+    k, n, groups = qweight.shape[0], qweight.shape[1] * 8, scales.shape[0]
+    if scales.shape != (groups, n) or not groups or k % groups:
         raise ValueError(
             f"{part.name}: qweight {qweight.shape} and scales {scales.shape} do not fit AWQ's gemm "
             "layout, (K, N / 8) and (K / group, N)"

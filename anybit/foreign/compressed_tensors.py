@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anybit.files import Stored
 from anybit.foreign.gptq import column_order
-from anybit.foreign.layer import FLOATS, Layer, Part, option, parts, symmetric, uniform
+from anybit.foreign.layer import ANY, FLOATS, Layer, Part, option, parts, symmetric, uniform
 from anybit.foreign.words import fields, unpack
 
 TOOL = "compressed-tensors"
@@ -58,9 +58,7 @@ def layer(part: Part, weights: Mapping[str, Any], dense: bool) -> Layer:
     if min(n, k) < 1 or type(group) is not int or group < 1 or k % group:
         raise ValueError(f"{what}: a weight of {shape} cannot have groups of {group}")
     groups = k // group
-    packed = part.find("weight_packed", (torch.int32,))
-    if packed.shape[:1] != (n,) or len(packed.shape) != 2:
-        raise ValueError(f"{what}: weight_packed {packed.shape} does not fit {(n, k)}")
+    packed = part.find("weight_packed", (torch.int32,), (n, ANY))
     read_codes = reader(packed.shape[1], bits, k, dense, f"{part.name}.weight_packed")
     found = part.find("weight_scale", FLOATS)
     if strategy != "tensor" or found.shape not in ((), (1,), (1, 1)):
@@ -96,8 +94,7 @@ def zero_points(
             return (stored.read().int() + 2 ** (bits - 1)).to(torch.uint8)
     else:
         n, groups = shape
-        if len(stored.shape) != 2 or stored.shape[1] != groups:
-            raise ValueError(f"{part.name}.weight_zero_point: {stored.shape} does not fit {shape}")
+        stored = part.find("weight_zero_point", (torch.int32,), (ANY, groups))
         read = reader(stored.shape[0], bits, n, dense, f"{part.name}.weight_zero_point")
 
         def zero() -> Tensor:

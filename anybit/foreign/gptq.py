@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anybit.files import Stored
-from anybit.foreign.layer import FLOATS, Layer, Part, option, parts, symmetric, uniform
+from anybit.foreign.layer import ANY, FLOATS, Layer, Part, option, parts, symmetric, uniform
 from anybit.foreign.words import unpack
 
 BITS = (2, 3, 4, 8)
@@ -23,27 +23,33 @@ BITS = (2, 3, 4, 8)
 def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
     """The quantized layers of a GPTQ checkpoint."""
     key = "checkpoint_format" if config.get("checkpoint_format") else "format"
+    act_order = option(config, "desc_act", (False, True), "GPTQ")
     layout = option(config, key, ("gptq", "gptq_v2"), "GPTQ")
     option(config, "pack_dtype", ("int32",), "GPTQ")
     option(config, "is_marlin_format", (False,), "GPTQ")
     bits = option(config, "bits", BITS, "GPTQ", required=True)
     varied = bool(config.get("dynamic"))  # GPTQModel's overrides for layers
-    return {p.name: layer(p, bits, varied, layout == "gptq") for p in parts("qweight", stored)}
+    first = layout == "gptq"
+    return {p.name: layer(p, bits, varied, first, act_order) for p in parts("qweight", stored)}
 
 
-def layer(part: Part, bits: int, varied: bool, first_version: bool) -> Layer:
+def layer(part: Part, bits: int, varied: bool, first_version: bool, act_order: bool) -> Layer:
     """One layer. varied: its own shapes tell its bits, not the config."""
-    qweight = part.find("qweight", (torch.int32,))
-    scales = part.find("scales", FLOATS)
+    qweight = part.find("qweight", (torch.int32,), (ANY, ANY))
+    scales = part.find("scales", FLOATS, (ANY, ANY))
     g_idx = part.find("g_idx", (torch.int32, torch.int64)) if part.has("g_idx") else None
     if g_idx is not None and g_idx.shape == (0,):  # written for none by some tools
         g_idx = None
-    if varied and g_idx is not None:
+    if act_order and g_idx is None and scales.shape[0] > 1:
+        raise ValueError(
+            f"{part.name}: desc_act is set, but without g_idx nothing tells which of the "
+            f"{scales.shape[0]} groups a column belongs to"
+        )
+    if varied and g_idx is not None and len(g_idx.shape) == 1:
         bits = qweight.shape[0] * 32 // g_idx.shape[0]
-    k, groups, n = qweight.shape[0] * 32 // bits, scales.shape[0], qweight.shape[-1]
+    k, groups, n = qweight.shape[0] * 32 // bits, scales.shape[0], qweight.shape[1]
     if (
-        len(qweight.shape) != 2
-        or bits not in BITS
+        bits not in BITS
         or not groups
         or k % groups
         or k * bits != qweight.shape[0] * 32

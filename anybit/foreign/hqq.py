@@ -51,8 +51,8 @@ def layer(part: Part) -> Layer:
         if part.has(key) and any(small(part, key, torch.uint8)):
             raise ValueError(f"{part.name}: {key} is set, which cannot be read")
     shape = small(part, "shape", torch.int64)
-    nbits = small(part, "nbits", torch.int32, torch.float32)[0]
-    group, axis = (int(small(part, key, torch.int32)[0]) for key in ("group_size", "axis"))
+    nbits = number(part, "nbits", torch.int32, torch.float32)
+    group, axis = (int(number(part, key, torch.int32)) for key in ("group_size", "axis"))
     if len(shape) != 2 or min(shape) < 1 or group < 1 or shape[0] * shape[1] % group:
         raise ValueError(f"{part.name}: a weight of {shape} cannot have groups of {group}")
     if axis not in (0, 1) or not 1 <= nbits <= 8:
@@ -90,6 +90,14 @@ def layer(part: Part) -> Layer:
         groups=k // group,
         dtypes={"scale": scale.torch_dtype, "zero": zero.torch_dtype},
     )
+
+
+def number(part: Part, key: str, *dtypes: torch.dtype) -> Any:
+    """The only number of such a tensor."""
+    numbers = small(part, key, *dtypes)
+    if len(numbers) != 1:
+        raise ValueError(f"{part.name}.{key}: expected one number, found {numbers}")
+    return numbers[0]
 
 
 def small(part: Part, key: str, *dtypes: torch.dtype) -> list[Any]:

@@ -12,6 +12,7 @@ from anybit.format import Format, Packed
 from anybit.formats.integer import Integer
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+ANY = -1  # a size that is not known before a tensor is found
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,22 @@ class Part:
     def find(
         self, key: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None
     ) -> Stored:
-        """The tensor `<layer>.<key>`; ValueError unless it has one of the dtypes and the shape."""
+        """The tensor `<layer>.<key>`; ValueError unless it has one of the dtypes and the shape.
+
+        shape: sizes, of which any may be ANY; None for a tensor of any rank.
+        """
         name = f"{self.name}.{key}"
         if name not in self.stored:
             keys = sorted(other.removeprefix(f"{self.name}.") for other in self.stored)
             raise ValueError(f"{name} is missing; there are {', '.join(keys)}")
         tensor = self.stored[name]
-        if tensor.torch_dtype not in dtypes or (shape is not None and tensor.shape != shape):
+        fits = shape is None or (
+            len(shape) == len(tensor.shape)
+            and all(want in (ANY, size) for want, size in zip(shape, tensor.shape, strict=True))
+        )
+        if tensor.torch_dtype not in dtypes or not fits:
             wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-            size = f"shape {shape}" if shape is not None else "any shape"
+            size = f"shape {shape}".replace("-1", "any") if shape is not None else "any shape"
             raise ValueError(
                 f"{name}: expected {wanted} of {size}, found "
                 f"{str(tensor.torch_dtype).removeprefix('torch.')} of {tensor.shape}"
