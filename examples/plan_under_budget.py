@@ -14,8 +14,8 @@ MEGABYTES = float(sys.argv[1]) if len(sys.argv) > 1 else 3.0  # for the quantize
 model = AutoModelForCausalLM.from_pretrained("models/pico", dtype="auto")
 weights = sum(p.numel() for name, p in model.named_parameters() if "proj" in name)
 texts = [text for _, text in calibration_text()]
-calibration = anybit.Calibration(texts, samples=4, length=256)
-choices = ["int3:group=32", "int4:group=32", "int5:group=128", "fp6"]
+calibration = anybit.Calibration(texts, samples=2, length=256)
+choices = ["int3:group=32", "int4:group=32", "fp6"]
 plan = plan_formats(model, calibration, bits=MEGABYTES * 8e6 / weights, candidates=choices)
 print(plan.table())
 
