@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from anybit import ops
 from anybit.dispatch import choose, get_backend, parse_scheme, scheme_name
 from anybit.format import Format, Packed, get_format, tensor_shapes
-from anybit.ops import Tokens
+from anybit.ops import CODES, Tokens
 from anybit.quantizers.rtn import RTN
 
 
@@ -100,8 +100,12 @@ class QuantLinear(nn.Module):
         For inference: it halves the layer's memory on a GPU. Saving, moving or decoding the layer
         raises RuntimeError from then on.
         """
-        needed = get_backend(self.backend).release(self.prepared) if self.backend else None
-        if needed is not None and not self.released:
+        if self.released:
+            return self
+        if not self.prepared and self.packed.planes[0].device.type != "meta":
+            self.prepare()  # the contents were loaded and not yet used
+        needed = get_backend(self.backend).release(self.prepared) if self.prepared else None
+        if needed is not None:
             self.prepared, self.released = needed, True
             for name in tensor_shapes(self.format, (self.out_features, self.in_features)):
                 if name != "order":
@@ -109,10 +113,16 @@ class QuantLinear(nn.Module):
         return self
 
     def forward(self, x: Tensor | Tokens) -> Tensor:
+        given: tuple[Any, ...] = ()  # what belongs to tokens that are quantized already
         if isinstance(x, Tokens):
-            codes = x.codes.index_select(-1, self.order) if self.format.order else x.codes
-            args = (self.bias, self.kernel_scheme, self.out_features, self.backend)
-            return ops.linear(codes, self.prepared, *args, x.scale, x.sums, x.dtype)
+            wanted = CODES.get(self.activation or "")
+            if x.codes.dtype != wanted:
+                raise TypeError(
+                    f"{self}: tokens are quantized to {x.codes.dtype}, and it multiplies "
+                    f"{wanted or 'plain activations'}; pass it what they were quantized from"
+                )
+            given = x.scale, x.sums, x.dtype
+            x = x.codes
         if x.shape[-1] != self.in_features:
             raise ValueError(
                 f"x has {x.shape[-1]} columns, the layer {self.in_features} inputs (K); "
@@ -122,9 +132,8 @@ class QuantLinear(nn.Module):
             self.prepare()
         if self.format.order:
             x = x.index_select(-1, self.order)
-        return ops.linear(
-            x, self.prepared, self.bias, self.kernel_scheme, self.out_features, self.backend
-        )
+        args = (self.bias, self.kernel_scheme, self.out_features, self.backend)
+        return ops.linear(x, self.prepared, *args, *given)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The decoded weight (N, K)."""

@@ -14,6 +14,9 @@ _library.define(
 )
 
 
+CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # of activation notations
+
+
 class Tokens(NamedTuple):
     """Activations that are quantized already, which `QuantLinear` takes in the place of x.
 

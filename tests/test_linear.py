@@ -80,6 +80,15 @@ def test_batches_and_strides_are_taken_as_they_are():
     assert torch.equal(q(wide[:, ::2]), q(wide[:, ::2].contiguous()))
 
 
+@pytest.mark.parametrize("spec", ["int8", "liquid@int8", "sparse", "fp6"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_of_x_need_not_be_adjacent(spec, dtype):
+    q = layer(*dispatch.parse_scheme(spec))
+    for m in (0, 1, 5, 20):
+        x = torch.randn(K, m).to(dtype).T
+        assert torch.equal(q(x), q(x.contiguous()))
+
+
 def test_wrong_width_is_explained():
     with pytest.raises(ValueError, match="x has 255 columns, the layer 256 inputs"):
         layer("int4")(torch.randn(1, 255))
@@ -158,6 +167,25 @@ def test_tokens_quantized_before_give_the_same(spec, dtype):
     codes, scale = reference.quantize_tokens(x, "int8")
     given = anybit.ops.Tokens(codes, scale[..., 0], codes.int().sum(-1).int(), dtype)
     assert torch.equal(q(given), q(x))
+    empty = anybit.QuantLinear.empty(q.scheme, (N, K), torch.zeros(N), device="cpu")
+    empty.load_state_dict(q.state_dict())
+    assert torch.equal(empty(given), q(x))
+    with pytest.raises(ValueError, match="x has 255 columns"):
+        q(given._replace(codes=codes[..., :-1]))
+    for other, wanted in ((None, "plain activations"), ("fp8", "torch.float8_e4m3fn")):
+        with pytest.raises(TypeError, match=f"quantized to torch.int8, .* multiplies {wanted}"):
+            layer(spec, other)(given)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_layer_that_was_only_loaded_can_be_released(device):
+    q, x = layer("liquid", bias=False), tokens(3, torch.bfloat16)
+    loaded = anybit.QuantLinear.empty("liquid", (N, K), device=device)
+    assert loaded.release().released == (device == "cpu")
+    loaded = anybit.QuantLinear.empty("liquid", (N, K), device=device)
+    loaded.load_state_dict(q.state_dict(), assign=device == "meta")
+    assert loaded.release().released
+    assert torch.equal(loaded(x), q(x))
 
 
 @pytest.mark.parametrize("spec", ["liquid", "int4:group=32"])

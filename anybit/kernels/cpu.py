@@ -65,7 +65,7 @@ def linear(
     elif x.dtype != torch.bfloat16:  # unit scales would overflow fp16; fp32 deserves fp32
         y = rows.float() @ weight.float().T
     elif 0 < len(rows) <= FEW_TOKENS:
-        y = torch._weight_int8pack_mm(rows, weight, rows.new_ones(n)).float()
+        y = torch._weight_int8pack_mm(rows.contiguous(), weight, rows.new_ones(n)).float()
     else:
         y = (rows @ weight.bfloat16().T).float()
     y *= row_scale
