@@ -228,11 +228,11 @@ def test_quantize_tokens_is_the_reference(notation: str) -> None:
 def test_fused_norm_and_silu_quantize_what_torch_computes() -> None:
     generator = torch.Generator().manual_seed(5)
     x, up, weight = (
-        torch.randn(s, generator=generator).half().to(DEVICE) for s in ((7, 300), (7, 300), 300)
+        torch.randn(s, generator=generator).half().to(DEVICE) for s in ((7, 300), (7, 300), (300,))
     )
     for got, plain in (
         (
-            activations.norm_quantize(x, weight[0], 1e-5, "int8"),
+            activations.norm_quantize(x, weight, 1e-5, "int8"),
             torch.nn.functional.rms_norm(x.float(), (300,), None, 1e-5).half() * weight,
         ),
         (
@@ -246,6 +246,28 @@ def test_fused_norm_and_silu_quantize_what_torch_computes() -> None:
         assert (codes.int() - want.int()).abs().max() <= 1  # sums differ in their last bits
         assert (codes.int() != want.int()).float().mean() < 0.02
         assert torch.equal(total, codes.int().sum(1).int())
+
+
+def test_tokens_whose_values_are_not_adjacent() -> None:
+    generator = torch.Generator().manual_seed(6)
+    x, other = (torch.randn(300, 5, generator=generator).half().to(DEVICE).T for _ in range(2))
+    weight = torch.randn(300, generator=generator).half().to(DEVICE)
+    for run in (
+        lambda x, other: activations.quantize_tokens(x, "int8"),
+        lambda x, other: activations.silu_quantize(x, other, "int8"),
+        lambda x, other: activations.add_norm(x, other, weight, 1e-5),
+        lambda x, other: (activations.silu_mul(x, other),),
+    ):
+        for got, want in zip(run(x, other), run(x.contiguous(), other.contiguous()), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_a_bias_of_another_dtype() -> None:
+    packed, _ = packed_of("int4:group=32")
+    x, bias = (torch.randn(s, device=DEVICE).half() for s in ((3, K), (N,)))
+    for tile in (GEMM, Tile("dense")):
+        want = multiply(x, packed, None, tile, bias)
+        assert torch.equal(multiply(x, packed, None, tile, bias.float()), want)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anybit.ops import CODES
+
 LARGEST = {"int8": 127, "fp8": 448}
-CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 COLUMNS = 1024  # of a program that multiplies SiLU(gate) and up without quantizing
 
@@ -160,6 +161,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU(gate) * up, both (M, K)."""
     m, k = up.shape
+    gate, up = side_by_side(gate), side_by_side(up)
     out = torch.empty(m, k, dtype=up.dtype, device=up.device)
     if m:
         _silu_mul[(m, triton.cdiv(k, COLUMNS))](
@@ -182,6 +184,7 @@ def _launch(
     m, k = x.shape
     delta, weight, eps = norm or (None, None, 0.0)
     other = gate if norm is None else delta
+    x, other = side_by_side(x), None if other is None else side_by_side(other)
     residual = x if delta is None else torch.empty(m, k, dtype=x.dtype, device=x.device)
     wide = triton.next_power_of_2(k)
     if m:
@@ -193,6 +196,11 @@ def _launch(
             num_warps=max(1, min(32, wide // 256)), **overlap(x.device),
         )  # fmt: skip
     return residual
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """x, or a copy with a token's values next to each other, as the kernels read them."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 @cache

@@ -102,7 +102,7 @@ def multiply(
     if tile.kernel == "dense":
         w = x.new_empty(n, k)
         gemm.launch_dense(prepared, layout, w)
-        return torch.nn.functional.linear(x, w, bias)
+        return torch.nn.functional.linear(x, w, None if bias is None else bias.to(x.dtype))
     if activation is not None and scale is None:
         x, scale = activations.quantize_tokens(
             x, activation, torch.int8 if layout.unit == 8 else x.dtype
