@@ -32,6 +32,7 @@ from anybit.quantizers.clip import Clip
 from anybit.quantizers.replay import Replay, Seen, find_blocks
 from anybit.quantizers.rtn import RTN
 from anybit.quantizers.text import Calibration, Source
+from anybit.report import check_picture
 
 CANDIDATES = (
     "int2:group=32,zero",
@@ -140,6 +141,7 @@ class Allocation:
 
     def plot(self, path: str | Path) -> None:
         """Bits of every group of layers in the model's order, and predicted KL over bits."""
+        check_picture(path)
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(11, 4.2), layout="constrained")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from anybit.dispatch import get_backend, parse_scheme, refusals
+from anybit.files import check_folder
 from anybit.kernels.reference import quantized_activation
 from anybit.linear import QuantLinear, quantize_tensor
 from anybit.timing import ReadFloor, median_us, rotated
@@ -173,8 +174,8 @@ def run(
     for scheme in schemes:
         for shape in shapes:
             parse_scheme(scheme)[0].check(*shape)
-    if csv_path and not csv_path.parent.is_dir():
-        raise ValueError(f"{csv_path.parent} is no directory to write {csv_path.name} into")
+    if csv_path:
+        check_folder(csv_path)
     rows: list[Row] = []
     for row in measure(cases, shapes, ms, device, current_commit()):
         if not rows:

@@ -48,6 +48,18 @@ app = typer.Typer(
 )
 
 
+def check_outputs(file: Path | None, plot: Path | None) -> None:
+    """Raise what would else be raised when all is computed, and lost."""
+    if file:
+        from anybit.files import check_folder
+
+        check_folder(file)
+    if plot:
+        from anybit.report import check_picture
+
+        check_picture(plot)
+
+
 def examples(*lines: str) -> str:
     """An epilog that shows what to type; the leading backspace keeps its line breaks."""
     return "\n".join(["\b", "[bold]Examples[/]", *(f"$ [cyan]{line}[/]" for line in lines)])
@@ -255,6 +267,7 @@ def plan(
     from anybit.allocate import CANDIDATES, plan_formats
     from anybit.methods import calibration_of, load_dense
 
+    check_outputs(out, plot)
     chosen = plan_formats(
         load_dense(model),
         calibration_of(calibrate, samples, length),
@@ -306,12 +319,17 @@ def evaluate(
 
     Tasks that need no network: python_next_line, python_parses, python_docstring.
     """
+    check_outputs(json_file, plot)
     if tasks:
         from anybit.evaluate import harness
 
         models = [model] if against is None else [model, against]
         results = harness.run_tasks(
-            models, tasks.split(","), limit=limit, batch=batch, run_code=run_code
+            models,
+            [name.strip() for name in tasks.split(",")],
+            limit=limit,
+            batch=batch,
+            run_code=run_code,
         )
         typer.echo(harness.table(results))
         if json_file:

@@ -324,6 +324,12 @@ def cache_folder(folder: str | Path | None = None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anybit"
 
 
+def check_folder(path: Path) -> None:
+    """ValueError when there is no directory to write a file into; call it before the work."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is no directory to write {path.name} into; make it first")
+
+
 def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
 

@@ -9,6 +9,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from anybit.files import check_folder
+
+PICTURES = (".png", ".svg", ".pdf")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -71,6 +75,15 @@ def require_matplotlib() -> None:
             "the plot needs matplotlib, which is in the extra `plot`: pip install 'anybit[plot]', "
             "or in a clone of the repository: pip install --editable '.[plot]'"
         ) from None
+
+
+def check_picture(path: str | Path) -> None:
+    """Raise ImportError or ValueError when a plot cannot be written; call it before the work."""
+    require_matplotlib()
+    path = Path(path)
+    if path.suffix not in PICTURES:
+        raise ValueError(f"{path}: a plot's name ends in {', '.join(PICTURES)}")
+    check_folder(path)
 
 
 def write(results: Results, out: Path) -> None:

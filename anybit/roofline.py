@@ -7,6 +7,7 @@ from pathlib import Path
 
 from anybit.dispatch import parse_scheme
 from anybit.plan import DEVICES, Cost, Device, cost, instructions, operand_of, stored_bits
+from anybit.report import check_picture
 
 SCHEMES = ("liquid@int8", "int8@int8", "int4:group=128", "fp6", "int8")
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -97,6 +98,7 @@ def table(points: Sequence[Point]) -> str:
 
 def plot(points: Sequence[Point], path: str | Path, title: str = "") -> None:
     """Predicted (lines) and measured (dots) TFLOP/s over tokens, as PNG, SVG or PDF by `path`."""
+    check_picture(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

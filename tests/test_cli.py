@@ -181,6 +181,20 @@ def test_an_output_that_exists_needs_overwrite(fp6: Path) -> None:
         ),
         (["eval", str(PICO), "--text", str(PICO / "model.safetensors")], "is not UTF-8 text"),
         (["eval", str(PICO), "--tokens", "30"], "30 tokens are too few for 24 documents"),
+        (["eval", str(PICO), "--json", "no/scores.json"], "no directory to write scores.json into"),
+        (
+            ["eval", str(PICO), "--tasks", "piqa", "--plot", "no/a.png"],
+            "no directory to write a.png",
+        ),
+        (
+            ["eval", str(PICO), "--tasks", "piqa", "--plot", "a.doc"],
+            "name ends in .png, .svg, .pdf",
+        ),
+        (
+            ["plan", str(PICO), "--calibrate", "x", "-o", "no/plan.json"],
+            "no directory to write plan",
+        ),
+        (["plan", "--roofline", "64x64", "--plot", "a.doc"], "name ends in .png, .svg, .pdf"),
         (["demo", "--formats", "int4;foo"], "unknown format 'foo'"),
     ],
 )

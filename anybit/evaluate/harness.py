@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from anybit.report import check_picture
+
 TASKS = Path(__file__).with_name("tasks")
 OURS = tuple(sorted(path.stem for path in TASKS.glob("*.yaml")))
 
@@ -162,9 +164,7 @@ def write_json(results: Sequence[Result], path: Path) -> None:
 
 def plot(results: Sequence[Result], path: Path) -> None:
     """Bars with standard errors, one for each model; the format is the file's suffix."""
-    from anybit.report import require_matplotlib
-
-    require_matplotlib()
+    check_picture(path)
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys((r.task, r.metric) for r in results))
