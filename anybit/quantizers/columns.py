@@ -87,8 +87,9 @@ def rounding_of(rows: Tensor, factor: Tensor, grid: Grid, fmt: Format) -> Roundi
     if key not in recorded:
         while len(recorded) >= GRAPHS:
             del recorded[next(iter(recorded))]
-        waits = waits_for_device(lambda: round_block(rows.clone(), factor, grid, fmt))
-        recorded[key] = eager if waits else record(rows, factor, grid, fmt)
+        with torch.cuda.device(rows.device):  # streams and graphs are those of the current one
+            waits = waits_for_device(lambda: round_block(rows.clone(), factor, grid, fmt))
+            recorded[key] = eager if waits else record(rows, factor, grid, fmt)
     return recorded[key]
 
 

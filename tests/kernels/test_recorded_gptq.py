@@ -60,3 +60,15 @@ def test_a_format_that_waits_runs_unrecorded() -> None:
     columns.recorded.clear()
     assert torch.equal(found, want)
     torch.randn(3, device="cuda")  # no recording was begun and left
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_recorded_on_a_gpu_that_is_not_the_current_one() -> None:
+    """Else nothing would be recorded, and each block would get the first one's codes."""
+    w, fmt = torch.randn(N, K, generator=torch.Generator().manual_seed(1)), Integer()
+    want = columns.propagate(w.T.clone(), factor(), [*range(K)], fmt, fmt.fit(w))
+    with columns.recordings():
+        there = w.to("cuda:1")
+        grid = fmt.fit(there)
+        found = columns.propagate(there.T.clone(), factor().to(there), [*range(K)], fmt, grid)
+    assert (found.cpu() != want).float().mean() < 0.01  # sums in another order
