@@ -28,7 +28,12 @@ def main(folder: Path) -> None:
     check(wheel.name == f"anybit-{release}-py3-none-any.whl", f"not pure Python: {wheel.name}")
     check(wheel.stat().st_size < LARGEST, f"{wheel.stat().st_size} bytes are {LARGEST} or more")
     names = zipfile.ZipFile(wheel).namelist()
-    for name in ("anybit/py.typed", "anybit/serve/page.html", "anybit/formats/liquid.py"):
+    for name in (
+        "anybit/py.typed",
+        "anybit/serve/page.html",
+        "anybit/evaluate/tasks/python_parses.yaml",
+        "anybit/formats/liquid.py",
+    ):
         check(name in names, f"{name} is not in the wheel")
     check(not any(n.startswith(("models/", "tests/")) for n in names), "models or tests are in it")
 
