@@ -172,7 +172,7 @@ def test_codebooks_beat_integers_on_pico() -> None:
         tokenizer(tokenizer.bos_token + text, return_tensors="pt", verbose=False).input_ids[0, :128]
         for _, text in held_out_text()
     ]
-    calibration = anybit.Calibration([text for _, text in calibration_text()], 8, 256)
+    calibration = anybit.Calibration([text for _, text in calibration_text()], 4, 256)
 
     def fresh() -> Any:
         return AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32).eval()
@@ -189,7 +189,7 @@ def test_codebooks_beat_integers_on_pico() -> None:
     book = "codebook:m=2,v=8,group=128"
     books = quantized(book, Additive(calibration, rounds=1, beam=4, steps=4))
     best, of_integers, of_books = perplexity(dense), perplexity(integers), perplexity(books)
-    # Measured: 13.39 dense, 13.85 codebooks.
+    # Measured: 13.39 dense, 14.63 integers, 13.88 codebooks.
     assert of_books - best < 0.6 * (of_integers - best), (best, of_integers, of_books)
 
     coarse = quantized(
@@ -197,7 +197,7 @@ def test_codebooks_beat_integers_on_pico() -> None:
     )
     before = perplexity(coarse)
     more = anybit.Calibration(calibration.source, samples=80, length=128)
-    pv_tune(coarse, dense, more, steps=24, rate=3e-3)
-    # Measured: 16.50 before, 16.25 after. The text to tune on is 12 thousand tokens, which is what
+    pv_tune(coarse, dense, more, steps=12, rate=6e-3)
+    # Measured: 17.26 before, 16.96 after. The text to tune on is 12 thousand tokens, which is what
     # bounds the gain; codebooks of two bits lose too little for so little text to help.
     assert perplexity(coarse) - best < 0.97 * (before - best), (best, before)
