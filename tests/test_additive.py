@@ -198,6 +198,6 @@ def test_codebooks_beat_integers_on_pico() -> None:
     before = perplexity(coarse)
     more = anybit.Calibration(calibration.source, samples=80, length=128)
     pv_tune(coarse, dense, more, steps=12, rate=6e-3)
-    # Measured: 17.26 before, 16.96 after. The text to tune on is 12 thousand tokens, which is what
+    # Measured: 17.26 before, 16.96 after. The text to tune on is 10 thousand tokens, which is what
     # bounds the gain; codebooks of two bits lose too little for so little text to help.
     assert perplexity(coarse) - best < 0.97 * (before - best), (best, before)
