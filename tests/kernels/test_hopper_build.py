@@ -50,6 +50,14 @@ def test_grid_covers_every_tile() -> None:
     assert tiles.grid(Tile(16, ctas=2), 1, 28672) == 224
 
 
+def test_launches_overlap_where_that_was_faster() -> None:
+    assert tiles.overlaps(Tile(8, ctas=2), 1, 28672)
+    assert tiles.overlaps(Tile(128), 256, 28672)
+    assert tiles.overlaps(Tile(256), 1024, 4096)  # 128 tiles: all at once
+    assert not tiles.overlaps(Tile(128), 1024, 28672)
+    assert not tiles.overlaps(Tile(8, ctas=2), 32, 14336, experts=8)
+
+
 def test_parameters_are_those_of_the_kernel() -> None:
     sizes = [getattr(load.Arguments, name).size for name, _ in load.Arguments._fields_]
     assert sizes == build.PARAMETERS

@@ -173,15 +173,15 @@ def multiply(
     n: int,
     dtype: torch.dtype,
     tile: Tile | None = None,
-    overlap: bool = True,
+    overlap: bool | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
     """One launch: x (M, K) as the matrix unit takes it -> (M, n) in `dtype`.
 
     scale (M,) fp32 and sums (M,) int32 belong to quantized tokens. tile: instead of the table's.
-    overlap: programmatic dependent launch. starts (experts + 1,) int32, on the device: tokens
-    starts[e] to starts[e + 1] meet the weights of expert e; `prepared` is `prepare_experts`'s then,
-    and there is no bias.
+    overlap: programmatic dependent launch, or not; None leaves it to `tiles.overlaps`. starts
+    (experts + 1,) int32, on the device: tokens starts[e] to starts[e + 1] meet the weights of
+    expert e; `prepared` is `prepare_experts`'s then, and there is no bias.
     """
     m, k = x.shape
     device = x.device.index
@@ -196,7 +196,7 @@ def multiply(
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
     experts = 0 if starts is None else len(starts) - 1
-    function, grid = chosen(fmt, x.dtype, m, n, k, dtype, device, tile, experts)
+    function, grid, best = chosen(fmt, x.dtype, m, n, k, dtype, device, tile, experts)
     blobs, row_scale, row_zero = prepared[:3]
     function.launch(
         x,
@@ -212,7 +212,7 @@ def multiply(
         ),
         n,
         grid,
-        overlap,
+        best if overlap is None else overlap,
         experts,
     )
     return y
@@ -229,14 +229,14 @@ def chosen(
     device: int,
     tile: Tile | None,
     experts: int,
-) -> tuple[Function, int]:
-    """The loaded kernel for a problem, and its grid."""
+) -> tuple[Function, int, bool]:
+    """The loaded kernel for a problem, its grid, and whether launches should overlap."""
     d = decoder_for(fmt, x_dtype)
     if tile is None:
         tile = tiles.choose(d, m, n, k) if not experts else tiles.choose_grouped(d, m, experts)
     tile = tiles.fitted(tile, d)
     function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device)
-    return function, tiles.grid(tile, m, n, experts)
+    return function, tiles.grid(tile, m, n, experts), tiles.overlaps(tile, m, n, experts)
 
 
 @cache
