@@ -84,7 +84,7 @@ def time_tiles(packed: Packed, activation: str | None, m: int) -> dict[Tile, flo
         return backend.multiply(x, weight, None, layout, n, activation, tile)
 
     times = {}
-    for tile in candidates(backend.family(layout, m, activation), m, n, layout.unit == 8):
+    for tile in candidates(backend.family(layout, m, activation), m, n, activation is None):
         try:
             error = float((run(prepared[0], tile) - want).norm() / want.norm())
         except OutOfResources:
@@ -95,10 +95,10 @@ def time_tiles(packed: Packed, activation: str | None, m: int) -> dict[Tile, flo
     return times
 
 
-def candidates(family: str, m: int, n: int, integer: bool) -> Iterator[Tile]:
+def candidates(family: str, m: int, n: int, dense: bool) -> Iterator[Tile]:
     """A short list for a family of `tiles.py`; splits that give a GPU one wave or a few.
 
-    integer: activations are int8, so decoding to 16 bits and cuBLAS are no choice.
+    dense: whether decoding the weight and cuBLAS are a choice; not for quantized activations.
     """
     if family == "psumbook":
         for rows, split in itertools.product((256, 512), (1, 2, 4, 8, 16)):
@@ -116,7 +116,7 @@ def candidates(family: str, m: int, n: int, integer: bool) -> Iterator[Tile]:
         wide = [(128, 64, 8, 3), (64, 64, 4, 4), (64, 32, 4, 3), (128, 64, 4, 3), (128, 32, 4, 3)]
     else:
         wide = [(128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 4, 3), (128, 256, 8, 3)]
-        if not integer:
+        if dense:
             yield Tile("dense")
     for (rows, tokens, warps, stages), split in itertools.product(wide, (1, 2, 4)):
         tiles = -(-n // rows) * -(-m // tokens)

@@ -1,6 +1,7 @@
 """Tiles of one's own GPU: what is kept, what is used, and what tuning refuses."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,9 +74,27 @@ def test_every_candidate_is_right_and_timed(scheme: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("family", ["rows", "groups", "planes", "tables", "psumbook"])
 @pytest.mark.parametrize("m", [1, 16, 64, 1024])
 def test_candidates(family: str, m: int) -> None:
-    found = list(tune.candidates(family, m, 4096, integer=False))
+    found = list(tune.candidates(family, m, 4096, dense=True))
     assert 3 <= len(found) == len(set(found)) <= 40
     assert all(t.kernel != "gemm" or t.tokens >= min(m, 32) for t in found)
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int4@int8", "liquid@int8", "fp6@int8", "fp6@fp8"])
+def test_quantized_activations_are_never_left_out(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLAS multiplies the activations as they are."""
+    fmt, activation = anybit.dispatch.parse_scheme(scheme)
+    offered: list[Tile] = []
+
+    def listed(*args: object) -> Iterator[Tile]:
+        offered.extend(candidates(*args))
+        return iter(())
+
+    candidates = tune.candidates
+    monkeypatch.setattr(tune, "candidates", listed)
+    tune.time_tiles(anybit.quantize_tensor(torch.randn(40, 256), fmt), activation, 100)
+    assert (Tile("dense") in offered) == (activation is None)
 
 
 def test_without_a_gpu() -> None:
