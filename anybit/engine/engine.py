@@ -111,7 +111,8 @@ class Engine:
     def abort(self, request: str) -> list[Delta]:
         """End a request now and free its blocks; nothing happens if it has ended already."""
         seqs = list(self.requests.get(request, []))
-        return [self._end(seq, "abort") for seq in seqs if not seq.finish]
+        # One whose last token is sampled but not read has left the scheduler already.
+        return [self._end(seq, "abort", running=not seq.finish) for seq in seqs]
 
     @property
     def busy(self) -> bool:
