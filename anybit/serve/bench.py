@@ -87,19 +87,20 @@ def run(
 ) -> None:
     """Measure and print: throughput, and means and percentiles of latencies.
 
-    Raises ConnectionError when there is no server.
+    Raises ConnectionError when there is no server, or none any more.
     """
     import httpx
 
     start = time.perf_counter()
     try:
         seen = asyncio.run(load(url, streams, requests, prompt, output, largest_token, api_key))
-    except httpx.ConnectError as error:
+    except httpx.TransportError as error:
         raise ConnectionError(
-            f"no server answers at {url} ({error}); start one with `anybit serve DIR`"
+            f"no server answers at {url} ({error or type(error).__name__}); start one with "
+            "`anybit serve DIR`, and give its address as http://HOST:PORT"
         ) from None
     seconds = time.perf_counter() - start
-    good = [s for s in seen if not s.error]
+    good = [s for s in seen if s.tokens and not s.error]
     tokens = sum(len(s.tokens) for s in good)
     show(f"{len(good)} of {len(seen)} requests in {seconds:.1f} s, {streams} at a time")
     for text in sorted({s.error for s in seen if s.error}):

@@ -93,7 +93,9 @@ def bench_serve(
     requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 64,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
     output: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
-    largest_token: Annotated[int, typer.Option(help="Prompts use tokens below this.")] = 4096,
+    largest_token: Annotated[
+        int, typer.Option(min=101, help="Prompts use tokens from 100 up to below this.")
+    ] = 4096,
     api_key: Annotated[str | None, typer.Option(envvar="ANYBIT_API_KEY", help="Key.")] = None,
 ) -> None:
     """Put load on a running server and print throughput and latencies: `anybit bench serve`."""

@@ -285,4 +285,9 @@ def test_bench_serve_is_a_bench_of_a_server() -> None:
         got = CliRunner().invoke(app, [*words, "http://127.0.0.1:1", "--requests", "1"])
         assert got.exit_code == 1
         assert "no server answers at http://127.0.0.1:1" in got.output
+    got = CliRunner().invoke(app, ["bench", "serve", "127.0.0.1:8000"])
+    assert got.exit_code == 1
+    assert "http://HOST:PORT" in got.output
+    got = CliRunner().invoke(app, ["bench", "serve", "http://127.0.0.1:1", "--largest-token", "9"])
+    assert got.exit_code == 2
     assert "--streams" in CliRunner().invoke(app, ["bench", "serve", "--help"]).output
