@@ -4,6 +4,7 @@ import ctypes
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,3 +177,32 @@ def test_a_layer_is_laid_out_for_its_operand() -> None:
         torch.set_default_dtype(torch.float32)
     with pytest.raises(TypeError, match="float16 and bfloat16"):
         backend.linear(torch.ones(1, 256), [blobs, scale, zero], None, packed.format, 136, None)
+
+
+def test_what_is_launched_lies_as_the_copy_engine_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contiguous, on whole 16 bytes, and of the dtype that weights are laid out for."""
+    import anybit
+
+    seen: list[tuple[torch.Tensor, ...]] = []
+
+    def multiply(x: torch.Tensor, scale: Any, sums: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append((x,) if scale is None else (x, scale, sums))
+        return x.new_zeros(len(x), 136)
+
+    monkeypatch.setattr(backend, "multiply", multiply)
+    packed = anybit.quantize_tensor(torch.randn(136, 256), "fp6")
+    prepared = backend.prepare_experts([packed], None, torch.float16)
+    x = torch.randn(256, 6).half().T
+    shifted = torch.empty(6 * 256 + 1).half()[1:].view(6, 256).copy_(x)
+    args = (None, packed.format, 136, None)
+    for given in (x, shifted):
+        backend.linear(given, prepared, *args)
+        backend.linear_experts(given, prepared, torch.tensor([0, 6]), *args[1:])
+    codes, each, total = x.to(torch.int8), torch.rand(12)[::2], torch.arange(12)[::2].int()
+    backend.linear(codes, prepared, *args, each, total, torch.float16)
+    wanted = [(x,)] * 4 + [(codes, each, total)]
+    for tensors, want in zip(seen, wanted, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))
+        assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
+    with pytest.raises(TypeError, match=r"laid out for torch.float16: give `prepare_experts`"):
+        backend.linear_experts(x.bfloat16(), prepared, torch.tensor([0, 6]), *args[1:])

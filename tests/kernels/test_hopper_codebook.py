@@ -79,6 +79,15 @@ def test_scales_beyond_fp16_keep_their_digits() -> None:
     assert torch.equal(scale.float() * (row_scale / reach)[:, None], packed.grid["scale"].float())
 
 
+def test_a_row_whose_scales_are_zero_is_zero() -> None:
+    fmt = codebook(4, 1)
+    packed = random_packed(fmt, 16, 256)
+    packed.grid["scale"][3] = 0
+    weight = codebook_backend.dense(codebook_backend.prepare(packed, None), fmt, 16, 256, HALF)
+    assert not weight[3].any()
+    assert error(weight, packed.dequantize().double()) < 4e-4
+
+
 @pytest.mark.parametrize(("v", "m"), VARIANTS)
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
 def test_many_tokens_meet_a_dense_weight(v: int, m: int, dtype: torch.dtype) -> None:

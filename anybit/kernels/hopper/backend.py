@@ -131,13 +131,12 @@ def linear(
     k = x.shape[-1]
     rows = x.reshape(-1, k)
     if scale is not None:
-        y = multiply(rows, scale, sums, prepared, bias, fmt, n, dtype)
+        scale, sums = scale.contiguous(), None if sums is None else sums.contiguous()
+        y = multiply(aligned(rows), scale, sums, prepared, bias, fmt, n, dtype)
     elif activation is None:
         if prepared[0].dtype != rows.dtype:
             prepared = other_layout(prepared, fmt, (n, k), rows.dtype)
-        if not rows.is_contiguous() or rows.data_ptr() % 16:
-            rows = rows.clone(memory_format=torch.contiguous_format)
-        y = multiply(rows, None, None, prepared, bias, fmt, n, x.dtype)
+        y = multiply(aligned(rows), None, None, prepared, bias, fmt, n, x.dtype)
     else:
         from anybit.kernels.triton.activation import quantize
 
@@ -160,7 +159,19 @@ def linear_experts(
         from anybit.kernels.triton.activation import quantize
 
         x, scale, sums = quantize(x, activation, sums=activation == "int8")[:3]
-    return multiply(x, scale, sums, prepared, None, fmt, n, dtype, starts=starts)
+    elif x.dtype != prepared[0].dtype:
+        raise TypeError(
+            f"x is {x.dtype}, and the experts' weights are laid out for {prepared[0].dtype}: give "
+            "`prepare_experts` the dtype of x"
+        )
+    return multiply(aligned(x), scale, sums, prepared, None, fmt, n, dtype, starts=starts)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy, contiguous and on whole 16 bytes: what the copy engine reads."""
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def multiply(

@@ -78,7 +78,8 @@ def pack(packed: Packed) -> list[Tensor]:
     if packed.format.group == 0:
         unit, scale = scale, torch.ones_like(scale)
     else:
-        unit = torch.exp2(scale.abs().amax(1, keepdim=True).log2().ceil())
+        largest = scale.abs().amax(1, keepdim=True)
+        unit = torch.exp2(torch.where(largest == 0, 1.0, largest).log2().ceil())
         scale = scale / unit
     count = k // cells.columns
     if scale.shape[1] < count * cells.groups:  # one group spans several blocks

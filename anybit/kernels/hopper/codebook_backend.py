@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anybit.format import Format, Packed
 from anybit.kernels.hopper import codebook_tiles
+from anybit.kernels.hopper.backend import aligned
 from anybit.kernels.hopper.build import have_dsl
 from anybit.kernels.hopper.cells import ROWS, Cells, CodebookKernel, cells_of, pack
 from anybit.kernels.hopper.codebook_build import compile_kernel, kernel_file
@@ -95,9 +96,9 @@ def linear(
     k = x.shape[-1]
     rows = x.reshape(-1, k)
     if len(rows) <= MOST_TOKENS * MOST_LAUNCHES:
-        if not rows.is_contiguous() or rows.data_ptr() % 16:
-            rows = rows.clone(memory_format=torch.contiguous_format)
-        parts = [multiply(part, prepared, bias, fmt, n) for part in rows.split(MOST_TOKENS)]
+        parts = [
+            multiply(part, prepared, bias, fmt, n) for part in aligned(rows).split(MOST_TOKENS)
+        ]
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
     else:
         y = torch.nn.functional.linear(

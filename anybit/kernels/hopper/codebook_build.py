@@ -7,10 +7,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from anybit.format import Format
 from anybit.kernels.hopper import build
-from anybit.kernels.hopper.cells import CodebookKernel, cells_of
-from anybit.kernels.hopper.codebook_tiles import family
+from anybit.kernels.hopper.cells import CodebookKernel
 
 SOURCES = ("cells.py", "codebook.py", "fragments.py", "psumbook.py", "ptx.py", "ring.py")
 # Bytes of the kernel's parameters, in the order of `codebook_load.Arguments`.
@@ -27,14 +25,6 @@ def kernel_file(kernel: CodebookKernel, folder: str | Path | None = None) -> Pat
 def sources_hash() -> str:
     here = Path(__file__).parent
     return hashlib.sha256(b"".join((here / name).read_bytes() for name in SOURCES)).hexdigest()
-
-
-def kernels_of(fmt: Format) -> list[CodebookKernel]:
-    """Every kernel that a layer of this format may launch. ValueError when there is none."""
-    cells = cells_of(fmt)
-    if isinstance(cells, str):
-        raise ValueError(cells)
-    return family(cells)
 
 
 def compile_kernel(kernel: CodebookKernel, folder: str | Path | None = None) -> Path:
