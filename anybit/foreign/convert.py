@@ -172,10 +172,17 @@ def plan_conversion(source: Path, shard_bytes: int) -> Conversion:
     """Decide everything by headers, config.json and small tensors, before any weight is read."""
     stored, config = stored_tensors(source), read_json(source / "config.json")
     method, found = read_layers(source, config, stored)
-    linears = {n: m for n, m in skeleton(source).named_modules() if isinstance(m, nn.Linear)}
+    model = skeleton(source)
+    modules = dict(model.named_modules())
+    linears = {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
     dropped = dict.fromkeys(name for name in stored if name.endswith(KV_SCALES))
     for name, layer in found.items():
         linear = linears.get(name)
+        if linear is None and name in modules:  # it would be initialized at random
+            raise ValueError(
+                f"{name} is a {type(modules[name]).__name__} in {type(model).__name__}, and only "
+                "linear layers can be converted; use this model with the tool that quantized it"
+            )
         if linear is not None and tuple(linear.weight.shape) != layer.shape:
             raise ValueError(
                 f"{name}: config.json asks for a weight of {tuple(linear.weight.shape)}, the "

@@ -210,6 +210,30 @@ def test_layers_that_the_model_does_not_have(tmp_path: Path) -> None:
     assert f"{extra}.codes4" in stored_tensors(tmp_path / "out")
 
 
+def test_layers_that_are_no_linear_layers(tmp_path: Path) -> None:
+    """GPT-2's are of transformers' class Conv1D, which nothing of ours would fill."""
+    name = "transformer.h.0.attn.c_attn"
+    save_file(
+        {
+            f"{name}.qweight": torch.zeros(4, 96, dtype=torch.int32),
+            f"{name}.qzeros": torch.zeros(2, 12, dtype=torch.int32),
+            f"{name}.scales": torch.ones(2, 96, dtype=torch.float16),
+        },
+        tmp_path / WEIGHTS,
+    )
+    config = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": 32,
+        "n_head": 2,
+        "n_layer": 1,
+        "quantization_config": {"quant_method": "gptq", "bits": 4},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"{name} is a Conv1D in GPT2LMHeadModel, and"):
+        convert_checkpoint(tmp_path, tmp_path / "out")
+
+
 def test_missing_shards(tmp_path: Path) -> None:
     source = changed("gptq_4bit_v1", tmp_path)
     where = dict.fromkeys(load_file(source / WEIGHTS), "model-00001-of-00002.safetensors")
