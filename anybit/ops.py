@@ -41,6 +41,9 @@ def _linear(
     sums: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    if x.is_cuda and x.device.index != torch.cuda.current_device():  # kernels run on the current
+        with torch.cuda.device(x.device):
+            return _linear(x, prepared, bias, scheme, n, backend, scale, sums, dtype)
     fmt, activation = parse_scheme(scheme)
     return get_backend(backend).linear(x, prepared, bias, fmt, n, activation, scale, sums, dtype)
 

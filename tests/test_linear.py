@@ -1,11 +1,14 @@
 """QuantLinear on the CPU backends, against the definition."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import anybit
-from anybit import dispatch
+from anybit import dispatch, ops
 from anybit.kernels import cpu, reference
 from tests.specs import SPECS
 
@@ -216,3 +219,25 @@ def test_float32_activations_keep_a_gpu_layer_on_the_reference():
     assert "not torch.float32" in answers["hopper"]
     chosen = dispatch.choose(anybit.get_format("int4"), None, (N, K), cuda, torch.float32)
     assert chosen == "reference"
+
+
+def test_kernels_run_on_the_device_of_x(monkeypatch):
+    """Not on the current one: a model may be spread over several GPUs."""
+    current = [0]
+
+    @contextmanager
+    def device(wanted):
+        current.append(wanted.index)
+        yield
+        current.pop()
+
+    ran = []
+    backend = SimpleNamespace(linear=lambda x, *args: ran.append((x.device.index, current[-1])))
+    monkeypatch.setattr(ops, "get_backend", lambda name: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for index in (0, 1):
+        x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))
+        ops._linear(x, [], None, "int4", N, "triton")
+    assert ran == [(0, 0), (1, 1)]
+    assert current == [0]

@@ -66,20 +66,22 @@ class ModelRunner:
         A token is sampled for each sequence whose end the step reaches, in order. previous: a step
         that still runs, whose tokens this one continues; it has sampled for all its sequences.
         """
-        sampling = [s.seq for s in scheduled if s.samples]
-        given = None if previous is None else self._continued(scheduled, previous)
-        if self.graphs is not None and self.graphs.can(scheduled):
-            logits = self.graphs.logits(scheduled, given)
-        else:
-            tokens, batch = self.prepare(scheduled, given)
-            hidden = self.model(tokens, self.caches, batch)
-            ends = itertools.accumulate(batch.queries)
-            last = [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples]
-            if not last:
-                return Flight(scheduled, None, lambda: ([], []))
-            rows = hidden if len(last) == len(hidden) else hidden[self._tensor(last)]
-            logits = self.model.logits(rows)
-        return Flight(scheduled, *sample(logits, sampling))
+        # Kernels, streams and graphs are those of the current device, which is a thread's own.
+        with torch.accelerator.device_index(self.device.index):
+            sampling = [s.seq for s in scheduled if s.samples]
+            given = None if previous is None else self._continued(scheduled, previous)
+            if self.graphs is not None and self.graphs.can(scheduled):
+                logits = self.graphs.logits(scheduled, given)
+            else:
+                tokens, batch = self.prepare(scheduled, given)
+                hidden = self.model(tokens, self.caches, batch)
+                ends = itertools.accumulate(batch.queries)
+                last = [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples]
+                if not last:
+                    return Flight(scheduled, None, lambda: ([], []))
+                rows = hidden if len(last) == len(hidden) else hidden[self._tensor(last)]
+                logits = self.model.logits(rows)
+            return Flight(scheduled, *sample(logits, sampling))
 
     def _continued(self, scheduled: list[Scheduled], previous: Flight) -> Tensor:
         """The tokens that a step samples, for the sequences of the one that follows."""

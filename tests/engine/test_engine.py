@@ -1,7 +1,9 @@
 """Batching, chunks, shared prefixes and preemption change nothing; no block is ever lost."""
 
 import random
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,6 +220,33 @@ def test_a_thousand_requests_with_random_aborts_leak_no_block(
     assert min(list(ended.values()).count(kind) for kind in ("abort", "length")) > 100
     assert engine.scheduler.preemptions > 0
     assert_no_block_is_held(engine)
+
+
+def test_a_step_runs_on_the_models_device(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on the current one, which may be another GPU in the server's thread."""
+    llm = LLM(checkpoint("llama"))
+    inside: list[int | None] = []
+
+    @contextmanager
+    def device_index(index: int | None) -> Iterator[None]:
+        inside.append(index)
+        yield
+        inside.pop()
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        assert inside == [1]
+        return run(hidden)
+
+    runner, run = llm.engine.runner, llm.engine.runner.model.logits
+    runner.device = types.SimpleNamespace(index=1)
+    monkeypatch.setattr(runner, "_tensor", lambda x: torch.tensor(x, dtype=torch.int32))
+    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
+    monkeypatch.setattr(runner.model, "logits", logits)
+    (output,) = llm.generate([[5]], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert output.completions[0].finish == "length"
+    assert not inside
 
 
 def test_after_an_interrupt_nothing_of_it_is_left(
