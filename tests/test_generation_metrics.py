@@ -83,6 +83,14 @@ def test_parse_rate_of_a_model_and_of_a_ruined_one() -> None:
     assert parse_rate(ruined, tokenizer, prompts, tokens=48) < rate
 
 
+def test_no_room_for_prompts_is_said() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(PICO)
+    model = AutoModelForCausalLM.from_pretrained(PICO)
+    prompts = function_prompts(held_out_text(), 1)
+    with pytest.raises(ValueError, match="1024 tokens to write leave no room .* context of 1024"):
+        parse_rate(model, tokenizer, prompts, tokens=1024)
+
+
 def test_rouge_says_what_is_missing_or_wrong() -> None:
     with pytest.raises(ValueError, match="2 predictions for 1 references"):
         rouge_l(["a", "b"], ["a"])

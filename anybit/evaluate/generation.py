@@ -115,9 +115,15 @@ def parse_rate(
     """
     if not prompts:
         raise ValueError("no prompts; give modules with functions of three statements or more")
+    room = model.config.max_position_embeddings - tokens
+    if room < 1:
+        raise ValueError(
+            f"{tokens} tokens to write leave no room for a prompt in the model's context of "
+            f"{model.config.max_position_embeddings}; write fewer"
+        )
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
-    room, pad = model.config.max_position_embeddings - tokens, tokenizer.eos_token_id
+    pad = tokenizer.eos_token_id
     rates = []
     for at in range(0, len(prompts), batch):
         some = prompts[at : at + batch]
