@@ -87,7 +87,7 @@ def test_no_room_for_prompts_is_said() -> None:
     tokenizer = AutoTokenizer.from_pretrained(PICO)
     model = AutoModelForCausalLM.from_pretrained(PICO)
     prompts = function_prompts(held_out_text(), 1)
-    with pytest.raises(ValueError, match="1024 tokens to write leave no room .* context of 1024"):
+    with pytest.raises(ValueError, match=r"1024 tokens to write leave no room .* context of 1024"):
         parse_rate(model, tokenizer, prompts, tokens=1024)
 
 
