@@ -1,6 +1,6 @@
 """Which backend multiplies: the only place where that is decided.
 
-A backend is a module with three functions (`Backend`). The first one in `BACKENDS` that does not
+A backend is a module with four functions (`Backend`). The first one in `BACKENDS` that does not
 refuse takes the layer; `anybit doctor` prints every refusal.
 """
 

@@ -1,4 +1,8 @@
-"""Triton kernels for every format that has a `triton_decode`, on NVIDIA GPUs from sm_80 on."""
+"""Triton kernels for every format that has a `triton_decode`, on NVIDIA GPUs from sm_80 on.
+
+Programs that split a layer's K meet at locks that belong to the layer: it must not multiply on two
+streams at the same time.
+"""
 
 from functools import cache
 
