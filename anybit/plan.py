@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 
 from anybit.dispatch import parse_scheme
-from anybit.format import Format
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,3 @@ def instructions(scheme: str) -> float:
         total += d.finishing
     groups = max(d.entries, 2 * bool(d.entries)) / 2  # of half a tile; each half makes its own
     return (total + groups * d.preparing) / 32
-
-
-def stored_bits(fmt: Format, shape: tuple[int, int]) -> float:
-    """Bits that a product reads for each weight: codes and grid."""
-    return fmt.bits_per_weight(shape)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anybit.dispatch import parse_scheme
-from anybit.plan import DEVICES, Cost, Device, cost, instructions, operand_of, stored_bits
+from anybit.plan import DEVICES, Cost, Device, cost, instructions, operand_of
 from anybit.report import check_picture
 
 SCHEMES = ("liquid@int8", "int8@int8", "int4:group=128", "fp6", "int8")
@@ -37,7 +37,7 @@ def roofline(
     out = []
     for scheme in schemes:
         fmt = parse_scheme(scheme)[0]
-        alpha, bits = instructions(scheme), stored_bits(fmt, shape)
+        alpha, bits = instructions(scheme), fmt.bits_per_weight(shape)
         for m in ms:
             predicted = cost(device, m, n, k, bits, operand_of(scheme), alpha)
             out.append(Point(scheme, m, n, k, predicted, (measured or {}).get((scheme, m))))
