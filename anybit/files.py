@@ -20,6 +20,8 @@ from torch import Tensor
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
+# config.json, and files beside it in which GPTQ's and AWQ's tools describe their quantization.
+CONFIGS = ("config.json", "quantize_config.json", "quant_config.json")
 LARGEST_HEADER = 100_000_000  # the format's own limit
 COPY = 1 << 24  # bytes copied at a time
 
@@ -301,13 +303,13 @@ def move_directory(source: Path, out: Path) -> None:
 def copy_others(source: Path, out: Path) -> list[str]:
     """Copy the files of a checkpoint that are no weights: tokenizer, templates, licence, code.
 
-    Not config.json, and nothing that `out` has already. Returns the names.
+    Not config.json, nor other tools' quantization, nor what `out` has already. Returns the names.
     """
     copied = []
     for path in sorted([*source.glob("*"), *source.glob("additional_chat_templates/*")]):
         name = path.relative_to(source)
         skipped = path.name.endswith((".safetensors", ".index.json", *OTHER_WEIGHTS))
-        skipped = skipped or path.name == "config.json" or path.name.startswith(".")
+        skipped = skipped or path.name in CONFIGS or path.name.startswith(".")
         if path.is_file() and not skipped and not (out / name).exists():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, out / f"{name}.tmp")

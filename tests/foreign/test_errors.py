@@ -210,6 +210,15 @@ def test_layers_that_the_model_does_not_have(tmp_path: Path) -> None:
     assert f"{extra}.codes4" in stored_tensors(tmp_path / "out")
 
 
+def test_what_described_the_old_quantization_is_not_copied(tmp_path: Path) -> None:
+    source = changed("gptq_4bit_v1", tmp_path)
+    for name in ("quantize_config.json", "quant_config.json", "tokenizer.json"):
+        (source / name).write_text("{}")
+    converted(source, tmp_path / "out")
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left - {"expected.json"} == {"config.json", WEIGHTS, "tokenizer.json"}
+
+
 def test_layers_that_are_no_linear_layers(tmp_path: Path) -> None:
     """GPT-2's are of transformers' class Conv1D, which nothing of ours would fill."""
     name = "transformer.h.0.attn.c_attn"
