@@ -340,12 +340,13 @@ def evaluate(
     if plot or limit or run_code:
         raise typer.BadParameter("--plot, --limit and --run-code go with --tasks")
     from anybit.evaluate.run import evaluate as run
+    from anybit.files import without_nan, write_json
 
     scores = run(model, against, text, tokens)
     for name, value in scores.items():
         typer.echo(f"{name:16} {value:.5g}" if isinstance(value, float) else f"{name:16} {value}")
     if json_file:
-        json_file.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
+        write_json(json_file, without_nan(scores))
 
 
 @app.command(

@@ -332,6 +332,11 @@ def check_folder(path: Path) -> None:
         raise ValueError(f"{path.parent} is no directory to write {path.name} into; make it first")
 
 
+def without_nan(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with None for nan, which JSON does not have."""
+    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
+
+
 def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
 

@@ -213,6 +213,14 @@ def test_debug_shows_where_an_error_comes_from(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(got.exception, FileNotFoundError)
 
 
+def test_an_unknown_error_is_null_in_json(tmp_path: Path) -> None:
+    """One window has no standard error; JSON has no NaN."""
+    (tmp_path / "text").write_text("def f(x):\n    return x\n" * 9)
+    out = tmp_path / "scores.json"
+    run("eval", PICO, "--text", tmp_path / "text", "--tokens", 60, "--json", out)
+    assert json.loads(out.read_text(), parse_constant=pytest.fail)["standard_error"] is None
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_ctrl_c_is_a_plain_message_and_130() -> None:
     process = subprocess.Popen(

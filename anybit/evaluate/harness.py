@@ -7,7 +7,6 @@ the network.
 """
 
 import difflib
-import json
 import logging
 import math
 import os
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from anybit import files
 from anybit.report import check_picture
 
 TASKS = Path(__file__).with_name("tasks")
@@ -158,8 +158,7 @@ def show(result: Result) -> str:
 
 def write_json(results: Sequence[Result], path: Path) -> None:
     """Rows as JSON; an unknown error is null."""
-    rows = [asdict(r) | {"error": None if math.isnan(r.error) else r.error} for r in results]
-    path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    files.write_json(path, [files.without_nan(asdict(r)) for r in results])
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
