@@ -1,6 +1,7 @@
 """Tiles of one's own GPU: what is kept, what is used, and what tuning refuses."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,11 +49,17 @@ def test_tuned_tiles_come_before_the_shipped_ones(monkeypatch: pytest.MonkeyPatc
 def test_cells_are_added_and_other_versions_ignored() -> None:
     tuned.save(GPU, {("int4", 256, 512): [(4, FEW)]})
     path = tuned.save(GPU, {("fp6", 128, 128): [(4, MANY)]})
+    assert list(path.parent.iterdir()) == [path]
     assert set(tuned.load(GPU)) == {("int4", 256, 512), ("fp6", 128, 128)}
     data = json.loads(path.read_text())
     path.write_text(json.dumps(data | {"version": "0.0"}))
     tuned.load.cache_clear()
     assert tuned.load(GPU) == {}
+    for damage in ('{"version"', "[]", json.dumps(data | {"tiles": [{"scheme": "int4"}]})):
+        path.write_text(damage)
+        tuned.load.cache_clear()
+        with pytest.raises(ValueError, match=f"{re.escape(str(path))} is damaged .* delete it"):
+            tuned.load(GPU)
 
 
 @pytest.mark.parametrize("scheme", ["int4:group=32", "liquid:group=32@int8"])

@@ -1,6 +1,7 @@
 """Tiles that `anybit tune` found on this machine's GPU; they come before the shipped tables."""
 
 import json
+import os
 import re
 from dataclasses import asdict
 from functools import cache
@@ -29,23 +30,33 @@ def save(gpu: str, tiles: Tuned) -> Path:
         for (s, n, k), found in merged.items()
         for m, tile in found
     ]
-    write_json(path, {"version": __version__, "gpu": gpu, "tiles": cells})
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    write_json(unfinished, {"version": __version__, "gpu": gpu, "tiles": cells})
+    os.replace(unfinished, path)
     load.cache_clear()
     return path
 
 
 @cache
 def load(gpu: str) -> Tuned:
-    """The tiles of a GPU; none when the file is absent, or of another version of anybit."""
+    """The tiles of a GPU; none when the file is absent, or of another version of anybit.
+
+    Raises ValueError for a file that is no such list.
+    """
     path = tuned_file(gpu)
     if not path.exists():
         return {}
-    data = json.loads(path.read_text(encoding="utf-8"))
     out: Tuned = {}
-    if data["version"] == __version__:
-        for cell in data["tiles"]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        for cell in data["tiles"] if data["version"] == __version__ else ():
             key = (cell["scheme"], cell["n"], cell["k"])
             out.setdefault(key, []).append((cell["m"], Tile(**cell["tile"])))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({type(error).__name__}: {error}); delete it, and run `anybit "
+            "tune` again"
+        ) from None
     return {key: sorted(found, key=lambda row: row[0]) for key, found in out.items()}
 
 
