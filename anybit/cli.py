@@ -1,7 +1,6 @@
 """The command line. Every command imports what it needs when it runs, so that help is instant."""
 
 import errno
-import json
 import os
 import sys
 from pathlib import Path
@@ -160,10 +159,9 @@ def quantize(
         raise typer.BadParameter(
             "say how to quantize: give either --format or --plan", param_hint="--format"
         )
+    from anybit.methods import calibration_of, plan_from, quantize_directory, read_plan
+
     chosen = read_plan(plan) if plan else plan_from(formats or [])
-
-    from anybit.methods import calibration_of, quantize_directory
-
     text = calibration_of(calibrate, samples, length, kv_scales) if calibrate else None
     typer.echo(quantize_directory(model, out, chosen, method, text, overwrite))
 
@@ -461,41 +459,6 @@ app.command(epilog=examples("anybit chat out/pico-fp6"))(commands.chat)
 app.command("bench-serve", epilog=examples("anybit bench serve http://127.0.0.1:8000"))(
     commands.bench_serve
 )
-
-
-# Helpers.
-
-
-def plan_from(formats: list[str]) -> dict[str, str | None]:
-    """`["int3", "*.down_proj=int4:group=64", "*.q_proj=none"]` -> {pattern: spec or None}.
-
-    Options of a spec contain "=" as well, but only after a ":", which no module name has.
-    """
-    plan: dict[str, str | None] = {}
-    for text in formats:
-        pattern, equals, spec = text.partition("=")
-        if not equals or ":" in pattern:
-            pattern, spec = "*", text
-        pattern, spec = pattern.strip(), spec.strip()
-        if pattern in plan:
-            raise ValueError(f"--format is given twice for {pattern!r}; which one is meant?")
-        if not pattern or not spec:
-            raise ValueError(f"--format {text!r}: write FORMAT or PATTERN=FORMAT")
-        plan[pattern] = None if spec.lower() == "none" else spec
-    return plan
-
-
-def read_plan(path: Path) -> dict[str, str | None]:
-    """A plan from a JSON file; ValueError unless it is an object of strings and nulls."""
-    try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(plan, dict) or not all(
-        v is None or isinstance(v, str) for v in plan.values()
-    ):
-        raise ValueError(f'{path} is not a plan; write {{"*": "int4", "*.down_proj": null}}')
-    return plan
 
 
 def main() -> None:

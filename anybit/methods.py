@@ -1,5 +1,6 @@
 """Quantizers by name, from directory to directory: what `anybit quantize` and `plan` do."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,35 @@ def load_dense(directory: Path) -> nn.Module:
         raise FileNotFoundError(f"{directory} is no directory of a model: it has no config.json")
     model: nn.Module = AutoModelForCausalLM.from_pretrained(directory)
     return model
+
+
+def plan_from(formats: list[str]) -> dict[str, str | None]:
+    """`["int3", "*.down_proj=int4:group=64", "*.q_proj=none"]` -> {pattern: spec or None}.
+
+    Options of a spec contain "=" as well, but only after a ":", which no module name has.
+    """
+    plan: dict[str, str | None] = {}
+    for text in formats:
+        pattern, equals, spec = text.partition("=")
+        if not equals or ":" in pattern:
+            pattern, spec = "*", text
+        pattern, spec = pattern.strip(), spec.strip()
+        if pattern in plan:
+            raise ValueError(f"--format is given twice for {pattern!r}; which one is meant?")
+        if not pattern or not spec:
+            raise ValueError(f"--format {text!r}: write FORMAT or PATTERN=FORMAT")
+        plan[pattern] = None if spec.lower() == "none" else spec
+    return plan
+
+
+def read_plan(path: Path) -> dict[str, str | None]:
+    """A plan from a JSON file; ValueError unless it is an object of strings and nulls."""
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(plan, dict) or not all(
+        v is None or isinstance(v, str) for v in plan.values()
+    ):
+        raise ValueError(f'{path} is not a plan; write {{"*": "int4", "*.down_proj": null}}')
+    return plan

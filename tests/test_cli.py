@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 import anybit
 import anybit.stream
-from anybit.cli import app, plan_from
+from anybit.cli import app
 from anybit.evaluate.corpus import held_out_text
 from anybit.evaluate.perplexity import excerpts, score
 from anybit.format import FORMATS
 from anybit.generate import complete, encode, load_text_model
+from anybit.methods import plan_from
 
 PICO = Path(__file__).parent.parent / "models" / "pico"
 ENTRY = typer.main.get_command(app)
