@@ -252,6 +252,10 @@ def plan(
     --roofline it prints what the cost model (LiquidGEMM, section 3) says of a layer instead.
     """
     chosen_formats = [s.strip() for s in candidates.split(";")] if candidates else None
+    if roofline and model:
+        raise typer.BadParameter("takes no MODEL", param_hint="--roofline")
+    if measured and not roofline:
+        raise typer.BadParameter("goes with --roofline NxK", param_hint="--measured")
     if roofline:
         from anybit.roofline import show
 

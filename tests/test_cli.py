@@ -162,6 +162,9 @@ def test_usage_errors_exit_with_2() -> None:
     assert "give either --format or --plan" in run("quantize", PICO, "-o", "x", code=2)[1]
     assert "No such command" in run("quantise", code=2)[1]
     run("quantize", PICO, "--format", "fp6", "--plan", "p", "-o", "x", code=2)
+    assert "takes no MODEL" in run("plan", PICO, "--roofline", "4096x4096", code=2)[1]
+    measured = run("plan", PICO, "--calibrate", "python", "--measured", "rows.csv", code=2)[1]
+    assert "goes with --roofline" in measured
 
 
 def test_an_output_that_exists_needs_overwrite(fp6: Path) -> None:

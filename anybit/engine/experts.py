@@ -88,6 +88,6 @@ def quantized(parts: list[Part], dtype: torch.dtype) -> nn.Module | None:
     first, activation = packed[0], parts[0][2]
     backend = choose(first.format, activation, first.shape, first.planes[0].device, dtype)
     kernels: Any = get_backend(backend)
-    if not hasattr(kernels, "linear_experts"):
+    if not hasattr(kernels, "linear_experts") or len(packed) > kernels.tiles.MOST_EXPERTS:
         return None
     return QuantExperts(kernels, packed, activation, dtype)

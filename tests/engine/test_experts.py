@@ -17,8 +17,8 @@ E, N, K = 3, 32, 64
 STARTS = torch.tensor([0, 4, 4, 9], dtype=torch.int32)  # the second expert gets nothing
 
 
-def kernels() -> types.SimpleNamespace:
-    """A backend with a grouped product, in plain torch."""
+def kernels(most: int = 256) -> types.SimpleNamespace:
+    """A backend with a grouped product of at most so many experts, in plain torch."""
 
     def prepare_experts(packed: list[Packed], activation: str | None, dtype: torch.dtype) -> list:
         return [reference.prepare(p, activation) for p in packed]
@@ -32,7 +32,11 @@ def kernels() -> types.SimpleNamespace:
             for r, p in zip(rows, prepared, strict=True)
         ])  # fmt: skip
 
-    return types.SimpleNamespace(prepare_experts=prepare_experts, linear_experts=linear_experts)
+    return types.SimpleNamespace(
+        prepare_experts=prepare_experts,
+        linear_experts=linear_experts,
+        tiles=types.SimpleNamespace(MOST_EXPERTS=most),
+    )
 
 
 class Given(Weights):
@@ -67,6 +71,11 @@ def test_one_product_for_all_equals_one_by_one(
     grouped = module([scheme] * E)
     assert isinstance(grouped, experts.QuantExperts)
     torch.testing.assert_close(grouped(x, STARTS), single(x, STARTS), rtol=2**-6, atol=2**-6)
+
+
+def test_more_experts_than_the_kernels_take_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "get_backend", lambda name: kernels(most=E - 1))
+    assert isinstance(module(["fp6"] * E), experts.OneByOne)
 
 
 def test_experts_of_different_kinds_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
