@@ -153,9 +153,9 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert "no decoder for 'sparse'" in refuse("sparse", None, (4096, 4096))
     assert "not yet checked on a GPU" in refuse("fp6", "fp8", (4096, 4096))
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
-    monkeypatch.setattr(backend, "have_dsl", lambda: False)
+    monkeypatch.setattr(build, "have_dsl", lambda: False)
     assert "anybit[hopper]" in refuse("fp6", None, (4096, 4096))
-    monkeypatch.setattr(backend, "have_dsl", lambda: True)
+    monkeypatch.setattr(build, "have_dsl", lambda: True)
     assert refuse("fp6", None, (4096, 4096)) == ""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (8, 0))
     assert "needs an H100 or H200" in refuse("fp6", None, (4096, 4096))

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from anybit.format import Format, Packed, tensor_shapes
 from anybit.kernels.hopper import tiles
-from anybit.kernels.hopper.build import compile_kernel, have_dsl, kernel_file
+from anybit.kernels.hopper.build import compile_kernel, kernel_file, missing_kernels
 from anybit.kernels.hopper.decode import K_TILE, Decoder, decoder
 from anybit.kernels.hopper.load import Function
 from anybit.kernels.hopper.pack import ROW_MULTIPLE, pack
@@ -44,20 +44,8 @@ def refuse(
             return "triton quantizes its activations; pip install 'anybit[gpu]'"
     if activation == "fp8":
         return "its fp8 kernels were emulated but not yet checked on a GPU"
-    if not have_dsl():
-        missing = [
-            kernel_file(Kernel(d, tile, out))
-            for tile in tiles.family(d)
-            for out in ([d.operand] if activation is None else NAMES.values())
-        ]
-        missing = [path for path in missing if not path.exists()]
-        if missing:
-            return (
-                f"{len(missing)} kernels are not in {missing[0].parent}, and CuTe DSL is not "
-                "installed: pip install 'anybit[hopper]', or run `python -m "
-                "anybit.kernels.hopper.build` elsewhere and carry the folder"
-            )
-    return None
+    outs = [d.operand] if activation is None else NAMES.values()
+    return missing_kernels([kernel_file(Kernel(d, t, o)) for t in tiles.family(d) for o in outs])
 
 
 def prepare(
@@ -254,12 +242,9 @@ def chosen(
 def loaded(kernel: Kernel, device: int) -> Function:
     """A kernel on a device: from the cache, else compiled into it."""
     path = kernel_file(kernel)
+    if reason := missing_kernels([path]):
+        raise RuntimeError(reason)
     if not path.exists():
-        if not have_dsl():
-            raise RuntimeError(
-                f"{path} does not exist and CuTe DSL is not installed; pip install "
-                "'anybit[hopper]', or carry the folder from a machine that has it"
-            )
         compile_kernel(kernel)
     with torch.cuda.device(device):
         return Function(path, device)

@@ -30,7 +30,7 @@ from anybit import files
 from anybit.dispatch import parse_scheme
 from anybit.kernels.hopper import codebook_tiles
 from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of
-from anybit.kernels.hopper.decode import Decoder, decoder
+from anybit.kernels.hopper.decode import decoder
 from anybit.kernels.hopper.tiles import Kernel, family, family_grouped
 
 SCHEMES = (
@@ -59,20 +59,21 @@ def cache_folder(folder: str | Path | None = None) -> Path:
 def kernel_file(kernel: Kernel, folder: str | Path | None = None) -> Path:
     """The file of a kernel, whether or not it exists."""
     d = kernel.decoder
-    text = f"{kernel!r} {sources_hash()} {decoder_hash(type(d))}"
+    text = f"{kernel!r} {sources_hash(SOURCES)} {decoder_hash(type(d))}"
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     name = f"{d.bits}bit_{d.operand}_{kernel.tile.name}_{kernel.output}_{digest}.kernel"
     return cache_folder(folder) / name
 
 
 @cache
-def sources_hash() -> str:
+def sources_hash(names: tuple[str, ...]) -> str:
     """Of the code that kernels are made from: its bytes, which every Python version sees alike."""
     here = Path(__file__).parent
-    return hashlib.sha256(b"".join((here / name).read_bytes() for name in SOURCES)).hexdigest()
+    return hashlib.sha256(b"".join((here / name).read_bytes() for name in names)).hexdigest()
 
 
-def decoder_hash(kind: type[Decoder]) -> str:
+@cache
+def decoder_hash(kind: Any) -> str:
     """Of a decoder that is defined elsewhere."""
     return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()
 
@@ -84,9 +85,38 @@ def have_dsl() -> bool:
     return find_spec("cutlass") is not None and find_spec("cutlass.cute") is not None
 
 
+def missing_kernels(files: list[Path], what: str = "") -> str | None:
+    """Why kernels of these files cannot be had here, or None. what: the schemes to build."""
+    missing = [path for path in files if not path.exists()]
+    if not missing or have_dsl():
+        return None
+    command = f"python -m anybit.kernels.hopper.build {what}".strip()
+    return (
+        f"{len(missing)} kernels are not in {missing[0].parent}, and CuTe DSL is not installed: "
+        f"pip install 'anybit[hopper]', or run `{command}` elsewhere and carry the folder"
+    )
+
+
 def compile_kernel(kernel: Kernel, folder: str | Path | None = None) -> Path:
-    """Compile one kernel for sm_90a and write its file. Raises BuildError when it spills."""
+    """Compile one kernel for sm_90a and write its file. Raises BuildError when it is no good."""
     ptx, cubin, shared = generate(kernel)
+    header = {
+        "shared": shared,
+        "threads": kernel.tile.threads,
+        "cluster": kernel.tile.split,
+        "box": kernel.tile.tokens,
+    }
+    return write_kernel(kernel_file(kernel, folder), kernel, ptx, cubin, PARAMETERS, header)
+
+
+def write_kernel(
+    path: Path, kernel: object, ptx: str, cubin: bytes, wanted: list[int], header: dict[str, int]
+) -> Path:
+    """Write a kernel's file whole: a line of JSON, then the cubin.
+
+    wanted: bytes of each parameter. header: what the launcher must know beside the entry's name.
+    Raises BuildError when the kernel spills, waits for every WGMMA, or takes other parameters.
+    """
     registers, stack = resources(cubin)
     if stack:
         raise BuildError(f"{kernel} spills: {stack} bytes of stack; choose a smaller tile")
@@ -95,22 +125,14 @@ def compile_kernel(kernel: Kernel, folder: str | Path | None = None) -> Path:
             f"{kernel} waits for its products at {count} places, not {WAITS}: ptxas serialized its "
             "WGMMAs (see `gemm.Gemm.release`)"
         )
-    if parameters(ptx) != PARAMETERS:
-        raise BuildError(f"{kernel} takes parameters of {parameters(ptx)} bytes, not {PARAMETERS}")
+    if parameters(ptx) != wanted:
+        raise BuildError(f"{kernel} takes parameters of {parameters(ptx)} bytes, not {wanted}")
     entry = ENTRY.search(ptx)
     assert entry is not None
-    header = {
-        "entry": entry[1],
-        "shared": shared,
-        "threads": kernel.tile.threads,
-        "cluster": kernel.tile.split,
-        "box": kernel.tile.tokens,
-        "registers": registers,
-    }
-    path = kernel_file(kernel, folder)
+    line = json.dumps({"entry": entry[1], **header, "registers": registers})
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(json.dumps(header).encode() + b"\n" + cubin)
+        file.write(line.encode() + b"\n" + cubin)
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)
     return path

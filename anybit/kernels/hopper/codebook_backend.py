@@ -13,7 +13,7 @@ from torch import Tensor
 from anybit.format import Format, Packed
 from anybit.kernels.hopper import codebook_tiles
 from anybit.kernels.hopper.backend import aligned
-from anybit.kernels.hopper.build import have_dsl
+from anybit.kernels.hopper.build import missing_kernels
 from anybit.kernels.hopper.cells import ROWS, Cells, CodebookKernel, cells_of, pack
 from anybit.kernels.hopper.codebook_build import compile_kernel, kernel_file
 from anybit.kernels.hopper.codebook_load import Function
@@ -54,14 +54,7 @@ def refuse(
     ]
     if None in plans:
         return f"{fmt.spec}: its tables do not fit into shared memory for K={k}"
-    missing = [path for plan in plans if plan and not (path := kernel_file(plan[0])).exists()]
-    if missing and not have_dsl():
-        return (
-            f"{len(missing)} kernels are not in {missing[0].parent}, and CuTe DSL is not "
-            "installed: pip install 'anybit[hopper]', or run `python -m "
-            f"anybit.kernels.hopper.build {fmt.spec}` elsewhere and carry the folder"
-        )
-    return None
+    return missing_kernels([kernel_file(plan[0]) for plan in plans if plan], fmt.spec)
 
 
 def prepare(
@@ -202,12 +195,9 @@ def launch_of(
 def loaded(kernel: CodebookKernel, device: int) -> Function:
     """A kernel on a device: from the cache, else compiled into it."""
     path = kernel_file(kernel)
+    if reason := missing_kernels([path]):
+        raise RuntimeError(reason)
     if not path.exists():
-        if not have_dsl():
-            raise RuntimeError(
-                f"{path} does not exist and CuTe DSL is not installed; pip install "
-                "'anybit[hopper]', or carry the folder from a machine that has it"
-            )
         compile_kernel(kernel)
     with torch.cuda.device(device):
         return Function(path, device)

@@ -1,10 +1,7 @@
 """Compile the codebook kernels; `build.py` says how and where, and is what is run."""
 
 import hashlib
-import json
-import os
 import tempfile
-from functools import cache
 from pathlib import Path
 
 from anybit.kernels.hopper import build
@@ -17,36 +14,15 @@ PARAMETERS = [*[8] * 6, *[4] * 5]
 
 def kernel_file(kernel: CodebookKernel, folder: str | Path | None = None) -> Path:
     """The file of a kernel, whether or not it exists."""
-    digest = hashlib.sha256(f"{kernel!r} {sources_hash()}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{kernel!r} {build.sources_hash(SOURCES)}".encode()).hexdigest()[:16]
     return build.cache_folder(folder) / f"{kernel.name}_{digest}.kernel"
-
-
-@cache
-def sources_hash() -> str:
-    here = Path(__file__).parent
-    return hashlib.sha256(b"".join((here / name).read_bytes() for name in SOURCES)).hexdigest()
 
 
 def compile_kernel(kernel: CodebookKernel, folder: str | Path | None = None) -> Path:
     """Compile one kernel for sm_90a and write its file. Raises BuildError when it spills."""
     ptx, cubin = generate(kernel)
-    registers, stack = build.resources(cubin)
-    if stack:
-        raise build.BuildError(f"{kernel} spills: {stack} bytes of stack")
-    if build.parameters(ptx) != PARAMETERS:
-        raise build.BuildError(
-            f"{kernel} takes parameters of {build.parameters(ptx)} bytes, not {PARAMETERS}"
-        )
-    entry = build.ENTRY.search(ptx)
-    assert entry is not None
-    header = {"entry": entry[1], "threads": kernel.threads, "registers": registers}
-    path = kernel_file(kernel, folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(json.dumps(header).encode() + b"\n" + cubin)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
-    return path
+    path, header = kernel_file(kernel, folder), {"threads": kernel.threads}
+    return build.write_kernel(path, kernel, ptx, cubin, PARAMETERS, header)
 
 
 def generate(kernel: CodebookKernel) -> tuple[str, bytes]:

@@ -20,7 +20,7 @@ from anybit.kernels.hopper.decode import K_TILE, Decoder
 from anybit.kernels.hopper.lang import LANES, planes
 
 ROWS = 128  # of a blob
-ROW_MULTIPLE = 4 * ROWS  # rows are padded to this: two CTAs with 256 rows share tokens
+ROW_MULTIPLE = 4 * ROWS  # rows are padded to this, by which `gemm.py` counts an expert's blobs
 CHUNK_BYTES = 1 << 28  # of temporaries
 
 
