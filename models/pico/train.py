@@ -4,7 +4,7 @@ The training text is the Python source found on the machine that trains: the sta
 the installed packages. The modules of `anybit.evaluate.corpus.HELD_OUT`, and copies of them that
 packages carry, are left out, so that perplexity on them means something.
 
-    python models/pico/train.py --smoke --out /tmp/pico            # CPU, under a minute
+    python models/pico/train.py --smoke --out out/pico            # CPU, under a minute
     python models/pico/train.py --seconds 450 --out models/pico    # one data-centre GPU
 """
 
