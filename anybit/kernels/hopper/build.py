@@ -30,7 +30,7 @@ from anybit import files
 from anybit.dispatch import parse_scheme
 from anybit.kernels.hopper import codebook_tiles
 from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of
-from anybit.kernels.hopper.decode import decoder
+from anybit.kernels.hopper.decode import Decoder, decoder
 from anybit.kernels.hopper.tiles import Kernel, family, family_grouped
 
 SCHEMES = (
