@@ -38,6 +38,8 @@ CASES = [
     ("fp6", BRAIN, Tile(32, ctas=2, stages=2), (33, 128, 384), 1),
     ("int4:group=128", BRAIN, Tile(8, ctas=2), (8, 128, 384), 1),
     ("int3:group=32,zero", HALF, Tile(8, ctas=2), (7, 128, 256), 1),
+    ("fp6", HALF, Tile(128, rows=256, stages=2), (9, 256, 384), 1),
+    ("int4:group=128", BRAIN, Tile(128, rows=256, stages=2), (130, 200, 256), 1),
     ("fp6@fp8", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
 ]
 
@@ -126,6 +128,17 @@ def test_products(
     assert all(torch.equal(r, results[0]) for r in results)  # whatever the order of events
     if emulated.tile.split == 1:  # fewer CTAs than tiles: each does several
         assert torch.equal(emulated.run(x, prepared, n, 1, bias), results[0])
+
+
+def test_token_tiles_come_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five tiles of tokens in groups of two, three of rows, over four CTAs."""
+    from anybit.kernels.hopper import gemm
+
+    monkeypatch.setattr(gemm, "NEAR", 256)
+    emulated = Emulated("int8@int8", BRAIN, Tile(128, stages=2))
+    packed, x = packed_weight("int8@int8", 264, 128), emulated.tokens(520, 128)
+    y = emulated.run(x, backend.layout(packed, "int8"), 264, 4)
+    assert_close(y, product(operand_weight(packed, BRAIN), x), BRAIN)
 
 
 def test_int8_sums_are_exact() -> None:

@@ -18,8 +18,8 @@ from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.build import compile_kernel, kernel_file, missing_kernels
 from anybit.kernels.hopper.decode import K_TILE, Decoder, decoder
 from anybit.kernels.hopper.load import Function
-from anybit.kernels.hopper.pack import ROW_MULTIPLE, pack
-from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.hopper.pack import pack
+from anybit.kernels.hopper.tiles import ROW_MULTIPLE, Kernel, Tile
 
 HALVES = (torch.float16, torch.bfloat16)
 OPERANDS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # of activation notations

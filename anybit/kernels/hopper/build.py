@@ -31,7 +31,7 @@ from anybit.dispatch import parse_scheme
 from anybit.kernels.hopper import codebook_tiles
 from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of
 from anybit.kernels.hopper.decode import Decoder, decoder
-from anybit.kernels.hopper.tiles import Kernel, family, family_grouped
+from anybit.kernels.hopper.tiles import ROWS, Kernel, family, family_grouped
 
 SCHEMES = (
     "liquid@int8", "int8@int8", "int4@int8",
@@ -41,7 +41,6 @@ SCHEMES = (
 )  # fmt: skip
 SOURCES = ("decode.py", "epilogue.py", "gemm.py", "lang.py", "ptx.py")
 ENTRY = re.compile(r"\.entry (\w+)\(")
-WAITS = 3  # for each half of a K tile, and at the end
 WAIT = 0x8000000079C5  # WARPGROUP.DEPBAR
 # Bytes of the kernel's parameters, in the order of `load.Arguments`.
 PARAMETERS = [128, 8, *[8] * 8, 4, 4, 4, 4, 1]
@@ -107,23 +106,31 @@ def compile_kernel(kernel: Kernel, folder: str | Path | None = None) -> Path:
         "cluster": kernel.tile.split,
         "box": kernel.tile.tokens,
     }
-    return write_kernel(kernel_file(kernel, folder), kernel, ptx, cubin, PARAMETERS, header)
+    path, batches = kernel_file(kernel, folder), 2 * kernel.tile.rows // ROWS
+    return write_kernel(path, kernel, ptx, cubin, PARAMETERS, header, batches + 1)
 
 
 def write_kernel(
-    path: Path, kernel: object, ptx: str, cubin: bytes, wanted: list[int], header: dict[str, int]
+    path: Path,
+    kernel: object,
+    ptx: str,
+    cubin: bytes,
+    wanted: list[int],
+    header: dict[str, int],
+    most_waits: int = 0,
 ) -> Path:
     """Write a kernel's file whole: a line of JSON, then the cubin.
 
     wanted: bytes of each parameter. header: what the launcher must know beside the entry's name.
+    most_waits: for WGMMAs, where the code has them: one for each batch in a K tile, one at the end.
     Raises BuildError when the kernel spills, waits for every WGMMA, or takes other parameters.
     """
     registers, stack = resources(cubin)
     if stack:
         raise BuildError(f"{kernel} spills: {stack} bytes of stack; choose a smaller tile")
-    if (count := waits(cubin)) > WAITS:
+    if (count := waits(cubin)) > most_waits:
         raise BuildError(
-            f"{kernel} waits for its products at {count} places, not {WAITS}: ptxas serialized its "
+            f"{kernel} waits for its products at {count} places, not {most_waits}: ptxas serialized its "
             "WGMMAs (see `gemm.Gemm.release`)"
         )
     if parameters(ptx) != wanted:

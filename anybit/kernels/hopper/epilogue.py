@@ -11,8 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from anybit.kernels.hopper.ptx import pack2, stmatrix_transposed, store_to_cta
-
-ROWS = 128  # weight rows of a blob; 64 for each warpgroup
+from anybit.kernels.hopper.tiles import ROWS
 
 
 class Epilogue:

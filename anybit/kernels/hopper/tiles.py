@@ -11,6 +11,8 @@ SHARED_OF_SM = 233_472  # bytes that all CTAs of a multiprocessor share
 RESERVED = 1024  # bytes of it that each CTA costs beside its own
 MOST_STAGES = 12
 MOST_EXPERTS = 256
+ROWS = 128  # weight rows of a blob; 64 for each warpgroup
+ROW_MULTIPLE = 256  # weight rows are padded to this; no tile has more
 LEAST_STEPS = 14  # K tiles that a CTA of a cluster of 8 should have
 # Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange.
 DECODE, FIXED, EXCHANGE = 130, 6300, 3000
@@ -85,12 +87,12 @@ def few(decoder: Decoder) -> list[Tile]:
 
 
 def many(decoder: Decoder) -> list[Tile]:
-    """Tiles for more than 64 tokens. With 16-bit operands large ones have two stages, or spill."""
-    halves = [Tile(128), Tile(128, split=2)]
+    """Tiles for more than 64 tokens. 256 tokens of 16-bit operands would leave two stages."""
+    tall = [Tile(128), Tile(128, split=2), Tile(128, rows=256)]
     if decoder.slot == 16:
-        return [HALVED[16], *halves]
+        return [HALVED[16], *tall]
     narrow = [Tile(64, ctas=2), HALVED[8]] if decoder.bits <= 6 else []
-    return [*narrow, *halves, Tile(256), Tile(128, rows=256)]
+    return [*narrow, *tall, Tile(256)]
 
 
 def family(decoder: Decoder) -> list[Tile]:
