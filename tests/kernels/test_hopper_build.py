@@ -42,6 +42,8 @@ def test_the_family_holds_every_choice(scheme: str) -> None:
                 # One CTA never exceeds what shared memory holds.
                 used = tile.stages * (d.blob_bytes * tile.rows // 128 + tile.tokens * 16 * d.slot)
                 assert used <= tiles.SHARED_OF_SM // tile.ctas - tiles.RESERVED
+        for m in (1, 16, 32, 64, 100, 128, 256, 512, 4096):
+            assert Kernel(d, tiles.choose_grouped(d, m, 8), output, grouped=True) in kernels
 
 
 def test_grid_covers_every_tile() -> None:

@@ -33,6 +33,7 @@ CASES = [
     ("liquid@int8", BRAIN, Tile(32, stages=2), (40, 256, 512), 2),
     ("liquid@int8", BRAIN, Tile(128, rows=256, stages=2), (9, 256, 384), 1),
     ("int8@int8", BRAIN, Tile(128, stages=2), (8, 128, 640), 2),
+    ("int8@int8", BRAIN, Tile(16, split=3), (11, 200, 512), 2),
     ("int4@int8", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
     ("fp6", HALF, Tile(16, ctas=2, split=2), (16, 136, 384), 2),
     ("fp6", BRAIN, Tile(32, ctas=2, stages=2), (33, 128, 384), 1),

@@ -45,7 +45,9 @@ def refuse(
     if activation == "fp8":
         return "its fp8 kernels were emulated but not yet checked on a GPU"
     outs = [d.operand] if activation is None else NAMES.values()
-    return missing_kernels([kernel_file(Kernel(d, t, o)) for t in tiles.family(d) for o in outs])
+    kernels = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
+    kernels += [Kernel(d, t, o, grouped=True) for t in tiles.family_grouped(d) for o in outs]
+    return missing_kernels([kernel_file(kernel) for kernel in kernels])
 
 
 def prepare(

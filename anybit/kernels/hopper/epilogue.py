@@ -138,7 +138,6 @@ class Epilogue:
             cute.recast_ptr(buffer, dtype=Uint32),
             cute.make_layout((4, 2, self.batch), stride=(1, 4, 12)),
         )
-        vector = cute.make_rmem_tensor((4,), Uint32)
         for p in cutlass.range_constexpr(self.tokens // self.batch):
             packed = []
             for j in cutlass.range_constexpr(self.batch // 8):
@@ -161,13 +160,20 @@ class Epilogue:
                 address = buffer + (token * 48 + lane // 8 % 2 * 16)
                 stmatrix_transposed(address.toint(), packed[i : i + n_matrices])
             cute.arch.sync_warp()
-            for i in cutlass.range_constexpr(-(-2 * self.batch // 32)):
+            # Two lanes a token; all loads before the first store.
+            rounds = const_expr(-(-2 * self.batch // 32))
+            vectors = cute.make_rmem_tensor((4, rounds), Uint32)
+            for i in cutlass.range_constexpr(rounds):
+                token = cutlass.min(i * 16 + lane // 2, Int32(self.batch - 1))
+                cute.autovec_copy(rows[None, lane % 2, token], vectors[None, i])
+            for i in cutlass.range_constexpr(rounds):
                 token = i * 16 + lane // 2
                 at = start + p * self.batch + token
                 column = channel + lane % 2 * 8
                 if token < self.batch and at < end and column < n:
-                    cute.autovec_copy(rows[None, lane % 2, token], vector)
                     target = (y + (Int64(at) * n + column)).align(16)
                     target = cute.recast_ptr(target, dtype=Uint32)
-                    cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(4)))
+                    cute.autovec_copy(
+                        vectors[None, i], cute.make_tensor(target, cute.make_layout(4))
+                    )
             cute.arch.sync_warp()

@@ -67,7 +67,8 @@ class Gemm(Epilogue):
         self.whole = self.words // 4  # chunks of 4 words; 2 words may remain
         self.grid_words = decoder.entries * decoder.grid_words
         self.blob = decoder.blob_bytes
-        self.finishers = 8 // tile.split  # warps of a CTA that finish outputs, 16 channels each
+        # Warps of a CTA that finish outputs, 16 channels each; the last CTA may have fewer.
+        self.finishers = -(-8 // tile.split)
         self.batch = min(tile.tokens, 32)  # tokens that a warp stages for its stores at a time
 
     def mma_op(self) -> Any:
@@ -168,8 +169,7 @@ class Gemm(Epilogue):
             cpasync.prefetch_descriptor(x_copy)
             if thread % 32 < self.stages:
                 cute.arch.mbarrier_init(full + thread % 32, 1)
-                # One arrival of each consumer warp.
-                cute.arch.mbarrier_init(empty + thread % 32, 8)
+                cute.arch.mbarrier_init(empty + thread % 32, 256)  # all consumers
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
@@ -329,7 +329,7 @@ class Gemm(Epilogue):
         warp = group * 4 + t // 32
         slice_of_16 = warp  # the 16 channels of every 128 that this warp finishes
         if const_expr(self.split > 1):
-            slice_of_16 = rank * self.finishers + warp % self.finishers
+            slice_of_16 = cutlass.min(rank * self.finishers + warp % self.finishers, Int32(7))
         place = (group, warp, slice_of_16, rank, t)
         tensors = (row_scale, row_zero, token_scale, token_sum, bias, y)
         fragments = (mma, operand, registers, x_fragment, acc)
@@ -375,7 +375,7 @@ class Gemm(Epilogue):
                 # The batch before may still run; the registers of the one before it are free.
                 warpgroup.wait_group(1 if const_expr(self.overlap) else 0)
                 if const_expr(batch == 1):
-                    self.release(empty + previous, t, k > k_first)
+                    self.release(empty + previous, k > k_first)
                 self.decode_half(words, grid, registers, half, block, place_a)
                 warpgroup.fence()
                 for j in cutlass.range_constexpr(self.per_half):
@@ -390,13 +390,13 @@ class Gemm(Epilogue):
                 stage = Int32(0)
                 phase ^= 1
         warpgroup.wait_group(0)
-        self.release(empty + previous, t, True)
+        self.release(empty + previous, k_last > k_first)
 
         table = self.share_tokens(shared, tokens, group, t)
         finishes = True
         if const_expr(self.split > 1):
             self.exchange(acc, shared, warp, rank, t % 32)
-            finishes = warp < self.finishers
+            finishes = (warp < self.finishers) & (rank * self.finishers + warp < 8)
         if finishes:
             for i in cutlass.range_constexpr(self.blocks):
                 self.store(
@@ -413,13 +413,13 @@ class Gemm(Epilogue):
         return cute.make_tensor(acc.iterator + block * cute.size(layout), layout)
 
     @cute.jit
-    def release(self, empty, t, when):
-        """This warp is done with a stage: all lanes have read it.
+    def release(self, empty, when):
+        """This thread is done with a stage.
 
-        Without a branch, at which ptxas might wait for every single WGMMA of the loop.
+        Without a branch, at which ptxas might wait for every single WGMMA of the loop. One lane for
+        its warp is no faster, and racecheck follows only the arrivals of those that have read.
         """
-        cute.arch.sync_warp()
-        arrive_if(empty.toint(), (t % 32 == 0) & when)
+        arrive_if(empty.toint(), when)
 
     @cute.jit
     def read_words(self, shared, group, t, stage):

@@ -101,8 +101,5 @@ def store_to_cta(
 def arrive_if(barrier: Int32, when: Boolean, *, loc: Any = None, ip: Any = None) -> None:
     """One arrival at an mbarrier of this CTA, as a predicated instruction instead of a branch."""
     at = {"loc": loc, "ip": ip}
-    text = (
-        "{ .reg .pred now; setp.ne.s32 now, $1, 0; "
-        "@now mbarrier.arrive.shared.b64 _, [$0]; }"
-    )
+    text = "{ .reg .pred now; setp.ne.s32 now, $1, 0; @now mbarrier.arrive.shared.b64 _, [$0]; }"
     _asm(None, [Int32(barrier), Int32(when)], text, "r,r,~{memory}", True, at)
