@@ -74,7 +74,7 @@ def test_names_tell_kernels_apart(tmp_path: Path) -> None:
     kernels = [
         Kernel(d, tiles.fitted(Tile(16, ctas=2), d), "float16"),
         Kernel(d, tiles.fitted(Tile(16, ctas=2, split=2), d), "float16"),
-        Kernel(d, tiles.fitted(Tile(16, ctas=2), d), "float16", overlap=False),
+        Kernel(d, tiles.fitted(Tile(16, ctas=2), d), "float16", pipeline="turns"),
         Kernel(decoder_of("fp5", "float16"), Tile(16, ctas=2, stages=6), "float16"),
         Kernel(decoder_of("fp6:group=128", "float16"), Tile(16, ctas=2, stages=6), "float16"),
     ]

@@ -39,7 +39,7 @@ SCHEMES = (
     "int8", "int4:group=128", "int4:group=64", "int4:group=128,zero", "int3:group=64",
     "int2:group=64",
 )  # fmt: skip
-SOURCES = ("decode.py", "epilogue.py", "gemm.py", "lang.py", "ptx.py")
+SOURCES = ("decode.py", "epilogue.py", "excp.py", "gemm.py", "lang.py", "ptx.py")
 ENTRY = re.compile(r"\.entry (\w+)\(")
 WAIT = 0x8000000079C5  # WARPGROUP.DEPBAR
 # Bytes of the kernel's parameters, in the order of `load.Arguments`.
@@ -106,8 +106,9 @@ def compile_kernel(kernel: Kernel, folder: str | Path | None = None) -> Path:
         "cluster": kernel.tile.split,
         "box": kernel.tile.tokens,
     }
-    path, batches = kernel_file(kernel, folder), 2 * kernel.tile.rows // ROWS
-    return write_kernel(path, kernel, ptx, cubin, PARAMETERS, header, batches + 1)
+    most_waits = 2 * kernel.tile.rows // ROWS + 1 if kernel.pipeline != "explicit" else 8
+    path = kernel_file(kernel, folder)
+    return write_kernel(path, kernel, ptx, cubin, PARAMETERS, header, most_waits)
 
 
 def write_kernel(
@@ -130,8 +131,8 @@ def write_kernel(
         raise BuildError(f"{kernel} spills: {stack} bytes of stack; choose a smaller tile")
     if (count := waits(cubin)) > most_waits:
         raise BuildError(
-            f"{kernel} waits for its products at {count} places, not {most_waits}: ptxas serialized its "
-            "WGMMAs (see `gemm.Gemm.release`)"
+            f"{kernel} waits for its products at {count} places, not {most_waits}: ptxas serialized "
+            "them (see `gemm.Gemm.release`)"
         )
     if parameters(ptx) != wanted:
         raise BuildError(f"{kernel} takes parameters of {parameters(ptx)} bytes, not {wanted}")
@@ -154,9 +155,10 @@ def generate(kernel: Kernel) -> tuple[str, bytes, int]:
     from cutlass.cute.runtime import make_ptr
     from cutlass.cute.typing import AddressSpace
 
+    from anybit.kernels.hopper.excp import Explicit
     from anybit.kernels.hopper.gemm import TYPES, Gemm
 
-    gemm = Gemm(kernel)
+    gemm = (Explicit if kernel.pipeline == "explicit" else Gemm)(kernel)
     out = TYPES[kernel.output]
     kinds = ((gemm.b, 16), (Uint8, 128), (Float32, 4), (Int32, 4), (Float32, 4), (Int32, 4),
              (out, 2), (out, 16), (Int32, 4))  # fmt: skip

@@ -49,14 +49,19 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
 class Gemm(Epilogue):
+    source = warpgroup.OperandSource.RMEM  # of the decoded weights
+    multipliers = 2  # warpgroups that multiply
+
     def __init__(self, kernel: Kernel):
         decoder, tile = kernel.decoder, kernel.tile
-        self.decoder, self.tile, self.overlap = decoder, tile, kernel.overlap
+        self.decoder, self.tile = decoder, tile
+        self.running = 0 if kernel.pipeline == "turns" else 1  # batches of products, at decoding
         self.out, self.grouped = kernel.output, kernel.grouped
         self.tokens, self.stages = tile.tokens, tile.stages
         self.split = tile.split
         self.near = NEAR // tile.tokens if tile.tokens >= 128 else 0  # token tiles
-        self.blocks = tile.rows // ROWS  # blobs a stage
+        self.blocks = self.parts = tile.rows // ROWS  # blobs a stage
+        self.part_rows, self.decoded = ROWS, 0
         self.a, self.b = TYPES[decoder.operand], TYPES[kernel.activation]
         self.integer = kernel.activation == "int8"
         self.quantized = kernel.activation in ("int8", "float8_e4m3fn")
@@ -73,7 +78,7 @@ class Gemm(Epilogue):
 
     def mma_op(self) -> Any:
         shape = (64, self.tokens, self.k_mma)
-        where = (warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K)
+        where = (self.source, OperandMajorMode.K, OperandMajorMode.K)
         if self.integer:
             return warpgroup.MmaI8Op(self.a, self.b, Int32, shape, *where)
         if self.quantized:
@@ -109,7 +114,7 @@ class Gemm(Epilogue):
             cute.slice_(x_layout, (None, None, 0)),
             (self.tokens, K_TILE),
         )
-        mma = cute.make_tiled_mma(cute.make_mma_atom(self.mma_op()), cute.make_layout((2, 1, 1)))
+        mma = cute.make_tiled_mma(cute.make_mma_atom(self.mma_op()), (self.multipliers, 1, 1))
 
         @cute.struct
         class Shared:
@@ -117,7 +122,8 @@ class Gemm(Epilogue):
             empty: cute.struct.MemRange[Int64, self.stages]
             x: cute.struct.Align[cute.struct.MemRange[self.b, cute.cosize(x_layout)], 1024]
             w: cute.struct.Align[
-                cute.struct.MemRange[Uint8, self.stages * self.blob * self.blocks], 128
+                cute.struct.MemRange[Uint8, self.stages * self.blob * self.blocks + self.decoded],
+                128,
             ]
             outputs: cute.struct.Align[cute.struct.MemRange[Uint8, 8 * 48 * self.batch], 128]
             token: cute.struct.Align[cute.struct.MemRange[Int32, 2 * 2 * self.tokens], 16]
@@ -373,7 +379,7 @@ class Gemm(Epilogue):
                 half, block = const_expr(batch // self.blocks), const_expr(batch % self.blocks)
                 sums, place_a = self.sums_of(acc, mma, block), const_expr(batch % 2 * self.per_half)
                 # The batch before may still run; the registers of the one before it are free.
-                warpgroup.wait_group(1 if const_expr(self.overlap) else 0)
+                warpgroup.wait_group(self.running)
                 if const_expr(batch == 1):
                     self.release(empty + previous, k > k_first)
                 self.decode_half(words, grid, registers, half, block, place_a)

@@ -57,14 +57,15 @@ class Tile:
 class Kernel:
     """One member of the family: everything that is fixed when it is compiled.
 
-    output: "float16" or "bfloat16". overlap: False is the ablation that decodes and multiplies in
-    turns (LiquidGEMM, figure 13). grouped: tokens lie sorted by expert, each with its own weight.
+    output: "float16" or "bfloat16". grouped: tokens lie sorted by expert, each with its own weight.
+    pipeline: "implicit", or one of the ablations of LiquidGEMM's figure 13: "turns" decodes and
+    multiplies in turns, "explicit" leaves decoding to a warpgroup of its own (`excp.py`).
     """
 
     decoder: Decoder
     tile: Tile
     output: str
-    overlap: bool = True
+    pipeline: str = "implicit"
     grouped: bool = False
 
     @property
