@@ -10,7 +10,6 @@ adds up (flash-decoding). Grids depend on sizes alone and nothing waits for the 
 graph can hold all of it.
 """
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -308,9 +307,7 @@ def attend(
     group = heads // kv_heads
     rows = max(16, min(128, triton.next_power_of_2(longest * group)))
     tile = tile or (PROMPT if rows == 128 else DECODE if k_scale is None else DECODE_INT8)
-    few = longest == 1 and group <= attention_int8.MOST_HEADS
-    # Emulated, but not yet run on a GPU: until its tests have passed there, only on request.
-    single = few and k_scale is not None and bool(os.environ.get("ANYBIT_INT8_ATTENTION"))
+    single = k_scale is not None and longest == 1 and attention_int8.suits(group, dim)
     splits = (choose_splits(batch * kv_heads) if longest == 1 else 1) if splits is None else splits
     out = torch.empty_like(q) if out is None else out
     shape = (*q.shape[:2], splits)

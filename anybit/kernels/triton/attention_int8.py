@@ -11,6 +11,12 @@ import triton.language as tl
 from anybit.kernels.triton.activation import after_previous
 
 MOST_HEADS = 8  # query heads of a K head
+LEAST_DIM = 32  # bytes that the matrix unit multiplies at a time
+
+
+def suits(group: int, dim: int) -> bool:
+    """Whether `decode` takes so many query heads of a K head, of this dimension."""
+    return group <= MOST_HEADS and dim >= LEAST_DIM
 
 
 @triton.jit
