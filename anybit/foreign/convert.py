@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from anybit import __version__
+from anybit.experts import published
 from anybit.files import ShardWriter, Stored, check_absent, megabytes, read_json, stored_tensors
 from anybit.foreign.layer import Layer, owner
 from anybit.format import Packed, tensor_shapes
@@ -173,7 +174,8 @@ def plan_conversion(source: Path, shard_bytes: int) -> Conversion:
     stored, config = stored_tensors(source), read_json(source / "config.json")
     method, found = read_layers(source, config, stored)
     model = skeleton(source)
-    modules = dict(model.named_modules())
+    model_type = config.get("model_type")
+    modules = {published(name, model_type): m for name, m in model.named_modules()}
     linears = {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
     dropped = dict.fromkeys(name for name in stored if name.endswith(KV_SCALES))
     for name, layer in found.items():

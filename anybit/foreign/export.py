@@ -19,6 +19,7 @@ from torch import nn
 
 from anybit import __version__
 from anybit.dispatch import parse_scheme
+from anybit.experts import published
 from anybit.files import ShardWriter, Stored, check_absent, megabytes, read_json, stored_tensors
 from anybit.foreign.compressed_tensors import BITS, DENSE_SINCE, FORMAT, TOOL
 from anybit.foreign.layer import check_codes
@@ -138,7 +139,9 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
     if quantization.get("quant_method") != METHOD:
         raise ValueError(f"{source} is no checkpoint of anybit; quantize or convert it first")
     plan = AnybitConfig(**quantization).formats
-    linears = {n: m for n, m in skeleton(source).named_modules() if isinstance(m, nn.Linear)}
+    modules = skeleton(source).named_modules()
+    model_type = config.get("model_type")
+    linears = {published(n, model_type): m for n, m in modules if isinstance(m, nn.Linear)}
     layers: dict[str, tuple[Integer, tuple[int, int]]] = {}
     reasons: dict[str, str] = {}
     for name in dict.fromkeys(key.rpartition(".")[0] for key in stored if CODES.search(key)):
