@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import anybit
+from anybit import GPTQ, Clip, Smooth
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.experts import Experts, fused_experts, published_tensors, split
@@ -15,7 +16,9 @@ from anybit.integrations.transformers import AnybitConfig
 from anybit.linear import QuantLinear
 from anybit.quantize import dequantize_, quantized_layers
 from anybit.stream import quantize_checkpoint
+from anybit.stream_calibrated import calibrate_checkpoint
 from tests.engine.conftest import ARCHITECTURES, random_model, reference
+from tests.test_calibrate import Killed, killed_after
 from tests.tiny import same_state
 
 KINDS = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -200,3 +203,70 @@ def test_experts_of_another_layout_stay_dense(tmp_path, caplog):
     assert "the experts of 2 blocks stay dense" in caplog.text
     anybit.save(model, tmp_path / "saved")
     same_state(model, anybit.load(tmp_path / "saved"))
+
+
+# Calibrated.
+
+
+def text(samples=40):
+    return torch.randint(2, 96, (samples, 32), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_calibrated_from_disk_as_in_memory(kind, stored, layout, tmp_path, monkeypatch):
+    plan = {"*": "int4:group=16", names(kind)[1]: "fp5", "*.experts.0.*": None}
+    quantizer = GPTQ(text())
+    wanted = split(anybit.quantize_(loaded(stored[layout]), plan, quantizer))
+    with monkeypatch.context() as patch:
+        killed_after(1, patch)
+        with pytest.raises(Killed):
+            calibrate_checkpoint(stored[layout], tmp_path / "out", plan, quantizer)
+    assert len(list((tmp_path / "out.partial").glob("block_*"))) == 1
+    calibrate_checkpoint(stored[layout], tmp_path / "out", plan, quantizer)
+    same_state(wanted, anybit.load(tmp_path / "out"))
+    assert greedy(tmp_path / "out") == reference(wanted, PROMPT, 12)
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "scheme", "share"), [(GPTQ, "int3:group=16", 0.9), (Smooth, "int4@int8", 0.6)]
+)
+def test_experts_learn_from_the_tokens_that_they_see(kind, quantizer, scheme, share, tmp_path):
+    """Less error than rounding to nearest, on other text of the same kind.
+
+    Some channels are large, both those that the experts read and those inside of them.
+    """
+    model = random_model(*ARCHITECTURES[kind])
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("post_attention_layernorm.weight"):
+                p[::16] *= 20
+            elif name.endswith(("experts.gate_up_proj", "mlp.gate.weight", "expert_gate.weight")):
+                p[..., ::16] /= 20
+                if p.ndim == 3:
+                    p[:, p.shape[1] // 2 :: 16] *= 20
+            elif name.endswith("experts.down_proj"):
+                p[..., ::16] /= 20
+    model.save_pretrained(tmp_path)
+    plan = {"*": None, "*.experts.*": scheme}
+    other = torch.randint(2, 96, (8, 32), generator=torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        dense = loaded(tmp_path)(other).logits
+        errors = [
+            float((anybit.quantize_(loaded(tmp_path), plan, q)(other).logits - dense).norm())
+            for q in (quantizer(text()), None)
+        ]
+    assert errors[0] < share * errors[1], errors
+
+
+def test_experts_that_see_nothing_are_named_and_rounded(tmp_path):
+    config = ARCHITECTURES["mixtral"][1] | {"num_experts_per_tok": 1}
+    model = random_model("mixtral", config).eval()
+    for block in model.model.layers:
+        router = block.mlp.gate.weight.data
+        router[3] = (router[0] + router[1]) / 2  # never the largest
+    fused = model.model.layers[1].mlp.experts
+    weight = fused.down_proj.data[3].clone()
+    with pytest.warns(UserWarning, match=r"6 layers saw fewer .*\.0\.mlp\.experts\.3\.w1 \(0\)"):
+        anybit.quantize_(model, "int4:group=16", GPTQ(text()))
+    got = model.get_submodule("model.layers.1.mlp.experts.3.w2").packed
+    assert torch.equal(got.dequantize(), Clip().quantize(weight, got.format).dequantize())
