@@ -40,10 +40,10 @@ SHAPES = [
 SWEPT = ["4096x4096", "8192x8192"]  # by the paper's table of tile sizes
 TIMED = ["codebook:m=1,v=4,group=128", "codebook:m=2,group=128"]
 OTHERS = ["int2:group=128", "int4:group=128", "fp6"]
-BITS = [  # 0.5 to 8 bits a weight: from few and long vectors to many and short ones
+BITS = [  # 0.5 to 4 bits a weight, and a scale a row
     "codebook:m=1,v=16,group=128", "codebook:m=1,v=8,group=128", "codebook:m=3,v=16,group=128",
     "codebook:m=3,v=8,group=128", "codebook:m=2,v=4,group=128", "codebook:m=4,v=8,group=128",
-    "codebook:m=3,v=4,group=128", "codebook", "codebook:m=1,v=4",
+    "codebook", "codebook:m=1,v=4",
 ]  # fmt: skip
 # The paper's uniform and binary weights as codebooks, section 5: vectors of all their values.
 DIGITS = {
