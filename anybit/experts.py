@@ -7,7 +7,9 @@ by the tokens that it sees: `split` makes linear layers of what a model holds, a
 `published_tensors` shows both layouts of files as the second one.
 """
 
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,23 @@ def expert_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
         for name, module in fused_experts(model)
         for layer, shape in layers_of(module).items()
     }
+
+
+@contextmanager
+def taken_apart(model: nn.Module) -> Iterator[None]:
+    """Inside, all fused experts are apart, with the memory of the fused tensors."""
+    before = dict(fused_experts(model))
+    split(model)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            model.set_submodule(name, module)
+
+
+def of_all_experts(name: str) -> str:
+    """The pattern for a layer of an expert and its like in all others; other names as they are."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
 
 
 def layers_of(module: Any) -> dict[str, tuple[int, int]]:

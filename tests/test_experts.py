@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import anybit
 from anybit import GPTQ, Clip, Smooth
+from anybit.allocate import plan_formats
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.experts import Experts, fused_experts, published_tensors, split
@@ -270,3 +271,35 @@ def test_experts_that_see_nothing_are_named_and_rounded(tmp_path):
         anybit.quantize_(model, "int4:group=16", GPTQ(text()))
     got = model.get_submodule("model.layers.1.mlp.experts.3.w2").packed
     assert torch.equal(got.dequantize(), Clip().quantize(weight, got.format).dequantize())
+
+
+def test_a_plan_has_one_format_for_the_experts_of_a_block(kind, stored, tmp_path):
+    """Predicted KL is that of the quantized experts, within a factor of 2; idle ones are there."""
+    model = loaded(stored["fused"])
+    dense, ids = logits_of(model), torch.tensor([PROMPT])
+    before = [name for name, _ in model.named_modules()]
+    choice = plan_formats(model, ids, 4.5, candidates=("int2:group=16", "int4:group=16", "int8"))
+    assert [name for name, _ in model.named_modules()] == before
+    experts = [g for g in choice.groups if ".experts." in g.names[0]]
+    assert len(experts) == (2 if kind == "qwen2_moe" else 4)
+    gate, down = (pattern.rpartition(".")[2] for pattern in names(kind))
+    assert experts[0].names[0].endswith(f".mlp.experts.*.{gate}")
+    assert experts[-1].names == (f"model.layers.1.mlp.experts.*.{down}",)
+    weights = sum(
+        m.weight.numel() for m in split(model).modules() if isinstance(m, torch.nn.Linear)
+    )
+    assert sum(group.weights for group in choice.groups) == weights - model.lm_head.weight.numel()
+    quantize_checkpoint(stored["one by one"], tmp_path / "out", choice.plan)
+    bits = {g.names: o.scheme for g, o in zip(choice.groups, choice.chosen, strict=True)}
+    layers = dict(quantized_layers(anybit.load(tmp_path / "out")))
+    assert {layers[experts[-1].names[0].replace("*", str(e))].scheme for e in range(4)} == {
+        bits[experts[-1].names]
+    }
+    only = anybit.quantize_(
+        loaded(stored["fused"]),
+        {"*": None} | {name: "int4:group=16" for group in experts for name in group.names},
+    )
+    p, q = (torch.log_softmax(logits, -1) for logits in (dense, logits_of(only)))
+    measured = float((p.exp() * (p - q)).sum(-1).mean())
+    predicted = sum(o.kl for g in experts for o in g.options if o.scheme == "int4:group=16")
+    assert measured / 2 < predicted < measured * 2
