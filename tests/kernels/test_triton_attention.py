@@ -235,12 +235,12 @@ NORM = {"FUSE": "norm", "LARGEST": 127, "HAS_SUMS": True, "WIDE": 4096}
 SILU = {"FUSE": "silu", "LARGEST": 0, "HAS_SUMS": False, "WIDE": 16384}
 KERNELS = [  # arch, name, kind of cache, constants, warps
     (80, "_attend", "model", {"ROWS": 128} | WHOLE, 8),
-    (80, "decode", "static", {"STATIC": True} | WHOLE, 4),
+    (80, "_attend_int8", "static", {"STATIC": True} | WHOLE, 4),
     (80, "_write", "static", {"NORM": False}, 1),
     (80, "_token", "model", SILU, 32),
     (90, "_attend", "dynamic", {"ROWS": 32, "SPLITS": 1, "WINDOW": 64}, 4),
     (90, "_attend", "static", {"ROWS": 128} | WHOLE, 8),
-    (90, "decode", "dynamic", {"SPLITS": 32, "WINDOW": 64, "STATIC": False}, 4),
+    (90, "_attend_int8", "dynamic", {"SPLITS": 32, "WINDOW": 64, "STATIC": False}, 4),
     (90, "_write", "dynamic", {"NORM": True}, 1),
     (90, "_combine", "model", {"SPLITS": 32}, 4),
     (90, "_token", "model", NORM, 16),
@@ -261,14 +261,14 @@ def test_compiles_for_gpus(arch: int) -> None:
     assert [line[0] for line in lines] == [job[0] for job in jobs]
     for name, shared, uses_mma, waits in lines:
         assert int(shared) <= 99 << 10, name  # what the smallest GPU from sm_80 on has
-        assert (uses_mma == "True") == (name in ("_attend", "decode")), name
+        assert (uses_mma == "True") == (name in ("_attend", "_attend_int8")), name
         assert (waits == "True") == (arch >= 90), name  # for the previous kernel
 
 
 def job(arch: int, name: str, kind: str, more: dict, warps: int) -> tuple:
     """A kernel's name, the types of its arguments, its constants, warps and architecture."""
     cache = "*bf16" if kind == "model" else "*i8"
-    out = "*fp32" if more.get("SPLITS", 1) > 1 and name == "decode" else "*bf16"
+    out = "*fp32" if more.get("SPLITS", 1) > 1 and name == "_attend_int8" else "*bf16"
     pointers = POINTERS | {"default": "*bf16", "k_cache": cache, "v_cache": cache, "out": out}
     pointers["parts"] = "*fp32"
     if more.get("LARGEST"):
