@@ -16,6 +16,7 @@ from anybit.files import stored_tensors
 from anybit.integrations.transformers import AnybitConfig
 from anybit.linear import QuantLinear
 from anybit.quantize import dequantize_, quantized_layers
+from anybit.quantizers.replay import Replay
 from anybit.stream import quantize_checkpoint
 from anybit.stream_calibrated import calibrate_checkpoint
 from tests.engine.conftest import ARCHITECTURES, random_model, reference
@@ -303,3 +304,30 @@ def test_a_plan_has_one_format_for_the_experts_of_a_block(kind, stored, tmp_path
     measured = float((p.exp() * (p - q)).sum(-1).mean())
     predicted = sum(o.kl for g in experts for o in g.options if o.scheme == "int4:group=16")
     assert measured / 2 < predicted < measured * 2
+
+
+@pytest.mark.parametrize("quantizer", [GPTQ(text()), Smooth(text(), then=GPTQ())])
+def test_hessians_take_no_more_memory_than_the_block(quantizer, tmp_path, monkeypatch):
+    """Experts take turns, after smoothing, which takes them all; in memory as from disk."""
+    config = ARCHITECTURES["mixtral"][1] | {"intermediate_size": 384, "num_hidden_layers": 1}
+    random_model("mixtral", config).save_pretrained(tmp_path / "dense")
+    sizes, watch = [], Replay.watch
+
+    def measured(self, *args):
+        seen = watch(self, *args)
+        sizes.append(sum(s.hessian.nbytes for s in {id(s): s for s in seen.values()}.values()))
+        return seen
+
+    monkeypatch.setattr(Replay, "watch", measured)
+    plan = {"*": "int3:group=32", "*.k_proj": None}
+    model = anybit.quantize_(loaded(tmp_path / "dense"), plan, quantizer)
+    dense = loaded(tmp_path / "dense")
+    block = sum(p.nbytes for p in dense.model.layers[0].parameters())
+    hessians = [4 * 384**2 + 4 * 64**2] * 4
+    assert sum(hessians) > block > max(sizes)
+    assert sum(sizes) == sum(hessians) + 2 * 4 * 64**2  # those of q and v, and of o
+    rounded = anybit.quantize_(loaded(tmp_path / "dense"), plan)
+    errors = [float((logits_of(m) - logits_of(dense)).norm()) for m in (model, rounded)]
+    assert errors[0] < 0.9 * errors[1], errors
+    calibrate_checkpoint(tmp_path / "dense", tmp_path / "out", plan, quantizer)
+    same_state(model, anybit.load(tmp_path / "out"))

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from anybit.dispatch import parse_scheme
+from anybit.experts import of_all_experts
 from anybit.files import Stored
 from anybit.format import Format, Packed
 from anybit.linear import QuantLinear, check_finite
@@ -42,6 +44,7 @@ class Calibrated:
     calibration: Source | Calibration | None = None
 
     statistics: ClassVar[tuple[str, ...]] = ()  # the fields of `Seen` that it wants
+    whole: ClassVar[bool] = False  # whether `quantize_block` must get all layers of a block at once
 
     def wanted(self) -> tuple[str, ...]:
         """The fields of `Seen` that this instance wants."""
@@ -122,12 +125,7 @@ def run(
                 loaded = stored.loaded(block, start) if stored else nullcontext()
                 with loaded, visiting(block, replay.device):
                     if not work.restore(index, block, own, start):
-                        seen = replay.watch(index, own, quantizer.wanted())
-                        few |= too_few(seen, block, start)
-                        output = partial(replay.output, index)
-                        seen = quantizer.transform(block, own, seen, output)
-                        quantizer.quantize_block(block, own, seen, replay.outputs(index))
-                        del seen  # before the next block's: a Hessian is 4 K^2 bytes
+                        few |= quantize_block(block, own, quantizer, replay, index, start)
                     replay.advance(index, calibration.kv_scales)
                     work.save(index, block, start)
                 trim_memory()
@@ -146,6 +144,53 @@ def run(
             f"{', ...' if len(few) > 8 else ''}. Give more text",
             stacklevel=3,
         )
+
+
+def quantize_block(
+    block: nn.Module,
+    schemes: Mapping[str, str],
+    quantizer: Calibrated,
+    replay: Replay,
+    index: int,
+    prefix: str,
+) -> dict[str, int]:
+    """Watch, transform and quantize block `index`; returns layers that saw too few tokens."""
+    output, outputs = partial(replay.output, index), replay.outputs(index)
+    wanted, few = quantizer.wanted(), dict[str, int]()
+    parted = "hessian" in wanted and not quantizer.whole
+    parts = portions(block, schemes) if parted else [dict(schemes)]
+    if len(parts) > 1:  # what `transform` wants of all layers is small without Hessians
+        light = tuple(name for name in wanted if name != "hessian")
+        quantizer.transform(block, schemes, replay.watch(index, schemes, light), output)
+    for part in parts:
+        seen = replay.watch(index, part, wanted)
+        few |= too_few(seen, block, prefix)
+        if len(parts) == 1:
+            seen = quantizer.transform(block, part, seen, output)
+        quantizer.quantize_block(block, part, seen, outputs)
+    return few
+
+
+def portions(block: nn.Module, schemes: Mapping[str, str]) -> list[dict[str, str]]:
+    """A block's layers in parts whose Hessians, 4 K^2 bytes each, are no larger than the block.
+
+    Only experts are parted, since all others together see few inputs. Those come first.
+    """
+    rest = [name for name in schemes if name == of_all_experts(name)]
+    experts = (name for name in schemes if name != of_all_experts(name))
+
+    def size(names: list[str]) -> int:
+        return sum(4 * linear_at(block, name).in_features ** 2 for name in names)
+
+    parts, filled, limit = [rest], size(rest), sum(p.nbytes for p in block.parameters())
+    for _, own in groupby(experts, lambda name: name.rpartition(".")[0]):
+        names = list(own)
+        if filled and filled + size(names) > limit:
+            parts.append([])
+            filled = 0
+        parts[-1] += names
+        filled += size(names)
+    return [{name: schemes[name] for name in part} for part in parts]
 
 
 def quantize_layers(
