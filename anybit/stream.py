@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -263,6 +263,18 @@ def into_shards(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
         return {WEIGHTS: shards[0]}
     total = len(shards)
     return {f"model-{i:05}-of-{total:05}.safetensors": s for i, s in enumerate(shards, 1)}
+
+
+def unit_sizes(
+    stored: Mapping[str, Stored], owner: Mapping[str, str], dropped: Container[str]
+) -> dict[str, int]:
+    """Bytes of what is written at once, in the source's order: tensors, and layers (`owner`)."""
+    out: dict[str, int] = {}
+    for name, tensor in stored.items():
+        if name not in dropped:
+            unit = owner.get(name, name)
+            out[unit] = out.get(unit, 0) + tensor.nbytes
+    return out
 
 
 def fingerprint(source: Path, stored: Mapping[str, Stored]) -> dict[str, list[int]]:

@@ -27,7 +27,7 @@ from anybit.foreign.words import pack
 from anybit.format import Packed, tensor_shapes
 from anybit.formats.integer import Integer
 from anybit.quantize import METHOD, patterns_for
-from anybit.stream import SHARD_BYTES, Work, fingerprint, into_shards, run, skeleton
+from anybit.stream import SHARD_BYTES, Work, fingerprint, into_shards, run, skeleton, unit_sizes
 
 TARGETS = (TOOL,)
 KV_SCALES = (".k_scale", ".v_scale")  # ours are per channel, and mean nothing there
@@ -164,11 +164,6 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
         )
     dropped = tuple(name for name in stored if name.endswith(KV_SCALES))
     owner = {f"{name}.{key}": name for name in layers for key in tensor_shapes(*layers[name])}
-    units: dict[str, int] = {}
-    for name, tensor in stored.items():
-        if name not in dropped:
-            unit = owner.get(name, name)
-            units[unit] = units.get(unit, 0) + tensor.nbytes
     manifest = {
         "anybit": __version__,
         "export": TOOL,
@@ -180,7 +175,7 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
         config=config,
         formats=plan,
         schemes={},
-        shards=into_shards(units, shard_bytes),
+        shards=into_shards(unit_sizes(stored, owner, dropped), shard_bytes),
         manifest=manifest,
         strangers=(),
         unmatched=(),
