@@ -37,7 +37,8 @@ SHAPES = [
     "28672x4096", "4096x14336", "4096x4096", "57344x8192",
     "1024x4096", "14336x4096", "1024x8192", "8192x8192", "28672x8192", "8192x28672",
 ]  # fmt: skip
-SWEPT = ["4096x4096", "8192x8192"]  # by the paper's table of tile sizes
+SQUARE = ["4096x4096", "8192x8192"]  # of the paper's tables of tiles and bits
+SWEPT = [*SQUARE, "28672x4096", "57344x8192"]
 TIMED = ["codebook:m=1,v=4,group=128", "codebook:m=2,group=128"]
 OTHERS = ["int2:group=128", "int4:group=128", "fp6"]
 BITS = [  # 0.5 to 4 bits a weight, and a scale a row
@@ -260,7 +261,7 @@ def table(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
         print(f"AQLM is left out: {type(error).__name__}: {error}", flush=True)
     runs = [(cases, [shape], args.m) for shape in args.shapes]
     bits = [case(scheme, fp16, True) for scheme in BITS]
-    runs += [(bits, [shape], [1]) for shape in map(bench.parse_shape, SWEPT) if args.bits]
+    runs += [(bits, [shape], [1]) for shape in map(bench.parse_shape, SQUARE) if args.bits]
     seen = set()
     for some, shapes, ms in runs:
         for row in bench.measure(some, shapes, ms, DEVICE, blank.commit, floor):
@@ -289,7 +290,7 @@ def compile_all(args: argparse.Namespace) -> None:
         for m, shape in product((1, 2, 8, 16), SWEPT):
             k = bench.parse_shape(shape)[1]
             kernels += [plan[0] for plan in variants(cells_of(get_format(scheme)), m, k)]
-    for scheme, (n, k) in product(BITS, map(bench.parse_shape, SWEPT)):
+    for scheme, (n, k) in product(BITS, map(bench.parse_shape, SQUARE)):
         plan = choose(cells_of(get_format(scheme)), 1, n, k, "float16")
         kernels += [plan[0]] if plan else []
     for error in build(kernels, verbose=True):
