@@ -289,7 +289,7 @@ def test_killed_run_goes_on_and_ends_the_same(
         (
             "int4",
             GPTQ(damping=0.05),
-            r"quantizer: GPTQ\(.*damping=0.01.* then, .*damping=0.05.* now",
+            r"quantizer: GPTQ\(.*damping=0.1.* then, .*damping=0.05.* now",
         ),
         ("int3", GPTQ(), "formats: .*int4.* then, .*int3.* now"),
     ],
