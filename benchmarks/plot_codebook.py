@@ -19,6 +19,7 @@ from paper_tables import BLOCKS, CONTESTANTS, FOUR, M2V8, block
 from results import score
 
 TOKENS = (1, 2, 4, 8, 16)
+MICROSECONDS = (20, 30, 50, 100, 200, 300, 500, 1000, 2000, 5000)
 # Contestants with an accuracy, and how their weights were made.
 SCORED = {
     "cuBLAS": ("bf16", "dense"),
@@ -52,9 +53,12 @@ def batches(path: Path) -> None:
         axis.set(title=f"linear layers of a block, {model}", xscale="log", yscale="log")
         axis.set(xlabel="tokens M", ylabel="microseconds")
         axis.set_xticks(TOKENS, map(str, TOKENS))
+        low, high = axis.get_ylim()
+        ticks = [t for t in MICROSECONDS if low <= t <= high]
+        axis.set_yticks(ticks, map(str, ticks))
         axis.minorticks_off()
         axis.grid(True, alpha=0.3)
-    axes[-1].legend(fontsize=8)
+    axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     save(figure, path)
 
 
