@@ -71,7 +71,7 @@ def names(kind):
 
 
 def greedy(path, **options):
-    answer = LLM(path, dtype="float32", **options).generate(
+    answer = LLM(path, dtype="float32", device="cpu", **options).generate(
         [PROMPT], SamplingParams(max_tokens=12, temperature=0)
     )
     return answer[0].tokens

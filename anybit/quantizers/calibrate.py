@@ -220,7 +220,8 @@ def quantize_layers(
                 rows = packed.rows(slice(start, start := start + layer.out_features))
                 tensors = {key: t.clone() for key, t in rows.tensors().items()}
                 part = Packed.from_tensors(fmt, rows.shape, tensors)
-            parent.set_submodule(name, QuantLinear(part, layer.bias, activation))
+            quantized = QuantLinear(part, layer.bias, activation, layer.weight.dtype)
+            parent.set_submodule(name, quantized)
 
 
 @dataclass(frozen=True)
@@ -310,15 +311,18 @@ def too_few(seen: Mapping[str, Seen], parent: nn.Module, prefix: str) -> dict[st
 
 @contextmanager
 def visiting(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """The block is on `device` inside."""
+    """The block is on `device` inside, and its quantized layers know the dtype of their input.
+
+    Afterwards they choose a kernel anew, for a model that may be cast.
+    """
     home = next(block.parameters()).device
-    if home == device:
-        yield
-        return
     block.to(device)
     try:
         yield
     finally:
+        for module in block.modules():
+            if isinstance(module, QuantLinear):
+                module.dtype, module.prepared = None, []
         block.to(home)
 
 

@@ -81,7 +81,8 @@ class Work:
             found = {key: tensor for key, tensor in own.items() if tensor is not None}
             packed = Packed.from_tensors(fmt, shape, found, name)
             bias = state.pop(f"{name}.bias", None)
-            block.set_submodule(name, QuantLinear(packed, bias, activation))
+            dtype = layer.weight.dtype
+            block.set_submodule(name, QuantLinear(packed, bias, activation, dtype))
         for name, tensor in state.items():
             parent, _, key = name.rpartition(".")
             owner = block.get_submodule(parent)
