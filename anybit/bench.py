@@ -70,7 +70,7 @@ class Layer:
     inputs: x (M, K) -> what `run` takes; runs outside the timed region.
     seen: x -> the activation that is really multiplied, fp32, for the reference.
     result: (what `run` returned, its inputs) -> y, where scales are still to be applied.
-    random: whether codes were drawn, not made from a weight, which `decoded` then need not resemble.
+    random: whether codes were drawn; `decoded` need not resemble the given weight then.
     """
 
     weight: Any
