@@ -62,17 +62,20 @@ def measure(out: Path) -> None:
             for kernel in (e for e in every if e.tile.tokens == min(m, 128)):
                 function = loaded(kernel, device.index)
                 y = torch.empty(m, n, dtype=p.dtype, device=device)
+                grid = tiles.grid(kernel.tile, m, n)
 
-                def run(w, function=function, y=y, x=x, scale=scale, sums=sums, tile=kernel.tile):
-                    tensors = (w[0], w[1], w[2], scale, sums, None, y, None)
+                def run(w, function=function, y=y, x=x, rest=(scale, sums), grid=grid):
+                    tensors = (w[0], w[1], w[2], *rest, None, y, None)
                     pointers = tuple(0 if t is None else t.data_ptr() for t in tensors)
-                    function.launch(x, pointers, n, tiles.grid(tile, m, n), overlap=False)
+                    function.launch(x, pointers, n, grid, overlap=False)
 
                 run(p.prepared)
                 results.append(y.clone())
-                us = median_us([lambda w=w: run(w) for w in p.copies], device)
-                rows.append({"gpu": torch.cuda.get_device_name(device), "scheme": scheme, "N": n,
-                             "K": k, "M": m, "pipeline": kernel.pipeline, "us": round(us, 2)})  # fmt: skip
+                us = median_us([lambda w=w, run=run: run(w) for w in p.copies], device)
+                rows.append({
+                    "gpu": torch.cuda.get_device_name(device), "scheme": scheme, "N": n, "K": k,
+                    "M": m, "pipeline": kernel.pipeline, "us": round(us, 2),
+                })  # fmt: skip
                 print(*rows[-1].values(), flush=True)
             want = backend.multiply(x, scale, sums, p.prepared, None, p.fmt, n, p.dtype)
             if not all(torch.equal(y, results[-1]) for y in results):

@@ -131,8 +131,8 @@ def write_kernel(
         raise BuildError(f"{kernel} spills: {stack} bytes of stack; choose a smaller tile")
     if (count := waits(cubin)) > most_waits:
         raise BuildError(
-            f"{kernel} waits for its products at {count} places, not {most_waits}: ptxas serialized "
-            "them (see `gemm.Gemm.release`)"
+            f"{kernel} waits for its products at {count} places, not {most_waits}: ptxas "
+            "serialized them (see `gemm.Gemm.release`)"
         )
     if parameters(ptx) != wanted:
         raise BuildError(f"{kernel} takes parameters of {parameters(ptx)} bytes, not {wanted}")

@@ -4,7 +4,6 @@ Up to 16 tokens are one launch of `psumbook.py` or `codebook.py`, which read the
 64 are several; beyond, the layout is decoded to a dense weight for the library's product.
 """
 
-import os
 from functools import cache
 
 import torch
@@ -41,12 +40,6 @@ def refuse(
         import triton  # noqa: F401
     except ImportError:
         return "triton decodes its weights for many tokens; pip install 'anybit[gpu]'"
-    if not os.environ.get("ANYBIT_HOPPER_CODEBOOK"):
-        return (
-            "its kernels' last changes were emulated but not checked on a GPU; "
-            "ANYBIT_HOPPER_CODEBOOK=1 uses them, and `python benchmarks/codebook.py check` says "
-            "whether they are right"
-        )
     plans = [
         codebook_tiles.choose(cells, m, n, k, name)
         for m in (1, 2, 8, 16)

@@ -10,7 +10,6 @@ adds up (flash-decoding). Grids depend on sizes alone and nothing waits for the 
 graph can hold all of it.
 """
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from anybit.kernels.triton import attention_int8
-from anybit.kernels.triton.activation import INTERPRET, after_previous, overlap
+from anybit.kernels.triton.activation import INTERPRET, after_previous, launch_next, overlap
+from anybit.kernels.triton.attention_int8 import fetch, pages
 
 MOST_SPLITS = 64
 PROGRAMS = 256  # about two for each multiprocessor of the largest GPU here
@@ -46,9 +46,13 @@ def _write(
     BLOCK: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: norm and rotate it, if it is Q or K, and put it where it belongs."""
-    after_previous(PDL)
+    launch_next(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, HALF)
+    slot = tl.load(slots + token).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int64)
+    c, s = tl.load(cos + position * HALF + d), tl.load(sin + position * HALF + d)
+    after_previous(PDL)
     at = qkv + token * STRIDE + head * (2 * HALF)
     first = tl.load(at + d)
     dtype = first.dtype
@@ -61,8 +65,6 @@ def _write(
             inverse = tl.rsqrt((tl.sum(a * a) + tl.sum(b * b)) / (2 * HALF) + EPS)
             a = ((a * inverse).to(dtype) * low).to(dtype).to(tl.float32)
             b = ((b * inverse).to(dtype) * high).to(dtype).to(tl.float32)
-        position = tl.load(positions + token).to(tl.int64)
-        c, s = tl.load(cos + position * HALF + d), tl.load(sin + position * HALF + d)
         rotated = (a * c - b * s).to(dtype).to(tl.float32)
         b = (b * c + a * s).to(dtype).to(tl.float32)
         a = rotated
@@ -71,7 +73,6 @@ def _write(
         tl.store(out + d, a.to(dtype))
         tl.store(out + HALF + d, b.to(dtype))
     else:
-        slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:  # a padded row of a graph has nowhere to go
             if head < HEADS + KV_HEADS:
                 head -= HEADS
@@ -147,13 +148,28 @@ def _attend(
     ROWS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries (tokens x the heads of one K head) against its part of the context."""
-    after_previous(PDL)
+    launch_next(PDL)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     seq, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
     first = tl.load(starts + seq)
     count = tl.load(starts + seq + 1) - first
     context = tl.load(contexts + seq)
     if tile * ROWS < count * GROUP:
+        last = tl.minimum(context, context - count + (tile * ROWS + ROWS - 1) // GROUP + 1)
+        begin = 0
+        if WINDOW > 0:
+            begin = tl.maximum(context - count + tile * ROWS // GROUP - WINDOW + 1, 0)
+            begin = begin // TOKENS * TOKENS
+        each = tl.cdiv(tl.cdiv(last - begin, TOKENS), SPLITS) * TOKENS
+        low = begin + split * each
+        high = tl.minimum(low + each, last)
+        table = tables + seq.to(tl.int64) * TABLE_STRIDE
+        ahead = pages(table, low, high, BLOCK, TOKENS)
+        if PDL:  # K and V come from memory while the previous kernel ends
+            row = (ahead.to(tl.int64) * KV_HEADS + kv_head) * BLOCK + tl.arange(0, TOKENS) % BLOCK
+            fetch(k_cache, row, D)
+            fetch(v_cache, row, D)
+        after_previous(PDL)
         rows = tile * ROWS + tl.arange(0, ROWS)
         token = rows // GROUP
         live = token < count
@@ -172,14 +188,6 @@ def _attend(
                 x32 *= tl.load(k_scale + kv_head * D + d)[None, :]
             largest = tl.maximum(tl.max(tl.abs(x32), 1), 1e-30)
             x, unit = (x32 / largest[:, None]).to(DTYPE), unit * largest
-        last = tl.minimum(context, context - count + (tile * ROWS + ROWS - 1) // GROUP + 1)
-        begin = 0
-        if WINDOW > 0:
-            begin = tl.maximum(context - count + tile * ROWS // GROUP - WINDOW + 1, 0)
-            begin = begin // TOKENS * TOKENS
-        each = tl.cdiv(tl.cdiv(last - begin, TOKENS), SPLITS) * TOKENS
-        low = begin + split * each
-        high = tl.minimum(low + each, last)
 
         most = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -187,8 +195,9 @@ def _attend(
         for at in range(low, high, TOKENS):
             t = at + tl.arange(0, TOKENS)
             inside = t < last
-            page = tl.load(tables + seq.to(tl.int64) * TABLE_STRIDE + t // BLOCK, inside, other=0)
-            row = (page.to(tl.int64) * KV_HEADS + kv_head) * BLOCK + t % BLOCK
+            page = ahead.to(tl.int64) * KV_HEADS + kv_head
+            ahead = pages(table, at + TOKENS, high, BLOCK, TOKENS)
+            row = page * BLOCK + t % BLOCK
             keys = tl.load(k_cache + row[:, None] * D + d[None, :], inside[:, None], other=0)
             if KIND != "model":
                 keys = _float(keys, DTYPE)
@@ -209,7 +218,7 @@ def _attend(
                 acc = acc * fade[:, None]
                 acc += tl.dot(p.to(DTYPE), values, input_precision="ieee")
             else:
-                side = (page.to(tl.int64) * KV_HEADS + kv_head) * (D * BLOCK) + t % BLOCK
+                side = page * (D * BLOCK) + t % BLOCK
                 side = tl.max_contiguous(tl.multiple_of(side, SIDE), SIDE)
                 at_v = v_cache + d[:, None] * BLOCK + side[None, :]
                 whole = t // SIDE * SIDE < last  # all that lies side by side, and p is 0 past last
@@ -240,6 +249,7 @@ def _combine(
     parts, sums, maxima, out, D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """One head of one token: the sum of its parts, each by its share of the probabilities."""
+    launch_next(PDL)
     after_previous(PDL)
     head = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, SPLITS), tl.arange(0, D)
@@ -308,9 +318,7 @@ def attend(
     group = heads // kv_heads
     rows = max(16, min(128, triton.next_power_of_2(longest * group)))
     tile = tile or (PROMPT if rows == 128 else DECODE if k_scale is None else DECODE_INT8)
-    few = longest == 1 and group <= attention_int8.MOST_HEADS
-    # Emulated, but not yet run on a GPU: until its tests have passed there, only on request.
-    single = few and k_scale is not None and bool(os.environ.get("ANYBIT_INT8_ATTENTION"))
+    single = k_scale is not None and longest == 1 and attention_int8.suits(group, dim)
     splits = (choose_splits(batch * kv_heads) if longest == 1 else 1) if splits is None else splits
     out = torch.empty_like(q) if out is None else out
     shape = (*q.shape[:2], splits)
@@ -319,7 +327,7 @@ def attend(
         parts = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
         sums, maxima = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     if single:
-        attention_int8.decode[(kv_heads, batch * splits)](
+        attention_int8._attend_int8[(kv_heads, batch * splits)](
             q, k, v, k_scale, v_scale, tables, contexts, parts, sums, maxima, tables.stride(0),
             scale * 1.4426950408889634, KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block,
             WINDOW=window or 0, STATIC=kind(k_scale) == "static", SPLITS=splits, TOKENS=tile.tokens,

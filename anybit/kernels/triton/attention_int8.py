@@ -8,9 +8,15 @@ head serves at most 8 query heads here, so the low digits are rows of the same t
 import triton
 import triton.language as tl
 
-from anybit.kernels.triton.activation import after_previous
+from anybit.kernels.triton.activation import INTERPRET, after_previous, launch_next
 
 MOST_HEADS = 8  # query heads of a K head
+LEAST_DIM = 32  # bytes that the matrix unit multiplies at a time
+
+
+def suits(group: int, dim: int) -> bool:
+    """Whether `_attend_int8` takes so many query heads of a K head, of this dimension."""
+    return group <= MOST_HEADS and dim >= LEAST_DIM
 
 
 @triton.jit
@@ -26,7 +32,31 @@ def _both(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def decode(
+def pages(table, at, end, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
+    """Blocks of the tokens from `at` on; 0 from `end` on.
+
+    To be loaded an iteration ahead: where a loop's addresses wait for a load of its own, Triton
+    keeps one tile less in flight, and of three stages none while it multiplies.
+    """
+    t = at + tl.arange(0, TOKENS)
+    return tl.load(table + t // BLOCK, t < end, other=0)
+
+
+@triton.jit
+def fetch(cache, rows, SIZE: tl.constexpr):
+    """Bring rows of SIZE elements of a cache into the L2, whoever writes to them meanwhile."""
+    if not INTERPRET:
+        line: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth
+        for i in tl.static_range((SIZE + line - 1) // line):
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l",
+                [(cache + rows * SIZE + i * line).to(tl.int64)], dtype=tl.int32, is_pure=False,
+                pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
+def _attend_int8(
     q, k_cache, v_cache, k_scale, v_scale, tables, contexts, out, sums, maxima, TABLE_STRIDE, SCALE,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, STATIC: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
@@ -36,7 +66,7 @@ def decode(
 
     Arguments are those of `attention._attend`; a sequence has one query.
     """
-    after_previous(PDL)
+    launch_next(PDL)
     kv_head = tl.program_id(0)
     seq, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
     context = tl.load(contexts + seq)
@@ -46,6 +76,16 @@ def decode(
     each = tl.cdiv(tl.cdiv(context - begin, TOKENS), SPLITS) * TOKENS
     low = begin + split * each
     high = tl.minimum(low + each, context)
+    table = tables + seq.to(tl.int64) * TABLE_STRIDE
+    ahead = pages(table, low, high, BLOCK, TOKENS)
+    if PDL:  # K and V come from memory while the previous kernel ends
+        row = (ahead.to(tl.int64) * KV_HEADS + kv_head) * BLOCK + tl.arange(0, TOKENS) % BLOCK
+        fetch(k_cache, row, D)
+        fetch(v_cache, row, D)
+        if not STATIC:
+            fetch(k_scale, row, 1)
+            fetch(v_scale, row, 1)
+    after_previous(PDL)
 
     ROWS: tl.constexpr = 8
     SIDE: tl.constexpr = 16 if BLOCK % 16 == 0 else 1  # tokens side by side in a block of V
@@ -69,8 +109,8 @@ def decode(
     for at in range(low, high, TOKENS):
         t = at + tl.arange(0, TOKENS)
         inside = t < context
-        page = tl.load(tables + seq.to(tl.int64) * TABLE_STRIDE + t // BLOCK, inside, other=0)
-        page = page.to(tl.int64) * KV_HEADS + kv_head
+        page = ahead.to(tl.int64) * KV_HEADS + kv_head
+        ahead = pages(table, at + TOKENS, high, BLOCK, TOKENS)
         row = page * BLOCK + t % BLOCK
         keys = tl.load(k_cache + row[:, None] * D + d[None, :], inside[:, None], other=0)
         score = _both(tl.dot(x, tl.trans(keys)).to(tl.float32) * unit[:, None], ROWS, TOKENS)
