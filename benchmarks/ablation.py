@@ -3,10 +3,10 @@
     python benchmarks/ablation.py --out h200_ablation.csv          measure (needs an H100 or H200)
     python benchmarks/ablation.py --plot h200_ablation.csv FILE    draw it
 
-turns: a warpgroup decodes half a K tile, multiplies it, and waits. explicit: one warpgroup decodes
-K tiles into shared memory, another multiplies them (the paper's ExCP). implicit: decoding of one
-warpgroup runs under the products of the other (ImFP; what is shipped). The results of the three
-must agree bit for bit.
+turns: a warpgroup decodes half a K tile, multiplies it, and waits; meanwhile only the other one can
+use the matrix unit. explicit: one warpgroup decodes K tiles into shared memory, another multiplies
+them (the paper's ExCP). implicit: a warpgroup decodes under its own products and the other one's
+(ImFP; what is shipped). The results of the three must agree bit for bit.
 """
 
 import argparse
@@ -105,8 +105,8 @@ def plot(source: Path, target: Path) -> None:
         axis.set_xlabel("tokens")
         axis.set_title(f"{scheme}, {SHAPE[0]} x {SHAPE[1]}")
     axes[0].set_ylabel('speed, "turns" = 1')
-    axes[0].legend(loc="upper left")
-    figure.tight_layout()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="upper center", ncols=3)
+    figure.tight_layout(rect=(0, 0, 1, 0.92))
     figure.savefig(target, dpi=120)
 
 

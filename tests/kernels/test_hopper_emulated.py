@@ -1,7 +1,6 @@
 """Hopper kernels as compiled, run instruction by instruction on the CPU, against the definition.
 
-Every feature of the main loop appears in one of these kernels at least: split K, shared loads of X,
-256-row tiles with register reallocation, experts, every operand type, ragged M and N, bias.
+Every feature of the main loop appears in one of these kernels at least: split K, 256-row tiles with register reallocation, experts, every operand type, ragged M and N, bias.
 """
 
 from importlib.util import find_spec
@@ -34,6 +33,7 @@ CASES = [
     ("liquid@int8", BRAIN, Tile(128, rows=256, stages=2), (9, 256, 384), 1),
     ("int8@int8", BRAIN, Tile(128, stages=2), (8, 128, 640), 2),
     ("int8@int8", BRAIN, Tile(16, split=3), (11, 200, 512), 2),
+    ("int3:group=128", HALF, Tile(8, ctas=2, split=6), (8, 136, 896), 1),
     ("int4@int8", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
     ("fp6", HALF, Tile(16, ctas=2, split=2), (16, 136, 384), 2),
     ("fp6", BRAIN, Tile(32, ctas=2, stages=2), (33, 128, 384), 1),
