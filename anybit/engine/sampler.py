@@ -1,6 +1,7 @@
 """Logits to tokens, for a whole batch at once."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -46,15 +47,24 @@ def to_host(x: Tensor) -> Callable[[], list]:
     if not x.is_cuda:
         return x.tolist
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    copy.copy_(x, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
+    stream = copies(x.device)  # beside the next step, which does not wait for it
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        copy.copy_(x, non_blocking=True)
+        event = stream.record_event()
+    x.record_stream(stream)
 
     def wait() -> list:
         event.synchronize()
         return copy.tolist()
 
     return wait
+
+
+@cache
+def copies(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which tokens come back from a GPU."""
+    return torch.cuda.Stream(device)
 
 
 def penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:

@@ -123,10 +123,13 @@ def test_attend(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["model", "dynamic", "static"])
 @pytest.mark.parametrize("norm", [False, True])
-def test_write_equals_its_parts(dtype: torch.dtype, kind: str, norm: bool) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 2), (6, 2), (4, 4)])
+def test_write_equals_its_parts(
+    dtype: torch.dtype, kind: str, norm: bool, heads: int, kv_heads: int
+) -> None:
     """Bit for bit what rotation, norm, rounding and store do one after the other."""
     torch.manual_seed(0)
-    heads, kv_heads, dim = 3, 2, 32
+    dim = 32
     batch = batch_of([1, 4, 9], [30, 4, 20])
     count = len(batch.slots)
     qkv = random(count, (heads + 2 * kv_heads) * dim + 5, dtype=dtype)[:, :-5]
@@ -213,7 +216,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from anybit.kernels.triton import activation, attention, attention_int8, dense
 
-for name, pointers, constants, warps, arch in eval(sys.argv[1]):
+for name, pointers, constants, warps, stages, arch in eval(sys.argv[1]):
     modules = (attention, attention_int8, activation, dense)
     kernel = next(getattr(m, name) for m in modules if hasattr(m, name))
     signature, values = {}, {}
@@ -222,7 +225,7 @@ for name, pointers, constants, warps, arch in eval(sys.argv[1]):
             signature[argument], values[(at,)] = "constexpr", constants[argument]
         else:
             signature[argument] = pointers.get(argument, pointers["default"])
-    options = {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     source = ASTSource(kernel, signature, values)
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = built.asm["ptx"]
@@ -236,12 +239,12 @@ SILU = {"FUSE": "silu", "LARGEST": 0, "HAS_SUMS": False, "WIDE": 16384}
 KERNELS = [  # arch, name, kind of cache, constants, warps
     (80, "_attend", "model", {"ROWS": 128} | WHOLE, 8),
     (80, "_attend_int8", "static", {"STATIC": True} | WHOLE, 4),
-    (80, "_write", "static", {"NORM": False}, 1),
+    (80, "_write", "static", {"NORM": False, "TOGETHER": 1}, 1),
     (80, "_token", "model", SILU, 32),
     (90, "_attend", "dynamic", {"ROWS": 32, "SPLITS": 1, "WINDOW": 64}, 4),
     (90, "_attend", "static", {"ROWS": 128} | WHOLE, 8),
     (90, "_attend_int8", "dynamic", {"SPLITS": 32, "WINDOW": 64, "STATIC": False}, 4),
-    (90, "_write", "dynamic", {"NORM": True}, 1),
+    (90, "_write", "dynamic", {"NORM": True, "TOGETHER": 4}, 4),
     (90, "_combine", "model", {"SPLITS": 32}, 4),
     (90, "_token", "model", NORM, 16),
     (90, "_silu_mul", "model", {"WIDE": 1024}, 4),
@@ -266,7 +269,7 @@ def test_compiles_for_gpus(arch: int) -> None:
 
 
 def job(arch: int, name: str, kind: str, more: dict, warps: int) -> tuple:
-    """A kernel's name, the types of its arguments, its constants, warps and architecture."""
+    """A kernel's name, its arguments' types, its constants, warps, stages and architecture."""
     cache = "*bf16" if kind == "model" else "*i8"
     out = "*fp32" if more.get("SPLITS", 1) > 1 and name == "_attend_int8" else "*bf16"
     pointers = POINTERS | {"default": "*bf16", "k_cache": cache, "v_cache": cache, "out": out}
@@ -279,7 +282,9 @@ def job(arch: int, name: str, kind: str, more: dict, warps: int) -> tuple:
     constants = {k: v for k, v in (sizes | more).items() if k in arguments}
     if kind == "model":
         constants |= {k: None for k in ("k_scale", "v_scale") if k in arguments}
-    return name, pointers, constants, warps, arch
+    decode = kernels.DECODE if kind == "model" else kernels.DECODE_INT8
+    tile = kernels.PROMPT if more.get("ROWS") == 128 else decode
+    return name, pointers, constants, warps, tile.stages, arch
 
 
 class FakeGraph:

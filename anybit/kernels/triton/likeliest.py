@@ -6,13 +6,15 @@ from torch import Tensor, empty, int32
 
 from anybit.kernels.triton.activation import after_previous, launch_next, overlap
 
-WIDE, WARPS = 16384, 32  # logits that a program looks at together
+# Logits that a program looks at together, its warps, and loads in flight.
+WIDE, WARPS, STAGES = 8192, 32, 4
 
 
 @triton.jit
 def _likeliest(
-    logits, out, V, STRIDE, INVALID: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr
-):
+    logits, out, V, STRIDE, INVALID: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     launch_next(PDL)
     row = logits + tl.program_id(0).to(tl.int64) * STRIDE
     lane = tl.arange(0, WIDE)
@@ -20,7 +22,7 @@ def _likeliest(
     at = tl.zeros((WIDE,), tl.int32)
     broken = tl.zeros((WIDE,), tl.int32)
     after_previous(PDL)
-    for first in range(0, V, WIDE):
+    for first in tl.range(0, V, WIDE, num_stages=STAGES):
         v = first + lane
         x = tl.load(row + v, mask=v < V, other=float("-inf")).to(tl.float32)
         broken |= (x != x).to(tl.int32)
@@ -41,7 +43,7 @@ def likeliest(logits: Tensor, invalid: int) -> Tensor:
     if len(logits):
         _likeliest[(len(logits),)](
             logits, out, logits.shape[1], logits.stride(0), INVALID=invalid,
-            WIDE=min(WIDE, triton.next_power_of_2(logits.shape[1])), num_warps=WARPS,
-            **overlap(logits.device),
+            WIDE=min(WIDE, triton.next_power_of_2(logits.shape[1])), STAGES=STAGES,
+            num_warps=WARPS, **overlap(logits.device),
         )  # fmt: skip
     return out
