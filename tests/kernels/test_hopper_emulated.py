@@ -1,6 +1,7 @@
 """Hopper kernels as compiled, run instruction by instruction on the CPU, against the definition.
 
-Every feature of the main loop appears in one of these kernels at least: split K, 256-row tiles with register reallocation, experts, every operand type, ragged M and N, bias.
+Every feature of the main loop appears in one of these kernels at least: split K, 256-row tiles with
+register reallocation, experts, every operand type, ragged M and N, bias.
 """
 
 from importlib.util import find_spec
