@@ -126,6 +126,7 @@ def test_kernels_compile(tmp_path: Path) -> None:
         registers, stack = build.resources(cubin)
         assert stack == 0
         assert build.waits(cubin) == 2 * kernel.tile.rows // 128 + 1
+        assert build.products(cubin) == kernel.tile.rows // 128 * kernel.decoder.slot // 2
         assert 32 < registers == meta["registers"]
         # Nine warps take registers like twelve: two CTAs fit into 65536.
         assert registers <= 65536 // (384 * kernel.tile.ctas) // 8 * 8 + 16
@@ -146,6 +147,7 @@ def test_spills_and_serialized_products_are_errors(
         build.compile_kernel(kernel, tmp_path)
     monkeypatch.setattr(build, "resources", lambda cubin: (96, 0))
     monkeypatch.setattr(build, "waits", lambda cubin: 9)
+    monkeypatch.setattr(build, "products", lambda cubin: 8)
     with pytest.raises(build.BuildError, match="waits for its products at 9 places"):
         build.compile_kernel(kernel, tmp_path)
     monkeypatch.setattr(build, "waits", lambda cubin: 3)

@@ -31,7 +31,7 @@ from anybit.dispatch import parse_scheme
 from anybit.kernels.hopper import codebook_tiles
 from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of
 from anybit.kernels.hopper.decode import Decoder, decoder
-from anybit.kernels.hopper.tiles import ROWS, Kernel, family, family_grouped
+from anybit.kernels.hopper.tiles import Kernel, family, family_grouped
 
 SCHEMES = (
     "liquid@int8", "int8@int8", "int4@int8",
@@ -42,6 +42,7 @@ SCHEMES = (
 SOURCES = ("decode.py", "epilogue.py", "excp.py", "gemm.py", "lang.py", "ptx.py")
 ENTRY = re.compile(r"\.entry (\w+)\(")
 WAIT = 0x8000000079C5  # WARPGROUP.DEPBAR
+WGMMA = (0xDF0, 0xDF1, 0xDF3)  # HGMMA, IGMMA, QGMMA
 # Bytes of the kernel's parameters, in the order of `load.Arguments`.
 PARAMETERS = [128, 8, *[8] * 8, 4, 4, 4, 4, 1]
 
@@ -106,7 +107,8 @@ def compile_kernel(kernel: Kernel, folder: str | Path | None = None) -> Path:
         "cluster": kernel.tile.split,
         "box": kernel.tile.tokens,
     }
-    most_waits = 2 * kernel.tile.rows // ROWS + 1 if kernel.pipeline != "explicit" else 8
+    # A batch of products is 64 columns; loops may be unrolled.
+    most_waits = products(cubin) * 4 // kernel.decoder.slot + 1
     path = kernel_file(kernel, folder)
     return write_kernel(path, kernel, ptx, cubin, PARAMETERS, header, most_waits)
 
@@ -123,7 +125,7 @@ def write_kernel(
     """Write a kernel's file whole: a line of JSON, then the cubin.
 
     wanted: bytes of each parameter. header: what the launcher must know beside the entry's name.
-    most_waits: for WGMMAs, where the code has them: one for each batch in a K tile, one at the end.
+    most_waits: for WGMMAs: one for each batch, one at the end.
     Raises BuildError when the kernel spills, waits for every WGMMA, or takes other parameters.
     """
     registers, stack = resources(cubin)
@@ -205,12 +207,19 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 def waits(cubin: bytes) -> int:
     """Instructions that wait for WGMMAs."""
-    return sum(
-        word == WAIT
-        for name, code in sections(cubin)
-        if name.startswith(".text.")
-        for word, _ in struct.iter_unpack("<QQ", code)
-    )
+    return sum(word == WAIT for word in instructions(cubin))
+
+
+def products(cubin: bytes) -> int:
+    """WGMMAs."""
+    return sum(word & 0xFFF in WGMMA for word in instructions(cubin))
+
+
+def instructions(cubin: bytes) -> Iterator[int]:
+    """The first half of every instruction of 16 bytes."""
+    for name, code in sections(cubin):
+        if name.startswith(".text."):
+            yield from (word for word, _ in struct.iter_unpack("<QQ", code))
 
 
 def sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
