@@ -202,6 +202,17 @@ def test_splits_fill_the_gpu(programs: int, splits: int) -> None:
     assert kernels.choose_splits(programs, 256) == splits
 
 
+@pytest.mark.parametrize(("shape", "reason"), [
+    ((9, 2, 16, 64), None),
+    ((9, 2, 16, 24), "head dimension is 24"),
+    ((9, 2, 24, 64), "block size is 24"),
+    ((2**22, 32, 16, 64), "more than"),
+])  # fmt: skip
+def test_what_is_left_to_torch(shape: tuple[int, ...], reason: str | None) -> None:
+    found = kernels.refuse(torch.empty(shape, device="meta"))
+    assert found is None if reason is None else reason in str(found)
+
+
 POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions": "*i32",
             "slots": "*i32", "sums": "*fp32", "maxima": "*fp32", "cos": "*fp32", "sin": "*fp32",
             "k_scale": "*fp32", "v_scale": "*fp32", "TABLE_STRIDE": "i32", "STRIDE": "i32",

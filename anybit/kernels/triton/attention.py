@@ -377,8 +377,13 @@ def choose_splits(programs: int, enough: int) -> int:
     return splits
 
 
-def refuse(head_dim: int) -> str | None:
-    """None when these kernels can be used, or the reason why not."""
-    if head_dim < 16 or head_dim & (head_dim - 1):
-        return f"the head dimension is {head_dim}, not a power of two of at least 16"
+def refuse(cache: Tensor) -> str | None:
+    """None when these kernels can be used on K (blocks, kv_heads, block_size, D), or why not."""
+    _, _, block, dim = cache.shape
+    if dim < 16 or dim & (dim - 1):
+        return f"the head dimension is {dim}, not a power of two of at least 16"
+    if block & (block - 1):
+        return f"the block size is {block}, not a power of two"
+    if cache.numel() // dim >= 2**31:
+        return f"{cache.numel() // dim} heads of tokens in a layer's cache are more than 2**31 - 1"
     return None
