@@ -118,7 +118,7 @@ def usable(cache: Tensor) -> bool:
         return False
     from anybit.kernels.triton.attention import refuse
 
-    return refuse(cache.shape[3]) is None
+    return refuse(cache) is None
 
 
 def round_int8(x: Tensor) -> Tensor:

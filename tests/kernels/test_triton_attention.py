@@ -197,9 +197,20 @@ def test_padding_is_not_stored_and_attends_to_nothing() -> None:
         assert out[0].any()
 
 
-@pytest.mark.parametrize(("programs", "splits"), [(1, 64), (8, 32), (64, 4), (255, 2), (256, 1)])
+@pytest.mark.parametrize(("programs", "splits"), [(1, 32), (8, 32), (64, 4), (255, 2), (256, 1)])
 def test_splits_fill_the_gpu(programs: int, splits: int) -> None:
-    assert kernels.choose_splits(programs) == splits
+    assert kernels.choose_splits(programs, 256) == splits
+
+
+@pytest.mark.parametrize(("shape", "reason"), [
+    ((9, 2, 16, 64), None),
+    ((9, 2, 16, 24), "head dimension is 24"),
+    ((9, 2, 24, 64), "block size is 24"),
+    ((2**22, 32, 16, 64), "more than"),
+])  # fmt: skip
+def test_what_is_left_to_torch(shape: tuple[int, ...], reason: str | None) -> None:
+    found = kernels.refuse(torch.empty(shape, device="meta"))
+    assert found is None if reason is None else reason in str(found)
 
 
 POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions": "*i32",
@@ -238,12 +249,12 @@ NORM = {"FUSE": "norm", "LARGEST": 127, "HAS_SUMS": True, "WIDE": 4096}
 SILU = {"FUSE": "silu", "LARGEST": 0, "HAS_SUMS": False, "WIDE": 16384}
 KERNELS = [  # arch, name, kind of cache, constants, warps
     (80, "_attend", "model", {"ROWS": 128} | WHOLE, 8),
-    (80, "_attend_int8", "static", {"STATIC": True} | WHOLE, 4),
+    (80, "_attend_int8", "static", {"STATIC": True} | WHOLE, 2),
     (80, "_write", "static", {"NORM": False, "TOGETHER": 1}, 1),
     (80, "_token", "model", SILU, 32),
     (90, "_attend", "dynamic", {"ROWS": 32, "SPLITS": 1, "WINDOW": 64}, 4),
     (90, "_attend", "static", {"ROWS": 128} | WHOLE, 8),
-    (90, "_attend_int8", "dynamic", {"SPLITS": 32, "WINDOW": 64, "STATIC": False}, 4),
+    (90, "_attend_int8", "dynamic", {"SPLITS": 32, "WINDOW": 64, "STATIC": False}, 2),
     (90, "_write", "dynamic", {"NORM": True, "TOGETHER": 4}, 4),
     (90, "_combine", "model", {"SPLITS": 32}, 4),
     (90, "_token", "model", NORM, 16),
@@ -324,7 +335,9 @@ def test_the_engine_on_these_kernels(
         return FakeGraph(lambda: self._forward(size), logits), logits
 
     monkeypatch.setattr(DecodeGraphs, "_capture", capture)
-    monkeypatch.setattr(kernels, "PROGRAMS", 16)  # two splits; every program takes a while here
+    monkeypatch.setattr(
+        kernels, "PROGRAMS", {1: 16, 4: 16}
+    )  # two splits; every program takes a while here
     runner.graphs = DecodeGraphs(runner.model, runner.caches, 4, 4, 16)
     assert [o.tokens for o in llm.generate(many, params)] == want
     assert set(runner.graphs.graphs) == {4}  # three texts in the next larger size
