@@ -120,8 +120,10 @@ def _prmt(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
     a, b, s = (m.read(w, x) & np.uint64(MASK["32"]) for x in i.args[1:])
     both, r = b << np.uint64(32) | a, np.zeros(WARP, np.uint64)
     for at in range(4):
-        n = s >> np.uint64(4 * at) & np.uint64(7)
-        r |= (both >> n * np.uint64(8) & np.uint64(255)) << np.uint64(8 * at)
+        digit = s >> np.uint64(4 * at)
+        byte = both >> (digit & np.uint64(7)) * np.uint64(8) & np.uint64(255)
+        sign = (byte >> np.uint64(7)) * np.uint64(255)
+        r |= np.where(digit & np.uint64(8), sign, byte) << np.uint64(8 * at)
     m.write(w, i.args[0], r, active)
 
 

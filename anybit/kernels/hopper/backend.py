@@ -42,8 +42,6 @@ def refuse(
             import triton  # noqa: F401
         except ImportError:
             return "triton quantizes its activations; pip install 'anybit[gpu]'"
-    if activation == "fp8":
-        return "its fp8 kernels were emulated but not yet checked on a GPU"
     outs = [d.operand] if activation is None else NAMES.values()
     return missing_kernels([kernel_file(Kernel(d, t, o)) for t in tiles.family(d) for o in outs])
 

@@ -34,8 +34,8 @@ from anybit.kernels.hopper.decode import Decoder, decoder
 from anybit.kernels.hopper.tiles import Kernel, family, family_grouped
 
 SCHEMES = (
-    "liquid@int8", "int8@int8", "int4@int8",
-    "fp6", "fp5", "fp4", "fp8", "fp6@fp8",
+    "liquid@int8", "int8@int8", "int4@int8", "sparse@int8",
+    "fp6", "fp5", "fp4", "fp8", "sparse", "fp6@fp8", "int4@fp8",
     "int8", "int4:group=128", "int4:group=64", "int4:group=128,zero", "int3:group=64",
     "int2:group=64",
 )  # fmt: skip
