@@ -323,14 +323,13 @@ def land(m: Machine, ctas: list[Cta], to: int, mbar: int, pieces: list) -> None:
 
 @on(r"cp\.async\.bulk\.shared::cluster\.global\..*")
 def _bulk(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
-    if active.sum() != 1:
-        raise PtxError("a bulk copy of several threads")
-    to = int(address(m, w, i.args[0])[active][0])
-    source = int(address(m, w, i.args[1])[active][0])
-    size, mbar = one(m, w, i.args[2], active), int(address(m, w, i.args[3])[active][0])
-    if to % 16 or source % 16 or size % 16:
-        raise PtxError("an unaligned bulk copy")
-    land(m, [w.cta], to, mbar, [(0, m.global_at(source, size).copy())])
+    where = [address(m, w, i.args[n]) for n in (0, 1, 3)]
+    for lane in np.flatnonzero(active):  # each starts its own
+        to, source, mbar = (int(a[lane]) for a in where)
+        size = int(m.read(w, i.args[2])[lane])
+        if to % 16 or source % 16 or size % 16:
+            raise PtxError("an unaligned bulk copy")
+        land(m, [w.cta], to, mbar, [(0, m.global_at(source, size).copy())])
 
 
 @on(r"cp\.async\.bulk\.tensor\.2d\..*")
@@ -369,12 +368,12 @@ def _ld_param(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
     m.write(w, i.args[0], np.full(WARP, int(value) & (1 << 64) - 1, np.uint64), active)
 
 
-@on(r"(ld|st)\.(shared|shared::cluster|global)(\.v[24])?\.b(16|32)")
+@on(r"(ld|st)\.(shared|shared::cluster|global)(\.v[24])?\.[bu](16|32)")
 def _memory(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
     load = i.op.startswith("ld")
     where, what = (i.args[1], i.args[0]) if load else (i.args[0], i.args[1])
     names = [n.strip() for n in what.strip("{}").split(",")]
-    size = 2 if i.op.endswith("b16") else 4
+    size = 2 if i.op.endswith("16") else 4
     at = address(m, w, where)
     dtype = np.uint16 if size == 2 else np.uint32
     values = np.zeros((WARP, len(names)), np.uint64)

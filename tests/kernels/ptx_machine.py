@@ -189,6 +189,7 @@ class Machine:
             return found
         special = {
             "%tid.x": warp.index * WARP + LANES,
+            "%laneid": LANES,
             "%ctaid.x": warp.cta.index,
             "%nctaid.x": self.grid,
             "__dynamic_shmem__0": SHARED_BASE,

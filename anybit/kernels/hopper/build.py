@@ -31,6 +31,7 @@ from anybit.dispatch import parse_scheme
 from anybit.kernels.hopper import codebook_tiles
 from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of
 from anybit.kernels.hopper.decode import Decoder, decoder
+from anybit.kernels.hopper.lookup import LookupDecoder
 from anybit.kernels.hopper.tiles import Kernel, family, family_grouped
 
 SCHEMES = (
@@ -60,7 +61,7 @@ def kernel_file(kernel: Kernel, folder: str | Path | None = None) -> Path:
     """The file of a kernel, whether or not it exists."""
     d = kernel.decoder
     own = decoder_hash(type(d))  # type: ignore[arg-type]  # mypy takes classes for unhashable
-    text = f"{kernel!r} {sources_hash(SOURCES)} {own}"
+    text = f"{kernel!r} {sources_hash(SOURCES + d.sources)} {own}"
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     name = f"{d.bits}bit_{d.operand}_{kernel.tile.name}_{kernel.output}_{digest}.kernel"
     return cache_folder(folder) / name
@@ -149,7 +150,12 @@ def generate(kernel: Kernel) -> tuple[str, bytes, int]:
 
     from anybit.kernels.hopper.gemm import TYPES, Gemm
 
-    gemm = Gemm(kernel)
+    if isinstance(kernel.decoder, LookupDecoder):
+        from anybit.kernels.hopper.lookup_gemm import LookupGemm
+
+        gemm: Gemm = LookupGemm(kernel)
+    else:
+        gemm = Gemm(kernel)
     out = TYPES[kernel.output]
     kinds = ((gemm.b, 16), (Uint8, 128), (Float32, 4), (Int32, 4), (Float32, 4), (Int32, 4),
              (out, 2), (out, 16), (Int32, 4))  # fmt: skip

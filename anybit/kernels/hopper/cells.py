@@ -21,6 +21,7 @@ from torch import Tensor
 from anybit.format import Format, Packed
 
 ROWS, VECTORS, CELL = 16, 32, 512
+ROW_MULTIPLE = 128  # rows are padded to this, a tile of `lookup.py`
 CHUNK_BYTES = 1 << 28  # of temporaries while packing
 
 
@@ -63,7 +64,7 @@ def cells_of(fmt: Format) -> Cells | str:
 def pack(packed: Packed) -> list[Tensor]:
     """[blocks (row tiles, blocks, bytes) uint8, row scale fp32 (rows padded,), codebook fp32].
 
-    W = cells' centroids * their scale * row scale. The codebook is divided by a power of two that
+    Rows past N are zeros. W = cells' centroids * their scale * row scale. The codebook is divided by a power of two that
     no sum of a centroid's magnitudes exceeds, which the row scale gives back: so an inner product
     with v numbers is never larger than they are, and does not overflow their dtype.
     K must be a multiple of 32 v.
@@ -86,18 +87,19 @@ def pack(packed: Packed) -> list[Tensor]:
         scale = scale.repeat_interleave(count * cells.groups // scale.shape[1], 1)
     tiles = -(-n // ROWS)
     codes = packed.codes()
-    blocks = torch.empty(tiles, count, cells.block_bytes, dtype=torch.uint8, device=codes.device)
+    shape = -(-n // ROW_MULTIPLE) * ROW_MULTIPLE // ROWS, count, cells.block_bytes
+    blocks = torch.zeros(shape, dtype=torch.uint8, device=codes.device)
     step = max(1, CHUNK_BYTES // (ROWS * k))
     size = CELL * cells.m
     for start in range(0, tiles, step):
         rows = slice(start * ROWS, min(n, (start + step) * ROWS))
-        out = blocks[start : start + step]
+        out = blocks[start : min(tiles, start + step)]
         c = pad(codes[rows]).view(-1, 2, 8, count, VECTORS, cells.m)
         out[..., :size] = c.permute(0, 3, 5, 4, 2, 1).reshape(-1, count, size)
         s = pad(scale[rows].half()).view(-1, 2, 8, count, cells.groups)
         s = s.permute(0, 3, 4, 2, 1).reshape(-1, count, cells.groups * ROWS)
         out[..., size:] = s.contiguous().view(torch.uint8)
-    return [blocks, pad(unit.flatten() * reach).contiguous(), book / reach]
+    return [blocks, pad(unit.flatten() * reach, ROW_MULTIPLE).contiguous(), book / reach]
 
 
 def unpack(blocks: Tensor, cells: Cells) -> tuple[Tensor, Tensor]:
@@ -111,9 +113,9 @@ def unpack(blocks: Tensor, cells: Cells) -> tuple[Tensor, Tensor]:
     return codes, scale.reshape(tiles * ROWS, -1)
 
 
-def pad(rows: Tensor) -> Tensor:
+def pad(rows: Tensor, multiple: int = ROWS) -> Tensor:
     """Zero rows at the end, up to whole tiles."""
-    missing = -rows.shape[0] % ROWS
+    missing = -rows.shape[0] % multiple
     return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
 
 

@@ -24,7 +24,7 @@ why not, in words.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -72,6 +72,8 @@ class Decoder:
     grid_words = 0  # 32-bit words for each group of two rows, g and g + 8 of a fragment
     finishing = 0  # instructions of `finish`
     preparing = 0  # instructions of `constants`
+    table_bytes = 0  # of a table in shared memory, for `begin` of a main loop of its own
+    sources: ClassVar[tuple[str, ...]] = ()  # that such a main loop adds
 
     @property
     def bits(self) -> int:

@@ -47,6 +47,13 @@ def load_shared(
 
 
 @dsl_user_op
+def load_bytes(address: Int32, offset: int = 0, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Two bytes, the others zero; fresh."""
+    text = f"ld.shared.u16 $0, [$1+{offset}];"
+    return Uint32(_asm(T.i32(), [Int32(address)], text, "=r,r", True, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
 def load_transposed(address: Int32, *, loc: Any = None, ip: Any = None) -> list:
     """Four 8x8 matrices of 16-bit numbers, transposed; lane l gives the address of row l."""
     text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
@@ -158,6 +165,19 @@ def store_half(
 def init_barrier(address: Int32, count: Int32, *, loc: Any = None, ip: Any = None) -> None:
     args, text = [Int32(address), Int32(count)], "mbarrier.init.shared.b64 [$0], $1;"
     _asm(None, args, text, "r,r", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def bulk_copy(
+    to: Int32, source: Int64, size: Int32, barrier: Int32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Global to shared memory, for a barrier that is armed for it; every calling thread its own."""
+    text = (
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[$0], [$1], $3, [$2], $4;"
+    )
+    args = [Int32(to), Int64(source), Int32(barrier), Int32(size), Int64(EVICT_FIRST)]
+    _asm(None, args, text, "r,l,r,r,l", True, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op

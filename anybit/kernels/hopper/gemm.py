@@ -110,6 +110,7 @@ class Gemm(Epilogue):
 
         @cute.struct
         class Shared:
+            table: cute.struct.Align[cute.struct.MemRange[Uint8, self.decoder.table_bytes], 128]
             full: cute.struct.MemRange[Int64, self.stages]
             empty: cute.struct.MemRange[Int64, self.stages]
             x: cute.struct.Align[cute.struct.MemRange[self.b, cute.cosize(x_layout)], 1024]
@@ -213,11 +214,15 @@ class Gemm(Epilogue):
         else:
             if const_expr(self.tile.wide):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.begin(shared, row_zero, thread)
             cute.arch.griddepcontrol_wait()
             self.consume(
                 mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y,
                 problem, first, last, k_first, k_last, rank, thread,
             )  # fmt: skip
+
+    def begin(self, shared: Any, table: Any, thread: Any) -> None:
+        """What consumers do before the previous kernel has finished."""
 
     @cute.jit
     def tiles_between(self, start, end):
