@@ -129,6 +129,7 @@ def test_spills_and_serialized_products_are_errors(
     with pytest.raises(build.BuildError, match="spills: 24 bytes of stack"):
         build.compile_kernel(kernel, tmp_path)
     monkeypatch.setattr(build, "resources", lambda cubin: (96, 0))
+    monkeypatch.setattr(build, "wgmmas", lambda cubin: 8)
     monkeypatch.setattr(build, "waits", lambda cubin: 9)
     with pytest.raises(build.BuildError, match="waits for its products at 9 places"):
         build.compile_kernel(kernel, tmp_path)

@@ -16,7 +16,7 @@ import torch
 from anybit.format import Format
 from anybit.kernels.hopper.cells import CELL, ROWS, TABLE, Cells, cells_of
 from anybit.kernels.hopper.decode import K_TILE, MANTISSA, Decoder
-from anybit.kernels.hopper.tiles import Kernel, Tile, fitted
+from anybit.kernels.hopper.tiles import Kernel, Tile, fits_once, fitted
 
 TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
 
@@ -82,6 +82,14 @@ def candidates(d: LookupDecoder) -> list[Tile]:
     ] + [Tile(32, ctas=2), Tile(32, ctas=2, split=2), Tile(64, ctas=2), Tile(256)]
     tiles = [fitted(tile, d) for tile in every]
     return [tile for tile in tiles if tile.stages >= 2]
+
+
+def choose(d: LookupDecoder, m: int, n: int, k: int) -> Tile | None:
+    """The tile for m tokens, or None where there is none."""
+    tokens = next((t for t in (32, 64) if m <= t), 128)
+    found = [t for t in candidates(d) if t.tokens <= tokens and fits_once(t, m, n, k)]
+    most = max((t.tokens for t in found), default=0)
+    return max((t for t in found if t.tokens == most), key=lambda t: t.split, default=None)
 
 
 def kernels_of(d: LookupDecoder) -> list[Kernel]:

@@ -12,9 +12,9 @@ from anybit.kernels.hopper.fragments import (
     bulk_copy,
     halves_to_float,
     insert_code,
-    load_bytes,
     load_global,
     load_shared,
+    load_transposed,
     store_shared,
 )
 from anybit.kernels.hopper.gemm import Gemm
@@ -23,6 +23,7 @@ from anybit.kernels.hopper.ptx import half2, pack2, prmt
 from anybit.kernels.hopper.tiles import Kernel
 
 CONSUMERS = 256  # threads
+VECTOR = 16  # bytes of a vector's codes, for 16 rows
 CHUNK = 8  # columns whose words the four threads of a quad hold in one register each
 
 
@@ -38,15 +39,18 @@ class LookupGemm(Gemm):
         """Fill the table. It lies first in shared memory, so its address is known."""
         v, m = self.cells.v, self.cells.m
         to = Int32(shared.table.data_ptr().toint()) + thread % 8 * 16
-        n = const_expr(min(v // 2, 4))  # words that a store repeats to fill 16 bytes
-        half = thread % 8 // 4 * 16 if const_expr(v == 16) else Int32(0)
         for c in cutlass.range_constexpr(m):
             plane = const_expr(c // 2 * TABLE + c % 2 * 128)
-            for i in cutlass.range_constexpr(0, CELL // 2, CONSUMERS // 8):
+            for i in cutlass.range_constexpr(0, 256, CONSUMERS // 8):
                 entry = i + thread // 8
-                source = Int64(book.toint()) + (c * 256 + entry) * (2 * v) + half
-                words = load_global(source, n, Int32(1))
-                store_shared(to + entry * 256 + plane, words * (4 // n))
+                source = Int64(book.toint()) + (c * 256 + entry) * (2 * v)
+                if const_expr(v == 16):  # columns j and j + 8, which one load of a lane brings
+                    low = load_global(source + thread % 2 * 8, 2, Int32(1))
+                    high = load_global(source + (16 + thread % 2 * 8), 2, Int32(1))
+                    words = [low[0], high[0], low[1], high[1]]
+                else:
+                    words = load_global(source, v // 2, Int32(1)) * (8 // v)
+                store_shared(to + entry * 256 + plane, words)
         cute.arch.barrier(barrier_id=3, number_of_threads=CONSUMERS)
 
     @cute.jit
@@ -84,41 +88,59 @@ class LookupGemm(Gemm):
                     )
 
     def read_words(self, shared: Any, group: Any, t: Any, stage: Any) -> tuple:
-        """(address of the codes of rows g and g + 8 of this warp, scales of its groups)."""
-        d = self.lookup
+        """(codes, the lane's place in an entry), scales of the groups, of rows g and g + 8.
+
+        Codes [book][load][word]: those of rows g and g + 8 of two vectors that the lane needs, one
+        after the other. `ldmatrix` hands a lane two rows of 16 bytes, which are vectors here; all
+        four lanes of a quad name the same ones, or those of their columns.
+        """
+        d, v = self.lookup, self.cells.v
         lane = t % 32
-        g, quarter = lane // 4, lane % 4
         tile = Int32(shared.w.data_ptr().toint()) + stage * self.blob
         tile += (group * 4 + t // 32) * d.tile_bytes
-        codes = tile + g * 2 + (quarter // 2 * 16 if self.cells.v == 4 else 0)
+        vector = lane // 8 * 2 + lane % 2  # that the lane names, for the quads' lane % 8 // 2
+        if v == 4:
+            vector = vector * 2 + lane % 8 // 4
+        codes = [
+            [
+                load_transposed(tile + (i * d.piece + at) + vector * VECTOR)
+                for at in range(0, d.piece, 8 * VECTOR * max(1, 8 // v))
+            ]
+            for i in range(self.cells.m)
+        ]
         entries = []
         for i in range(d.groups):
             at = self.cells.m * d.piece + 2 * ROWS * i
-            both = load_shared(tile + g * 4, 1, at, True)[0]
+            both = load_shared(tile + lane // 4 * 4, 1, at, True)[0]
             if d.operand == "float16":
                 entries.append((prmt(both, 0x1010), prmt(both, 0x3232)))
             else:
                 entries.append(tuple(pack2(f, f, d.operand) for f in halves_to_float(both)))
-        # A lane's place in an entry: its copy, and there its word of a centroid.
-        place = lane * 4 if self.cells.v < 16 else lane % 16 * 4
+        place = lane * 4 if v < 16 else lane % 16 * 8
         table = Int32(shared.table.data_ptr().toint()) - WINDOW
         return (codes, Uint32(table) | Uint32(place)), entries
 
     def decode_half(self, words: Any, grid: Any, registers: Any, half: int) -> None:
         """64 columns: codes -> A registers of their WGMMAs."""
-        d, v = self.lookup, self.cells.v
+        d = self.lookup
         codes, place = words
-        for chunk in range(K_TILE // 2 // CHUNK):
-            column = half * (K_TILE // 2) + chunk * CHUNK
-            vector = column // v
-            pairs = [load_bytes(codes, i * d.piece + vector * 16) for i in range(self.cells.m)]
-            scales = grid[column * d.groups // K_TILE]
+        each = max(1, self.cells.v // CHUNK)  # registers of a row that one vector fills
+        for at in range(0, K_TILE // 2 // CHUNK, each):
+            chunk = half * (K_TILE // 2 // CHUNK) + at
+            load, vector = divmod(chunk // each, 8)
+            scales = grid[chunk * CHUNK * d.groups // K_TILE]
             for row in range(2):
-                total = None
-                for i, pair in enumerate(pairs):
+                totals: list = []
+                for i, loads in enumerate(codes):
+                    address = insert_code(loads[load][vector // 2], place, vector % 2 * 2 + row)
                     plane = WINDOW + i // 2 * TABLE + i % 2 * 128
-                    plane += column % v // CHUNK * 64
-                    word = load_shared(insert_code(pair, place, row), 1, plane)[0]
-                    total = word if total is None else half2("add.rn", d.operand, (total, word))
-                register = half2("mul.rn", d.operand, (total, scales[row]))
-                registers[(0, row, chunk % 2), 0, half * self.per_half + chunk // 2] = register
+                    found = load_shared(address, each, plane)
+                    totals = (
+                        [half2("add.rn", d.operand, both) for both in zip(totals, found)]
+                        if totals
+                        else found
+                    )
+                for j, total in enumerate(totals):
+                    register = half2("mul.rn", d.operand, (total, scales[row]))
+                    where = half * self.per_half + (at + j) // 2
+                    registers[(0, row, (at + j) % 2), 0, where] = register
