@@ -108,6 +108,16 @@ def _wide(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
     m.write(w, i.args[0], (a * b).astype(np.uint64), active)
 
 
+@on(r"mul\.hi\.[su](16|32)")
+def _high(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
+    bits = int(i.op[-2:])
+    a, b = (m.read(w, x) & np.uint64(MASK[str(bits)]) for x in i.args[1:])
+    if ".s" in i.op:
+        a, b = signed(a, bits), signed(b, bits)
+    high = (a * b >> type(a[0])(bits)).astype(np.uint64) & np.uint64(MASK[str(bits)])
+    m.write(w, i.args[0], high, active)
+
+
 @on(r"shf\.l\.wrap\.b32")
 def _shf(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
     low, high, n = (m.read(w, x) & np.uint64(MASK["32"]) for x in i.args[1:])
@@ -330,6 +340,28 @@ def _bulk(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
         if to % 16 or source % 16 or size % 16:
             raise PtxError("an unaligned bulk copy")
         land(m, [w.cta], to, mbar, [(0, m.global_at(source, size).copy())])
+
+
+@on(r"cp\.async\.cg\.shared\.global")
+def _copy(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
+    to, source, size = address(m, w, i.args[0]), address(m, w, i.args[1]), int(i.args[2])
+    for lane in np.flatnonzero(active):
+        w.copies.append((int(to[lane]), m.global_at(int(source[lane]), size).copy()))
+
+
+@on(r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64")
+def _copied(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
+    copies, mbar = w.copies, int(address(m, w, i.args[0])[active][0])
+    w.copies = []
+
+    def work() -> None:
+        for to, data in copies:
+            m.shared_at(w.cta, to, len(data))[:] = data
+        b = m.barrier(w.cta, mbar)
+        b.pending -= int(active.sum())
+        b.check()
+
+    m.later.append(work)
 
 
 @on(r"cp\.async\.bulk\.tensor\.2d\..*")

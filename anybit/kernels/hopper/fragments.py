@@ -161,16 +161,17 @@ def init_barrier(address: Int32, count: Int32, *, loc: Any = None, ip: Any = Non
 
 
 @dsl_user_op
-def bulk_copy(
-    to: Int32, source: Int64, size: Int32, barrier: Int32, *, loc: Any = None, ip: Any = None
-) -> None:
-    """Global to shared memory, for a barrier that is armed for it; every calling thread its own."""
-    text = (
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-        "[$0], [$1], $3, [$2], $4;"
-    )
-    args = [Int32(to), Int64(source), Int32(barrier), Int32(size), Int64(EVICT_FIRST)]
-    _asm(None, args, text, "r,l,r,r,l", True, {"loc": loc, "ip": ip})
+def copy_async(to: Int32, source: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """16 bytes, global to shared memory; every thread its own."""
+    args, text = [Int32(to), Int64(source)], "cp.async.cg.shared.global [$0], [$1], 16;"
+    _asm(None, args, text, "r,l", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def arrive_after_copies(barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """This thread arrives at the barrier once all of its `copy_async` are done."""
+    text = "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];"
+    _asm(None, [Int32(barrier)], text, "r", True, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op

@@ -66,6 +66,7 @@ class Gemm(Epilogue):
         self.grid_words = decoder.entries * decoder.grid_words
         self.blob = decoder.blob_bytes
         self.finishers = 8 // tile.split  # warps of a CTA that finish outputs, 16 channels each
+        self.arrivals = 1  # of the producer's threads, when a stage is loaded
         self.batch = min(tile.tokens, 32)  # tokens that a warp stages for its stores at a time
 
     def mma_op(self) -> Any:
@@ -166,7 +167,7 @@ class Gemm(Epilogue):
         if warp == 8:
             cpasync.prefetch_descriptor(x_copy)
             if thread % 32 < self.stages:
-                cute.arch.mbarrier_init(full + thread % 32, 1)
+                cute.arch.mbarrier_init(full + thread % 32, self.arrivals)
                 # One arrival of each consumer warp.
                 cute.arch.mbarrier_init(empty + thread % 32, 8)
             cute.arch.mbarrier_init_fence()
