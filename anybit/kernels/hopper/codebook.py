@@ -26,7 +26,7 @@ from anybit.kernels.hopper.fragments import (
     insert_code,
     load_global,
     load_shared,
-    load_transposed,
+    load_matrices,
     mma,
     send,
     store_half,
@@ -275,7 +275,7 @@ class Codebook(Program):
         out = []
         for u in range(self.spec.blocks):
             at = slot + u * self.cells.block_bytes
-            codes = [load_transposed(at + c * CELL + lane * 16) for c in range(self.cells.m)]
+            codes = [load_matrices(at + c * CELL + lane * 16, 0, True) for c in range(self.cells.m)]
             scales = at + self.cells.m * CELL + g * 4
             words = [load_shared(scales, 1, 32 * i, True)[0] for i in range(self.cells.groups)]
             out.append((codes, words))

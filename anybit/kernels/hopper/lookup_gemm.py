@@ -13,9 +13,10 @@ from anybit.kernels.hopper.fragments import (
     copy_async,
     halves_to_float,
     insert_code,
+    load_bytes,
     load_global,
+    load_matrices,
     load_shared,
-    load_transposed,
     store_shared,
 )
 from anybit.kernels.hopper.gemm import Gemm
@@ -87,59 +88,75 @@ class LookupGemm(Gemm):
         arrive_after_copies((full + stage).toint())
 
     def read_words(self, shared: Any, group: Any, t: Any, stage: Any) -> tuple:
-        """(codes, the lane's place in an entry), scales of the groups, of rows g and g + 8.
+        """(codes of every codebook's look-ups, the lane's place in an entry), scales of the groups.
 
-        Codes [book][load][word]: those of rows g and g + 8 of two vectors that the lane needs, one
-        after the other. `ldmatrix` hands a lane two rows of 16 bytes, which are vectors here; all
-        four lanes of a quad name the same ones, or those of their columns.
+        Scales are pairs, for rows g and g + 8.
         """
-        d, v = self.lookup, self.cells.v
+        d = self.lookup
         lane = t % 32
         tile = Int32(shared.w.data_ptr().toint()) + stage * self.blob
         tile += (group * 4 + t // 32) * d.tile_bytes
-        vector = lane // 8 * 2 + lane % 2  # that the lane names, for the quads' lane % 8 // 2
-        if v == 4:
-            vector = vector * 2 + lane % 8 // 4
-        codes = [
-            [
-                load_transposed(tile + (i * d.piece + at) + vector * VECTOR)
-                for at in range(0, d.piece, 8 * VECTOR * max(1, 8 // v))
-            ]
-            for i in range(self.cells.m)
-        ]
-        entries = []
+        codes = [self.read_codes(tile + i * d.piece, lane) for i in range(self.cells.m)]
+        scales = []
         for i in range(d.groups):
             at = self.cells.m * d.piece + 2 * ROWS * i
             both = load_shared(tile + lane // 4 * 4, 1, at, True)[0]
             if d.operand == "float16":
-                entries.append((prmt(both, 0x1010), prmt(both, 0x3232)))
+                scales.append((prmt(both, 0x1010), prmt(both, 0x3232)))
             else:
-                entries.append(tuple(pack2(f, f, d.operand) for f in halves_to_float(both)))
-        place = lane * 4 if v < 16 else lane % 16 * 8
+                scales.append(tuple(pack2(f, f, d.operand) for f in halves_to_float(both)))
+        place = {4: lane * 4, 8: lane % 8 * 16, 16: lane % 16 * 8}[self.cells.v]
         table = Int32(shared.table.data_ptr().toint()) - WINDOW
-        return (codes, Uint32(table) | Uint32(place)), entries
+        return (codes, Uint32(table) | Uint32(place)), scales
+
+    def read_codes(self, cell: Any, lane: Any) -> list:
+        """A K tile's codes of one codebook: (word, its byte for row g), the next for row g + 8."""
+        v = self.cells.v
+        if v == 8:  # of row g = lane % 8, and of every fourth vector, for `load_matrices`
+            address = cell + lane // 8 * VECTOR + lane % 8 * 2
+            return [(load_bytes(address, i * VECTOR), 0) for i in range(0, K_TILE // v, 4)]
+        # `ldmatrix` hands a lane two rows of 16 bytes, which are vectors here; the four lanes of a
+        # quad name the same ones, or those of their columns.
+        vector = lane // 8 * 2 + lane % 2
+        step = 8 * VECTOR
+        if v == 4:
+            vector, step = vector * 2 + lane % 8 // 4, 2 * step
+        loads = [
+            load_matrices(cell + vector * VECTOR, i, True)
+            for i in range(0, self.lookup.piece, step)
+        ]
+        return [(word, byte) for load in loads for word in load for byte in (0, 2)]
 
     def decode_half(self, words: Any, grid: Any, registers: Any, half: int) -> None:
         """64 columns: codes -> A registers of their WGMMAs."""
         d = self.lookup
         codes, place = words
-        each = max(1, self.cells.v // CHUNK)  # registers of a row that one vector fills
+        each = {4: 1, 8: 4, 16: 2}[self.cells.v]  # registers of a row that a look-up brings
         for at in range(0, K_TILE // 2 // CHUNK, each):
             chunk = half * (K_TILE // 2 // CHUNK) + at
-            load, vector = divmod(chunk // each, 8)
-            scales = grid[chunk * CHUNK * d.groups // K_TILE]
             for row in range(2):
                 totals: list = []
-                for i, loads in enumerate(codes):
-                    address = insert_code(loads[load][vector // 2], place, vector % 2 * 2 + row)
-                    plane = WINDOW + i // 2 * TABLE + i % 2 * 128
-                    found = load_shared(address, each, plane)
+                for i, of_book in enumerate(codes):
+                    word, byte = of_book[chunk // each]
+                    found = self.look_up(insert_code(word, place, byte + row), i)
                     totals = (
                         [half2("add.rn", d.operand, both) for both in zip(totals, found)]
                         if totals
                         else found
                     )
                 for j, total in enumerate(totals):
-                    register = half2("mul.rn", d.operand, (total, scales[row]))
+                    scale = grid[(chunk + j) * CHUNK * d.groups // K_TILE][row]
+                    register = half2("mul.rn", d.operand, (total, scale))
                     where = half * self.per_half + (at + j) // 2
                     registers[(0, row, (at + j) % 2), 0, where] = register
+
+    def look_up(self, address: Any, i: int) -> list:
+        """The lane's words of centroids of codebook i.
+
+        Centroids of 16 bytes are the rows of an operand's fragment: `ldmatrix` hands every lane its
+        part of those that eight lanes look up.
+        """
+        plane = WINDOW + i // 2 * TABLE + i % 2 * 128
+        if self.cells.v == 8:
+            return load_matrices(address, plane)
+        return load_shared(address, 1 if self.cells.v == 4 else 2, plane)
