@@ -16,9 +16,11 @@ import torch
 from anybit.format import Format
 from anybit.kernels.hopper.cells import CELL, ROWS, TABLE, Cells, cells_of
 from anybit.kernels.hopper.decode import K_TILE, MANTISSA, Decoder
-from anybit.kernels.hopper.tiles import Kernel, Tile, fits_once, fitted
+from anybit.kernels.hopper.tiles import EXCHANGE, Kernel, Tile, fits_once, fitted, grid
 
 TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
+DENSE_FROM = 2048  # tokens; half as many with more than two codebooks
+MOST_HELD = 64  # tokens that one tile holds, if it may
 
 
 @dataclass(frozen=True)
@@ -76,21 +78,39 @@ def lookup(fmt: Format, dtype: torch.dtype) -> LookupDecoder | str:
 
 
 def candidates(d: LookupDecoder) -> list[Tile]:
-    """Tiles that leave room for at least two stages beside the table."""
-    every = [
-        Tile(tokens, split=split) for tokens in (32, 64, 128) for split in (1, 2, 4)
-    ] + [Tile(32, ctas=2), Tile(32, ctas=2, split=2), Tile(64, ctas=2), Tile(256)]
-    tiles = [fitted(tile, d) for tile in every]
-    return [tile for tile in tiles if tile.stages >= 2]
+    """Tiles that leave room for at least two stages beside the table.
+
+    With more than one codebook, 256 tokens have too few stages to gain anything; clusters of four
+    were slower than those of two everywhere.
+    """
+    every = [Tile(tokens, split=split) for tokens in (32, 64, 128) for split in (1, 2)]
+    every += [Tile(256)] * (d.cells.m == 1)
+    return [tile for tile in (fitted(tile, d) for tile in every) if tile.stages >= 2]
 
 
 def choose(d: LookupDecoder, m: int, n: int, k: int) -> Tile | None:
-    """The tile for m tokens, or None where there is none."""
-    tokens = next((t for t in (32, 64) if m <= t), 128)
-    found = [t for t in candidates(d) if t.tokens <= tokens and fits_once(t, m, n, k)]
-    most = max((t.tokens for t in found), default=0)
-    return max((t for t in found if t.tokens == most), key=lambda t: t.split, default=None)
+    """The tile for m tokens; None where there is none, or a dense weight is faster."""
+    if m >= (DENSE_FROM if d.cells.m <= 2 else DENSE_FROM // 2):
+        return None
+    every = candidates(d)
+    least = min(m, MOST_HELD, max((tile.tokens for tile in every), default=0))
+    found = [tile for tile in every if tile.tokens >= least and fits_once(tile, m, n, k)]
+    return min(found, key=lambda tile: cycles(tile, d, m, n, k), default=None)
+
+
+def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int) -> float:
+    """Clock cycles of a product: look-ups and products of a K tile add up, nearly.
+
+    A look-up of a word for every lane takes two cycles, one of more words a cycle for each and some
+    more. The numbers fit times of an H200; two stages do not hide the copies' latency.
+    """
+    looked_up = (512 if d.cells.v == 4 else 400) * d.cells.m + 500 * (tile.stages == 2)
+    clusters = grid(tile, m, n) // tile.split
+    waves = -(-(-(-n // tile.rows) * -(-m // tile.tokens)) // clusters)
+    steps = k // K_TILE // tile.split
+    return waves * steps * (looked_up + 7 * tile.tokens) + EXCHANGE * (tile.split > 1)
 
 
 def kernels_of(d: LookupDecoder) -> list[Kernel]:
+    """Every kernel that `choose` may name."""
     return [Kernel(d, tile, d.operand) for tile in candidates(d)]
