@@ -13,7 +13,7 @@ labels that the model itself draws.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.dispatch import parse_scheme
+from anybit.experts import Experts, of_all_experts, taken_apart
 from anybit.format import Format
 from anybit.plan import DEVICES, cost, instructions, operand_of
 from anybit.progress import progress
@@ -61,7 +62,10 @@ class Option:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that read the same input (q, k and v; gate and up), which engines run as one."""
+    """Layers that read the same input (q, k and v; gate and up), which engines run as one.
+
+    The experts of a block belong together, too: their names are patterns ("*.experts.*.w2").
+    """
 
     names: tuple[str, ...]
     weights: int
@@ -193,14 +197,16 @@ def plan_formats(
         raise ValueError(f"unknown device {device!r}; known: {', '.join(DEVICES)}")
     if not isinstance(calibration, Calibration):
         calibration = Calibration(calibration)
-    groups = sensitivities(
-        model,
-        calibration.tokens(model),
-        candidates,
-        quantizer or Clip(),
-        partial(predicted_seconds, device=device, tokens=tokens),
-        show_progress,
-    )
+    with taken_apart(model):
+        groups = sensitivities(
+            model,
+            calibration.tokens(model),
+            candidates,
+            quantizer or Clip(),
+            partial(predicted_seconds, device=device, tokens=tokens),
+            show_progress,
+            busy_experts(model, tokens),
+        )
     if bits is not None:
         budget, costs = (
             bits * sum(g.weights for g in groups),
@@ -232,10 +238,12 @@ def sensitivities(
     quantizer: RTN | Calibrated,
     seconds_of: Any,
     show_progress: bool | None = None,
+    busy: float = 1.0,
 ) -> list[Group]:
     """Groups of the decoder's layers with the predicted KL of each candidate.
 
-    Memory beyond the model: activations of the text, and one block's Hessians.
+    busy: share of the experts that a forward pass reads. Memory beyond the model: activations of
+    the text, and one block's Hessians.
     """
     names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not is_head(n)]
     prefix, blocks = find_blocks(model, names)
@@ -247,32 +255,60 @@ def sensitivities(
             own = [n.removeprefix(start) for n in names if n.startswith(start)]
             with visiting(block, replay.device):
                 seen = replay.watch(index, own, ("hessian", *wanted_by(quantizer)))
-                for statistics in {id(s): s for s in seen.values()}.values():
-                    readers = [name for name in own if seen[name] is statistics]
+                for patterns, readers in together(own, seen).items():
                     layers = [linear_at(block, name) for name in readers]
                     g = [gradients[start + name].to(layers[0].weight.device) for name in readers]
+                    statistics = [seen[name] for name in readers]
                     options = options_of(layers, g, statistics, candidates, quantizer, seconds_of)
                     if not options:
                         raise ValueError(
                             f"{start}{readers[0]}: none of {', '.join(candidates)} can store a "
                             f"weight of {tuple(layers[0].weight.shape)}; offer another format"
                         )
+                    if patterns != tuple(readers):
+                        options = tuple(replace(o, seconds=o.seconds * busy) for o in options)
                     weights = sum(layer.weight.numel() for layer in layers)
-                    groups.append(Group(tuple(start + n for n in readers), weights, options))
+                    groups.append(Group(tuple(start + n for n in patterns), weights, options))
                 replay.advance(index)
             step(1, f"{prefix}.{index}")
     return groups
 
 
+def together(names: Sequence[str], seen: Mapping[str, Seen]) -> dict[tuple[str, ...], list[str]]:
+    """Patterns of layers that read the same input -> these layers, of all experts alike.
+
+    An expert that no token reached has no input; it goes with the others.
+    """
+    readers: dict[int, list[str]] = {}
+    for name in names:
+        if seen[name].tokens or name == of_all_experts(name):
+            readers.setdefault(id(seen[name]), []).append(name)
+    patterns = {tuple(dict.fromkeys(map(of_all_experts, group))) for group in readers.values()}
+    owner = {pattern: group for group in patterns for pattern in group}
+    out: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        out.setdefault(owner[of_all_experts(name)], []).append(name)
+    return out
+
+
+def busy_experts(model: nn.Module, tokens: int) -> float:
+    """The share of experts that a forward pass of so many tokens reads, if all are as likely."""
+    counts = {len(m) for m in model.modules() if isinstance(m, Experts)}
+    top_k = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
+    if not counts or top_k is None:
+        return 1.0
+    return 1 - (1 - top_k / max(counts)) ** tokens
+
+
 def options_of(
     layers: list[nn.Linear],
     gradients: list[Tensor],
-    seen: Seen,
+    seen: list[Seen],
     candidates: Sequence[str],
     quantizer: RTN | Calibrated,
     seconds_of: Any,
 ) -> tuple[Option, ...]:
-    """What each candidate costs layers that share their input, summed up."""
+    """What each candidate costs all the layers; those that saw no token add no KL."""
     out = []
     for scheme in candidates:
         fmt = parse_scheme(scheme)[0]
@@ -280,21 +316,23 @@ def options_of(
         if not all(fits(fmt, shape) for shape in shapes):
             continue
         kl = 0.0
-        for layer, g in zip(layers, gradients, strict=True):
+        for layer, g, statistics in zip(layers, gradients, seen, strict=True):
+            if not statistics.tokens:
+                continue
             w = layer.weight.detach()
             if isinstance(quantizer, Calibrated):
-                packed = quantizer.quantize(w, fmt, seen)
+                packed = quantizer.quantize(w, fmt, statistics)
             else:
                 packed = quantizer.quantize(w, fmt)
             error = packed.dequantize() - w.float()
-            kl += 0.5 * float(((error @ seen.hessian).mul_(error).sum(1) * g).sum())
+            kl += 0.5 * float(((error @ statistics.hessian).mul_(error).sum(1) * g).sum())
         bits = sum(fmt.bits_per_weight(shape) * shape[0] * shape[1] for shape in shapes)
         out.append(Option(scheme, bits, sum(seconds_of(scheme, s) for s in shapes), kl))
     return tuple(out)
 
 
 def output_gradients(model: nn.Module, names: Sequence[str], ids: Tensor) -> dict[str, Tensor]:
-    """Mean squared gradients (N,) of each layer's outputs over tokens.
+    """Mean squared gradients (N,) of each layer's outputs over tokens, 0 for idle experts.
 
     The loss is the model's own: the negative log-likelihood of labels drawn from its predictions.
     """
@@ -326,12 +364,14 @@ def output_gradients(model: nn.Module, names: Sequence[str], ids: Tensor) -> dic
     finally:
         for handle in handles:
             handle.remove()
-    missing = [name for name in names if name not in sums]
+    idle = [name for name in names if name not in sums]
+    missing = [name for name in idle if name == of_all_experts(name)]
     if missing:
         raise ValueError(
             f"no gradient reached {', '.join(missing[:3])}: the model's forward pass does not use "
             "these layers on this text; keep them out, or give more text"
         )
+    sums |= {name: torch.zeros(linear_at(model, name).out_features) for name in idle}
     return {name: total / ids.numel() for name, total in sums.items()}
 
 

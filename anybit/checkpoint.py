@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from anybit.files import copy_others, new_directory, read_json, stored_tensors
-from anybit.linear import QuantLinear
-from anybit.quantize import METHOD, plan_of, quantized_layers, record, resolve
+from anybit.quantize import METHOD, dense_layers, plan_of, quantized_layers, record, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,11 +75,8 @@ def plan_in(model: nn.Module) -> dict[str, str | None]:
     schemes = {name: layer.scheme for name, layer in quantized_layers(model)}
     if not schemes:
         raise ValueError(f"{type(model).__name__} has no quantized layers; quantize_ it first")
-    shapes = {
-        name: (m.out_features, m.in_features)
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear | QuantLinear)
-    }
+    quantized = {n: (m.out_features, m.in_features) for n, m in quantized_layers(model)}
+    shapes = dense_layers(model) | quantized
     with suppress(ValueError):  # a layer was replaced since then, by hand
         plan = getattr(model, "anybit_formats", None)
         if plan and resolve(shapes, plan) == schemes:

@@ -1,5 +1,6 @@
 """`quantize_`: replace the linear layers of a model by quantized ones, in place."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -7,12 +8,23 @@ from typing import Any
 from torch import Tensor, nn
 
 from anybit.dispatch import parse_scheme, scheme_name
+from anybit.experts import (
+    MIXTRALS,
+    expert_layers,
+    fused_experts,
+    is_fused,
+    published,
+    split,
+    unpublished,
+)
 from anybit.format import Format
 from anybit.linear import QuantLinear, check_finite
 from anybit.progress import progress
 from anybit.quantizers import calibrate
 from anybit.quantizers.calibrate import Calibrated
 from anybit.quantizers.rtn import RTN
+
+log = logging.getLogger(__name__)
 
 Spec = str | Format
 Plan = Mapping[str, Spec | None]
@@ -32,7 +44,8 @@ def quantize_(
     spec: one format for all of them, or `{glob: format or None}` over module names, in which the
         last match wins and None keeps a layer as it is. The output head (`lm_head`) and embeddings
         are kept, unless a pattern other than "*" names the head. Formats are spec strings,
-        with `@int8` or `@fp8` for activations quantized per token ("liquid@int8").
+        with `@int8` or `@fp8` for activations quantized per token ("liquid@int8"). Experts are
+        layers like "model.layers.0.mlp.experts.7.down_proj", however the model holds them.
     quantizer: how codes are chosen; round to nearest by default. A calibrated one (GPTQ, Smooth)
         runs the model on text, block by block, each block after quantized ones.
 
@@ -40,30 +53,48 @@ def quantize_(
     patterns that match no layer, layers that no pattern matches, shapes that a format cannot
     store, and NaN or inf.
     """
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    if not linears:
+    shapes = dense_layers(model)
+    if not shapes:
         done = any(isinstance(m, QuantLinear) for m in model.modules())
         raise ValueError(
             "the model is quantized already; load the dense one to choose other formats"
             if done
             else f"{type(model).__name__} has no nn.Linear layers to quantize"
         )
-    schemes = resolve({name: tuple(m.weight.shape) for name, m in linears.items()}, spec)
+    schemes = resolve(shapes, spec)
     shared = shared_weights(model)
-    for name in schemes:
-        if name in shared:
-            raise ValueError(
-                f"{name} shares its weight with {shared[name]}; untie them first, or keep it: "
-                f"{{'*': ..., '{name}': None}}"
-            )
-        check_finite(linears[name].weight, f"{name}.weight")
-
-    if isinstance(quantizer, Calibrated):
-        calibrate.run(model, schemes, quantizer, show_progress)
-    else:
-        quantize_weights(model, schemes, quantizer or RTN(), show_progress)
+    with calibrate.restored_on_error(model):
+        split(model, schemes)
+        for name in schemes:
+            if name in shared:
+                raise ValueError(
+                    f"{name} shares its weight with {shared[name]}; untie them first, or keep it: "
+                    f"{{'*': ..., '{name}': None}}"
+                )
+            check_finite(calibrate.linear_at(model, name).weight, f"{name}.weight")
+        if isinstance(quantizer, Calibrated):
+            calibrate.run(model, schemes, quantizer, show_progress)
+        else:
+            quantize_weights(model, schemes, quantizer or RTN(), show_progress)
     record(model, plan_of(spec))
     return model
+
+
+def dense_layers(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Names and shapes (N, K) of a model's dense linear layers, those of its experts included.
+
+    Experts that the model holds in a layout that `experts.split` does not know stay as they are,
+    which is logged.
+    """
+    known = {name for name, _ in fused_experts(model)}
+    other = [name for name, m in model.named_modules() if is_fused(m) and name not in known]
+    if other:
+        log.warning(
+            "the experts of %d blocks stay dense, since they have a bias or another layout than "
+            "(experts, N, K): %s, ...", len(other), other[0],
+        )  # fmt: skip
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return {n: tuple(m.weight.shape) for n, m in linears.items()} | expert_layers(model)
 
 
 def quantize_weights(
@@ -117,8 +148,13 @@ def resolve(shapes: Mapping[str, tuple[int, ...]], spec: Spec | Plan) -> dict[st
 
 
 def patterns_for(name: str, plan: Plan) -> list[str]:
-    """The patterns of a plan that match a layer; the last one decides."""
-    return [p for p in plan if fnmatchcase(name, p) and not (p == "*" and is_head(name))]
+    """The patterns of a plan that match a layer; the last one decides.
+
+    A layer of Mixtral's may be called as its checkpoint or as its model calls it.
+    """
+    names = {name, unpublished(name, MIXTRALS[0]), published(name, MIXTRALS[0])}
+    matches = [p for p in plan if any(fnmatchcase(n, p) for n in names)]
+    return [p for p in matches if not (p == "*" and is_head(name))]
 
 
 def plan_of(spec: Spec | Plan | Iterable[tuple[str, Spec | None]]) -> dict[str, str | None]:

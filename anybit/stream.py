@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import nn
 
 from anybit import __version__
 from anybit.dispatch import parse_scheme
+from anybit.experts import published, published_tensors, split
 from anybit.files import (
     INDEX,
     WEIGHTS,
@@ -34,7 +35,6 @@ from anybit.files import (
     move_directory,
     read_header,
     read_json,
-    stored_tensors,
     write_json,
 )
 from anybit.format import tensor_shapes
@@ -55,9 +55,9 @@ class Report:
     """What `quantize_checkpoint` did.
 
     schemes: quantized layers and their formats. kept: tensors copied as they are, and of these
-    strangers: those that fit no parameter of the model, such as experts that the model stores in
-    another shape. unmatched: linear layers that should be quantized, but that the checkpoint does
-    not store under their own name. resumed: shards that an earlier run had finished.
+    strangers: those that fit no parameter of the model. unmatched: linear layers that should be
+    quantized, but that the checkpoint does not store under their own name. resumed: shards that an
+    earlier run had finished.
     """
 
     out: Path
@@ -178,18 +178,18 @@ def plan_work(source: Path, spec: Spec | Plan, shard_bytes: int) -> Work:
     """Read headers and config.json, and decide everything before any weight is touched."""
     from anybit.integrations.transformers import linear_schemes
 
-    stored, config = stored_tensors(source), read_json(source / "config.json")
+    stored, config = published_tensors(source), read_json(source / "config.json")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "an unknown method")
         raise ValueError(f"{source} is quantized already, with {method}; start from the dense one")
-    model = skeleton(source)
+    model, model_type = skeleton(source), config.get("model_type")
     schemes, unmatched = {}, []
     for layer, scheme in linear_schemes(model, spec).items():
-        name = f"{layer}.weight"
+        name = published(f"{layer}.weight", model_type)
         if name not in stored:
             unmatched.append(layer)
             continue
-        shape, dtype = tuple(model.get_parameter(name).shape), stored[name].torch_dtype
+        shape, dtype = tuple(model.get_parameter(f"{layer}.weight").shape), stored[name].torch_dtype
         if stored[name].shape != shape or dtype not in WEIGHT_DTYPES:
             raise ValueError(
                 f"{name}: config.json asks for floats of shape {shape}, {stored[name].file.name} "
@@ -201,7 +201,7 @@ def plan_work(source: Path, spec: Spec | Plan, shard_bytes: int) -> Work:
             f"{source}: no tensor is named after a linear layer of {type(model).__name__}; "
             f"layers are named like {unmatched[0]!r}, tensors like {next(iter(stored))!r}"
         )
-    known = model.state_dict()
+    known = {published(name, model_type) for name in model.state_dict()}
     strangers = tuple(name for name in stored if name not in known)
     for names, what in (
         (unmatched, "layers are stored under other names, and stay as they are"),
@@ -221,7 +221,10 @@ def plan_work(source: Path, spec: Spec | Plan, shard_bytes: int) -> Work:
 
 
 def skeleton(source: Path) -> nn.Module:
-    """The model that config.json describes, on the meta device: names and shapes, no memory."""
+    """The model that config.json describes, on the meta device: names and shapes, no memory.
+
+    Its experts are linear layers of their own, as anybit stores them.
+    """
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(source)
@@ -229,8 +232,9 @@ def skeleton(source: Path) -> nn.Module:
     with torch.device("meta"):
         if hasattr(transformers, name):
             model: nn.Module = getattr(transformers, name)(config)
-            return model
-        return transformers.AutoModelForCausalLM.from_config(config)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    return split(model)
 
 
 def outputs(name: str, stored: Stored, scheme: str | None) -> dict[str, int]:
@@ -259,6 +263,18 @@ def into_shards(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
         return {WEIGHTS: shards[0]}
     total = len(shards)
     return {f"model-{i:05}-of-{total:05}.safetensors": s for i, s in enumerate(shards, 1)}
+
+
+def unit_sizes(
+    stored: Mapping[str, Stored], owner: Mapping[str, str], dropped: Container[str]
+) -> dict[str, int]:
+    """Bytes of what is written at once, in the source's order: tensors, and layers (`owner`)."""
+    out: dict[str, int] = {}
+    for name, tensor in stored.items():
+        if name not in dropped:
+            unit = owner.get(name, name)
+            out[unit] = out.get(unit, 0) + tensor.nbytes
+    return out
 
 
 def fingerprint(source: Path, stored: Mapping[str, Stored]) -> dict[str, list[int]]:

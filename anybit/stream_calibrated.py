@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from anybit.experts import unpublished
 from anybit.files import (
     INDEX,
     ShardWriter,
@@ -54,7 +55,11 @@ def calibrate_checkpoint(
     source, out = Path(source), Path(out).absolute()
     check_absent(out, overwrite)
     work = plan_work(source, spec, SHARD_BYTES)
-    schemes = {name.removesuffix(".weight"): scheme for name, scheme in work.schemes.items()}
+    model_type = work.config.get("model_type")
+    schemes = {
+        unpublished(name, model_type).removesuffix(".weight"): scheme
+        for name, scheme in work.schemes.items()
+    }
     model, prefix = hollow(source, list(schemes))
     partial = out.with_name(out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
@@ -64,7 +69,8 @@ def calibrate_checkpoint(
         calibration = Calibration(calibration)
     if calibration is not None:
         calibration = dataclasses.replace(calibration, work=partial)
-    stored = StoredBlocks(work.stored, f"files {fingerprint(source, work.stored)}")
+    tensors = {unpublished(name, model_type): tensor for name, tensor in work.stored.items()}
+    stored = StoredBlocks(tensors, f"files {fingerprint(source, work.stored)}")
     run(
         model,
         schemes,

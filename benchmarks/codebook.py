@@ -1,37 +1,57 @@
 """Correctness and speed of the Hopper codebook kernels on this GPU.
 
     python benchmarks/codebook.py check [--schemes codebook:m=1,v=4,group=128]
-    python benchmarks/codebook.py sweep --m 1,8 --shapes 28672x4096
-    python benchmarks/codebook.py table --out h200_codebook.csv
+    python benchmarks/codebook.py table sweep --out h200_codebook.csv
 
 `check` reads centroids back bit for bit, compares random products with exact ones, repeats them,
-and drives outliers through. `sweep` times many kernels for a problem, `table` those that
-`cells.choose` names, beside cuBLAS and the read floor, plain and with programmatic dependent
-launch (pdl). Needs no CuTe DSL when ANYBIT_CACHE holds the kernels; `compile` fills it.
+and drives outliers through. `table` times the kernels that `codebook_tiles.choose` names, plain and
+with programmatic dependent launch (pdl), beside cuBLAS, anybit's integers and fp6, and AQLM's
+kernels where the package is installed. `sweep` times many kernels for a problem; its rows are
+added to the table's. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels; `compile` fills it.
 """
 
 import argparse
 import math
 import time
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
+import peers
 import torch
 from torch import Tensor
 
-from anybit import bench
+from anybit import bench, dispatch, timing
 from anybit.format import Packed, get_format
-from anybit.kernels.hopper import codebook_backend as backend
+from anybit.kernels.hopper import codebook_backend
 from anybit.kernels.hopper.build import build
 from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of
 from anybit.kernels.hopper.codebook_build import kernel_file
 from anybit.kernels.hopper.codebook_tiles import choose, family
 from anybit.kernels.hopper.tiles import MAX_SHARED
-from anybit.timing import ReadFloor, median_us
+from anybit.timing import median_us
 
-SHAPES = ["28672x4096", "4096x14336", "4096x4096", "57344x8192"]
+# Llama-3's 8B and 70B, gate and up as one layer and as two; k and v are the smallest.
+SHAPES = [
+    "28672x4096", "4096x14336", "4096x4096", "57344x8192",
+    "1024x4096", "14336x4096", "1024x8192", "8192x8192", "28672x8192", "8192x28672",
+]  # fmt: skip
+SQUARE = ["4096x4096", "8192x8192"]  # of the paper's tables of tiles and bits
+SWEPT = [*SQUARE, "28672x4096", "57344x8192"]
 TIMED = ["codebook:m=1,v=4,group=128", "codebook:m=2,group=128"]
+OTHERS = ["int2:group=128", "int4:group=128", "fp6"]
+BITS = [  # 0.5 to 4 bits a weight, and a scale a row
+    "codebook:m=1,v=16,group=128", "codebook:m=1,v=8,group=128", "codebook:m=3,v=16,group=128",
+    "codebook:m=3,v=8,group=128", "codebook:m=2,v=4,group=128", "codebook:m=4,v=8,group=128",
+    "codebook", "codebook:m=1,v=4",
+]  # fmt: skip
+# The paper's uniform and binary weights as codebooks, section 5: vectors of all their values.
+DIGITS = {
+    "binary": ("codebook:m=1,v=8,group=128", (-1, 1)),
+    "uniform 1 bit": ("codebook:m=1,v=8,group=128", (0, 1)),
+    "uniform 2 bits": ("codebook:m=1,v=4,group=128", (-1, 0, 1, 2)),
+}
 CHECKED = [
     *TIMED,
     "codebook:m=1,v=8,group=128",
@@ -44,29 +64,38 @@ LAUNCHES = 48  # in a graph: its own start is a few microseconds
 
 
 class Problem:
-    """A random layer and copies of it."""
+    """A random layer, and with `cold` copies of it. values: centroids are all their vectors."""
 
-    def __init__(self, scheme: str, n: int, k: int, cold: bool = False):
+    def __init__(
+        self, scheme: str, n: int, k: int, cold: bool = False, values: tuple[int, ...] = ()
+    ):
         self.fmt, self.n, self.k = get_format(scheme), n, k
         fmt = self.fmt
         codes = torch.randint(0, 256, (n, fmt.code_count(k)), device=DEVICE, dtype=torch.int16).to(
             torch.uint8
         )
         groups = k // fmt.group if fmt.group else 1
+        book = torch.randn(fmt.books, 256, fmt.width, device=DEVICE)
+        if values:
+            digits = torch.tensor(values, device=DEVICE)
+            book = torch.cartesian_prod(*[digits] * fmt.width)[None]
         grid = {
             "scale": (torch.rand(n, groups, device=DEVICE) * 0.05 + 0.01).half(),
-            "codebook": torch.randn(fmt.books, 256, fmt.width, device=DEVICE).half(),
+            "codebook": book.half(),
         }
         self.packed = Packed.from_codes(fmt, (n, k), codes, grid)
-        self.prepared = backend.prepare(self.packed, None)
-        self.nbytes = backend.read_floor(fmt, n, k)
+        self.prepared = codebook_backend.prepare(self.packed, None)
+        self.nbytes = codebook_backend.read_floor(fmt, n, k)
         count = max(2, math.ceil(200e6 / self.nbytes)) if cold else 1
         self.copies = [self.prepared] + [
             [t.clone() for t in self.prepared] for _ in range(count - 1)
         ]
 
     def run(self, x, overlap=True, prepared=None, bias=None, plan=None) -> Tensor:
-        return backend.multiply(x, prepared or self.prepared, bias, self.fmt, self.n, plan, overlap)
+        args = (x, prepared or self.prepared, bias, self.fmt, self.n, plan, overlap)
+        if len(x) > codebook_backend.MOST_TOKENS:
+            return codebook_backend.multiply_many(*args)
+        return codebook_backend.multiply(*args)
 
     def us(self, m: int, overlap: bool, plan=None, dtype=torch.float16) -> float:
         x = torch.randn(m, self.k, device=DEVICE).to(dtype)
@@ -100,11 +129,11 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
         p = Problem(scheme, n, k)
         weight = p.packed.dequantize().double()
         bias = torch.randn(n, device=DEVICE).to(dtype)
-        decoded = backend.dense(p.prepared, p.fmt, n, k, dtype).double()
+        decoded = codebook_backend.dense(p.prepared, p.fmt, n, k, dtype).double()
         error = float((decoded - weight).norm() / weight.norm())
         tell(error < (4e-4 if dtype == torch.float16 else 4e-3), (n, k), f"dense {error:.2e}")
         for m in (1, 2, 3, 8, 9, 16):
-            if choose(cells_of(p.fmt), m, n, k, backend.NAMES[dtype]) is None:
+            if choose(cells_of(p.fmt), m, n, k, codebook_backend.NAMES[dtype]) is None:
                 continue
             x = torch.randn(m, k, device=DEVICE).to(dtype)
             x[:, :: k // 7] *= 1000  # as real activations have
@@ -175,65 +204,96 @@ def variants(cells: Cells, m: int, k: int) -> list[tuple[CodebookKernel, int, in
     return out
 
 
-def sweep(args: argparse.Namespace) -> None:
-    for n, k in args.shapes:
-        for scheme in args.schemes:
-            p = Problem(scheme, n, k, cold=True)
-            for m in args.m:
-                times = {}
-                for plan in variants(cells_of(p.fmt), m, k):
-                    if kernel_file(plan[0]).exists():  # some need more registers than there are
-                        times[plan] = [p.us(m, overlap, plan) for overlap in (False, True)]
-                print(f"{scheme} {n}x{k} M={m}: plain, pdl", flush=True)
-                for plan in sorted(times, key=lambda plan: times[plan][1]):
-                    plain, pdl = times[plan]
-                    print(f"   {plain:7.2f} {pdl:7.2f}  {plan[0].name}, cluster {plan[1]}")
-
-
-def dense_us(n: int, k: int, m: int) -> float:
-    weights = [
-        torch.randn(n, k, device=DEVICE, dtype=torch.float16)
-        for _ in range(max(2, 250_000_000 // (n * k * 2)))
-    ]
-    x = torch.randn(m, k, device=DEVICE).half()
-    return median_us([lambda w=w: x @ w.T for w in weights], DEVICE)
-
-
-def table(args: argparse.Namespace) -> None:
-    floor = ReadFloor.measure(DEVICE)
-    blank = bench.Row(
-        torch.cuda.get_device_name(), time.strftime("%Y-%m-%d"), args.commit, "", "", "", 0, 0, 0
-    )
-    rows: list[bench.Row] = []
-    for n, k in args.shapes:
-        dense = {m: dense_us(n, k, m) for m in args.m}
-
-        def add(m: int, us: float, nbytes: int, n=n, k=k, dense=dense, **fields) -> None:
-            rows.append(replace(
-                blank, M=m, N=n, K=k, us=round(us, 2), weight_gbps=round(nbytes / us / 1e3, 1),
-                tflops=round(2 * m * n * k / us / 1e6, 1), activation="fp16",
-                vs_cublas_fp16=round(dense[m] / us, 3), vs_floor=round(us / floor(nbytes), 3),
-                **fields,
-            ))  # fmt: skip
-            print(bench.line(rows[-1]), flush=True)
-
-        for m in args.m:
-            add(m, dense[m], 2 * n * k, peer="cublas", format="fp16")
-        for scheme in args.schemes:
-            p = Problem(scheme, n, k, cold=True)
-            for m in args.m:
+def sweep(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> None:
+    """Every kernel worth timing for a few shapes; a row's note names it."""
+    for (n, k), scheme in product(map(bench.parse_shape, SWEPT), args.schemes):
+        p = Problem(scheme, n, k, cold=True)
+        for m in (1, 8):
+            label = replace(blank, peer="anybit-hopper", format=p.fmt.spec, activation="fp16")
+            label = replace(label, M=m, N=n, K=k)
+            for plan in variants(cells_of(p.fmt), m, k):
+                if not kernel_file(plan[0]).exists():  # some need more registers than there are
+                    continue
                 for note, overlap in (("plain", False), ("pdl", True)):
-                    us = p.us(m, overlap)
-                    add(m, us, p.nbytes, peer="anybit-hopper", format=p.fmt.spec, note=note)
+                    us = round(p.us(m, overlap, plan), 2)
+                    what = f"{note} sweep: {plan[0].name}, cluster {plan[1]}"
+                    rows.append(replace(label, us=us, note=what))
+                    print(f"{scheme} {n}x{k} M={m} {us:7.2f} us  {what}", flush=True)
+    bench.write_csv(args.out, rows)
+
+
+@lru_cache(maxsize=4)  # a layer is timed in several ways
+def problem(scheme: str, n: int, k: int, values: tuple[int, ...] = ()) -> Problem:
+    return Problem(scheme, n, k, values=values)
+
+
+def case(
+    scheme: str, dtype: torch.dtype, overlap: bool, name: str = "", values: tuple[int, ...] = ()
+) -> bench.Case:
+    """A codebook of random codes on the Hopper kernels."""
+
+    def prepare(w: Tensor) -> bench.Layer:
+        p = problem(scheme, w.shape[0], w.shape[1], values)
+
+        def run(prepared: list[Tensor], x: Tensor) -> Tensor:
+            return p.run(x, overlap, prepared)
+
+        return bench.Layer(p.prepared, run, p.nbytes, p.packed.dequantize(), random=True)
+
+    spec, half = f"{get_format(scheme).spec} {name}".strip(), bench.short(dtype)
+    note = "pdl" if overlap else "plain"
+    return bench.Case("anybit-hopper", spec, half, dtype, prepare, note)
+
+
+def table(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> None:
+    timing.LAUNCHES = LAUNCHES
+    floor = timing.ReadFloor.measure(DEVICE)
+    fp16 = torch.float16
+    cases = [bench.dense_case(torch.bfloat16, DEVICE)]
+    for scheme in OTHERS:
+        backend = dispatch.choose(get_format(scheme), None, (4096, 4096), DEVICE, fp16)
+        cases.append(bench.anybit_case(scheme, fp16, backend))
+    dtypes, overlaps = (fp16, torch.bfloat16), (False, True)
+    cases += [case(*some) for some in product(args.schemes, dtypes, overlaps)]
+    cases += [case(scheme, fp16, True, name, v) for name, (scheme, v) in DIGITS.items()]
+    try:
+        cases += peers.aqlm()
+    except Exception as error:  # a package that is compiled at import fails in any way
+        print(f"AQLM is left out: {type(error).__name__}: {error}", flush=True)
+    runs = [(cases, [shape], args.m) for shape in args.shapes]
+    bits = [case(scheme, fp16, True) for scheme in BITS]
+    runs += [(bits, [shape], [1]) for shape in map(bench.parse_shape, SQUARE) if args.bits]
+    seen = set()
+    for some, shapes, ms in runs:
+        for row in bench.measure(some, shapes, ms, DEVICE, blank.commit, floor):
+            key = replace(
+                row, us=None, weight_gbps=None, tflops=None, vs_cublas_fp16=None, vs_floor=None
+            )
+            if key not in seen:
+                rows.append(row)
+                print(bench.line(row), flush=True)
+            seen.add(key)
         bench.write_csv(args.out, rows)
+
+
+def about(commit: str | None) -> bench.Row:
+    """What all rows of this run have in common."""
+    commit = commit or bench.current_commit()
+    return bench.Row(
+        bench.device_name(DEVICE), time.strftime("%Y-%m-%d"), commit, *[""] * 3, 0, 0, 0
+    )
 
 
 def compile_all(args: argparse.Namespace) -> None:
     """Every kernel that the other modes launch."""
     kernels = [k for scheme in CHECKED for k in family(cells_of(get_format(scheme)))]
     for scheme in args.schemes:
-        for m, k in product((1, 2, 8, 16), (4096, 8192, 14336)):
+        for m, shape in product((1, 2, 8, 16), SWEPT):
+            k = bench.parse_shape(shape)[1]
             kernels += [plan[0] for plan in variants(cells_of(get_format(scheme)), m, k)]
+    for scheme, (n, k) in product(BITS, map(bench.parse_shape, SQUARE)):
+        plan = choose(cells_of(get_format(scheme)), 1, n, k, "float16")
+        kernels += [plan[0]] if plan else []
     for error in build(kernels, verbose=True):
         print(error)
 
@@ -248,17 +308,20 @@ def main() -> None:
     parser.add_argument("--m", type=bench.parse_counts, default=bench.parse_counts("1,2,4,8,16"))
     parser.add_argument("--out", type=Path, default=Path("codebook.csv"))
     parser.add_argument("--commit", default=None)
+    parser.add_argument("--no-bits", dest="bits", action="store_false", help="fewer formats")
     args = parser.parse_args()
     args.shapes = [bench.parse_shape(text) for text in args.shapes]
-    args.commit = args.commit or bench.current_commit()
     given = args.schemes
+    rows: list[bench.Row] = []
     for mode in args.modes:
         start = time.perf_counter()
         args.schemes = given or (CHECKED if mode == "check" else TIMED)
         if mode == "check":
             check(args.schemes)
+        elif mode == "compile":
+            compile_all(args)
         else:
-            {"sweep": sweep, "table": table, "compile": compile_all}[mode](args)
+            {"sweep": sweep, "table": table}[mode](args, about(args.commit), rows)
         print(f"{mode}: {time.perf_counter() - start:.0f} s", flush=True)
 
 

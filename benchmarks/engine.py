@@ -1,6 +1,6 @@
 """The engine on random weights: decode and prefill, by format, KV cache and batch.
 
-    python benchmarks/engine.py --model llama-3-8b --formats bf16 int4:group=128 --batches 1,64
+    python benchmarks/engine.py --models llama-3-8b --formats bf16 int4:group=128 --batches 1,64
 
 Every decode step goes through the whole engine: scheduler, graph, sampling, the tokens' way back
 to the host. A model is made once for each format, of random codes. Contexts are filled with random
@@ -10,9 +10,11 @@ says what the columns are.
 """
 
 import argparse
+import copy
 import csv
 import gc
 import importlib.metadata
+import itertools
 import math
 import subprocess
 import sys
@@ -64,7 +66,7 @@ COLUMNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-3-8b"])
     parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--kv", default="model,int8")
     parser.add_argument("--batches", default="1,16,64,128,256")
@@ -88,11 +90,12 @@ def main() -> None:
     if not append:
         rows.writeheader()
     facts = facts_of(args)
-    for scheme in args.formats:
-        for row in peer(args) if scheme == PEER else measure(scheme, args):
-            rows.writerow(facts | row)
+    for model, scheme in itertools.product(args.models, args.formats):
+        config = config_of(model, args.layers)
+        for row in peer(config, args) if scheme == PEER else measure(scheme, config, args):
+            rows.writerow(facts | {"model": model} | row)
             file.flush()
-            print({k: v for k, v in row.items() if v != ""}, file=sys.stderr, flush=True)
+            print(model, {k: v for k, v in row.items() if v != ""}, file=sys.stderr, flush=True)
         gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()
@@ -101,7 +104,7 @@ def main() -> None:
 def compile_all(args: argparse.Namespace) -> None:
     """Fill Triton's cache: each format in a process of its own, on a model of one layer."""
     start, formats = time.monotonic(), [f for f in args.formats if f != PEER]
-    command = [sys.executable, __file__, "--layers", "1", "--steps", "1", "--model", args.model]
+    command = [sys.executable, __file__, "--layers", "1", "--steps", "1", "--models", *args.models]
     command += ["--batches", args.batches, "--kv", args.kv, "--context", str(args.context)]
     waiting = [
         subprocess.Popen(
@@ -123,16 +126,16 @@ def facts_of(args: argparse.Namespace) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return {
-        "model": args.model, "context": args.context, "gpu": gpu, "commit": args.commit,
+        "context": args.context, "gpu": gpu, "commit": args.commit,
         "date": time.strftime("%Y-%m-%d", time.gmtime()), "versions": versions,
     }  # fmt: skip
 
 
-def measure(scheme: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(scheme: str, config: LlamaConfig, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of one format: each cache, each batch."""
     if time.monotonic() > args.end:
         return
-    device, config = torch.device(args.device), config_of(args)
+    device = torch.device(args.device)
     torch.manual_seed(0)
     weights = RandomWeights(device, None if scheme == "bf16" else scheme)
     length = PROMPT + OUTPUT
@@ -187,9 +190,9 @@ def compared(step: float, floor: float) -> dict[str, Any]:
     return {"floor_us": round(floor), "vs_floor": round(step / floor, 2)}
 
 
-def config_of(args: argparse.Namespace) -> LlamaConfig:
-    config = MODELS[args.model]
-    config.num_hidden_layers = args.layers or config.num_hidden_layers
+def config_of(model: str, layers: int | None) -> LlamaConfig:
+    config = copy.deepcopy(MODELS[model])
+    config.num_hidden_layers = layers or config.num_hidden_layers
     return config
 
 
@@ -339,9 +342,9 @@ def prefill_speed(llm: LLM, config: LlamaConfig) -> tuple[float, float]:
     return 4 * size / whole, time.perf_counter() - start
 
 
-def peer(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def peer(config: LlamaConfig, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """transformers' own `generate` in bf16: time of a step by the difference of two lengths."""
-    device, config = torch.device(args.device), config_of(args)
+    device = torch.device(args.device)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.eval()

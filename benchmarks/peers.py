@@ -303,4 +303,30 @@ def bitsandbytes() -> list[Case]:
     return [Case("bitsandbytes", "nf4:group=64", "fp16", torch.float16, prepare)]
 
 
-PEERS = {f.__name__: f for f in (cublas, tinygemm, humming, quack, gemlite, bitsandbytes)}
+def aqlm() -> list[Case]:
+    """AQLM's CUDA kernels, compiled when first used; a scale a row, vectors of 8, drawn codes."""
+    from aqlm import QuantizedLinear
+
+    def case(books: int, bits: int, name: str) -> Case:
+        def prepare(w: Tensor) -> Layer:
+            n, k = w.shape
+            half = {"device": w.device, "dtype": torch.float16}
+            layer = QuantizedLinear(k, n, 8, 1, books, bits, bias=False, **half)
+            codes = torch.randint(2**bits, (n, k // 8, books), device=w.device)
+            layer.codes.data = codes.to(layer.codes.dtype)  # wraps, as AQLM stores them
+            layer.codebooks.data.normal_()
+            layer.scales.data.uniform_(0.01, 0.06)
+            decoded = torch.zeros(n, k, device=w.device)
+            for i in range(books):
+                decoded += layer.codebooks[i, :, 0].float()[codes[..., i]].view(n, k)
+            decoded *= layer.scales.view(n, 1).float()
+            layer.requires_grad_(False)
+            nbytes = sum(t.nbytes for t in (layer.codes, layer.codebooks, layer.scales))
+            return Layer(layer, lambda layer, x: layer(x), nbytes, decoded, random=True)
+
+        return Case("aqlm", name, "fp16", torch.float16, prepare, f"{books}x{bits}")
+
+    return [case(2, 8, "codebook"), case(1, 16, "codebook:m=1,b=16")]
+
+
+PEERS = {f.__name__: f for f in (cublas, tinygemm, humming, quack, gemlite, bitsandbytes, aqlm)}

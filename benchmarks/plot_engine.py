@@ -20,6 +20,7 @@ COLORS = {
     "fp6": "tab:orange",
     "int4:group=128": "tab:blue",
     "liquid@int8": "tab:green",
+    "codebook:m=1,v=4,b=8,group=128": "tab:red",
 }
 PARTS = {"gemm_us": "tab:blue", "attention_us": "tab:orange", "rest_us": "0.7"}
 LAYERS = {"llama-3-8b": 32, "llama-2-7b": 32}

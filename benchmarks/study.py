@@ -10,20 +10,22 @@ kernel that computes what the reference defines.
     python benchmarks/study.py models/pico --jobs 2 --tokens 20000 --cases core --out pico.csv
 
 The model's folder may hold `tuning.pt`, token ids (windows, length) of its training text, on which
-PV-tuning works, too. Rows are written
-as they finish; none is begun when the time is up.
+PV-tuning works, too. The cases are measured in order of importance, and rows written as they
+finish; no row is begun when the time is up, and those that are left are named at the end.
 """
 
 import argparse
+import copy
 import csv
 import datetime
 import multiprocessing
 import platform
+import queue
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 import anybit  # noqa: E402
 from anybit import GPTQ, HQQ, RTN, Additive, Calibration, Clip, QuantLinear, Smooth  # noqa: E402
+from anybit.allocate import plan_formats  # noqa: E402
 from anybit.dispatch import BACKENDS, parse_scheme  # noqa: E402
 from anybit.evaluate.corpus import calibration_text, held_out_text, module_path  # noqa: E402
 from anybit.evaluate.generation import function_prompts, parse_rate  # noqa: E402
@@ -47,40 +50,68 @@ from anybit.kernels.reference import quantized_activation  # noqa: E402
 WINDOW, STRIDE = 1024, 768
 SAMPLES = 128  # calibration windows, unless told
 PROMPTS, COMPLETION = 128, 96  # functions to complete, and tokens of each completion
+LONG = 90  # seconds that a case of calibrated codebooks wants before the time is up
 M2V8, M1V4, TABLE = (
     "codebook:m=2,v=8,b=8,group=128",
     "codebook:m=1,v=4,b=8,group=128",
     "codebook:m=1,v=1,b=4,group=64",
 )
-# Methods are "quantizer[/text][:samples]"; "+" joins two, of which the second follows the first.
-CORE = {
-    "int2:group=128": "gptq+pv gptq rtn clip hqq gptq/prose",
-    M2V8: "additive+pv additive additive/prose rtn gptq",
-    "int4:group=128": "rtn clip hqq gptq gptq/prose smooth smooth+gptq",
-    "int4": "rtn clip hqq gptq gptq/prose",
-    "fp6": "rtn clip hqq gptq smooth+gptq",
-    "fp6:group=128": "rtn gptq",
-    "int3:group=128": "rtn clip hqq gptq gptq/prose",
-    "liquid@int8": "rtn clip hqq gptq smooth smooth+gptq smooth+gptq/prose",
-    "int4:group=128@int8": "rtn smooth smooth+gptq",
-    "int8@int8": "rtn smooth",
-}
-MORE = {
-    "int3": "rtn clip hqq gptq gptq/prose",
-    "fp5": "rtn clip hqq gptq",
-    "fp5:group=128": "rtn gptq",
-    "fp4": "rtn clip hqq gptq",
-    "fp4:group=128": "rtn gptq",
-    "sparse": "rtn gptq",
-    "int4:group=64,zero": "rtn clip hqq gptq",
-    "int2:group=32,zero": "rtn clip hqq gptq",
-    "liquid": "rtn gptq smooth smooth+gptq",
-    "int8": "rtn",
-    M1V4: "rtn gptq additive",
-    TABLE: "rtn gptq additive",
-    M2V8: "additive+tune additive:16 additive/train:512 additive+pv/train:512",
-}
-LONGEST_FIRST = ("+pv", "+tune", "additive")
+PLAN = "plan:4.5"  # a format for each layer, chosen for so many bits on average
+# A line is a spec and its cases, in order of importance. A method is "quantizer[/text][:samples]";
+# "+" joins two, of which the second follows the first. Methods that a comma joins are one case: a
+# process measures "additive,additive+pv" with one calibration. The longest cases begin early.
+CORE = f"""
+bf16 dense
+{M2V8} additive,additive+pv
+int4:group=128 rtn
+int4:group=128@int8 rtn
+liquid@int8 smooth
+int4:group=128 gptq gptq/prose
+int3:group=128 rtn gptq gptq/prose
+fp6 rtn gptq
+liquid@int8 smooth+gptq
+int4 rtn gptq gptq/prose
+int2:group=128 rtn gptq,gptq+pv
+{PLAN} clip,gptq
+int4:group=32 clip gptq
+liquid@int8 rtn gptq
+int4:group=128 clip hqq
+int3:group=128 clip hqq
+int4 clip hqq
+fp6 clip hqq
+int2:group=128 clip hqq
+fp6:group=128 rtn gptq
+liquid@int8 clip
+int4:group=128@int8 smooth smooth+gptq
+int4:group=128 smooth smooth+gptq
+int8@int8 rtn smooth
+{M2V8} rtn gptq
+int2:group=128 gptq/prose
+liquid@int8 hqq smooth+gptq/prose
+fp6 smooth+gptq
+{M2V8} additive/prose
+"""
+MORE = f"""
+int4:group=64,zero rtn hqq gptq
+int2:group=32,zero rtn hqq gptq
+int3 rtn gptq gptq/prose
+fp5 rtn gptq
+fp5:group=128 rtn gptq
+fp4 rtn gptq
+fp4:group=128 rtn gptq
+sparse rtn gptq
+liquid rtn gptq
+int8 rtn
+{M1V4} rtn gptq additive
+{TABLE} rtn gptq additive
+{M2V8} additive:16 additive/train:512
+"""
+SMOKE = f"""
+bf16 dense
+{PLAN} clip
+liquid@int8 smooth+gptq/prose
+{M2V8} additive/train:4,additive+pv/train:4
+"""
 
 
 @dataclass
@@ -120,12 +151,15 @@ class Work:
         steps: int,
         samples: int,
     ):
+        self.texts: dict[str, Tensor] = {}
         for name in ("hopper", "triton", "cpu"):  # the definition, in calibration too
             BACKENDS.pop(name, None)
         torch.set_num_threads(1)  # processes share the cores
         self.folder, self.device, self.steps, self.samples = folder, device, steps, samples
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.dense = Remembered(self.fresh(), 12 << 30)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.dense = Remembered(model.to(device).eval(), 12 << 30)
+        self.plans: dict[str, dict[str, str | None]] = {}
         self.window = min(WINDOW, self.dense.model.config.max_position_embeddings)
         encoded = [self.tokenizer(t, verbose=False).input_ids for _, t in held_out_text()]
         documents = [torch.tensor([self.tokenizer.bos_token_id, *ids]) for ids in encoded]
@@ -133,12 +167,16 @@ class Work:
         self.prompts = function_prompts(held_out_text(), prompts)
 
     def fresh(self) -> Any:
-        """The dense model, in fp32."""
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
-        return model.to(self.device).eval()
+        """A copy of the dense model, in fp32."""
+        return copy.deepcopy(self.dense.model)
 
     def text(self, kind: str) -> Tensor:
         """Token ids to calibrate with."""
+        if kind not in self.texts:
+            self.texts[kind] = self.tokenized(kind)
+        return self.texts[kind]
+
+    def tokenized(self, kind: str) -> Tensor:
         if kind == "train":
             return self.tuning_windows().flatten()
         if kind == "prose":
@@ -175,20 +213,52 @@ class Work:
             "additive": lambda: Additive(text),
         }[name]()
 
-    def measure(self, spec: str, method: str) -> Row:
-        torch.manual_seed(0)
+    def scheme(self, spec: str) -> str | dict[str, str | None]:
+        """What `quantize_` takes; a plan is made once, from the sensitivity of clipped layers."""
+        name, _, bits = spec.partition("plan:")
+        if name:
+            return spec
+        if spec not in self.plans:
+            text = self.calibration("code", self.samples // 4)
+            plan = plan_formats(self.fresh(), text, bits=float(bits), show_progress=False)
+            print(plan.table(), flush=True)
+            self.plans[spec] = plan.plan
+        return self.plans[spec]
+
+    def quantize(self, spec: str, method: str) -> nn.Module:
+        """A quantized copy of the model, without the tuning that the method may end in."""
         name, kind, samples = parse(method, self.samples)
+        torch.manual_seed(0)
         torch.set_float32_matmul_precision("highest")
-        model, start, bits = self.fresh(), time.perf_counter(), 16.0
-        if spec != "bf16":
-            first, _, then = name.rpartition("+") if name.endswith(("pv", "tune")) else (name, 0, 0)
-            text = self.calibration(kind, samples)
-            anybit.quantize_(model, spec, self.quantizer(first, text), show_progress=False)
-            if then:
+        model, text = self.fresh(), self.calibration(kind, samples)
+        scheme = self.scheme(spec)
+        anybit.quantize_(model, scheme, self.quantizer(name, text), show_progress=False)
+        return model
+
+    def case(self, spec: str, methods: list[str], save: Callable[[Row], None]) -> None:
+        """Measure a spec by several methods; "a+pv" goes on from what "a" has made."""
+        made, model, seconds = "", self.fresh(), 0.0
+        for method in methods:
+            start = time.perf_counter()
+            first = method.replace("+pv", "").replace("+tune", "")
+            if first == made:
+                start -= seconds
+            elif spec != "bf16":
+                model, made = self.quantize(spec, first), first
+            if first != method:
+                torch.manual_seed(0)
                 torch.set_float32_matmul_precision("high")
-                self.tune(model, share=0.002 if then == "pv" else 0.0)
-            bits = decode(model)
-        seconds = time.perf_counter() - start
+                self.tune(model, share=0.002 if "+pv" in method else 0.0)
+                made = method
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+            save(self.measure(spec, method, model, seconds))
+
+    def measure(self, spec: str, method: str, quantized: nn.Module, seconds: float) -> Row:
+        name, kind, samples = parse(method, self.samples)
+        model: Any = copy.deepcopy(quantized)
+        bits = decode(model) if spec != "bf16" else 16.0
         # TF32 for weights alone; int8 products are exact in fp32.
         torch.set_float32_matmul_precision("highest" if "@" in spec else "high")
         batch = 16 if self.device == "cuda" else 1
@@ -261,42 +331,48 @@ def calibrated(name: str) -> bool:
     return name not in ("dense", "rtn", "clip", "hqq")
 
 
-WORK: Work  # of this process
+Message = Row | tuple[str, str] | None  # a row, what failed and why, or the end of a process
 
 
-def start(*args: Any) -> None:
-    global WORK
+def work(
+    todo: "multiprocessing.Queue[tuple[str, str]]",
+    done: "multiprocessing.Queue[Message]",
+    deadline: float,
+    settings: tuple[Any, ...],
+) -> None:
+    """Measure cases until there are none, or until `deadline` (of `time.time()`)."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    WORK = Work(*args)
-
-
-def measure(spec: str, method: str) -> Row:
-    return WORK.measure(spec, method)
+    own = Work(*settings)
+    while time.time() < deadline:
+        try:
+            spec, methods = todo.get(timeout=1)
+        except queue.Empty:
+            break
+        if "additive" in methods and time.time() + LONG > deadline:
+            done.put((f"{spec} {methods}", "no time for so long a case"))
+            continue
+        try:
+            own.case(spec, methods.split(","), done.put)
+        except Exception:
+            done.put((f"{spec} {methods}", traceback.format_exc()[-1500:]))
+            if own.device == "cuda":
+                torch.cuda.synchronize()  # an error that stays ends this process
+    done.put(None)
 
 
 def cases(kind: str) -> list[tuple[str, str]]:
-    """(spec, method), the longest first, else format by format; MORE after CORE."""
-
-    def of(table: dict[str, str]) -> list[tuple[str, str]]:
-        return [(spec, method) for spec, methods in table.items() for method in methods.split()]
-
-    def rank(case: tuple[str, str]) -> int:
-        return next((i for i, kind in enumerate(LONGEST_FIRST) if kind in case[1]), 9)
-
-    for spec in (*CORE, *MORE):
-        parse_scheme(spec)
-    if kind == "smoke":
-        return [
-            ("bf16", "dense"),
-            ("liquid@int8", "smooth+gptq/prose"),
-            (M2V8, "additive+pv/train:4"),
-        ]
-    core = sorted(of(CORE), key=rank)
-    if kind == "light":  # what a CPU can do
-        core = [case for case in core[::-1] if not case[1].endswith("+pv")]
-    return [("bf16", "dense"), *core, *(of(MORE) if kind == "all" else [])]
+    """(spec, methods) in the order in which they are measured."""
+    table = {"smoke": SMOKE, "all": CORE + MORE}.get(kind, CORE)
+    found = []
+    for line in table.split("\n"):
+        spec, *methods = line.split() or [""]
+        if spec and spec not in ("bf16", PLAN):
+            parse_scheme(spec)
+        # A CPU can do the "light" ones.
+        found += [(spec, m.split(",")[0] if kind == "light" else m) for m in methods]
+    return found
 
 
 def main() -> None:
@@ -332,35 +408,55 @@ def main() -> None:
             writer.writerow(cells)
         print(f"{time.perf_counter() - began:5.0f} s", *asdict(row).values(), flush=True)
 
-    context = multiprocessing.get_context("spawn")
     for folder in args.models:
         settings = (folder, device, args.tokens, args.prompts, args.steps, args.samples)
-        with ProcessPoolExecutor(args.jobs, context, start, settings) as pool:
-            run(pool, cases(args.cases), save, lambda: time.perf_counter() - began > args.seconds)
+        left = args.seconds - (time.perf_counter() - began)
+        run(cases(args.cases), args.jobs, time.time() + left, settings, save)
 
 
 def run(
-    pool: ProcessPoolExecutor,
     todo: list[tuple[str, str]],
+    jobs: int,
+    deadline: float,
+    settings: tuple[Any, ...],
     save: Callable[[Row], None],
-    over: Callable[[], bool],
 ) -> None:
-    """Measure the cases in order, a few at a time; after `over`, begin no more."""
-    waiting, going, failed = list(reversed(todo)), {}, []
-    jobs = pool._max_workers  # type: ignore[attr-defined]
-    while going or (waiting and not over()):
-        while waiting and len(going) < jobs and not over():
-            case = waiting.pop()
-            going[pool.submit(measure, *case)] = case
-        for done in wait(going, timeout=5, return_when=FIRST_COMPLETED).done:
-            case = going.pop(done)
-            error = done.exception()
-            if error is None:
-                save(done.result())
-            else:
-                failed.append(case)
-                print(*case, "failed:", repr(error)[:500], flush=True)
-    print(f"{len(failed)} failed, {len(waiting)} not begun: {failed + waiting[::-1]}", flush=True)
+    """Measure the cases in order, in several processes; after the deadline, begin no more."""
+    context = multiprocessing.get_context("spawn")
+    waiting: multiprocessing.Queue[tuple[str, str]] = context.Queue()
+    done: multiprocessing.Queue[Message] = context.Queue()
+    for case in todo:
+        waiting.put(case)
+    processes = [
+        context.Process(target=work, args=(waiting, done, deadline, settings)) for _ in range(jobs)
+    ]
+    for process in processes:
+        process.start()
+    failed, running = [], jobs
+    while running:
+        try:
+            message = done.get(timeout=10)
+        except queue.Empty:
+            if not any(process.is_alive() for process in processes):
+                break
+            continue
+        if isinstance(message, Row):
+            save(message)
+        elif message is None:
+            running -= 1
+        else:
+            failed.append(message[0])
+            print(*message, flush=True)
+    left = []
+    while True:
+        try:
+            left.append(waiting.get(timeout=0.2))
+        except queue.Empty:
+            break
+    for process in processes:
+        process.join()
+    codes = [process.exitcode for process in processes]
+    print(f"processes ended with {codes}; left out: {failed}; not begun: {left}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,25 @@
-"""Write the tables of docs/benchmarks.md from benchmarks/results: python docs/tables.py"""
+"""Write the tables of the pages from benchmarks/results, and the figures in their text.
 
-import csv
-from collections import defaultdict
+    python docs/tables.py            after new measurements
+    python docs/tables.py --check    names the pages that no longer say what was measured
+
+A table stands between <!-- NAME, written by docs/tables.py --> and <!-- end -->; a figure between
+<!-- =EXPRESSION --> and <!-- . -->, where the expression calls functions of `results.py`.
+"""
+
+import re
+import sys
+from functools import partial
 from pathlib import Path
 
-from anybit import get_format
-from anybit.kernels.hopper import tiles
-from anybit.kernels.hopper.decode import decoder
+import paper_tables
+import results
+from results import HALVES, LAUNCHED, Cell, Column, Row, fastest, find, shown
 
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "benchmarks.md"
-RESULTS = ROOT / "benchmarks" / "results"
+DOCS = Path(__file__).parent
 SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 LEVEL = 0.03  # times that differ by less count as equal
-
-Row = dict[str, str]
-Cell = tuple[int, int, int]
-# A column: its title, and what its rows have: peer, formats, activations, the note's first word.
-Column = tuple[str, str, tuple[str, ...], tuple[str, ...], str]
-HALVES = ("fp16", "bf16")
-LAUNCHED = "launched"  # stands for pdl or plain: as a layer launches its kernel
 
 
 def weight_only(spec: str, *peers: tuple[str, str]) -> list[Column]:
@@ -99,15 +98,52 @@ TABLES: list[tuple[str, list[Column]]] = [
 
 
 def main() -> None:
-    cells: dict[Cell, list[Row]] = defaultdict(list)
-    with (RESULTS / "h200_gemm.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["us"]:
-                cells[int(row["N"]), int(row["K"]), int(row["M"])].append(row)
-    page = PAGE.read_text()
-    page = replaced(page, "losses", losses(cells))
-    page = replaced(page, "tables", "\n\n".join(table(cells, *t) for t in TABLES))
-    PAGE.write_text(page)
+    made, missing = pages()
+    stale = {path: text for path, text in made.items() if path.read_text() != text}
+    for path, text in stale.items():
+        print(path.relative_to(DOCS.parent))
+        if "--check" not in sys.argv:
+            path.write_text(text)
+    if missing:
+        raise SystemExit("\n".join(missing))
+    if stale and "--check" in sys.argv:
+        raise SystemExit("say something else than benchmarks/results; run: python docs/tables.py")
+
+
+def pages() -> tuple[dict[Path, str], list[str]]:
+    """Every page with its tables and figures made anew, and which figures have no measurement."""
+    found = results.cells()
+    tables = {
+        "losses": losses(found),
+        "tables": "\n\n".join(table(found, *t) for t in TABLES),
+        **paper_tables.made(),
+    }
+    missing: list[str] = []
+    made = {}
+    for path in sorted(DOCS.rglob("*.md")):
+        figures = partial(figure, missing=missing, page=path.name)
+        made[path] = FIGURE.sub(figures, filled(path.read_text(), tables))
+    return made, missing
+
+
+def filled(page: str, tables: dict[str, str]) -> str:
+    for name in re.findall(r"<!-- (\w+), written by docs/tables.py -->", page):
+        if tables[name]:  # nothing was measured: what stands there stays
+            page = replaced(page, name, tables[name])
+    return page
+
+
+FIGURE = re.compile(r"<!-- =(.*?) -->(.*?)<!-- \. -->", re.S)
+
+
+def figure(found: re.Match[str], missing: list[str], page: str) -> str:
+    try:
+        value = eval(found[1], vars(results).copy())
+    except LookupError as error:
+        missing.append(f"{page}: {error.args[0]}; change the text, or measure")
+        return found[0]
+    text = value if isinstance(value, str) else results.number(value)
+    return f"<!-- ={found[1]} -->{text}<!-- . -->"
 
 
 def table(cells: dict[Cell, list[Row]], title: str, columns: list[Column]) -> str:
@@ -120,37 +156,6 @@ def table(cells: dict[Cell, list[Row]], title: str, columns: list[Column]) -> st
             name = f"{n}x{k}" if m == TOKENS[0] else ""
             lines.append(f"| {name} | {m} | " + " | ".join(map(shown, found)) + " |")
     return "\n".join(lines)
-
-
-def find(rows: list[Row], column: Column) -> Row | None:
-    """The faster of both dtypes of tokens; rows of earlier tiles only where there are no others."""
-    _, peer, formats, activations, note = column
-    if note == LAUNCHED:
-        note = "pdl" if rows and overlaps(rows[0], formats[0], activations[0]) else "plain"
-    found = [
-        row
-        for row in rows
-        if row["peer"] == peer
-        and row["format"] in formats
-        and row["activation"] in activations
-        and row["note"].startswith(note)
-    ]
-    return min(found, key=lambda row: ("earlier" in row["note"], float(row["us"])), default=None)
-
-
-def overlaps(cell: Row, spec: str, activation: str) -> bool:
-    """Whether a layer's launches overlap at the shape and M of this row."""
-    d = decoder(get_format(spec), "int8" if activation == "int8-given" else "bfloat16")
-    m, n, k = (int(cell[name]) for name in "MNK")
-    return tiles.overlaps(tiles.choose(d, m, n, k), m, n)
-
-
-def shown(row: Row | None) -> str:
-    if row is None:
-        return ""
-    us = float(row["us"])
-    digits = 0 if us >= 100 else 1
-    return f"{us:,.{digits}f}" + ("*" if "earlier" in row["note"] else "")
 
 
 def losses(cells: dict[Cell, list[Row]]) -> str:
@@ -183,11 +188,6 @@ def losses(cells: dict[Cell, list[Row]]) -> str:
         if where:
             lost += [f"- {title}", *where]
     return "\n".join([*counts, "", "Slower, and how many times the other's time:", "", *lost])
-
-
-def fastest(rows: list[Row], columns: list[Column]) -> Row | None:
-    found = [row for column in columns if (row := find(rows, column))]
-    return min(found, key=lambda row: float(row["us"]), default=None)
 
 
 def replaced(page: str, name: str, text: str) -> str:

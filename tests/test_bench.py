@@ -183,6 +183,18 @@ def test_a_peer_that_decodes_another_weight_is_caught(decode):
     assert {row.note.partition(":")[0] for row in rows} == {"wrong result"}
 
 
+@pytest.mark.parametrize(("factor", "right"), [(1.0, True), (1.5, False)])
+def test_drawn_codes_need_not_resemble_the_weight_but_are_multiplied_right(factor, right):
+    def prepare(layer: Layer) -> Layer:
+        drawn = torch.randn(layer.weight.shape).bfloat16()
+        run = lambda weight, x: x @ weight.T * factor  # noqa: E731
+        return replace(layer, weight=drawn, decoded=drawn, run=run, random=True)
+
+    row = measure(dense(prepare), ms=[1])[-1]
+    assert (row.us is not None) == right
+    assert row.note == ("" if right else "wrong result: relative error 0.5 where 0.013 is allowed")
+
+
 def test_failures_and_refusals_are_rows_and_the_rest_goes_on():
     def refuse(layer):
         raise bench.Refused("K=64 is not a multiple of 128")
@@ -357,3 +369,57 @@ def test_a_bad_shape_is_named(text):
 def test_bad_counts_are_named(text):
     with pytest.raises(ValueError, match="is not a list of token counts"):
         bench.parse_counts(text)
+
+
+@pytest.fixture
+def experts(monkeypatch):
+    module = script("experts")
+    monkeypatch.setattr(module, "DEVICE", CPU)
+    return module
+
+
+def routed(experts):
+    """7 tokens, 2 of 4 experts each; the third gets none."""
+    chosen = torch.tensor([[0, 1], [3, 0], [0, 3], [1, 0], [0, 3], [1, 3], [3, 0]])
+    return experts.Routing(chosen, 4)
+
+
+def test_tokens_are_sorted_by_expert(experts):
+    routing = routed(experts)
+    assert routing.starts.tolist() == [0, 6, 9, 9, 14]
+    x = torch.arange(7.0)[:, None]
+    assert routing.sort(x).flatten().tolist() == [0, 1, 2, 3, 4, 6, 0, 3, 5, 1, 2, 4, 5, 6]
+
+
+@pytest.mark.parametrize("block", [1, 4, 8])
+def test_an_index_has_every_choice_once_in_blocks_of_one_expert(experts, block):
+    routing = routed(experts)
+    found = experts.indexed(routing, block)
+    ids, owners = found["sorted_ids"], found["expert_ids"]
+    assert len(ids) == len(owners) * block == found["num_tokens_padded"]
+    real = ids < 14
+    assert sorted(ids[real].tolist()) == list(range(14))
+    of_rows = owners.repeat_interleave(block)[real]
+    assert torch.equal(routing.chosen.flatten()[ids[real].long()].int(), of_rows)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_products_of_experts_are_checked_in_either_order(experts, by_token, wrong):
+    routing, x = routed(experts), torch.randn(7, 64).bfloat16()
+    w = torch.randn(4, 32, 64)
+
+    def run(x, routing):
+        def multiply(weight):
+            y = [x[i].float() @ weight[e].T for i, row in enumerate(routing.chosen) for e in row]
+            y = torch.stack(y)
+            return y + wrong if by_token else y[routing.rows] + wrong
+
+        return multiply
+
+    one = experts.Experts("peer", "fp32", "bf16", w, w.nbytes, w, run, by_token=by_token)
+    row = experts.measure(one, x, routing, replace(BLANK, M=7, N=32, K=64), FLOOR)
+    if wrong:
+        assert row.note.startswith("wrong result")
+    else:
+        assert row.tflops == pytest.approx(2 * 14 * 32 * 64 / row.us / 1e6)

@@ -1,4 +1,4 @@
-"""What happens between quantized products: residual + RMSNorm, SiLU * up, and dense products.
+"""What happens between quantized products: residual + RMSNorm, SiLU * up, dense products, tokens.
 
 On a GPU, each is one kernel that is launched while the previous one ends.
 
@@ -63,3 +63,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if dense.suits(x, weight):
             return dense.linear(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def likeliest(logits: Tensor, invalid: int) -> Tensor:
+    """The token (B,) int32 of the largest of each row of logits (B, V).
+
+    `invalid` where the largest is NaN or infinite.
+    """
+    if usable(logits) and logits.stride(1) == 1:
+        from anybit.kernels.triton import likeliest as kernel
+
+        return kernel.likeliest(logits, invalid)
+    largest, tokens = logits.max(-1)
+    return torch.where(largest.isfinite(), tokens, invalid).int()

@@ -49,7 +49,7 @@ class DecodeGraphs:
     def logits(self, scheduled: list[Scheduled], tokens: Tensor | None = None) -> Tensor:
         """Logits (B, vocabulary) of a step, valid until the next one.
 
-        tokens (B,): on the device, if the host does not know them yet.
+        tokens (B,): on the device, if the host does not know them yet; negative ones run as 0.
         """
         size = self.sizes[bisect_left(self.sizes, len(scheduled))]
         self._fill(scheduled, size, tokens)
@@ -81,7 +81,7 @@ class DecodeGraphs:
         if self.copied:
             self.copied.record()
         if tokens is not None:
-            self.device[0][: len(scheduled)] = tokens
+            torch.clamp_min(tokens, 0, out=self.device[0][: len(scheduled)])
 
     def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         stream = torch.cuda.Stream()

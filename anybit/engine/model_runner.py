@@ -84,13 +84,12 @@ class ModelRunner:
             return Flight(scheduled, *sample(logits, sampling))
 
     def _continued(self, scheduled: list[Scheduled], previous: Flight) -> Tensor:
-        """The tokens that a step samples, for the sequences of the one that follows."""
+        """The tokens that a step samples, INVALID among them, for the sequences that go on."""
         assert previous.tokens is not None
-        tokens = previous.tokens.clamp_min(0)  # INVALID runs as any other; nobody will read it
         if len(scheduled) == len(previous.scheduled):
-            return tokens
+            return previous.tokens
         rows = {s.seq: i for i, s in enumerate(previous.scheduled)}
-        return tokens[self._tensor([rows[s.seq] for s in scheduled])]
+        return previous.tokens[self._tensor([rows[s.seq] for s in scheduled])]
 
     def prepare(
         self, scheduled: list[Scheduled], given: Tensor | None = None
@@ -122,7 +121,8 @@ class ModelRunner:
             lengths=lengths,
             decodes=queries.count(1),
         )
-        return self._tensor(tokens) if given is None else given, batch
+        # INVALID runs as any other; nobody will read what comes of it.
+        return self._tensor(tokens) if given is None else given.clamp_min(0), batch
 
     def _tensor(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)

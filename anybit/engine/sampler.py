@@ -1,10 +1,12 @@
 """Logits to tokens, for a whole batch at once."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from anybit.engine.fused import likeliest
 from anybit.engine.sequence import Logprob, Sequence
 
 INVALID = -1
@@ -17,19 +19,19 @@ Sampled = tuple[list[int], list[Logprob | None]]
 def sample(logits: Tensor, seqs: list[Sequence]) -> tuple[Tensor, Callable[[], Sampled]]:
     """Choose a token for each sequence from its row of logits (B, V).
 
-    Returns the tokens (B,) on the device and a function that waits for them. What a sequence gets
-    depends on its own row, parameters and random numbers alone, not on the rest of the batch: every
-    one draws a single uniform number from its own generator, and the token is where the cumulated
-    probabilities pass it. INVALID stands for a row with NaN or inf.
+    Returns the tokens (B,) int32 on the device and a function that waits for them. What a sequence
+    gets depends on its own row, parameters and random numbers alone, not on the rest of the batch:
+    every one draws a single uniform number from its own generator, and the token is where the
+    cumulated probabilities pass it. INVALID stands for a row with NaN or inf.
     """
-    largest, tokens = logits.max(-1)
-    valid = largest.isfinite()
+    tokens = first = likeliest(logits, INVALID)
     adjusted = penalize(logits, seqs)
     if adjusted is not logits:
         tokens = adjusted.argmax(-1)
     if any(seq.params.temperature > GREEDY for seq in seqs):
         tokens = draw(adjusted.float(), seqs, tokens)
-    tokens = torch.where(valid, tokens, INVALID)
+    if tokens is not first:
+        tokens = torch.where(first == INVALID, first, tokens.int())
     asked = logprobs(logits, tokens, seqs)
     arrived = to_host(tokens)
 
@@ -45,15 +47,24 @@ def to_host(x: Tensor) -> Callable[[], list]:
     if not x.is_cuda:
         return x.tolist
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    copy.copy_(x, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
+    stream = copies(x.device)  # beside the next step, which does not wait for it
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        copy.copy_(x, non_blocking=True)
+        event = stream.record_event()
+    x.record_stream(stream)
 
     def wait() -> list:
         event.synchronize()
         return copy.tolist()
 
     return wait
+
+
+@cache
+def copies(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which tokens come back from a GPU."""
+    return torch.cuda.Stream(device)
 
 
 def penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:
@@ -142,7 +153,7 @@ def logprobs(
         return lambda chosen: [None] * len(chosen)
     index = tensor(rows, logits.device, torch.int64)
     logp = logits[index].float().log_softmax(-1)
-    own = to_host(logp.gather(1, tokens[index][:, None].clamp_min(0))[:, 0])
+    own = to_host(logp.gather(1, tokens[index].long()[:, None].clamp_min(0))[:, 0])
     most = max(counts[i] or 0 for i in rows)
     values, ids = (to_host(t) for t in logp.topk(min(most, logp.shape[1])))
 

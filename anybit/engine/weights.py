@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from anybit.dispatch import parse_scheme
 from anybit.engine.fused import linear
-from anybit.files import Stored, stored_tensors
+from anybit.experts import published_tensors
+from anybit.files import Stored
 from anybit.format import Packed, tensor_shapes
 from anybit.linear import QuantLinear, quantize_tensor
 from anybit.quantize import Plan, Spec, patterns_for, plan_of, resolve
@@ -137,7 +138,7 @@ class Checkpoint(Weights):
     ):
         super().__init__(device, dtype)
         self.directory = directory
-        self.stored = stored_tensors(directory)
+        self.stored = published_tensors(directory)
         self.unread = set(self.stored)
         self.formats = formats
         self.schemes: dict[str, str] = {}

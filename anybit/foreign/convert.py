@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from anybit import __version__
+from anybit.experts import published
 from anybit.files import ShardWriter, Stored, check_absent, megabytes, read_json, stored_tensors
 from anybit.foreign.layer import Layer, owner
 from anybit.format import Packed, tensor_shapes
 from anybit.quantize import METHOD, is_head, quantization_config
-from anybit.stream import SHARD_BYTES, Work, fingerprint, into_shards, run, skeleton
+from anybit.stream import SHARD_BYTES, Work, fingerprint, into_shards, run, skeleton, unit_sizes
 
 # quant_method in config.json: the module that reads such checkpoints.
 READERS = {
@@ -173,7 +174,8 @@ def plan_conversion(source: Path, shard_bytes: int) -> Conversion:
     stored, config = stored_tensors(source), read_json(source / "config.json")
     method, found = read_layers(source, config, stored)
     model = skeleton(source)
-    modules = dict(model.named_modules())
+    model_type = config.get("model_type")
+    modules = {published(name, model_type): m for name, m in model.named_modules()}
     linears = {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
     dropped = dict.fromkeys(name for name in stored if name.endswith(KV_SCALES))
     for name, layer in found.items():
@@ -194,17 +196,13 @@ def plan_conversion(source: Path, shard_bytes: int) -> Conversion:
                 raise ValueError(f"{name}.bias: not zero, but the model has no bias there")
             dropped[f"{name}.bias"] = None
     unit_of = {tensor: name for name, layer in found.items() for tensor in layer.tensors}
-    units: dict[str, int] = {}  # in the order of the source
-    for name, tensor in stored.items():
+    for name in stored:
         layer_of = owner(name, found)
         if layer_of and name not in unit_of and name != f"{layer_of}.bias":
             raise ValueError(
                 f"{source}: {method} has no tensor {name!r} beside "
                 f"{found[layer_of].tensors[0]!r} in a layout that anybit knows"
             )
-        if name not in dropped:
-            unit = unit_of.get(name, name)
-            units[unit] = units.get(unit, 0) + tensor.nbytes
     formats = plan_for(dict.fromkeys(linears) | specs(found))
     dense = DENSE.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float16)
     manifest = {
@@ -219,7 +217,7 @@ def plan_conversion(source: Path, shard_bytes: int) -> Conversion:
         config=config,
         formats=formats,
         schemes={},
-        shards=into_shards(units, shard_bytes),
+        shards=into_shards(unit_sizes(stored, unit_of, dropped), shard_bytes),
         manifest=manifest,
         strangers=tuple(name for name in found if name not in linears),
         unmatched=(),

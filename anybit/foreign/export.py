@@ -19,6 +19,7 @@ from torch import nn
 
 from anybit import __version__
 from anybit.dispatch import parse_scheme
+from anybit.experts import published
 from anybit.files import ShardWriter, Stored, check_absent, megabytes, read_json, stored_tensors
 from anybit.foreign.compressed_tensors import BITS, DENSE_SINCE, FORMAT, TOOL
 from anybit.foreign.layer import check_codes
@@ -26,7 +27,7 @@ from anybit.foreign.words import pack
 from anybit.format import Packed, tensor_shapes
 from anybit.formats.integer import Integer
 from anybit.quantize import METHOD, patterns_for
-from anybit.stream import SHARD_BYTES, Work, fingerprint, into_shards, run, skeleton
+from anybit.stream import SHARD_BYTES, Work, fingerprint, into_shards, run, skeleton, unit_sizes
 
 TARGETS = (TOOL,)
 KV_SCALES = (".k_scale", ".v_scale")  # ours are per channel, and mean nothing there
@@ -138,7 +139,9 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
     if quantization.get("quant_method") != METHOD:
         raise ValueError(f"{source} is no checkpoint of anybit; quantize or convert it first")
     plan = AnybitConfig(**quantization).formats
-    linears = {n: m for n, m in skeleton(source).named_modules() if isinstance(m, nn.Linear)}
+    modules = skeleton(source).named_modules()
+    model_type = config.get("model_type")
+    linears = {published(n, model_type): m for n, m in modules if isinstance(m, nn.Linear)}
     layers: dict[str, tuple[Integer, tuple[int, int]]] = {}
     reasons: dict[str, str] = {}
     for name in dict.fromkeys(key.rpartition(".")[0] for key in stored if CODES.search(key)):
@@ -161,11 +164,6 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
         )
     dropped = tuple(name for name in stored if name.endswith(KV_SCALES))
     owner = {f"{name}.{key}": name for name in layers for key in tensor_shapes(*layers[name])}
-    units: dict[str, int] = {}
-    for name, tensor in stored.items():
-        if name not in dropped:
-            unit = owner.get(name, name)
-            units[unit] = units.get(unit, 0) + tensor.nbytes
     manifest = {
         "anybit": __version__,
         "export": TOOL,
@@ -177,7 +175,7 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
         config=config,
         formats=plan,
         schemes={},
-        shards=into_shards(units, shard_bytes),
+        shards=into_shards(unit_sizes(stored, owner, dropped), shard_bytes),
         manifest=manifest,
         strangers=(),
         unmatched=(),

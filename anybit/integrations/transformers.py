@@ -18,6 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from anybit.dispatch import parse_scheme
+from anybit.experts import FUSED, Expert, Experts, expert_layers, fused_experts, split, unpublished
 from anybit.files import Stored, read_header
 from anybit.format import Packed, tensor_shapes
 from anybit.linear import QuantLinear, check_finite
@@ -27,6 +28,7 @@ from anybit.quantize import (
     Plan,
     Spec,
     canonical,
+    dense_layers,
     patterns_for,
     plan_of,
     quantization_config,
@@ -88,10 +90,12 @@ class AnybitQuantizer(HfQuantizer):
     For a quantized checkpoint, by empty layers that the checkpoint's tensors fill. For a dense one,
     by empty layers with a placeholder `weight`: transformers loads into that name only what the
     module has, and hands the tensor to `Quantize`, which fills the layer and drops the placeholder.
+    Experts are taken apart, and get placeholders for the tensors that transformers makes of them.
     """
 
     quantization_config: AnybitConfig
     error: Exception | None = None  # the first that a weight caused; see Quantize
+    apart = False  # whether experts were taken apart
 
     def _process_model_before_weight_loading(
         self,
@@ -106,12 +110,24 @@ class AnybitQuantizer(HfQuantizer):
             fill = swap_for_dense(model, self.quantization_config.formats)
         for name, layer in fill.items():
             replace(model, name, layer)
+        self.apart = any(isinstance(module, Experts) for module in model.modules())
 
     def param_needs_quantization(
         self, model: "PreTrainedModel", param_name: str, **kwargs: Any
     ) -> bool:
-        layer, _, tensor = param_name.rpartition(".")
-        return tensor == "weight" and isinstance(model.get_submodule(layer), QuantLinear)
+        name, _, tensor = param_name.rpartition(".")
+        module = model.get_submodule(name)
+        if tensor in FUSED:
+            return isinstance(module, Experts)
+        return tensor == "weight" and isinstance(module, QuantLinear)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
+        """Experts that are stored one by one are left like that in a checkpoint of ours."""
+        if self.pre_quantized and self.apart:
+            weight_conversions = [
+                c for c in weight_conversions if not str(c.target_patterns[0]).endswith(FUSED)
+            ]
+        return super().update_weight_conversions(weight_conversions, *model)
 
     def get_quantize_ops(self) -> "Quantize":
         return Quantize(self)
@@ -119,9 +135,13 @@ class AnybitQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
         if self.error is not None:
             raise self.error
-        for name, layer in quantized_layers(model):
-            if "weight" in layer._parameters:
-                raise ValueError(f"{name}.weight: not in the checkpoint, so it cannot be quantized")
+        for name, module in model.named_modules():
+            for tensor in ("weight",) if isinstance(module, QuantLinear) else FUSED:
+                if isinstance(module, QuantLinear | Experts) and tensor in module._parameters:
+                    raise ValueError(
+                        f"{name}.{tensor}: not in the checkpoint, so it cannot be quantized"
+                    )
+        for _, layer in quantized_layers(model):
             if not any(b.is_meta for b in layer.buffers()):  # offloaded layers have no contents yet
                 layer.prepare()
         model.anybit_formats = self.quantization_config.formats  # type: ignore[assignment]
@@ -155,19 +175,24 @@ class Quantize:
         rest: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
-            layer = model.get_submodule(name.rpartition(".")[0])
-            if not isinstance(layer, QuantLinear):  # one of several results of a weight conversion
-                rest[name] = weight
+            parent, _, tensor = name.rpartition(".")
+            module = model.get_submodule(parent)
+            if not isinstance(module, QuantLinear | Experts):
+                rest[name] = weight  # one of several results of a weight conversion
                 continue
             try:
                 if self.quantizer.error is None:
-                    fill(layer, weight, name)
+                    if isinstance(module, Experts):
+                        fill_experts(module, weight, parent, tensor)
+                    else:
+                        fill(module, weight, name)
             except Exception as error:
                 # Raised here, transformers would show it in a table after loading all the rest.
                 self.quantizer.error = error
-            prefix = name.removesuffix("weight")
-            for key in (name, *(prefix + n for n in layer._buffers)):
-                (missing_keys or set()).discard(key)
+            if missing_keys is not None:
+                state = module.state_dict().items()
+                done = [key for key, t in state if self.quantizer.error or not t.is_meta]
+                missing_keys -= {name, *(f"{parent}.{key}" for key in done)}
         return rest
 
 
@@ -183,24 +208,53 @@ def fill(layer: QuantLinear, weight: Tensor, name: str) -> None:
     for key, tensor in packed.tensors().items():
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # or it is initialized anew
         setattr(layer, key, tensor)
-    del layer.weight
+    layer._parameters.pop("weight", None)  # the placeholder
+
+
+def fill_experts(experts: Experts, weight: Tensor, name: str, tensor: str) -> None:
+    """Fill layers of experts from a loaded tensor (experts, N, K), one of `FUSED`."""
+    expected = experts._parameters.pop(tensor)
+    if expected is not None and weight.shape != expected.shape:
+        raise ValueError(
+            f"{name}.{tensor}: the checkpoint has shape {tuple(weight.shape)}, the model "
+            f"{tuple(expected.shape)}"
+        )
+    for e, expert in enumerate(cast(Iterable[Expert], experts)):
+        names = expert.names[:2] if tensor == "gate_up_proj" else expert.names[2:]
+        for key, part in zip(names, weight[e].chunk(len(names)), strict=True):
+            layer = expert.get_submodule(key)
+            if isinstance(layer, QuantLinear):
+                fill(layer, part, f"{name}.{e}.{key}.weight")
+            else:
+                layer.weight = nn.Parameter(part.clone(), requires_grad=False)
+                layer.weight._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def swap_for_dense(model: nn.Module, formats: Plan) -> dict[str, QuantLinear]:
-    """Empty layers with a placeholder `weight` for a dense checkpoint's linear layers."""
-    out = {}
-    for name, scheme in linear_schemes(model, formats).items():
+    """Empty layers with a placeholder `weight` for a dense checkpoint's linear layers.
+
+    Experts to be quantized are taken apart, and get placeholders by transformers' names.
+    """
+    schemes, out = linear_schemes(model, formats), {}
+    fused = dict(fused_experts(model))
+    split(model, schemes)
+    for name, scheme in schemes.items():
         old = cast(nn.Linear, model.get_submodule(name))
         layer = QuantLinear.empty(scheme, (old.out_features, old.in_features), old.bias)
-        layer.weight = nn.Parameter(old.weight.detach(), requires_grad=False)
+        if name.rsplit(".", 2)[0] not in fused:
+            layer.weight = nn.Parameter(old.weight.detach(), requires_grad=False)
         out[name] = layer
+    for name, module in fused.items():
+        experts = model.get_submodule(name)
+        if isinstance(experts, Experts):
+            for key in FUSED:
+                experts.register_parameter(key, module._parameters[key])
     return out
 
 
 def linear_schemes(model: nn.Module, formats: Spec | Plan) -> dict[str, str]:
     """Names of the linear layers to be quantized -> schemes, for a model that is not loaded yet."""
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    schemes = resolve({n: tuple(m.weight.shape) for n, m in linears.items()}, formats)
+    schemes = resolve(dense_layers(model), formats)
     tied = tied_layers(model)
     for name in schemes:
         if name in tied:
@@ -225,14 +279,21 @@ def swap_for_stored(
     Raises ValueError when the plan, the model and the checkpoint's tensors do not agree.
     """
     base = getattr(model, "base_model_prefix", "")
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    stored = {unpublished(name, model_type): tensor for name, tensor in stored.items()}
     coded = {key.rpartition(".")[0] for key in stored if CODES.search(key)}
+    layers = coded | {key.removesuffix(".weight") for key in stored if key.endswith(".weight")}
+
+    def names_of(name: str) -> tuple[str, ...]:
+        """A base model (AutoModel) has shorter names than the model that was saved, or longer."""
+        return name, f"{base}.{name}", name.removeprefix(f"{base}.")
+
+    split(model, [n for n in expert_layers(model) if layers.intersection(names_of(n))])
     out, placed = {}, set()
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        # A base model (AutoModel) has shorter names than the model that was saved, or longer ones.
-        names = (name, f"{base}.{name}", name.removeprefix(f"{base}."))
-        here = next((n for n in names if n in coded), name)
+        here = next((n for n in names_of(name) if n in coded), name)
         patterns = patterns_for(here, formats)
         scheme = formats[patterns[-1]] if patterns else None
         if (scheme is not None) != (here in coded):
@@ -246,8 +307,8 @@ def swap_for_stored(
     experts = sorted(name for name in coded - placed if ".experts." in name)
     if experts:  # else they would be initialized at random, with no more than a warning
         raise ValueError(
-            f"{len(experts)} layers of experts, such as {experts[0]}, are quantized one by one; "
-            "transformers stores experts in another shape, so use anybit.LLM or `anybit serve`"
+            f"{len(experts)} layers of experts, such as {experts[0]}, are quantized one by one, "
+            f"and {type(model).__name__} has no such layers; use an engine that has"
         )
     return out
 

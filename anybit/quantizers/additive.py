@@ -52,6 +52,7 @@ class Additive(Calibrated):
     seed: int = 0
 
     statistics: ClassVar[tuple[str, ...]] = ("hessian",)
+    whole: ClassVar[bool] = True  # to tune towards what the dense block puts out
 
     def quantize_block(
         self,

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from anybit.dispatch import parse_scheme
+from anybit.experts import of_all_experts
 from anybit.files import Stored
 from anybit.format import Format, Packed
 from anybit.linear import QuantLinear, check_finite
@@ -42,6 +44,7 @@ class Calibrated:
     calibration: Source | Calibration | None = None
 
     statistics: ClassVar[tuple[str, ...]] = ()  # the fields of `Seen` that it wants
+    whole: ClassVar[bool] = False  # whether `quantize_block` must get all layers of a block at once
 
     def wanted(self) -> tuple[str, ...]:
         """The fields of `Seen` that this instance wants."""
@@ -107,10 +110,13 @@ def run(
     ids = calibration.tokens(model)
     prefix, blocks = find_blocks(model, list(schemes))
     replay = Replay(model, blocks, ids)
-    work = Work(calibration.work, settings_of(model, schemes, quantizer, calibration, ids, stored))
+    settings = settings_of(model, schemes, quantizer, calibration, ids, stored)
+    config = getattr(model, "config", None)
+    work = Work(calibration.work, settings, getattr(config, "model_type", None))
     weights = {name: linear_at(model, name).weight.numel() for name in schemes}
     few: dict[str, int] = {}
-    with restored_on_error(model), recordings(), torch.no_grad():
+    saving = little_memory() if stored else nullcontext()
+    with restored_on_error(model), recordings(), saving, torch.no_grad():
         model.eval()
         with progress("calibrating", sum(weights.values()), show_progress) as step:
             for index, block in enumerate(blocks):
@@ -119,12 +125,7 @@ def run(
                 loaded = stored.loaded(block, start) if stored else nullcontext()
                 with loaded, visiting(block, replay.device):
                     if not work.restore(index, block, own, start):
-                        seen = replay.watch(index, own, quantizer.wanted())
-                        few |= too_few(seen, block, start)
-                        output = partial(replay.output, index)
-                        seen = quantizer.transform(block, own, seen, output)
-                        quantizer.quantize_block(block, own, seen, replay.outputs(index))
-                        del seen  # before the next block's: a Hessian is 4 K^2 bytes
+                        few |= quantize_block(block, own, quantizer, replay, index, start)
                     replay.advance(index, calibration.kv_scales)
                     work.save(index, block, start)
                 trim_memory()
@@ -143,6 +144,53 @@ def run(
             f"{', ...' if len(few) > 8 else ''}. Give more text",
             stacklevel=3,
         )
+
+
+def quantize_block(
+    block: nn.Module,
+    schemes: Mapping[str, str],
+    quantizer: Calibrated,
+    replay: Replay,
+    index: int,
+    prefix: str,
+) -> dict[str, int]:
+    """Watch, transform and quantize block `index`; returns layers that saw too few tokens."""
+    output, outputs = partial(replay.output, index), replay.outputs(index)
+    wanted, few = quantizer.wanted(), dict[str, int]()
+    parted = "hessian" in wanted and not quantizer.whole
+    parts = portions(block, schemes) if parted else [dict(schemes)]
+    if len(parts) > 1:  # what `transform` wants of all layers is small without Hessians
+        light = tuple(name for name in wanted if name != "hessian")
+        quantizer.transform(block, schemes, replay.watch(index, schemes, light), output)
+    for part in parts:
+        seen = replay.watch(index, part, wanted)
+        few |= too_few(seen, block, prefix)
+        if len(parts) == 1:
+            seen = quantizer.transform(block, part, seen, output)
+        quantizer.quantize_block(block, part, seen, outputs)
+    return few
+
+
+def portions(block: nn.Module, schemes: Mapping[str, str]) -> list[dict[str, str]]:
+    """A block's layers in parts whose Hessians, 4 K^2 bytes each, are no larger than the block.
+
+    Only experts are parted, since all others together see few inputs. Those come first.
+    """
+    rest = [name for name in schemes if name == of_all_experts(name)]
+    experts = (name for name in schemes if name != of_all_experts(name))
+
+    def size(names: list[str]) -> int:
+        return sum(4 * linear_at(block, name).in_features ** 2 for name in names)
+
+    parts, filled, limit = [rest], size(rest), sum(p.nbytes for p in block.parameters())
+    for _, own in groupby(experts, lambda name: name.rpartition(".")[0]):
+        names = list(own)
+        if filled and filled + size(names) > limit:
+            parts.append([])
+            filled = 0
+        parts[-1] += names
+        filled += size(names)
+    return [{name: schemes[name] for name in part} for part in parts]
 
 
 def quantize_layers(
@@ -172,7 +220,8 @@ def quantize_layers(
                 rows = packed.rows(slice(start, start := start + layer.out_features))
                 tensors = {key: t.clone() for key, t in rows.tensors().items()}
                 part = Packed.from_tensors(fmt, rows.shape, tensors)
-            parent.set_submodule(name, QuantLinear(part, layer.bias, activation))
+            quantized = QuantLinear(part, layer.bias, activation, layer.weight.dtype)
+            parent.set_submodule(name, quantized)
 
 
 @dataclass(frozen=True)
@@ -210,14 +259,35 @@ class StoredBlocks:
                         own[key] = tensor.to("meta")  # type: ignore[assignment]
 
 
-def trim_memory() -> None:
-    """Give memory that is free back to the system.
+M_MMAP_THRESHOLD = -3  # glibc's malloc.h
+MAPPED, LARGEST = 1 << 20, 32 << 20  # bytes; the second is the most that glibc sets by itself
 
-    glibc keeps freed pieces of up to 32 MB, and later ones do not fit into the gaps: at the eighth
-    block of a model of hidden size 2048 the peak was 2.43 GB without this, and 2.10 GB with it.
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Inside, freed pieces of 1 MB and more go back to the system at once.
+
+    glibc keeps freed pieces of up to 32 MB, and the gaps that they leave are filled badly: GPTQ of
+    blocks of hidden size 768 took 0.71 to 0.86 GB, more in later blocks, and 0.65 GB in each of
+    them with this.
     """
+    malloc_option(M_MMAP_THRESHOLD, MAPPED)
+    try:
+        yield
+    finally:
+        malloc_option(M_MMAP_THRESHOLD, LARGEST)
+
+
+def malloc_option(option: int, value: int) -> None:
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(option, value)
+
+
+def trim_memory() -> None:
+    """Give what is free in smaller pieces back to the system, too."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -241,15 +311,18 @@ def too_few(seen: Mapping[str, Seen], parent: nn.Module, prefix: str) -> dict[st
 
 @contextmanager
 def visiting(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """The block is on `device` inside."""
+    """The block is on `device` inside, and its quantized layers know the dtype of their input.
+
+    Afterwards they choose a kernel anew, for a model that may be cast.
+    """
     home = next(block.parameters()).device
-    if home == device:
-        yield
-        return
     block.to(device)
     try:
         yield
     finally:
+        for module in block.modules():
+            if isinstance(module, QuantLinear):
+                module.dtype, module.prepared = None, []
         block.to(home)
 
 

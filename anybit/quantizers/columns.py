@@ -4,6 +4,7 @@ On a GPU the loop is bound by the launches of its small kernels, about 20 a colu
 it that works on one block of columns runs as a CUDA graph, recorded once for each shape.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -105,13 +106,15 @@ def recordings() -> Iterator[None]:
 def waits_for_device(work: Callable[[], object]) -> bool:
     """Whether some work reads results on the host, which a recording may not, or fails."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        work()
-    except RuntimeError:
-        return True
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            work()
+        except RuntimeError:
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
     return False
 
 

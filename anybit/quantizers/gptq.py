@@ -24,15 +24,18 @@ from anybit.quantizers.replay import Seen
 class GPTQ(Calibrated):
     """GPTQ with static groups, any format, any device.
 
-    damping: added to H's diagonal, as a part of its mean.
+    damping: added to H's diagonal, as a part of its mean. More of it trusts the text less: pico's
+        int4 g128, calibrated on prose, has 8 % less KL on code with 0.1 than with 0.01, and 14 %
+        less with 0.3; calibrated on code, int3 has 2 % and 4 % more.
     act_order: round the columns with the largest inputs first. Grids are fitted before and codes
         are stored in the natural order, so nothing else changes.
-    clip: fit the grids by a clip search weighted with H's diagonal; without it, to the full range.
+    clip: fit the grids by a clip search weighted with H's damped diagonal; without it, to the full
+        range.
 
     Formats whose codes stand for several columns are rounded that many columns at a time.
     """
 
-    damping: float = 0.01
+    damping: float = 0.1
     act_order: bool = True
     clip: bool = True
 
@@ -42,7 +45,8 @@ class GPTQ(Calibrated):
         w = w.detach().float()
         n, k = w.shape
         h = seen.hessian if seen.hessian.numel() else torch.eye(k, device=w.device)
-        grid = fit_clipped(w, fmt, h.diagonal()) if self.clip else fmt.fit(w)
+        importance = h.diagonal() + self.damping * h.diagonal().mean()
+        grid = fit_clipped(w, fmt, importance) if self.clip else fmt.fit(w)
         order = column_order(h, fmt.width) if self.act_order else torch.arange(k, device=w.device)
         u = inverse_factor(h[order][:, order], self.damping)
         codes = propagate(w.T[order], u, order.tolist(), fmt, grid)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from anybit.dispatch import parse_scheme
+from anybit.experts import Expert, Experts
 from anybit.format import Format, Packed
 from anybit.kernels.reference import quantized_activation
 from anybit.quantizers.calibrate import Calibrated
-from anybit.quantizers.replay import Seen
+from anybit.quantizers.replay import SAMPLE, Seen
 from anybit.quantizers.rtn import RTN
 
 # What comes before, and the linear layers that read it. The first that a block has, and that
@@ -70,23 +71,28 @@ class Smooth(Calibrated):
         modules = dict(block.named_modules())
         smoothed: set[str] = set()
         seen = dict(seen)
-        for before, after in PAIRS:
+        for before, after in (*PAIRS, *expert_pairs(modules)):
             readers = [name for name in after if name in modules]
             known = [name for name in readers if name in schemes and seen[name].tokens]
             if before not in modules or not known or smoothed & set(readers):
                 continue
             heads = shared_heads(modules, before, known[0])
             layers = {name: cast(nn.Linear, modules[name]) for name in readers}
+            distinct = {id(seen[name]): seen[name] for name in known}
             s = search(
                 {name: (layers[name].weight.detach(), schemes[name]) for name in known},
-                seen[known[0]],
+                merged(list(distinct.values())),
                 heads,
             )
+            # What an expert computes needs no check, which would take longer than the search.
+            inside = isinstance(modules[before.rpartition(".")[0]], Expert)
+            computed = (lambda: torch.ones(1, 1)) if inside else output
             if bool((s == 1).all()):
                 smoothed |= set(readers)
-            elif fold(modules[before], list(layers.values()), s, heads, output):
+            elif fold(modules[before], list(layers.values()), s, heads, computed):
                 smoothed |= set(readers)
-                seen |= dict.fromkeys(known, seen[known[0]].divided(s))
+                divided = {key: statistics.divided(s) for key, statistics in distinct.items()}
+                seen |= {name: divided[id(seen[name])] for name in known}
             else:
                 warnings.warn(
                     f"Smooth left {before} -> {', '.join(readers)} as they are: folding a scale "
@@ -95,6 +101,36 @@ class Smooth(Calibrated):
                     stacklevel=2,
                 )
         return seen
+
+
+def expert_pairs(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """More `PAIRS`: those of a block's experts. A router reads the norm's output as well."""
+    for name, experts in modules.items():
+        if not isinstance(experts, Experts):
+            continue
+        mixture = name.rpartition(".")[0]
+        shared = f"{mixture}.shared_expert"
+        gate, up, down = cast(Expert, experts[0]).names
+        first = [f"{name}.{e}.{key}" for e in range(len(experts)) for key in (gate, up)]
+        others = (f"{shared}.gate_proj", f"{shared}.up_proj", f"{shared}_gate", f"{mixture}.gate")
+        yield "post_attention_layernorm", (*first, *others)
+        yield f"{shared}.up_proj", (f"{shared}.down_proj",)
+        for e in range(len(experts)):
+            yield f"{name}.{e}.{up}", (f"{name}.{e}.{down}",)
+
+
+def merged(seen: list[Seen]) -> Seen:
+    """What several layers saw, as if it were one; a sample as large as one layer's."""
+    if len(seen) == 1:
+        return seen[0]
+    tokens = sum(one.tokens for one in seen)
+    sample = torch.cat([one.sample for one in seen])
+    return Seen(
+        tokens,
+        largest=torch.stack([one.largest for one in seen]).amax(0),
+        mean=torch.stack([one.mean * (one.tokens / tokens) for one in seen]).sum(0),
+        sample=sample[:: -(-len(sample) // SAMPLE)],
+    )
 
 
 def search(

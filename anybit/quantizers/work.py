@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.dispatch import parse_scheme
+from anybit.experts import published, unpublished
 from anybit.files import ShardWriter, read_header, read_json
 from anybit.format import Packed, tensor_shapes
 from anybit.linear import QuantLinear
@@ -25,8 +26,11 @@ class Work:
     Raises ValueError, naming the difference, when the folder holds blocks made otherwise.
     """
 
-    def __init__(self, folder: str | Path | None, settings: dict[str, str]):
+    def __init__(
+        self, folder: str | Path | None, settings: dict[str, str], model_type: str | None = None
+    ):
         self.folder = None if folder is None else Path(folder)
+        self.model_type = model_type
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -42,14 +46,17 @@ class Work:
         return None if self.folder is None else self.folder / f"block_{index:04d}.safetensors"
 
     def save(self, index: int, block: nn.Module, prefix: str) -> None:
-        """Write all tensors of a finished block, by their names in the model.
+        """Write all tensors of a finished block, by their names in checkpoints.
 
         The file appears whole or not at all, and is a shard of a checkpoint as it is.
         """
         path = self.path(index)
         if path is None or path.is_file():
             return
-        state = block.state_dict(prefix=prefix)
+        state = {
+            published(name, self.model_type): tensor
+            for name, tensor in block.state_dict(prefix=prefix).items()
+        }
         with ShardWriter(path, state) as file:
             for name, tensor in state.items():
                 file.add(name, tensor)
@@ -63,7 +70,7 @@ class Work:
             return False
         device = next(block.parameters()).device
         state = {
-            name.removeprefix(prefix): stored.read().to(device)
+            unpublished(name, self.model_type).removeprefix(prefix): stored.read().to(device)
             for name, stored in read_header(path).items()
         }
         for name, scheme in schemes.items():
@@ -74,7 +81,8 @@ class Work:
             found = {key: tensor for key, tensor in own.items() if tensor is not None}
             packed = Packed.from_tensors(fmt, shape, found, name)
             bias = state.pop(f"{name}.bias", None)
-            block.set_submodule(name, QuantLinear(packed, bias, activation))
+            dtype = layer.weight.dtype
+            block.set_submodule(name, QuantLinear(packed, bias, activation, dtype))
         for name, tensor in state.items():
             parent, _, key = name.rpartition(".")
             owner = block.get_submodule(parent)

@@ -44,6 +44,19 @@ def test_the_family_holds_every_choice(scheme: str) -> None:
                 assert used <= tiles.SHARED_OF_SM // tile.ctas - tiles.RESERVED
 
 
+@pytest.mark.parametrize(("spec", "operand"), [("liquid", "int8"), ("int4:group=128", "bfloat16")])
+def test_tiles_of_experts_hold_more_than_the_average(spec: str, operand: str) -> None:
+    """Routed by chance, few experts may need a second tile, which reads their weights again."""
+    d = decoder_of(spec, operand)
+    random = torch.Generator().manual_seed(0)
+    for m in (8, 24, 64, 128, 256, 400):
+        tile = tiles.choose_grouped(d, m, 8)
+        assert tile in tiles.family_grouped(d)
+        counts = torch.randint(8, (1000, m), generator=random)
+        counts = torch.nn.functional.one_hot(counts, 8).sum(1)
+        assert (counts > tile.tokens).float().mean() < 0.08
+
+
 def test_grid_covers_every_tile() -> None:
     tile = Tile(64, ctas=2, split=4)
     assert tiles.grid(tile, 64, 6144) == 48 * 4

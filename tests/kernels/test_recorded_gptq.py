@@ -1,5 +1,7 @@
 """GPTQ's loop on a GPU, recorded as a CUDA graph: the codes of the plain loop, bit for bit."""
 
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -24,6 +26,23 @@ class Waiting(Integer):
     def encode(self, w: Tensor, grid: Grid) -> Tensor:
         assert torch.isfinite(w).all().item()
         return super().encode(w, grid)
+
+
+@pytest.fixture(autouse=True)
+def debug_mode() -> Iterator[None]:
+    """Whatever a test leaves behind, the next one's waits for the device are no errors."""
+    yield
+    if DEVICE == "cuda":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_debug_mode_is_as_before() -> None:
+    assert columns.waits_for_device(lambda: torch.ones(1, device="cuda").item())
+    assert torch.cuda.get_sync_debug_mode() == 0
+    assert not columns.waits_for_device(lambda: torch.ones(1, device="cuda") + 1)
+    assert torch.cuda.get_sync_debug_mode() == 0
 
 
 def factor() -> Tensor:

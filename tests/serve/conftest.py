@@ -11,12 +11,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
 import uvicorn
 
 from anybit.engine.llm import LLM
 from anybit.serve.app import Server, Settings, Uvicorn, create_app
-from tests.engine.conftest import PICO, random_model
+from tests.engine.conftest import PICO, one_thread, random_model
+
+__all__ = ["one_thread"]  # a fixture that all tests here use
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
@@ -70,14 +71,6 @@ def serving(llm: LLM, **settings: object) -> Iterator[Live]:
             server.should_exit = True
             thread.join(20)
             assert not thread.is_alive()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -125,8 +125,9 @@ class Codebook(Program):
                     words = self.read(slot, lane, g)
                     cute.arch.sync_warp()
                     address, chunk, left = self.refill(
-                        source, ring, barriers, stage, lane, address, chunk, left
-                    )
+                        source, ring, barriers, stage, lane, address, chunk, left,
+                        self.read_all(words),
+                    )  # fmt: skip
                     missing = (first + j) * self.spec.blocks - last
                     self.multiply(words, acc, vectors, lookup, missing, j)
                     stage += 1

@@ -1,11 +1,10 @@
 """The backend of codebook formats on H100 and H200 (sm_90a).
 
 Up to 16 tokens are one launch of `psumbook.py` or `codebook.py`, more are one of `lookup_gemm.py`;
-all read the same layout. Where a table leaves no room for tiles of many tokens, a Triton kernel
-decodes the layout to a dense weight for the library's product.
+all read the same layout. For thousands of tokens, or where a table leaves no room for tiles, a
+Triton kernel decodes it to a dense weight for the library's product.
 """
 
-import os
 from functools import cache
 
 import torch
@@ -41,19 +40,12 @@ def refuse(
         return f"{fmt.spec}: K must be a multiple of {cells.columns}, not {k}"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return f"needs an H100 or H200 (sm_90a), not {torch.cuda.get_device_name(device)}"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "triton decodes its weights for many tokens; pip install 'anybit[gpu]'"
     lookups = [lookup(fmt, dtype) for dtype in NAMES]
     kernels = [k for d in lookups if isinstance(d, LookupDecoder) for k in lookup_kernels(d)]
-    if not kernels:
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            return "triton decodes its weights for many tokens; pip install 'anybit[gpu]'"
-    if not os.environ.get("ANYBIT_HOPPER_CODEBOOK"):
-        return (
-            "its kernels' last changes were emulated but not checked on a GPU; "
-            "ANYBIT_HOPPER_CODEBOOK=1 uses them, and `python benchmarks/codebook.py check` says "
-            "whether they are right"
-        )
     plans = [
         codebook_tiles.choose(cells, m, n, k, name)
         for m in (1, 2, 8, 16)

@@ -137,8 +137,9 @@ class Psumbook(Program):
                     words = self.read(slot, lane, g, t)
                     cute.arch.sync_warp()
                     address, chunk, left = self.refill(
-                        source, ring, barriers, stage, lane, address, chunk, left
-                    )
+                        source, ring, barriers, stage, lane, address, chunk, left,
+                        self.read_all(words),
+                    )  # fmt: skip
                     missing = (first + j) * self.spec.blocks - last
                     self.sum_up(words, acc, lookup, picks, missing, j)
                     stage += 1

@@ -5,6 +5,8 @@ is one bulk copy. The warp's first lane starts the copies; a slot is filled agai
 words are in registers.
 """
 
+import operator
+from functools import reduce
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -81,8 +83,11 @@ class Program:
         cute.arch.sync_warp()
 
     @cute.jit
-    def refill(self, source, ring, barriers, slot, lane, address, chunk, left):
-        """Fetch the chunk at `address` if any are left; returns the next (address, chunk, left)."""
+    def refill(self, source, ring, barriers, slot, lane, address, chunk, left, read=0):
+        """Fetch the chunk at `address` if any are left; returns the next (address, chunk, left).
+
+        read: depends on every word that was read from the slot, see `bulk_load_bytes`.
+        """
         _, chunks, step, rest = source
         size = const_expr(self.spec.chunk_bytes)
         if left > 0 and lane == 0:
@@ -91,6 +96,7 @@ class Program:
                 address,
                 cutlass.min(rest - chunk * size, size),
                 barriers + slot * 8,
+                read,
             )
         left -= 1
         if const_expr(self.spec.chunks == 1):
@@ -103,6 +109,11 @@ class Program:
             else:
                 address += size
         return address, chunk, left
+
+    def read_all(self, words: list) -> Any:
+        """A word that depends on one word of each load of a chunk."""
+        loaded = [piece for codes, scales in words for piece in (*(c[0] for c in codes), *scales)]
+        return reduce(operator.xor, loaded)
 
     @cute.jit
     def fetch_row(self, row_scale, bias, tile, row, n):

@@ -47,10 +47,21 @@ def _quantize(v, LARGEST: tl.constexpr, CODE: tl.constexpr):
 
 
 @triton.jit
-def after_previous(PDL: tl.constexpr):
-    """Let the next kernel start to launch, and wait for what the previous one has written."""
+def launch_next(PDL: tl.constexpr):
+    """Let the next kernel start to launch."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def after_previous(PDL: tl.constexpr):
+    """Wait for what the previous kernel has written.
+
+    What is read before that is weights, and what a step is given. Kernels further back may still
+    run then, but none of the step before: a step begins with a kernel that waits for all of them
+    to end, torch's look-up of embeddings.
+    """
+    if PDL:
         tl.extra.cuda.gdc_wait()
 
 
@@ -71,9 +82,13 @@ def _token(
 
     LARGEST > 0: quantized to codes, scale and sum; 0: stored as it is. residual: gets x + other.
     """
-    after_previous(PDL)
+    launch_next(PDL)
     m = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, WIDE)
+    w = k
+    if FUSE == "norm":  # from memory, and of no other kernel's making
+        w = tl.load(weight + k, mask=k < K, other=0)
+    after_previous(PDL)
     v = tl.load(x + m * X_STRIDE + k, mask=k < K, other=0)
     dtype = v.dtype
     if FUSE == "silu":
@@ -86,7 +101,7 @@ def _token(
             tl.store(residual + m * K + k, v, mask=k < K)
             v = v.to(tl.float32)
         v = (v * tl.rsqrt(tl.sum(v * v, axis=0) / K + EPS)).to(dtype).to(tl.float32)
-        v = (v * tl.load(weight + k, mask=k < K, other=0).to(tl.float32)).to(dtype).to(tl.float32)
+        v = (v * w.to(tl.float32)).to(dtype).to(tl.float32)
     if LARGEST == 0:
         tl.store(out + m * K + k, v.to(dtype), mask=k < K)
     else:
@@ -100,6 +115,7 @@ def _token(
 @triton.jit
 def _silu_mul(gate, up, out, K, GATE_STRIDE, UP_STRIDE, WIDE: tl.constexpr, PDL: tl.constexpr):
     """SiLU(gate) * up for WIDE columns of a token."""
+    launch_next(PDL)
     after_previous(PDL)
     m = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * WIDE + tl.arange(0, WIDE)

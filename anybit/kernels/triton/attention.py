@@ -10,7 +10,7 @@ adds up (flash-decoding). Grids depend on sizes alone and nothing waits for the 
 graph can hold all of it.
 """
 
-import os
+import math
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from anybit.kernels.triton import attention_int8
-from anybit.kernels.triton.activation import INTERPRET, after_previous, overlap
+from anybit.kernels.triton.activation import INTERPRET, after_previous, launch_next, overlap
+from anybit.kernels.triton.attention_int8 import fetch, of_tokens, pages
 
 MOST_SPLITS = 64
 PROGRAMS = 256  # about two for each multiprocessor of the largest GPU here
@@ -36,66 +37,73 @@ class Tile(NamedTuple):
 # Measured on an H200: one query of 4 heads (of 8 K heads), 1280 tokens, 1 to 256 sequences.
 DECODE = Tile(64, 4, 3)
 DECODE_INT8 = Tile(64, 2, 3)
-PROMPT = Tile(64, 8, 3)
+PROMPT = Tile(64, 8, 2)
 
 
 @triton.jit
 def _write(
     qkv, q_out, k_cache, v_cache, k_scale, v_scale, cos, sin, positions, slots, q_weight, k_weight,
     STRIDE, EPS, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, TOGETHER: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: norm and rotate it, if it is Q or K, and put it where it belongs."""
+    """TOGETHER heads of a token, all of Q, K or V: normed, rotated, and put where they belong."""
+    launch_next(PDL)
+    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOGETHER
+    d = tl.arange(0, HALF)[None, :]
+    head = first + tl.arange(0, TOGETHER)[:, None]
+    slot = tl.load(slots + token).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int64)
+    c, s = tl.load(cos + position * HALF + d), tl.load(sin + position * HALF + d)
     after_previous(PDL)
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, HALF)
-    at = qkv + token * STRIDE + head * (2 * HALF)
-    first = tl.load(at + d)
-    dtype = first.dtype
-    a, b = first.to(tl.float32), tl.load(at + HALF + d).to(tl.float32)
-    if head < HEADS + KV_HEADS:
+    at = qkv + token * STRIDE + head * (2 * HALF) + d
+    x = tl.load(at)
+    dtype = x.dtype
+    a, b = x.to(tl.float32), tl.load(at + HALF).to(tl.float32)
+    if first < HEADS + KV_HEADS:
         if NORM:
             low, high = tl.load(q_weight + d), tl.load(q_weight + HALF + d)
-            low = tl.where(head < HEADS, low, tl.load(k_weight + d))
-            high = tl.where(head < HEADS, high, tl.load(k_weight + HALF + d))
-            inverse = tl.rsqrt((tl.sum(a * a) + tl.sum(b * b)) / (2 * HALF) + EPS)
+            low = tl.where(first < HEADS, low, tl.load(k_weight + d))
+            high = tl.where(first < HEADS, high, tl.load(k_weight + HALF + d))
+            squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+            inverse = tl.rsqrt(squares / (2 * HALF) + EPS)[:, None]
             a = ((a * inverse).to(dtype) * low).to(dtype).to(tl.float32)
             b = ((b * inverse).to(dtype) * high).to(dtype).to(tl.float32)
-        position = tl.load(positions + token).to(tl.int64)
-        c, s = tl.load(cos + position * HALF + d), tl.load(sin + position * HALF + d)
         rotated = (a * c - b * s).to(dtype).to(tl.float32)
         b = (b * c + a * s).to(dtype).to(tl.float32)
         a = rotated
-    if head < HEADS:
-        out = q_out + (token * HEADS + head) * (2 * HALF)
-        tl.store(out + d, a.to(dtype))
-        tl.store(out + HALF + d, b.to(dtype))
+    if first < HEADS:
+        out = q_out + (token * HEADS + head) * (2 * HALF) + d
+        tl.store(out, a.to(dtype))
+        tl.store(out + HALF, b.to(dtype))
     else:
-        slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:  # a padded row of a graph has nowhere to go
-            if head < HEADS + KV_HEADS:
-                head -= HEADS
-                _store(a, b, k_cache, k_scale, slot, head, KV_HEADS, HALF, BLOCK, KIND, False)
+            block = slot // BLOCK * KV_HEADS + head
+            if first < HEADS + KV_HEADS:
+                block -= HEADS
+                _store(a, b, k_cache, k_scale, block, slot, head - HEADS, BLOCK, KIND, False)
             else:
+                block -= HEADS + KV_HEADS
                 head -= HEADS + KV_HEADS
                 TURNED: tl.constexpr = KIND != "model"
-                _store(a, b, v_cache, v_scale, slot, head, KV_HEADS, HALF, BLOCK, KIND, TURNED)
+                _store(a, b, v_cache, v_scale, block, slot, head, BLOCK, KIND, TURNED)
 
 
 @triton.jit
 def _store(
-    a, b, cache, scales, slot, head, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, KIND: tl.constexpr, TURNED: tl.constexpr,
+    a, b, cache, scales, block, slot, head, BLOCK: tl.constexpr, KIND: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of a token's K or V head, quantized if the cache is int8.
+    """Both halves (heads, HALF) of a token's heads (heads, 1), quantized if the cache is int8.
 
-    TURNED: tokens of a block lie side by side for each channel.
+    block (heads, 1): counted through all blocks and heads. TURNED: tokens of a block lie side by
+    side for each channel.
     """
-    d = tl.arange(0, HALF)
-    first = slot // BLOCK * KV_HEADS + head
-    row = first * BLOCK + slot % BLOCK
+    HALF: tl.constexpr = a.shape[1]
+    d = tl.arange(0, HALF)[None, :]
+    row = block * BLOCK + slot % BLOCK
     if TURNED:
-        at = cache + (first * (2 * HALF) + d) * BLOCK + slot % BLOCK
+        at = cache + (block * (2 * HALF) + d) * BLOCK + slot % BLOCK
         other = at + HALF * BLOCK
     else:
         at = cache + row * (2 * HALF) + d
@@ -106,8 +114,8 @@ def _store(
         channel = scales + head * (2 * HALF) + d
         a, b = _int8(a, tl.load(channel)), _int8(b, tl.load(channel + HALF))
     else:
-        largest = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0))
-        scale = tl.maximum(tl.div_rn(largest, 127.0), 1e-10)
+        largest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))[:, None]
+        scale = tl.maximum(tl.div_rn(largest, largest * 0 + 127.0), 1e-10)
         tl.store(scales + row, scale)
         a, b = _int8(a, scale + a * 0), _int8(b, scale + b * 0)
     tl.store(at, a)
@@ -124,19 +132,21 @@ def _int8(x, scale):
 @triton.jit
 def _float(codes, DTYPE: tl.constexpr):
     """int8 codes in a float dtype; to fp16 in 1.25 instructions a code."""
-    if INTERPRET or DTYPE != tl.float16:
-        return codes.to(DTYPE)
-    # A byte u below the bits of 1024 is 1024 + u; u is the code plus 128.
-    return tl.inline_asm_elementwise(
-        """{ .reg .b32 u, c;
-        mov.b32 c, 0x64806480;
-        xor.b32 u, $2, 0x80808080;
-        prmt.b32 $0, u, 0x64646464, 0x4140;
-        prmt.b32 $1, u, 0x64646464, 0x4342;
-        sub.f16x2 $0, $0, c;
-        sub.f16x2 $1, $1, c; }""",
-        "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4,
-    )  # fmt: skip
+    PLAIN: tl.constexpr = INTERPRET or DTYPE != tl.float16
+    if PLAIN:
+        out = codes.to(DTYPE)
+    else:  # a byte u below the bits of 1024 is 1024 + u; u is the code plus 128
+        out = tl.inline_asm_elementwise(
+            """{ .reg .b32 u, c;
+            mov.b32 c, 0x64806480;
+            xor.b32 u, $2, 0x80808080;
+            prmt.b32 $0, u, 0x64646464, 0x4140;
+            prmt.b32 $1, u, 0x64646464, 0x4342;
+            sub.f16x2 $0, $0, c;
+            sub.f16x2 $1, $1, c; }""",
+            "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -147,13 +157,27 @@ def _attend(
     ROWS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries (tokens x the heads of one K head) against its part of the context."""
-    after_previous(PDL)
+    launch_next(PDL)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     seq, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
     first = tl.load(starts + seq)
     count = tl.load(starts + seq + 1) - first
     context = tl.load(contexts + seq)
     if tile * ROWS < count * GROUP:
+        last = tl.minimum(context, context - count + (tile * ROWS + ROWS - 1) // GROUP + 1)
+        begin = 0
+        if WINDOW > 0:
+            begin = tl.maximum(context - count + tile * ROWS // GROUP - WINDOW + 1, 0)
+            begin = begin // TOKENS * TOKENS
+        each = tl.cdiv(tl.cdiv(last - begin, TOKENS), SPLITS) * TOKENS
+        low = begin + split * each
+        high = tl.minimum(low + each, last)
+        table = tables + seq.to(tl.int64) * TABLE_STRIDE
+        ahead = pages(table, low, high, BLOCK, TOKENS)
+        if PDL:  # K and V come from memory while the previous kernel ends
+            fetch(k_cache, ahead, low, kv_head, KV_HEADS, D, BLOCK, TOKENS)
+            fetch(v_cache, ahead, low, kv_head, KV_HEADS, D, BLOCK, TOKENS)
+        after_previous(PDL)
         rows = tile * ROWS + tl.arange(0, ROWS)
         token = rows // GROUP
         live = token < count
@@ -172,14 +196,6 @@ def _attend(
                 x32 *= tl.load(k_scale + kv_head * D + d)[None, :]
             largest = tl.maximum(tl.max(tl.abs(x32), 1), 1e-30)
             x, unit = (x32 / largest[:, None]).to(DTYPE), unit * largest
-        last = tl.minimum(context, context - count + (tile * ROWS + ROWS - 1) // GROUP + 1)
-        begin = 0
-        if WINDOW > 0:
-            begin = tl.maximum(context - count + tile * ROWS // GROUP - WINDOW + 1, 0)
-            begin = begin // TOKENS * TOKENS
-        each = tl.cdiv(tl.cdiv(last - begin, TOKENS), SPLITS) * TOKENS
-        low = begin + split * each
-        high = tl.minimum(low + each, last)
 
         most = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -187,8 +203,9 @@ def _attend(
         for at in range(low, high, TOKENS):
             t = at + tl.arange(0, TOKENS)
             inside = t < last
-            page = tl.load(tables + seq.to(tl.int64) * TABLE_STRIDE + t // BLOCK, inside, other=0)
-            row = (page.to(tl.int64) * KV_HEADS + kv_head) * BLOCK + t % BLOCK
+            block = of_tokens((ahead * KV_HEADS + kv_head) * BLOCK, TOKENS)
+            ahead = pages(table, at + TOKENS, high, BLOCK, TOKENS)
+            row = (block + t % BLOCK).to(tl.int64)
             keys = tl.load(k_cache + row[:, None] * D + d[None, :], inside[:, None], other=0)
             if KIND != "model":
                 keys = _float(keys, DTYPE)
@@ -209,7 +226,7 @@ def _attend(
                 acc = acc * fade[:, None]
                 acc += tl.dot(p.to(DTYPE), values, input_precision="ieee")
             else:
-                side = (page.to(tl.int64) * KV_HEADS + kv_head) * (D * BLOCK) + t % BLOCK
+                side = block.to(tl.int64) * D + t % BLOCK
                 side = tl.max_contiguous(tl.multiple_of(side, SIDE), SIDE)
                 at_v = v_cache + d[:, None] * BLOCK + side[None, :]
                 whole = t // SIDE * SIDE < last  # all that lies side by side, and p is 0 past last
@@ -240,6 +257,7 @@ def _combine(
     parts, sums, maxima, out, D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """One head of one token: the sum of its parts, each by its share of the probabilities."""
+    launch_next(PDL)
     after_previous(PDL)
     head = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, SPLITS), tl.arange(0, D)
@@ -274,10 +292,12 @@ def write(
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     if tokens:
         q_norm, k_norm, eps = norms or (None, None, 0.0)
-        _write[(tokens, heads + 2 * kv_heads)](
+        together = math.gcd(heads, kv_heads, 4)
+        _write[(tokens, (heads + 2 * kv_heads) // together)](
             qkv, q, k, v, k_scale, v_scale, *rope, positions, slots, q_norm, k_norm, qkv.stride(0),
             eps, HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block,
-            KIND=kind(k_scale), NORM=norms is not None, num_warps=1, **overlap(q.device),
+            KIND=kind(k_scale), NORM=norms is not None, TOGETHER=together, num_warps=together,
+            **overlap(q.device),
         )  # fmt: skip
     return q
 
@@ -308,9 +328,9 @@ def attend(
     group = heads // kv_heads
     rows = max(16, min(128, triton.next_power_of_2(longest * group)))
     tile = tile or (PROMPT if rows == 128 else DECODE if k_scale is None else DECODE_INT8)
-    few = longest == 1 and group <= attention_int8.MOST_HEADS
-    # Emulated, but not yet run on a GPU: until its tests have passed there, only on request.
-    single = few and k_scale is not None and bool(os.environ.get("ANYBIT_INT8_ATTENTION"))
+    if q.element_size() > 2:  # within the shared memory of every GPU from sm_80 on
+        tile = tile._replace(stages=2)
+    single = k_scale is not None and longest == 1 and attention_int8.suits(group, dim)
     splits = (choose_splits(batch * kv_heads) if longest == 1 else 1) if splits is None else splits
     out = torch.empty_like(q) if out is None else out
     shape = (*q.shape[:2], splits)
@@ -319,7 +339,7 @@ def attend(
         parts = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
         sums, maxima = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     if single:
-        attention_int8.decode[(kv_heads, batch * splits)](
+        attention_int8._attend_int8[(kv_heads, batch * splits)](
             q, k, v, k_scale, v_scale, tables, contexts, parts, sums, maxima, tables.stride(0),
             scale * 1.4426950408889634, KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block,
             WINDOW=window or 0, STATIC=kind(k_scale) == "static", SPLITS=splits, TOKENS=tile.tokens,

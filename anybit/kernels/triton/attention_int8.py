@@ -8,25 +8,75 @@ head serves at most 8 query heads here, so the low digits are rows of the same t
 import triton
 import triton.language as tl
 
-from anybit.kernels.triton.activation import after_previous
+from anybit.kernels.triton.activation import INTERPRET, after_previous, launch_next
 
 MOST_HEADS = 8  # query heads of a K head
+LEAST_DIM, MOST_DIM = 32, 512  # bytes that the matrix unit multiplies at a time; see `_both`
+
+
+def suits(group: int, dim: int) -> bool:
+    """Whether `_attend_int8` takes so many query heads of a K head, of this dimension."""
+    return group <= MOST_HEADS and LEAST_DIM <= dim <= MOST_DIM
 
 
 @triton.jit
-def _round(x):
-    # 1.5 * 2**23 rounds to the nearest integer, ties to even.
-    return x + 12582912.0 - 12582912.0
+def _digits(x):
+    """Bytes (hi, lo) with hi + lo / 254 nearest to x, which is at most 126; ties to even."""
+    # 1.5 * 2**23: the nearest integer is in the lowest bits.
+    hi = x + 12582912.0
+    lo = (x - (hi - 12582912.0)) * 254 + 12582912.0
+    return hi.to(tl.int32, bitcast=True).to(tl.int8), lo.to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
 def _both(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Rows of both digits (x (2 * ROWS, SIZE), high ones first) added up."""
-    return tl.sum(tl.reshape(x, [2, ROWS, SIZE]), 0)
+    """254 * hi + lo of the sums x (2 * ROWS, SIZE) of both digits, exact for 512 products."""
+    worth = tl.where(tl.arange(0, 2 * ROWS) < ROWS, 254, 1)
+    return tl.sum(tl.reshape(x * worth[:, None], [2, ROWS, SIZE]), 0).to(tl.float32)
 
 
 @triton.jit
-def decode(
+def pages(table, at, end, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
+    """Blocks of the tokens from `at` on, each once; 0 from `end` on. TOKENS divides `at`.
+
+    To be loaded an iteration ahead: where a loop's addresses wait for a load of its own, Triton
+    keeps one tile less in flight, and of three stages none while it multiplies.
+    """
+    SPAN: tl.constexpr = BLOCK if BLOCK < TOKENS else TOKENS
+    first = at + tl.arange(0, TOKENS // SPAN) * SPAN
+    return tl.load(table + first // BLOCK, first < end, other=0)
+
+
+@triton.jit
+def of_tokens(x, TOKENS: tl.constexpr):
+    """What belongs to each block (blocks,) for each of its tokens (TOKENS,)."""
+    SPAN: tl.constexpr = TOKENS // x.shape[0]
+    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], SPAN]), [TOKENS])
+
+
+@triton.jit
+def fetch(
+    cache, blocks, at, kv_head, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Bring TOKENS tokens from `at` on into the L2, SIZE numbers each; blocks: their `pages`.
+
+    What another kernel is writing among them is not lost: no core reads it from anywhere else.
+    """
+    if not INTERPRET:
+        line: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth
+        row = of_tokens((blocks * KV_HEADS + kv_head) * BLOCK, TOKENS)
+        row = (row + (at + tl.arange(0, TOKENS)) % BLOCK).to(tl.int64)
+        for i in tl.static_range((SIZE + line - 1) // line):
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l",
+                [(cache + row * SIZE + i * line).to(tl.int64)], dtype=tl.int32, is_pure=False,
+                pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
+def _attend_int8(
     q, k_cache, v_cache, k_scale, v_scale, tables, contexts, out, sums, maxima, TABLE_STRIDE, SCALE,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, STATIC: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
@@ -36,7 +86,7 @@ def decode(
 
     Arguments are those of `attention._attend`; a sequence has one query.
     """
-    after_previous(PDL)
+    launch_next(PDL)
     kv_head = tl.program_id(0)
     seq, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
     context = tl.load(contexts + seq)
@@ -46,12 +96,20 @@ def decode(
     each = tl.cdiv(tl.cdiv(context - begin, TOKENS), SPLITS) * TOKENS
     low = begin + split * each
     high = tl.minimum(low + each, context)
+    table = tables + seq.to(tl.int64) * TABLE_STRIDE
+    ahead = pages(table, low, high, BLOCK, TOKENS)
+    if PDL:  # K and V come from memory while the previous kernel ends
+        fetch(k_cache, ahead, low, kv_head, KV_HEADS, D, BLOCK, TOKENS)
+        fetch(v_cache, ahead, low, kv_head, KV_HEADS, D, BLOCK, TOKENS)
+        if not STATIC:
+            fetch(k_scale, ahead, low, kv_head, KV_HEADS, 1, BLOCK, TOKENS)
+            fetch(v_scale, ahead, low, kv_head, KV_HEADS, 1, BLOCK, TOKENS)
+    after_previous(PDL)
 
     ROWS: tl.constexpr = 8
     SIDE: tl.constexpr = 16 if BLOCK % 16 == 0 else 1  # tokens side by side in a block of V
     d = tl.arange(0, D)
     digit = tl.arange(0, 2 * ROWS)
-    worth = tl.where(digit < ROWS, 1.0, 1.0 / 254)
     first = seq.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP
     head = first + digit % ROWS
     x = tl.load(q + head[:, None] * D + d[None, :], (digit % ROWS < GROUP)[:, None], other=0)
@@ -60,22 +118,24 @@ def decode(
         x *= tl.load(k_scale + kv_head * D + d)[None, :]
     largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
     x = x * (126.0 / largest)[:, None]
-    x = tl.where((digit < ROWS)[:, None], _round(x), _round((x - _round(x)) * 254)).to(tl.int8)
-    unit = worth * largest * (SCALE / 126)
+    q_hi, q_lo = _digits(x)
+    x = tl.where((digit < ROWS)[:, None], q_hi, q_lo)
+    # Rows of both digits have the same largest value.
+    unit = tl.max(tl.reshape(largest, [2, ROWS]), 0) * (SCALE / (126 * 254))
 
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
     for at in range(low, high, TOKENS):
         t = at + tl.arange(0, TOKENS)
-        inside = t < context
-        page = tl.load(tables + seq.to(tl.int64) * TABLE_STRIDE + t // BLOCK, inside, other=0)
-        page = page.to(tl.int64) * KV_HEADS + kv_head
-        row = page * BLOCK + t % BLOCK
-        keys = tl.load(k_cache + row[:, None] * D + d[None, :], inside[:, None], other=0)
-        score = _both(tl.dot(x, tl.trans(keys)).to(tl.float32) * unit[:, None], ROWS, TOKENS)
+        inside = t < context  # K and V are loaded whole: past the context, p is 0
+        block = of_tokens((ahead * KV_HEADS + kv_head) * BLOCK, TOKENS)
+        ahead = pages(table, at + TOKENS, high, BLOCK, TOKENS)
+        row = block + t % BLOCK
+        keys = tl.load(k_cache + row.to(tl.int64)[:, None] * D + d[None, :])
+        score = _both(tl.dot(x, tl.trans(keys)), ROWS, TOKENS) * unit[:, None]
         if not STATIC:
-            score *= tl.load(k_scale + row, inside, other=0)[None, :]
+            score *= tl.load(k_scale + row)[None, :]
         seen = inside
         if WINDOW > 0:
             seen = seen & (t >= context - WINDOW)
@@ -85,21 +145,20 @@ def decode(
         p = tl.exp2(score - base[:, None])
         fade = tl.exp2(most - base)
         total = total * fade + tl.sum(p, 1)
+        worth = 1.0 / (126 * 254)
         p *= 126.0
-        worth_v = worth * (1.0 / 126)
         if not STATIC:
             scale = tl.load(v_scale + row, inside, other=0)
             most_scale = tl.maximum(tl.max(scale, 0), 1e-30)
             p *= (scale / most_scale)[None, :]
-            worth_v *= most_scale
-        upper = _round(p)
-        p = tl.join(upper, _round((p - upper) * 254)).to(tl.int8)
-        p = tl.reshape(tl.permute(p, (2, 0, 1)), [2 * ROWS, TOKENS])
-        side = tl.max_contiguous(tl.multiple_of(page * (D * BLOCK) + t % BLOCK, SIDE), SIDE)
-        whole = t // SIDE * SIDE < context  # all that lies side by side; p is 0 past the context
-        values = tl.load(v_cache + d[:, None] * BLOCK + side[None, :], whole[None, :], other=0)
-        part = tl.dot(p, tl.trans(values)).to(tl.float32) * worth_v[:, None]
-        acc = acc * fade[:, None] + _both(part, ROWS, D)
+            worth *= most_scale
+        p_hi, p_lo = _digits(p)
+        p = tl.reshape(tl.permute(tl.join(p_hi, p_lo), (2, 0, 1)), [2 * ROWS, TOKENS])
+        side = block.to(tl.int64) * D + t % BLOCK
+        side = tl.max_contiguous(tl.multiple_of(side, SIDE), SIDE)
+        values = tl.load(v_cache + d[:, None] * BLOCK + side[None, :])
+        part = _both(tl.dot(p, tl.trans(values)), ROWS, D)
+        acc = acc * fade[:, None] + part * worth
         most = new
     if STATIC:
         acc *= tl.load(v_scale + kv_head * D + d)[None, :]

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anybit.dispatch import HALVES
-from anybit.kernels.triton.activation import overlap
+from anybit.kernels.triton.activation import after_previous, launch_next, overlap
 
 MOST_TOKENS = 1  # two take cuBLAS less time, on an H200
 ROWS, COLUMNS, WARPS = 2, 4096, 4
@@ -22,14 +22,13 @@ def _dense(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS outputs of M tokens, COLUMNS of K at a time; the next ones are loaded ahead."""
+    launch_next(PDL)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, COLUMNS)
     at = w + n.to(tl.int64)[:, None] * K + k[None, :]
     inside = (n < N)[:, None]
     ahead = tl.load(at, mask=inside & (k < K)[None, :], other=0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    after_previous(PDL)
     sums = ()
     for _ in tl.static_range(M):
         sums = sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
