@@ -22,19 +22,16 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
-from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from anybit import files
 from anybit.dispatch import parse_scheme
 from anybit.kernels.hopper import codebook_tiles
 from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of
 from anybit.kernels.hopper.decode import Decoder, decoder
-from anybit.kernels.hopper.lookup import LookupDecoder, lookup
+from anybit.kernels.hopper.lookup import LookupDecoder
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
 from anybit.kernels.hopper.tiles import Kernel, family, family_grouped
 
@@ -253,16 +250,14 @@ def maker(kernel: Kernel | CodebookKernel) -> Any:
     return sys.modules[__name__]
 
 
-def kernels_of(scheme: str) -> list[Kernel] | list[CodebookKernel]:
+def kernels_of(scheme: str) -> list[Kernel | CodebookKernel]:
     """Every kernel that a layer of this scheme may launch. ValueError when there is none."""
     fmt, activation = parse_scheme(scheme)
     cells = cells_of(fmt)
     if activation is None and isinstance(cells, Cells):
-        many = [lookup(fmt, dtype) for dtype in (torch.float16, torch.bfloat16)]
-        of_many = [lookup_kernels(d) for d in many if isinstance(d, LookupDecoder)]
-        return [*codebook_tiles.family(cells), *chain.from_iterable(of_many)]
+        return [*codebook_tiles.family(cells), *lookup_kernels(cells)]
     operands = {"int8": ["int8"], "fp8": ["float8_e4m3fn"], None: ["float16", "bfloat16"]}
-    out = []
+    out: list[Kernel | CodebookKernel] = []
     for operand in operands[activation]:
         d = decoder(fmt, operand)
         if isinstance(d, str):

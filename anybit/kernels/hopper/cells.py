@@ -64,9 +64,10 @@ def cells_of(fmt: Format) -> Cells | str:
 def pack(packed: Packed) -> list[Tensor]:
     """[blocks (row tiles, blocks, bytes) uint8, row scale fp32 (rows padded,), codebook fp32].
 
-    Rows past N are zeros. W = cells' centroids * their scale * row scale. The codebook is divided by a power of two that
+    W = cells' centroids * their scale * row scale. The codebook is divided by a power of two that
     no sum of a centroid's magnitudes exceeds, which the row scale gives back: so an inner product
-    with v numbers is never larger than they are, and does not overflow their dtype.
+    with v numbers is never larger than they are, and does not overflow their dtype. Rows past N are
+    zeros, as the tiles of `lookup.py` want them.
     K must be a multiple of 32 v.
     """
     cells = cells_of(packed.format)

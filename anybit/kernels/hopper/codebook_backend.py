@@ -44,8 +44,6 @@ def refuse(
         import triton  # noqa: F401
     except ImportError:
         return "triton decodes its weights for many tokens; pip install 'anybit[gpu]'"
-    lookups = [lookup(fmt, dtype) for dtype in NAMES]
-    kernels = [k for d in lookups if isinstance(d, LookupDecoder) for k in lookup_kernels(d)]
     plans = [
         codebook_tiles.choose(cells, m, n, k, name)
         for m in (1, 2, 8, 16)
@@ -54,7 +52,8 @@ def refuse(
     if None in plans:
         return f"{fmt.spec}: its tables do not fit into shared memory for K={k}"
     files = [kernel_file(plan[0]) for plan in plans if plan]
-    return missing_kernels([*files, *map(build.kernel_file, kernels)], fmt.spec)
+    files += [build.kernel_file(kernel) for kernel in lookup_kernels(cells)]
+    return missing_kernels(files, fmt.spec)
 
 
 def prepare(

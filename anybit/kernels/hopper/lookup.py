@@ -3,10 +3,10 @@
 The main loop of `gemm.py` with look-ups in the place of decoding (`lookup_gemm.py`). It reads the
 same cells as the kernels for up to 16 tokens, so a weight lies in memory once.
 
-A thread of a WGMMA holds two columns of a row in a register: one word of a centroid. The table in
-shared memory is laid out by words. An entry of 128 bytes holds a centroid once for each lane that
-may ask for the same word, so the lanes of a warp never meet in a bank, whatever their codes are. Two
-codebooks lie side by side in entries of 256 bytes, so that a code is the second byte of an address.
+A thread of a WGMMA holds two columns of a row in a register: one word of a centroid. An entry of
+the table in shared memory is 128 bytes of copies of one centroid, one copy for each lane that may
+ask for the same word; so lanes never meet in a bank, whatever their codes are. Two codebooks lie
+side by side in entries of 256 bytes, so that a code is the second byte of an address.
 """
 
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ class LookupDecoder(Decoder):
         return TILES_OF_BLOB * self.tile_bytes
 
     @property
-    def table_bytes(self) -> int:
+    def table_bytes(self) -> int:  # type: ignore[override]
         return -(-self.cells.m // 2) * TABLE
 
 
@@ -111,6 +111,7 @@ def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int) -> float:
     return waves * steps * (looked_up + 7 * tile.tokens) + EXCHANGE * (tile.split > 1)
 
 
-def kernels_of(d: LookupDecoder) -> list[Kernel]:
+def kernels_of(cells: Cells) -> list[Kernel]:
     """Every kernel that `choose` may name."""
-    return [Kernel(d, tile, d.operand) for tile in candidates(d)]
+    decoders = [LookupDecoder(dtype, cells=cells) for dtype in MANTISSA]
+    return [Kernel(d, tile, d.operand) for d in decoders for tile in candidates(d)]

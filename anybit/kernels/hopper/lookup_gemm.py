@@ -1,4 +1,7 @@
-"""`lookup.py`'s part of the main loop, in CuTe DSL: cells to shared memory, look-ups to registers."""
+"""The main loop's look-ups, in CuTe DSL: cells to shared memory, centroids to registers.
+
+`lookup.py` says what lies where.
+"""
 
 from typing import Any
 
@@ -139,11 +142,10 @@ class LookupGemm(Gemm):
                 for i, of_book in enumerate(codes):
                     word, byte = of_book[chunk // each]
                     found = self.look_up(insert_code(word, place, byte + row), i)
-                    totals = (
-                        [half2("add.rn", d.operand, both) for both in zip(totals, found)]
-                        if totals
-                        else found
-                    )
+                    if totals:
+                        both = zip(totals, found, strict=True)
+                        found = [half2("add.rn", d.operand, pair) for pair in both]
+                    totals = found
                 for j, total in enumerate(totals):
                     scale = grid[(chunk + j) * CHUNK * d.groups // K_TILE][row]
                     register = half2("mul.rn", d.operand, (total, scale))
