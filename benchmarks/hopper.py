@@ -37,7 +37,7 @@ SCHEMES = ["liquid@int8", "int8@int8", "fp6", "int4:group=128"]
 MS = "1,16,32,64,128,256,1024"
 MORE_TILES = [
     *(Tile(tokens, ctas=2, split=c) for tokens in (8, 16, 32, 64) for c in (1, 2, 4)),
-    *(Tile(tokens, split=c) for tokens in (8, 16, 64) for c in (1, 2)),
+    *(Tile(tokens, split=c) for tokens in (8, 16, 64) for c in (1, 2, 3)),
     Tile(256),
 ]  # tried by `sweep` beside the family
 

@@ -37,7 +37,9 @@ class Additive(Calibrated):
 
     rounds: times that codes, codebooks and scales are optimized in turn.
     beam: candidates for the codes of a vector that are kept from one codebook to the next.
-    damping: added to H's diagonal, as a part of its mean.
+    damping: added to H's diagonal, as a part of its mean. On pico 0.1 instead of 0.01 takes 4 % off
+        the KL on text of the kind that m2v8 was calibrated on, and 14 % on text of another kind
+        (0.3: 4 % and 25 %).
     steps: of Adam on the grids and norms of a block, after its layers are quantized, towards what
         the dense block puts out for the same inputs; 0 leaves them as they are.
     rate: Adam's, as a part of each tensor's root mean square; it falls to zero along a cosine.
@@ -46,7 +48,7 @@ class Additive(Calibrated):
 
     rounds: int = 4
     beam: int = 8
-    damping: float = 0.01
+    damping: float = 0.1
     steps: int = 50
     rate: float = 1e-3
     seed: int = 0

@@ -1,8 +1,6 @@
 """vLLM generates what transformers does, from the same checkpoint (`make test-vllm`)."""
 
 import gc
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,10 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
 import anybit
-from anybit.engine.weights import linear_shapes
-from anybit.files import stored_tensors
 from anybit.integrations.transformers import AnybitConfig
-from anybit.quantize import plan_of, quantization_config, resolve
+from anybit.quantize import dequantize_
 from anybit.stream import quantize_checkpoint
 from tests.specs import SPECS
 
@@ -144,7 +140,7 @@ MIXTURES = {
 @pytest.mark.parametrize("plan", MIXTURES.values(), ids=MIXTURES)
 def test_experts(tmp_path, mixtral, plan):
     """Stored in codes, and quantized while they are loaded, they are the decoded dense model."""
-    save_by_hand(mixtral, tmp_path, plan)
+    quantized_and_decoded(mixtral, tmp_path, plan)
     wanted = by_transformers(tmp_path / "decoded")
     assert by_vllm(tmp_path / "codes") == wanted
     assert by_vllm(mixtral, quantization="anybit", hf_overrides={"anybit": {"formats": plan}}) == (
@@ -154,31 +150,16 @@ def test_experts(tmp_path, mixtral, plan):
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_experts_of_two_ranks(tmp_path, mixtral, expert_parallel, two_ranks):
-    save_by_hand(mixtral, tmp_path, MIXTURES["codebooks"])
+    quantized_and_decoded(mixtral, tmp_path, MIXTURES["codebooks"])
     got = by_vllm(tmp_path / "codes", enable_expert_parallel=expert_parallel, **two_ranks)
     assert got == by_transformers(tmp_path / "decoded")
 
 
-def save_by_hand(source, out, plan):
-    """The model with each linear layer's codes in out/codes, and its decoded weight in out/decoded.
-
-    Experts too, which transformers keeps in tensors of its own, so `quantize_` leaves them dense.
-    """
-    tensors = load_file(source / "model.safetensors")
-    schemes = resolve(linear_shapes(stored_tensors(source)), plan_of(plan))
-    codes, decoded = dict(tensors), dict(tensors)
-    for name, scheme in schemes.items():
-        packed = anybit.quantize_tensor(codes.pop(f"{name}.weight"), scheme)
-        codes |= {f"{name}.{key}": tensor for key, tensor in packed.tensors().items()}
-        decoded[f"{name}.weight"] = packed.dequantize()
-    config = json.loads((source / "config.json").read_text())
-    for name, state, extra in (
-        ("codes", codes, {"quantization_config": quantization_config(plan_of(plan))}),
-        ("decoded", decoded, {}),
-    ):
-        shutil.copytree(source, out / name)
-        (out / name / "config.json").write_text(json.dumps(config | extra))
-        save_file(state, out / name / "model.safetensors", {"format": "pt"})
+def quantized_and_decoded(source, out, plan):
+    """The model quantized in out/codes, and dense with the decoded weights in out/decoded."""
+    quantize_checkpoint(source, out / "codes", plan)
+    dequantize_(anybit.load(out / "codes")).save_pretrained(out / "decoded")
+    AutoTokenizer.from_pretrained(source).save_pretrained(out / "decoded")
 
 
 @pytest.mark.parametrize("dense", [False, True])

@@ -100,12 +100,13 @@ def _integer(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
     m.write(w, i.args[0], r.astype(np.uint64) & np.uint64(MASK[str(bits)]), active)
 
 
-@on(r"mul\.wide\.[su]32")
+@on(r"mul\.(wide|hi)\.[su]32")
 def _wide(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
     a, b = (m.read(w, x) & np.uint64(MASK["32"]) for x in i.args[1:])
     if ".s" in i.op:
         a, b = signed(a, 32), signed(b, 32)
-    m.write(w, i.args[0], (a * b).astype(np.uint64), active)
+    product = (a * b).astype(np.uint64)
+    m.write(w, i.args[0], product >> np.uint64(32) if ".hi" in i.op else product, active)
 
 
 @on(r"mul\.hi\.[su](16|32)")

@@ -42,6 +42,8 @@ def test_the_family_holds_every_choice(scheme: str) -> None:
                 # One CTA never exceeds what shared memory holds.
                 used = tile.stages * (d.blob_bytes * tile.rows // 128 + tile.tokens * 16 * d.slot)
                 assert used <= tiles.SHARED_OF_SM // tile.ctas - tiles.RESERVED
+        for m in (1, 16, 32, 64, 100, 128, 256, 512, 4096):
+            assert Kernel(d, tiles.choose_grouped(d, m, 8), output, grouped=True) in kernels
 
 
 @pytest.mark.parametrize(("spec", "operand"), [("liquid", "int8"), ("int4:group=128", "bfloat16")])
@@ -85,7 +87,7 @@ def test_names_tell_kernels_apart(tmp_path: Path) -> None:
     kernels = [
         Kernel(d, tiles.fitted(Tile(16, ctas=2), d), "float16"),
         Kernel(d, tiles.fitted(Tile(16, ctas=2, split=2), d), "float16"),
-        Kernel(d, tiles.fitted(Tile(16, ctas=2), d), "float16", overlap=False),
+        Kernel(d, tiles.fitted(Tile(16, ctas=2), d), "float16", pipeline="turns"),
         Kernel(decoder_of("fp5", "float16"), Tile(16, ctas=2, stages=6), "float16"),
         Kernel(decoder_of("fp6:group=128", "float16"), Tile(16, ctas=2, stages=6), "float16"),
     ]
@@ -112,6 +114,7 @@ def test_kernels_compile(tmp_path: Path) -> None:
         Kernel(liquid, tiles.fitted(Tile(16, ctas=2, split=4), liquid), "bfloat16"),
         Kernel(zero, tiles.fitted(Tile(64, ctas=2), zero), "bfloat16"),
         Kernel(fp6, tiles.fitted(Tile(8, ctas=2), fp6), "float16"),
+        Kernel(zero, tiles.fitted(Tile(128, rows=256), zero), "bfloat16"),
     ]
     assert build.build(good, tmp_path, jobs=2) == []
     for kernel in good:
@@ -122,7 +125,7 @@ def test_kernels_compile(tmp_path: Path) -> None:
         assert meta["cluster"] == kernel.tile.split
         registers, stack = build.resources(cubin)
         assert stack == 0
-        assert build.waits(cubin) == build.WAITS
+        assert build.waits(cubin) == 2 * kernel.tile.rows // 128 + 1
         assert 32 < registers == meta["registers"]
         # Nine warps take registers like twelve: two CTAs fit into 65536.
         assert registers <= 65536 // (384 * kernel.tile.ctas) // 8 * 8 + 16
@@ -183,8 +186,8 @@ def test_a_layer_is_laid_out_for_its_operand() -> None:
     packed = anybit.quantize_tensor(torch.randn(136, 256), "fp6")
     blobs, scale, zero, *canonical = backend.prepare(packed, None)
     assert blobs.dtype == torch.bfloat16
-    assert blobs.shape == (4, 2, 128 * 128 * 6 // 8 // 2)  # 136 rows, padded to 512
-    assert scale.shape == zero.shape == (512,)
+    assert blobs.shape == (2, 2, 128 * 128 * 6 // 8 // 2)  # 136 rows, padded to 256
+    assert scale.shape == zero.shape == (256,)
     assert all(a is b for a, b in zip(canonical, packed.tensors().values(), strict=True))
     torch.set_default_dtype(torch.float16)
     try:

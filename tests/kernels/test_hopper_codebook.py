@@ -61,9 +61,9 @@ def test_layout_reads_back(v: int, m: int, group: int) -> None:
     packed = random_packed(fmt, n, k)
     cells = cut(fmt)
     blocks, row_scale, book = pack(packed)
-    assert blocks.shape == (8, k // cells.columns, cells.block_bytes)  # 128 rows
+    assert blocks.shape == (16, k // cells.columns, cells.block_bytes)  # 256 rows
     assert not blocks[3:].any()
-    assert row_scale.shape == (128,)
+    assert row_scale.shape == (256,)
     codes, scale = unpack(blocks, cells)
     assert torch.equal(codes[:n], packed.codes())
     # Powers of two apart, nothing is rounded: book and row scale give back the same weight.
@@ -281,6 +281,7 @@ LOOKUPS = [
     (8, 1, 0, HALF, Tile(64, split=4), (70, 128, 512), 1),
     (16, 3, 128, BRAIN, Tile(32), (7, 128, 512), 1),
     (8, 4, 512, HALF, Tile(32, split=2), (19, 128, 512), 1),
+    (4, 1, 128, HALF, Tile(32, rows=256, split=3), (9, 392, 384), 1),
 ]
 
 

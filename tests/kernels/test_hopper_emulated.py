@@ -1,7 +1,7 @@
 """Hopper kernels as compiled, run instruction by instruction on the CPU, against the definition.
 
-Every feature of the main loop appears in one of these kernels at least: split K, shared loads of X,
-256-row tiles with register reallocation, experts, every operand type, ragged M and N, bias.
+Every feature of the main loop appears in one of these kernels at least: split K, 256-row tiles with
+register reallocation, experts, every operand type, ragged M and N, bias.
 """
 
 from importlib.util import find_spec
@@ -33,11 +33,15 @@ CASES = [
     ("liquid@int8", BRAIN, Tile(32, stages=2), (40, 256, 512), 2),
     ("liquid@int8", BRAIN, Tile(128, rows=256, stages=2), (9, 256, 384), 1),
     ("int8@int8", BRAIN, Tile(128, stages=2), (8, 128, 640), 2),
+    ("int8@int8", BRAIN, Tile(16, split=3), (11, 200, 512), 2),
+    ("int3:group=128", HALF, Tile(8, ctas=2, split=6), (8, 136, 896), 1),
     ("int4@int8", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
     ("fp6", HALF, Tile(16, ctas=2, split=2), (16, 136, 384), 2),
     ("fp6", BRAIN, Tile(32, ctas=2, stages=2), (33, 128, 384), 1),
     ("int4:group=128", BRAIN, Tile(8, ctas=2), (8, 128, 384), 1),
     ("int3:group=32,zero", HALF, Tile(8, ctas=2), (7, 128, 256), 1),
+    ("fp6", HALF, Tile(128, rows=256, stages=2), (9, 256, 384), 1),
+    ("int4:group=128", BRAIN, Tile(128, rows=256, stages=2), (130, 200, 256), 1),
     ("fp6@fp8", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
     ("int4@fp8", BRAIN, Tile(8, ctas=2), (6, 128, 256), 1),
     ("sparse@int8", HALF, Tile(8, ctas=2), (8, 128, 384), 2),
@@ -130,6 +134,17 @@ def test_products(
     assert all(torch.equal(r, results[0]) for r in results)  # whatever the order of events
     if emulated.tile.split == 1:  # fewer CTAs than tiles: each does several
         assert torch.equal(emulated.run(x, prepared, n, 1, bias), results[0])
+
+
+def test_token_tiles_come_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five tiles of tokens in groups of two, three of rows, over four CTAs."""
+    from anybit.kernels.hopper import gemm
+
+    monkeypatch.setattr(gemm, "NEAR", 256)
+    emulated = Emulated("int8@int8", BRAIN, Tile(128, stages=2))
+    packed, x = packed_weight("int8@int8", 264, 128), emulated.tokens(520, 128)
+    y = emulated.run(x, backend.layout(packed, "int8"), 264, 4)
+    assert_close(y, product(operand_weight(packed, BRAIN), x), BRAIN)
 
 
 def test_int8_sums_are_exact() -> None:

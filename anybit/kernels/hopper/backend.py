@@ -18,8 +18,8 @@ from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.build import compile_kernel, kernel_file, missing_kernels
 from anybit.kernels.hopper.decode import K_TILE, Decoder, decoder
 from anybit.kernels.hopper.load import Function
-from anybit.kernels.hopper.pack import ROW_MULTIPLE, pack
-from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.hopper.pack import pack
+from anybit.kernels.hopper.tiles import ROW_MULTIPLE, Kernel, Tile
 
 HALVES = (torch.float16, torch.bfloat16)
 OPERANDS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # of activation notations
@@ -43,7 +43,9 @@ def refuse(
         except ImportError:
             return "triton quantizes its activations; pip install 'anybit[gpu]'"
     outs = [d.operand] if activation is None else NAMES.values()
-    return missing_kernels([kernel_file(Kernel(d, t, o)) for t in tiles.family(d) for o in outs])
+    kernels = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
+    kernels += [Kernel(d, t, o, grouped=True) for t in tiles.family_grouped(d) for o in outs]
+    return missing_kernels([kernel_file(kernel) for kernel in kernels])
 
 
 def prepare(

@@ -33,7 +33,7 @@ from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of
 from anybit.kernels.hopper.decode import Decoder, decoder
 from anybit.kernels.hopper.lookup import LookupDecoder
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
-from anybit.kernels.hopper.tiles import Kernel, family, family_grouped
+from anybit.kernels.hopper.tiles import ROWS, Kernel, family, family_grouped
 
 SCHEMES = (
     "liquid@int8", "int8@int8", "int4@int8", "sparse@int8",
@@ -41,9 +41,8 @@ SCHEMES = (
     "int8", "int4:group=128", "int4:group=64", "int4:group=128,zero", "int3:group=64",
     "int2:group=64",
 )  # fmt: skip
-SOURCES = ("decode.py", "epilogue.py", "gemm.py", "lang.py", "ptx.py")
+SOURCES = ("decode.py", "epilogue.py", "excp.py", "gemm.py", "lang.py", "ptx.py")
 ENTRY = re.compile(r"\.entry (\w+)\(")
-WAITS = 3  # for each half of a K tile, and at the end
 WAIT = 0x8000000079C5  # WARPGROUP.DEPBAR
 WGMMAS = (0xDF0, 0xDF1, 0xDF3)  # opcodes of HGMMA, IGMMA and QGMMA
 # Bytes of the kernel's parameters, in the order of `load.Arguments`.
@@ -110,9 +109,12 @@ def compile_kernel(kernel: Kernel, folder: str | Path | None = None) -> Path:
         "cluster": kernel.tile.split,
         "box": kernel.tile.tokens,
     }
-    products = kernel.tile.rows // 128 * kernel.decoder.slot // 2
+    # WGMMAs of a K tile, and the waits for them: one for each batch, and one at the end.
+    each = kernel.tile.rows // ROWS * kernel.decoder.slot // 2
+    batches = 2 * kernel.tile.rows // ROWS if kernel.pipeline != "explicit" else 7
+    most_waits = batches * max(1, wgmmas(cubin) // each) + 1  # ptxas unrolls some short loops
     path = kernel_file(kernel, folder)
-    return write_kernel(path, kernel, ptx, cubin, PARAMETERS, header, products)
+    return write_kernel(path, kernel, ptx, cubin, PARAMETERS, header, most_waits)
 
 
 def write_kernel(
@@ -122,23 +124,21 @@ def write_kernel(
     cubin: bytes,
     wanted: list[int],
     header: dict[str, int],
-    products: int = 0,
+    most_waits: int = 0,
 ) -> Path:
     """Write a kernel's file whole: a line of JSON, then the cubin.
 
     wanted: bytes of each parameter. header: what the launcher must know beside the entry's name.
-    products: WGMMAs of a K tile.
+    most_waits: for WGMMAs, where the code has them: one for each batch in a K tile, one at the end.
     Raises BuildError when the kernel spills, waits for every WGMMA, or takes other parameters.
     """
     registers, stack = resources(cubin)
     if stack:
         raise BuildError(f"{kernel} spills: {stack} bytes of stack; choose a smaller tile")
-    # ptxas may unroll a short loop: then each copy of its WGMMAs has its waits.
-    most = WAITS + (WAITS - 1) * max(0, wgmmas(cubin) // max(1, products) - 1)
-    if (count := waits(cubin)) > most:
+    if (count := waits(cubin)) > most_waits:
         raise BuildError(
-            f"{kernel} waits for its products at {count} places, not {most}: ptxas serialized its "
-            "WGMMAs (see `gemm.Gemm.release`)"
+            f"{kernel} waits for its products at {count} places, not {most_waits}: ptxas "
+            "serialized them (see `gemm.Gemm.release`)"
         )
     if parameters(ptx) != wanted:
         raise BuildError(f"{kernel} takes parameters of {parameters(ptx)} bytes, not {wanted}")
@@ -161,6 +161,7 @@ def generate(kernel: Kernel) -> tuple[str, bytes, int]:
     from cutlass.cute.runtime import make_ptr
     from cutlass.cute.typing import AddressSpace
 
+    from anybit.kernels.hopper.excp import Explicit
     from anybit.kernels.hopper.gemm import TYPES, Gemm
 
     if isinstance(kernel.decoder, LookupDecoder):
@@ -168,7 +169,7 @@ def generate(kernel: Kernel) -> tuple[str, bytes, int]:
 
         gemm: Gemm = LookupGemm(kernel)
     else:
-        gemm = Gemm(kernel)
+        gemm = (Explicit if kernel.pipeline == "explicit" else Gemm)(kernel)
     out = TYPES[kernel.output]
     kinds = ((gemm.b, 16), (Uint8, 128), (Float32, 4), (Int32, 4), (Float32, 4), (Int32, 4),
              (out, 2), (out, 16), (Int32, 4))  # fmt: skip

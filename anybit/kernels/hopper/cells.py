@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from anybit.format import Format, Packed
+from anybit.kernels.hopper.tiles import ROW_MULTIPLE
 
 ROWS, VECTORS, CELL = 16, 32, 512
-ROW_MULTIPLE = 128  # rows are padded to this, a tile of `lookup.py`
 CHUNK_BYTES = 1 << 28  # of temporaries while packing
 
 

@@ -12,14 +12,13 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from anybit.kernels.hopper.ptx import pack2, stmatrix_transposed, store_to_cta
 
-ROWS = 128  # weight rows of a blob; 64 for each warpgroup
-
 
 class Epilogue:
     """The part of `gemm.Gemm` behind the main loop."""
 
     tokens: int  # of a tile
-    blocks: int  # blobs of 128 rows in a tile
+    parts: int  # blocks of rows in a tile, of which a warp has 16 channels each
+    part_rows: int  # rows from one to the next
     split: int  # CTAs that share the tile
     finishers: int  # warps of a CTA that finish outputs, 16 channels each
     batch: int  # tokens that a warp stages for its stores at a time
@@ -67,13 +66,13 @@ class Epilogue:
         scale = cute.make_tensor(row_scale, cute.make_layout(row + 256))
         zero = cute.make_tensor(row_zero, cute.make_layout(row + 256))
         offset = cute.make_tensor(bias, cute.make_layout(n))
-        scales = cute.make_rmem_tensor((2, self.blocks), Float32)
-        zeros = cute.make_rmem_tensor((2, self.blocks), Int32)
-        offsets = cute.make_rmem_tensor((2, self.blocks), Float32)
+        scales = cute.make_rmem_tensor((2, self.parts), Float32)
+        zeros = cute.make_rmem_tensor((2, self.parts), Int32)
+        offsets = cute.make_rmem_tensor((2, self.parts), Float32)
         offsets.fill(0.0)
-        for i in cutlass.range_constexpr(self.blocks):
+        for i in cutlass.range_constexpr(self.parts):
             for v in cutlass.range_constexpr(2):
-                further = const_expr(i * ROWS + v * 8)
+                further = const_expr(i * self.part_rows + v * 8)
                 scales[v, i] = scale[row + further]
                 if const_expr(self.integer):
                     zeros[v, i] = zero[row + further]
@@ -139,7 +138,6 @@ class Epilogue:
             cute.recast_ptr(buffer, dtype=Uint32),
             cute.make_layout((4, 2, self.batch), stride=(1, 4, 12)),
         )
-        vector = cute.make_rmem_tensor((4,), Uint32)
         for p in cutlass.range_constexpr(self.tokens // self.batch):
             packed = []
             for j in cutlass.range_constexpr(self.batch // 8):
@@ -162,13 +160,20 @@ class Epilogue:
                 address = buffer + (token * 48 + lane // 8 % 2 * 16)
                 stmatrix_transposed(address.toint(), packed[i : i + n_matrices])
             cute.arch.sync_warp()
-            for i in cutlass.range_constexpr(-(-2 * self.batch // 32)):
+            # Two lanes a token; all loads before the first store.
+            rounds = const_expr(-(-2 * self.batch // 32))
+            vectors = cute.make_rmem_tensor((4, rounds), Uint32)
+            for i in cutlass.range_constexpr(rounds):
+                token = cutlass.min(i * 16 + lane // 2, Int32(self.batch - 1))
+                cute.autovec_copy(rows[None, lane % 2, token], vectors[None, i])
+            for i in cutlass.range_constexpr(rounds):
                 token = i * 16 + lane // 2
                 at = start + p * self.batch + token
                 column = channel + lane % 2 * 8
                 if token < self.batch and at < end and column < n:
-                    cute.autovec_copy(rows[None, lane % 2, token], vector)
                     target = (y + (Int64(at) * n + column)).align(16)
                     target = cute.recast_ptr(target, dtype=Uint32)
-                    cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(4)))
+                    cute.autovec_copy(
+                        vectors[None, i], cute.make_tensor(target, cute.make_layout(4))
+                    )
             cute.arch.sync_warp()

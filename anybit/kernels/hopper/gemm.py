@@ -31,10 +31,10 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from anybit.kernels.hopper.decode import K_TILE
-from anybit.kernels.hopper.epilogue import ROWS, Epilogue
+from anybit.kernels.hopper.epilogue import Epilogue
 from anybit.kernels.hopper.lang import Word
-from anybit.kernels.hopper.ptx import bulk_load
-from anybit.kernels.hopper.tiles import MOST_EXPERTS, Kernel
+from anybit.kernels.hopper.ptx import arrive_if, bulk_load
+from anybit.kernels.hopper.tiles import MOST_EXPERTS, ROW_MULTIPLE, ROWS, Kernel
 
 TYPES = {
     "uint8": Uint8,
@@ -43,18 +43,25 @@ TYPES = {
     "bfloat16": BFloat16,
     "float8_e4m3fn": Float8E4M3FN,
 }
+NEAR = 1024  # tokens whose tiles are neighbours in the order of tiles
 # Registers of a producer and a consumer thread when four producer warps give theirs away.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
 class Gemm(Epilogue):
+    source = warpgroup.OperandSource.RMEM  # of the decoded weights
+    multipliers = 2  # warpgroups that multiply
+
     def __init__(self, kernel: Kernel):
         decoder, tile = kernel.decoder, kernel.tile
-        self.decoder, self.tile, self.overlap = decoder, tile, kernel.overlap
+        self.decoder, self.tile = decoder, tile
+        self.running = 0 if kernel.pipeline == "turns" else 1  # batches of products, at decoding
         self.out, self.grouped = kernel.output, kernel.grouped
         self.tokens, self.stages = tile.tokens, tile.stages
         self.split = tile.split
-        self.blocks = tile.rows // ROWS  # blobs a stage
+        self.near = NEAR // tile.tokens if tile.tokens >= 128 else 0  # token tiles
+        self.blocks = self.parts = tile.rows // ROWS  # blobs a stage
+        self.part_rows, self.decoded = ROWS, 0
         self.a, self.b = TYPES[decoder.operand], TYPES[kernel.activation]
         self.integer = kernel.activation == "int8"
         self.quantized = kernel.activation in ("int8", "float8_e4m3fn")
@@ -65,13 +72,14 @@ class Gemm(Epilogue):
         self.whole = self.words // 4  # chunks of 4 words; 2 words may remain
         self.grid_words = decoder.entries * decoder.grid_words
         self.blob = decoder.blob_bytes
-        self.finishers = 8 // tile.split  # warps of a CTA that finish outputs, 16 channels each
+        # Warps of a CTA that finish outputs, 16 channels each; the last CTA may have fewer.
+        self.finishers = -(-8 // tile.split)
         self.arrivals = 1  # of the producer's threads, when a stage is loaded
         self.batch = min(tile.tokens, 32)  # tokens that a warp stages for its stores at a time
 
     def mma_op(self) -> Any:
         shape = (64, self.tokens, self.k_mma)
-        where = (warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K)
+        where = (self.source, OperandMajorMode.K, OperandMajorMode.K)
         if self.integer:
             return warpgroup.MmaI8Op(self.a, self.b, Int32, shape, *where)
         if self.quantized:
@@ -107,7 +115,7 @@ class Gemm(Epilogue):
             cute.slice_(x_layout, (None, None, 0)),
             (self.tokens, K_TILE),
         )
-        mma = cute.make_tiled_mma(cute.make_mma_atom(self.mma_op()), cute.make_layout((2, 1, 1)))
+        mma = cute.make_tiled_mma(cute.make_mma_atom(self.mma_op()), (self.multipliers, 1, 1))
 
         @cute.struct
         class Shared:
@@ -116,7 +124,8 @@ class Gemm(Epilogue):
             empty: cute.struct.MemRange[Int64, self.stages]
             x: cute.struct.Align[cute.struct.MemRange[self.b, cute.cosize(x_layout)], 1024]
             w: cute.struct.Align[
-                cute.struct.MemRange[Uint8, self.stages * self.blob * self.blocks], 128
+                cute.struct.MemRange[Uint8, self.stages * self.blob * self.blocks + self.decoded],
+                128,
             ]
             outputs: cute.struct.Align[cute.struct.MemRange[Uint8, 8 * 48 * self.batch], 128]
             token: cute.struct.Align[cute.struct.MemRange[Int32, 2 * 2 * self.tokens], 16]
@@ -168,13 +177,12 @@ class Gemm(Epilogue):
             cpasync.prefetch_descriptor(x_copy)
             if thread % 32 < self.stages:
                 cute.arch.mbarrier_init(full + thread % 32, self.arrivals)
-                # One arrival of each consumer warp.
-                cute.arch.mbarrier_init(empty + thread % 32, 8)
+                cute.arch.mbarrier_init(empty + thread % 32, 256)  # all consumers
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
 
-        # A CTA takes a range of tiles, token tiles innermost; or a cluster splits one tile along K.
+        # A CTA takes every so many tiles, see `locate`; or a cluster splits one along K.
         k_tiles = k // K_TILE
         table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(MOST_EXPERTS + 1))
         m_tiles = (m + (self.tokens - 1)) // self.tokens
@@ -187,18 +195,14 @@ class Gemm(Epilogue):
             for e in cutlass.range(experts, unroll=1):
                 m_tiles += self.tiles_between(table[e], table[e + 1])
         # What does not change from tile to tile.
-        problem = (table, m, n, m_tiles, (n + (512 - 1)) // 512 * 4)
-        rank, team = cta % self.split, cta // self.split
+        rows = const_expr(self.tile.rows)
+        n_tiles = (n + (rows - 1)) // rows
+        problem = (table, m, n, m_tiles, n_tiles, (n + (ROW_MULTIPLE - 1)) // ROW_MULTIPLE)
+        rank, first, tiles = cta % self.split, cta // self.split, n_tiles * m_tiles
         if const_expr(self.split > 1):
-            first, last = team, team + 1
             k_first = k_tiles * rank // self.split
             k_last = k_tiles * (rank + 1) // self.split
         else:
-            rows = const_expr(self.tile.rows)
-            tiles = (n + (rows - 1)) // rows * m_tiles
-            each, more = tiles // ctas, tiles % ctas
-            first = team * each + cutlass.min(team, more)
-            last = first + each + (Int32(1) if team < more else Int32(0))
             k_first, k_last = Int32(0), k_tiles
 
         if warp >= 8:
@@ -207,7 +211,7 @@ class Gemm(Epilogue):
             if warp == 8:
                 self.produce(
                     x_copy, x_tma, s_x, w, shared.w.data_ptr().toint(), full, empty,
-                    problem, k_tiles, first, last, k_first, k_last,
+                    problem, k_tiles, first, tiles, ctas, k_first, k_last,
                 )  # fmt: skip
             if const_expr(self.split > 1):  # as in `exchange`
                 self.meet()
@@ -219,7 +223,7 @@ class Gemm(Epilogue):
             cute.arch.griddepcontrol_wait()
             self.consume(
                 mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y,
-                problem, first, last, k_first, k_last, rank, thread,
+                problem, first, tiles, ctas, k_first, k_last, rank, thread,
             )  # fmt: skip
 
     def begin(self, shared: Any, table: Any, thread: Any) -> None:
@@ -232,10 +236,19 @@ class Gemm(Epilogue):
 
     @cute.jit
     def locate(self, tile, problem):
-        """A tile's (row tile, its first row of blobs, expert, first token, last token + 1)."""
-        table, m, _, m_tiles, expert_blobs = problem
-        row_tile = tile // m_tiles
-        index = tile % m_tiles
+        """A tile's (row tile, its first row of blobs, expert, first token, last token + 1).
+
+        Token tiles are innermost, so CTAs at work at the same time share weights and tokens in the
+        L2: `NEAR` tokens at most, or the weights of a wave would not fit beside them.
+        """
+        table, m, _, m_tiles, n_tiles, expert_tiles = problem
+        if const_expr(self.near and not self.grouped):
+            before = tile // (self.near * n_tiles) * self.near
+            tile -= before * n_tiles
+            width = cutlass.min(m_tiles - before, Int32(self.near))
+            row_tile, index = tile // width, before + tile % width
+        else:
+            row_tile, index = tile // m_tiles, tile % m_tiles
         expert, start, end = Int32(0), index * self.tokens, m
         if const_expr(self.grouped):
             count = self.tiles_between(table[0], table[1])
@@ -244,16 +257,17 @@ class Gemm(Epilogue):
                 expert += 1
                 count = self.tiles_between(table[expert], table[expert + 1])
             start, end = table[expert] + index * self.tokens, table[expert + 1]
-        return row_tile, expert * expert_blobs + row_tile * self.blocks, expert, start, end
+        blobs = expert * (expert_tiles * (ROW_MULTIPLE // ROWS)) + row_tile * self.blocks
+        return row_tile, blobs, expert, start, end
 
     @cute.jit
     def produce(
-        self, x_copy, x_tma, s_x, w, s_w, full, empty, problem, k_tiles, first, last, k_first,
-        k_last,
+        self, x_copy, x_tma, s_x, w, s_w, full, empty, problem, k_tiles, first, tiles, ctas,
+        k_first, k_last,
     ):  # fmt: skip
         """Fill the ring. Weights of the first stages do not wait for the previous kernel."""
         early = cutlass.min(k_last - k_first, Int32(self.stages))
-        if first >= last:
+        if first >= tiles:
             early = Int32(0)
         else:
             _, row_blob, _, _, _ = self.locate(first, problem)
@@ -262,7 +276,7 @@ class Gemm(Epilogue):
         cute.arch.griddepcontrol_wait()
         stage, phase = Int32(0), Int32(1)
         tile = first
-        while tile < last:
+        while tile < tiles:
             _, row_blob, _, start, _ = self.locate(tile, problem)
             g_x = cute.local_tile(
                 cute.domain_offset((start, 0), x_tma), (self.tokens, K_TILE), (0, None)
@@ -292,7 +306,7 @@ class Gemm(Epilogue):
                 if stage == self.stages:
                     stage = Int32(0)
                     phase ^= 1
-            tile += 1
+            tile += ctas
 
     @cute.jit
     def load_weights(self, w, s_w, full, stage, row_blob, k, k_tiles):
@@ -312,13 +326,13 @@ class Gemm(Epilogue):
     @cute.jit
     def consume(
         self, mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y,
-        problem, first, last, k_first, k_last, rank, thread,
+        problem, first, tiles, ctas, k_first, k_last, rank, thread,
     ):  # fmt: skip
         """Two warpgroups: 64 rows each of every 128, all tokens of the tile."""
         group = cute.arch.make_warp_uniform(thread // 128)
         t = thread % 128
         rows = self.tile.rows
-        operand = mma.make_fragment_A(mma.partition_shape_A((rows, K_TILE)))
+        operand = mma.make_fragment_A(mma.partition_shape_A((ROWS, K_TILE)))
         registers = cute.recast_tensor(operand, Uint32)
         x_fragment = mma.make_fragment_B(mma.get_slice(thread).partition_B(s_x))
         acc = cute.make_rmem_tensor(mma.partition_shape_C((rows, self.tokens)), self.acc)
@@ -327,7 +341,7 @@ class Gemm(Epilogue):
         warp = group * 4 + t // 32
         slice_of_16 = warp  # the 16 channels of every 128 that this warp finishes
         if const_expr(self.split > 1):
-            slice_of_16 = rank * self.finishers + warp % self.finishers
+            slice_of_16 = cutlass.min(rank * self.finishers + warp % self.finishers, Int32(7))
         place = (group, warp, slice_of_16, rank, t)
         tensors = (row_scale, row_zero, token_scale, token_sum, bias, y)
         fragments = (mma, operand, registers, x_fragment, acc)
@@ -338,12 +352,12 @@ class Gemm(Epilogue):
             )  # fmt: skip
         else:
             tile = first
-            while tile < last:
+            while tile < tiles:
                 stage, phase = self.multiply(
                     fragments, shared, tensors, problem, tile, k_first, k_last, stage, phase,
                     place,
                 )  # fmt: skip
-                tile += 1
+                tile += ctas
 
     @cute.jit
     def multiply(
@@ -355,7 +369,7 @@ class Gemm(Epilogue):
         group, warp, slice_of_16, rank, t = place
         full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
         rows = self.tile.rows
-        n, expert_rows = problem[2], problem[4] * ROWS
+        n, expert_rows = problem[2], problem[5] * ROW_MULTIPLE
         row_tile, _, expert, start, end = self.locate(tile, problem)
         # What the epilogue needs is fetched here: its latency hides under the main loop.
         tokens = self.fetch_tokens(token_scale, token_sum, start, end, t)
@@ -367,17 +381,19 @@ class Gemm(Epilogue):
         while k < k_last:
             cute.arch.mbarrier_wait(full + stage, phase)
             words, grid = self.read_words(shared, group, t, stage)
-            for half in cutlass.range_constexpr(2):
-                # The other half's products may still run; this half's registers are free.
-                warpgroup.wait_group(1 if const_expr(self.overlap) else 0)
-                if const_expr(half == 1):
-                    self.release(empty + previous, t, k > k_first)
-                self.decode_half(words, grid, registers, half)
+            for batch in cutlass.range_constexpr(2 * self.blocks):
+                half, block = const_expr(batch // self.blocks), const_expr(batch % self.blocks)
+                sums, place_a = self.sums_of(acc, mma, block), const_expr(batch % 2 * self.per_half)
+                # The batch before may still run; the registers of the one before it are free.
+                warpgroup.wait_group(self.running)
+                if const_expr(batch == 1):
+                    self.release(empty + previous, k > k_first)
+                self.decode_half(words, grid, registers, half, block, place_a)
                 warpgroup.fence()
                 for j in cutlass.range_constexpr(self.per_half):
-                    at = const_expr(half * self.per_half + j)
-                    a, b = operand[None, None, at], x_fragment[None, None, at, stage]
-                    cute.gemm(mma, acc, a, b, acc)
+                    a = operand[None, None, place_a + j]
+                    b = x_fragment[None, None, half * self.per_half + j, stage]
+                    cute.gemm(mma, sums, a, b, sums)
                 warpgroup.commit_group()
             previous = stage
             k += 1
@@ -386,13 +402,13 @@ class Gemm(Epilogue):
                 stage = Int32(0)
                 phase ^= 1
         warpgroup.wait_group(0)
-        self.release(empty + previous, t, True)
+        self.release(empty + previous, k_last > k_first)
 
         table = self.share_tokens(shared, tokens, group, t)
         finishes = True
         if const_expr(self.split > 1):
             self.exchange(acc, shared, warp, rank, t % 32)
-            finishes = warp < self.finishers
+            finishes = (warp < self.finishers) & (rank * self.finishers + warp < 8)
         if finishes:
             for i in cutlass.range_constexpr(self.blocks):
                 self.store(
@@ -403,14 +419,19 @@ class Gemm(Epilogue):
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)  # the table is read
         return stage, phase
 
-    @cute.jit
-    def release(self, empty, t, when):
-        """This warp is done with a stage.
+    def sums_of(self, acc, mma, block):
+        """The accumulators of one block of 128 rows."""
+        layout = cute.make_layout(mma.partition_shape_C((ROWS, self.tokens)))
+        return cute.make_tensor(acc.iterator + block * cute.size(layout), layout)
 
-        One branch: with a second one ptxas waits for every single WGMMA of the loop.
+    @cute.jit
+    def release(self, empty, when):
+        """This thread is done with a stage.
+
+        Without a branch, at which ptxas might wait for every single WGMMA of the loop. One lane for
+        its warp is no faster, and racecheck follows only the arrivals of those that have read.
         """
-        if (t % 32 == 0) & when:
-            cute.arch.mbarrier_arrive(empty)
+        arrive_if(empty.toint(), when)
 
     @cute.jit
     def read_words(self, shared, group, t, stage):
@@ -448,17 +469,17 @@ class Gemm(Epilogue):
         return words, grid
 
     @cute.jit
-    def decode_half(self, words, grid, registers, half: cutlass.Constexpr[int]):
-        """64 columns: code words -> A registers of their WGMMAs."""
+    def decode_half(
+        self, words, grid, registers, half: cutlass.Constexpr[int], i: cutlass.Constexpr[int],
+        place: cutlass.Constexpr[int],
+    ):  # fmt: skip
+        """64 columns of block i: code words -> A registers of their WGMMAs, from `place` on."""
         d = self.decoder
-        for i in cutlass.range_constexpr(self.blocks):
-            codes = [
-                Word(words[w % 4, w // 4, i]) for w in range(half * d.bits, (half + 1) * d.bits)
-            ]
-            entries = range(half * d.entries // 2, -(-(half + 1) * d.entries // 2))
-            each = d.grid_words
-            constants = [
-                d.constants([Word(grid[e * each + j, i]) for j in range(each)]) for e in entries
-            ]
-            for r, word in enumerate(d.registers(codes, constants)):
-                registers[(0, r % 2, r // 2 % 2), i, half * self.per_half + r // 4] = word.bits
+        codes = [Word(words[w % 4, w // 4, i]) for w in range(half * d.bits, (half + 1) * d.bits)]
+        entries = range(half * d.entries // 2, -(-(half + 1) * d.entries // 2))
+        each = d.grid_words
+        constants = [
+            d.constants([Word(grid[e * each + j, i]) for j in range(each)]) for e in entries
+        ]
+        for r, word in enumerate(d.registers(codes, constants)):
+            registers[(0, r % 2, r // 2 % 2), 0, place + r // 4] = word.bits

@@ -36,7 +36,6 @@ class LookupGemm(Gemm):
     def __init__(self, kernel: Kernel):
         super().__init__(kernel)
         assert isinstance(kernel.decoder, LookupDecoder)
-        assert self.blocks == 1
         self.lookup, self.cells = kernel.decoder, kernel.decoder.cells
         self.arrivals = 1 + 32  # those of `load_weights`
 
@@ -75,39 +74,40 @@ class LookupGemm(Gemm):
         each, of_codes = const_expr(d.tile_bytes // 16), const_expr(cells.m * d.piece // 16)
         row_stride = k_tiles // d.k_tiles * cells.block_bytes
         part = k % d.k_tiles
+        tiles = const_expr(TILES_OF_BLOB * self.blocks)
         source = w.toint() + Int64(row_blob * TILES_OF_BLOB) * row_stride
         source += k // d.k_tiles * cells.block_bytes
-        for i in cutlass.range_constexpr(0, TILES_OF_BLOB * each, 32):
+        for i in cutlass.range_constexpr(0, tiles * each, 32):
             tile, at = (i + lane) // each, (i + lane) % each
             book, rest = at * 16 // d.piece, at * 16 % d.piece
             offset = book * CELL + part * d.piece + rest
             if at >= of_codes:
                 offset = cells.m * CELL + part * cells.groups // d.k_tiles * (2 * ROWS)
                 offset += (at - of_codes) * 16
-            if i + lane < TILES_OF_BLOB * each:
-                copy_async(
-                    s_w + stage * self.blob + (i + lane) * 16, source + tile * row_stride + offset
-                )
+            if i + lane < tiles * each:
+                to = s_w + stage * (self.blob * self.blocks) + (i + lane) * 16
+                copy_async(to, source + tile * row_stride + offset)
         arrive_after_copies((full + stage).toint())
 
     def read_words(self, shared: Any, group: Any, t: Any, stage: Any) -> tuple:
-        """(codes of every codebook's look-ups, the lane's place in an entry), scales of the groups.
+        """((codes of every block and codebook, lane's place in an entry), scales of every block).
 
-        Scales are pairs, for rows g and g + 8.
+        Scales are pairs, for rows g and g + 8, of each group in the K tile.
         """
         d = self.lookup
         lane = t % 32
-        tile = Int32(shared.w.data_ptr().toint()) + stage * self.blob
-        tile += (group * 4 + t // 32) * d.tile_bytes
-        codes = [self.read_codes(tile + i * d.piece, lane) for i in range(self.cells.m)]
-        scales = []
-        for i in range(d.groups):
-            at = self.cells.m * d.piece + 2 * ROWS * i
-            both = load_shared(tile + lane // 4 * 4, 1, at, True)[0]
+        ring = Int32(shared.w.data_ptr().toint()) + stage * (self.blob * self.blocks)
+        codes, scales = [], []
+        for block in range(self.blocks):
+            tile = ring + block * self.blob + (group * 4 + t // 32) * d.tile_bytes
+            codes.append([self.read_codes(tile + i * d.piece, lane) for i in range(self.cells.m)])
+            at = tile + self.cells.m * d.piece + lane // 4 * 4
+            words = [load_shared(at, 1, 2 * ROWS * i, True)[0] for i in range(d.groups)]
             if d.operand == "float16":
-                scales.append((prmt(both, 0x1010), prmt(both, 0x3232)))
+                scales.append([(prmt(word, 0x1010), prmt(word, 0x3232)) for word in words])
             else:
-                scales.append(tuple(pack2(f, f, d.operand) for f in halves_to_float(both)))
+                pairs = [halves_to_float(word) for word in words]
+                scales.append([tuple(pack2(f, f, d.operand) for f in pair) for pair in pairs])
         place = {4: lane * 4, 8: lane % 8 * 16, 16: lane % 16 * 8}[self.cells.v]
         table = Int32(shared.table.data_ptr().toint()) - WINDOW
         return (codes, Uint32(table) | Uint32(place)), scales
@@ -130,10 +130,12 @@ class LookupGemm(Gemm):
         ]
         return [(word, byte) for load in loads for word in load for byte in (0, 2)]
 
-    def decode_half(self, words: Any, grid: Any, registers: Any, half: int) -> None:
-        """64 columns: codes -> A registers of their WGMMAs."""
+    def decode_half(
+        self, words: Any, grid: Any, registers: Any, half: int, block: int, first: int
+    ) -> None:
+        """64 columns of a block: codes -> A registers of their WGMMAs, from `first` on."""
         d = self.lookup
-        codes, place = words
+        codes, place = words[0][block], words[1]
         each = {4: 1, 8: 4, 16: 2}[self.cells.v]  # registers of a row that a look-up brings
         for at in range(0, K_TILE // 2 // CHUNK, each):
             chunk = half * (K_TILE // 2 // CHUNK) + at
@@ -147,10 +149,9 @@ class LookupGemm(Gemm):
                         found = [half2("add.rn", d.operand, pair) for pair in both]
                     totals = found
                 for j, total in enumerate(totals):
-                    scale = grid[(chunk + j) * CHUNK * d.groups // K_TILE][row]
+                    scale = grid[block][(chunk + j) * CHUNK * d.groups // K_TILE][row]
                     register = half2("mul.rn", d.operand, (total, scale))
-                    where = half * self.per_half + (at + j) // 2
-                    registers[(0, row, (at + j) % 2), 0, where] = register
+                    registers[(0, row, (at + j) % 2), 0, first + (at + j) // 2] = register
 
     def look_up(self, address: Any, i: int) -> list:
         """The lane's words of centroids of codebook i.

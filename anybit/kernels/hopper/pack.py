@@ -16,9 +16,8 @@ from anybit import bits as planes_of
 from anybit.format import Packed
 from anybit.kernels.hopper.decode import K_TILE, Decoder
 from anybit.kernels.hopper.lang import LANES
+from anybit.kernels.hopper.tiles import ROW_MULTIPLE, ROWS
 
-ROWS = 128  # of a blob
-ROW_MULTIPLE = 4 * ROWS  # rows are padded to this, by which `gemm.py` counts an expert's blobs
 CHUNK_BYTES = 1 << 28  # of temporaries
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -98,3 +98,11 @@ def store_to_cta(
     args = [Int32(address), Int32(rank), *values]
     kind = "f" if isinstance(values[0], Float32) else "r"
     _asm(None, args, text, ",".join(["r", "r", *[kind] * 4]), True, at)
+
+
+@dsl_user_op
+def arrive_if(barrier: Int32, when: Boolean, *, loc: Any = None, ip: Any = None) -> None:
+    """One arrival at an mbarrier of this CTA, as a predicated instruction instead of a branch."""
+    at = {"loc": loc, "ip": ip}
+    text = "{ .reg .pred now; setp.ne.s32 now, $1, 0; @now mbarrier.arrive.shared.b64 _, [$0]; }"
+    _asm(None, [Int32(barrier), Int32(when)], text, "r,r,~{memory}", True, at)

@@ -11,9 +11,11 @@ SHARED_OF_SM = 233_472  # bytes that all CTAs of a multiprocessor share
 RESERVED = 1024  # bytes of it that each CTA costs beside its own
 MOST_STAGES = 12
 MOST_EXPERTS = 256
-LEAST_STEPS = 14  # K tiles that a CTA of a cluster of 8 should have
+ROWS = 128  # weight rows of a blob; 64 for each warpgroup
+ROW_MULTIPLE = 256  # weight rows are padded to this; no tile has more
+LEAST_STEPS = 14  # K tiles that a CTA of a cluster of 3 or 8 should have
 # Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange.
-DECODE, FIXED, EXCHANGE = 130, 6300, 3000
+DECODE, FIXED, EXCHANGE = 170, 6300, 3000
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,15 @@ class Tile:
 class Kernel:
     """One member of the family: everything that is fixed when it is compiled.
 
-    output: "float16" or "bfloat16". overlap: False is the ablation that decodes and multiplies in
-    turns (LiquidGEMM, figure 13). grouped: tokens lie sorted by expert, each with its own weight.
+    output: "float16" or "bfloat16". grouped: tokens lie sorted by expert, each with its own weight.
+    pipeline: "implicit", or one of the ablations of LiquidGEMM's figure 13: "turns" decodes and
+    multiplies in turns, "explicit" leaves decoding to a warpgroup of its own (`excp.py`).
     """
 
     decoder: Decoder
     tile: Tile
     output: str
-    overlap: bool = True
+    pipeline: str = "implicit"
     grouped: bool = False
 
     @property
@@ -71,26 +74,32 @@ class Kernel:
         return "int8" if self.decoder.operand == "uint8" else self.decoder.operand
 
 
-# By bits of an operand: where two CTAs of 16-bit operands share a multiprocessor, each has three or
-# four stages, and a kernel that starts early finds places for two CTAs on some and none on others.
-HALVED = {8: Tile(64, ctas=2, split=2), 16: Tile(64, split=2)}
+def shared(decoder: Decoder) -> list[Tile]:
+    """Tiles of 64 tokens that two or three CTAs share. Four were slower on every shape.
+
+    Where two CTAs of 16-bit operands (or 8-bit codes) share a multiprocessor, each has 3 or 4
+    stages, and a kernel that starts early finds places for two CTAs on some and none on others.
+    """
+    ctas = 2 if decoder.slot == 8 and decoder.bits <= 6 else 1
+    return [Tile(64, ctas=ctas, split=s) for s in (2, 3)]
 
 
 def few(decoder: Decoder) -> list[Tile]:
     """Tiles for up to 64 tokens."""
-    small = [Tile(tokens, ctas=2, split=s) for tokens in (8, 16, 32) for s in (1, 2, 4)]
-    if decoder.bits <= 6:  # wider codes would leave three CTAs too few stages
+    small = [Tile(tokens, ctas=2, split=s) for tokens in (8, 16, 32) for s in (1, 2, 4, 6)]
+    if decoder.slot == 8 and decoder.bits <= 6:  # others would leave three CTAs too few stages
         small += [Tile(tokens, ctas=3, split=8) for tokens in (8, 16)]
-    return [*small, Tile(64, ctas=2), HALVED[decoder.slot]]
+    tall = [Tile(64, rows=256)] if decoder.slot == 8 else []
+    return [*small, Tile(64, ctas=2), *tall, *shared(decoder)]
 
 
 def many(decoder: Decoder) -> list[Tile]:
-    """Tiles for more than 64 tokens. With 16-bit operands large ones have two stages, or spill."""
-    halves = [Tile(128), Tile(128, split=2)]
+    """Tiles for more than 64 tokens. 256 tokens of 16-bit operands would leave two stages."""
+    large = [*(Tile(128, split=s) for s in (1, 2, 3)), Tile(128, rows=256)]
     if decoder.slot == 16:
-        return [HALVED[16], *halves]
-    narrow = [Tile(64, ctas=2), HALVED[8]] if decoder.bits <= 6 else []
-    return [*narrow, *halves, Tile(256), Tile(128, rows=256)]
+        return [*shared(decoder), *large]
+    pairs = [Tile(64, ctas=2)] if decoder.bits <= 6 else []
+    return [*pairs, *shared(decoder), *large, Tile(256)]
 
 
 def family(decoder: Decoder) -> list[Tile]:
@@ -142,19 +151,25 @@ def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
     """
     if m > 64:
         candidates = [t for t in many(decoder) if fits_once(t, m, n, k)]
+        if decoder.slot == 16 and m < 512:  # 256 rows were up to 6 % slower there
+            candidates = [t for t in candidates if t.rows == ROWS]
         return fitted(min(candidates, key=lambda t: cycles(t, decoder, m, n, k)), decoder)
     tokens = next(t for t in (8, 16, 32, 64) if m <= t)
     candidates = [t for t in few(decoder) if t.tokens == tokens and fits_once(t, m, n, k)]
-    return fitted(max(candidates, key=lambda t: t.split), decoder)
+    full = MULTIPROCESSORS * 3 // 4 <= -(-n // 256) <= MULTIPROCESSORS  # with 256 rows each
+    return fitted(max(candidates, key=lambda t: (t.split, (t.rows == 256) == full)), decoder)
 
 
 def fits_once(tile: Tile, m: int, n: int, k: int) -> bool:
     """Whether every cluster can be resident at once, and every CTA gets enough of K."""
     if tile.split == 1:
         return True
-    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
-    least = tile.split if tile.split <= 4 else tile.split * LEAST_STEPS
-    return tiles * tile.split <= MULTIPROCESSORS * tile.ctas and k // K_TILE >= least
+    ctas = -(-n // tile.rows) * -(-m // tile.tokens) * tile.split
+    room = MULTIPROCESSORS * tile.ctas
+    if tile.split > 4:  # they do not fill the processor's parts
+        room = room * 7 // 8
+    least = tile.split * (LEAST_STEPS if tile.split in (3, 8) else 1)
+    return ctas <= room and k // K_TILE >= least
 
 
 def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
@@ -180,14 +195,18 @@ def choose_grouped(decoder: Decoder, m: int, experts: int) -> Tile:
     """The tile for tokens of which an expert gets m / experts on average.
 
     Two standard deviations more fit: an expert's second tile reads its weights once more. On an
-    H200 that took liquid's 8 experts of 14336x4096 from 86 to 66 us (m = 64), 116 to 99 (512).
+    H200 that took liquid's 8 experts of 14336x4096 from 86 to 66 us (m = 64), 116 to 99 (512). But
+    128 tokens of 16 bits cost more than some second tiles (int4, m = 512: 193 us against 159).
     """
     average = m / experts
-    tokens = next((t for t in (8, 16, 32, 64) if average + 2 * average**0.5 <= t), 128)
-    same = (t for t in few(decoder) if t.tokens == tokens)
+    most = average + 2 * average**0.5
+    if decoder.slot == 16 and average <= 64:
+        most = min(most, 64)
+    tokens = next((t for t in (8, 16, 32, 64) if most <= t), 128)
+    same = (t for t in few(decoder) if t.tokens == tokens and t.rows == ROWS)
     return fitted(next(same, Tile(128)), decoder)
 
 
 def family_grouped(decoder: Decoder) -> list[Tile]:
     """The tiles that `choose_grouped` may name."""
-    return [choose_grouped(decoder, m, 1) for m in (1, 8, 16, 32, 64)]
+    return [choose_grouped(decoder, m, 1) for m in (1, 8, 16, 32, 128)]
