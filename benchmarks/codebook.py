@@ -7,7 +7,7 @@
 and drives outliers through. `table` times the kernels that `codebook_tiles.choose` names, plain and
 with programmatic dependent launch (pdl), beside cuBLAS, anybit's integers and fp6, and AQLM's
 kernels where the package is installed. `sweep` times many kernels for a problem; its rows are
-added to the table's. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels; `compile` fills it.
+added to the table's. `tiles` times tiles for more than 16 tokens. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels; `compile` fills it.
 """
 
 import argparse
@@ -24,12 +24,13 @@ from torch import Tensor
 
 from anybit import bench, dispatch, timing
 from anybit.format import Packed, get_format
-from anybit.kernels.hopper import codebook_backend
+from anybit.kernels.hopper import codebook_backend, lookup
 from anybit.kernels.hopper.build import build, kernels_of
+from anybit.kernels.hopper.build import kernel_file as gemm_file
 from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of
 from anybit.kernels.hopper.codebook_build import kernel_file
 from anybit.kernels.hopper.codebook_tiles import choose
-from anybit.kernels.hopper.tiles import MAX_SHARED
+from anybit.kernels.hopper.tiles import MAX_SHARED, Kernel, Tile, fits_once, fitted
 from anybit.timing import median_us
 
 # Llama-3's 8B and 70B, gate and up as one layer and as two; k and v are the smallest.
@@ -60,6 +61,10 @@ CHECKED = [
     "codebook:m=1,v=4",
 ]
 DEVICE = torch.device("cuda")
+MORE_TILES = [
+    *(Tile(tokens, split=3) for tokens in (32, 64, 128)),
+    Tile(64, rows=256), Tile(128, rows=256), Tile(256),
+]  # fmt: skip
 LAUNCHES = 48  # in a graph: its own start is a few microseconds
 
 
@@ -97,7 +102,7 @@ class Problem:
             return codebook_backend.multiply(*args, plan, overlap)
         if codebook_backend.lookup_tile(self.fmt, len(x), self.n, self.k, x.dtype) is None:
             return codebook_backend.linear(*args, None)
-        return codebook_backend.multiply_many(*args, None, overlap)
+        return codebook_backend.multiply_many(*args, plan, overlap)
 
     def us(self, m: int, overlap: bool, plan=None, dtype=torch.float16) -> float:
         x = torch.randn(m, self.k, device=DEVICE).to(dtype)
@@ -231,6 +236,34 @@ def sweep(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
     bench.write_csv(args.out, rows)
 
 
+def tiles_of(scheme: str) -> dict[Tile, Kernel]:
+    """Tiles of look-ups for more than 16 tokens: those that are chosen from, and more."""
+    d = lookup.lookup(get_format(scheme), torch.float16)
+    fitting = [*lookup.candidates(d), *(fitted(tile, d) for tile in MORE_TILES)]
+    return {tile: Kernel(d, tile, d.operand) for tile in fitting if tile.stages >= 2}
+
+
+def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> None:
+    """Times of every tile that is worth it, beside cuBLAS; for the rules in `lookup.py`."""
+    for (n, k), scheme in product(args.shapes, args.schemes):
+        p = Problem(scheme, n, k, cold=True)
+        for m in (m for m in args.m if m > codebook_backend.MOST_TOKENS):
+            times = {}
+            for tile, kernel in tiles_of(scheme).items():
+                small, large = tile.tokens < min(m, 64), tile.tokens >= 2 * max(m, 32)
+                if gemm_file(kernel).exists() and fits_once(tile, m, n, k) and not small | large:
+                    times[tile.name] = p.us(m, True, tile)
+            x, w = (
+                torch.randn(m, k, device=DEVICE).half(),
+                torch.empty(4, n, k, device=DEVICE).half(),
+            )
+            dense = median_us([lambda i=i: x @ w[i % 4].T for i in range(LAUNCHES)], DEVICE)
+            chosen = codebook_backend.lookup_tile(p.fmt, m, n, k, x.dtype)
+            text = " ".join(f"{name}={times[name]:.1f}" for name in sorted(times, key=times.get))
+            name = chosen.name if chosen else "dense"
+            print(f"{scheme} {n}x{k} M={m} cublas {dense:.1f} chosen {name} | {text}", flush=True)
+
+
 @lru_cache(maxsize=4)  # a layer is timed in several ways
 def problem(scheme: str, n: int, k: int, values: tuple[int, ...] = ()) -> Problem:
     return Problem(scheme, n, k, values=values)
@@ -303,6 +336,7 @@ def compile_all(args: argparse.Namespace) -> None:
     for scheme, (n, k) in product(BITS, map(bench.parse_shape, SQUARE)):
         plan = choose(cells_of(get_format(scheme)), 1, n, k, "float16")
         kernels += [plan[0]] if plan else []
+    kernels += [kernel for scheme in args.schemes for kernel in tiles_of(scheme).values()]
     for error in build(kernels, verbose=True):
         print(error)
 
@@ -311,7 +345,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("modes", nargs="+", choices=["check", "sweep", "table", "compile"])
+    parser.add_argument("modes", nargs="+", choices=["check", "sweep", "table", "tiles", "compile"])
     parser.add_argument("--schemes", nargs="*", default=None)
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--m", type=bench.parse_counts, default=bench.parse_counts("1,2,4,8,16"))
@@ -330,7 +364,8 @@ def main() -> None:
         elif mode == "compile":
             compile_all(args)
         else:
-            {"sweep": sweep, "table": table}[mode](args, about(args.commit), rows)
+            run = {"sweep": sweep, "table": table, "tiles": tiles}[mode]
+            run(args, about(args.commit), rows)
         print(f"{mode}: {time.perf_counter() - start:.0f} s", flush=True)
 
 
