@@ -7,7 +7,8 @@
 and drives outliers through. `table` times the kernels that `codebook_tiles.choose` names, plain and
 with programmatic dependent launch (pdl), beside cuBLAS, anybit's integers and fp6, and AQLM's
 kernels where the package is installed. `sweep` times many kernels for a problem; its rows are
-added to the table's. `tiles` times tiles for more than 16 tokens. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels; `compile` fills it.
+added to the table's. `tiles` times tiles for more than 16 tokens. Needs no CuTe DSL when
+ANYBIT_CACHE holds the kernels; `compile` fills it.
 """
 
 import argparse
@@ -236,6 +237,12 @@ def sweep(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
     bench.write_csv(args.out, rows)
 
 
+def dense_us(n: int, k: int, m: int) -> float:
+    """cuBLAS in fp16, with cold weights."""
+    x, w = torch.randn(m, k, device=DEVICE).half(), torch.randn(4, n, k, device=DEVICE).half()
+    return median_us([lambda i=i: x @ w[i % 4].T for i in range(LAUNCHES)], DEVICE)
+
+
 def tiles_of(scheme: str) -> dict[Tile, Kernel]:
     """Tiles of look-ups for more than 16 tokens: those that are chosen from, and more."""
     d = lookup.lookup(get_format(scheme), torch.float16)
@@ -253,11 +260,7 @@ def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
                 small, large = tile.tokens < min(m, 64), tile.tokens >= 2 * max(m, 32)
                 if gemm_file(kernel).exists() and fits_once(tile, m, n, k) and not small | large:
                     times[tile.name] = p.us(m, True, tile)
-            x, w = (
-                torch.randn(m, k, device=DEVICE).half(),
-                torch.empty(4, n, k, device=DEVICE).half(),
-            )
-            dense = median_us([lambda i=i: x @ w[i % 4].T for i in range(LAUNCHES)], DEVICE)
+            dense = dense_us(n, k, m)
             chosen = codebook_backend.lookup_tile(p.fmt, m, n, k, x.dtype)
             text = " ".join(f"{name}={times[name]:.1f}" for name in sorted(times, key=times.get))
             name = chosen.name if chosen else "dense"
