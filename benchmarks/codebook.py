@@ -261,7 +261,7 @@ def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
                 if gemm_file(kernel).exists() and fits_once(tile, m, n, k) and not small | large:
                     times[tile.name] = p.us(m, True, tile)
             dense = dense_us(n, k, m)
-            chosen = codebook_backend.lookup_tile(p.fmt, m, n, k, x.dtype)
+            chosen = codebook_backend.lookup_tile(p.fmt, m, n, k, torch.float16)
             text = " ".join(f"{name}={times[name]:.1f}" for name in sorted(times, key=times.get))
             name = chosen.name if chosen else "dense"
             print(f"{scheme} {n}x{k} M={m} cublas {dense:.1f} chosen {name} | {text}", flush=True)
