@@ -141,11 +141,11 @@ def test_spills_and_serialized_products_are_errors(
     d = decoder_of("fp6", "float16")
     kernel = Kernel(d, tiles.fitted(Tile(16), d), "float16")
     monkeypatch.setattr(build, "generate", lambda kernel: (".entry k(\n)", b"", 1))
+    monkeypatch.setattr(build, "wgmmas", lambda cubin: 8)
     monkeypatch.setattr(build, "resources", lambda cubin: (96, 24))
     with pytest.raises(build.BuildError, match="spills: 24 bytes of stack"):
         build.compile_kernel(kernel, tmp_path)
     monkeypatch.setattr(build, "resources", lambda cubin: (96, 0))
-    monkeypatch.setattr(build, "wgmmas", lambda cubin: 8)
     monkeypatch.setattr(build, "waits", lambda cubin: 9)
     with pytest.raises(build.BuildError, match="waits for its products at 9 places"):
         build.compile_kernel(kernel, tmp_path)
