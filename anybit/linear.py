@@ -157,7 +157,8 @@ class QuantLinear(nn.Module):
             new = self._buffers[name]
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old if old.device == new.device else old.to(new.device)
-        if self.prepared and next(iter(self._buffers.values())).device.type != "meta":  # type: ignore[union-attr]
+        device = next(iter(self._buffers.values())).device  # type: ignore[union-attr]
+        if self.prepared and device.type != "meta" and device != self.prepared[0].device:
             self.prepare()
         return self
 

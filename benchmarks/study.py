@@ -106,6 +106,11 @@ int8 rtn
 {TABLE} rtn gptq additive
 {M2V8} additive:16 additive/train:512
 """
+PV = f"""
+bf16 dense
+{M2V8} additive,additive+pv
+int2:group=128 gptq,gptq+pv
+"""
 SMOKE = f"""
 bf16 dense
 {PLAN} clip
@@ -364,7 +369,7 @@ def work(
 
 def cases(kind: str) -> list[tuple[str, str]]:
     """(spec, methods) in the order in which they are measured."""
-    table = {"smoke": SMOKE, "all": CORE + MORE}.get(kind, CORE)
+    table = {"smoke": SMOKE, "pv": PV, "all": CORE + MORE}.get(kind, CORE)
     found = []
     for line in table.split("\n"):
         spec, *methods = line.split() or [""]
@@ -386,7 +391,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"windows ({SAMPLES})")
     parser.add_argument("--steps", type=int, default=600, help="of PV-tuning (600)")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
-    parser.add_argument("--cases", choices=("all", "core", "light", "smoke"), default="all")
+    parser.add_argument("--cases", choices=("all", "core", "light", "pv", "smoke"), default="all")
     parser.add_argument("--out", type=Path, required=True, help="the .csv file to add rows to")
     args = parser.parse_args()
     began = time.perf_counter()

@@ -1,6 +1,6 @@
 """Draw the accuracy study, and put its tables into docs/accuracy.md.
 
-    python benchmarks/study_plot.py benchmarks/results/h200_accuracy.csv --docs docs
+    python benchmarks/study_plot.py benchmarks/results/h200_accuracy.csv --draw study-105m pico
 
 Writes docs/img/accuracy_bits.png (KL against bits) and accuracy_methods.png (loss by quantizer,
 with standard errors), and replaces what stands between `<!-- MODEL -->` and `<!-- end -->`.
@@ -38,14 +38,16 @@ def main() -> None:
     )
     parser.add_argument("csv", type=Path, nargs="+")
     parser.add_argument("--docs", type=Path, default=Path("docs"))
+    parser.add_argument("--draw", nargs="+", help="models to draw (all)")
     args = parser.parse_args()
     models: dict[str, list[Row]] = defaultdict(list)
     for path in args.csv:
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 models[row["model"]].append(row)
-    draw(models, by_bits, args.docs / "img" / "accuracy_bits.png", (6.0, 5.2))
-    draw(models, by_method, args.docs / "img" / "accuracy_methods.png", (6.0, 8.0))
+    drawn = {m: rows for m, rows in models.items() if not args.draw or m in args.draw}
+    draw(drawn, by_bits, args.docs / "img" / "accuracy_bits.png", (6.0, 5.2))
+    draw(drawn, by_method, args.docs / "img" / "accuracy_methods.png", (6.0, 8.0))
     page = args.docs / "accuracy.md"
     if page.exists():
         text = page.read_text("utf-8")
@@ -128,6 +130,7 @@ def color(method: str) -> str:
 
 def short(spec: str) -> str:
     spec = re.sub(r"codebook:m=(\d+),v=(\d+),b=(\d+)", r"m\1v\2b\3", spec)
+    spec = re.sub(r"^plan:", "planned ", spec)
     return re.sub(r"[:,]group=", " g", spec).replace(",zero", " zero")
 
 

@@ -125,7 +125,7 @@ def score(spec: str, method: str, model: str = "study-105m", text: str = "code")
 
 
 def scheme(spec: str) -> object:
-    return spec if spec == "bf16" else parse_scheme(spec)
+    return spec if spec == "bf16" or spec.startswith("plan:") else parse_scheme(spec)
 
 
 def perplexity(*key: str) -> str:

@@ -7,10 +7,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import anybit
-from anybit import GPTQ, Clip, Smooth
+from anybit import GPTQ, HQQ, Additive, Clip, Smooth
 from anybit.allocate import plan_formats
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
+from anybit.evaluate.perplexity import score
 from anybit.experts import Experts, fused_experts, published_tensors, split
 from anybit.files import stored_tensors
 from anybit.integrations.transformers import AnybitConfig
@@ -258,6 +259,20 @@ def test_experts_learn_from_the_tokens_that_they_see(kind, quantizer, scheme, sh
             for q in (quantizer(text()), None)
         ]
     assert errors[0] < share * errors[1], errors
+
+
+@pytest.mark.parametrize("quantizer", [Clip(), HQQ(), Additive(text(), rounds=1, steps=2)])
+def test_other_quantizers(kind, quantizer, tmp_path):
+    """Two or three bits for all layers of experts: a smaller KL than by rounding to nearest."""
+    random_model(*ARCHITECTURES[kind]).save_pretrained(tmp_path / "dense")
+    spec = "codebook:m=1,v=4,b=8" if isinstance(quantizer, Additive) else "int3:group=16,zero"
+    dense, other = loaded(tmp_path / "dense"), list(text()[:8])
+    plan = {"*": None, "*.experts.*": spec}
+    chosen, rounded = (
+        score(anybit.quantize_(loaded(tmp_path / "dense"), plan, q), other, window=32, dense=dense)
+        for q in (quantizer, None)
+    )
+    assert chosen.kl < rounded.kl
 
 
 def test_experts_that_see_nothing_are_named_and_rounded(tmp_path):

@@ -22,8 +22,9 @@ from anybit.kernels.triton import attention_int8
 from anybit.kernels.triton.activation import INTERPRET, after_previous, launch_next, overlap
 from anybit.kernels.triton.attention_int8 import fetch, of_tokens, pages
 
-MOST_SPLITS = 64
-PROGRAMS = 256  # about two for each multiprocessor of the largest GPU here
+MOST_SPLITS = 32
+# Programs that fill a GPU of 132 multiprocessors, by bytes of a number in the cache.
+PROGRAMS = {1: 512, 2: 256, 4: 256}
 
 
 class Tile(NamedTuple):
@@ -36,7 +37,7 @@ class Tile(NamedTuple):
 
 # Measured on an H200: one query of 4 heads (of 8 K heads), 1280 tokens, 1 to 256 sequences.
 DECODE = Tile(64, 4, 3)
-DECODE_INT8 = Tile(64, 2, 3)
+DECODE_INT8 = Tile(64, 2, 2)  # at most two warps: Triton 3.9 does not compile it for four
 PROMPT = Tile(64, 8, 2)
 
 
@@ -331,7 +332,9 @@ def attend(
     if q.element_size() > 2:  # within the shared memory of every GPU from sm_80 on
         tile = tile._replace(stages=2)
     single = k_scale is not None and longest == 1 and attention_int8.suits(group, dim)
-    splits = (choose_splits(batch * kv_heads) if longest == 1 else 1) if splits is None else splits
+    if splits is None:
+        enough = PROGRAMS[k.element_size()]
+        splits = choose_splits(batch * kv_heads, enough) if longest == 1 else 1
     out = torch.empty_like(q) if out is None else out
     shape = (*q.shape[:2], splits)
     parts, sums, maxima = out, None, None
@@ -366,10 +369,10 @@ def kind(scale: Tensor | None) -> str:
     return "static" if scale.ndim == 2 else "dynamic"
 
 
-def choose_splits(programs: int) -> int:
-    """The power of two by which so many programs fill the GPU."""
+def choose_splits(programs: int, enough: int) -> int:
+    """The power of two by which so many programs become enough for the GPU."""
     splits = 1
-    while splits < MOST_SPLITS and programs * splits < PROGRAMS:
+    while splits < MOST_SPLITS and programs * splits < enough:
         splits *= 2
     return splits
 

@@ -1,8 +1,8 @@
 """Decode attention over an int8 cache on the int8 matrix unit: no code of K or V is converted.
 
 The query, and the probabilities with V's scales, become two int8 digits, hi + lo / 254, of 1 / 126
-of their largest value: 15 bits, more than bf16 has. A tile of the matrix unit has 16 rows and a K
-head serves at most 8 query heads here, so the low digits are rows of the same tile, for nothing.
+of their largest value: 15 bits, more than bf16 has. K and V are the left operands, whose tiles have
+16 rows; the right one has 8 columns, and both digits of four query heads fill them.
 """
 
 import triton
@@ -29,10 +29,12 @@ def _digits(x):
 
 
 @triton.jit
-def _both(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """254 * hi + lo of the sums x (2 * ROWS, SIZE) of both digits, exact for 512 products."""
-    worth = tl.where(tl.arange(0, 2 * ROWS) < ROWS, 254, 1)
-    return tl.sum(tl.reshape(x * worth[:, None], [2, ROWS, SIZE]), 0).to(tl.float32)
+def _both(x):
+    """254 * hi + lo of sums (SIZE, 2 * heads) of a head's two digits, exact for 512 products."""
+    SIZE: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    worth = tl.where(tl.arange(0, COLUMNS) % 2 == 0, 254, 1)
+    return tl.sum(tl.reshape(x * worth[None, :], [SIZE, COLUMNS // 2, 2]), 2).to(tl.float32)
 
 
 @triton.jit
@@ -106,26 +108,23 @@ def _attend_int8(
             fetch(v_scale, ahead, low, kv_head, KV_HEADS, 1, BLOCK, TOKENS)
     after_previous(PDL)
 
-    ROWS: tl.constexpr = 8
+    HEADS: tl.constexpr = 4 if GROUP <= 4 else 8
     SIDE: tl.constexpr = 16 if BLOCK % 16 == 0 else 1  # tokens side by side in a block of V
     d = tl.arange(0, D)
-    digit = tl.arange(0, 2 * ROWS)
+    column = tl.arange(0, 2 * HEADS)  # both digits of a head side by side
     first = seq.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP
-    head = first + digit % ROWS
-    x = tl.load(q + head[:, None] * D + d[None, :], (digit % ROWS < GROUP)[:, None], other=0)
-    x = x.to(tl.float32)
+    at_q = q + (first + column // 2)[None, :] * D + d[:, None]
+    x = tl.load(at_q, (column // 2 < GROUP)[None, :], other=0).to(tl.float32)
     if STATIC:
-        x *= tl.load(k_scale + kv_head * D + d)[None, :]
-    largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
-    x = x * (126.0 / largest)[:, None]
-    q_hi, q_lo = _digits(x)
-    x = tl.where((digit < ROWS)[:, None], q_hi, q_lo)
-    # Rows of both digits have the same largest value.
-    unit = tl.max(tl.reshape(largest, [2, ROWS]), 0) * (SCALE / (126 * 254))
+        x *= tl.load(k_scale + kv_head * D + d)[:, None]
+    largest = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
+    q_hi, q_lo = _digits(x * (126.0 / largest)[None, :])
+    x = tl.where((column % 2 == 0)[None, :], q_hi, q_lo)
+    unit = tl.max(tl.reshape(largest, [HEADS, 2]), 1) * (SCALE / (126 * 254))
 
-    most = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
+    most = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([D, HEADS], tl.float32)
     for at in range(low, high, TOKENS):
         t = at + tl.arange(0, TOKENS)
         inside = t < context  # K and V are loaded whole: past the context, p is 0
@@ -133,42 +132,41 @@ def _attend_int8(
         ahead = pages(table, at + TOKENS, high, BLOCK, TOKENS)
         row = block + t % BLOCK
         keys = tl.load(k_cache + row.to(tl.int64)[:, None] * D + d[None, :])
-        score = _both(tl.dot(x, tl.trans(keys)), ROWS, TOKENS) * unit[:, None]
+        score = _both(tl.dot(keys, x)) * unit[None, :]
         if not STATIC:
-            score *= tl.load(k_scale + row)[None, :]
+            score *= tl.load(k_scale + row)[:, None]
         seen = inside
         if WINDOW > 0:
             seen = seen & (t >= context - WINDOW)
-        score = tl.where(seen[None, :], score, float("-inf"))
-        new = tl.maximum(most, tl.max(score, 1))
+        score = tl.where(seen[:, None], score, float("-inf"))
+        new = tl.maximum(most, tl.max(score, 0))
         base = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(score - base[:, None])
+        p = tl.exp2(score - base[None, :])
         fade = tl.exp2(most - base)
-        total = total * fade + tl.sum(p, 1)
+        total = total * fade + tl.sum(p, 0)
         worth = 1.0 / (126 * 254)
         p *= 126.0
         if not STATIC:
             scale = tl.load(v_scale + row, inside, other=0)
             most_scale = tl.maximum(tl.max(scale, 0), 1e-30)
-            p *= (scale / most_scale)[None, :]
+            p *= (scale / most_scale)[:, None]
             worth *= most_scale
         p_hi, p_lo = _digits(p)
-        p = tl.reshape(tl.permute(tl.join(p_hi, p_lo), (2, 0, 1)), [2 * ROWS, TOKENS])
+        digits = tl.reshape(tl.join(p_hi, p_lo), [TOKENS, 2 * HEADS])
         side = block.to(tl.int64) * D + t % BLOCK
         side = tl.max_contiguous(tl.multiple_of(side, SIDE), SIDE)
         values = tl.load(v_cache + d[:, None] * BLOCK + side[None, :])
-        part = _both(tl.dot(p, tl.trans(values)), ROWS, D)
-        acc = acc * fade[:, None] + part * worth
+        acc = acc * fade[None, :] + _both(tl.dot(values, digits)) * worth
         most = new
     if STATIC:
-        acc *= tl.load(v_scale + kv_head * D + d)[None, :]
-    live = tl.arange(0, ROWS) < GROUP
-    to = first + tl.arange(0, ROWS)
+        acc *= tl.load(v_scale + kv_head * D + d)[:, None]
+    live = tl.arange(0, HEADS) < GROUP
+    to = first + tl.arange(0, HEADS)
     if SPLITS == 1:
-        acc = acc / tl.where(total == 0, 1.0, total)[:, None]
-        tl.store(out + to[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), live[:, None])
+        acc = acc / tl.where(total == 0, 1.0, total)[None, :]
+        tl.store(out + to[None, :] * D + d[:, None], acc.to(out.dtype.element_ty), live[None, :])
     else:
         to = to * SPLITS + split
-        tl.store(out + to[:, None] * D + d[None, :], acc, live[:, None])
+        tl.store(out + to[None, :] * D + d[:, None], acc, live[None, :])
         tl.store(sums + to, total, live)
         tl.store(maxima + to, most, live)
