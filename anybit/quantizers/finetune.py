@@ -35,7 +35,7 @@ def pv_tune(
     *,
     steps: int = 200,
     batch: int = 4,
-    rate: float = 1e-3,
+    rate: float = 4e-3,
     share: float = 0.002,
     reach: float = 0.3,
     every: int = 4,
@@ -49,7 +49,8 @@ def pv_tune(
 
     calibration: text to tune on. steps: of Adam, of `batch` samples each; the rates fall to
         zero along a cosine.
-    rate: of the grids and norms, as a part of each tensor's root mean square.
+    rate: of the grids and norms, as a part of each tensor's root mean square. On pico 0.004 was
+        better than 0.001, 0.002 and 0.01 for 2-bit codebooks, and than 0.001 for int2.
     share: of each layer's codes, how many may change at once, every `every` steps; 0 leaves them
         as they are.
     reach: how far the weights of such a vector move before they are encoded anew, as a part of
