@@ -96,24 +96,14 @@ def operand_of(scheme: str) -> str:
 def instructions(scheme: str) -> float:
     """alpha: instructions that the Hopper kernels take to decode one weight.
 
-    Counted on the decoder, for fp16 where activations are not quantized: one shift and one LOP3
-    for each plane of a register, what finishes it, and the constants of a group. Raises ValueError
-    for a scheme that these kernels do not decode.
+    Counted on the decoder (`Decoder.instructions`), for fp16 where activations are not quantized.
+    Raises ValueError for a scheme that these kernels do not decode.
     """
     from anybit.kernels.hopper.decode import decoder
-    from anybit.kernels.hopper.lang import planes
 
     fmt, activation = parse_scheme(scheme)
     operands = {None: "float16", "int8": "int8", "fp8": "float8_e4m3fn"}
     d = decoder(fmt, operands[activation])
     if isinstance(d, str):
         raise ValueError(f"{scheme}: {d}")
-    total = 0.0
-    for register in range(d.slot):
-        for plane in planes(d.places, d.slot):
-            whole = len(plane.bits) == d.slot  # nothing to cut out
-            shift = plane.places[0] - plane.shifts[register % (d.slot // len(plane.bits))]
-            total += (not whole) + (shift != 0)
-        total += d.finishing
-    groups = max(d.entries, 2 * bool(d.entries)) / 2  # of half a tile; each half makes its own
-    return (total + groups * d.preparing) / 32
+    return d.instructions / 32

@@ -54,8 +54,8 @@ def test_instructions_by_format() -> None:
     assert instructions("int8@int8") == 0
     assert instructions("fp6") == pytest.approx((16 * 2 + 14 + 12) / 32, abs=0.2)
     assert instructions("int4:group=128") > instructions("int4")
-    with pytest.raises(ValueError, match="sparse"):
-        instructions("sparse")
+    with pytest.raises(ValueError, match="codebook"):
+        instructions("codebook")
 
 
 def test_roofline_is_drawn(tmp_path: Path) -> None:

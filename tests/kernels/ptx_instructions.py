@@ -109,6 +109,16 @@ def _wide(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
     m.write(w, i.args[0], product >> np.uint64(32) if ".hi" in i.op else product, active)
 
 
+@on(r"mul\.hi\.[su](16|32)")
+def _high(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
+    bits = int(i.op[-2:])
+    a, b = (m.read(w, x) & np.uint64(MASK[str(bits)]) for x in i.args[1:])
+    if ".s" in i.op:
+        a, b = signed(a, bits), signed(b, bits)
+    high = (a * b >> type(a[0])(bits)).astype(np.uint64) & np.uint64(MASK[str(bits)])
+    m.write(w, i.args[0], high, active)
+
+
 @on(r"shf\.l\.wrap\.b32")
 def _shf(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
     low, high, n = (m.read(w, x) & np.uint64(MASK["32"]) for x in i.args[1:])
@@ -121,8 +131,10 @@ def _prmt(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
     a, b, s = (m.read(w, x) & np.uint64(MASK["32"]) for x in i.args[1:])
     both, r = b << np.uint64(32) | a, np.zeros(WARP, np.uint64)
     for at in range(4):
-        n = s >> np.uint64(4 * at) & np.uint64(7)
-        r |= (both >> n * np.uint64(8) & np.uint64(255)) << np.uint64(8 * at)
+        digit = s >> np.uint64(4 * at)
+        byte = both >> (digit & np.uint64(7)) * np.uint64(8) & np.uint64(255)
+        sign = (byte >> np.uint64(7)) * np.uint64(255)
+        r |= np.where(digit & np.uint64(8), sign, byte) << np.uint64(8 * at)
     m.write(w, i.args[0], r, active)
 
 
@@ -322,14 +334,35 @@ def land(m: Machine, ctas: list[Cta], to: int, mbar: int, pieces: list) -> None:
 
 @on(r"cp\.async\.bulk\.shared::cluster\.global\..*")
 def _bulk(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
-    if active.sum() != 1:
-        raise PtxError("a bulk copy of several threads")
-    to = int(address(m, w, i.args[0])[active][0])
-    source = int(address(m, w, i.args[1])[active][0])
-    size, mbar = one(m, w, i.args[2], active), int(address(m, w, i.args[3])[active][0])
-    if to % 16 or source % 16 or size % 16:
-        raise PtxError("an unaligned bulk copy")
-    land(m, [w.cta], to, mbar, [(0, m.global_at(source, size).copy())])
+    where = [address(m, w, i.args[n]) for n in (0, 1, 3)]
+    for lane in np.flatnonzero(active):  # each starts its own
+        to, source, mbar = (int(a[lane]) for a in where)
+        size = int(m.read(w, i.args[2])[lane])
+        if to % 16 or source % 16 or size % 16:
+            raise PtxError("an unaligned bulk copy")
+        land(m, [w.cta], to, mbar, [(0, m.global_at(source, size).copy())])
+
+
+@on(r"cp\.async\.cg\.shared\.global")
+def _copy(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
+    to, source, size = address(m, w, i.args[0]), address(m, w, i.args[1]), int(i.args[2])
+    for lane in np.flatnonzero(active):
+        w.copies.append((int(to[lane]), m.global_at(int(source[lane]), size).copy()))
+
+
+@on(r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64")
+def _copied(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
+    copies, mbar = w.copies, int(address(m, w, i.args[0])[active][0])
+    w.copies = []
+
+    def work() -> None:
+        for to, data in copies:
+            m.shared_at(w.cta, to, len(data))[:] = data
+        b = m.barrier(w.cta, mbar)
+        b.pending -= int(active.sum())
+        b.check()
+
+    m.later.append(work)
 
 
 @on(r"cp\.async\.bulk\.tensor\.2d\..*")
@@ -368,12 +401,12 @@ def _ld_param(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
     m.write(w, i.args[0], np.full(WARP, int(value) & (1 << 64) - 1, np.uint64), active)
 
 
-@on(r"(ld|st)\.(shared|shared::cluster|global)(\.v[24])?\.b(16|32)")
+@on(r"(ld|st)\.(shared|shared::cluster|global)(\.v[24])?\.[bu](16|32)")
 def _memory(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
     load = i.op.startswith("ld")
     where, what = (i.args[1], i.args[0]) if load else (i.args[0], i.args[1])
     names = [n.strip() for n in what.strip("{}").split(",")]
-    size = 2 if i.op.endswith("b16") else 4
+    size = 2 if i.op.endswith("16") else 4
     at = address(m, w, where)
     dtype = np.uint16 if size == 2 else np.uint32
     values = np.zeros((WARP, len(names)), np.uint64)

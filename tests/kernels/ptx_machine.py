@@ -73,6 +73,7 @@ class Warp:
     groups: list[list] = field(default_factory=list)  # committed ones, oldest first
     reading: list[str] = field(default_factory=list)  # A registers of WGMMAs not waited for
     cluster_arrivals: int = 0
+    copies: list = field(default_factory=list)  # of `cp.async`: (shared address, bytes)
 
 
 @dataclass
@@ -189,6 +190,7 @@ class Machine:
             return found
         special = {
             "%tid.x": warp.index * WARP + LANES,
+            "%laneid": LANES,
             "%ctaid.x": warp.cta.index,
             "%nctaid.x": self.grid,
             "__dynamic_shmem__0": SHARED_BASE,

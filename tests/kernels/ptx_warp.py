@@ -42,14 +42,16 @@ def _mma(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
         m.write(w, to, from_f32(as_f32(m.read(w, old)).astype(np.float64) + part), active)
 
 
-@on(r"ldmatrix\.sync\.aligned\.m8n8\.x4\.trans\.shared\.b16")
+@on(r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16")
 def _ldmatrix(m: Machine, w: Warp, active: np.ndarray, i: Instruction) -> None:
     if not active.all():
         raise PtxError("ldmatrix of a part of a warp")
     at = address(m, w, i.args[1])
     for n, to in enumerate(names(i.args[0])):
         rows = [m.shared_at(w.cta, int(at[8 * n + r]), 16).copy().view(np.uint16) for r in range(8)]
-        columns = np.ascontiguousarray(np.stack(rows).T)  # lane 4 g + t: rows 2t, 2t + 1 of g
+        columns = np.stack(rows)  # lane 4 g + t: columns 2t, 2t + 1 of row g
+        if ".trans" in i.op:  # rows 2t, 2t + 1 of column g
+            columns = np.ascontiguousarray(columns.T)
         m.write(w, to, columns.reshape(-1).view(np.uint32).astype(np.uint64), active)
 
 

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from anybit.format import Packed, get_format
 from anybit.formats.codebook import Codebook
-from anybit.kernels.hopper import build, codebook_backend, codebook_build
+from anybit.kernels.hopper import build, codebook_backend, codebook_build, tiles
 from anybit.kernels.hopper.build import BuildError, resources
 from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of, pack, unpack
 from anybit.kernels.hopper.codebook_tiles import candidates, choose, family
-from anybit.kernels.hopper.tiles import MAX_SHARED, RESERVED, SHARED_OF_SM
+from anybit.kernels.hopper.lookup import LookupDecoder, lookup
+from anybit.kernels.hopper.lookup import choose as choose_lookup
+from anybit.kernels.hopper.tiles import MAX_SHARED, RESERVED, SHARED_OF_SM, Kernel, Tile
 from anybit.kernels.reference import operand_weight
 
 needs_dsl = pytest.mark.skipif(
@@ -59,7 +61,9 @@ def test_layout_reads_back(v: int, m: int, group: int) -> None:
     packed = random_packed(fmt, n, k)
     cells = cut(fmt)
     blocks, row_scale, book = pack(packed)
-    assert blocks.shape == (3, k // cells.columns, cells.block_bytes)
+    assert blocks.shape == (16, k // cells.columns, cells.block_bytes)  # 256 rows
+    assert not blocks[3:].any()
+    assert row_scale.shape == (256,)
     codes, scale = unpack(blocks, cells)
     assert torch.equal(codes[:n], packed.codes())
     # Powers of two apart, nothing is rounded: book and row scale give back the same weight.
@@ -74,7 +78,7 @@ def test_scales_beyond_fp16_keep_their_digits() -> None:
     packed = random_packed(fmt, 16, 256)
     packed.grid["scale"] = (packed.grid["scale"].float() * 2.0**30).bfloat16()
     blocks, row_scale, _ = pack(packed)
-    _, scale = unpack(blocks, cut(fmt))
+    scale, row_scale = unpack(blocks, cut(fmt))[1][:16], row_scale[:16]
     reach = row_scale / torch.exp2(packed.grid["scale"].float().amax(1).log2().ceil())
     assert torch.equal(scale.float() * (row_scale / reach)[:, None], packed.grid["scale"].float())
 
@@ -90,7 +94,11 @@ def test_a_row_whose_scales_are_zero_is_zero() -> None:
 
 @pytest.mark.parametrize(("v", "m"), VARIANTS)
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
-def test_many_tokens_meet_a_dense_weight(v: int, m: int, dtype: torch.dtype) -> None:
+def test_thousands_of_tokens_meet_a_dense_weight(
+    v: int, m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert codebook_backend.lookup_tile(codebook(v, m), 4096, 4096, 4096, dtype) is None
+    monkeypatch.setattr(codebook_backend, "lookup_tile", lambda *problem: None)
     torch.manual_seed(v)
     fmt = codebook(v, m)
     packed = random_packed(fmt, 24, 512)
@@ -263,6 +271,106 @@ def test_uniform_and_binary_weights_are_codebooks(v: int, values: list[float]) -
         assert torch.equal(y.double(), x.double() @ weight.double().T)
 
 
+# Many tokens: look-ups in the main loop.
+
+LOOKUPS = [
+    (4, 1, 128, HALF, Tile(32), (40, 264, 256), 2),
+    (4, 1, 32, BRAIN, Tile(64, split=2), (17, 128, 384), 2),
+    (8, 2, 128, HALF, Tile(64), (20, 136, 512), 1),
+    (8, 2, 64, BRAIN, Tile(32), (18, 128, 256), 1),
+    (8, 1, 0, HALF, Tile(64, split=4), (70, 128, 512), 1),
+    (16, 3, 128, BRAIN, Tile(32), (7, 128, 512), 1),
+    (8, 4, 512, HALF, Tile(32, split=2), (19, 128, 512), 1),
+    (4, 1, 128, HALF, Tile(32, rows=256, split=3), (9, 392, 384), 1),
+]
+
+
+@cache
+def lookup_program(d: LookupDecoder, tile: Tile) -> tuple[str, bytes, int]:
+    return build.generate(Kernel(d, tile, d.operand))
+
+
+def emulate_lookups(
+    packed: Packed, x: Tensor, bias: Tensor | None, tile: Tile, seed: int = 0, grid: int = 0
+) -> Tensor:
+    import tests.kernels.ptx_warp  # noqa: F401
+    from tests.kernels.ptx_machine import Machine, TensorMap
+
+    (m, k), n = x.shape, packed.shape[0]
+    d = lookup(packed.format, x.dtype)
+    assert isinstance(d, LookupDecoder)
+    tile = tiles.fitted(tile, d)
+    ptx, cubin, shared = lookup_program(d, tile)
+    assert resources(cubin)[1] == 0  # no spills
+    blocks, row_scale, book = pack(packed)
+    y = torch.full((m, n), torch.nan, dtype=x.dtype)
+    arguments = [
+        TensorMap(x.view(torch.uint8).numpy().reshape(m, 2 * k), tile.tokens, 2), 0, array(blocks),
+        array(row_scale), array(book.to(x.dtype)), 0, 0, array(bias), array(y), 0, m, n, k, 1, 1,
+    ]  # fmt: skip
+    grid = grid or tiles.grid(tile, m, n)
+    Machine(ptx).launch(arguments, grid, tile.threads, shared, tile.split, seed)
+    assert not y.isnan().any(), "outputs that nobody wrote"
+    return y
+
+
+@needs_dsl
+@pytest.mark.parametrize(("v", "m", "group", "dtype", "tile", "shape", "seeds"), LOOKUPS)
+def test_lookups_of_many_tokens(
+    v: int,
+    m: int,
+    group: int,
+    dtype: torch.dtype,
+    tile: Tile,
+    shape: tuple[int, int, int],
+    seeds: int,
+) -> None:
+    tokens, n, k = shape
+    torch.manual_seed(n + k)
+    packed = random_packed(codebook(v, m, group), n, k)
+    x, bias = torch.randn(tokens, k).to(dtype), torch.randn(n).to(dtype)
+    y = emulate_lookups(packed, x, bias, tile)
+    want = x.double() @ operand_weight(packed, dtype).double().T + bias.double()
+    # y is rounded, and weights with their scales; in bf16 also scales, and centroids one by one.
+    assert error(y, want) < (7e-4 if dtype == HALF else 6e-3)
+    for seed in range(1, seeds):
+        assert torch.equal(emulate_lookups(packed, x, bias, tile, seed), y)
+    if seeds > 1 and tile.split == 1:  # fewer CTAs than tiles: each does several
+        assert torch.equal(emulate_lookups(packed, x, bias, tile, grid=1), y)
+
+
+@needs_dsl
+@pytest.mark.parametrize(("v", "m"), [(4, 1), (8, 2), (16, 1)])
+def test_one_hot_tokens_look_centroids_up(v: int, m: int) -> None:
+    """Every column: a sum of centroids, rounded once."""
+    torch.manual_seed(0)
+    k = 32 * v
+    fmt = codebook(v, m, 0)
+    packed = random_packed(fmt, 128, k)
+    packed.grid["scale"].fill_(1)
+    _, row_scale, book = pack(packed)
+    want = fmt.values(packed.codes(), {"codebook": book.half()}).half() * row_scale[:128, None]
+    y = emulate_lookups(packed, torch.eye(k).half(), None, Tile(64))
+    assert torch.equal(y, want.T.half())
+
+
+@pytest.mark.parametrize(("v", "m"), VARIANTS)
+def test_lookups_fit(v: int, m: int) -> None:
+    kernels = [k for k in build.kernels_of(codebook(v, m).spec) if isinstance(k, Kernel)]
+    for dtype in (HALF, BRAIN):
+        d = lookup(codebook(v, m), dtype)
+        assert isinstance(d, LookupDecoder)
+        for tile in (kernel.tile for kernel in kernels if kernel.decoder == d):
+            stage = d.blob_bytes + tile.tokens * 256
+            assert d.table_bytes + tile.stages * stage < SHARED_OF_SM // tile.ctas - RESERVED
+        problems = product((512, 4096, 28672), (512, 4096, 14336), (17, 32, 64, 200, 1000))
+        for n, k, tokens in problems:
+            found = choose_lookup(d, tokens, n, k)
+            assert found is not None
+            assert Kernel(d, found, d.operand) in kernels
+            assert found.split <= k // 128
+
+
 # Which kernels there are.
 
 
@@ -315,7 +423,9 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 def test_the_builder_knows_codebooks() -> None:
     kernels = build.kernels_of("codebook:m=1,v=4,group=128")
-    assert kernels == family(Cells(1, 4, 1))
+    few = family(Cells(1, 4, 1))
+    assert kernels[: len(few)] == few
+    assert all(isinstance(kernel.decoder, LookupDecoder) for kernel in kernels[len(few) :])
     assert build.maker(kernels[0]) is codebook_build
     with pytest.raises(ValueError, match="group"):
         build.kernels_of("codebook:m=3,v=16,group=32")

@@ -42,8 +42,6 @@ def refuse(
             import triton  # noqa: F401
         except ImportError:
             return "triton quantizes its activations; pip install 'anybit[gpu]'"
-    if activation == "fp8":
-        return "its fp8 kernels were emulated but not yet checked on a GPU"
     outs = [d.operand] if activation is None else NAMES.values()
     kernels = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
     kernels += [Kernel(d, t, o, grouped=True) for t in tiles.family_grouped(d) for o in outs]

@@ -31,11 +31,13 @@ from anybit.dispatch import parse_scheme
 from anybit.kernels.hopper import codebook_tiles
 from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of
 from anybit.kernels.hopper.decode import Decoder, decoder
+from anybit.kernels.hopper.lookup import LookupDecoder
+from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
 from anybit.kernels.hopper.tiles import Kernel, family, family_grouped
 
 SCHEMES = (
-    "liquid@int8", "int8@int8", "int4@int8",
-    "fp6", "fp5", "fp4", "fp8", "fp6@fp8",
+    "liquid@int8", "int8@int8", "int4@int8", "sparse@int8",
+    "fp6", "fp5", "fp4", "fp8", "sparse", "fp6@fp8", "int4@fp8",
     "int8", "int4:group=128", "int4:group=64", "int4:group=128,zero", "int3:group=64",
     "int2:group=64",
 )  # fmt: skip
@@ -60,7 +62,7 @@ def kernel_file(kernel: Kernel, folder: str | Path | None = None) -> Path:
     """The file of a kernel, whether or not it exists."""
     d = kernel.decoder
     own = decoder_hash(type(d))  # type: ignore[arg-type]  # mypy takes classes for unhashable
-    text = f"{kernel!r} {sources_hash(SOURCES)} {own}"
+    text = f"{kernel!r} {sources_hash(SOURCES + d.sources)} {own}"
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     name = f"{d.bits}bit_{d.operand}_{kernel.tile.name}_{kernel.output}_{digest}.kernel"
     return cache_folder(folder) / name
@@ -160,7 +162,12 @@ def generate(kernel: Kernel) -> tuple[str, bytes, int]:
     from anybit.kernels.hopper.excp import Explicit
     from anybit.kernels.hopper.gemm import TYPES, Gemm
 
-    gemm = (Explicit if kernel.pipeline == "explicit" else Gemm)(kernel)
+    if isinstance(kernel.decoder, LookupDecoder):
+        from anybit.kernels.hopper.lookup_gemm import LookupGemm
+
+        gemm: Gemm = LookupGemm(kernel)
+    else:
+        gemm = (Explicit if kernel.pipeline == "explicit" else Gemm)(kernel)
     out = TYPES[kernel.output]
     kinds = ((gemm.b, 16), (Uint8, 128), (Float32, 4), (Int32, 4), (Float32, 4), (Int32, 4),
              (out, 2), (out, 16), (Int32, 4))  # fmt: skip
@@ -242,14 +249,14 @@ def maker(kernel: Kernel | CodebookKernel) -> Any:
     return sys.modules[__name__]
 
 
-def kernels_of(scheme: str) -> list[Kernel] | list[CodebookKernel]:
+def kernels_of(scheme: str) -> list[Kernel | CodebookKernel]:
     """Every kernel that a layer of this scheme may launch. ValueError when there is none."""
     fmt, activation = parse_scheme(scheme)
     cells = cells_of(fmt)
     if activation is None and isinstance(cells, Cells):
-        return codebook_tiles.family(cells)
+        return [*codebook_tiles.family(cells), *lookup_kernels(cells)]
     operands = {"int8": ["int8"], "fp8": ["float8_e4m3fn"], None: ["float16", "bfloat16"]}
-    out = []
+    out: list[Kernel | CodebookKernel] = []
     for operand in operands[activation]:
         d = decoder(fmt, operand)
         if isinstance(d, str):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from anybit.format import Format, Packed
+from anybit.kernels.hopper.tiles import ROW_MULTIPLE
 
 ROWS, VECTORS, CELL = 16, 32, 512
 CHUNK_BYTES = 1 << 28  # of temporaries while packing
@@ -65,7 +66,8 @@ def pack(packed: Packed) -> list[Tensor]:
 
     W = cells' centroids * their scale * row scale. The codebook is divided by a power of two that
     no sum of a centroid's magnitudes exceeds, which the row scale gives back: so an inner product
-    with v numbers is never larger than they are, and does not overflow their dtype.
+    with v numbers is never larger than they are, and does not overflow their dtype. Rows past N are
+    zeros, as the tiles of `lookup.py` want them.
     K must be a multiple of 32 v.
     """
     cells = cells_of(packed.format)
@@ -86,18 +88,19 @@ def pack(packed: Packed) -> list[Tensor]:
         scale = scale.repeat_interleave(count * cells.groups // scale.shape[1], 1)
     tiles = -(-n // ROWS)
     codes = packed.codes()
-    blocks = torch.empty(tiles, count, cells.block_bytes, dtype=torch.uint8, device=codes.device)
+    shape = -(-n // ROW_MULTIPLE) * ROW_MULTIPLE // ROWS, count, cells.block_bytes
+    blocks = torch.zeros(shape, dtype=torch.uint8, device=codes.device)
     step = max(1, CHUNK_BYTES // (ROWS * k))
     size = CELL * cells.m
     for start in range(0, tiles, step):
         rows = slice(start * ROWS, min(n, (start + step) * ROWS))
-        out = blocks[start : start + step]
+        out = blocks[start : min(tiles, start + step)]
         c = pad(codes[rows]).view(-1, 2, 8, count, VECTORS, cells.m)
         out[..., :size] = c.permute(0, 3, 5, 4, 2, 1).reshape(-1, count, size)
         s = pad(scale[rows].half()).view(-1, 2, 8, count, cells.groups)
         s = s.permute(0, 3, 4, 2, 1).reshape(-1, count, cells.groups * ROWS)
         out[..., size:] = s.contiguous().view(torch.uint8)
-    return [blocks, pad(unit.flatten() * reach).contiguous(), book / reach]
+    return [blocks, pad(unit.flatten() * reach, ROW_MULTIPLE).contiguous(), book / reach]
 
 
 def unpack(blocks: Tensor, cells: Cells) -> tuple[Tensor, Tensor]:
@@ -111,9 +114,9 @@ def unpack(blocks: Tensor, cells: Cells) -> tuple[Tensor, Tensor]:
     return codes, scale.reshape(tiles * ROWS, -1)
 
 
-def pad(rows: Tensor) -> Tensor:
+def pad(rows: Tensor, multiple: int = ROWS) -> Tensor:
     """Zero rows at the end, up to whole tiles."""
-    missing = -rows.shape[0] % ROWS
+    missing = -rows.shape[0] % multiple
     return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
 
 

@@ -25,8 +25,8 @@ from anybit.kernels.hopper.fragments import (
     init_barrier,
     insert_code,
     load_global,
+    load_matrices,
     load_shared,
-    load_transposed,
     mma,
     send,
     store_half,
@@ -276,7 +276,7 @@ class Codebook(Program):
         out = []
         for u in range(self.spec.blocks):
             at = slot + u * self.cells.block_bytes
-            codes = [load_transposed(at + c * CELL + lane * 16) for c in range(self.cells.m)]
+            codes = [load_matrices(at + c * CELL + lane * 16, 0, True) for c in range(self.cells.m)]
             scales = at + self.cells.m * CELL + g * 4
             words = [load_shared(scales, 1, 32 * i, True)[0] for i in range(self.cells.groups)]
             out.append((codes, words))

@@ -1,7 +1,8 @@
 """The backend of codebook formats on H100 and H200 (sm_90a).
 
-Up to 16 tokens are one launch of `psumbook.py` or `codebook.py`, which read the same layout. Up to
-64 are several; beyond, the layout is decoded to a dense weight for the library's product.
+Up to 16 tokens are one launch of `psumbook.py` or `codebook.py`, more are one of `lookup_gemm.py`;
+all read the same layout. For thousands of tokens, or where a table leaves no room for tiles, a
+Triton kernel decodes it to a dense weight for the library's product.
 """
 
 from functools import cache
@@ -10,16 +11,19 @@ import torch
 from torch import Tensor
 
 from anybit.format import Format, Packed
-from anybit.kernels.hopper import codebook_tiles
+from anybit.kernels.hopper import backend as gemm
+from anybit.kernels.hopper import build, codebook_tiles, tiles
 from anybit.kernels.hopper.backend import aligned
 from anybit.kernels.hopper.build import missing_kernels
 from anybit.kernels.hopper.cells import ROWS, Cells, CodebookKernel, cells_of, pack
 from anybit.kernels.hopper.codebook_build import compile_kernel, kernel_file
 from anybit.kernels.hopper.codebook_load import Function
-from anybit.kernels.hopper.tiles import MAX_SHARED, MULTIPROCESSORS
+from anybit.kernels.hopper.lookup import LookupDecoder, lookup
+from anybit.kernels.hopper.lookup import choose as choose_lookup
+from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
+from anybit.kernels.hopper.tiles import MAX_SHARED, MULTIPROCESSORS, Kernel, Tile
 
 MOST_TOKENS = 16  # of one launch
-MOST_LAUNCHES = 4  # for more tokens a dense weight is faster
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -47,7 +51,9 @@ def refuse(
     ]
     if None in plans:
         return f"{fmt.spec}: its tables do not fit into shared memory for K={k}"
-    return missing_kernels([kernel_file(plan[0]) for plan in plans if plan], fmt.spec)
+    files = [kernel_file(plan[0]) for plan in plans if plan]
+    files += [build.kernel_file(kernel) for kernel in lookup_kernels(cells)]
+    return missing_kernels(files, fmt.spec)
 
 
 def prepare(
@@ -81,11 +87,10 @@ def linear(
         )
     k = x.shape[-1]
     rows = x.reshape(-1, k)
-    if len(rows) <= MOST_TOKENS * MOST_LAUNCHES:
-        parts = [
-            multiply(part, prepared, bias, fmt, n) for part in aligned(rows).split(MOST_TOKENS)
-        ]
-        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(rows) <= MOST_TOKENS:
+        y = multiply(aligned(rows), prepared, bias, fmt, n)
+    elif lookup_tile(fmt, len(rows), n, k, x.dtype) is not None:
+        y = multiply_many(aligned(rows), prepared, bias, fmt, n)
     else:
         y = torch.nn.functional.linear(
             rows, dense(prepared, fmt, n, k, x.dtype), None if bias is None else bias.to(x.dtype)
@@ -147,6 +152,61 @@ def multiply(
     return y
 
 
+def multiply_many(
+    x: Tensor,
+    prepared: list[Tensor],
+    bias: Tensor | None,
+    fmt: Format,
+    n: int,
+    tile: Tile | None = None,
+    overlap: bool | None = None,
+) -> Tensor:
+    """One launch: x (M, K), contiguous -> (M, n), of any M. tile: instead of `lookup.choose`'s."""
+    m, k = x.shape
+    device = x.device.index
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return multiply_many(x, prepared, bias, fmt, n, tile, overlap)
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    if not m:
+        return y
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
+    kernel = lookup_kernel(fmt, x.dtype, tile or lookup_tile(fmt, m, n, k, x.dtype))
+    blocks, row_scale, *books = prepared[:4]
+    gemm.loaded(kernel, device).launch(
+        x,
+        (
+            blocks.data_ptr(),
+            row_scale.data_ptr(),
+            books[x.dtype == torch.bfloat16].data_ptr(),  # where other kernels have zero points
+            0,
+            0,
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            0,
+        ),
+        n,
+        tiles.grid(kernel.tile, m, n),
+        tiles.overlaps(kernel.tile, m, n) if overlap is None else overlap,
+    )
+    return y
+
+
+@cache
+def lookup_tile(fmt: Format, m: int, n: int, k: int, dtype: torch.dtype) -> Tile | None:
+    """The tile of a look-up product; None where the table leaves no room."""
+    d = lookup(fmt, dtype)
+    return choose_lookup(d, m, n, k) if isinstance(d, LookupDecoder) else None
+
+
+@cache
+def lookup_kernel(fmt: Format, dtype: torch.dtype, tile: Tile) -> Kernel:
+    d = lookup(fmt, dtype)
+    assert isinstance(d, LookupDecoder)
+    return Kernel(d, tiles.fitted(tile, d), NAMES[dtype])
+
+
 @cache
 def launch_of(
     fmt: Format,
@@ -167,11 +227,11 @@ def launch_of(
         plan = (*found, 0)
     kernel, cluster, teams = plan
     function = loaded(kernel, device)
-    tiles = -(-n // ROWS)
+    row_tiles = -(-n // ROWS)
     waves = 1
-    teams = teams or min(MULTIPROCESSORS // cluster, tiles)
+    teams = teams or min(MULTIPROCESSORS // cluster, row_tiles)
     while plan[2] == 0 and cluster > 1:
-        shared = kernel.shared(cluster, -(-tiles // (teams * waves)))
+        shared = kernel.shared(cluster, -(-row_tiles // (teams * waves)))
         if shared > MAX_SHARED:  # too many sums: fewer tiles for each cluster, one after another
             waves += 1
             continue
@@ -180,8 +240,8 @@ def launch_of(
             break
         teams = resident
     teams *= waves
-    teams = min(teams, tiles)
-    return function, cluster, teams, kernel.shared(cluster, -(-tiles // teams))
+    teams = min(teams, row_tiles)
+    return function, cluster, teams, kernel.shared(cluster, -(-row_tiles // teams))
 
 
 @cache

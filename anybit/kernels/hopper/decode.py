@@ -10,6 +10,9 @@ with at most one multiply-add for all elements of a register:
     liquid @ int8    IMAD, four weights at a time (LiquidGEMM, equation 12); the XOR 0x80 is
                      dropped: the operand is unsigned, and 128 * sum(x) leaves in the epilogue
     eXmY @ fp8       nothing: the bits under e4m3's exponent
+    intB @ fp8       one sum: whole numbers are subnormals of e4m3, whose exponent goes on without
+                     a gap
+    sparse @ any     a pair of columns is a byte, copied to both and masked by its place
 
 Scales of groups are multiplied in registers, in units of a power of two of the row so that nothing
 overflows; scales of rows, and what the bit moves left out, are applied to the output in fp32.
@@ -21,7 +24,7 @@ why not, in words.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +33,9 @@ from anybit.format import Format, Packed
 from anybit.formats.integer import Integer
 from anybit.formats.liquid import Liquid
 from anybit.formats.minifloat import Minifloat
+from anybit.formats.sparse import MIDDLE, Sparse
 from anybit.kernels.hopper.lang import (
+    LANES,
     Word,
     add2,
     bytes_of,
@@ -67,6 +72,8 @@ class Decoder:
     grid_words = 0  # 32-bit words for each group of two rows, g and g + 8 of a fragment
     finishing = 0  # instructions of `finish`
     preparing = 0  # instructions of `constants`
+    table_bytes = 0  # of a table in shared memory, for `begin` of a main loop of its own
+    sources: ClassVar[tuple[str, ...]] = ()  # that such a main loop adds
 
     @property
     def bits(self) -> int:
@@ -98,7 +105,50 @@ class Decoder:
         """Bytes of 128 rows x 128 columns: codes, then grid words."""
         return K_TILE * K_TILE * self.bits // 8 + 64 * 4 * self.entries * self.grid_words
 
+    @property
+    def instructions(self) -> int:
+        """Of `registers` and `constants`: to decode a thread's 32 weights of half a K tile.
+
+        One shift and one LOP3 for each plane of a register, what finishes it, and the constants of
+        the groups, which each half makes for itself.
+        """
+        total = (
+            self.slot * self.finishing
+            + max(self.entries, 2 * bool(self.entries)) * (self.preparing) // 2
+        )
+        for plane in planes(self.places, self.slot):
+            for register in range(self.slot):
+                shift = plane.places[0] - plane.shifts[register % (self.slot // len(plane.bits))]
+                total += (len(plane.bits) < self.slot) + (shift != 0)
+        return total
+
     # What is stored.
+
+    def stored(self, codes: Tensor) -> Tensor:
+        """Codes (rows, codes of a row) -> the bits to store for each weight, (rows, K) uint8."""
+        return codes
+
+    def order(self) -> Tensor:
+        """(32 * bits,): which bit of which of 32 weights (weight * bits + bit) is stored where.
+
+        The weights are those of half a tile and one thread, by register, as in `pack.fragment`;
+        the places bits of its words.
+        """
+        each = 32 // self.slot
+        order = torch.empty(self.bits * LANES, dtype=torch.int64)
+        first = 0
+        for plane in planes(self.places, self.slot):
+            width = len(plane.bits)
+            per_word = self.slot // width  # registers
+            for register in range(self.slot):  # 8 or 16 of them in half a tile
+                word = first + register // per_word
+                left = plane.places[0] - plane.shifts[register % per_word]
+                for element in range(each):
+                    for bit, place in zip(plane.bits, plane.places, strict=True):
+                        lane = (element * self.slot + place - left) % LANES
+                        order[word * LANES + lane] = (register * each + element) * self.bits + bit
+            first += width
+        return order
 
     def grid(self, packed: Packed) -> Tensor | None:
         """Grid words (N, groups, grid_words) of 16 bits for each row, as int32."""
@@ -238,17 +288,69 @@ class HalfDecoder(Decoder):
 
     def finish(self, register: Word, row: Constants) -> Word:
         dtype = self.operand
+        if not self.finishing:
+            return register
         if self.zeros:
             return mul2(add2(register, row[1], dtype), row[0], dtype)
         if not row:
             lift = register.constant(half_bits(2.0**self.lift, dtype))
             if not self.center:
-                return mul2(register, lift, dtype) if self.lift else register
+                return mul2(register, lift, dtype)
             low = half_bits(-self.center * 2.0 ** (self.lift - self.shift), dtype)
             return fma2(register, lift, register.constant(low), dtype)
         if self.center:
             return fma2(register, row[0], row[1], dtype)
         return mul2(register, row[0], dtype)
+
+
+@dataclass(frozen=True)
+class SignedDecoder(Decoder):
+    """e4m3 from a sign at bit 7 and, below it, the whole number or what lies under its negative.
+
+    -8 to 7 are stored as 0xxx or 1xxx, the latter meaning -(xxx + 1), so that four bits suffice.
+    """
+
+    finishing = 3
+
+    def stored(self, codes: Tensor) -> Tensor:
+        half = 2 ** (self.bits - 1)
+        return torch.where(codes < half, 2 * half - 1 - codes.int(), codes.int() - half).byte()
+
+    def finish(self, register: Word, row: Constants) -> Word:
+        return register + ((register >> 7) & 0x01010101)
+
+
+@dataclass(frozen=True)
+class SparseDecoder(HalfDecoder):
+    """Bytes of a pair of columns: 7 bits of a number, and whether it is the first of the two.
+
+    The operand is fp16, bf16 or uint8; the column without a weight gets the middle code.
+    """
+
+    @property
+    def instructions(self) -> int:
+        words, groups = 4, max(self.entries, 2 * bool(self.entries))
+        return words * 5 + self.slot * (1 + self.finishing) + groups * self.preparing // 2
+
+    def stored(self, codes: Tensor) -> Tensor:
+        flipped = codes ^ MIDDLE  # so that a masked byte is the middle after another flip
+        return torch.stack((flipped & 15, flipped >> 4), -1).flatten(-2)
+
+    def order(self) -> Tensor:
+        return torch.arange(LANES * self.bits)
+
+    def gather(self, words: list[Word], i: int) -> Word:
+        each = 32 // self.slot // 2  # bytes of a register
+        word = words[i // (4 // each)]
+        first = bytes_of(word, 0xBA98)  # all bits of the bytes whose top bit is set
+        ones, middle = 0x01010101 * (2 * MIDDLE - 1), 0x01010101 * MIDDLE
+        low = (word & first & ones) ^ middle
+        high = (word & (first ^ 0xFFFFFFFF) & ones) ^ middle
+        b = i * each % 4
+        if self.slot == 8:
+            return bytes_of(low, b | 4 + b << 4 | 1 + b << 8 | 5 + b << 12, high)
+        # Top bits, of which a byte is filled, are zero.
+        return bytes_of(low, b | 8 + b << 4 | 4 + b << 8 | 12 + b << 12, high)
 
 
 def decoder(fmt: Format, operand: str) -> Decoder | str:
@@ -281,7 +383,11 @@ def integer(fmt: Integer, operand: str) -> Decoder | str:
             return "group scales cannot be multiplied into int8 products; use liquid@int8"
         return Decoder("uint8", tuple(range(signs, bits + signs)), middle=middle)
     if operand not in MANTISSA:
-        return "integers have no decoder to fp8"
+        if fmt.group or fmt.zero:
+            return "scales of groups and zero points cannot be multiplied into fp8 weights"
+        if not 2 <= bits <= 5:
+            return f"whole numbers of {bits} bits do not fit into e4m3; it takes 2 to 5"
+        return SignedDecoder(operand, (*range(bits - 1), 7), shift=9)
     # As a subnormal, a code is the code times 2**(1 - bias - mantissa bits); one bit more than the
     # mantissa still is, since the exponent's first step continues it without a gap.
     width = bits + signs
@@ -319,10 +425,24 @@ def minifloat(fmt: Minifloat, operand: str) -> Decoder | str:
     return HalfDecoder(operand, places, shift=shift, group=fmt.group, lift=lift)
 
 
+def sparse(fmt: Sparse, operand: str) -> Decoder | str:
+    places = (0, 1, 2, 3)  # of each weight's half of a pair's byte
+    if operand == "int8":
+        if fmt.group:
+            return "group scales cannot be multiplied into int8 products"
+        return SparseDecoder("uint8", places, middle=MIDDLE)
+    if operand not in MANTISSA:
+        return "sparse pairs have no decoder to fp8"
+    shift = BIAS[operand] - 1 + MANTISSA[operand]
+    lift = min(shift, 15 if operand == "float16" else 120)
+    return SparseDecoder(operand, places, shift=shift, group=fmt.group, lift=lift, center=MIDDLE)
+
+
 DECODERS: dict[type[Format], Callable[[Any, str], Decoder | str]] = {
     Liquid: liquid,
     Integer: integer,
     Minifloat: minifloat,
+    Sparse: sparse,
 }
 
 

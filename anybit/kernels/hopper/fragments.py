@@ -47,9 +47,19 @@ def load_shared(
 
 
 @dsl_user_op
-def load_transposed(address: Int32, *, loc: Any = None, ip: Any = None) -> list:
-    """Four 8x8 matrices of 16-bit numbers, transposed; lane l gives the address of row l."""
-    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
+def load_bytes(address: Int32, offset: int = 0, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Two bytes, the others zero; fresh."""
+    text = f"ld.shared.u16 $0, [$1+{offset}];"
+    return Uint32(_asm(T.i32(), [Int32(address)], text, "=r,r", True, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
+def load_matrices(
+    address: Int32, offset: int = 0, transposed: bool = False, *, loc: Any = None, ip: Any = None
+) -> list:
+    """Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l."""
+    kind = "trans.shared" if transposed else "shared"
+    text = f"ldmatrix.sync.aligned.m8n8.x4.{kind}.b16 {{$0, $1, $2, $3}}, [$4+{offset}];"
     return _several(4, Uint32, [Int32(address)], text, "r", True, {"loc": loc, "ip": ip})
 
 
@@ -158,6 +168,20 @@ def store_half(
 def init_barrier(address: Int32, count: Int32, *, loc: Any = None, ip: Any = None) -> None:
     args, text = [Int32(address), Int32(count)], "mbarrier.init.shared.b64 [$0], $1;"
     _asm(None, args, text, "r,r", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def copy_async(to: Int32, source: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """16 bytes, global to shared memory; every thread its own."""
+    args, text = [Int32(to), Int64(source)], "cp.async.cg.shared.global [$0], [$1], 16;"
+    _asm(None, args, text, "r,l", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def arrive_after_copies(barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """This thread arrives at the barrier once all of its `copy_async` are done."""
+    text = "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];"
+    _asm(None, [Int32(barrier)], text, "r", True, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op

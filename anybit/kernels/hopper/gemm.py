@@ -74,6 +74,7 @@ class Gemm(Epilogue):
         self.blob = decoder.blob_bytes
         # Warps of a CTA that finish outputs, 16 channels each; the last CTA may have fewer.
         self.finishers = -(-8 // tile.split)
+        self.arrivals = 1  # of the producer's threads, when a stage is loaded
         self.batch = min(tile.tokens, 32)  # tokens that a warp stages for its stores at a time
 
     def mma_op(self) -> Any:
@@ -118,6 +119,7 @@ class Gemm(Epilogue):
 
         @cute.struct
         class Shared:
+            table: cute.struct.Align[cute.struct.MemRange[Uint8, self.decoder.table_bytes], 128]
             full: cute.struct.MemRange[Int64, self.stages]
             empty: cute.struct.MemRange[Int64, self.stages]
             x: cute.struct.Align[cute.struct.MemRange[self.b, cute.cosize(x_layout)], 1024]
@@ -174,7 +176,7 @@ class Gemm(Epilogue):
         if warp == 8:
             cpasync.prefetch_descriptor(x_copy)
             if thread % 32 < self.stages:
-                cute.arch.mbarrier_init(full + thread % 32, 1)
+                cute.arch.mbarrier_init(full + thread % 32, self.arrivals)
                 cute.arch.mbarrier_init(empty + thread % 32, 256)  # all consumers
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -217,11 +219,15 @@ class Gemm(Epilogue):
         else:
             if const_expr(self.tile.wide):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.begin(shared, row_zero, thread)
             cute.arch.griddepcontrol_wait()
             self.consume(
                 mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y,
                 problem, first, tiles, ctas, k_first, k_last, rank, thread,
             )  # fmt: skip
+
+    def begin(self, shared: Any, table: Any, thread: Any) -> None:
+        """What consumers do before the previous kernel has finished."""
 
     @cute.jit
     def tiles_between(self, start, end):

@@ -84,15 +84,22 @@ def rotate(word: Word, left: int, mask: int) -> Word:
     return (word << left) | (word >> (LANES - left))
 
 
-def bytes_of(word: Word, selector: int) -> Word:
-    """PRMT: byte i of the result is byte (selector >> 4 i) & 7 of `word`; 4 to 7 give zero."""
+def bytes_of(word: Word, selector: int, other: Word | None = None) -> Word:
+    """PRMT: byte i of the result is byte (selector >> 4 i) & 7 of `word`; 4 to 7 are `other`'s.
+
+    Where bit 3 of a digit is set, the byte's top bit fills the whole byte. Without `other`, digits
+    4 to 7 give zero.
+    """
     if not word.emulated:
-        return Word(_dsl().prmt(word.bits, selector))
+        return Word(_dsl().prmt(word.bits, selector, 0 if other is None else other.bits))
     out = np.zeros_like(word.bits)
     for i in range(4):
-        source = selector >> (4 * i) & 7
-        if source < 4:
-            out |= ((word.bits >> np.uint32(8 * source)) & np.uint32(255)) << np.uint32(8 * i)
+        digit = selector >> (4 * i)
+        source = word if not digit & 4 else other
+        if source is not None:
+            byte = source.bits >> np.uint32(8 * (digit & 3)) & np.uint32(255)
+            byte = (byte >> np.uint32(7)) * np.uint32(255) if digit & 8 else byte
+            out |= byte << np.uint32(8 * i)
     return Word(out)
 
 

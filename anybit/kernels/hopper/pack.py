@@ -9,15 +9,13 @@ pre-packing, LiquidGEMM's dual-MMA layout).
     words of a thread = [half tile 2][bits]: one word for each bit of a code and 32 weights
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from anybit import bits as planes_of
 from anybit.format import Packed
 from anybit.kernels.hopper.decode import K_TILE, Decoder
-from anybit.kernels.hopper.lang import LANES, planes
+from anybit.kernels.hopper.lang import LANES
 from anybit.kernels.hopper.tiles import ROW_MULTIPLE, ROWS
 
 CHUNK_BYTES = 1 << 28  # of temporaries
@@ -36,7 +34,7 @@ def pack(packed: Packed, decoder: Decoder) -> Tensor:
     size = K_TILE * K_TILE * decoder.bits // 8
     for start in range(0, -(-n // ROWS), step):
         rows = slice(start * ROWS, min(n, (start + step) * ROWS))
-        part = pad_rows(codes[rows])
+        part = decoder.stored(pad_rows(codes[rows]))
         out = blobs[start : start + len(part) // ROWS]
         out[..., :size] = pack_codes(part, decoder)
         if grid is not None:
@@ -45,13 +43,13 @@ def pack(packed: Packed, decoder: Decoder) -> Tensor:
 
 
 def unpack_codes(blobs: Tensor, decoder: Decoder) -> Tensor:
-    """The inverse of `pack` for the codes: (rows, K) uint8, padding included."""
+    """What `decoder.stored` gave to `pack`: (rows, K) uint8, padding included."""
     size = K_TILE * K_TILE * decoder.bits // 8
     words = unchunk(blobs[..., :size].contiguous().view(torch.int32), decoder.bits)
     b = torch.arange(LANES, device=words.device, dtype=torch.int32)
     words = ~words if decoder.verbatim else words
     stored = ((words[..., None] >> b) & 1).flatten(-2)  # (..., half 2, bits * 32)
-    source = bit_order(decoder).to(words.device)
+    source = decoder.order().to(words.device)
     bits = torch.empty_like(stored)
     bits[..., source] = stored
     weights = (bits.view(*bits.shape[:-1], LANES, decoder.bits) << b[: decoder.bits]).sum(-1)
@@ -63,7 +61,7 @@ def pack_codes(codes: Tensor, decoder: Decoder) -> Tensor:
     f = fragment(codes, decoder.slot)
     b = torch.arange(decoder.bits, device=codes.device, dtype=torch.uint8)
     bits = ((f[..., None] >> b) & 1).flatten(-2)  # (..., 32 * bits): bit of code innermost
-    stored = bits[..., bit_order(decoder).to(codes.device)]
+    stored = bits[..., decoder.order().to(codes.device)]
     words = planes_of.pack(stored.reshape(-1, stored.shape[-1]), 1)[0]
     words = ~words if decoder.verbatim else words
     return chunk(words.view(*f.shape[:-1], decoder.bits)).view(torch.uint8)
@@ -124,27 +122,6 @@ def unchunk(words: Tensor, bits: int) -> Tensor:
     if bits % 2:
         parts.append(flat[..., 512 * whole :].unflatten(-1, (128, 2)))
     return torch.cat(parts, -1).unflatten(-1, (2, bits))
-
-
-@cache
-def bit_order(decoder: Decoder) -> Tensor:
-    """(32 * bits,): which bit of which of the 32 weights (weight * bits + bit) is stored where."""
-    bits, slot = decoder.bits, decoder.slot
-    each = 32 // slot
-    order = torch.empty(bits * LANES, dtype=torch.int64)
-    first = 0
-    for plane in planes(decoder.places, slot):
-        width = len(plane.bits)
-        per_word = slot // width  # registers
-        for register in range(slot):  # 8 or 16 of them in half a tile
-            word = first + register // per_word
-            left = plane.places[0] - plane.shifts[register % per_word]
-            for element in range(each):
-                for bit, place in zip(plane.bits, plane.places, strict=True):
-                    lane = (element * slot + place - left) % LANES
-                    order[word * LANES + lane] = (register * each + element) * bits + bit
-        first += width
-    return order
 
 
 def pad_rows(rows: Tensor) -> Tensor:

@@ -30,11 +30,14 @@ def unsigned(value: int) -> Uint32:
 
 
 @dsl_user_op
-def prmt(word: Uint32, selector: int, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """Bytes of `word` (0 to 3) and of zero (4 to 7), by the selector's digits."""
+def prmt(word: Uint32, selector: int, other: Any = 0, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Bytes of `word` (0 to 3) and of `other` (4 to 7), by the selector's digits."""
     at = {"loc": loc, "ip": ip}
-    text = f"prmt.b32 $0, $1, 0, {selector};"
-    return Uint32(_asm(T.i32(), [Uint32(word)], text, "=r,r", False, at))
+    if isinstance(other, int):
+        text = f"prmt.b32 $0, $1, {other}, {selector};"
+        return Uint32(_asm(T.i32(), [Uint32(word)], text, "=r,r", False, at))
+    text = f"prmt.b32 $0, $1, $2, {selector};"
+    return Uint32(_asm(T.i32(), [Uint32(word), Uint32(other)], text, "=r,r,r", False, at))
 
 
 @dsl_user_op

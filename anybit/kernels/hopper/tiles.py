@@ -112,7 +112,7 @@ def fitted(tile: Tile, decoder: Decoder) -> Tile:
     if tile.stages:
         return tile
     stage = decoder.blob_bytes * tile.rows // 128 + tile.tokens * 128 * decoder.slot // 8
-    fixed = 1024 + 8 * 48 * min(tile.tokens, 32) + 16 * tile.tokens
+    fixed = decoder.table_bytes + 1024 + 8 * 48 * min(tile.tokens, 32) + 16 * tile.tokens
     room = min(MAX_SHARED, SHARED_OF_SM // tile.ctas - RESERVED) // 1024 * 1024 - fixed
     return replace(tile, stages=min(MOST_STAGES, room // stage))
 

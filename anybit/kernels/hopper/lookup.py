@@ -1,0 +1,117 @@
+"""Codebooks in the main loop for more than 16 tokens: what it reads, and in which tiles; no DSL.
+
+The main loop of `gemm.py` with look-ups in the place of decoding (`lookup_gemm.py`). It reads the
+same cells as the kernels for up to 16 tokens, so a weight lies in memory once.
+
+A thread of a WGMMA holds two columns of a row in a register: one word of a centroid. An entry of
+the table in shared memory is 128 bytes of copies of one centroid, one copy for each lane that may
+ask for the same word; so lanes never meet in a bank, whatever their codes are. Two codebooks lie
+side by side in entries of 256 bytes, so that a code is the second byte of an address.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from anybit.format import Format
+from anybit.kernels.hopper.cells import CELL, ROWS, TABLE, Cells, cells_of
+from anybit.kernels.hopper.decode import K_TILE, MANTISSA, Decoder
+from anybit.kernels.hopper.tiles import EXCHANGE, Kernel, Tile, fits_once, fitted, grid
+
+TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
+DENSE_FROM = 2048  # tokens; half as many with more than two codebooks
+MOST_HELD = 64  # tokens that one tile holds, if it may
+
+
+@dataclass(frozen=True)
+class LookupDecoder(Decoder):
+    """Cells to fp16 or bf16: the sum of m centroids, times the scale of their group."""
+
+    places: tuple[int, ...] = ()
+    cells: Cells = field(kw_only=True)
+
+    sources = ("cells.py", "fragments.py", "lookup_gemm.py")
+
+    @property
+    def bits(self) -> int:
+        """Of a weight's codes, rounded up."""
+        return -(-8 * self.cells.m // self.cells.v)
+
+    @property
+    def k_tiles(self) -> int:
+        """K tiles in a block of cells."""
+        return self.cells.columns // K_TILE
+
+    @property
+    def piece(self) -> int:
+        """Bytes of a cell that a K tile takes."""
+        return CELL // self.k_tiles
+
+    @property
+    def groups(self) -> int:
+        """Scales of a row in a K tile."""
+        return max(1, self.cells.groups // self.k_tiles)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of 16 rows and a K tile: a piece of each cell, then scales."""
+        return self.cells.m * self.piece + 2 * ROWS * self.groups
+
+    @property
+    def blob_bytes(self) -> int:
+        return TILES_OF_BLOB * self.tile_bytes
+
+    @property
+    def table_bytes(self) -> int:  # type: ignore[override]
+        return -(-self.cells.m // 2) * TABLE
+
+
+def lookup(fmt: Format, dtype: torch.dtype) -> LookupDecoder | str:
+    """The decoder of a codebook format for activations of this dtype, or why there is none."""
+    cells = cells_of(fmt)
+    if isinstance(cells, str):
+        return cells
+    name = str(dtype).removeprefix("torch.")
+    if name not in MANTISSA:
+        return f"codebooks are multiplied by fp16 and bf16 activations, not by {dtype}"
+    return LookupDecoder(name, cells=cells)
+
+
+def candidates(d: LookupDecoder) -> list[Tile]:
+    """Tiles that leave room for at least two stages beside the table.
+
+    With more than one codebook, 256 tokens have too few stages to gain anything; clusters of four
+    were slower than those of two everywhere.
+    """
+    every = [Tile(tokens, split=split) for tokens in (32, 64, 128) for split in (1, 2)]
+    every += [Tile(256)] * (d.cells.m == 1)
+    return [tile for tile in (fitted(tile, d) for tile in every) if tile.stages >= 2]
+
+
+def choose(d: LookupDecoder, m: int, n: int, k: int) -> Tile | None:
+    """The tile for m tokens; None where there is none, or a dense weight is faster."""
+    if m >= (DENSE_FROM if d.cells.m <= 2 else DENSE_FROM // 2):
+        return None
+    every = candidates(d)
+    least = min(m, MOST_HELD, max((tile.tokens for tile in every), default=0))
+    found = [tile for tile in every if tile.tokens >= least and fits_once(tile, m, n, k)]
+    return min(found, key=lambda tile: cycles(tile, d, m, n, k), default=None)
+
+
+def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int) -> float:
+    """Clock cycles of a product: look-ups and products of a K tile add up, nearly.
+
+    A look-up of a word for every lane takes two cycles, one of more words a cycle for each and some
+    more. The numbers fit times of an H200; two stages do not hide the copies' latency.
+    """
+    looked_up = (512 if d.cells.v == 4 else 400) * d.cells.m + 500 * (tile.stages == 2)
+    clusters = grid(tile, m, n) // tile.split
+    waves = -(-(-(-n // tile.rows) * -(-m // tile.tokens)) // clusters)
+    steps = k // K_TILE // tile.split
+    return waves * steps * (looked_up + 7 * tile.tokens) + EXCHANGE * (tile.split > 1)
+
+
+def kernels_of(cells: Cells) -> list[Kernel]:
+    """Every kernel that `choose` may name."""
+    decoders = [LookupDecoder(dtype, cells=cells) for dtype in MANTISSA]
+    return [Kernel(d, tile, d.operand) for d in decoders for tile in candidates(d)]

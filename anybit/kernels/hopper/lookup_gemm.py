@@ -1,0 +1,165 @@
+"""The main loop's look-ups, in CuTe DSL: cells to shared memory, centroids to registers.
+
+`lookup.py` says what lies where.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+
+from anybit.kernels.hopper.cells import CELL, ROWS, TABLE, WINDOW
+from anybit.kernels.hopper.decode import K_TILE
+from anybit.kernels.hopper.fragments import (
+    arrive_after_copies,
+    copy_async,
+    halves_to_float,
+    insert_code,
+    load_bytes,
+    load_global,
+    load_matrices,
+    load_shared,
+    store_shared,
+)
+from anybit.kernels.hopper.gemm import Gemm
+from anybit.kernels.hopper.lookup import TILES_OF_BLOB, LookupDecoder
+from anybit.kernels.hopper.ptx import half2, pack2, prmt
+from anybit.kernels.hopper.tiles import Kernel
+
+CONSUMERS = 256  # threads
+VECTOR = 16  # bytes of a vector's codes, for 16 rows
+CHUNK = 8  # columns whose words the four threads of a quad hold in one register each
+
+
+class LookupGemm(Gemm):
+    def __init__(self, kernel: Kernel):
+        super().__init__(kernel)
+        assert isinstance(kernel.decoder, LookupDecoder)
+        self.lookup, self.cells = kernel.decoder, kernel.decoder.cells
+        self.arrivals = 1 + 32  # those of `load_weights`
+
+    @cute.jit
+    def begin(self, shared, book, thread):
+        """Fill the table. It lies first in shared memory, so its address is known."""
+        v, m = self.cells.v, self.cells.m
+        to = Int32(shared.table.data_ptr().toint()) + thread % 8 * 16
+        for c in cutlass.range_constexpr(m):
+            plane = const_expr(c // 2 * TABLE + c % 2 * 128)
+            for i in cutlass.range_constexpr(0, 256, CONSUMERS // 8):
+                entry = i + thread // 8
+                source = Int64(book.toint()) + (c * 256 + entry) * (2 * v)
+                if const_expr(v == 16):  # columns j and j + 8, which one load of a lane brings
+                    low = load_global(source + thread % 2 * 8, 2, Int32(1))
+                    high = load_global(source + (16 + thread % 2 * 8), 2, Int32(1))
+                    words = [low[0], high[0], low[1], high[1]]
+                else:
+                    words = load_global(source, v // 2, Int32(1)) * (8 // v)
+                store_shared(to + entry * 256 + plane, words)
+        cute.arch.barrier(barrier_id=3, number_of_threads=CONSUMERS)
+
+    @cute.jit
+    def load_weights(self, w, s_w, full, stage, row_blob, k, k_tiles):
+        """Arm the stage's barrier for activations, and start the weights' copies, 16 bytes a lane.
+
+        The bytes of 16 rows and a K tile lie in m + 1 places, too small for the copy engine: 24
+        bulk copies of 256 bytes took 2000 cycles.
+        """
+        d, cells = self.lookup, self.cells
+        lane = cute.arch.lane_idx()
+        if lane == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(
+                full + stage, self.tokens * K_TILE * self.b.width // 8
+            )
+        each, of_codes = const_expr(d.tile_bytes // 16), const_expr(cells.m * d.piece // 16)
+        row_stride = k_tiles // d.k_tiles * cells.block_bytes
+        part = k % d.k_tiles
+        tiles = const_expr(TILES_OF_BLOB * self.blocks)
+        source = w.toint() + Int64(row_blob * TILES_OF_BLOB) * row_stride
+        source += k // d.k_tiles * cells.block_bytes
+        for i in cutlass.range_constexpr(0, tiles * each, 32):
+            tile, at = (i + lane) // each, (i + lane) % each
+            book, rest = at * 16 // d.piece, at * 16 % d.piece
+            offset = book * CELL + part * d.piece + rest
+            if at >= of_codes:
+                offset = cells.m * CELL + part * cells.groups // d.k_tiles * (2 * ROWS)
+                offset += (at - of_codes) * 16
+            if i + lane < tiles * each:
+                to = s_w + stage * (self.blob * self.blocks) + (i + lane) * 16
+                copy_async(to, source + tile * row_stride + offset)
+        arrive_after_copies((full + stage).toint())
+
+    def read_words(self, shared: Any, group: Any, t: Any, stage: Any) -> tuple:
+        """((codes of every block and codebook, lane's place in an entry), scales of every block).
+
+        Scales are pairs, for rows g and g + 8, of each group in the K tile.
+        """
+        d = self.lookup
+        lane = t % 32
+        ring = Int32(shared.w.data_ptr().toint()) + stage * (self.blob * self.blocks)
+        codes, scales = [], []
+        for block in range(self.blocks):
+            tile = ring + block * self.blob + (group * 4 + t // 32) * d.tile_bytes
+            codes.append([self.read_codes(tile + i * d.piece, lane) for i in range(self.cells.m)])
+            at = tile + self.cells.m * d.piece + lane // 4 * 4
+            words = [load_shared(at, 1, 2 * ROWS * i, True)[0] for i in range(d.groups)]
+            if d.operand == "float16":
+                scales.append([(prmt(word, 0x1010), prmt(word, 0x3232)) for word in words])
+            else:
+                pairs = [halves_to_float(word) for word in words]
+                scales.append([tuple(pack2(f, f, d.operand) for f in pair) for pair in pairs])
+        place = {4: lane * 4, 8: lane % 8 * 16, 16: lane % 16 * 8}[self.cells.v]
+        table = Int32(shared.table.data_ptr().toint()) - WINDOW
+        return (codes, Uint32(table) | Uint32(place)), scales
+
+    def read_codes(self, cell: Any, lane: Any) -> list:
+        """A K tile's codes of one codebook: (word, its byte for row g), the next for row g + 8."""
+        v = self.cells.v
+        if v == 8:  # of row g = lane % 8, and of every fourth vector, for `load_matrices`
+            address = cell + lane // 8 * VECTOR + lane % 8 * 2
+            return [(load_bytes(address, i * VECTOR), 0) for i in range(0, K_TILE // v, 4)]
+        # `ldmatrix` hands a lane two rows of 16 bytes, which are vectors here; the four lanes of a
+        # quad name the same ones, or those of their columns.
+        vector = lane // 8 * 2 + lane % 2
+        step = 8 * VECTOR
+        if v == 4:
+            vector, step = vector * 2 + lane % 8 // 4, 2 * step
+        loads = [
+            load_matrices(cell + vector * VECTOR, i, True)
+            for i in range(0, self.lookup.piece, step)
+        ]
+        return [(word, byte) for load in loads for word in load for byte in (0, 2)]
+
+    def decode_half(
+        self, words: Any, grid: Any, registers: Any, half: int, block: int, first: int
+    ) -> None:
+        """64 columns of a block: codes -> A registers of their WGMMAs, from `first` on."""
+        d = self.lookup
+        codes, place = words[0][block], words[1]
+        each = {4: 1, 8: 4, 16: 2}[self.cells.v]  # registers of a row that a look-up brings
+        for at in range(0, K_TILE // 2 // CHUNK, each):
+            chunk = half * (K_TILE // 2 // CHUNK) + at
+            for row in range(2):
+                totals: list = []
+                for i, of_book in enumerate(codes):
+                    word, byte = of_book[chunk // each]
+                    found = self.look_up(insert_code(word, place, byte + row), i)
+                    if totals:
+                        both = zip(totals, found, strict=True)
+                        found = [half2("add.rn", d.operand, pair) for pair in both]
+                    totals = found
+                for j, total in enumerate(totals):
+                    scale = grid[block][(chunk + j) * CHUNK * d.groups // K_TILE][row]
+                    register = half2("mul.rn", d.operand, (total, scale))
+                    registers[(0, row, (at + j) % 2), 0, first + (at + j) // 2] = register
+
+    def look_up(self, address: Any, i: int) -> list:
+        """The lane's words of centroids of codebook i.
+
+        Centroids of 16 bytes are the rows of an operand's fragment: `ldmatrix` hands every lane its
+        part of those that eight lanes look up.
+        """
+        plane = WINDOW + i // 2 * TABLE + i % 2 * 128
+        if self.cells.v == 8:
+            return load_matrices(address, plane)
+        return load_shared(address, 1 if self.cells.v == 4 else 2, plane)
