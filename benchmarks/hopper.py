@@ -350,7 +350,7 @@ class Table:
             for scheme in schemes
             for dtype in outputs(scheme)
         ]
-        # After a product that draws all of the board's power, the next was 10 % slower.
+        # Small products timed right behind large ones were 10 to 25 % slower.
         for m in sorted(counts):
             for p in problems:
                 given = f"{p.activation}-given" if p.activation else bench.short(p.dtype)
