@@ -44,7 +44,7 @@ def cells(*names: str) -> dict[Cell, list[Row]]:
 
 
 def find(rows: list[Row], column: Column) -> Row | None:
-    """The faster of both dtypes of tokens; rows of earlier tiles only where there are no others."""
+    """The faster of both dtypes of tokens."""
     _, peer, formats, activations, note = column
     if note == LAUNCHED:
         note = "pdl" if rows and overlaps(rows[0], formats[0], activations[0]) else "plain"
@@ -57,7 +57,7 @@ def find(rows: list[Row], column: Column) -> Row | None:
         and row["note"].startswith(note)
         and "sweep:" not in row["note"]
     ]
-    return min(found, key=lambda row: ("earlier" in row["note"], float(row["us"])), default=None)
+    return min(found, key=lambda row: float(row["us"]), default=None)
 
 
 def overlaps(cell: Row, spec: str, activation: str) -> bool:
@@ -75,10 +75,17 @@ def fastest(rows: list[Row], columns: list[Column]) -> Row | None:
 
 
 def shown(row: Row | None) -> str:
-    """A row's time, with a star where it was taken with tiles that are no longer chosen."""
-    if row is None:
-        return ""
-    return number(float(row["us"])) + ("*" if "earlier" in row["note"] else "")
+    return number(float(row["us"])) if row else ""
+
+
+POWER = 256  # tokens from which on a chip's clock, hence its power, decides
+
+
+def against(ours: Row, theirs: Row) -> float:
+    """Our time in theirs. Rows of two processes, from 256 tokens on: each in its dense layer's."""
+    if ours["commit"] == theirs["commit"] or int(ours["M"]) < POWER:
+        return float(ours["us"]) / float(theirs["us"])
+    return float(theirs["vs_cublas_fp16"]) / float(ours["vs_cublas_fp16"])
 
 
 def number(value: float) -> str:
@@ -105,8 +112,8 @@ def us(*key: Any) -> float:
 
 
 def over(one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
-    """Times the other's time; both are arguments of `us`."""
-    return f"{us(*one) / us(*other):.2f}"
+    """Times the other's time, see `against`; both are arguments of `us`."""
+    return f"{against(measured(*one), measured(*other)):.2f}"
 
 
 def speed(*key: Any) -> str:

@@ -86,9 +86,13 @@ def test_tables_keep_what_stands_where_nothing_was_measured(folder):
     assert table[2:] == ["| 28672x4096 | 1 | 20.0 |  | 50.0 | 2.50 |"]
 
 
-def test_earlier_tiles_have_a_star(folder):
-    write(folder, note="pdl; earlier tiles")
-    assert "| 20.0* |" in paper_tables.made()["fp6"]
+def test_two_processes_are_compared_by_their_dense_layers(folder):
+    """A chip that is 1.2 times as slow from 256 tokens on is not the kernel's fault."""
+    ours = {"commit": "a", "M": "256", "us": "120", "vs_cublas_fp16": "1"}
+    theirs = {"commit": "b", "M": "256", "us": "100", "vs_cublas_fp16": "1"}
+    assert results.against(ours, theirs) == 1
+    assert results.against(ours, theirs | {"commit": "a"}) == 1.2
+    assert results.against(ours | {"M": "64"}, theirs | {"M": "64"}) == 1.2
 
 
 def test_a_block_is_the_sum_of_its_layers(folder):
