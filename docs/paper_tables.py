@@ -54,7 +54,6 @@ def made() -> dict[str, str]:
         "formats": formats(),
         "engine_llama3": engine_steps("llama-3-8b"),
         "engine_llama2": engine_steps("llama-2-7b"),
-        "engine_aims": engine_aims(),
         "codebook_layers": times(LAYERS, LAYER_CELLS, "h200_codebook", floor=True),
         "codebook_blocks": blocks(),
         "codebook_batch": batch(),
@@ -91,7 +90,9 @@ def times(
 ) -> str:
     """Microseconds; and our speed in that of cuBLAS beside it, or our time in reading's."""
     titles = ["weight", "M", *(column[0] for column in columns)]
-    titles += ["ours, times the speed of its run's cuBLAS fp16"] * ratio + ["m1v4, times the read floor"] * floor
+    titles += ["ours, times the speed of its run's cuBLAS fp16"] * ratio + [
+        "m1v4, times the read floor"
+    ] * floor
     out = []
     for n, k, m in wanted:
         found = [find(cells(*files)[n, k, m], column) for column in columns]
@@ -214,37 +215,6 @@ def engine_steps(model: str) -> str:
 
 def short(name: str) -> str:
     return letters(name) if name.startswith("codebook") else name.replace(":group=", " g")
-
-
-AIMS = [  # what, weights, cache, batch, least speed in bf16's
-    ("one sequence, liquid", "liquid@int8", "model", 1, 2.3),
-    ("one sequence, int4 g128", FOUR, "model", 1, 2.3),
-    ("one sequence, fp6", "fp6", "model", 1, 1.8),
-    ("128 sequences, liquid, INT8 cache", "liquid@int8", "int8", 128, 1.6),
-    ("256 sequences, liquid, INT8 cache", "liquid@int8", "int8", 256, 1.6),
-]
-
-
-def engine_aims() -> str:
-    """What was wanted of the engine with Llama-3-8B's shapes, and what was measured."""
-    rows = [r for r in read("h200_engine") if r["model"] == "llama-3-8b" and r["idle"]]
-    found = {(r["format"], r["kv"], int(r["batch"])): r for r in rows}
-    if not found:
-        return ""
-    dense = {b: found["bf16", "model", b] for b in BATCHES}
-    aims = [("bf16's step, times the read floor, one sequence", "at most 1.25",
-             float(dense[1]["vs_floor"]), float(dense[1]["vs_floor"]) <= 1.25)]  # fmt: skip
-    for what, spec, kv, b, least in AIMS:
-        value = float(dense[b]["step_us"]) / float(found[spec, kv, b]["step_us"])
-        aims.append((f"{what}, times bf16's speed", f"{least}", value, value >= least))
-    held = int(found["liquid@int8", "int8", 1]["batch_in_80gb"]) / int(dense[1]["batch_in_80gb"])
-    aims.append(("sequences in 80 GB, liquid, INT8 cache, times bf16's", "1.8", held, held >= 1.8))
-    out = [[what, asked, f"{value:.2f}", "yes" if met else "no"] for what, asked, value, met in aims]
-    for batch, limit in ((1, 5), (64, 3)):
-        idle = max(float(r["idle"]) for (_, _, b), r in found.items() if b == batch) * 100
-        what = f"idle share of a step, {batch} sequence{'s' * (batch > 1)}, the most of all formats"
-        out.append([what, f"under {limit} %", f"{idle:.1f} %", "yes" if idle < limit else "no"])
-    return markdown(["", "asked", "measured", "met"], out)
 
 
 # CodeGEMM, all from one run.

@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import aims
 import paper_tables
 import results
 from results import HALVES, LAUNCHED, OURS, Cell, Column, Row, against, find, shown
@@ -138,6 +139,7 @@ def pages() -> tuple[dict[Path, str], list[str]]:
         "losses": losses(found),
         "tables": "\n\n".join(table(found, *t) for t in (*TABLES, *ALONE)),
         **paper_tables.made(),
+        **aims.made(),
     }
     missing: list[str] = []
     made = {}
@@ -206,7 +208,9 @@ def losses(cells: dict[Cell, list[Row]]) -> str:
                     here.append(f"M={m} {ratio:.2f} ({name})")
             if here:
                 where.append(f"    - {n}x{k}: {', '.join(here)}")
-        counts.append(f"| {title} | {sum(verdicts)} | " + " | ".join(map(str, [*verdicts, raw])) + " |")
+        counts.append(
+            f"| {title} | {sum(verdicts)} | " + " | ".join(map(str, [*verdicts, raw])) + " |"
+        )
         if where:
             lost += [f"- {title}", *where]
     return "\n".join([*counts, "", "Slower, and how many times the other's time:", "", *lost])

@@ -9,6 +9,7 @@ import pytest
 DOCS = Path(__file__).parent.parent / "docs"
 sys.path.insert(0, str(DOCS))
 
+import aims  # noqa: E402
 import paper_tables  # noqa: E402
 import results  # noqa: E402
 import tables  # noqa: E402
@@ -49,7 +50,7 @@ def test_pages_say_what_was_measured():
 def test_there_are_tables_and_figures():
     text = "".join(path.read_text() for path in DOCS.rglob("*.md"))
     named = set(re.findall(r"<!-- (\w+), written by docs/tables.py -->", text))
-    assert named == {"losses", "tables", *paper_tables.made()}
+    assert named == {"losses", "tables", *paper_tables.made(), *aims.made()}
     assert len(tables.FIGURE.findall(text)) > 20
     # Markdown would take a comment at the start of a line for the end of the paragraph.
     assert not re.findall(r"(?m)^ *<!-- =", text)
