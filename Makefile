@@ -32,8 +32,9 @@ docs: .venv/.installed  ## Build the documentation into site/; open site/index.h
 	@echo "== mkdocs"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-test-gpu:  ## Run the tests of kernels and engine on the GPU of this machine, with the python in PATH.
-	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider tests/kernels tests/engine
+test-gpu:  ## Run the tests of kernels, engine and experts on the GPU of this machine, with the python in PATH.
+	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider tests/kernels tests/engine \
+		tests/test_experts.py
 
 test-2gpu:  ## Compare layers and a decoder block divided between two GPUs with undivided ones.
 	@$(PYTHON) tests/multi_gpu.py

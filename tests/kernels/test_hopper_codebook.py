@@ -1,6 +1,7 @@
 """The Hopper codebook kernels, compiled and run on the CPU by a PTX machine; their layout."""
 
 import json
+import os
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -26,6 +27,7 @@ from anybit.kernels.reference import operand_weight
 needs_dsl = pytest.mark.skipif(
     find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"
 )
+DEVICE = os.environ.get("ANYBIT_TEST_DEVICE", "cpu")  # of the dense decoding alone
 HALF, BRAIN = torch.float16, torch.bfloat16
 VARIANTS = [(4, 1), (8, 2), (8, 1), (16, 3), (8, 4)]  # v, m; b = 8
 NAMES = {HALF: "float16", BRAIN: "bfloat16"}
@@ -87,6 +89,7 @@ def test_a_row_whose_scales_are_zero_is_zero() -> None:
     fmt = codebook(4, 1)
     packed = random_packed(fmt, 16, 256)
     packed.grid["scale"][3] = 0
+    packed = packed.to(DEVICE)
     weight = codebook_backend.dense(codebook_backend.prepare(packed, None), fmt, 16, 256, HALF)
     assert not weight[3].any()
     assert error(weight, packed.dequantize().double()) < 4e-4
@@ -101,12 +104,12 @@ def test_thousands_of_tokens_meet_a_dense_weight(
     monkeypatch.setattr(codebook_backend, "lookup_tile", lambda *problem: None)
     torch.manual_seed(v)
     fmt = codebook(v, m)
-    packed = random_packed(fmt, 24, 512)
+    packed = random_packed(fmt, 24, 512).to(DEVICE)
     prepared = codebook_backend.prepare(packed, None)
     weight = codebook_backend.dense(prepared, fmt, 24, 512, dtype)
     assert weight.dtype == dtype
     assert error(weight, packed.dequantize().double()) < (4e-4 if dtype == HALF else 4e-3)
-    x, bias = torch.randn(3, 25, 512).to(dtype), torch.randn(24).to(dtype)
+    x, bias = (torch.randn(*size).to(DEVICE, dtype) for size in ((3, 25, 512), (24,)))
     y = codebook_backend.linear(x, prepared, bias, fmt, 24, None)
     want = x.double() @ weight.double().T + bias.double()
     assert error(y, want) < (1e-3 if dtype == HALF else 5e-3)
