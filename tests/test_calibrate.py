@@ -1,6 +1,7 @@
 """Calibration: what layers see, block by block, with every error in words."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import anybit
-from anybit import GPTQ, Calibration
+from anybit import GPTQ, Additive, Calibration
 from anybit.linear import QuantLinear
-from anybit.quantizers.calibrate import linear_at, quantize_layers
+from anybit.quantizers.calibrate import Calibrated, linear_at, quantize_layers
 from anybit.quantizers.replay import Replay, Seen, find_blocks
 
 VOCAB, LENGTH, SAMPLES = 96, 32, 20
@@ -393,10 +394,18 @@ def test_model_without_blocks() -> None:
         anybit.quantize_(model, "int4", GPTQ(tokens()))
 
 
+@pytest.mark.parametrize(
+    ("quantizer", "scheme"),
+    [(GPTQ(), "int4"), (Additive(rounds=1, steps=1), "codebook:m=1,v=4,b=4")],
+)
 def test_layers_know_their_inputs_dtype_while_text_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    quantizer: Calibrated, scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Or a float32 model would get kernels for 16 bits when its blocks visit a GPU."""
+    """Or a float32 model would get kernels for 16 bits when its blocks visit a GPU.
+
+    Afterwards none does, since the model may be cast; the head neither, which is in no block.
+    """
+    quantizer = replace(quantizer, calibration=Calibration(tokens(), work=tmp_path))
     known: list[torch.dtype | None] = []
     advance = Replay.advance
 
@@ -409,9 +418,10 @@ def test_layers_know_their_inputs_dtype_while_text_runs(
     monkeypatch.setattr(Replay, "advance", looking)
     for _ in range(2):  # the second time, from the work folder
         model = llama()
-        anybit.quantize_(model, "int4", GPTQ(Calibration(tokens(), work=tmp_path)))
+        anybit.quantize_(model, {"*": scheme, "lm_head": scheme}, quantizer)
         assert known == [torch.float32] * 21
-        assert all(m.dtype is None for m in model.modules() if isinstance(m, QuantLinear))
+        layers = [m for m in model.modules() if isinstance(m, QuantLinear)]
+        assert [layer.dtype for layer in layers] == [None] * 22
         known.clear()
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -135,6 +135,7 @@ def run(
                 seen = replay.watch(len(blocks), outside, quantizer.wanted())
                 few |= too_few(seen, model, "")
                 quantize_layers(model, outside, quantizer, seen)
+                forget_dtypes(model.get_submodule(name) for name in outside)
                 step(sum(weights[name] for name in outside))
     if few:
         listed = ", ".join(f"{name} ({tokens})" for name, tokens in list(few.items())[:8])
@@ -311,19 +312,21 @@ def too_few(seen: Mapping[str, Seen], parent: nn.Module, prefix: str) -> dict[st
 
 @contextmanager
 def visiting(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """The block is on `device` inside, and its quantized layers know the dtype of their input.
-
-    Afterwards they choose a kernel anew, for a model that may be cast.
-    """
+    """The block is on `device` inside, and its quantized layers know the dtype of their input."""
     home = next(block.parameters()).device
     block.to(device)
     try:
         yield
     finally:
-        for module in block.modules():
-            if isinstance(module, QuantLinear):
-                module.dtype, module.prepared = None, []
+        forget_dtypes(block.modules())
         block.to(home)
+
+
+def forget_dtypes(modules: Iterable[nn.Module]) -> None:
+    """Quantized layers choose a kernel anew when they are called, since the model may be cast."""
+    for module in modules:
+        if isinstance(module, QuantLinear):
+            module.dtype, module.prepared = None, []
 
 
 @contextmanager

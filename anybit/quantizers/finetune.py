@@ -224,7 +224,7 @@ class Tuned(nn.Module):
     def __init__(self, layer: QuantLinear):
         super().__init__()
         packed = layer.packed
-        self.bias, self.activation = layer.bias, layer.activation
+        self.bias, self.activation, self.dtype = layer.bias, layer.activation, layer.dtype
         self.format, self.shape = packed.format, packed.shape
         self.codes, self.stored = packed.codes(), packed.grid
         tuned = [n for n, e in self.format.entries().items() if e.dtype == "float"]
@@ -320,7 +320,7 @@ class Tuned(nn.Module):
             half = name == "scale" and before != torch.float32
             grid[name] = store_scale(grid[name]) if half else grid[name].to(before)
         packed = Packed.from_codes(self.format, self.shape, self.codes, grid)
-        return QuantLinear(packed, self.bias, self.activation)
+        return QuantLinear(packed, self.bias, self.activation, self.dtype)
 
 
 def grid_at(fmt: Format, grid: Grid, rows: Tensor, columns: Tensor) -> Grid:
