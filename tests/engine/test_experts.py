@@ -2,16 +2,19 @@
 
 import itertools
 import types
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from anybit import dispatch
 from anybit.engine import experts
 from anybit.engine.weights import Part, Weights
 from anybit.format import Format, Packed
 from anybit.kernels import reference
-from anybit.linear import quantize_tensor
+from anybit.linear import QuantLinear, quantize_tensor
 
 E, N, K = 3, 32, 64
 STARTS = torch.tensor([0, 4, 4, 9], dtype=torch.int32)  # the second expert gets nothing
@@ -92,3 +95,32 @@ def test_the_grouped_dense_product_is_the_layers_own() -> None:
     weight = torch.stack([layer.weight for layer in single.layers])
     got = experts.DenseExperts(weight)(x, STARTS)
     torch.testing.assert_close(got, single(x, STARTS), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("scheme", ["liquid@int8", "fp6"])
+def test_float32_experts_on_a_gpu_get_the_reference(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels for GPUs multiply 16 bits, so experts stay apart, each in float32."""
+    device = torch.device("cuda")
+
+    def choose_there(
+        fmt: Format, activation: str | None, shape: tuple, _: object, dtype: Any
+    ) -> str:
+        return dispatch.choose(fmt, activation, shape, device, dtype)
+
+    for place in (experts, import_module("anybit.linear")):
+        monkeypatch.setattr(place, "choose", choose_there)
+    x = torch.randn(9, K, generator=torch.Generator().manual_seed(1))
+    found = module([scheme] * E, torch.float32)
+    assert isinstance(found, experts.OneByOne)
+    rows = []
+    for layer, (a, b) in zip(found.layers, itertools.pairwise(STARTS), strict=True):
+        assert isinstance(layer, QuantLinear)
+        assert layer.backend == "reference"
+        prepared = reference.prepare(layer.packed, layer.activation)
+        args = (layer.format, 2 * N, layer.activation)
+        rows.append(reference.linear(x[a:b], prepared, None, *args))
+    y = found(x, STARTS)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, torch.cat(rows))
