@@ -168,6 +168,11 @@ def engine(spec: str, kv: str, batch: int, column: str, model: str = "llama-3-8b
     return min(rows, key=lambda row: float(row["step_us"]))[column]
 
 
+def part(spec: str, kv: str, batch: int, column: str) -> str:
+    """A figure of a step of Llama-3-8B's shapes as text shows it."""
+    return f"{float(engine(spec, kv, batch, column)):,.0f}"
+
+
 def step(*key: Any) -> str:
     """Microseconds."""
     return engine(*key, "step_us")
