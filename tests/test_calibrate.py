@@ -394,6 +394,28 @@ def test_model_without_blocks() -> None:
         anybit.quantize_(model, "int4", GPTQ(tokens()))
 
 
+def test_text_runs_once_through_blocks_that_stay_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the next block, and not for statistics or a tuning towards what they are."""
+    ran: list[int] = []
+    call = Replay._call
+
+    def counted(self: Replay, index: int, *args: Any, **kwargs: Any) -> Tensor:
+        ran.append(index)
+        return call(self, index, *args, **kwargs)
+
+    monkeypatch.setattr(Replay, "_call", counted)
+    model = llama()
+    before = weights(model)
+    plan = {"*": "codebook:m=1,v=4,b=4", "model.layers.1.*": None}
+    anybit.quantize_(model, plan, Additive(tokens(), rounds=1, steps=1))
+    assert ran.count(1) == 1
+    assert ran.count(0) == ran.count(2) > 1
+    after = weights(model)
+    kept = [name for name in before if name.startswith("model.layers.1.")]
+    assert kept
+    assert all(torch.equal(before[name], after[name]) for name in kept)
+
+
 @pytest.mark.parametrize(
     ("quantizer", "scheme"),
     [(GPTQ(), "int4"), (Additive(rounds=1, steps=1), "codebook:m=1,v=4,b=4")],

@@ -64,7 +64,8 @@ class Additive(Calibrated):
         outputs: Sequence[Callable[[], Tensor]],
     ) -> None:
         """Quantize a block's layers in place, then tune what is continuous in them."""
-        targets = [output() for output in outputs] if self.steps else []
+        # As large as the whole text, so not on the GPU.
+        targets = [output().cpu() for output in outputs] if self.steps else []
         super().quantize_block(block, schemes, seen, outputs)
         if self.steps:
             tune_block(block, outputs, targets, self.steps, self.rate, self.seed)

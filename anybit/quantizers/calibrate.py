@@ -124,7 +124,7 @@ def run(
                 own = inside(schemes, start)
                 loaded = stored.loaded(block, start) if stored else nullcontext()
                 with loaded, visiting(block, replay.device):
-                    if not work.restore(index, block, own, start):
+                    if not work.restore(index, block, own, start) and own:
                         few |= quantize_block(block, own, quantizer, replay, index, start)
                     replay.advance(index, calibration.kv_scales)
                     work.save(index, block, start)

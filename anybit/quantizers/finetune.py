@@ -124,7 +124,8 @@ def tune_block(
     with torch.enable_grad(), Tuning(block, rate, steps) as tuning:
         for rows in epochs(len(outputs), 1, steps, seed):
             at = rows[0]
-            loss = (outputs[at]().float() - targets[at].float()).square().mean() / power
+            out = outputs[at]().float()
+            loss = (out - targets[at].to(out)).square().mean() / power
             tuning.step(loss)
             losses.append(loss.item())
     return losses

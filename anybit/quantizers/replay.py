@@ -127,18 +127,18 @@ class Replay:
         return {name: seen.get(source.get(name, name), Seen()) for name in names}
 
     def output(self, index: int) -> Tensor:
-        """What block `index` puts out for the first sample."""
+        """What block `index` puts out for the first sample, on the device where it is computed."""
         return self._call(index, 0, samples=1)
 
     def outputs(self, index: int) -> list[Callable[[], Tensor]]:
-        """For each batch, a function that computes what block `index` puts out."""
+        """For each batch, a function that computes what block `index` puts out, there as well."""
         return [partial(self._call, index, batch) for batch in range(len(self.batches))]
 
     def advance(self, index: int, kv_scales: bool = False) -> None:
         """Run block `index` as it is now, and keep its outputs as the inputs of the next."""
         cache = kv_recorder() if kv_scales else None
         for batch in range(len(self.batches)):
-            self.hidden[batch] = self._call(index, batch, cache)
+            self.hidden[batch] = self._call(index, batch, cache).to(self.home)
         bad = [h for h in self.hidden if h is not None and not torch.isfinite(h.sum())]
         if bad and not torch.isfinite(bad[0]).all():
             raise ValueError(f"block {index}: its outputs hold NaN or inf on the calibration text")
@@ -148,7 +148,7 @@ class Replay:
     def _call(
         self, index: int, batch: int, cache: Any = None, samples: int | None = None
     ) -> Tensor:
-        """Run the model on a batch up to the end of block `index`; return its output.
+        """Run the model on a batch up to the end of block `index`; return its output, on `device`.
 
         samples: use only the first few of the batch.
         """
@@ -172,7 +172,7 @@ class Replay:
                 args, kwargs = to_device(args, self.device), to_device(kwargs, self.device)
             out = forwards[index](*args, **kwargs)
             self.tuples = isinstance(out, tuple)
-            raise _Done((out[0] if self.tuples else out).to(self.home))
+            raise _Done(out[0] if self.tuples else out)
 
         try:
             for at, block in enumerate(self.blocks):
