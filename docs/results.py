@@ -9,6 +9,7 @@ from typing import Any
 from anybit import get_format
 from anybit.dispatch import parse_scheme
 from anybit.kernels.hopper import tiles
+from anybit.kernels.hopper.backend import OPERANDS
 from anybit.kernels.hopper.decode import decoder
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -62,11 +63,11 @@ def find(rows: list[Row], column: Column) -> Row | None:
 
 def overlaps(cell: Row, spec: str, activation: str) -> bool:
     """Whether a layer's launches overlap at the shape and M of this row."""
-    d = decoder(get_format(spec), "int8" if activation == "int8-given" else "bfloat16")
+    d = decoder(get_format(spec), OPERANDS.get(activation.removesuffix("-given"), "bfloat16"))
     if isinstance(d, str):  # codebooks for few tokens
         return True
     m, n, k = (int(cell[name]) for name in "MNK")
-    return tiles.overlaps(tiles.choose(d, m, n, k), m, n)
+    return tiles.overlaps(tiles.choose(d, m, n, k), d, m, n)
 
 
 def fastest(rows: list[Row], columns: list[Column]) -> Row | None:

@@ -67,11 +67,20 @@ def test_grid_covers_every_tile() -> None:
 
 
 def test_launches_overlap_where_that_was_faster() -> None:
-    assert tiles.overlaps(Tile(8, ctas=2), 1, 28672)
-    assert tiles.overlaps(Tile(128), 256, 28672)
-    assert tiles.overlaps(Tile(256), 1024, 4096)  # 128 tiles: all at once
-    assert not tiles.overlaps(Tile(128), 1024, 28672)
-    assert not tiles.overlaps(Tile(8, ctas=2), 32, 14336, experts=8)
+    liquid, int8, sparse = (decoder_of(spec, "int8") for spec in ("liquid", "int8", "sparse"))
+
+    def overlaps(d: Decoder, m: int, n: int, k: int = 4096) -> bool:
+        return tiles.overlaps(tiles.choose(d, m, n, k), d, m, n)
+
+    assert all(overlaps(d, 1, 28672) and overlaps(d, 256, 28672) for d in (liquid, int8, sparse))
+    assert overlaps(liquid, 1024, 4096)  # 128 tiles: all at once
+    assert not overlaps(liquid, 1024, 28672)
+    assert not tiles.overlaps(tiles.choose_grouped(liquid, 32, 8), liquid, 32, 14336, experts=8)
+    # 96 CTAs of 64 tokens: of sparse two share a multiprocessor, of the others none.
+    assert not overlaps(sparse, 64, 4096, 14336)
+    assert overlaps(liquid, 64, 4096, 14336)
+    assert overlaps(int8, 64, 4096, 14336)
+    assert overlaps(sparse, 64, 4096)  # 64 CTAs leave more than half of the multiprocessors
 
 
 def test_parameters_are_those_of_the_kernel() -> None:
@@ -115,6 +124,7 @@ def test_kernels_compile(tmp_path: Path) -> None:
         Kernel(zero, tiles.fitted(Tile(64, ctas=2), zero), "bfloat16"),
         Kernel(fp6, tiles.fitted(Tile(8, ctas=2), fp6), "float16"),
         Kernel(zero, tiles.fitted(Tile(128, rows=256), zero), "bfloat16"),
+        Kernel(fp6, tiles.fitted(Tile(8, ctas=2), fp6), "float16", grouped=True),
     ]
     assert build.build(good, tmp_path, jobs=2) == []
     for kernel in good:
@@ -130,7 +140,8 @@ def test_kernels_compile(tmp_path: Path) -> None:
         assert 32 < registers == meta["registers"]
         # Nine warps take registers like twelve: two CTAs fit into 65536.
         assert registers <= 65536 // (384 * kernel.tile.ctas) // 8 * 8 + 16
-        assert meta["shared"] <= tiles.SHARED_OF_SM // kernel.tile.ctas - tiles.RESERVED
+        assert meta["shared"] == tiles.shared_bytes(kernel.tile, kernel.decoder, kernel.grouped)
+        assert tiles.places(kernel.tile, kernel.decoder) == kernel.tile.ctas
     before = {p: p.stat().st_mtime_ns for p in build.cache_folder(tmp_path).iterdir()}
     assert build.build(good, tmp_path) == []
     assert {p: p.stat().st_mtime_ns for p in build.cache_folder(tmp_path).iterdir()} == before

@@ -235,7 +235,7 @@ def chosen(
         tile = tiles.choose(d, m, n, k) if not experts else tiles.choose_grouped(d, m, experts)
     tile = tiles.fitted(tile, d)
     function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device)
-    return function, tiles.grid(tile, m, n, experts), tiles.overlaps(tile, m, n, experts)
+    return function, tiles.grid(tile, m, n, experts), tiles.overlaps(tile, d, m, n, experts)
 
 
 @cache

@@ -188,7 +188,7 @@ def multiply_many(
         ),
         n,
         tiles.grid(kernel.tile, m, n),
-        tiles.overlaps(kernel.tile, m, n) if overlap is None else overlap,
+        tiles.overlaps(kernel.tile, kernel.decoder, m, n) if overlap is None else overlap,
     )
     return y
 

@@ -108,13 +108,38 @@ def family(decoder: Decoder) -> list[Tile]:
 
 
 def fitted(tile: Tile, decoder: Decoder) -> Tile:
-    """The tile with as many stages as fit into shared memory."""
+    """The tile with as many stages as fit into shared memory; but see `places`."""
     if tile.stages:
         return tile
-    stage = decoder.blob_bytes * tile.rows // 128 + tile.tokens * 128 * decoder.slot // 8
-    fixed = decoder.table_bytes + 1024 + 8 * 48 * min(tile.tokens, 32) + 16 * tile.tokens
-    room = min(MAX_SHARED, SHARED_OF_SM // tile.ctas - RESERVED) // 1024 * 1024 - fixed
-    return replace(tile, stages=min(MOST_STAGES, room // stage))
+    room = min(MAX_SHARED, SHARED_OF_SM // tile.ctas - RESERVED) // 1024 * 1024
+    room -= decoder.table_bytes + 1024 + beside(tile)
+    return replace(tile, stages=min(MOST_STAGES, room // staged(tile, decoder)))
+
+
+def places(tile: Tile, decoder: Decoder) -> int:
+    """CTAs of a fitted tile that find room on a multiprocessor: `tile.ctas`, with few exceptions.
+
+    `fitted` does not count `starts`. So liquid's tiles of 64 tokens are 1 KB too large for two.
+    """
+    return min(tile.ctas, SHARED_OF_SM // (shared_bytes(tile, decoder) + RESERVED))
+
+
+def shared_bytes(tile: Tile, decoder: Decoder, grouped: bool = False) -> int:
+    """Shared memory of a CTA: the size of `gemm.py`'s struct, in whole KB."""
+    barriers = -(-(decoder.table_bytes + 16 * tile.stages) // 1024) * 1024
+    starts = 4 * (MOST_EXPERTS + 1 if grouped else 1)
+    size = barriers + tile.stages * staged(tile, decoder) + beside(tile) + starts
+    return -(-size // 1024) * 1024
+
+
+def staged(tile: Tile, decoder: Decoder) -> int:
+    """Bytes of a stage: a K tile of weights and of tokens."""
+    return decoder.blob_bytes * tile.rows // ROWS + tile.tokens * K_TILE * decoder.slot // 8
+
+
+def beside(tile: Tile) -> int:
+    """Bytes of outputs on their way, and of scales and sums of tokens."""
+    return 8 * 48 * min(tile.tokens, 32) + 16 * tile.tokens
 
 
 def grid(tile: Tile, m: int, n: int, experts: int = 0) -> int:
@@ -128,36 +153,42 @@ def grid(tile: Tile, m: int, n: int, experts: int = 0) -> int:
         return min(tiles, MULTIPROCESSORS * tile.ctas)
     if tile.split > 1:  # a cluster does one tile
         return tiles * tile.split
-    slots = MULTIPROCESSORS * tile.ctas // tile.split
-    waves = -(-tiles // slots)
-    return -(-tiles // waves) * tile.split
+    waves = -(-tiles // (MULTIPROCESSORS * tile.ctas))
+    return -(-tiles // waves)
 
 
-def overlaps(tile: Tile, m: int, n: int, experts: int = 0) -> bool:
-    """Whether a launch should begin while the kernel before it ends, by measured times.
+def overlaps(tile: Tile, decoder: Decoder, m: int, n: int, experts: int = 0) -> bool:
+    """Whether a launch of a fitted tile should begin while the kernel before it ends; measured.
 
     Not where CTAs take many tiles in turn: the next kernel's would take places from them (4 to 13 %
-    slower at 28672x4096 from 1024 tokens on), and not with experts (up to 15 %).
+    slower at 28672x4096 from 1024 tokens on), and not with experts (up to 15 %). Nor where two
+    CTAs of 64 tokens share a multiprocessor, unless most of those are free: they would pile up on
+    some of them (8 to 45 % slower with 96 or 128 CTAs of sparse@int8, int4@fp8 and fp6@fp8).
     """
     count = -(-n // tile.rows) * -(-m // tile.tokens)
+    half = MULTIPROCESSORS // 2 < count * tile.split <= MULTIPROCESSORS
+    if half and tile.tokens == 64 and places(tile, decoder) == 2:
+        return False
     return not experts and (m < 1024 or count <= MULTIPROCESSORS * tile.ctas)
 
 
 def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
     """The tile for y (m, n) = x (m, k) w (n, k)^T, by rules and by `cycles`; both were measured.
 
-    Up to 64 tokens a tile holds them all, and K is split until the multiprocessors are busy, but
-    not over 8 CTAs if they are soon done. What counts is the time of launches that overlap.
+    Up to 32 tokens K is split until the multiprocessors are busy, but not over 8 CTAs if they are
+    soon done. Up to 64 one tile holds all tokens. What counts is the time of launches that overlap.
     """
     if m > 64:
-        candidates = [t for t in many(decoder) if fits_once(t, m, n, k)]
+        candidates = many(decoder)
         if decoder.slot == 16 and m < 512:  # 256 rows were up to 6 % slower there
             candidates = [t for t in candidates if t.rows == ROWS]
-        return fitted(min(candidates, key=lambda t: cycles(t, decoder, m, n, k)), decoder)
-    tokens = next(t for t in (8, 16, 32, 64) if m <= t)
-    candidates = [t for t in few(decoder) if t.tokens == tokens and fits_once(t, m, n, k)]
-    full = MULTIPROCESSORS * 3 // 4 <= -(-n // 256) <= MULTIPROCESSORS  # with 256 rows each
-    return fitted(max(candidates, key=lambda t: (t.split, (t.rows == 256) == full)), decoder)
+    else:
+        tokens = next(t for t in (8, 16, 32, 64) if m <= t)
+        candidates = [t for t in few(decoder) if t.tokens == tokens]
+    candidates = [t for t in candidates if fits_once(t, m, n, k)]
+    if m <= 32:
+        return fitted(max(candidates, key=lambda t: t.split), decoder)
+    return fitted(min(candidates, key=lambda t: cycles(t, decoder, m, n, k)), decoder)
 
 
 def fits_once(tile: Tile, m: int, n: int, k: int) -> bool:
@@ -184,9 +215,8 @@ def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
     # CTAs of one multiprocessor share its rates.
     together = min(tile.ctas, -(-clusters * tile.split // MULTIPROCESSORS))
     multiplied = tile.rows * tile.tokens * K_TILE / (32768 / decoder.slot)
-    copied = decoder.blob_bytes * tile.rows / 128 + tile.tokens * K_TILE * decoder.slot / 8
     decoded = DECODE * len(planes(decoder.places, decoder.slot))
-    step = 1.1 * multiplied + decoded + copied / 400
+    step = 1.1 * multiplied + decoded + staged(tile, decoder) / 400
     steps = k // K_TILE // tile.split
     return waves * steps * step * together + FIXED + EXCHANGE * (tile.split > 1)
 
