@@ -52,6 +52,7 @@ def made() -> dict[str, str]:
         "liquid": liquid(),
         "experts": experts(),
         "formats": formats(),
+        "speeds": speeds(),
         "engine_llama3": engine_steps("llama-3-8b"),
         "engine_llama2": engine_steps("llama-2-7b"),
         "codebook_layers": times(LAYERS, LAYER_CELLS, "h200_codebook", floor=True),
@@ -211,6 +212,36 @@ def engine_steps(model: str) -> str:
         row += [speed, first["ttft_ms"] if speed else "", first["batch_in_80gb"]]
         out.append(row)
     return markdown(titles, out, words=2)
+
+
+SPEEDS = [  # name, its step's, product's format, activations
+    ("`liquid@int8`", "liquid@int8", "liquid", ("int8-given",)),
+    ("`int4:group=128`", FOUR, FOUR, HALVES),
+    ("`fp6`", "fp6", "fp6", HALVES),
+    ("`codebook:m=1,v=4,group=128`", "codebook:m=1,v=4,b=8,group=128", M1V4, HALVES),
+]
+
+
+def speeds() -> str:
+    """README's: speed in that of cuBLAS fp16, and steps in that of bf16 with its own cache."""
+    steps = {
+        (row["format"], row["kv"], row["batch"]): float(row["step_us"])
+        for row in read("h200_engine")
+        if row["model"] == "llama-3-8b"
+    }
+    cached = (("model", "1"), ("int8", "64"), ("int8", "128"), ("int8", "256"))
+    out = []
+    for name, weights, fmt, activation in SPEEDS:
+        column: Column = ("", OURS, (fmt,), activation, LAUNCHED)
+        found = [find(cells()[*BIG, m], column) for m in (1, 16, 64, 256)]
+        row = [f"{float(f['vs_cublas_fp16']):.2f}" if f else "" for f in found]
+        for kv, batch in cached:
+            us = steps.get((weights, kv, batch))
+            row.append(f"{steps['bf16', 'model', batch] / us:.2f}" if us else "")
+        if any(row):
+            out.append([name, *row])
+    titles = ["", "product, 1 token", "16", "64", "256"]
+    return markdown([*titles, "step, 1 text", "64, INT8", "128, INT8", "256, INT8"], out)
 
 
 def short(name: str) -> str:

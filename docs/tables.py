@@ -143,7 +143,7 @@ def pages() -> tuple[dict[Path, str], list[str]]:
     }
     missing: list[str] = []
     made = {}
-    for path in sorted(DOCS.rglob("*.md")):
+    for path in [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]:
         figures = partial(figure, missing=missing, page=path.name)
         made[path] = FIGURE.sub(figures, filled(path.read_text(), tables))
     return made, missing
