@@ -7,7 +7,6 @@ the shards of `OUT`, which appears, complete, at the end.
 import copy
 import dataclasses
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from anybit.files import (
     write_json,
 )
 from anybit.linear import QuantLinear
-from anybit.quantize import Plan, Spec, quantization_config
+from anybit.quantize import Plan, Spec
 from anybit.quantizers.calibrate import Calibrated, StoredBlocks, run
 from anybit.quantizers.replay import find_blocks
 from anybit.quantizers.text import Calibration
@@ -134,10 +133,6 @@ def finish(partial: Path, source: Path, work: Work, model: nn.Module, prefix: st
             where[key], total = name, total + entry.nbytes
         os.rename(file, partial / name)
     write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    config: Mapping[str, Any] = work.config
-    write_json(
-        partial / "config.json",
-        {**config, "quantization_config": quantization_config(work.formats)},
-    )
+    write_json(partial / "config.json", work.new_config)
     copy_others(source, partial)
     (partial / SETTINGS).unlink()
