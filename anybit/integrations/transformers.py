@@ -135,11 +135,13 @@ class AnybitQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
         if self.error is not None:
             raise self.error
+        placeholders: dict[type, tuple[str, ...]] = {QuantLinear: ("weight",), Experts: FUSED}
         for name, module in model.named_modules():
-            for tensor in ("weight",) if isinstance(module, QuantLinear) else FUSED:
-                if isinstance(module, QuantLinear | Experts) and tensor in module._parameters:
+            for tensor in placeholders.get(type(module), ()):
+                if tensor in module._parameters:
                     raise ValueError(
-                        f"{name}.{tensor}: not in the checkpoint, so it cannot be quantized"
+                        f"{name}.{tensor}: not in the checkpoint, so it cannot be quantized; "
+                        "a file is missing, or config.json is another model's"
                     )
         for _, layer in quantized_layers(model):
             if not any(b.is_meta for b in layer.buffers()):  # offloaded layers have no contents yet
@@ -308,7 +310,8 @@ def swap_for_stored(
     if experts:  # else they would be initialized at random, with no more than a warning
         raise ValueError(
             f"{len(experts)} layers of experts, such as {experts[0]}, are quantized one by one, "
-            f"and {type(model).__name__} has no such layers; use an engine that has"
+            f"and transformers' {type(model).__name__} has no such layers; anybit.LLM and vLLM "
+            "have, where they know the model"
         )
     return out
 
