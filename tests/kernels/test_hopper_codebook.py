@@ -136,6 +136,7 @@ class Case:
 CASES = [
     Case(4, 1, 128, 1, HALF, (1, 40, 1024), 2, 1),
     Case(4, 1, 0, 1, BRAIN, (1, 150, 896), 1, 2, chunks=2),
+    Case(8, 2, 128, 1, HALF, (1, 24, 8192), 16, 1),
     Case(8, 2, 128, 1, HALF, (1, 24, 768), 2, 1),
     Case(8, 2, 128, 2, BRAIN, (2, 40, 768), 2, 1),
     Case(8, 1, 1024, 2, HALF, (2, 24, 1024), 2, 1),
@@ -398,6 +399,14 @@ def test_choices_are_in_the_family_and_fit(v: int, m: int) -> None:
         assert cluster * kernel.reach >= k
         assert cluster <= 16
         assert kernel.shared(cluster) <= MAX_SHARED
+
+
+def test_some_row_tiles_split_k_sixteen_ways() -> None:
+    cells = cut(codebook(8, 2))
+    splits = {n: choose(cells, 1, n, 8192, "float16") for n in (1024, 8192, 57344)}
+    assert {n: (plan[0].reach, plan[1]) for n, plan in splits.items() if plan} == {
+        1024: (512, 16), 8192: (512, 16), 57344: (1024, 8),
+    }  # fmt: skip
 
 
 def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

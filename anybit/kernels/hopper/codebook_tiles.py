@@ -5,6 +5,9 @@ from anybit.kernels.hopper.tiles import MAX_SHARED, MULTIPROCESSORS
 
 MOST_CTAS, PORTABLE_CTAS = 16, 8  # of a cluster; fewer of the largest find room at once
 FEW_TILES = 2 * MULTIPROCESSORS  # of rows: then a kernel's start counts more than its loop
+# Up to so many a smaller Psumbook, sooner built, saves more than one cluster of 16 instead of two
+# of 8 loses. Lines through times at 512 and 3584 cross at 1630 (m2v8) and 2560 (m1v4).
+SOME_TILES = 12 * MULTIPROCESSORS
 
 
 def family(cells: Cells) -> list[CodebookKernel]:
@@ -40,7 +43,8 @@ def candidates(cells: Cells, tokens: int, dtype: str) -> list[CodebookKernel]:
 
 def choose(cells: Cells, m: int, n: int, k: int, dtype: str) -> tuple[CodebookKernel, int] | None:
     """The kernel for m <= 16 tokens, and the CTAs of a cluster that split K; None if none fits."""
-    few = -(-n // ROWS) <= FEW_TILES
+    row_tiles = -(-n // ROWS)
+    few = row_tiles <= FEW_TILES
     for tokens in (t for t in (1, 2, 8, 16) if t >= m):
         if tokens <= 2 and few and cells.v * cells.m == 4 and k <= 4096:
             continue  # one Psumbook a CTA takes longer than it saves
@@ -50,7 +54,8 @@ def choose(cells: Cells, m: int, n: int, k: int, dtype: str) -> tuple[CodebookKe
         for kernel in kernels:
             cluster = -(-k // kernel.reach)
             most = PORTABLE_CTAS if kernel.psumbook else 1  # the next kernel splits K less
-            if kernel is kernels[-1]:
+            full = kernel.psumbook and cluster == MOST_CTAS and row_tiles <= SOME_TILES
+            if full or kernel is kernels[-1]:
                 most = MOST_CTAS
             if cluster <= most and kernel.shared(cluster) <= MAX_SHARED:
                 return kernel, cluster
