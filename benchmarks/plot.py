@@ -8,13 +8,16 @@ several rows for a point (overlapping launches or not, fp16 or bf16), the fastes
 """
 
 import argparse
+import itertools
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
+from matplotlib.transforms import Bbox
 
 from anybit.bench import Row, read_csv
 
@@ -42,7 +45,10 @@ PANELS = {
     "5 and 6 bits": ("int5", "int6", "fp5", "fp6"),
     "7 and 8 bits": ("int7", "int8", "fp8"),
 }
-QUANTIZED = "8-bit activations"
+QUANTIZED = {
+    "4 bits, 8-bit activations": ("int4", "liquid", "sparse"),
+    "6 and 8 bits, 8-bit activations": ("int8", "fp8", "fp6", "int8(_int_mm)"),
+}
 SPEEDS = (0.25, 0.5, 1, 2, 3, 4)
 SLOWEST = 0.2  # slower points would press all others together
 Key = tuple[str, str, str]  # peer, format, activation
@@ -71,10 +77,9 @@ def panel_of(row: Row) -> str | None:
     """The panel that a row belongs to; None for the dense layers, which are in all of them."""
     if row.format in ("fp16", "bf16", "fp32"):
         return None
-    if row.activation.startswith(("int8", "fp8")):
-        return QUANTIZED
+    panels = QUANTIZED if row.activation.startswith(("int8", "fp8")) else PANELS
     name = row.format.split(":")[0].split()[0]
-    return next((panel for panel, names in PANELS.items() if name in names), "other formats")
+    return next((panel for panel, names in panels.items() if name in names), "other formats")
 
 
 def draw(n: int, k: int, rows: list[Row], path: Path) -> None:
@@ -87,7 +92,7 @@ def draw(n: int, k: int, rows: list[Row], path: Path) -> None:
         activation = "" if row.activation in ("fp16", "bf16") else row.activation
         points = panels[panel][row.peer, row.format, activation]
         points[row.M] = max(row.vs_cublas_fp16, points.get(row.M, 0.0))
-    order = [name for name in (*PANELS, QUANTIZED, "other formats") if name in panels]
+    order = [name for name in (*PANELS, *QUANTIZED, "other formats") if name in panels]
     columns = min(len(order), 3)
     lines = -(-len(order) // columns)
     figure, grid = plt.subplots(
@@ -103,7 +108,7 @@ def draw(n: int, k: int, rows: list[Row], path: Path) -> None:
             used[key[0]] += 1
         axis.set(title=name, xscale="log", yscale="log", xlabel="tokens M")
         ticks = sorted({row.M for row in rows})
-        axis.set_xticks(ticks, [str(m) for m in ticks])
+        axis.set_xticks(ticks, [str(m) for m in ticks], fontsize=7)
         axis.set_yticks(SPEEDS, [f"{speed:g}" for speed in SPEEDS])
         axis.minorticks_off()
         axis.grid(True, alpha=0.3)
@@ -129,6 +134,31 @@ def line(axis: plt.Axes, key: Key, points: dict[int, float], dash: object) -> No
         markersize=3,
         label=" ".join((key[0], key[1].replace(":group=", " g"), key[2])),
     )
+
+
+def name_points(
+    axis: plt.Axes,
+    points: Iterable[tuple[str, float, float]],
+    others: Iterable[tuple[float, float]] = (),
+) -> None:
+    """Names (name, x, y) beside their points, clear of all points and names. To be called last."""
+    axis.figure.tight_layout()
+    axis.figure.canvas.draw()
+    points, boxes = list(points), []
+    for x, y in [*others, *((x, y) for _, x, y in points)]:
+        at = axis.transData.transform((x, y))
+        boxes.append(Bbox.from_bounds(at[0] - 3, at[1] - 3, 6, 6))
+    for name, x, y in points:
+        for up, right in itertools.product((4, -9, 13, -18), (5, -5)):
+            text = axis.annotate(
+                name, (x, y), xytext=(right, up), textcoords="offset points", fontsize=7,
+                ha="left" if right > 0 else "right",
+            )  # fmt: skip
+            box = text.get_window_extent()
+            if not box.count_overlaps(boxes):
+                break
+            text.remove()
+        boxes.append(box)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
 from paper_tables import BLOCKS, CONTESTANTS, FOUR, M2V8, block
+from plot import name_points
 from results import score
 
 TOKENS = (1, 2, 4, 8, 16)
@@ -75,18 +76,21 @@ def accuracy(path: Path) -> None:
         except LookupError:
             continue
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    left.set_xscale("log")
+    left.set_xticks((2, 4, 6, 16), ("2", "4", "6", "16"), minor=False)
+    left.minorticks_off()
     scatter(left, times, "bits a weight", "microseconds, 8B block, one token")
     scatter(right, scores, "microseconds, 8B block, one token", "perplexity, study-105m")
     save(figure, path)
 
 
 def scatter(axis: plt.Axes, points: Points, x: str, y: str) -> None:
-    for name, (at, value) in points.items():
+    for at, value in points.values():
         axis.plot(at, value, "o")
-        axis.annotate(name, (at, value), xytext=(5, 4), textcoords="offset points", fontsize=8)
     axis.set(xlabel=x, ylabel=y)
     axis.margins(0.15)
     axis.grid(True, alpha=0.3)
+    name_points(axis, [(name, *point) for name, point in points.items()])
 
 
 def save(figure: plt.Figure, path: Path) -> None:

@@ -24,6 +24,8 @@ COLORS = {
 }
 PARTS = {"gemm_us": "tab:blue", "attention_us": "tab:orange", "rest_us": "0.7"}
 LAYERS = {"llama-3-8b": 32, "llama-2-7b": 32}
+NAMES = {"codebook:m=1,v=4,b=8,group=128": "m1v4 g128", "int4:group=128": "int4 g128"}
+SPEEDS = (1, 1.2, 1.4, 1.6, 1.8, 2, 2.2)
 
 
 def main() -> None:
@@ -44,30 +46,47 @@ def main() -> None:
 
 
 def label(row: Row) -> str:
-    backend = f" {row['backends']}" if row["backends"] else ""
-    return f"{row['format']}{backend}, KV {'int8' if row['kv'] == 'int8' else 'bf16'}"
+    name = NAMES.get(row["format"], row["format"])
+    return f"{name}, KV {'int8' if row['kv'] == 'int8' else 'bf16'}"
 
 
 def throughput(model: str, rows: list[Row], path: Path) -> None:
-    """Decode tokens per second against the batch."""
+    """Decode tokens per second against the batch, and how many times those of bf16."""
+    dense = {
+        row["batch"]: float(row["tokens_per_s"])
+        for row in rows
+        if (row["format"], row["kv"]) == ("bf16", "model")
+    }
     series: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         series[label(row)].append(row)
-    figure, axes = plt.subplots(figsize=(8, 5))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5))
     for name, own in series.items():
         own.sort(key=lambda row: int(row["batch"]))
-        axes.plot(
-            [int(row["batch"]) for row in own], [float(row["tokens_per_s"]) for row in own],
-            color=COLORS[own[0]["format"]], linestyle="--" if own[0]["kv"] == "int8" else "-",
-            marker="s" if own[0]["backends"] == "hopper" else "o", label=name,
-        )  # fmt: skip
-    axes.set(
-        xscale="log", yscale="log", xlabel="sequences", ylabel="tokens/s",
-        title=f"Decode, {model} shapes, {rows[0]['context']} tokens of context, {rows[0]['gpu']}",
-    )  # fmt: skip
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+        style = {
+            "color": COLORS[own[0]["format"]], "linestyle": "--" if own[0]["kv"] == "int8" else "-",
+            "marker": "o", "markersize": 4, "label": name,
+        }  # fmt: skip
+        speeds = {row["batch"]: float(row["tokens_per_s"]) for row in own}
+        left.plot([int(b) for b in speeds], speeds.values(), **style)
+        both = [b for b in speeds if b in dense and not name.startswith("transformers")]
+        right.plot([int(b) for b in both], [speeds[b] / dense[b] for b in both], **style)
+    for axes, batches in ((left, {row["batch"] for row in rows}), (right, dense)):
+        axes.set(xscale="log", yscale="log", xlabel="sequences")
+        axes.set_xticks(list(map(int, batches)), batches)
+        axes.grid(alpha=0.3)
+    left.set_ylabel("tokens/s")
+    right.set_yticks(SPEEDS, map(str, SPEEDS))
+    for axes in (left, right):
+        axes.xaxis.minorticks_off()
+    right.yaxis.minorticks_off()
+    right.set_ylabel("times as fast as bf16, KV bf16")
+    right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.suptitle(
+        f"Decode, {model} shapes, {rows[0]['context']} tokens of context, {rows[0]['gpu']}"
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
@@ -76,7 +95,7 @@ def shares(model: str, rows: list[Row], path: Path) -> None:
     if not rows:
         return
     batches = sorted({int(row["batch"]) for row in rows})
-    figure, panels = plt.subplots(1, len(batches), figsize=(4 * len(batches), 4), squeeze=False)
+    figure, panels = plt.subplots(1, len(batches), figsize=(3 * len(batches), 3.6), squeeze=False)
     for axes, batch in zip(panels[0], batches, strict=True):
         own = [row for row in rows if int(row["batch"]) == batch]
         bottom = [0.0] * len(own)
@@ -84,11 +103,14 @@ def shares(model: str, rows: list[Row], path: Path) -> None:
             values = [float(row[part]) / LAYERS[model] for row in own]
             axes.bar(range(len(own)), values, bottom=bottom, color=color, label=part[:-3])
             bottom = [a + b for a, b in zip(bottom, values, strict=True)]
-        names = [label(row).replace(", ", "\n") for row in own]
+        names = [label(row) for row in own]
         axes.set_xticks(range(len(own)), names, rotation=90, fontsize=7)
-        axes.set(title=f"batch {batch}", ylabel="us per layer")
-    panels[0][0].legend()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+        axes.set_title(f"{batch} sequence{'s' * (batch > 1)}")
+    panels[0][0].set_ylabel("us per layer")
+    panels[0][0].legend(fontsize=8)
+    figure.suptitle(f"A decode step of {model} by kind of kernel, {rows[0]['gpu']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 

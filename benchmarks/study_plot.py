@@ -17,6 +17,7 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
+from plot import name_points
 
 Row = dict[str, str]
 COLORS = {
@@ -88,17 +89,14 @@ def by_bits(axis: plt.Axes, rows: list[Row]) -> None:
             label=method,
             markersize=5,
         )
+    named = []
     for spec in dict.fromkeys(r["spec"] for r in points):
         best = min((r for r in points if r["spec"] == spec), key=lambda r: float(r["kl"]))
-        axis.annotate(
-            short(spec),
-            (float(best["bits"]), float(best["kl"])),
-            xytext=(4, -8),
-            textcoords="offset points",
-            fontsize=7,
-        )
+        named.append((short(spec), float(best["bits"]), float(best["kl"])))
     axis.set(yscale="log", xlabel="stored bits of a weight", ylabel="KL against bf16, nats a token")
+    axis.margins(x=0.12)
     axis.legend(fontsize=7, frameon=False)
+    name_points(axis, named, [(float(r["bits"]), float(r["kl"])) for r in points])
 
 
 def by_method(axis: plt.Axes, rows: list[Row]) -> None:

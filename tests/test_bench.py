@@ -347,7 +347,8 @@ def test_every_format_has_a_panel():
     plot = script("plot")
     for name in NAMES:
         assert plot.panel_of(replace(BLANK, format=name, activation="fp16")) in plot.PANELS, name
-    assert plot.panel_of(replace(BLANK, activation="fp8-given")) == plot.QUANTIZED
+    for name in ("liquid", "int4", "int8", "fp6", "fp8 rowwise", "sparse"):
+        assert plot.panel_of(replace(BLANK, format=name, activation="fp8-given")) in plot.QUANTIZED
     assert plot.panel_of(replace(BLANK, format="fp16")) is None
 
 
