@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from anybit.format import get_format
-from anybit.kernels.hopper import backend, build, load, tiles
+from anybit.kernels.hopper import backend, build, codebook_build, load, tiles
+from anybit.kernels.hopper.cells import Cells, CodebookKernel
 from anybit.kernels.hopper.decode import Decoder, decoder
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.plan import instructions
@@ -103,6 +104,38 @@ def test_names_tell_kernels_apart(tmp_path: Path) -> None:
     names = {build.kernel_file(kernel, tmp_path) for kernel in kernels}
     assert len(names) == len(kernels)
     assert all(name.parent == tmp_path / "hopper" for name in names)
+
+
+def test_a_kernel_is_compiled_once_or_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    d = decoder_of("fp6", "float16")
+    kernels = [
+        Kernel(d, tiles.fitted(Tile(16), d), "float16"),
+        CodebookKernel(Cells(1, 4, 1), 1, "float16"),
+    ]
+    made: list[object] = []
+    for module in (build, codebook_build):
+
+        def compile_kernel(kernel: Any, module: Any = module) -> None:
+            made.append(kernel)
+            path = module.kernel_file(kernel)
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+
+        monkeypatch.setattr(module, "compile_kernel", compile_kernel)
+    monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "have_dsl", lambda: False)
+    with pytest.raises(RuntimeError, match="and CuTe DSL is not installed: pip install"):
+        build.built(kernels[0])
+    monkeypatch.setattr(build, "have_dsl", lambda: True)
+    files = [build.built(kernel) for kernel in kernels * 2]
+    assert made == kernels
+    assert (
+        files[:2]
+        == files[2:]
+        == [build.kernel_file(kernels[0]), codebook_build.kernel_file(kernels[1])]
+    )
 
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

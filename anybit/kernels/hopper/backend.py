@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from anybit.format import Format, Packed, tensor_shapes
 from anybit.kernels.hopper import tiles
-from anybit.kernels.hopper.build import compile_kernel, kernel_file, missing_kernels
+from anybit.kernels.hopper.build import built, kernel_file, missing_kernels
 from anybit.kernels.hopper.decode import K_TILE, Decoder, decoder
 from anybit.kernels.hopper.load import Function
 from anybit.kernels.hopper.pack import pack
@@ -240,12 +240,8 @@ def chosen(
 
 @cache
 def loaded(kernel: Kernel, device: int) -> Function:
-    """A kernel on a device: from the cache, else compiled into it."""
-    path = kernel_file(kernel)
-    if reason := missing_kernels([path]):
-        raise RuntimeError(reason)
-    if not path.exists():
-        compile_kernel(kernel)
+    """A kernel on a device."""
+    path = built(kernel)
     with torch.cuda.device(device):
         return Function(path, device)
 

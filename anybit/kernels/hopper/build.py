@@ -240,6 +240,17 @@ def sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
         yield elf[table + name : end].decode(), elf[at : at + length]
 
 
+def built(kernel: Kernel | CodebookKernel) -> Path:
+    """The file of a kernel, compiled if need be. Raises RuntimeError where it cannot be."""
+    make = maker(kernel)
+    path: Path = make.kernel_file(kernel)
+    if reason := missing_kernels([path]):
+        raise RuntimeError(reason)
+    if not path.exists():
+        make.compile_kernel(kernel)
+    return path
+
+
 def maker(kernel: Kernel | CodebookKernel) -> Any:
     """The module that names and compiles a kernel."""
     if isinstance(kernel, CodebookKernel):

@@ -14,9 +14,9 @@ from anybit.format import Format, Packed
 from anybit.kernels.hopper import backend as gemm
 from anybit.kernels.hopper import build, codebook_tiles, tiles
 from anybit.kernels.hopper.backend import aligned
-from anybit.kernels.hopper.build import missing_kernels
+from anybit.kernels.hopper.build import built, missing_kernels
 from anybit.kernels.hopper.cells import ROWS, Cells, CodebookKernel, cells_of, pack
-from anybit.kernels.hopper.codebook_build import compile_kernel, kernel_file
+from anybit.kernels.hopper.codebook_build import kernel_file
 from anybit.kernels.hopper.codebook_load import Function
 from anybit.kernels.hopper.lookup import LookupDecoder, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
@@ -246,12 +246,8 @@ def launch_of(
 
 @cache
 def loaded(kernel: CodebookKernel, device: int) -> Function:
-    """A kernel on a device: from the cache, else compiled into it."""
-    path = kernel_file(kernel)
-    if reason := missing_kernels([path]):
-        raise RuntimeError(reason)
-    if not path.exists():
-        compile_kernel(kernel)
+    """A kernel on a device."""
+    path = built(kernel)
     with torch.cuda.device(device):
         return Function(path, device)
 
