@@ -205,7 +205,7 @@ def measure(
     floor = floor or ReadFloor.measure(device)
     baseline = dense_case(dense_dtype(device), device)
     others = [c for c in cases if (c.peer, c.format) != (baseline.peer, baseline.format)]
-    blank = Row(device_name(device), time.strftime("%Y-%m-%d"), commit, "", "", "", 0, 0, 0)
+    about = blank(device, commit)
     for n, k in shapes:
         random = torch.Generator(device).manual_seed(n * 31 + k)
         w = torch.randn(n, k, device=device, generator=random) * 0.02
@@ -214,7 +214,7 @@ def measure(
         for m in ms:
             dense = None
             for entry in entries:
-                row = entry.row(replace(blank, M=m, N=n, K=k), x[:m], floor)
+                row = entry.row(replace(about, M=m, N=n, K=k), x[:m], floor)
                 if entry is entries[0]:
                     dense = row.us
                 if row.us and dense:
@@ -270,6 +270,12 @@ class _Entry:
         """By a copy, not by the original: the copies are what is timed."""
         inputs = layer.inputs(tokens)
         return layer.result(layer.run(self.copies[-1], *inputs), inputs)
+
+
+def blank(device: torch.device, commit: str | None = None) -> Row:
+    """A row of this device, day and commit (by default the checkout's), and nothing else yet."""
+    commit = current_commit() if commit is None else commit
+    return Row(device_name(device), time.strftime("%Y-%m-%d"), commit, "", "", "", 0, 0, 0)
 
 
 def finish(row: Row, nbytes: int, floor: ReadFloor) -> Row:

@@ -83,7 +83,7 @@ def measure(out: Path) -> None:
             if (results[-1].float() - want.float()).norm() > 1e-3 * want.float().norm():
                 raise SystemExit(f"{scheme}, {m} tokens: wrong")
     with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 

@@ -12,7 +12,6 @@ ANYBIT_CACHE holds the kernels; `compile` fills it.
 """
 
 import argparse
-import math
 import time
 from dataclasses import replace
 from functools import lru_cache
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import peers
 import torch
+from hopper import dense_us
 from torch import Tensor
 
 from anybit import bench, dispatch, timing
@@ -32,7 +32,7 @@ from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of
 from anybit.kernels.hopper.codebook_build import kernel_file
 from anybit.kernels.hopper.codebook_tiles import choose
 from anybit.kernels.hopper.tiles import MAX_SHARED, Kernel, Tile, fits_once, fitted
-from anybit.timing import median_us
+from anybit.timing import median_us, rotated
 
 # Llama-3's 8B and 70B, gate and up as one layer and as two; k and v are the smallest.
 SHAPES = [
@@ -92,10 +92,7 @@ class Problem:
         self.packed = Packed.from_codes(fmt, (n, k), codes, grid)
         self.prepared = codebook_backend.prepare(self.packed, None)
         self.nbytes = codebook_backend.read_floor(fmt, n, k)
-        count = max(2, math.ceil(200e6 / self.nbytes)) if cold else 1
-        self.copies = [self.prepared] + [
-            [t.clone() for t in self.prepared] for _ in range(count - 1)
-        ]
+        self.copies = rotated(self.prepared, self.nbytes) if cold else [self.prepared]
 
     def run(self, x, overlap=True, prepared=None, bias=None, plan=None) -> Tensor:
         args = (x, prepared or self.prepared, bias, self.fmt, self.n)
@@ -237,12 +234,6 @@ def sweep(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
     bench.write_csv(args.out, rows)
 
 
-def dense_us(n: int, k: int, m: int) -> float:
-    """cuBLAS in fp16, with cold weights."""
-    x, w = torch.randn(m, k, device=DEVICE).half(), torch.randn(4, n, k, device=DEVICE).half()
-    return median_us([lambda i=i: x @ w[i % 4].T for i in range(LAUNCHES)], DEVICE)
-
-
 def tiles_of(scheme: str) -> dict[Tile, Kernel]:
     """Tiles of look-ups for more than 16 tokens: those that are chosen from, and more."""
     d = lookup.lookup(get_format(scheme), torch.float16)
@@ -260,7 +251,7 @@ def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
                 small, large = tile.tokens < min(m, 64), tile.tokens >= 2 * max(m, 32)
                 if gemm_file(kernel).exists() and fits_once(tile, m, n, k) and not small | large:
                     times[tile.name] = p.us(m, True, tile)
-            dense = dense_us(n, k, m)
+            dense = dense_us(n, k, m, torch.float16)
             chosen = codebook_backend.lookup_tile(p.fmt, m, n, k, torch.float16)
             text = " ".join(f"{name}={times[name]:.1f}" for name in sorted(times, key=times.get))
             name = chosen.name if chosen else "dense"
@@ -321,14 +312,6 @@ def table(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
         bench.write_csv(args.out, rows)
 
 
-def about(commit: str | None) -> bench.Row:
-    """What all rows of this run have in common."""
-    commit = commit or bench.current_commit()
-    return bench.Row(
-        bench.device_name(DEVICE), time.strftime("%Y-%m-%d"), commit, *[""] * 3, 0, 0, 0
-    )
-
-
 def compile_all(args: argparse.Namespace) -> None:
     """Every kernel that the other modes launch."""
     kernels = [k for scheme in CHECKED for k in kernels_of(scheme)]
@@ -368,7 +351,7 @@ def main() -> None:
             compile_all(args)
         else:
             run = {"sweep": sweep, "table": table, "tiles": tiles}[mode]
-            run(args, about(args.commit), rows)
+            run(args, bench.blank(DEVICE, args.commit), rows)
         print(f"{mode}: {time.perf_counter() - start:.0f} s", flush=True)
 
 

@@ -9,7 +9,6 @@ first. Needs kernels in ANYBIT_CACHE or CuTe DSL; humming is left out where it i
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -292,13 +291,7 @@ def main() -> None:
     torch.manual_seed(0)
     w = torch.randn(args.experts, n, k, device=DEVICE) * 0.02
     floor = ReadFloor.measure(DEVICE)
-    blank = bench.Row(
-        bench.device_name(DEVICE),
-        time.strftime("%Y-%m-%d"),
-        args.commit or bench.current_commit(),
-        *("", "", ""),
-        *(0, n, k),
-    )
+    blank = replace(bench.blank(DEVICE, args.commit), N=n, K=k)
     problems = []
     for m in args.m:
         scores = torch.rand(m, args.experts, device=DEVICE)

@@ -7,8 +7,8 @@
 `check` reads weights back bit for bit and compares random products with exact ones; `stress`
 repeats them under load; `experts` compares and times the grouped product. `sweep` times every
 tile, for the rules in `kernels/hopper/tiles.py`. `table` times what they choose beside cuBLAS and
-the read floor, plain and with programmatic dependent launch (pdl). Activations are quantized
-beforehand. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels.
+the read floor, plain and with programmatic dependent launch (pdl); `host`, what a launch costs the
+host. Activations are quantized beforehand. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from anybit.kernels.hopper.build import kernel_file
 from anybit.kernels.hopper.decode import K_TILE
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.reference import quantize_tokens
-from anybit.timing import ReadFloor, median_us
+from anybit.timing import ReadFloor, median_us, rotated
 
 SHAPES = ["28672x4096", "4096x14336", "6144x4096", "4096x4096"]
 SCHEMES = ["liquid@int8", "int8@int8", "fp6", "int4:group=128"]
@@ -52,12 +52,8 @@ class Problem:
         self.packed = random_packed(scheme, n, k)
         self.prepared = backend.layout(self.packed, self.operand)
         self.decoder = backend.decoder_for(self.fmt, getattr(torch, self.operand))
-        nbytes = backend.read_floor(self.decoder, n, k)
-        count = max(2, math.ceil(200e6 / nbytes)) if cold else 1
-        self.nbytes = nbytes
-        self.copies = [self.prepared] + [
-            [t.clone() for t in self.prepared] for _ in range(count - 1)
-        ]
+        self.nbytes = backend.read_floor(self.decoder, n, k)
+        self.copies = rotated(self.prepared, self.nbytes) if cold else [self.prepared]
 
     def tokens(self, m: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x = torch.randn(m, self.k, device="cuda").to(self.dtype)
@@ -160,10 +156,9 @@ def exact_weight(p: Problem) -> Tensor:
 def exact_product(p: Problem, weight: Tensor, x, scale, sums) -> Tensor:
     """(M, N): int8 bit for bit as the kernel must round it, others in fp64."""
     if p.operand == "int8":
-        row_scale, zero = p.prepared[1][: p.n], p.prepared[2][: p.n]
-        stored = (weight / row_scale[:, None].double()).round()  # the values, exactly
-        del zero
-        total = x.double() @ stored.T
+        row_scale = p.prepared[1][: p.n]
+        values = (weight / row_scale[:, None].double()).round()  # exactly
+        total = x.double() @ values.T
         return (total.float() * (row_scale * scale[:, None])).to(p.dtype)
     y = x.double() @ weight.T
     return y if scale is None else y * scale[:, None].double()
@@ -253,12 +248,10 @@ def time_tile(p: Problem, m: int, tile: Tile | None, overlap: bool) -> float:
 
 
 def dense_us(n: int, k: int, m: int, dtype: torch.dtype) -> float:
-    weights = [
-        torch.randn(n, k, device="cuda").to(dtype)
-        for _ in range(max(2, 250_000_000 // (n * k * 2)))
-    ]
-    x = torch.randn(m, k, device="cuda").to(dtype)
-    return median_us([lambda w=w: x @ w.T for w in weights], torch.device("cuda"))
+    """cuBLAS, with cold weights."""
+    w, x = (torch.randn(rows, k, device="cuda").to(dtype) for rows in (n, m))
+    calls = [lambda w=w: x @ w.T for w in rotated(w, w.nbytes)]
+    return median_us(calls, torch.device("cuda"))
 
 
 def sweep(args: argparse.Namespace) -> None:
@@ -304,9 +297,7 @@ def plausible(tile: Tile, m: int, n: int) -> bool:
 
 def table(args: argparse.Namespace) -> None:
     floor = ReadFloor.measure(torch.device("cuda"))
-    blank = bench.Row(
-        torch.cuda.get_device_name(), time.strftime("%Y-%m-%d"), args.commit, "", "", "", 0, 0, 0
-    )
+    blank = bench.blank(torch.device("cuda"), args.commit)
     rows: list[bench.Row] = []
     for n, k in args.shapes:
         rows += Table(blank, floor, n, k).rows(args.schemes, args.m)
@@ -322,14 +313,9 @@ class Table:
         self.out: list[bench.Row] = []
 
     def add(self, m: int, us: float, nbytes: int, **fields) -> None:
-        row = replace(
-            self.blank, M=m, us=round(us, 2), weight_gbps=round(nbytes / us / 1e3, 1),
-            tflops=round(2 * m * self.blank.N * self.blank.K / us / 1e6, 1),
-            vs_cublas_fp16=round(self.dense[m] / us, 3),
-            vs_floor=round(us / self.floor(nbytes), 3), **fields,
-        )  # fmt: skip
-        self.out.append(row)
-        print(bench.line(row), flush=True)
+        row = replace(self.blank, M=m, us=us, vs_cublas_fp16=self.dense[m] / us, **fields)
+        self.out.append(bench.finish(row, nbytes, self.floor))
+        print(bench.line(self.out[-1]), flush=True)
 
     def rows(self, schemes: list[str], counts: list[int]) -> list[bench.Row]:
         n, k = self.blank.N, self.blank.K
@@ -362,25 +348,22 @@ class Table:
 
 
 def int_mm_us(n: int, k: int, m: int) -> float:
-    x = torch.randint(-127, 128, (m, k), device="cuda").to(torch.int8)
-    weights = [
-        torch.randint(-127, 128, (n, k), device="cuda").to(torch.int8)
-        for _ in range(max(2, 200_000_000 // (n * k)))
-    ]
-    return median_us([lambda w=w: torch._int_mm(x, w.T) for w in weights], torch.device("cuda"))
+    """cuBLAS in int8, which stops at int32 sums."""
+    w, x = (torch.randint(-127, 128, (rows, k), device="cuda").to(torch.int8) for rows in (n, m))
+    calls = [lambda w=w: torch._int_mm(x, w.T) for w in rotated(w, w.nbytes)]
+    return median_us(calls, torch.device("cuda"))
 
 
 def host_us() -> None:
     """What a launch costs the host."""
     p = Problem("fp6", torch.bfloat16, 4096, 4096)
     x = p.tokens(16)
-    layer_like = lambda: p.run(*x)  # noqa: E731
     for _ in range(200):
-        layer_like()
+        p.run(*x)
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(400):
-        layer_like()
+        p.run(*x)
     seconds = time.perf_counter() - start
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -408,7 +391,6 @@ def main() -> None:
     parser.add_argument("--all-dtypes", action="store_true")
     args = parser.parse_args()
     args.shapes = [bench.parse_shape(text) for text in args.shapes]
-    args.commit = args.commit or bench.current_commit()
     for scheme in args.schemes:
         get_format(scheme.partition("@")[0])
     for mode in args.modes:

@@ -189,7 +189,7 @@ def main() -> None:
         if mode == "compile":
             compile_parts()
             continue
-        run = codebook.about(args.commit)
+        run = bench.blank(codebook.DEVICE, args.commit)
         about = {"gpu": run.gpu, "date": run.date, "commit": run.commit}
         path = args.out.with_name(f"{args.out.name}_{mode}.csv")
         rows = []
