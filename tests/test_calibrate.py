@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 import anybit
 from anybit import GPTQ, Additive, Calibration
 from anybit.linear import QuantLinear
-from anybit.quantizers.calibrate import Calibrated, linear_at, quantize_layers
+from anybit.quantizers.calibrate import Calibrated, linear_at, quantize_layers, visiting
 from anybit.quantizers.replay import Replay, Seen, find_blocks
 
 VOCAB, LENGTH, SAMPLES = 96, 32, 20
@@ -445,6 +445,30 @@ def test_layers_know_their_inputs_dtype_while_text_runs(
         layers = [m for m in model.modules() if isinstance(m, QuantLinear)]
         assert [layer.dtype for layer in layers] == [None] * 22
         known.clear()
+
+
+class Travelling(nn.Sequential):
+    """Moves as `nn.Module.to` does between a CPU and a GPU: parameters stay, their data change."""
+
+    def to(self, *args: Any, **kwargs: Any) -> "Travelling":
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clone()
+        return self
+
+
+def test_what_is_replaced_on_another_device_is_where_it_was() -> None:
+    """Or dense layers, kept in case of an error, would fill the GPU, and come back there."""
+    block = Travelling(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
+    before = {p: p.data_ptr() for p in block.parameters()}
+    replaced = {block[0].weight, block[0].bias, block[1].weight}
+    with visiting(block, torch.device("cpu", 0)):  # not the same as no number
+        assert not any(p.data_ptr() == at for p, at in before.items())
+        block[0] = QuantLinear(anybit.quantize_tensor(block[0].weight, "int4:group=32"))
+        block[1]._parameters["weight"] = nn.Parameter(torch.ones(32))
+        with torch.no_grad():
+            block[2].weight.fill_(7)
+    assert {p for p, at in before.items() if p.data_ptr() == at} == replaced
+    assert bool((block[2].weight == 7).all())
 
 
 def test_training_mode_is_kept() -> None:

@@ -312,14 +312,23 @@ def too_few(seen: Mapping[str, Seen], parent: nn.Module, prefix: str) -> dict[st
 
 @contextmanager
 def visiting(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """The block is on `device` inside, and its quantized layers know the dtype of their input."""
+    """The block is on `device` inside, and its quantized layers know the dtype of their input.
+
+    Parameters that it has lost by then are those of dense layers, which `restored_on_error` keeps;
+    they are back where they were, and take no memory of `device`.
+    """
     home = next(block.parameters()).device
+    before = [] if device == home else [(p, p.data) for p in block.parameters()]
     block.to(device)
     try:
         yield
     finally:
         forget_dtypes(block.modules())
         block.to(home)
+        kept = set(block.parameters())
+        for p, data in before:
+            if p not in kept:
+                p.data = data
 
 
 def forget_dtypes(modules: Iterable[nn.Module]) -> None:
