@@ -36,7 +36,8 @@ def table() -> str:
 
 def main() -> None:
     readme = ROOT / "README.md"
-    before, after = readme.read_text().split(BEGIN)[0], readme.read_text().split(END)[1]
+    before, old = readme.read_text().split(BEGIN)
+    after = old.split(END, 1)[1]
     readme.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
     (ROOT / "docs" / "img").mkdir(exist_ok=True)
     shutil.copy(DEMO / "size_vs_kl.png", ROOT / "docs" / "img" / "size_vs_kl.png")
