@@ -32,19 +32,19 @@ def test_the_family_holds_every_choice(scheme: str) -> None:
     kernels = set(build.kernels_of(scheme))
     assert instructions(scheme) < 5.07
     for d in {kernel.decoder for kernel in kernels}:
+        output = "bfloat16" if d.operand in ("uint8", "float8_e4m3fn") else d.operand
         for n, k in ((4096, 4096), (28672, 4096), (4096, 14336), (256, 128), (6144, 512)):
             for m in (1, 7, 8, 9, 16, 33, 64, 65, 128, 200, 256, 1000, 1024, 5000):
                 tile = tiles.choose(d, m, n, k)
-                output = "bfloat16" if d.operand in ("uint8", "float8_e4m3fn") else d.operand
                 assert Kernel(d, tile, output) in kernels
                 assert tile.split <= k // 128
                 assert tile.stages >= 2
                 assert tiles.grid(tile, m, n) % tile.split == 0
-                # One CTA never exceeds what shared memory holds.
-                used = tile.stages * (d.blob_bytes * tile.rows // 128 + tile.tokens * 16 * d.slot)
-                assert used <= tiles.SHARED_OF_SM // tile.ctas - tiles.RESERVED
+                assert tiles.shared_bytes(tile, d) <= tiles.MAX_SHARED
         for m in (1, 16, 32, 64, 100, 128, 256, 512, 4096):
-            assert Kernel(d, tiles.choose_grouped(d, m, 8), output, grouped=True) in kernels
+            tile = tiles.choose_grouped(d, m, 8)
+            assert Kernel(d, tile, output, grouped=True) in kernels
+            assert tiles.shared_bytes(tile, d, grouped=True) <= tiles.MAX_SHARED
 
 
 @pytest.mark.parametrize(("spec", "operand"), [("liquid", "int8"), ("int4:group=128", "bfloat16")])
