@@ -12,13 +12,13 @@ from tests.kernels.ptx_instructions import (
     MASK,
     address,
     as_f32,
-    fragment,
     from_f32,
     join,
     one,
     signed,
 )
 from tests.kernels.ptx_machine import LANES, WARP, Instruction, PtxError, Warp, on
+from tests.kernels.ptx_wgmma import fragment
 
 Machine = Any  # ptx_machine.Machine
 
