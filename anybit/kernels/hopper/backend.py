@@ -21,7 +21,6 @@ from anybit.kernels.hopper.load import Function
 from anybit.kernels.hopper.pack import pack
 from anybit.kernels.hopper.tiles import ROW_MULTIPLE, Kernel, Tile
 
-HALVES = (torch.float16, torch.bfloat16)
 OPERANDS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # of activation notations
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -56,7 +55,7 @@ def prepare(
     The dtype of the blobs names the operand that they decode to.
     """
     dtype = dtype or torch.get_default_dtype()
-    dtype = dtype if dtype in HALVES else torch.bfloat16
+    dtype = dtype if dtype in NAMES else torch.bfloat16
     return [*layout(packed, operand_of(activation, dtype)), *packed.tensors().values()]
 
 
@@ -111,7 +110,7 @@ def linear(
 ) -> Tensor:
     """x (..., K) in fp16 or bf16 -> (..., n); with a scale, of codes and in `dtype`."""
     dtype = x.dtype if scale is None else dtype
-    if dtype not in HALVES:
+    if dtype not in NAMES:
         raise TypeError(
             f"x is {dtype}; the hopper backend multiplies float16 and bfloat16: call .half() or "
             ".bfloat16() on the model"

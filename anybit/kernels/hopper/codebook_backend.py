@@ -13,7 +13,7 @@ from torch import Tensor
 from anybit.format import Format, Packed
 from anybit.kernels.hopper import backend as gemm
 from anybit.kernels.hopper import build, codebook_tiles, tiles
-from anybit.kernels.hopper.backend import aligned
+from anybit.kernels.hopper.backend import NAMES, aligned
 from anybit.kernels.hopper.build import built, missing_kernels
 from anybit.kernels.hopper.cells import ROWS, Cells, CodebookKernel, cells_of, pack
 from anybit.kernels.hopper.codebook_build import kernel_file
@@ -24,7 +24,6 @@ from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
 from anybit.kernels.hopper.tiles import MAX_SHARED, MULTIPROCESSORS, Kernel, Tile
 
 MOST_TOKENS = 16  # of one launch
-NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def refuse(
@@ -123,16 +122,12 @@ def multiply(
     dependent launch.
     """
     m, k = x.shape
-    device = x.device.index
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return multiply(x, prepared, bias, fmt, n, plan, overlap)
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if not m:
         return y
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
-    function, cluster, teams, shared = launch_of(fmt, m, n, k, x.dtype, device, plan)
+    function, cluster, teams, shared = launch_of(fmt, m, n, k, x.dtype, x.device.index, plan)
     blocks, row_scale, *books = prepared[:4]
     function.launch(
         x,
@@ -163,10 +158,6 @@ def multiply_many(
 ) -> Tensor:
     """One launch: x (M, K), contiguous -> (M, n), of any M. tile: instead of `lookup.choose`'s."""
     m, k = x.shape
-    device = x.device.index
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return multiply_many(x, prepared, bias, fmt, n, tile, overlap)
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if not m:
         return y
@@ -174,7 +165,7 @@ def multiply_many(
         bias = bias.to(x.dtype)
     kernel = lookup_kernel(fmt, x.dtype, tile or lookup_tile(fmt, m, n, k, x.dtype))
     blocks, row_scale, *books = prepared[:4]
-    gemm.loaded(kernel, device).launch(
+    gemm.loaded(kernel, x.device.index).launch(
         x,
         (
             blocks.data_ptr(),
