@@ -335,8 +335,9 @@ def split(text: str) -> list[str]:
     return [a.strip() for a in out if a.strip()]
 
 
-# What instructions do: `ptx_instructions.py` and `ptx_wgmma.py` add to this list. A handler gets
-# (machine, warp, active lanes, instruction); False means that the warp must wait.
+# What instructions do: `ptx_instructions.py` adds to this list, and so do `ptx_warp.py` and
+# `ptx_wgmma.py` where they are imported. A handler gets (machine, warp, active lanes, instruction);
+# False means that the warp must wait.
 
 HANDLERS: list[tuple[re.Pattern[str], Callable[..., Any]]] = []
 
@@ -359,4 +360,4 @@ def handler(op: str) -> Callable[..., Any]:
 
 
 # Late, because it needs what stands above.
-from tests.kernels import ptx_instructions, ptx_wgmma  # noqa: E402, F401
+from tests.kernels import ptx_instructions  # noqa: E402, F401

@@ -18,6 +18,7 @@ from anybit.kernels.hopper import backend, build, tiles
 from anybit.kernels.hopper.backend import decoder_for
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.reference import operand_weight, quantize_tokens
+from tests.kernels import ptx_wgmma  # noqa: F401
 from tests.kernels.ptx_machine import Machine, TensorMap
 
 pytestmark = pytest.mark.skipif(
