@@ -18,19 +18,27 @@ demo: .venv/.installed  ## Quantize a real model to every family of formats, and
 	@echo "== anybit demo"
 	@$(BIN)/anybit demo
 
-test: .venv/.installed  ## Lint, check types and run all tests; needs no GPU.
+test: lint pytest docs  ## Lint, check imports and types, run all tests, build the documentation; needs no GPU.
+
+lint: .venv/.installed  ## Check style, types, and that rooms import only what stands below them.
 	@echo "== ruff"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@echo "== import-linter"
+	@$(BIN)/lint-imports --no-logo --no-cache
 	@echo "== mypy"
 	@$(BIN)/mypy
+
+pytest: .venv/.installed  ## Run all tests, in random order.
 	@echo "== pytest"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 15
-	@$(MAKE) --no-print-directory docs
 
 docs: .venv/.installed  ## Build the documentation into site/; open site/index.html.
 	@echo "== mkdocs"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+test-models: .venv/.installed  ## Try every architecture of transformers (minutes; goes on where it stopped), and write docs/models.md.
+	@$(BIN)/python -m tests.models.sweep
 
 test-gpu:  ## Run the tests of kernels, engine and experts on the GPU of this machine, with the python in PATH.
 	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider tests/kernels tests/engine \
@@ -83,5 +91,5 @@ soak: .venv/.installed  ## Ten minutes of mixed load on a server: no token lost,
 clean:  ## Remove the environment and what was made.
 	rm -rf .venv .venv-vllm .venv-release out build dist site *.egg-info
 
-.PHONY: help demo test docs test-gpu test-2gpu test-vllm release soak clean
+.PHONY: help demo test lint pytest docs test-models test-gpu test-2gpu test-vllm release soak clean
 .DEFAULT_GOAL := help

@@ -1,23 +1,62 @@
 """anybit: linear layers of language models in any number of bits."""
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from anybit.checkpoint import load, save
-from anybit.format import Entry, Format, Grid, Packed, get_format, register
-from anybit.formats import codebook, integer, liquid, minifloat, sparse  # noqa: F401  (registers)
 from anybit.integrations import hook
-from anybit.linear import QuantLinear, dequantize, linear, quantize_tensor
-from anybit.quantize import dequantize_, quantize_
-from anybit.quantizers.additive import Additive
-from anybit.quantizers.clip import Clip
-from anybit.quantizers.finetune import pv_tune
-from anybit.quantizers.gptq import GPTQ
-from anybit.quantizers.hqq import HQQ
-from anybit.quantizers.rtn import RTN
-from anybit.quantizers.smooth import Smooth
-from anybit.quantizers.text import Calibration
+from anybit.version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from anybit.checkpoint.save_load import load, save
+    from anybit.core.format import Entry, Format, Grid, get_format, register
+    from anybit.core.packed import Packed
+    from anybit.engine.llm import LLM
+    from anybit.engine.sequence import SamplingParams
+    from anybit.integrations.transformers import AnybitConfig
+    from anybit.kernels.registry import register_backend
+    from anybit.nn.linear import QuantLinear, dequantize, linear
+    from anybit.nn.model import dequantize_, set_keep
+    from anybit.quantizers.additive import Additive
+    from anybit.quantizers.calibration.data import Calibration
+    from anybit.quantizers.clip import Clip
+    from anybit.quantizers.gptq import GPTQ
+    from anybit.quantizers.hqq import HQQ
+    from anybit.quantizers.pv_tuning import pv_tune
+    from anybit.quantizers.quantize import quantize_, quantize_tensor
+    from anybit.quantizers.rtn import RTN
+    from anybit.quantizers.smooth import Smooth
+
+# Where the public names are. Each is imported at its first use: torch and transformers take
+# seconds, and `anybit --help` needs neither.
+PUBLIC = {
+    "GPTQ": "quantizers.gptq",
+    "HQQ": "quantizers.hqq",
+    "LLM": "engine.llm",
+    "RTN": "quantizers.rtn",
+    "Additive": "quantizers.additive",
+    "AnybitConfig": "integrations.transformers",
+    "Calibration": "quantizers.calibration.data",
+    "Clip": "quantizers.clip",
+    "Entry": "core.format",
+    "Format": "core.format",
+    "Grid": "core.format",
+    "Packed": "core.packed",
+    "QuantLinear": "nn.linear",
+    "SamplingParams": "engine.sequence",
+    "Smooth": "quantizers.smooth",
+    "dequantize": "nn.linear",
+    "dequantize_": "nn.model",
+    "get_format": "core.format",
+    "linear": "nn.linear",
+    "load": "checkpoint.save_load",
+    "pv_tune": "quantizers.pv_tuning",
+    "quantize_": "quantizers.quantize",
+    "quantize_tensor": "quantizers.quantize",
+    "register": "core.format",
+    "register_backend": "kernels.registry",
+    "save": "checkpoint.save_load",
+    "set_keep": "nn.model",
+}
 __all__ = [
     "GPTQ",
     "HQQ",
@@ -34,6 +73,7 @@ __all__ = [
     "QuantLinear",
     "SamplingParams",
     "Smooth",
+    "__version__",
     "dequantize",
     "dequantize_",
     "get_format",
@@ -43,24 +83,21 @@ __all__ = [
     "quantize_",
     "quantize_tensor",
     "register",
+    "register_backend",
     "save",
+    "set_keep",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "AnybitConfig":  # its base is in transformers, which takes seconds to import
-        from anybit.integrations.transformers import AnybitConfig
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'anybit' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"anybit.{PUBLIC[name]}"), name)
+    return value
 
-        return AnybitConfig
-    if name == "LLM":
-        from anybit.engine.llm import LLM
 
-        return LLM
-    if name == "SamplingParams":
-        from anybit.engine.sequence import SamplingParams
-
-        return SamplingParams
-    raise AttributeError(f"module 'anybit' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *PUBLIC})
 
 
 hook.install()

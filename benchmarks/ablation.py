@@ -6,12 +6,15 @@
 turns: a warpgroup decodes half a K tile, multiplies it, and waits; meanwhile only the other one can
 use the matrix unit. explicit: one warpgroup decodes K tiles into shared memory, another multiplies
 them (the paper's ExCP). implicit: a warpgroup decodes under its own products and the other one's
-(ImFP; what is shipped). The results of the three must agree bit for bit.
+(ImFP; what is shipped). The results of the three must agree bit for bit. The first two are compiled
+for this benchmark alone (`explicit.py`, with CuTe DSL) and lie beside the others in ANYBIT_CACHE.
 """
 
 import argparse
 import csv
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -23,22 +26,39 @@ STAGES = {8: 5, 16: 3}  # by bits of an operand: what the explicit pipeline's bu
 
 
 def kernels(scheme: str) -> list:
-    """What is compared; dtype bf16, or fp16 where activations are not quantized."""
-    from anybit.kernels.hopper.backend import decoder_for, operand_of
+    """One for each tile; dtype bf16, or fp16 where activations are not quantized."""
+    from anybit.kernels.hopper.scalar_linear import decoder_for, operand_of
     from anybit.kernels.hopper.tiles import Kernel, Tile
 
     fmt, activation = parse(scheme)
     d = decoder_for(fmt, getattr(torch, operand_of(activation, torch.float16)))
     output = "bfloat16" if activation else "float16"
-    return [
-        Kernel(d, Tile(tokens, stages=STAGES[d.slot]), output, pipeline)
-        for tokens in (8, 16, 32, 64, 128)
-        for pipeline in PIPELINES
-    ]
+    counts = (8, 16, 32, 64, 128)
+    return [Kernel(d, Tile(tokens, stages=STAGES[d.slot]), output) for tokens in counts]
+
+
+def compiled(kernel: Any, pipeline: str) -> Path:
+    """The file of a kernel with one of the pipelines, compiled if need be."""
+    from anybit.files.directory import cache_folder
+    from anybit.kernels.hopper.jit import compile_kernel, file_hash, kernel_file
+
+    if pipeline == "implicit":
+        return compile_kernel(kernel)
+    source = Path(__file__).with_name("explicit.py")
+    folder = cache_folder() / "ablation" / f"{pipeline}_{file_hash(source)[:16]}"
+    if (path := kernel_file(kernel, folder)).exists():
+        return path
+    import explicit
+
+    from anybit.kernels.hopper import gemm
+
+    program = {"turns": explicit.Turns, "explicit": explicit.Explicit}[pipeline]
+    with patch.object(gemm, "Gemm", program):
+        return compile_kernel(kernel, folder)
 
 
 def parse(scheme: str) -> tuple:
-    from anybit.dispatch import parse_scheme
+    from anybit.core.scheme import parse_scheme
 
     return parse_scheme(scheme)
 
@@ -46,9 +66,9 @@ def parse(scheme: str) -> tuple:
 def measure(out: Path) -> None:
     from hopper import Problem
 
-    from anybit.kernels.hopper import backend, tiles
-    from anybit.kernels.hopper.backend import loaded
-    from anybit.timing import median_us
+    from anybit.kernels.hopper import scalar_linear, tiles
+    from anybit.kernels.hopper.launch import GemmLauncher
+    from anybit.measure.timing import median_us
 
     n, k = SHAPE
     device = torch.device("cuda", torch.cuda.current_device())
@@ -59,13 +79,14 @@ def measure(out: Path) -> None:
         for m in COUNTS:
             x, scale, sums = p.tokens(m)
             results = []
-            for kernel in (e for e in every if e.tile.tokens == min(m, 128)):
-                function = loaded(kernel, device.index)
+            kernel = next(e for e in every if e.tile.tokens == min(m, 128))
+            for pipeline in PIPELINES:
+                function = GemmLauncher(compiled(kernel, pipeline), device.index)
                 y = torch.empty(m, n, dtype=p.dtype, device=device)
                 grid = tiles.grid(kernel.tile, m, n)
 
                 def run(w, function=function, y=y, x=x, rest=(scale, sums), grid=grid):
-                    tensors = (w[0], w[1], w[2], *rest, None, y, None)
+                    tensors = (*w.layout, *rest, None, y, None)
                     pointers = tuple(0 if t is None else t.data_ptr() for t in tensors)
                     function.launch(x, pointers, n, grid, overlap=False)
 
@@ -74,10 +95,10 @@ def measure(out: Path) -> None:
                 us = median_us([lambda w=w, run=run: run(w) for w in p.copies], device)
                 rows.append({
                     "gpu": torch.cuda.get_device_name(device), "scheme": scheme, "N": n, "K": k,
-                    "M": m, "pipeline": kernel.pipeline, "us": round(us, 2),
+                    "M": m, "pipeline": pipeline, "us": round(us, 2),
                 })  # fmt: skip
                 print(*rows[-1].values(), flush=True)
-            want = backend.multiply(x, scale, sums, p.prepared, None, p.fmt, n, p.dtype)
+            want = scalar_linear.multiply(x, scale, sums, p.prepared, None, p.dtype)
             if not all(torch.equal(y, results[-1]) for y in results):
                 raise SystemExit(f"{scheme}, {m} tokens: the pipelines' results differ")
             if (results[-1].float() - want.float()).norm() > 1e-3 * want.float().norm():

@@ -23,16 +23,18 @@ import torch
 from hopper import dense_us
 from torch import Tensor
 
-from anybit import bench, dispatch, timing
-from anybit.format import Packed, get_format
-from anybit.kernels.hopper import codebook_backend, lookup
+from anybit.core.format import get_format
+from anybit.core.packed import Packed
+from anybit.kernels import registry
+from anybit.kernels.backend import LayerSpec, Prepared
+from anybit.kernels.hopper import codebook_linear, lookup
 from anybit.kernels.hopper.build import build, kernels_of
-from anybit.kernels.hopper.build import kernel_file as gemm_file
-from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of
-from anybit.kernels.hopper.codebook_build import kernel_file
+from anybit.kernels.hopper.cells import ROWS, Cells, CodebookKernel, cells_of
 from anybit.kernels.hopper.codebook_tiles import choose
+from anybit.kernels.hopper.jit import kernel_file
 from anybit.kernels.hopper.tiles import MAX_SHARED, Kernel, Tile, fits_once, fitted
-from anybit.timing import median_us, rotated
+from anybit.measure import bench, timing
+from anybit.measure.timing import median_us, rotated
 
 # Llama-3's 8B and 70B, gate and up as one layer and as two; k and v are the smallest.
 SHAPES = [
@@ -90,17 +92,19 @@ class Problem:
             "codebook": book.half(),
         }
         self.packed = Packed.from_codes(fmt, (n, k), codes, grid)
-        self.prepared = codebook_backend.prepare(self.packed, None)
-        self.nbytes = codebook_backend.read_floor(fmt, n, k)
+        self.prepared = codebook_linear.prepare(self.packed, None)
+        cells = cells_of(fmt)
+        assert isinstance(cells, Cells)
+        self.nbytes = -(-n // ROWS) * (k // cells.columns) * cells.block_bytes
         self.copies = rotated(self.prepared, self.nbytes) if cold else [self.prepared]
 
     def run(self, x, overlap=True, prepared=None, bias=None, plan=None) -> Tensor:
-        args = (x, prepared or self.prepared, bias, self.fmt, self.n)
-        if len(x) <= codebook_backend.MOST_TOKENS:
-            return codebook_backend.multiply(*args, plan, overlap)
-        if codebook_backend.lookup_tile(self.fmt, len(x), self.n, self.k, x.dtype) is None:
-            return codebook_backend.linear(*args, None)
-        return codebook_backend.multiply_many(*args, plan, overlap)
+        args = (x, prepared or self.prepared, bias)
+        if len(x) <= codebook_linear.MOST_TOKENS:
+            return codebook_linear.multiply(*args, plan, overlap)
+        if codebook_linear.lookup_tile(self.fmt, len(x), self.n, self.k, x.dtype) is None:
+            return codebook_linear.linear(*args)
+        return codebook_linear.multiply_many(*args, plan, overlap)
 
     def us(self, m: int, overlap: bool, plan=None, dtype=torch.float16) -> float:
         x = torch.randn(m, self.k, device=DEVICE).to(dtype)
@@ -134,12 +138,12 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
         p = Problem(scheme, n, k)
         weight = p.packed.dequantize().double()
         bias = torch.randn(n, device=DEVICE).to(dtype)
-        decoded = codebook_backend.dense(p.prepared, p.fmt, n, k, dtype).double()
+        decoded = codebook_linear.dense(p.prepared, dtype).double()
         error = float((decoded - weight).norm() / weight.norm())
         tell(error < (4e-4 if dtype == torch.float16 else 4e-3), (n, k), f"dense {error:.2e}")
         for m in (1, 2, 3, 8, 9, 16, 17, 40, 100, 300):
-            few = m <= codebook_backend.MOST_TOKENS
-            if few and choose(cells_of(p.fmt), m, n, k, codebook_backend.NAMES[dtype]) is None:
+            few = m <= codebook_linear.MOST_TOKENS
+            if few and choose(cells_of(p.fmt), m, n, k, codebook_linear.NAMES[dtype]) is None:
                 continue
             x = torch.randn(m, k, device=DEVICE).to(dtype)
             x[:, :: k // 7] *= 1000  # as real activations have
@@ -159,7 +163,7 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
 
 def one_hot(p: Problem, m: int, dtype: torch.dtype) -> bool:
     """Tokens with a single number read the weights back: rounded centroids, exactly summed."""
-    book = p.prepared[2 + (dtype == torch.bfloat16)].float()
+    book = p.prepared.layout[2 + (dtype == torch.bfloat16)].float()
     values = p.fmt.values(p.packed.codes(), {"codebook": book})
     scale = p.packed.grid["scale"].float()
     scale = scale.repeat_interleave(p.k // scale.shape[1], 1)
@@ -177,7 +181,7 @@ def one_hot(p: Problem, m: int, dtype: torch.dtype) -> bool:
         # For many tokens scales (in bf16), sums and weights are rounded too.
         eps = torch.finfo(dtype).eps
         bound = exact.abs() * eps * 0.51 + 1e-7
-        if m > codebook_backend.MOST_TOKENS:
+        if m > codebook_linear.MOST_TOKENS:
             bound = exact.abs() * eps * 2.2 + exact.abs().max() * eps * (p.fmt.books > 1) + 1e-6
         ok &= bool(((y - exact).abs() <= bound).all())
     return ok
@@ -245,14 +249,14 @@ def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
     """Times of every tile that is worth it, beside cuBLAS; for the rules in `lookup.py`."""
     for (n, k), scheme in product(args.shapes, args.schemes):
         p = Problem(scheme, n, k, cold=True)
-        for m in (m for m in args.m if m > codebook_backend.MOST_TOKENS):
+        for m in (m for m in args.m if m > codebook_linear.MOST_TOKENS):
             times = {}
             for tile, kernel in tiles_of(scheme).items():
                 small, large = tile.tokens < min(m, 64), tile.tokens >= 2 * max(m, 32)
-                if gemm_file(kernel).exists() and fits_once(tile, m, n, k) and not small | large:
+                if kernel_file(kernel).exists() and fits_once(tile, m, n, k) and not small | large:
                     times[tile.name] = p.us(m, True, tile)
             dense = dense_us(n, k, m, torch.float16)
-            chosen = codebook_backend.lookup_tile(p.fmt, m, n, k, torch.float16)
+            chosen = codebook_linear.lookup_tile(p.fmt, m, n, k, torch.float16)
             text = " ".join(f"{name}={times[name]:.1f}" for name in sorted(times, key=times.get))
             name = chosen.name if chosen else "dense"
             print(f"{scheme} {n}x{k} M={m} cublas {dense:.1f} chosen {name} | {text}", flush=True)
@@ -271,7 +275,7 @@ def case(
     def prepare(w: Tensor) -> bench.Layer:
         p = problem(scheme, w.shape[0], w.shape[1], values)
 
-        def run(prepared: list[Tensor], x: Tensor) -> Tensor:
+        def run(prepared: Prepared, x: Tensor) -> Tensor:
             return p.run(x, overlap, prepared)
 
         return bench.Layer(p.prepared, run, p.nbytes, p.packed.dequantize(), random=True)
@@ -287,7 +291,7 @@ def table(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
     fp16 = torch.float16
     cases = [bench.dense_case(torch.bfloat16, DEVICE)]
     for scheme in OTHERS:
-        backend = dispatch.choose(get_format(scheme), None, (4096, 4096), DEVICE, fp16)
+        backend = registry.choose(LayerSpec(get_format(scheme), None, (4096, 4096), DEVICE, fp16))
         cases.append(bench.anybit_case(scheme, fp16, backend))
     dtypes, overlaps = (fp16, torch.bfloat16), (False, True)
     cases += [case(*some) for some in product(args.schemes, dtypes, overlaps)]
@@ -323,7 +327,7 @@ def compile_all(args: argparse.Namespace) -> None:
         plan = choose(cells_of(get_format(scheme)), 1, n, k, "float16")
         kernels += [plan[0]] if plan else []
     kernels += [kernel for scheme in args.schemes for kernel in tiles_of(scheme).values()]
-    for error in build(kernels, verbose=True):
+    for error in build(kernels):
         print(error)
 
 

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from anybit.dispatch import parse_scheme
+from anybit.core.packed import Packed, tensor_shapes
+from anybit.core.scheme import parse_scheme
 from anybit.engine.llm import LLM
 from anybit.engine.loader import Loaded, build, model_class
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.weights import Part, Weights
-from anybit.format import Packed, tensor_shapes
 
 MODELS = {
     "llama-3-8b": LlamaConfig(
@@ -203,10 +203,11 @@ class RandomWeights(Weights):
         super().__init__(device, torch.bfloat16)
         self.scheme = scheme
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self.dtype
         if "norm" in name:
-            return torch.ones(shape, dtype=self.dtype, device=self.device)
-        return torch.randn(shape, dtype=self.dtype, device=self.device).mul_(0.02)
+            return torch.ones(shape, dtype=dtype, device=self.device)
+        return torch.randn(shape, dtype=dtype, device=self.device).mul_(0.02)
 
     def part(self, name: str, shape: tuple[int, int], bias: bool) -> Part:
         if self.scheme is None or name == "lm_head":

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit import bench, quantize_tensor
-from anybit.dispatch import parse_scheme
-from anybit.format import Format
-from anybit.kernels.hopper import backend, tiles
+from anybit import quantize_tensor
+from anybit.core.scheme import parse_scheme
+from anybit.kernels.hopper import scalar_linear, tiles
 from anybit.kernels.hopper.tiles import Tile
 from anybit.kernels.reference import quantize_tokens
-from anybit.timing import ReadFloor, median_us, rotated
+from anybit.measure import bench
+from anybit.measure.timing import ReadFloor, median_us, rotated
 
 DEVICE = torch.device("cuda")
 SCHEMES = ["liquid@int8", "int8@int8", "int4:group=128", "fp6"]
@@ -90,17 +90,16 @@ def dense(w: Tensor) -> Iterator[Experts]:
 
 def anybit(w: Tensor, schemes: list[str], sweep: bool) -> Iterator[Experts]:
     """anybit's Hopper kernels, as a layer of the engine launches them; or with every tile."""
-    n, dtype = w.shape[1], torch.bfloat16
+    dtype = torch.bfloat16
     for scheme in schemes:
         fmt, activation = parse_scheme(scheme)
         packed = [quantize_tensor(expert, fmt) for expert in w]
-        prepared = backend.prepare_experts(packed, activation, dtype)
+        prepared = scalar_linear.prepare_experts(packed, activation, dtype)
         decoded = torch.stack([p.dequantize() for p in packed])
 
         def launch(
             x: Tensor,
             routing: Routing,
-            fmt: Format = fmt,
             activation: str | None = activation,
             tile: Tile | None = None,
             overlap: bool | None = None,
@@ -110,14 +109,14 @@ def anybit(w: Tensor, schemes: list[str], sweep: bool) -> Iterator[Experts]:
                 rows, scale = quantize_tokens(rows, activation)
                 sums = rows.sum(1, dtype=torch.int32)
                 scale = scale.flatten()
-            return lambda weight: backend.multiply(
-                rows, scale, sums, weight, None, fmt, n, dtype, tile, overlap, starts
+            return lambda weight: scalar_linear.multiply(
+                rows, scale, sums, weight, None, dtype, tile, overlap, starts
             )
 
         plans: list[tuple[Tile | None, bool | None]] = [(None, None)]
         if sweep:
-            operand = getattr(torch, backend.operand_of(activation, dtype))
-            family = tiles.family_grouped(backend.decoder_for(fmt, operand))
+            operand = getattr(torch, scalar_linear.operand_of(activation, dtype))
+            family = tiles.family_grouped(scalar_linear.decoder_for(fmt, operand))
             plans = [*product(family, (False, True))]
         for tile, overlap in plans:
             yield Experts(

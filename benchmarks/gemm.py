@@ -14,9 +14,9 @@ from pathlib import Path
 import peers
 import torch
 
-from anybit import bench
-from anybit.dispatch import BACKENDS
-from anybit.timing import ReadFloor
+from anybit.kernels.registry import BACKENDS
+from anybit.measure import bench
+from anybit.measure.timing import ReadFloor
 
 # Llama-3-8B: qkv, o, gate and up, down, as (N, K).
 SHAPES = ["6144x4096", "4096x4096", "28672x4096", "4096x14336"]

@@ -22,15 +22,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from anybit import bench
-from anybit.dispatch import parse_scheme
-from anybit.format import Packed, get_format, tensor_shapes
-from anybit.kernels.hopper import backend, tiles
-from anybit.kernels.hopper.build import kernel_file
+from anybit.core.format import get_format
+from anybit.core.packed import Packed, tensor_shapes
+from anybit.core.scheme import parse_scheme
+from anybit.kernels.hopper import scalar_linear, tiles
 from anybit.kernels.hopper.decode import K_TILE
+from anybit.kernels.hopper.jit import kernel_file
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.reference import quantize_tokens
-from anybit.timing import ReadFloor, median_us, rotated
+from anybit.measure import bench
+from anybit.measure.timing import ReadFloor, median_us, rotated
 
 SHAPES = ["28672x4096", "4096x14336", "6144x4096", "4096x4096"]
 SCHEMES = ["liquid@int8", "int8@int8", "fp6", "int4:group=128"]
@@ -48,11 +49,11 @@ class Problem:
     def __init__(self, scheme: str, dtype: torch.dtype, n: int, k: int, cold: bool = False):
         self.fmt, self.activation = parse_scheme(scheme)
         self.dtype, self.n, self.k = dtype, n, k
-        self.operand = backend.operand_of(self.activation, dtype)
+        self.operand = scalar_linear.operand_of(self.activation, dtype)
         self.packed = random_packed(scheme, n, k)
-        self.prepared = backend.layout(self.packed, self.operand)
-        self.decoder = backend.decoder_for(self.fmt, getattr(torch, self.operand))
-        self.nbytes = backend.read_floor(self.decoder, n, k)
+        self.prepared = scalar_linear.prepare(self.packed, self.activation, dtype)
+        self.decoder = scalar_linear.decoder_for(self.fmt, getattr(torch, self.operand))
+        self.nbytes = -(-n // 128) * (k // K_TILE) * self.decoder.blob_bytes
         self.copies = rotated(self.prepared, self.nbytes) if cold else [self.prepared]
 
     def tokens(self, m: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -64,17 +65,16 @@ class Problem:
         return codes, scale.flatten(), sums
 
     def run(self, x, scale, sums, tile=None, overlap=True, prepared=None, bias=None) -> Tensor:
-        return backend.multiply(
-            x, scale, sums, prepared or self.prepared, bias, self.fmt, self.n, self.dtype, tile,
-            overlap,
-        )  # fmt: skip
+        return scalar_linear.multiply(
+            x, scale, sums, prepared or self.prepared, bias, self.dtype, tile, overlap
+        )
 
     def tiles(self) -> list[Tile]:
         """All that are compiled."""
         every = dict.fromkeys(
             tiles.fitted(t, self.decoder) for t in [*tiles.family(self.decoder), *MORE_TILES]
         )
-        name = backend.NAMES[self.dtype]
+        name = scalar_linear.NAMES[self.dtype]
         found = [t for t in every if kernel_file(Kernel(self.decoder, t, name)).exists()]
         return [t for t in found if self.k // K_TILE >= t.split]
 
@@ -156,7 +156,7 @@ def exact_weight(p: Problem) -> Tensor:
 def exact_product(p: Problem, weight: Tensor, x, scale, sums) -> Tensor:
     """(M, N): int8 bit for bit as the kernel must round it, others in fp64."""
     if p.operand == "int8":
-        row_scale = p.prepared[1][: p.n]
+        row_scale = p.prepared.layout[1][: p.n]
         values = (weight / row_scale[:, None].double()).round()  # exactly
         total = x.double() @ values.T
         return (total.float() * (row_scale * scale[:, None])).to(p.dtype)
@@ -216,7 +216,7 @@ def check_experts(scheme: str) -> None:
     n, k, experts = 14336, 4096, 8
     problems = [Problem(scheme, torch.bfloat16, n, k) for _ in range(experts)]
     p = problems[0]
-    prepared = backend.prepare_experts([q.packed for q in problems], p.activation)
+    prepared = scalar_linear.prepare_experts([q.packed for q in problems], p.activation)
     for m in (32, 64, 128, 256):
         chosen = torch.stack([torch.randperm(experts, device="cuda")[:2] for _ in range(m)])
         counts = torch.bincount(chosen.flatten(), minlength=experts)
@@ -224,9 +224,7 @@ def check_experts(scheme: str) -> None:
         given = p.tokens(2 * m)
 
         def run(overlap: bool = True, given=given, starts=starts) -> Tensor:
-            return backend.multiply(
-                *given, prepared, None, p.fmt, n, p.dtype, None, overlap, starts
-            )  # fmt: skip
+            return scalar_linear.multiply(*given, prepared, None, p.dtype, None, overlap, starts)
 
         y, wrong = run(), 0
         for e, (a, b) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
@@ -272,13 +270,14 @@ def sweep(args: argparse.Namespace) -> None:
                     chosen = tiles.choose(p.decoder, m, n, k)
                     text = " ".join(f"{t.name}={times[t]:.1f}" for t in best[:6])
                     print(
-                        f"{scheme} {backend.NAMES[dtype]} {n}x{k} M={m} dense {dense[m]:.1f} "
+                        f"{scheme} {scalar_linear.NAMES[dtype]} {n}x{k} M={m} dense {dense[m]:.1f} "
                         f"best {times[best[0]]:.1f} pdl {min(pdl.values()):.1f} "
                         f"chosen {times.get(chosen, math.nan):.1f} | {text}",
                         flush=True,
                     )
                     out.append({
-                        "scheme": scheme, "dtype": backend.NAMES[dtype], "n": n, "k": k, "m": m,
+                        "scheme": scheme, "dtype": scalar_linear.NAMES[dtype],
+                        "n": n, "k": k, "m": m,
                         "dense": dense[m], "plain": {t.name: v for t, v in times.items()},
                         "pdl": {t.name: v for t, v in pdl.items()},
                     })  # fmt: skip

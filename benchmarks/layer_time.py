@@ -18,11 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import anybit
-from anybit.format import Format, Packed
+from anybit.core.format import Format
+from anybit.core.packed import Packed
 from anybit.quantizers import columns
 from anybit.quantizers.additive import Additive
+from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.gptq import inverse_factor
-from anybit.quantizers.replay import Seen
 
 M2V8, M1V4 = "codebook:m=2,v=8,group=128", "codebook:m=1,v=4,group=128"
 CASES = (
@@ -47,7 +48,7 @@ def main() -> None:
     w = torch.randn(k, k, generator=random, device=device) * 0.02
     x = torch.randn(2 * k, k, generator=random, device=device)
     x = x @ torch.randn(k, k, generator=random, device=device)
-    seen = Seen()
+    seen = Statistics()
     seen.add(x, ("hessian",), every=len(x))
     inverse_factor(seen.hessian, 0.01)  # loads the device's libraries
     rows = []
@@ -78,13 +79,13 @@ def main() -> None:
                 writer.writerows(rows)
 
 
-def timed(name: str, w: torch.Tensor, fmt: Format, seen: Seen) -> float:
+def timed(name: str, w: torch.Tensor, fmt: Format, seen: Statistics) -> float:
     start = time.perf_counter()
     quantize(name, w, fmt, seen).planes[0].flatten()[0].item()  # waits for the device
     return time.perf_counter() - start
 
 
-def quantize(name: str, w: torch.Tensor, fmt: Format, seen: Seen) -> Packed:
+def quantize(name: str, w: torch.Tensor, fmt: Format, seen: Statistics) -> Packed:
     free = {"rtn": anybit.RTN, "kmeans": anybit.RTN, "clip": anybit.Clip, "hqq": anybit.HQQ}
     if name in free:
         return free[name]().quantize(w, fmt)

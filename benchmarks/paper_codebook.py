@@ -21,14 +21,16 @@ import codebook
 import peers
 import torch
 
-from anybit import bench, dispatch
-from anybit.files import cache_folder
-from anybit.format import get_format
-from anybit.kernels.hopper import codebook_backend
+from anybit.core.format import get_format
+from anybit.files.directory import cache_folder
+from anybit.kernels import registry
+from anybit.kernels.backend import LayerSpec
+from anybit.kernels.hopper import codebook_linear
 from anybit.kernels.hopper.cells import CodebookKernel, cells_of
-from anybit.kernels.hopper.codebook_build import compile_kernel, kernel_file
-from anybit.kernels.hopper.codebook_load import Function
-from anybit.timing import rotated
+from anybit.kernels.hopper.jit import compile_kernel, kernel_file
+from anybit.kernels.hopper.launch import CodebookLauncher
+from anybit.measure import bench
+from anybit.measure.timing import rotated
 
 PARTS = ("whole", "unread", "unbuilt", "neither")
 SHARED = ("28672x4096", "8192x8192", "4096x4096")
@@ -86,13 +88,13 @@ def share(about: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 for part in PARTS:
                     file = kernel_file(kernel, folder(part))
                     with patch.object(
-                        codebook_backend,
+                        codebook_linear,
                         "loaded",
-                        lambda k, device, file=file: Function(file, device),
+                        lambda k, device, file=file: CodebookLauncher(file, device),
                     ):
-                        codebook_backend.launch_of.cache_clear()
+                        codebook_linear.launch_of.cache_clear()
                         times[part] = p.us(kernel.tokens, False, (kernel, cluster, teams))
-                codebook_backend.launch_of.cache_clear()
+                codebook_linear.launch_of.cache_clear()
                 build = max(0.0, times["unread"] - times["neither"])
                 read = max(0.0, times["unbuilt"] - times["neither"])
                 yield about | {
@@ -120,7 +122,7 @@ def power(about: dict[str, Any]) -> Iterator[dict[str, Any]]:
     cases = [bench.dense_case(fp16, device)]
     cases += [codebook.case(scheme, fp16, True) for scheme in codebook.TIMED]
     for scheme in codebook.OTHERS:
-        backend = dispatch.choose(get_format(scheme), None, POWERED, device, fp16)
+        backend = registry.choose(LayerSpec(get_format(scheme), None, POWERED, device, fp16))
         cases.append(bench.anybit_case(scheme, fp16, backend))
     try:
         cases += peers.aqlm()

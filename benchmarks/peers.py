@@ -1,6 +1,6 @@
 """Other people's kernels, each behind one small adapter: how to prepare a weight and multiply it.
 
-An adapter is a function that returns the cases (`anybit.bench.Case`) of one package, each with its
+An adapter is a function that returns the cases (`measure.bench.Case`) of one package, each with its
 own formats; it may import its package only there. Every adapter decodes the weight by the package's
 own rules, so that its product can be checked before it is timed. Compiling and tuning happen in the
 first calls, which are not timed.
@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from anybit.bench import Case, Layer, Refused
-from anybit.format import grouped, ungroup
+from anybit.core.format import grouped, ungroup
 from anybit.kernels.reference import quantize_tokens
+from anybit.measure.bench import Case, Layer, Refused
 
 GROUP = 128
 FP8 = torch.float8_e4m3fn

@@ -19,7 +19,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 from matplotlib.transforms import Bbox
 
-from anybit.bench import Row, read_csv
+from anybit.measure.bench import Row, read_csv
 
 NAMES = {
     (6144, 4096): "qkv",

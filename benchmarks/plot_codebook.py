@@ -15,9 +15,9 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
-from paper_tables import BLOCKS, CONTESTANTS, FOUR, M2V8, block
+from codebook_tables import BLOCKS, CONTESTANTS, block
 from plot import name_points
-from results import score
+from results import FOUR, M2V8, score
 
 TOKENS = (1, 2, 4, 8, 16)
 MICROSECONDS = (20, 30, 50, 100, 200, 300, 500, 1000, 2000, 5000)
@@ -71,10 +71,9 @@ def accuracy(path: Path) -> None:
     }
     scores: Points = {}
     for name, key in SCORED.items():
-        try:
-            scores[name] = times[name][1], float(score(*key)["perplexity"])
-        except LookupError:
-            continue
+        row = score(*key, "study-105m")
+        if row and name in times:
+            scores[name] = times[name][1], float(row["perplexity"])
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
     left.set_xscale("log")
     left.set_xticks((2, 4, 6, 16), ("2", "4", "6", "16"), minor=False)

@@ -40,12 +40,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 import anybit  # noqa: E402
 from anybit import GPTQ, HQQ, RTN, Additive, Calibration, Clip, QuantLinear, Smooth  # noqa: E402
-from anybit.allocate import plan_formats  # noqa: E402
-from anybit.dispatch import BACKENDS, parse_scheme  # noqa: E402
+from anybit.core.scheme import parse_scheme  # noqa: E402
 from anybit.evaluate.corpus import calibration_text, held_out_text, module_path  # noqa: E402
 from anybit.evaluate.generation import function_prompts, parse_rate  # noqa: E402
 from anybit.evaluate.perplexity import Remembered, excerpts, score  # noqa: E402
 from anybit.kernels.reference import quantized_activation  # noqa: E402
+from anybit.kernels.registry import BACKENDS  # noqa: E402
+from anybit.planning.allocate import plan_formats  # noqa: E402
 
 WINDOW, STRIDE = 1024, 768
 SAMPLES = 128  # calibration windows, unless told

@@ -1,14 +1,14 @@
-"""Draw the accuracy study, and put its tables into docs/accuracy.md.
+"""Draw the accuracy study; docs/tables.py makes its tables.
 
     python benchmarks/study_plot.py benchmarks/results/h200_accuracy.csv --draw study-105m pico
 
 Writes docs/img/accuracy_bits.png (KL against bits) and accuracy_methods.png (loss by quantizer,
-with standard errors), and replaces what stands between `<!-- MODEL -->` and `<!-- end -->`.
+with standard errors).
 """
 
 import argparse
 import csv
-import re
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,12 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
-from plot import name_points
 
-Row = dict[str, str]
+sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
+from accuracy_tables import label, short
+from plot import name_points
+from results import Row
+
 COLORS = {
     "rtn": "0.6",
     "clip": "tab:olive",
@@ -49,13 +52,6 @@ def main() -> None:
     drawn = {m: rows for m, rows in models.items() if not args.draw or m in args.draw}
     draw(drawn, by_bits, args.docs / "img" / "accuracy_bits.png", (6.0, 5.2))
     draw(drawn, by_method, args.docs / "img" / "accuracy_methods.png", (6.0, 8.0))
-    page = args.docs / "accuracy.md"
-    if page.exists():
-        text = page.read_text("utf-8")
-        for model, rows in models.items():
-            block = f"<!-- {model} -->\n\n{table(rows)}\n\n<!-- end -->"
-            text = re.sub(rf"<!-- {model} -->.*?<!-- end -->", lambda _: block, text, flags=re.S)  # noqa: B023
-        page.write_text(text, "utf-8")
 
 
 def draw(models: dict[str, list[Row]], panel: Any, path: Path, size: tuple[float, float]) -> None:
@@ -124,38 +120,6 @@ def color(method: str) -> str:
     if method in COLORS:
         return COLORS[method]
     return next((c for end, c in COLORS.items() if method.endswith(end)), "black")
-
-
-def short(spec: str) -> str:
-    spec = re.sub(r"codebook:m=(\d+),v=(\d+),b=(\d+)", r"m\1v\2b\3", spec)
-    spec = re.sub(r"^plan:", "planned ", spec)
-    return re.sub(r"[:,]group=", " g", spec).replace(",zero", " zero")
-
-
-def label(row: Row) -> str:
-    default = row["text"] in ("", "code") and row["samples"] in ("0", "32", "128")
-    return row["method"] + ("" if default else f" ({row['text']}, {row['samples']})")
-
-
-def table(rows: list[Row]) -> str:
-    """Markdown, by bits and then loss."""
-    dense = next(r for r in rows if r["method"] == "dense")
-    perplexity, rate = float(dense["perplexity"]), float(dense["parse_rate"])
-    lines = [
-        "| format | quantizer | bits | perplexity | loss, nats | KL | top-1 | parses |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
-        f"| bf16 | | 16 | {perplexity:.3f} | | | | {rate:.0%} |",
-    ]
-    rest = [r for r in rows if r["method"] != "dense"]
-    for row in sorted(rest, key=lambda r: (-float(r["bits"]), r["spec"], -float(r["loss"]))):
-        value, error = float(row["loss"]), float(row["loss_error"])
-        lines.append(
-            f"| {short(row['spec'])} | {label(row)} | {float(row['bits']):.2f} | "
-            f"{float(row['perplexity']):.3f} | {value:.4f} ± {error:.4f} | "
-            f"{float(row['kl']):.4f} | {float(row['agreement']):.1%} | "
-            f"{float(row['parse_rate']):.0%} |"
-        )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

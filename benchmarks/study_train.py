@@ -1,8 +1,8 @@
 """Train the model of the accuracy study: 105 million parameters, Python source, one GPU.
 
 It is trained as `models/pico` is, on the same text and with the same tokenizer, but with AdamW and
-without noise on its weights: docs/log.md tells what both do to a model's losses. Nothing of it is
-published; it lies where `--out` says, for `benchmarks/study.py`.
+without noise on its weights: notes/training_pico.md tells what both do to a model's losses. It is
+not published; `benchmarks/study.py` reads it from `--out`.
 
     python benchmarks/study_train.py --seconds 350 --out build/study      # one H200
     python benchmarks/study_train.py --smoke --out build/study            # CPU, a minute

@@ -1,4 +1,4 @@
-"""Put the figures of the last `make demo` into README.md, with the plot.
+"""Put the table of the last `make demo` into docs/accuracy.md, and its plot into docs/img.
 
 Run it after the demo: make demo && .venv/bin/python docs/figures.py
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "out" / "demo"
-BEGIN, END = "<!-- figures of `make demo`, written by docs/figures.py -->", "<!-- end -->"
+BEGIN, END = "<!-- demo, written by docs/figures.py -->", "<!-- end -->"
 
 
 def table() -> str:
@@ -35,11 +35,10 @@ def table() -> str:
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    before, old = readme.read_text().split(BEGIN)
+    page = ROOT / "docs" / "accuracy.md"
+    before, old = page.read_text().split(BEGIN)
     after = old.split(END, 1)[1]
-    readme.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
-    (ROOT / "docs" / "img").mkdir(exist_ok=True)
+    page.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}")
     shutil.copy(DEMO / "size_vs_kl.png", ROOT / "docs" / "img" / "size_vs_kl.png")
 
 

@@ -1,32 +1,34 @@
-"""What was measured, looked up in benchmarks/results for the tables and figures of the pages."""
+"""Look up measurements in benchmarks/results for the tables of the pages."""
 
 import csv
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from anybit import get_format
-from anybit.dispatch import parse_scheme
+from anybit.core.scheme import parse_scheme
 from anybit.kernels.hopper import tiles
-from anybit.kernels.hopper.backend import OPERANDS
 from anybit.kernels.hopper.decode import decoder
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 HALVES = ("fp16", "bf16")
-LAUNCHED = "launched"  # stands for pdl or plain: as a layer launches its kernel
+LAUNCHED = "launched"  # a column's note: "pdl" or "plain", whichever a layer launches
 OURS = "anybit-hopper"
+OPERANDS = {"int8-given": "int8", "fp8-given": "float8_e4m3fn"}
 BIG, DOWN, QKV, OUT = (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)
+FOUR, M1V4, M2V8 = "int4:group=128", "codebook:m=1,v=4,group=128", "codebook:group=128"
 
 Row = dict[str, str]
 Cell = tuple[int, int, int]  # N, K, M
-# A column: its title, and what its rows have: peer, formats, activations, the note's first word.
+# Title; then what a row must have: peer, formats, activations, first word of the note.
 Column = tuple[str, str, tuple[str, ...], tuple[str, ...], str]
+CUBLAS: Column = ("cuBLAS", "cublas", HALVES, HALVES, "")
 
 
 @cache
 def read(name: str) -> tuple[Row, ...]:
-    """The rows of a CSV that have a time or a score; none where the file was not made yet."""
+    """Rows of a CSV that have a time or a score; none if the file does not exist."""
     path = RESULTS / f"{name}.csv"
     if not path.exists():
         return ()
@@ -36,7 +38,7 @@ def read(name: str) -> tuple[Row, ...]:
 
 @cache
 def cells(*names: str) -> dict[Cell, list[Row]]:
-    """Rows of some CSVs by shape and number of tokens."""
+    """Rows of some CSVs (default: h200_gemm) by shape and M."""
     found: dict[Cell, list[Row]] = defaultdict(list)
     for name in names or ("h200_gemm",):
         for row in read(name):
@@ -45,7 +47,7 @@ def cells(*names: str) -> dict[Cell, list[Row]]:
 
 
 def find(rows: list[Row], column: Column) -> Row | None:
-    """The faster of both dtypes of tokens."""
+    """The row of a column; of fp16 and bf16 the faster."""
     _, peer, formats, activations, note = column
     if note == LAUNCHED:
         note = "pdl" if rows and overlaps(rows[0], formats[0], activations[0]) else "plain"
@@ -62,123 +64,52 @@ def find(rows: list[Row], column: Column) -> Row | None:
 
 
 def overlaps(cell: Row, spec: str, activation: str) -> bool:
-    """Whether a layer's launches overlap at the shape and M of this row."""
-    d = decoder(get_format(spec), OPERANDS.get(activation.removesuffix("-given"), "bfloat16"))
-    if isinstance(d, str):  # codebooks for few tokens
+    """Whether a layer overlaps its launches at the shape and M of this row."""
+    d = decoder(get_format(spec), OPERANDS.get(activation, "bfloat16"))
+    if isinstance(d, str):  # codebook kernels always do
         return True
     m, n, k = (int(cell[name]) for name in "MNK")
     return tiles.overlaps(tiles.choose(d, m, n, k), d, m, n)
 
 
-def fastest(rows: list[Row], columns: list[Column]) -> Row | None:
+def fastest(rows: list[Row], columns: Iterable[Column]) -> Row | None:
     found = [row for column in columns if (row := find(rows, column))]
     return min(found, key=lambda row: float(row["us"]), default=None)
 
 
-def shown(row: Row | None) -> str:
-    return number(float(row["us"])) if row else ""
-
-
-POWER = 256  # tokens from which on a chip's clock, hence its power, decides
-
-
-def against(ours: Row, theirs: Row) -> float:
-    """Our time in theirs. Rows of two processes, from 256 tokens on: each in its dense layer's."""
-    if ours["commit"] == theirs["commit"] or int(ours["M"]) < POWER:
-        return float(ours["us"]) / float(theirs["us"])
-    return float(theirs["vs_cublas_fp16"]) / float(ours["vs_cublas_fp16"])
-
-
-def number(value: float) -> str:
-    return f"{value:,.{0 if value >= 100 else 1}f}"
-
-
-# For figures in the text of pages: <!-- =us("fp6", 28672, 4096, 1) -->25.1<!-- . -->
-
-
-def measured(spec: str, n: int, k: int, m: int, peer: str = OURS, activation: str = "") -> Row:
-    """The row of a product: ours as a layer launches it, or another's best."""
-    given = (activation,) if activation else ("int8-given",) if spec == "liquid" else HALVES
-    note = LAUNCHED if peer == OURS else ""
-    file = "h200_codebook" if peer == OURS and spec.startswith("codebook") else "h200_gemm"
-    row = find(cells(file)[n, k, m], ("", peer, (spec,), given, note))
-    if row is None:
-        raise LookupError(f"no time of {peer} {spec} {given} at {n}x{k}, M={m} in {file}.csv")
-    return row
-
-
-def us(*key: Any) -> float:
-    """Microseconds."""
-    return float(measured(*key)["us"])
-
-
-def over(one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
-    """Times the other's time, see `against`; both are arguments of `us`."""
-    return f"{against(measured(*one), measured(*other)):.2f}"
-
-
-def speed(*key: Any) -> str:
-    """Times cuBLAS's speed in the same run."""
-    return f"{float(measured(*key)['vs_cublas_fp16']):.2f}"
-
-
-def score(spec: str, method: str, model: str = "study-105m", text: str = "code") -> Row:
-    """The row of a model's accuracy; of several, the one calibrated as the others are."""
-    text = "" if method in ("rtn", "clip", "hqq", "dense") else text
+def score(spec: str, method: str, model: str) -> Row | None:
+    """Accuracy of a format and quantizer, calibrated on 128 samples of code where it needs any."""
+    text = "" if method in ("rtn", "clip", "hqq", "dense") else "code"
     for row in read("h200_accuracy"):
         same = row["model"], scheme(row["spec"]), row["method"], row["text"]
         if same == (model, scheme(spec), method, text) and row["samples"] in ("0", "128"):
             return row
-    raise LookupError(f"no score of {model} {spec} {method} {text} in h200_accuracy.csv")
+    return None
 
 
 def scheme(spec: str) -> object:
     return spec if spec == "bf16" or spec.startswith("plan:") else parse_scheme(spec)
 
 
-def perplexity(*key: str) -> str:
-    return f"{float(score(*key)['perplexity']):.3f}"
-
-
-def bits(*key: str) -> str:
-    return f"{float(score(*key)['bits']):.2f}"
-
-
-def ratio(spec: str, method: str, model: str = "study-105m") -> str:
-    """Perplexity over bf16's."""
-    dense = float(score("bf16", "dense", model)["perplexity"])
-    return f"{float(score(spec, method, model)['perplexity']) / dense:.2f}"
-
-
-def nats(*key: str, digits: int = 3) -> str:
-    """Excess over bf16."""
-    return f"{round(float(score(*key)['loss']), digits) or 0.0:.{digits}f}"
-
-
-def loss(*key: str) -> str:
+def loss(row: Row | None) -> str:
     """Excess over bf16 in nats, with its standard error."""
-    return f"{nats(*key, digits=4)} ± {float(score(*key)['loss_error']):.4f}"
+    if row is None:
+        return ""
+    return f"{round(float(row['loss']), 4) or 0.0:.4f} ± {float(row['loss_error']):.4f}"
 
 
-def engine(spec: str, kv: str, batch: int, column: str, model: str = "llama-3-8b") -> str:
-    """A figure of the engine's decode step, the fastest that was measured."""
-    key = (model, spec, kv, str(batch))
-    rows = [r for r in read("h200_engine") if (r["model"], r["format"], r["kv"], r["batch"]) == key]
-    if not rows:
-        raise LookupError(f"no step of {model} {spec} {kv} at batch {batch} in h200_engine.csv")
-    return min(rows, key=lambda row: float(row["step_us"]))[column]
+def us(row: Row | None) -> str:
+    return number(float(row["us"])) if row else ""
 
 
-def part(spec: str, kv: str, batch: int, column: str) -> str:
-    """A figure of a step of Llama-3-8B's shapes as text shows it."""
-    return f"{float(engine(spec, kv, batch, column)):,.0f}"
+def number(value: float) -> str:
+    return f"{value:,.{0 if value >= 100 else 1}f}"
 
 
-def step(*key: Any) -> str:
-    """Microseconds."""
-    return engine(*key, "step_us")
-
-
-def faster(*key: Any) -> str:
-    """bf16's step over this one."""
-    return f"{float(step('bf16', 'model', key[2])) / float(step(*key)):.2f}"
+def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
+    """A table whose first columns are words and whose others are numbers; "" without rows."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    if not lines:
+        return ""
+    rule = "|" + "---|" * words + "--:|" * (len(titles) - words)
+    return "\n".join(["| " + " | ".join(titles) + " |", rule, *lines])

@@ -1,12 +1,12 @@
-"""A format of one's own: 16 levels at quantiles of a normal distribution, in the manner of NF4."""
+"""A custom format: 16 levels at quantiles of a normal distribution, similar to NF4."""
 
 import torch
 
 import anybit
-from anybit.format import Format, register, store_scale
-from anybit.generate import complete, load_text_model
+from anybit.core.format import Format, register, store_scale
+from anybit.evaluate.model import complete, load_text_model
 
-LEVELS = torch.special.ndtri(torch.linspace(0.03, 0.97, 16))  # of the 16 codes
+LEVELS = torch.special.ndtri(torch.linspace(0.03, 0.97, 16))  # the 16 values
 MIDDLES = (LEVELS[1:] + LEVELS[:-1]) / 2
 
 

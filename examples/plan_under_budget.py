@@ -5,9 +5,9 @@ import sys
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit.allocate import plan_formats
 from anybit.evaluate.corpus import calibration_text
-from anybit.quantize import quantized_layers
+from anybit.nn.model import quantized_layers
+from anybit.planning.allocate import plan_formats
 
 MEGABYTES = float(sys.argv[1]) if len(sys.argv) > 1 else 3.0  # for the quantized layers of pico
 

@@ -1,14 +1,14 @@
-"""Quantize a model on disk, then talk to it: python examples/quantize_and_chat.py [MODEL] [OUT]
+"""Quantize a model on disk, then chat with it: python examples/quantize_and_chat.py [MODEL] [OUT]
 
-pico was not taught to chat: it continues what you type. Try "def fibonacci(n):"; Ctrl-D ends.
+pico is not a chat model: it continues what you type. Try "def fibonacci(n):"; Ctrl-D ends.
 """
 
 import sys
 from pathlib import Path
 
 import anybit
+from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.serve.chat import talk
-from anybit.stream import quantize_checkpoint
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "models/pico"
 OUT = sys.argv[2] if len(sys.argv) > 2 else "out/chat"

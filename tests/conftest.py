@@ -1,7 +1,41 @@
-"""Triton kernels run on the GPU with ANYBIT_TEST_DEVICE=cuda, else in its interpreter."""
+"""Triton kernels run on the GPU with ANYBIT_TEST_DEVICE=cuda, else in its interpreter.
+
+Tests run in random order (pytest-randomly; `-p "randomly_seed=N"` repeats one), so each starts from
+the same random numbers and must leave the process as it found it.
+"""
 
 import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests import needs
 
 DEVICE = os.environ.get("ANYBIT_TEST_DEVICE", "cpu")
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
+# Settings of the shell are not those of the tests; with the last three typer colors its help.
+for name in ("ANYBIT_API_KEY", "ANYBIT_DEBUG", "FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
+    os.environ.pop(name, None)
+
+
+def pytest_configure() -> None:
+    """Fail at once where CI would skip what it is for."""
+    needs.check_compilers()
+
+
+@pytest.fixture(autouse=True)
+def same_start_and_nothing_left() -> Iterator[None]:
+    """Seed torch; fail a test that changes torch's defaults or the registry of formats."""
+    import torch
+
+    from anybit.core.format import known_formats
+
+    def state() -> tuple[torch.dtype, bool, set[str]]:
+        return torch.get_default_dtype(), torch.is_grad_enabled(), set(dict(known_formats()))
+
+    torch.manual_seed(0)
+    before = state()
+    yield
+    assert state() == before, "the test changed state of the whole process"

@@ -23,11 +23,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import anybit
-from anybit.dispatch import parse_scheme
-from anybit.format import Packed
+from anybit.core.packed import Packed
+from anybit.core.scheme import parse_scheme
 from anybit.kernels.reference import INT8_LARGEST, operand_weight
-from anybit.linear import QuantLinear
-from anybit.sharding import shard, share
+from anybit.nn.linear import QuantLinear
+from anybit.nn.sharding import shard, share
 from tests.specs import SPECS
 
 RANKS = 2

@@ -1,7 +1,7 @@
 """The formats that tests iterate over: every registered name, and options that change layout."""
 
 import anybit
-from anybit.format import FORMATS
+from anybit.core.format import known_formats
 
 OPTIONS = (
     "int1:group=32",
@@ -23,6 +23,6 @@ OPTIONS = (
     "codebook:m=3,v=16,b=4,group=32",
     "codebook:m=1,v=1,b=4,group=64",
 )
-NAMES = tuple(name for name in FORMATS if name != "fp")
+NAMES = tuple(name for name, _ in known_formats() if name != "fp")
 SPECS = NAMES + OPTIONS
 SCALAR = tuple(s for s in SPECS if anybit.get_format(s).width == 1 and "codebook" not in s)

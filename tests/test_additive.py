@@ -1,4 +1,4 @@
-"""Calibrated codebooks: each step against brute force, the whole against GPTQ and k-means."""
+"""Quantizer codebooks: each step against brute force, the whole against GPTQ and k-means."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +13,8 @@ import anybit
 from anybit.evaluate.corpus import calibration_text, held_out_text
 from anybit.evaluate.perplexity import score
 from anybit.quantizers.additive import Additive, Layer
-from anybit.quantizers.finetune import pv_tune
-from anybit.quantizers.replay import Seen
+from anybit.quantizers.calibration.statistics import Statistics
+from anybit.quantizers.pv_tuning import pv_tune
 from tests import tiny
 
 PICO = Path(__file__).parents[1] / "models" / "pico"
@@ -28,24 +28,24 @@ SPECS = (
 
 
 @pytest.fixture(scope="module")
-def data() -> tuple[Tensor, Tensor, Seen]:
+def data() -> tuple[Tensor, Tensor, Statistics]:
     """A weight, inputs with correlated channels of different sizes, and their statistics."""
     random = torch.Generator().manual_seed(0)
     mix = torch.randn(K, K, generator=random) / K**0.5 + 0.3 * torch.eye(K)
     sizes = torch.logspace(-0.5, 0.5, K)[torch.randperm(K, generator=random)]
     x = torch.randn(1500, K, generator=random) @ mix * sizes
     w = torch.randn(N, K, generator=random) * torch.rand(K, generator=random)
-    seen = Seen()
+    seen = Statistics()
     seen.add(x, ("hessian",), every=len(x))
     return w, x, seen
 
 
-def make(spec: str, data: tuple[Tensor, Tensor, Seen], damping: float = 0.01) -> Layer:
+def make(spec: str, data: tuple[Tensor, Tensor, Statistics], damping: float = 0.01) -> Layer:
     return Layer(data[0], anybit.get_format(spec), data[2].hessian, damping)
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_no_step_adds_error(spec: str, data: tuple[Tensor, Tensor, Seen]) -> None:
+def test_no_step_adds_error(spec: str, data: tuple[Tensor, Tensor, Statistics]) -> None:
     layer = make(spec, data)
     errors = [layer.error()]
     for _ in range(2):
@@ -58,7 +58,7 @@ def test_no_step_adds_error(spec: str, data: tuple[Tensor, Tensor, Seen]) -> Non
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
 def test_a_wide_beam_finds_the_best_codes(
-    order: list[int], data: tuple[Tensor, Tensor, Seen]
+    order: list[int], data: tuple[Tensor, Tensor, Statistics]
 ) -> None:
     layer = make("codebook:m=2,v=8,b=3,group=32", data)
     p, columns = 5, slice(40, 48)
@@ -78,7 +78,7 @@ def test_a_wide_beam_finds_the_best_codes(
     assert torch.allclose(((e @ layer.h) * e).sum(1), best, rtol=1e-3)
 
 
-def test_books_and_scales_are_least_squares(data: tuple[Tensor, Tensor, Seen]) -> None:
+def test_books_and_scales_are_least_squares(data: tuple[Tensor, Tensor, Statistics]) -> None:
     layer = make("codebook:m=1,v=2,b=3,group=64", data)
     root = torch.linalg.cholesky(layer.h.double())
     target = (layer.w.double() @ root).flatten()
@@ -101,7 +101,7 @@ def test_books_and_scales_are_least_squares(data: tuple[Tensor, Tensor, Seen]) -
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_less_output_error_than_kmeans_and_gptq(
-    spec: str, data: tuple[Tensor, Tensor, Seen]
+    spec: str, data: tuple[Tensor, Tensor, Statistics]
 ) -> None:
     w, x, seen = data
     fmt = anybit.get_format(spec)
@@ -119,15 +119,15 @@ def test_less_output_error_than_kmeans_and_gptq(
 
 
 def test_layers_that_saw_nothing_are_fitted_to_their_weights(
-    data: tuple[Tensor, Tensor, Seen],
+    data: tuple[Tensor, Tensor, Statistics],
 ) -> None:
     w, fmt = data[0], anybit.get_format(SPECS[0])
     rounded = (anybit.RTN().quantize(w, fmt).dequantize() - w).norm()
-    for seen in (Seen(), Seen(hessian=torch.zeros(K, K))):
+    for seen in (Statistics(), Statistics(hessian=torch.zeros(K, K))):
         assert (Additive().quantize(w, fmt, seen).dequantize() - w).norm() <= rounded
 
 
-def test_formats_without_codebooks_get_gptq(data: tuple[Tensor, Tensor, Seen]) -> None:
+def test_formats_without_codebooks_get_gptq(data: tuple[Tensor, Tensor, Statistics]) -> None:
     w, _, seen = data
     fmt = anybit.get_format("int3:group=64")
     a, b = Additive().quantize(w, fmt, seen), anybit.GPTQ().quantize(w, fmt, seen)

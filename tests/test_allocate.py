@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import anybit
-from anybit.allocate import Allocation, knapsack, output_gradients, plan_formats
 from anybit.evaluate.corpus import calibration_text, held_out_text
-from anybit.quantize import quantized_layers
+from anybit.nn.model import quantized_layers
+from anybit.planning.allocate import Allocation, knapsack, output_gradients, plan_formats
+from tests import tiny
 
 PICO = Path(__file__).resolve().parents[1] / "models" / "pico"
 VOCAB = 64
@@ -35,16 +36,8 @@ def trained() -> dict[str, Tensor]:
 
 
 def blank() -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    return LlamaForCausalLM(config)
+    sizes = tiny.SIZES | {"vocab_size": VOCAB, "intermediate_size": 96, "num_hidden_layers": 3}
+    return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64))
 
 
 def make() -> nn.Module:

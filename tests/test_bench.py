@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybit import bench, timing
-from anybit.bench import Case, Layer, Row
-from anybit.timing import ReadFloor
+from anybit.kernels import cpu
+from anybit.measure import bench, timing
+from anybit.measure.bench import Case, Layer, Row
+from anybit.measure.timing import ReadFloor
 from tests.specs import NAMES
 
 CPU = torch.device("cpu")
@@ -301,7 +302,7 @@ def test_a_run_that_cannot_end_well_does_not_start(two_sizes, tmp_path, schemes,
 def test_the_command_measures_what_is_asked_and_names_what_is_wrong(two_sizes, tmp_path):
     from typer.testing import CliRunner
 
-    from anybit.cli import app
+    from anybit.cli.app import app
 
     path = tmp_path / "rows.csv"
     args = ["bench", "int4", "fp6", "--shape", "32x64", "--shape", "16x32", "--m", "1,2"]
@@ -327,6 +328,8 @@ def script(name):
 
 @pytest.mark.parametrize("name", ["bf16", "int8"])
 def test_the_adapters_of_torch_are_right_where_they_run(name):
+    if name == "int8" and not cpu.int_mm_is_exact():
+        pytest.skip("torch._int_mm saturates on this processor; the harness refuses its products")
     case = next(case for case in script("peers").cublas() if case.format == name)
     rows = [row for row in measure(case) if row.peer == "cublas"]
     assert [row.us is not None for row in rows] == [True, True], rows

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anybit import bits
+from anybit.core import planes as bits
 
 rows = st.integers(1, 5)
 columns = st.integers(1, 200)

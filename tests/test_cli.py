@@ -9,17 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 import anybit
-import anybit.stream
-from anybit.cli import app
+import anybit.checkpoint.stream
+from anybit.cli.app import app
+from anybit.core.format import known_formats
+from anybit.errors import InvalidInput, InvalidType, Unsupported
 from anybit.evaluate.corpus import held_out_text
+from anybit.evaluate.model import complete, encode, load_text_model
 from anybit.evaluate.perplexity import excerpts, score
-from anybit.format import FORMATS
-from anybit.generate import complete, encode, load_text_model
-from anybit.methods import plan_from
+from anybit.nn.plan import plan_from
 
 PICO = Path(__file__).parent.parent / "models" / "pico"
 ENTRY = typer.main.get_command(app)
@@ -101,7 +103,7 @@ def test_generate_prints_the_completion_and_samples_by_the_seed() -> None:
 def test_doctor_shows_a_backend_for_every_format() -> None:
     stdout, _ = run("doctor")
     lines = stdout.splitlines()
-    for name in FORMATS.keys() - {"fp"}:
+    for name in dict(known_formats()).keys() - {"fp"}:
         line = next(line for line in lines if line.startswith(f"│ {name} "))
         assert "cpu" in line or "reference" in line
     assert f"anybit {anybit.__version__}" in stdout
@@ -110,7 +112,7 @@ def test_doctor_shows_a_backend_for_every_format() -> None:
 def test_formats_lists_every_name_with_its_bits() -> None:
     stdout, _ = run("formats")
     shown = [line.split() for line in stdout.splitlines()]
-    for name in FORMATS.keys() - {"fp"}:
+    for name in dict(known_formats()).keys() - {"fp"}:
         bits = anybit.get_format(name).bits_per_weight((4096, 4096))
         assert [name, f"{bits:.3f}"] in shown
     for source in ("LiquidGEMM, section 4", "ZeroQuant(4+2)", "GemLite", "CodeGEMM"):
@@ -211,6 +213,55 @@ def test_other_errors_are_one_message(
     assert len(stderr.splitlines()) == 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_missing_gpu_is_one_message() -> None:
+    _, stderr = run("tune", "int4", "--shape", "64x64", code=1)
+    assert stderr == "error: tune measures a GPU, and torch sees none\n"
+
+
+@pytest.mark.parametrize("bug", [ValueError, TypeError, RuntimeError, AssertionError])
+def test_a_bug_keeps_its_traceback(bug: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise bug("inside")
+
+    monkeypatch.setattr("anybit.cli.doctor.doctor", broken)
+    got = CliRunner().invoke(app, ["doctor"])
+    assert type(got.exception) is bug
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidInput("what"),
+        InvalidType("what"),
+        Unsupported("what"),
+        OSError("what"),
+        ImportError("what"),
+    ],
+)
+def test_an_expected_mistake_is_one_message(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise error
+
+    monkeypatch.setattr("anybit.cli.doctor.doctor", refuse)
+    assert run("doctor", code=1) == ("", "error: what\n")
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_needs_neither_torch_nor_transformers(name: str) -> None:
+    code = (
+        "import sys, anybit.cli.app as cli\n"
+        f"try: cli.app({[name, '--help'] if name else ['--help']!r})\n"
+        "except SystemExit as done: assert not done.code\n"
+        "print(*{'torch', 'transformers', 'triton', 'numpy'} & sys.modules.keys(), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Usage" in done.stdout
+    assert done.stderr.split() == []
+
+
 def test_debug_shows_where_an_error_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYBIT_DEBUG", "1")
     got = CliRunner().invoke(app, ["eval", "absent"])
@@ -228,10 +279,21 @@ def test_an_unknown_error_is_null_in_json(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_ctrl_c_is_a_plain_message_and_130() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "anybit.cli", "generate", str(PICO), "x", "--max-tokens", "1000"],
+        [
+            sys.executable,
+            "-m",
+            "anybit.cli",
+            "generate",
+            str(PICO),
+            "x",
+            "--max-tokens",
+            "1000",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # The children of a background job ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout
     assert process.stdout.read(1) == "x"  # it has begun to write

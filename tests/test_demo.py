@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 
 import anybit
-from anybit import demo as demo_module
-from anybit.demo import FORMATS, PROMPT, demo
+from anybit.cli import demo as demo_module
+from anybit.cli.demo import FORMATS, PROMPT, demo
+from anybit.cli.report import Results, Row, plot
 from anybit.evaluate.corpus import held_out_text
+from anybit.evaluate.model import encode, load_text_model
 from anybit.evaluate.perplexity import excerpts, score
-from anybit.generate import encode, load_text_model
-from anybit.report import Results, Row, plot
 
 LADDER = ("int8", "fp6", "fp5", "int4", "int3")  # from the least KL divergence to the most
 PICO = demo_module.pico()

@@ -1,4 +1,4 @@
-"""What the documentation names is there: files, commands with their options, and formats."""
+"""What the documentation names exists: files, links, commands with their options, and formats."""
 
 import re
 import shlex
@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 import typer
 
-from anybit.cli import app
-from anybit.dispatch import parse_scheme
+import anybit
+from anybit.cli.app import app
+from anybit.core.scheme import parse_scheme
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks/README.md"]
+NOTES = sorted((ROOT / "notes").glob("*.md"))  # these may name code that is gone
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-FOLDERS = ("anybit/", "benchmarks/", "docs/", "examples/", "kernels/", "models/", "tests/")
+FOLDERS = (
+    "anybit/", "benchmarks/", "docs/", "examples/", "kernels/", "models/", "notes/", "tests/",
+)  # fmt: skip
 SPEC = re.compile(
     r"(int[1-8]|fp[4-8]|fp:e\dm\d|liquid|sparse|codebook)(:[a-z0-9=,]+)?(@int8|@fp8)?"
 )
@@ -35,6 +39,31 @@ def test_what_it_names_is_there(page: Path) -> None:
         context = COMMANDS[command].make_context(command, args)
         for spec in context.params["formats"] if command in ("bench", "tune") else ():
             parse_scheme(spec)
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *NOTES], ids=lambda page: f"{page.parent.name}/{page.name}"
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Files and headings, on the pages that the site's build does not see as well."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, heading = link.partition("#")
+        if not file.startswith(("http:", "https:")):
+            target = page.parent / file if file else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not heading or heading in anchors(target), f"{page.name}: {link}"
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    lines = (ROOT / "docs/api.md").read_text(encoding="utf-8").splitlines()
+    missing = [n for n, room in anybit.PUBLIC.items() if f"::: anybit.{room}.{n}" not in lines]
+    assert not missing
 
 
 def test_there_is_something_to_check() -> None:

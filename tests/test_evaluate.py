@@ -88,6 +88,8 @@ def test_the_loss_against_a_dense_model_has_an_error_of_its_own() -> None:
     near = Bigram(seed=2)
     near.table = near.table + 0.05 * Bigram(seed=3).table
     got, alone = (score(m, texts, window=100, dense=dense) for m in (near, dense))
+    assert got.loss_error is not None
+    assert got.nll_error is not None
     assert got.loss == pytest.approx(got.nll - alone.nll, abs=1e-6)
     assert (alone.loss, alone.loss_error) == (0.0, 0.0)
     each = [score(near, [t], window=100, dense=dense) for t in texts]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import anybit
-from anybit.format import Packed
+from anybit.core.packed import Packed
 from anybit.formats.codebook import Codebook
 from anybit.formats.liquid import Liquid
 from anybit.formats.minifloat import Minifloat
@@ -25,6 +25,12 @@ FLOATS = {
 
 def weight(n=64, k=256, dtype=torch.float32):
     return torch.randn(n, k, generator=torch.Generator().manual_seed(n + k), dtype=dtype) * 0.02
+
+
+def minifloat(spec: str) -> Minifloat:
+    fmt = anybit.get_format(spec)
+    assert isinstance(fmt, Minifloat)
+    return fmt
 
 
 # Every format.
@@ -125,7 +131,7 @@ def test_rtn_in_row_chunks_equals_rtn_at_once(monkeypatch):
 
 @pytest.mark.parametrize("spec", FLOATS)
 def test_minifloat_equals_ml_dtypes_for_every_fp16(spec):
-    fmt = anybit.get_format(spec)
+    fmt = minifloat(spec)
     half = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
     x = half[torch.isfinite(half)].float()
     codes = fmt.from_float(x.clone())
@@ -143,7 +149,7 @@ def test_minifloat_equals_ml_dtypes_for_every_fp16(spec):
     ("spec", "largest"), [("fp6", 28), ("fp:e2m3", 7.5), ("fp4", 6), ("fp8", 448)]
 )
 def test_minifloat_reaches(spec, largest):
-    assert anybit.get_format(spec).largest == largest
+    assert minifloat(spec).largest == largest
 
 
 @pytest.mark.parametrize("bits", range(3, 9))
@@ -177,7 +183,7 @@ def test_bias_shift(bits):
         half = (sign | rest).to(torch.int16).view(torch.float16)
         kept = (codes & (2 ** (bits - 1) - 1)) <= fmt.largest_code
         assert torch.equal((half.float() * fmt.shift)[kept], fmt.to_float(codes)[kept])
-    assert anybit.get_format("fp6").shift == 2.0**12
+    assert minifloat("fp6").shift == 2.0**12
 
 
 # LiquidQuant.
@@ -340,3 +346,37 @@ def test_weights_that_are_no_numbers_are_refused(bad):
 def test_a_name_is_registered_once():
     with pytest.raises(ValueError, match="'int4' is already registered by"):
         anybit.register("int4")(type("Other", (anybit.Format,), {}))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_a_format_says_of_its_values_is_true(spec):
+    packed = anybit.quantize_tensor(weight(), spec)
+    fmt, grid, codes, values = packed.format, packed.grid, packed.codes(), packed.values()
+    assert (fmt.zero_point is None) == ("zero" not in spec)
+    assert (fmt.lookup is None) == (not spec.startswith("codebook"))
+    if fmt.zero_point is not None:
+        z = grid[fmt.zero_point].float()
+        assert z.shape == grid["scale"].shape
+        assert torch.equal(values, (codes.view(*z.shape, -1) - z[..., None]).view(codes.shape))
+    if fmt.lookup is not None:
+        table = grid[fmt.lookup].float()
+        assert table.shape == (fmt.books, 2**fmt.bits, fmt.width)
+        at = codes.view(len(codes), -1, fmt.books).long()
+        assert torch.equal(values, table[torch.arange(fmt.books), at].sum(2).flatten(1))
+    if fmt.operand == "int8":
+        assert torch.equal(values, values.to(torch.int8).float())
+
+
+def test_liquid_is_made_for_int8_activations():
+    assert {anybit.get_format(spec).spec for spec in SPECS if anybit.get_format(spec).made_for} == {
+        "liquid",
+        "liquid:group=32",
+    }
+
+
+def test_a_format_without_a_name_is_refused():
+    class Nameless(Liquid):
+        pass
+
+    with pytest.raises(ValueError, match=r"Nameless has no name; decorate it with @register"):
+        Nameless().spec  # noqa: B018

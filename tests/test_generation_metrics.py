@@ -11,13 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import anybit
 from anybit.evaluate.corpus import held_out_text
-from anybit.evaluate.generation import (
-    function_prompts,
-    parse_rate,
-    parses,
-    pass_at_k,
-    rouge_l,
-)
+from anybit.evaluate.generation import function_prompts, parse_rate, parses, pass_at_k, rouge_l
 
 PICO = Path(__file__).resolve().parents[1] / "models" / "pico"
 

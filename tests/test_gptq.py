@@ -5,16 +5,16 @@ import torch
 from torch import Tensor
 
 import anybit
+from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.clip import Clip
 from anybit.quantizers.gptq import GPTQ, column_order, inverse_factor
-from anybit.quantizers.replay import Seen
 from tests.specs import SCALAR, SPECS
 
 N, K = 48, 256
 
 
 @pytest.fixture(scope="module")
-def layer() -> tuple[Tensor, Tensor, Seen]:
+def layer() -> tuple[Tensor, Tensor, Statistics]:
     """A weight, inputs with correlated channels of very different sizes, and their statistics."""
     random = torch.Generator().manual_seed(0)
     mix = torch.randn(K, K, generator=random) / K**0.5 + 0.3 * torch.eye(K)
@@ -24,8 +24,8 @@ def layer() -> tuple[Tensor, Tensor, Seen]:
     return w, x, saw(x)
 
 
-def saw(x: Tensor) -> Seen:
-    seen = Seen()
+def saw(x: Tensor) -> Statistics:
+    seen = Statistics()
     seen.add(x, ("hessian",), every=len(x))
     return seen
 
@@ -36,7 +36,9 @@ def error(packed: anybit.Packed, w: Tensor, x: Tensor) -> float:
 
 
 @pytest.mark.parametrize("spec", SCALAR)
-def test_less_output_error_than_rounding(spec: str, layer: tuple[Tensor, Tensor, Seen]) -> None:
+def test_less_output_error_than_rounding(
+    spec: str, layer: tuple[Tensor, Tensor, Statistics]
+) -> None:
     w, x, seen = layer
     fmt = anybit.get_format(spec)
     rounded = error(anybit.RTN().quantize(w, fmt), w, x)
@@ -44,20 +46,20 @@ def test_less_output_error_than_rounding(spec: str, layer: tuple[Tensor, Tensor,
 
 
 @pytest.mark.parametrize("spec", ["sparse", "codebook:m=1,v=4,b=6", "codebook:m=2,v=8,b=5"])
-def test_codes_of_several_columns(spec: str, layer: tuple[Tensor, Tensor, Seen]) -> None:
+def test_codes_of_several_columns(spec: str, layer: tuple[Tensor, Tensor, Statistics]) -> None:
     w, x, seen = layer
     fmt = anybit.get_format(spec)
     rounded = error(anybit.RTN().quantize(w, fmt), w, x)
     assert error(GPTQ().quantize(w, fmt, seen), w, x) < 0.99 * rounded
 
 
-def test_matches_the_textbook_recursion(layer: tuple[Tensor, Tensor, Seen]) -> None:
+def test_matches_the_textbook_recursion(layer: tuple[Tensor, Tensor, Statistics]) -> None:
     """Optimal brain quantization by the explicit inverse, in the natural order and in fp64."""
     w, _, seen = layer
     fmt, k = anybit.get_format("int4:group=64"), 64
     w, h = w[:, :k].clone(), seen.hessian[:k, :k]
     quantizer = GPTQ(clip=False, act_order=False, damping=0.01)
-    packed = quantizer.quantize(w, fmt, Seen(hessian=h))
+    packed = quantizer.quantize(w, fmt, Statistics(hessian=h))
     grid = fmt.fit(w)
     rest = w.double()
     inverse = (h.double() + 0.01 * h.diagonal().mean().double() * torch.eye(k)).inverse()
@@ -72,15 +74,19 @@ def test_matches_the_textbook_recursion(layer: tuple[Tensor, Tensor, Seen]) -> N
     assert agree > 0.999  # a tie may fall the other way in fp32
 
 
-def test_without_correlation_it_rounds_to_nearest(layer: tuple[Tensor, Tensor, Seen]) -> None:
+def test_without_correlation_it_rounds_to_nearest(layer: tuple[Tensor, Tensor, Statistics]) -> None:
     w, _, _ = layer
     fmt = anybit.get_format("int4:group=64,zero")
-    for seen in (Seen(hessian=torch.eye(K)), Seen(hessian=torch.zeros(K, K)), Seen()):
+    for seen in (
+        Statistics(hessian=torch.eye(K)),
+        Statistics(hessian=torch.zeros(K, K)),
+        Statistics(),
+    ):
         packed = GPTQ(clip=False).quantize(w, fmt, seen)
         assert torch.equal(packed.codes(), anybit.RTN().quantize(w, fmt).codes())
 
 
-def test_dead_columns_round_to_nearest(layer: tuple[Tensor, Tensor, Seen]) -> None:
+def test_dead_columns_round_to_nearest(layer: tuple[Tensor, Tensor, Statistics]) -> None:
     w, x, _ = layer
     fmt = anybit.get_format("int4")
     x = x.clone()
@@ -101,7 +107,7 @@ def test_inverse_factor() -> None:
 
 def test_singular_hessian_is_damped_and_said() -> None:
     x = torch.randn(3, 64)
-    with pytest.warns(UserWarning, match="singular with damping=0.*calibration text"):
+    with pytest.warns(UserWarning, match="singular with damping=0.*calibration data"):
         u = inverse_factor(x.T @ x, 0.0)
     assert torch.isfinite(u).all()
 
@@ -120,7 +126,7 @@ def test_column_order_keeps_vectors_together() -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_clip_never_adds_error(spec: str, layer: tuple[Tensor, Tensor, Seen]) -> None:
+def test_clip_never_adds_error(spec: str, layer: tuple[Tensor, Tensor, Statistics]) -> None:
     w = layer[0]
     fmt = anybit.get_format(spec)
     if fmt.bits == 16 or fmt.books > 2:
@@ -131,7 +137,7 @@ def test_clip_never_adds_error(spec: str, layer: tuple[Tensor, Tensor, Seen]) ->
     assert error <= 1.02 * rounded
 
 
-def test_clip_gains_much_in_few_bits(layer: tuple[Tensor, Tensor, Seen]) -> None:
+def test_clip_gains_much_in_few_bits(layer: tuple[Tensor, Tensor, Statistics]) -> None:
     w = layer[0]
     for spec, gain in (("int2", 0.35), ("int3", 0.6), ("int4", 0.9)):
         fmt = anybit.get_format(spec)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from anybit.evaluate import harness
 from anybit.evaluate.corpus import held_out_text
 from anybit.evaluate.generation import function_prompts, parse_rate
-from anybit.evaluate.harness import Result, read_results, run_tasks, table, write_json
+from anybit.evaluate.harness import Result, read_results, run_tasks, table, write_results
 
 PICO = Path(__file__).resolve().parents[1] / "models" / "pico"
 RAW = {
@@ -45,7 +45,7 @@ def test_results_are_read_shown_and_written(tmp_path: Path) -> None:
     assert lines[0] == ["task", "metric", "a", "b"]
     assert lines[1] == ["one", "acc", "0.5000", "+-", "0.2500", "0.7500", "+-", "0.2500"]
     assert lines[2] == ["two", "exact", "(strict)", "1.0000"]
-    write_json(rows, tmp_path / "out.json")
+    write_results(rows, tmp_path / "out.json")
     found = json.loads((tmp_path / "out.json").read_text())
     assert [row["error"] for row in found] == [0.25, None, 0.25]
     harness.plot(rows, tmp_path / "out.svg")

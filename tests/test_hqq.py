@@ -85,6 +85,6 @@ def test_the_triton_kernel_reads_real_zero_points(spec: str, w: Tensor) -> None:
     assert zero.dtype == torch.float16
     assert not torch.equal(zero, zero.round())
     x = torch.eye(256, device=DEVICE).half()  # reads every weight back
-    y = backend.linear(x, backend.prepare(packed, None), None, packed.format, len(w), None)
-    want = reference.linear(x, reference.prepare(packed, None), None, packed.format, len(w), None)
+    y = backend.linear(x, backend.prepare(packed, None), None)
+    want = reference.linear(x, reference.prepare(packed, None), None)
     assert torch.allclose(y, want, rtol=2**-10, atol=0)  # both round the same number to fp16

@@ -1,26 +1,41 @@
 """QuantLinear on the CPU backends, against the definition."""
 
+import gc
+import logging
+from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from transformers import initialization
 
 import anybit
-from anybit import dispatch, ops
-from anybit.kernels import cpu, reference
+from anybit.cli.doctor import doctor
+from anybit.core.scheme import parse_scheme
+from anybit.kernels import cpu, dense, reference, registry
+from anybit.kernels.backend import Activations, LayerSpec, Prepared
+from anybit.kernels.native import backend as native
+from anybit.nn import op as ops
 from tests.specs import SPECS
+from tests.tiny import same_output
 
 N, K = 96, 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def layer(spec, activation=None, bias=True):
+@pytest.fixture(autouse=True)
+def without_compiled_kernels(monkeypatch):
+    """These backends serve where LLVM's kernels do not; those have tests of their own."""
+    monkeypatch.setattr(native, "refuse", lambda layer: "kernels of LLVM are not asked")
+
+
+def layer(spec, activation=None, bias=True, keep="packed", dtype=None):
     random = torch.Generator().manual_seed(0)
     w = torch.randn(N, K, generator=random) * 0.02
     b = torch.randn(N, generator=random) if bias else None
-    return anybit.QuantLinear(anybit.quantize_tensor(w, spec), b, activation)
+    return anybit.QuantLinear(anybit.quantize_tensor(w, spec), b, activation, dtype, keep)
 
 
 def tokens(m, dtype):
@@ -50,9 +65,7 @@ def test_fp32_reference_is_the_decoded_matrix(spec):
 def test_cpu_backend_equals_the_reference(spec, dtype, activation, m):
     q, x = layer(spec, activation), tokens(m, dtype)
     assert q.backend == "cpu"
-    expected = reference.linear(
-        x, reference.prepare(q.packed, activation), q.bias, q.format, N, activation
-    )
+    expected = reference.linear(x, reference.prepare(q.packed, activation), q.bias)
     # bf16 sums are rounded once before the scale and once after it.
     bound = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}[dtype]
     got = q(x)
@@ -79,17 +92,19 @@ def test_batches_and_strides_are_taken_as_they_are():
     q = layer("fp6")
     x = tokens(24, torch.bfloat16)
     assert torch.equal(q(x.view(2, 3, 4, K)), q(x).view(2, 3, 4, N))
-    wide = torch.randn(7, 2 * K, dtype=torch.bfloat16)
-    assert torch.equal(q(wide[:, ::2]), q(wide[:, ::2].contiguous()))
 
 
 @pytest.mark.parametrize("spec", ["int8", "liquid@int8", "sparse", "fp6"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_columns_of_x_need_not_be_adjacent(spec, dtype):
-    q = layer(*dispatch.parse_scheme(spec))
+    """In numbers whose sums are exact in fp32, so that the order of summation does not matter."""
+    q = layer(*parse_scheme(spec))
+    q.scale.fill_(2.0**-7)
+    q.prepare()
     for m in (0, 1, 5, 20):
-        x = torch.randn(K, m).to(dtype).T
-        assert torch.equal(q(x), q(x.contiguous()))
+        wide = torch.randint(-4, 5, (2 * K, m)).to(dtype)
+        for x in (wide[:K].T, wide.T[:, ::2]):
+            assert torch.equal(q(x), q(x.contiguous()))
 
 
 def test_wrong_width_is_explained():
@@ -109,46 +124,63 @@ def test_casts_leave_codes_and_scales_alone():
 
 @pytest.mark.parametrize("spec", ["fp6", "liquid@int8", "codebook:m=1,v=4"])
 def test_state_dict_round_trip_into_an_empty_layer(spec):
-    fmt, activation = dispatch.parse_scheme(spec)
+    fmt, activation = parse_scheme(spec)
     q, x = layer(fmt, activation), tokens(4, torch.bfloat16)
-    empty = anybit.QuantLinear.empty(spec, (N, K), torch.zeros(N), device="cpu")
+    empty = anybit.QuantLinear.empty(spec, (N, K), torch.zeros(N), "cpu", "packed")
     empty.load_state_dict(q.state_dict())
     assert torch.equal(empty(x), q(x))
 
 
 @pytest.mark.parametrize("spec", ["fp6", "liquid@int8"])
 def test_compiles_as_one_graph(spec):
-    fmt, activation = dispatch.parse_scheme(spec)
+    fmt, activation = parse_scheme(spec)
     model = nn.Sequential(layer(fmt, activation), nn.SiLU())
     x = tokens(3, torch.bfloat16)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), model(x))
+    same_output(compiled(x), model(x))
 
 
 def test_the_operator_describes_itself():
     q, x = layer("fp6"), tokens(3, torch.bfloat16)
-    args = (x, q.prepared, q.bias.detach().bfloat16(), q.scheme, N, q.backend)
+    args = (x, q.prepared.layout, q.bias.detach().bfloat16(), q.scheme, N, q.backend)
     torch.library.opcheck(torch.ops.anybit.linear.default, args)
 
 
 def test_every_refusal_is_in_words():
-    answers = dispatch.refusals(
-        anybit.get_format("int4:group=64"), None, (N, K), torch.device("cpu")
-    )
+    layer = LayerSpec(anybit.get_format("int4:group=64"), None, (N, K), torch.device("cpu"))
+    answers = registry.refusals(layer)
     assert answers["reference"] is None
     assert "one scale a row" in answers["cpu"]
     assert all(reason is None or len(reason.split()) > 3 for reason in answers.values())
 
 
-def test_the_cpu_backend_leaves_processors_whose_int8_product_saturates(monkeypatch):
-    monkeypatch.setattr(cpu, "int8_product_is_exact", lambda: False)
-    assert layer("int8", "int8").backend == "reference"
-    assert layer("int8").backend == "cpu"
+@pytest.mark.parametrize("m", [1, 3, 40])
+@pytest.mark.parametrize("saturates", [False, True])
+def test_int8_products_are_exact_on_every_processor(monkeypatch, saturates, m):
+    if saturates:
+        monkeypatch.setattr(cpu, "int_mm_is_exact", lambda: False)
+    extremes = torch.full((m, 3000), 127, dtype=torch.int8)
+    for x in (extremes, -extremes, torch.randint(-127, 128, (m, 3000), dtype=torch.int8)):
+        for w in (torch.full((16, 3000), -128, dtype=torch.int8), x[:1].repeat(16, 1)):
+            assert torch.equal(cpu.int8_product(x, w).long(), x.long() @ w.long().T)
+
+
+def test_a_processor_that_saturates_is_found(monkeypatch, caplog):
+    """As one does that adds two products of an unsigned and a signed byte in 16 bits."""
+
+    def saturating(x, weight):
+        products = (x.int() + 128)[:, None] * weight.T.int()
+        pairs = products.unflatten(-1, (-1, 2)).sum(-1).clamp(-(2**15), 2**15 - 1)
+        return pairs.sum(-1, dtype=torch.int32) - 128 * weight.int().sum(0, dtype=torch.int32)
+
+    monkeypatch.setattr(torch, "_int_mm", saturating)
+    assert not cpu.int_mm_is_exact.__wrapped__()
+    assert "saturates" in caplog.text
 
 
 def test_unknown_activation_lists_the_known():
     with pytest.raises(ValueError, match="unknown activation 'int6' in 'liquid@int6'; known: int8"):
-        dispatch.parse_scheme("liquid@int6")
+        parse_scheme("liquid@int6")
 
 
 def test_damaged_tensors_are_named():
@@ -168,9 +200,9 @@ def test_damaged_tensors_are_named():
 def test_tokens_quantized_before_give_the_same(spec, dtype):
     q, x = layer(spec, "int8"), tokens(6, dtype).view(2, 3, K)
     codes, scale = reference.quantize_tokens(x, "int8")
-    given = anybit.ops.Tokens(codes, scale[..., 0], codes.int().sum(-1).int(), dtype)
+    given = Activations(codes, scale[..., 0], codes.int().sum(-1).int(), dtype)
     assert torch.equal(q(given), q(x))
-    empty = anybit.QuantLinear.empty(q.scheme, (N, K), torch.zeros(N), device="cpu")
+    empty = anybit.QuantLinear.empty(q.scheme, (N, K), torch.zeros(N), "cpu", "packed")
     empty.load_state_dict(q.state_dict())
     assert torch.equal(empty(given), q(x))
     with pytest.raises(ValueError, match="x has 255 columns"):
@@ -183,9 +215,9 @@ def test_tokens_quantized_before_give_the_same(spec, dtype):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_layer_that_was_only_loaded_can_be_released(device):
     q, x = layer("liquid", bias=False), tokens(3, torch.bfloat16)
-    loaded = anybit.QuantLinear.empty("liquid", (N, K), device=device)
+    loaded = anybit.QuantLinear.empty("liquid", (N, K), device=device, keep="packed")
     assert loaded.release().released == (device == "cpu")
-    loaded = anybit.QuantLinear.empty("liquid", (N, K), device=device)
+    loaded = anybit.QuantLinear.empty("liquid", (N, K), device=device, keep="packed")
     loaded.load_state_dict(q.state_dict(), assign=device == "meta")
     assert loaded.release().released
     assert torch.equal(loaded(x), q(x))
@@ -195,7 +227,7 @@ def test_a_layer_that_was_only_loaded_can_be_released(device):
 def test_a_released_layer_multiplies_and_says_what_it_cannot(spec, monkeypatch):
     q, x = layer(spec, bias=False), tokens(3, torch.bfloat16)
     if q.backend == "reference":  # stands for a backend with a layout of its own
-        monkeypatch.setattr(reference, "release", lambda prepared: list(prepared))
+        monkeypatch.setattr(reference, "own_layout", True)
     want, names = q(x), set(q.state_dict())
     model = nn.Sequential(q.release(), nn.Linear(N, N))
     assert not {n for n in names if n.startswith("codes")} & set(q._buffers)
@@ -214,11 +246,12 @@ def test_layers_of_the_reference_keep_what_they_multiply():
 
 def test_float32_activations_keep_a_gpu_layer_on_the_reference():
     cuda = torch.device("cuda")
-    answers = dispatch.refusals(anybit.get_format("int4"), None, (N, K), cuda, torch.float32)
+    layer = LayerSpec(anybit.get_format("int4"), None, (N, K), cuda, torch.float32)
+    answers = registry.refusals(layer)
     assert "not torch.float32" in answers["triton"]
     assert "not torch.float32" in answers["hopper"]
-    chosen = dispatch.choose(anybit.get_format("int4"), None, (N, K), cuda, torch.float32)
-    assert chosen == "reference"
+    assert registry.choose(layer) == "dense"
+    assert registry.choose(layer._replace(decoded=False)) == "reference"
 
 
 def test_kernels_run_on_the_device_of_x(monkeypatch):
@@ -232,12 +265,222 @@ def test_kernels_run_on_the_device_of_x(monkeypatch):
         current.pop()
 
     ran = []
-    backend = SimpleNamespace(linear=lambda x, *args: ran.append((x.device.index, current[-1])))
+
+    def linear(x, prepared, bias):
+        ran.append((x.device.index, current[-1]))
+        return torch.empty(1, N)
+
+    backend = SimpleNamespace(linear=linear)
     monkeypatch.setattr(ops, "get_backend", lambda name: backend)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
     for index in (0, 1):
-        x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))
+        x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", index), shape=(1, K))
+        x.reshape = lambda *shape, x=x: x
         ops._linear(x, [], None, "int4", N, "triton")
     assert ran == [(0, 0), (1, 1)]
     assert current == [0]
+
+
+class Stranger:
+    """A backend as somebody else writes one: it multiplies a decoded weight in fp64."""
+
+    own_layout = True
+
+    def refuse(self, layer):
+        return None if layer.format.spec == "fp6" else "it knows nothing but fp6"
+
+    def decodes(self, activation):
+        return False
+
+    def prepare(self, packed, activation, dtype=None, decoded=False):
+        layout = (packed.dequantize().double(),)
+        made_for = dtype or torch.get_default_dtype()
+        return Prepared(packed.format, packed.shape, activation, layout, made_for)
+
+    def linear(self, x, prepared, bias):
+        (weight,) = prepared.layout
+        y = x.double() @ weight.T
+        return (y if bias is None else y + bias).to(x.dtype)
+
+
+@pytest.fixture
+def stranger(monkeypatch):
+    monkeypatch.setattr(registry, "BACKENDS", dict(registry.BACKENDS))
+    anybit.register_backend("stranger", Stranger(), devices=["cpu"], before="cpu")
+
+
+def test_a_backend_from_outside_multiplies(stranger, capsys):
+    q, x = layer("fp6"), tokens(6, torch.bfloat16).view(2, 3, K)
+    assert (q.backend, layer("int4").backend) == ("stranger", "cpu")
+    want = x.double() @ q.dequantize(torch.float64).T + q.bias
+    assert torch.equal(q(x), want.bfloat16())
+    compiled = torch.compile(q, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), q(x))
+    assert torch.equal(q.release()(x), want.bfloat16())
+    doctor()
+    shown = capsys.readouterr().out
+    assert "stranger: it knows" in shown
+    assert registry.grouped("stranger") is None
+
+
+def test_names_of_backends_are_checked(stranger):
+    with pytest.raises(ValueError, match="'stranger' is registered already"):
+        anybit.register_backend("stranger", Stranger())
+    with pytest.raises(ValueError, match=r"unknown backend 'x'; known: hopper, .*reference"):
+        anybit.register_backend("other", Stranger(), before="x")
+
+
+def test_a_layout_is_made_anew_for_another_dtype(stranger):
+    """`Stranger` says that its layout is for one dtype."""
+    q = layer("fp6")
+    for dtype in (torch.float16, torch.float16, torch.bfloat16):
+        assert q(tokens(3, dtype)).dtype == dtype
+        assert q.prepared.dtype == dtype
+    q.release()
+    with pytest.raises(TypeError, match=r"x is torch.float16, .* for torch.bfloat16 alone"):
+        q(tokens(3, torch.float16))
+
+
+# Decoded copies.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_decoded_layer_reads_its_rounded_weight_back(spec, dtype):
+    q = layer(spec, bias=False, keep="decoded")
+    assert torch.equal(q(torch.eye(K, dtype=dtype)), q.dequantize(dtype).T)
+    assert q.backend == "dense"
+    assert q.prepared.dtype == dtype
+
+
+@pytest.mark.parametrize("activation", [None, "int8", "fp8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", ["fp6", "int4:group=64,zero"])
+def test_decoded_products_are_the_references_but_for_rounding(spec, dtype, activation):
+    """Each weight and each quantized activation is rounded once more, and the result."""
+    x = tokens(9, dtype)
+    got, want = (layer(spec, activation, keep=keep)(x).float() for keep in ("decoded", "packed"))
+    unit = torch.finfo(dtype).eps
+    weight = layer(spec).dequantize().abs()
+    bound = 1.5 * unit * (x.float().abs() @ weight.T * 1.1 + want.abs()) + 1e-5
+    assert ((got - want).abs() <= bound).all()
+
+
+def test_activations_quantized_before_meet_a_decoded_weight():
+    q, x = layer("fp6", "int8", keep="decoded"), tokens(6, torch.bfloat16)
+    codes, scale = reference.quantize_tokens(x, "int8")
+    given = Activations(codes, scale[..., 0], codes.int().sum(-1).int(), x.dtype)
+    assert torch.equal(q(given), q(x))
+
+
+@pytest.mark.parametrize("spec", ["fp6", "int8"])
+def test_copies_are_held_while_memory_is_free(spec, monkeypatch):
+    """int8 has a kernel for few tokens, and a copy for many; the result is the same."""
+    size, x = N * K * 2, tokens(20, torch.bfloat16)
+    monkeypatch.setattr(dense, "_held", Counter())
+    monkeypatch.setattr(dense, "free_bytes", lambda device: 4 * size - held_now())
+
+    def held_now():
+        return dense._held[torch.device("cpu")]
+
+    want = layer(spec, bias=False)(x)
+    made = [layer(spec, bias=False, keep="auto", dtype=torch.bfloat16) for _ in range(3)]
+    assert held_now() == 2 * size
+    assert [len(q.prepared.layout) for q in made[:2]] == [1 if spec == "fp6" else 3] * 2
+    assert made[2].backend == ("reference" if spec == "fp6" else "cpu")
+    for q in made:
+        torch.testing.assert_close(q(x), want, rtol=2**-6, atol=2**-6)
+    del made, q
+    gc.collect()
+    assert held_now() == 0
+
+
+def test_a_model_is_told_what_to_keep(caplog):
+    model = nn.Sequential(layer("fp6", keep="auto"), nn.SiLU(), nn.Linear(N, N)).bfloat16()
+    with caplog.at_level(logging.INFO):
+        anybit.set_keep(model, "packed")
+        assert model[0].backend == "reference"
+        assert "1 layers (fp6) are decoded in each call" in caplog.text
+        anybit.set_keep(model, "decoded")
+    assert model[0].prepared.layout[0].dtype == torch.bfloat16
+    assert "1 layers (fp6) are held decoded, in 0.00 GB" in caplog.text
+    x = tokens(3, torch.bfloat16)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), model(x))
+    model[0].release()
+    assert "codes4" not in model[0]._buffers
+    assert torch.equal(compiled(x), model(x))
+
+
+# As a model sees it.
+
+
+def test_models_look_at_the_weight():
+    q, x = layer("fp6").bfloat16(), tokens(3, torch.bfloat16)
+    weight = q.weight
+    assert isinstance(weight, torch.Tensor)
+    assert (weight.dtype, weight.shape, weight.device.type) == (torch.bfloat16, (N, K), "cpu")
+    decoded = q.dequantize(torch.bfloat16)
+    assert torch.equal(nn.functional.linear(x, weight), nn.functional.linear(x, decoded))
+    assert torch.equal(weight[:3].float(), decoded[:3].float())
+    assert type(weight.data) is torch.Tensor
+    assert "weight" not in {*q.state_dict(), *dict(q.named_parameters())}
+    assert q.half().weight.dtype == torch.float16
+    initialization.normal_(weight)  # leaves it alone
+    with pytest.raises(RuntimeError, match="cannot be written to; dequantize_"):
+        weight.zero_()
+
+
+def test_a_released_weight_has_a_dtype_and_no_values():
+    weight = layer("liquid").release().weight
+    assert weight.dtype == torch.float32
+    with pytest.raises(RuntimeError, match=r"release\(\) has dropped"):
+        weight.sum()
+
+
+class Looks(nn.Module):
+    """As T5 does, and as nn.TransformerEncoderLayer might."""
+
+    def __init__(self):
+        super().__init__()
+        self.wo = layer("fp6")
+
+    def forward(self, x):
+        return self.wo(x.to(self.wo.weight.dtype)) + x.float() @ self.wo.weight.T
+
+
+def test_models_that_look_compile():
+    torch.compiler.reset()
+    model, x = Looks(), tokens(3, torch.bfloat16)
+    expected = model(x)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    same_output(compiled(x), expected)
+
+
+def check_gradients(q, function):
+    grad = torch.randn(2, 3, N, generator=torch.Generator().manual_seed(1))
+    x = tokens(6, torch.float32).view(2, 3, K).requires_grad_()
+    q.bias.requires_grad_().grad = None
+    function(x).backward(grad)
+    torch.testing.assert_close(x.grad, grad @ q.dequantize())
+    torch.testing.assert_close(q.bias.grad, grad.sum((0, 1)))
+
+
+@pytest.mark.parametrize("keep", ["packed", "decoded"])
+@pytest.mark.parametrize("spec", [*SPECS, "liquid@int8", "fp6@fp8"])
+def test_the_gradient_is_that_of_the_decoded_weight(spec, keep):
+    q = layer(*parse_scheme(spec), keep=keep)
+    check_gradients(q, q)
+
+
+def test_the_gradient_compiles():
+    torch.compiler.reset()  # the other tests' variants of one function have a limit
+    q = layer("liquid", "int8")
+    check_gradients(q, torch.compile(q, fullgraph=True, backend="aot_eager"))
+
+
+def test_a_released_layer_has_no_gradient():
+    q = layer("liquid").release()
+    with pytest.raises(RuntimeError, match="released has no gradient; load"):
+        q(tokens(2, torch.float32).requires_grad_()).sum().backward()

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import anybit
-from anybit.dispatch import refusals
-from anybit.format import Packed
+from anybit.core.packed import Packed
+from anybit.kernels.backend import LayerSpec
+from anybit.kernels.registry import refusals
 
 N, K, GROUP = 32, 128, 32
 
@@ -18,7 +19,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Packed, torch.Tensor]:
     torch.manual_seed(0)
     plain = anybit.quantize_tensor(torch.randn(N, K), request.param)
     order = torch.randperm(K).to(torch.int32)
-    fmt = dataclasses.replace(plain.format, order=True)
+    fmt = dataclasses.replace(plain.format, order=True)  # type: ignore[call-arg]
     weight = torch.empty(N, K)
     weight[:, order.long()] = plain.dequantize()
     packed = Packed.from_tensors(fmt, (N, K), plain.tensors() | {"order": order})
@@ -53,4 +54,4 @@ def test_what_cannot_be_done_says_so(pair: tuple[Packed, torch.Tensor]) -> None:
     with pytest.raises(ValueError, match=f"quantize to {packed.stored().format.spec}"):
         anybit.quantize_tensor(weight, packed.format)
     with pytest.raises(ValueError, match="stored order"):
-        refusals(packed.format, None, (N, K), torch.device("cpu"))
+        refusals(LayerSpec(packed.format, None, (N, K), torch.device("cpu")))

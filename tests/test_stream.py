@@ -13,9 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import anybit
-from anybit import stream
-from anybit.files import ShardWriter, write_json
-from anybit.stream import quantize_checkpoint
+from anybit.checkpoint import rewrite, stream
+from anybit.checkpoint.save_load import load_dense
+from anybit.checkpoint.stream import quantize_checkpoint
+from anybit.errors import InvalidInput
+from anybit.files.directory import write_json
+from anybit.files.safetensors import ShardWriter
 from tests.tiny import dense, llama, same_state
 
 SHARD = 60_000  # several shards for a tiny model
@@ -54,7 +57,7 @@ def test_same_tensors_as_quantize_(source, tmp_path):
     assert report.bytes_before == sum(t.nbytes for t in tensors_of(source).values())
     assert report.weights == sum(p.numel() for n, p in llama().named_parameters() if "proj" in n)
     assert set(report.kept) == stored.keys() & tensors_of(source).keys()
-    assert (report.strangers, report.unmatched, report.resumed) == ((), (), 0)
+    assert (report.unexpected, report.resumed) == ((), 0)
     assert report.shards == len(list((tmp_path / "out").glob("*.safetensors"))) > 2
 
 
@@ -93,18 +96,18 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
             shard.add(name, noise[: shape.numel()].reshape(shape))
     size = (source / "model.safetensors").stat().st_size
     code = f"""if True:
-    import resource, torch, transformers, anybit.stream
+    import resource, torch, transformers, anybit.checkpoint.stream
     from transformers import LlamaForCausalLM
-    anybit.stream.quantize_checkpoint({str(source)!r}, {str(tmp_path / "warm")!r},
+    anybit.checkpoint.stream.quantize_checkpoint({str(source)!r}, {str(tmp_path / "warm")!r},
         {{"*": None, "model.layers.0.*": "fp6"}})
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     before = peak()
-    anybit.stream.quantize_checkpoint({str(source)!r}, {str(tmp_path / "out")!r}, "int8")
+    anybit.checkpoint.stream.quantize_checkpoint({str(source)!r}, {str(tmp_path / "out")!r}, "int8")
     print(peak() - before)
     """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=200)
-    assert size > 50e6
-    assert int(run.stdout) < 20e6, f"{int(run.stdout) / 1e6} MB more"
+    assert size > 50e6  # more than what allocators and threads may take beside it
+    assert int(run.stdout) < size / 2, f"{int(run.stdout) / 1e6} MB more"
 
 
 # Kills and interrupts.
@@ -126,7 +129,7 @@ def interrupt_at(monkeypatch, count, error):
 def test_resumed_after_kill_9_byte_for_byte(source, tmp_path, monkeypatch):
     out, partial = tmp_path / "out", tmp_path / "out.partial"
     code = f"""if True:
-    import os, signal, anybit.stream as stream
+    import os, signal, anybit.checkpoint.stream as stream
     seen = []
     def check(weight, name):
         seen.append(name)
@@ -180,7 +183,7 @@ def test_full_disk(source, tmp_path, monkeypatch, where):
 
     place, name = {
         "write": (ShardWriter, "_finish"),
-        "json": (stream, "copy_others"),
+        "json": (rewrite, "copy_others"),
         "fsync": (os, "fsync"),
     }[where]
     real = getattr(place, name)
@@ -219,6 +222,8 @@ def test_resume_is_refused_when_something_changed(copy, tmp_path, monkeypatch):
         quantize_checkpoint(copy, out, "int8", shard_bytes=SHARD)
     with pytest.raises(ValueError, match="shard_bytes was 60000, now 50000"):
         quantize_checkpoint(copy, out, "int4", shard_bytes=50_000)
+    with pytest.raises(ValueError, match=r"quantizer was RTN\(\), now Clip\(\)"):
+        quantize_checkpoint(copy, out, "int4", anybit.Clip(), shard_bytes=SHARD)
     monkeypatch.setattr(stream, "__version__", "9.9")
     with pytest.raises(ValueError, match=r"anybit was \d.*, now 9\.9"):
         quantize_checkpoint(copy, out, "int4", shard_bytes=SHARD)
@@ -327,24 +332,35 @@ def test_nan_names_the_tensor(copy, tmp_path, value):
 def test_what_does_not_fit_the_model_is_kept_and_said(tmp_path, caplog):
     source = dense(tmp_path / "dense")
     tensors = load_file(source / "model.safetensors")
-    odd = "model.layers.0.mlp.experts.3.w1.weight"
-    tensors[odd] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    odd = "model.mtp.weight"
+    tensors[odd] = torch.ones(8)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with caplog.at_level(logging.WARNING):
         report = quantize_checkpoint(source, tmp_path / "out", "int4")
-    assert report.unmatched == ("model.layers.0.mlp.up_proj",)
-    assert report.strangers == (odd,)
+    assert report.unexpected == (odd,)
     assert odd in report.kept
-    assert "1 layers are stored under other names" in caplog.text
     assert "1 tensors fit no parameter of the model" in caplog.text
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")[odd], tensors[odd])
-    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
-    assert config["formats"] == {"*": "int4", "model.layers.0.mlp.up_proj": None}
+
+
+def test_what_the_model_lacks_is_an_error(tmp_path):
+    source = dense(tmp_path / "dense")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.odd"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    lost = (
+        r"no file holds 1 tensors of the model \(.*mlp\.up_proj\.weight\), and 1 tensors fit none"
+    )
+    with pytest.raises(InvalidInput, match=lost):
+        quantize_checkpoint(source, tmp_path / "out", "int4")
+    with pytest.raises(InvalidInput, match=lost):
+        load_dense(source)
+    assert [p.name for p in tmp_path.iterdir()] == ["dense"]
 
 
 def test_no_layer_of_the_model(tmp_path):
     source = dense(tmp_path / "dense")
     tensors = load_file(source / "model.safetensors")
     save_file({f"x.{n}": t for n, t in tensors.items()}, source / "model.safetensors")
-    with pytest.raises(ValueError, match=r"no tensor is named after a linear layer of LlamaFor"):
+    with pytest.raises(ValueError, match=r"no file holds 21 tensors of the model.* fit none"):
         quantize_checkpoint(source, tmp_path / "out", "int4")

@@ -1,4 +1,4 @@
-"""docs/tables.py: the pages say what benchmarks/results hold."""
+"""docs/tables.py: the tables of the pages equal benchmarks/results."""
 
 import re
 import sys
@@ -9,12 +9,12 @@ import pytest
 DOCS = Path(__file__).parent.parent / "docs"
 sys.path.insert(0, str(DOCS))
 
-import aims  # noqa: E402
-import paper_tables  # noqa: E402
+import codebook_tables  # noqa: E402
+import kernel_tables  # noqa: E402
 import results  # noqa: E402
 import tables  # noqa: E402
 
-from anybit.bench import COLUMNS  # noqa: E402
+from anybit.measure.bench import COLUMNS  # noqa: E402
 
 CSV = f"""{",".join(COLUMNS)}
 g,d,c,anybit-hopper,fp6,bf16,1,28672,4096,{{us}},1,1,2.5,1.2,{{note}}
@@ -26,7 +26,7 @@ g,d,c,cublas,fp16,fp16,1,28672,4096,50,1,1,1,1.1,
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An own folder of results."""
+    """An empty folder of results."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     for function in (results.read, results.cells):
         function.cache_clear()
@@ -39,77 +39,68 @@ def write(folder, us=20.04, note="pdl"):
     (folder / "h200_gemm.csv").write_text(CSV.format(us=us, note=note))
 
 
-def test_pages_say_what_was_measured():
+def test_tables_equal_the_measurements():
     """If it fails: python docs/tables.py, and read what it changed."""
-    made, missing = tables.pages()
-    assert not missing
+    made = tables.pages()
     stale = [path.name for path, text in made.items() if path.read_text(encoding="utf-8") != text]
     assert not stale
 
 
-def test_there_are_tables_and_figures():
-    pages, _ = tables.pages()
-    text = "".join(path.read_text() for path in pages)
-    named = set(re.findall(r"<!-- (\w+), written by docs/tables.py -->", text))
-    assert named == {"losses", "tables", *paper_tables.made(), *aims.made()}
-    assert len(tables.FIGURE.findall(text)) > 20
-    # Markdown would take a comment at the start of a line for the end of the paragraph.
-    assert not re.findall(r"(?m)^ *<!-- =", text)
+def test_every_table_stands_on_a_page():
+    text = "".join(path.read_text() for path in tables.pages())
+    named = re.findall(r"<!-- (\w+), written by docs/tables.py -->", text)
+    assert sorted(named) == sorted(tables.made())
+    assert all(tables.made().values())
 
 
 def test_a_time_is_that_of_a_layer(folder):
+    """Neither that of the plain launch nor one of the sweep of tiles."""
     write(folder)
-    assert results.us("fp6", 28672, 4096, 1) == 20.04  # neither plain nor of the sweep
-    assert results.speed("fp6", 28672, 4096, 1) == "2.50"
-    with pytest.raises(LookupError, match="no time of humming fp6"):
-        results.us("fp6", 28672, 4096, 1, "humming")
+    column = kernel_tables.ours("", "fp6")
+    row = results.find(results.cells()[28672, 4096, 1], column)
+    assert row is not None
+    assert results.us(row) == "20.0"
 
 
-def test_figures_follow_the_results(folder):
+def test_a_page_follows_the_results(folder):
+    page = "a\n<!-- fp6, written by docs/tables.py -->\nold\n<!-- end -->\nb"
+    assert tables.filled(page, tables.made()) == page  # nothing measured: the old table stays
     write(folder)
-    page = 'takes <!-- =us("fp6", 28672, 4096, 1) -->99<!-- . --> us, <!-- =nothing() -->'
-    missing: list[str] = []
-    new = tables.FIGURE.sub(lambda found: tables.figure(found, missing, "a page"), page)
-    assert new == page.replace("99", "20.0")
-    lost = '<!-- =us("fp6", 1, 1, 1) -->7<!-- . -->'
-    assert tables.FIGURE.sub(lambda found: tables.figure(found, missing, "a page"), lost) == lost
-    assert missing == [
-        "a page: no time of anybit-hopper fp6 ('fp16', 'bf16') at 1x1, M=1 in h200_gemm.csv; "
-        "change the text, or measure"
-    ]
+    results.read.cache_clear()
+    results.cells.cache_clear()
+    new = tables.filled(page, tables.made())
+    assert new.startswith("a\n<!-- fp6")
+    assert new.endswith("<!-- end -->\nb")
+    assert "| 28672x4096 | 1 | 20.0 |  | 50.0 | 2.50x |" in new
+    assert "old" not in new
 
 
-def test_tables_keep_what_stands_where_nothing_was_measured(folder):
-    page = "a\n<!-- codebook_blocks, written by docs/tables.py -->\nold\n<!-- end -->\nb"
-    assert tables.filled(page, paper_tables.made()) == page
-    write(folder)
-    results.read.cache_clear(), results.cells.cache_clear()
-    table = paper_tables.made()["fp6"].splitlines()
-    assert table[2:] == ["| 28672x4096 | 1 | 20.0 |  | 50.0 | 2.50 |"]
-
-
-def test_two_processes_are_compared_by_their_dense_layers(folder):
-    """A chip that is 1.2 times as slow from 256 tokens on is not the kernel's fault."""
-    ours = {"commit": "a", "M": "256", "us": "120", "vs_cublas_fp16": "1"}
-    theirs = {"commit": "b", "M": "256", "us": "100", "vs_cublas_fp16": "1"}
-    assert results.against(ours, theirs) == 1
-    assert results.against(ours, theirs | {"commit": "a"}) == 1.2
-    assert results.against(ours | {"M": "64"}, theirs | {"M": "64"}) == 1.2
+def test_losses_are_counted(folder):
+    head, row, *_, dense = CSV.splitlines()
+    peer = dense.replace("cublas,fp16", "humming,fp6")
+    for us, counts in ((49, "0 | 1 | 0"), (52, "0 | 0 | 1"), (40, "1 | 0 | 0")):
+        lines = [head, row.format(us=us, note="pdl"), peer, dense.replace(",50,", ",60,")]
+        (folder / "h200_gemm.csv").write_text("\n".join(lines))
+        results.read.cache_clear()
+        results.cells.cache_clear()
+        text = kernel_tables.losses()
+        assert f"| fp6 | 1 | {counts} |" in text
+        assert ("M=1 1.04 (humming)" in text) == (us == 52)
 
 
 def test_a_block_is_the_sum_of_its_layers(folder):
     """Every layer of a block once, and no number where one of them is missing."""
     head, *_, last = CSV.splitlines()
+    shapes = sorted({*codebook_tables.BLOCKS["8B"], *codebook_tables.BLOCKS["70B"]})
     lines = [head]
-    for i, (n, k) in enumerate(sorted({*paper_tables.BLOCKS["8B"], *paper_tables.BLOCKS["70B"]})):
+    for i, (n, k) in enumerate(shapes):
         lines.append(last.replace("28672,4096,50", f"{n},{k},{2**i}"))
     (folder / "h200_codebook.csv").write_text("\n".join(lines))
-    shapes = sorted({*paper_tables.BLOCKS["8B"], *paper_tables.BLOCKS["70B"]})
-    want = sum(2 ** shapes.index(shape) for shape in paper_tables.BLOCKS["8B"])
-    assert paper_tables.block("8B", 1, paper_tables.CUBLAS) == want
-    assert paper_tables.block("8B", 2, paper_tables.CUBLAS) is None
+    want = sum(2 ** shapes.index(shape) for shape in codebook_tables.BLOCKS["8B"])
+    assert codebook_tables.block("8B", 1, results.CUBLAS) == want
+    assert codebook_tables.block("8B", 2, results.CUBLAS) is None
     weights = {"8B": 218_103_808, "70B": 855_638_016}  # of Llama-3's blocks
-    for model, layers in paper_tables.BLOCKS.items():
+    for model, layers in codebook_tables.BLOCKS.items():
         assert sum(n * k for n, k in layers) == weights[model]
 
 
@@ -122,5 +113,5 @@ def test_a_block_is_the_sum_of_its_layers(folder):
     ],
 )
 def test_names_of_codebooks(name, bits, letters):
-    assert paper_tables.weight_bits(name) == bits
-    assert paper_tables.letters(name) == letters
+    assert codebook_tables.weight_bits(name) == bits
+    assert codebook_tables.letters(name) == letters

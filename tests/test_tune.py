@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import anybit
-from anybit.kernels import tiles, tuned
-from anybit.kernels.tiles import Tile
+from anybit.kernels.triton import tiles, tuned
+from anybit.kernels.triton.tiles import Tile
 
 pytest.importorskip("triton")
 
-from anybit import timing, tune
 from anybit.kernels.triton import backend
 from anybit.kernels.triton.layout import layout_of
+from anybit.measure import timing, tune
 
 GPU = "NVIDIA Something 90"
 FEW, MANY = Tile(rows=32, tokens=8, split=2), Tile(rows=128, tokens=64, warps=8)
@@ -67,7 +67,7 @@ def test_every_candidate_is_right_and_timed(scheme: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(timing, "CPU_SECONDS", 0)
     some = [Tile(rows=32, tokens=8, warps=1), Tile(rows=64, tokens=16, split=2)]
     monkeypatch.setattr(tune, "candidates", lambda *args: iter(some))
-    fmt, activation = anybit.dispatch.parse_scheme(scheme)
+    fmt, activation = anybit.core.scheme.parse_scheme(scheme)
     packed = anybit.quantize_tensor(torch.randn(40, 256), fmt)
     times = tune.time_tiles(packed, activation, 3)
     assert list(times) == some
@@ -91,7 +91,7 @@ def test_quantized_activations_are_never_left_out(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """cuBLAS multiplies the activations as they are."""
-    fmt, activation = anybit.dispatch.parse_scheme(scheme)
+    fmt, activation = anybit.core.scheme.parse_scheme(scheme)
     offered: list[Tile] = []
 
     def listed(*args: object) -> Iterator[Tile]:

@@ -6,21 +6,21 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
 TOKENS = torch.arange(1, 33)[None]
 
 
 def llama(tied: bool = False, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
     """A Llama of 100 thousand random weights."""
     torch.manual_seed(0)
-    options = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-        "tie_word_embeddings": tied,
-    }
+    options = SIZES | {"tie_word_embeddings": tied}
     # Not `.to(dtype)`, which would round the rotary frequencies; loading keeps them in fp32.
     return AutoModelForCausalLM.from_config(LlamaConfig(**options | changes), dtype=dtype).eval()
 
@@ -34,6 +34,16 @@ def dense(directory: Path, shard_size: str = "5GB", **options: Any) -> Path:
 def logits(model: PreTrainedModel) -> torch.Tensor:
     with torch.no_grad():
         return model(TOKENS.to(model.device)).logits
+
+
+def same_output(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Fail unless two results are equal but for the rounding of sums.
+
+    Even of the same weights, in memory of another alignment a CPU may sum in another order.
+    """
+    bound = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}[a.dtype]
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    assert (a.double() - b.double()).norm() <= bound * b.double().norm()
 
 
 def same_state(a: torch.nn.Module, b: torch.nn.Module) -> None:

@@ -12,11 +12,12 @@ from functools import partial
 
 from anybit.engine.engine import Delta, Engine
 from anybit.engine.sequence import SamplingParams
+from anybit.errors import Unsupported
 
 log = logging.getLogger("anybit.engine")
 
 
-class EngineStopped(RuntimeError):
+class EngineStopped(Unsupported):
     """The engine takes no requests any more."""
 
 

@@ -36,6 +36,19 @@ class Batch:
     decodes: int
 
 
+@dataclass(frozen=True)
+class Scores:
+    """How a layer's queries weigh keys.
+
+    scale: of the products. window: tokens that a token sees, itself included; None: all before it.
+    softcap: scores become softcap * tanh(score / softcap).
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
 @dataclass
 class LayerCache:
     """K and V of one layer, (blocks, kv_heads, block_size, head_dim), in the model's dtype or int8.
@@ -130,30 +143,32 @@ def attention(
     heads: int,
     cache: LayerCache,
     batch: Batch,
-    rope: tuple[Tensor, Tensor],
-    scale: float,
-    window: int | None = None,
+    rope: tuple[Tensor, Tensor] | None,
+    scores: Scores,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
     """From projections (T, (heads + 2 kv_heads) * head_dim) to the output (T, heads, head_dim).
 
-    rope: cosines and sines of all positions. norms: RMSNorm weights of Q's and K's heads, and
-    the epsilon. window: a token sees so many tokens, itself included.
+    rope: cosines and sines of all positions; None: Q and K are rotated already, and no kernel is
+    to be used. norms: RMSNorm weights of Q's and K's heads, and the epsilon.
 
     Always attends to what went into the cache and never to K and V before that, so that neither
     chunks of a prompt nor cached prefixes nor preemption change a result.
     """
-    if cache.fused:
+    if cache.fused and rope is not None:
         from anybit.kernels.triton import attention as kernels
 
         planes = (cache.k, cache.v, cache.k_scale, cache.v_scale)
         q = kernels.write(qkv, planes, rope, batch.positions, batch.slots, heads, norms)
+        if scores.softcap is not None:  # the kernels have none
+            return gathered(q, cache, batch, scores)
+        scale, window = scores.scale, scores.window
         out, n = torch.empty_like(q), batch.decodes
         if n:
             args = (batch.tables[:n], batch.contexts[:n], batch.starts[: n + 1], 1)
             kernels.attend(q[:n], planes, *args, scale, window, out=out[:n])
         if whole_prompts(batch, window):
-            prompts(q, cache, batch, scale, window, out)
+            prompts(q, cache, batch, scores, out)
         elif len(batch.queries) > n:
             args = (batch.tables[n:], batch.contexts[n:], batch.starts[n:], max(batch.queries))
             kernels.attend(q, planes, *args, scale, window, out=out)
@@ -162,9 +177,11 @@ def attention(
     q, k, v = qkv.unflatten(1, (-1, cache.k.shape[3])).split([heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
         q, k = rms_norm(q, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])
-    cos, sin = (table[batch.positions, None] for table in rope)
-    cache.store(rotate(k, cos, sin), v, batch.slots)
-    return gathered(rotate(q, cos, sin), cache, batch, scale, window)
+    if rope is not None:
+        cos, sin = (table[batch.positions, None] for table in rope)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    cache.store(k, v, batch.slots)
+    return gathered(q, cache, batch, scores)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -173,28 +190,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
-def gathered(
-    q: Tensor, cache: LayerCache, batch: Batch, scale: float, window: int | None
-) -> Tensor:
+def gathered(q: Tensor, cache: LayerCache, batch: Batch, scores: Scores) -> Tensor:
     """Attention of queries (T, heads, head_dim) over what the cache holds of their sequences.
 
     The definition, in plain torch: pages are gathered, dequantized and given to torch's attention.
     """
     out = torch.empty_like(q)
     if batch.decodes:
-        out[: batch.decodes] = decode(q[: batch.decodes], cache, batch, scale, window)
-    prompts(q, cache, batch, scale, window, out)
+        out[: batch.decodes] = decode(q[: batch.decodes], cache, batch, scores)
+    prompts(q, cache, batch, scores, out)
     return out
 
 
-def prompts(
-    q: Tensor, cache: LayerCache, batch: Batch, scale: float, window: int | None, out: Tensor
-) -> None:
+def prompts(q: Tensor, cache: LayerCache, batch: Batch, scores: Scores, out: Tensor) -> None:
     """Attention of the sequences with several queries, one after the other, into `out`."""
     start = batch.decodes
     for i in range(batch.decodes, len(batch.queries)):
         stop = start + batch.queries[i]
-        out[start:stop] = prefill(q[start:stop], cache, batch, i, scale, window)
+        out[start:stop] = prefill(q[start:stop], cache, batch, i, scores)
         start = stop
 
 
@@ -204,7 +217,7 @@ def whole_prompts(batch: Batch, window: int | None) -> bool:
     return window is None and all(q == length and q >= LONG for q, length in pairs)
 
 
-def decode(q: Tensor, cache: LayerCache, batch: Batch, scale: float, window: int | None) -> Tensor:
+def decode(q: Tensor, cache: LayerCache, batch: Batch, scores: Scores) -> Tensor:
     """One query for each of the first sequences, padded to the longest context."""
     longest = max(batch.lengths[: len(q)])
     blocks = -(-longest // cache.k.shape[2])
@@ -212,30 +225,37 @@ def decode(q: Tensor, cache: LayerCache, batch: Batch, scale: float, window: int
     context = batch.contexts[: len(q), None]
     at = torch.arange(k.shape[2], device=q.device)
     mask = at < context
-    if window is not None:
-        mask &= at >= context - window
-    return sdpa(q[:, :, None], k, v, mask[:, None, None], scale)[:, :, 0]
+    if scores.window is not None:
+        mask &= at >= context - scores.window
+    return sdpa(q[:, :, None], k, v, mask[:, None, None], scores)[:, :, 0]
 
 
-def prefill(
-    q: Tensor, cache: LayerCache, batch: Batch, i: int, scale: float, window: int | None
-) -> Tensor:
+def prefill(q: Tensor, cache: LayerCache, batch: Batch, i: int, scores: Scores) -> Tensor:
     """The queries of sequence i: the last tokens of its context."""
     length, count = batch.lengths[i], len(q)
     blocks = -(-length // cache.k.shape[2])
     k, v = (x[:, :length] for x in cache.load(batch.tables[i, :blocks], q.dtype))
-    mask = None
+    mask, window = None, scores.window
     if count != length or (window is not None and window < length):
         at = torch.arange(length, device=q.device)
         own = at[length - count :, None]
         mask = at <= own
         if window is not None:
             mask &= at > own - window
-    return sdpa(q.transpose(0, 1)[None], k[None], v[None], mask, scale)[0].transpose(0, 1)
+    return sdpa(q.transpose(0, 1)[None], k[None], v[None], mask, scores)[0].transpose(0, 1)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """Grouped-query attention (B, heads, T, head_dim); without a mask, a causal one."""
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
+    scale, cap = scores.scale, scores.softcap
+    if cap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    score = (q @ k.transpose(2, 3) * scale / cap).tanh() * cap
+    if mask is None:
+        mask = torch.ones(score.shape[2:], dtype=torch.bool, device=q.device).tril()
+    score = score.masked_fill(~mask, float("-inf"))
+    return score.softmax(-1, dtype=torch.float32).to(q.dtype) @ v

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from anybit.errors import InvalidInput
+
 Decode = Callable[[list[int]], str]
 
 UNKNOWN = "\ufffd"  # what decoders write for bytes that are no character, or not yet
@@ -17,7 +19,7 @@ class Detokenizer:
 
     def __init__(self, decode: Decode | None, prompt: Sequence[int], stop: Sequence[str] = ()):
         if stop and decode is None:
-            raise ValueError(f"stop={list(stop)!r} needs a tokenizer, and this model has none")
+            raise InvalidInput(f"stop={list(stop)!r} needs a tokenizer, and this model has none")
         self.decode, self.stop = decode, stop
         self.text = ""
         self.released = 0

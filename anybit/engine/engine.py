@@ -5,10 +5,11 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 
 from anybit.engine.detokenizer import Decode, Detokenizer
-from anybit.engine.model_runner import Flight, ModelRunner
+from anybit.engine.model_runner import Flight, Runner
 from anybit.engine.sampler import INVALID, Sampled
 from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import Logprob, SamplingParams, Sequence
+from anybit.errors import InvalidInput
 
 log = logging.getLogger("anybit.engine")
 
@@ -56,7 +57,7 @@ class Engine:
     """Continuous batching over one model. Not thread-safe: one thread calls all methods."""
 
     def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, length: int, decode: Decode | None,
+        self, runner: Runner, scheduler: Scheduler, length: int, decode: Decode | None,
         eos: frozenset[int], vocabulary: int,
     ):  # fmt: skip
         self.runner, self.scheduler, self.length = runner, scheduler, length
@@ -69,9 +70,9 @@ class Engine:
     def check(self, prompt: Items[int], params: SamplingParams) -> None:
         """ValueError when a prompt or its parameters cannot be served."""
         if not prompt:
-            raise ValueError("the prompt is empty; it needs at least one token")
+            raise InvalidInput("the prompt is empty; it needs at least one token")
         if len(prompt) >= self.length:
-            raise ValueError(
+            raise InvalidInput(
                 f"the prompt has {len(prompt)} tokens; with at least one more they must fit into "
                 f"{self.length}"
             )
@@ -79,9 +80,9 @@ class Engine:
         if wrong is None:
             wrong = next((t for t in params.stop_token_ids if not 0 <= t < self.vocabulary), None)
         if wrong is not None:
-            raise ValueError(f"token {wrong} is not in the vocabulary of {self.vocabulary}")
+            raise InvalidInput(f"token {wrong} is not in the vocabulary of {self.vocabulary}")
         if params.stop and self.decode is None:
-            raise ValueError("stop strings need a tokenizer, and the model has none")
+            raise InvalidInput("stop strings need a tokenizer, and the model has none")
 
     def add(
         self,
@@ -96,7 +97,7 @@ class Engine:
         """
         self.check(prompt, params)
         if request in self.requests:
-            raise ValueError(f"request {request!r} is running already")
+            raise InvalidInput(f"request {request!r} is running already")
         limit = min(len(prompt) + (params.max_tokens or self.length), self.length)
         seqs = []
         for index in range(params.n):

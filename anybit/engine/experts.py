@@ -1,14 +1,16 @@
 """The same projection of many experts, for tokens that lie sorted by expert."""
 
+from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anybit.dispatch import choose, get_backend
-from anybit.engine.weights import Part, Weights, merge, together
-from anybit.format import Packed
+from anybit.core.packed import Packed
+from anybit.engine.weights import Weights, together
+from anybit.kernels.backend import LayerSpec
+from anybit.kernels.registry import choose
+from anybit.nn.grouped import Weight, group, merge
 
 
 class OneByOne(nn.Module):
@@ -36,22 +38,6 @@ class DenseExperts(nn.Module):
         return torch._grouped_mm(x, self.weight.transpose(1, 2), offs=starts[1:])
 
 
-class QuantExperts(nn.Module):
-    """Experts of one format as one product of a backend that has `linear_experts`."""
-
-    def __init__(
-        self, kernels: Any, experts: list[Packed], activation: str | None, dtype: torch.dtype
-    ):
-        super().__init__()
-        self.kernels, self.format, self.activation = kernels, experts[0].format, activation
-        self.out_features = experts[0].shape[0]
-        self.prepared = kernels.prepare_experts(experts, activation, dtype)
-
-    def forward(self, x: Tensor, starts: Tensor) -> Tensor:
-        args = (starts, self.format, self.out_features, self.activation)
-        return self.kernels.linear_experts(x, self.prepared, *args)
-
-
 def experts_of(
     weights: Weights, names: list[list[str]], rows: list[int], columns: int
 ) -> nn.Module:
@@ -60,34 +46,28 @@ def experts_of(
     names: of each expert, layers (rows[i], columns) that are merged as in `Weights.linear`.
     """
     parts = [weights.parts(own, rows, columns) for own in names]
-    merged = [one for own in parts if (one := merge(own))]
+    merged = [one for own in parts if (one := merge([(w, kind) for w, _, kind in own]))]
     if len(merged) == len(parts):
-        grouped = dense(merged) or quantized(merged, weights.dtype)
-        if grouped is not None:
-            return grouped
+        whole = dense(merged) or group(
+            merged, weights.dtype, partial(backend_of, dtype=weights.dtype)
+        )
+        if whole is not None:
+            return whole
     return OneByOne([together(own, weights.dtype) for own in parts])
 
 
-def dense(parts: list[Part]) -> nn.Module | None:
-    found = [w for w, _, _ in parts if isinstance(w, Tensor)]
-    if len(found) < len(parts) or not found[0].is_cuda or found[0].dtype != torch.bfloat16:
+def backend_of(packed: Packed, activation: str | None, dtype: torch.dtype) -> str:
+    device = packed.planes[0].device
+    return choose(LayerSpec(packed.format, activation, packed.shape, device, dtype))
+
+
+def dense(weights: list[Weight]) -> nn.Module | None:
+    """Dense experts as one product of torch, where it takes them."""
+    found = [w for w, _ in weights if isinstance(w, Tensor)]
+    if len(found) < len(weights) or not found[0].is_cuda or found[0].dtype != torch.bfloat16:
         return None
     # torch's product wants a Hopper GPU or later, and rows of whole 16 bytes.
     old = torch.cuda.get_device_capability(found[0].device) < (9, 0)
     if old or any(size % 8 for size in found[0].shape):
         return None
     return DenseExperts(torch.stack(found))
-
-
-def quantized(parts: list[Part], dtype: torch.dtype) -> nn.Module | None:
-    packed = [w for w, _, _ in parts if isinstance(w, Packed)]
-    kinds = {(w.format, w.shape) for w in packed}
-    notations = {activation for _, _, activation in parts}
-    if len(packed) < len(parts) or len(kinds) > 1 or len(notations) > 1 or packed[0].format.order:
-        return None
-    first, activation = packed[0], parts[0][2]
-    backend = choose(first.format, activation, first.shape, first.planes[0].device, dtype)
-    kernels: Any = get_backend(backend)
-    if not hasattr(kernels, "linear_experts") or len(packed) > kernels.tiles.MOST_EXPERTS:
-        return None
-    return QuantExperts(kernels, packed, activation, dtype)

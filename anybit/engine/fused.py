@@ -2,8 +2,8 @@
 
 On a GPU, each is one kernel that is launched while the previous one ends.
 
-Where the next layer multiplies quantized activations, they leave here as `Tokens`: quantized once,
-in the same kernel. On a CPU, or without Triton, it is plain torch, which is the definition.
+Where the next layer multiplies quantized activations, they leave here as `Activations`: quantized
+once, in the same kernel. On a CPU, or without Triton, it is plain torch, which is the definition.
 """
 
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybit.ops import Tokens
+from anybit.kernels.backend import Activations
 
 
 def usable(x: Tensor) -> bool:
@@ -21,13 +21,15 @@ def usable(x: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm in fp32, rounded to the weight's dtype before the product with it, to x's after."""
     x32 = x.float()
-    return weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    norm = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return (weight * norm.to(weight.dtype)).to(x.dtype)
 
 
 def add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, activation: str | None = None
-) -> tuple[Tensor | Tokens, Tensor]:
+) -> tuple[Tensor | Activations, Tensor]:
     """RMSNorm of the sum of x and delta (T, hidden), and the sum.
 
     activation: the notation in which the next layer wants the norm; None: x's dtype.
@@ -41,10 +43,10 @@ def add_norm(
         return kernels.add_norm(x, delta, weight, eps)
     norm, sums = (delta, weight, eps), activation == "int8"
     codes, scale, total, x_sum = kernels.quantize(x, activation, norm=norm, sums=sums)
-    return Tokens(codes, scale, total, x.dtype), x_sum
+    return Activations(codes, scale, total, x.dtype), x_sum
 
 
-def silu_mul(gate: Tensor, up: Tensor, activation: str | None = None) -> Tensor | Tokens:
+def silu_mul(gate: Tensor, up: Tensor, activation: str | None = None) -> Tensor | Activations:
     """SiLU(gate) * up, both (T, N), in the notation that the next layer wants."""
     if not usable(up):
         return F.silu(gate) * up
@@ -52,7 +54,7 @@ def silu_mul(gate: Tensor, up: Tensor, activation: str | None = None) -> Tensor 
 
     if activation is None:
         return kernels.silu_mul(gate, up)
-    return Tokens(*kernels.silu_quantize(gate, up, activation), up.dtype)
+    return Activations(*kernels.silu_quantize(gate, up, activation), up.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,12 +10,15 @@ import torch
 
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.engine import Delta, Engine
+from anybit.engine.fallback import Generator
 from anybit.engine.loader import Loaded, load
 from anybit.engine.model_runner import ModelRunner, block_bytes
+from anybit.engine.models.layers import Decoder
 from anybit.engine.scheduler import Scheduler
 from anybit.engine.sequence import Logprob, SamplingParams
+from anybit.errors import InvalidInput
+from anybit.nn.plan import Plan, Spec
 from anybit.progress import progress
-from anybit.quantize import Plan, Spec
 
 Prompt = str | Items[int]
 CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU at most, unless said otherwise
@@ -62,6 +65,10 @@ class Output:
 class LLM:
     """A language model with a paged KV cache and continuous batching.
 
+    A model that the engine does not know runs in transformers' `generate`, one sequence at a time,
+    and a warning in the log says so; then max_running, max_tokens, block_size and prefix_caching
+    do not apply, and options of the engine's KV cache are refused.
+
     model: a directory with a Hugging Face checkpoint, dense or quantized by anybit; or a model
         that `anybit.engine.loader` has loaded or built already.
     quantization: a format ("fp6") or plan to quantize a dense checkpoint by while it is loaded.
@@ -94,42 +101,25 @@ class LLM:
         if isinstance(model, Loaded):
             loaded = model
         else:
-            loaded = load(Path(model), device, DTYPES.get(dtype), quantization, length)
-        self._setup(loaded, kv_cache, kv_bytes, max_running, max_tokens, block_size, prefix_caching)
-        self._names = itertools.count()
-
-    def _setup(
-        self,
-        loaded: Loaded,
-        kv_cache: str,
-        kv_bytes: int | None,
-        max_running: int,
-        max_tokens: int,
-        block_size: int,
-        prefix_caching: bool,
-    ) -> None:
-        model = loaded.model
-        self.tokenizer, self.config = loaded.tokenizer, loaded.config
-        self.dtype, self.device = loaded.dtype, model.embed_tokens.device
-        has_scales = all(scales is not None for scales in model.kv_scales)
-        int8 = kv_cache == "int8" or (kv_cache == "auto" and has_scales)
-        self.kv_dtype = torch.int8 if int8 else loaded.dtype
-        length = model.rope.cos.shape[0]
-        each = block_bytes(model, block_size, self.kv_dtype)
-        if kv_bytes is None:
-            free = CPU_CACHE
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # what laying out the weights took and gave back
-                free = int(torch.cuda.mem_get_info(self.device)[0] * GPU_FRACTION)
-            kv_bytes = min(free, -(-length // block_size) * max_running * each)
-        blocks = kv_bytes // each
-        if blocks < 2:
-            raise ValueError(
-                f"a KV cache of {kv_bytes} bytes holds {blocks} blocks of {block_size} tokens "
-                f"({each} bytes each), and at least 2 are needed; raise kv_bytes"
-            )
-        self.length = min(length, blocks * block_size)
-        runner = ModelRunner(model, blocks, block_size, self.kv_dtype, max_running)
+            options = {"kv_cache='int8'": kv_cache == "int8", "kv_bytes": kv_bytes is not None}
+            given = [option for option, is_given in options.items() if is_given]
+            loaded = load(Path(model), device, DTYPES.get(dtype), quantization, length, given)
+        self.tokenizer, self.config, self.dtype = loaded.tokenizer, loaded.config, loaded.dtype
+        runner: ModelRunner | Generator
+        if isinstance(loaded.model, Generator):
+            runner, self.kv_dtype = loaded.model, loaded.dtype
+            self.length = runner.length
+            blocks, max_running, max_tokens = -(-self.length // block_size), 1, self.length
+            prefix_caching = False
+        else:
+            decoder = loaded.model
+            has_scales = all(scales is not None for scales in decoder.kv_scales)
+            int8 = kv_cache == "int8" or (kv_cache == "auto" and has_scales)
+            self.kv_dtype = torch.int8 if int8 else loaded.dtype
+            blocks = cache_blocks(decoder, block_size, self.kv_dtype, kv_bytes, max_running)
+            self.length = min(decoder.length, blocks * block_size)
+            runner = ModelRunner(decoder, blocks, block_size, self.kv_dtype, max_running)
+        self.device = runner.device
         manager = BlockManager(blocks, block_size, prefix_caching)
         self.engine = Engine(
             runner,
@@ -137,13 +127,14 @@ class LLM:
             self.length,
             self.decode if self.tokenizer else None,
             loaded.eos,
-            loaded.config.vocab_size,
+            loaded.config.get_text_config().vocab_size,
         )
+        self._names = itertools.count()
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Tokens of a text, with the special ones that the tokenizer puts around a prompt."""
         if self.tokenizer is None:
-            raise ValueError("the model directory has no tokenizer; pass prompts as token ids")
+            raise InvalidInput("the model directory has no tokenizer; pass prompts as token ids")
         return self.tokenizer.encode(text, add_special_tokens=special)
 
     def encode_chat(self, messages: list[dict[str, Any]], answer: bool = True) -> list[int]:
@@ -180,7 +171,7 @@ class LLM:
         each = params or SamplingParams()
         all_params = [each] * len(ids) if isinstance(each, SamplingParams) else list(each)
         if len(all_params) != len(ids):
-            raise ValueError(f"{len(ids)} prompts, but {len(all_params)} SamplingParams")
+            raise InvalidInput(f"{len(ids)} prompts, but {len(all_params)} SamplingParams")
         for prompt, p in zip(ids, all_params, strict=True):
             self.engine.check(prompt, p)
         out = {}
@@ -201,6 +192,26 @@ class LLM:
         return list(out.values())
 
 
+def cache_blocks(
+    model: Decoder, block_size: int, kv_dtype: torch.dtype, kv_bytes: int | None, max_running: int
+) -> int:
+    """Blocks of the KV cache; InvalidInput when kv_bytes, or what is free, does not hold two."""
+    each = block_bytes(model, block_size, kv_dtype)
+    if kv_bytes is None:
+        free, device = CPU_CACHE, model.embed_tokens.device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what laying out the weights took and gave back
+            free = int(torch.cuda.mem_get_info(device)[0] * GPU_FRACTION)
+        kv_bytes = min(free, -(-model.length // block_size) * max_running * each)
+    blocks = kv_bytes // each
+    if blocks < 2:
+        raise InvalidInput(
+            f"a KV cache of {kv_bytes} bytes holds {blocks} blocks of {block_size} tokens "
+            f"({each} bytes each), and at least 2 are needed; raise kv_bytes"
+        )
+    return blocks
+
+
 def listed(prompts: Any) -> list[Prompt]:
     """A list of prompts, from one (text, or token ids) or many."""
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
@@ -209,4 +220,4 @@ def listed(prompts: Any) -> list[Prompt]:
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name}={value!r}; choose one of {', '.join(choices)}")
+        raise InvalidInput(f"{name}={value!r}; choose one of {', '.join(choices)}")

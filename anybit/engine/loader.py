@@ -1,5 +1,6 @@
 """From a directory to a model, its tokenizer and what its files say about generation."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -8,10 +9,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
+from anybit.engine import fallback
+from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import Decoder
 from anybit.engine.weights import Checkpoint, Weights
-from anybit.files import read_json
-from anybit.quantize import Plan, Spec, plan_of
+from anybit.errors import InvalidInput, loading
+from anybit.files.directory import read_json
+from anybit.nn.plan import Plan, Spec, plan_of
 
 MODELS = {
     "LlamaForCausalLM": "llama.Llama",
@@ -21,6 +25,16 @@ MODELS = {
     "MixtralForCausalLM": "mixtral.Mixtral",
     "Qwen2MoeForCausalLM": "qwen_moe.Qwen2Moe",
     "Qwen3MoeForCausalLM": "qwen_moe.Qwen3Moe",
+    "DeepseekV2ForCausalLM": "deepseek.DeepseekV2",
+    "DeepseekV3ForCausalLM": "deepseek.DeepseekV3",
+    "Gemma2ForCausalLM": "gemma.Gemma2",
+    "Gemma3ForCausalLM": "gemma.Gemma3",
+    "GlmForCausalLM": "glm4.Glm",
+    "Glm4ForCausalLM": "glm4.Glm4",
+    "GraniteForCausalLM": "granite.Granite",
+    "Olmo2ForCausalLM": "olmo2.Olmo2",
+    "Phi3ForCausalLM": "phi3.Phi3",
+    "SmolLM3ForCausalLM": "smollm3.SmolLM3",
 }
 
 
@@ -28,7 +42,7 @@ MODELS = {
 class Loaded:
     """A model that is ready to run. tokenizer is None when the directory has none."""
 
-    model: Decoder
+    model: Decoder | fallback.Generator
     tokenizer: Any
     config: PretrainedConfig
     eos: frozenset[int]
@@ -41,20 +55,32 @@ def load(
     dtype: torch.dtype | None,
     quantization: Spec | Plan | None,
     length: int | None,
+    cache_options: Iterable[str] = (),
 ) -> Loaded:
     """Load a model directory, dense or anybit's own. length: positions to prepare; None: all.
+
+    What the engine does not know goes to transformers' `generate`, unless there are
+    cache_options: those that a user has set of the engine's own KV cache.
 
     Raises FileNotFoundError or ValueError with the fact and the remedy.
     """
     raw = read_json(directory / "config.json")
     formats = formats_of(raw, directory)
-    config = AutoConfig.from_pretrained(directory)
-    kind = model_class(config, directory)
+    with loading(directory):
+        config = AutoConfig.from_pretrained(directory)
     if dtype is None:
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    weights = Checkpoint(directory, device, dtype, formats, quantization)
-    model = build(kind, config, weights, length)
-    weights.check_all_read()
+    model: Decoder | fallback.Generator
+    try:
+        kind = model_class(config, directory)
+        weights = Checkpoint(directory, device, dtype, formats, quantization)
+        model = build(kind, config, weights, length)
+        weights.check_all_read()
+    except UnknownModel as reason:
+        model = fallback.load(
+            directory, config, device, dtype, formats is not None, quantization, length,
+            list(cache_options), str(reason),
+        )  # fmt: skip
     has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = AutoTokenizer.from_pretrained(directory) if has_tokenizer else None
     return Loaded(model, tokenizer, config, end_tokens(directory, config), dtype)
@@ -75,10 +101,11 @@ def model_class(config: PretrainedConfig, directory: Path | str = "the model") -
     names = getattr(config, "architectures", None) or []
     name = next((n for n in names if n in MODELS), None)
     if name is None:
-        raise ValueError(
+        raise UnknownModel(
             f"{directory}: the engine does not know {', '.join(names) or 'an unnamed architecture'}"
-            f"; known: {', '.join(MODELS)}"
         )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnknownModel(f"{directory}: the engine has no bidirectional attention")
     module, _, cls = MODELS[name].partition(".")
     return getattr(import_module(f"anybit.engine.models.{module}"), cls)
 
@@ -90,12 +117,12 @@ def formats_of(raw: dict[str, Any], directory: Path) -> dict[str, str | None] | 
         return None
     method = quantization.get("quant_method")
     if method != "anybit":
-        raise ValueError(
+        raise InvalidInput(
             f"{directory} is quantized by {method!r}, which the engine does not read; "
             "convert it with `anybit convert`, or load the dense model"
         )
     if quantization.get("version") != 1:
-        raise ValueError(
+        raise InvalidInput(
             f"{directory}: version {quantization.get('version')!r} of anybit's checkpoints is not "
             "known, only 1; update anybit"
         )
@@ -107,7 +134,7 @@ def end_tokens(directory: Path, config: PretrainedConfig) -> frozenset[int]:
     path = directory / "generation_config.json"
     found = read_json(path).get("eos_token_id") if path.is_file() else None
     if found is None:
-        found = config.eos_token_id
+        found = getattr(config.get_text_config(), "eos_token_id", None)
     if found is None:
         return frozenset()
     return frozenset(found if isinstance(found, list) else [found])

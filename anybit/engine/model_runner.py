@@ -3,13 +3,14 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from anybit.engine.attention import Batch, LayerCache
 from anybit.engine.graphs import DecodeGraphs
-from anybit.engine.models.layers import Decoder, head_dim
+from anybit.engine.models.layers import Decoder
 from anybit.engine.sampler import Sampled, sample
 from anybit.engine.scheduler import Scheduled
 
@@ -26,6 +27,16 @@ class Flight:
     wait: Callable[[], Sampled]
 
 
+class Runner(Protocol):
+    """Runs steps for the engine. overlaps: whether a step may start before the last one's end."""
+
+    @property
+    def overlaps(self) -> bool: ...
+
+    def launch(self, scheduled: list[Scheduled], previous: Flight | None = None) -> Flight:
+        """Start a step over sequences, after `previous` if that still runs."""
+
+
 class ModelRunner:
     """A model and its KV cache on one device. graphs: the largest batch to capture; 0: none."""
 
@@ -39,24 +50,16 @@ class ModelRunner:
     ):
         self.model, self.block_size = model, block_size
         self.device = model.embed_tokens.device
-        config = model.config
+        heads, dim = model.cache_shape
         self.caches = [
-            LayerCache.empty(
-                blocks,
-                config.num_key_value_heads,
-                block_size,
-                head_dim(config),
-                kv_dtype,
-                self.device,
-                scales,
-            )
+            LayerCache.empty(blocks, heads, block_size, dim, kv_dtype, self.device, scales)
             for scales in model.kv_scales
         ]
         self.overlaps = self.device.type != "cpu"  # the host goes on while the device works
         capturable = self.overlaps and model.capturable and all(c.fused for c in self.caches)
         self.graphs = None
         if capturable and graphs:
-            width = -(-model.rope.cos.shape[0] // block_size)
+            width = -(-model.length // block_size)
             self.graphs = DecodeGraphs(model, self.caches, block_size, graphs, width)
 
     @torch.inference_mode()
@@ -124,17 +127,17 @@ class ModelRunner:
         # INVALID runs as any other; nobody will read what comes of it.
         return self._tensor(tokens) if given is None else given.clamp_min(0), batch
 
-    def _tensor(self, values: list) -> Tensor:
+    def _tensor(self, values: list[Any]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
 
 
 def block_bytes(model: Decoder, block_size: int, kv_dtype: torch.dtype) -> int:
     """Bytes of one cache block over all layers, scales included."""
-    config = model.config
+    heads, dim = model.cache_shape
     total = 0
     for scales in model.kv_scales:
-        vectors = 2 * block_size * config.num_key_value_heads
-        total += vectors * head_dim(config) * kv_dtype.itemsize
+        vectors = 2 * block_size * heads
+        total += vectors * dim * kv_dtype.itemsize
         if kv_dtype == torch.int8 and scales is None:
             total += vectors * 4
     return total

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> tuple[Tensor, Callable[[], S
     return tokens, wait
 
 
-def to_host(x: Tensor) -> Callable[[], list]:
+def to_host(x: Tensor) -> Callable[[], list[Any]]:
     """Start to copy a tensor to the host; the function waits for that, and for nothing after it."""
     if not x.is_cuda:
         return x.tolist
@@ -54,7 +55,7 @@ def to_host(x: Tensor) -> Callable[[], list]:
         event = stream.record_event()
     x.record_stream(stream)
 
-    def wait() -> list:
+    def wait() -> list[Any]:
         event.synchronize()
         return copy.tolist()
 
@@ -167,6 +168,6 @@ def logprobs(
     return read
 
 
-def tensor(values: list, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+def tensor(values: list[Any], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers on a device, without waiting for it."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)

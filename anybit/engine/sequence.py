@@ -6,6 +6,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from anybit.errors import InvalidInput
+
 if TYPE_CHECKING:
     from anybit.engine.detokenizer import Detokenizer
 
@@ -70,7 +72,7 @@ class SamplingParams:
             ),
         ):
             if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r} is out of range: {want}")
+                raise InvalidInput(f"{name}={getattr(self, name)!r} is out of range: {want}")
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from anybit.dispatch import parse_scheme
+from anybit.core.packed import Packed, tensor_shapes
+from anybit.core.scheme import parse_scheme
 from anybit.engine.fused import linear
-from anybit.experts import published_tensors
-from anybit.files import Stored
-from anybit.format import Packed, tensor_shapes
-from anybit.linear import QuantLinear, quantize_tensor
-from anybit.quantize import Plan, Spec, patterns_for, plan_of, resolve
-from anybit.quantizers.rtn import stack
+from anybit.errors import InvalidInput
+from anybit.files.safetensors import Stored
+from anybit.nn.experts import published_tensors
+from anybit.nn.grouped import merge
+from anybit.nn.linear import QuantLinear
+from anybit.nn.plan import Plan, Spec, patterns_for, plan_of, resolve
+from anybit.quantizers.quantize import quantize_tensor
 
 # Matrices that are no linear layers to be quantized: embeddings, and routers, whose few outputs
 # decide where a token goes.
@@ -57,8 +59,8 @@ class Weights:
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A dense tensor of this shape, or ValueError."""
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """A dense tensor of this shape, in the model's dtype by default, or ValueError."""
         raise NotImplementedError
 
     def part(self, name: str, shape: tuple[int, int], bias: bool) -> Part:
@@ -100,25 +102,11 @@ def build(part: Part, dtype: torch.dtype) -> nn.Module:
 
 def together(parts: list[Part], dtype: torch.dtype) -> nn.Module:
     """One layer of several weights, multiplied at once if they can be."""
-    merged = merge(parts)
-    return build(merged, dtype) if merged else Separate([build(part, dtype) for part in parts])
-
-
-def merge(parts: list[Part]) -> Part | None:
-    """Several weights as one, or None when they differ in kind or have tables."""
-    weights = [part[0] for part in parts]
-    if len(parts) == 1:
-        return parts[0]
-    packed = [w for w in weights if isinstance(w, Packed)]
+    merged = merge([(weight, activation) for weight, _, activation in parts])
+    if merged is None:
+        return Separate([build(part, dtype) for part in parts])
     biases = [b for _, b, _ in parts if b is not None]
-    bias = torch.cat(biases) if biases else None
-    if not packed:
-        return torch.cat([w for w in weights if isinstance(w, Tensor)]), bias, None
-    formats = {(w.format, activation) for w, _, activation in parts if isinstance(w, Packed)}
-    tables = any(e.table for fmt, _ in formats for e in fmt.entries().values())
-    if len(packed) < len(parts) or len(formats) > 1 or tables:
-        return None
-    return stack(packed), bias, parts[0][2]
+    return build((merged[0], torch.cat(biases) if biases else None, merged[1]), dtype)
 
 
 class Checkpoint(Weights):
@@ -144,14 +132,14 @@ class Checkpoint(Weights):
         self.schemes: dict[str, str] = {}
         if quantization is not None:
             if formats is not None:
-                raise ValueError(
+                raise InvalidInput(
                     f"{directory} is quantized already ({plan_text(formats)}); "
                     "leave out quantization, or load the dense model"
                 )
             self.schemes = resolve(linear_shapes(self.stored), plan_of(quantization))
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._read(name, shape).to(self.device, self.dtype)
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        return self._read(name, shape).to(self.device, dtype or self.dtype)
 
     def part(self, name: str, shape: tuple[int, int], bias: bool) -> Part:
         b = self.tensor(f"{name}.bias", shape[:1]) if bias else None
@@ -186,7 +174,7 @@ class Checkpoint(Weights):
             name for name in self.unread if not any(fnmatchcase(name, p) for p in IGNORED)
         )
         if left:
-            raise ValueError(
+            raise InvalidInput(
                 f"{self.directory}: {len(left)} tensors have no place in the model that its "
                 f"config.json describes, such as {', '.join(left[:3])}"
             )
@@ -194,9 +182,9 @@ class Checkpoint(Weights):
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         stored = self.stored.get(name)
         if stored is None:
-            raise ValueError(f"{self.directory}: tensor {name!r} is missing")
+            raise InvalidInput(f"{self.directory}: tensor {name!r} is missing")
         if stored.shape != shape:
-            raise ValueError(
+            raise InvalidInput(
                 f"{self.directory}: {name} has shape {stored.shape}, but config.json asks for "
                 f"{shape}"
             )
@@ -208,7 +196,7 @@ class Checkpoint(Weights):
         matches = patterns_for(name, plan)
         scheme = plan[matches[-1]] if matches else None
         if scheme is None:
-            raise ValueError(
+            raise InvalidInput(
                 f"{self.directory}: tensor {name + '.weight'!r} is missing, and config.json names "
                 f"no format for it ({plan_text(plan)})"
             )

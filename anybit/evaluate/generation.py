@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from anybit.errors import InvalidInput
+
 CONTEXT_LINES = 24  # of the module that a prompt shows before the function
 
 
@@ -22,7 +24,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     2021, eq. 1).
     """
     if not 0 <= correct <= samples or not 1 <= k <= samples:
-        raise ValueError(
+        raise InvalidInput(
             f"pass@k needs 0 <= correct <= samples and 1 <= k <= samples; found "
             f"samples={samples}, correct={correct}, k={k}"
         )
@@ -32,7 +34,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def rouge_l(predictions: Sequence[str], references: Sequence[str]) -> float:
     """Mean ROUGE-L F1 by Google's reference package, without stemming."""
     if len(predictions) != len(references) or not predictions:
-        raise ValueError(
+        raise InvalidInput(
             f"{len(predictions)} predictions for {len(references)} references; give one for each, "
             "and at least one"
         )
@@ -45,7 +47,8 @@ def rouge_l(predictions: Sequence[str], references: Sequence[str]) -> float:
         ) from None
     scorer = RougeScorer(["rougeL"])
     pairs = zip(references, predictions, strict=True)
-    return sum(scorer.score(r, p)["rougeL"].fmeasure for r, p in pairs) / len(predictions)
+    total: float = sum(scorer.score(r, p)["rougeL"].fmeasure for r, p in pairs)
+    return total / len(predictions)
 
 
 @dataclass(frozen=True)
@@ -114,10 +117,10 @@ def parse_rate(
     batch: prompts that are completed at a time, padded on the left.
     """
     if not prompts:
-        raise ValueError("no prompts; give modules with functions of three statements or more")
+        raise InvalidInput("no prompts; give modules with functions of three statements or more")
     room = model.config.max_position_embeddings - tokens
     if room < 1:
-        raise ValueError(
+        raise InvalidInput(
             f"{tokens} tokens to write leave no room for a prompt in the model's context of "
             f"{model.config.max_position_embeddings}; write fewer"
         )

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from anybit import files
-from anybit.report import check_picture
+from anybit.errors import InvalidInput
+from anybit.files.directory import without_nan, write_json
+from anybit.files.picture import check_picture
 
 TASKS = Path(__file__).with_name("tasks")
 OURS = tuple(sorted(path.stem for path in TASKS.glob("*.yaml")))
@@ -59,7 +60,7 @@ def run_tasks(
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     for name in tasks:
         check_data(name, manager, run_code)
-    from anybit.generate import load_text_model
+    from anybit.evaluate.model import load_text_model
 
     results = []
     for directory in models:
@@ -97,7 +98,7 @@ def check_known(tasks: Sequence[str], manager: Any) -> None:
     for name in tasks:
         if name not in manager.all_tasks:
             like = difflib.get_close_matches(name, manager.all_tasks, n=4)
-            raise ValueError(
+            raise InvalidInput(
                 f"unknown task {name!r}{'; did you mean ' + ', '.join(like) if like else ''}; "
                 f"without a network there are {', '.join(OURS)}; `lm_eval ls tasks` lists all"
             )
@@ -109,14 +110,14 @@ def check_data(name: str, manager: Any, run_code: bool) -> None:
         loaded = manager.load([name])
     except Exception as error:  # what datasets, the hub and the network raise is theirs to choose
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(
+        raise InvalidInput(
             f"the data of task {name!r} is not to be had here ({reason[:300]}). Run it once with a "
             f"network, or copy the data set into the cache (HF_HOME); tasks that need no network: "
             f"{', '.join(OURS)}"
         ) from None
     unsafe = [n for n, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)]
     if unsafe and not run_code:
-        raise ValueError(
+        raise InvalidInput(
             f"{', '.join(unsafe)} executes code that the model writes, on this machine; allow it "
             "with --run-code, best inside a container"
         )
@@ -156,9 +157,9 @@ def show(result: Result) -> str:
     return f"{result.value:.4f}" + ("" if math.isnan(result.error) else f" +- {result.error:.4f}")
 
 
-def write_json(results: Sequence[Result], path: Path) -> None:
+def write_results(results: Sequence[Result], path: Path) -> None:
     """Rows as JSON; an unknown error is null."""
-    files.write_json(path, [files.without_nan(asdict(r)) for r in results])
+    write_json(path, [without_nan(asdict(r)) for r in results])
 
 
 def plot(results: Sequence[Result], path: Path) -> None:

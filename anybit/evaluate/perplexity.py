@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.errors import InvalidInput
+
 Model = Callable[[Tensor], Any]
 
 ROWS = 256  # positions whose log-probabilities are held in fp32 at a time
@@ -94,7 +96,7 @@ def score(
             sums.append(compare(logits[row, at], target, other))
             step(len(target))
     if not sums:
-        raise ValueError("nothing to score: every document is shorter than two tokens")
+        raise InvalidInput("nothing to score: every document is shorter than two tokens")
     table = torch.cat((torch.tensor(lengths)[:, None], torch.stack(sums).cpu()), 1)
     _, of = torch.tensor(numbers).unique(return_inverse=True)
     if int(of.max()) + 1 >= DOCUMENTS:
@@ -130,7 +132,7 @@ def windows(
     """
     stride = max(window // 2, 1) if stride is None else stride
     if not 1 <= stride < window:
-        raise ValueError(f"stride={stride} is not in 1..{window - 1} (window={window})")
+        raise InvalidInput(f"stride={stride} is not in 1..{window - 1} (window={window})")
     for ids in documents:
         done = 1
         while done < len(ids):
@@ -199,7 +201,7 @@ def excerpts(documents: Sequence[Tensor], tokens: int | None) -> list[Tensor]:
     if tokens is None or sum(map(len, documents)) <= tokens:
         return list(documents)
     if tokens < 2 * len(documents):
-        raise ValueError(f"{tokens} tokens are too few for {len(documents)} documents")
+        raise InvalidInput(f"{tokens} tokens are too few for {len(documents)} documents")
     room, length = tokens, 0
     for left, size in zip(range(len(documents), 0, -1), sorted(map(len, documents)), strict=True):
         length = room // left

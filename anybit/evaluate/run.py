@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from anybit.errors import InvalidInput
 from anybit.evaluate.corpus import held_out_text
+from anybit.evaluate.model import context_of, encode, load_text_model
 from anybit.evaluate.perplexity import excerpts, score
-from anybit.generate import context_of, encode, load_text_model
 from anybit.progress import progress
 
 LONGEST = 2048  # tokens in a window, for models that could see more
@@ -27,7 +28,9 @@ def evaluate(model: Path, against: Path | None, text: Path | None, tokens: int) 
     if against:
         dense, other = load_text_model(against)
         if other.get_vocab() != tokenizer.get_vocab():
-            raise ValueError(f"{model} and {against} have different vocabularies; no KL to compute")
+            raise InvalidInput(
+                f"{model} and {against} have different vocabularies; no KL to compute"
+            )
     documents = excerpts([encode(tokenizer, x).to(loaded.device) for x in texts], tokens)
     with progress("scoring", sum(len(ids) - 1 for ids in documents)) as step:
         window = min(context_of(loaded), LONGEST)
@@ -54,6 +57,6 @@ def read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise InvalidInput(
             f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"
         ) from None

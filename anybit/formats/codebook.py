@@ -5,7 +5,7 @@ neighbours along K, and every vector becomes m codes of b bits, one into each co
 learned scalar tables, so `codebook:m=1,v=1,b=4,group=64` is a cousin of NF4. Storage is CodeGEMM's
 equation 1: b*m/v bits a weight, 16/g for the scales, and the tables.
 
-Here codebooks come from k-means on the weights alone; calibrated ones are a quantizer's work.
+Here codebooks come from k-means on the weights alone; a quantizer may calibrate them.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from anybit.clusters import chunk, kmeans, nearest, nearest_one
-from anybit.format import Entry, Format, Grid, grouped, groups_of, register, store_scale, ungroup
+from anybit.core.format import (
+    Entry,
+    Format,
+    Grid,
+    grouped,
+    groups_of,
+    register,
+    store_scale,
+    ungroup,
+)
+from anybit.errors import InvalidInput
+from anybit.formats.kmeans import chunk, kmeans, nearest, nearest_one
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -30,11 +40,15 @@ SWEEPS = 2  # passes that revisit every codebook after the greedy choice
 @register("codebook")
 @dataclass(frozen=True)
 class Codebook(Format):
-    """(v, m, b, group) in the paper's letters.
+    """A sum of m centroids for every vector of v weights; (v, m, b, g) as in the papers.
 
-    m: codebooks that are added up. v: weights in a vector. b: bits of a code, 1 to 8, or 16.
-    group: columns that share a normalization; 0 means the whole row (the paper's g = -1).
-    codebook: (m, 2**b, v) centroids in units of the scale.
+    The grid holds "scale" and "codebook" (m, 2**b, v), the centroids in units of the scale.
+
+    Attributes:
+        m: Codebooks that are added up.
+        v: Weights in a vector.
+        b: Bits of a code, 1 to 8, or 16.
+        group: Columns that share a normalization; 0 means the whole row (the paper's g = -1).
     """
 
     m: int = 2
@@ -43,15 +57,16 @@ class Codebook(Format):
     group: int = 0
 
     rowwise = False  # all rows share the codebooks
+    lookup = "codebook"
 
     def __post_init__(self) -> None:
         if self.m < 1 or self.v < 1 or self.b not in (*range(1, 9), 16):
-            raise ValueError(
+            raise InvalidInput(
                 f"codebook:m={self.m},v={self.v},b={self.b} is out of range; m and v are at least "
                 "1, and b is 1 to 8, or 16"
             )
         if self.group % self.v:
-            raise ValueError(f"codebook: group={self.group} is not a multiple of v={self.v}")
+            raise InvalidInput(f"codebook: group={self.group} is not a multiple of v={self.v}")
 
     @property
     def bits(self) -> int:  # type: ignore[override]

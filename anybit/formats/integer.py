@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anybit.format import (
+from anybit.core.format import (
     Entry,
     Format,
     Grid,
@@ -22,6 +22,8 @@ from anybit.format import (
     store_scale,
     ungroup,
 )
+from anybit.errors import InvalidInput
+from anybit.kernels.hopper.decode import Decoder, number
 
 if TYPE_CHECKING:
     from anybit.kernels.triton import lang
@@ -32,9 +34,13 @@ if TYPE_CHECKING:
 class Integer(Format):
     """Uniform integers of 1 to 8 bits.
 
-    group: columns that share a scale (and zero point); 0 means the whole row.
-    zero: store a zero point per group, so that the levels cover [min, max] instead of +-max.
-    order: columns are stored sorted by their group; only for weights that another tool made so.
+    The grid holds "scale", and "zero" (uint8, or a float) where there are zero points.
+
+    Attributes:
+        bits: Bits of a code, part of the name: int4.
+        group: Columns that share a scale (and zero point); 0 means the whole row.
+        zero: Store a zero point per group, so that the levels cover [min, max] instead of +-max.
+        order: Columns are stored sorted by group; only for weights that another tool made so.
     """
 
     bits: int = 4
@@ -50,10 +56,16 @@ class Integer(Format):
     def operand(self) -> str:  # type: ignore[override]
         return "activation" if self.zero else "int8"
 
+    @property
+    def zero_point(self) -> str | None:  # type: ignore[override]
+        return "zero" if self.zero else None
+
     def fit(self, w: Tensor) -> Grid:
         if self.order:
             plain = dataclasses.replace(self, order=False).spec
-            raise ValueError(f"{self.spec} only holds weights of other tools; quantize to {plain}")
+            raise InvalidInput(
+                f"{self.spec} only holds weights of other tools; quantize to {plain}"
+            )
         rows = groups_of(w, self.group)
         if self.zero:
             low, high = rows.aminmax(dim=-1)
@@ -81,12 +93,19 @@ class Integer(Format):
             return ungroup(grouped(codes.float(), grid["zero"]) - grid["zero"].float()[..., None])
         if self.bits == 1:
             return codes.float() * 2 - 1
-        return codes.float() - 2 ** (self.bits - 1)
+        return codes.float() - (1 << (self.bits - 1))
 
     def triton_decode(self, at: Any) -> Any:
         if self.zero:
             return lang.number(at) - lang.level(at, 0)
         return lang.number(at, 1, 2) if self.bits == 1 else lang.number(at, 2 ** (self.bits - 1))
+
+    def hopper_decode(self, operand: str) -> Decoder | str:
+        if self.zero:
+            return number(self, operand)
+        if self.bits == 1:
+            return number(self, operand, minus=1, times=2)
+        return number(self, operand, minus=2 ** (self.bits - 1))
 
     def _spec_parts(self) -> tuple[str, list[str]]:
         return f"int{self.bits}", self._options(skip=("bits",))

@@ -12,7 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anybit.format import Entry, Format, Grid, grouped, groups_of, register, store_scale, ungroup
+from anybit.core.format import (
+    Entry,
+    Format,
+    Grid,
+    grouped,
+    groups_of,
+    register,
+    store_scale,
+    ungroup,
+)
+from anybit.core.packed import Packed
+from anybit.kernels.hopper.decode import Constants, Decoder
+from anybit.kernels.hopper.lang import Word, bytes_of
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -23,19 +35,48 @@ LIMIT = 119  # equation 11: 119 + 16 / 2 + 128 = 255
 LEVELS = 15
 
 
+@dataclass(frozen=True)
+class LiquidDecoder(Decoder):
+    """q * s + a in every byte, four weights with one IMAD (equation 12).
+
+    The XOR 0x80 is left out: the operand is unsigned, and the epilogue subtracts 128 * sum(x).
+    """
+
+    grid_words = 1
+    finishing = 1
+    preparing = 4
+
+    def grid(self, packed: Packed) -> Tensor:
+        step, offset = packed.grid["step"].int(), packed.grid["offset"].int()
+        return (step | offset << 8)[..., None]
+
+    def constants(self, words: list[Word]) -> tuple[Constants, Constants]:
+        word = words[0]
+        low = bytes_of(word, 0x4440), bytes_of(word, 0x1111)
+        return low, (bytes_of(word, 0x4442), bytes_of(word, 0x3333))
+
+    def finish(self, register: Word, row: Constants) -> Word:
+        step, offset = row
+        return register * step + offset
+
+
 @register("liquid")
 @dataclass(frozen=True)
 class Liquid(Format):
     """uint4 codes over an int8 grid.
 
-    group: columns that share a step and a minimum.
-    scale (N, 1): the first level. step (N, K / group) uint8: s. offset: a = 128 + min, uint8.
+    The grid holds "scale" (N, 1) of the first level, and of the second "step" (N, K / group) uint8,
+    which is s, and "offset" (N, K / group) uint8, which is a = 128 + min.
+
+    Attributes:
+        group: Columns that share a step and a minimum.
     """
 
     group: int = 64
 
     bits = 4
     operand = "int8"
+    made_for = "int8"
 
     def entries(self) -> dict[str, Entry]:
         level = Entry(torch.uint8, self.group)
@@ -67,6 +108,11 @@ class Liquid(Format):
             return lang.multiply_add(at, lang.level(at, 0), lang.level(at, 1))
         else:  # noqa: RET505  (Triton compiles what follows a return, too)
             return lang.number(at) * lang.level(at, 0) + (lang.level(at, 1) - 128)
+
+    def hopper_decode(self, operand: str) -> Decoder | str:
+        if operand != "int8":
+            return "liquid decodes to int8 only; quantize activations too: liquid@int8"
+        return LiquidDecoder("uint8", (0, 1, 2, 3), group=self.group, middle=128)
 
     def _first_level(self, w: Tensor, scale: Tensor) -> Tensor:
         return (w * (1 / scale.float())).round_().clamp_(-LIMIT, LIMIT)

@@ -9,6 +9,7 @@ Decoding needs no exponent arithmetic ("bias shift"): the bits moved under fp16'
 are the value times 2**(bias - 15), subnormals included, and that power of two joins the scale.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anybit.format import (
+from anybit.core.format import (
     Format,
     Grid,
     grouped,
@@ -26,6 +27,8 @@ from anybit.format import (
     store_scale,
     ungroup,
 )
+from anybit.errors import InvalidInput
+from anybit.kernels.hopper.decode import BIAS, LIFT, MANTISSA, Decoder, HalfDecoder
 
 if TYPE_CHECKING:
     from anybit.kernels.triton import lang
@@ -37,10 +40,12 @@ BY_SHAPE = {shape: name for name, shape in ALIASES.items()}
 @register("fp", *ALIASES)
 @dataclass(frozen=True)
 class Minifloat(Format):
-    """eXmY of 3 to 8 bits.
+    """eXmY of 3 to 8 bits. The grid holds "scale" alone.
 
-    exponent, mantissa: X (1 to 5) and Y bits, written `fp:e3m2`.
-    group: columns that share a scale; 0 means the whole row.
+    Attributes:
+        exponent: X, 1 to 5 bits, written `fp:e3m2`.
+        mantissa: Y bits.
+        group: Columns that share a scale; 0 means the whole row.
     """
 
     exponent: int
@@ -49,7 +54,7 @@ class Minifloat(Format):
 
     def __post_init__(self) -> None:
         if not (1 <= self.exponent <= 5 and self.mantissa >= 0 and 3 <= self.bits <= 8):
-            raise ValueError(
+            raise InvalidInput(
                 f"fp:e{self.exponent}m{self.mantissa} has {self.bits} bits; a minifloat has 3 to 8 "
                 "bits and an exponent of 1 to 5: fp:e3m2, fp:e2m2, fp:e4m3"
             )
@@ -60,7 +65,8 @@ class Minifloat(Format):
 
     @property
     def bias(self) -> int:
-        return 2 ** (self.exponent - 1) - 1
+        """The exponent's bias, 2**(X - 1) - 1."""
+        return (1 << (self.exponent - 1)) - 1
 
     @property
     def shift(self) -> float:
@@ -73,10 +79,11 @@ class Minifloat(Format):
         reserved = 1 if (self.exponent, self.mantissa) == (4, 3) else 0
         if self.exponent == 5:  # fp16's exponent, whose highest value is no number
             reserved = 1 << self.mantissa
-        return 2 ** (self.bits - 1) - 1 - reserved
+        return (1 << (self.bits - 1)) - 1 - reserved
 
     @property
     def largest(self) -> float:
+        """The largest value, in units of the scale."""
         return float(self.to_float(torch.tensor(self.largest_code)))
 
     def fit(self, w: Tensor) -> Grid:
@@ -118,6 +125,26 @@ class Minifloat(Format):
     def triton_decode(self, at: Any) -> Any:
         return lang.floating(at, self.exponent, self.mantissa)
 
+    def hopper_decode(self, operand: str) -> Decoder | str:
+        x, y = self.exponent, self.mantissa
+        if operand == "float8_e4m3fn":
+            if x > 4 or y > 3:
+                return f"{self.spec!r} does not fit into e4m3"
+            if self.group:
+                return "group scales cannot be multiplied into fp8 weights"
+            return Decoder(operand, (*range(3 - y, 3 + x), 7), shift=7 - self.bias)
+        if operand not in MANTISSA:
+            return "floating-point weights have no decoder to int8"
+        shift = BIAS[operand] - self.bias
+        lift = 0
+        if operand == "bfloat16":
+            lift = min(shift, LIFT[operand])
+        elif self.group:  # as far as the largest value stays below fp16's
+            lift = min(LIFT[operand], LIFT[operand] - math.ceil(math.log2(self.largest)) + shift)
+        first = MANTISSA[operand] - y
+        places = (*range(first, first + y + x), 15)
+        return HalfDecoder(operand, places, shift=shift, group=self.group, lift=lift)
+
     def _spec_parts(self) -> tuple[str, list[str]]:
         shape = (self.exponent, self.mantissa)
         options = self._options(skip=("exponent", "mantissa"))
@@ -132,5 +159,5 @@ class Minifloat(Format):
             return cls(*ALIASES[name], **read_options(cls, name, args, named))
         shape = re.fullmatch(r"e(\d)m(\d)", args[0]) if args else None
         if not shape:
-            raise ValueError(f"write {name!r} with its bits: fp:e3m2 or fp:e3m2,group=128")
+            raise InvalidInput(f"write {name!r} with its bits: fp:e3m2 or fp:e3m2,group=128")
         return cls(int(shape[1]), int(shape[2]), **read_options(cls, name, args[1:], named))

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anybit.format import Format, Grid, grouped, groups_of, register, store_scale, ungroup
+from anybit.core.format import Format, Grid, grouped, groups_of, register, store_scale, ungroup
+from anybit.kernels.hopper.decode import BIAS, LIFT, MANTISSA, Decoder, HalfDecoder
+from anybit.kernels.hopper.lang import LANES, Word, bytes_of
 
 if TYPE_CHECKING:
     from anybit.kernels.triton import lang
@@ -19,12 +21,46 @@ MIDDLE = 64  # the 7-bit code of 0
 LARGEST = 63
 
 
+@dataclass(frozen=True)
+class SparseDecoder(HalfDecoder):
+    """Bytes of a pair of columns: 7 bits of a number, and whether it is the first of the two.
+
+    The operand is fp16, bf16 or uint8; the column without a weight gets the middle code.
+    """
+
+    @property
+    def instructions(self) -> int:
+        words, groups = 4, max(self.entries, 2 * bool(self.entries))
+        return words * 5 + self.slot * (1 + self.finishing) + groups * self.preparing // 2
+
+    def stored(self, codes: Tensor) -> Tensor:
+        flipped = codes ^ MIDDLE  # so that a masked byte is the middle after another flip
+        return torch.stack((flipped & 15, flipped >> 4), -1).flatten(-2)
+
+    def order(self) -> Tensor:
+        return torch.arange(LANES * self.bits)
+
+    def gather(self, words: list[Word], i: int) -> Word:
+        each = 32 // self.slot // 2  # bytes of a register
+        word = words[i // (4 // each)]
+        first = bytes_of(word, 0xBA98)  # all bits of the bytes whose top bit is set
+        ones, middle = 0x01010101 * (2 * MIDDLE - 1), 0x01010101 * MIDDLE
+        low = (word & first & ones) ^ middle
+        high = (word & (first ^ 0xFFFFFFFF) & ones) ^ middle
+        b = i * each % 4
+        if self.slot == 8:
+            return bytes_of(low, b | 4 + b << 4 | 1 + b << 8 | 5 + b << 12, high)
+        # Top bits, of which a byte is filled, are zero.
+        return bytes_of(low, b | 8 + b << 4 | 4 + b << 8 | 12 + b << 12, high)
+
+
 @register("sparse")
 @dataclass(frozen=True)
 class Sparse(Format):
     """Pairs of which the weight of larger magnitude is kept, as W = (q - 64) * scale.
 
-    group: columns that share a scale; 0 means the whole row.
+    Attributes:
+        group: Columns that share a scale; 0 means the whole row.
     """
 
     group: int = 0
@@ -54,3 +90,21 @@ class Sparse(Format):
         value = lang.field(at, 0, 7, 64)
         first = value * lang.field(at, 7, 1)
         return lang.pair(first, value - first)
+
+    def hopper_decode(self, operand: str) -> Decoder | str:
+        places = (0, 1, 2, 3)  # of each weight's half of the pair's byte
+        if operand == "int8":
+            if self.group:
+                return "group scales cannot be multiplied into int8 products"
+            return SparseDecoder("uint8", places, middle=MIDDLE)
+        if operand not in MANTISSA:
+            return "sparse pairs have no decoder to fp8"
+        shift = BIAS[operand] - 1 + MANTISSA[operand]
+        return SparseDecoder(
+            operand,
+            places,
+            shift=shift,
+            group=self.group,
+            lift=min(shift, LIFT[operand]),
+            center=MIDDLE,
+        )

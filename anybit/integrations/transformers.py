@@ -8,8 +8,9 @@ this module is loaded while transformers itself is still loading.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
@@ -17,32 +18,43 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from anybit.dispatch import parse_scheme
-from anybit.experts import FUSED, Expert, Experts, expert_layers, fused_experts, split, unpublished
-from anybit.files import Stored, read_header
-from anybit.format import Packed, tensor_shapes
-from anybit.linear import QuantLinear, check_finite
-from anybit.quantize import (
+from anybit.checkpoint.names import Names, natural, renaming
+from anybit.core.packed import Packed, is_codes, tensor_shapes
+from anybit.core.scheme import parse_scheme
+from anybit.errors import InvalidInput
+from anybit.files.safetensors import Stored, read_header
+from anybit.nn.experts import (
+    FUSED,
+    Experts,
+    expert_layers,
+    fused_experts,
+    split,
+)
+from anybit.nn.linear import QuantLinear, check_finite
+from anybit.nn.model import (
+    dequantize_,
+    full_plan,
+    is_linear,
+    linear_schemes,
+    quantized_layers,
+    replace,
+    under_all_names,
+    weight_of,
+)
+from anybit.nn.plan import (
     METHOD,
     VERSION,
     Plan,
     Spec,
     canonical,
-    dense_layers,
     patterns_for,
-    plan_of,
     quantization_config,
-    quantized_layers,
-    replace,
-    resolve,
-    shared_weights,
+    stored_plan,
 )
 from anybit.quantizers.rtn import RTN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-CODES = re.compile(r"\.codes\d+$")
 
 
 def register() -> None:
@@ -67,18 +79,9 @@ class AnybitConfig(QuantizationConfigMixin):
         quant_method: str = METHOD,
         **unknown: Any,
     ):
-        from anybit import __version__
-
-        if not isinstance(version, int) or version > VERSION:
-            raise ValueError(
-                f"the checkpoint has layout version {version}, anybit {__version__} reads up to "
-                f"{VERSION}; upgrade anybit"
-            )
-        if formats is None or quant_method != METHOD or unknown:
-            given = {"formats": formats, "quant_method": quant_method, **unknown}
-            raise ValueError(f"anybit's quantization_config has formats and version, not {given}")
+        given = {"formats": formats, "version": version, "quant_method": quant_method}
         self.quant_method = METHOD  # type: ignore[assignment]
-        self.formats = plan_of(formats)
+        self.formats = stored_plan(given | unknown)
 
     def to_dict(self) -> dict[str, Any]:
         return quantization_config(self.formats)
@@ -96,6 +99,8 @@ class AnybitQuantizer(HfQuantizer):
     quantization_config: AnybitConfig
     error: Exception | None = None  # the first that a weight caused; see Quantize
     apart = False  # whether experts were taken apart
+    names: Mapping[str, str] = MappingProxyType({})  # of stored codes, in the model
+    table: Sequence[Any] = ()  # transformers' own for names
 
     def _process_model_before_weight_loading(
         self,
@@ -105,11 +110,16 @@ class AnybitQuantizer(HfQuantizer):
     ) -> None:
         if self.pre_quantized:
             stored = {n: t for f in checkpoint_files or () for n, t in read_header(Path(f)).items()}
-            fill = swap_for_stored(model, self.quantization_config.formats, stored)
+            fill, self.names = swap_for_stored(model, self.quantization_config.formats, stored)
         else:
+            self.quantization_config.formats = full_plan(model, self.quantization_config.formats)
             fill = swap_for_dense(model, self.quantization_config.formats)
-        for name, layer in fill.items():
-            replace(model, name, layer)
+        types = model._get_dtype_plan(model.dtype)  # layers that stay in fp32, by their names
+        with under_all_names(model):
+            for name, layer in fill.items():
+                replace(model, name, layer)
+                if found := next((p for p in types if re.search(rf"\b{p}\b", name)), None):
+                    layer.weight_dtype = types[found]
         self.apart = any(isinstance(module, Experts) for module in model.modules())
 
     def param_needs_quantization(
@@ -117,17 +127,25 @@ class AnybitQuantizer(HfQuantizer):
     ) -> bool:
         name, _, tensor = param_name.rpartition(".")
         module = model.get_submodule(name)
-        if tensor in FUSED:
-            return isinstance(module, Experts)
+        if isinstance(module, Experts):
+            return tensor in module.layout.tensors
         return tensor == "weight" and isinstance(module, QuantLinear)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
-        """Experts that are stored one by one are left like that in a checkpoint of ours."""
-        if self.pre_quantized and self.apart:
-            weight_conversions = [
-                c for c in weight_conversions if not str(c.target_patterns[0]).endswith(FUSED)
-            ]
-        return super().update_weight_conversions(weight_conversions, *model)
+        """Codes go to their layers, and experts that are stored one by one stay like that."""
+        if self.pre_quantized:
+            if self.apart:
+                fused = tuple(f".experts.{name}" for name in ("up_proj", *FUSED))
+                weight_conversions = [
+                    c for c in weight_conversions if not str(c.target_patterns[0]).endswith(fused)
+                ]
+            self.table = weight_conversions
+            from transformers.core_model_loading import WeightRenaming
+
+            renamings = [c for c in weight_conversions if isinstance(c, WeightRenaming)]
+            others = [c for c in weight_conversions if not isinstance(c, WeightRenaming)]
+            weight_conversions = [renaming(self.names, renamings), *others]
+        return super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
 
     def get_quantize_ops(self) -> "Quantize":
         return Quantize(self)
@@ -135,18 +153,29 @@ class AnybitQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
         if self.error is not None:
             raise self.error
-        placeholders: dict[type, tuple[str, ...]] = {QuantLinear: ("weight",), Experts: FUSED}
         for name, module in model.named_modules():
-            for tensor in placeholders.get(type(module), ()):
-                if tensor in module._parameters:
-                    raise ValueError(
-                        f"{name}.{tensor}: not in the checkpoint, so it cannot be quantized; "
-                        "a file is missing, or config.json is another model's"
-                    )
+            found = module._parameters if isinstance(module, Experts) else {}
+            if isinstance(module, QuantLinear) and "weight" in module._parameters:
+                found = {"weight": None}
+            for tensor in found:
+                raise InvalidInput(
+                    f"{name}.{tensor}: not in the checkpoint, so it cannot be quantized; "
+                    "a file is missing, or config.json is another model's"
+                )
+        if not self.pre_quantized:
+            for name, parameter in model.named_parameters():
+                if not parameter.is_meta:
+                    check_finite(parameter, name)
         for _, layer in quantized_layers(model):
             if not any(b.is_meta for b in layer.buffers()):  # offloaded layers have no contents yet
                 layer.prepare()
+        if self.pre_quantized:  # what transformers goes by when it saves the model
+            used: Any = [c for c in self.table if c.was_used()]
+            model._weight_conversions = used
         model.anybit_formats = self.quantization_config.formats  # type: ignore[assignment]
+
+    def _dequantize(self, model: "PreTrainedModel", dtype: Any = None) -> "PreTrainedModel":
+        return cast("PreTrainedModel", dequantize_(model))
 
     def is_serializable(self) -> bool:
         return True
@@ -201,9 +230,10 @@ class Quantize:
 def fill(layer: QuantLinear, weight: Tensor, name: str) -> None:
     """Quantize a loaded weight into an empty layer."""
     check_finite(weight, name)
+    weight = weight.T if layer.transposed else weight
     packed = RTN().quantize(weight, layer.format)
     if packed.shape != (layer.out_features, layer.in_features):
-        raise ValueError(
+        raise InvalidInput(
             f"{name}: the checkpoint has shape {packed.shape}, the model "
             f"{(layer.out_features, layer.in_features)}"
         )
@@ -213,23 +243,23 @@ def fill(layer: QuantLinear, weight: Tensor, name: str) -> None:
     layer._parameters.pop("weight", None)  # the placeholder
 
 
-def fill_experts(experts: Experts, weight: Tensor, name: str, tensor: str) -> None:
-    """Fill layers of experts from a loaded tensor (experts, N, K), one of `FUSED`."""
+def fill_experts(experts: Experts, whole: Tensor, name: str, tensor: str) -> None:
+    """Fill layers of experts from a loaded tensor, one of the layout's."""
     expected = experts._parameters.pop(tensor)
-    if expected is not None and weight.shape != expected.shape:
-        raise ValueError(
-            f"{name}.{tensor}: the checkpoint has shape {tuple(weight.shape)}, the model "
+    if expected is not None and whole.shape != expected.shape:
+        raise InvalidInput(
+            f"{name}.{tensor}: the checkpoint has shape {tuple(whole.shape)}, the model "
             f"{tuple(expected.shape)}"
         )
-    for e, expert in enumerate(cast(Iterable[Expert], experts)):
-        names = expert.names[:2] if tensor == "gate_up_proj" else expert.names[2:]
-        for key, part in zip(names, weight[e].chunk(len(names)), strict=True):
-            layer = expert.get_submodule(key)
-            if isinstance(layer, QuantLinear):
-                fill(layer, part, f"{name}.{e}.{key}.weight")
-            else:
-                layer.weight = nn.Parameter(part.clone(), requires_grad=False)
-                layer.weight._is_hf_initialized = True  # type: ignore[attr-defined]
+    key = "bias" if tensor.endswith("_bias") else "weight"
+    for path, part in experts.layout.cut(tensor, whole):
+        layer = experts.get_submodule(path)
+        if isinstance(layer, QuantLinear) and key == "weight":
+            fill(layer, part, f"{name}.{path}.weight")
+        else:
+            parameter = nn.Parameter(part.clone(), requires_grad=False)
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            setattr(layer, key, parameter)
 
 
 def swap_for_dense(model: nn.Module, formats: Plan) -> dict[str, QuantLinear]:
@@ -241,90 +271,87 @@ def swap_for_dense(model: nn.Module, formats: Plan) -> dict[str, QuantLinear]:
     fused = dict(fused_experts(model))
     split(model, schemes)
     for name, scheme in schemes.items():
-        old = cast(nn.Linear, model.get_submodule(name))
-        layer = QuantLinear.empty(scheme, (old.out_features, old.in_features), old.bias)
+        old = model.get_submodule(name)
+        shape = cast(tuple[int, int], tuple(weight_of(old).shape))
+        empty = QuantLinear.empty(scheme, shape)
+        out[name] = QuantLinear.instead_of(old, empty.packed, empty.activation)
         if name.rsplit(".", 2)[0] not in fused:
-            layer.weight = nn.Parameter(old.weight.detach(), requires_grad=False)
-        out[name] = layer
+            out[name]._parameters["weight"] = nn.Parameter(
+                cast(nn.Linear, old).weight.detach(), False
+            )
     for name, module in fused.items():
         experts = model.get_submodule(name)
         if isinstance(experts, Experts):
-            for key in FUSED:
+            for key in experts.layout.tensors:
                 experts.register_parameter(key, module._parameters[key])
     return out
 
 
-def linear_schemes(model: nn.Module, formats: Spec | Plan) -> dict[str, str]:
-    """Names of the linear layers to be quantized -> schemes, for a model that is not loaded yet."""
-    schemes = resolve(dense_layers(model), formats)
-    tied = tied_layers(model)
-    for name in schemes:
-        if name in tied:
-            raise ValueError(
-                f"{name} shares its weight with {tied[name]}; keep it: {{'*': ..., '{name}': None}}"
-            )
-    return schemes
-
-
-def tied_layers(model: nn.Module) -> dict[str, str]:
-    """Layers whose weights are shared, or will be after loading -> the layer shared with."""
-    keys = getattr(model, "all_tied_weights_keys", {})
-    pairs = [(a.removesuffix(".weight"), b.removesuffix(".weight")) for a, b in keys.items()]
-    return shared_weights(model) | dict(pairs) | {b: a for a, b in pairs}
-
-
 def swap_for_stored(
     model: nn.Module, formats: Plan, stored: Mapping[str, Stored]
-) -> dict[str, QuantLinear]:
+) -> tuple[dict[str, QuantLinear], dict[str, str]]:
     """Empty layers, of the dtypes that are stored, for the quantized layers of a checkpoint.
 
-    Raises ValueError when the plan, the model and the checkpoint's tensors do not agree.
+    Args:
+        model: On the meta device, its experts not taken apart.
+        formats: The checkpoint's plan.
+        stored: Its tensors.
+
+    Returns:
+        The layers by name, and the model's names of their tensors by those in the checkpoint.
+
+    Raises:
+        InvalidInput: The plan, the model and the checkpoint's tensors do not agree.
     """
-    base = getattr(model, "base_model_prefix", "")
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    stored = {unpublished(name, model_type): tensor for name, tensor in stored.items()}
-    coded = {key.rpartition(".")[0] for key in stored if CODES.search(key)}
+    base, table = getattr(model, "base_model_prefix", ""), Names(model)
+    coded = {key.rpartition(".")[0] for key in stored if is_codes(key)}
     layers = coded | {key.removesuffix(".weight") for key in stored if key.endswith(".weight")}
-
-    def names_of(name: str) -> tuple[str, ...]:
-        """A base model (AutoModel) has shorter names than the model that was saved, or longer."""
-        return name, f"{base}.{name}", name.removeprefix(f"{base}.")
-
-    split(model, [n for n in expert_layers(model) if layers.intersection(names_of(n))])
+    whole: dict[str, tuple[str, str]] = {}  # the name in the model that was saved, and as stored
+    same = [(own, own) for own in sorted(layers, key=natural)]
+    renamed = [(table.renamed(f"{own}.weight").removesuffix(".weight"), own) for own, _ in same]
+    for pairs in (same, renamed):  # the surer come later, and win
+        # A base model (AutoModel) has shorter names than the model that was saved, or longer.
+        whole |= {f"{base}.{name}": (name, own) for name, own in pairs}
+        whole |= {name.removeprefix(f"{base}."): (name, own) for name, own in pairs}
+        whole |= {name: (name, own) for name, own in pairs}
+    split(model, [name for name in expert_layers(model) if name in whole])
     out, placed = {}, set()
+    names: dict[str, str] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
+        if not is_linear(module):
             continue
-        here = next((n for n in names_of(name) if n in coded), name)
-        patterns = patterns_for(here, formats)
+        there, own = whole.get(name, (name, name))
+        patterns = patterns_for(there, formats)
         scheme = formats[patterns[-1]] if patterns else None
-        if (scheme is not None) != (here in coded):
-            raise ValueError(
+        if (scheme is not None) != (own in coded):
+            raise InvalidInput(
                 f"{name}: config.json says {scheme or 'not quantized'}, but the checkpoint holds "
-                f"{'codes' if here in coded else 'no codes'} for it; copy it again"
+                f"{'codes' if own in coded else 'no codes'} for it; copy it again"
             )
-        placed.add(here)
+        placed.add(own)
         if scheme is not None:
-            out[name] = stored_layer(canonical(scheme), module, here, stored)
+            layer = stored_layer(canonical(scheme), module, own, stored)
+            out[name] = layer
+            names |= {f"{own}.{key}": f"{name}.{key}" for key in layer.packed.tensors()}
     experts = sorted(name for name in coded - placed if ".experts." in name)
     if experts:  # else they would be initialized at random, with no more than a warning
-        raise ValueError(
+        raise InvalidInput(
             f"{len(experts)} layers of experts, such as {experts[0]}, are quantized one by one, "
             f"and transformers' {type(model).__name__} has no such layers; anybit.LLM and vLLM "
             "have, where they know the model"
         )
-    return out
+    return out, names
 
 
 def stored_layer(
-    scheme: str, old: nn.Linear, name: str, stored: Mapping[str, Stored]
+    scheme: str, old: nn.Module, name: str, stored: Mapping[str, Stored]
 ) -> QuantLinear:
     """An empty layer in the place of `old`, of the dtypes that the checkpoint has under `name`."""
     fmt, activation = parse_scheme(scheme)
-    shape = (old.out_features, old.in_features)
+    shape = cast(tuple[int, int], tuple(weight_of(old).shape))
     keys = (key for key in tensor_shapes(fmt, shape) if f"{name}.{key}" in stored)
     tensors = {key: stored[f"{name}.{key}"].meta() for key in keys}
-    return QuantLinear(Packed.from_tensors(fmt, shape, tensors, name), old.bias, activation)
+    return QuantLinear.instead_of(old, Packed.from_tensors(fmt, shape, tensors, name), activation)
 
 
 register()

@@ -8,7 +8,6 @@ vLLM's own methods: `vllm_linear.py` loads linear layers, `vllm_moe.py` experts,
 `vllm_products.py` multiplies.
 """
 
-import re
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +23,12 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizeMethodBase,
 )
 
-from anybit.dispatch import BACKENDS
+from anybit.core.packed import is_codes
 from anybit.engine.weights import KEPT, linear_shapes, plan_text
-from anybit.quantize import METHOD, is_head, patterns_for, plan_of
+from anybit.errors import InvalidInput
+from anybit.kernels.registry import BACKENDS
+from anybit.nn.plan import METHOD, is_head, patterns_for, plan_of
 
-CODES = re.compile(r"\.codes\d+$")
 OVERRIDE = "anybit"  # what `hf_overrides` calls the options below
 OPTIONS = ("formats", "backend")
 
@@ -49,7 +49,7 @@ class AnybitConfig(QuantizationConfig):
     formats: {glob: scheme or None}, as in `quantize_`; None until `maybe_update_config` finds them
         in the overrides. They describe the layers of a quantized checkpoint, or say what a dense
         one is quantized to while it is loaded (round to nearest).
-    backend: a name in `dispatch.BACKENDS` for all layers; None lets each layer have the first that
+    backend: a name in `registry.BACKENDS` for all layers; None lets each layer have the first that
         takes it. Part of the model's config, which vLLM's compile cache depends on, and not of the
         environment, which it does not.
     """
@@ -96,30 +96,30 @@ class AnybitConfig(QuantizationConfig):
     def _override(self, given: Any, model_name: str) -> None:
         options = {"formats": given} if isinstance(given, str) else dict(given or {})
         if unknown := set(options) - set(OPTIONS):
-            raise ValueError(
+            raise InvalidInput(
                 f"hf_overrides[{OVERRIDE!r}] has {', '.join(sorted(map(str, unknown)))}; known: "
                 f"{', '.join(OPTIONS)}"
             )
         formats, backend = options.get("formats"), options.get("backend")
         if backend is not None and backend not in BACKENDS:
-            raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+            raise InvalidInput(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
         self.backend = backend or self.backend
         if formats is not None and self.formats is not None:
-            raise ValueError(
+            raise InvalidInput(
                 f"{model_name} is quantized already ({plan_text(self.formats)}); leave out "
                 "formats, or load the dense model"
             )
         if formats is not None:
             self.formats = plan_of(formats)
         if self.formats is None:
-            raise ValueError(
+            raise InvalidInput(
                 f"{model_name} is not quantized; quantization={METHOD!r} quantizes it while it is "
                 f"loaded, and needs a format: hf_overrides={{{OVERRIDE!r}: {{'formats': 'fp6'}}}}"
             )
 
     def _survey(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Note which layers are stored in codes; patterns that match none are a ValueError."""
-        self.coded = {name.rpartition(".")[0] for name in shapes if CODES.search(name)}
+        self.coded = {name.rpartition(".")[0] for name in shapes if is_codes(name)}
         linear = linear_shapes({n: SimpleNamespace(shape=s) for n, s in shapes.items()})  # type: ignore[misc]
         self.dense = set(linear) - self.coded
         names = self.coded | self.dense
@@ -128,7 +128,7 @@ class AnybitConfig(QuantizationConfig):
         used = {pattern for name in names for pattern in patterns_for(name, plan)}
         idle = [p for p in plan if p not in used and p not in ("*", "lm_head")]
         if idle and names:
-            raise ValueError(
+            raise InvalidInput(
                 f"no layer matches {', '.join(map(repr, idle))}; layers are named like "
                 f"{', '.join(map(repr, sorted(names)[:3]))}"
             )
@@ -151,7 +151,7 @@ class AnybitConfig(QuantizationConfig):
         scheme = plan[matches[-1]] if matches else None
         if name in self.coded:
             if scheme is None:
-                raise ValueError(
+                raise InvalidInput(
                     f"{name}: the checkpoint holds codes, but config.json names no format for it "
                     f"({plan_text(plan)}); copy it again"
                 )
@@ -159,7 +159,7 @@ class AnybitConfig(QuantizationConfig):
         if self.coded and name in self.dense:
             return None
         if not matches and not is_head(name) and not kept(name):
-            raise ValueError(
+            raise InvalidInput(
                 f"no pattern matches layer {name!r}; add '*': None to keep all other layers as "
                 f"they are, or '*': FORMAT to quantize them (patterns: {plan_text(plan)})"
             )

@@ -20,11 +20,13 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
 
-from anybit.dispatch import parse_scheme
-from anybit.integrations.vllm_products import Weight, build
-from anybit.linear import check_finite
+from anybit.core.scheme import parse_scheme
+from anybit.errors import InvalidInput
+from anybit.integrations.vllm_products import build
+from anybit.nn.grouped import Weight
+from anybit.nn.linear import check_finite
+from anybit.nn.sharding import WHOLE, Piece, check_columns, share
 from anybit.quantizers.rtn import RTN
-from anybit.sharding import WHOLE, Piece, check_columns, share
 
 logger = init_logger(__name__)
 
@@ -42,7 +44,7 @@ class AnybitLinearMethod(LinearMethodBase):
         if len(self.names) == 1:
             return [(self.names[0], self.schemes[0])] * count
         if len(self.names) != count:
-            raise ValueError(
+            raise InvalidInput(
                 f"{', '.join(self.names)}: vLLM merges these {len(self.names)} layers into "
                 f"{count} parts, which anybit does not know how to do"
             )
@@ -57,7 +59,7 @@ class AnybitLinearMethod(LinearMethodBase):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def tie_weights(self, layer: Any, embed_tokens: nn.Module) -> nn.Module:
-        raise ValueError(
+        raise InvalidInput(
             f"{self.names[0]} shares its weight with the embedding; keep it: "
             f"{{'*': ..., '{self.names[0]}': None}}"
         )
@@ -223,7 +225,7 @@ class Receiver(BasevLLMParameter):
             if offset == 0:
                 return piece
             offset -= piece.shape[0]
-        raise ValueError(f"{self.pieces[0].name}: no part begins there; {len(self.pieces)} parts")
+        raise InvalidInput(f"{self.pieces[0].name}: no part begins there; {len(self.pieces)} parts")
 
 
 def nothing(key: str, pieces: Iterable[Piece]) -> Tensor:
@@ -246,7 +248,7 @@ def check(name: str, scheme: str, n: int, k: int, ranks: int) -> None:
     try:
         fmt.check(n, k)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise InvalidInput(f"{name}: {error}") from None
     check_columns(fmt, k, ranks, name)
 
 

@@ -20,9 +20,11 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from vllm.model_executor.parameter import BasevLLMParameter
 from vllm.model_executor.utils import set_weight_attrs
 
+from anybit.errors import InvalidInput
 from anybit.integrations.vllm_linear import check, fill, is_dummy, nothing, quantized
-from anybit.integrations.vllm_products import Experts, Weight, all_experts, one_by_one
-from anybit.sharding import WHOLE, Piece, share
+from anybit.integrations.vllm_products import Experts, all_experts, one_by_one
+from anybit.nn.grouped import Weight
+from anybit.nn.sharding import WHOLE, Piece, share
 
 if TYPE_CHECKING:
     from anybit.integrations.vllm import AnybitConfig
@@ -67,9 +69,9 @@ class AnybitMoEMethod(FusedMoEMethodBase):
         self.names, self.schemes, self.backend = names, schemes, backend
         first = next(iter(names.values()))
         if moe.has_bias:
-            raise ValueError(f"{first}: experts with a bias are not supported; keep them: None")
+            raise InvalidInput(f"{first}: experts with a bias are not supported; keep them: None")
         if moe.moe_parallel_config.use_all2all_kernels:
-            raise ValueError(
+            raise InvalidInput(
                 f"{first}: experts behind vLLM's all-to-all kernels (data parallelism) are not "
                 "supported; use tensor or expert parallelism, or keep them unquantized: None"
             )

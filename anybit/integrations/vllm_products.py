@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config_or_none
 
-from anybit import ops
-from anybit.dispatch import choose, get_backend, refusals, scheme_name
-from anybit.format import Packed
-from anybit.quantizers.rtn import stack
-from anybit.sharding import same
-
-Weight = tuple[Tensor | Packed, str | None]  # a weight and its activation notation
+from anybit.core.packed import Packed
+from anybit.core.scheme import scheme_name
+from anybit.errors import InvalidInput
+from anybit.kernels.backend import LayerSpec
+from anybit.kernels.registry import choose, get_backend, refusals
+from anybit.nn import op as ops
+from anybit.nn.grouped import Weight, group, merge, parameters
 
 
 class Multiply(nn.Module):
@@ -35,16 +35,13 @@ class Multiply(nn.Module):
         self.n = packed.shape[0]
         self.scheme = scheme_name(stored.format, activation)
         self.backend = chosen(stored, activation, backend, dtype, name)
-        kernels = get_backend(self.backend)
-        prepared = kernels.prepare(stored, activation, dtype)
-        prepared = kernels.release(prepared) or prepared
-        self.prepared = nn.ParameterList(nn.Parameter(t, requires_grad=False) for t in prepared)
+        self.layout = parameters(get_backend(self.backend).prepare(stored, activation, dtype))
         self.register_buffer("order", packed.grid.get("order"))
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.order is not None:
             x = x.index_select(-1, self.order)
-        return ops.linear(x, list(self.prepared), bias, self.scheme, self.n, self.backend)
+        return ops.linear(x, list(self.layout), bias, self.scheme, self.n, self.backend)
 
 
 class Dense(nn.Module):
@@ -67,31 +64,29 @@ def build(
         Multiply(weight, activation, backend, dtype, name)
         if isinstance(weight, Packed)
         else Dense(weight.to(dtype))
-        for weight, activation in merge(weights)
+        for weight, activation in side_by_side(weights)
     )
 
 
-def merge(weights: list[Weight]) -> list[Weight]:
-    """Weights on top of each other as one, if they are dense or share a format without tables."""
-    tensors, activations = zip(*weights, strict=True)
-    if len(weights) == 1 or not same(list(tensors)) or len(set(activations)) > 1:
-        return weights
-    packed = [w for w in tensors if isinstance(w, Packed)]
-    return [(stack(packed) if packed else torch.cat(tensors), activations[0])]
+def side_by_side(weights: list[Weight]) -> list[Weight]:
+    """All weights as one if they can be."""
+    merged = merge(weights)
+    return weights if merged is None else [merged]
 
 
 def chosen(
     packed: Packed, activation: str | None, backend: str | None, dtype: torch.dtype, name: str
 ) -> str:
     """The backend of a weight: the configured one, or the first that takes it."""
-    device = packed.planes[0].device
+    device, decoded = packed.planes[0].device, backend == "dense"
+    layer = LayerSpec(packed.format, activation, packed.shape, device, dtype, decoded)
     if backend is None:
-        backend = choose(packed.format, activation, packed.shape, device, dtype)
+        backend = choose(layer)
     else:
-        answers = refusals(packed.format, activation, packed.shape, device, dtype)
+        answers = refusals(layer)
         if answers[backend] is not None:
             others = [other for other, answer in answers.items() if answer is None]
-            raise ValueError(
+            raise InvalidInput(
                 f"{name}: backend {backend!r} refuses it: {answers[backend]}; leave the backend "
                 f"out, or choose {' or '.join(others)}"
             )
@@ -103,51 +98,41 @@ def chosen(
 
 
 class Experts(nn.Module):
-    """One projection of every expert, or its gate and up side by side.
-
-    grouped: whether one launch multiplies all of them.
-    """
+    """One projection of every expert, or its gate and up side by side."""
 
     def __init__(
         self, weights: list[list[Weight]], backend: str | None, dtype: torch.dtype, name: str
     ):
         super().__init__()
         self.count = len(weights)
-        self.grouped = self.group(weights, backend, dtype, name)
-        if not self.grouped:
+        merged = [one for parts in weights if (one := merge(parts))]
+        self.product = None
+        if len(merged) == len(weights):
+            self.product = group(
+                merged, dtype, lambda packed, kind: chosen(packed, kind, backend, dtype, name)
+            )
+        if self.product is None:
             self.experts = nn.ModuleList(
                 build(parts, backend, dtype, f"{name}.{at}") for at, parts in enumerate(weights)
             )
 
-    def group(
-        self, weights: list[list[Weight]], backend: str | None, dtype: torch.dtype, name: str
-    ) -> bool:
-        """Lay all weights out for a grouped product, or False when there is none for them."""
-        merged = [weight for parts in weights for weight in merge(parts)]
-        packed = [w for w, _ in merged if isinstance(w, Packed) and not w.format.order]
-        kinds = {(w.format, w.shape) for w in packed} | {a for _, a in merged}
-        if not len(weights) == len(merged) == len(packed) or len(kinds) > 2:
-            return False
-        weight, activation = packed[0], merged[0][1]
-        kernels: Any = get_backend(chosen(weight, activation, backend, dtype, name))
-        if not hasattr(kernels, "linear_experts") or len(packed) > kernels.tiles.MOST_EXPERTS:
-            return False
-        prepared = kernels.prepare_experts(packed, activation, dtype)
-        self.prepared = nn.ParameterList(nn.Parameter(t, requires_grad=False) for t in prepared)
-        self.kernels, self.format = kernels, weight.format
-        self.n, self.activation = weight.shape[0], activation
-        return True
+    @property
+    def grouped(self) -> bool:
+        """Whether one launch multiplies all of them."""
+        return self.product is not None
 
     def forward(self, x: Tensor, expert: int) -> Tensor:
         """x (M, K) through one expert -> (M, N)."""
+        if self.product is not None:
+            after = torch.arange(self.count + 1, device=x.device) > expert
+            return self.product(x, after.int() * len(x))
         parts: Any = self.experts[expert]
         return torch.cat([part(x, None) for part in parts], -1)
 
     def all(self, x: Tensor, starts: Tensor) -> Tensor:
         """x (M, K), sorted by expert, -> (M, N); expert e has rows starts[e] to starts[e + 1]."""
-        return self.kernels.linear_experts(
-            x, list(self.prepared), starts, self.format, self.n, self.activation
-        )
+        assert self.product is not None
+        return self.product(x, starts)
 
 
 def one_by_one(

@@ -1,54 +1,48 @@
 """The definition of a quantized linear layer, in plain torch; runs on every device.
 
-Weights are decoded, rounded to the activation's dtype in units of their scale (what a matrix unit
+Weights are decoded, rounded to the activation's dtype in units of their scale (what a tensor core
 multiplies), then scaled and summed in fp32. Every other backend is tested against this one.
 """
 
 import torch
 from torch import Tensor
 
-from anybit.format import Format, Packed, grouped, tensor_shapes, ungroup
+from anybit.core.format import grouped, ungroup
+from anybit.core.packed import Packed, tensor_shapes
+from anybit.kernels.backend import Activations, LayerSpec, Prepared
 
 INT8_LARGEST, FP8_LARGEST = 127.0, 448.0
 
 
-def refuse(
-    fmt: Format, activation: str | None, shape: tuple[int, int], device: torch.device
-) -> str | None:
+own_layout = False
+
+
+def refuse(layer: LayerSpec) -> str | None:
     return None
+
+
+def decodes(activation: str | None) -> bool:
+    return False
 
 
 def prepare(
-    packed: Packed, activation: str | None, dtype: torch.dtype | None = None
-) -> list[Tensor]:
-    """Canonical planes and grid, as they are."""
-    return list(packed.tensors().values())
-
-
-def release(prepared: list[Tensor]) -> list[Tensor] | None:
-    return None
-
-
-def linear(
-    x: Tensor,
-    prepared: list[Tensor],
-    bias: Tensor | None,
-    fmt: Format,
-    n: int,
+    packed: Packed,
     activation: str | None,
-    scale: Tensor | None = None,
-    sums: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor:
-    """x (..., K) -> (..., n) in x's dtype; with a scale, of codes and in `dtype`."""
-    shape = (n, x.shape[-1])
-    packed = Packed.from_tensors(
-        fmt, shape, dict(zip(tensor_shapes(fmt, shape), prepared, strict=True))
-    )
-    dtype = x.dtype if scale is None else dtype or torch.float32
-    tokens = quantized_activation(x, activation) if scale is None else x.float() * scale[..., None]
-    y = tokens @ operand_weight(packed, dtype).T
-    return (y if bias is None else y + bias.float()).to(dtype)
+    decoded: bool = False,
+) -> Prepared:
+    """Canonical planes and grid, as they are."""
+    layout = tuple(packed.tensors().values())
+    return Prepared(packed.format, packed.shape, activation, layout)
+
+
+def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
+    """x (M, K) -> (M, N), by the definition."""
+    fmt, shape = prepared.format, prepared.shape
+    tensors = dict(zip(tensor_shapes(fmt, shape), prepared.layout, strict=True))
+    weight = operand_weight(Packed.from_tensors(fmt, shape, tensors), x.dtype)
+    y = quantized_activation(x, prepared.activation) @ weight.T
+    return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 def operand_weight(packed: Packed, dtype: torch.dtype) -> Tensor:
@@ -57,8 +51,10 @@ def operand_weight(packed: Packed, dtype: torch.dtype) -> Tensor:
     return ungroup(grouped(values, scale) * scale[..., None])
 
 
-def quantized_activation(x: Tensor, activation: str | None) -> Tensor:
-    """x in fp32, after a round trip through the activation's notation if there is one."""
+def quantized_activation(x: Tensor | Activations, activation: str | None) -> Tensor:
+    """x in fp32, after it was quantized if there is an activation dtype."""
+    if isinstance(x, Activations):
+        return x.codes.float() * x.scale[..., None]
     if activation is None:
         return x.float()
     codes, scale = quantize_tokens(x, activation)

@@ -1,4 +1,5 @@
-"""Additive codebooks, calibrated: AQLM (Egiazarian et al., 2024), which CodeGEMM builds on.
+"""Additive codebooks, calibrated: AQLM (Egiazarian et al., 2024,
+https://arxiv.org/abs/2401.06118), which CodeGEMM builds on.
 
 The layer's squared output error ||(W - W') X||^2 = tr(E H E^T), with E = W - W' and the inputs'
 second moment H, is quadratic in everything but the codes. So it is minimized in turn
@@ -11,20 +12,21 @@ No step adds error but the rounding of the grid to 16 bits, after which codes ar
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from anybit.clusters import argmin, sums_at
-from anybit.format import Format, Grid, Packed, grouped, store_scale, ungroup
-from anybit.quantizers.calibrate import Calibrated
+from anybit.core.format import Format, Grid, grouped, store_scale, ungroup
+from anybit.core.packed import Packed
+from anybit.formats.kmeans import argmin, sums_at
+from anybit.quantizers.base import Quantizer
+from anybit.quantizers.calibration.data import Calibration, Source
+from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.columns import propagate
-from anybit.quantizers.finetune import tune_block
 from anybit.quantizers.gptq import GPTQ, column_order, inverse_factor
-from anybit.quantizers.replay import Seen
+from anybit.quantizers.pv_tuning import tune_block
 
 BLOCK = 128  # columns whose changes reach the columns beyond them in one matrix product
 STEPS = 16  # of conjugate gradients
@@ -32,20 +34,24 @@ SMALLEST = 0.1  # a scale, over that of the first fit
 
 
 @dataclass(frozen=True)
-class Additive(Calibrated):
+class Additive(Quantizer):
     """Calibrated codebooks for formats that have them, GPTQ for all others.
 
-    rounds: times that codes, codebooks and scales are optimized in turn.
-    beam: candidates for the codes of a vector that are kept from one codebook to the next.
-    damping: added to H's diagonal, as a part of its mean. On pico 0.1 instead of 0.01 takes 4 % off
-        the KL on text of the kind that m2v8 was calibrated on, and 14 % on text of another kind
-        (0.3: 4 % and 25 %).
-    steps: of Adam on the grids and norms of a block, after its layers are quantized, towards what
-        the dense block puts out for the same inputs; 0 leaves them as they are.
-    rate: Adam's, as a part of each tensor's root mean square; it falls to zero along a cosine.
-    seed: of the order in which the text is seen by Adam.
+    Attributes:
+        calibration: Texts, token ids or a file, or a `Calibration` that says more about them.
+        rounds: Times that codes, codebooks and scales are optimized in turn.
+        beam: Candidates for the codes of a vector that are kept from one codebook to the next.
+        damping: Added to H's diagonal, as a fraction of its mean. On pico 0.1 instead of 0.01 takes
+            4 % off the KL on text of the kind that m2v8 was calibrated on, and 14 % on text of
+            another kind (0.3: 4 % and 25 %).
+        steps: Of Adam on the grids and norms of a block, after its layers are quantized, towards
+            the output of the dense block for the same inputs; 0 leaves them as they are.
+        rate: Adam's learning rate, as a fraction of each tensor's root mean square; it falls to
+            zero along a cosine.
+        seed: Of the order in which Adam sees the samples.
     """
 
+    calibration: Source | Calibration | None = field(default=None, repr=False)
     rounds: int = 4
     beam: int = 8
     damping: float = 0.1
@@ -53,28 +59,29 @@ class Additive(Calibrated):
     rate: float = 1e-3
     seed: int = 0
 
-    statistics: ClassVar[tuple[str, ...]] = ("hessian",)
-    whole: ClassVar[bool] = True  # to tune towards what the dense block puts out
+    needs = ("hessian",)
+    whole_block = True  # to tune towards the output of the dense block
 
     def quantize_block(
         self,
         block: nn.Module,
         schemes: Mapping[str, str],
-        seen: Mapping[str, Seen],
+        statistics: Mapping[str, Statistics],
         outputs: Sequence[Callable[[], Tensor]],
     ) -> None:
         """Quantize a block's layers in place, then tune what is continuous in them."""
-        # As large as the whole text, so not on the GPU.
+        # As large as the activations of all data, so not on the GPU.
         targets = [output().cpu() for output in outputs] if self.steps else []
-        super().quantize_block(block, schemes, seen, outputs)
+        super().quantize_block(block, schemes, statistics, outputs)
         if self.steps:
             tune_block(block, outputs, targets, self.steps, self.rate, self.seed)
 
-    def quantize(self, w: Tensor, fmt: Format, seen: Seen) -> Packed:
-        """Weights (N, K) of any float dtype, and what their layer saw -> Packed."""
-        if "codebook" not in fmt.entries():
-            return GPTQ(damping=self.damping).quantize(w, fmt, seen)
-        layer = Layer(w.float(), fmt, seen.hessian, self.damping)
+    def quantize(self, w: Tensor, fmt: Format, statistics: Statistics | None = None) -> Packed:
+        """Optimize the codes and codebooks of a weight (N, K) for its inputs' Hessian."""
+        hessian = self.check_statistics(statistics).hessian
+        if fmt.lookup is None:
+            return GPTQ(damping=self.damping).quantize(w, fmt, statistics)
+        layer = Layer(w.float(), fmt, hessian, self.damping)
         for number in range(self.rounds):
             layer.choose_codes(self.beam, backwards=bool(number % 2))
             layer.fit_books()
@@ -85,15 +92,25 @@ class Additive(Calibrated):
 
 
 class Layer:
-    """A weight (N, K) and its codebooks, codes and scales while they are optimized, in fp32.
+    """A weight and its codebooks, codes and scales while they are optimized, in fp32.
 
-    codes: (N, P, m) int64 with P = K / v positions. books: (m, 2**b, v). scale: (N, groups).
-    h: (K, K), damped and divided by the mean of its diagonal.
+    Args:
+        w: Weights (N, K).
+        fmt: A format with codebooks.
+        hessian: (K, K), or empty for a layer that saw no token.
+        damping: Added to the Hessian's diagonal, as a fraction of its mean.
+
+    Attributes:
+        codes: (N, P, m) int64 with P = K / v positions.
+        books: (m, 2**b, v).
+        scale: (N, groups).
+        h: (K, K), damped and divided by the mean of its diagonal.
     """
 
     def __init__(self, w: Tensor, fmt: Format, hessian: Tensor, damping: float):
         n, k = w.shape
-        self.w, self.fmt = w, fmt
+        assert fmt.lookup is not None
+        self.w, self.fmt, self.table = w, fmt, fmt.lookup
         eye = torch.eye(k, device=w.device)
         mean = hessian.diagonal().mean().item() if hessian.numel() else 0.0
         self.h = hessian / mean + damping * eye if mean > 0 else eye
@@ -102,7 +119,7 @@ class Layer:
         u = inverse_factor(self.h[order][:, order], 0.0)
         codes = propagate(w.T[order], u, order.tolist(), fmt, grid)
         self.codes = codes.long().reshape(n, -1, fmt.books)
-        self.books, self.scale = grid["codebook"].float(), grid["scale"].float()
+        self.books, self.scale = grid[self.table].float(), grid["scale"].float()
         self.first_scale = self.scale
 
     def error(self) -> float:
@@ -118,6 +135,7 @@ class Layer:
         return total.flatten(1)
 
     def decode(self, books: Tensor, scale: Tensor) -> Tensor:
+        """Weights (N, K) of these codebooks and scales."""
         return ungroup(grouped(self.values(books), scale) * scale[..., None])
 
     def fit_books(self) -> None:
@@ -156,9 +174,13 @@ class Layer:
         adjoint: Callable[[Tensor], Tensor],
         diagonal: Tensor,
     ) -> Tensor:
-        """The x of least tr(E H E^T), E = W - forward(x), by conjugate gradients from x on.
+        """The x of least tr(E H E^T), E = W - forward(x), by preconditioned conjugate gradients.
 
-        forward is linear, adjoint its transpose; diagonal: that of x -> adjoint(forward(x) H).
+        Args:
+            x: Where to start.
+            forward: A linear map to (N, K).
+            adjoint: Its transpose.
+            diagonal: That of x -> adjoint(forward(x) H), of the shape of x.
         """
         rest = adjoint((self.w - forward(x)) @ self.h)
         inverse = torch.where(diagonal > 0, 1 / diagonal.clamp_min(1e-12), 0.0)
@@ -196,10 +218,19 @@ class Layer:
                 g.addmm_(change, self.h[here, start:stop], alpha=-1)
 
     def choose(self, p: int, g: Tensor, beam: int, order: list[int]) -> Tensor:
-        """Choose the codes of position p; return the change (N, v) of its values.
+        """Choose the codes of position p by beam search over the codebooks.
 
-        g: (N, v) = (E H) / scale at p. With values x and A = H at p, the error of values y is
-        y A y - 2 y (A x + g), up to a constant and in units of the squared scale.
+        With values x and A = H at p, the error of values y is y A y - 2 y (A x + g), up to a
+        constant and in units of the squared scale.
+
+        Args:
+            p: The position.
+            g: (E H) / scale at p, (N, v).
+            beam: Candidates that are kept from one codebook to the next.
+            order: In which the codebooks are searched.
+
+        Returns:
+            The change (N, v) of the position's values.
         """
         v, m = g.shape[1], len(order)
         a = self.h[p * v : p * v + v, p * v : p * v + v]
@@ -235,10 +266,11 @@ class Layer:
 
     def round_grid(self) -> None:
         """Codebooks and scales as they are stored."""
-        self.grid: Grid = {"scale": store_scale(self.scale), "codebook": self.books.half()}
-        self.scale, self.books = self.grid["scale"].float(), self.grid["codebook"].float()
+        self.grid: Grid = {"scale": store_scale(self.scale), self.table: self.books.half()}
+        self.scale, self.books = self.grid["scale"].float(), self.grid[self.table].float()
 
     def packed(self) -> Packed:
+        """The weight as it is stored, after `round_grid`."""
         shape = (self.w.shape[0], self.w.shape[1])
         codes = self.codes.flatten(1)
         codes = codes.int() if self.fmt.bits == 16 else codes.to(torch.uint8)

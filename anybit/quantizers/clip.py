@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.format import Format, Grid, groups_of
+from anybit.core.format import Format, Grid, groups_of
 from anybit.quantizers.rtn import CHUNK, RTN
 
 FACTORS = tuple(1 - 0.05 * step for step in range(14))  # of the range: 1 down to 0.35
@@ -21,17 +21,21 @@ class Clip(RTN):
     """Round to nearest on the grid whose group ranges minimize the squared error, any format."""
 
     def fit(self, w: Tensor, fmt: Format) -> Grid:
+        """Weights (N, K) fp32 -> the grid of least squared error among clipped ranges."""
         return fit_clipped(w, fmt)
 
 
 def fit_clipped(w: Tensor, fmt: Format, importance: Tensor | None = None) -> Grid:
-    """Weights (N, K) fp32 -> the grid of least squared error among clipped ranges.
-
-    importance: (K,) weights of the columns' squared errors, such as the Hessian's diagonal.
+    """Fit a grid to clipped weights, with the range of least squared error for each group.
 
     Every group is cut to each of `FACTORS` of its range in turn, and the format fitted to that; the
     best factor of each group then gives the range of the final fit. So it works for every format
     that fits ranges, with one level of scales or two.
+
+    Args:
+        w: Weights (N, K) fp32.
+        fmt: Any format. Where rows share tables, scales are stretched instead.
+        importance: Weights (K,) of the columns' squared errors, such as the Hessian's diagonal.
     """
     group = finest_group(fmt, w.shape[1])
     parts = groups_of(w, group)

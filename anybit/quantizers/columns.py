@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from anybit.format import Format, Grid
+from anybit.core.format import Format, Grid
 
 BLOCK = 128  # columns whose corrections reach the columns beyond them in one matrix product
 GRAPHS = 8  # recordings that are kept

@@ -7,44 +7,51 @@ and w_k -= e U_jk for all k > j is the best correction.
 """
 
 import warnings
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from anybit.format import Format, Grid, Packed
-from anybit.quantizers.calibrate import Calibrated
+from anybit.core.format import Format, Grid
+from anybit.core.packed import Packed
+from anybit.errors import InvalidInput
+from anybit.quantizers.base import Quantizer
+from anybit.quantizers.calibration.data import Calibration, Source
+from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.clip import fit_clipped
 from anybit.quantizers.columns import propagate
-from anybit.quantizers.replay import Seen
 
 
 @dataclass(frozen=True)
-class GPTQ(Calibrated):
-    """GPTQ with static groups, any format, any device.
-
-    damping: added to H's diagonal, as a part of its mean. More of it trusts the text less: pico's
-        int4 g128, calibrated on prose, has 8 % less KL on code with 0.1 than with 0.01, and 14 %
-        less with 0.3; calibrated on code, int3 has 2 % and 4 % more.
-    act_order: round the columns with the largest inputs first. Grids are fitted before and codes
-        are stored in the natural order, so nothing else changes.
-    clip: fit the grids by a clip search weighted with H's damped diagonal; without it, to the full
-        range.
+class GPTQ(Quantizer):
+    """GPTQ (https://arxiv.org/abs/2210.17323) with static groups, any format, any device.
 
     Formats whose codes stand for several columns are rounded that many columns at a time.
+
+    Attributes:
+        calibration: Texts, token ids or a file, or a `Calibration` that says more about them.
+        damping: Added to H's diagonal, as a fraction of its mean. More of it trusts the data less:
+            pico's int4 g128, calibrated on prose, has 8 % less KL on code with 0.1 than with 0.01,
+            and 14 % less with 0.3; calibrated on code, int3 has 2 % and 4 % more.
+        act_order: Round the columns with the largest inputs first. Grids are fitted before and
+            codes are stored in the natural order, so nothing else changes.
+        clip: Fit the grids by a clip search weighted with H's damped diagonal; without it, to the
+            full range.
     """
 
+    calibration: Source | Calibration | None = field(default=None, repr=False)
     damping: float = 0.1
     act_order: bool = True
     clip: bool = True
 
-    statistics: ClassVar[tuple[str, ...]] = ("hessian",)
+    needs = ("hessian",)
 
-    def quantize(self, w: Tensor, fmt: Format, seen: Seen) -> Packed:
+    def quantize(self, w: Tensor, fmt: Format, statistics: Statistics | None = None) -> Packed:
+        """Round a weight (N, K) by its inputs' Hessian; to nearest where no token was seen."""
         w = w.detach().float()
         n, k = w.shape
-        h = seen.hessian if seen.hessian.numel() else torch.eye(k, device=w.device)
+        h = self.check_statistics(statistics).hessian
+        h = h if h.numel() else torch.eye(k, device=w.device)
         importance = h.diagonal() + self.damping * h.diagonal().mean()
         grid = fit_clipped(w, fmt, importance) if self.clip else fmt.fit(w)
         order = column_order(h, fmt.width) if self.act_order else torch.arange(k, device=w.device)
@@ -60,13 +67,13 @@ class GPTQ(Calibrated):
 
 
 def output_error(w: Tensor, codes: Tensor, h: Tensor, fmt: Format, grid: Grid) -> Tensor:
-    """The squared output error e H e^T of every row (N,)."""
+    """The squared output error e H e^T of every row (N,), for weights and codes of N rows."""
     e = fmt.decode(codes, grid) - w
     return (e @ h).mul_(e).sum(1)
 
 
 def column_order(h: Tensor, width: int) -> Tensor:
-    """Columns by descending diagonal of H; those of one vector stay together."""
+    """Columns (K,) by descending diagonal of H; the `width` columns of one vector stay together."""
     units = h.diagonal().reshape(-1, width).sum(1).argsort(descending=True, stable=True)
     return (units[:, None] * width + torch.arange(width, device=h.device)).flatten()
 
@@ -76,6 +83,17 @@ def inverse_factor(h: Tensor, damping: float) -> Tensor:
 
     A Cholesky factorization of H in reverse order gives H = R R^T with R upper triangular; U is
     its inverse. Columns that saw no input then have nothing to pass on, and round to nearest.
+
+    Args:
+        h: H (K, K) fp32.
+        damping: Added to the diagonal, as a fraction of its mean; ten times as much, up to 1, where
+            that is not enough.
+
+    Returns:
+        U (K, K) fp32; the identity for an H of zeros.
+
+    Raises:
+        InvalidInput: H is not positive definite with any damping.
     """
     k = len(h)
     mean = h.diagonal().mean().item()
@@ -90,12 +108,13 @@ def inverse_factor(h: Tensor, damping: float) -> Tensor:
             if tried > damping:
                 warnings.warn(
                     f"GPTQ: a Hessian of {k} columns is singular with damping={damping}; "
-                    f"used {tried:g}. More calibration text helps",
+                    f"used {tried:g}. More calibration data helps",
                     stacklevel=2,
                 )
-            return torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
+            u: Tensor = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
+            return u
         tried = max(tried * 10, 1e-4)
-    raise ValueError(
+    raise InvalidInput(
         f"GPTQ: a Hessian of {k} columns is not positive definite even with damping={tried / 10:g} "
-        f"(its diagonal's mean is {mean:g}); check the calibration text and the model for NaN"
+        f"(its diagonal's mean is {mean:g}); check the calibration data and the model for NaN"
     )

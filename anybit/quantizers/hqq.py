@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.format import Format, Grid, grouped
+from anybit.core.format import Format, Grid, grouped
 from anybit.quantizers.rtn import RTN
 
 ROUNDS = 20
@@ -28,12 +28,22 @@ class HQQ(RTN):
     """
 
     def fit(self, w: Tensor, fmt: Format) -> Grid:
+        """Weights (N, K) fp32 -> the grid by half-quadratic splitting."""
         return half_quadratic(w, fmt)
 
 
 def half_quadratic(w: Tensor, fmt: Format) -> Grid:
-    """Weights (N, K) fp32 -> the grid; never one with a larger sum of |w - w'|^p in any group."""
-    key = "zero" if "zero" in fmt.entries() else "scale"
+    """Fit a grid by half-quadratic splitting (HQQ, equations 3 to 8).
+
+    Args:
+        w: Weights (N, K) fp32.
+        fmt: A format with one scale a group. Its zero points are fitted where it has them, and its
+            scales otherwise.
+
+    Returns:
+        The grid; no group has a larger sum of |w - w'|^p than with `fmt.fit`.
+    """
+    key = fmt.zero_point or "scale"
     grid = fmt.fit(w)
     parts, best, beta = grouped(w, grid[key]), None, BETA
     kept = grid[key]
@@ -47,9 +57,9 @@ def half_quadratic(w: Tensor, fmt: Format) -> Grid:
         kept = torch.where(cost < best, grid[key].to(kept.dtype), kept)
         best = torch.minimum(cost, best)
         target = parts / scale - shrink(error, beta)
-        if key == "zero":
-            new = grid["zero"].float() + (values - target).mean(-1)
-            grid = grid | {"zero": new.half()}
+        if fmt.zero_point:
+            new = grid[key].float() + (values - target).mean(-1)
+            grid = grid | {key: new.half()}
             kept = kept.half()
         else:
             ratio = (values * target).sum(-1) / values.square().sum(-1).clamp_min(1e-12)

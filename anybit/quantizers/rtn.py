@@ -2,27 +2,29 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from anybit.format import Format, Grid, Packed
+from anybit.core.format import Format, Grid
+from anybit.core.packed import Packed, stack
+from anybit.quantizers.base import Quantizer
+from anybit.quantizers.calibration.statistics import Statistics
 
 CHUNK = 1 << 19  # weights at a time: temporaries stay in the cache
 
 
 @dataclass(frozen=True)
-class RTN:
+class RTN(Quantizer):
     """Round to nearest (the papers' RTN), any format, any device.
 
-    Other quantizers that need no data differ in `fit` alone.
+    The other data-free quantizers differ in `fit` alone.
     """
 
     def fit(self, w: Tensor, fmt: Format) -> Grid:
         """Weights (N, K) fp32 -> the grid that they are rounded to."""
         return fmt.fit(w)
 
-    def quantize(self, w: Tensor, fmt: Format) -> Packed:
-        """Weights (N, K) of any float dtype -> Packed, on the same device."""
+    def quantize(self, w: Tensor, fmt: Format, statistics: Statistics | None = None) -> Packed:
+        """Round weights (N, K) to nearest on the grid of `fit`; statistics are not used."""
         n, k = w.shape
         step = max(1, CHUNK // max(k, 1)) if w.device.type == "cpu" else max(n, 1)
         chunks = [slice(at, at + step) for at in range(0, n, step)]
@@ -43,14 +45,3 @@ def grid_rows(fmt: Format, grid: Grid, rows: slice) -> Grid:
     """The grid of some rows; tables are shared by all."""
     entries = fmt.entries()
     return {name: t if entries[name].table else t[rows] for name, t in grid.items()}
-
-
-def stack(parts: list[Packed]) -> Packed:
-    """Put weights that share K, the format and its tables on top of each other."""
-    first, entries = parts[0], parts[0].format.entries()
-    planes = tuple(torch.cat(p) for p in zip(*(part.planes for part in parts), strict=True))
-    grid = {
-        name: tensor if entries[name].table else torch.cat([part.grid[name] for part in parts])
-        for name, tensor in first.grid.items()
-    }
-    return Packed(first.format, (sum(p.shape[0] for p in parts), first.shape[1]), planes, grid)

@@ -6,19 +6,21 @@ the output error of the quantized layers (LiquidGEMM section 6, after Outlier Su
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from anybit.dispatch import parse_scheme
-from anybit.experts import Expert, Experts
-from anybit.format import Format, Packed
+from anybit.core.format import Format
+from anybit.core.packed import Packed
+from anybit.core.scheme import parse_scheme
 from anybit.kernels.reference import quantized_activation
-from anybit.quantizers.calibrate import Calibrated
-from anybit.quantizers.replay import SAMPLE, Seen
+from anybit.nn.experts import Expert, Experts
+from anybit.quantizers.base import Quantizer
+from anybit.quantizers.calibration.data import Calibration, Source
+from anybit.quantizers.calibration.statistics import SAMPLE, Statistics
 from anybit.quantizers.rtn import RTN
 
 # What comes before, and the linear layers that read it. The first that a block has, and that
@@ -39,46 +41,65 @@ STEPS = tuple(step / 10 for step in range(1, 10))
 
 
 @dataclass(frozen=True)
-class Smooth(Calibrated):
+class Smooth(Quantizer):
     """Smooth the activations of a block, then quantize with another quantizer.
-
-    then: RTN, Clip, HQQ or GPTQ (without text of its own).
 
     The scale of every pair of `PAIRS` is searched among SmoothQuant's max|x|^a / max|w|^(1 - a),
     AWQ's mean|x|^a, Outlier Suppression+'s max(1, max|x| / t) and no scale at all. A pair whose
     folding changes what the block computes (an architecture with other readers of a norm) is
     left alone, with a warning.
+
+    Attributes:
+        calibration: Texts, token ids or a file, or a `Calibration` that says more about them.
+        then: Any other quantizer; one that is calibrated gets the same data.
     """
 
-    then: RTN | Calibrated = field(default_factory=RTN)
+    calibration: Source | Calibration | None = field(default=None, repr=False)
+    then: Quantizer = field(default_factory=RTN)
 
-    def wanted(self) -> tuple[str, ...]:
-        more = self.then.wanted() if isinstance(self.then, Calibrated) else ()
-        return ("largest", "mean", "sample", *more)
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Of the search, and of `then`."""
+        return ("amax", "mean_abs", "sample", *self.then.needs)
 
-    def quantize(self, w: Tensor, fmt: Format, seen: Seen) -> Packed:
-        if isinstance(self.then, Calibrated):
-            return self.then.quantize(w, fmt, seen)
-        return self.then.quantize(w, fmt)
+    @property
+    def whole_block(self) -> bool:
+        """As `then` has it."""
+        return self.then.whole_block
+
+    def quantize(self, w: Tensor, fmt: Format, statistics: Statistics | None = None) -> Packed:
+        """As `then` does; a weight is smoothed with its block."""
+        return self.then.quantize(w, fmt, statistics)
+
+    def quantize_block(
+        self,
+        block: nn.Module,
+        schemes: Mapping[str, str],
+        statistics: Mapping[str, Statistics],
+        outputs: Sequence[Callable[[], Tensor]],
+    ) -> None:
+        """As `then` does."""
+        self.then.quantize_block(block, schemes, statistics, outputs)
 
     def transform(
         self,
         block: nn.Module,
         schemes: Mapping[str, str],
-        seen: dict[str, Seen],
+        statistics: dict[str, Statistics],
         output: Callable[[], Tensor],
-    ) -> dict[str, Seen]:
+    ) -> dict[str, Statistics]:
+        """Smooth the block, then transform it as `then` does."""
         modules = dict(block.named_modules())
         smoothed: set[str] = set()
-        seen = dict(seen)
+        statistics = dict(statistics)
         for before, after in (*PAIRS, *expert_pairs(modules)):
             readers = [name for name in after if name in modules]
-            known = [name for name in readers if name in schemes and seen[name].tokens]
+            known = [name for name in readers if name in schemes and statistics[name].tokens]
             if before not in modules or not known or smoothed & set(readers):
                 continue
             heads = shared_heads(modules, before, known[0])
             layers = {name: cast(nn.Linear, modules[name]) for name in readers}
-            distinct = {id(seen[name]): seen[name] for name in known}
+            distinct = {id(statistics[name]): statistics[name] for name in known}
             s = search(
                 {name: (layers[name].weight.detach(), schemes[name]) for name in known},
                 merged(list(distinct.values())),
@@ -91,8 +112,8 @@ class Smooth(Calibrated):
                 smoothed |= set(readers)
             elif fold(modules[before], list(layers.values()), s, heads, computed):
                 smoothed |= set(readers)
-                divided = {key: statistics.divided(s) for key, statistics in distinct.items()}
-                seen |= {name: divided[id(seen[name])] for name in known}
+                divided = {key: one.divided(s) for key, one in distinct.items()}
+                statistics |= {name: divided[id(statistics[name])] for name in known}
             else:
                 warnings.warn(
                     f"Smooth left {before} -> {', '.join(readers)} as they are: folding a scale "
@@ -100,13 +121,13 @@ class Smooth(Calibrated):
                     "activations",
                     stacklevel=2,
                 )
-        return seen
+        return self.then.transform(block, schemes, statistics, output)
 
 
 def expert_pairs(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """More `PAIRS`: those of a block's experts. A router reads the norm's output as well."""
     for name, experts in modules.items():
-        if not isinstance(experts, Experts):
+        if not isinstance(experts, Experts) or len(cast(Expert, experts[0]).names) != 3:
             continue
         mixture = name.rpartition(".")[0]
         shared = f"{mixture}.shared_expert"
@@ -115,38 +136,48 @@ def expert_pairs(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[
         others = (f"{shared}.gate_proj", f"{shared}.up_proj", f"{shared}_gate", f"{mixture}.gate")
         yield "post_attention_layernorm", (*first, *others)
         yield f"{shared}.up_proj", (f"{shared}.down_proj",)
-        for e in range(len(experts)):
+        for e in range(len(experts) if experts.layout.gate == "plain" else 0):
             yield f"{name}.{e}.{up}", (f"{name}.{e}.{down}",)
 
 
-def merged(seen: list[Seen]) -> Seen:
-    """What several layers saw, as if it were one; a sample as large as one layer's."""
-    if len(seen) == 1:
-        return seen[0]
-    tokens = sum(one.tokens for one in seen)
-    sample = torch.cat([one.sample for one in seen])
-    return Seen(
+def merged(statistics: list[Statistics]) -> Statistics:
+    """Statistics of several inputs as one, without the Hessian; a sample as large as one's."""
+    if len(statistics) == 1:
+        return statistics[0]
+    tokens = sum(one.tokens for one in statistics)
+    sample = torch.cat([one.sample for one in statistics])
+    return Statistics(
         tokens,
-        largest=torch.stack([one.largest for one in seen]).amax(0),
-        mean=torch.stack([one.mean * (one.tokens / tokens) for one in seen]).sum(0),
+        amax=torch.stack([one.amax for one in statistics]).amax(0),
+        mean_abs=torch.stack([one.mean_abs * (one.tokens / tokens) for one in statistics]).sum(0),
         sample=sample[:: -(-len(sample) // SAMPLE)],
     )
 
 
 def search(
-    weights: Mapping[str, tuple[Tensor, str]], seen: Seen, heads: tuple[int, int, int] | None
+    weights: Mapping[str, tuple[Tensor, str]],
+    statistics: Statistics,
+    heads: tuple[int, int, int] | None,
 ) -> Tensor:
-    """The scale s (K,) fp32 of least output error over a sample of inputs.
+    """Search the scale of least output error over a sample of inputs.
 
-    weights: (w, scheme) of every quantized layer that reads the input. heads: (kv_heads, repeats,
-    head_dim) when several channels of the input come from one row of the layer before.
+    Args:
+        weights: (w, scheme) of every quantized layer that reads the input, w (N, K).
+        statistics: Of the input: amax, mean_abs and sample.
+        heads: (kv_heads, repeats, head_dim) when several channels of the input come from one row
+            of the layer before (GQA).
+
+    Returns:
+        s (K,) fp32; all ones when no scale is better.
     """
-    x = seen.sample.float()
+    x = statistics.sample.float()
     dense = {name: w.float() for name, (w, _) in weights.items()}
-    widest = torch.stack([w.abs().amax(0) for w in dense.values()]).amax(0)
+    weight_amax = torch.stack([w.abs().amax(0) for w in dense.values()]).amax(0)
     schemes = {name: parse_scheme(scheme) for name, (_, scheme) in weights.items()}
-    best, least = torch.ones_like(widest), torch.inf
-    for s in candidates(*(shared(t, heads) for t in (seen.largest, seen.mean, widest))):
+    best, least = torch.ones_like(weight_amax), torch.inf
+    for s in candidates(
+        *(shared(t, heads) for t in (statistics.amax, statistics.mean_abs, weight_amax))
+    ):
         error = 0.0
         for name, w in dense.items():
             fmt, activation = schemes[name]
@@ -158,16 +189,18 @@ def search(
     return best
 
 
-def candidates(largest: Tensor, mean: Tensor, widest: Tensor) -> Iterator[Tensor]:
+def candidates(amax: Tensor, mean: Tensor, weight_amax: Tensor) -> Iterator[Tensor]:
     """Scales (K,) to try, from max|x|, mean|x| and max|w| of every channel; first, none at all."""
-    largest, mean, widest = (t.clamp_min(1e-4 * float(t.max())) for t in (largest, mean, widest))
-    yield torch.ones_like(largest)
-    if not all(float(t.min()) > 0 for t in (largest, mean, widest)):
+    amax, mean, weight_amax = (
+        t.clamp_min(1e-4 * float(t.max())) for t in (amax, mean, weight_amax)
+    )
+    yield torch.ones_like(amax)
+    if not all(float(t.min()) > 0 for t in (amax, mean, weight_amax)):
         return  # nothing but zeros
     for step in STEPS:
-        yield centred(largest**step / widest ** (1 - step))
+        yield centred(amax**step / weight_amax ** (1 - step))
         yield centred(mean**step)
-        yield (largest / (step * largest.max())).clamp_min(1)
+        yield (amax / (step * amax.max())).clamp_min(1)
 
 
 def centred(s: Tensor) -> Tensor:
@@ -185,7 +218,13 @@ def shared(t: Tensor, heads: tuple[int, int, int] | None) -> Tensor:
 def shared_heads(
     modules: Mapping[str, nn.Module], before: str, after: str
 ) -> tuple[int, int, int] | None:
-    """(kv_heads, repeats, head_dim) when query heads share value heads (GQA), else None."""
+    """(kv_heads, repeats, head_dim) when query heads share value heads (GQA), else None.
+
+    Args:
+        modules: The block's modules by name.
+        before: Name of the layer whose output the other reads.
+        after: Name of the linear layer that reads it.
+    """
     source, reader = modules[before], cast(nn.Linear, modules[after])
     if not isinstance(source, nn.Linear) or source.out_features == reader.in_features:
         return None
@@ -200,10 +239,20 @@ def fold(
     heads: tuple[int, int, int] | None,
     output: Callable[[], Tensor],
 ) -> bool:
-    """Divide what `before` puts out by s and multiply its readers' columns by it.
+    """Divide the output of `before` by s, and multiply its readers' columns by it.
 
-    Parameters are replaced, not written to. True when `output`, what the block computes, stayed
-    the same within the dtype's precision; otherwise everything is as it was.
+    Parameters are replaced, not written to.
+
+    Args:
+        before: A norm or a linear layer.
+        readers: The linear layers that read its output.
+        s: The scale (K,).
+        heads: As in `search`.
+        output: Computes the block's output.
+
+    Returns:
+        Whether the block's output stayed the same within the dtype's precision; if not, everything
+        is as it was.
     """
     old = [(m, dict(m._parameters)) for m in (before, *readers)]
     want = output()

@@ -20,13 +20,13 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import anybit
 from anybit.engine.async_engine import AsyncEngine, EngineStopped, Stream
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.serve import protocol
 from anybit.serve.answers import Answer, Failed
 from anybit.serve.metrics import Metrics
+from anybit.version import __version__
 
 log = logging.getLogger("anybit.serve")
 
@@ -163,7 +163,7 @@ def create_app(llm: LLM, settings: Settings) -> FastAPI:
         server.tokenizing.shutdown()
 
     app = FastAPI(
-        title="anybit", version=anybit.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+        title="anybit", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.server = server
     app.add_middleware(Gate, settings=settings)
@@ -255,7 +255,7 @@ def add_information(app: FastAPI, server: Server) -> None:
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        return {"version": anybit.__version__}
+        return {"version": __version__}
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:

@@ -57,10 +57,11 @@ def serve(
         ) from None
     llm = load(model, quantization, kv_cache, dtype, length, kv_gb, max_running)
     name = name or model.resolve().name
-    blocks = llm.engine.scheduler.blocks
+    scheduler = llm.engine.scheduler
+    tokens = scheduler.blocks.count * scheduler.blocks.block_size
     typer.echo(
-        f"{name} on {llm.device}, {llm.dtype} with a KV cache of {llm.kv_dtype}: "
-        f"{blocks.count * blocks.block_size:,} tokens, {llm.length:,} in one text"
+        f"{name} on {llm.device}, {llm.dtype} with a KV cache of {llm.kv_dtype}: {tokens:,} tokens "
+        f"of up to {scheduler.max_running} sequences, {llm.length:,} in one"
     )
     typer.echo(f"http://{host}:{port}")
     run(llm, Settings(name, api_key, queue, grace=grace), host, port)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,14 @@ SMALL = {
     "pad_token_id": None,
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+LATENT: dict[str, Any] = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
+LATENT |= {"qk_nope_head_dim": 8}
+LATENT |= {"v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4}
+LATENT |= {"topk_group": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
+LATENT |= {"first_k_dense_replace": 1, "num_key_value_heads": 4, "routed_scaling_factor": 1.7}
+GEMMA = {"head_dim": 16, "sliding_window": 12, "tie_word_embeddings": False}
+GEMMA |= {"query_pre_attn_scalar": 9}
 
 # name: (model type, options). Windows are shorter than the texts, or they would do nothing.
 ARCHITECTURES = {
@@ -71,10 +80,62 @@ ARCHITECTURES = {
         MOE | {"shared_expert_intermediate_size": 64, "mlp_only_layers": [0]},
     ),
     "qwen3_moe": ("qwen3_moe", MOE | {"head_dim": 32, "norm_topk_prob": True}),
+    "deepseek_v2": ("deepseek_v2", LATENT | {"q_lora_rank": None, "n_group": None}),
+    "deepseek_v2-groups": ("deepseek_v2", LATENT | {"topk_method": "group_limited_greedy"}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        LATENT
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "deepseek_v3-halves": ("deepseek_v3", LATENT | {"rope_interleave": False}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu"}),
+    # Soft caps that the scores and logits of these models reach.
+    "gemma2": (
+        "gemma2",
+        GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        GEMMA
+        | {
+            "num_hidden_layers": 6,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "phi3": ("phi3", {"sliding_window": 12, "partial_rotary_factor": 0.5}),
+    "phi3-whole": ("phi3", {"num_key_value_heads": 4}),
+    "olmo2": ("olmo2", {}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.5,
+            "logits_scaling": 5.0,
+        },
+    ),
+    "smollm3": (
+        "smollm3",
+        {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 12},
+    ),
+    "glm": ("glm", {"head_dim": 16, "attention_bias": True}),
+    "glm4": ("glm4", {"head_dim": 16, "attention_bias": True, "partial_rotary_factor": 0.25}),
 }
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Tiny models run faster on one thread, and other processes may use the rest."""
     before = torch.get_num_threads()
@@ -106,8 +167,13 @@ def random_model(kind: str, options: dict) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            elif "embed_tokens" in name:  # what some models multiply by the root of 64
+                parameter.normal_(std=0.15 / (8 if kind.startswith("gemma") else 1))
             else:
                 parameter.normal_(std=0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(std=0.3)
     return model
 
 

@@ -1,5 +1,6 @@
 """Batching, chunks, shared prefixes and preemption change nothing; no block is ever lost."""
 
+import math
 import random
 import types
 from collections.abc import Callable, Iterator
@@ -17,12 +18,13 @@ from anybit.engine.sequence import SamplingParams
 from tests.engine.conftest import PICO, prompts
 
 Checkpoint = Callable[[str], Path]
+TIE = 1e-3  # nats; fp32 logits of these models differ by about 1e-5
 
 
 def mixed_params(count: int) -> list[SamplingParams]:
     """Greedy and sampled requests with every filter, each with a seed."""
     kinds = [
-        SamplingParams(temperature=0, max_tokens=20),
+        SamplingParams(temperature=0, max_tokens=20, logprobs=2),
         SamplingParams(seed=1, max_tokens=30),
         SamplingParams(seed=2, top_k=5, max_tokens=7, ignore_eos=True),
         SamplingParams(seed=3, top_p=0.8, repetition_penalty=1.3, max_tokens=25),
@@ -35,13 +37,27 @@ def tokens(outputs: list[Output]) -> list[list[list[int]]]:
     return [[c.tokens for c in output.completions] for output in outputs]
 
 
-def assert_same(got: list[list[list[int]]], want: list[list[list[int]]]) -> None:
-    """Equal tokens. A GPU's products sum in another order in another batch: nearly all texts."""
+def assert_same(got: list[Output], want: list[Output]) -> None:
+    """Equal tokens on a CPU. A GPU sums the products of another batch in another order.
+
+    There a greedy sequence may differ from where two tokens are as likely but for rounding, and a
+    sampled one from where the random number falls between two tokens: 2 of 18 did on an H200.
+    """
     if not torch.cuda.is_available():
-        assert got == want
+        assert tokens(got) == tokens(want)
         return
-    pairs = [p for a, b in zip(got, want, strict=True) for p in zip(a, b, strict=True)]
-    assert sum(a == b for a, b in pairs) >= 0.9 * len(pairs)
+    pairs = [
+        p
+        for a, b in zip(got, want, strict=True)
+        for p in zip(a.completions, b.completions, strict=True)
+    ]
+    sampled = [a.tokens == b.tokens for a, b in pairs if a.logprobs is None]
+    assert sum(sampled) >= 0.8 * len(sampled)
+    for a, b in pairs:
+        if b.logprobs is not None and a.tokens != b.tokens:
+            at = next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
+            likely = dict(b.logprobs[at].top)
+            assert likely.get(a.tokens[at], -math.inf) > b.logprobs[at].logprob - TIE
 
 
 def assert_no_block_is_held(engine: Engine) -> None:
@@ -55,11 +71,11 @@ def assert_no_block_is_held(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint: Checkpoint) -> list[list[list[int]]]:
+def alone(checkpoint: Checkpoint) -> list[Output]:
     """Each request by itself, prompt in one step, nothing shared."""
     llm = LLM(checkpoint("qwen2"), prefix_caching=False)
     many = zip(prompts(15), mixed_params(15), strict=True)
-    return [tokens(llm.generate(prompt, params))[0] for prompt, params in many]
+    return [llm.generate(prompt, params)[0] for prompt, params in many]
 
 
 @pytest.mark.parametrize(
@@ -74,11 +90,11 @@ def alone(checkpoint: Checkpoint) -> list[list[list[int]]]:
     ],
 )
 def test_together_equals_one_by_one(
-    checkpoint: Checkpoint, alone: list[list[list[int]]], options: dict, preempts: bool
+    checkpoint: Checkpoint, alone: list[Output], options: dict, preempts: bool
 ) -> None:
     llm = LLM(checkpoint("qwen2"), **options)
     outputs = llm.generate(prompts(15), mixed_params(15))
-    assert_same(tokens(outputs), alone)
+    assert_same(outputs, alone)
     assert (llm.engine.scheduler.preemptions > 0) == preempts
     assert_no_block_is_held(llm.engine)
 
@@ -87,7 +103,7 @@ def test_together_equals_one_by_one(
     {}, {"max_running": 3}, {"block_size": 4, "kv_bytes": 30 * 4 * 512, "length": 80},
 ])  # fmt: skip
 def test_starting_steps_before_the_last_ones_tokens_are_known_changes_nothing(
-    checkpoint: Checkpoint, alone: list[list[list[int]]], options: dict
+    checkpoint: Checkpoint, alone: list[Output], options: dict
 ) -> None:
     """As on a GPU, where ends turn up late: by the end token a step, by stop strings two."""
     llm = LLM(checkpoint("qwen2"), **options)
@@ -99,7 +115,7 @@ def test_starting_steps_before_the_last_ones_tokens_are_known_changes_nothing(
         return launch(scheduled, previous)
 
     runner.launch = counted
-    assert_same(tokens(llm.generate(prompts(15), mixed_params(15))), alone)
+    assert_same(llm.generate(prompts(15), mixed_params(15)), alone)
     # Penalties and early ends need the token before; while they run, nothing is started ahead.
     assert 0 < sum(ahead) < len(ahead)
     ahead.clear()

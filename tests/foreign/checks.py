@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 
 import anybit
-from anybit.files import read_json, stored_tensors
-from anybit.foreign.convert import Converted, convert_checkpoint, read_layers
-from anybit.format import Packed
-from anybit.quantize import quantized_layers
+from anybit.checkpoint.foreign.convert import Converted, convert_checkpoint, read_layers
+from anybit.core.packed import Packed
+from anybit.files.directory import read_json
+from anybit.files.safetensors import stored_tensors
+from anybit.nn.model import quantized_layers
 from tests.foreign.make import digest
 
 

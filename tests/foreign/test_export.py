@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import anybit
-from anybit.files import read_json, stored_tensors
-from anybit.foreign.convert import convert_checkpoint
-from anybit.foreign.export import export_checkpoint
-from anybit.quantize import quantized_layers
-from anybit.stream import quantize_checkpoint
+from anybit.checkpoint.foreign.convert import convert_checkpoint
+from anybit.checkpoint.foreign.export import export_checkpoint
+from anybit.checkpoint.stream import quantize_checkpoint
+from anybit.files.directory import read_json
+from anybit.files.safetensors import stored_tensors
+from anybit.nn.model import quantized_layers
 from tests import tiny
 from tests.foreign.make import FIXTURES
 

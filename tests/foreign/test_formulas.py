@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from anybit.files import read_header
-from anybit.foreign.convert import READERS
-from anybit.foreign.layer import Layer
-from anybit.format import Packed
+from anybit.checkpoint.foreign.base import Layer
+from anybit.checkpoint.foreign.convert import READERS
+from anybit.core.packed import Packed
+from anybit.files.safetensors import read_header
 
 N, K = 64, 96
 RANDOM = np.random.default_rng(0)

@@ -16,7 +16,10 @@ def main(wheel: str, folder: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = [n for n in archive.namelist() if n.endswith((".py", ".json"))]
         archive.extractall(folder, names)
-    installed = Path(find_spec("vllm").origin).parent
+    found = find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    installed = Path(found.origin).parent
     for operators in installed.glob("*.so"):
         shutil.copy(operators, folder / "vllm")
     for metadata in folder.glob("vllm-*.dist-info"):

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
 import anybit
+from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.integrations.transformers import AnybitConfig
-from anybit.quantize import dequantize_
-from anybit.stream import quantize_checkpoint
+from anybit.nn.model import dequantize_
 from tests.specs import SPECS
 
 PICO = Path(__file__).parents[2] / "models" / "pico"

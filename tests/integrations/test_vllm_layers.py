@@ -196,7 +196,9 @@ def test_columns_in_an_order_of_their_own(play, caplog):
     fmt = anybit.get_format("int4:group=64,order")
     plain = anybit.quantize_tensor(torch.randn(20, MIDDLE), "int4:group=64")
     order = torch.randperm(MIDDLE, dtype=torch.int32)
-    packed = anybit.format.Packed(fmt, plain.shape, plain.planes, plain.grid | {"order": order})
+    packed = anybit.core.packed.Packed(
+        fmt, plain.shape, plain.planes, plain.grid | {"order": order}
+    )
     stored = {f"model.down_proj.{key}": tensor for key, tensor in packed.tensors().items()}
     own = AnybitConfig({"*": fmt.spec})
     own._survey({name: tuple(tensor.shape) for name, tensor in stored.items()})

@@ -1,6 +1,5 @@
 """The Hopper codebook kernels, compiled and run on the CPU by a PTX machine; their layout."""
 
-import json
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -13,16 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybit.format import Packed, get_format
+from anybit.core.format import get_format
+from anybit.core.packed import Packed
 from anybit.formats.codebook import Codebook
-from anybit.kernels.hopper import build, codebook_backend, codebook_build, tiles
-from anybit.kernels.hopper.build import BuildError, resources
-from anybit.kernels.hopper.cells import Cells, CodebookKernel, cells_of, pack, unpack
+from anybit.kernels.backend import LayerSpec
+from anybit.kernels.hopper import backend, build, codebook_linear, cubin, jit, tiles
+from anybit.kernels.hopper.cells import CELL, ROWS, VECTORS, Cells, CodebookKernel, cells_of, pack
 from anybit.kernels.hopper.codebook_tiles import candidates, choose, family
 from anybit.kernels.hopper.lookup import LookupDecoder, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
 from anybit.kernels.hopper.tiles import MAX_SHARED, RESERVED, SHARED_OF_SM, Kernel, Tile
 from anybit.kernels.reference import operand_weight
+from tests.ptx.machine import Machine
+from tests.ptx.state import InUse, Parameter, TensorMap
 
 needs_dsl = pytest.mark.skipif(
     find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"
@@ -52,6 +54,17 @@ def random_packed(fmt: Codebook, n: int, k: int, book: Tensor | None = None) -> 
 
 
 # The layout.
+
+
+def unpack(blocks: Tensor, cells: Cells) -> tuple[Tensor, Tensor]:
+    """The inverse of `pack`: codes (rows padded, codes of a row) and scales (rows, groups) fp16."""
+    tiles, count, _ = blocks.shape
+    size = CELL * cells.m
+    codes = blocks[..., :size].reshape(tiles, count, cells.m, VECTORS, 8, 2)
+    codes = codes.permute(0, 5, 4, 1, 3, 2).reshape(tiles * ROWS, -1)
+    scale = blocks[..., size:].contiguous().view(torch.float16)
+    scale = scale.view(tiles, count, cells.groups, 8, 2).permute(0, 4, 3, 1, 2)
+    return codes, scale.reshape(tiles * ROWS, -1)
 
 
 @pytest.mark.parametrize(("v", "m"), VARIANTS)
@@ -90,7 +103,7 @@ def test_a_row_whose_scales_are_zero_is_zero() -> None:
     packed = random_packed(fmt, 16, 256)
     packed.grid["scale"][3] = 0
     packed = packed.to(DEVICE)
-    weight = codebook_backend.dense(codebook_backend.prepare(packed, None), fmt, 16, 256, HALF)
+    weight = codebook_linear.dense(codebook_linear.prepare(packed, None), HALF)
     assert not weight[3].any()
     assert error(weight, packed.dequantize().double()) < 4e-4
 
@@ -100,21 +113,21 @@ def test_a_row_whose_scales_are_zero_is_zero() -> None:
 def test_thousands_of_tokens_meet_a_dense_weight(
     v: int, m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert codebook_backend.lookup_tile(codebook(v, m), 4096, 4096, 4096, dtype) is None
-    monkeypatch.setattr(codebook_backend, "lookup_tile", lambda *problem: None)
+    assert codebook_linear.lookup_tile(codebook(v, m), 4096, 4096, 4096, dtype) is None
+    monkeypatch.setattr(codebook_linear, "lookup_tile", lambda *problem: None)
     torch.manual_seed(v)
     fmt = codebook(v, m)
     packed = random_packed(fmt, 24, 512).to(DEVICE)
-    prepared = codebook_backend.prepare(packed, None)
-    weight = codebook_backend.dense(prepared, fmt, 24, 512, dtype)
+    prepared = codebook_linear.prepare(packed, None)
+    weight = codebook_linear.dense(prepared, dtype)
     assert weight.dtype == dtype
     assert error(weight, packed.dequantize().double()) < (4e-4 if dtype == HALF else 4e-3)
-    x, bias = (torch.randn(*size).to(DEVICE, dtype) for size in ((3, 25, 512), (24,)))
-    y = codebook_backend.linear(x, prepared, bias, fmt, 24, None)
+    x, bias = (torch.randn(*size).to(DEVICE, dtype) for size in ((75, 512), (24,)))
+    y = codebook_linear.linear(x, prepared, bias)
     want = x.double() @ weight.double().T + bias.double()
     assert error(y, want) < (1e-3 if dtype == HALF else 5e-3)
-    with pytest.raises(TypeError, match=r"torch.float32; the codebook backend"):
-        codebook_backend.linear(x.float(), prepared, bias, fmt, 24, None)
+    with pytest.raises(TypeError, match=r"torch.float32; the hopper backend"):
+        backend.linear(x.float(), prepared, bias)
 
 
 # Products.
@@ -153,12 +166,17 @@ CASES = [
 
 
 @cache
-def compiled(kernel: CodebookKernel) -> tuple[str, bytes]:
-    return codebook_build.generate(kernel)
+def compiled(kernel: CodebookKernel) -> jit.Compiled:
+    return kernel.generate()
 
 
 def array(tensor: Tensor | None) -> np.ndarray | int:
     return 0 if tensor is None else tensor.view(torch.uint8).numpy()
+
+
+def in_use(tensor: Tensor) -> InUse:
+    """Memory that the previous kernel may still use."""
+    return InUse(tensor.view(torch.uint8).numpy())
 
 
 def emulate(
@@ -169,20 +187,18 @@ def emulate(
     cluster: int,
     teams: int,
     seed: int = 0,
+    ptx: str = "",
 ) -> Tensor:
-    import tests.kernels.ptx_warp  # noqa: F401
-    from tests.kernels.ptx_machine import Machine
-
     (m, k), n = x.shape, packed.shape[0]
     blocks, row_scale, book = pack(packed)
     y = torch.full((m, n), torch.nan, dtype=x.dtype)
-    arguments = [
-        array(x), array(blocks), array(book.to(x.dtype)), array(row_scale), array(bias), array(y),
-        m, n, k, cluster, seed % 2,
+    arguments: list[Parameter] = [
+        in_use(x), array(blocks), array(book.to(x.dtype)), array(row_scale), array(bias),
+        in_use(y), m, n, k, cluster, seed % 2,
     ]  # fmt: skip
     tiles = -(-n // 16)
     shared = kernel.shared(cluster, -(-tiles // teams))
-    machine = Machine(compiled(kernel)[0])
+    machine = Machine(ptx or compiled(kernel)[0])
     machine.launch(arguments, cluster * teams, kernel.threads, shared, cluster, seed)
     assert not y.isnan().any(), "outputs that nobody wrote"
     return y
@@ -204,7 +220,7 @@ def test_products(case: Case) -> None:
     m, n, k = case.shape
     torch.manual_seed(n + k)
     fmt, kernel = codebook(case.v, case.m, case.group), kernel_for(case)
-    assert resources(compiled(kernel)[1])[1] == 0  # no spills
+    assert cubin.resources(compiled(kernel).cubin)[1] == 0  # no spills
     packed = random_packed(fmt, n, k)
     x, bias = torch.randn(m, k).to(case.dtype), torch.randn(n).to(case.dtype)
     y = emulate(kernel, packed, x, bias, case.cluster, case.teams)
@@ -290,27 +306,25 @@ LOOKUPS = [
 
 
 @cache
-def lookup_program(d: LookupDecoder, tile: Tile) -> tuple[str, bytes, int]:
-    return build.generate(Kernel(d, tile, d.operand))
+def lookup_program(d: LookupDecoder, tile: Tile) -> jit.Compiled:
+    return Kernel(d, tile, d.operand).generate()
 
 
 def emulate_lookups(
     packed: Packed, x: Tensor, bias: Tensor | None, tile: Tile, seed: int = 0, grid: int = 0
 ) -> Tensor:
-    import tests.kernels.ptx_warp  # noqa: F401
-    from tests.kernels.ptx_machine import Machine, TensorMap
-
     (m, k), n = x.shape, packed.shape[0]
     d = lookup(packed.format, x.dtype)
     assert isinstance(d, LookupDecoder)
     tile = tiles.fitted(tile, d)
-    ptx, cubin, shared = lookup_program(d, tile)
-    assert resources(cubin)[1] == 0  # no spills
+    ptx, made, shared = lookup_program(d, tile)
+    assert cubin.resources(made)[1] == 0  # no spills
     blocks, row_scale, book = pack(packed)
     y = torch.full((m, n), torch.nan, dtype=x.dtype)
-    arguments = [
-        TensorMap(x.view(torch.uint8).numpy().reshape(m, 2 * k), tile.tokens, 2), 0, array(blocks),
-        array(row_scale), array(book.to(x.dtype)), 0, 0, array(bias), array(y), 0, m, n, k, 1, 1,
+    arguments: list[Parameter] = [
+        TensorMap(x.view(torch.uint8).numpy().reshape(m, 2 * k), tile.tokens, 2, in_use=True), 0,
+        array(blocks), array(row_scale), array(book.to(x.dtype)), 0, 0, array(bias), in_use(y), 0,
+        m, n, k, 1, 1,
     ]  # fmt: skip
     grid = grid or tiles.grid(tile, m, n)
     Machine(ptx).launch(arguments, grid, tile.threads, shared, tile.split, seed)
@@ -415,9 +429,12 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
     def refuse(spec: str, activation: str | None = None, k: int = 4096) -> str:
         device = torch.device("cuda", 0)
-        return codebook_backend.refuse(get_format(spec), activation, (64, k), device) or ""
+        layer = LayerSpec(get_format(spec), activation, (64, k), device)
+        return backend.refuse(layer) or ""
 
-    assert "no additive codebook" in refuse("int4")
+    assert "not looked up in a table" in codebook_linear.refuse_format(
+        LayerSpec(get_format("int4"), None, (64, 4096), torch.device("cuda"))
+    )
     assert "8 bits, not 4" in refuse("codebook:m=1,v=4,b=4")
     assert "4, 8 or 16 weights, not 2" in refuse("codebook:m=1,v=2")
     assert "groups must be 128 columns" in refuse("codebook:m=3,v=16,group=32")
@@ -425,9 +442,9 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert "multiple of 256" in refuse("codebook", None, 4224)
     assert "do not fit" in refuse("codebook:m=9,v=4")
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "have_dsl", lambda: True)
+    monkeypatch.setattr(jit, "dsl_version", lambda: "4.8.1")
     assert refuse("codebook") == ""
-    monkeypatch.setattr(build, "have_dsl", lambda: False)
+    monkeypatch.setattr(jit, "dsl_version", lambda: None)
     assert "carry the folder" in refuse("codebook")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (8, 0))
     assert "needs an H100 or H200" in refuse("codebook")
@@ -437,26 +454,8 @@ def test_the_builder_knows_codebooks() -> None:
     kernels = build.kernels_of("codebook:m=1,v=4,group=128")
     few = family(Cells(1, 4, 1))
     assert kernels[: len(few)] == few
-    assert all(isinstance(kernel.decoder, LookupDecoder) for kernel in kernels[len(few) :])
-    assert build.maker(kernels[0]) is codebook_build
+    many = [kernel for kernel in kernels[len(few) :] if isinstance(kernel, Kernel)]
+    assert len(many) == len(kernels) - len(few)
+    assert all(isinstance(kernel.decoder, LookupDecoder) for kernel in many)
     with pytest.raises(ValueError, match="group"):
         build.kernels_of("codebook:m=3,v=16,group=32")
-
-
-@needs_dsl
-def test_a_kernel_becomes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = CodebookKernel(Cells(1, 4, 1), 1, "float16")
-    made = compiled(kernel)
-    monkeypatch.setattr(codebook_build, "generate", lambda kernel: made)
-    path = codebook_build.compile_kernel(kernel, tmp_path)
-    assert path == codebook_build.kernel_file(kernel, tmp_path)
-    header, _, cubin = path.read_bytes().partition(b"\n")
-    meta = json.loads(header)
-    assert meta["entry"].encode() in cubin
-    assert meta["threads"] == 512
-    assert (
-        codebook_build.kernel_file(CodebookKernel(Cells(1, 4, 1), 2, "float16"), tmp_path) != path
-    )
-    monkeypatch.setattr(codebook_build.build, "resources", lambda cubin: (255, 8))
-    with pytest.raises(BuildError, match="spills: 8 bytes"):
-        codebook_build.compile_kernel(kernel, tmp_path)

@@ -7,12 +7,16 @@ every thread at once.
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import anybit
-from anybit.format import get_format
-from anybit.kernels.hopper.decode import MANTISSA, Decoder, decoder
+from anybit.core.format import Format, get_format
+from anybit.formats.integer import Integer
+from anybit.formats.minifloat import Minifloat
+from anybit.kernels.hopper.decode import K_TILE, MANTISSA, Decoder, decoder, number
 from anybit.kernels.hopper.lang import Word, planes, tiling
-from anybit.kernels.hopper.pack import fragment, pack, unchunk, unfragment, unpack_codes
+from anybit.kernels.hopper.pack import fragment, pack
+from anybit.kernels.hopper.tiles import ROWS
 from tests.specs import SPECS
 
 OPERANDS = ("int8", "float16", "bfloat16", "float8_e4m3fn")
@@ -22,6 +26,26 @@ PAIRS = [
     for operand in OPERANDS
     if not isinstance(decoder(get_format(spec), operand), str)
 ]
+
+
+def unchunk(words: Tensor, bits: int) -> Tensor:
+    """The inverse of `chunk`: (row tile, K tile, warpgroup 2, thread 128, half 2, bits)."""
+    tiles, k_tiles, _ = words.shape
+    flat = words.view(tiles, k_tiles, 2, 128 * 2 * bits)
+    whole = 2 * bits // 4
+    parts = [flat[..., 512 * i : 512 * (i + 1)].unflatten(-1, (128, 4)) for i in range(whole)]
+    if bits % 2:
+        parts.append(flat[..., 512 * whole :].unflatten(-1, (128, 2)))
+    return torch.cat(parts, -1).unflatten(-1, (2, bits))
+
+
+def unfragment(f: Tensor, slot: int) -> Tensor:
+    """The inverse of `fragment`."""
+    e = 32 // slot
+    tiles, k_tiles = f.shape[:2]
+    codes = f.view(tiles, k_tiles, 2, 4, 8, 4, 2, 8 // e, 2, 2, e)
+    codes = codes.permute(0, 2, 3, 9, 4, 1, 6, 7, 8, 5, 10)
+    return codes.reshape(tiles * ROWS, k_tiles * K_TILE)
 
 
 def emulate(blobs: torch.Tensor, d: Decoder) -> torch.Tensor:
@@ -55,13 +79,13 @@ def test_threads_hold_the_weights(spec: str, operand: str) -> None:
     packed = anybit.quantize_tensor(torch.randn(130, 512), spec)
     codes = torch.randint_like(packed.codes(), 2**packed.format.bits)  # every code, not likely ones
     if spec.startswith(("fp8", "fp:e4m3", "fp:e5m2")):  # but no NaN and no infinity
+        assert isinstance(packed.format, Minifloat)
         codes = codes & 0x80 | (codes & 0x7F).clamp_max(packed.format.largest_code)
     if spec.startswith("liquid"):  # codes that quantization makes: sums stay within a byte
         codes = packed.codes()
     packed = anybit.Packed.from_codes(packed.format, packed.shape, codes, packed.grid)
 
     blobs = pack(packed, d)
-    assert torch.equal(unpack_codes(blobs, d)[:130], d.stored(codes))
     operands = emulate(blobs, d)[:130]
     got = (operands - d.row_zero(packed)[:, None]) if d.operand == "uint8" else operands
     got = got * d.row_scale(packed)[:, None].double()
@@ -99,3 +123,40 @@ def test_every_bit_has_one_place() -> None:
     assert tiling((0, 3), 16) is not None
     assert tiling((0, 1, 2, 6), 16) is None
     assert [len(p.bits) for p in planes((8, 9, 10, 11, 12, 15), 16)] == [4, 2]  # FP6-LLM's 4 + 2
+
+
+class Mine(Integer):
+    """A subclass, as somebody may write it; unregistered."""
+
+    spec = "mine"
+
+
+def test_a_subclass_of_a_format_keeps_its_decoder() -> None:
+    for operand in OPERANDS:
+        assert decoder(Mine(4), operand) == decoder(Integer(4), operand)
+
+
+def test_formats_without_a_decoder_say_why() -> None:
+    def refusal(spec: str, operand: str) -> str:
+        found = decoder(get_format(spec), operand)
+        assert isinstance(found, str)
+        return found
+
+    assert refusal("codebook", "float16") == "Codebook has no hopper_decode"
+    assert "multiples of 128" in refusal("int4:group=16", "float16")
+    assert "2 to 5" in refusal("int8", "float8_e4m3fn")
+    assert "use a scale per row" in refusal("int4:group=64", "int8")
+
+
+def test_numbers_are_refused_where_they_do_not_fit() -> None:
+    def refusal(fmt: Format, operand: str, minus: int = 0, times: int = 1) -> str:
+        found = number(fmt, operand, minus, times)
+        assert isinstance(found, str)
+        return found
+
+    assert "9 bits do not fit into bytes" in refusal(Integer(8), "int8", times=2)
+    assert "9 bits do not fit into bfloat16" in refusal(Integer(8), "bfloat16", times=2)
+    assert "4 bits minus 8 only" in refusal(Integer(4), "float8_e4m3fn", minus=7)
+    assert "one code per weight" in refusal(get_format("sparse"), "float16")
+    with pytest.raises(ValueError, match=r"has zero points, so .* leave out minus=8"):
+        number(get_format("int4:zero"), "float16", minus=8)

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import anybit
-from anybit.dispatch import parse_scheme
-from anybit.format import Packed
-from anybit.kernels.hopper import backend, build, tiles
-from anybit.kernels.hopper.backend import decoder_for
+from anybit.core.packed import Packed
+from anybit.core.scheme import parse_scheme
+from anybit.kernels.hopper import scalar_linear, tiles
+from anybit.kernels.hopper.scalar_linear import decoder_for
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.reference import operand_weight, quantize_tokens
-from tests.kernels import ptx_wgmma  # noqa: F401
-from tests.kernels.ptx_machine import Machine, TensorMap
+from tests.ptx.machine import Machine
+from tests.ptx.state import InUse, TensorMap
 
 pytestmark = pytest.mark.skipif(
     find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"
@@ -57,12 +57,12 @@ class Emulated:
     def __init__(self, scheme: str, dtype: torch.dtype, tile: Tile, grouped: bool = False):
         self.fmt, self.activation = parse_scheme(scheme)
         self.dtype = dtype
-        self.operand = backend.operand_of(self.activation, dtype)
+        self.operand = scalar_linear.operand_of(self.activation, dtype)
         decoder = decoder_for(self.fmt, getattr(torch, self.operand))
         self.tile = tiles.fitted(tile, decoder)
-        kernel = Kernel(decoder, self.tile, backend.NAMES[dtype], grouped=grouped)
-        ptx, _, self.shared = build.generate(kernel)
-        self.machine = Machine(ptx)
+        kernel = Kernel(decoder, self.tile, scalar_linear.NAMES[dtype], grouped=grouped)
+        self.ptx, _, self.shared = kernel.generate()
+        self.machine = Machine(self.ptx)
 
     def tokens(self, m: int, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x = torch.randn(m, k).to(self.dtype)
@@ -87,9 +87,12 @@ class Emulated:
         size = codes.element_size()
         rows = codes.view(torch.uint8).numpy().reshape(m, k * size)
         arguments = [
-            TensorMap(rows, self.tile.tokens, size),
+            TensorMap(rows, self.tile.tokens, size, in_use=True),
             0,
-            *(array(t) for t in (*prepared[:3], scale, sums, bias, y, starts)),
+            *(array(t) for t in prepared[:3]),
+            *(in_use(t) for t in (scale, sums)),
+            array(bias),
+            *(in_use(t) for t in (y, starts)),
             *(m, n, k, 1 if starts is None else len(starts) - 1, 1),
         ]
         self.machine.launch(arguments, grid, self.tile.threads, self.shared, self.tile.split, seed)
@@ -99,6 +102,11 @@ class Emulated:
 def array(tensor: Tensor | None) -> np.ndarray | int:
     """The memory of a tensor, which the machine writes to; 0 for none."""
     return 0 if tensor is None else tensor.view(torch.uint8).numpy()
+
+
+def in_use(tensor: Tensor | None) -> InUse | int:
+    """Memory that the previous kernel may still use."""
+    return 0 if tensor is None else InUse(tensor.view(torch.uint8).numpy())
 
 
 def packed_weight(scheme: str, n: int, k: int) -> Packed:
@@ -126,7 +134,7 @@ def test_products(
     torch.manual_seed(m * n)
     emulated = Emulated(scheme, dtype, tile)
     packed = packed_weight(scheme, n, k)
-    prepared = backend.layout(packed, emulated.operand)
+    prepared = scalar_linear.layout(packed, emulated.operand)
     x, bias = emulated.tokens(m, k), torch.randn(n).to(dtype)
     grid = tiles.grid(emulated.tile, m, n)
     want = product(operand_weight(packed, dtype), x) + bias.double()
@@ -144,7 +152,7 @@ def test_token_tiles_come_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "NEAR", 256)
     emulated = Emulated("int8@int8", BRAIN, Tile(128, stages=2))
     packed, x = packed_weight("int8@int8", 264, 128), emulated.tokens(520, 128)
-    y = emulated.run(x, backend.layout(packed, "int8"), 264, 4)
+    y = emulated.run(x, scalar_linear.layout(packed, "int8"), 264, 4)
     assert_close(y, product(operand_weight(packed, BRAIN), x), BRAIN)
 
 
@@ -152,7 +160,7 @@ def test_int8_sums_are_exact() -> None:
     """Integer sums are exact: the only roundings are the scale's product and the output's."""
     emulated = Emulated("liquid@int8", BRAIN, Tile(8, ctas=2))
     packed = packed_weight("liquid@int8", 128, 512)
-    prepared = backend.layout(packed, "int8")
+    prepared = scalar_linear.layout(packed, "int8")
     x = emulated.tokens(8, 512)
     codes, scale, _ = x
     assert scale is not None
@@ -164,7 +172,7 @@ def test_int8_sums_are_exact() -> None:
 def test_one_hot_tokens_read_weights_back() -> None:
     emulated = Emulated("fp6", HALF, Tile(32, ctas=2))
     packed = packed_weight("fp6", 128, 128)
-    prepared = backend.layout(packed, "float16")
+    prepared = scalar_linear.layout(packed, "float16")
     for start in range(0, 128, 32):
         x = torch.zeros(32, 128, dtype=HALF)
         x[torch.arange(32), start + torch.arange(32)] = 1
@@ -177,7 +185,7 @@ def test_experts() -> None:
     n, k, starts = 136, 256, torch.tensor([0, 3, 3, 14, 15], dtype=torch.int32)
     emulated = Emulated("liquid@int8", BRAIN, Tile(8, ctas=2), grouped=True)
     experts = [packed_weight("liquid@int8", n, k) for _ in range(4)]
-    prepared = backend.prepare_experts(experts, "int8")
+    prepared = list(scalar_linear.prepare_experts(experts, "int8").layout)
     x = emulated.tokens(15, k)
     codes, scale, _ = x
     assert scale is not None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import anybit
-from anybit.format import Grid
+from anybit.core.format import Grid
 from anybit.formats.integer import Integer
 from anybit.quantizers import columns
 from tests.conftest import DEVICE

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from anybit.engine import attention as reference
 from anybit.engine import fused
-from anybit.engine.attention import Batch, LayerCache
+from anybit.engine.attention import Batch, LayerCache, Scores
 from anybit.engine.graphs import DecodeGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
@@ -103,12 +103,12 @@ def test_attend(
     cache = make_cache(kv_heads, dim, kind, dtype)
     fill(cache, kind)
     batch, q = batch_of(queries, contexts), random(sum(queries), heads, dim, dtype=dtype)
-    wide = LayerCache(  # the definition in fp32
+    wide = LayerCache(  # type: ignore[call-arg]  # the definition in fp32
         *(t if t.dtype == torch.int8 else t.float() for t in (cache.k, cache.v)),
         cache.k_scale,
         cache.v_scale,
     )
-    want = reference.gathered(q.float(), wide, batch, 0.3, window)
+    want = reference.gathered(q.float(), wide, batch, Scores(0.3, window))
     args = (batch.tables, batch.contexts, batch.starts, max(queries), 0.3, window, splits)
     got = kernels.attend(q, tensors(cache), *args)
     # Rounding Q (by the static scale) and P to the dtype, each once; the rest is fp32.

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import anybit
-from anybit.dispatch import parse_scheme
+from anybit.core.scheme import parse_scheme
 from anybit.kernels.triton import gemm, lang
 from anybit.kernels.triton.layout import layout_of
 

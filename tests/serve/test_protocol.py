@@ -279,7 +279,7 @@ def test_bench_serve_is_a_bench_of_a_server() -> None:
     """`anybit bench serve URL` and `anybit bench-serve URL` are the same."""
     from typer.testing import CliRunner
 
-    from anybit.cli import app
+    from anybit.cli.app import app
 
     for words in (["bench", "serve"], ["bench-serve"]):
         got = CliRunner().invoke(app, [*words, "http://127.0.0.1:1", "--requests", "1"])

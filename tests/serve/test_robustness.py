@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -249,26 +248,23 @@ def test_kill_restart_and_graceful_shutdown(
         list(answer)
     first.process.wait(10)
 
-    second = start(port, 4.0)  # the same port, at once
+    second = start(port, 60)  # the same port, at once; the grace is enough
     whole = httpx.post(second.url + "/v1/completions", json=SHORT, timeout=60).json()
     assert whole["choices"][0]["finish_reason"] == "length"
-    short = lines(second.url, LONG | {"max_tokens": 20, "stream": True})
-    long = lines(second.url, LONG | {"n": 128, "logprobs": 20, "stream": True})
-    results: dict[str, list[str]] = {}
-    readers = {"short": short, "long": long}
-    for reader in readers.values():
-        next(reader)
-    second.kill(signal.SIGTERM)
-    threads = [
-        threading.Thread(target=lambda n=n, r=r: results.update({n: [x for x in r if x]}))
-        for n, r in readers.items()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert second.process.wait(30) in (0, -signal.SIGTERM)
-    # The grace is enough for one of them; both streams have an end.
-    assert results["short"][-1] == results["long"][-1] == "data: [DONE]"
-    assert '"finish_reason":"length"' in results["short"][-2]
-    assert any("shutting down" in line for line in results["long"])
+    short = ended(second, LONG | {"max_tokens": 20, "stream": True})
+    assert '"finish_reason":"length"' in short[-2]
+
+    third = start(port, 0)  # and here it is not
+    long = ended(third, LONG | {"n": 128, "logprobs": 20, "stream": True})
+    assert any("shutting down" in line for line in long)
+    assert short[-1] == long[-1] == "data: [DONE]"
+
+
+def ended(server: Process, body: dict) -> list[str]:
+    """The lines of a stream whose server is asked to end at the first of them."""
+    stream = lines(server.url, body)
+    first = next(stream)
+    server.kill(signal.SIGTERM)
+    rest = [first, *stream]
+    assert server.process.wait(60) in (0, -signal.SIGTERM)
+    return [line for line in rest if line]

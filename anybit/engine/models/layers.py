@@ -1,64 +1,83 @@
 """The parts that decoder-only language models are made of; each model's file says which."""
 
+from typing import ClassVar, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.activations import ACT2FN
 
-from anybit.engine.attention import Batch, LayerCache, attention
+from anybit.engine.attention import Batch, LayerCache, Scores, attention
 from anybit.engine.experts import OneByOne, experts_of
-from anybit.engine.fused import add_norm, silu_mul
+from anybit.engine.fused import add_norm, rms_norm, silu_mul
+from anybit.engine.models import UnknownModel
+from anybit.engine.models.rope import Rope, head_dim
 from anybit.engine.weights import Weights
-from anybit.ops import Tokens
+from anybit.kernels.backend import Activations
 
-ACTIVATIONS = ("silu", "swish")  # two names of one function
+SILU = ("silu", "swish")  # two names of one function
+
+
+class NormKind(NamedTuple):
+    """What a model does in its norms. wide: round after the product with the weight, not before.
+
+    offset: is added to the weight.
+    """
+
+    wide: bool = False
+    offset: float = 0.0
+
+
+class Norms(NamedTuple):
+    """Names of a block's norms: of what goes into and what comes out of attention and MLP."""
+
+    attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+PLAIN, BEFORE = NormKind(), Norms()  # as Llama has them
 
 
 class RMSNorm(nn.Module):
     """The norm of x + delta and that sum itself, since every norm ends a residual addition."""
 
-    def __init__(self, weights: Weights, name: str, size: int, eps: float):
+    def __init__(self, weights: Weights, name: str, size: int, eps: float, kind: NormKind):
         super().__init__()
-        self.weight, self.eps = weights.tensor(f"{name}.weight", (size,)), eps
+        self.weight, self.eps = norm_weight(weights, name, size, kind), eps
 
     def forward(
         self, x: Tensor, delta: Tensor | None, activation: str | None
-    ) -> tuple[Tensor | Tokens, Tensor]:
+    ) -> tuple[Tensor | Activations, Tensor]:
         return add_norm(x, delta, self.weight, self.eps, activation)
 
 
-class Rope(nn.Module):
-    """Rotary embedding: the cosines and sines of every position, in fp32."""
+class Mixer(nn.Module):
+    """What a block expects of its attention.
 
-    cos: Tensor
-    sin: Tensor
+    qkv_proj: what its input goes into. gathers: whether no kernel does it. scales: static ones of
+    K and V (kv_heads, head_dim) for an int8 cache.
+    """
 
-    def __init__(self, config: PretrainedConfig, length: int, device: torch.device):
-        super().__init__()
-        parameters = config.rope_parameters
-        kind = parameters["rope_type"]
-        if kind in ("dynamic", "longrope"):
-            raise ValueError(
-                f"rope type {kind!r} changes with a text's length, which a KV cache cannot follow; "
-                "known: default, linear, llama3, yarn"
-            )
-        if kind == "default":
-            dim = head_dim(config)
-            frequency = parameters["rope_theta"] ** -(torch.arange(0, dim, 2).float() / dim)
-            factor = 1.0
-        else:
-            frequency, factor = ROPE_INIT_FUNCTIONS[kind](config)
-        angle = torch.arange(length).float()[:, None] * frequency.float()
-        self.register_buffer("cos", (angle.cos() * factor).to(device))
-        self.register_buffer("sin", (angle.sin() * factor).to(device))
+    qkv_proj: nn.Module
+    gathers: bool
+    scales: tuple[Tensor, Tensor] | None
 
 
-class Attention(nn.Module):
+class Attention(Mixer):
     """Grouped-query attention with one merged projection for Q, K and V.
 
-    bias: of the Q, K and V projections; output_bias: of the output's. qk_norm: RMSNorm over each
-    head of Q and K. window: tokens that a token sees, itself included.
+    Args:
+        bias: Of the Q, K and V projections.
+        output_bias: Of the output's.
+        qk_norm: RMSNorm over each head of Q and K; "whole": over all heads together.
+        window: Tokens that a token sees, itself included.
+        scale: Of the scores; 1 / sqrt(head_dim) if None.
+        softcap: Scores are softcap * tanh(score / softcap).
+        names: Of the projections that are merged; a checkpoint may hold them merged already.
+        norm: Kind of qk_norm.
     """
 
     def __init__(
@@ -68,32 +87,62 @@ class Attention(nn.Module):
         config: PretrainedConfig,
         bias: bool = False,
         output_bias: bool = False,
-        qk_norm: bool = False,
+        qk_norm: bool | str = False,
         window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+        norm: NormKind = PLAIN,
     ):
         super().__init__()
         hidden, dim = config.hidden_size, head_dim(config)
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.heads, self.dim, self.window = heads, dim, window
-        names = [f"{name}.{part}_proj" for part in "qkv"]
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
+        self.scores = Scores(dim**-0.5 if scale is None else scale, window, softcap)
+        self.gathers = softcap is not None  # the kernels have none
         rows = [heads * dim, kv_heads * dim, kv_heads * dim]
-        self.qkv_proj = weights.linear(names, rows, hidden, bias)
+        rows = rows if len(names) > 1 else [sum(rows)]
+        merged = [f"{name}.{part}" for part in names]
+        self.qkv_proj = weights.linear(merged, rows, hidden, bias)
         self.o_proj = weights.linear([f"{name}.o_proj"], [hidden], heads * dim, output_bias)
-        self.norms = None
+        self.norms = self.whole_norms = None
         if qk_norm:
-            q, k = (weights.tensor(f"{name}.{part}_norm.weight", (dim,)) for part in "qk")
-            self.norms = (q, k, config.rms_norm_eps)
+            sizes = (heads * dim, kv_heads * dim) if qk_norm == "whole" else (dim, dim)
+            q, k = (
+                norm_weight(weights, f"{name}.{part}_norm", size, norm)
+                for part, size in zip("qk", sizes, strict=True)
+            )
+            norms = (q, k, config.rms_norm_eps)
+            self.norms, self.whole_norms = (None, norms) if qk_norm == "whole" else (norms, None)
         self.scales = weights.kv_scales(name, (kv_heads, dim))
 
-    def forward(self, x: Tensor | Tokens, rope: Rope, cache: LayerCache, batch: Batch) -> Tensor:
-        tables, scale = (rope.cos, rope.sin), self.dim**-0.5
+    def forward(
+        self, x: Tensor | Activations, rope: Rope, cache: LayerCache, batch: Batch
+    ) -> Tensor:
         qkv = self.qkv_proj(x)
-        out = attention(qkv, self.heads, cache, batch, tables, scale, self.window, self.norms)
+        if self.whole_norms is not None or rope.order is not None:
+            qkv = self._arrange(qkv, rope.order)
+        tables = (rope.cos, rope.sin)
+        out = attention(qkv, self.heads, cache, batch, tables, self.scores, self.norms)
         return self.o_proj(out.flatten(1))
+
+    def _arrange(self, qkv: Tensor, order: Tensor | None) -> Tensor:
+        """Norm Q and K over all their heads, and bring their channels into rope's order."""
+        sizes = [self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim]
+        q, k, v = qkv.split(sizes, 1)
+        if self.whole_norms is not None:
+            q_weight, k_weight, eps = self.whole_norms
+            q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+        if order is not None:  # products of Q and K do not depend on it
+            q, k = (t.unflatten(1, (-1, self.dim))[..., order].flatten(1) for t in (q, k))
+        return torch.cat([q, k, v], 1)
 
 
 class MLP(nn.Module):
-    """down(act(gate(x)) * up(x)), with gate and up merged. names: of the three projections."""
+    """down(act(gate(x)) * up(x)), with gate and up merged.
+
+    names: of the three projections, or of two where the checkpoint holds gate and up merged.
+    """
 
     def __init__(
         self,
@@ -101,19 +150,20 @@ class MLP(nn.Module):
         name: str,
         config: PretrainedConfig,
         intermediate: int,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
         bias: bool = False,
     ):
         super().__init__()
-        check_activation(config)
+        self.act = activation_of(config)
         hidden = config.hidden_size
-        gate, up, down = (f"{name}.{part}" for part in names)
-        self.gate_up_proj = weights.linear([gate, up], [intermediate] * 2, hidden, bias)
+        *first, down = (f"{name}.{part}" for part in names)
+        rows = [2 * intermediate // len(first)] * len(first)
+        self.gate_up_proj = weights.linear(first, rows, hidden, bias)
         self.down_proj = weights.linear([down], [hidden], intermediate, bias)
 
-    def forward(self, x: Tensor | Tokens) -> Tensor:
+    def forward(self, x: Tensor | Activations) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(silu_mul(gate, up, notation(self.down_proj)))
+        return self.down_proj(gated(self.act, gate, up, notation(self.down_proj)))
 
 
 class MoE(nn.Module):
@@ -136,7 +186,7 @@ class MoE(nn.Module):
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ):
         super().__init__()
-        check_activation(config)
+        self.act = activation_of(config)
         self.top_k, self.normalize, hidden = top_k, normalize, config.hidden_size
         self.gate = weights.linear([f"{name}.gate"], [experts], hidden)
         gate, up, down = ([f"{name}.experts.{i}.{part}" for i in range(experts)] for part in names)
@@ -147,98 +197,157 @@ class MoE(nn.Module):
         self.register_buffer("ids", ids, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        probs = self.gate(x).float().softmax(-1)
-        weight, chosen = probs.topk(self.top_k, -1)
-        if self.normalize:
-            weight = weight / weight.sum(-1, keepdim=True)
+        weight, chosen = self.route(x)
         expert, order = chosen.flatten().sort(stable=True)
         starts = torch.searchsorted(expert, self.ids, out_int32=True)
         gate, up = self.gate_up_projs(x[order // self.top_k], starts).chunk(2, -1)
         out = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
-        out[order] = self.down_projs(silu_mul(gate, up), starts)
+        out[order] = self.down_projs(gated(self.act, gate, up), starts)
         return (out.view(*chosen.shape, -1) * weight[..., None].to(x.dtype)).sum(1)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The chosen experts' weights in fp32 and their indices, both (T, top_k)."""
+        weight, chosen = self.gate(x).float().softmax(-1).topk(self.top_k, -1)
+        return weight / weight.sum(-1, keepdim=True) if self.normalize else weight, chosen
 
 
 class Block(nn.Module):
-    """One decoder layer: attention and MLP, each after a norm and around a residual.
+    """One decoder layer: attention and MLP, each between norms and around a residual.
 
     Adding to the residual stream x is left to the next norm, which takes what is to be added.
+    multiplier: of what is added.
     """
 
     def __init__(
-        self, weights: Weights, name: str, config: PretrainedConfig, attention: Attention,
-        mlp: nn.Module,
+        self, weights: Weights, name: str, config: PretrainedConfig, attention: Mixer,
+        mlp: nn.Module, norms: Norms = BEFORE, kind: NormKind = PLAIN,
+        multiplier: float = 1.0,
     ):  # fmt: skip
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(weights, f"{name}.input_layernorm", size, eps)
-        self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(
-            weights, f"{name}.post_attention_layernorm", size, eps
+        self.attention_norm, self.after_attention, self.mlp_norm, self.after_mlp = (
+            RMSNorm(weights, f"{name}.{norm}", size, eps, kind) if norm else None for norm in norms
         )
-        self.mlp = mlp
+        self.self_attn, self.mlp, self.multiplier = attention, mlp, multiplier
 
     def forward(
         self, x: Tensor, delta: Tensor | None, rope: Rope, cache: LayerCache, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        y, x = self.input_layernorm(x, delta, notation(self.self_attn.qkv_proj))
-        y = self.self_attn(y, rope, cache, batch)
+        y, x = self._before(self.attention_norm, x, delta, notation(self.self_attn.qkv_proj))
+        y = self._after(self.after_attention, self.self_attn(y, rope, cache, batch))
         first = getattr(self.mlp, "gate_up_proj", None)  # a router wants its input as it is
-        y, x = self.post_attention_layernorm(x, y, notation(first))
-        return x, self.mlp(y)
+        y, x = self._before(self.mlp_norm, x, y, notation(first))
+        return x, self._after(self.after_mlp, self.mlp(y))
+
+    def _before(
+        self, norm: RMSNorm | None, x: Tensor, delta: Tensor | None, activation: str | None
+    ) -> tuple[Tensor | Activations, Tensor]:
+        if norm is not None:
+            return norm(x, delta, activation)
+        x = x if delta is None else x + delta
+        return x, x
+
+    def _after(self, norm: RMSNorm | None, y: Tensor) -> Tensor:
+        if norm is not None:
+            y = norm(y, None, None)[0]
+        return y if self.multiplier == 1 else y * self.multiplier
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model. A subclass says what a layer is (`block`)."""
+    """A decoder-only language model. A subclass says what a layer is (`block`).
+
+    length: positions that it is prepared for.
+    """
+
+    norm_kind: ClassVar[NormKind] = PLAIN
 
     def __init__(self, config: PretrainedConfig, weights: Weights, length: int):
         super().__init__()
-        self.config = config
-        size, vocabulary = config.hidden_size, config.vocab_size
+        self.config, self.length = config, length
+        size, vocabulary, layers = config.hidden_size, config.vocab_size, config.num_hidden_layers
+        self.ropes = self.rope_of_layers(length, weights.device)
         self.embed_tokens = weights.tensor("model.embed_tokens.weight", (vocabulary, size))
-        blocks = [
-            self.block(weights, f"model.layers.{i}", i) for i in range(config.num_hidden_layers)
-        ]
+        blocks = [self.block(weights, f"model.layers.{i}", i) for i in range(layers)]
         self.layers = nn.ModuleList(blocks)
-        self.kv_scales = [block.self_attn.scales for block in blocks]
-        self.norm = RMSNorm(weights, "model.norm", size, config.rms_norm_eps)
+        self.kv_scales = [
+            ordered(block.self_attn.scales, rope.order)
+            for block, rope in zip(blocks, self.ropes, strict=True)
+        ]
+        self.norm = RMSNorm(weights, "model.norm", size, config.rms_norm_eps, self.norm_kind)
         self.lm_head = weights.head("lm_head", self.embed_tokens, config.tie_word_embeddings)
-        self.rope = Rope(config, length, weights.device)
 
     def block(self, weights: Weights, name: str, index: int) -> Block:
         raise NotImplementedError(f"{type(self).__name__}.block")
 
+    @property
+    def embedding_scale(self) -> float:
+        """What embeddings are multiplied by."""
+        return 1.0
+
+    def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
+        """Each layer's rotary embedding; the same for all unless a model says otherwise."""
+        return [Rope(self.config, length, device)] * self.config.num_hidden_layers
+
     def forward(self, tokens: Tensor, caches: list[LayerCache], batch: Batch) -> Tensor:
         """Tokens (T,) -> hidden states (T, hidden); their K and V go into the caches."""
         x, delta = F.embedding(tokens, self.embed_tokens), None
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x, delta = layer(x, delta, self.rope, cache, batch)
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        for layer, rope, cache in zip(self.layers, self.ropes, caches, strict=True):
+            x, delta = layer(x, delta, rope, cache, batch)
         return self.norm(x, delta, None)[0]
 
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can hold the forward pass: nothing in it waits for the device."""
-        return not any(isinstance(module, OneByOne) for module in self.modules())
+        return not any(
+            isinstance(module, OneByOne) or (isinstance(module, Mixer) and module.gathers)
+            for module in self.modules()
+        )
+
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        """Heads of K and V in the cache, and their dimension."""
+        return self.config.num_key_value_heads, head_dim(self.config)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (B, hidden) -> logits (B, vocabulary)."""
         return self.lm_head(hidden)
 
 
-def check_activation(config: PretrainedConfig) -> None:
-    if config.hidden_act not in ACTIVATIONS:
-        raise ValueError(
-            f"hidden_act={config.hidden_act!r} is unknown; known: {', '.join(ACTIVATIONS)}"
-        )
+def ordered(
+    scales: tuple[Tensor, Tensor] | None, order: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """Static scales of K and V (kv_heads, head_dim), with K's channels in rope's order."""
+    return scales if scales is None or order is None else (scales[0][:, order], scales[1])
+
+
+def norm_weight(weights: Weights, name: str, size: int, kind: NormKind) -> Tensor:
+    """A norm's weight (size,), in fp32 where the product with it is rounded last."""
+    weight = weights.tensor(f"{name}.weight", (size,))
+    return weight.float() + kind.offset if kind.wide else weight + kind.offset
+
+
+def activation_of(config: PretrainedConfig) -> str:
+    """The name of an MLP's activation function."""
+    name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    if name not in ACT2FN:
+        raise UnknownModel(f"hidden_act={name!r} is unknown; known: {', '.join(ACT2FN)}")
+    return str(name)
+
+
+def gated(
+    act: str, gate: Tensor, up: Tensor, activation: str | None = None
+) -> Tensor | Activations:
+    """act(gate) * up, in the notation that the next layer wants if that is made on the way."""
+    if act in SILU:
+        return silu_mul(gate, up, activation)
+    return ACT2FN[act](gate) * up
 
 
 def notation(layer: nn.Module | None) -> str | None:
     """In what a layer wants its input quantized; None for the model's dtype."""
     return getattr(layer, "activation", None)
-
-
-def head_dim(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def window_of(config: PretrainedConfig, index: int) -> int | None:

@@ -18,7 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.format import Format, Packed
+from anybit.core.format import Format
+from anybit.core.packed import Packed
+from anybit.errors import InvalidInput
+from anybit.kernels.hopper.jit import Compiled
+from anybit.kernels.hopper.launch import CodebookArguments
 from anybit.kernels.hopper.tiles import ROW_MULTIPLE
 
 ROWS, VECTORS, CELL = 16, 32, 512
@@ -44,11 +48,9 @@ class Cells:
 
 
 def cells_of(fmt: Format) -> Cells | str:
-    """How a format is cut into cells, or why it cannot be."""
-    tables = {name: entry.table for name, entry in fmt.entries().items() if entry.table is not None}
-    shape = (fmt.books, 2**fmt.bits, fmt.width)
-    if tables != {"codebook": shape}:
-        return f"{fmt.spec} is no additive codebook"
+    """How a format with a `lookup` is cut into cells, or the reason why it cannot be."""
+    if fmt.lookup is None:
+        return f"{fmt.spec}: its values are not looked up in a table"
     if fmt.bits != 8:
         return f"{fmt.spec}: its codes must have 8 bits, not {fmt.bits}"
     if fmt.width not in (4, 8, 16):
@@ -72,9 +74,10 @@ def pack(packed: Packed) -> list[Tensor]:
     """
     cells = cells_of(packed.format)
     if isinstance(cells, str):
-        raise ValueError(cells)
+        raise InvalidInput(cells)
+    assert packed.format.lookup is not None
     n, k = packed.shape
-    book = packed.grid["codebook"].float()
+    book = packed.grid[packed.format.lookup].float()
     reach = 2.0 ** math.ceil(math.log2(max(float(book.abs().sum(-1).max()), 2.0**-24)))
     scale = packed.grid["scale"].float()
     if packed.format.group == 0:
@@ -101,17 +104,6 @@ def pack(packed: Packed) -> list[Tensor]:
         s = s.permute(0, 3, 4, 2, 1).reshape(-1, count, cells.groups * ROWS)
         out[..., size:] = s.contiguous().view(torch.uint8)
     return [blocks, pad(unit.flatten() * reach, ROW_MULTIPLE).contiguous(), book / reach]
-
-
-def unpack(blocks: Tensor, cells: Cells) -> tuple[Tensor, Tensor]:
-    """The inverse of `pack`: codes (rows padded, codes of a row) and scales (rows, groups) fp16."""
-    tiles, count, _ = blocks.shape
-    size = CELL * cells.m
-    codes = blocks[..., :size].reshape(tiles, count, cells.m, VECTORS, 8, 2)
-    codes = codes.permute(0, 5, 4, 1, 3, 2).reshape(tiles * ROWS, -1)
-    scale = blocks[..., size:].contiguous().view(torch.float16)
-    scale = scale.view(tiles, count, cells.groups, 8, 2).permute(0, 4, 3, 1, 2)
-    return codes, scale.reshape(tiles * ROWS, -1)
 
 
 def pad(rows: Tensor, multiple: int = ROWS) -> Tensor:
@@ -145,6 +137,10 @@ class CodebookKernel:
     warps: int = 16
     stages: int = 2
     ctas: int = 1
+
+    arguments = CodebookArguments
+    batch = 0  # it has no WGMMAs
+    classes = ()
 
     @property
     def psumbook(self) -> bool:
@@ -209,3 +205,14 @@ class CodebookKernel:
             f"{kind}_m{c.m}v{c.v}x{c.groups}_{self.dtype}_{self.tokens}tokens_{self.chunks}x{self.columns}_"
             f"{self.warps}warps_{self.stages}stages_{self.ctas}ctas"
         )
+
+    @property
+    def header(self) -> dict[str, int]:
+        return {"threads": self.threads}
+
+    def generate(self) -> Compiled:
+        """The kernel, compiled for sm_90a; needs CuTe DSL."""
+        from anybit.kernels.hopper import codebook, psumbook
+
+        program = psumbook.Psumbook if self.psumbook else codebook.Codebook
+        return program(self).compile()

@@ -1,39 +1,35 @@
-"""Decoders: how each family of formats becomes the A operand of a WGMMA, in registers.
+"""Decoders: how codes become the A operand of a WGMMA, in registers.
 
 A decoder gathers the bits of a code into an operand element ("slot" of 8 or 16 bits) and finishes
 with at most one multiply-add for all elements of a register:
 
-    eXmY @ fp16      nothing: the bits under fp16's exponent are the value times 2**(bias - 15)
-    eXmY @ bf16      one product, since such small bf16 products would underflow fp32
-    intB @ fp16/bf16 one fma: a code in the mantissa of a subnormal is the code times 2**-shift
-    intB @ int8      nothing: codes are an unsigned operand, the zero point leaves with token sums
-    liquid @ int8    IMAD, four weights at a time (LiquidGEMM, equation 12); the XOR 0x80 is
-                     dropped: the operand is unsigned, and 128 * sum(x) leaves in the epilogue
-    eXmY @ fp8       nothing: the bits under e4m3's exponent
-    intB @ fp8       one sum: whole numbers are subnormals of e4m3, whose exponent goes on without
-                     a gap
-    sparse @ any     a pair of columns is a byte, copied to both and masked by its place
+    floats @ fp16            nothing: the bits under fp16's exponent are the value times
+                             2**(bias - 15)
+    floats @ bf16            one product, since such small bf16 products would underflow fp32
+    integers @ fp16/bf16     one fma: a code in the mantissa of a subnormal is the code times
+                             2**-shift
+    integers @ int8          nothing: codes are an unsigned operand, and the epilogue subtracts the
+                             zero point times the sum of the activations
+    floats @ fp8             nothing: the bits under e4m3's exponent
+    integers @ fp8           one sum: whole numbers are subnormals of e4m3, whose exponent goes on
+                             without a gap
 
 Scales of groups are multiplied in registers, in units of a power of two of the row so that nothing
 overflows; scales of rows, and what the bit moves left out, are applied to the output in fp32.
 
-A format outside this file sets `hopper_decode`, a function (format, operand) -> Decoder or a reason
-why not, in words.
+This module is what a format's `hopper_decode` is written with: it returns one of these decoders, a
+subclass of its own, or the reason why there is none for this operand.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit.format import Format, Packed
-from anybit.formats.integer import Integer
-from anybit.formats.liquid import Liquid
-from anybit.formats.minifloat import Minifloat
-from anybit.formats.sparse import MIDDLE, Sparse
+from anybit.core.format import Format
+from anybit.core.packed import Packed
+from anybit.errors import InvalidInput
 from anybit.kernels.hopper.lang import (
     LANES,
     Word,
@@ -49,6 +45,7 @@ from anybit.kernels.hopper.lang import (
 K_TILE = 128  # columns of one packed blob
 MANTISSA = {"float16": 10, "bfloat16": 7}
 BIAS = {"float16": 15, "bfloat16": 127}
+LIFT = {"float16": 15, "bfloat16": 120}  # log2 of the most that `HalfDecoder` multiplies by
 Constants = tuple[Word, ...]
 
 
@@ -56,11 +53,12 @@ Constants = tuple[Word, ...]
 class Decoder:
     """Codes to operand registers, with nothing to finish.
 
-    operand: dtype of the A operand: uint8, float16, bfloat16 or float8_e4m3fn.
-    places: bit i of a code belongs at places[i] of an operand element.
-    shift: operand = value * 2**-shift; joins the row's scale.
-    group: columns that share grid words, a divisor or a multiple of 128; 0 when there are none.
-    middle: what the epilogue subtracts from unsigned codes, times the sum of the token's codes.
+    Attributes:
+        operand: Dtype of the A operand: uint8, float16, bfloat16 or float8_e4m3fn.
+        places: Bit i of a code belongs at places[i] of an operand element.
+        shift: operand = value * 2**-shift; joins the row's scale.
+        group: Columns that share grid words, a divisor or a multiple of 128; 0 when there are none.
+        middle: What the epilogue subtracts from unsigned codes, times the sum of the activations.
     """
 
     operand: str
@@ -73,7 +71,6 @@ class Decoder:
     finishing = 0  # instructions of `finish`
     preparing = 0  # instructions of `constants`
     table_bytes = 0  # of a table in shared memory, for `begin` of a main loop of its own
-    sources: ClassVar[tuple[str, ...]] = ()  # that such a main loop adds
 
     @property
     def bits(self) -> int:
@@ -122,6 +119,12 @@ class Decoder:
                 total += (len(plane.bits) < self.slot) + (shift != 0)
         return total
 
+    def main_loop(self) -> Any:
+        """The program that multiplies with such operands, a `Gemm`; needs CuTe DSL."""
+        from anybit.kernels.hopper import gemm
+
+        return gemm.Gemm
+
     # What is stored.
 
     def stored(self, codes: Tensor) -> Tensor:
@@ -159,20 +162,27 @@ class Decoder:
         return packed.grid["scale"].float().flatten() * 2.0**self.shift
 
     def row_zero(self, packed: Packed) -> Tensor:
-        """(N,) int32: subtracted from a sum of products, times the sum of the token's codes."""
-        zero = packed.grid.get("zero")
-        if zero is None or self.operand != "uint8":
+        """(N,) int32: subtracted from a sum of products, times the sum of the activations.
+
+        Raises:
+            InvalidInput: Zero points are not whole numbers, as int8 products need.
+        """
+        name = packed.format.zero_point
+        if name is None or self.operand != "uint8":
             return torch.full((packed.shape[0],), self.middle, dtype=torch.int32)
+        zero = packed.grid[name]
         if not torch.equal(zero.float(), zero.float().round()):
-            raise ValueError(
+            raise InvalidInput(
                 f"zero points of {packed.format.spec!r} are not whole numbers, as int8 products "
-                "need; quantize activations to nothing, or choose another backend"
+                "need; leave activations in 16 bits, or choose another backend"
             )
         return zero.flatten().to(torch.int32)
 
     # What a thread computes, for half a K tile (64 columns).
 
-    def registers(self, words: list[Word], constants: list[tuple[Constants, Constants]]) -> list:
+    def registers(
+        self, words: list[Word], constants: list[tuple[Constants, Constants]]
+    ) -> list[Word]:
         """Code words (bits of them) -> the half tile's A registers, 8 or 16 of them.
 
         Register i holds row g + 8 (i % 2), see `pack.fragment`. constants: for each group in this
@@ -212,33 +222,13 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class LiquidDecoder(Decoder):
-    """q * s + a in every byte (equation 12 without its XOR)."""
-
-    grid_words = 1
-    finishing = 1
-    preparing = 4
-
-    def grid(self, packed: Packed) -> Tensor:
-        step, offset = packed.grid["step"].int(), packed.grid["offset"].int()
-        return (step | offset << 8)[..., None]
-
-    def constants(self, words: list[Word]) -> tuple[Constants, Constants]:
-        word = words[0]
-        low = bytes_of(word, 0x4440), bytes_of(word, 0x1111)
-        return low, (bytes_of(word, 0x4442), bytes_of(word, 0x3333))
-
-    def finish(self, register: Word, row: Constants) -> Word:
-        step, offset = row
-        return register * step + offset
-
-
-@dataclass(frozen=True)
 class HalfDecoder(Decoder):
     """fp16 or bf16: (bits - center) * scale, where bits are value * 2**-shift.
 
-    lift: log2 of what the operand is multiplied by beside the group's scale.
-    center: a symmetric integer's middle code. zeros: every group has a zero point.
+    Attributes:
+        lift: log2 of what the operand is multiplied by, beside the group's scale.
+        center: What is subtracted from every code.
+        zeros: Every group has a zero point (`Format.zero_point`), subtracted instead.
     """
 
     lift: int = 0
@@ -264,7 +254,9 @@ class HalfDecoder(Decoder):
         dtype = getattr(torch, self.operand)
         parts = [(scale / self._unit(scale) * 2.0**self.lift).to(dtype)]
         if self.zeros:
-            parts.append((-packed.grid["zero"].double() * 2.0**-self.shift).to(dtype))
+            assert packed.format.zero_point is not None
+            zero = packed.grid[packed.format.zero_point]
+            parts.append((-zero.double() * 2.0**-self.shift).to(dtype))
         return torch.stack(parts, -1).view(torch.int16).to(torch.int32) & 0xFFFF
 
     def row_scale(self, packed: Packed) -> Tensor:
@@ -320,130 +312,74 @@ class SignedDecoder(Decoder):
         return register + ((register >> 7) & 0x01010101)
 
 
-@dataclass(frozen=True)
-class SparseDecoder(HalfDecoder):
-    """Bytes of a pair of columns: 7 bits of a number, and whether it is the first of the two.
-
-    The operand is fp16, bf16 or uint8; the column without a weight gets the middle code.
-    """
-
-    @property
-    def instructions(self) -> int:
-        words, groups = 4, max(self.entries, 2 * bool(self.entries))
-        return words * 5 + self.slot * (1 + self.finishing) + groups * self.preparing // 2
-
-    def stored(self, codes: Tensor) -> Tensor:
-        flipped = codes ^ MIDDLE  # so that a masked byte is the middle after another flip
-        return torch.stack((flipped & 15, flipped >> 4), -1).flatten(-2)
-
-    def order(self) -> Tensor:
-        return torch.arange(LANES * self.bits)
-
-    def gather(self, words: list[Word], i: int) -> Word:
-        each = 32 // self.slot // 2  # bytes of a register
-        word = words[i // (4 // each)]
-        first = bytes_of(word, 0xBA98)  # all bits of the bytes whose top bit is set
-        ones, middle = 0x01010101 * (2 * MIDDLE - 1), 0x01010101 * MIDDLE
-        low = (word & first & ones) ^ middle
-        high = (word & (first ^ 0xFFFFFFFF) & ones) ^ middle
-        b = i * each % 4
-        if self.slot == 8:
-            return bytes_of(low, b | 4 + b << 4 | 1 + b << 8 | 5 + b << 12, high)
-        # Top bits, of which a byte is filled, are zero.
-        return bytes_of(low, b | 8 + b << 4 | 4 + b << 8 | 12 + b << 12, high)
-
-
 def decoder(fmt: Format, operand: str) -> Decoder | str:
-    """The decoder of a format for activations of dtype `operand`, or why there is none.
+    """The decoder of a format for an operand, or the reason why there is none.
 
-    operand: "int8", "float8_e4m3fn", "float16" or "bfloat16".
+    Args:
+        fmt: The format of the weight.
+        operand: Dtype of the activations: "int8", "float8_e4m3fn", "float16" or "bfloat16".
     """
-    if fmt.hopper_decode is not None:
-        return fmt.hopper_decode(fmt, operand)  # type: ignore[no-any-return,unused-ignore]
-    make = DECODERS.get(type(fmt))
-    if make is None:
-        return f"no decoder for {fmt.spec!r}"
+    if fmt.hopper_decode is None:
+        return f"{type(fmt).__name__} has no hopper_decode"
     if fmt.group and fmt.group not in (32, 64) and fmt.group % K_TILE:
         return f"groups of {fmt.group} columns; it takes 32, 64 and multiples of {K_TILE}"
-    return make(fmt, operand)
+    found: Decoder | str = fmt.hopper_decode(operand)
+    return found
 
 
-def liquid(fmt: Liquid, operand: str) -> Decoder | str:
-    if operand != "int8":
-        return "liquid decodes to int8 only; quantize activations too: liquid@int8"
-    return LiquidDecoder("uint8", (0, 1, 2, 3), group=fmt.group, middle=128)
+def number(fmt: Format, operand: str, minus: int = 0, times: int = 1) -> Decoder | str:
+    """The decoder of values that are whole numbers, code * times - minus.
 
+    A format with a `zero_point` subtracts that instead.
 
-def integer(fmt: Integer, operand: str) -> Decoder | str:
-    bits = fmt.bits
-    signs = bits == 1 and not fmt.zero  # int1 means 2 q - 1: one place up
-    middle = 0 if fmt.zero else 1 if signs else 2 ** (bits - 1)
+    Args:
+        fmt: The format, with one scale a row or a group.
+        operand: As in `decoder`.
+        minus: What is subtracted from each code.
+        times: 1 or 2.
+
+    Raises:
+        InvalidInput: `minus` or `times` is given for a format with zero points.
+    """
+    zeros = fmt.zero_point is not None
+    if zeros and (minus, times) != (0, 1):
+        raise InvalidInput(
+            f"{fmt.spec!r} has zero points, so its values are code - zero; leave out minus={minus} "
+            f"and times={times}"
+        )
+    if fmt.width * fmt.books != 1:
+        return f"{fmt.spec!r} does not store one code per weight"
+    low = times - 1  # twice the code is the code one place higher
+    width = fmt.bits + low
     if operand == "int8":
         if fmt.group:
-            return "group scales cannot be multiplied into int8 products; use liquid@int8"
-        return Decoder("uint8", tuple(range(signs, bits + signs)), middle=middle)
+            return "group scales cannot be multiplied into int8 products; use a scale per row"
+        if width > 8:
+            return f"whole numbers of {width} bits do not fit into bytes"
+        return Decoder("uint8", tuple(range(low, width)), middle=minus)
     if operand not in MANTISSA:
-        if fmt.group or fmt.zero:
-            return "scales of groups and zero points cannot be multiplied into fp8 weights"
-        if not 2 <= bits <= 5:
-            return f"whole numbers of {bits} bits do not fit into e4m3; it takes 2 to 5"
-        return SignedDecoder(operand, (*range(bits - 1), 7), shift=9)
+        if fmt.group or zeros:
+            return "group scales and zero points cannot be multiplied into fp8 weights"
+        if not 2 <= fmt.bits <= 5:
+            return f"whole numbers of {fmt.bits} bits do not fit into e4m3; it takes 2 to 5"
+        if (minus, times) != (2 ** (fmt.bits - 1), 1):
+            return f"e4m3 takes codes of {fmt.bits} bits minus {2 ** (fmt.bits - 1)} only"
+        return SignedDecoder(operand, (*range(fmt.bits - 1), 7), shift=9)
     # As a subnormal, a code is the code times 2**(1 - bias - mantissa bits); one bit more than the
     # mantissa still is, since the exponent's first step continues it without a gap.
-    width = bits + signs
-    low = max(MANTISSA[operand] - width, 0)
-    shift = BIAS[operand] - 1 + MANTISSA[operand] - low
+    if width > MANTISSA[operand] + 1:
+        return f"whole numbers of {width} bits do not fit into {operand}"
+    first = max(MANTISSA[operand] - width, 0)
+    shift = BIAS[operand] - 1 + MANTISSA[operand] - first
     return HalfDecoder(
         operand,
-        tuple(range(low + signs, low + width)),
+        tuple(range(first + low, first + width)),
         shift=shift,
         group=fmt.group,
-        lift=min(shift, 15 if operand == "float16" else 120),
-        center=middle,
-        zeros=fmt.zero,
+        lift=min(shift, LIFT[operand]),
+        center=minus,
+        zeros=zeros,
     )
-
-
-def minifloat(fmt: Minifloat, operand: str) -> Decoder | str:
-    x, y = fmt.exponent, fmt.mantissa
-    if operand == "float8_e4m3fn":
-        if x > 4 or y > 3:
-            return f"{fmt.spec!r} does not fit into e4m3"
-        if fmt.group:
-            return "group scales cannot be multiplied into fp8 weights"
-        return Decoder(operand, (*range(3 - y, 3 + x), 7), shift=7 - fmt.bias)
-    if operand not in MANTISSA:
-        return "floating-point weights have no decoder to int8"
-    mantissa = MANTISSA[operand]
-    shift = BIAS[operand] - fmt.bias
-    lift = 0
-    if operand == "bfloat16":
-        lift = min(shift, 120)
-    elif fmt.group:
-        lift = min(15, 15 - math.ceil(math.log2(fmt.largest)) + shift)
-    places = (*range(mantissa - y, mantissa + x), 15)
-    return HalfDecoder(operand, places, shift=shift, group=fmt.group, lift=lift)
-
-
-def sparse(fmt: Sparse, operand: str) -> Decoder | str:
-    places = (0, 1, 2, 3)  # of each weight's half of a pair's byte
-    if operand == "int8":
-        if fmt.group:
-            return "group scales cannot be multiplied into int8 products"
-        return SparseDecoder("uint8", places, middle=MIDDLE)
-    if operand not in MANTISSA:
-        return "sparse pairs have no decoder to fp8"
-    shift = BIAS[operand] - 1 + MANTISSA[operand]
-    lift = min(shift, 15 if operand == "float16" else 120)
-    return SparseDecoder(operand, places, shift=shift, group=fmt.group, lift=lift, center=MIDDLE)
-
-
-DECODERS: dict[type[Format], Callable[[Any, str], Decoder | str]] = {
-    Liquid: liquid,
-    Integer: integer,
-    Minifloat: minifloat,
-    Sparse: sparse,
-}
 
 
 def repeat(places: tuple[int, ...], slot: int) -> int:

@@ -11,14 +11,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from anybit.kernels.hopper.ptx import pack2, stmatrix_transposed, store_to_cta
+from anybit.kernels.hopper.tiles import ROWS
 
 
 class Epilogue:
     """The part of `gemm.Gemm` behind the main loop."""
 
     tokens: int  # of a tile
-    parts: int  # blocks of rows in a tile, of which a warp has 16 channels each
-    part_rows: int  # rows from one to the next
+    blocks: int  # of 128 rows in a tile, of which a warp has 16 channels each
     split: int  # CTAs that share the tile
     finishers: int  # warps of a CTA that finish outputs, 16 channels each
     batch: int  # tokens that a warp stages for its stores at a time
@@ -66,13 +66,13 @@ class Epilogue:
         scale = cute.make_tensor(row_scale, cute.make_layout(row + 256))
         zero = cute.make_tensor(row_zero, cute.make_layout(row + 256))
         offset = cute.make_tensor(bias, cute.make_layout(n))
-        scales = cute.make_rmem_tensor((2, self.parts), Float32)
-        zeros = cute.make_rmem_tensor((2, self.parts), Int32)
-        offsets = cute.make_rmem_tensor((2, self.parts), Float32)
+        scales = cute.make_rmem_tensor((2, self.blocks), Float32)
+        zeros = cute.make_rmem_tensor((2, self.blocks), Int32)
+        offsets = cute.make_rmem_tensor((2, self.blocks), Float32)
         offsets.fill(0.0)
-        for i in cutlass.range_constexpr(self.parts):
+        for i in cutlass.range_constexpr(self.blocks):
             for v in cutlass.range_constexpr(2):
-                further = const_expr(i * self.part_rows + v * 8)
+                further = const_expr(i * ROWS + v * 8)
                 scales[v, i] = scale[row + further]
                 if const_expr(self.integer):
                     zeros[v, i] = zero[row + further]

@@ -32,6 +32,7 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from anybit.kernels.hopper.decode import K_TILE
 from anybit.kernels.hopper.epilogue import Epilogue
+from anybit.kernels.hopper.jit import Compiled, compile_program
 from anybit.kernels.hopper.lang import Word
 from anybit.kernels.hopper.ptx import arrive_if, bulk_load
 from anybit.kernels.hopper.tiles import MOST_EXPERTS, ROW_MULTIPLE, ROWS, Kernel
@@ -49,19 +50,21 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
 class Gemm(Epilogue):
+    """The main loop of a kernel; what is not a parameter is known when it is compiled."""
+
     source = warpgroup.OperandSource.RMEM  # of the decoded weights
     multipliers = 2  # warpgroups that multiply
+    running = 1  # batches of products that may still run while the next one is decoded
 
     def __init__(self, kernel: Kernel):
         decoder, tile = kernel.decoder, kernel.tile
         self.decoder, self.tile = decoder, tile
-        self.running = 0 if kernel.pipeline == "turns" else 1  # batches of products, at decoding
         self.out, self.grouped = kernel.output, kernel.grouped
         self.tokens, self.stages = tile.tokens, tile.stages
         self.split = tile.split
         self.near = NEAR // tile.tokens if tile.tokens >= 128 else 0  # token tiles
-        self.blocks = self.parts = tile.rows // ROWS  # blobs a stage
-        self.part_rows, self.decoded = ROWS, 0
+        self.blocks = tile.rows // ROWS  # blobs a stage
+        self.table_bytes = decoder.table_bytes
         self.a, self.b = TYPES[decoder.operand], TYPES[kernel.activation]
         self.integer = kernel.activation == "int8"
         self.quantized = kernel.activation in ("int8", "float8_e4m3fn")
@@ -76,6 +79,13 @@ class Gemm(Epilogue):
         self.finishers = -(-8 // tile.split)
         self.arrivals = 1  # of the producer's threads, when a stage is loaded
         self.batch = min(tile.tokens, 32)  # tokens that a warp stages for its stores at a time
+
+    def compile(self) -> Compiled:
+        """For sm_90a."""
+        out = TYPES[self.out]
+        pointers = [(self.b, 16), (Uint8, 128), (Float32, 4), (Int32, 4), (Float32, 4), (Int32, 4),
+                    (out, 2), (out, 16), (Int32, 4)]  # fmt: skip
+        return compile_program(self, pointers, 5)
 
     def mma_op(self) -> Any:
         shape = (64, self.tokens, self.k_mma)
@@ -92,7 +102,7 @@ class Gemm(Epilogue):
         x: cute.Pointer,
         w: cute.Pointer,
         row_scale: cute.Pointer,
-        row_zero: cute.Pointer,
+        zero_or_book: cute.Pointer,
         token_scale: cute.Pointer,
         token_sum: cute.Pointer,
         bias: cute.Pointer,
@@ -119,13 +129,12 @@ class Gemm(Epilogue):
 
         @cute.struct
         class Shared:
-            table: cute.struct.Align[cute.struct.MemRange[Uint8, self.decoder.table_bytes], 128]
+            table: cute.struct.Align[cute.struct.MemRange[Uint8, self.table_bytes], 128]
             full: cute.struct.MemRange[Int64, self.stages]
             empty: cute.struct.MemRange[Int64, self.stages]
             x: cute.struct.Align[cute.struct.MemRange[self.b, cute.cosize(x_layout)], 1024]
             w: cute.struct.Align[
-                cute.struct.MemRange[Uint8, self.stages * self.blob * self.blocks + self.decoded],
-                128,
+                cute.struct.MemRange[Uint8, self.stages * self.blob * self.blocks], 128
             ]
             outputs: cute.struct.Align[cute.struct.MemRange[Uint8, 8 * 48 * self.batch], 128]
             token: cute.struct.Align[cute.struct.MemRange[Int32, 2 * 2 * self.tokens], 16]
@@ -133,7 +142,7 @@ class Gemm(Epilogue):
 
         self.shared = Shared
         self.kernel(
-            x_copy, x_tma, w, row_scale, row_zero, token_scale, token_sum, bias, y, starts,
+            x_copy, x_tma, w, row_scale, zero_or_book, token_scale, token_sum, bias, y, starts,
             m, n, k, experts, mma, x_layout,
         ).launch(
             grid=(grid, 1, 1),
@@ -152,7 +161,7 @@ class Gemm(Epilogue):
         x_tma: cute.Tensor,
         w: cute.Pointer,
         row_scale: cute.Pointer,
-        row_zero: cute.Pointer,
+        zero_or_book: cute.Pointer,
         token_scale: cute.Pointer,
         token_sum: cute.Pointer,
         bias: cute.Pointer,
@@ -219,14 +228,14 @@ class Gemm(Epilogue):
         else:
             if const_expr(self.tile.wide):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.begin(shared, row_zero, thread)
+            self.begin(shared, zero_or_book, thread)
             cute.arch.griddepcontrol_wait()
             self.consume(
-                mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y,
+                mma, s_x, shared, row_scale, zero_or_book, token_scale, token_sum, bias, y,
                 problem, first, tiles, ctas, k_first, k_last, rank, thread,
             )  # fmt: skip
 
-    def begin(self, shared: Any, table: Any, thread: Any) -> None:
+    def begin(self, shared: Any, book: Any, thread: Any) -> None:
         """What consumers do before the previous kernel has finished."""
 
     @cute.jit

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from anybit.errors import InvalidInput
+
 LANES = 32  # bits of a word
-ELEMENTS = 32  # weights of one thread in half a K tile, whatever their width
 
 
 class Word:
@@ -132,7 +133,7 @@ def half_bits(value: float, dtype: str) -> int:
     """
     number = torch.tensor(value, dtype=torch.float64).to(getattr(torch, dtype))
     if float(number) != value:
-        raise ValueError(f"{value} is no {dtype} number")
+        raise InvalidInput(f"{value} is no {dtype} number")
     bits = int(number.view(torch.int16)) & 0xFFFF
     return bits << 16 | bits
 

@@ -10,10 +10,11 @@ side by side in entries of 256 bytes, so that a code is the second byte of an ad
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from anybit.format import Format
+from anybit.core.format import Format
 from anybit.kernels.hopper.cells import CELL, ROWS, TABLE, Cells, cells_of
 from anybit.kernels.hopper.decode import K_TILE, MANTISSA, Decoder
 from anybit.kernels.hopper.tiles import EXCHANGE, Kernel, Tile, fits_once, fitted, grid
@@ -30,7 +31,10 @@ class LookupDecoder(Decoder):
     places: tuple[int, ...] = ()
     cells: Cells = field(kw_only=True)
 
-    sources = ("cells.py", "fragments.py", "lookup_gemm.py")
+    def main_loop(self) -> Any:
+        from anybit.kernels.hopper import lookup_gemm
+
+        return lookup_gemm.LookupGemm
 
     @property
     def bits(self) -> int:

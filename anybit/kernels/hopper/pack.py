@@ -12,10 +12,9 @@ pre-packing, LiquidGEMM's dual-MMA layout).
 import torch
 from torch import Tensor
 
-from anybit import bits as planes_of
-from anybit.format import Packed
+from anybit.core import planes as planes_of
+from anybit.core.packed import Packed
 from anybit.kernels.hopper.decode import K_TILE, Decoder
-from anybit.kernels.hopper.lang import LANES
 from anybit.kernels.hopper.tiles import ROW_MULTIPLE, ROWS
 
 CHUNK_BYTES = 1 << 28  # of temporaries
@@ -40,20 +39,6 @@ def pack(packed: Packed, decoder: Decoder) -> Tensor:
         if grid is not None:
             out[..., size:] = pack_grid(pad_rows(grid[rows]), decoder, k)
     return blobs
-
-
-def unpack_codes(blobs: Tensor, decoder: Decoder) -> Tensor:
-    """What `decoder.stored` gave to `pack`: (rows, K) uint8, padding included."""
-    size = K_TILE * K_TILE * decoder.bits // 8
-    words = unchunk(blobs[..., :size].contiguous().view(torch.int32), decoder.bits)
-    b = torch.arange(LANES, device=words.device, dtype=torch.int32)
-    words = ~words if decoder.verbatim else words
-    stored = ((words[..., None] >> b) & 1).flatten(-2)  # (..., half 2, bits * 32)
-    source = decoder.order().to(words.device)
-    bits = torch.empty_like(stored)
-    bits[..., source] = stored
-    weights = (bits.view(*bits.shape[:-1], LANES, decoder.bits) << b[: decoder.bits]).sum(-1)
-    return unfragment(weights.to(torch.uint8), decoder.slot)
 
 
 def pack_codes(codes: Tensor, decoder: Decoder) -> Tensor:
@@ -93,15 +78,6 @@ def fragment(codes: Tensor, slot: int) -> Tensor:
     return f.reshape(rows // ROWS, k // K_TILE, 2, 128, 2, 32)
 
 
-def unfragment(f: Tensor, slot: int) -> Tensor:
-    """The inverse of `fragment`."""
-    e = 32 // slot
-    tiles, k_tiles = f.shape[:2]
-    codes = f.view(tiles, k_tiles, 2, 4, 8, 4, 2, 8 // e, 2, 2, e)
-    codes = codes.permute(0, 2, 3, 9, 4, 1, 6, 7, 8, 5, 10)
-    return codes.reshape(tiles * ROWS, k_tiles * K_TILE)
-
-
 def chunk(words: Tensor) -> Tensor:
     """(..., thread 128, half 2, bits) words -> (row tile, K tile, words of a blob), by 16 bytes."""
     flat = words.flatten(-2)
@@ -111,17 +87,6 @@ def chunk(words: Tensor) -> Tensor:
     if count > whole:
         parts.append(flat[..., whole:].flatten(-2))
     return torch.cat(parts, -1).flatten(2)
-
-
-def unchunk(words: Tensor, bits: int) -> Tensor:
-    """The inverse of `chunk`: (row tile, K tile, warpgroup 2, thread 128, half 2, bits)."""
-    tiles, k_tiles, _ = words.shape
-    flat = words.view(tiles, k_tiles, 2, 128 * 2 * bits)
-    whole = 2 * bits // 4
-    parts = [flat[..., 512 * i : 512 * (i + 1)].unflatten(-1, (128, 4)) for i in range(whole)]
-    if bits % 2:
-        parts.append(flat[..., 512 * whole :].unflatten(-1, (128, 2)))
-    return torch.cat(parts, -1).unflatten(-1, (2, bits))
 
 
 def pad_rows(rows: Tensor) -> Tensor:

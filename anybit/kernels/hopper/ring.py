@@ -12,14 +12,16 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
 
 from anybit.kernels.hopper.cells import ROWS, CodebookKernel
 from anybit.kernels.hopper.fragments import bulk_load_bytes, init_barrier
+from anybit.kernels.hopper.jit import Compiled, compile_program
+from anybit.kernels.hopper.tiles import MAX_SHARED
 
 
 class Program:
-    """A kernel with the parameters of `codebook_load.Arguments`."""
+    """A kernel with the parameters of `launch.CodebookArguments`."""
 
     kernel: Any
 
@@ -27,6 +29,12 @@ class Program:
         self.spec, self.cells = spec, spec.cells
         self.tokens, self.dtype = spec.tokens, spec.dtype
         self.warps, self.stages = spec.warps, spec.stages
+
+    def compile(self) -> Compiled:
+        """For sm_90a. A launch names the shared memory that it wants: up to all there is."""
+        half = {"float16": Float16, "bfloat16": BFloat16}[self.dtype]
+        pointers = [(half, 16), (Uint8, 32), (half, 16), (Float32, 4), (half, 2), (half, 2)]
+        return compile_program(self, pointers, 6)._replace(shared=MAX_SHARED)
 
     @cute.jit
     def __call__(

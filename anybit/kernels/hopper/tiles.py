@@ -3,7 +3,9 @@
 from dataclasses import dataclass, replace
 
 from anybit.kernels.hopper.decode import K_TILE, Decoder
+from anybit.kernels.hopper.jit import Compiled
 from anybit.kernels.hopper.lang import planes
+from anybit.kernels.hopper.launch import GemmArguments
 
 MULTIPROCESSORS = 132  # of an H100 or H200; the tables below were measured there
 MAX_SHARED = 232_448  # bytes of shared memory that one CTA may have
@@ -58,20 +60,44 @@ class Kernel:
     """One member of the family: everything that is fixed when it is compiled.
 
     output: "float16" or "bfloat16". grouped: tokens lie sorted by expert, each with its own weight.
-    pipeline: "implicit", or one of the ablations of LiquidGEMM's figure 13: "turns" decodes and
-    multiplies in turns, "explicit" leaves decoding to a warpgroup of its own (`excp.py`).
     """
 
     decoder: Decoder
     tile: Tile
     output: str
-    pipeline: str = "implicit"
     grouped: bool = False
+
+    arguments = GemmArguments
 
     @property
     def activation(self) -> str:
         """The dtype of X."""
         return "int8" if self.decoder.operand == "uint8" else self.decoder.operand
+
+    # As a `jit.KernelSpec`.
+
+    @property
+    def name(self) -> str:
+        return f"{self.decoder.bits}bit_{self.decoder.operand}_{self.tile.name}_{self.output}"
+
+    @property
+    def header(self) -> dict[str, int]:
+        tile = self.tile
+        return {"threads": tile.threads, "cluster": tile.split, "box": tile.tokens}
+
+    @property
+    def batch(self) -> int:
+        """WGMMAs of 64 columns."""
+        return self.decoder.slot // 4
+
+    @property
+    def classes(self) -> tuple[type, ...]:
+        return type(self.decoder).__mro__[:-1]
+
+    def generate(self) -> Compiled:
+        """The kernel, compiled for sm_90a; needs CuTe DSL."""
+        compiled: Compiled = self.decoder.main_loop()(self).compile()
+        return compiled
 
 
 def shared(decoder: Decoder) -> list[Tile]:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anybit.ops import CODES
+from anybit.kernels.backend import CODES
 
 LARGEST = {"int8": 127, "fp8": 448}
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -132,13 +132,6 @@ def quantize_tokens(
     dtype: what holds the codes: int8, float8_e4m3fn, or x's own dtype, in which they are exact.
     """
     return quantize(x, activation, dtype)[:2]
-
-
-def norm_quantize(
-    x: Tensor, weight: Tensor, eps: float, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """RMSNorm(x) * weight of x (M, K) -> codes (M, K), scale (M,) fp32, sums of int8 codes (M,)."""
-    return quantize(x, activation, norm=(None, weight, eps), sums=activation == "int8")[:3]
 
 
 def silu_quantize(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,20 +9,24 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from anybit.dispatch import scheme_name
-from anybit.format import Format, Packed
-from anybit.kernels import tiles, tuned
-from anybit.kernels.tiles import Tile
+from anybit.core.packed import Packed
+from anybit.core.scheme import scheme_name
+from anybit.kernels.backend import Activations, LayerSpec, Prepared, check_half, refuse_dtype
 from anybit.kernels.triton import layout as layouts
+from anybit.kernels.triton import tiles, tuned
 from anybit.kernels.triton.layout import Layout, layout_of
+from anybit.kernels.triton.tiles import Tile
 
 MOST_CODES = 1 << 31
-OLDEST = (8, 0)  # the first architecture with bf16 matrix units
+OLDEST = (8, 0)  # the first architecture with bf16 tensor cores
+
+own_layout = True
 
 
-def refuse(
-    fmt: Format, activation: str | None, shape: tuple[int, int], device: torch.device
-) -> str | None:
+def refuse(layer: LayerSpec) -> str | None:
+    fmt, shape, device = layer.format, layer.shape, layer.device
+    if reason := refuse_dtype(layer.dtype):
+        return reason
     if fmt.triton_decode is None:
         return f"{type(fmt).__name__} has no triton_decode"
     try:
@@ -36,87 +40,71 @@ def refuse(
     return None
 
 
+def decodes(activation: str | None) -> bool:
+    return False
+
+
 def prepare(
-    packed: Packed, activation: str | None, dtype: torch.dtype | None = None
-) -> list[Tensor]:
-    """See `layout.py`."""
-    return layouts.prepare(packed, activation)
-
-
-def release(prepared: list[Tensor]) -> list[Tensor] | None:
-    return prepared
-
-
-def linear(
-    x: Tensor,
-    prepared: list[Tensor],
-    bias: Tensor | None,
-    fmt: Format,
-    n: int,
+    packed: Packed,
     activation: str | None,
-    scale: Tensor | None = None,
-    sums: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor:
-    """x (..., K) in fp16 or bf16, with any strides -> (..., n); with a scale, of codes."""
-    dtype = x.dtype if scale is None else dtype
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise TypeError(
-            f"x is {dtype}; the triton backend multiplies float16 and bfloat16: call .half() or "
-            ".bfloat16() on the model"
-        )
-    layout = layout_of(fmt, activation)
-    rows = x.reshape(-1, x.shape[-1])
+    decoded: bool = False,
+) -> Prepared:
+    """See `layout.py`."""
+    layout = tuple(layouts.prepare(packed, activation))
+    return Prepared(packed.format, packed.shape, activation, layout)
+
+
+def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
+    """x (M, K) in fp16 or bf16 -> (M, N)."""
+    check_half(x, "triton")
+    layout = layout_of(prepared.format, prepared.activation)
+    scale = None
+    if isinstance(x, Activations):
+        rows, scale = x.codes.to(torch.int8 if layout.unit == 8 else x.dtype), x.scale
+    else:
+        rows = x
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    m = len(rows)
-    tile = tile_for(layout, activation, m, n, rows.shape[1], x.device)
-    if scale is not None:
-        rows = rows.to(torch.int8 if layout.unit == 8 else dtype)
-        scale = scale.reshape(-1)
-    y = multiply(rows, prepared, bias, layout, n, activation, tile, scale, dtype)
-    return y.view(*x.shape[:-1], n)
+    tile = tile_for(layout, prepared.activation, len(rows), *prepared.shape, rows.device)
+    return multiply(rows, prepared, bias, tile, scale, x.dtype)
 
 
 def multiply(
     x: Tensor,
-    prepared: list[Tensor],
+    prepared: Prepared,
     bias: Tensor | None,
-    layout: Layout,
-    n: int,
-    activation: str | None,
     tile: Tile,
     scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x (M, K), unit stride along K -> (M, n), with the given tile.
+    """x (M, K), unit stride along K -> (M, N), with the given tile.
 
     With a scale (M,), x holds codes, in int8 if the layout's unit has 8 bits and else in `dtype`.
 
-    The tile's kernel must suit: dense and psumbook take no activation notation, gemv at most 4
-    tokens and no bytes (liquid@int8 and its like).
+    The tile's kernel must suit: dense and psumbook take no activation notation.
     """
     from anybit.kernels.triton import activation as activations
-    from anybit.kernels.triton import gemm, gemv, psumbook
+    from anybit.kernels.triton import gemm, psumbook
 
-    m, k = x.shape
-    y = x.new_empty(m, n, dtype=dtype or x.dtype)
+    n, k = prepared.shape
+    layout = layout_of(prepared.format, prepared.activation)
+    tensors = list(prepared.layout)
+    y = x.new_empty(len(x), n, dtype=dtype or x.dtype)
     if not y.numel():
         return y
     if tile.kernel == "dense":
         w = x.new_empty(n, k)
-        gemm.launch_dense(prepared, layout, w)
+        gemm.launch_dense(tensors, layout, w)
         return torch.nn.functional.linear(x, w, None if bias is None else bias.to(x.dtype))
-    if activation is not None and scale is None:
+    if prepared.activation is not None and scale is None:
         x, scale = activations.quantize_tokens(
-            x, activation, torch.int8 if layout.unit == 8 else x.dtype
+            x, prepared.activation, torch.int8 if layout.unit == 8 else x.dtype
         )
     if tile.kernel == "psumbook":
-        psumbook.launch(x, prepared, bias, y, layout, tile)
-    elif tile.kernel == "gemv":
-        gemv.launch(x, scale, prepared, bias, y, layout, tile)
+        psumbook.launch(x, tensors, bias, y, layout, tile)
     else:
-        gemm.launch(x, scale, prepared, bias, y, layout, tile)
+        gemm.launch(x, scale, tensors, bias, y, layout, tile)
     return y
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anybit.dispatch import HALVES
+from anybit.kernels.backend import HALVES
 from anybit.kernels.triton.activation import after_previous, launch_next, overlap
 
 MOST_TOKENS = 1  # two take cuBLAS less time, on an H200

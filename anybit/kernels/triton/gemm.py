@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anybit.kernels.tiles import Tile
 from anybit.kernels.triton import lang
 from anybit.kernels.triton.layout import LOCKS, Layout, split
+from anybit.kernels.triton.tiles import Tile
 
 BAND = 8
 DENSE_ROWS = 32

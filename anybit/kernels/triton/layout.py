@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from anybit.bits import segments
-from anybit.format import Entry, Format, Packed
+from anybit.core.format import Entry, Format
+from anybit.core.packed import Packed
+from anybit.core.planes import segments
 
 ROW_BYTES = 64
 ROWS = 128  # N is padded to a multiple of this

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anybit.kernels.tiles import Tile
 from anybit.kernels.triton import lang
 from anybit.kernels.triton.gemm import load_piece, words_of
 from anybit.kernels.triton.layout import LOCKS, Layout, split
 from anybit.kernels.triton.layout import ROWS as PADDED_ROWS
+from anybit.kernels.triton.tiles import Tile
 
 
 @triton.jit(do_not_specialize=["SPLIT"])
@@ -107,10 +107,9 @@ def _store(out, scale, bias, y, n, N, LAYOUT: tl.constexpr, HAS_BIAS: tl.constex
 def supports(layout: Layout) -> bool:
     """A codebook of at most 8 bits whose scale groups are a whole part, or parts, of 32 vectors."""
     fmt, group, columns = layout.fmt, layout.group, layout.columns
-    tables = [(name, entry.table) for name, entry in layout.grid]
     whole = not group or group % columns == 0 or columns % group == 0
-    shape = (fmt.books, 2**fmt.bits, fmt.width)
-    return tables == [("codebook", shape)] and fmt.bits <= 8 and fmt.width > 1 and whole
+    table_alone = [name for name, _ in layout.grid] == [fmt.lookup]
+    return table_alone and fmt.bits <= 8 and fmt.width > 1 and whole
 
 
 def launch(

@@ -1,0 +1,177 @@
+"""From config.json to the class of a model: checked before anything is built or loaded."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybit.checkpoint.names import check_missing, layout
+from anybit.errors import AnybitError, InvalidInput, loading
+from anybit.files.directory import read_json
+from anybit.files.safetensors import Stored, stored_tensors
+from anybit.nn.experts import split
+
+LAYERS = (
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers",
+    "num_encoder_layers", "num_decoder_layers", "depth",
+)  # fmt: skip
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+WIDTHS = (
+    "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "d_model", "d_ff", "d_kv", "n_embd", "n_head", "n_inner", "num_heads",
+    "moe_intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "kv_lora_rank", "q_lora_rank",
+)  # fmt: skip
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+MOST_POSITIONS = 1 << 31
+
+
+def check_sizes(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
+    """Raise InvalidInput for sizes in a config.json that its tensors cannot have.
+
+    Checked before a model is built, since a million layers take minutes even without contents.
+
+    Args:
+        config: Of config.json.
+        stored: The checkpoint's tensors.
+    """
+    nbytes = sum(tensor.nbytes for tensor in stored.values())
+    stacked = max((t.shape[0] for t in stored.values() if len(t.shape) > 2), default=0)
+    limits = (
+        (LAYERS, len(stored), f"{len(stored)} tensors"),
+        (EXPERTS, max(len(stored), stacked), f"{len(stored)} tensors"),
+        (WIDTHS, nbytes, f"{nbytes} bytes of tensors"),
+        (POSITIONS, MOST_POSITIONS, ""),
+    )
+    for path, value in entries(config):
+        name = path.rpartition(".")[2]
+        for names, limit, what in limits:
+            if name not in names or value is None or isinstance(value, dict | list):
+                continue
+            whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+            if not whole or isinstance(value, bool) or value < 0:
+                raise InvalidInput(f"config.json: {path} is {value!r}; it must be a whole number")
+            if value > limit:
+                held = f", but the files hold {what}" if what else f"; at most {limit} can be"
+                raise InvalidInput(f"config.json: {path} is {value}{held}")
+
+
+def entries(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values of nested objects, outermost first."""
+    for name, value in config.items():
+        yield prefix + name, value
+        if isinstance(value, dict):
+            yield from entries(value, f"{prefix}{name}.")
+
+
+def model_class(source: Path) -> tuple[Any, Any]:
+    """The class of transformers that a directory's config.json names, and its configuration.
+
+    Raises:
+        FileNotFoundError: Files are missing.
+        InvalidInput: Files are damaged, sizes are impossible, or the class is none of
+            transformers' models.
+    """
+    raw = read_json(source / "config.json")
+    stored = stored_tensors(source)
+    try:
+        check_sizes(raw, stored)
+    except InvalidInput as error:
+        raise InvalidInput(f"{source}: {error}") from None
+    names = raw.get("architectures") or [""]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InvalidInput(
+            f"{source}: config.json: architectures is {names!r}, not a list of names"
+        )
+
+    import transformers
+
+    with built(source):
+        config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+    if not names[0]:
+        return transformers.AutoModelForCausalLM, config
+    kind = getattr(transformers, names[0], None)
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        raise InvalidInput(
+            f"{source}: config.json names the class {names[0]!r}, which is no model of "
+            f"transformers {transformers.__version__}; install a version that has it"
+        )
+    if kind.config_class and not isinstance(config, kind.config_class):  # a part of a composite
+        with built(source):
+            config = kind.config_class.from_pretrained(source, local_files_only=True)
+    return kind, config
+
+
+class built:
+    """Turns any error of transformers about a config.json into an `InvalidInput`."""
+
+    def __init__(self, source: Path):
+        self.source = source
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, *rest: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, AnybitError | ImportError):
+            return
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise InvalidInput(
+            f"{self.source}: transformers cannot build the model that config.json describes: "
+            f"{type(error).__name__}: {' '.join(lines)[:200]}"
+        ) from error
+
+
+def bare_model(source: Path) -> Any:
+    """The model that config.json describes, on the meta device: names and shapes, no memory.
+
+    Raises:
+        FileNotFoundError: Files are missing.
+        InvalidInput: As `model_class` does, and when transformers cannot build the model.
+    """
+    kind, config = model_class(source)
+    make = getattr(kind, "from_config", None) or kind._from_config
+    with built(source), torch.device("meta"):
+        return make(config)
+
+
+def meta_model(source: Path) -> nn.Module:
+    """`bare_model` with experts as linear layers of their own, as anybit stores them."""
+    return split(bare_model(source))
+
+
+def check_model(source: Path) -> Any:
+    """Everything that can be told of a directory before its weights are read.
+
+    Returns:
+        The class of its model.
+
+    Raises:
+        FileNotFoundError: Files are missing.
+        InvalidInput: As `bare_model` does; a dense model's tensors are missing.
+    """
+    model = bare_model(source)
+    if not read_json(source / "config.json").get("quantization_config"):
+        found = layout(stored_tensors(source), model, lambda name: False)
+        check_missing(source, found.missing, found.unexpected)
+    return type(model)
+
+
+def load_model(source: Path, **options: Any) -> Any:
+    """Load a model, dense or quantized, as the class that config.json names.
+
+    Args:
+        source: Directory of the model.
+        options: For `from_pretrained`.
+
+    Raises:
+        FileNotFoundError: Files are missing.
+        InvalidInput: As `check_model` does; tensors are missing.
+    """
+    kind = check_model(source)
+    with loading(source):
+        model, info = kind.from_pretrained(
+            source, output_loading_info=True, local_files_only=True, **options
+        )
+    check_missing(source, info["missing_keys"], info["unexpected_keys"])
+    return model

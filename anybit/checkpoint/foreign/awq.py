@@ -1,0 +1,54 @@
+"""AWQ checkpoints in the "gemm" layout, 4 bits, as AutoAWQ and GPTQModel write them.
+
+    W[n, k] = scales[g, n] * (q[k, n] - zero[g, n]) with g = k / group
+
+qweight int32 (K, N / 8) and qzeros int32 (K / group, N / 8) hold eight columns in a word, in the
+order of ORDER.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from anybit.checkpoint.foreign.base import ANY, FLOATS, Layer, Part, option, parts, uniform
+from anybit.checkpoint.foreign.bitfields import fields
+from anybit.errors import InvalidInput
+from anybit.files.safetensors import Stored
+
+BITS = 4
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is column ORDER[i] of its eight
+
+
+def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+    """The quantized layers of an AWQ checkpoint."""
+    key = "bits" if "bits" in config else "w_bit"
+    option(config, key, (BITS,), "AWQ", required=True)
+    keys = ("checkpoint_format", "format", "version")
+    key = next((key for key in keys if config.get(key)), "version")
+    option({key: str(config.get(key, "gemm")).lower()}, key, ("gemm",), "AWQ")
+    option(config, "pack_dtype", ("int32",), "AWQ")
+    return {part.name: layer(part) for part in parts("qweight", stored)}
+
+
+def layer(part: Part) -> Layer:
+    qweight = part.find("qweight", (torch.int32,), (ANY, ANY))
+    scales = part.find("scales", FLOATS, (ANY, ANY))
+    k, n, groups = qweight.shape[0], qweight.shape[1] * 8, scales.shape[0]
+    if scales.shape != (groups, n) or not groups or k % groups:
+        raise InvalidInput(
+            f"{part.name}: qweight {qweight.shape} and scales {scales.shape} do not fit AWQ's gemm "
+            "layout, (K, N / 8) and (K / group, N)"
+        )
+    qzeros = part.find("qzeros", (torch.int32,), (groups, n // 8))
+    part.skip("g_idx")  # GPTQModel writes it, in order
+    return uniform(
+        part,
+        (n, k),
+        BITS,
+        codes=lambda: fields(qweight.read(), BITS, ORDER).T.contiguous(),
+        scale=lambda: scales.read().T.contiguous(),
+        zero=lambda: fields(qzeros.read(), BITS, ORDER).T.contiguous(),
+        groups=groups,
+        dtypes={"scale": scales.torch_dtype},
+    )

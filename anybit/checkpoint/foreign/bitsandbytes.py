@@ -1,0 +1,92 @@
+"""bitsandbytes 4-bit checkpoints (nf4, fp4), with or without double quantization.
+
+    W.flatten()[i] = quant_map[q[i]] * absmax[i / blocksize]
+
+weight uint8 holds two codes in a byte, the first in the high half; what is no tensor of floats is
+JSON in a uint8 tensor. Doubly quantized, absmax is uint8 and stands for
+nested_quant_map[absmax[j]] * nested_absmax[j / nested_blocksize] + nested_offset.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.checkpoint.foreign.base import Layer, Part, option, parts
+from anybit.core.packed import Packed
+from anybit.errors import InvalidInput
+from anybit.files.safetensors import Stored
+from anybit.formats.codebook import Codebook
+
+KINDS = ("nf4", "fp4")
+LARGEST_STATE = 1 << 16
+
+
+def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+    """The quantized layers of a bitsandbytes checkpoint."""
+    option(config, "load_in_8bit", (False,), "bitsandbytes")
+    option(config, "bnb_4bit_quant_storage", ("uint8",), "bitsandbytes")
+    return {part.name: layer(part) for part in parts("weight.absmax", stored)}
+
+
+def layer(part: Part) -> Layer:
+    state = quant_state(part)
+    (n, k), block = state["shape"], state["blocksize"]
+    count = -(-n * k // block)
+    weight = part.find("weight", (torch.uint8,), (-(-n * k // 2), 1))
+    table = part.find("weight.quant_map", (torch.float32,), (16,))
+    nested = "nested_blocksize" in state
+    absmax = part.find("weight.absmax", (torch.uint8 if nested else torch.float32,), (count,))
+    if nested:
+        outer = part.find(
+            "weight.nested_absmax", (torch.float32,), (-(-count // state["nested_blocksize"]),)
+        )
+        levels = part.find("weight.nested_quant_map", (torch.float32,), (256,))
+
+    def scale() -> Tensor:
+        if not nested:
+            return absmax.read()
+        each = outer.read()[torch.arange(count) // state["nested_blocksize"]]
+        return levels.read()[absmax.read().int()] * each + torch.tensor(state["nested_offset"])
+
+    def codes() -> Tensor:
+        pairs = weight.read().flatten()
+        return torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()[: n * k].view(n, k)
+
+    def read() -> Packed:
+        grid = {"scale": scale().view(n, -1), "codebook": table.read().view(1, 16, 1)}
+        return Packed.from_codes(fmt, (n, k), codes(), grid)
+
+    def decode() -> Tensor:
+        return table.read()[codes().int()] * scale()[torch.arange(n * k) // block].view(n, k)
+
+    used = tuple(part.used)
+    if k % block:
+        reason = f"K={k} is no multiple of the block of {block}: blocks reach over the ends of rows"
+        return Layer((n, k), used, None, decode, reason)
+    fmt = Codebook(m=1, v=1, b=4, group=0 if block == k else block)
+    dtypes = {"scale": torch.float32, "codebook": torch.float32}
+    return Layer((n, k), used, fmt, read, dtypes=dtypes)
+
+
+def quant_state(part: Part) -> dict[str, Any]:
+    """The JSON beside the weight, checked as far as sizes depend on it."""
+    found = [kind for kind in KINDS if part.has(f"weight.quant_state.bitsandbytes__{kind}")]
+    if len(found) != 1:
+        raise InvalidInput(
+            f"{part.name}: has {len(found)} quant_states of {', '.join(KINDS)}, not 1"
+        )
+    stored = part.find(f"weight.quant_state.bitsandbytes__{found[0]}", (torch.uint8,))
+    try:
+        if stored.nbytes > LARGEST_STATE:
+            raise InvalidInput(f"{stored.nbytes} bytes")
+        state = json.loads(bytes(stored.read().tolist()))
+        sizes = [*state["shape"], state["blocksize"], state.get("nested_blocksize", 1)]
+        if len(sizes) != 4 or not all(type(s) is int and s > 0 for s in sizes):
+            raise InvalidInput(f"shape and block sizes are {sizes}")
+        state["nested_offset"] = float(state.get("nested_offset", 0))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInput(f"{part.name}: its quant_state cannot be read: {error!r}") from None
+    return state

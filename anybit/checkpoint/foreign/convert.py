@@ -1,0 +1,305 @@
+"""`anybit convert`: checkpoints of other tools, streamed tensor by tensor into ours.
+
+A tool is one module with one function, `layers(config, stored)`, which says by headers, config and
+a few small tensors what every layer becomes; see `layer.py`. What is exact is kept in codes.
+"""
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybit.checkpoint.architecture import meta_model
+from anybit.checkpoint.foreign.base import Layer, owner
+from anybit.checkpoint.rewrite import (
+    SHARD_BYTES,
+    Rewrite,
+    check_paths,
+    fingerprint,
+    into_shards,
+    rewrite,
+    unit_sizes,
+)
+from anybit.core.packed import Packed, tensor_shapes
+from anybit.errors import InvalidInput
+from anybit.files.directory import megabytes, read_json
+from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
+from anybit.nn.experts import published
+from anybit.nn.plan import METHOD, is_head, quantization_config
+from anybit.version import __version__
+
+# quant_method in config.json: the module that reads such checkpoints.
+READERS = {
+    "gptq": "anybit.checkpoint.foreign.gptq",
+    "awq": "anybit.checkpoint.foreign.awq",
+    "hqq": "anybit.checkpoint.foreign.hqq",
+    "aqlm": "anybit.checkpoint.foreign.aqlm",
+    "compressed-tensors": "anybit.checkpoint.foreign.compressed_tensors",
+    "bitsandbytes": "anybit.checkpoint.foreign.bitsandbytes",
+}
+KV_SCALES = (".k_scale", ".v_scale")  # theirs are per tensor, and mean something else here
+DENSE = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32)}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What `convert_checkpoint` did.
+
+    Attributes:
+        out: The directory that was written.
+        method: The tool's name in config.json.
+        formats: Layers and the formats that hold them exactly.
+        decoded: Layers that are dense now, in the model's dtype, and why.
+        dropped: Tensors that were left out: biases of zeros that the model does not have, and
+            scales of the KV cache.
+        unexpected: Layers that transformers' model does not have under their names, such as experts
+            that it stores in another shape.
+        bytes_before: Of all tensors of the source.
+        bytes_after: Of all tensors of the output.
+        seconds: Time that this run took.
+    """
+
+    out: Path
+    method: str
+    formats: Mapping[str, str]
+    decoded: Mapping[str, str]
+    dropped: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+
+    def __str__(self) -> str:
+        counts = Counter(self.formats.values())
+        what = [f"{count} layers are {spec}" for spec, count in counts.most_common()]
+        if self.decoded:
+            what.append(f"{len(self.decoded)} layers are dense now")
+        if self.dropped:
+            what.append(f"{len(self.dropped)} tensors left out, such as {self.dropped[0]}")
+        lines = [
+            f"{self.out}: from {self.method}, {', '.join(what)}; "
+            f"{megabytes(self.bytes_before)} -> {megabytes(self.bytes_after)} in "
+            f"{self.seconds:.3g} s"
+        ]
+        for reason, count in Counter(self.decoded.values()).items():
+            names = [name for name, why in self.decoded.items() if why == reason]
+            others = f" and {count - 1} others" if count > 1 else ""
+            lines.append(f"decoded, as no format of anybit holds it: {names[0]}{others}: {reason}")
+        if self.unexpected:
+            lines.append(
+                f"not in transformers' model, and kept: {len(self.unexpected)} layers, such as "
+                f"{self.unexpected[0]}"
+            )
+        return "\n".join(lines)
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    show_progress: bool | None = None,
+) -> Converted:
+    """Convert another tool's quantized checkpoint (safetensors) to one of anybit's.
+
+    Dequantized weights equal the tool's own formula in fp32, bit for bit; layers that no format of
+    ours can hold are decoded to the model's dtype, and named in the result. Memory and resuming:
+    as in `quantize_checkpoint`.
+
+    Args:
+        source: Directory of a model that another tool quantized.
+        out: Directory to write.
+        overwrite: As in `quantize_checkpoint`.
+        shard_bytes: As in `quantize_checkpoint`.
+        show_progress: As in `quantize_`.
+
+    Returns:
+        What was done.
+
+    Raises:
+        InvalidInput: The tool or the layout cannot be read (what was found is named), or tensors
+            have wrong shapes, dtypes or codes.
+        FileNotFoundError: The source is incomplete.
+        FileExistsError: `out` exists.
+        OSError: The disk is too small.
+    """
+    started = time.monotonic()
+    source, out = Path(source), Path(out).absolute()
+    check_paths(source, out, overwrite)
+    work = plan_conversion(source, shard_bytes)
+    after, _ = rewrite(work, source, out, overwrite, show_progress, "converting")
+    return Converted(
+        out=out,
+        method=work.method,
+        formats={name: x.format.spec for name, x in work.layers.items() if x.format},
+        decoded={name: x.reason for name, x in work.layers.items() if x.format is None},
+        dropped=work.dropped,
+        unexpected=work.unexpected,
+        bytes_before=work.source_bytes,
+        bytes_after=after,
+        seconds=time.monotonic() - started,
+    )
+
+
+@dataclass(frozen=True)
+class Conversion(Rewrite):
+    """How another tool's checkpoint becomes ours. A unit is a quantized layer, or a tensor.
+
+    Attributes:
+        formats: The plan for config.json.
+        method: The tool's name in config.json.
+        layers: Its quantized layers by name.
+        dense: The dtype of layers that are decoded.
+        dropped: Tensors that are left out.
+        unexpected: Layers that transformers' model does not have under their names.
+    """
+
+    formats: Mapping[str, str | None]
+    method: str
+    layers: Mapping[str, Layer]
+    dense: torch.dtype
+    dropped: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+    @property
+    def new_config(self) -> dict[str, Any]:
+        config = {k: v for k, v in self.config.items() if k != "quantization_config"}
+        if any(self.formats.values()):
+            config["quantization_config"] = quantization_config(self.formats)
+        return config
+
+    def parts(self, unit: str) -> list[str]:
+        return [*dict.fromkeys(self.layers[unit].tensors)] if unit in self.layers else [unit]
+
+    def outputs(self, units: list[str]) -> dict[str, int]:
+        out = {}
+        for name in units:
+            layer = self.layers.get(name)
+            if layer is None:
+                out[name] = self.stored[name].nbytes
+            elif layer.format is None:
+                out[f"{name}.weight"] = math.prod(layer.shape) * self.dense.itemsize
+            else:
+                for key, (shape, entry) in tensor_shapes(layer.format, layer.shape).items():
+                    dtype = torch.int32 if entry is None else entry.default_dtype
+                    size = layer.dtypes.get(key, dtype).itemsize
+                    out[f"{name}.{key}"] = math.prod(shape) * size
+        return out
+
+    def write(self, unit: str, shard: ShardWriter) -> None:
+        if unit not in self.layers:
+            as_it_is = self.stored[unit]
+            assert isinstance(as_it_is, Stored)
+            shard.copy(unit, as_it_is)
+            return
+        weight = self.layers[unit].read()
+        if isinstance(weight, Packed):
+            for key, tensor in weight.tensors().items():
+                shard.add(f"{unit}.{key}", tensor)
+        else:
+            shard.add(f"{unit}.weight", weight.to(self.dense))
+
+
+def plan_conversion(source: Path, shard_bytes: int) -> Conversion:
+    """Decide everything by headers, config.json and small tensors, before any weight is read."""
+    stored, config = stored_tensors(source), read_json(source / "config.json")
+    method, found = read_layers(source, config, stored)
+    model = meta_model(source)
+    model_type = config.get("model_type")
+    modules = {published(name, model_type): m for name, m in model.named_modules()}
+    linears = {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
+    dropped = dict.fromkeys(name for name in stored if name.endswith(KV_SCALES))
+    for name, layer in found.items():
+        linear = linears.get(name)
+        if linear is None and name in modules:  # it would be initialized at random
+            raise InvalidInput(
+                f"{name} is a {type(modules[name]).__name__} in {type(model).__name__}, and only "
+                "linear layers can be converted; use this model with the tool that quantized it"
+            )
+        if linear is not None and tuple(linear.weight.shape) != layer.shape:
+            raise InvalidInput(
+                f"{name}: config.json asks for a weight of {tuple(linear.weight.shape)}, the "
+                f"checkpoint holds one of {layer.shape}"
+            )
+        bias = stored.get(f"{name}.bias")
+        if linear is not None and linear.bias is None and bias is not None:
+            if bias.read().any():
+                raise InvalidInput(f"{name}.bias: not zero, but the model has no bias there")
+            dropped[f"{name}.bias"] = None
+    unit_of = {tensor: name for name, layer in found.items() for tensor in layer.tensors}
+    for name in stored:
+        layer_of = owner(name, found)
+        if layer_of and name not in unit_of and name != f"{layer_of}.bias":
+            raise InvalidInput(
+                f"{source}: {method} has no tensor {name!r} beside "
+                f"{found[layer_of].tensors[0]!r} in a layout that anybit knows"
+            )
+    formats = plan_for(dict.fromkeys(linears) | specs(found))
+    dense = DENSE.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float16)
+    manifest = {
+        "anybit": __version__,
+        "convert": method,
+        "formats": [list(pair) for pair in formats.items()],
+        "source": fingerprint(source, stored),
+        "shard_bytes": shard_bytes,
+    }
+    return Conversion(
+        stored=stored,
+        config=config,
+        formats=formats,
+        shards=into_shards(unit_sizes(stored, unit_of, dropped), shard_bytes),
+        manifest=manifest,
+        unexpected=tuple(name for name in found if name not in linears),
+        method=method,
+        layers=found,
+        dense=dense,
+        dropped=tuple(dropped),
+    )
+
+
+def read_layers(
+    source: Path, config: Mapping[str, Any], stored: Mapping[str, Stored]
+) -> tuple[str, dict[str, Layer]]:
+    """The tool that quantized a checkpoint, and its quantized layers."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        raise InvalidInput(
+            f"{source} is not quantized: its config.json has no quantization_config; quantize it "
+            "with `anybit quantize`"
+        )
+    method = quantization.get("quant_method")
+    if method == METHOD:
+        raise InvalidInput(f"{source} is a checkpoint of anybit already; load it with anybit.load")
+    if method not in READERS:
+        raise InvalidInput(
+            f"{source} is quantized with {method!r}, which cannot be read; known: "
+            f"{', '.join(READERS)}"
+        )
+    found: dict[str, Layer] = import_module(READERS[method]).layers(quantization, stored)
+    if not found:
+        raise InvalidInput(
+            f"{source}: config.json says {method}, but no tensor is named like a quantized layer's "
+            f"(there are {', '.join(list(stored)[:3])}, ...)"
+        )
+    return method, found
+
+
+def specs(layers: Mapping[str, Layer]) -> dict[str, str | None]:
+    return {name: layer.format.spec if layer.format else None for name, layer in layers.items()}
+
+
+def plan_for(schemes: Mapping[str, str | None]) -> dict[str, str | None]:
+    """A short plan that gives every layer its scheme: the commonest for "*", then the others."""
+    counts = Counter(s for name, s in schemes.items() if s and not is_head(name))
+    common = counts.most_common(1)[0][0] if counts else None
+    rest = {n: s for n, s in sorted(schemes.items()) if s != (None if is_head(n) else common)}
+    return {"*": common, **rest}

@@ -1,0 +1,124 @@
+"""GPTQ checkpoints, as AutoGPTQ and GPTQModel write them: 2, 3, 4 and 8 bits, formats v1 and v2.
+
+    W[n, k] = scales[g, n] * (q[k, n] - zero[g, n]) with g = g_idx[k]
+
+qweight int32 (K * bits / 32, N) and qzeros int32 (K / group, N * bits / 32) are streams of codes,
+low bits first, along K and along N. v1 stores zero - 1. With act-order (desc_act) the columns of a
+group are not neighbours; they become so in our order of columns, see `Format.order`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.checkpoint.foreign.base import (
+    ANY,
+    FLOATS,
+    Layer,
+    Part,
+    option,
+    parts,
+    symmetric,
+    uniform,
+)
+from anybit.checkpoint.foreign.bitfields import unpack
+from anybit.errors import InvalidInput
+from anybit.files.safetensors import Stored
+
+BITS = (2, 3, 4, 8)
+
+
+def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+    """The quantized layers of a GPTQ checkpoint."""
+    key = "checkpoint_format" if config.get("checkpoint_format") else "format"
+    act_order = option(config, "desc_act", (False, True), "GPTQ")
+    layout = option(config, key, ("gptq", "gptq_v2"), "GPTQ")
+    option(config, "pack_dtype", ("int32",), "GPTQ")
+    option(config, "is_marlin_format", (False,), "GPTQ")
+    bits = option(config, "bits", BITS, "GPTQ", required=True)
+    varied = bool(config.get("dynamic"))  # GPTQModel's overrides for layers
+    first = layout == "gptq"
+    return {p.name: layer(p, bits, varied, first, act_order) for p in parts("qweight", stored)}
+
+
+def layer(part: Part, bits: int, varied: bool, first_version: bool, act_order: bool) -> Layer:
+    """One layer. varied: its own shapes tell its bits, not the config."""
+    qweight = part.find("qweight", (torch.int32,), (ANY, ANY))
+    scales = part.find("scales", FLOATS, (ANY, ANY))
+    g_idx = part.find("g_idx", (torch.int32, torch.int64)) if part.has("g_idx") else None
+    if g_idx is not None and g_idx.shape == (0,):  # written for none by some tools
+        g_idx = None
+    if act_order and g_idx is None and scales.shape[0] > 1:
+        raise InvalidInput(
+            f"{part.name}: desc_act is set, but without g_idx nothing tells which of the "
+            f"{scales.shape[0]} groups a column belongs to"
+        )
+    if varied and g_idx is not None and len(g_idx.shape) == 1:
+        bits = qweight.shape[0] * 32 // g_idx.shape[0]
+    k, groups, n = qweight.shape[0] * 32 // bits, scales.shape[0], qweight.shape[1]
+    if (
+        bits not in BITS
+        or not groups
+        or k % groups
+        or k * bits != qweight.shape[0] * 32
+        or (g_idx is not None and g_idx.shape != (k,))
+    ):
+        raise InvalidInput(
+            f"{part.name}: qweight {qweight.shape}, scales {scales.shape} and g_idx "
+            f"{g_idx and g_idx.shape} do not fit each other in {bits} bits"
+        )
+    scales = part.find("scales", FLOATS, (groups, n))
+    qzeros = part.find("qzeros", (torch.int32,), (groups, -(-n * bits // 32)))
+
+    def zero() -> Tensor:
+        return zero_points(qzeros.read(), bits, n, first_version)
+
+    return uniform(
+        part,
+        (n, k),
+        bits,
+        codes=lambda: unpack(qweight.read().T.contiguous(), bits, k),
+        scale=lambda: scales.read().T.contiguous(),
+        zero=None if symmetric(zero(), bits) else zero,
+        groups=groups,
+        dtypes={"scale": scales.torch_dtype},
+        order=None if g_idx is None else column_order(g_idx.read(), groups, part.name),
+    )
+
+
+def zero_points(words: Tensor, bits: int, n: int, first_version: bool) -> Tensor:
+    """qzeros (groups, words) -> zero points (N, groups) uint8.
+
+    v1's 1 is added as GPTQModel does it: to whole words, with carries, because that is the inverse
+    of how it writes v1; for 3 bits, whose codes cross words, to each code.
+    """
+    if first_version and bits != 3:
+        words = words + sum(1 << at for at in range(0, 31, bits))  # wraps
+    zero = unpack(words, bits, n)
+    if first_version and bits == 3:
+        zero = (zero + 1) & 7
+    return zero.T.contiguous()
+
+
+def column_order(g_idx: Tensor, groups: int, name: str) -> Tensor | None:
+    """g_idx (K,) -> the columns sorted by their group (K,) int32; None if they are sorted.
+
+    InvalidInput when groups are not of equal sizes.
+    """
+    g_idx = g_idx.long()
+    k = len(g_idx)
+    if int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
+        raise InvalidInput(
+            f"{name}.g_idx: names groups {int(g_idx.min())} to {int(g_idx.max())}, but scales has "
+            f"{groups}"
+        )
+    counts = torch.bincount(g_idx, minlength=groups)
+    if (counts != k // groups).any():
+        raise InvalidInput(
+            f"{name}.g_idx: groups of {int(counts.min())} to {int(counts.max())} columns; only "
+            "groups of equal size can be read"
+        )
+    order = torch.argsort(g_idx, stable=True).to(torch.int32)
+    return None if torch.equal(order, torch.arange(k, dtype=torch.int32)) else order

@@ -1,0 +1,459 @@
+"""Between the tensors of a checkpoint and those of a model, by transformers' own tables.
+
+transformers renames tensors while it loads (`language_model.model.*` to `model.language_model.*`),
+merges some (experts) and cuts others (fused q, k and v). `Names` applies its tables to names alone;
+`layout` says for every tensor of a checkpoint what it is in the model, without reading one.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.core.packed import is_codes
+from anybit.errors import InvalidInput
+from anybit.files.safetensors import Stored
+from anybit.nn.experts import Layout as ExpertLayout
+from anybit.nn.experts import fused_experts, layers_of, layout_of
+
+LISTED = 3  # names in a message
+
+
+class Names:
+    """transformers' tables for one model.
+
+    Args:
+        model: A model of transformers, on any device, its experts not taken apart.
+    """
+
+    def __init__(self, model: Any):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
+
+        self.model = model
+        self.state: dict[str, Tensor] = model.state_dict()
+        self.base: str = getattr(model, "base_model_prefix", "")
+        table = get_model_conversion_mapping(model)
+        self.renamings: list[Any] = [c for c in table if isinstance(c, WeightRenaming)]
+        self.converters: list[Any] = [c for c in table if isinstance(c, WeightConverter)]
+        # As transformers saves a model that it did not load.
+        own = get_model_conversion_mapping(model, add_legacy=False)
+        self.back: list[Any] = [
+            c.reverse_transform()
+            for c in own[::-1]
+            if isinstance(c, WeightRenaming) and not isinstance(c, PrefixChange)
+        ]
+
+    def in_model(self, name: str) -> tuple[str, Any, str]:
+        """The model's name for a stored tensor, as transformers loads it.
+
+        Some tables depend on which names came before: ask in the order of `natural`.
+
+        Returns:
+            The name, which the model may lack; the converter that makes the tensor, or None; and
+            the converter's pattern that the stored name matched.
+        """
+        from transformers.core_model_loading import rename_source_key
+
+        known: dict[str, Any] = self.state
+        found, pattern = rename_source_key(name, self.renamings, self.converters, self.base, known)
+        if found not in known and name in known:
+            found, pattern = rename_source_key(name, [], [], self.base, known)
+        if pattern is None:
+            return found, None, ""
+        converter = next(c for c in self.converters if pattern in c.source_patterns)
+        return found, converter, pattern
+
+    def renamed(self, name: str) -> str:
+        """The model's name by the renamings alone."""
+        from transformers.core_model_loading import rename_source_key
+
+        return str(rename_source_key(name, self.renamings, [])[0])
+
+    def stored(self, name: str) -> str:
+        """The name in checkpoints of a tensor or layer of the model."""
+        from transformers.core_model_loading import rename_source_key
+
+        return str(rename_source_key(name, self.back, [], reverse=True)[0])
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """A key that sorts names as transformers does: numbers by value."""
+    return [(0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"(\d+)", name) if p]
+
+
+@dataclass(frozen=True, eq=False)
+class Conversion:
+    """Stored tensors of which transformers makes one or several of a model's.
+
+    Attributes:
+        converter: transformers' WeightConverter.
+        first: The model's name for the first of the tensors that it makes.
+        sources: The stored tensors, by the converter's patterns.
+        model: On the meta device.
+    """
+
+    converter: Any
+    first: str
+    sources: Mapping[str, list[Stored]]
+    model: Any
+
+    @property
+    def one(self) -> Stored:
+        """The first of the stored tensors."""
+        return next(iter(self.sources.values()))[0]
+
+
+@lru_cache(maxsize=1)  # q, k and v are made of one tensor, and asked for one after the other
+def convert(conversion: Conversion) -> dict[str, Tensor]:
+    """Read, and make the model's tensors."""
+    converter, model = copy.deepcopy(conversion.converter), conversion.model
+    for pattern, tensors in conversion.sources.items():
+        for tensor in tensors:
+            converter.add_tensor(conversion.first, pattern, pattern, tensor.read())
+    try:
+        made = converter.convert(conversion.first, model=model, config=model.config)
+    except Exception as error:  # transformers skips what it cannot make
+        raise InvalidInput(
+            f"{conversion.one.file}: transformers cannot make {conversion.first} of "
+            f"{', '.join(conversion.sources)}: {type(error).__name__} {error}"
+        ) from error
+    return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A weight that transformers makes of stored tensors: like a `Stored`, made when it is read.
+
+    Attributes:
+        name: In the model.
+        conversion: Makes it.
+        shape: Of the weight.
+        index: The part of the tensor `name` that this weight is.
+    """
+
+    name: str
+    conversion: Conversion
+    shape: tuple[int, ...]
+    index: tuple[int | slice, ...] = ()
+
+    @property
+    def file(self) -> Path:
+        return self.conversion.one.file
+
+    @property
+    def start(self) -> int:
+        return self.conversion.one.start
+
+    @property
+    def dtype(self) -> str:
+        return self.conversion.one.dtype
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return self.conversion.one.torch_dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    def read(self) -> Tensor:
+        made = convert(self.conversion).get(self.name)
+        found = None if made is None else made[self.index]
+        if found is None or tuple(found.shape) != self.shape:
+            shape = "nothing" if found is None else tuple(found.shape)
+            raise InvalidInput(
+                f"{self.file}: transformers makes {shape} of {', '.join(self.conversion.sources)}, "
+                f"where {self.name} has shape {self.shape}"
+            )
+        return found.contiguous()
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """A stored matrix, transposed when it is read."""
+
+    stored: "Stored | Converted | Transposed"
+
+    @property
+    def file(self) -> Path:
+        return self.stored.file
+
+    @property
+    def start(self) -> int:
+        return self.stored.start
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return self.stored.torch_dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape[::-1]
+
+    def read(self) -> Tensor:
+        return self.stored.read().T.contiguous()
+
+
+Tensors = Stored | Converted | Transposed
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A checkpoint's tensors, experts one by one, and what they are in the model.
+
+    Attributes:
+        stored: By the names that the tensors have in a checkpoint of ours, in the order of files.
+        names: The model's names for those that are one of its tensors as they are.
+        missing: Tensors of the model that no file holds, and that transformers would make up.
+        unexpected: Stored tensors that fit none of the model.
+    """
+
+    stored: Mapping[str, Tensors]
+    names: Mapping[str, str]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def check_missing(source: object, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """Raise InvalidInput when parameters of a model are not stored.
+
+    Args:
+        source: Directory of the model.
+        missing: Parameters that no file holds.
+        unexpected: Stored tensors that fit no parameter.
+    """
+    lost, strange = sorted(missing), sorted(unexpected)
+    if lost:
+        other = f", and {len(strange)} tensors fit none ({some(strange)})" if strange else ""
+        raise InvalidInput(
+            f"{source}: no file holds {len(lost)} tensors of the model ({some(lost)}){other}; a "
+            "file is missing, or config.json is another model's"
+        )
+
+
+def some(names: list[str]) -> str:
+    return ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
+
+
+def layout(stored: Mapping[str, Stored], model: Any, wanted: Callable[[str], bool]) -> Layout:
+    """What every tensor of a checkpoint is in a model.
+
+    Args:
+        stored: The checkpoint's tensors.
+        model: On the meta device, its experts not taken apart.
+        wanted: Whether a weight of the model must be there by itself, also when transformers makes
+            it of others. Those that are not wanted are left as they are stored.
+    """
+    names = Names(model)
+    fused = dict(fused_experts(model))
+    experts = {f"{n}.{key}": m for n, m in fused.items() for key in known_layout(m).tensors}
+    apart = {n for n, m in fused.items() if any(wanted(f"{n}.{x}.weight") for x in layers_of(m))}
+    out: dict[str, Tensors] = {}
+    in_model: dict[str, str] = {}
+    made: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    covered, unexpected = set[str](), list[str]()
+
+    def place(layers: Mapping[str, Tensors]) -> None:
+        for layer, tensor in layers.items():
+            name = names.stored(layer)
+            out[name], in_model[name] = tensor, layer
+
+    for name in sorted(stored, key=natural):
+        found, converter, pattern = names.in_model(name)
+        if found not in names.state:
+            unexpected.append(name)
+            out[name] = stored[name]
+        elif converter is not None:
+            made.setdefault(found, (converter, {}))[1].setdefault(pattern, []).append(name)
+        else:
+            covered.add(found)
+            if found in experts and found.rpartition(".")[0] in apart:
+                place(cut(found, stored[name], experts[found]))
+            else:
+                out[name], in_model[name] = stored[name], found
+    for first, (converter, given) in made.items():
+        order = [pattern for pattern in converter.source_patterns if pattern in given]
+        sources = {pattern: [stored[name] for name in given[pattern]] for pattern in order}
+        targets = targets_of(first, converter, names.state)
+        merged, counts = is_merge(converter), {len(tensors) for tensors in sources.values()}
+        enough = not merged or counts == {len(names.state[first])}
+        if enough and len(order) == len(converter.source_patterns):
+            covered |= set(targets)
+        if first in experts and merged and enough:
+            of, _, tensor = first.rpartition(".")
+            keys = known_layout(experts[first]).layers[tensor]
+            place(
+                {
+                    f"{of}.{e}.{key}.weight": one
+                    for key, tensors in zip(keys, sources.values(), strict=True)
+                    for e, one in enumerate(tensors)
+                }
+            )
+            continue
+        conversion = Conversion(converter, first, sources, model)
+        each = {t: Converted(t, conversion, tuple(names.state[t].shape)) for t in targets}
+        if first in experts and first.rpartition(".")[0] in apart:
+            place(cut(first, each[first], experts[first]))
+        elif any(wanted(target) for target in targets):
+            out |= each
+            in_model |= {target: target for target in targets}
+        else:
+            out |= {name: stored[name] for own in given.values() for name in own}
+    ignored = ignored_unexpected(model)
+    return Layout(
+        stored=dict(sorted(out.items(), key=lambda item: (item[1].file, item[1].start))),
+        names=in_model,
+        missing=tuple(missing_in(model, covered)),
+        unexpected=tuple(n for n in unexpected if not ignored(n) and not ignored(names.renamed(n))),
+    )
+
+
+def known_layout(module: Any) -> ExpertLayout:
+    """The layout of one of `fused_experts`."""
+    found = layout_of(module)
+    assert found is not None
+    return found
+
+
+def is_merge(converter: Any) -> bool:
+    """Whether a converter stacks weights of experts, and no more."""
+    kinds = [type(operation).__name__ for operation in converter.operations]
+    return kinds in (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
+
+
+def targets_of(first: str, converter: Any, state: Container[str]) -> list[str]:
+    """The model's names of all tensors that a converter makes together with `first`."""
+    start, *rest = converter.target_patterns
+    others = [first.replace(start, pattern) for pattern in rest]
+    return [first, *(name for name in others if name in state)]
+
+
+def cut(name: str, tensor: Stored | Converted, module: Any) -> dict[str, Tensors]:
+    """A fused tensor of experts as tensors of layers, by their names in the model."""
+    experts, _, key = name.rpartition(".")
+    how, (count, *shape) = known_layout(module), tensor.shape
+    wanted = tuple(module._parameters[key].shape)
+    if tensor.shape != wanted:
+        raise InvalidInput(
+            f"{name}: config.json asks for shape {wanted}, {tensor.file.name} holds {tensor.shape}"
+        )
+    layers, end = how.layers[key.removesuffix("_bias")], "bias" if len(shape) == 1 else "weight"
+    own = shape[0] // len(layers)
+    out: dict[str, Tensors] = {}
+    for e in range(count):
+        for i, layer in enumerate(layers):
+            part: Stored | Converted
+            if isinstance(tensor, Converted):
+                index = (e, slice(i * own, (i + 1) * own))
+                part = replace(tensor, shape=(own, *shape[1:]), index=index)
+            else:
+                size = tensor.nbytes // (count * len(layers))
+                start = tensor.start + (e * len(layers) + i) * size
+                part = tensor._replace(shape=(own, *shape[1:]), start=start, nbytes=size)
+            turned = how.transposed and end == "weight"
+            out[f"{experts}.{e}.{layer}.{end}"] = Transposed(part) if turned else part
+    return out
+
+
+def missing_in(model: Any, covered: Container[str]) -> list[str]:
+    """Tensors of a model that are not covered, nor tied to one that is, nor made by its class."""
+    tensors = model.state_dict(keep_vars=True)
+    alike: dict[int, set[str]] = {}
+    for name, tensor in tensors.items():
+        alike.setdefault(id(tensor), set()).add(name)
+    for name, other in getattr(model, "all_tied_weights_keys", {}).items():
+        if name in tensors and other in tensors:
+            both = alike[id(tensors[name])] | alike[id(tensors[other])]
+            alike |= dict.fromkeys((id(tensors[n]) for n in both), both)
+    ignored = any_of(model._keys_to_ignore_on_load_missing)
+    return [
+        name
+        for name, tensor in tensors.items()
+        if not any(n in covered for n in alike[id(tensor)]) and not ignored(name)
+    ]
+
+
+def ignored_unexpected(model: Any) -> Callable[[str], bool]:
+    """Whether transformers leaves a stored tensor out without a word."""
+    buffers = [name for name, _ in model.named_buffers()]
+    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    return any_of(patterns)
+
+
+def any_of(patterns: Iterable[str] | None) -> Callable[[str], bool]:
+    """Whether one of some regular expressions is found in a name."""
+    compiled = [re.compile(pattern) for pattern in patterns or ()]
+    return lambda name: any(pattern.search(name) for pattern in compiled)
+
+
+def renaming(names: Mapping[str, str], table: list[Any]) -> Any:
+    """A renaming for transformers' loader: the given names, and its own table for all others.
+
+    Args:
+        names: Names in the model by names in the checkpoint.
+        table: transformers' renamings, which are applied in order.
+    """
+    from transformers.core_model_loading import WeightRenaming
+
+    class Renaming(WeightRenaming):
+        def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+            if source_key in names:
+                return names[source_key], None
+            for own in table:
+                source_key, _ = own.rename_source_key(source_key)
+            return source_key, None
+
+    return Renaming("", "")
+
+
+@contextmanager
+def codes_as_they_are(model: Any) -> Iterator[None]:
+    """Inside, transformers saves codes without the conversions that it has for dense weights.
+
+    Some of its tables would merge the codes of q, k and v as if they were weights.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightRenaming
+
+    before = getattr(model, "_weight_conversions", None)
+    table = before
+    if table is None:
+        table = get_model_conversion_mapping(model, add_legacy=False)
+        table = [c for c in table if not isinstance(c, PrefixChange)]
+    codes = [name for name in model.state_dict() if is_codes(name)]
+
+    def harmless(conversion: Any) -> bool:
+        back = conversion.reverse_transform()
+        return isinstance(conversion, WeightRenaming) or not any(
+            back.rename_source_key(name)[1] for name in codes
+        )
+
+    model._weight_conversions = [c for c in table if harmless(c)]
+    try:
+        yield
+    finally:
+        if before is None:
+            del model._weight_conversions
+        else:
+            model._weight_conversions = before

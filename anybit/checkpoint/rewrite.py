@@ -1,0 +1,238 @@
+"""One checkpoint directory made into another, tensor by tensor, so that any size fits in memory.
+
+Finished shards lie in `OUT.partial` beside a manifest that says what they were made from and how,
+so a run that was killed goes on where it stopped. `OUT` appears, complete, at the end.
+"""
+
+import json
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anybit.checkpoint.names import Tensors
+from anybit.errors import InvalidInput
+from anybit.files.directory import (
+    check_absent,
+    check_space,
+    copy_others,
+    disk_full,
+    is_disk_full,
+    move_directory,
+    read_json,
+    write_json,
+)
+from anybit.files.safetensors import INDEX, WEIGHTS, ShardWriter, Stored, read_header
+from anybit.progress import progress
+
+SHARD_BYTES = 1 << 30  # of the source, in one file; a kill costs that much work at most
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Rewrite(ABC):
+    """What becomes of every tensor of a checkpoint, decided before any weight is read.
+
+    Tensors that are read and written together are a unit: a layer by its name, and every other
+    tensor by its own.
+
+    Attributes:
+        stored: The source's tensors by name.
+        config: The source's config.json.
+        shards: The output's files, and the units that each one holds.
+        manifest: Names the source and all settings; an unfinished run goes on with the same only.
+    """
+
+    stored: Mapping[str, Tensors]
+    config: Mapping[str, Any]
+    shards: Mapping[str, list[str]]
+    manifest: Mapping[str, Any]
+
+    @property
+    @abstractmethod
+    def new_config(self) -> dict[str, Any]:
+        """The config.json of the output."""
+
+    @abstractmethod
+    def outputs(self, units: list[str]) -> dict[str, int]:
+        """Names and bytes of the tensors that units become."""
+
+    @abstractmethod
+    def write(self, unit: str, shard: ShardWriter) -> None:
+        """Read, change and write one unit."""
+
+    def parts(self, unit: str) -> list[str]:
+        """Names of the source's tensors that a unit is read from."""
+        return [unit]
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all tensors of the source."""
+        return sum(stored.nbytes for stored in self.stored.values())
+
+    def nbytes(self, units: list[str]) -> int:
+        """Bytes of the source that units are read from."""
+        return sum(self.stored[name].nbytes for unit in units for name in self.parts(unit))
+
+    def needed(self, shards: list[str]) -> int:
+        """Bytes of output files."""
+        return sum(size for path in shards for size in self.outputs(self.shards[path]).values())
+
+
+def check_paths(source: Path, out: Path, overwrite: bool) -> None:
+    """Raise FileExistsError or InvalidInput when `out` cannot be written from `source`."""
+    check_absent(out, overwrite)
+    if source.resolve().is_relative_to(out.resolve()):
+        raise InvalidInput(f"{out} would replace its own source {source}; choose another directory")
+
+
+def rewrite(
+    work: Rewrite,
+    source: Path,
+    out: Path,
+    overwrite: bool,
+    show_progress: bool | None,
+    title: str,
+) -> tuple[int, int]:
+    """Write all shards that are not there yet, then `out`.
+
+    Args:
+        work: What becomes of every tensor.
+        source: The directory to read, whose other files are copied.
+        out: The directory to write.
+        overwrite: Replace a checkpoint in `out`, and an unfinished run of other settings.
+        show_progress: As in `quantize_`.
+        title: Of the progress bar.
+
+    Returns:
+        The bytes of all tensors written, and how many shards an earlier run had finished.
+
+    Raises:
+        InvalidInput: `OUT.partial` holds an unfinished run of other settings.
+        FileExistsError: `OUT.partial` holds something else.
+        OSError: The disk is too small.
+    """
+    partial = out.with_name(out.name + ".partial")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    begin(partial, work.manifest, overwrite)
+    todo = [path for path in work.shards if not (partial / path).exists()]
+    resumed = len(work.shards) - len(todo)
+    try:
+        check_space(partial, work.needed(todo))
+        with progress(title, work.source_bytes, show_progress) as step:
+            for path, names in work.shards.items():
+                if path not in todo:
+                    step(work.nbytes(names), f"{path} is done")
+                    continue
+                with ShardWriter(partial / path, work.outputs(names)) as shard:
+                    for name in names:
+                        work.write(name, shard)
+                        step(work.nbytes([name]), name)
+        after = finish(partial, source, work)
+        move_directory(partial, out)
+        (out / MANIFEST).unlink()
+    except BaseException as error:
+        todo = [path for path in work.shards if not (partial / path).exists()]
+        if len(todo) == len(work.shards):
+            shutil.rmtree(partial, ignore_errors=True)
+        if is_disk_full(error):
+            kept = f"; finished shards are kept in {partial}" if partial.exists() else ""
+            advice = f"{kept}; free some and run it again, or write to another disk"
+            raise disk_full(out.parent, work.needed(todo), advice) from error
+        raise
+    return after, resumed
+
+
+def begin(partial: Path, manifest: Mapping[str, Any], overwrite: bool) -> None:
+    """Make the directory of an unfinished run, or go on with it when its manifest is the same."""
+    path = partial / MANIFEST
+    if path.is_file():
+        old, new = read_json(path), json.loads(json.dumps(manifest))
+        changed = [key for key in new if old.get(key) != new[key]]
+        if changed and not overwrite:
+            what = "; ".join(difference(key, old.get(key), new[key]) for key in changed)
+            raise InvalidInput(
+                f"{partial} holds an unfinished run that was started differently ({what}); "
+                "go on with the same settings, or pass overwrite=True to start anew"
+            )
+        if not changed:
+            for left in partial.glob("*.tmp"):
+                left.unlink()
+            return
+        shutil.rmtree(partial)
+    elif partial.exists() and any(p.suffix != ".tmp" for p in partial.iterdir()):
+        raise FileExistsError(f"{partial} is needed for unfinished shards, but is in use; move it")
+    partial.mkdir(exist_ok=True)
+    write_json(path.with_suffix(".tmp"), manifest)
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def difference(key: str, old: Any, new: Any) -> str:
+    """What changed between two manifests, in words."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        changed = sorted(name for name in old | new if old.get(name) != new.get(name))
+        return f"{key}: {', '.join(changed)} changed"
+    return f"{key} was {old}, now {new}"
+
+
+def finish(partial: Path, source: Path, work: Rewrite) -> int:
+    """Write index, config.json and all other files; returns the bytes of all tensors."""
+    tensors = {n: t for path in work.shards for n, t in read_header(partial / path).items()}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    if len(work.shards) > 1:
+        where = {name: tensor.file.name for name, tensor in sorted(tensors.items())}
+        write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    write_json(partial / "config.json", work.new_config)
+    copy_others(source, partial)
+    return total
+
+
+def fingerprint(source: Path, stored: Mapping[str, Tensors]) -> dict[str, list[int]]:
+    """Size and time of change of every file that the output depends on."""
+    files = {source / "config.json", *(tensor.file for tensor in stored.values())}
+    return {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(files)}
+
+
+def into_shards(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """Distribute units over files of at most `limit` bytes, or of one unit, in the given order.
+
+    Args:
+        sizes: Bytes of each unit.
+        limit: Bytes of a file.
+
+    Returns:
+        Units by file name.
+    """
+    shards: list[list[str]] = []
+    filled = 0
+    for name, size in sizes.items():
+        if not shards or filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    if len(shards) == 1:
+        return {WEIGHTS: shards[0]}
+    total = len(shards)
+    return {f"model-{i:05}-of-{total:05}.safetensors": s for i, s in enumerate(shards, 1)}
+
+
+def unit_sizes(
+    stored: Mapping[str, Stored], owner: Mapping[str, str], dropped: Container[str]
+) -> dict[str, int]:
+    """Bytes of every unit, in the source's order.
+
+    Args:
+        stored: The source's tensors.
+        owner: Layers by the names of their tensors.
+        dropped: Tensors that are left out.
+    """
+    out: dict[str, int] = {}
+    for name, tensor in stored.items():
+        if name not in dropped:
+            unit = owner.get(name, name)
+            out[unit] = out.get(unit, 0) + tensor.nbytes
+    return out

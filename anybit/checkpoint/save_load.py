@@ -1,0 +1,105 @@
+"""`save` and `load`: a quantized transformers model on disk.
+
+A checkpoint is a directory as transformers writes it: config.json, whose `quantization_config`
+says which layer has which format, and safetensors with the canonical tensors of every quantized
+layer (`<layer>.codes4`, `<layer>.scale`, ...) next to the dense tensors of the others.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from anybit.checkpoint.architecture import load_model
+from anybit.checkpoint.names import codes_as_they_are
+from anybit.errors import InvalidInput, InvalidType
+from anybit.files.directory import copy_others, new_directory, read_json
+from anybit.files.safetensors import stored_tensors
+from anybit.nn.linear import Keep
+from anybit.nn.model import plan_in, record, set_keep
+from anybit.nn.plan import METHOD
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHARD_BYTES = 5_000_000_000
+
+
+def save(model: Any, directory: str | os.PathLike[str], overwrite: bool = False) -> None:
+    """Write a quantized transformers model to a directory, whole or not at all.
+
+    The files of a local directory that the model was loaded from and that are no weights (the
+    tokenizer's, the licence) come along.
+
+    Args:
+        model: A transformers model with quantized layers.
+        directory: Where to write; made when it does not exist.
+        overwrite: Replace a checkpoint in the directory.
+
+    Raises:
+        FileExistsError: The directory exists, unless it holds a checkpoint and `overwrite` is set.
+        InvalidType: The model is not one of transformers.
+        InvalidInput: No layer of the model is quantized.
+        OSError: The disk is too small.
+    """
+    if not hasattr(model, "save_pretrained"):
+        raise InvalidType(
+            f"{type(model).__name__} is no transformers model; save its state_dict() instead"
+        )
+    record(model, plan_in(model))
+    out, source = Path(directory).absolute(), Path(str(getattr(model, "name_or_path", "")))
+    needed = sum({t.data_ptr(): t.nbytes for t in model.state_dict().values()}.values())
+    with new_directory(out, overwrite, needed) as temporary, codes_as_they_are(model):
+        model.save_pretrained(temporary, max_shard_size=SHARD_BYTES)
+        if (source / "config.json").is_file():
+            copy_others(source, temporary)
+
+
+def load(
+    directory: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = "auto",
+    keep: Keep = "auto",
+) -> "PreTrainedModel":
+    """Load a checkpoint of `save` or `anybit quantize`, ready to run on a device.
+
+    The model is of the class that config.json names in `architectures`.
+
+    Args:
+        directory: Of the checkpoint.
+        device: Where the model will run.
+        dtype: Of activations and of the weights that are not quantized; the saved one by default.
+        keep: Whether layers that no kernel multiplies may hold decoded copies of their weights;
+            see `QuantLinear`.
+
+    Returns:
+        The transformers model.
+
+    Raises:
+        FileNotFoundError: Files are missing.
+        InvalidInput: Files are damaged, the checkpoint is not one of anybit or of a newer version,
+            or tensors do not fit its config.json.
+    """
+    path = Path(directory)
+    stored_tensors(path)
+    method = (read_json(path / "config.json").get("quantization_config") or {}).get("quant_method")
+    if method != METHOD:
+        raise InvalidInput(
+            f"{path} is {f'quantized with {method}' if method else 'not quantized'}, not a "
+            "checkpoint of anybit; load it with transformers"
+        )
+    model = load_model(path, dtype=dtype)
+    set_keep(model.to(device), keep)
+    return cast("PreTrainedModel", model)
+
+
+def load_dense(directory: str | os.PathLike[str]) -> nn.Module:
+    """Load a dense transformers model in its own dtype.
+
+    Raises:
+        FileNotFoundError: Files are missing.
+        InvalidInput: As `load` does.
+    """
+    return cast(nn.Module, load_model(Path(directory)))

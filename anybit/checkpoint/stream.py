@@ -1,0 +1,269 @@
+"""Quantize a checkpoint of any size without ever holding the model: one tensor at a time."""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anybit.checkpoint.architecture import bare_model
+from anybit.checkpoint.names import Tensors, Transposed, check_missing, layout, some
+from anybit.checkpoint.rewrite import (
+    SHARD_BYTES,
+    Rewrite,
+    check_paths,
+    fingerprint,
+    into_shards,
+    rewrite,
+)
+from anybit.core.packed import tensor_shapes
+from anybit.core.scheme import parse_scheme
+from anybit.errors import InvalidInput
+from anybit.files.directory import megabytes, read_json
+from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
+from anybit.nn.experts import expert_layers
+from anybit.nn.linear import check_finite, is_conv1d
+from anybit.nn.model import dense_layers, full_plan, linear_schemes
+from anybit.nn.plan import Plan, Spec, quantization_config
+from anybit.quantizers.base import Quantizer
+from anybit.quantizers.rtn import RTN
+from anybit.version import __version__
+
+WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `quantize_checkpoint` did.
+
+    Attributes:
+        out: The directory that was written.
+        schemes: Schemes of the quantized layers, by name.
+        kept: Tensors that were copied as they are.
+        unexpected: Those of `kept` that fit no parameter of the model.
+        weights: Number of weights that were quantized.
+        bytes_before: Of all tensors of the source.
+        bytes_after: Of all tensors of the output.
+        shards: Number of the output's files.
+        resumed: How many of them an earlier run had finished.
+        seconds: Time that this run took.
+    """
+
+    out: Path
+    schemes: Mapping[str, str]
+    kept: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    weights: int
+    bytes_before: int
+    bytes_after: int
+    shards: int
+    resumed: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.out}: {len(self.schemes)} layers with {self.weights / 1e6:.4g} million weights "
+            f"quantized, {len(self.kept)} tensors kept; {megabytes(self.bytes_before)} -> "
+            f"{megabytes(self.bytes_after)} in {self.seconds:.3g} s"
+        )
+
+
+def quantize_checkpoint(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    spec: Spec | Plan,
+    quantizer: Quantizer | None = None,
+    *,
+    overwrite: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    show_progress: bool | None = None,
+) -> Report:
+    """Quantize a transformers checkpoint in safetensors from one directory to another.
+
+    The result is that of `quantize_`. Peak memory is that of the imports (0.5 GB) and a few copies
+    of the largest tensor, whatever the size of the model. The tokenizer and other files are copied.
+    A run that was killed goes on where it stopped when it is started again.
+
+    Args:
+        source: Directory of a dense model.
+        out: Directory to write.
+        spec: As in `quantize_`.
+        quantizer: A data-free quantizer; `RTN()` by default. For calibrated ones there is
+            `calibrate_checkpoint`.
+        overwrite: Replace a checkpoint in `out`, and an unfinished run of other settings.
+        shard_bytes: How much of the source goes into one file, which is what a kill may cost.
+        show_progress: As in `quantize_`.
+
+    Returns:
+        What was done.
+
+    Raises:
+        FileExistsError: `out` exists.
+        FileNotFoundError: The source is incomplete.
+        InvalidInput: The source is damaged or quantized already, the spec does not fit it (as in
+            `quantize_`), the quantizer needs calibration, or `OUT.partial` holds an unfinished run
+            of other settings.
+        OSError: The disk is too small.
+    """
+    started = time.monotonic()
+    source, out = Path(source), Path(out).absolute()
+    quantizer = quantizer or RTN()
+    if quantizer.needs:
+        raise InvalidInput(
+            f"{type(quantizer).__name__} needs calibration; use calibrate_checkpoint, or a "
+            "data-free quantizer (RTN, Clip, HQQ)"
+        )
+    check_paths(source, out, overwrite)
+    work = plan_quantization(source, spec, quantizer, shard_bytes)
+    after, resumed = rewrite(work, source, out, overwrite, show_progress, "quantizing")
+    return Report(
+        out=out,
+        schemes={work.names[name].removesuffix(".weight"): s for name, s in work.schemes.items()},
+        kept=tuple(name for name in work.stored if name not in work.schemes),
+        unexpected=work.unexpected,
+        weights=sum(math.prod(work.stored[name].shape) for name in work.schemes),
+        bytes_before=work.source_bytes,
+        bytes_after=after,
+        shards=len(work.shards),
+        resumed=resumed,
+        seconds=time.monotonic() - started,
+    )
+
+
+@dataclass(frozen=True)
+class Quantization(Rewrite):
+    """A plan resolved against a dense checkpoint. A unit is a tensor.
+
+    Attributes:
+        quantizer: Chooses the codes.
+        formats: The plan for config.json.
+        schemes: Schemes of the tensors to quantize, by name.
+        names: The model's names for tensors that are one of its own as they are.
+        unexpected: Tensors that fit no parameter of the model.
+        model: On the meta device.
+    """
+
+    quantizer: Quantizer
+    formats: Mapping[str, str | None]
+    schemes: Mapping[str, str]
+    names: Mapping[str, str]
+    unexpected: tuple[str, ...]
+    model: Any = field(repr=False)
+
+    @property
+    def new_config(self) -> dict[str, Any]:
+        return {**self.config, "quantization_config": quantization_config(self.formats)}
+
+    def outputs(self, units: list[str]) -> dict[str, int]:
+        each = (outputs(name, self.stored[name], self.schemes.get(name)) for name in units)
+        return {name: size for part in each for name, size in part.items()}
+
+    def write(self, unit: str, shard: ShardWriter) -> None:
+        stored, scheme = self.stored[unit], self.schemes.get(unit)
+        if scheme is None:
+            if isinstance(stored, Stored):
+                shard.copy(unit, stored)
+            else:
+                shard.add(unit, stored.read())
+            return
+        weight = stored.read()
+        check_finite(weight, unit)
+        packed = self.quantizer.quantize(weight, parse_scheme(scheme)[0])
+        for key, tensor in packed.tensors().items():
+            shard.add(f"{unit.removesuffix('weight')}{key}", tensor)
+
+
+def plan_quantization(
+    source: Path,
+    spec: Spec | Plan,
+    quantizer: Quantizer,
+    shard_bytes: int = SHARD_BYTES,
+    as_in_model: bool = False,
+) -> Quantization:
+    """Decide by headers and config.json what becomes of every tensor.
+
+    Args:
+        source: Directory of a dense model.
+        spec: As in `quantize_`.
+        quantizer: Chooses the codes.
+        shard_bytes: How much of the source goes into one file.
+        as_in_model: Also make dense tensors what they are in the model, where transformers makes
+            them of others.
+
+    Raises:
+        FileNotFoundError: The source is incomplete.
+        InvalidInput: The source is damaged or quantized already, the plan does not fit its
+            layers, or its tensors do not fit its config.json.
+    """
+    config = read_json(source / "config.json")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "an unknown method")
+        raise InvalidInput(
+            f"{source} is quantized already, with {method}; start from the dense one"
+        )
+    model, tensors = bare_model(source), stored_tensors(source)
+    layers, experts = linear_schemes(model, spec), expert_layers(model)
+    found = layout(
+        tensors, model, lambda name: as_in_model or name.removesuffix(".weight") in layers
+    )
+    check_missing(source, found.missing, found.unexpected)
+    if found.unexpected:
+        log.warning(
+            "%s: %d tensors fit no parameter of the model, and stay as they are: %s",
+            source, len(found.unexpected), some(list(found.unexpected)),
+        )  # fmt: skip
+    stored, where = dict(found.stored), {name: key for key, name in found.names.items()}
+    shapes, schemes = dense_layers(model), {}
+    for layer, scheme in layers.items():
+        name, shape = where[f"{layer}.weight"], tuple(shapes[layer])
+        if layer not in experts and is_conv1d(model.get_submodule(layer)):
+            stored[name] = Transposed(stored[name])
+        one = stored[name]
+        if one.shape != shape or one.torch_dtype not in WEIGHT_DTYPES:
+            raise InvalidInput(
+                f"{name}: config.json asks for floats of shape {shape}, {one.file.name} "
+                f"holds {one.dtype} of {one.shape}"
+            )
+        schemes[name] = scheme
+    formats = full_plan(model, spec)
+    manifest = {
+        "anybit": __version__,
+        "formats": [list(pair) for pair in formats.items()],
+        "quantizer": repr(quantizer),
+        "source": fingerprint(source, tensors),
+        "shard_bytes": shard_bytes,
+    }
+    shards = into_shards(
+        {name: tensor.nbytes for name, tensor in found.stored.items()}, shard_bytes
+    )
+    return Quantization(
+        stored=stored,
+        config=config,
+        shards=shards,
+        manifest=manifest,
+        quantizer=quantizer,
+        formats=formats,
+        schemes=schemes,
+        names=found.names,
+        unexpected=found.unexpected,
+        model=model,
+    )
+
+
+def outputs(name: str, stored: Tensors, scheme: str | None) -> dict[str, int]:
+    """Names and bytes of the tensors that one of the source becomes."""
+    if scheme is None:
+        return {name: stored.nbytes}
+    sizes = tensor_shapes(parse_scheme(scheme)[0], (stored.shape[0], stored.shape[1]))
+    return {
+        f"{name.removesuffix('weight')}{key}": math.prod(shape)
+        * (entry.default_dtype if entry else torch.int32).itemsize
+        for key, (shape, entry) in sizes.items()
+    }

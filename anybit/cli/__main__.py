@@ -1,0 +1,5 @@
+"""`python -m anybit.cli`."""
+
+from anybit.cli import main
+
+main()

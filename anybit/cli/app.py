@@ -1,0 +1,498 @@
+"""The command line. Every command imports what it needs when it runs, so that help is instant."""
+
+import errno
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from anybit.errors import AnybitError
+from anybit.serve import commands
+
+INTERRUPTED = 130
+
+
+class Commands(TyperGroup):
+    """Commands that turn an expected mistake into one line and exit code 1.
+
+    Expected are `AnybitError`, and what the operating system or the installation lacks. Anything
+    else is a bug and keeps its traceback.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args[:2] == ["bench", "serve"]:  # a server is benched like anything else
+            args = ["bench-serve", *args[2:]]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("\ninterrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except (AnybitError, OSError, ImportError) as error:
+            if os.environ.get("ANYBIT_DEBUG") or getattr(error, "errno", None) == errno.EPIPE:
+                raise
+            message = str(error).replace("overwrite=True", "--overwrite")
+            typer.secho(f"error: {message}", fg="red", err=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="A mistake is one line; set ANYBIT_DEBUG=1 to see where it comes from.",
+)
+
+
+def check_outputs(file: Path | None, plot: Path | None) -> None:
+    """Raise what would else be raised when all is computed, and lost."""
+    if file:
+        from anybit.files.directory import check_folder
+
+        check_folder(file)
+    if plot:
+        from anybit.files.picture import check_picture
+
+        check_picture(plot)
+
+
+def examples(*lines: str) -> str:
+    """An epilog that shows what to type; the leading backspace keeps its line breaks."""
+    return "\n".join(["\b", "[bold]Examples[/]", *(f"$ [cyan]{line}[/]" for line in lines)])
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Store and run the linear layers of language models in any number of bits."""
+    if version:
+        from anybit.version import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command(
+    epilog=examples(
+        "anybit demo",
+        "anybit demo --formats 'int4;int4:group=64,zero;fp6' --tokens 4096",
+    )
+)
+def demo(
+    formats: Annotated[
+        str | None, typer.Option(help="Formats to show, separated by ';'. All families if absent.")
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=100, help="Held-out tokens that every format is scored on.")
+    ] = 16384,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the report goes.")] = Path(
+        "out/demo"
+    ),
+) -> None:
+    """Quantize a small real model to every family of formats, and measure each.
+
+    Shows bits per weight, size, perplexity, KL divergence, agreement and speed on this CPU; saves
+    one checkpoint, lets a fresh process load it and complete a function; writes report.html,
+    size_vs_kl.png and results.json. Takes under three minutes on two cores.
+    """
+    from anybit.cli.demo import FORMATS
+    from anybit.cli.demo import demo as run
+
+    run([s for s in formats.split(";") if s.strip()] if formats else FORMATS, tokens, out)
+
+
+@app.command(
+    epilog=examples(
+        "anybit quantize models/pico --format fp6 -o out/pico-fp6",
+        "anybit quantize MODEL --format int4:group=128,zero -o OUT",
+        "anybit quantize MODEL --format int3 --format '*.down_proj=int4' -o OUT",
+        "anybit quantize MODEL --format fp6 --format '*.layers.0.*=none' -o OUT",
+        "anybit quantize MODEL --plan plan.json -o OUT",
+        "anybit quantize MODEL --format int3 --calibrate text.jsonl -o OUT",
+        "anybit quantize MODEL --format liquid@int8 --calibrate text.jsonl -o OUT",
+        "anybit quantize MODEL --format int4 --method clip -o OUT",
+    )
+)
+def quantize(
+    model: Annotated[Path, typer.Argument(help="Directory of a dense model (safetensors).")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format",
+            help="A format for all layers, or PATTERN=FORMAT for those whose name matches; "
+            "FORMAT none keeps them. May be repeated; the last match wins.",
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="A JSON file {pattern: format or null} instead.")
+    ] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(help='A .txt or .jsonl file, or "python": modules of the standard library.'),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Without text: rtn (the default), clip or hqq. With text: gptq (the default), "
+            "additive (the default for codebooks), smooth, or smooth+gptq (the default where "
+            "activations are quantized too)."
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Windows of text to calibrate on.")] = 128,
+    length: Annotated[int, typer.Option(min=1, help="Tokens in each, at most.")] = 2048,
+    kv_scales: Annotated[
+        bool, typer.Option("--kv-scales", help="Also store int8 scales of the KV cache.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
+) -> None:
+    """Quantize a model of any size, without ever holding it in memory.
+
+    Run the same command again after an interruption: finished parts are kept. `anybit formats`
+    lists the formats.
+    """
+    if bool(formats) == bool(plan):
+        raise typer.BadParameter(
+            "say how to quantize: give either --format or --plan", param_hint="--format"
+        )
+    from anybit.checkpoint.quantize import quantize_directory
+    from anybit.cli.options import calibration_of
+    from anybit.nn.plan import plan_from, read_plan
+
+    chosen = read_plan(plan) if plan else plan_from(formats or [])
+    text = calibration_of(calibrate, samples, length, kv_scales) if calibrate else None
+    typer.echo(quantize_directory(model, out, chosen, method, text, overwrite))
+
+
+@app.command(
+    epilog=examples(
+        "anybit convert Llama-3.1-8B-GPTQ -o out/llama",
+        "anybit convert Llama-2-7b-AQLM-2Bit-2x8 -o out/llama-2bit --overwrite",
+    )
+)
+def convert(
+    model: Annotated[
+        Path, typer.Argument(help="Directory of a model that another tool quantized (safetensors).")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
+) -> None:
+    """Turn a checkpoint of another tool into one of anybit, with the same weights bit for bit.
+
+    Reads GPTQ, AWQ, HQQ, AQLM, compressed-tensors (pack-quantized) and bitsandbytes (4 bits), by
+    what its config.json says. Streams tensor by tensor: any size, and resumable. Says which layers
+    had to be decoded, if any.
+    """
+    from anybit.checkpoint.foreign.convert import convert_checkpoint
+
+    typer.echo(convert_checkpoint(model, out, overwrite=overwrite))
+
+
+@app.command(epilog=examples("anybit export out/pico-int4 -o out/pico-ct --to compressed-tensors"))
+def export(
+    model: Annotated[Path, typer.Argument(help="Directory of a checkpoint of anybit.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
+    to: Annotated[
+        str, typer.Option("--to", help="Whose layout: compressed-tensors.")
+    ] = "compressed-tensors",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
+) -> None:
+    """Write a checkpoint for other engines, with the same weights bit for bit.
+
+    compressed-tensors (pack-quantized) holds int2 to int8, in groups or rows, with or without zero
+    point. A checkpoint with any other format is refused.
+    """
+    from anybit.checkpoint.foreign.export import export_checkpoint
+
+    typer.echo(export_checkpoint(model, out, to, overwrite=overwrite))
+
+
+@app.command(
+    epilog=examples(
+        "anybit plan models/pico --bits 4.5 --calibrate python --samples 32 --length 512",
+        "anybit plan MODEL --bits 4.5 --calibrate text.jsonl -o plan.json --plot plan.png",
+        "anybit plan MODEL --latency-us 900 --device h200 --calibrate text.jsonl -o plan.json",
+        "anybit plan --roofline 28672x4096 --candidates 'liquid@int8;fp6' --plot roofline.png",
+    )
+)
+def plan(
+    model: Annotated[Path | None, typer.Argument(help="Directory of a dense model.")] = None,
+    calibrate: Annotated[
+        str | None, typer.Option(help='A .txt or .jsonl file, or "python": modules of the library.')
+    ] = None,
+    bits: Annotated[
+        float | None, typer.Option(help="Stored bits of a weight, on average, with scales.")
+    ] = None,
+    latency_us: Annotated[
+        float | None, typer.Option(help="Predicted time of all layers for one token, instead.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Whose rates predict the time.")] = "h200",
+    candidates: Annotated[
+        str | None, typer.Option(help="Formats to choose from, separated by ';'.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 32,
+    length: Annotated[int, typer.Option(min=1, help="Tokens in each, at most.")] = 2048,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the plan for quantize --plan.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the choice (PNG, SVG or PDF).")] = None,
+    roofline: Annotated[
+        str | None,
+        typer.Option(metavar="NxK", help="No model: predict a layer's times on --device instead."),
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="A CSV of benchmarks/ to set beside the roofline.")
+    ] = None,
+) -> None:
+    """Choose a format for every layer under a budget of memory or of predicted time.
+
+    Measures on text how much each layer's rounding costs the model, and explains the choice. With
+    --roofline it prints what the cost model (LiquidGEMM, section 3) says of a layer instead.
+    """
+    chosen_formats = [s.strip() for s in candidates.split(";")] if candidates else None
+    if roofline and model:
+        raise typer.BadParameter("takes no MODEL", param_hint="--roofline")
+    if measured and not roofline:
+        raise typer.BadParameter("goes with --roofline NxK", param_hint="--measured")
+    if roofline:
+        from anybit.measure.roofline import show
+
+        typer.echo(show(device, roofline, chosen_formats, measured, plot))
+        return
+    if model is None or calibrate is None:
+        raise typer.BadParameter(
+            "give MODEL and --calibrate, or --roofline NxK", param_hint="MODEL"
+        )
+
+    from anybit.checkpoint.save_load import load_dense
+    from anybit.cli.options import calibration_of
+    from anybit.formats.presets import CANDIDATES
+    from anybit.planning.allocate import plan_formats
+
+    check_outputs(out, plot)
+    chosen = plan_formats(
+        load_dense(model),
+        calibration_of(calibrate, samples, length),
+        bits,
+        seconds=None if latency_us is None else latency_us * 1e-6,
+        candidates=chosen_formats or CANDIDATES,
+        device=device,
+    )
+    typer.echo(chosen.table())
+    if out:
+        chosen.save(out)
+    if plot:
+        chosen.plot(plot)
+
+
+@app.command(
+    name="eval",
+    epilog=examples(
+        "anybit eval out/pico-fp6 --against models/pico",
+        "anybit eval out/pico-fp6 --text notes.txt --json scores.json",
+        "anybit eval out/pico-fp6 --tasks python_next_line --against models/pico --plot tasks.png",
+        "anybit eval OUT --tasks piqa,arc_easy,hellaswag,winogrande,humaneval --run-code",
+    ),
+)
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="Directory of a model, quantized or dense.")],
+    against: Annotated[
+        Path | None, typer.Option(help="The dense model: adds KL divergence and agreement.")
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text to score, UTF-8. Modules of the standard library if absent."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Score at most so many tokens.")] = 65536,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the scores to this file as well.")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Run these tasks of lm-eval instead, separated by ','.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests of a task at a time.")] = 8,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Let tasks execute what the model writes.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the tasks (PNG, SVG or PDF).")] = None,
+) -> None:
+    """Print a model's perplexity on text, or its results on tasks, beside the dense model's.
+
+    Tasks that need no network: python_next_line, python_parses, python_docstring.
+    """
+    check_outputs(json_file, plot)
+    if tasks:
+        from anybit.evaluate import harness
+
+        models = [model] if against is None else [model, against]
+        results = harness.run_tasks(
+            models,
+            [name.strip() for name in tasks.split(",")],
+            limit=limit,
+            batch=batch,
+            run_code=run_code,
+        )
+        typer.echo(harness.table(results))
+        if json_file:
+            harness.write_results(results, json_file)
+        if plot:
+            harness.plot(results, plot)
+        return
+    if plot or limit or run_code:
+        raise typer.BadParameter("--plot, --limit and --run-code go with --tasks")
+    from anybit.evaluate.run import evaluate as run
+    from anybit.files.directory import without_nan, write_json
+
+    scores = run(model, against, text, tokens)
+    for name, value in scores.items():
+        typer.echo(f"{name:16} {value:.5g}" if isinstance(value, float) else f"{name:16} {value}")
+    if json_file:
+        write_json(json_file, without_nan(scores))
+
+
+@app.command(
+    epilog=examples(
+        "anybit generate out/pico-fp6 'def main('",
+        "anybit generate out/pico-fp6 'class Stack:' --max-tokens 200 --temperature 0.8 --seed 1",
+    )
+)
+def generate(
+    model: Annotated[Path, typer.Argument(help="Directory of a model, quantized or dense.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 always takes the likeliest token.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+) -> None:
+    """Continue a prompt, token by token as they come."""
+    from anybit.evaluate.model import complete, load_text_model
+
+    def show(piece: str) -> None:
+        typer.echo(piece, nl=False)
+        sys.stdout.flush()
+
+    loaded, tokenizer = load_text_model(model)
+    show(prompt)
+    complete(
+        loaded,
+        tokenizer,
+        prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        show=show,
+    )
+    typer.echo()
+
+
+@app.command(
+    epilog=examples(
+        "anybit bench int4 --shape 4096x4096 --m 1,16,256",
+        "anybit bench fp6 liquid@int8 --shape 4096x4096 --shape 4096x14336 --csv rows.csv",
+    )
+)
+def bench(
+    formats: Annotated[
+        list[str], typer.Argument(help="Formats; @int8 or @fp8 quantizes activations as well.")
+    ],
+    shape: Annotated[
+        list[str], typer.Option(help="Outputs x inputs of a layer, NxK. May be repeated.")
+    ] = ["4096x4096"],  # noqa: B006
+    m: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,16,256",
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file as well.")] = None,
+) -> None:
+    """Time quantized layers against the dense layer, on this machine's GPU or CPU.
+
+    Weights are random and cold, results are checked before they are timed, and the read floor, the
+    time to read the weight's bytes and do nothing else, is measured in the same run.
+    """
+    from anybit.measure.bench import parse_counts, parse_shape, run
+
+    run(formats, [parse_shape(text) for text in shape], parse_counts(m), csv, typer.echo)
+
+
+@app.command(
+    epilog=examples(
+        "anybit tune int4:group=128 --shape 4096x4096 --shape 4096x14336",
+        "anybit tune fp6 liquid@int8 --shape 6144x4096 --m 1,4,16,64,256",
+    )
+)
+def tune(
+    formats: Annotated[
+        list[str], typer.Argument(help="Formats; @int8 or @fp8 quantizes activations as well.")
+    ],
+    shape: Annotated[list[str], typer.Option(help="Outputs x inputs of a layer, NxK. Repeatable.")],
+    m: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,4,16,64,256,1024",
+) -> None:
+    """Find the fastest tiles of the Triton kernels for this GPU, and use them from now on.
+
+    The shipped tiles were measured on an H200. Takes about a minute for each format and shape; what
+    is found is kept in the cache folder ($ANYBIT_CACHE), for this GPU and version of anybit.
+    """
+    from anybit.measure.bench import parse_counts, parse_shape
+    from anybit.measure.tune import tune as run
+
+    path = run(formats, [parse_shape(text) for text in shape], parse_counts(m), typer.echo)
+    typer.echo(f"wrote {path}")
+
+
+@app.command(epilog=examples("anybit build liquid@int8 fp6", "anybit build --cache DIR --jobs 8"))
+def build(
+    formats: Annotated[
+        list[str] | None, typer.Argument(help="Formats, with @int8 or @fp8; none: the usual ones.")
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="A folder instead of the user's cache.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0 is one a core.")] = 0,
+) -> None:
+    """Compile the kernels for H100 and H200 before a layer needs them; needs no GPU."""
+    from anybit.cli.build import build as run
+
+    typer.echo(run(formats or (), cache, jobs))
+
+
+@app.command(epilog=examples("anybit doctor"))
+def doctor() -> None:
+    """Show versions, devices, and which kernel each format would run on, and why not another."""
+    from anybit.cli.doctor import doctor as run
+
+    run()
+
+
+@app.command(epilog=examples("anybit formats"))
+def formats() -> None:
+    """List the formats, what they cost, and where they come from."""
+    from anybit.cli.doctor import formats as run
+
+    run()
+
+
+app.command(
+    epilog=examples(
+        "anybit serve out/pico-fp6 --port 8000", "anybit serve MODEL --format fp6 --kv-cache int8"
+    )
+)(commands.serve)
+app.command(epilog=examples("anybit chat out/pico-fp6"))(commands.chat)
+app.command("bench-serve", epilog=examples("anybit bench serve http://127.0.0.1:8000"))(
+    commands.bench_serve
+)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

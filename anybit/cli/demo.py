@@ -1,0 +1,264 @@
+"""`anybit demo`: one real model in every family of formats, measured, saved and loaded again."""
+
+import copy
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.syntax import Syntax
+from rich.table import Table
+from torch import Tensor
+from torch.nn import Linear
+
+import anybit
+from anybit.cli import report
+from anybit.cli.report import COLUMNS, Results, Row, cells
+from anybit.evaluate.corpus import held_out_text
+from anybit.evaluate.model import context_of, decode_speed, encode, load_text_model
+from anybit.evaluate.perplexity import Remembered, excerpts, score
+from anybit.files.picture import require_matplotlib
+from anybit.nn.model import quantized_layers
+from anybit.nn.plan import resolve
+
+FORMATS = (
+    "int8",
+    "int4",
+    "int3",
+    "int2",
+    "fp6",
+    "fp5",
+    "fp4",
+    "liquid",
+    "sparse",
+    "codebook:m=1,v=4",
+    "codebook:m=2,v=8",
+    "int4:group=64,zero",
+    "int3:group=64,zero",
+    "int2:group=64,zero",
+)
+TOKENS = 16384
+SAVED = "fp6"  # the format of the checkpoint that is kept
+PROMPT = "def fibonacci(n):"
+
+FRESH = """\
+import sys
+import anybit
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+path, prompt = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(path)
+tokenizer = AutoTokenizer.from_pretrained(path)
+inputs = tokenizer(tokenizer.bos_token + prompt, return_tensors="pt")
+ids = model.generate(**inputs, max_new_tokens=96, do_sample=False)
+print(tokenizer.decode(ids[0], skip_special_tokens=True))
+"""
+
+
+def demo(
+    formats: Sequence[str] = FORMATS,
+    tokens: int = TOKENS,
+    out: Path = Path("out/demo"),
+    console: Console | None = None,
+) -> Results:
+    """Quantize models/pico to each format, measure, save, load in a fresh process; write a report.
+
+    tokens: held-out tokens that every format is scored on, at most. out: gets `results.json`,
+    `report.html`, `size_vs_kl.png` and the checkpoint `fp6`, replacing those of an earlier run.
+
+    Raises FileNotFoundError without models/pico, ValueError for an unknown format, ImportError
+    without matplotlib, all before anything is measured.
+    """
+    console = console or Console()
+    path = pico()
+    require_matplotlib()
+    dense, tokenizer = load_text_model(path, "cpu")
+    shapes = {n: tuple(m.weight.shape) for n, m in dense.named_modules() if isinstance(m, Linear)}
+    for spec in formats:
+        resolve(shapes, spec)
+    out.mkdir(parents=True, exist_ok=True)
+
+    texts = [encode(tokenizer, text) for _, text in held_out_text()]
+    documents, window = excerpts(texts, tokens), context_of(dense)
+    total = sum(len(ids) - 1 for ids in documents)
+    console.print(
+        f"[bold]{path.name}[/]: {dense.num_parameters() / 1e6:.1f} million parameters in "
+        f"{dtype_name(dense.dtype)}. Every format is scored on the same {total} tokens of "
+        f"{len(documents)} modules of Python's standard library that training left out, against "
+        "the dense model.\nbits: per weight of the quantized layers, with scales. MB: the whole "
+        "checkpoint. KL: nats per token. top-1: positions with the same likeliest token. tokens/s: "
+        "greedy decoding on this CPU."
+    )
+    reference = Remembered(copy.deepcopy(dense).float())
+    with Board(console, total * (1 + len(formats))) as board:
+        board.add(measure(dense, None, reference, documents, window, board.step))
+        for spec in formats:
+            board.add(measure(dense, spec, reference, documents, window, board.step))
+
+    checkpoint = out / SAVED
+    anybit.save(anybit.quantize_(copy.deepcopy(dense), SAVED), checkpoint, overwrite=True)
+    tokenizer.save_pretrained(checkpoint)
+    console.print(f"\nSaved {checkpoint}. A fresh process loads it and completes {PROMPT!r}:\n")
+    completion = complete_afresh(checkpoint)
+    console.print(Syntax(completion, "python", background_color="default"))
+
+    results = Results(
+        model=path.name,
+        parameters=dense.num_parameters(),
+        documents=len(documents),
+        tokens=total,
+        window=window,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        processor=processor(),
+        threads=torch.get_num_threads(),
+        rows=board.rows,
+        saved=SAVED,
+        completion=completion,
+    )
+    (out / "results.json").write_text(json.dumps(asdict(results), indent=2) + "\n")
+    report.write(results, out)
+    console.print(f"\nWrote {out}/report.html, {out}/size_vs_kl.png and {out}/results.json.")
+    return results
+
+
+def measure(
+    dense: Any,
+    spec: str | None,
+    reference: Remembered,
+    documents: Sequence[Tensor],
+    window: int,
+    step: Callable[[str, int], None],
+) -> Row:
+    """The row of one format, or of the dense model itself for spec=None.
+
+    Speed is that of the model as it is stored. Scores are computed in fp32: in bf16, the rounding
+    of activations alone makes a KL divergence of 0.0007, more than int8 weights do.
+    """
+    name = spec or dtype_name(dense.dtype)
+    step(name, 0)
+    model, bits = copy.deepcopy(dense), dense.dtype.itemsize * 8.0
+    if spec:
+        anybit.quantize_(model, spec, show_progress=False)
+        layers = [layer.packed for _, layer in quantized_layers(model)]
+        bits = (
+            sum(p.nbytes() for p in layers) * 8 / sum(n * k for n, k in (p.shape for p in layers))
+        )
+    size, speed = size_on_disk(model), decode_speed(model, documents[0][:16])
+    got = score(
+        model.float(), documents, window=window, dense=reference, step=lambda n: step(name, n)
+    )
+    assert got.kl is not None
+    assert got.agreement is not None
+    return Row(name, bits, size, got.perplexity, got.perplexity_error, got.kl, got.agreement, speed)
+
+
+def size_on_disk(model: Any) -> int:
+    """Bytes of the model's tensors when it is saved."""
+    with TemporaryDirectory(prefix="anybit-") as folder:
+        target = Path(folder, "model")
+        if any(quantized_layers(model)):
+            anybit.save(model, target)
+        else:
+            model.save_pretrained(target)
+        return sum(file.stat().st_size for file in target.glob("*.safetensors"))
+
+
+def complete_afresh(checkpoint: Path) -> str:
+    """The prompt and its completion, by a new Python process that knows only the directory."""
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, str(checkpoint.resolve()), PROMPT],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"},
+        encoding="utf-8",
+    )
+    if done.returncode:
+        raise ChildProcessError(
+            f"a fresh process could not load {checkpoint} (exit code {done.returncode}):\n"
+            f"{done.stderr[-2000:]}"
+        )
+    return done.stdout.strip("\n")
+
+
+def pico() -> Path:
+    """The directory of the demonstration model, which a clone of the repository holds."""
+    path = Path(anybit.__file__).parent.parent / "models" / "pico"
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{path} holds no model; the demo needs a clone of the repository: run `make demo` "
+            "in it, or install it with `pip install --editable '.[plot]'`"
+        )
+    return path
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+
+
+def processor() -> str:
+    """The name of the CPU, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(x.partition(":")[2].strip() for x in lines if x.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+class Board:
+    """The table on the terminal, growing under a progress bar; plain lines where there is none."""
+
+    def __init__(self, console: Console, total: int):
+        self.console, self.rows = console, list[Row]()
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self.task = self.bar.add_task("", total=total)
+        self.live = Live(console=console, get_renderable=self.render, refresh_per_second=4)
+
+    def __enter__(self) -> "Board":
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.console.is_terminal:
+            self.bar.update(self.task, visible=False)
+            self.live.stop()
+        elif not any(error):
+            self.console.print(self.table())
+
+    def step(self, what: str, tokens: int) -> None:
+        self.bar.update(self.task, advance=tokens, description=what)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        if not self.console.is_terminal:
+            print(f"{row.spec}: {row.bits:.2f} bits, perplexity {row.perplexity:.4g}", flush=True)
+
+    def table(self) -> Table:
+        table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+        for name in COLUMNS:
+            table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*cells(row))
+        return table
+
+    def render(self) -> RenderableType:
+        return Group(self.table(), self.bar)

@@ -1,0 +1,373 @@
+"""What a weight format is: `Format`, the shapes of what it stores (`Entry`), and its spec string.
+
+A format is one class in one file. It defines what codes mean; quantizers choose the codes, kernels
+read them, checkpoints store them, and none of them knows a particular format.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from anybit.errors import InvalidInput
+
+Grid = dict[str, Tensor]
+HALF_NORMAL = (2.0**-14, 65504.0)  # the normal range of fp16
+COLUMNS = -1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The shape of one grid tensor: one value per `group` columns of a row, or a shared table.
+
+    Attributes:
+        dtype: The dtype that is stored. "float" stands for fp16 (bf16 and fp32 are accepted too),
+            "level" for uint8 (or a float, as the zero points of some tools are).
+        group: Columns that share a value; 0 means the whole row.
+        table: A fixed shape instead, in which COLUMNS stands for the weight's K.
+    """
+
+    dtype: torch.dtype | str = "float"
+    group: int = 0
+    table: tuple[int, ...] | None = None
+
+    def shape(self, n: int, k: int) -> tuple[int, ...]:
+        """The tensor's shape for a weight of shape (n, k)."""
+        if self.table is not None:
+            return tuple(k if size == COLUMNS else size for size in self.table)
+        return (n, k // self.group if self.group else 1)
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        """Whether a tensor of this dtype may be stored here."""
+        if isinstance(self.dtype, torch.dtype):
+            return dtype == self.dtype
+        floats = (torch.float16, torch.bfloat16, torch.float32)
+        return dtype in floats or (self.dtype == "level" and dtype == torch.uint8)
+
+    @property
+    def default_dtype(self) -> torch.dtype:
+        """The dtype that `fit` stores as a rule."""
+        if isinstance(self.dtype, torch.dtype):
+            return self.dtype
+        return {"float": torch.float16, "level": torch.uint8}[self.dtype]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A few-bit format of a weight W of shape (N outputs, K inputs).
+
+        W = values(codes, grid) * scale
+
+    A subclass is a frozen dataclass whose fields are its options, decorated with `register`. It
+    sets `bits` and implements `fit`, `encode` and `values`. The attributes below are all that the
+    rest of anybit knows of a format: quantizers, kernels and checkpoints ask for them, and never
+    for a class or a name. A subclass sets those that differ, as class attributes, as fields or as
+    properties.
+
+    `codes` are (N, K / width * books) unsigned integers, those of one position side by side. `grid`
+    holds the named real tensors that codes refer to, each described by `entries`. The scale is a
+    factor of its own so that a kernel may apply it where that is cheapest: to a weight, to the
+    partial sum of a group, or, when the whole row shares it, to the output.
+
+    Attributes:
+        bits: Bits of one code, 1 to 8, or 16.
+        width: Weights that one position stands for: 2 for a sparse pair, v for a vector.
+        books: Codes stored for each position: m for additive codebooks.
+        group: Columns of a row that share one scale; 0 means the whole row.
+        order: Columns are stored in an order of their own, `grid["order"]` (K,): stored column i is
+            column order[i] of the weight. So columns of a group may lie apart (GPTQ's act-order).
+            Backends never see it: `QuantLinear` puts the activations in that order instead.
+        rowwise: Rows are fitted and encoded independently of each other.
+        operand: "int8" when all values are integers within int8, so that integer kernels can
+            multiply them; "activation" when values have the dtype of the activations.
+        zero_point: Name of the grid tensor z, with the groups of the scale, where
+            values = codes - z; None where there is none. z may hold floats (HQQ fits such).
+        lookup: Name of the grid table, of shape (books, 2**bits, width), where the values of a
+            position are the sum of one row of each book; None for other formats. Quantizers may
+            learn the table from calibration data.
+        made_for: Dtype of quantized activations that the format is designed for, "int8" or "fp8";
+            None when it is for weights alone. Quantizers smooth activation outliers for it.
+        triton_decode: Method (at) -> values of a tile, written with `kernels/triton/lang.py`, that
+            is compiled into every Triton kernel; None when there is none.
+        hopper_decode: Method (operand) -> the decoder for an operand of WGMMA ("int8",
+            "float8_e4m3fn", "float16" or "bfloat16"), written with `kernels/hopper/decode.py`, or
+            the reason why there is none, in words; None when there is no such method.
+    """
+
+    # Not annotated, so that they are no dataclass fields; a subclass may make fields of them.
+    bits = 0
+    width = 1
+    books = 1
+    group = 0
+    order = False
+    rowwise = True
+    operand = "activation"
+    zero_point: ClassVar[str | None] = None
+    lookup: ClassVar[str | None] = None
+    made_for: ClassVar[str | None] = None
+    triton_decode: ClassVar[Any] = None
+    hopper_decode: ClassVar[Any] = None
+
+    # What a format says.
+
+    def entries(self) -> dict[str, Entry]:
+        """The grid's tensors, by name. Always holds "scale"."""
+        order = {"order": Entry(torch.int32, table=(COLUMNS,))} if self.order else {}
+        return {"scale": Entry(group=self.group)} | order
+
+    def fit(self, w: Tensor) -> Grid:
+        """Weights (N, K) fp32 -> the grid. Rounds only the grid's own numbers."""
+        raise NotImplementedError(f"{type(self).__name__}.fit")
+
+    def encode(self, w: Tensor, grid: Grid) -> Tensor:
+        """Weights (N, K) fp32 -> the nearest codes (N, K / width * books).
+
+        Codes are uint8, or int32 where `bits` is 16.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.encode")
+
+    def values(self, codes: Tensor, grid: Grid) -> Tensor:
+        """Codes -> (N, K) fp32 in units of the scale, in the stored order of columns.
+
+        This is the definition of the format, against which every kernel is tested.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.values")
+
+    # What follows from it.
+
+    def decode(self, codes: Tensor, grid: Grid) -> Tensor:
+        """Codes -> weights (N, K) fp32."""
+        values = self.values(codes, grid)
+        w = ungroup(grouped(values, grid["scale"]) * grid["scale"].float()[..., None])
+        return w[:, torch.argsort(grid["order"])] if self.order else w
+
+    def at(self, grid: Grid, columns: slice) -> Grid:
+        """The grid of a range of columns.
+
+        Raises:
+            InvalidInput: A bound of the range does not lie on the border of a group.
+        """
+        out = {}
+        for name, entry in self.entries().items():
+            g = entry.group
+            if g and (columns.start % g or columns.stop % g):
+                raise InvalidInput(
+                    f"columns {columns.start}:{columns.stop} do not lie on borders of "
+                    f"group={g} in format {self.spec!r}"
+                )
+            part = slice(columns.start // g, columns.stop // g) if g else slice(None)
+            out[name] = grid[name] if entry.table is not None else grid[name][:, part]
+        return out
+
+    def code_count(self, k: int) -> int:
+        """Codes in a row of k weights."""
+        return k // self.width * self.books
+
+    def check(self, n: int, k: int) -> None:
+        """Check that a weight of shape (n, k) can be stored in this format.
+
+        Raises:
+            InvalidInput: K is not a multiple of a group or of `width`.
+        """
+        units = {entry.group for entry in self.entries().values() if entry.group} | {self.width}
+        for unit in sorted(units, reverse=True):
+            if k % unit:
+                what = f"group={unit}" if unit != self.width else f"vectors of {unit}"
+                divisor = math.gcd(k, unit)
+                remedy = f"use group={divisor}, or " if unit != self.width and divisor > 1 else ""
+                raise InvalidInput(
+                    f"K={k} is not a multiple of {what} in format {self.spec!r}; "
+                    f"{remedy}keep the layer unquantized (None)"
+                )
+
+    def bits_per_weight(self, shape: tuple[int, int]) -> float:
+        """Stored bits per weight of a matrix (N, K): codes, scales and tables (CodeGEMM, eq. 1)."""
+        n, k = shape
+        total = self.code_count(k) * n * self.bits
+        for entry in self.entries().values():
+            total += entry.default_dtype.itemsize * 8 * math.prod(entry.shape(n, k))
+        return total / (n * k)
+
+    @property
+    def spec(self) -> str:
+        """The string that names this format; `get_format` is its inverse."""
+        name, args = self._spec_parts()
+        return name + (":" + ",".join(args) if args else "")
+
+    @classmethod
+    def from_spec(cls, name: str, args: list[str]) -> "Format":
+        """The format of a spec string; override where the name itself carries options.
+
+        Args:
+            name: One of the names given to `register`.
+            args: What follows the colon, split at commas: ["group=64", "zero"].
+
+        Raises:
+            InvalidInput: An option is unknown, repeated, or has no valid value.
+        """
+        return cls(**read_options(cls, name, args))
+
+    def _spec_parts(self) -> tuple[str, list[str]]:
+        """The name and the options that `from_spec` takes."""
+        kind = type(self)
+        name = next((name for name, known in FORMATS.items() if known is kind), None)
+        if name is None:
+            raise InvalidInput(
+                f"format class {kind.__qualname__} has no name; decorate it with @register(NAME)"
+            )
+        return name, self._options()
+
+    def _options(self, skip: tuple[str, ...] = ()) -> list[str]:
+        """Fields that differ from their defaults, as they are written in a spec."""
+        args = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in skip or value == field.default:
+                continue
+            args.append(field.name if value is True else f"{field.name}={value}")
+        return args
+
+
+# Names.
+
+FORMATS: dict[str, type[Format]] = {}
+FormatClass = TypeVar("FormatClass", bound=type[Format])
+
+
+def register(*names: str) -> Callable[[FormatClass], FormatClass]:
+    """Class decorator: make a format known under one or more names.
+
+    >>> @register("ternary")
+    ... @dataclass(frozen=True)
+    ... class Ternary(Format): ...
+
+    Args:
+        names: What stands before the colon in a spec string.
+
+    Raises:
+        InvalidInput: Another class has one of the names.
+    """
+
+    def path(cls: type[Format]) -> str:
+        return f"{cls.__module__}.{cls.__qualname__}"
+
+    def add(cls: FormatClass) -> FormatClass:
+        for name in names:
+            known = FORMATS.get(name)
+            if known and path(known) != path(cls):  # a module that is reloaded may register again
+                raise InvalidInput(
+                    f"format {name!r} is already registered by {path(known)}; choose another name"
+                )
+            FORMATS[name] = cls
+        return cls
+
+    return add
+
+
+def get_format(spec: "str | Format") -> Format:
+    """Parse a spec string: `int4`, `int4:group=128,zero`, `fp6`, `fp:e3m2`, `codebook:m=2,v=8`.
+
+    Args:
+        spec: A spec string; a format is returned as it is.
+
+    Raises:
+        InvalidInput: A name or an option is unknown; the message lists the known ones.
+    """
+    if isinstance(spec, Format):
+        return spec
+    register_builtin()
+    name, _, rest = spec.strip().partition(":")
+    if name not in FORMATS:
+        raise InvalidInput(
+            f"unknown format {name!r} in {spec!r}; known: {', '.join(sorted(FORMATS))}"
+        )
+    fmt = FORMATS[name].from_spec(name, [a.strip() for a in rest.split(",") if a.strip()])
+    if fmt.group < 0:
+        raise InvalidInput(
+            f"group={fmt.group} in {spec!r}; a group has 1 or more columns, 0 is a row"
+        )
+    return fmt
+
+
+def read_options(
+    cls: type[Format], name: str, args: list[str], named: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """`["group=64", "zero"]` -> {"group": 64, "zero": True}, checked against the class's fields.
+
+    Args:
+        cls: The format whose fields are the options.
+        name: The format's name, for errors.
+        args: The options as they are written in a spec string.
+        named: Fields that the format's name has already set.
+
+    Raises:
+        InvalidInput: An option is unknown, repeated, or has no valid value.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.name not in named}
+    out: dict[str, Any] = {}
+    for arg in args:
+        key, eq, text = arg.partition("=")
+        if key not in fields or key in out:
+            known = ", ".join(fields) or "none"
+            problem = "repeated" if key in out else "unknown"
+            raise InvalidInput(
+                f"{problem} option {key!r} in format {name!r}; known options: {known}"
+            )
+        if not eq:
+            if fields[key].type not in (bool, "bool"):
+                raise InvalidInput(f"option {key!r} of format {name!r} needs a value: {key}=NUMBER")
+            out[key] = True
+            continue
+        try:
+            out[key] = int(text)
+        except ValueError:
+            raise InvalidInput(
+                f"option {key!r} of format {name!r} must be a whole number, not {text!r}"
+            ) from None
+    return out
+
+
+# Helpers that formats share.
+
+
+def grouped(w: Tensor, scale: Tensor) -> Tensor:
+    """(N, K) -> (N, groups, K / groups), as many groups as `scale` (N, groups) has."""
+    return w.reshape(w.shape[0], scale.shape[1], -1)
+
+
+def ungroup(w: Tensor) -> Tensor:
+    """The inverse of `grouped`."""
+    return w.reshape(w.shape[0], -1)
+
+
+def groups_of(w: Tensor, group: int) -> Tensor:
+    """(N, K) -> (N, K / group, group); group 0 means the whole row."""
+    return w.reshape(w.shape[0], -1, group or w.shape[1])
+
+
+def store_scale(scale: Tensor) -> Tensor:
+    """A scale as it is stored: in 16 bits, and never zero.
+
+    The dtype is fp16, or bf16 if a scale lies outside fp16's normal range. Groups of zeros get the
+    scale 1.
+    """
+    scale = torch.where(scale == 0, 1.0, scale)
+    low, high = scale.abs().aminmax()
+    fits = low >= HALF_NORMAL[0] and high <= HALF_NORMAL[1]
+    return scale.to(torch.float16 if fits else torch.bfloat16)
+
+
+def known_formats() -> Iterator[tuple[str, type[Format]]]:
+    """Registered names and classes, in the order of registration."""
+    register_builtin()
+    return iter(FORMATS.items())
+
+
+def register_builtin() -> None:
+    """Register anybit's own formats, which import this module."""
+    import_module("anybit.formats")

@@ -1,0 +1,152 @@
+"""`Packed`: a quantized weight as it is stored, and the tensors that a format stores."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.core import planes as planes_of
+from anybit.core.format import Entry, Format, Grid
+from anybit.errors import InvalidInput
+
+CODES = re.compile(r"\.codes\d+$")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A quantized weight as it is stored: a format, the shape (N, K), bit planes and the grid."""
+
+    format: Format
+    shape: tuple[int, int]
+    planes: tuple[Tensor, ...]
+    grid: Grid
+
+    @classmethod
+    def from_codes(cls, fmt: Format, shape: tuple[int, int], codes: Tensor, grid: Grid) -> "Packed":
+        """Pack codes (N, C) and their grid."""
+        return cls(fmt, shape, planes_of.pack(codes, fmt.bits), grid)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        fmt: Format,
+        shape: tuple[int, int],
+        tensors: Mapping[str, Tensor],
+        name: str = "weight",
+    ) -> "Packed":
+        """Rebuild from `tensors()`; a missing, misshapen or mistyped tensor is a ValueError."""
+        fmt.check(*shape)
+        wanted = tensor_shapes(fmt, shape)
+        for key, (size, entry) in wanted.items():
+            if key not in tensors:
+                raise InvalidInput(f"{name}: tensor {key!r} of format {fmt.spec!r} is missing")
+            got = tensors[key]
+            ok = got.dtype == torch.int32 if entry is None else entry.accepts(got.dtype)
+            if tuple(got.shape) != size or not ok:
+                raise InvalidInput(
+                    f"{name}.{key}: expected shape {size} and dtype "
+                    f"{'int32' if entry is None else entry.dtype} for format {fmt.spec!r} and a "
+                    f"weight of {shape}, found {tuple(got.shape)} {got.dtype}"
+                )
+        planes = tuple(tensors[key] for key, (_, entry) in wanted.items() if entry is None)
+        return cls(fmt, shape, planes, {k: tensors[k] for k, (_, e) in wanted.items() if e})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All stored tensors by their checkpoint names: codes4, codes2, scale, ..."""
+        names = (f"codes{width}" for width in planes_of.segments(self.format.bits))
+        return dict(zip(names, self.planes, strict=True)) | self.grid
+
+    def codes(self) -> Tensor:
+        """Unpacked codes (N, K / width * books)."""
+        count = self.format.code_count(self.shape[1])
+        return planes_of.unpack(self.planes, self.format.bits, count)
+
+    def values(self) -> Tensor:
+        """Decoded weights (N, K) fp32 in units of the scale."""
+        return self.format.values(self.codes(), self.grid)
+
+    def dequantize(self) -> Tensor:
+        """Decoded weights (N, K) fp32."""
+        return self.format.decode(self.codes(), self.grid)
+
+    def stored(self) -> "Packed":
+        """The weight with its columns in the stored order; itself when they have no other."""
+        if not self.format.order:
+            return self
+        fmt = dataclasses.replace(self.format, order=False)  # type: ignore[call-arg]
+        grid = {name: tensor for name, tensor in self.grid.items() if name != "order"}
+        return Packed(fmt, self.shape, self.planes, grid)
+
+    def to(self, device: torch.device | str) -> "Packed":
+        return self._map(lambda t: t.to(device))
+
+    def rows(self, rows: slice) -> "Packed":
+        """The part for a range of outputs: a slice of every tensor but shared tables."""
+        start, stop, _ = rows.indices(self.shape[0])
+        entries = self.format.entries()
+        grid = {k: v if entries[k].table else v[start:stop] for k, v in self.grid.items()}
+        planes = tuple(p[start:stop] for p in self.planes)
+        return Packed(self.format, (stop - start, self.shape[1]), planes, grid)
+
+    def columns(self, columns: slice) -> "Packed":
+        """The part for a range of inputs, on borders of the groups and of 32 codes."""
+        if self.format.order:
+            raise InvalidInput(
+                f"a weight in format {self.format.spec!r} cannot be cut along K: the columns of a "
+                "group lie apart; cut it along N, or use its dequantized weight"
+            )
+        start, stop, _ = columns.indices(self.shape[1])
+        first, last = self.format.code_count(start), self.format.code_count(stop)
+        whole = self.format.code_count(self.shape[1])
+        if start % self.format.width or first % 32 or (last % 32 and last != whole):
+            raise InvalidInput(
+                f"columns {start}:{stop} of format {self.format.spec!r} do not lie on borders "
+                f"of 32 codes ({32 * self.format.width // self.format.books} columns)"
+            )
+        planes = tuple(
+            p[:, first * width // 32 : planes_of.words(last, width)]
+            for p, width in zip(self.planes, planes_of.segments(self.format.bits), strict=True)
+        )
+        grid = self.format.at(self.grid, slice(start, stop))
+        return Packed(self.format, (self.shape[0], stop - start), planes, grid)
+
+    def nbytes(self) -> int:
+        """Bytes of all stored tensors."""
+        return sum(t.nbytes for t in self.tensors().values())
+
+    def _map(self, fn: Any) -> "Packed":
+        grid = {k: fn(v) for k, v in self.grid.items()}
+        return Packed(self.format, self.shape, tuple(fn(p) for p in self.planes), grid)
+
+
+def stack(parts: list[Packed]) -> Packed:
+    """Weights that share K, the format and its tables, on top of each other: (sum of N, K)."""
+    first, entries = parts[0], parts[0].format.entries()
+    planes = tuple(torch.cat(p) for p in zip(*(part.planes for part in parts), strict=True))
+    grid = {
+        name: tensor if entries[name].table else torch.cat([part.grid[name] for part in parts])
+        for name, tensor in first.grid.items()
+    }
+    return Packed(first.format, (sum(p.shape[0] for p in parts), first.shape[1]), planes, grid)
+
+
+def is_codes(name: str) -> bool:
+    """Whether a tensor of a checkpoint is a bit plane of a quantized layer, by its name."""
+    return CODES.search(name) is not None
+
+
+def tensor_shapes(
+    fmt: Format, shape: tuple[int, int]
+) -> dict[str, tuple[tuple[int, ...], Entry | None]]:
+    """Names, shapes and grid entries (None for code planes) of a packed weight of this shape."""
+    n, k = shape
+    count = fmt.code_count(k)
+    out: dict[str, tuple[tuple[int, ...], Entry | None]] = {
+        f"codes{width}": ((n, planes_of.words(count, width)), None)
+        for width in planes_of.segments(fmt.bits)
+    }
+    return out | {name: (entry.shape(n, k), entry) for name, entry in fmt.entries().items()}

@@ -1,0 +1,89 @@
+"""Power-of-two bit planes: the one way that anybit stores codes.
+
+A code of b bits is cut into segments whose widths are powers of two, high bits first: 6 = 4 + 2,
+5 = 4 + 1, 7 = 4 + 2 + 1 (FP6-LLM's "4+2" made general). Every segment becomes its own plane of
+little-endian int32 words along K, so every plane is aligned, only the last word of a row is
+padded, and a slice of the matrix along N, or along K at multiples of 32 codes, is a slice of the
+planes.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from anybit.errors import InvalidInput
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+_FIELD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def segments(bits: int) -> tuple[int, ...]:
+    """Widths of the planes that hold codes of `bits` bits, high bits first: 7 -> (4, 2, 1)."""
+    if bits not in WIDTHS:
+        raise InvalidInput(f"codes of {bits} bits are not supported; use 1 to 8, or 16")
+    return tuple(width for width in (16, 8, 4, 2, 1) if bits & width)
+
+
+def words(codes: int, width: int) -> int:
+    """int32 words that hold one row of `codes` codes in a plane of `width` bits."""
+    return -(-codes * width // 32)
+
+
+def pack(codes: Tensor, bits: int) -> tuple[Tensor, ...]:
+    """Split integer codes (N, C), each below 2**bits, into planes of int32 (N, words)."""
+    planes, low = [], bits
+    padded = pad(codes, (0, -codes.shape[1] % 32))
+    for width in segments(bits):
+        low -= width
+        field = (padded >> low) & ((1 << width) - 1) if width < bits else padded
+        plane = _join(field, width)
+        planes.append(plane[:, : words(codes.shape[1], width)].contiguous())
+    return tuple(planes)
+
+
+def unpack(planes: tuple[Tensor, ...], bits: int, codes: int) -> Tensor:
+    """The inverse of `pack`: codes (N, codes), uint8 for up to 8 bits, int32 for 16."""
+    total = None
+    for plane, width in zip(planes, segments(bits), strict=True):
+        full = -(-codes // 32) * width
+        part = _split(pad(plane, (0, full - plane.shape[1])), width)
+        total = part if total is None else (total << width) | part
+    assert total is not None
+    return total[:, :codes].contiguous()
+
+
+def _join(codes: Tensor, width: int) -> Tensor:
+    """(N, 32 n) codes of `width` bits -> (N, n * width) words."""
+    if width == 16:
+        return codes.to(torch.int16).view(torch.int32)
+    if width == 8:
+        return codes.to(torch.uint8).contiguous().view(torch.int32)
+    x = codes.to(torch.uint8).contiguous().view(torch.int64)  # 8 codes, one in each byte
+    gap = 8 - width
+    for step in (1, 2, 4):  # fields of 8, 16, 32 bits become one of twice the size
+        x = (x | (x >> (gap * step))) & _mask(step * width * 2, step * 16)
+    return x.to(_FIELD[width]).view(torch.int32)
+
+
+def _split(plane: Tensor, width: int) -> Tensor:
+    """The inverse of `_join`."""
+    plane = plane.contiguous()
+    if width == 16:
+        return plane.view(torch.int16).to(torch.int32) & 0xFFFF
+    if width == 8:
+        return plane.view(torch.uint8)
+    x = plane.view(_FIELD[width]).to(torch.int64)
+    if width == 4:
+        x = x & 0xFFFFFFFF
+    elif width == 2:
+        x = x & 0xFFFF
+    gap = 8 - width
+    for step in (4, 2, 1):
+        x = (x | (x << (gap * step))) & _mask(step * width, step * 8)
+    return x.view(torch.uint8)
+
+
+def _mask(ones: int, field: int) -> int:
+    """A 64-bit mask, as a signed integer, with the low `ones` bits set in every `field` bits."""
+    value = sum(((1 << ones) - 1) << at for at in range(0, 64, field))
+    return value - (1 << 64) if value >= 1 << 63 else value

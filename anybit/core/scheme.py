@@ -1,0 +1,25 @@
+"""Schemes: a format and, after an "@", the dtype that activations are quantized to."""
+
+from functools import cache
+
+from anybit.core.format import Format, get_format
+from anybit.errors import InvalidInput
+
+ACTIVATIONS = ("int8", "fp8")
+
+
+@cache
+def parse_scheme(scheme: str) -> tuple[Format, str | None]:
+    """`"liquid@int8"` -> (the format, "int8"): a layer's weight format and activation notation."""
+    spec, at, activation = scheme.partition("@")
+    if at and activation not in ACTIVATIONS:
+        raise InvalidInput(
+            f"unknown activation {activation!r} in {scheme!r}; known: {', '.join(ACTIVATIONS)}, or "
+            "none at all for weights only"
+        )
+    return get_format(spec), activation or None
+
+
+def scheme_name(fmt: Format, activation: str | None) -> str:
+    """The inverse of `parse_scheme`."""
+    return fmt.spec + (f"@{activation}" if activation else "")

@@ -1,0 +1,185 @@
+"""Models that the engine does not know: transformers' `generate`, one token of it at a time.
+
+Everything around the model stays the engine's: sampling, stop strings, log probabilities, aborts,
+streaming. `generate` runs in a thread that stops at every token's logits until it is told which
+token was chosen, so the caches of all its models (states, windows, encoders) need no other code.
+"""
+
+import logging
+import queue
+import threading
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PretrainedConfig
+
+from anybit.checkpoint.save_load import load as load_quantized
+from anybit.checkpoint.save_load import load_dense
+from anybit.engine.model_runner import Flight
+from anybit.engine.sampler import sample
+from anybit.engine.scheduler import Scheduled
+from anybit.engine.sequence import Sequence
+from anybit.errors import InvalidInput, Unsupported
+from anybit.nn.plan import Plan, Spec
+from anybit.quantizers.quantize import quantize_
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger("anybit.engine")
+
+# Where configurations say how long a sequence may be, and what a model without a limit gets.
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+UNLIMITED = 8192
+
+
+class Generator:
+    """Runs a transformers model for the engine, one sequence at a time.
+
+    length: tokens of the longest sequence, prompt included.
+    """
+
+    overlaps = False
+
+    def __init__(self, model: "PreTrainedModel", length: int):
+        self.model, self.length, self.device = model, length, model.device
+        # What a checkpoint says about sampling is left to the engine's parameters.
+        old = model.generation_config or GenerationConfig()
+        pad = old.pad_token_id
+        model.generation_config = GenerationConfig(
+            bos_token_id=old.bos_token_id,
+            decoder_start_token_id=old.decoder_start_token_id,
+            forced_bos_token_id=old.forced_bos_token_id,
+            forced_eos_token_id=old.forced_eos_token_id,
+            pad_token_id=0 if pad is None else pad,
+            disable_compile=True,
+        )
+        self.writing: weakref.WeakKeyDictionary[Sequence, Writing] = weakref.WeakKeyDictionary()
+
+    def launch(self, scheduled: list[Scheduled], previous: Flight | None = None) -> Flight:
+        """Run a step: the next token's logits of each sequence, and a sample of them."""
+        seqs = [s.seq for s in scheduled]
+        return Flight(scheduled, *sample(torch.cat([self._logits(seq) for seq in seqs]), seqs))
+
+    def _logits(self, seq: Sequence) -> Tensor:
+        """Logits (1, vocabulary) of a sequence's next token."""
+        if seq.computed == 0:
+            writing = self.writing[seq] = Writing(self.model, seq.tokens, seq.limit)
+            weakref.finalize(seq, writing.tokens.put, None)  # however it ends
+        else:
+            writing = self.writing[seq]
+            writing.tokens.put(seq.tokens[-1])
+        answer = writing.logits.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+class Ended(Exception):
+    """Nobody waits for the rest of a sequence."""
+
+
+class Writing(LogitsProcessor):
+    """`generate` of one sequence in a thread. tokens: the chosen ones, and None at the end."""
+
+    def __init__(self, model: "PreTrainedModel", tokens: list[int], limit: int):
+        self.logits: queue.SimpleQueue[Tensor | BaseException] = queue.SimpleQueue()
+        self.tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        ids = torch.tensor([tokens], device=model.device)
+        threading.Thread(
+            target=self._run, args=(model, ids, limit), name="anybit-generate", daemon=True
+        ).start()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.logits.put(scores)
+        token = self.tokens.get()
+        if token is None:
+            raise Ended
+        chosen = torch.full_like(scores, float("-inf"))
+        chosen[:, token] = 0
+        return chosen
+
+    def _run(self, model: "PreTrainedModel", ids: Tensor, limit: int) -> None:
+        try:
+            with torch.accelerator.device_index(ids.device.index):
+                model.generate(  # type: ignore[operator]
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=limit - ids.shape[1],
+                    logits_processor=LogitsProcessorList([self]),
+                )
+            raise Unsupported(f"{type(model).__name__}.generate has ended too early")
+        except Ended:
+            pass
+        except BaseException as error:
+            self.logits.put(error)
+
+
+def load(
+    directory: Path,
+    config: PretrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantized: bool,
+    quantization: Spec | Plan | None,
+    length: int | None,
+    cache_options: list[str],
+    reason: str,
+) -> Generator:
+    """Load a model for `generate`.
+
+    Args:
+        cache_options: What the user has asked of the engine's KV cache.
+        reason: Why the engine does not run the model itself, for the log.
+
+    Raises:
+        InvalidInput: The model does not write text from text, or there are cache options.
+    """
+    check(directory, config)
+    if cache_options:
+        raise InvalidInput(
+            f"{reason}; transformers' generate would run it, with a KV cache of its own; leave "
+            f"out {' and '.join(cache_options)}"
+        )
+    log.warning(
+        "%s; transformers' generate runs it, one sequence at a time and without the engine's "
+        "kernels between the layers",
+        reason,
+    )
+    model: Any
+    if quantized:
+        model = load_quantized(directory, device, dtype)
+    else:
+        model = load_dense(directory).to(device, dtype)
+        if quantization is not None:
+            quantize_(model, quantization)
+    return Generator(model.eval(), length or longest(config))
+
+
+def check(directory: Path, config: PretrainedConfig) -> None:
+    """InvalidInput unless the class that config.json names can write text from text."""
+    import transformers
+
+    names = config.architectures or []
+    kinds = [getattr(transformers, name, None) for name in names]
+    kind = next((k for k in kinds if isinstance(k, type)), None)
+    if kind is None or not issubclass(kind, transformers.PreTrainedModel):
+        raise InvalidInput(
+            f"{directory}: neither the engine nor transformers knows "
+            f"{', '.join(names) or 'an unnamed architecture'}; check `architectures` in config.json"
+        )
+    if not kind.can_generate() or kind.main_input_name != "input_ids":
+        raise InvalidInput(
+            f"{directory}: {kind.__name__} does not write text from text "
+            f"(its input is {kind.main_input_name}); load it with anybit.load"
+        )
+
+
+def longest(config: PretrainedConfig) -> int:
+    """Tokens of the longest sequence that a model can hold."""
+    text = config.get_text_config()
+    found = [getattr(text, name, None) for name in LENGTHS]
+    return next((n for n in found if isinstance(n, int) and n > 1), UNLIMITED)

@@ -1,0 +1,57 @@
+"""Gemma 2 and 3 (text): norms around attention and MLP, windows in most layers, soft caps."""
+
+import torch
+from torch import Tensor
+
+from anybit.engine.models.layers import MLP, Attention, Block, Decoder, NormKind, Norms, window_of
+from anybit.engine.models.rope import Rope
+from anybit.engine.weights import Weights
+
+NORMS = Norms(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
+class Gemma2(Decoder):
+    norm_kind = NormKind(wide=True, offset=1.0)
+    qk_norm = False
+
+    @property
+    def embedding_scale(self) -> float:
+        # Rounded to the model's dtype, as the models were trained: 55.5 in bf16, not 55.43.
+        return torch.tensor(self.config.hidden_size**0.5, dtype=self.embed_tokens.dtype).item()
+
+    def block(self, weights: Weights, name: str, index: int) -> Block:
+        c = self.config
+        bias = bool(c.attention_bias)
+        attention = Attention(
+            weights, f"{name}.self_attn", c, bias, output_bias=bias, qk_norm=self.qk_norm,
+            window=window_of(c, index), scale=c.query_pre_attn_scalar**-0.5,
+            softcap=self.softcap, norm=self.norm_kind,
+        )  # fmt: skip
+        mlp = MLP(weights, f"{name}.mlp", c, c.intermediate_size)
+        return Block(weights, name, c, attention, mlp, NORMS, self.norm_kind)
+
+    @property
+    def softcap(self) -> float | None:
+        """Of attention scores."""
+        return self.config.attn_logit_softcapping
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits, cap = super().logits(hidden), self.config.final_logit_softcapping
+        return logits if cap is None else (logits / cap).tanh() * cap
+
+
+class Gemma3(Gemma2):
+    """Gemma 2 with norms of Q's and K's heads, other frequencies in the windows, no soft caps."""
+
+    qk_norm = True
+    softcap = None
+
+    def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
+        kinds = self.config.layer_types
+        ropes = {kind: Rope(self.config, length, device, kind) for kind in set(kinds)}
+        return [ropes[kind] for kind in kinds]

@@ -1,0 +1,38 @@
+"""Mistakes that are expected, as opposed to bugs: their message says the fact and the remedy.
+
+Each class is also the builtin exception that it stands for, so `except ValueError` works. The
+command line prints an `AnybitError` as one line; a bare ValueError, TypeError or RuntimeError is a
+bug and keeps its traceback. What the operating system and the installation lack stays an OSError
+(FileNotFoundError, ...) or an ImportError.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class AnybitError(Exception):
+    """Base of every mistake that anybit expects."""
+
+
+class InvalidInput(AnybitError, ValueError):
+    """A value, shape, option, file or checkpoint is not what it must be."""
+
+
+class InvalidType(AnybitError, TypeError):
+    """An object or a tensor has the wrong type or dtype."""
+
+
+class Unsupported(AnybitError, RuntimeError):
+    """The request is valid, but not on this machine or in this state."""
+
+
+@contextmanager
+def loading(directory: object) -> Iterator[None]:
+    """Turn a ValueError of transformers about a model directory into an `InvalidInput`."""
+    try:
+        yield
+    except AnybitError:
+        raise
+    except ValueError as error:
+        first = str(error).strip().partition("\n")[0]
+        raise InvalidInput(f"{directory}: transformers cannot load it: {first}") from error

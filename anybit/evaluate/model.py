@@ -1,0 +1,119 @@
+"""Load a model with its tokenizer, let it write, and time it: through transformers, on any device.
+
+For many requests at once there is an engine; this is one prompt, to see what a model has to say.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.checkpoint.architecture import check_model, load_model
+from anybit.errors import InvalidInput, loading
+
+
+def load_text_model(path: str | Path, device: str | None = None) -> tuple[Any, Any]:
+    """A model, dense or quantized, and its tokenizer from a directory, in the stored dtype.
+
+    device: "cuda" where there is one, "cpu" otherwise, unless given. Raises FileNotFoundError for a
+    directory that holds no model. Nothing is downloaded.
+    """
+    path = Path(path)
+    if not (path / "config.json").is_file():
+        what = "has no config.json" if path.is_dir() else "does not exist"
+        raise FileNotFoundError(
+            f"{path} {what}; give the directory of a model, as `anybit quantize` and "
+            "`save_pretrained` write it"
+        )
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    check_model(path)  # else a tokenizer's error would hide what is wrong with the model
+    with loading(path):
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    model = load_model(path, dtype="auto")
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
+
+
+def complete(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    show: Callable[[str], None] = lambda text: None,
+) -> str:
+    """What the model writes after a prompt: greedily at temperature 0, else sampled by the seed.
+
+    show: called with each piece of text as it is written. Raises ValueError when the prompt and
+    max_tokens do not fit the model's context.
+    """
+    from transformers import TextStreamer
+
+    class Pieces(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            show(text)
+
+    inputs = encode(tokenizer, prompt)[None].to(model.device)
+    count, context = inputs.shape[1], context_of(model)
+    if count == 0:
+        raise InvalidInput("the prompt is empty, and this model's tokenizer has no BOS token")
+    if count + max_tokens > context:
+        raise InvalidInput(
+            f"a prompt of {count} tokens and max_tokens={max_tokens} exceed the model's context of "
+            f"{context} tokens; ask for at most {max(context - count, 0)}, or shorten the prompt"
+        )
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
+    ids = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=max_tokens,
+        pad_token_id=tokenizer.eos_token_id,
+        streamer=Pieces(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **({"do_sample": False} | sampling),
+    )
+    return str(tokenizer.decode(ids[0, count:], skip_special_tokens=True))
+
+
+def encode(tokenizer: Any, text: str) -> Tensor:
+    """Token ids (T,) of a text that begins with the BOS token, where the tokenizer has one.
+
+    Some tokenizers add it, some leave that to the caller; a model that knows one was trained to
+    find it at the beginning of a document.
+    """
+    ids = tokenizer(text, verbose=False).input_ids
+    bos = tokenizer.bos_token_id
+    return torch.tensor(ids if bos is None or ids[:1] == [bos] else [bos, *ids], dtype=torch.int64)
+
+
+@torch.inference_mode()
+def decode_speed(model: Any, prompt: Tensor, tokens: int = 32) -> float:
+    """Tokens a second of greedy decoding at batch 1, after the prompt (T,) has been read.
+
+    From the median time of a token, so that a pause of the machine does not count.
+    """
+    out = model(prompt[None].to(model.device), use_cache=True)
+    times = []
+    for _ in range(tokens):
+        start = time.perf_counter()
+        last = out.logits[:, -1:].argmax(-1)
+        out = model(last, past_key_values=out.past_key_values, use_cache=True)
+        if out.logits.is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return 1 / statistics.median(times)
+
+
+def context_of(model: Any, default: int = 2048) -> int:
+    """The longest sequence, in tokens, that the model was made for."""
+    return int(getattr(model.config, "max_position_embeddings", None) or default)

@@ -1,0 +1,160 @@
+"""Directories and small files, written whole or not at all; disk space; the cache folder."""
+
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from anybit.errors import InvalidInput
+
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
+# config.json, and files beside it in which GPTQ's and AWQ's tools describe their quantization.
+CONFIGS = ("config.json", "quantize_config.json", "quant_config.json")
+COPY = 1 << 24  # bytes copied at a time
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; ValueError names the file when it is none."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise InvalidInput(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+@contextmanager
+def new_directory(out: Path, overwrite: bool, needed: int) -> Iterator[Path]:
+    """A directory to fill with `needed` bytes that becomes `out` on a clean exit, or vanishes."""
+    check_absent(out, overwrite)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    check_space(out.parent, needed)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    temporary.mkdir()
+    try:
+        yield temporary
+        move_directory(temporary, out)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if is_disk_full(error):
+            raise disk_full(out.parent, needed) from error
+        raise
+
+
+def check_absent(out: Path, overwrite: bool) -> None:
+    """FileExistsError unless `out` is free, or holds a checkpoint that may be overwritten."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{out} exists; choose another directory, or pass overwrite=True")
+    if not (out / "config.json").is_file():
+        raise FileExistsError(
+            f"{out} exists and holds no checkpoint (no config.json), so it is not overwritten; "
+            "choose another directory"
+        )
+
+
+def move_directory(source: Path, out: Path) -> None:
+    """Put a finished directory in the place of `out`, whose old contents go only after that."""
+    for path in source.rglob("*"):
+        if path.is_file():
+            sync(path)
+    sync(source)
+    old = out.with_name(f".{out.name}.{os.getpid()}.old")
+    if out.exists():
+        os.rename(out, old)
+    try:
+        os.rename(source, out)
+    except BaseException:
+        if old.exists():
+            os.rename(old, out)
+        raise
+    sync(out.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def copy_others(source: Path, out: Path) -> list[str]:
+    """Copy the files of a checkpoint that are no weights: tokenizer, templates, licence, code.
+
+    Not config.json, nor other tools' quantization, nor what `out` has already. Returns the names.
+    """
+    copied = []
+    for path in sorted([*source.glob("*"), *source.glob("additional_chat_templates/*")]):
+        name = path.relative_to(source)
+        skipped = path.name.endswith((".safetensors", ".index.json", *OTHER_WEIGHTS))
+        skipped = skipped or path.name in CONFIGS or path.name.startswith(".")
+        if path.is_file() and not skipped and not (out / name).exists():
+            (out / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, out / f"{name}.tmp")
+            os.replace(out / f"{name}.tmp", out / name)
+            copied.append(str(name))
+    return copied
+
+
+def cache_folder(folder: str | Path | None = None) -> Path:
+    """Where things lie that can be made again: `folder`, $ANYBIT_CACHE, or the user's cache."""
+    folder = folder or os.environ.get("ANYBIT_CACHE")
+    if folder:
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anybit"
+
+
+def check_folder(path: Path) -> None:
+    """ValueError when there is no directory to write a file into; call it before the work."""
+    if not path.parent.is_dir():
+        raise InvalidInput(
+            f"{path.parent} is no directory to write {path.name} into; make it first"
+        )
+
+
+def without_nan(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with None for nan, which JSON does not have."""
+    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def sync(path: Path) -> None:
+    """Make a file's contents, or a directory's entries, survive a power cut."""
+    if os.name == "nt" and path.is_dir():  # directories cannot be opened there
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def check_space(directory: Path, needed: int) -> None:
+    """OSError (ENOSPC) when `needed` bytes do not fit on the disk of `directory`."""
+    if needed > shutil.disk_usage(directory).free:
+        raise disk_full(directory, needed)
+
+
+def disk_full(directory: Path, needed: int, advice: str = "") -> OSError:
+    free = shutil.disk_usage(directory).free
+    return OSError(
+        errno.ENOSPC,
+        f"not enough disk space in {directory}: {megabytes(needed)} are needed, "
+        f"{megabytes(free)} are free{advice}",
+    )
+
+
+def megabytes(count: int) -> str:
+    """Bytes in words."""
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Also for errors of the safetensors library, which are no OSError."""
+    return getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)

@@ -1,0 +1,160 @@
+"""What a backend is: the weights that it prepares, and the activations that it multiplies."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from anybit.core.format import Format
+from anybit.core.packed import Packed
+from anybit.errors import InvalidType
+
+HALVES = (torch.float16, torch.bfloat16)  # activations that kernels for GPUs multiply
+CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # codes of quantized activations
+
+
+class LayerSpec(NamedTuple):
+    """A layer that a backend is asked to multiply.
+
+    Attributes:
+        format: of the weight, whose columns lie in the stored order.
+        activation: what activations are quantized to, "int8" or "fp8"; None: they are not.
+        shape: (N, K).
+        device: where the layer is.
+        dtype: of the activations; None: not known yet.
+        decoded: whether a decoded copy of the weight may be held.
+    """
+
+    format: Format
+    activation: str | None
+    shape: tuple[int, int]
+    device: torch.device
+    dtype: torch.dtype | None = None
+    decoded: bool = True
+
+
+class Prepared(NamedTuple):
+    """A weight in the layout of the backend that multiplies it.
+
+    Attributes:
+        format: of the weight; its columns lie in the stored order.
+        shape: (N, K).
+        activation: what activations are quantized to, "int8" or "fp8"; None: they are not.
+        layout: the backend's own tensors.
+        dtype: of the activations that the layout is for; None: of any that the backend takes.
+    """
+
+    format: Format
+    shape: tuple[int, int]
+    activation: str | None
+    layout: tuple[Tensor, ...]
+    dtype: torch.dtype | None = None
+
+
+class Activations(NamedTuple):
+    """Activations that are quantized already; layers take them in the place of x.
+
+    Attributes:
+        codes: (..., K) int8 or float8_e4m3fn.
+        scale: (...,) fp32, one for each token.
+        sums: (...,) int32, of each token's int8 codes; empty for fp8.
+        dtype: what y comes in.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    sums: Tensor
+    dtype: torch.dtype
+
+
+class Backend(Protocol):
+    """Kernels that multiply: a module, or any object, with these names.
+
+    Attributes:
+        own_layout: whether `linear` does without the canonical tensors of the weight, so that
+            they may be freed. False: `Prepared.layout` holds them.
+    """
+
+    own_layout: bool
+
+    def refuse(self, layer: LayerSpec) -> str | None:
+        """None when this backend multiplies such a layer, else the reason in words why not."""
+
+    def decodes(self, activation: str | None) -> bool:
+        """Whether `prepare` holds a decoded copy, as large as N * K activations, where it may."""
+
+    def prepare(
+        self,
+        packed: Packed,
+        activation: str | None,
+        dtype: torch.dtype | None = None,
+        decoded: bool = False,
+    ) -> Prepared:
+        """Lay a weight out; done once, at load.
+
+        Args:
+            packed: the weight, in the stored order.
+            activation: what activations are quantized to, or None.
+            dtype: of the activations; None: unknown yet.
+            decoded: whether a decoded copy of the weight may be held.
+        """
+
+    def linear(self, x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
+        """y = x W^T + bias.
+
+        Args:
+            x: (M, K), with any strides; or `Activations` of M tokens, in the dtype of
+                `prepared.activation`.
+            prepared: of this backend. `Prepared.dtype` is not known here.
+            bias: (N,) of any float dtype.
+
+        Returns:
+            (M, N) in `x.dtype`.
+        """
+
+
+@runtime_checkable
+class Grouped(Protocol):
+    """What a backend has besides if it multiplies many experts at once."""
+
+    def most_experts(self, fmt: Format) -> int:
+        """How many weights of a format it multiplies at once; 0: it does not."""
+
+    def prepare_experts(
+        self, experts: Sequence[Packed], activation: str | None, dtype: torch.dtype | None = None
+    ) -> Prepared:
+        """Lay out weights of one format and shape, which `Prepared.shape` is.
+
+        Raises:
+            ValueError: formats or shapes differ, or there are more than `most_experts`.
+        """
+
+    def linear_experts(self, x: Tensor, starts: Tensor, prepared: Prepared) -> Tensor:
+        """Multiply tokens that lie sorted by expert.
+
+        Args:
+            x: (M, K).
+            starts: (experts + 1,) int32, on x's device. Tokens starts[e] to starts[e + 1] meet
+                the weight of expert e; those after the last are no expert's.
+            prepared: by `prepare_experts`.
+
+        Returns:
+            (M, N) in x's dtype; rows that are no expert's hold anything.
+        """
+
+
+def check_half(x: Tensor | Activations, backend: str) -> None:
+    """Raise TypeError unless y is to be float16 or bfloat16."""
+    if x.dtype not in HALVES:
+        raise InvalidType(
+            f"x is {x.dtype}; the {backend} backend multiplies float16 and bfloat16: call .half() "
+            "or .bfloat16() on the model"
+        )
+
+
+def refuse_dtype(dtype: torch.dtype | None) -> str | None:
+    """The refusal of kernels for GPUs of other activations than float16 and bfloat16."""
+    if dtype is None or dtype in HALVES:
+        return None
+    return f"multiplies float16 and bfloat16 activations, not {dtype}"

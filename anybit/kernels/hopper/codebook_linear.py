@@ -1,0 +1,223 @@
+"""Hopper products of codebook formats.
+
+Up to 16 tokens are one launch of `psumbook.py` or `codebook.py`, more are one of `lookup_gemm.py`;
+all read the same layout. For thousands of tokens, or where a table leaves no room for tiles, a
+Triton kernel decodes it to a dense weight for the library's product.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit.core.format import Format
+from anybit.core.packed import Packed
+from anybit.errors import InvalidInput
+from anybit.kernels.backend import Activations, LayerSpec, Prepared
+from anybit.kernels.hopper import codebook_tiles, scalar_linear, tiles
+from anybit.kernels.hopper.cells import ROWS, Cells, CodebookKernel, cells_of, pack
+from anybit.kernels.hopper.jit import built, kernel_file, missing_kernels
+from anybit.kernels.hopper.launch import CodebookLauncher
+from anybit.kernels.hopper.lookup import LookupDecoder, lookup
+from anybit.kernels.hopper.lookup import choose as choose_lookup
+from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
+from anybit.kernels.hopper.scalar_linear import NAMES, aligned
+from anybit.kernels.hopper.tiles import MAX_SHARED, MULTIPROCESSORS, Kernel, Tile
+
+MOST_TOKENS = 16  # of one launch
+
+
+def refuse_format(layer: LayerSpec) -> str | None:
+    cells = cells_of(layer.format)
+    if isinstance(cells, str):
+        return cells
+    if layer.activation is not None:
+        return f"codebooks are multiplied by fp16 and bf16 activations, not by {layer.activation}"
+    k = layer.shape[1]
+    if k % cells.columns:
+        return f"{layer.format.spec}: K must be a multiple of {cells.columns}, not {k}"
+    if None in plans(cells, layer.shape):
+        return f"{layer.format.spec}: its tables do not fit into shared memory for K={k}"
+    return None
+
+
+def refuse_kernels(layer: LayerSpec) -> str | None:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "triton decodes its weights for many tokens; pip install 'anybit[gpu]'"
+    cells = cells_of(layer.format)
+    assert isinstance(cells, Cells)
+    files = [kernel_file(plan[0]) for plan in plans(cells, layer.shape) if plan]
+    files += [kernel_file(kernel) for kernel in lookup_kernels(cells)]
+    return missing_kernels(files, layer.format.spec)
+
+
+def plans(cells: Cells, shape: tuple[int, int]) -> list[tuple[CodebookKernel, int] | None]:
+    """Kernels for few tokens and the CTAs of their clusters; None where a table does not fit."""
+    return [
+        codebook_tiles.choose(cells, m, *shape, name)
+        for m in (1, 2, 8, 16)
+        for name in NAMES.values()
+    ]
+
+
+def prepare(packed: Packed, activation: str | None, dtype: torch.dtype | None = None) -> Prepared:
+    """The layout is [blocks, row scale fp32, codebook fp16, codebook bf16]; see `cells.pack`."""
+    blocks, row_scale, book = pack(packed)
+    layout = blocks, row_scale, book.half(), book.bfloat16()
+    return Prepared(packed.format, packed.shape, activation, layout)
+
+
+def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
+    """x (M, K) in fp16 or bf16 -> (M, N); there are no quantized activations here."""
+    assert isinstance(x, Tensor)
+    if len(x) <= MOST_TOKENS:
+        return multiply(aligned(x), prepared, bias)
+    if lookup_tile(prepared.format, len(x), *prepared.shape, x.dtype) is not None:
+        return multiply_many(aligned(x), prepared, bias)
+    return torch.nn.functional.linear(
+        x, dense(prepared, x.dtype), None if bias is None else bias.to(x.dtype)
+    )
+
+
+def dense(prepared: Prepared, dtype: torch.dtype) -> Tensor:
+    """The weight (N, K)."""
+    from anybit.kernels.triton.cells import decode
+
+    cells = cells_of(prepared.format)
+    assert isinstance(cells, Cells)
+    blocks, row_scale, *books = prepared.layout
+    return decode(blocks, row_scale, books[dtype == torch.bfloat16], prepared.shape, cells.groups)
+
+
+def multiply(
+    x: Tensor,
+    prepared: Prepared,
+    bias: Tensor | None,
+    plan: tuple[CodebookKernel, int, int] | None = None,
+    overlap: bool = True,
+) -> Tensor:
+    """One launch: x (M <= 16, K), contiguous -> (M, N).
+
+    plan: kernel, CTAs of a cluster, clusters; chosen by `launch_of` if None. overlap: programmatic
+    dependent launch.
+    """
+    fmt, (n, k), m = prepared.format, prepared.shape, len(x)
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    if not m:
+        return y
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
+    function, cluster, teams, shared = launch_of(fmt, m, n, k, x.dtype, x.device.index, plan)
+    blocks, row_scale, *books = prepared.layout
+    function.launch(
+        x,
+        (
+            blocks.data_ptr(),
+            books[x.dtype == torch.bfloat16].data_ptr(),
+            row_scale.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+        ),
+        n,
+        cluster,
+        teams,
+        shared,
+        overlap,
+    )
+    return y
+
+
+def multiply_many(
+    x: Tensor,
+    prepared: Prepared,
+    bias: Tensor | None,
+    tile: Tile | None = None,
+    overlap: bool | None = None,
+) -> Tensor:
+    """One launch: x (M, K), contiguous -> (M, N), of any M. tile: instead of `lookup.choose`'s."""
+    fmt, (n, k), m = prepared.format, prepared.shape, len(x)
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    if not m:
+        return y
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
+    kernel = lookup_kernel(fmt, x.dtype, tile or lookup_tile(fmt, m, n, k, x.dtype))
+    blocks, row_scale, *books = prepared.layout
+    scalar_linear.loaded(kernel, x.device.index).launch(
+        x,
+        (
+            blocks.data_ptr(),
+            row_scale.data_ptr(),
+            books[x.dtype == torch.bfloat16].data_ptr(),
+            0,
+            0,
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            0,
+        ),
+        n,
+        tiles.grid(kernel.tile, m, n),
+        tiles.overlaps(kernel.tile, kernel.decoder, m, n) if overlap is None else overlap,
+    )
+    return y
+
+
+@cache
+def lookup_tile(fmt: Format, m: int, n: int, k: int, dtype: torch.dtype) -> Tile | None:
+    """The tile of a look-up product; None where the table leaves no room."""
+    d = lookup(fmt, dtype)
+    return choose_lookup(d, m, n, k) if isinstance(d, LookupDecoder) else None
+
+
+@cache
+def lookup_kernel(fmt: Format, dtype: torch.dtype, tile: Tile) -> Kernel:
+    d = lookup(fmt, dtype)
+    assert isinstance(d, LookupDecoder)
+    return Kernel(d, tiles.fitted(tile, d), NAMES[dtype])
+
+
+@cache
+def launch_of(
+    fmt: Format,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: int,
+    plan: tuple[CodebookKernel, int, int] | None,
+) -> tuple[CodebookLauncher, int, int, int]:
+    """The loaded kernel for a problem, CTAs of a cluster, clusters, bytes of shared memory."""
+    if plan is None:
+        cells = cells_of(fmt)
+        assert isinstance(cells, Cells)
+        found = codebook_tiles.choose(cells, m, n, k, NAMES[dtype])
+        if found is None:
+            raise InvalidInput(f"{fmt.spec}: no kernel for K={k} and {m} tokens")
+        plan = (*found, 0)
+    kernel, cluster, teams = plan
+    function = loaded(kernel, device)
+    row_tiles = -(-n // ROWS)
+    waves = 1
+    teams = teams or min(MULTIPROCESSORS // cluster, row_tiles)
+    while plan[2] == 0 and cluster > 1:
+        shared = kernel.shared(cluster, -(-row_tiles // (teams * waves)))
+        if shared > MAX_SHARED:  # too many sums: fewer tiles for each cluster, one after another
+            waves += 1
+            continue
+        resident = function.most_clusters(cluster, shared)
+        if resident >= teams:
+            break
+        teams = resident
+    teams *= waves
+    teams = min(teams, row_tiles)
+    return function, cluster, teams, kernel.shared(cluster, -(-row_tiles // teams))
+
+
+@cache
+def loaded(kernel: CodebookKernel, device: int) -> CodebookLauncher:
+    """A kernel on a device."""
+    path = built(kernel)
+    with torch.cuda.device(device):
+        return CodebookLauncher(path, device)

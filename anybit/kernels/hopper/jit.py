@@ -1,0 +1,212 @@
+"""One kernel of the Hopper backend: its file, and compiling it without a GPU where there is none.
+
+A kernel is one file: a line of JSON (entry point, shared memory, threads, registers) and the cubin.
+The name holds a hash of the kernel's fields and of every source it may be compiled from, and then
+the version of the DSL that compiled it. So no edit and no other DSL is ever hidden by a stale file.
+A machine without the DSL takes a kernel of any version: the folder can be carried to it.
+
+What the DSL generates is for machines of one's own: its licence does not clearly allow giving it
+away.
+"""
+
+import ctypes
+import hashlib
+import inspect
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from anybit.errors import Unsupported
+from anybit.files.directory import cache_folder
+from anybit.kernels.hopper import cubin as elf
+from anybit.kernels.hopper.launch import sizes
+
+ARCHITECTURE = "sm_90a"
+SOURCES = Path(__file__).parent
+_compiler = threading.Lock()  # two threads in the DSL at once fail, or crash the process
+
+
+class BuildError(Unsupported):
+    """A kernel that must not be used: it spills, or its parameters are not what is launched."""
+
+
+class Compiled(NamedTuple):
+    """What the DSL makes of a program. shared: bytes of shared memory that it may use."""
+
+    ptx: str
+    cubin: bytes
+    shared: int
+
+
+class KernelSpec(Protocol):
+    """Everything that is fixed when a kernel is compiled; its repr tells it from all others."""
+
+    @property
+    def arguments(self) -> type[ctypes.Structure]:
+        """The struct that it is launched with: a field for each parameter."""
+
+    @property
+    def name(self) -> str:
+        """The start of its file's name."""
+
+    @property
+    def header(self) -> dict[str, int]:
+        """What a launcher must know beside the entry point and the shared memory."""
+
+    @property
+    def batch(self) -> int:
+        """WGMMAs that are waited for together; 0 in a kernel without them."""
+
+    @property
+    def classes(self) -> tuple[type, ...]:
+        """Whose modules are sources of the kernel, wherever they lie."""
+
+    def generate(self) -> Compiled:
+        """Compile it; needs CuTe DSL."""
+
+
+# Names.
+
+
+def kernel_folder(folder: str | Path | None = None) -> Path:
+    """Where kernels lie: `folder`, else $ANYBIT_CACHE, else the user's cache folder."""
+    return cache_folder(folder) / "hopper"
+
+
+def kernel_file(kernel: KernelSpec, folder: str | Path | None = None) -> Path:
+    """The file of a kernel, whether or not it exists."""
+    outside = {
+        file for file in map(inspect.getfile, kernel.classes) if Path(file).parent != SOURCES
+    }
+    sources = [folder_hash(SOURCES), *sorted(map(file_hash, outside))]
+    text = f"{kernel!r} {ARCHITECTURE} {sources}"
+    start = f"{kernel.name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    place, dsl = kernel_folder(folder), dsl_version()
+    if dsl is None:
+        return max(place.glob(f"{start}_dsl*.kernel"), default=place / f"{start}.kernel")
+    return place / f"{start}_dsl{dsl}.kernel"
+
+
+@cache
+def folder_hash(folder: Path) -> str:
+    """Of the Python files of a folder: their bytes, which every Python version sees alike."""
+    return hashlib.sha256(
+        "".join(f"{path.name} {file_hash(path)}\n" for path in sorted(folder.glob("*.py"))).encode()
+    ).hexdigest()
+
+
+@cache
+def file_hash(path: str | Path) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+@cache
+def dsl_version() -> str | None:
+    """The version of CuTe DSL, or None where it is not installed."""
+    try:
+        return version("nvidia-cutlass-dsl")
+    except PackageNotFoundError:
+        return None
+
+
+def missing_kernels(files: list[Path], what: str = "") -> str | None:
+    """Why kernels of these files cannot be had here, or None. what: the schemes to build."""
+    missing = [path for path in files if not path.exists()]
+    if not missing or dsl_version():
+        return None
+    command = f"anybit build {what}".strip()
+    return (
+        f"{len(missing)} kernels are not in {missing[0].parent}, and CuTe DSL is not installed: "
+        f"pip install 'anybit[hopper]', or run `{command}` elsewhere and carry the folder"
+    )
+
+
+# Compiling.
+
+
+def built(kernel: KernelSpec) -> Path:
+    """The file of a kernel, compiled if need be. Raises RuntimeError where it cannot be."""
+    path = kernel_file(kernel)
+    if reason := missing_kernels([path]):
+        raise Unsupported(reason)
+    return path if path.exists() else compile_kernel(kernel)
+
+
+def compile_kernel(kernel: KernelSpec, folder: str | Path | None = None) -> Path:
+    """Write a kernel's file, whole, unless there is one; other processes wait for it.
+
+    Raises BuildError when the kernel spills, waits for every WGMMA, or takes other parameters than
+    its launcher passes.
+    """
+    path = kernel_file(kernel, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_suffix(".lock")):
+        if not path.exists():
+            content = checked(kernel, kernel.generate())
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(content)
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+    return path
+
+
+def checked(kernel: KernelSpec, made: Compiled) -> bytes:
+    """The content of a kernel's file. Raises BuildError when the kernel is no good."""
+    registers, stack = elf.resources(made.cubin)
+    if stack:
+        raise BuildError(f"{kernel} spills: {stack} bytes of stack; choose a smaller tile")
+    # One wait for each batch, and one at the end; loops may be unrolled.
+    most = elf.products(made.cubin) // kernel.batch + 1 if kernel.batch else 0
+    if (count := elf.waits(made.cubin)) > most:
+        raise BuildError(
+            f"{kernel} waits for its products at {count} places, not {most}: ptxas serialized "
+            "them (see `gemm.Gemm.release`)"
+        )
+    taken, passed = elf.parameters(made.ptx), sizes(kernel.arguments)
+    if taken != passed:
+        raise BuildError(f"{kernel} takes parameters of {taken} bytes, not {passed}")
+    header = {"entry": elf.entry(made.ptx), "shared": made.shared, **kernel.header}
+    return json.dumps(header | {"registers": registers}).encode() + b"\n" + made.cubin
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process, and one thread of it, at a time.
+
+    The file goes away with the lock. Whoever waited for it may then run beside a newcomer, but
+    finds the work done.
+    """
+    import fcntl  # Windows has none, nor the DSL
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def compile_program(program: Any, pointers: list[tuple[Any, int]], numbers: int) -> Compiled:
+    """Compile a program of CuTe DSL. pointers: (type, alignment) of each; numbers: Int32 ones.
+
+    Afterwards `program.shared` is the struct that lies in shared memory.
+    """
+    import cuda.bindings.driver as cuda
+    import cutlass.cute as cute
+    from cutlass import Int32
+    from cutlass.cute.runtime import make_ptr
+
+    where = cute.AddressSpace.gmem
+    places = [make_ptr(kind, 0, where, assumed_align=a) for kind, a in pointers]
+    args = [*places, *[Int32(128)] * numbers]
+    with _compiler, tempfile.TemporaryDirectory() as dump:
+        options = f"--gpu-arch={ARCHITECTURE} --keep-ptx --keep-cubin --dump-dir={dump}"
+        made = cute.compile(program, *args, cuda.CUstream(0), options=options)
+        return Compiled(made.artifacts.PTX, made.artifacts.CUBIN, program.shared.__sizeof__())

@@ -1,0 +1,211 @@
+"""Hopper products of formats whose codes are numbers, and of many experts at once."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit.core.format import Format
+from anybit.core.packed import Packed
+from anybit.errors import InvalidInput, InvalidType
+from anybit.kernels.backend import Activations, LayerSpec, Prepared
+from anybit.kernels.hopper import tiles
+from anybit.kernels.hopper.decode import K_TILE, Decoder, decoder
+from anybit.kernels.hopper.jit import built, kernel_file, missing_kernels
+from anybit.kernels.hopper.launch import GemmLauncher
+from anybit.kernels.hopper.pack import pack
+from anybit.kernels.hopper.tiles import ROW_MULTIPLE, Kernel, Tile
+
+OPERANDS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # of activation notations
+NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def refuse_format(layer: LayerSpec) -> str | None:
+    n, k = layer.shape
+    d = decoder(layer.format, operand_of(layer.activation, torch.bfloat16))
+    if isinstance(d, str):
+        return d
+    if k % K_TILE or n % 8:
+        return f"K must be a multiple of {K_TILE} and N of 8, not (N, K) = {layer.shape}"
+    return None
+
+
+def refuse_kernels(layer: LayerSpec) -> str | None:
+    activation = layer.activation
+    if activation is not None:
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            return "triton quantizes its activations; pip install 'anybit[gpu]'"
+    d = decoder(layer.format, operand_of(activation, torch.bfloat16))
+    assert not isinstance(d, str)
+    outs = [d.operand] if activation is None else NAMES.values()
+    kernels = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
+    kernels += [Kernel(d, t, o, grouped=True) for t in tiles.family_grouped(d) for o in outs]
+    return missing_kernels([kernel_file(kernel) for kernel in kernels])
+
+
+def prepare(packed: Packed, activation: str | None, dtype: torch.dtype | None = None) -> Prepared:
+    """The layout is [blobs, row scale, row zero]; blobs have the dtype that they decode to."""
+    dtype = dtype or torch.get_default_dtype()
+    dtype = dtype if dtype in NAMES else torch.bfloat16
+    tensors = tuple(layout(packed, operand_of(activation, dtype)))
+    made_for = None if activation else dtype
+    return Prepared(packed.format, packed.shape, activation, tensors, made_for)
+
+
+def prepare_experts(
+    experts: Sequence[Packed], activation: str | None, dtype: torch.dtype | None = None
+) -> Prepared:
+    """The layouts of all experts' weights, one behind the other."""
+    if len(experts) > tiles.MOST_EXPERTS:
+        raise InvalidInput(f"{len(experts)} experts; the hopper kernels take {tiles.MOST_EXPERTS}")
+    kinds = {(e.format, e.shape) for e in experts}
+    if len(kinds) != 1:
+        raise InvalidInput(f"experts must have one format and shape, not {len(kinds)}")
+    parts = [prepare(e, activation, dtype) for e in experts]
+    blobs, *rows = zip(*(p.layout for p in parts), strict=True)
+    # torch cannot join fp8 tensors; their bytes are the same.
+    joined = torch.cat([b.view(torch.uint8) for b in blobs]).view(blobs[0].dtype)
+    return parts[0]._replace(layout=(joined, *(torch.cat(r) for r in rows)))
+
+
+def layout(packed: Packed, operand: str) -> list[Tensor]:
+    """[blobs (row tiles, K tiles, bytes), row scale fp32 and zero int32 (N padded,)]."""
+    d = decoder(packed.format, operand)
+    if isinstance(d, str):
+        raise InvalidInput(d)
+    blobs = pack(packed, d).view(getattr(torch, d.operand))
+    missing = -packed.shape[0] % ROW_MULTIPLE
+    rows = d.row_scale(packed), d.row_zero(packed).to(blobs.device)
+    return [blobs, *(torch.nn.functional.pad(r, (0, missing)).contiguous() for r in rows)]
+
+
+def operand_of(activation: str | None, dtype: torch.dtype) -> str:
+    """What X is in the matrix unit."""
+    return NAMES[dtype] if activation is None else OPERANDS[activation]
+
+
+def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
+    """x (M, K) in fp16 or bf16 -> (M, N)."""
+    return multiply(*operands(x, prepared), prepared, bias, x.dtype)
+
+
+def linear_experts(x: Tensor, starts: Tensor, prepared: Prepared) -> Tensor:
+    """x (M, K) in fp16 or bf16, sorted by expert -> (M, N)."""
+    return multiply(*operands(x, prepared), prepared, None, x.dtype, starts=starts)
+
+
+def operands(
+    x: Tensor | Activations, prepared: Prepared
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x (M, K) as the tensor core takes it, and the scale and sums of quantized activations."""
+    if isinstance(x, Activations):
+        return aligned(x.codes), x.scale.contiguous(), x.sums.contiguous()
+    if prepared.activation is not None:
+        from anybit.kernels.triton.activation import quantize
+
+        codes, scale, sums, _ = quantize(x, prepared.activation, sums=prepared.activation == "int8")
+        return codes, scale, sums
+    if x.dtype != prepared.layout[0].dtype:
+        raise InvalidType(
+            f"x is {x.dtype}, and the weights are laid out for {prepared.layout[0].dtype}: give "
+            "`prepare` the dtype of x"
+        )
+    return aligned(x), None, None
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy, contiguous and on whole 16 bytes: what the copy engine reads."""
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def multiply(
+    x: Tensor,
+    scale: Tensor | None,
+    sums: Tensor | None,
+    prepared: Prepared,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tile: Tile | None = None,
+    overlap: bool | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
+    """One launch: x (M, K) as the tensor core takes it -> (M, N) in `dtype`.
+
+    scale (M,) fp32 and sums (M,) int32 belong to quantized activations. tile: instead of the
+    table's. overlap: programmatic dependent launch, or not; None leaves it to `tiles.overlaps`.
+    starts (experts + 1,) int32, on the device: tokens starts[e] to starts[e + 1] meet the weights
+    of expert e; `prepared` is `prepare_experts`'s then, and there is no bias.
+    """
+    m, (n, k) = len(x), prepared.shape
+    device = x.device.index
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
+    y = torch.empty(m, n, dtype=dtype, device=x.device)
+    if not m:
+        return y
+    if bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)
+    experts = 0 if starts is None else len(starts) - 1
+    function, grid, best = chosen(prepared.format, x.dtype, m, n, k, dtype, device, tile, experts)
+    blobs, row_scale, row_zero = prepared.layout
+    function.launch(
+        x,
+        (
+            blobs.data_ptr(),
+            row_scale.data_ptr(),
+            row_zero.data_ptr(),
+            0 if scale is None else scale.data_ptr(),
+            0 if sums is None else sums.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            0 if starts is None else starts.data_ptr(),
+        ),
+        n,
+        grid,
+        best if overlap is None else overlap,
+        experts,
+    )
+    return y
+
+
+@cache
+def chosen(
+    fmt: Format,
+    x_dtype: torch.dtype,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: int,
+    tile: Tile | None,
+    experts: int,
+) -> tuple[GemmLauncher, int, bool]:
+    """The loaded kernel for a problem, its grid, and whether launches should overlap."""
+    d = decoder_for(fmt, x_dtype)
+    if tile is None:
+        tile = tiles.choose(d, m, n, k) if not experts else tiles.choose_grouped(d, m, experts)
+    tile = tiles.fitted(tile, d)
+    function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device)
+    return function, tiles.grid(tile, m, n, experts), tiles.overlaps(tile, d, m, n, experts)
+
+
+@cache
+def loaded(kernel: Kernel, device: int) -> GemmLauncher:
+    """A kernel on a device."""
+    path = built(kernel)
+    with torch.cuda.device(device):
+        return GemmLauncher(path, device)
+
+
+@cache
+def decoder_for(fmt: Format, x_dtype: torch.dtype) -> Decoder:
+    d = decoder(fmt, str(x_dtype).removeprefix("torch."))
+    if isinstance(d, str):
+        raise InvalidInput(d)
+    return d

@@ -1,0 +1,145 @@
+"""Activations as the kernels read them: one type, whole blocks, tokens side by side."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit.kernels.native import build, ir
+from anybit.kernels.native.decode import BLOCK, Operand
+from anybit.kernels.native.ir import BF16, F32, I8, I16, I32, PTR, Arguments, Function, Value, vec
+
+NAMES = ("next", "x", "stride", "k", "m", "tokens", "blocks", "to", "sums", "groups")
+DTYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: "half", torch.int8: I8}
+WIDEST = 16  # lanes of 32 bits
+SERIAL = 1 << 16  # numbers that one thread moves sooner than two would be woken
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What the kernel is compiled for: source is LLVM's name of x's type.
+
+    group: columns whose sums are asked for; 0: the row; None: no sums.
+    """
+
+    operand: Operand
+    source: str
+    group: int | None
+
+
+def pack(
+    x: Tensor, operand: Operand, tokens: int, group: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Lay activations out.
+
+    Args:
+        x: (M, K), a float dtype or int8, whose columns lie side by side.
+        operand: what is multiplied.
+        tokens: how many lie side by side; the rest of M is a part of its own, unless M is less.
+        group: see `Packing`.
+
+    Returns:
+        The numbers by (tokens, vector, token), and sums fp32 or int32, (M, 1) or
+        (M, groups), with zeros behind them up to a multiple of `WIDEST`.
+    """
+    m, k = x.shape
+    blocks = -(-k // BLOCK)
+    room = max(m, tokens) * blocks * BLOCK * operand.itemsize
+    out = torch.empty(room, dtype=torch.uint8)
+    if m < tokens:  # the rest of the only part is multiplied, too
+        out.zero_()
+    sums = None
+    if group is not None:
+        count = -(-blocks * BLOCK // group // WIDEST) * WIDEST if group else 1
+        dtype = torch.int32 if operand.whole else torch.float32
+        sums = torch.zeros(max(m, tokens), count, dtype=dtype)
+    threads = 1 if x.numel() < SERIAL else torch.get_num_threads()
+    where = (0, 0) if sums is None else (sums.data_ptr(), sums.shape[1])
+    stride = x.stride(0) * x.itemsize
+    kernel(Packing(operand, DTYPES[x.dtype], group))(
+        (0, x.data_ptr(), stride, k, m, tokens, blocks, out.data_ptr(), *where), threads
+    )
+    return out, sums
+
+
+@cache
+def kernel(spec: Packing) -> build.Kernel:
+    f = _pack(spec)
+    return build.load(ir.module([f]), [f.name], spec.operand.isa)[0]
+
+
+def _pack(spec: Packing) -> Function:
+    operand = spec.operand
+    f = Function("pack", [PTR])
+    args = Arguments(f, NAMES)
+    unit, size = operand.codes, operand.isa.bits // 8
+    k, m, tokens = args.number("k"), args.number("m"), args.number("tokens")
+    blocks = args.number("blocks")
+    units = blocks * operand.units
+    bytes_ = {F32: 4, BF16: 2, "half": 2, I8: 1}[spec.source]
+    rest = f.allocate(I8, unit * bytes_)
+    with f.chunks(args.address("next"), tokens, m) as (first, last):
+        left = m - first
+        # A last part that is smaller than the others lies closer, unless it is the only one.
+        few = f.compare("sgt", tokens, m)
+        span = f.select(few, tokens, f.smaller(left, tokens))
+        to = f.at(args.pointer("to"), first * units * (unit * operand.itemsize))
+        with f.loop(first, last) as t:
+            row = f.at(args.pointer("x"), t * args.number("stride"))
+            with f.loop(0, units) as u:
+                source = f.at(row, u * (unit * bytes_))
+                there = k - u * unit
+                with f.when(f.compare("slt", there, f.integer(unit))):
+                    with f.loop(0, unit * bytes_) as i:
+                        f.store(f.zero(I8), rest, i)
+                    with f.loop(0, there * bytes_) as i:
+                        f.store(f.load(I8, source, i), rest, i)
+                whole = f.compare("sge", there, f.integer(unit))
+                some = f.load(vec(unit, spec.source), f.select(whole, source, rest))
+                numbers = _convert(f, operand, some)
+                if operand.order() != list(range(unit)):
+                    numbers = f.shuffle(numbers, numbers, operand.order())
+                place = f.at(to, (u * operand.vectors * span + (t - first)) * size)
+                for j in range(operand.vectors):
+                    count = unit // operand.vectors
+                    part = f.shuffle(numbers, numbers, range(j * count, (j + 1) * count))
+                    f.store(part, place, span * (j * size))
+                if spec.group is not None:
+                    _sum(f, args, spec, some, t, u)
+    f.give()
+    return f
+
+
+def _convert(f: Function, operand: Operand, some: Value) -> Value:
+    count, source = ir.lanes(some.kind), ir.scalar(some.kind)
+    target = ir.scalar(operand.vector)
+    if source == target:
+        return some
+    if operand.whole:
+        return f.cast("sext", some, vec(count, target))
+    real = _real(f, some)
+    return real if target == F32 else f.cast("fptrunc", real, vec(count, target))
+
+
+def _real(f: Function, some: Value) -> Value:
+    """Numbers as fp32."""
+    count, source = ir.lanes(some.kind), ir.scalar(some.kind)
+    if source == F32:
+        return some
+    if source == BF16:
+        wide = f.cast("zext", f.bits(some, vec(count, I16)), vec(count, I32))
+        return f.bits(wide << 16, vec(count, F32))
+    return f.cast("sitofp" if source == I8 else "fpext", some, vec(count, F32))
+
+
+def _sum(f: Function, args: Arguments, spec: Packing, some: Value, t: Value, u: Value) -> None:
+    """Add a unit to the sum of its group."""
+    unit = spec.operand.codes
+    if spec.operand.whole:
+        total = f.sum(f.cast("sext", some, vec(unit, I32)))
+    else:
+        total = f.sum(_real(f, some))
+    at = t * args.number("groups") + u // (spec.group // unit) if spec.group else t
+    place = f.at(args.pointer("sums"), at << 2)
+    f.store(f.load(total.kind, place) + total, place)

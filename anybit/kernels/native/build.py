@@ -1,0 +1,127 @@
+"""Compile kernels with LLVM, keep them on disk, and run them on torch's own threads."""
+
+import ctypes
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anybit.kernels.native.isa import Isa
+from anybit.version import __version__
+
+log = logging.getLogger(__name__)
+
+DIGEST = 32  # bytes
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: ANYBIT_CACHE, or the user's cache folder."""
+    base = os.environ.get("ANYBIT_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "anybit" / "native"
+
+
+class Kernel:
+    """A compiled function with one argument: a block of 64-bit numbers and addresses."""
+
+    def __init__(self, engine: Any, name: str):
+        self.engine = engine  # owns the code
+        self.address = engine.get_function_address(name)
+        self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+
+    def __call__(self, arguments: Sequence[int], threads: int = 1) -> None:
+        """Run on `threads` threads at once. The threads share the block of arguments."""
+        block = (ctypes.c_int64 * len(arguments))(*arguments)
+        if threads == 1:
+            self.call(ctypes.addressof(block))
+        else:
+            parallel()(self.address, ctypes.addressof(block), threads, 0)
+
+
+@cache
+def parallel() -> Any:
+    """`GOMP_parallel` of the OpenMP library that torch runs on; None where it runs on another.
+
+    torch's operators and these kernels so share one set of threads: none wakes or spins beside it.
+    """
+    beside = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+    for path in (*map(str, beside), "libgomp.so.1"):
+        try:
+            function = ctypes.CDLL(path).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        function.restype = None
+        return function
+    return None
+
+
+def _machine(isa: Isa) -> Any:
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    features = ",".join(["-prefer-256-bit", *(f"+{feature}" for feature in isa.features)])
+    target = binding.Target.from_default_triple()
+    return target.create_target_machine(cpu="x86-64-v3", features=features, opt=3, jit=True)
+
+
+def compile_text(text: str, isa: Isa) -> bytes:
+    """Object code of a module."""
+    from llvmlite import binding
+
+    machine = _machine(isa)
+    module = binding.parse_assembly(text)
+    module.verify()
+    options = binding.create_pipeline_tuning_options(speed_level=2)
+    options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
+    builder = binding.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    return bytes(machine.emit_object(module))
+
+
+def load(text: str, names: Sequence[str], isa: Isa) -> list[Kernel]:
+    """Functions of a module, compiled now or read from the cache."""
+    from llvmlite import __version__ as llvmlite
+    from llvmlite import binding
+
+    key = "\n".join((__version__, llvmlite, *isa.features, text))
+    path = cache_folder() / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".o")
+    code = _kept(path)
+    if code is None:
+        code = compile_text(text, isa)
+        _keep(path, code)
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine(isa))
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return [Kernel(engine, name) for name in names]
+
+
+def _kept(path: Path) -> bytes | None:
+    """Code from the cache, if it is there and whole: it comes after its own digest."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = content[:DIGEST], content[DIGEST:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _keep(path: Path, code: bytes) -> None:
+    """Write to the cache as one step, so that no process reads half a file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
+            part.write(hashlib.sha256(code).digest() + code)
+        os.replace(part.name, path)
+    except OSError as error:
+        log.warning(
+            "compiled CPU kernels are not kept, and every process compiles them anew: %s; set "
+            "ANYBIT_CACHE to a folder that can be written",
+            error,
+        )

@@ -1,0 +1,342 @@
+"""The layout of codes in memory, and how a few instructions make numbers of them.
+
+A row is cut into blocks of 512 codes. A block holds the planes of `anybit.core.planes`, widest
+first; a plane of w bits takes w vectors of 64 bytes, and a vector 16 / w runs of 32 codes. Code i
+of a run lies in the 16-bit word i of the vector: runs 0, 2, 4, ... in the low byte from bit 0 on,
+runs 1, 3, 5, ... in the high byte. So one shift aligns 32 codes in words of 16 bits, 16 in words
+of 32, or 64 in bytes, on every processor.
+
+The bits of a code are put together in any order that is cheap, since the table can be permuted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from anybit.core.planes import segments
+from anybit.kernels.native import ir
+from anybit.kernels.native.ir import F32, I8, I16, I32, Function, Value, vec
+from anybit.kernels.native.isa import Isa
+
+BLOCK = 512  # codes
+RUN = 32  # codes that lie in one vector of 16-bit words
+RUNS = BLOCK // RUN
+
+
+def place(run: int, width: int) -> int:
+    """The lowest bit of a run's codes in the 16-bit words of a plane of `width` bits."""
+    run %= 16 // width
+    return run // 2 * width + 8 * (run % 2)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The numbers that a product is made of, in vectors of the processor's width.
+
+    kind: "bf16" (products of bf16 in fp32), "fp32", "u8" (unsigned codes times int8) or "i16"
+        (codes times int8, both in 16 bits); the last two are summed in int32.
+    """
+
+    kind: str
+    isa: Isa
+
+    @property
+    def vectors(self) -> int:
+        """Vectors that hold the numbers of one run; of two runs for u8, whose unit is 64 codes."""
+        width = {"bf16": 2, "fp32": 4, "u8": 1, "i16": 2}[self.kind]
+        return self.codes * width // (self.isa.bits // 8)
+
+    @property
+    def codes(self) -> int:
+        """Codes of a unit, the smallest part that is decoded at once."""
+        return 2 * RUN if self.kind == "u8" else RUN
+
+    @property
+    def units(self) -> int:
+        """Units in a block."""
+        return BLOCK // self.codes
+
+    @property
+    def itemsize(self) -> int:
+        return {"bf16": 2, "fp32": 4, "u8": 1, "i16": 2}[self.kind]
+
+    @property
+    def whole(self) -> bool:
+        """Whether sums are integers."""
+        return self.kind in ("u8", "i16")
+
+    @property
+    def sums(self) -> str:
+        """The type of a vector of partial sums."""
+        return vec(self.isa.floats, I32 if self.whole else F32)
+
+    @property
+    def vector(self) -> str:
+        """The type of a vector of numbers, as they are loaded."""
+        bits = self.isa.bits
+        kinds = {
+            "bf16": vec(bits // 16, ir.BF16),
+            "fp32": vec(bits // 32, F32),
+            "u8": vec(bits // 8, I8),
+            "i16": vec(bits // 16, I16),
+        }
+        return kinds[self.kind]
+
+    def order(self) -> list[int]:
+        """Places of a unit's columns: the number at i is that of column order[i]."""
+        if self.kind == "u8":
+            return [half + i for i in range(RUN) for half in (0, RUN)]
+        if self.kind == "fp32":
+            both = 2 * self.isa.floats
+            return [
+                start + odd + 2 * i
+                for start in range(0, RUN, both)
+                for odd in (0, 1)
+                for i in range(self.isa.floats)
+            ]
+        return list(range(RUN))
+
+    def dot(self, f: Function, total: Value, weight: Value, x: Value) -> Value:
+        """total + products of a vector of weights and one of activations."""
+        bits = self.isa.bits
+        if self.kind == "fp32":
+            return f.fma(weight, x, total)
+        if self.kind == "bf16":
+            return f.call(total.kind, f"llvm.x86.avx512bf16.dpbf16ps.{bits}", total, weight, x)
+        if self.kind == "u8":
+            name = f"llvm.x86.avx512.vpdpbusd.{bits}"
+            return f.call(
+                total.kind, name, total, f.bits(weight, total.kind), f.bits(x, total.kind)
+            )
+        name = "llvm.x86.avx512.pmaddw.d.512" if bits == 512 else "llvm.x86.avx2.pmadd.wd"
+        return total + f.call(total.kind, name, weight, x)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How codes of `bits` bits become numbers.
+
+    first: where the table is first, first + 1, ...: whole numbers in steps of 1, which need no
+        table. None: a table of 2**bits numbers.
+    """
+
+    bits: int
+    first: int | None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a row's block."""
+        return BLOCK * self.bits // 8
+
+    def planes(self) -> list[tuple[int, int, int]]:
+        """(width, bytes before it in a block, its lowest bit in a code) of every plane."""
+        out, at, low = [], 0, self.bits
+        for width in segments(self.bits):
+            low -= width
+            out.append((width, at, low))
+            at += 64 * width
+        return out
+
+    def permuted(self) -> list[int]:
+        """Code of each index that `_index` makes where it need not be the code itself."""
+        order = []
+        for index in range(1 << self.bits):
+            code, at = 0, 0
+            for width, _, low in self.planes():
+                code |= ((index >> at) & ((1 << width) - 1)) << low
+                at += width
+            order.append(code)
+        return order
+
+    def _index(
+        self, f: Function, block: Value, run: int, skip: int, kind: str, shift: int, true: bool
+    ) -> Value:
+        """Indices in the lanes of a vector.
+
+        Args:
+            f: what is compiled.
+            block: the address of the block.
+            run: which 32 codes.
+            skip: bytes of a plane's vector that lie before.
+            kind: the vector's type.
+            shift: 16 for the codes in the upper halves of 32-bit lanes.
+            true: whether indices are the codes; else bits above them are left as they are.
+        """
+        total, at = None, 0
+        word = ir.scalar(kind)
+        lanes16 = vec(ir.lanes(kind) // 2, I16) if word == I8 else kind
+        for width, start, low in self.planes():
+            per = 16 // width
+            bit = place(run, width) + shift
+            part = f.load(lanes16, block, start + 64 * (run // per) + skip)
+            up = (low if true else at) - bit
+            part = part << up if up > 0 else part >> -up
+            part = f.bits(part, kind)
+            at += width
+            if true or at < self.bits:
+                part = part & (((1 << width) - 1) << (low if true else at - width))
+            elif at > width:
+                part = part & -(1 << (at - width))
+            total = part if total is None else total | part
+        assert total is not None
+        return total
+
+    def unit(
+        self, f: Function, operand: Operand, block: Value, unit: int, table: "Table"
+    ) -> list[Value]:
+        """The numbers of a unit, in the operand's vectors and order."""
+        bits = operand.isa.bits
+        out = []
+        for j in range(operand.vectors):
+            if operand.whole:
+                run = 2 * unit if operand.kind == "u8" else unit
+                out.append(self._index(f, block, run, j * bits // 8, operand.vector, 0, True))
+            elif operand.kind == "bf16":
+                at = partial(self._index, f, block, unit, 0, vec(bits // 16, I16), 0)
+                out.append(table.bf16(f, at))
+            else:
+                skip, odd = j // 2 * bits // 8, 16 * (j % 2)
+                at = partial(self._index, f, block, unit, skip, vec(bits // 32, I32), odd)
+                out.append(table.fp32(f, at))
+        return out
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """Codes that stand for `width` weights each, sums of the vectors of `books` codes.
+
+    They lie one after the other, in bytes or in 16-bit words where `bits` is 16. The table is
+    fp32, (books, 2**bits, width). half: sums are rounded to fp16, as the reference rounds them.
+    """
+
+    bits: int
+    width: int
+    books: int
+    half: bool
+
+    @property
+    def item(self) -> int:
+        """Bytes of a code."""
+        return 2 if self.bits > 8 else 1
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a row's block."""
+        return BLOCK // self.width * self.books * self.item
+
+    def unit(
+        self, f: Function, operand: Operand, block: Value, unit: int, table: "Table"
+    ) -> list[Value]:
+        """The numbers of a unit, in the operand's vectors and order."""
+        per = RUN // self.width
+        parts = []
+        for at in range(unit * per, (unit + 1) * per):
+            total = None
+            for book in range(self.books):
+                offset = (at * self.books + book) * self.item
+                code = f.cast("zext", f.load(I16 if self.item == 2 else I8, block, offset), ir.I64)
+                place = code * (4 * self.width) + book * (4 * self.width << self.bits)
+                vector = f.load(vec(self.width, F32), table.memory, place)
+                total = vector if total is None else total + vector
+            assert total is not None
+            parts.append(total)
+        while len(parts) > 1:
+            count = ir.lanes(parts[0].kind)
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [f.shuffle(a, b, range(2 * count)) for a, b in pairs]
+        numbers = parts[0]
+        if operand.kind == "bf16":
+            return [f.cast("fptrunc", numbers, operand.vector)]
+        order, lanes = operand.order(), operand.isa.floats
+        if self.half:
+            half = f.cast("fptrunc", numbers, vec(RUN, "half"))
+            numbers = f.cast("fpext", half, numbers.kind)
+        return [
+            f.shuffle(numbers, numbers, order[i * lanes : (i + 1) * lanes])
+            for i in range(operand.vectors)
+        ]
+
+
+class Table:
+    """The table of a format in registers or in memory, or the arithmetic that needs none."""
+
+    def __init__(self, f: Function, codes: "Codes | Vectors", operand: Operand, memory: Value):
+        """memory: where the table lies, in the order of `Codes.permuted` if it is looked up."""
+        self.operand, self.memory = operand, memory
+        self.bits = codes.bits
+        self.first = None if isinstance(codes, Vectors) else codes.first
+        self.parts: list[Value] = []
+        if not self.looked_up(codes, operand):
+            return
+        kind = vec(operand.isa.bits // 16, I16) if operand.kind == "bf16" else operand.vector
+        step = operand.isa.bits // 8
+        count = max(1, 2**codes.bits // ir.lanes(kind))
+        self.parts = [f.load(kind, memory, i * step) for i in range(count)]
+
+    @staticmethod
+    def looked_up(codes: "Codes | Vectors", operand: Operand) -> bool:
+        """Whether the table lies in registers."""
+        if isinstance(codes, Vectors):
+            return False
+        if operand.kind == "bf16":
+            return codes.first is None or codes.bits < 7
+        if operand.kind == "fp32" and codes.first is None:
+            return 2**codes.bits <= 4 * operand.isa.floats
+        return False
+
+    def bf16(self, f: Function, index: Callable[[bool], Value]) -> Value:
+        """Numbers of 32 codes."""
+        if not self.parts:
+            words = index(True)
+            pair = f.bits(words, vec(16, I32))
+            first = self.first or 0
+            even = f.cast("sitofp", (pair & 0xFFFF) + first, vec(16, F32))
+            odd = f.cast("sitofp", (pair >> 16) + first, vec(16, F32))
+            even, odd = f.bits(even, vec(16, I32)), f.bits(odd, vec(16, I32))
+            return f.bits((even >> 16) | (odd & -65536), self.operand.vector)
+        at = index(False)
+        found = self._look(f, at, self._words)
+        return f.bits(found, self.operand.vector)
+
+    def fp32(self, f: Function, index: Callable[[bool], Value]) -> Value:
+        """Numbers of as many codes as a vector has lanes."""
+        if self.first is not None:
+            return f.cast("sitofp", index(True) + self.first, self.operand.vector)
+        if self.parts:
+            return self._look(f, index(False), self._floats)
+        at = index(True)
+        total = Value(f, "poison", self.operand.vector)
+        for i in range(ir.lanes(at.kind)):
+            place = f.cast("zext", f.lane(at, i), ir.I64) << 2
+            one = f.load(F32, self.memory, place, align=4)
+            total = f.emit(
+                f"insertelement {total.kind} {total.text}, float {one.text}, i32 {i}", total.kind
+            )
+        return total
+
+    def _look(self, f: Function, at: Value, one: Callable[[Function, Value], list[Value]]) -> Value:
+        """Numbers at indices whose highest bits no instruction sees, but a choice does."""
+        found = one(f, at)
+        bit = self.bits - (len(found).bit_length() - 1)
+        while len(found) > 1:
+            high = f.compare("ne", at & (1 << bit), f.zero(at.kind))
+            found = [f.select(high, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
+            bit += 1
+        return found[0]
+
+    def _words(self, f: Function, at: Value) -> list[Value]:
+        if len(self.parts) == 1:
+            return [f.call(at.kind, "llvm.x86.avx512.permvar.hi.512", self.parts[0], at)]
+        name = "llvm.x86.avx512.vpermi2var.hi.512"
+        pairs = zip(self.parts[::2], self.parts[1::2], strict=True)
+        return [f.call(at.kind, name, a, at, b) for a, b in pairs]
+
+    def _floats(self, f: Function, at: Value) -> list[Value]:
+        kind = self.operand.vector
+        if self.operand.isa.bits == 256:
+            return [f.call(kind, "llvm.x86.avx2.permps", p, at) for p in self.parts]
+        if len(self.parts) == 1:
+            return [f.call(kind, "llvm.x86.avx512.permvar.sf.512", self.parts[0], at)]
+        name = "llvm.x86.avx512.vpermi2var.ps.512"
+        pairs = zip(self.parts[::2], self.parts[1::2], strict=True)
+        return [f.call(kind, name, a, at, b) for a, b in pairs]

@@ -1,0 +1,251 @@
+"""Products with many activations: strips of rows are decoded to tiles, which stay in the cache.
+
+Both factors run along K in vectors, so that neither is transposed: `rows` rows times `TOKENS`
+activations are as many vectors of partial sums, which are added up at the end of a part of K.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from anybit.kernels.native import build, ir
+from anybit.kernels.native.decode import BLOCK, Codes, Operand, Table, Vectors
+from anybit.kernels.native.ir import BF16, F32, I16, I32, I64, PTR, Arguments, Function, Value, vec
+from anybit.kernels.native.isa import Isa
+
+NAMES = (
+    "next", "slot", "w", "table", "scale", "offset", "row", "bias", "x", "xsum", "xscale", "y",
+    "n", "blocks", "m", "strip", "part", "decode", "scratch", "room", "shift",
+)  # fmt: skip
+TOKENS = 4
+STRIP = 48  # rows of a tile; it and an equal share of x fill half of a cache of 1 MB
+PART = 16  # blocks of bytes in a row of a tile, 8 KB
+
+
+def rows(isa: Isa) -> int:
+    """Rows that are multiplied at once: as many as there are registers for."""
+    return 6 if isa.registers == 32 else 3
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a tile's decoding is compiled for; see `gemv.Few`."""
+
+    codes: Codes | Vectors
+    operand: Operand
+    group: int
+    form: str
+
+
+@cache
+def decoder(spec: Tile) -> build.Kernel:
+    """What decodes a part of a row; `product` calls it."""
+    f = _decode(spec)
+    return build.load(ir.module([f]), [f.name], spec.operand.isa)[0]
+
+
+@cache
+def product(operand: Operand, dtype: str) -> build.Kernel:
+    """The compiled product, of any format; its arguments are `NAMES`.
+
+    dtype: LLVM's name of what y (M, N) is stored in.
+    """
+    f = _Product(operand, dtype).function
+    return build.load(ir.module([f]), [f.name], operand.isa)[0]
+
+
+def room(operand: Operand, strip: int, part: int, m: int) -> int:
+    """Bytes that a thread works in: a tile, and the sums of a strip."""
+    return strip * (part * BLOCK * operand.itemsize + -(-m // TOKENS) * TOKENS * 4)
+
+
+def _decode(spec: Tile) -> Function:
+    """(arguments, row, first block, last block, where to, bytes between vectors there)."""
+    operand, step = spec.operand, spec.codes.block_bytes
+    f = Function("decode", [PTR, I64, I64, I64, PTR, I64])
+    args = Arguments(f, NAMES)
+    _, row, first, last, out, stride = f.arguments
+    table = Table(f, spec.codes, operand, args.pointer("table"))
+    groups = BLOCK // spec.group if spec.group else 0  # of a block
+    blocks = args.number("blocks")
+    vectors = operand.units * operand.vectors
+    with f.loop(first, last) as b:
+        here = row * blocks + b
+        codes, to = f.at(args.pointer("w"), here * step), f.at(out, (b - first) * vectors * stride)
+        for i in range(0, step, 64):
+            f.prefetch(codes, 1024 + i)
+        for unit in range(operand.units):
+            if groups and unit % (operand.units // groups) == 0:
+                g = (here * groups + unit * groups // operand.units) << 1
+                scale = f.cast("fpext", f.load("half", args.pointer("scale"), g), F32)
+                offset = f.constant(0, F32)
+                if spec.form:
+                    offset = f.cast("fpext", f.load("half", args.pointer("offset"), g), F32)
+                if spec.form == "scaled":
+                    offset = offset * scale
+            numbers = spec.codes.unit(f, operand, codes, unit, table)
+            for i, weight in enumerate(numbers, unit * operand.vectors):
+                f.store(
+                    _scaled(f, operand, weight, scale, offset) if groups else weight, to, stride * i
+                )
+    f.give()
+    return f
+
+
+def _scaled(f: Function, operand: Operand, weight: Value, scale: Value, offset: Value) -> Value:
+    """weight * scale + offset, rounded to the operand's type; for u8, 128 more than that."""
+    lanes = operand.isa.floats
+    if operand.whole:
+        factor = f.splat(f.cast("fptosi", scale, I16), 2 * lanes)
+        shift = f.cast("fptosi", offset, I16) + (128 if operand.kind == "u8" else 0)
+        more = f.splat(shift, 2 * lanes)
+        if operand.kind == "i16":
+            return weight * factor + more
+        pair = f.bits(weight, factor.kind)
+        even, odd = (pair & 255) * factor + more, (pair >> 8) * factor + more
+        return f.bits(even | (odd << 8), operand.vector)
+    factor, more = f.splat(scale, lanes), f.splat(offset, lanes)
+    if operand.kind == "fp32":
+        return f.fma(weight, factor, more)
+    pair = f.bits(weight, vec(lanes, I32))
+    both = [f.bits(half, factor.kind) for half in (pair << 16, pair & -65536)]
+    even, odd = (f.cast("fptrunc", f.fma(a, factor, more), vec(lanes, BF16)) for a in both)
+    return f.shuffle(even, odd, [i // 2 + i % 2 * lanes for i in range(2 * lanes)])
+
+
+class _Product:
+    """The function under construction."""
+
+    def __init__(self, operand: Operand, dtype: str):
+        self.operand, self.dtype = operand, dtype
+        self.function = f = Function("product", [PTR])
+        self.args = args = Arguments(f, NAMES)
+        self.rows, self.size = rows(operand.isa), operand.isa.bits // 8
+        self.vectors = operand.units * operand.vectors  # of a block
+        self.m, self.blocks, self.strip = (args.number(a) for a in ("m", "blocks", "strip"))
+        part = args.number("part")
+        slot = f.take(args.address("slot"), 1)  # every thread has a room of its own
+        self.tile = f.at(args.pointer("scratch"), slot * args.number("room"))
+        self.sums = f.at(self.tile, self.strip * part * (self.vectors * self.size))
+        n = args.number("n")
+        with f.chunks(args.address("next"), self.strip, n) as (self.first, self.last):
+            self.height = self.last - self.first
+            with f.loop(0, (self.blocks + part - 1) // part) as i:
+                self._part(i * part, f.smaller((i + 1) * part, self.blocks))
+            with f.loop(0, self.m) as t:
+                self._finish(t)
+        f.give()
+
+    def _part(self, start: Value, stop: Value) -> None:
+        """Decode the strip's blocks from `start` to `stop` and multiply them."""
+        f = self.function
+        long = (stop - start) * self.vectors  # vectors of a row
+        with f.loop(0, self.height) as j:
+            place = (j // self.rows * self.rows * long + j % self.rows) * self.size
+            stride = f.integer(self.rows * self.size)
+            to = f.at(self.tile, place)
+            f.run(
+                self.args.pointer("decode"), f.arguments[0], self.first + j, start, stop, to, stride
+            )
+        whole = self.m // TOKENS * TOKENS
+        with f.loop(0, whole, TOKENS) as t:
+            self._panel(t, TOKENS, start, long)
+        for rest in range(1, TOKENS):
+            with f.when(f.compare("eq", self.m - whole, f.integer(rest))):
+                self._panel(whole, rest, start, long)
+
+    def _panel(self, t: Value, tokens: int, start: Value, long: Value) -> None:
+        """Multiply the tile by activations t to t + tokens, which lie side by side."""
+        f, operand, size = self.function, self.operand, self.size
+        place = t * self.blocks * self.vectors + start * (self.vectors * tokens)
+        panel = f.at(self.args.pointer("x"), place * size)
+        fresh = f.compare("eq", start, f.integer(0))
+        zero = f.zero(operand.sums)
+        with f.loop(0, self.height, self.rows) as j:
+            block = f.at(self.tile, j * long * size)
+            totals = [[f.variable(zero) for _ in range(tokens)] for _ in range(self.rows)]
+            with f.loop(0, long) as k:
+                w, x = f.at(block, k * (self.rows * size)), f.at(panel, k * (tokens * size))
+                f.prefetch(panel, (long * (j // self.rows + tokens) + k) * size, 2)  # the next one
+                numbers = [f.load(operand.vector, x, i * size) for i in range(tokens)]
+                for r, row in enumerate(totals):
+                    weight = f.load(operand.vector, w, r * size)
+                    for total, number in zip(row, numbers, strict=True):
+                        total.set(operand.dot(f, total.get(), weight, number))
+            for r, row in enumerate(totals):
+                added = _add_up(f, [total.get() for total in row])
+                to = f.at(self.sums, (t * self.strip + (j + r) * TOKENS) * 4)
+                old = f.select(fresh, f.zero(added.kind), f.load(added.kind, to))
+                f.store(old + added, to)
+
+    def _finish(self, t: Value) -> None:
+        """Scale the sums of activation t, add the bias and store them in y."""
+        f, lanes = self.function, self.operand.isa.floats
+        whole = self.height // lanes * lanes
+        with f.loop(0, whole, lanes) as j:
+            self._store(t, j, lanes)
+        with f.loop(whole, self.height) as j:
+            self._store(t, j, 1)
+
+    def _store(self, t: Value, j: Value, count: int) -> None:
+        f, args = self.function, self.args
+        kind = I32 if self.operand.whole else F32
+        at = (t // TOKENS * TOKENS * self.strip + j * TOKENS + t % TOKENS) * 4
+        single = vec(count, F32) if count > 1 else F32
+        if count > 1:
+            some = f.load(vec(TOKENS * count, kind), self.sums, at)
+            value = f.shuffle(some, some, range(0, TOKENS * count, TOKENS))
+        else:
+            value = f.load(kind, self.sums, at)
+
+        def every(number: Value) -> Value:
+            return f.splat(number, count) if count > 1 else number
+
+        if self.operand.whole:
+            shift = f.cast("trunc", args.number("shift"), I32)
+            value = value + every(shift * f.load(I32, args.pointer("xsum"), t << 2))
+            value = f.cast("sitofp", value, single)
+            value = value * every(f.load(F32, args.pointer("xscale"), t << 2))
+        row = self.first + j
+        factor, bias = (f.load(single, args.pointer(a), row << 2) for a in ("row", "bias"))
+        value = f.fma(value, factor, bias)
+        place = (args.number("n") * t + row) * (4 if self.dtype == F32 else 2)
+        f.store(_rounded(f, self.operand.isa, value, self.dtype), args.pointer("y"), place)
+
+
+def _add_up(f: Function, parts: list[Value]) -> Value:
+    """The sums of up to four vectors, in a vector of four."""
+    count = ir.lanes(parts[0].kind)
+    a, b, c, d = parts + [f.zero(parts[0].kind)] * (TOKENS - len(parts))
+
+    def both(p: Value, q: Value, width: int) -> Value:
+        """Halves of each four lanes of p and q, added up, side by side."""
+        low = [
+            start + i + other * count
+            for start in range(0, count, 4)
+            for i, other in ([(0, 0), (0, 1), (1, 0), (1, 1)] if width == 1 else
+                             [(0, 0), (1, 0), (0, 1), (1, 1)])
+        ]  # fmt: skip
+        return f.shuffle(p, q, low) + f.shuffle(p, q, [i + 2 for i in low])
+
+    total = both(both(a, b, 1), both(c, d, 1), 2)
+    while (lanes := ir.lanes(total.kind)) > TOKENS:
+        half = lanes // 2
+        total = f.shuffle(total, total, range(half)) + f.shuffle(total, total, range(half, lanes))
+    return total
+
+
+def _rounded(f: Function, isa: Isa, value: Value, dtype: str) -> Value:
+    """fp32 as another type, rounded to the nearest even."""
+    if dtype == F32:
+        return value
+    count = ir.lanes(value.kind)
+
+    def kind(one: str) -> str:
+        return vec(count, one) if count > 1 else one
+
+    if dtype != BF16 or (isa.bf16 and count > 1):
+        return f.cast("fptrunc", value, kind(dtype))
+    bits = f.bits(value, kind(I32))
+    up = bits + ((bits >> 16) & 1) + 0x7FFF
+    nan = f.constant(0x7FC00000, bits.kind)
+    return f.cast("trunc", f.select(f.compare("uno", value, value), nan, up) >> 16, kind(I16))

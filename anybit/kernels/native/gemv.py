@@ -1,0 +1,150 @@
+"""Products with few activations: a row's codes are decoded in registers and multiplied at once.
+
+Every group is summed on its own and scaled in fp32 (or in integers, where they are), so that the
+product is that of the reference: numbers of the activation's dtype, scales and sums in fp32.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from anybit.kernels.native import build, ir
+from anybit.kernels.native.decode import BLOCK, Codes, Operand, Table, Vectors
+from anybit.kernels.native.ir import F32, I32, PTR, Arguments, Function, Value, vec
+
+NAMES = (
+    "next", "w", "table", "scale", "offset", "row", "bias", "x", "xsum", "xscale", "y",
+    "n", "blocks", "m", "chunk", "shift",
+)  # fmt: skip
+AHEAD = 2048  # bytes between what is multiplied and what is asked of memory
+CHAIN = 16  # products that wait for each other; those of the next chain do not
+MOST_GROUPS = 2048  # of a row: their scales lie on the stack in fp32
+
+
+@dataclass(frozen=True)
+class Few:
+    """What a kernel is compiled for.
+
+    Attributes:
+        codes: how they are decoded.
+        operand: what is multiplied.
+        group: columns that share a scale, at most a block; 0: there are row scales only.
+        form: "" without offsets, "scaled": scale * (T + offset), "plain": scale * T + offset.
+        m: activations that are multiplied at once.
+    """
+
+    codes: Codes | Vectors
+    operand: Operand
+    group: int
+    form: str
+    m: int
+
+
+@cache
+def kernel(spec: Few) -> build.Kernel:
+    """The compiled kernel; its arguments are `NAMES`, y is (M, N) fp32."""
+    f = _Rows(spec).function
+    return build.load(ir.module([f]), [f.name], spec.operand.isa)[0]
+
+
+class _Rows:
+    """The function under construction."""
+
+    def __init__(self, spec: Few):
+        self.spec = spec
+        self.function = f = Function("few", [PTR])
+        self.args = args = Arguments(f, NAMES)
+        operand, step = spec.operand, spec.codes.block_bytes
+        blocks, n = args.number("blocks"), args.number("n")
+        self.table = Table(f, spec.codes, operand, args.pointer("table"))
+        self.per_block = BLOCK // spec.group if spec.group else 0
+        self.groups = blocks * self.per_block
+        self.scales = f.allocate(F32, MOST_GROUPS + 16) if spec.group else None
+        x_step = operand.units * operand.vectors * operand.isa.bits // 8 * spec.m
+        zero = f.zero(operand.sums)
+        with (
+            f.chunks(args.address("next"), args.number("chunk"), n) as (first, last),
+            f.loop(first, last) as r,
+        ):
+            tails = self._read_scales(r)
+            w = f.at(args.pointer("w"), r * (blocks * step))
+            totals = [f.variable(zero) for _ in range(spec.m)]
+            with f.loop(0, blocks) as b:
+                codes, x = f.at(w, b * step), f.at(args.pointer("x"), b * x_step)
+                for i in range(0, step, 64):
+                    f.prefetch(codes, AHEAD + i)
+                self._block(codes, x, b, totals)
+            for i, total in enumerate(totals):
+                with f.when(f.compare("slt", f.integer(i), args.number("m"))):
+                    self._store(r, i, f.sum(total.get()), tails[i] if tails else None)
+        f.give()
+
+    def _block(self, codes: Value, x: Value, b: Value, totals: list[ir.Variable]) -> None:
+        """Add the products of a block to the totals of each activation."""
+        f, spec, operand = self.function, self.spec, self.spec.operand
+        m, size, zero = spec.m, operand.isa.bits // 8, f.zero(operand.sums)
+        units = spec.group // operand.codes or min(operand.units, CHAIN // operand.vectors)
+        at = 0
+        for unit in range(operand.units):
+            if unit % units == 0:
+                sums = [zero] * m
+            for weight in spec.codes.unit(f, operand, codes, unit, self.table):
+                for i in range(m):
+                    number = f.load(operand.vector, x, (at * m + i) * size)
+                    sums[i] = operand.dot(f, sums[i], weight, number)
+                at += 1
+            if (unit + 1) % units == 0:
+                self._add(sums, b * self.per_block + unit // units, totals)
+
+    def _add(self, sums: list[Value], group: Value, totals: list[ir.Variable]) -> None:
+        """Add the sums of a group, scaled, to the totals."""
+        f, operand = self.function, self.spec.operand
+        if self.scales is None:
+            for total, part in zip(totals, sums, strict=True):
+                total.set(total.get() + part)
+            return
+        scale = f.load(F32, self.scales, group << 2, align=4)
+        if operand.whole:
+            scale = f.cast("fptosi", scale, I32)
+        factor = f.splat(scale, operand.isa.floats)
+        for total, part in zip(totals, sums, strict=True):
+            old = total.get()
+            total.set(old + part * factor if operand.whole else f.fma(part, factor, old))
+
+    def _read_scales(self, r: Value) -> list[Value]:
+        """Put a row's scales on the stack; the sums of its offsets for each activation."""
+        if self.scales is None:
+            return []
+        f, spec, args = self.function, self.spec, self.args
+        kind, lanes = spec.operand.sums, spec.operand.isa.floats
+        half, single = vec(lanes, "half"), vec(lanes, F32)
+        tails = [f.variable(f.zero(kind)) for _ in range(spec.m)] if spec.form else []
+        stride = (self.groups + 15) & -16  # of sums, as `activations.pack` lays them out
+        with f.loop(0, self.groups, lanes) as g:
+            place = (r * self.groups + g) << 1
+            scale = f.cast("fpext", f.load(half, args.pointer("scale"), place), single)
+            f.store(scale, self.scales, g << 2)
+            if spec.form:
+                offset = f.cast("fpext", f.load(half, args.pointer("offset"), place), single)
+                if spec.form == "scaled":
+                    offset = offset * scale
+                if spec.operand.whole:
+                    offset = f.cast("fptosi", offset, kind)
+                for i, tail in enumerate(tails):
+                    x = f.load(kind, args.pointer("xsum"), (stride * i + g) << 2)
+                    old = tail.get()
+                    tail.set(old + offset * x if spec.operand.whole else f.fma(offset, x, old))
+        return [f.sum(tail.get()) for tail in tails]
+
+    def _store(self, r: Value, i: int, total: Value, tail: Value | None) -> None:
+        """Scale the sum of row r and activation i and store it."""
+        f, args, operand = self.function, self.args, self.spec.operand
+        if tail is not None:
+            total = total + tail
+        if operand.whole:
+            if not self.spec.group:
+                shift = f.cast("trunc", args.number("shift"), I32)
+                total = total + shift * f.load(I32, args.pointer("xsum"), 4 * i)
+            total = f.cast("sitofp", total, F32) * f.load(F32, args.pointer("xscale"), 4 * i)
+        row, bias = (f.load(F32, args.pointer(name), r << 2) for name in ("row", "bias"))
+        place = (args.number("n") * i + r) << 2
+        f.store(f.fma(total, row, bias), args.pointer("y"), place)

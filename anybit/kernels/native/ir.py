@@ -1,0 +1,322 @@
+"""A small writer of LLVM's language: Python runs once, at compile time, and emits instructions.
+
+A Python `for` is an unrolled loop, a list of values is a set of registers, and `Function.loop` is a
+loop of the machine. Values know their types, so that `(word >> 4) & 15` is three instructions
+whether the word is a number or a vector.
+"""
+
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from anybit.errors import InvalidType
+
+I8, I16, I32, I64, F32, BF16, PTR = "i8", "i16", "i32", "i64", "float", "bfloat", "ptr"
+
+
+def vec(count: int, kind: str) -> str:
+    """The type of a vector of `count` lanes."""
+    return f"<{count} x {kind}>"
+
+
+def lanes(kind: str) -> int:
+    """Lanes of a type; 1 for a scalar."""
+    found = re.match(r"<(\d+) x", kind)
+    return int(found[1]) if found else 1
+
+
+def scalar(kind: str) -> str:
+    """The type of one lane."""
+    return kind.split(" x ")[1][:-1] if kind.startswith("<") else kind
+
+
+class Value:
+    """A register or constant of LLVM's: its text, and its type."""
+
+    def __init__(self, function: "Function", text: str, kind: str):
+        self.function, self.text, self.kind = function, text, kind
+
+    def _binary(self, whole: str, real: str, other: "Value | float") -> "Value":
+        f = self.function
+        b = other if isinstance(other, Value) else f.constant(other, self.kind)
+        name = real if scalar(self.kind) in (F32, BF16) else whole
+        return f.emit(f"{name} {self.kind} {self.text}, {b.text}", self.kind)
+
+    def __add__(self, other: "Value | float") -> "Value":
+        return self._binary("add", "fadd", other)
+
+    def __sub__(self, other: "Value | float") -> "Value":
+        return self._binary("sub", "fsub", other)
+
+    def __mul__(self, other: "Value | float") -> "Value":
+        return self._binary("mul", "fmul", other)
+
+    def __floordiv__(self, other: "Value | float") -> "Value":
+        return self._binary("udiv", "fdiv", other)
+
+    def __mod__(self, other: "Value | float") -> "Value":
+        return self._binary("urem", "frem", other)
+
+    def __and__(self, other: "Value | float") -> "Value":
+        return self._binary("and", "and", other)
+
+    def __or__(self, other: "Value | float") -> "Value":
+        return self._binary("or", "or", other)
+
+    def __xor__(self, other: "Value | float") -> "Value":
+        return self._binary("xor", "xor", other)
+
+    def __rshift__(self, bits: int) -> "Value":
+        return self._binary("lshr", "lshr", bits) if bits else self
+
+    def __lshift__(self, bits: int) -> "Value":
+        return self._binary("shl", "shl", bits) if bits else self
+
+
+class Variable:
+    """A value that changes in loops. LLVM turns it into a register."""
+
+    def __init__(self, function: "Function", start: Value):
+        self.function, self.kind = function, start.kind
+        self.place = function.allocate(start.kind)
+        self.set(start)
+
+    def get(self) -> Value:
+        return self.function.load(self.kind, self.place, align=0)
+
+    def set(self, value: Value) -> None:
+        self.function.store(value, self.place, align=0)
+
+
+class Function:
+    """One function under construction. All arguments are pointers or 64-bit integers."""
+
+    def __init__(self, name: str, arguments: Sequence[str], result: str = "void"):
+        self.name, self.result = name, result
+        self.count = 0
+        self.head: list[str] = []  # allocations, which belong into the first block
+        self.lines: list[str] = []
+        self.declared: set[str] = set()
+        self.arguments = [Value(self, f"%a{i}", kind) for i, kind in enumerate(arguments)]
+
+    def text(self) -> str:
+        """The finished function."""
+        listed = ", ".join(f"{a.kind} {a.text}" for a in self.arguments)
+        body = "\n  ".join([*self.head, "br label %start"])
+        rest = "\n  ".join(self.lines)
+        return (
+            f"define {self.result} @{self.name}({listed}) nounwind {{\nentry:\n  {body}\n"
+            f"start:\n  {rest}\n}}\n"
+        )
+
+    # Instructions.
+
+    def _name(self) -> str:
+        self.count += 1
+        return f"%v{self.count}"
+
+    def emit(self, text: str, kind: str) -> Value:
+        """An instruction that has a result."""
+        name = self._name()
+        self.lines.append(f"{name} = {text}")
+        return Value(self, name, kind)
+
+    def constant(self, number: float, kind: str) -> Value:
+        """A number, in every lane."""
+        if kind == PTR:
+            raise InvalidType("a pointer has no constants")
+        one = scalar(kind)
+        if one == F32:
+            single = struct.unpack("f", struct.pack("f", number))[0]
+            text = f"0x{struct.unpack('Q', struct.pack('d', single))[0]:016X}"
+        else:
+            text = str(int(number))
+        if kind != one:
+            text = f"<{', '.join([f'{one} {text}'] * lanes(kind))}>"
+        return Value(self, text, kind)
+
+    def integer(self, number: int) -> Value:
+        return self.constant(number, I64)
+
+    def zero(self, kind: str) -> Value:
+        return Value(self, "zeroinitializer" if lanes(kind) > 1 else "0", kind)
+
+    def allocate(self, kind: str, count: int = 1, align: int = 64) -> Value:
+        """Room for `count` values on the stack."""
+        name = self._name()
+        self.head.append(f"{name} = alloca {kind}, i64 {count}, align {align}")
+        return Value(self, name, PTR)
+
+    def variable(self, start: Value) -> Variable:
+        return Variable(self, start)
+
+    def at(self, pointer: Value, offset: Value | int) -> Value:
+        """The address `offset` bytes after a pointer."""
+        if isinstance(offset, int):
+            if not offset:
+                return pointer
+            offset = self.integer(offset)
+        return self.emit(f"getelementptr i8, ptr {pointer.text}, i64 {offset.text}", PTR)
+
+    def load(self, kind: str, pointer: Value, offset: Value | int = 0, align: int = 1) -> Value:
+        tail = f", align {align}" if align else ""
+        return self.emit(f"load {kind}, ptr {self.at(pointer, offset).text}{tail}", kind)
+
+    def store(self, value: Value, pointer: Value, offset: Value | int = 0, align: int = 1) -> None:
+        place = self.at(pointer, offset)
+        tail = f", align {align}" if align else ""
+        self.lines.append(f"store {value.kind} {value.text}, ptr {place.text}{tail}")
+
+    def take(self, pointer: Value, count: int) -> Value:
+        """Add `count` to a 64-bit number that threads share; its value before."""
+        return self.emit(f"atomicrmw add ptr {pointer.text}, i64 {count} monotonic", I64)
+
+    def cast(self, how: str, value: Value, kind: str) -> Value:
+        """zext, sext, trunc, bitcast, sitofp, uitofp, fpext, fptrunc, inttoptr."""
+        if value.kind == kind:
+            return value
+        return self.emit(f"{how} {value.kind} {value.text} to {kind}", kind)
+
+    def bits(self, value: Value, kind: str) -> Value:
+        """The same bits as another type."""
+        return self.cast("bitcast", value, kind)
+
+    def splat(self, value: Value, count: int) -> Value:
+        """A scalar in every lane."""
+        kind = vec(count, value.kind)
+        first = self.emit(f"insertelement {kind} poison, {value.kind} {value.text}, i32 0", kind)
+        return self.shuffle(first, first, [0] * count)
+
+    def lane(self, value: Value, index: int) -> Value:
+        one = scalar(value.kind)
+        return self.emit(f"extractelement {value.kind} {value.text}, i32 {index}", one)
+
+    def shuffle(self, a: Value, b: Value, indices: Sequence[int]) -> Value:
+        """Lanes of a, counted from 0, and of b after them."""
+        mask = ", ".join(f"i32 {i}" for i in indices)
+        kind = vec(len(indices), scalar(a.kind))
+        return self.emit(
+            f"shufflevector {a.kind} {a.text}, {b.kind} {b.text}, <{len(indices)} x i32> <{mask}>",
+            kind,
+        )
+
+    def compare(self, how: str, a: Value, b: Value) -> Value:
+        """icmp, or fcmp for numbers with a fraction; the result is i1 or a vector of them."""
+        word = "fcmp" if scalar(a.kind) == F32 else "icmp"
+        truth = vec(lanes(a.kind), "i1") if lanes(a.kind) > 1 else "i1"
+        return self.emit(f"{word} {how} {a.kind} {a.text}, {b.text}", truth)
+
+    def select(self, truth: Value, a: Value, b: Value) -> Value:
+        return self.emit(
+            f"select {truth.kind} {truth.text}, {a.kind} {a.text}, {b.kind} {b.text}", a.kind
+        )
+
+    def smaller(self, a: Value, b: Value) -> Value:
+        """The smaller of two unsigned numbers."""
+        return self.select(self.compare("ult", a, b), a, b)
+
+    def call(self, kind: str, name: str, *arguments: Value) -> Value:
+        """An intrinsic of LLVM's."""
+        listed = ", ".join(f"{a.kind} {a.text}" for a in arguments)
+        kinds = ", ".join(a.kind for a in arguments)
+        self.declared.add(f"declare {kind} @{name}({kinds})")
+        return self.emit(f"call {kind} @{name}({listed})", kind)
+
+    def run(self, target: Value, *arguments: Value) -> None:
+        """Call a function without a result by its address."""
+        listed = ", ".join(f"{a.kind} {a.text}" for a in arguments)
+        self.lines.append(f"call void {target.text}({listed})")
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """a * b + c, rounded once."""
+        suffix = f"v{lanes(a.kind)}f32" if lanes(a.kind) > 1 else "f32"
+        return self.call(a.kind, f"llvm.fma.{suffix}", a, b, c)
+
+    def prefetch(self, pointer: Value, offset: Value | int, locality: int = 3) -> None:
+        place = self.at(pointer, offset)
+        self.declared.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
+        self.lines.append(
+            f"call void @llvm.prefetch.p0(ptr {place.text}, i32 0, i32 {locality}, i32 1)"
+        )
+
+    def sum(self, value: Value) -> Value:
+        """All lanes added up."""
+        while (count := lanes(value.kind)) > 1:
+            half = count // 2
+            low = self.shuffle(value, value, range(half))
+            value = low + self.shuffle(value, value, range(half, count))
+        return self.lane(value, 0)
+
+    # Control.
+
+    def _label(self) -> str:
+        self.count += 1
+        return f"b{self.count}"
+
+    def _block(self, label: str) -> None:
+        self.lines.append(f"br label %{label}\n{label}:")
+
+    @contextmanager
+    def loop(self, start: Value | int, stop: Value | int, step: int = 1) -> Iterator[Value]:
+        """`for i in range(start, stop, step)` at run time, of 64-bit integers."""
+        first = start if isinstance(start, Value) else self.integer(start)
+        last = stop if isinstance(stop, Value) else self.integer(stop)
+        at = self.variable(first)
+        test, body, done = self._label(), self._label(), self._label()
+        self._block(test)
+        i = at.get()
+        more = self.compare("slt", i, last)
+        self.lines.append(f"br i1 {more.text}, label %{body}, label %{done}\n{body}:")
+        yield i
+        at.set(i + step)
+        self.lines.append(f"br label %{test}\n{done}:")
+
+    @contextmanager
+    def when(self, truth: Value) -> Iterator[None]:
+        """Run the body where a condition holds."""
+        body, done = self._label(), self._label()
+        self.lines.append(f"br i1 {truth.text}, label %{body}, label %{done}\n{body}:")
+        yield
+        self.lines.append(f"br label %{done}\n{done}:")
+
+    @contextmanager
+    def chunks(self, counter: Value, size: Value, total: Value) -> Iterator[tuple[Value, Value]]:
+        """Parts [from, to) of range(total) that this thread takes, until none are left.
+
+        counter: the address of a number that all threads share; it counts parts from zero.
+        """
+        test, body, done = self._label(), self._label(), self._label()
+        self._block(test)
+        start = self.take(counter, 1) * size
+        more = self.compare("slt", start, total)
+        self.lines.append(f"br i1 {more.text}, label %{body}, label %{done}\n{body}:")
+        yield start, self.smaller(start + size, total)
+        self.lines.append(f"br label %{test}\n{done}:")
+
+    def give(self, value: Value | None = None) -> None:
+        """Return."""
+        self.lines.append(f"ret {value.kind} {value.text}" if value else "ret void")
+
+
+class Arguments:
+    """The one argument of a kernel: a block of 64-bit numbers and addresses, known by name."""
+
+    def __init__(self, function: Function, names: Sequence[str]):
+        self.function, self.names = function, names
+
+    def address(self, name: str) -> Value:
+        """Where the number itself lies."""
+        return self.function.at(self.function.arguments[0], 8 * self.names.index(name))
+
+    def number(self, name: str) -> Value:
+        return self.function.load(I64, self.address(name), align=8)
+
+    def pointer(self, name: str) -> Value:
+        return self.function.load(PTR, self.address(name), align=8)
+
+
+def module(functions: Sequence[Function]) -> str:
+    """The text of a module."""
+    declared = sorted(set().union(*(f.declared for f in functions)))
+    return "\n".join([*declared, *(f.text() for f in functions)])

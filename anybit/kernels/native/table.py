@@ -1,0 +1,207 @@
+"""Any format as a table, found by asking `Format.values`:
+
+    W[n, k] = row[n] * (scale[n, g] * T[code] + offset[n, g])      "plain" offsets
+    W[n, k] = row[n] * scale[n, g] * (T[code] + offset[n, g])      "scaled" offsets
+
+Every code of one column of every group is decoded, and compared with the table that was found. So
+a format of a stranger is multiplied as fast as one of ours, or it is no table, which is an error.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit.core.format import Grid
+from anybit.core.packed import Packed
+from anybit.errors import InvalidInput
+from anybit.kernels.native.decode import BLOCK, RUN
+
+CELLS = 1 << 22  # numbers that are decoded at a time
+
+
+class NoTable(InvalidInput):
+    """The format's values are no table of one scale and offset a group."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was found.
+
+    Attributes:
+        values: T, fp32: (2**bits,), or (books, 2**bits, width) where codes stand for vectors,
+            which are added up.
+        first: T[0], where T[code] is T[0] + code and whole.
+        row: (N,) fp32.
+        scale: (N, groups) fp16, or None.
+        offset: (N, groups) fp16, or None.
+        group: columns that share them, a divisor of a block; 0: there are none.
+        form: "", "plain" or "scaled".
+        whole: whether scale * T + offset is a whole number within int8 throughout.
+    """
+
+    values: Tensor
+    first: int | None
+    row: Tensor
+    scale: Tensor | None
+    offset: Tensor | None
+    group: int
+    form: str
+    whole: bool
+
+
+class _Asked(dict[str, Tensor]):
+    """A grid that knows which of its tensors were read."""
+
+    def __init__(self, grid: Grid):
+        super().__init__(grid)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
+def probe(packed: Packed) -> Table:
+    """The table of a weight.
+
+    Raises:
+        NoTable: it has none, with the reason.
+    """
+    fmt, k = packed.format, packed.shape[1]
+    entries = fmt.entries()
+    counts = {a: t.shape[1] for a, t in packed.grid.items() if entries[a].table is None}
+    groups = max(counts.values())
+    if any(count not in (1, groups) for count in counts.values()):
+        raise NoTable("its scales and offsets have groups of different sizes")
+    asked = _Asked(_rows(packed, 0, 1))
+    scale = packed.grid["scale"].float()
+    if fmt.width > 1 or fmt.books > 1:
+        table = _vectors(packed, asked)
+    else:
+        # A row of `groups` columns has one column of each group.
+        one = torch.ones(1, groups, dtype=torch.uint8)
+        table = torch.stack([fmt.values(one * code, asked)[0, 0] for code in range(2**fmt.bits)])
+    read = {name for name in asked.names if entries[name].table is None}
+    if read and table.dim() > 1:
+        raise NoTable("its vectors are not the same in every row and group")
+    factor = shift = None
+    if read:
+        table, factor, shift = _frame(packed, groups, table)
+    if not table.flatten()[0].isfinite():  # padding, which is multiplied with zeros
+        raise NoTable("its code 0 is no finite number")
+    first = _first(table)
+    group = k // groups if groups > 1 else 0
+    if factor is None or shift is None:
+        if scale.shape[1] == 1:
+            whole = first is not None and first >= -128 and first + 2**fmt.bits <= 128
+            return Table(table, first, scale.flatten(), None, None, 0, "", whole)
+        row, scale = _half(scale)
+        size = _size(group)
+        return Table(table, first, row, _repeat(scale, group, size), None, size, "", False)
+    # A row of one group has as many of them as blocks, the padded one included.
+    size = _size(group) if group else BLOCK
+    group = group or -(-k // BLOCK) * BLOCK
+    if scale.shape[1] == 1:
+        integers = (factor == factor.round()).all() and (shift == shift.round()).all()
+        whole = first == 0 and fmt.operand == "int8" and bool(integers)
+        a, b = (_repeat(_exact(t), group, size) for t in (factor, shift))
+        return Table(table, first, scale.flatten(), a, b, size, "plain", whole)
+    if not bool((factor == 1).all()):
+        raise NoTable("its groups have a scale and a factor")
+    row, scale = _half(scale)
+    a, b = (_repeat(t, group, size) for t in (scale, _exact(shift)))
+    return Table(table, first, row, a, b, size, "scaled", False)
+
+
+def _rows(packed: Packed, start: int, stop: int) -> Grid:
+    entries = packed.format.entries()
+    return {a: t if entries[a].table else t[start:stop] for a, t in packed.grid.items()}
+
+
+def _frame(packed: Packed, groups: int, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """T, and the factor and shift of every group: values = factor * T + shift, proved for all.
+
+    values: (2**bits,) of the first group.
+    """
+    fmt, n = packed.format, packed.shape[0]
+    table = _snap((values - values[0]) / (values[1] - values[0]))
+    factors, shifts = [], []
+    step = max(1, CELLS // groups)
+    for start in range(0, n, step):
+        stop = min(n, start + step)
+        grid = _rows(packed, start, stop)
+        ones = torch.ones(stop - start, groups, dtype=torch.uint8)
+        shift = fmt.values(ones * 0, grid)
+        factor = _snap(fmt.values(ones, grid) - shift)
+        for code, number in enumerate(table.tolist()):
+            if not torch.equal(factor * number + shift, fmt.values(ones * code, grid)):
+                raise NoTable("its groups differ by more than a factor and a shift")
+        factors.append(factor)
+        shifts.append(shift)
+    return table, torch.cat(factors), torch.cat(shifts)
+
+
+def _snap(numbers: Tensor) -> Tensor:
+    """Whole numbers where differences of fractions nearly are: (1 - 7.3) - (0 - 7.3) is 1."""
+    near = numbers.round()
+    return torch.where((numbers - near).abs() < 2.0**-10, near, numbers)
+
+
+def _vectors(packed: Packed, asked: Grid) -> Tensor:
+    """T (books, 2**bits, width) of codes that stand for vectors."""
+    fmt = packed.format
+    shape = (fmt.books, 2**fmt.bits, fmt.width)
+    kind = torch.uint8 if fmt.bits <= 8 else torch.int32
+    codes = torch.arange(2**fmt.bits).to(kind)
+    if fmt.books == 1:
+        return fmt.values(codes[None], asked).view(shape)
+    for name, entry in fmt.entries().items():
+        if entry.table == shape:
+            table = packed.grid[name].float()
+            some = torch.stack([codes.roll(i) for i in range(fmt.books)], 1)
+            total = table[0, some[:, 0].long()]
+            for i in range(1, fmt.books):
+                total = total + table[i, some[:, i].long()]
+            if torch.equal(fmt.values(some.view(1, -1), asked).view_as(total), total):
+                return table
+    raise NoTable("its values are no sums of vectors of a table")
+
+
+def _first(table: Tensor) -> int | None:
+    if table.dim() > 1:
+        return None
+    if not torch.equal(table, table[0] + torch.arange(len(table))) or table[0] != table[0].round():
+        return None
+    return int(table[0])
+
+
+def _size(group: int) -> int:
+    """The part of a group whose border no block cuts."""
+    size = math.gcd(group, BLOCK)
+    if size < RUN:
+        raise NoTable(f"groups of {group} columns do not lie on borders of {RUN}")
+    return size
+
+
+def _repeat(numbers: Tensor, group: int, size: int) -> Tensor:
+    return numbers.repeat_interleave(group // size, 1) if group > size else numbers
+
+
+def _exact(numbers: Tensor) -> Tensor:
+    """fp32 as fp16 of the same value."""
+    half = numbers.half()
+    if not torch.equal(half.float(), numbers):
+        raise NoTable("its factors or offsets are no numbers of fp16")
+    return half
+
+
+def _half(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales (N, groups) as a power of two for each row, and fp16; exact."""
+    half = scale.half()
+    if torch.equal(half.float(), scale):
+        return torch.ones(len(scale)), half
+    _, exponent = torch.frexp(scale.abs().amax(1, keepdim=True))
+    row = torch.ldexp(torch.ones(len(scale), 1), exponent - 8)
+    return row.flatten(), _exact(scale / row)

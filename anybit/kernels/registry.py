@@ -1,0 +1,83 @@
+"""Which backend multiplies: the only place where that is decided.
+
+The first backend in `BACKENDS` that does not refuse takes the layer; `anybit doctor` prints every
+refusal. `register_backend` adds one.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import cast
+
+from anybit.errors import InvalidInput
+from anybit.kernels.backend import Backend, Grouped, LayerSpec
+
+# name: (backend, device types; none: all). A backend that is the name of a module is imported when
+# a layer on such a device first asks.
+BACKENDS: dict[str, tuple[Backend | str, tuple[str, ...]]] = {
+    "hopper": ("anybit.kernels.hopper.backend", ("cuda",)),
+    "triton": ("anybit.kernels.triton.backend", ("cuda",)),
+    "native": ("anybit.kernels.native.backend", ("cpu",)),
+    "cpu": ("anybit.kernels.cpu", ("cpu",)),
+    "dense": ("anybit.kernels.dense", ()),
+    "reference": ("anybit.kernels.reference", ()),
+}
+
+
+def register_backend(
+    name: str, backend: Backend | str, devices: Sequence[str] = (), before: str = "reference"
+) -> None:
+    """Let a backend multiply layers that are made from now on.
+
+    Args:
+        name: by which layers, plots and `anybit doctor` know it.
+        backend: an object with the functions of `anybit.kernels.backend.Backend`, such as a module;
+            or a module's name, which is imported when a layer first asks.
+        devices: types of the devices that it runs on ("cpu", "cuda"); none: all.
+        before: the backend that it is asked before.
+
+    Raises:
+        ValueError: the name is taken, or `before` is unknown.
+    """
+    if name in BACKENDS:
+        raise InvalidInput(f"backend {name!r} is registered already; choose another name")
+    if before not in BACKENDS:
+        raise InvalidInput(f"unknown backend {before!r}; known: {', '.join(BACKENDS)}")
+    known = list(BACKENDS.items())
+    known.insert(list(BACKENDS).index(before), (name, (backend, tuple(devices))))
+    BACKENDS.clear()
+    BACKENDS.update(known)
+
+
+def get_backend(name: str) -> Backend:
+    """The backend of this name, imported if need be."""
+    backend, devices = BACKENDS[name]
+    if isinstance(backend, str):
+        backend = cast(Backend, import_module(backend))
+        BACKENDS[name] = backend, devices
+    return backend
+
+
+def grouped(name: str) -> Grouped | None:
+    """The backend of this name if it multiplies many experts at once, else None."""
+    backend = get_backend(name)
+    return backend if isinstance(backend, Grouped) else None
+
+
+def refusals(layer: LayerSpec) -> dict[str, str | None]:
+    """Every backend's answer to a layer: None, or why it refuses."""
+    if layer.format.order:
+        raise InvalidInput(
+            f"{layer.format.spec}: kernels take Packed.stored() and x in the stored order"
+        )
+    out: dict[str, str | None] = {}
+    for name, (_, devices) in list(BACKENDS.items()):
+        if devices and layer.device.type not in devices:
+            out[name] = f"runs on {' and '.join(devices)} only, not on {layer.device.type}"
+        else:
+            out[name] = get_backend(name).refuse(layer)
+    return out
+
+
+def choose(layer: LayerSpec) -> str:
+    """Name of the first backend that does not refuse."""
+    return next(name for name, reason in refusals(layer).items() if reason is None)

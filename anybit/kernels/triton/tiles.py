@@ -1,0 +1,98 @@
+"""Tile sizes of the Triton kernels: data, measured, and the function that looks them up.
+
+The numbers come from sweeps on an H200 over the layers of Llama-3-8B. Other GPUs use them too, with
+fewer stages where shared memory is smaller; `anybit tune` finds those of one's own GPU.
+"""
+
+from dataclasses import dataclass, replace
+
+MOST_SPLIT = 8
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One program's work and resources.
+
+    kernel: "gemm" (tensor cores), "psumbook" (look-ups), or "dense" (decode once, then cuBLAS).
+    rows, tokens: outputs and tokens of a tile. split: programs that share a tile along K.
+    cut, steps: an iteration is `steps` pieces, `cut` of which make a granule of the layout.
+    warps, stages: a program's warps, and loads in flight.
+    """
+
+    kernel: str = "gemm"
+    rows: int = 64
+    tokens: int = 16
+    split: int = 1
+    steps: int = 1
+    warps: int = 4
+    stages: int = 4
+    cut: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table: the tile for up to `tokens` tokens.
+
+    programs: how many of them fill the GPU; K is split until there are so many.
+    """
+
+    tokens: int
+    tile: Tile
+    programs: int = 0
+
+
+ALWAYS = 1 << 30
+DENSE = Row(ALWAYS, Tile("dense"))
+MIDDLE = (
+    Row(32, Tile(rows=128, tokens=32, warps=4, stages=3), 224),
+    Row(64, Tile(rows=128, tokens=64, warps=8, stages=3), 150),
+)
+TABLES: dict[str, tuple[Row, ...]] = {
+    # Planes that decode quickly, a scale for a row. Never slower than dense.
+    "rows": (
+        Row(8, Tile(rows=64, tokens=8, warps=2, stages=4), 450),
+        Row(16, Tile(rows=128, tokens=16, steps=2, warps=4, stages=4), 256),
+        *MIDDLE,
+        Row(128, Tile(rows=128, tokens=64, warps=8, stages=3), 256),
+        Row(ALWAYS, Tile(rows=128, tokens=128, warps=8, stages=3), 256),
+    ),
+    # The same with scales for groups.
+    "groups": (
+        Row(8, Tile(rows=128, tokens=8, steps=2, warps=4, stages=3), 450),
+        Row(16, Tile(rows=128, tokens=16, warps=4, stages=3), 450),
+        *MIDDLE,
+        Row(511, Tile(rows=128, tokens=64, warps=8, stages=3), 256),
+        DENSE,
+    ),
+    # Several planes, or very narrow ones: granules of 256 columns and more.
+    "planes": (
+        Row(8, Tile(rows=32, tokens=8, warps=1, stages=3), 512),
+        Row(16, Tile(rows=64, tokens=16, warps=2, stages=3), 320),
+        *MIDDLE,
+        Row(191, Tile(rows=128, tokens=64, warps=8, stages=3), 256),
+        DENSE,
+    ),
+    # Look-ups in tables.
+    "tables": (
+        Row(8, Tile(rows=64, tokens=8, warps=4, stages=3), 900),
+        Row(16, Tile(rows=64, tokens=16, warps=2, stages=3), 512),
+        Row(80, Tile(rows=64, tokens=64, warps=4, stages=3), 256),
+        DENSE,
+    ),
+    "psumbook": (Row(ALWAYS, Tile("psumbook", rows=512, tokens=1, warps=8, stages=3), 128),),
+}
+
+
+def choose(family: str, m: int, n: int, dense: bool = True) -> Tile:
+    """The tile of a family for M tokens and N outputs.
+
+    dense: whether decoding the weight once is possible; if not, the largest tile of the family.
+    """
+    rows = [row for row in TABLES[family] if dense or row.tile.kernel != "dense"]
+    row = next((row for row in rows if m <= row.tokens), rows[-1])
+    tiles = -(-n // row.tile.rows) * -(-m // row.tile.tokens)
+    most = MOST_SPLIT * 2 if row.tile.kernel == "psumbook" else MOST_SPLIT
+    split = 1
+    while split < most and tiles * split * 2 <= row.programs:
+        split *= 2
+    return replace(row.tile, split=split)

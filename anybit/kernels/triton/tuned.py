@@ -1,0 +1,67 @@
+"""Tiles that `anybit tune` found on this machine's GPU; they come before the shipped tables."""
+
+import json
+import os
+import re
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+from anybit.errors import InvalidInput
+from anybit.files.directory import cache_folder, write_json
+from anybit.kernels.triton.tiles import Tile
+from anybit.version import __version__
+
+Cell = tuple[str, int, int]  # scheme, N, K
+Tuned = dict[Cell, list[tuple[int, Tile]]]  # most tokens of a tile's range, in rising order
+
+
+def tuned_file(gpu: str) -> Path:
+    """Where the tiles of a GPU lie, by its name as the driver gives it."""
+    return cache_folder() / f"tiles-{re.sub('[^a-z0-9]+', '-', gpu.lower())}.json"
+
+
+def save(gpu: str, tiles: Tuned) -> Path:
+    """Add the tiles of some cells to the GPU's file."""
+    path = tuned_file(gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    merged = load(gpu) | tiles
+    cells = [
+        {"scheme": s, "n": n, "k": k, "m": m, "tile": asdict(tile)}
+        for (s, n, k), found in merged.items()
+        for m, tile in found
+    ]
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    write_json(unfinished, {"version": __version__, "gpu": gpu, "tiles": cells})
+    os.replace(unfinished, path)
+    load.cache_clear()
+    return path
+
+
+@cache
+def load(gpu: str) -> Tuned:
+    """The tiles of a GPU; none when the file is absent, or of another version of anybit.
+
+    Raises ValueError for a file that is no such list.
+    """
+    path = tuned_file(gpu)
+    if not path.exists():
+        return {}
+    out: Tuned = {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        for cell in data["tiles"] if data["version"] == __version__ else ():
+            key = (cell["scheme"], cell["n"], cell["k"])
+            out.setdefault(key, []).append((cell["m"], Tile(**cell["tile"])))
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidInput(
+            f"{path} is damaged ({type(error).__name__}: {error}); delete it, and run `anybit "
+            "tune` again"
+        ) from None
+    return {key: sorted(found, key=lambda row: row[0]) for key, found in out.items()}
+
+
+def tile_for(gpu: str, scheme: str, m: int, n: int, k: int) -> Tile | None:
+    """The tile tuned for the next larger number of tokens, or None."""
+    found = load(gpu).get((scheme, n, k), ())
+    return next((tile for most, tile in found if m <= most), None)

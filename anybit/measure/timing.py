@@ -1,0 +1,126 @@
+"""How long a piece of work takes on a device, with cold weights, and the least it could take.
+
+On a GPU a time is the median over replays of one CUDA graph that goes through different copies of
+the weight in turn, more of them than the L2 cache holds: a model never reads one weight twice in a
+row. On a CPU it is the median by the clock.
+"""
+
+import copy
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.errors import InvalidInput
+
+COLD_BYTES = 160 << 20  # copies of a weight fill at least this: over twice the L2 of any GPU here
+LAUNCHES = 20  # matrix products in one graph, at least
+SLOW_US = 500  # a product that takes longer is launched once for each copy
+REPLAYS = 9  # graph replays, of which the median counts
+CPU_SECONDS = 0.5  # for one measurement on a CPU
+FLOOR_MEGABYTES = {
+    "cuda": (1, 2, 4, 8, 12, 16, 25, 33, 50, 67, 117, 235, 470),
+    "cpu": (1, 8, 67),
+}
+
+
+def rotated(weight: Any, nbytes: int) -> list[Any]:
+    """Copies of a weight, at least two, which together exceed the caches."""
+    count = max(2, math.ceil(COLD_BYTES / max(nbytes, 1 << 20)))
+    return [weight, *(copy.deepcopy(weight) for _ in range(count - 1))]
+
+
+def median_us(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:
+    """Median time in microseconds of one of `calls`, which are made in turn."""
+    return _graph_us(calls) if device.type == "cuda" else _clock_us(calls)
+
+
+def _graph_us(calls: Sequence[Callable[[], Any]]) -> float:
+    """A CUDA graph of whole rounds of the calls; the host's launching costs nothing in it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:  # compiles and tunes what is not yet
+            call()
+        rough = _event_us(calls[-1])
+    launches = LAUNCHES if rough < SLOW_US else 1
+    rounds = math.ceil(launches / len(calls))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    times = [_event_us(graph.replay) for _ in range(REPLAYS + 2)]
+    return median(times[2:]) / (rounds * len(calls))  # the first two warm up
+
+
+def _event_us(call: Callable[[], Any]) -> float:
+    """One call on the current stream, between two events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds * 1e3
+
+
+def _clock_us(calls: Sequence[Callable[[], Any]]) -> float:
+    """Each call by the clock: a CPU runs it to the end before it returns."""
+    calls[0]()
+    times: list[float] = []
+    stop = time.perf_counter() + CPU_SECONDS
+    while len(times) < 3 or time.perf_counter() < stop:
+        start = time.perf_counter()
+        calls[(len(times) + 1) % len(calls)]()
+        times.append((time.perf_counter() - start) * 1e6)
+    return median(times)
+
+
+class ReadFloor:
+    """Time to read some bytes and do nothing else: interpolated between measured points."""
+
+    def __init__(self, points: Iterable[tuple[int, float]]):
+        """points: two or more of (bytes, microseconds)."""
+        self.points = sorted(points)
+        if len(self.points) < 2:
+            raise InvalidInput(f"a read floor needs 2 or more points, not {len(self.points)}")
+
+    def __call__(self, nbytes: int) -> float:
+        """Microseconds; beyond the points, the nearest two go on as a straight line."""
+        at = bisect_left(self.points, (nbytes, 0.0))
+        at = min(max(at, 1), len(self.points) - 1)
+        (size0, us0), (size1, us1) = self.points[at - 1 : at + 1]
+        us = us0 + (us1 - us0) * (nbytes - size0) / (size1 - size0)
+        return us if nbytes >= size0 else max(us, us0 * nbytes / size0)
+
+    @classmethod
+    def measure(cls, device: torch.device, megabytes: Sequence[int] | None = None) -> "ReadFloor":
+        """Read random data of every size from rotated copies, as weights are read."""
+        points = []
+        for size in (mb * 1_000_000 for mb in megabytes or FLOOR_MEGABYTES[device.type]):
+            words = size // 4096 * 1024
+            count = max(2, math.ceil(COLD_BYTES / size))
+            data = [torch.randn(words, device=device) for _ in range(count)]
+            points.append((words * 4, min(median_us(c, device) for c in _readers(data, device))))
+        return cls(points)
+
+
+def _readers(data: list[Tensor], device: torch.device) -> Iterator[list[Callable[[], Any]]]:
+    """Ways to read whole tensors; the fastest at each size is the floor."""
+    if device.type == "cpu":
+        yield [t.sum for t in data]
+        ones = torch.ones(1024)
+        yield [partial(torch.mv, t.view(-1, 1024), ones) for t in data]
+        return
+    from anybit.kernels.triton.read import CONFIGS, read
+
+    for config in CONFIGS:
+        yield [partial(read, t.view(torch.int32), config) for t in data]

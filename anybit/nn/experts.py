@@ -1,0 +1,272 @@
+"""Mixtures of experts: every expert's projections as linear layers of their own.
+
+transformers holds the experts of a block in two tensors, gate_up_proj (E, 2 I, H) and down_proj
+(E, H, I), for E experts of H hidden and I intermediate channels. Published checkpoints mostly store
+each projection of each expert under a name of its own. So does anybit, since an expert is quantized
+by the tokens that it sees: `split` makes linear layers of what a model holds, and
+`published_tensors` shows both layouts of files as the second one.
+"""
+
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from anybit.errors import InvalidInput
+from anybit.files.directory import read_json
+from anybit.files.safetensors import Stored, stored_tensors
+
+FUSED = ("gate_up_proj", "down_proj")
+# Model types whose checkpoints have other names for what transformers calls `mlp` and the gate, up
+# and down projections.
+MIXTRALS = ("mixtral", "minimax", "minimax_m2")
+MODEL_NAME, MIXTRAL_NAME = ".mlp.", ".block_sparse_moe."
+
+
+class Layout(NamedTuple):
+    """How a module of transformers holds its experts.
+
+    Attributes:
+        layers: The linear layers of one expert by the tensor (experts, N, K) that holds them.
+        transposed: Whether that tensor is (experts, K, N).
+        biased: Whether there are tensors `<tensor>_bias` (experts, N).
+        gate: "plain" for act(gate) * up, "none" for act(up), "own" for the module's `_apply_gate`.
+    """
+
+    layers: dict[str, tuple[str, ...]]
+    transposed: bool
+    biased: bool
+    gate: str
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of the module's tensors."""
+        ends = ("", "_bias") if self.biased else ("",)
+        return [name + end for name in self.layers for end in ends]
+
+    def cut(self, tensor: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Layers ("7.down_proj") and their parts of a tensor: weights (N, K) or biases (N,)."""
+        names = self.layers[tensor.removesuffix("_bias")]
+        for e, one in enumerate(whole):
+            parts = (one.T if self.transposed and one.ndim == 2 else one).chunk(len(names))
+            yield from zip((f"{e}.{name}" for name in names), parts, strict=True)
+
+
+class Expert(nn.Module):
+    """One expert.
+
+    layers: its projections by name, in the order of computation. act: between the first and the
+    last. gate: as in `Layout`. own: the module's own `_apply_gate`.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Linear], act: Any, gate: str, own: Any = None):
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        self.names, self.act, self.gate, self.own = tuple(layers), act, gate, own
+
+    def forward(self, x: Tensor) -> Tensor:
+        *first, down = (getattr(self, name) for name in self.names)
+        y = [layer(x) for layer in first]
+        if self.gate == "none":
+            return down(self.act(y[0]))
+        if self.gate == "own":
+            return down(self.own(torch.cat(y, -1) if len(y) > 1 else y[0]))
+        gate, up = y if len(y) > 1 else y[0].chunk(2, -1)
+        return down(self.act(gate) * up)
+
+
+class Experts(nn.ModuleList):
+    """In the place of transformers' module of the same name: the experts, one after the other.
+
+    fused: the module to be replaced. kept: layers ("0.gate_proj") to make a copy of; the others
+    share their memory with `fused`.
+    """
+
+    def __init__(self, fused: Any, kept: Container[str] = ()):
+        super().__init__()
+        layout = layout_of(fused)
+        assert layout is not None
+        self.layout, own = layout, None
+        if layout.gate == "own":  # it reads settings of the module, and none of its parameters
+            settings = {k: v for k, v in vars(fused).items() if not k.startswith("_")}
+            own = partial(type(fused)._apply_gate, SimpleNamespace(**settings, **fused._modules))
+        found: dict[str, nn.Linear] = {}
+        for tensor in layout.tensors:
+            for name, part in layout.cut(tensor, fused._parameters[tensor].detach()):
+                part = part.clone() if name in kept else part
+                if tensor.endswith("_bias"):
+                    found[name].bias = nn.Parameter(part, requires_grad=False)
+                else:
+                    found[name] = linear(part)
+        order = [name for names in layout.layers.values() for name in names]
+        for e in range(len(fused.down_proj)):
+            layers = {name: found[f"{e}.{name}"] for name in order}
+            self.append(Expert(layers, getattr(fused, "act_fn", None), layout.gate, own))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor | None = None,
+        top_k_weights: Tensor | None = None,
+    ) -> Tensor:
+        """hidden_states (T, H), chosen experts and their weights (T, top_k) -> (T, H).
+
+        Without the latter, as Llama 4 calls it: an equal part of hidden_states for each expert.
+        """
+        if top_k_index is None or top_k_weights is None:
+            parts = hidden_states.chunk(len(self))
+            return torch.cat([one(x) for one, x in zip(self, parts, strict=True)])
+        out, top_k = torch.zeros_like(hidden_states), top_k_index.shape[1]
+        expert, order = top_k_index.flatten().sort(stable=True)
+        ids = torch.arange(len(self) + 1, device=expert.device)
+        for e, (first, last) in enumerate(pairwise(torch.searchsorted(expert, ids).tolist())):
+            if first < last:
+                chosen = order[first:last]
+                tokens = chosen // top_k
+                y = self[e](hidden_states[tokens]) * top_k_weights.flatten()[chosen, None]
+                out.index_add_(0, tokens, y.to(out.dtype))
+        return out
+
+
+def linear(weight: Tensor) -> nn.Linear:
+    """A linear layer (N, K) around a weight, without a copy."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules of transformers' experts that `split` can take apart."""
+    return ((n, m) for n, m in model.named_modules() if layout_of(m) is not None)
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether a module holds experts in tensors with a dimension for them, in any layout."""
+    tensors = [module._parameters.get(name) for name in ("up_proj", *FUSED)]
+    found = [tensor for tensor in tensors if tensor is not None]
+    return len(found) == 2 and all(tensor.ndim == 3 for tensor in found)
+
+
+def layout_of(module: Any) -> Layout | None:
+    """The layout of a module that holds experts; None: it is unknown, and they stay dense."""
+    if not holds_experts(module):
+        return None
+    layers: dict[str, tuple[str, ...]] = {name: (name,) for name in FUSED}
+    if type(module).__name__ == "Llama4TextExperts":
+        return Layout(layers, transposed=True, biased=False, gate="plain")
+    if getattr(module, "has_post_expert_norm", False) or not hasattr(module, "_apply_gate"):
+        return None
+    # What transformers' decorator `use_experts_implementation` says of the module.
+    transposed, biased = module.is_transposed, module.has_bias
+    if not module.has_gate:
+        layers = {name: (name,) for name in ("up_proj", "down_proj")}
+        return Layout(layers, transposed, biased, "none")
+    plain = module._apply_gate.__func__.__name__ == "_default_apply_gate"
+    whole = transposed or biased or not module.is_concatenated
+    if not whole:  # nobody publishes the others one by one, with a gate of their own
+        gate, up, down = projections(module.config.model_type)
+        layers = {FUSED[0]: (gate, up), FUSED[1]: (down,)}
+    same = module.gate_up_proj.shape[0] == module.down_proj.shape[0]
+    return Layout(layers, transposed, biased, "plain" if plain else "own") if same else None
+
+
+def expert_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Names and shapes (N, K) of the linear layers that `split` would make of fused experts."""
+    return {
+        f"{name}.{layer}": shape
+        for name, module in fused_experts(model)
+        for layer, shape in layers_of(module).items()
+    }
+
+
+def of_all_experts(name: str) -> str:
+    """The pattern for a layer of an expert and its like in all others; other names as they are."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
+
+
+def layers_of(module: Any) -> dict[str, tuple[int, int]]:
+    """`expert_layers` of one module, by names relative to it."""
+    layout = layout_of(module)
+    assert layout is not None
+    out: dict[str, tuple[int, int]] = {}
+    for tensor, names in layout.layers.items():
+        count, n, k = module._parameters[tensor].shape
+        n, k = (k, n) if layout.transposed else (n, k)
+        for e in range(count):
+            out |= {f"{e}.{name}": (n // len(names), k) for name in names}
+    return out
+
+
+def split(model: nn.Module, names: Iterable[str] | None = None) -> nn.Module:
+    """Take fused experts apart that hold any of the named layers; None: all. Returns the model.
+
+    The named layers share the memory of the fused tensors; others get their own, since they stay.
+    """
+    wanted = None if names is None else set(names)
+    for name, module in list(fused_experts(model)):
+        layers = layers_of(module)
+        kept = {key for key in layers if wanted is not None and f"{name}.{key}" not in wanted}
+        if len(kept) < len(layers):
+            model.set_submodule(name, Experts(module, kept))
+    return model
+
+
+# Checkpoints.
+
+
+def projections(model_type: str | None) -> tuple[str, str, str]:
+    """An expert's gate, up and down projection by the names that checkpoints have for them."""
+    return ("w1", "w3", "w2") if model_type in MIXTRALS else ("gate_proj", "up_proj", "down_proj")
+
+
+def published(name: str, model_type: str | None) -> str:
+    """A checkpoint's name for a tensor or layer of transformers' model."""
+    return name.replace(MODEL_NAME, MIXTRAL_NAME) if model_type in MIXTRALS else name
+
+
+def unpublished(name: str, model_type: str | None) -> str:
+    """transformers' name for a tensor or layer of a checkpoint."""
+    return name.replace(MIXTRAL_NAME, MODEL_NAME) if model_type in MIXTRALS else name
+
+
+def published_tensors(directory: Path) -> dict[str, Stored]:
+    """`files.stored_tensors` by the names of published checkpoints: experts one by one.
+
+    A projection of an expert is a contiguous part of the tensor that holds all of them.
+    """
+    stored = stored_tensors(directory)
+    model_type = read_json(directory / "config.json").get("model_type")
+    gate, up, down = projections(model_type)
+    out = {}
+    for name, tensor in stored.items():
+        layer, _, key = name.rpartition(".")
+        if key not in FUSED or not layer.endswith(".experts") or len(tensor.shape) != 3:
+            out[published(name, model_type)] = tensor
+            continue
+        names = (gate, up) if key == "gate_up_proj" else (down,)
+        for e, whole in enumerate(parts(tensor, tensor.shape[0])):
+            one = whole._replace(shape=whole.shape[1:])
+            for projection, part in zip(names, parts(one, len(names)), strict=True):
+                out[published(f"{layer}.{e}.{projection}.weight", model_type)] = part
+    return out
+
+
+def parts(tensor: Stored, count: int) -> list[Stored]:
+    """A stored tensor cut along its first dimension into equal parts."""
+    rows, size = tensor.shape[0] // count, tensor.nbytes // count
+    if rows * count != tensor.shape[0]:
+        raise InvalidInput(
+            f"{tensor.file}: experts of shape {tensor.shape} have no gate and up projection of "
+            "equal size"
+        )
+    return [
+        tensor._replace(shape=(rows, *tensor.shape[1:]), start=tensor.start + i * size, nbytes=size)
+        for i in range(count)
+    ]

@@ -1,0 +1,70 @@
+"""Weights that are multiplied together: side by side as one, or of many experts in one product."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from anybit.core.packed import Packed, stack
+from anybit.kernels.backend import Grouped, Prepared
+from anybit.kernels.registry import grouped
+from anybit.nn.sharding import same
+
+Weight = tuple[Tensor | Packed, str | None]  # and what its activations are quantized to
+
+
+def merge(weights: Sequence[Weight]) -> Weight | None:
+    """Weights on top of each other as one; None when they differ in kind or have tables."""
+    tensors, activations = zip(*weights, strict=True)
+    if len(weights) == 1:
+        return weights[0]
+    if not same(list(tensors)) or len(set(activations)) > 1:
+        return None
+    packed = [w for w in tensors if isinstance(w, Packed)]
+    return (stack(packed) if packed else torch.cat(tensors)), activations[0]
+
+
+def parameters(prepared: Prepared) -> nn.ParameterList:
+    """A backend's tensors as parameters, so that compilers see them."""
+    return nn.ParameterList(nn.Parameter(t, requires_grad=False) for t in prepared.layout)
+
+
+class QuantExperts(nn.Module):
+    """One projection of all experts, multiplied at once."""
+
+    def __init__(self, kernels: Grouped, prepared: Prepared):
+        super().__init__()
+        self.kernels, self.prepared = kernels, prepared._replace(layout=())
+        self.layout = parameters(prepared)
+
+    def forward(self, x: Tensor, starts: Tensor) -> Tensor:
+        """x (M, K), tokens starts[e] to starts[e + 1] for expert e -> (M, N)."""
+        prepared = self.prepared._replace(layout=tuple(self.layout))
+        return self.kernels.linear_experts(x, starts, prepared)
+
+
+def group(
+    experts: Sequence[Weight], dtype: torch.dtype, choose: Callable[[Packed, str | None], str]
+) -> QuantExperts | None:
+    """The weights of many experts as one product.
+
+    Args:
+        experts: the weight of each.
+        dtype: of the activations.
+        choose: the name of the backend for a weight and what its activations are quantized to.
+
+    Returns:
+        None when the experts differ in kind, or their backend multiplies one after the other.
+    """
+    packed = [w for w, _ in experts if isinstance(w, Packed)]
+    kinds = {(w.format, w.shape) for w in packed}
+    activations = {activation for _, activation in experts}
+    if len(packed) < len(experts) or len(kinds) > 1 or len(activations) > 1:
+        return None
+    first, activation = packed[0], experts[0][1]
+    if first.format.order:
+        return None
+    kernels = grouped(choose(first, activation))
+    if kernels is None or len(packed) > kernels.most_experts(first.format):
+        return None
+    return QuantExperts(kernels, kernels.prepare_experts(packed, activation, dtype))

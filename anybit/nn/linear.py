@@ -1,0 +1,298 @@
+"""`QuantLinear`: a linear layer whose weight is stored in a few-bit format."""
+
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from anybit.core.packed import Packed, tensor_shapes
+from anybit.core.scheme import parse_scheme, scheme_name
+from anybit.errors import InvalidInput, InvalidType, Unsupported
+from anybit.kernels import dense
+from anybit.kernels.backend import CODES, Activations, LayerSpec, Prepared
+from anybit.kernels.registry import choose, get_backend
+from anybit.nn import op as ops
+from anybit.nn.weight import DecodedWeight
+
+Keep = Literal["auto", "packed", "decoded"]
+
+
+class QuantLinear(nn.Module):
+    """y = x W^T + bias with a quantized W of shape (out_features, in_features).
+
+    The buffers are the canonical tensors of `Packed` (codes4, codes2, ..., scale, ...), which is
+    what `state_dict` and checkpoints hold; a backend's own layout is made from them by `prepare`.
+    Moving the module to another device moves them; casts (`.half()`, `.to(dtype)`) do not touch
+    them, since they are not numbers of the model's dtype. A layer that will only multiply can do
+    without them where the backend has a layout of its own: see `release`.
+
+    `weight` is there for models that look at it: its shape, device and dtype (`weight_dtype`, that
+    of the dense layer, which follows casts) cost nothing, and an operation on it decodes it. It is
+    neither a parameter nor in `state_dict`.
+
+    dtype: of the activations, where it is known beforehand. A GPU's kernels multiply 16-bit ones.
+
+    keep: whether a decoded copy of the weight may be held where no kernel multiplies the packed
+    one. "packed": never, so that the weight is decoded in each call; "decoded": always; "auto":
+    where all such copies take at most half of the free memory. A copy is made at the first call
+    if `dtype` is not known before.
+    """
+
+    bias: Tensor | None
+    order: Tensor  # where the format has one
+
+    def __init__(
+        self,
+        packed: Packed,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        dtype: torch.dtype | None = None,
+        keep: Keep = "auto",
+    ):
+        super().__init__()
+        self.out_features, self.in_features = packed.shape
+        self.format = packed.format
+        self.activation = activation
+        self.dtype = dtype
+        given = dtype if bias is None else bias.dtype
+        self.weight_dtype = given or torch.get_default_dtype()
+        self.keep: Keep = keep
+        self.scheme = scheme_name(packed.format, activation)
+        self.names = tuple(packed.tensors())  # of the canonical tensors
+        for name, tensor in packed.tensors().items():
+            self.register_buffer(name, tensor)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.backend, self.kernel_scheme = "", self.scheme
+        self.transposed = False  # whether the dense layer holds W^T
+        self.released = False  # whether the canonical tensors are gone
+        self.prepared: Prepared | None = None
+        if packed.planes[0].device.type != "meta":
+            self.prepare()
+
+    @classmethod
+    def empty(
+        cls,
+        scheme: str,
+        shape: tuple[int, int],
+        bias: Tensor | None = None,
+        device: torch.device | str = "meta",
+        keep: Keep = "auto",
+    ) -> "QuantLinear":
+        """A layer without contents, to be filled from a checkpoint."""
+        fmt, activation = parse_scheme(scheme)
+        fmt.check(*shape)
+        tensors = {
+            name: torch.empty(
+                size, dtype=entry.default_dtype if entry else torch.int32, device=device
+            )
+            for name, (size, entry) in tensor_shapes(fmt, shape).items()
+        }
+        return cls(Packed.from_tensors(fmt, shape, tensors), bias, activation, keep=keep)
+
+    @classmethod
+    def instead_of(
+        cls,
+        layer: Any,
+        packed: Packed,
+        activation: str | None,
+        dtype: torch.dtype | None = None,
+    ) -> "QuantLinear":
+        """A layer in the place of a dense one, with its bias."""
+        out = cls(packed, layer.bias, activation, dtype)
+        out.weight_dtype = layer.weight.dtype
+        out.transposed = is_conv1d(layer) or getattr(layer, "transposed", False)
+        return out
+
+    @property
+    def weight(self) -> Tensor:
+        """The decoded weight (N, K), for models that look at it; see the class."""
+        if "weight" in self._parameters:  # a placeholder, while transformers loads the model
+            return cast(Tensor, self._parameters["weight"])
+        if torch.compiler.is_compiling():
+            n, k, spec = self.out_features, self.in_features, self.format.spec
+            return ops.decode([getattr(self, m) for m in self.names], spec, n, k, self.weight_dtype)
+        shape, dtype = (self.out_features, self.in_features), self.weight_dtype
+        kept = self.prepared.layout if self.released and self.prepared else tuple(self.buffers())
+        return DecodedWeight(shape, dtype, kept[0].device, lambda: self.dequantize(dtype))
+
+    @property
+    def packed(self) -> Packed:
+        shape = (self.out_features, self.in_features)
+        if self.released:
+            raise Unsupported(
+                f"{self}: release() has dropped the canonical tensors, and only the "
+                f"{self.backend} backend's layout is left; load the checkpoint again to save, move "
+                "or decode it"
+            )
+        return Packed.from_tensors(self.format, shape, {n: getattr(self, n) for n in self.names})
+
+    def prepare(self, dtype: torch.dtype | None = None) -> "QuantLinear":
+        """Choose a backend for the device that the layer is on, and make its layout.
+
+        Done when the layer is built, loaded or moved; call it after writing to the buffers.
+
+        Args:
+            dtype: of the activations that the layout is for, by default the layer's.
+        """
+        packed = self.packed.stored()
+        device = packed.planes[0].device
+        self.kernel_scheme = scheme_name(packed.format, self.activation)
+        dtype = dtype or self.dtype
+        decoded = self._may_decode(dtype or torch.get_default_dtype(), device)
+        layer = LayerSpec(packed.format, self.activation, packed.shape, device, self.dtype, decoded)
+        self.backend = "dense" if self.keep == "decoded" else choose(layer)
+        kernels = get_backend(self.backend)
+        if decoded and dtype is None and kernels.decodes(self.activation):
+            self.prepared = None  # the first call knows what to decode to
+        else:
+            self.prepared = kernels.prepare(packed, self.activation, dtype, decoded)
+        return self
+
+    def _may_decode(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether a decoded copy may be held."""
+        if self.keep != "auto":
+            return self.keep == "decoded"
+        return dense.fits(self.out_features * self.in_features * dtype.itemsize, device)
+
+    def _prepared_for(self, dtype: torch.dtype) -> Prepared:
+        """The layout for activations of this dtype, made anew if it was made for another."""
+        if self.prepared is None:
+            self.prepare(self.dtype or dtype)
+        prepared = self.prepared
+        assert prepared is not None
+        if prepared.dtype in (None, dtype):
+            return prepared
+        laid_out = f"x is {dtype}, and {self}'s weight is laid out for {prepared.dtype}"
+        if self.released:
+            raise InvalidType(
+                f"{laid_out} alone, since its canonical tensors were released: make the layer "
+                f"with dtype={dtype}"
+            )
+        if prepared.layout[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise Unsupported(
+                f"{laid_out}: call the layer once before capturing a CUDA graph, or make it with "
+                f"dtype={dtype}"
+            )
+        self.prepare(dtype)
+        return self.prepared or prepared
+
+    def release(self) -> "QuantLinear":
+        """Drop the canonical tensors where the backend's layout does without them.
+
+        For inference: it halves the layer's memory on a GPU. Saving, moving or decoding the layer
+        raises RuntimeError from then on. A layer that waits for its first call to be decoded keeps
+        them; give it a dtype.
+        """
+        if self.released:
+            return self
+        if self.prepared is None and self.packed.planes[0].device.type != "meta":
+            self.prepare()  # the contents were loaded and not yet used
+        if self.prepared is not None and get_backend(self.backend).own_layout:
+            self.released = True
+            for name in self.names:
+                if name != "order":
+                    del self._buffers[name]
+        return self
+
+    def forward(self, x: Tensor | Activations) -> Tensor:
+        dtype = x.dtype
+        given: tuple[Any, ...] = ()  # what belongs to activations that are quantized already
+        if isinstance(x, Activations):
+            wanted = CODES.get(self.activation or "")
+            if x.codes.dtype != wanted:
+                raise InvalidType(
+                    f"{self}: x is quantized to {x.codes.dtype}, and it multiplies "
+                    f"{wanted or 'plain activations'}; pass it what they were quantized from"
+                )
+            given = x.scale, x.sums, x.dtype
+            x = x.codes
+        if x.shape[-1] != self.in_features:
+            raise InvalidInput(
+                f"x has {x.shape[-1]} columns, the layer {self.in_features} inputs (K); "
+                "x must be (..., K)"
+            )
+        prepared = self.prepared
+        if prepared is None or prepared.dtype not in (None, dtype):
+            prepared = self._prepared_for(dtype)
+        if self.format.order:
+            x = x.index_select(-1, self.order)
+        args = (self.bias, self.kernel_scheme, self.out_features, self.backend)
+        if not self.released and x.requires_grad and torch.is_grad_enabled():
+            return ops.linear(x, prepared.layout, *args, stored=self._stored())
+        return ops.linear(x, prepared.layout, *args, *given)
+
+    def _stored(self) -> list[Tensor]:
+        """The canonical tensors, which hold the columns in the stored order."""
+        return [getattr(self, name) for name in self.names if name != "order"]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The decoded weight (N, K)."""
+        return self.packed.dequantize().to(dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, scheme={self.scheme!r}, backend={self.backend!r}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
+        if self.released and self.prepared is not None:
+            device = self.prepared.layout[0].device
+            if fn(torch.empty(0, device=device)).device != device:
+                _ = self.packed  # raises
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():  # undo casts, keep moves
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                self._buffers[name] = old if old.device == new.device else old.to(new.device)
+        device = next(iter(self._buffers.values())).device  # type: ignore[union-attr]
+        prepared = self.prepared
+        if prepared and device.type != "meta" and device != prepared.layout[0].device:
+            self.prepare()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if not self.released:
+            self.prepared = None
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        _ = self.packed  # raises when there is nothing to save
+        super()._save_to_state_dict(*args, **kwargs)
+
+
+def dequantize(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Decoded weights (N, K)."""
+    return packed.dequantize().to(dtype)
+
+
+def linear(
+    x: Tensor, packed: Packed, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """y = x W^T + bias for x (..., K). Lays the weight out on every call; QuantLinear only once."""
+    return QuantLinear(packed, bias, activation)(x)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D (GPT-2): a linear layer whose weight is W^T (K, N)."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def check_finite(w: Tensor, name: str) -> None:
+    """Raise ValueError when a weight holds NaN or inf."""
+    if not w.is_floating_point():
+        return
+    # The sum of absolute values is finite only if all are: one pass, no temporary of w's size.
+    if not torch.isfinite(torch.linalg.vector_norm(w, 1, dtype=torch.float32)):
+        bad = (~torch.isfinite(w)).nonzero()
+        if len(bad):
+            at = tuple(bad[0].tolist())
+            raise InvalidInput(
+                f"{name}: {len(bad)} values are NaN or inf, the first at {at}; "
+                "repair the checkpoint"
+            )

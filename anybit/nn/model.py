@@ -1,0 +1,323 @@
+"""The linear layers of a model: dense ones, quantized ones, and how one replaces the other."""
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from anybit.errors import InvalidInput
+from anybit.nn.experts import expert_layers, fused_experts, holds_experts, linear, split
+from anybit.nn.linear import Keep, QuantLinear, is_conv1d
+from anybit.nn.plan import Plan, Spec, patterns_for, plan_of, quantization_config, resolve
+
+log = logging.getLogger(__name__)
+
+
+TINY = 16  # a layer with fewer inputs or outputs (a gate) stays dense, unless a pattern names it
+HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module computes x W^T + bias whenever its weight is used, and nothing else.
+
+    A subclass of nn.Linear with a forward of its own does not: routers of transformers return
+    probabilities. Nor does nn.MultiheadAttention's `out_proj`, which is never called.
+    """
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return False
+    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return plain or is_conv1d(module)
+
+
+def dense_layers(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Names and shapes (N, K) of a model's dense linear layers, its experts included."""
+    linears = {n: m for n, m in model.named_modules() if is_linear(m)}
+    shapes = {n: tuple(weight_of(m).shape) for n, m in linears.items()}
+    return shapes | expert_layers(model)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight (N, K) of a dense linear layer, in its own memory."""
+    weight = cast(Tensor, module.weight)
+    return weight.T if is_conv1d(module) else weight
+
+
+def take_apart(model: nn.Module, names: Iterable[str]) -> None:
+    """Make an nn.Linear of each named layer that the model holds in another way, without a copy."""
+    names = list(names)
+    split(model, names)
+    for name in names:
+        module = model.get_submodule(name)
+        if is_conv1d(module):
+            layer = linear(weight_of(module.requires_grad_(False)))
+            layer.bias = module.bias  # type: ignore[assignment]
+            layer.transposed = True  # type: ignore[assignment]
+            replace(model, name, layer)
+
+
+@contextmanager
+def taken_apart(model: nn.Module) -> Iterator[None]:
+    """Inside, all layers are nn.Linear, with the memory of what they were."""
+    before = dict(fused_experts(model))
+    before |= {name: m for name, m in model.named_modules() if is_conv1d(m)}
+    take_apart(model, dense_layers(model))
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            model.set_submodule(name, module)
+
+
+def linear_at(parent: nn.Module, name: str) -> nn.Linear:
+    """The dense linear layer of this name below a module."""
+    return cast(nn.Linear, parent.get_submodule(name))
+
+
+def linear_schemes(model: nn.Module, spec: Spec | Plan) -> dict[str, str]:
+    """Which layers of a model that is not loaded yet are to be quantized, and how.
+
+    Args:
+        model: A model on the meta device.
+        spec: As in `quantize_`.
+
+    Returns:
+        Schemes by layer.
+
+    Raises:
+        InvalidInput: As `resolve` does, and for a layer whose weight is tied to another's.
+    """
+    schemes = resolve(dense_layers(model), full_plan(model, spec))
+    tied = tied_layers(model)
+    for name in schemes:
+        if name in tied:
+            raise InvalidInput(
+                f"{name} shares its weight with {tied[name]}; keep it: {{'*': ..., '{name}': None}}"
+            )
+    return schemes
+
+
+def full_plan(model: nn.Module, spec: Spec | Plan) -> dict[str, str | None]:
+    """The plan that a spec stands for, with the layers that "*" does not mean.
+
+    These are the output embeddings under whatever name, and layers with fewer than `TINY` inputs or
+    outputs. Weights that are no linear layers, but look like it, are logged.
+
+    Args:
+        model: A dense model; it may be on the meta device.
+        spec: As in `quantize_`.
+
+    Returns:
+        A plan that needs no model to be understood.
+    """
+    plan, shapes = plan_of(spec), dense_layers(model)
+    heads = output_embeddings(model)
+    kept = {
+        name
+        for name, shape in shapes.items()
+        if (name in heads or min(shape) < TINY) and patterns_for(name, plan) == ["*"]
+    }
+    for name in sorted(kept):
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        alike = {other for other in shapes if fnmatchcase(other, pattern)}
+        plan[pattern if alike <= kept else name] = None
+    own = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not is_linear(m)]
+    fused = dict(fused_experts(model))
+    experts = [n for n, m in model.named_modules() if holds_experts(m) and n not in fused]
+    for names, why in (
+        (sorted(kept - heads), f"layers stay dense, with fewer than {TINY} inputs or outputs"),
+        (own, "layers stay dense, which do more than to multiply"),
+        (experts, "blocks of experts stay dense, in a layout that anybit does not know"),
+    ):
+        if names:
+            level = logging.WARNING if names is experts else logging.INFO
+            log.log(level, "%d %s: %s, ...", len(names), why, names[0])
+    return plan
+
+
+def output_embeddings(model: nn.Module) -> set[str]:
+    """The names of a transformers model's output embeddings; the head, or heads in a list."""
+    find = getattr(model, "get_output_embeddings", None)
+    try:
+        found = find() if find else None
+    except (NotImplementedError, AttributeError):  # a model without
+        found = None
+    heads = set() if found is None else set(found.modules())
+    return {name for name, module in model.named_modules() if module in heads}
+
+
+def tied_layers(model: nn.Module) -> dict[str, str]:
+    """Layers whose weights are shared, or will be after loading -> the layer shared with."""
+    keys = getattr(model, "all_tied_weights_keys", {})
+    pairs = [(a.removesuffix(".weight"), b.removesuffix(".weight")) for a, b in keys.items()]
+    return shared_weights(model) | dict(pairs) | {b: a for a, b in pairs}
+
+
+@contextmanager
+def restored_on_error(model: nn.Module) -> Iterator[None]:
+    """On an exception, put back all modules, parameters and buffers that were there before.
+
+    Whether the model was in training mode is restored in any case.
+    """
+    before = [(m, dict(m._modules), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    training = model.training
+    try:
+        yield
+    except BaseException:
+        for module, children, parameters, buffers in before:
+            module._modules, module._parameters, module._buffers = children, parameters, buffers
+        raise
+    finally:
+        model.train(training)
+
+
+def record(model: nn.Module, plan: dict[str, str | None] | None) -> None:
+    """Note the plan on a model and in the config of a transformers model; None removes it."""
+    model.anybit_formats = plan  # type: ignore[assignment]
+    config = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return
+    if plan is not None:  # so that `save_pretrained` writes it too
+        config.quantization_config = quantization_config(plan)  # type: ignore[union-attr]
+    elif hasattr(config, "quantization_config"):
+        del config.quantization_config  # type: ignore[union-attr]
+    for module in model.modules():  # some models of transformers branch on this
+        config = getattr(module, "config", None)
+        if plan is not None and hasattr(config, "to_json_string"):
+            config._is_quantized = True  # type: ignore[union-attr]
+        elif hasattr(config, "_is_quantized"):
+            del config._is_quantized  # type: ignore[union-attr]
+
+
+def plan_in(model: nn.Module) -> dict[str, str | None]:
+    """The plan that describes a model's quantized layers as they are now."""
+    quantized = dict(quantized_layers(model))
+    if not quantized:
+        raise InvalidInput(f"{type(model).__name__} has no quantized layers; quantize_ it first")
+    schemes = {name: layer.scheme for name, layer in quantized.items()}
+    shapes = dense_layers(model) | {
+        n: (m.out_features, m.in_features) for n, m in quantized.items()
+    }
+    with suppress(InvalidInput):  # a layer was replaced since then
+        plan = getattr(model, "anybit_formats", None)
+        if plan and resolve(shapes, plan) == schemes:
+            return plan_of(plan)
+    return {"*": None, **schemes}
+
+
+def shared_weights(model: nn.Module) -> dict[str, str]:
+    """Linear layers whose weight is another module's as well (tied embeddings) -> that module."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            owners.setdefault(id(weight), []).append(name)
+    return {
+        name: next(other for other in names if other != name)
+        for names in owners.values()
+        if len(names) > 1
+        for name in names
+    }
+
+
+def replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in the place of the submodule `name`, whose forward hooks it takes over."""
+    old = model.get_submodule(name)
+    for hooks in HOOKS:
+        setattr(module, hooks, getattr(old, hooks))
+    model.set_submodule(name, module.train(old.training))
+
+
+@contextmanager
+def under_all_names(model: nn.Module) -> Iterator[None]:
+    """What is replaced inside is replaced under every name that the model has for it."""
+    first: dict[int, str] = {}
+    others = [
+        (name, first[id(module)])
+        for name, module in model.named_modules(remove_duplicate=False)
+        if first.setdefault(id(module), name) != name
+    ]
+    yield
+    for other, name in others:
+        with suppress(AttributeError):  # below a module that was replaced as a whole
+            if model.get_submodule(other) is not model.get_submodule(name):
+                model.set_submodule(other, model.get_submodule(name))
+
+
+def quantized_layers(model: nn.Module) -> Iterable[tuple[str, QuantLinear]]:
+    """Names and layers that are quantized."""
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, QuantLinear))
+
+
+def set_keep(model: nn.Module, keep: Keep) -> nn.Module:
+    """Say whether quantized layers may hold decoded copies of their weights; returns the model.
+
+    Args:
+        model: whose layers choose their kernels anew.
+        keep: see `QuantLinear`.
+
+    Raises:
+        RuntimeError: `QuantLinear.release` has dropped what a layer would be decoded from.
+    """
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    for _, layer in quantized_layers(model):
+        same, layer.keep = layer.keep == keep, keep
+        done = same and layer.prepared is not None
+        if not done and not any(buffer.is_meta for buffer in layer.buffers()):
+            layer.prepare(dtype)
+    for backend, text in (
+        ("dense", "are held decoded, in %.2f GB, since no kernel multiplies them here as they are; "
+         "keep='packed' frees that memory and is slower"),
+        ("reference", "are decoded in each call, which is slow; keep='decoded' holds them decoded, "
+         "in %.2f GB"),
+    ):  # fmt: skip
+        found = [layer for _, layer in quantized_layers(model) if layer.backend == backend]
+        if found:
+            size = (dtype or torch.get_default_dtype()).itemsize
+            gigabytes = sum(m.out_features * m.in_features for m in found) * size / 1e9
+            schemes = ", ".join(sorted({layer.scheme for layer in found}))
+            log.info("%d layers (%s) " + text, len(found), schemes, gigabytes)
+    return model
+
+
+def dequantize_(model: nn.Module) -> nn.Module:
+    """Turn quantized layers back into dense ones that hold the decoded weights, in place.
+
+    For speed where memory does not matter: a CPU then decodes each weight once instead of on every
+    call. Activations are no longer quantized.
+
+    Args:
+        model: A model with quantized layers.
+
+    Returns:
+        The model.
+    """
+    with under_all_names(model):
+        for name, layer in list(quantized_layers(model)):
+            replace(model, name, dense_layer(layer))
+    record(model, None)
+    return model
+
+
+def dense_layer(layer: QuantLinear) -> nn.Module:
+    """The dense layer of the decoded weight."""
+    weight = layer.dequantize(layer.weight_dtype)
+    if layer.transposed:
+        from transformers.pytorch_utils import Conv1D
+
+        conv = Conv1D(0, 0)
+        conv.nf, conv.nx = weight.shape
+        conv.weight = nn.Parameter(weight.T.contiguous(), False)
+        conv.bias = layer.bias  # type: ignore[assignment]
+        return conv
+    dense = linear(weight)
+    dense.bias = layer.bias  # type: ignore[assignment]
+    return dense

@@ -1,0 +1,109 @@
+"""The operators behind every quantized layer: traceable, compilable, capturable, differentiable."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.core.format import get_format
+from anybit.core.packed import Packed, tensor_shapes
+from anybit.core.scheme import parse_scheme
+from anybit.errors import InvalidType, Unsupported
+from anybit.kernels.backend import Activations, Prepared
+from anybit.kernels.registry import get_backend
+
+_library = torch.library.Library("anybit", "DEF")
+# layout is `Prepared.layout`. scale, sums and dtype: of quantized activations, whose codes x are.
+# stored: the canonical tensors, which the gradient of x is computed from.
+_library.define(
+    "linear(Tensor x, Tensor[] layout, Tensor? bias, str scheme, int n, str backend, "
+    "Tensor? scale=None, Tensor? sums=None, ScalarType? dtype=None, Tensor[]? stored=None) "
+    "-> Tensor"
+)
+_library.define("decode(Tensor[] stored, str spec, int n, int k, ScalarType dtype) -> Tensor")
+
+
+def _linear(
+    x: Tensor,
+    layout: Sequence[Tensor],
+    bias: Tensor | None,
+    scheme: str,
+    n: int,
+    backend: str,
+    scale: Tensor | None = None,
+    sums: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    stored: Sequence[Tensor] | None = None,
+) -> Tensor:
+    if x.is_cuda and x.device.index != torch.cuda.current_device():  # kernels run on the current
+        with torch.cuda.device(x.device):
+            return _linear(x, layout, bias, scheme, n, backend, scale, sums, dtype)
+    fmt, activation = parse_scheme(scheme)
+    *batch, k = x.shape
+    prepared = Prepared(fmt, (n, k), activation, tuple(layout))
+    rows: Tensor | Activations = x.reshape(-1, k)
+    if scale is not None:
+        if sums is None or dtype is None:
+            raise InvalidType("quantized activations need scale, sums and dtype")
+        rows = Activations(x.reshape(-1, k), scale.reshape(-1), sums.reshape(-1), dtype)
+    return get_backend(backend).linear(rows, prepared, bias).view(*batch, n)
+
+
+def _linear_fake(
+    x: Tensor,
+    layout: Sequence[Tensor],
+    bias: Tensor | None,
+    scheme: str,
+    n: int,
+    backend: str,
+    scale: Tensor | None = None,
+    sums: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    stored: Sequence[Tensor] | None = None,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], n), dtype=dtype or x.dtype)
+
+
+def _decode(stored: Sequence[Tensor], spec: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
+    fmt = get_format(spec)
+    tensors = dict(zip(tensor_shapes(fmt, (n, k)), stored, strict=True))
+    return Packed.from_tensors(fmt, (n, k), tensors).dequantize().to(dtype)
+
+
+def _decode_fake(stored: Sequence[Tensor], spec: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
+    return stored[0].new_empty((n, k), dtype=dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, layout, bias, scheme, *_, stored = inputs
+    ctx.save_for_backward(*(stored or ()))
+    ctx.scheme, ctx.k, ctx.parts = scheme, x.shape[-1], len(layout)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Straight through the rounding of activations: the gradient of x @ W^T + bias."""
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        if not ctx.saved_tensors:
+            raise Unsupported(
+                "a quantized layer whose canonical tensors were released has no gradient; load "
+                "the model again, and do not release it"
+            )
+        spec, n = parse_scheme(ctx.scheme)[0].spec, grad.shape[-1]
+        grad_x = grad @ decode(ctx.saved_tensors, spec, n, ctx.k, grad.dtype)
+    if ctx.needs_input_grad[2]:
+        grad_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+    stored = [None] * len(ctx.saved_tensors) if ctx.saved_tensors else None
+    return grad_x, [None] * ctx.parts, grad_bias, *[None] * 6, stored
+
+
+_library.impl("linear", _linear, "CompositeExplicitAutograd")
+_library.impl("decode", _decode, "CompositeExplicitAutograd")
+torch.library.register_fake("anybit::linear", _linear_fake, lib=_library)
+torch.library.register_fake("anybit::decode", _decode_fake, lib=_library)
+torch.library.register_autograd("anybit::linear", _backward, setup_context=_setup, lib=_library)
+
+linear = torch.ops.anybit.linear.default
+decode = torch.ops.anybit.decode.default

@@ -1,0 +1,162 @@
+"""Plans: which layer of a model gets which scheme, by patterns over module names."""
+
+import json
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from anybit.core.format import Format
+from anybit.core.scheme import parse_scheme, scheme_name
+from anybit.errors import InvalidInput
+from anybit.nn.experts import MIXTRALS, published, unpublished
+from anybit.version import __version__
+
+Spec = str | Format
+Plan = Mapping[str, Spec | None]
+HEADS = ("lm_head", "embed_out", "output_projection")  # output layers, kept unless named
+METHOD, VERSION = "anybit", 1  # in a checkpoint's config.json; VERSION is that of its layout
+
+
+def resolve(shapes: Mapping[str, tuple[int, ...]], spec: Spec | Plan) -> dict[str, str]:
+    """Which scheme each linear layer gets.
+
+    Args:
+        shapes: Shapes (N, K) of a model's linear layers, by name.
+        spec: One format for all, or a plan, as in `quantize_`.
+
+    Returns:
+        Schemes of the layers to be quantized, by name.
+
+    Raises:
+        InvalidInput: A pattern matches no layer or a layer no pattern, a format is unknown or
+            cannot store a layer's shape, or no layer is left to quantize.
+    """
+    plan = plan_of(spec)
+    unused, out = set(plan), {}
+    for name, shape in shapes.items():
+        matches = patterns_for(name, plan)
+        unused -= set(matches) | {p for p in plan if p == "*" and is_head(name)}
+        if not matches:
+            if is_head(name):
+                continue
+            raise InvalidInput(
+                f"no pattern matches layer {name!r}; add '*': None to keep all other layers "
+                f"as they are, or '*': FORMAT to quantize them (patterns: {', '.join(plan)})"
+            )
+        scheme = plan[matches[-1]]
+        if scheme is None:
+            continue
+        try:
+            parse_scheme(scheme)[0].check(*shape)
+        except ValueError as error:
+            raise InvalidInput(f"{name}: {error}") from None
+        out[name] = scheme
+    if unused - {"lm_head"}:
+        raise InvalidInput(
+            f"no layer matches {', '.join(map(repr, sorted(unused)))}; layers are named like "
+            f"{', '.join(map(repr, list(shapes)[:3]))}"
+        )
+    if not out:
+        raise InvalidInput("nothing to quantize: every layer is kept (None), a head or tiny")
+    return out
+
+
+def patterns_for(name: str, plan: Plan) -> list[str]:
+    """The patterns of a plan that match a layer; the last one decides.
+
+    A layer of Mixtral's may be called as its checkpoint or as its model calls it.
+    """
+    names = {name, unpublished(name, MIXTRALS[0]), published(name, MIXTRALS[0])}
+    matches = [p for p in plan if any(fnmatchcase(n, p) for n in names)]
+    return [p for p in matches if not (p == "*" and is_head(name))]
+
+
+def plan_of(spec: Spec | Plan | Iterable[tuple[str, Spec | None]]) -> dict[str, str | None]:
+    """The plan that a spec, or a list of (pattern, spec), stands for, in canonical spec strings."""
+    plan: dict[str, Spec | None] = {"*": spec} if isinstance(spec, Spec) else dict(spec)
+    return {p: None if value is None else canonical(value) for p, value in plan.items()}
+
+
+def quantization_config(plan: Plan) -> dict[str, Any]:
+    """What config.json says about a model that was quantized by this plan.
+
+    `formats` maps patterns to formats, or is a list of such pairs when the patterns are in another
+    order than the alphabet's: transformers sorts the keys of config.json, and the last match wins.
+    """
+    formats = dict(plan) if list(plan) == sorted(plan) else [list(pair) for pair in plan.items()]
+    return {"quant_method": METHOD, "version": VERSION, "formats": formats}
+
+
+def stored_plan(config: Mapping[str, Any]) -> dict[str, str | None]:
+    """The plan that a checkpoint's `quantization_config` holds; the inverse of the above.
+
+    Raises:
+        InvalidInput: for a newer layout than this anybit reads, and for other keys than ours.
+    """
+    version, formats = config.get("version", VERSION), config.get("formats")
+    if not isinstance(version, int) or version > VERSION:
+        raise InvalidInput(
+            f"the checkpoint has layout version {version}, anybit {__version__} reads up to "
+            f"{VERSION}; upgrade anybit"
+        )
+    strange = config.keys() - {"quant_method", "version", "formats"}
+    if formats is None or config.get("quant_method") != METHOD or strange:
+        given = {key: value for key, value in config.items() if key != "version"}
+        raise InvalidInput(f"anybit's quantization_config has formats and version, not {given}")
+    return plan_of(formats)
+
+
+def canonical(spec: Spec) -> str:
+    """The spec string of a format or scheme in its shortest form."""
+    return spec.spec if isinstance(spec, Format) else scheme_name(*parse_scheme(spec))
+
+
+def is_head(name: str) -> bool:
+    """Whether a layer is the model's output head, which plans keep unless they name it."""
+    return name.rpartition(".")[2] in HEADS
+
+
+def plan_from(formats: list[str]) -> dict[str, str | None]:
+    """A plan from the `--format` options of a command.
+
+    Args:
+        formats: Like ["int3", "*.down_proj=int4:group=64", "*.q_proj=none"]. Options of a spec
+            contain "=" as well, but only after a ":", which no module name has.
+
+    Returns:
+        {pattern: spec or None}.
+
+    Raises:
+        InvalidInput: A pattern is given twice, or a part is empty.
+    """
+    plan: dict[str, str | None] = {}
+    for text in formats:
+        pattern, equals, spec = text.partition("=")
+        if not equals or ":" in pattern:
+            pattern, spec = "*", text
+        pattern, spec = pattern.strip(), spec.strip()
+        if pattern in plan:
+            raise InvalidInput(f"--format is given twice for {pattern!r}; which one is meant?")
+        if not pattern or not spec:
+            raise InvalidInput(f"--format {text!r}: write FORMAT or PATTERN=FORMAT")
+        plan[pattern] = None if spec.lower() == "none" else spec
+    return plan
+
+
+def read_plan(path: Path) -> dict[str, str | None]:
+    """A plan from a JSON file.
+
+    Raises:
+        InvalidInput: The file is not a JSON object of strings and nulls.
+        FileNotFoundError: There is no such file.
+    """
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidInput(f"{path} is not JSON: {error}") from None
+    if not isinstance(plan, dict) or not all(
+        v is None or isinstance(v, str) for v in plan.values()
+    ):
+        raise InvalidInput(f'{path} is not a plan; write {{"*": "int4", "*.down_proj": null}}')
+    return plan

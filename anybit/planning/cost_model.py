@@ -1,0 +1,127 @@
+"""The cost model of a quantized matrix product (LiquidGEMM, section 3.2, equations 3 to 6).
+
+Three rates of a device and three numbers of a kernel say what a product is bound by: weights must
+be read, decoded on the CUDA cores, and multiplied on the tensor cores. `anybit plan --roofline`
+prints it beside measured times.
+"""
+
+import math
+from dataclasses import dataclass
+
+from anybit.core.scheme import parse_scheme
+from anybit.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates from the datasheet.
+
+    Attributes:
+        name: The GPU's name.
+        bandwidth: Bytes/s from memory.
+        alu: 32-bit instructions/s of the CUDA cores, one lane each.
+        mma: Operations/s of the tensor cores by operand ("int8", "fp8", "fp16"); an FMA is two.
+    """
+
+    name: str
+    bandwidth: float
+    alu: float
+    mma: dict[str, float]
+
+
+DEVICES = {
+    "a100": Device("A100 80 GB", 2.0e12, 19.5e12 / 2, {"int8": 624e12, "fp16": 312e12}),
+    "h100": Device("H100 SXM", 3.35e12, 34e12, {"int8": 1979e12, "fp8": 1979e12, "fp16": 989e12}),
+    "h200": Device("H200", 4.8e12, 34e12, {"int8": 1979e12, "fp8": 1979e12, "fp16": 989e12}),
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The predicted time of one product, in seconds.
+
+    Attributes:
+        load: Time in which the weights are read.
+        decode: Time in which the CUDA cores decode them.
+        multiply: Time in which the tensor cores multiply.
+        seconds: Time of the product, in which these overlap.
+    """
+
+    load: float
+    decode: float
+    multiply: float
+    seconds: float
+
+    @property
+    def bound(self) -> str:
+        """What takes longest: "memory", "decoding" or "tensor core"."""
+        names = {"memory": self.load, "decoding": self.decode, "tensor core": self.multiply}
+        return max(names, key=names.__getitem__)
+
+
+def cost(
+    device: Device,
+    m: int,
+    n: int,
+    k: int,
+    bits: float,
+    operand: str,
+    alpha: float = 0.0,
+    tile: int = 256,
+    overlap: bool = True,
+) -> Cost:
+    """Equation 6 for y (m, n) = x (m, k) w (n, k)^T.
+
+    Args:
+        device: One of `DEVICES`, or rates of another GPU.
+        m: Tokens.
+        n: Outputs.
+        k: Inputs.
+        bits: Stored bits of a weight.
+        operand: What the tensor core multiplies: a key of `device.mma`.
+        alpha: Instructions that decode one weight.
+        tile: Tokens of a tile; each tile reads and decodes the weights again.
+        overlap: Decoding overlaps with the products (the paper's pipeline); without it they
+            alternate, as the equation has it.
+
+    Raises:
+        InvalidInput: The device's tensor cores do not take the operand.
+    """
+    if operand not in device.mma:
+        raise InvalidInput(
+            f"{device.name} has no tensor core for {operand!r}; it has {', '.join(device.mma)}"
+        )
+    passes = math.ceil(m / tile)
+    load = passes * n * k * bits / 8 / device.bandwidth
+    decode = passes * alpha * n * k / device.alu
+    multiply = passes * min(tile, m) * 2 * n * k / device.mma[operand]
+    compute = max(decode, multiply) if overlap else decode + multiply
+    return Cost(load, decode, multiply, max(load, compute))
+
+
+def threshold(device: Device, bits: float, operand: str) -> float:
+    """Tokens from which on a product is bound by the tensor core: T_LD = T_MMA (section 3.3)."""
+    return bits / 8 / device.bandwidth * device.mma[operand] / 2
+
+
+def operand_of(scheme: str) -> str:
+    """The tensor core's operand: "int8", "fp8", or "fp16", which stands for bf16 too."""
+    return parse_scheme(scheme)[1] or "fp16"
+
+
+def instructions(scheme: str) -> float:
+    """alpha: instructions with which the Hopper kernels decode one weight.
+
+    Counted on the decoder (`Decoder.instructions`), for fp16 where activations are not quantized.
+
+    Raises:
+        InvalidInput: These kernels do not decode the scheme.
+    """
+    from anybit.kernels.hopper.decode import decoder
+
+    fmt, activation = parse_scheme(scheme)
+    operands = {None: "float16", "int8": "int8", "fp8": "float8_e4m3fn"}
+    d = decoder(fmt, operands[activation])
+    if isinstance(d, str):
+        raise InvalidInput(f"{scheme}: {d}")
+    return d.instructions / 32

@@ -1,0 +1,155 @@
+"""`Quantizer`: the one interface of all methods that choose codes, and how layers are replaced."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from anybit.core.format import Format
+from anybit.core.packed import Packed
+from anybit.core.scheme import parse_scheme
+from anybit.errors import InvalidInput
+from anybit.nn.linear import QuantLinear
+from anybit.nn.model import linear_at, replace
+from anybit.quantizers.calibration.data import Calibration, Source
+from anybit.quantizers.calibration.statistics import Statistics
+
+
+class Quantizer:
+    """Chooses the codes of weights. A subclass implements `quantize`; that is enough.
+
+    A calibrated quantizer also sets `needs`, and has a field `calibration`. The model then runs on
+    that data block by block, each block on the outputs of the quantized blocks before it, and
+    `transform`, `quantize_block` and `quantize` are called with what was observed:
+
+        >>> @dataclass(frozen=True)
+        ... class Mine(Quantizer):
+        ...     calibration: Source | Calibration | None = field(default=None, repr=False)
+        ...     needs = ("hessian",)
+        ...
+        ...     def quantize(self, w, fmt, statistics=None): ...
+
+    A calibration that was interrupted goes on only with a quantizer of the same `repr`, which
+    should therefore name all settings, and not the calibration data.
+    """
+
+    # Properties, so that a subclass may have a field, a class attribute or a property instead.
+
+    @property
+    def calibration(self) -> Source | Calibration | None:
+        """The data to calibrate on; None for a quantizer that needs none, or was given none."""
+        return None
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the fields of `Statistics` to collect; none for a data-free quantizer."""
+        return ()
+
+    @property
+    def whole_block(self) -> bool:
+        """Whether `quantize_block` must get all layers of a block at once.
+
+        Otherwise layers whose Hessians would take more memory than the block (experts) come in
+        several calls.
+        """
+        return False
+
+    def quantize(self, w: Tensor, fmt: Format, statistics: Statistics | None = None) -> Packed:
+        """Choose the codes of one weight.
+
+        Args:
+            w: Weights (N, K) of any float dtype, finite, in a shape that the format can store.
+            fmt: The format to store them in.
+            statistics: Of the layer's inputs, with the fields in `needs`.
+
+        Returns:
+            The packed weight, on the device of `w`.
+
+        Raises:
+            InvalidInput: A calibrated quantizer was given no statistics.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.quantize")
+
+    def transform(
+        self,
+        block: nn.Module,
+        schemes: Mapping[str, str],
+        statistics: dict[str, Statistics],
+        output: Callable[[], Tensor],
+    ) -> dict[str, Statistics]:
+        """Rewrite a block before its layers are quantized, without changing what it computes.
+
+        Args:
+            block: A decoder block, still dense.
+            schemes: The block's layers to be quantized, by names relative to it.
+            statistics: Of each of these layers.
+            output: Computes the block's output for a little of the data.
+
+        Returns:
+            The statistics after the change.
+        """
+        return statistics
+
+    def quantize_block(
+        self,
+        block: nn.Module,
+        schemes: Mapping[str, str],
+        statistics: Mapping[str, Statistics],
+        outputs: Sequence[Callable[[], Tensor]],
+    ) -> None:
+        """Quantize a block's layers in place.
+
+        Args:
+            block: The block after `transform`.
+            schemes: The layers to quantize, by names relative to the block.
+            statistics: Of each of these layers.
+            outputs: For each batch of the data, computes the output of the block as it is then.
+        """
+        quantize_layers(block, schemes, self, statistics)
+
+    def check_statistics(self, statistics: Statistics | None) -> Statistics:
+        """The statistics; InvalidInput when there are none."""
+        if statistics is None:
+            raise InvalidInput(
+                f"{type(self).__name__} needs statistics of the layer's inputs "
+                f"({', '.join(self.needs)}); quantize the whole model with quantize_, or this "
+                "weight with a data-free quantizer (RTN, Clip, HQQ)"
+            )
+        return statistics
+
+
+def quantize_layers(
+    parent: nn.Module,
+    schemes: Mapping[str, str],
+    quantizer: Quantizer,
+    statistics: Mapping[str, Statistics],
+) -> None:
+    """Quantize linear layers below a module by their statistics, in place.
+
+    Layers of one scheme that read the same input (whose statistics are one object) are quantized
+    as one weight, since they share the costly part: GPTQ's factorization and loop over columns.
+
+    Args:
+        parent: The module that holds the layers.
+        schemes: Schemes of the layers, by names relative to `parent`.
+        quantizer: Chooses the codes.
+        statistics: Of each layer.
+    """
+    alike: dict[tuple[str, object], list[str]] = {}
+    for name, scheme in schemes.items():
+        shared = id(statistics[name]) if parse_scheme(scheme)[0].rowwise else name
+        alike.setdefault((scheme, shared), []).append(name)
+    for (scheme, _), names in alike.items():
+        fmt, activation = parse_scheme(scheme)
+        layers = [linear_at(parent, name) for name in names]
+        weights = [layer.weight.detach() for layer in layers]
+        whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+        packed, start = quantizer.quantize(whole, fmt, statistics[names[0]]), 0
+        for name, layer in zip(names, layers, strict=True):
+            part = packed
+            if len(names) > 1:  # copies, so that a checkpoint finds no tensors that share memory
+                rows = packed.rows(slice(start, start := start + layer.out_features))
+                tensors = {key: t.clone() for key, t in rows.tensors().items()}
+                part = Packed.from_tensors(fmt, rows.shape, tensors)
+            quantized = QuantLinear.instead_of(layer, part, activation, layer.weight.dtype)
+            replace(parent, name, quantized)

@@ -1,0 +1,223 @@
+"""Calibration: run a model block by block, and quantize its layers by what they saw.
+
+The blocks of a decoder are quantized in order. Each one is run on the outputs of the quantized
+blocks before it: once to collect statistics of its layers' inputs, and once, quantized, to make
+the inputs of the next.
+"""
+
+import json
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from anybit.errors import InvalidInput
+from anybit.nn.experts import of_all_experts
+from anybit.nn.linear import QuantLinear
+from anybit.nn.model import linear_at, restored_on_error, weight_of
+from anybit.progress import progress
+from anybit.quantizers.base import Quantizer, quantize_layers
+from anybit.quantizers.calibration.block_runner import BlockRunner, find_blocks
+from anybit.quantizers.calibration.data import Calibration
+from anybit.quantizers.calibration.memory import (
+    forget_dtypes,
+    freed_at_once,
+    on_device,
+    trim_memory,
+)
+from anybit.quantizers.calibration.resume import FinishedBlocks, digest
+from anybit.quantizers.calibration.statistics import Statistics
+from anybit.quantizers.calibration.stored_blocks import StoredBlocks
+from anybit.quantizers.columns import recordings
+
+T = TypeVar("T")
+
+
+def calibration_of(quantizer: Quantizer) -> Calibration:
+    """The data of a calibrated quantizer; InvalidInput when it was given none."""
+    source = quantizer.calibration
+    if source is None:
+        name = type(quantizer).__name__
+        raise InvalidInput(
+            f"{name} needs data to calibrate on: {name}(calibration=['some text', ...]), token "
+            "ids, or a .txt or .jsonl file"
+        )
+    return source if isinstance(source, Calibration) else Calibration(source)
+
+
+def calibrate(
+    model: nn.Module,
+    schemes: Mapping[str, str],
+    quantizer: Quantizer,
+    calibration: Calibration,
+    show_progress: bool | None = None,
+    stored: StoredBlocks | None = None,
+) -> None:
+    """Quantize layers in place, block by block, with a calibrated quantizer.
+
+    On a machine with a GPU, a model on the CPU visits it block by block. An error or an interrupt
+    puts the dense layers back; with `Calibration(work=...)` finished blocks are on disk by then,
+    and the next run with the same settings goes on from there.
+
+    Args:
+        model: A decoder.
+        schemes: Schemes of the layers to quantize, by name.
+        quantizer: Chooses the codes.
+        calibration: The data to run the model on.
+        show_progress: As in `quantize_`.
+        stored: Where the weights of blocks on the meta device are; each block is then in memory
+            only while it is at work, and ends up in the work folder alone.
+
+    Raises:
+        InvalidInput: The model has no list of blocks, the data does not fit the model, NaN or inf
+            appear, or the work folder holds blocks that were made with other settings.
+
+    Warns:
+        UserWarning: Layers saw fewer tokens than they have inputs.
+    """
+    ids = calibration.tokens(model)
+    prefix, blocks = find_blocks(model, list(schemes))
+    runner = BlockRunner(model, blocks, ids)
+    settings = settings_of(model, schemes, quantizer, calibration, ids, stored)
+    config = getattr(model, "config", None)
+    finished = FinishedBlocks(calibration.work, settings, getattr(config, "model_type", None))
+    weights = {name: linear_at(model, name).weight.numel() for name in schemes}
+    few: dict[str, int] = {}
+    saving = freed_at_once() if stored else nullcontext()
+    with restored_on_error(model), recordings(), saving, torch.no_grad():
+        model.eval()
+        with progress("calibrating", sum(weights.values()), show_progress) as step:
+            for index, block in enumerate(blocks):
+                start = f"{prefix}.{index}."
+                own = inside(schemes, start)
+                loaded = stored.loaded(block, start) if stored else nullcontext()
+                with loaded, on_device(block, runner.device):
+                    if not finished.restore(index, block, own, start) and own:
+                        few |= quantize_block(block, own, quantizer, runner, index, start)
+                    runner.advance(index, calibration.kv_scales)
+                    finished.save(index, block, start)
+                trim_memory()
+                step(sum(inside(weights, start).values()), start[:-1])
+            outside = {n: s for n, s in schemes.items() if not n.startswith(f"{prefix}.")}
+            if outside:
+                statistics = runner.collect(len(blocks), outside, quantizer.needs)
+                few |= too_few_tokens(statistics, model, "")
+                quantize_layers(model, outside, quantizer, statistics)
+                forget_dtypes(model.get_submodule(name) for name in outside)
+                step(sum(weights[name] for name in outside))
+    if few:
+        listed = ", ".join(f"{name} ({tokens})" for name, tokens in list(few.items())[:8])
+        warnings.warn(
+            f"{len(few)} layers saw fewer calibration tokens than they have inputs (K), so they "
+            f"are calibrated badly, or at 0 tokens rounded to nearest: {listed}"
+            f"{', ...' if len(few) > 8 else ''}. Give more data",
+            stacklevel=3,
+        )
+
+
+def quantize_block(
+    block: nn.Module,
+    schemes: Mapping[str, str],
+    quantizer: Quantizer,
+    runner: BlockRunner,
+    index: int,
+    prefix: str,
+) -> dict[str, int]:
+    """Collect statistics of one block's layers, transform it and quantize it.
+
+    Args:
+        block: Block `index` of the runner.
+        schemes: Its layers to quantize, by names relative to it.
+        quantizer: Chooses the codes.
+        runner: Holds the block's inputs.
+        index: Of the block.
+        prefix: The block's name in the model, with a dot at its end.
+
+    Returns:
+        Names of the layers that saw fewer tokens than they have inputs, and how many they saw.
+    """
+    output, outputs = partial(runner.output, index), runner.outputs(index)
+    needs, few = quantizer.needs, dict[str, int]()
+    split = "hessian" in needs and not quantizer.whole_block
+    parts = split_by_memory(block, schemes) if split else [dict(schemes)]
+    if len(parts) > 1:  # without Hessians, what `transform` needs of all layers is small
+        light = tuple(name for name in needs if name != "hessian")
+        quantizer.transform(block, schemes, runner.collect(index, schemes, light), output)
+    for part in parts:
+        statistics = runner.collect(index, part, needs)
+        few |= too_few_tokens(statistics, block, prefix)
+        if len(parts) == 1:
+            statistics = quantizer.transform(block, part, statistics, output)
+        quantizer.quantize_block(block, part, statistics, outputs)
+    return few
+
+
+def split_by_memory(block: nn.Module, schemes: Mapping[str, str]) -> list[dict[str, str]]:
+    """A block's layers in parts whose Hessians, 4 K^2 bytes each, are no larger than the block.
+
+    Only experts are split, since all other layers share few inputs. The others come first.
+    """
+    rest = [name for name in schemes if name == of_all_experts(name)]
+    experts = (name for name in schemes if name != of_all_experts(name))
+
+    def size(names: list[str]) -> int:
+        return sum(4 * inputs_of(block, name) ** 2 for name in names)
+
+    parts, filled, limit = [rest], size(rest), sum(p.nbytes for p in block.parameters())
+    for _, own in groupby(experts, lambda name: name.rpartition(".")[0]):
+        names = list(own)
+        if filled and filled + size(names) > limit:
+            parts.append([])
+            filled = 0
+        parts[-1] += names
+        filled += size(names)
+    return [{name: schemes[name] for name in part} for part in parts]
+
+
+def inputs_of(parent: nn.Module, name: str) -> int:
+    """K of a dense or quantized layer below a module."""
+    layer = parent.get_submodule(name)
+    return layer.in_features if isinstance(layer, QuantLinear) else weight_of(layer).shape[1]
+
+
+def inside(values: Mapping[str, T], prefix: str) -> dict[str, T]:
+    """The entries below `prefix`, by their names relative to it."""
+    return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+
+
+def too_few_tokens(
+    statistics: Mapping[str, Statistics], parent: nn.Module, prefix: str
+) -> dict[str, int]:
+    """Layers that saw fewer tokens than they have inputs (rare experts), and how many."""
+    return {
+        prefix + name: one.tokens
+        for name, one in statistics.items()
+        if one.tokens < inputs_of(parent, name)
+    }
+
+
+def settings_of(
+    model: nn.Module,
+    schemes: Mapping[str, str],
+    quantizer: Quantizer,
+    calibration: Calibration,
+    ids: Tensor,
+    stored: StoredBlocks | None,
+) -> dict[str, str]:
+    """What a resumed run must have in common with the one before, by name."""
+    if stored:
+        identity = stored.identity
+    else:
+        identity = f"weights {digest([linear_at(model, name).weight for name in schemes])}"
+    return {
+        "model": f"{type(model).__name__}, {identity}",
+        "quantizer": repr(quantizer),
+        "data": f"{ids.shape[0]} samples of {ids.shape[1]} tokens, {digest([ids])}",
+        "formats": json.dumps(dict(schemes)),
+        "kv_scales": str(calibration.kv_scales),
+    }

@@ -1,0 +1,72 @@
+"""Statistics of the inputs of a linear layer, which calibrated quantizers go by."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+SAMPLE = 512  # input rows that `Statistics.sample` keeps
+
+
+@dataclass
+class Statistics:
+    """Statistics of the inputs x (T, K) of a linear layer, on the device of x.
+
+    Only the fields that a quantizer names in `Quantizer.needs` are collected. All others, and all
+    of a layer that saw no token, are empty tensors of shape (0,).
+
+    Attributes:
+        tokens: T, the number of input rows; always counted.
+        hessian: The second moment, mean of x x^T, (K, K) fp32. It is half the Hessian of the
+            layer's mean squared output error (GPTQ's H, up to a factor).
+        amax: max |x| of every channel, (K,) fp32.
+        mean_abs: Mean |x| of every channel, (K,) fp32.
+        sample: About 512 rows of x, evenly spaced, (S, K) in the dtype of x.
+    """
+
+    tokens: int = 0
+    hessian: Tensor = field(default_factory=lambda: torch.empty(0))
+    amax: Tensor = field(default_factory=lambda: torch.empty(0))
+    mean_abs: Tensor = field(default_factory=lambda: torch.empty(0))
+    sample: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def add(self, x: Tensor, needs: tuple[str, ...], every: int) -> None:
+        """Update with more inputs.
+
+        Args:
+            x: Inputs (T, K) of any float dtype.
+            needs: Names of the fields to update.
+            every: Distance of the sampled rows.
+        """
+        before, self.tokens = self.tokens, self.tokens + len(x)
+        if not len(x):
+            return
+        share = len(x) / self.tokens
+        wide = x.float()
+        if "hessian" in needs:
+            if not self.hessian.numel():
+                self.hessian = wide.new_zeros(x.shape[1], x.shape[1])
+            self.hessian.addmm_(wide.T, wide, beta=1 - share, alpha=share / len(x))
+        if "amax" in needs:
+            amax = wide.abs().amax(0)
+            self.amax = torch.maximum(self.amax, amax) if before else amax
+        if "mean_abs" in needs:
+            mean = wide.abs().mean(0)
+            self.mean_abs = self.mean_abs.lerp(mean, share) if before else mean
+        if "sample" in needs:
+            rows = x[-before % every :: every]
+            self.sample = torch.cat((self.sample, rows)) if before else rows.clone()
+
+    def divided(self, s: Tensor) -> "Statistics":
+        """The statistics of x / s, for a scale s (K,) per channel."""
+        return Statistics(
+            self.tokens,
+            self.hessian / s / s[:, None] if self.hessian.numel() else self.hessian,
+            self.amax / s if self.amax.numel() else self.amax,
+            self.mean_abs / s if self.mean_abs.numel() else self.mean_abs,
+            (self.sample.float() / s).to(self.sample.dtype) if self.sample.numel() else self.sample,
+        )
+
+    def finite(self) -> bool:
+        """Whether the inputs held neither NaN nor inf."""
+        return all(torch.isfinite(t.sum()) for t in (self.hessian, self.amax, self.mean_abs))

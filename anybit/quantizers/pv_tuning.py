@@ -1,0 +1,418 @@
+"""Fine-tuning of quantized models: grids and norms by Adam, and codes by PV-tuning.
+
+A quantized model has continuous parameters (codebooks, scales, norms) and discrete ones (codes).
+PV-tuning (Malinovskii et al., 2024, https://arxiv.org/abs/2405.14852) alternates between them:
+gradient steps for the first with the codes fixed, and then new codes for few vectors, those whose
+weights the gradients move the most.
+Moving few of them is what allows a step that is long enough to reach another code. Here a move is
+kept only if it lowers the loss on another batch; else it is taken back, and half as many codes are
+tried the next time.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from anybit.core.format import Format, Grid, store_scale
+from anybit.core.packed import Packed
+from anybit.errors import InvalidInput
+from anybit.nn.linear import QuantLinear
+from anybit.progress import progress
+from anybit.quantizers.calibration.data import Calibration, Source
+
+ROWS = 1024  # positions whose log-probabilities are held in fp32 at a time
+BETAS = (0.9, 0.95)  # of Adam
+LOOK = 50  # vectors that are encoded anew for each whose codes may change
+MEMORY = 0.95  # of the mean squared gradients of weights, from one step to the next
+
+
+def pv_tune(
+    model: nn.Module,
+    dense: nn.Module,
+    calibration: Source | Calibration,
+    *,
+    steps: int = 200,
+    batch: int = 4,
+    rate: float = 4e-3,
+    share: float = 0.002,
+    reach: float = 0.3,
+    every: int = 4,
+    seed: int = 0,
+    show_progress: bool | None = None,
+) -> list[float]:
+    """Tune a quantized model's grids, norms and codes in place, to predict what a dense one does.
+
+    Minimizes the mean KL(dense || model) over all tokens, end to end. Any format's floating-point
+    grid is tuned (scales, codebooks); activations are not quantized meanwhile. An error or an
+    interrupt leaves the model as it was. Memory, on top of both models, for every weight: the
+    decoded one, its gradient and, with share > 0, its accumulated change.
+
+    Args:
+        model: A quantized model.
+        dense: The dense model that it should agree with; may be on another device.
+        calibration: The data to tune on: texts, token ids, a file or a `Calibration`.
+        steps: Of Adam, of `batch` samples each; the rates fall to zero along a cosine.
+        batch: Samples in a step.
+        rate: Learning rate of the grids and norms, as a fraction of each tensor's root mean square.
+            On pico 0.004 was better than 0.001, 0.002 and 0.01 for 2-bit codebooks, and than 0.001
+            for int2.
+        share: Fraction of each layer's codes that may change at once; 0 leaves them as they are.
+        reach: How far the weights of such a vector move before they are encoded anew, as a fraction
+            of the layer's root mean square.
+        every: Steps from one change of codes to the next.
+        seed: Of the order of the samples.
+        show_progress: As in `quantize_`.
+
+    Returns:
+        The loss of every step, nats per token.
+
+    Raises:
+        InvalidInput: The model has no quantized layers, an argument is out of range, the data does
+            not fit the model, or gradients hold NaN or inf.
+    """
+    if not any(isinstance(m, QuantLinear) for m in model.modules()):
+        raise InvalidInput("the model has no quantized layers to tune; call quantize_ first")
+    if not (0 <= share <= 1 and every >= 1 and batch >= 1 and steps >= 1):
+        raise InvalidInput(
+            f"share={share} must be in 0..1; every={every}, batch={batch} and steps={steps} 1 or "
+            "more"
+        )
+    if not isinstance(calibration, Calibration):
+        calibration = Calibration(calibration)
+    ids = calibration.tokens(dense)
+    home, other = next(model.parameters()).device, next(dense.parameters()).device
+    losses = []
+    training, most = (model.training, dense.training), share
+    others = epochs(len(ids), batch, steps, seed + 1)
+
+    def sample_of(rows: list[int]) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return ids[rows].to(home), logits_of(dense, ids[rows].to(other)).to(home)
+
+    def loss_on(sample: Tensor, wanted: Tensor) -> Tensor:
+        return divergence(logits_of(model, sample), wanted)
+
+    model.eval(), dense.eval()
+    try:
+        with (
+            progress("tuning", steps, show_progress) as done,
+            Tuning(model, rate, steps) as tuning,
+        ):
+            for number, rows in enumerate(epochs(len(ids), batch, steps, seed)):
+                loss = loss_on(*sample_of(rows))
+                tuning.step(loss, keep=share > 0)
+                if share and number % every == every - 1:
+                    check = sample_of(next(others))
+                    with torch.no_grad():
+                        before = loss_on(*check)
+                        tuning.move_codes(share, reach)
+                        worse = bool(loss_on(*check) >= before)
+                    if worse:
+                        tuning.take_back()
+                    share = share / 2 if worse else min(most, share * 2)
+                losses.append(loss.item())
+                done(1, f"KL {losses[-1]:.4f}")
+    finally:
+        model.train(training[0]), dense.train(training[1])
+    return losses
+
+
+def tune_block(
+    block: nn.Module,
+    outputs: Sequence[Callable[[], Tensor]],
+    targets: Sequence[Tensor],
+    steps: int,
+    rate: float,
+    seed: int = 0,
+) -> list[float]:
+    """Tune a block's grids and norms in place, so that its outputs come close to `targets`.
+
+    Args:
+        block: A block with quantized layers.
+        outputs: For each batch, computes the block's output as it is then.
+        targets: For each batch, the output to come close to.
+        steps: Of Adam, of one batch each.
+        rate: Learning rate, as a fraction of each tensor's root mean square.
+        seed: Of the order of the batches.
+
+    Returns:
+        The relative squared error of every step's batch.
+    """
+    losses = []
+    power = sum(t.float().square().mean() for t in targets) / len(targets)
+    with torch.enable_grad(), Tuning(block, rate, steps) as tuning:
+        for rows in epochs(len(outputs), 1, steps, seed):
+            at = rows[0]
+            out = outputs[at]().float()
+            loss = (out - targets[at].to(out)).square().mean() / power
+            tuning.step(loss)
+            losses.append(loss.item())
+    return losses
+
+
+class Tuning:
+    """A context in which the quantized layers and norms of a module follow gradients.
+
+    On leaving, the layers are quantized ones again, with what was learned; after an exception, as
+    they were.
+
+    Args:
+        module: A model or a block.
+        rate: Learning rate of Adam, as a fraction of each tensor's root mean square.
+        steps: After which it has fallen to zero.
+    """
+
+    def __init__(self, module: nn.Module, rate: float, steps: int):
+        self.module, self.rate, self.steps = module, rate, steps
+        self.number = 0
+        self.before = {n: m for n, m in module.named_modules() if isinstance(m, QuantLinear)}
+        self.layers = {name: TunedLayer(layer) for name, layer in self.before.items()}
+        self.owners = norms_of(module)
+        self.norms_before = [owner._parameters[name] for owner, name in self.owners]
+        self.norms = [nn.Parameter(p.detach().clone()) for p in self.norms_before if p is not None]
+        self.units = [rms(p) for p in self.norms]
+        self.masters = [
+            (p.detach().float() / u).requires_grad_()
+            for p, u in zip(self.norms, self.units, strict=True)
+        ]
+        own = [p for layer in self.layers.values() for p in layer.masters.values()]
+        self.adam = torch.optim.Adam([*own, *self.masters], betas=BETAS)
+
+    def __enter__(self) -> "Tuning":
+        for name, layer in self.layers.items():
+            self.module.set_submodule(name, layer)
+        for (owner, name), norm in zip(self.owners, self.norms, strict=True):
+            owner._parameters[name] = norm
+        return self
+
+    def step(self, loss: Tensor, keep: bool = False) -> None:
+        """One step of Adam; the gradient of decoded weights is passed on to their grids.
+
+        Args:
+            loss: A scalar of the module's outputs.
+            keep: Add the gradients to those that `move_codes` goes by.
+
+        Raises:
+            InvalidInput: Gradients hold NaN or inf.
+        """
+        layers = list(self.layers.values())
+        gradients = torch.autograd.grad(loss, [*(t.weight for t in layers), *self.norms])
+        if not all(torch.isfinite(g.sum()) for g in gradients):
+            raise InvalidInput(
+                f"the gradients of tuning step {self.number} hold NaN or inf; try a lower rate, "
+                "or the model in bfloat16 or float32"
+            )
+        falling = 0.5 + 0.5 * math.cos(math.pi * self.number / self.steps)
+        self.number += 1
+        for layer, gradient in zip(layers, gradients, strict=False):
+            layer.learn(gradient.float(), keep)
+        for master, unit, gradient in zip(
+            self.masters, self.units, gradients[len(layers) :], strict=True
+        ):
+            master.grad = gradient.float() * unit
+        for group in self.adam.param_groups:
+            group["lr"] = self.rate * falling
+        self.adam.step()
+        with torch.no_grad():
+            for norm, master, unit in zip(self.norms, self.masters, self.units, strict=True):
+                norm.copy_(master * unit)
+        for layer in layers:
+            layer.refresh()
+
+    def move_codes(self, share: float, reach: float) -> int:
+        """New codes for the vectors that gradients move the most; how many were changed."""
+        return sum(layer.move_codes(share, reach) for layer in self.layers.values())
+
+    def take_back(self) -> None:
+        """Undo the last `move_codes`."""
+        for layer in self.layers.values():
+            layer.take_back()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for (owner, name), norm in zip(self.owners, self.norms_before, strict=True):
+            if kind is not None:
+                owner._parameters[name] = norm
+        for name, layer in self.before.items():
+            new = layer if kind is not None else self.layers[name].quantized()
+            self.module.set_submodule(name, new)
+
+
+class TunedLayer(nn.Module):
+    """A quantized layer that follows gradients: its grid by Adam, its codes by `move_codes`.
+
+    Attributes:
+        weight: The decoded weight (N, K) fp32, a leaf of the autograd graph.
+        masters: The floating-point grid tensors, fp32, each over its root mean square.
+    """
+
+    weight: Tensor
+
+    def __init__(self, layer: QuantLinear):
+        super().__init__()
+        packed = layer.packed
+        self.bias, self.activation, self.dtype = layer.bias, layer.activation, layer.dtype
+        self.format, self.shape = packed.format, packed.shape
+        self.codes, self.stored = packed.codes(), packed.grid
+        tuned = [n for n, e in self.format.entries().items() if e.dtype == "float"]
+        self.units = {name: rms(self.stored[name]) for name in tuned}
+        self.masters = {
+            name: (self.stored[name].float() / unit).requires_grad_()
+            for name, unit in self.units.items()
+        }
+        self.total: Tensor | None = None  # sum of the gradients since codes were moved
+        self.squares: tuple[Tensor, Tensor] | None = None  # their mean squares: rows, columns
+        self.moved: tuple[Tensor, Tensor] | None = None  # vectors that were, and their old codes
+        self.refresh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight.to(x.dtype), self.bias)
+
+    def grid(self) -> Grid:
+        """The grid as it is now, its tuned tensors in fp32."""
+        return self.stored | {n: m * self.units[n] for n, m in self.masters.items()}
+
+    def refresh(self) -> None:
+        """Decode the weight again, after its grid or codes have changed."""
+        with torch.no_grad():
+            weight = self.format.decode(self.codes, self.grid())
+        self.weight = weight.requires_grad_()
+
+    def learn(self, gradient: Tensor, keep: bool) -> None:
+        """Pass the weight's gradient (N, K) on to the grid, and add it up for `move_codes`."""
+        with torch.enable_grad():
+            weight = self.format.decode(self.codes, self.grid())
+            masters = list(self.masters.values())
+            parts = torch.autograd.grad(weight, masters, gradient)
+        for master, part in zip(masters, parts, strict=True):
+            master.grad = part
+        if not keep:
+            return
+        square = gradient.square()
+        rows, columns = square.mean(1), square.mean(0)
+        self.total = gradient if self.total is None else self.total + gradient
+        if self.squares is None:
+            self.squares = rows, columns
+        else:
+            self.squares[0].lerp_(rows, 1 - MEMORY)
+            self.squares[1].lerp_(columns, 1 - MEMORY)
+
+    @torch.no_grad()
+    def move_codes(self, share: float, reach: float) -> int:
+        """Encode anew the vectors that gradients move the most, at most `share` of all.
+
+        Gradients are summed since the last call and divided by their root mean square, which is
+        kept by row and by column (Adafactor, Shazeer and Stern, 2018). Vectors of the largest such
+        updates go `reach` far, to the nearest code there. Of those whose loss falls by the
+        gradient, the ones are taken whose fall is largest for the squared length of the move,
+        measured in the same root mean squares: on pico, ranking by the fall alone made the loss
+        rise by more than the gradient said it would fall, from 100 moves on.
+        """
+        if self.total is None or self.squares is None:
+            return 0
+        fmt, v = self.format, self.format.width
+        rows, columns = self.squares
+        size = (rows[:, None] * columns / rows.mean().clamp_min(1e-38)).sqrt_().clamp_min(1e-20)
+        total, size = self.total.reshape(-1, v), size.reshape(-1, v)
+        update = -total / size
+        length = update.norm(dim=1)
+        most = max(1, int(share * len(length)))
+        at = length.topk(min(LOOK * most, len(length))).indices.sort().values
+        here = grid_at(fmt, self.grid(), at // (self.shape[1] // v), at % (self.shape[1] // v) * v)
+        step = reach * rms(self.weight) * v**0.5
+        codes, weight = self.codes.view(len(length), fmt.books), self.weight.reshape(-1, v)[at]
+        target = weight + update[at] * (step / length[at, None].clamp_min(1e-20))
+        new = fmt.encode(target, here).to(codes.dtype)
+        change = fmt.decode(new, here) - weight
+        fall = -(change * total[at]).sum(1)
+        good = (fall > 0) & ((weight + change - target).square().sum(1) < step**2)
+        rank = torch.where(good, fall / (change * size[at]).square().sum(1).clamp_min(1e-30), 0)
+        best = rank.topk(min(most, len(at))).indices
+        best = best[good[best]]
+        self.moved = at[best], codes[at[best]]
+        codes[at[best]] = new[best]
+        self.total = None
+        self.refresh()
+        return len(best)
+
+    def take_back(self) -> None:
+        """Undo the last `move_codes`."""
+        if self.moved is not None:
+            at, old = self.moved
+            self.codes.view(-1, self.format.books)[at] = old
+            self.refresh()
+
+    def quantized(self) -> QuantLinear:
+        """The layer with what was learned, its grid in the dtypes that it had."""
+        grid = {n: t.detach() for n, t in self.grid().items()}
+        for name in self.masters:
+            before = self.stored[name].dtype
+            half = name == "scale" and before != torch.float32
+            grid[name] = store_scale(grid[name]) if half else grid[name].to(before)
+        packed = Packed.from_codes(self.format, self.shape, self.codes, grid)
+        return QuantLinear(packed, self.bias, self.activation, self.dtype)
+
+
+def grid_at(fmt: Format, grid: Grid, rows: Tensor, columns: Tensor) -> Grid:
+    """The grid for single vectors of weights, which begin at these rows and columns."""
+    out = {}
+    for name, entry in fmt.entries().items():
+        if entry.table is not None:
+            out[name] = grid[name]
+        else:
+            at = columns // entry.group if entry.group else torch.zeros_like(columns)
+            out[name] = grid[name][rows, at][:, None]
+    return out
+
+
+def norms_of(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Owners and names of the parameters of norms, known by the names of their classes."""
+    return [
+        (owner, name)
+        for owner in module.modules()
+        if "norm" in type(owner).__name__.lower()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None
+    ]
+
+
+def rms(t: Tensor) -> float:
+    """Root mean square; 1 for zeros."""
+    return t.detach().float().square().mean().sqrt().item() or 1.0
+
+
+def epochs(count: int, batch: int, steps: int, seed: int) -> Iterator[list[int]]:
+    """Indices of the samples of each step: every sample once, in random order, then again."""
+    random = torch.Generator().manual_seed(seed)
+    order: list[int] = []
+    for _ in range(steps):
+        while len(order) < min(batch, count):
+            order += torch.randperm(count, generator=random).tolist()
+        yield order[:batch]
+        del order[:batch]
+
+
+def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """Logits (samples, length, V) of a transformers model, or of any that returns them."""
+    out = model(ids)
+    return cast(Tensor, out if isinstance(out, Tensor) else out.logits)
+
+
+def divergence(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Mean KL(wanted || logits) over all positions, in nats."""
+    total = logits.new_zeros((), dtype=torch.float32)
+    p, q = wanted.flatten(0, -2), logits.flatten(0, -2)
+    for at in range(0, len(p), ROWS):
+        log_p = p[at : at + ROWS].float().log_softmax(-1)
+        log_q = q[at : at + ROWS].float().log_softmax(-1)
+        total = total + (log_p.exp() * (log_p - log_q)).sum()
+    return total / len(p)

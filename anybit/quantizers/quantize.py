@@ -1,0 +1,147 @@
+"""`quantize_`: replace the linear layers of a model by quantized ones, in place."""
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from anybit.core.format import Format, get_format
+from anybit.core.packed import Packed
+from anybit.core.scheme import parse_scheme
+from anybit.errors import InvalidInput
+from anybit.nn.linear import QuantLinear, check_finite
+from anybit.nn.model import (
+    dense_layers,
+    full_plan,
+    is_linear,
+    linear_at,
+    plan_in,
+    quantized_layers,
+    record,
+    replace,
+    restored_on_error,
+    shared_weights,
+    take_apart,
+    under_all_names,
+)
+from anybit.nn.plan import Plan, Spec, resolve
+from anybit.progress import progress
+from anybit.quantizers.base import Quantizer
+from anybit.quantizers.calibration.driver import calibrate, calibration_of
+from anybit.quantizers.rtn import RTN
+
+
+def quantize_(
+    model: nn.Module,
+    spec: Spec | Plan,
+    quantizer: Quantizer | None = None,
+    *,
+    show_progress: bool | None = None,
+) -> nn.Module:
+    """Quantize a model's linear layers in place.
+
+    An error or an interrupt leaves the model as it was.
+
+    Args:
+        model: A dense model, or a single nn.Linear. A model's experts count as linear layers, under
+            names like "model.layers.0.mlp.experts.7.down_proj", however it holds them.
+        spec: One format for all layers, or `{glob: format or None}` over module names, in which the
+            last match wins and None keeps a layer dense. Embeddings are kept; so are the output
+            head (`lm_head`) and layers of fewer than 16 inputs or outputs (gates), unless a pattern
+            other than "*" names them. Formats are spec strings,
+            with `@int8` or `@fp8` for activations quantized per token ("liquid@int8").
+        quantizer: Chooses the codes; `RTN()` by default. A calibrated one (GPTQ, Smooth, Additive)
+            runs the model on its data, block by block, each block after quantized ones.
+        show_progress: Whether to show a progress bar on stderr; by default on a terminal.
+
+    Returns:
+        The model; for a single nn.Linear, the QuantLinear in its place.
+
+    Raises:
+        InvalidInput: A format is unknown or cannot store a layer's shape, a pattern matches no
+            layer or a layer no pattern, weights are shared or hold NaN or inf, the model is
+            quantized already, or the calibration data does not fit it.
+    """
+    if is_linear(model):
+        alone = nn.ModuleDict({"layer": model})
+        return quantize_(alone, spec, quantizer, show_progress=show_progress).layer  # type: ignore[return-value]
+    quantizer = quantizer or RTN()
+    calibration = calibration_of(quantizer) if quantizer.needs else None
+    schemes, plan = schemes_of(model, spec)
+    shared = shared_weights(model)
+    with restored_on_error(model), under_all_names(model):
+        take_apart(model, schemes)
+        for name in schemes:
+            if name in shared:
+                raise InvalidInput(
+                    f"{name} shares its weight with {shared[name]}; untie them first, or keep it: "
+                    f"{{'*': ..., '{name}': None}}"
+                )
+        for name, parameter in model.named_parameters():
+            check_finite(parameter, name)
+        if calibration is None:
+            quantize_weights(model, schemes, quantizer, show_progress)
+        else:
+            calibrate(model, schemes, quantizer, calibration, show_progress)
+    model.anybit_formats = plan  # type: ignore[assignment]
+    record(model, plan_in(model))
+    return model
+
+
+def schemes_of(model: nn.Module, spec: Spec | Plan) -> tuple[dict[str, str], dict[str, str | None]]:
+    """Schemes of the layers to quantize, and the plan that says so; InvalidInput as `quantize_`."""
+    shapes, done = dense_layers(model), sum(1 for _ in quantized_layers(model))
+    if not shapes and not done:
+        raise InvalidInput(f"{type(model).__name__} has no nn.Linear layers to quantize")
+    plan = full_plan(model, spec)
+    try:
+        schemes = resolve(shapes, plan)
+    except InvalidInput as error:
+        if not done:
+            raise
+        raise InvalidInput(
+            f"{done} layers are quantized already, and of the others: {error}; load the dense "
+            "model to choose other formats"
+        ) from None
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InvalidInput(
+            f"{type(model).__name__} is on the meta device or offloaded, and has no weights to "
+            "quantize; load it first, or quantize its checkpoint (anybit quantize)"
+        )
+    return schemes, plan
+
+
+def quantize_weights(
+    model: nn.Module, schemes: Mapping[str, str], quantizer: Quantizer, show_progress: bool | None
+) -> None:
+    """Quantize the named layers by their weights alone, in place."""
+    total = sum(linear_at(model, name).weight.numel() for name in schemes)
+    with progress("quantizing", total, show_progress) as step:
+        for name, scheme in schemes.items():
+            fmt, activation = parse_scheme(scheme)
+            layer = linear_at(model, name)
+            packed = quantizer.quantize(layer.weight.detach(), fmt)
+            replace(model, name, QuantLinear.instead_of(layer, packed, activation))
+            step(layer.weight.numel(), name)
+
+
+def quantize_tensor(w: Tensor, spec: str | Format, quantizer: Quantizer | None = None) -> Packed:
+    """Quantize one weight.
+
+    Args:
+        w: Weights (N, K) of any float dtype.
+        spec: A format, or its spec string.
+        quantizer: A data-free quantizer; `RTN()` by default.
+
+    Returns:
+        The packed weight, on the device of `w`.
+
+    Raises:
+        InvalidInput: The format is unknown or cannot store the shape, `w` holds NaN or inf, or the
+            quantizer needs calibration.
+    """
+    fmt = get_format(spec)
+    if w.ndim != 2:
+        raise InvalidInput(f"a weight has shape (N, K); found {tuple(w.shape)}")
+    fmt.check(*w.shape)
+    check_finite(w, "weight")
+    return (quantizer or RTN()).quantize(w, fmt)

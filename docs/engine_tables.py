@@ -1,0 +1,185 @@
+"""Tables of whole models: README.md, docs/serving.md and docs/vllm.md."""
+
+from codebook_tables import letters
+from kernel_tables import CHOICES
+from results import (
+    BIG,
+    FOUR,
+    HALVES,
+    LAUNCHED,
+    M1V4,
+    OURS,
+    Column,
+    Row,
+    cells,
+    find,
+    loss,
+    markdown,
+    read,
+    score,
+)
+
+BATCHES = (1, 16, 64, 128, 256)
+LLAMA = "llama-3-8b"
+
+
+def made() -> dict[str, str]:
+    return {
+        "headline": headline(),
+        "speeds": speeds(),
+        "accuracy": accuracy(),
+        "engine_llama3": engine(LLAMA),
+        "engine_llama2": engine("llama-2-7b"),
+        "engine_parts": parts(),
+        "vllm": vllm(),
+    }
+
+
+def steps(model: str) -> dict[tuple[str, str], dict[int, Row]]:
+    """Rows of an engine's run: weights and KV cache, then batch size."""
+    found: dict[tuple[str, str], dict[int, Row]] = {}
+    for row in read("h200_engine"):
+        if row["model"] == model:
+            found.setdefault((row["format"], row["kv"]), {})[int(row["batch"])] = row
+    return found
+
+
+def short(name: str) -> str:
+    return letters(name) if name.startswith("codebook") else name.replace(":group=", " g")
+
+
+def cache(kv: str) -> str:
+    return "int8" if kv == "int8" else "bf16"
+
+
+# README.md.
+
+
+def headline() -> str:
+    rows = steps(LLAMA)
+    dense = score("bf16", "dense", "study-105m")
+    fp6 = score("fp6", "gptq", "study-105m")
+    if not rows or not dense or not fp6:
+        return ""
+    bf16, liquid = rows["bf16", "model"][1], rows["liquid@int8", "model"][1]
+    step = [float(row["step_us"]) / 1e3 for row in (bf16, liquid)]
+    prompt = [int(row["prefill_tokens_per_s"]) for row in (bf16, liquid)]
+    scores = [f"{float(row['perplexity']):.3f}" for row in (dense, fp6)]
+    out = [
+        ["Decode step, Llama-3-8B shapes, batch 1, `liquid@int8`",
+         *(f"{ms:.2f} ms" for ms in step), f"**{step[0] / step[1]:.1f}x as fast**"],
+        ["Prompt processing, the same model and format",
+         *(f"{n:,} tokens/s" for n in prompt), f"**{prompt[1] / prompt[0]:.1f}x as fast**"],
+        ["Perplexity, a 105M-parameter model of Python code, `fp6` with GPTQ",
+         *scores, f"**+{loss(fp6)} nats**"],
+    ]  # fmt: skip
+    return markdown(["measured on one NVIDIA H200", "bf16", "anybit", ""], out)
+
+
+SPEEDS = [  # name, format of the engine's run, of the product's, its activations
+    ("`liquid@int8`", "liquid@int8", "liquid", ("int8-given",)),
+    ("`int4:group=128`", FOUR, FOUR, HALVES),
+    ("`fp6`", "fp6", "fp6", HALVES),
+    ("`codebook:m=1,v=4,group=128`", "codebook:m=1,v=4,b=8,group=128", M1V4, HALVES),
+]
+
+
+def speeds() -> str:
+    """Products against cuBLAS fp16, decode steps against the engine's own in bf16."""
+    rows, out = steps(LLAMA), []
+    for name, weights, fmt, activation in SPEEDS:
+        column: Column = ("", OURS, (fmt,), activation, LAUNCHED)
+        found = [find(cells()[*BIG, m], column) for m in (1, 16, 64, 256)]
+        row = [f"{float(f['vs_cublas_fp16']):.2f}x" if f else "" for f in found]
+        for kv, batch in (("model", 1), ("int8", 64), ("int8", 128), ("int8", 256)):
+            ours = rows.get((weights, kv), {}).get(batch)
+            bf16 = rows.get(("bf16", "model"), {}).get(batch)
+            both = ours and bf16
+            row.append(f"{float(bf16['step_us']) / float(ours['step_us']):.2f}x" if both else "")
+        out += [[name, *row]] * any(row)
+    titles = ["", "GEMM, M=1", "M=16", "M=64", "M=256"]
+    titles += ["step, batch 1", "batch 64, INT8 KV", "128, INT8 KV", "256, INT8 KV"]
+    return markdown(titles, out)
+
+
+def accuracy() -> str:
+    out = []
+    for _, name, spec, method in CHOICES:
+        if row := score(spec, method, "study-105m"):
+            name = name if "," in name.split("`")[-1] else f"{name}, rounded to nearest"
+            scores = f"{float(row['bits']):.2f}", f"{float(row['perplexity']):.3f}", loss(row)
+            out.append([name, *scores])
+    return markdown(["format, quantizer", "bits", "perplexity", "loss, nats"], out)
+
+
+# docs/serving.md.
+
+
+def engine(model: str) -> str:
+    """Microseconds of a decode step by weights and cache, and what else a run measured."""
+    titles = ["weights", "KV", *(f"batch {b}" for b in BATCHES)]
+    titles += ["/ read floor at 1", "at 64", "at 256"]
+    titles += ["prompt tokens/s", "first token, ms", "sequences in 80 GB"]
+    out = []
+    for (name, kv), rows in steps(model).items():
+        first, other = rows[min(rows)], name.startswith("transformers")
+        row = ["transformers `generate`, bf16" if other else short(name), cache(kv)]
+        row += [f"{int(rows[b]['step_us']):,}" if b in rows else "" for b in BATCHES]
+        row += [rows[b]["vs_floor"] if b in rows else "" for b in (1, 64, 256)]
+        speed = "" if other or kv == "int8" else f"{int(first['prefill_tokens_per_s']):,}"
+        row += [speed, first["ttft_ms"] if speed else "", first["batch_in_80gb"]]
+        out.append(row)
+    return markdown(titles, out, words=2)
+
+
+def parts() -> str:
+    """Where a step of Llama-3-8B's shapes spends its time, batch 1 and 256."""
+    titles = ["weights", "KV"]
+    titles += [f"{part}, batch {b}" for b in (1, 256) for part in ("GEMMs", "attention", "rest")]
+    out = []
+    for (name, kv), rows in steps(LLAMA).items():
+        found = [rows[b] for b in (1, 256) if b in rows and rows[b]["gemm_us"]]
+        if len(found) == 2:
+            values = [row[f"{p}_us"] for row in found for p in ("gemm", "attention", "rest")]
+            out.append([short(name), cache(kv), *(f"{float(v):,.0f}" for v in values)])
+    return markdown(titles, out, words=2)
+
+
+# docs/vllm.md.
+
+ENGINES = {  # quantization in the CSV: name
+    "bf16": "vLLM, bf16",
+    "fp8": "vLLM, fp8 (CUTLASS)",
+    "gptq-default": "vLLM, GPTQ int4 g128 (Machete)",
+    "gptq-marlin": "vLLM, GPTQ int4 g128 (Marlin)",
+    "int4:group=128": "vLLM, anybit int4 g128",
+    "liquid@int8": "vLLM, anybit liquid@int8",
+    "codebook:m=1,v=4,group=128": "vLLM, anybit m1v4 g128",
+}
+
+
+def vllm() -> str:
+    """Milliseconds of a decode step and prompt speed inside vLLM, and of our own engine."""
+    found = {
+        (r["quantization"], r["what"], int(r["batch"])): float(r["value"])
+        for r in read("h200_vllm")
+    }
+    out = []
+    for key, name in ENGINES.items():
+        # Of the second half of the output; all of it where halves were not timed (batch 1).
+        values = [found.get((key, "steady", b), found.get((key, "decode", b))) for b in BATCHES]
+        prompt = found.get((key, "prefill", 64))
+        if prompt and all(values):
+            row = [milliseconds(v) for v in values if v]
+            out.append([name, *row, f"{prompt:,.0f}"])
+    if own := steps(LLAMA).get(("liquid@int8", "model")):
+        row = [milliseconds(float(own[b]["step_us"]) / 1e3) for b in BATCHES]
+        out.append(
+            ["anybit's engine, liquid@int8", *row, f"{int(own[1]['prefill_tokens_per_s']):,}"]
+        )
+    titles = ["", *(f"batch {b}, ms" for b in BATCHES), "prompt tokens/s"]
+    return markdown(titles, out if found else [])
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"

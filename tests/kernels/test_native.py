@@ -1,0 +1,288 @@
+"""CPU kernels that LLVM compiles, on every level of instructions that the processor has."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import anybit
+from anybit.core.format import FORMATS, Format, Grid, groups_of, register, store_scale
+from anybit.core.packed import Packed
+from anybit.kernels import reference
+from anybit.kernels.backend import Activations, LayerSpec
+from tests.specs import SPECS
+
+if find_spec("llvmlite") is None and not os.environ.get("CI"):
+    pytest.skip("llvmlite is not installed", allow_module_level=True)
+
+from anybit.kernels.native import backend, build, isa, table
+
+K = 576  # a block and a part of one, in groups of 32, 64 and of the row
+EPS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25}
+CPU = torch.device("cpu")
+
+
+def able() -> list[isa.Isa]:
+    from llvmlite import binding
+
+    has = binding.get_host_cpu_features()
+    return [level for level in isa.LEVELS if all(has.get(f) for f in level.features)]
+
+
+LEVELS = able()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile every kernel: what a user's cache holds is not what is tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ANYBIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(params=LEVELS, ids=lambda level: level.name)
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> isa.Isa:
+    monkeypatch.setattr(backend, "isa", lambda: request.param)
+    chosen: isa.Isa = request.param
+    return chosen
+
+
+def packed(spec: str, n: int = 32, k: int = K) -> Packed:
+    fmt = anybit.get_format(spec)
+    k = k // 64 * 64 if "128" not in spec else 640
+    w = torch.randn(n, k, generator=torch.Generator().manual_seed(0)) * 0.02
+    return anybit.quantize_tensor(w, fmt)
+
+
+def tokens(m: int, k: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check(x: Tensor, weight: Packed, activation: str | None, bias: Tensor | None = None) -> None:
+    """The product is the reference's within the rounding of its numbers and fp32 sums."""
+    prepared = backend.prepare(weight, activation)
+    y = backend.linear(x, prepared, bias)
+    dtype = x.dtype
+    assert y.dtype == dtype
+    assert y.shape == (len(x), weight.shape[0])
+    numbers = reference.quantized_activation(x, activation).double()
+    decoded = weight.dequantize().double()
+    expected = numbers @ decoded.T + (0 if bias is None else bias.double())
+    size = numbers.abs() @ decoded.abs().T
+    # A weight is rounded to the dtype up to twice, the result once; sums are those of fp32.
+    bound = EPS[dtype] * (2 * size + 2 * expected.abs()) + 2.0**-20 * size + 1e-30
+    assert ((y.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+@pytest.mark.parametrize("spec", SPECS)
+def test_one_hot_activations_read_the_weights_back(spec: str, dtype: torch.dtype) -> None:
+    weight = packed(spec, 13)
+    prepared = backend.prepare(weight, None)
+    level = isa.isa()
+    assert level is not None
+    # Sums of vectors stay fp32 where there are no bf16 products to round them for.
+    vectors = weight.format.lookup is not None and weight.format.width * weight.format.books > 1
+    exact = vectors and dtype == torch.bfloat16 and not level.bf16
+    decoded = reference.operand_weight(weight, torch.float32 if exact else dtype)
+    expected = decoded.T.to(dtype)
+    eye = torch.eye(weight.shape[1], dtype=dtype)
+    for few in (1, 3):
+        at = slice(510, 510 + few)
+        assert torch.equal(backend.linear(eye[at], prepared, None), expected[at])
+    assert torch.equal(backend.linear(eye, prepared, None), expected)
+
+
+@pytest.mark.parametrize("spec", ["int3", "int4:group=32", "int4:group=128,zero", "int5:zero",
+                                  "int7", "int8", "fp6", "fp8", "liquid", "sparse",
+                                  "codebook:m=3,v=16,b=4,group=32"])  # fmt: skip
+def test_products_on_every_level(level: isa.Isa, spec: str) -> None:
+    weight = packed(spec, 19)
+    k = weight.shape[1]
+    for m in (1, 2, 3, 4, 5, 11):
+        dtype = list(EPS)[m % 3]
+        check(tokens(m, k, dtype), weight, None, tokens(1, 19)[0])
+
+
+@pytest.mark.parametrize("spec", ["int2", "int4", "int8", "liquid", "liquid:group=32"])
+def test_int8_products_are_those_of_integers(level: isa.Isa, spec: str) -> None:
+    weight = packed(spec, 37)
+    prepared = backend.prepare(weight, "int8")
+    whole = weight.values().to(torch.int64)
+    for m in (1, 2, 3, 4, 5, 9):
+        x = tokens(m, weight.shape[1])
+        x[0] = x[0].sign()  # the largest codes there are
+        codes, scale = reference.quantize_tokens(x, "int8")
+        product = (codes.to(torch.int64) @ whole.T).float()
+        expected = product * scale * weight.grid["scale"].float().T
+        given = Activations(codes, scale[:, 0], codes.sum(1, dtype=torch.int32), torch.float32)
+        assert torch.equal(backend.linear(given, prepared, None), expected)
+        assert torch.equal(backend.linear(x, prepared, None), expected)
+
+
+@pytest.mark.parametrize("spec", ["fp6", "int4:group=64", "int1", "liquid"])
+@pytest.mark.parametrize("activation", ["int8", "fp8"])
+def test_quantized_activations(spec: str, activation: str) -> None:
+    weight = packed(spec)
+    for m in (1, 6):
+        check(tokens(m, weight.shape[1], torch.bfloat16), weight, activation, tokens(1, 32)[0])
+
+
+@pytest.mark.parametrize("k", [1, 31, 100, 512, 1000])
+@pytest.mark.parametrize(("n", "spec"), [(1, "int5"), (5, "int5:zero"), (50, "int5")])
+def test_sizes(n: int, k: int, spec: str) -> None:
+    weight = anybit.quantize_tensor(tokens(n, k, seed=0), spec)
+    for m in (0, 1, 2, 7):
+        check(tokens(m, k, torch.bfloat16), weight, None)
+
+
+def test_more_tokens_than_one_part() -> None:
+    check(tokens(backend.MANY + 3, 64, torch.bfloat16), packed("int4", 20, 64), None)
+
+
+def test_strides_and_threads() -> None:
+    weight = packed("int4:group=64,zero", 200)
+    prepared = backend.prepare(weight, None)
+    wide = tokens(weight.shape[1], 24, torch.bfloat16)
+    before = torch.get_num_threads()
+    try:
+        for m in (1, 4, 9):
+            columns = wide[:, :m]
+            whole = columns.T.contiguous()
+            spread = torch.stack((whole, -whole), 1).flatten(0, 1)[::2]
+            results = []
+            for threads in (1, 2, 3, 64):
+                torch.set_num_threads(threads)
+                results += [backend.linear(x, prepared, None) for x in (columns.T, whole, spread)]
+            assert all(torch.equal(result, results[0]) for result in results)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_scales_beyond_fp16() -> None:
+    weight = anybit.quantize_tensor(tokens(8, 128) * 1e-7, "int4:group=64")
+    assert weight.grid["scale"].dtype == torch.bfloat16
+    check(tokens(2, 128), weight, None)
+
+
+@dataclass(frozen=True)
+class Stranger(Format):
+    """Numbers that no arithmetic gives, in units of a scale."""
+
+    group: int = 0
+    bits = 3
+
+    def fit(self, w: Tensor) -> Grid:
+        return {"scale": store_scale(groups_of(w, self.group).abs().amax(-1))}
+
+    def encode(self, w: Tensor, grid: Grid) -> Tensor:
+        return (torch.rand(w.shape, generator=torch.Generator().manual_seed(0)) * 8).to(torch.uint8)
+
+    def values(self, codes: Tensor, grid: Grid) -> Tensor:
+        return torch.tensor([0.0, 1, -1, 0.125, 0.75, -0.5, 3, -0.0625])[codes.int()]
+
+
+@pytest.fixture
+def stranger() -> Iterator[type[Format]]:
+    yield register("stranger")(Stranger)
+    del FORMATS["stranger"]
+
+
+@pytest.mark.parametrize("spec", ["stranger", "stranger:group=64"])
+def test_a_format_of_a_stranger(stranger: type[Format], spec: str) -> None:
+    fmt = anybit.get_format(spec)
+    assert backend.refuse(LayerSpec(fmt, None, (32, K), CPU)) is None
+    weight = packed(spec)
+    for m in (1, 5):
+        check(tokens(m, K, torch.bfloat16), weight, None)
+
+
+def test_what_is_no_table_is_left_to_others(
+    stranger: type[Format], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Root(Stranger):
+        def values(self, codes: Tensor, grid: Grid) -> Tensor:
+            return (codes.float() + 1) ** (1 + (grid["scale"].float() > 0.5)).repeat_interleave(
+                codes.shape[1] // grid["scale"].shape[1], 1
+            )
+
+    fmt = Root(group=64)
+    w = tokens(16, K)
+    grid = {"scale": torch.rand(16, K // 64).half()}
+    weight = Packed.from_codes(fmt, (16, K), fmt.encode(w, grid), grid)
+    with pytest.raises(table.NoTable, match="more than a factor and a shift"):
+        table.probe(weight)
+    monkeypatch.setitem(FORMATS, "stranger", Root)
+    for decoded in (False, True):  # multiplied all the same
+        prepared = backend.prepare(weight, None, torch.float32, decoded)
+        x = tokens(2, K)
+        assert torch.allclose(backend.linear(x, prepared, None), x @ weight.dequantize().T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_zero_points_between_levels(dtype: torch.dtype) -> None:
+    weight = packed("int4:group=64,zero")
+    zero = (weight.grid["zero"].float() + torch.rand(32, K // 64)).to(dtype)
+    weight = Packed(weight.format, weight.shape, weight.planes, weight.grid | {"zero": zero})
+    assert table.probe(weight).form == "scaled"
+    check(tokens(3, K), weight, None)
+
+
+@pytest.mark.parametrize(("spec", "k", "why"), [
+    ("int4:group=16", 512, "groups of 16 columns"),
+    ("codebook:m=1,v=6,b=4", 768, "vectors of 6"),
+    ("int4", 1 << 17, "larger than"),
+])  # fmt: skip
+def test_refusals(spec: str, k: int, why: str) -> None:
+    assert why in backend.refuse(LayerSpec(anybit.get_format(spec), None, (32, k), CPU))
+
+
+def test_layers_choose_it() -> None:
+    layer = anybit.QuantLinear(packed("int4:group=64"))
+    assert layer.backend == "native"
+    assert layer(tokens(3, K).view(1, 3, K)).shape == (1, 3, 32)
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    isa.isa.cache_clear()
+    try:
+        monkeypatch.setenv("ANYBIT_CPU_ISA", "avx2")
+        assert isa.isa().name == "avx2"
+        isa.isa.cache_clear()
+        monkeypatch.setenv("ANYBIT_CPU_ISA", "avx3")
+        with pytest.raises(ValueError, match=r"ANYBIT_CPU_ISA=avx3: known are avx512_bf16"):
+            isa.isa()
+        monkeypatch.delenv("ANYBIT_CPU_ISA")
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2_VNNI")
+        assert isa.isa().name == "avx2"
+        isa.isa.cache_clear()
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+        assert isa.isa() is None
+    finally:
+        isa.isa.cache_clear()
+
+
+def test_a_broken_file_in_the_cache_is_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
+    text = "define void @f(ptr %a) {\n  store i64 7, ptr %a\n  ret void\n}\n"
+    build.load(text, ["f"], LEVELS[-1])
+    (path,) = tmp_path.rglob("*.o")
+    path.write_bytes(path.read_bytes()[:100])
+    build.load(text, ["f"], LEVELS[-1])
+    assert build._kept(path)
+
+
+def test_a_cache_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path / "file"))
+    build.load("define void @g(ptr %a) {\n  ret void\n}\n", ["g"], LEVELS[-1])
+    assert "ANYBIT_CACHE" in caplog.text

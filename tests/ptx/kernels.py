@@ -1,0 +1,98 @@
+"""Four compiled kernels, small problems for them, and their results."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from anybit.kernels.hopper import scalar_linear
+from anybit.kernels.hopper.tiles import Tile
+from tests.kernels import test_hopper_codebook as codebook
+from tests.kernels.test_hopper_emulated import Emulated, packed_weight
+from tests.ptx.machine import Machine
+
+
+@dataclass
+class Case:
+    """A kernel's PTX, and what to do with it or with a mutant: (PTX, seed) -> outputs."""
+
+    ptx: str
+    run: Callable[[str, int], Tensor]
+
+
+@cache
+def gemm() -> Case:
+    """Two CTAs that share a tile's K range; a ring of two stages, used twice."""
+    torch.manual_seed(0)
+    n, k = 128, 1024
+    emulated = Emulated("liquid@int8", torch.float16, Tile(16, ctas=2, split=2, stages=2))
+    prepared = scalar_linear.layout(packed_weight("liquid@int8", n, k), "int8")
+    return _emulated(emulated, prepared, (16, n, k), 2)
+
+
+@cache
+def explicit() -> Case:
+    """One warpgroup decodes into shared memory, another multiplies from there."""
+    from anybit.kernels.hopper import gemm as gemm_program
+
+    torch.manual_seed(0)
+    n, k = 128, 512
+    with patch.object(gemm_program, "Gemm", pipelines().Explicit):
+        emulated = Emulated("int4@int8", torch.float16, Tile(8, stages=4))
+    prepared = scalar_linear.layout(packed_weight("int4@int8", n, k), "int8")
+    return _emulated(emulated, prepared, (8, n, k), 1)
+
+
+def pipelines() -> Any:
+    """The main loops that the benchmark of pipelines compares."""
+    path = Path(__file__).parents[2] / "benchmarks" / "explicit.py"
+    spec = importlib.util.spec_from_file_location("explicit_pipelines", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _emulated(
+    emulated: Emulated, prepared: list[Tensor], shape: tuple[int, int, int], grid: int
+) -> Case:
+    m, n, k = shape
+    x = emulated.tokens(m, k)
+
+    def run(ptx: str, seed: int) -> Tensor:
+        emulated.machine = Machine(ptx)
+        return emulated.run(x, prepared, n, grid, seed=seed)
+
+    return Case(emulated.ptx, run)
+
+
+@cache
+def lookups() -> Case:
+    """A codebook's centroids in shared memory; five row tiles, eight tokens."""
+    return _codebook(codebook.Case(4, 1, 128, 8, torch.float16, (5, 72, 512), 2, 1))
+
+
+@cache
+def psumbook() -> Case:
+    """Inner products with a codebook's centroids; one token."""
+    return _codebook(codebook.Case(8, 1, 1024, 1, torch.float16, (1, 40, 1024), 2, 1))
+
+
+def _codebook(case: codebook.Case) -> Case:
+    torch.manual_seed(0)
+    m, n, k = case.shape
+    kernel = codebook.kernel_for(case)
+    packed = codebook.random_packed(codebook.codebook(case.v, case.m, case.group), n, k)
+    x = torch.randn(m, k).to(case.dtype)
+
+    def run(ptx: str, seed: int) -> Tensor:
+        return codebook.emulate(kernel, packed, x, None, case.cluster, case.teams, seed, ptx)
+
+    return Case(codebook.compiled(kernel)[0], run)

@@ -1,0 +1,77 @@
+"""Matrices of a warp: mma.sync, and their way from and to shared memory."""
+
+import numpy as np
+import torch
+
+from tests.ptx.control import whole
+from tests.ptx.floats import as_f32, from_f32
+from tests.ptx.memory import view
+from tests.ptx.parse import Instruction, names
+from tests.ptx.races import TOGETHER
+from tests.ptx.state import LANES, WARP, Handler, Lanes, State, Warp, Words
+
+OPERANDS = {  # type, and numbers in a register
+    "u8": (torch.uint8, 4),
+    "s8": (torch.int8, 4),
+    "e4m3": (torch.float8_e4m3fn, 4),
+    "f16": (torch.float16, 2),
+    "bf16": (torch.bfloat16, 2),
+}
+
+
+def fragment(registers: list[Words], kind: str) -> np.ndarray:
+    """A's registers of a warp -> (16, K) float64: rows g and g + 8, K in two halves."""
+    dtype, each = OPERANDS[kind]
+    out = np.zeros((16, each * 8))
+    columns = LANES[:, None] % 4 * each + np.arange(each)
+    for n, register in enumerate(registers):
+        raw = torch.from_numpy(register.astype(np.uint32).view(np.uint8).copy()).view(dtype)
+        values = raw.to(torch.float64).numpy().reshape(WARP, each)
+        out[LANES[:, None] // 4 + 8 * (n % 2), n // 2 * 4 * each + columns] = values
+    return out
+
+
+def product(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
+    whole(active, "mma.sync")
+    kind = i.op.split(".")[-2]
+    d, a, b, c = (names(x) for x in i.args)
+    left = fragment([s.read(w, x) for x in a], kind)
+    # B (k, n) in registers is laid out as A's upper rows, transposed.
+    right = fragment([r for x in b for r in (s.read(w, x), np.zeros(WARP, np.uint64))], kind)[:8]
+    sums = left[:, : 8 * len(b)] @ right[:, : 8 * len(b)].T
+    old = [as_f32(s.read(w, name)).astype(np.float64) for name in c]
+    for j, to in enumerate(d):
+        part = sums[LANES // 4 + 8 * (j // 2), LANES % 4 * 2 + j % 2]
+        s.write(w, to, from_f32(old[j] + part), active)
+
+
+def load(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
+    """ldmatrix: lane 4 g + t gets columns 2t, 2t + 1 of row g; transposed, rows of column g."""
+    whole(active, "ldmatrix")
+    registers = names(i.args[0])
+    at = s.address(w, i.args[1]).astype(np.int64)[: 8 * len(registers)]
+    bytes_at, words = view(w.cta, at, 16)
+    w.cta.shadow.read(w.place, TOGETHER, words)
+    rows = w.cta.shared[bytes_at].view(np.uint16).reshape(len(registers), 8, 8)
+    for matrix, to in zip(rows, registers, strict=True):
+        mine = np.ascontiguousarray(matrix.T if ".trans" in i.op else matrix)
+        s.write(w, to, mine.reshape(-1).view(np.uint32).astype(np.uint64), active)
+
+
+def store(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
+    """stmatrix, transposed."""
+    whole(active, "stmatrix")
+    registers = names(i.args[1])
+    at = s.address(w, i.args[0]).astype(np.int64)[: 8 * len(registers)]
+    bytes_at, words = view(w.cta, at, 16)
+    w.cta.shadow.write(w.place, TOGETHER, words)
+    pairs = np.stack([s.read(w, name).astype(np.uint32) for name in registers]).view(np.uint16)
+    lines = np.ascontiguousarray(pairs.reshape(-1, 8, 8).transpose(0, 2, 1))
+    w.cta.shared[bytes_at] = lines.reshape(-1, 8).view(np.uint8)
+
+
+HANDLERS: dict[str, Handler] = {
+    r"mma\.sync\.aligned\.m16n8k(8|16)\.row\.col\.f32\.(\w+)\.\2\.f32": product,
+    r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16": load,
+    r"stmatrix\.sync\.aligned\.m8n8\.x[24]\.trans\.shared\.b16": store,
+}

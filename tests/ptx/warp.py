@@ -1,0 +1,28 @@
+"""What lanes of a warp tell each other."""
+
+from tests.ptx.control import whole
+from tests.ptx.parse import Instruction, PtxError
+from tests.ptx.state import LANES, Handler, Lanes, State, Warp
+
+
+def shuffle(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
+    """From one lane, or from the lane whose number differs in some bits."""
+    whole(active, i.op)
+    if s.one(w, i.args[3], active) & 31 != 31:
+        raise PtxError("shfl.sync of a segment")
+    operand = s.one(w, i.args[2], active)
+    source = LANES ^ operand if ".bfly" in i.op else LANES * 0 + operand % 32
+    s.write(w, i.args[0], s.read(w, i.args[1])[source], active)
+
+
+def elect(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
+    whole(active, "elect.sync")
+    lane, predicate = i.args[0].split("|")
+    s.write(w, lane, LANES * 0, active)
+    s.write(w, predicate, LANES == 0, active)
+
+
+HANDLERS: dict[str, Handler] = {
+    r"shfl\.sync\.(idx|bfly)\.b32": shuffle,
+    r"elect\.sync": elect,
+}

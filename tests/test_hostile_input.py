@@ -1,0 +1,131 @@
+"""Hostile model directories: one line at once, nothing left behind, nothing opened outside."""
+
+import json
+import pickle
+import struct
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from anybit.cli.app import app
+from anybit.files.safetensors import read_header
+from tests.tiny import dense
+
+LIMIT = 2.0  # seconds; `transformers` is imported before
+
+
+def edit(path: Path, **changes: object) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+def header(path: Path, **changes: object) -> None:
+    """Rewrite entries of the safetensors header."""
+    file = path / "model.safetensors"
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    head = json.loads(data[8 : 8 + length])
+    for name, entry in changes.items():
+        head[name] |= entry
+    text = json.dumps(head).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+class Bomb:
+    """A pickle that writes a file when it is opened."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "pickle":
+        (path / "model.safetensors").unlink()
+        (path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(path.parent / "opened")))
+    elif how == "outside":
+        (path / "model.safetensors").rename(path.parent / "secret.safetensors")
+        weight_map = {Q: "../secret.safetensors"}
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    elif how == "short index":
+        weight_map = dict.fromkeys(read_header(path / "model.safetensors"), "model.safetensors")
+        del weight_map[Q]
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    elif how == "overlap":
+        header(path, **{Q: {"data_offsets": [0, 4]}})
+    elif how == "huge offsets":
+        header(path, **{Q: {"data_offsets": [1 << 70, (1 << 70) + 4]}})
+    elif how == "deep":
+        (path / "config.json").write_text("[" * 100_000)
+    else:
+        raise AssertionError(how)
+
+
+CONFIGS = [
+    ({"hidden_size": -32}, "hidden_size is -32; it must be a whole number"),
+    ({"hidden_size": 10**15}, r"hidden_size is 1000000000000000, but the files hold"),
+    ({"hidden_size": None}, "transformers cannot build the model"),
+    ({"hidden_size": "32"}, "hidden_size is '32'; it must be a whole number"),
+    ({"num_attention_heads": 0}, "transformers cannot build the model"),
+    ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, but the files hold 21 tensors"),
+    ({"vocab_size": 10**12}, "vocab_size is 1000000000000, but the files hold"),
+    ({"max_position_embeddings": 10**18}, "max_position_embeddings is 10"),
+    ({"rope_parameters": {"rope_type": "magic"}}, "magic"),
+    ({"architectures": ["Trainer"]}, "'Trainer', which is no model of transformers"),
+    ({"architectures": "LlamaForCausalLM"}, "not a list of names"),
+    ({"model_type": "nobody"}, "nobody"),
+]
+FILES = [
+    ("pickle", "no safetensors, only pytorch_model.bin"),
+    ("outside", "names '../secret.safetensors', which is no file of its directory"),
+    ("short index", "no file holds 1 tensors of the model"),
+    ("overlap", "damaged safetensors header"),
+    ("huge offsets", "damaged safetensors header"),
+    ("deep", "not valid JSON"),
+]
+
+
+def refused(path: Path, message: str) -> None:
+    """Every command on a directory ends in one line, within the limit, and writes nothing."""
+    before = sorted(path.parent.rglob("*"))
+    for command in (
+        ["quantize", str(path), "--format", "int4", "--out", str(path.parent / "out")],
+        ["generate", str(path), "hello"],
+    ):
+        start = time.monotonic()
+        result = CliRunner().invoke(app, command)
+        seconds = time.monotonic() - start
+        assert result.exit_code == 1, (command, result.output)
+        assert len(result.output.strip().splitlines()) == 1, result.output
+        assert message in result.output
+        assert len(result.output) < 1000
+        assert seconds < LIMIT
+        assert sorted(path.parent.rglob("*")) == before
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    import transformers
+
+    assert transformers.LlamaForCausalLM is not None
+
+
+@pytest.mark.parametrize(("changes", "message"), CONFIGS, ids=[str(c)[:40] for c, _ in CONFIGS])
+def test_configs(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    source = dense(tmp_path / "dense")
+    edit(source, **changes)
+    refused(source, message)
+
+
+@pytest.mark.parametrize(("how", "message"), FILES, ids=[how for how, _ in FILES])
+def test_files(tmp_path: Path, how: str, message: str) -> None:
+    source = dense(tmp_path / "dense")
+    damage(source, how)
+    refused(source, message)

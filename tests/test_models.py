@@ -1,0 +1,61 @@
+"""A dozen architectures, each of another kind: right, or refused. `make test-models` has all."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.models.page import counts, page
+from tests.models.row import Row, Wrong, outcome, rows
+
+STEPS = ("memory", "load", "from_pretrained", "stream")
+DOZEN = {
+    "LlamaForCausalLM": "plain",
+    "GPT2LMHeadModel": "Conv1D",
+    "Qwen3MoeForCausalLM": "experts",
+    "GptOssForCausalLM": "experts that are transposed, biased and interleaved",
+    "Llama4ForCausalLM": "experts that are transposed, and a router with a forward of its own",
+    "DeepseekV3ForCausalLM": "latent attention",
+    "Gemma3ForCausalLM": "sliding windows",
+    "Gemma3ForConditionalGeneration": "an image tower whose head is nn.MultiheadAttention",
+    "LlavaForConditionalGeneration": "stored under other names",
+    "Mistral3ForConditionalGeneration": "stored under other names, image sizes",
+    "MambaForCausalLM": "reads the weight of its layers",
+    "JambaForCausalLM": "hybrid with experts",
+    "BambaForCausalLM": "hybrid",
+    "T5ForConditionalGeneration": "encoder and decoder",
+    "WhisperForConditionalGeneration": "encoder and decoder, audio, a tied head of another name",
+    "BertForMaskedLM": "encoder, a tied head of another name",
+}
+
+
+@pytest.mark.parametrize("architecture", DOZEN)
+def test_is_right_or_refused(architecture: str, tmp_path: Path) -> None:
+    *_, row = rows(architecture, tmp_path, STEPS)
+    assert row.unable is None
+    assert row.cells.keys() == set(STEPS)
+    assert "wrong" not in row.cells.values(), row.notes
+
+
+def test_what_is_wrong_is_called_so() -> None:
+    def lost() -> None:
+        raise Wrong("another result")
+
+    def bug() -> None:
+        raise ValueError("not of anybit")
+
+    assert outcome(lambda: None) == ("equal", None)
+    assert outcome(lost) == ("wrong", "another result")
+    assert outcome(bug)[0] == "wrong"
+
+
+def test_page() -> None:
+    found = [
+        Row("LlamaForCausalLM", 1.0, {"memory": "equal", "load": "equal"}),
+        Row("BertForMaskedLM", None, {"memory": "refused", "load": "-"}, {"memory": "a tie"}),
+        Row("DbrxForCausalLM", unable="no rope_theta"),
+    ]
+    assert counts(found) == {"equal": 1, "refused": 1, "not tried": 1}
+    text = page(found, ["memory", "load"])
+    assert "| Llama | ForCausalLM | 100% | equal | equal |" in text
+    assert "- memory, `a tie`: BertForMaskedLM" in text
+    assert "no rope_theta" in text

@@ -1,0 +1,96 @@
+"""Quantizers by name, and the commands that use them, on models/pico."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import anybit
+from anybit.checkpoint.quantize import quantize_directory
+from anybit.cli.app import app
+from anybit.nn.model import quantized_layers
+from anybit.quantizers.registry import CALIBRATED, DATA_FREE, default_method
+
+PICO = Path(__file__).resolve().parents[1] / "models" / "pico"
+PART = ["--format", "none", "--format", "*.layers.1.self_attn.*=int3"]
+TEXT = ["--calibrate", "python", "--samples", "4", "--length", "128"]
+
+
+def run(*args: object) -> str:
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def codes(directory: Path) -> dict[str, list[int]]:
+    return {
+        n: layer.packed.codes()[0].tolist() for n, layer in quantized_layers(anybit.load(directory))
+    }
+
+
+def test_methods_choose_other_codes(tmp_path: Path) -> None:
+    found = {}
+    for method, text in [("rtn", []), ("clip", []), ("hqq", []), ("gptq", TEXT), ("smooth", TEXT)]:
+        run("quantize", PICO, *PART, *text, "--method", method, "-o", tmp_path / method)
+        found[method] = codes(tmp_path / method)
+        assert len(found[method]) == 4
+    assert len({json.dumps(value) for value in found.values()}) == len(found)
+    run("quantize", PICO, *PART, *TEXT, "-o", tmp_path / "default")
+    assert codes(tmp_path / "default") == found["gptq"]
+
+
+def test_default_method() -> None:
+    assert default_method({"*": "int4", "lm_head": None}) == "gptq"
+    assert default_method({"*": "int4@int8"}) == "smooth+gptq"
+    assert default_method({"*": "int4", "*.up_proj": "codebook:m=1,v=4"}) == "additive"
+    assert default_method({"*": "int4", "*.down_proj": "liquid"}) == "smooth+gptq"
+
+
+def test_unknown_and_unfit_methods(tmp_path: Path) -> None:
+    text = anybit.Calibration(["text"])
+    for method, given, message in [
+        (
+            "gptq",
+            None,
+            "'gptq' needs data: --calibrate FILE; without calibration data there are rtn, "
+            "clip, hqq",
+        ),
+        (
+            "rtn",
+            text,
+            f"'rtn' takes no data; with calibration data there are {', '.join(CALIBRATED)}",
+        ),
+        (
+            "gtpq",
+            None,
+            f"unknown method 'gtpq'; without calibration data there are {', '.join(DATA_FREE)}",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            quantize_directory(PICO, tmp_path / "out", {"*": "int4"}, method, given, False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_plan_and_what_it_is_for(tmp_path: Path) -> None:
+    offered = "int4:group=128;int5:group=128"
+    table = run(
+        "plan", PICO, "--bits", "4.6", *TEXT, "--candidates", offered,
+        "-o", tmp_path / "plan.json", "--plot", tmp_path / "plan.png",
+    )  # fmt: skip
+    assert "this plan (4.6 bits)" in table
+    assert (tmp_path / "plan.png").is_file()
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert set(plan.values()) == set(offered.split(";"))
+    run("quantize", PICO, "--plan", tmp_path / "plan.json", "-o", tmp_path / "out")
+    schemes = {layer.scheme for _, layer in quantized_layers(anybit.load(tmp_path / "out"))}
+    assert schemes == set(offered.split(";"))
+
+
+def test_plan_below_the_smallest_choice() -> None:
+    result = CliRunner().invoke(
+        app, ["plan", str(PICO), "--bits", "2", *TEXT, "--candidates", "int4"]
+    )
+    assert result.exit_code == 1
+    assert "below the smallest choice" in result.output

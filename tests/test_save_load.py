@@ -1,0 +1,346 @@
+"""save and load: every format survives bit for bit, and bad input ends in a clear error."""
+
+import errno
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import anybit
+from anybit.checkpoint import save_load as checkpoint
+from anybit.files import safetensors as files
+from anybit.nn.model import quantized_layers
+from tests.specs import SPECS
+from tests.tiny import dense, llama, logits, same_output, same_state
+
+DEEP = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": -(-len(SPECS) // 7)}
+
+
+def every_format(model):
+    """A plan that gives each registered format to some layer of the model."""
+    linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    linears = [n for n in linears if n != "lm_head"]
+    assert len(linears) >= len(SPECS)
+    plan = {name: SPECS[i % len(SPECS)] for i, name in enumerate(linears)}
+    plan[linears[0]] += "@int8"
+    return plan
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A small checkpoint in fp6; tests that damage it work on a copy."""
+    path = tmp_path_factory.mktemp("saved") / "model"
+    anybit.save(anybit.quantize_(llama(), "fp6"), path)
+    return path
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "model")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_format_round_trips_bit_for_bit(tmp_path, tied):
+    model = llama(tied, **DEEP)
+    model = anybit.quantize_(model, every_format(model))
+    anybit.save(model, tmp_path / "a")
+    loaded = anybit.load(tmp_path / "a")
+    same_state(model, loaded)
+    same_output(logits(loaded), logits(model))
+    wanted = {name: layer.scheme for name, layer in quantized_layers(model)}
+    assert {name: layer.scheme for name, layer in quantized_layers(loaded)} == wanted
+    anybit.save(loaded, tmp_path / "b")
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
+
+
+def test_the_files_hold_the_canonical_tensors(saved):
+    model = anybit.quantize_(llama(), "fp6")
+    tensors = load_file(saved / "model.safetensors")
+    layer = "model.layers.1.mlp.up_proj"
+    packed = model.get_submodule(layer).packed
+    for name, tensor in packed.tensors().items():
+        assert torch.equal(tensors[f"{layer}.{name}"], tensor), name
+    assert f"{layer}.weight" not in tensors
+    config = json.loads((saved / "config.json").read_text())
+    assert config["quantization_config"] == {
+        "quant_method": "anybit",
+        "version": 1,
+        "formats": {"*": "fp6"},
+    }
+    assert config["dtype"] == "bfloat16"
+
+
+def test_stored_dtypes_of_scales_win(tmp_path):
+    model = llama()
+    for name, parameter in model.named_parameters():
+        if name.endswith("q_proj.weight"):
+            parameter.data *= 2.0**-20  # below fp16's normal numbers, so the scales are bf16
+    anybit.save(anybit.quantize_(model, "int4"), tmp_path / "out")
+    for dtype in ("auto", torch.float16, torch.float32):
+        loaded = anybit.load(tmp_path / "out", dtype=dtype)
+        for (name, a), (_, b) in zip(
+            quantized_layers(model), quantized_layers(loaded), strict=True
+        ):
+            same_state(a, b)
+            assert b.scale.dtype == (torch.bfloat16 if "q_proj" in name else torch.float16)
+        assert loaded.dtype == (model.dtype if dtype == "auto" else dtype)
+        assert loaded.to(torch.float64).model.layers[0].self_attn.q_proj.scale.dtype == (
+            torch.bfloat16
+        )
+
+
+def test_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 40_000)
+    model = anybit.quantize_(llama(), "liquid")
+    anybit.save(model, tmp_path / "out")
+    shards = sorted(tmp_path.glob("out/model-*.safetensors"))
+    assert len(shards) > 2
+    same_state(model, anybit.load(tmp_path / "out"))
+    shards[1].unlink()
+    with pytest.raises(FileNotFoundError, match=rf"1 of {len(shards)} shards.*{shards[1].name}"):
+        anybit.load(tmp_path / "out")
+
+
+def test_the_last_pattern_still_wins_after_loading(tmp_path):
+    # In alphabetical order, as transformers writes keys, "*.down_proj" would lose.
+    plan = {"model.*": "int8", "*.down_proj": "int2"}
+    model = anybit.quantize_(llama(), plan)
+    anybit.save(model, tmp_path / "out")
+    loaded = anybit.load(tmp_path / "out")
+    same_state(model, loaded)
+    assert loaded.model.layers[0].mlp.down_proj.scheme == "int2"
+    assert loaded.anybit_formats == plan
+
+
+def test_a_layer_replaced_by_hand_is_saved_as_it_is(tmp_path):
+    model = anybit.quantize_(llama(), "int8")
+    other = anybit.quantize_(llama(), "int2")
+    model.model.layers[1].mlp.up_proj = other.model.layers[1].mlp.up_proj
+    anybit.save(model, tmp_path / "out")
+    same_state(model, anybit.load(tmp_path / "out"))
+
+
+def test_a_dequantized_model_is_saved_as_a_dense_one(tmp_path):
+    model = anybit.dequantize_(anybit.quantize_(llama(), "int8"))
+    model.save_pretrained(tmp_path / "out")
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+def test_tokenizer_files_come_along(tmp_path):
+    source = dense(tmp_path / "dense")
+    (source / "tokenizer.json").write_text("{}")
+    config = anybit.AnybitConfig("int4")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
+    anybit.save(model, tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+
+
+# What is there already.
+
+
+def test_an_existing_directory_is_kept(copy):
+    model = anybit.quantize_(llama(), "int2")
+    before = {p.name: p.read_bytes() for p in copy.iterdir()}
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        anybit.save(model, copy)
+    assert {p.name: p.read_bytes() for p in copy.iterdir()} == before
+    (copy / "stray.txt").write_text("of the old one")
+    anybit.save(model, copy, overwrite=True)
+    same_state(model, anybit.load(copy))
+    assert not (copy / "stray.txt").exists()
+    assert [p.name for p in copy.parent.iterdir()] == [copy.name]
+
+
+def test_a_directory_that_is_no_checkpoint_is_never_overwritten(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(FileExistsError, match="no checkpoint"):
+        anybit.save(anybit.quantize_(llama(), "int2"), tmp_path, overwrite=True)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "not enough disk space"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "not enough disk"),
+        (KeyboardInterrupt(), None),
+    ],
+    ids=["full", "full, said by safetensors", "Ctrl-C"],
+)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_interrupted_save_leaves_nothing(copy, monkeypatch, error, expected, overwrite):
+    out = copy if overwrite else copy.with_name("new")
+    before = {p: p.read_bytes() for p in copy.rglob("*")}
+
+    def fail(self, directory, **options):
+        (directory / "model.safetensors").write_bytes(b"half of it")
+        raise error
+
+    model = anybit.quantize_(llama(), "int2")
+    monkeypatch.setattr(type(model), "save_pretrained", fail)
+    with pytest.raises(OSError if expected else KeyboardInterrupt, match=expected) as caught:
+        anybit.save(model, out, overwrite=overwrite)
+    if expected:
+        assert caught.value.errno == errno.ENOSPC
+    assert {p: p.read_bytes() for p in copy.rglob("*")} == before
+    assert [p.name for p in copy.parent.iterdir()] == [copy.name]
+
+
+def test_too_small_a_disk_is_noticed_before(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(OSError, match=r"0\.08\d+ MB are needed, 0\.001 MB are free"):
+        anybit.save(anybit.quantize_(llama(), "int2"), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+# Bad checkpoints.
+
+
+def edit_config(path, **changes):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_newer_version(copy):
+    edit_config(
+        copy, quantization_config={"quant_method": "anybit", "version": 2, "layout": "tiles"}
+    )
+    with pytest.raises(ValueError, match=r"layout version 2.*reads up to 1; upgrade anybit"):
+        anybit.load(copy)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 300, -1])
+def test_cut_file(copy, keep):
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"model\.safetensors: (cut or )?damaged"):
+        anybit.load(copy)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'{"', b'{{"'),
+        (b"[64,", b"[65,"),
+        (b'"I32"', b'"U8" '),
+        (b'"shape":[', b'"shape":{'),
+        (b'"data_offsets":[0,', b'"data_offsets":[9,'),
+    ],
+)
+def test_damaged_header(copy, old, new):
+    path = copy / "model.safetensors"
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new, 1))
+    with pytest.raises(ValueError, match=r"model\.safetensors: (cut or )?damaged"):
+        anybit.load(copy)
+
+
+def test_trailing_bytes(copy):
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(ValueError, match="cut or damaged: its header describes"):
+        anybit.load(copy)
+
+
+def test_shapes_that_disagree_with_the_config(copy):
+    edit_config(copy, intermediate_size=192)
+    with pytest.raises(ValueError, match=r"gate_proj\.codes4: expected shape \(192, 8\).*\(128, 8"):
+        anybit.load(copy)
+
+
+def test_formats_that_disagree_with_the_tensors(copy):
+    formats = {"quant_method": "anybit", "version": 1, "formats": {"*": "int3"}}
+    edit_config(copy, quantization_config=formats)
+    with pytest.raises(ValueError, match=r"q_proj: tensor 'codes1' of format 'int3' is missing"):
+        anybit.load(copy)
+    formats["formats"] = {"*": "fp6", "*.q_proj": None}
+    edit_config(copy, quantization_config=formats)
+    with pytest.raises(
+        ValueError, match=r"q_proj: config\.json says not quantized, but.* holds co"
+    ):
+        anybit.load(copy)
+    formats["formats"] = {"*": "fp6", "lm_head": "fp6"}
+    edit_config(copy, quantization_config=formats)
+    with pytest.raises(ValueError, match=r"lm_head: config\.json says fp6, but.* holds no codes"):
+        anybit.load(copy)
+    formats["formats"] = {"*": "fp99"}
+    edit_config(copy, quantization_config=formats)
+    with pytest.raises(ValueError, match=r"unknown format 'fp99'.*known: "):
+        anybit.load(copy)
+
+
+def test_what_is_no_checkpoint_of_anybit(tmp_path):
+    with pytest.raises(FileNotFoundError, match="not a directory"):
+        anybit.load(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match="neither"):
+        anybit.load(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match=r"only pytorch_model\.bin; convert it"):
+        anybit.load(tmp_path)
+    with pytest.raises(ValueError, match="not quantized"):
+        anybit.load(dense(tmp_path / "dense"))
+
+
+def test_what_cannot_be_saved(tmp_path):
+    with pytest.raises(ValueError, match="no quantized layers"):
+        anybit.save(llama(), tmp_path / "out")
+    with pytest.raises(TypeError, match="Linear is no transformers model"):
+        anybit.save(torch.nn.Linear(2, 2), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+# The writer of shards.
+
+
+def test_shards_are_read_by_safetensors(tmp_path):
+    tensors = {
+        "odd": torch.arange(7, dtype=torch.uint8),
+        "half": torch.randn(3, dtype=torch.float16),
+        "wide": torch.randn(5, 3, dtype=torch.float64),
+        "brain": torch.randn(9, 9).bfloat16(),
+        "transposed": torch.randn(4, 6).T,
+        "small": torch.randn(3).to(torch.float8_e4m3fn),
+        "single": torch.tensor(7, dtype=torch.int32),
+        "empty": torch.empty(0, 4, dtype=torch.int16),
+        "yes": torch.tensor([True, False, True]),
+        'a "name" of ünusual characters': torch.zeros(2, dtype=torch.int64),
+    }
+    with files.ShardWriter(tmp_path / "one.safetensors", tensors) as shard:
+        for name, tensor in tensors.items():
+            shard.add(name, tensor)
+        assert not (tmp_path / "one.safetensors").exists()
+    stored = files.read_header(tmp_path / "one.safetensors")
+    with files.ShardWriter(tmp_path / "two.safetensors", stored) as shard:
+        for name, tensor in stored.items():
+            shard.copy(name, tensor)
+    for path in (tmp_path / "one.safetensors", tmp_path / "two.safetensors"):
+        read = load_file(path)
+        assert read.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert read[name].dtype == tensor.dtype
+            assert torch.equal(read[name].float(), tensor.float()), name
+            found = files.read_header(path)[name]
+            assert found.start % tensor.itemsize == 0, f"{name} is not aligned"
+            assert torch.equal(found.read().float(), tensor.float())
+
+
+def test_an_interrupted_shard_leaves_nothing(tmp_path):
+    with (  # noqa: PT012
+        pytest.raises(KeyboardInterrupt),
+        files.ShardWriter(tmp_path / "one.safetensors", ["a"]) as shard,
+    ):
+        shard.add("a", torch.zeros(1000))
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
