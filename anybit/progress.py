@@ -1,9 +1,14 @@
-"""Progress on long work: a bar with an ETA on a terminal, nothing elsewhere."""
+"""Progress on long work: a bar on a terminal; in a log, if asked for, a line now and then."""
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
+
+SECONDS = 10.0  # between two lines of a log
+
+_lines = False  # whether work without a terminal prints lines; commands do, the library does not
 
 
 class Progress(Protocol):
@@ -11,14 +16,58 @@ class Progress(Protocol):
         """`amount` more units are done; now at `what`."""
 
 
+def print_lines() -> None:
+    """From now on, print progress to stderr without a terminal, too: one line in ten seconds."""
+    global _lines
+    _lines = True
+
+
+def say(text: str) -> None:
+    """A line on stderr about what begins now, if progress is printed at all."""
+    if _lines or sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def progress(title: str, total: int, show: bool | None = None) -> Iterator[Progress]:
-    """Yield a function to call after each step. show=None: only when stderr is a terminal."""
-    if show is None:
-        show = sys.stderr.isatty()
-    if not show:
+    """Yield a function to call after each step.
+
+    Args:
+        title: What is being done.
+        total: Units of work.
+        show: False for silence, True for a bar; None for a bar on a terminal, and else for lines,
+            if `print_lines` was called.
+    """
+    if show is None and not sys.stderr.isatty() and _lines:
+        yield _Lines(title, total)
+    elif show or (show is None and sys.stderr.isatty()):
+        with _bar(title, total) as step:
+            yield step
+    else:
         yield lambda amount, what="": None
-        return
+
+
+class _Lines:
+    """Prints the share that is done, and the time that is left, every `SECONDS`."""
+
+    def __init__(self, title: str, total: int):
+        self.title, self.total, self.done = title, max(total, 1), 0
+        self.start = self.last = time.monotonic()
+        print(title, file=sys.stderr, flush=True)
+
+    def __call__(self, amount: int, what: str = "") -> None:
+        self.done += amount
+        now = time.monotonic()
+        if self.done and (now - self.last >= SECONDS):
+            self.last = now
+            left = (now - self.start) * (self.total - self.done) / self.done
+            at = f", at {what}" if what else ""
+            line = f"{self.title}: {self.done / self.total:.0%}, about {left:.0f} s left{at}"
+            print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _bar(title: str, total: int) -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import anybit
+from anybit.errors import InvalidInput
 from anybit.evaluate.corpus import calibration_text, held_out_text
 from anybit.nn.model import quantized_layers
-from anybit.planning.allocate import Allocation, knapsack, output_gradients, plan_formats
+from anybit.planning.allocate import knapsack, output_gradients, plan_formats
+from anybit.planning.allocation import Allocation
 from tests import tiny
 
 PICO = Path(__file__).resolve().parents[1] / "models" / "pico"
@@ -81,7 +83,7 @@ def test_prediction_is_near_the_measured_kl(plan: Allocation) -> None:
             model = anybit.quantize_(
                 make(), {"*": None} | dict.fromkeys(group.names, option.scheme)
             )
-            pairs.append((option.kl, kl(model, fresh)))
+            pairs.append((option.loss, kl(model, fresh)))
     predicted, measured = torch.tensor(pairs).log().T
     assert float((predicted - measured).abs().max()) < 1.6  # within a factor of 5
     assert float((predicted - measured).abs().mean()) < 0.5
@@ -144,7 +146,7 @@ def test_beats_uniform_choices_of_a_real_model_at_equal_bytes() -> None:
     planned = kl(anybit.quantize_(pico(), chosen.plan), fresh, pico())
     for uniform in chosen.uniform():
         if uniform.bits <= 4.5:
-            assert chosen.kl < uniform.kl
+            assert chosen.loss < uniform.loss
             # int4:group=32 takes 4.5 bits as well.
             got = kl(anybit.quantize_(pico(), uniform.budget), fresh, pico())
             assert planned < 0.85 * got, uniform.budget
@@ -156,15 +158,32 @@ def test_budget_of_time() -> None:
     limit = slow.seconds * 0.6
     fast = plan_formats(make(), text(4, seed=1), seconds=limit, candidates=CANDIDATES)
     assert fast.seconds <= limit
-    assert fast.kl > slow.kl
+    assert fast.loss > slow.loss
 
 
 def test_calibrated_quantizer_predicts_less_loss() -> None:
     def uniform(quantizer: anybit.RTN | anybit.GPTQ) -> float:
         ids = text(24, seed=1)
-        return plan_formats(make(), ids, 8.1, candidates=["int3"], quantizer=quantizer).kl
+        return plan_formats(make(), ids, 8.1, candidates=["int3"], quantizer=quantizer).loss
 
     assert uniform(anybit.GPTQ()) < 0.8 * uniform(anybit.RTN())
+
+
+def test_without_text_by_the_errors_of_the_weights(plan: Allocation) -> None:
+    model = make()
+    got = plan_formats(model, None, 4.5, candidates=["int3", "int4", "fp6"], quantizer=anybit.RTN())
+    assert [group.names for group in got.groups] == [group.names for group in plan.groups]
+    group = got.groups[0]
+    want = 0.0
+    for name in group.names:
+        w = model.get_submodule(name).weight.detach()  # type: ignore[union-attr, operator]
+        error = anybit.dequantize(anybit.quantize_tensor(w, "int4")).float() - w
+        want += float(error.square().sum() / w.square().sum())
+    assert group.options[1].loss == pytest.approx(want, rel=1e-3)
+    assert got.bits <= 4.5
+    assert "weight error x 1000" in got.table()
+    with pytest.raises(InvalidInput, match="GPTQ needs text"):
+        plan_formats(model, None, 4.5, quantizer=anybit.GPTQ())
 
 
 def test_table_and_plot(plan: Allocation, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from anybit.nn.linear import QuantLinear
 from anybit.nn.model import linear_at
 from anybit.quantizers.base import Quantizer, quantize_layers
 from anybit.quantizers.calibration.block_runner import BlockRunner, find_blocks
+from anybit.quantizers.calibration.data import read_texts
 from anybit.quantizers.calibration.memory import on_device
 from anybit.quantizers.calibration.statistics import Statistics
 from tests import tiny
@@ -338,11 +339,7 @@ def test_text_is_cut_into_evenly_spaced_windows(tmp_path: Path) -> None:
     ("calibration", "message"),
     [
         (None, r"GPTQ needs data to calibrate on"),
-        (
-            ["short"],
-            r"5 tokens; 128 samples of 64 tokens need 8192, 8187 more.*samples=1, length=5",
-        ),
-        (["x" * 200], r"200 tokens; 128 samples.*samples=3\)"),
+        (["x"], r"the calibration data has 1 tokens; give more text"),
         ([b"bytes"], r"texts are strings, found bytes"),
         (torch.full((4, 8), VOCAB), r"32 calibration tokens lie outside.*of 96, the first is 96"),
         (torch.full((4, 8), -1), r"outside the model's vocabulary"),
@@ -358,12 +355,24 @@ def test_bad_text(calibration: Any, message: str) -> None:
     assert isinstance(model.model.layers[0].mlp.up_proj, nn.Linear)
 
 
+@pytest.mark.parametrize(("tokens", "shape"), [(5, (1, 5)), (200, (3, 64))])
+def test_little_text_is_all_used(tokens: int, shape: tuple[int, int]) -> None:
+    with pytest.warns(UserWarning, match=f"has {tokens} tokens, enough for {shape[0]} samples"):
+        ids = Calibration(["x" * tokens], tokenizer=Characters()).tokens(llama())
+    assert ids.shape == shape
+
+
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nowhere\.txt is no file"):
         Calibration(tmp_path / "nowhere.txt", tokenizer=Characters()).tokens(llama())
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"label": 1}\n')
     with pytest.raises(ValueError, match=r'a\.jsonl, line 2: expected a JSON object with a "text"'):
         Calibration(tmp_path / "a.jsonl", tokenizer=Characters()).tokens(llama())
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text: .* at byte 0"):
+        Calibration(tmp_path / "a.txt", tokenizer=Characters()).tokens(llama())
+    (tmp_path / "b.jsonl").write_text('\ufeff{"text": "abc"}\r\n')
+    assert read_texts(tmp_path / "b.jsonl") == ["abc"]
     with pytest.raises(ValueError, match="no tokenizer at"):
         Calibration(["text"]).tokens(llama())
 

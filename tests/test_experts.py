@@ -284,7 +284,7 @@ def test_other_quantizers(kind, quantizer, tmp_path):
         score(anybit.quantize_(loaded(tmp_path / "dense"), plan, q), other, window=32, dense=dense)
         for q in (quantizer, None)
     )
-    assert chosen.kl < rounded.kl
+    assert chosen.loss < rounded.loss
 
 
 def test_experts_that_see_nothing_are_named_and_rounded(tmp_path):
@@ -329,7 +329,7 @@ def test_a_plan_has_one_format_for_the_experts_of_a_block(kind, stored, tmp_path
     )
     p, q = (torch.log_softmax(logits, -1) for logits in (dense, logits_of(only)))
     measured = float((p.exp() * (p - q)).sum(-1).mean())
-    predicted = sum(o.kl for g in experts for o in g.options if o.scheme == "int4:group=16")
+    predicted = sum(o.loss for g in experts for o in g.options if o.scheme == "int4:group=16")
     assert measured / 2 < predicted < measured * 2
 
 

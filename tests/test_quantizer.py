@@ -82,8 +82,8 @@ def test_as_the_second_of_smooth_and_for_plans() -> None:
         assert list(quantized_layers(anybit.quantize_(model(), "int8", Smooth(IDS, then=then))))
         plan = plan_formats(model(), IDS, 6, candidates=("int4", "int8"), quantizer=then)
         exact = plan_formats(model(), IDS, 6, candidates=("int4", "int8"), quantizer=RTN())
-        worst = [max(option.kl for option in group.options) for group in plan.groups]
-        least = [max(option.kl for option in group.options) for group in exact.groups]
+        worst = [max(option.loss for option in group.options) for group in plan.groups]
+        least = [max(option.loss for option in group.options) for group in exact.groups]
         assert sum(worst) > sum(least)
 
 

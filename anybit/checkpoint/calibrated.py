@@ -17,7 +17,7 @@ from torch import nn
 from anybit.checkpoint.architecture import meta_model, model_class
 from anybit.checkpoint.rewrite import check_paths, fingerprint
 from anybit.checkpoint.stream import Quantization, plan_quantization
-from anybit.errors import AnybitError, InvalidInput
+from anybit.errors import InvalidInput
 from anybit.files.directory import (
     check_space,
     copy_others,
@@ -70,6 +70,7 @@ def calibrate_checkpoint(
     """
     source, out = Path(source), Path(out).absolute()
     calibration = calibration_of(quantizer)
+    calibration.check_file()
     check_paths(source, out, overwrite)
     work = plan_quantization(source, spec, quantizer, as_in_model=True)
     schemes = {work.names[n].removesuffix(".weight"): scheme for n, scheme in work.schemes.items()}
@@ -82,7 +83,7 @@ def calibrate_checkpoint(
     calibration = dataclasses.replace(calibration, work=partial)
     try:
         calibrate(model, schemes, quantizer, calibration, show_progress, stored)
-    except AnybitError:
+    except BaseException:
         if not any(partial.glob("block_*")):  # nothing to go on from
             shutil.rmtree(partial)
         raise

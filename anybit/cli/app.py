@@ -1,45 +1,15 @@
 """The command line. Every command imports what it needs when it runs, so that help is instant."""
 
-import errno
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
-from anybit.errors import AnybitError
+from anybit.cli.group import Commands, check_outputs, examples
+from anybit.progress import print_lines, say
 from anybit.serve import commands
-
-INTERRUPTED = 130
-
-
-class Commands(TyperGroup):
-    """Commands that turn an expected mistake into one line and exit code 1.
-
-    Expected are `AnybitError`, and what the operating system or the installation lacks. Anything
-    else is a bug and keeps its traceback.
-    """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args[:2] == ["bench", "serve"]:  # a server is benched like anything else
-            args = ["bench-serve", *args[2:]]
-        return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            typer.echo("\ninterrupted", err=True)
-            raise typer.Exit(INTERRUPTED) from None
-        except (AnybitError, OSError, ImportError) as error:
-            if os.environ.get("ANYBIT_DEBUG") or getattr(error, "errno", None) == errno.EPIPE:
-                raise
-            message = str(error).replace("overwrite=True", "--overwrite")
-            typer.secho(f"error: {message}", fg="red", err=True)
-            raise typer.Exit(1) from None
-
 
 app = typer.Typer(
     cls=Commands,
@@ -50,23 +20,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="A mistake is one line; set ANYBIT_DEBUG=1 to see where it comes from.",
 )
-
-
-def check_outputs(file: Path | None, plot: Path | None) -> None:
-    """Raise what would else be raised when all is computed, and lost."""
-    if file:
-        from anybit.files.directory import check_folder
-
-        check_folder(file)
-    if plot:
-        from anybit.files.picture import check_picture
-
-        check_picture(plot)
-
-
-def examples(*lines: str) -> str:
-    """An epilog that shows what to type; the leading backspace keeps its line breaks."""
-    return "\n".join(["\b", "[bold]Examples[/]", *(f"$ [cyan]{line}[/]" for line in lines)])
 
 
 @app.callback(invoke_without_command=True)
@@ -164,6 +117,7 @@ def quantize(
         raise typer.BadParameter(
             "say how to quantize: give either --format or --plan", param_hint="--format"
         )
+    say(f"quantizing {model} into {out}")
     from anybit.checkpoint.quantize import quantize_directory
     from anybit.cli.options import calibration_of
     from anybit.nn.plan import plan_from, read_plan
@@ -192,6 +146,7 @@ def convert(
     what its config.json says. Streams tensor by tensor: any size, and resumable. Says which layers
     had to be decoded, if any.
     """
+    say(f"converting {model} into {out}")
     from anybit.checkpoint.foreign.convert import convert_checkpoint
 
     typer.echo(convert_checkpoint(model, out, overwrite=overwrite))
@@ -211,6 +166,7 @@ def export(
     compressed-tensors (pack-quantized) holds int2 to int8, in groups or rows, with or without zero
     point. A checkpoint with any other format is refused.
     """
+    say(f"exporting {model} into {out}")
     from anybit.checkpoint.foreign.export import export_checkpoint
 
     typer.echo(export_checkpoint(model, out, to, overwrite=overwrite))
@@ -218,6 +174,7 @@ def export(
 
 @app.command(
     epilog=examples(
+        "anybit plan models/pico --bits 4.5",
         "anybit plan models/pico --bits 4.5 --calibrate python --samples 32 --length 512",
         "anybit plan MODEL --bits 4.5 --calibrate text.jsonl -o plan.json --plot plan.png",
         "anybit plan MODEL --latency-us 900 --device h200 --calibrate text.jsonl -o plan.json",
@@ -255,7 +212,8 @@ def plan(
 ) -> None:
     """Choose a format for every layer under a budget of memory or of predicted time.
 
-    Measures on text how much each layer's rounding costs the model, and explains the choice. With
+    Measures on text (--calibrate) how much each layer's rounding costs the model, and explains the
+    choice. Without text it goes by the errors of the weights, as if all layers mattered alike. With
     --roofline it prints what the cost model (LiquidGEMM, section 3) says of a layer instead.
     """
     chosen_formats = [s.strip() for s in candidates.split(";")] if candidates else None
@@ -268,20 +226,23 @@ def plan(
 
         typer.echo(show(device, roofline, chosen_formats, measured, plot))
         return
-    if model is None or calibrate is None:
-        raise typer.BadParameter(
-            "give MODEL and --calibrate, or --roofline NxK", param_hint="MODEL"
-        )
+    if model is None:
+        raise typer.BadParameter("give MODEL, or --roofline NxK", param_hint="MODEL")
+    if (bits is None) == (latency_us is None):
+        raise typer.BadParameter("give one budget: --bits 4.5, or --latency-us 900")
+    say(f"loading {model}")
+    check_outputs(out, plot)
 
     from anybit.checkpoint.save_load import load_dense
     from anybit.cli.options import calibration_of
     from anybit.formats.presets import CANDIDATES
     from anybit.planning.allocate import plan_formats
 
-    check_outputs(out, plot)
+    if calibrate is None:
+        say("no --calibrate: planning by the errors of the weights alone")
     chosen = plan_formats(
         load_dense(model),
-        calibration_of(calibrate, samples, length),
+        calibration_of(calibrate, samples, length) if calibrate else None,
         bits,
         seconds=None if latency_us is None else latency_us * 1e-6,
         candidates=chosen_formats or CANDIDATES,
@@ -330,6 +291,7 @@ def evaluate(
 
     Tasks that need no network: python_next_line, python_parses, python_docstring.
     """
+    say(f"loading {model}" + (f" and {against}" if against else ""))
     check_outputs(json_file, plot)
     if tasks:
         from anybit.evaluate import harness
@@ -376,6 +338,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
 ) -> None:
     """Continue a prompt, token by token as they come."""
+    say(f"loading {model}")
     from anybit.evaluate.model import complete, load_text_model
 
     def show(piece: str) -> None:
@@ -491,6 +454,13 @@ app.command("bench-serve", epilog=examples("anybit bench serve http://127.0.0.1:
 
 
 def main() -> None:
+    """The program `anybit`.
+
+    Threads that wait sleep: where other programs use the cores, spinning ones made work three times
+    slower. OpenMP reads that when torch is imported, so it is said here, before.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    print_lines()
     app()
 
 

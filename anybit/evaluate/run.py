@@ -7,6 +7,7 @@ from anybit.errors import InvalidInput
 from anybit.evaluate.corpus import held_out_text
 from anybit.evaluate.model import context_of, encode, load_text_model
 from anybit.evaluate.perplexity import excerpts, score
+from anybit.files.directory import read_text
 from anybit.progress import progress
 
 LONGEST = 2048  # tokens in a window, for models that could see more
@@ -22,7 +23,7 @@ def evaluate(model: Path, against: Path | None, text: Path | None, tokens: int) 
     Raises FileNotFoundError for missing files, ValueError for a text that is too short or no UTF-8,
     and for two models whose vocabularies differ.
     """
-    texts = [read(text)] if text else [source for _, source in held_out_text()]
+    texts = [read_text(text)] if text else [source for _, source in held_out_text()]
     loaded, tokenizer = load_text_model(model)
     dense = None
     if against:
@@ -51,12 +52,3 @@ def evaluate(model: Path, against: Path | None, text: Path | None, tokens: int) 
         "loss": got.loss,
         "loss_error": got.loss_error,
     }
-
-
-def read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidInput(
-            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"
-        ) from None

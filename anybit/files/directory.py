@@ -18,6 +18,18 @@ CONFIGS = ("config.json", "quantize_config.json", "quant_config.json")
 COPY = 1 << 24  # bytes copied at a time
 
 
+def read_text(path: Path) -> str:
+    """A file of UTF-8 text; errors name the file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no file")
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; ValueError names the file when it is none."""
     if not path.is_file():

@@ -8,14 +8,15 @@ With an error D = W' - W of one layer, whose inputs have the second moment H and
 loss's mean squared gradients g_n, KL = 1/2 sum_n g_n (D H D^T)_nn in nats per token. This is the
 Fisher information in the Kronecker-factored form of K-FAC (Martens and Grosse, 2015), with g from
 labels that the model itself draws.
+
+Without text there is neither H nor g. Then the loss of a layer is its relative squared error,
+|D|^2 / |W|^2, as if all layers mattered alike.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,11 @@ from torch import Tensor, nn
 from anybit.core.format import Format
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
-from anybit.files.picture import check_picture
 from anybit.formats.presets import CANDIDATES
 from anybit.nn.experts import Experts, of_all_experts
 from anybit.nn.model import dense_layers, linear_at, taken_apart
 from anybit.nn.plan import is_head
+from anybit.planning.allocation import Allocation, Group, Option
 from anybit.planning.cost_model import DEVICES, cost, instructions, operand_of
 from anybit.progress import progress
 from anybit.quantizers.base import Quantizer
@@ -40,147 +41,15 @@ from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.clip import Clip
 
 BINS = 1 << 16  # of the budget; rounding up to whole bins wastes less than layers / BINS of it
+PROBE = 16  # tokens that show, without text, which layers read the same input
 
-
-@dataclass(frozen=True)
-class Option:
-    """One format for a group of layers.
-
-    Attributes:
-        scheme: The format, and the activations' dtype if they are quantized.
-        bits: Stored bits of all weights of the group, scales included.
-        seconds: Predicted time of the group's products in one forward pass.
-        kl: Predicted KL divergence that it adds, nats per token.
-    """
-
-    scheme: str
-    bits: float
-    seconds: float
-    kl: float
-
-
-@dataclass(frozen=True)
-class Group:
-    """Layers that read the same input (q, k and v; gate and up), which engines run as one.
-
-    Attributes:
-        names: The layers; those of experts are patterns for all of a block ("*.experts.*.w2").
-        weights: Number of weights.
-        options: The formats that can store them.
-    """
-
-    names: tuple[str, ...]
-    weights: int
-    options: tuple[Option, ...]
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """A format for every group of layers, and how it was arrived at.
-
-    Attributes:
-        groups: All groups, in the model's order.
-        chosen: An option of each group.
-        budget: In words, for tables and plots.
-    """
-
-    groups: tuple[Group, ...]
-    chosen: tuple[Option, ...]
-    budget: str
-
-    @property
-    def plan(self) -> dict[str, str | None]:
-        """{pattern: spec}, for `quantize_` and `anybit quantize --plan`."""
-        weights: dict[str, int] = {}
-        for group, option in zip(self.groups, self.chosen, strict=True):
-            weights[option.scheme] = weights.get(option.scheme, 0) + group.weights
-        common = max(weights, key=lambda scheme: weights[scheme])
-        out: dict[str, str | None] = {"*": common}
-        for group, option in zip(self.groups, self.chosen, strict=True):
-            if option.scheme != common:
-                out |= dict.fromkeys(group.names, option.scheme)
-        return out
-
-    @property
-    def bits(self) -> float:
-        """Stored bits of a weight, scales included."""
-        return sum(o.bits for o in self.chosen) / sum(g.weights for g in self.groups)
-
-    @property
-    def seconds(self) -> float:
-        """Predicted time of all layers in one forward pass."""
-        return sum(option.seconds for option in self.chosen)
-
-    @property
-    def kl(self) -> float:
-        """Predicted KL divergence from the dense model, nats per token."""
-        return sum(option.kl for option in self.chosen)
-
-    def uniform(self) -> list["Allocation"]:
-        """One format for all layers, for every format that was offered to all of them."""
-        shared = [{o.scheme: o for o in group.options} for group in self.groups]
-        return [
-            Allocation(self.groups, tuple(options[scheme] for options in shared), scheme)
-            for scheme in shared[0]
-            if all(scheme in options for options in shared)
-        ]
-
-    def table(self) -> str:
-        """The choice and its alternatives, as text."""
-        lines = [f"{'layers':48} {'format':22} {'bits':>6} {'KL x 1000':>10}"]
-        for group, option in zip(self.groups, self.chosen, strict=True):
-            first, *others = group.names
-            name = first + "".join(f", {other.rpartition('.')[2]}" for other in others)
-            lines.append(
-                f"{name:48} {option.scheme:22} {option.bits / group.weights:6.3f} "
-                f"{option.kl * 1000:10.4f}"
-            )
-        lines.append("")
-        lines.append(
-            f"{'whole model, predicted':48} {'':22} {'bits':>6} {'KL x 1000':>10} {'us':>9}"
-        )
-        for name, it in [
-            (f"this plan ({self.budget})", self),
-            *((u.budget, u) for u in self.uniform()),
-        ]:
-            lines.append(
-                f"{name:48} {'':22} {it.bits:6.3f} {it.kl * 1000:10.3f} {it.seconds * 1e6:9.2f}"
-            )
-        return "\n".join(lines)
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, for `anybit quantize --plan`."""
-        Path(path).write_text(json.dumps(self.plan, indent=2) + "\n", "utf-8")
-
-    def plot(self, path: str | Path) -> None:
-        """Bits of every group of layers in the model's order, and predicted KL over bits."""
-        check_picture(path)
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(11, 4.2), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=(2, 1))
-        kinds = [
-            "/".join(n.rpartition(".")[2].removesuffix("_proj") for n in g.names)
-            for g in self.groups
-        ]
-        for kind in dict.fromkeys(kinds):
-            at = [i for i, k in enumerate(kinds) if k == kind]
-            bits = [self.chosen[i].bits / self.groups[i].weights for i in at]
-            left.plot(at, bits, "o-", lw=0.6, label=kind)
-        left.set(xlabel="layers, from input to output", ylabel="stored bits of a weight")
-        left.legend(ncols=4, fontsize="small")
-        for it in self.uniform():
-            right.plot(it.bits, it.kl, "o", color="#888888")
-            right.annotate(it.budget, (it.bits, it.kl), fontsize="x-small", rotation=20)
-        right.plot(self.bits, self.kl, "*", ms=14, color="#c2410c")
-        right.annotate("this plan", (self.bits, self.kl), fontsize="small", color="#c2410c")
-        right.set(xlabel="stored bits of a weight", ylabel="predicted KL (nats)", yscale="log")
-        figure.savefig(path, dpi=150)
+# (layer, its weight (N, K), format, statistics of its inputs) -> loss
+Loss = Callable[[str, Tensor, Format, Statistics], float]
 
 
 def plan_formats(
     model: nn.Module,
-    calibration: Source | Calibration,
+    calibration: Source | Calibration | None,
     bits: float | None = None,
     *,
     seconds: float | None = None,
@@ -190,13 +59,14 @@ def plan_formats(
     tokens: int = 1,
     show_progress: bool | None = None,
 ) -> Allocation:
-    """Choose a format per layer of least predicted KL under a budget: bits, or seconds.
+    """Choose a format per layer of least predicted loss under a budget: bits, or seconds.
 
     The error of quantized activations (`@int8`) is not predicted. The output head is kept.
 
     Args:
         model: A dense transformers model.
-        calibration: Texts, token ids or a file, or a `Calibration` that says more about them.
+        calibration: Texts, token ids or a file, or a `Calibration` that says more about them. None
+            plans by the errors of the weights alone, which predicts much less.
         bits: The budget as stored bits of a weight, on average over the layers, scales included.
         seconds: The budget as predicted time of all layers in a forward pass of `tokens` tokens on
             `device`, by `planning.cost_model`. Give one of both budgets.
@@ -214,18 +84,34 @@ def plan_formats(
             budget, the device is unknown, no candidate can store a layer, or the data does not fit
             the model.
     """
+    quantizer = quantizer or Clip()
+    if calibration is None and quantizer.needs:
+        raise InvalidInput(
+            f"{type(quantizer).__name__} needs text to plan with; give calibration data, or plan "
+            "with a data-free quantizer (RTN, Clip, HQQ)"
+        )
     if (bits is None) == (seconds is None):
         raise InvalidInput("give one budget: bits=4.5, or seconds=50e-6")
     if device not in DEVICES:
         raise InvalidInput(f"unknown device {device!r}; known: {', '.join(DEVICES)}")
-    if not isinstance(calibration, Calibration):
-        calibration = Calibration(calibration)
     with taken_apart(model):
+        names = [name for name in dense_layers(model) if not is_head(name)]
+        if calibration is None:
+            ids, needs, loss = probe(model), (), partial(weight_error, quantizer)
+        else:
+            if not isinstance(calibration, Calibration):
+                calibration = Calibration(calibration)
+            ids, needs = calibration.tokens(model), ("hessian", *quantizer.needs)
+            prefix, _ = find_blocks(model, names)
+            inside = [name for name in names if name.startswith(f"{prefix}.")]
+            loss = partial(predicted_kl, quantizer, output_gradients(model, inside, ids))
         groups = sensitivities(
             model,
-            calibration.tokens(model),
+            names,
+            ids,
             candidates,
-            quantizer or Clip(),
+            loss,
+            needs,
             partial(predicted_seconds, device=device, tokens=tokens),
             show_progress,
             busy_experts(model, tokens),
@@ -248,30 +134,68 @@ def plan_formats(
             f"{least / unit:.3f} {what}; raise it, or offer smaller formats than "
             f"{', '.join(candidates)}"
         )
-    chosen = knapsack(costs, [[o.kl for o in g.options] for g in groups], budget)
+    chosen = knapsack(costs, [[o.loss for o in g.options] for g in groups], budget)
     return Allocation(
-        tuple(groups), tuple(g.options[c] for g, c in zip(groups, chosen, strict=True)), name
+        tuple(groups),
+        tuple(g.options[c] for g, c in zip(groups, chosen, strict=True)),
+        name,
+        "weight error" if calibration is None else "KL",
     )
+
+
+def probe(model: nn.Module) -> Tensor:
+    """Token ids (1, T) without meaning."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    return torch.arange(PROBE)[None] % int(embedding.num_embeddings)
+
+
+def weight_error(
+    quantizer: Quantizer, name: str, w: Tensor, fmt: Format, statistics: Statistics
+) -> float:
+    """A `Loss`: the squared error over the weight's square."""
+    error = quantizer.quantize(w, fmt).dequantize() - w.float()
+    square = float(w.float().square().sum())
+    return float(error.square().sum()) / square if square else 0.0
+
+
+def predicted_kl(
+    quantizer: Quantizer,
+    gradients: Mapping[str, Tensor],
+    name: str,
+    w: Tensor,
+    fmt: Format,
+    statistics: Statistics,
+) -> float:
+    """A `Loss`: the KL divergence to second order, 0 for a layer that saw no token."""
+    if not statistics.tokens:
+        return 0.0
+    error = quantizer.quantize(w, fmt, statistics).dequantize() - w.float()
+    rows = (error @ statistics.hessian).mul_(error).sum(1)
+    return 0.5 * float((rows * gradients[name].to(w.device)).sum())
 
 
 def sensitivities(
     model: nn.Module,
+    names: Sequence[str],
     ids: Tensor,
     candidates: Sequence[str],
-    quantizer: Quantizer,
+    loss: Loss,
+    needs: tuple[str, ...],
     seconds_of: Callable[[str, tuple[int, int]], float],
     show_progress: bool | None = None,
     busy: float = 1.0,
 ) -> list[Group]:
-    """Predict the KL of each candidate for each group of a decoder's layers.
+    """Predict the loss of each candidate for each group of a decoder's layers.
 
     Memory beyond the model: the activations of the data, and one block's Hessians.
 
     Args:
         model: A dense model whose experts are layers of their own.
+        names: Its layers.
         ids: Token ids (samples, length).
         candidates: Schemes to choose from.
-        quantizer: Chooses the codes.
+        loss: Of one layer in one format.
+        needs: The statistics that it needs.
         seconds_of: (scheme, (N, K)) -> predicted seconds of one product.
         show_progress: As in `quantize_`.
         busy: Fraction of the experts that a forward pass reads.
@@ -279,29 +203,27 @@ def sensitivities(
     Returns:
         The groups in the model's order.
     """
-    names = [name for name in dense_layers(model) if not is_head(name)]
     prefix, blocks = find_blocks(model, names)
-    gradients = output_gradients(model, [n for n in names if n.startswith(f"{prefix}.")], ids)
     runner, groups = BlockRunner(model, blocks, ids), []
     with torch.no_grad(), progress("measuring layers", len(blocks), show_progress) as step:
         for index, block in enumerate(blocks):
             start = f"{prefix}.{index}."
             own = [n.removeprefix(start) for n in names if n.startswith(start)]
             with on_device(block, runner.device):
-                statistics = runner.collect(index, own, ("hessian", *quantizer.needs))
+                statistics = runner.collect(index, own, needs)
                 for patterns, readers in same_input(own, statistics).items():
-                    layers = [linear_at(block, name) for name in readers]
-                    g = [gradients[start + name].to(layers[0].weight.device) for name in readers]
+                    layers = {start + name: linear_at(block, name) for name in readers}
                     inputs = [statistics[name] for name in readers]
-                    options = options_of(layers, g, inputs, candidates, quantizer, seconds_of)
+                    options = options_of(layers, inputs, candidates, loss, seconds_of)
                     if not options:
                         raise InvalidInput(
                             f"{start}{readers[0]}: none of {', '.join(candidates)} can store a "
-                            f"weight of {tuple(layers[0].weight.shape)}; offer another format"
+                            f"weight of {tuple(linear_at(block, readers[0]).weight.shape)}; offer "
+                            "another format"
                         )
                     if patterns != tuple(readers):
                         options = tuple(replace(o, seconds=o.seconds * busy) for o in options)
-                    weights = sum(layer.weight.numel() for layer in layers)
+                    weights = sum(layer.weight.numel() for layer in layers.values())
                     groups.append(Group(tuple(start + n for n in patterns), weights, options))
                 runner.advance(index)
             step(1, f"{prefix}.{index}")
@@ -337,29 +259,25 @@ def busy_experts(model: nn.Module, tokens: int) -> float:
 
 
 def options_of(
-    layers: list[nn.Linear],
-    gradients: list[Tensor],
-    statistics: list[Statistics],
+    layers: Mapping[str, nn.Linear],
+    statistics: Sequence[Statistics],
     candidates: Sequence[str],
-    quantizer: Quantizer,
+    loss: Loss,
     seconds_of: Callable[[str, tuple[int, int]], float],
 ) -> tuple[Option, ...]:
-    """What each candidate costs all the layers together; those that saw no token add no KL."""
+    """What each candidate costs all the layers together."""
     out = []
+    shapes = [(layer.out_features, layer.in_features) for layer in layers.values()]
     for scheme in candidates:
         fmt = parse_scheme(scheme)[0]
-        shapes = [(layer.out_features, layer.in_features) for layer in layers]
         if not all(fits(fmt, shape) for shape in shapes):
             continue
-        kl = 0.0
-        for layer, g, one in zip(layers, gradients, statistics, strict=True):
-            if not one.tokens:
-                continue
-            w = layer.weight.detach()
-            error = quantizer.quantize(w, fmt, one).dequantize() - w.float()
-            kl += 0.5 * float(((error @ one.hessian).mul_(error).sum(1) * g).sum())
+        losses = [
+            loss(name, layer.weight.detach(), fmt, one)
+            for (name, layer), one in zip(layers.items(), statistics, strict=True)
+        ]
         bits = sum(fmt.bits_per_weight(shape) * shape[0] * shape[1] for shape in shapes)
-        out.append(Option(scheme, bits, sum(seconds_of(scheme, s) for s in shapes), kl))
+        out.append(Option(scheme, bits, sum(seconds_of(scheme, s) for s in shapes), sum(losses)))
     return tuple(out)
 
 

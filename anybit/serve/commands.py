@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from anybit.progress import say
+
 if TYPE_CHECKING:
     from anybit.engine.llm import LLM
 
@@ -114,6 +116,7 @@ def load(
     kv_gb: float | None,
     max_running: int,
 ) -> "LLM":
+    say(f"loading {model}")
     from anybit.engine.llm import LLM
 
     return LLM(

@@ -1,6 +1,7 @@
 """Calibration data: texts, token ids or a file -> windows of tokens, checked."""
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.errors import InvalidInput
+from anybit.files.directory import read_text
 
 Source = str | Path | Sequence[str] | Tensor
 FIELDS = ("text", "content")  # where a line of a .jsonl file keeps its text
@@ -44,27 +46,38 @@ class Calibration:
             model: Gives the context length, the vocabulary and the default tokenizer.
 
         Raises:
-            InvalidInput: There is too little data, no tokenizer is found, or ids are outside the
-                model's vocabulary.
+            InvalidInput: There is no data, no tokenizer is found, or ids are outside the model's
+                vocabulary.
             FileNotFoundError: The source is no file.
+
+        Warns:
+            UserWarning: There is too little data for so many windows; all of it is used.
         """
-        length = min(self.length, context_of(model) or self.length)
+        full = length = min(self.length, context_of(model) or self.length)
         ids = self.source
         if not isinstance(ids, Tensor):
             ids = self._tokenize(ids, model)
         check_vocabulary(ids, model)
         if ids.ndim == 2:
             return ids
-        have, need = len(ids) // length, self.samples
-        if have < need:
-            raise InvalidInput(
-                f"the calibration data has {len(ids)} tokens; {need} samples of {length} tokens "
-                f"need {need * length}, {need * length - len(ids)} more. Give more, or ask for "
-                f"less: Calibration(..., samples={max(have, 1)}"
-                f"{'' if have else f', length={len(ids)}'})"
+        if len(ids) < 2:
+            raise InvalidInput(f"the calibration data has {len(ids)} tokens; give more text")
+        length = min(length, len(ids))
+        need = min(self.samples, len(ids) // length)
+        if need < self.samples:
+            warnings.warn(
+                f"the calibration data has {len(ids)} tokens, enough for {need} samples of "
+                f"{length} tokens, where {self.samples} of {full} were asked for; more text "
+                "calibrates better",
+                stacklevel=2,
             )
         starts = torch.linspace(0, len(ids) - length, need).long()
         return torch.stack([ids[start : start + length] for start in starts.tolist()])
+
+    def check_file(self) -> None:
+        """Raise what is wrong with the file, if the source is one, before any model is loaded."""
+        if isinstance(self.source, str | Path):
+            read_texts(self.source)
 
     def _tokenize(self, source: Any, model: nn.Module) -> Tensor:
         texts = read_texts(source) if isinstance(source, str | Path) else list(source)
@@ -84,14 +97,15 @@ def read_texts(path: str | Path) -> list[str]:
 
     Raises:
         FileNotFoundError: There is no such file.
-        InvalidInput: A line is not a JSON object with a "text" or "content".
+        InvalidInput: The file is not UTF-8, or a line is not a JSON object with a "text" or
+            "content".
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is no file; give a .txt or .jsonl file, or a list of texts"
         )
-    text = path.read_text("utf-8")
+    text = read_text(path)
     if path.suffix != ".jsonl":
         return [text]
     out = []

@@ -1,0 +1,64 @@
+"""What all commands share: how a mistake is told, and what is checked before the work."""
+
+import errno
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from anybit.errors import AnybitError
+
+INTERRUPTED = 130
+
+
+class Commands(TyperGroup):
+    """Commands that turn an expected mistake into one line and exit code 1.
+
+    Expected are `AnybitError`, and what the operating system or the installation lacks. Anything
+    else is a bug and keeps its traceback.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args[:2] == ["bench", "serve"]:  # a server is benched like anything else
+            args = ["bench-serve", *args[2:]]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with warnings.catch_warnings():
+                warnings.showwarning = show_warning
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("\ninterrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except (AnybitError, OSError, ImportError) as error:
+            if os.environ.get("ANYBIT_DEBUG") or getattr(error, "errno", None) == errno.EPIPE:
+                raise
+            message = str(error).replace("overwrite=True", "--overwrite")
+            typer.secho(f"error: {message}", fg="red", err=True)
+            raise typer.Exit(1) from None
+
+
+def show_warning(message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """A warning as one line, without the place in the code that a program would be told."""
+    typer.secho(f"warning: {message}", fg="yellow", err=True)
+
+
+def check_outputs(file: Path | None, plot: Path | None) -> None:
+    """Raise what would else be raised when all is computed, and lost."""
+    if file:
+        from anybit.files.directory import check_folder
+
+        check_folder(file)
+    if plot:
+        from anybit.files.picture import check_picture
+
+        check_picture(plot)
+
+
+def examples(*lines: str) -> str:
+    """An epilog that shows what to type; the leading backspace keeps its line breaks."""
+    return "\n".join(["\b", "[bold]Examples[/]", *(f"$ [cyan]{line}[/]" for line in lines)])
