@@ -27,7 +27,7 @@ STAGES = {8: 5, 16: 3}  # by bits of an operand: what the explicit pipeline's bu
 
 def kernels(scheme: str) -> list:
     """One for each tile; dtype bf16, or fp16 where activations are not quantized."""
-    from anybit.kernels.hopper.scalar_linear import decoder_for, operand_of
+    from anybit.kernels.cute.operands import decoder_for, operand_of
     from anybit.kernels.hopper.tiles import Kernel, Tile
 
     fmt, activation = parse(scheme)
@@ -40,7 +40,7 @@ def kernels(scheme: str) -> list:
 def compiled(kernel: Any, pipeline: str) -> Path:
     """The file of a kernel with one of the pipelines, compiled if need be."""
     from anybit.files.directory import cache_folder
-    from anybit.kernels.hopper.jit import compile_kernel, file_hash, kernel_file
+    from anybit.kernels.cute.jit import compile_kernel, file_hash, kernel_file
 
     if pipeline == "implicit":
         return compile_kernel(kernel)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from anybit import quantize_tensor
 from anybit.core.scheme import parse_scheme
+from anybit.kernels.cute import operands
 from anybit.kernels.hopper import scalar_linear, tiles
 from anybit.kernels.hopper.tiles import Tile
 from anybit.kernels.reference import quantize_tokens
@@ -115,8 +116,8 @@ def anybit(w: Tensor, schemes: list[str], sweep: bool) -> Iterator[Experts]:
 
         plans: list[tuple[Tile | None, bool | None]] = [(None, None)]
         if sweep:
-            operand = getattr(torch, scalar_linear.operand_of(activation, dtype))
-            family = tiles.family_grouped(scalar_linear.decoder_for(fmt, operand))
+            operand = getattr(torch, operands.operand_of(activation, dtype))
+            family = tiles.family_grouped(operands.decoder_for(fmt, operand))
             plans = [*product(family, (False, True))]
         for tile, overlap in plans:
             yield Experts(

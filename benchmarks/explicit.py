@@ -13,10 +13,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from anybit.kernels.hopper.decode import K_TILE
+from anybit.kernels.cute.decode import K_TILE
+from anybit.kernels.cute.lang import Word
+from anybit.kernels.cute.pack import ROWS
 from anybit.kernels.hopper.gemm import Gemm
-from anybit.kernels.hopper.lang import Word
-from anybit.kernels.hopper.tiles import ROWS, Kernel
+from anybit.kernels.hopper.tiles import Kernel
 
 BUFFERS = 2  # of decoded weights
 DECODED, FREE = 3, 5  # named barriers, one for each buffer

@@ -25,9 +25,10 @@ from torch import Tensor
 from anybit.core.format import get_format
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme
+from anybit.kernels.cute import operands
+from anybit.kernels.cute.decode import K_TILE
+from anybit.kernels.cute.jit import kernel_file
 from anybit.kernels.hopper import scalar_linear, tiles
-from anybit.kernels.hopper.decode import K_TILE
-from anybit.kernels.hopper.jit import kernel_file
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.reference import quantize_tokens
 from anybit.measure import bench
@@ -49,10 +50,10 @@ class Problem:
     def __init__(self, scheme: str, dtype: torch.dtype, n: int, k: int, cold: bool = False):
         self.fmt, self.activation = parse_scheme(scheme)
         self.dtype, self.n, self.k = dtype, n, k
-        self.operand = scalar_linear.operand_of(self.activation, dtype)
+        self.operand = operands.operand_of(self.activation, dtype)
         self.packed = random_packed(scheme, n, k)
-        self.prepared = scalar_linear.prepare(self.packed, self.activation, dtype)
-        self.decoder = scalar_linear.decoder_for(self.fmt, getattr(torch, self.operand))
+        self.prepared = operands.prepare(self.packed, self.activation, dtype)
+        self.decoder = operands.decoder_for(self.fmt, getattr(torch, self.operand))
         self.nbytes = -(-n // 128) * (k // K_TILE) * self.decoder.blob_bytes
         self.copies = rotated(self.prepared, self.nbytes) if cold else [self.prepared]
 
@@ -74,7 +75,7 @@ class Problem:
         every = dict.fromkeys(
             tiles.fitted(t, self.decoder) for t in [*tiles.family(self.decoder), *MORE_TILES]
         )
-        name = scalar_linear.NAMES[self.dtype]
+        name = operands.NAMES[self.dtype]
         found = [t for t in every if kernel_file(Kernel(self.decoder, t, name)).exists()]
         return [t for t in found if self.k // K_TILE >= t.split]
 
@@ -270,13 +271,13 @@ def sweep(args: argparse.Namespace) -> None:
                     chosen = tiles.choose(p.decoder, m, n, k)
                     text = " ".join(f"{t.name}={times[t]:.1f}" for t in best[:6])
                     print(
-                        f"{scheme} {scalar_linear.NAMES[dtype]} {n}x{k} M={m} dense {dense[m]:.1f} "
+                        f"{scheme} {operands.NAMES[dtype]} {n}x{k} M={m} dense {dense[m]:.1f} "
                         f"best {times[best[0]]:.1f} pdl {min(pdl.values()):.1f} "
                         f"chosen {times.get(chosen, math.nan):.1f} | {text}",
                         flush=True,
                     )
                     out.append({
-                        "scheme": scheme, "dtype": scalar_linear.NAMES[dtype],
+                        "scheme": scheme, "dtype": operands.NAMES[dtype],
                         "n": n, "k": k, "m": m,
                         "dense": dense[m], "plain": {t.name: v for t, v in times.items()},
                         "pdl": {t.name: v for t, v in pdl.items()},

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from anybit import get_format
 from anybit.core.scheme import parse_scheme
+from anybit.kernels.cute.decode import decoder
 from anybit.kernels.hopper import tiles
-from anybit.kernels.hopper.decode import decoder
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 HALVES = ("fp16", "bf16")

@@ -140,7 +140,7 @@ def test_hopper_kernels_read_it_back_exactly(
     module: Path, spec: str, activation: str | None, dtype: torch.dtype
 ) -> None:
     """A compiled kernel, run by the emulator, with one-hot activations."""
-    from anybit.kernels.hopper import scalar_linear
+    from anybit.kernels.cute import operands
     from anybit.kernels.hopper.tiles import Tile
     from tests.kernels.test_hopper_emulated import Emulated
 
@@ -152,7 +152,7 @@ def test_hopper_kernels_read_it_back_exactly(
         packed = anybit.Packed.from_codes(
             packed.format, packed.shape, packed.codes(), {"scale": scale}
         )
-    prepared = scalar_linear.layout(packed, emulated.operand)
+    prepared = operands.layout(packed, emulated.operand)
     for start in range(0, 128, 32):
         codes = torch.zeros(32, 128, dtype=torch.int8 if activation else dtype)
         codes[torch.arange(32), start + torch.arange(32)] = 1
@@ -163,7 +163,7 @@ def test_hopper_kernels_read_it_back_exactly(
 
 
 def test_hopper_refuses_what_it_cannot_hold(module: Path) -> None:
-    from anybit.kernels.hopper.decode import decoder
+    from anybit.kernels.cute.decode import decoder
 
     assert decoder(anybit.get_format("ternary"), "float8_e4m3fn") == (
         "e4m3 takes codes of 2 bits minus 2 only"

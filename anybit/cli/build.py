@@ -5,9 +5,9 @@ from pathlib import Path
 
 from anybit.errors import Unsupported
 from anybit.formats.presets import HOPPER
-from anybit.kernels.hopper.build import build as compile_missing
+from anybit.kernels.cute.build import build as compile_missing
+from anybit.kernels.cute.jit import dsl_version, kernel_folder
 from anybit.kernels.hopper.build import kernels_of
-from anybit.kernels.hopper.jit import dsl_version, kernel_folder
 from anybit.progress import progress
 
 

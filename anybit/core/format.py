@@ -95,7 +95,7 @@ class Format:
         triton_decode: Method (at) -> values of a tile, written with `kernels/triton/lang.py`, that
             is compiled into every Triton kernel; None when there is none.
         hopper_decode: Method (operand) -> the decoder for an operand of WGMMA ("int8",
-            "float8_e4m3fn", "float16" or "bfloat16"), written with `kernels/hopper/decode.py`, or
+            "float8_e4m3fn", "float16" or "bfloat16"), written with `kernels/cute/decode.py`, or
             the reason why there is none, in words; None when there is no such method.
     """
 

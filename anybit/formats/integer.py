@@ -23,7 +23,7 @@ from anybit.core.format import (
     ungroup,
 )
 from anybit.errors import InvalidInput
-from anybit.kernels.hopper.decode import Decoder, number
+from anybit.kernels.cute.decode import Decoder, number
 
 if TYPE_CHECKING:
     from anybit.kernels.triton import lang

@@ -23,8 +23,8 @@ from anybit.core.format import (
     ungroup,
 )
 from anybit.core.packed import Packed
-from anybit.kernels.hopper.decode import Constants, Decoder
-from anybit.kernels.hopper.lang import Word, bytes_of
+from anybit.kernels.cute.decode import Constants, Decoder
+from anybit.kernels.cute.lang import Word, bytes_of
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -28,7 +28,7 @@ from anybit.core.format import (
     ungroup,
 )
 from anybit.errors import InvalidInput
-from anybit.kernels.hopper.decode import BIAS, LIFT, MANTISSA, Decoder, HalfDecoder
+from anybit.kernels.cute.decode import BIAS, LIFT, MANTISSA, Decoder, HalfDecoder
 
 if TYPE_CHECKING:
     from anybit.kernels.triton import lang

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from anybit.core.format import Format, Grid, grouped, groups_of, register, store_scale, ungroup
-from anybit.kernels.hopper.decode import BIAS, LIFT, MANTISSA, Decoder, HalfDecoder
-from anybit.kernels.hopper.lang import LANES, Word, bytes_of
+from anybit.kernels.cute.decode import BIAS, LIFT, MANTISSA, Decoder, HalfDecoder
+from anybit.kernels.cute.lang import LANES, Word, bytes_of
 
 if TYPE_CHECKING:
     from anybit.kernels.triton import lang

@@ -117,7 +117,7 @@ def instructions(scheme: str) -> float:
     Raises:
         InvalidInput: These kernels do not decode the scheme.
     """
-    from anybit.kernels.hopper.decode import decoder
+    from anybit.kernels.cute.decode import decoder
 
     fmt, activation = parse_scheme(scheme)
     operands = {None: "float16", "int8": "int8", "fp8": "float8_e4m3fn"}

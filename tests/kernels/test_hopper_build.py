@@ -10,8 +10,9 @@ from anybit.core.format import get_format
 from anybit.core.scheme import parse_scheme
 from anybit.formats.presets import HOPPER
 from anybit.kernels.backend import Activations, LayerSpec
-from anybit.kernels.hopper import backend, build, jit, scalar_linear, tiles
-from anybit.kernels.hopper.decode import Decoder, decoder
+from anybit.kernels.cute import jit
+from anybit.kernels.cute.decode import Decoder, decoder
+from anybit.kernels.hopper import backend, build, scalar_linear, tiles
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.planning.cost_model import instructions
 

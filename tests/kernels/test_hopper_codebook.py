@@ -16,7 +16,8 @@ from anybit.core.format import get_format
 from anybit.core.packed import Packed
 from anybit.formats.codebook import Codebook
 from anybit.kernels.backend import LayerSpec
-from anybit.kernels.hopper import backend, build, codebook_linear, cubin, jit, tiles
+from anybit.kernels.cute import cubin, jit
+from anybit.kernels.hopper import backend, build, codebook_linear, tiles
 from anybit.kernels.hopper.cells import CELL, ROWS, VECTORS, Cells, CodebookKernel, cells_of, pack
 from anybit.kernels.hopper.codebook_tiles import candidates, choose, family
 from anybit.kernels.hopper.lookup import LookupDecoder, lookup

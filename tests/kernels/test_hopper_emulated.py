@@ -14,8 +14,9 @@ from torch import Tensor
 import anybit
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
+from anybit.kernels.cute import operands
+from anybit.kernels.cute.operands import decoder_for
 from anybit.kernels.hopper import scalar_linear, tiles
-from anybit.kernels.hopper.scalar_linear import decoder_for
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.reference import operand_weight, quantize_tokens
 from tests.ptx.machine import Machine
@@ -57,10 +58,10 @@ class Emulated:
     def __init__(self, scheme: str, dtype: torch.dtype, tile: Tile, grouped: bool = False):
         self.fmt, self.activation = parse_scheme(scheme)
         self.dtype = dtype
-        self.operand = scalar_linear.operand_of(self.activation, dtype)
+        self.operand = operands.operand_of(self.activation, dtype)
         decoder = decoder_for(self.fmt, getattr(torch, self.operand))
         self.tile = tiles.fitted(tile, decoder)
-        kernel = Kernel(decoder, self.tile, scalar_linear.NAMES[dtype], grouped=grouped)
+        kernel = Kernel(decoder, self.tile, operands.NAMES[dtype], grouped=grouped)
         self.ptx, _, self.shared = kernel.generate()
         self.machine = Machine(self.ptx)
 
@@ -134,7 +135,7 @@ def test_products(
     torch.manual_seed(m * n)
     emulated = Emulated(scheme, dtype, tile)
     packed = packed_weight(scheme, n, k)
-    prepared = scalar_linear.layout(packed, emulated.operand)
+    prepared = operands.layout(packed, emulated.operand)
     x, bias = emulated.tokens(m, k), torch.randn(n).to(dtype)
     grid = tiles.grid(emulated.tile, m, n)
     want = product(operand_weight(packed, dtype), x) + bias.double()
@@ -152,7 +153,7 @@ def test_token_tiles_come_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "NEAR", 256)
     emulated = Emulated("int8@int8", BRAIN, Tile(128, stages=2))
     packed, x = packed_weight("int8@int8", 264, 128), emulated.tokens(520, 128)
-    y = emulated.run(x, scalar_linear.layout(packed, "int8"), 264, 4)
+    y = emulated.run(x, operands.layout(packed, "int8"), 264, 4)
     assert_close(y, product(operand_weight(packed, BRAIN), x), BRAIN)
 
 
@@ -160,7 +161,7 @@ def test_int8_sums_are_exact() -> None:
     """Integer sums are exact: the only roundings are the scale's product and the output's."""
     emulated = Emulated("liquid@int8", BRAIN, Tile(8, ctas=2))
     packed = packed_weight("liquid@int8", 128, 512)
-    prepared = scalar_linear.layout(packed, "int8")
+    prepared = operands.layout(packed, "int8")
     x = emulated.tokens(8, 512)
     codes, scale, _ = x
     assert scale is not None
@@ -172,7 +173,7 @@ def test_int8_sums_are_exact() -> None:
 def test_one_hot_tokens_read_weights_back() -> None:
     emulated = Emulated("fp6", HALF, Tile(32, ctas=2))
     packed = packed_weight("fp6", 128, 128)
-    prepared = scalar_linear.layout(packed, "float16")
+    prepared = operands.layout(packed, "float16")
     for start in range(0, 128, 32):
         x = torch.zeros(32, 128, dtype=HALF)
         x[torch.arange(32), start + torch.arange(32)] = 1

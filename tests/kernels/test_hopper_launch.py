@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from anybit.kernels.cute import driver
+from anybit.kernels.cute.driver import Attribute, Config, sizes
 from anybit.kernels.hopper import launch
 from anybit.kernels.hopper.launch import (
-    Attribute,
     CodebookArguments,
     CodebookLauncher,
-    Config,
     GemmArguments,
     GemmLauncher,
-    sizes,
 )
 
 META = {"entry": "kernel", "shared": 4096, "threads": 288, "cluster": 2, "box": 8}
@@ -88,7 +87,7 @@ class Activations:
 
 def use(monkeypatch: pytest.MonkeyPatch, arguments: type[ctypes.Structure]) -> Driver:
     fake = Driver(arguments)
-    monkeypatch.setattr(launch, "driver", lambda: fake)
+    monkeypatch.setattr(driver, "driver", lambda: fake)
     return fake
 
 
@@ -124,7 +123,7 @@ def test_a_gemm_launch(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     fake = use(monkeypatch, GemmArguments)
     launcher = GemmLauncher(path, 3)
     attribute = next(call for call in fake.calls if call[0] == "cuKernelSetAttribute")
-    assert attribute[1:3] == (launch.SHARED_LIMIT, 4096)
+    assert attribute[1:3] == (driver.SHARED_LIMIT, 4096)
     for i in (1, 2):
         x, pointers, numbers = gemm_launch(i)
         launcher.launch(x, pointers, overlap=i == 1, **numbers)  # type: ignore[arg-type]

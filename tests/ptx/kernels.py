@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from anybit.kernels.hopper import scalar_linear
+from anybit.kernels.cute import operands
 from anybit.kernels.hopper.tiles import Tile
 from tests.kernels import test_hopper_codebook as codebook
 from tests.kernels.test_hopper_emulated import Emulated, packed_weight
@@ -32,7 +32,7 @@ def gemm() -> Case:
     torch.manual_seed(0)
     n, k = 128, 1024
     emulated = Emulated("liquid@int8", torch.float16, Tile(16, ctas=2, split=2, stages=2))
-    prepared = scalar_linear.layout(packed_weight("liquid@int8", n, k), "int8")
+    prepared = operands.layout(packed_weight("liquid@int8", n, k), "int8")
     return _emulated(emulated, prepared, (16, n, k), 2)
 
 
@@ -45,7 +45,7 @@ def explicit() -> Case:
     n, k = 128, 512
     with patch.object(gemm_program, "Gemm", pipelines().Explicit):
         emulated = Emulated("int4@int8", torch.float16, Tile(8, stages=4))
-    prepared = scalar_linear.layout(packed_weight("int4@int8", n, k), "int8")
+    prepared = operands.layout(packed_weight("int4@int8", n, k), "int8")
     return _emulated(emulated, prepared, (8, n, k), 1)
 
 

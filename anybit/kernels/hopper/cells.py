@@ -21,9 +21,9 @@ from torch import Tensor
 from anybit.core.format import Format
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
-from anybit.kernels.hopper.jit import Compiled
-from anybit.kernels.hopper.launch import CodebookArguments
-from anybit.kernels.hopper.tiles import ROW_MULTIPLE
+from anybit.kernels.cute.jit import Compiled
+from anybit.kernels.cute.pack import ROW_MULTIPLE
+from anybit.kernels.hopper.launch import ARCHITECTURE, CodebookArguments
 
 ROWS, VECTORS, CELL = 16, 32, 512
 CHUNK_BYTES = 1 << 28  # of temporaries while packing
@@ -138,6 +138,7 @@ class CodebookKernel:
     stages: int = 2
     ctas: int = 1
 
+    architecture = ARCHITECTURE
     arguments = CodebookArguments
     batch = 0  # it has no WGMMAs
     classes = ()
@@ -208,7 +209,7 @@ class CodebookKernel:
 
     @property
     def header(self) -> dict[str, int]:
-        return {"threads": self.threads}
+        return {"threads": self.threads, "cluster": 1}
 
     def generate(self) -> Compiled:
         """The kernel, compiled for sm_90a; needs CuTe DSL."""

@@ -17,6 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
+from anybit.kernels.cute.ptx import load_matrices, load_shared, store_shared
 from anybit.kernels.hopper.cells import CELL, MET, ROWS, TABLE, WINDOW, CodebookKernel
 from anybit.kernels.hopper.fragments import (
     arrive,
@@ -25,12 +26,9 @@ from anybit.kernels.hopper.fragments import (
     init_barrier,
     insert_code,
     load_global,
-    load_matrices,
-    load_shared,
     mma,
     send,
     store_half,
-    store_shared,
     wait_barrier,
 )
 from anybit.kernels.hopper.ring import Program

@@ -14,14 +14,14 @@ from anybit.core.format import Format
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
+from anybit.kernels.cute.jit import built, kernel_file, missing_kernels
+from anybit.kernels.cute.operands import NAMES, aligned
 from anybit.kernels.hopper import codebook_tiles, scalar_linear, tiles
 from anybit.kernels.hopper.cells import ROWS, Cells, CodebookKernel, cells_of, pack
-from anybit.kernels.hopper.jit import built, kernel_file, missing_kernels
 from anybit.kernels.hopper.launch import CodebookLauncher
 from anybit.kernels.hopper.lookup import LookupDecoder, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
-from anybit.kernels.hopper.scalar_linear import NAMES, aligned
 from anybit.kernels.hopper.tiles import MAX_SHARED, MULTIPROCESSORS, Kernel, Tile
 
 MOST_TOKENS = 16  # of one launch

@@ -10,8 +10,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from anybit.kernels.hopper.ptx import pack2, stmatrix_transposed, store_to_cta
-from anybit.kernels.hopper.tiles import ROWS
+from anybit.kernels.cute.pack import ROWS
+from anybit.kernels.cute.ptx import pack2
+from anybit.kernels.hopper.ptx import stmatrix_transposed, store_to_cta
 
 
 class Epilogue:

@@ -1,9 +1,4 @@
-"""Shared memory by address, and `mma.sync` on registers: what the codebook kernels are made of.
-
-Addresses are 32-bit shared addresses of the CTA's own window. Loads of data that another thread or
-a copy has just written are `fresh`: they stay behind the barrier that they wait for. Loads of a
-table that no longer changes are free to move.
-"""
+"""Barriers and memory by address, and `mma.sync` on registers: what the codebook kernels are of."""
 
 from typing import Any
 
@@ -11,66 +6,17 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from anybit.kernels.hopper.ptx import EVICT_FIRST, _asm
+from anybit.kernels.cute.ptx import asm, several, slots, width
+from anybit.kernels.hopper.ptx import EVICT_FIRST
 
 MMA = {"float16": "f16", "bfloat16": "bf16"}
-
-
-def _several(n: int, kind: Any, args: list, text: str, constraints: str, effects: bool, at: dict):
-    """Inline PTX with n results of one kind (`Uint32` or `Float32`)."""
-    type_of, letter = (T.f32, "=f") if kind is Float32 else (T.i32, "=r")
-    every = ",".join([letter] * n + ([constraints] if constraints else []))
-    if n == 1:
-        return [kind(_asm(type_of(), args, text, every, effects, at))]
-    struct = llvm.StructType.get_literal([type_of() for _ in range(n)])
-    result = _asm(struct, args, text, every, effects, at)
-    return [kind(llvm.extractvalue(type_of(), result, [i], **at)) for i in range(n)]
-
-
-def _slots(first: int, n: int) -> str:
-    slots = ", ".join(f"${i}" for i in range(first, first + n))
-    return f"{{{slots}}}" if n > 1 else slots
-
-
-def _width(n: int) -> str:
-    return f".v{n}" if n > 1 else ""
-
-
-@dsl_user_op
-def load_shared(
-    address: Int32, n: int, offset: int = 0, fresh: bool = False, kind: Any = Uint32, *,
-    loc: Any = None, ip: Any = None,
-) -> list:  # fmt: skip
-    """n consecutive 32-bit words."""
-    text = f"ld.shared{_width(n)}.b32 {_slots(0, n)}, [${n}+{offset}];"
-    return _several(n, kind, [Int32(address)], text, "r", fresh, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op
 def load_bytes(address: Int32, offset: int = 0, *, loc: Any = None, ip: Any = None) -> Uint32:
     """Two bytes, the others zero; fresh."""
     text = f"ld.shared.u16 $0, [$1+{offset}];"
-    return Uint32(_asm(T.i32(), [Int32(address)], text, "=r,r", True, {"loc": loc, "ip": ip}))
-
-
-@dsl_user_op
-def load_matrices(
-    address: Int32, offset: int = 0, transposed: bool = False, *, loc: Any = None, ip: Any = None
-) -> list:
-    """Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l."""
-    kind = "trans.shared" if transposed else "shared"
-    text = f"ldmatrix.sync.aligned.m8n8.x4.{kind}.b16 {{$0, $1, $2, $3}}, [$4+{offset}];"
-    return _several(4, Uint32, [Int32(address)], text, "r", True, {"loc": loc, "ip": ip})
-
-
-@dsl_user_op
-def store_shared(address: Int32, values: list, *, loc: Any = None, ip: Any = None) -> None:
-    """1, 2 or 4 consecutive 32-bit words."""
-    n = len(values)
-    kind = "f" if isinstance(values[0], Float32) else "r"
-    text = f"st.shared{_width(n)}.b32 [$0], {_slots(1, n)};"
-    constraints = ",".join(["r"] + [kind] * n)
-    _asm(None, [Int32(address), *values], text, constraints, True, {"loc": loc, "ip": ip})
+    return Uint32(asm(T.i32(), [Int32(address)], text, "=r,r", True, {"loc": loc, "ip": ip}))
 
 
 @dsl_user_op
@@ -87,7 +33,7 @@ def send(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], $2, [counted]; }"
     )
     args = [Int32(address), Int32(rank), Float32(value), Int32(barrier)]
-    _asm(None, args, text, "r,r,f,r", True, {"loc": loc, "ip": ip})
+    asm(None, args, text, "r,r,f,r", True, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op
@@ -96,13 +42,13 @@ def load_global(address: Int64, n: int, wanted: Any, *, loc: Any = None, ip: Any
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(n))
     text = (
         f"{{ .reg .pred p; setp.ne.s32 p, ${n + 1}, 0; {zeros} "
-        f"@p ld.global{_width(n)}.b32 {_slots(0, n)}, [${n}]; }}"
+        f"@p ld.global{width(n)}.b32 {slots(0, n)}, [${n}]; }}"
     )
     args = [Int64(address), Int32(wanted)]
     at = {"loc": loc, "ip": ip}
     struct = llvm.StructType.get_literal([T.i32()] * n) if n > 1 else T.i32()
     constraints = ",".join(["=&r"] * n + ["l", "r"])
-    result = _asm(struct, args, text, constraints, True, at)
+    result = asm(struct, args, text, constraints, True, at)
     if n == 1:
         return [Uint32(result)]
     return [Uint32(llvm.extractvalue(T.i32(), result, [i], **at)) for i in range(n)]
@@ -113,7 +59,7 @@ def insert_code(word: Uint32, base: Uint32, byte: int, *, loc: Any = None, ip: A
     """`base` with byte 1 taken from `word`: the address of that code's entry of 256 bytes."""
     at = {"loc": loc, "ip": ip}
     text = f"prmt.b32 $0, $1, $2, {0x7604 | byte << 4};"
-    return Int32(_asm(T.i32(), [Uint32(word), Uint32(base)], text, "=r,r,r", False, at))
+    return Int32(asm(T.i32(), [Uint32(word), Uint32(base)], text, "=r,r,r", False, at))
 
 
 @dsl_user_op
@@ -123,13 +69,13 @@ def mma(d: list, a: list, b: list, dtype: str, *, loc: Any = None, ip: Any = Non
     n = len(a)
     text = (
         f"mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 "
-        f"{_slots(0, 4)}, {_slots(4, n)}, {_slots(4 + n, len(b))}, {_slots(4 + n + len(b), 4)};"
+        f"{slots(0, 4)}, {slots(4, n)}, {slots(4 + n, len(b))}, {slots(4 + n + len(b), 4)};"
     )
     if len(b) == 1:
         text = text.replace(f"${4 + n},", f"{{${4 + n}}},")
     args = [*(Uint32(r) for r in [*a, *b]), *(Float32(r) for r in d)]
     constraints = ",".join(["r"] * (n + len(b)) + ["f"] * 4)
-    return _several(4, Float32, args, text, constraints, False, {"loc": loc, "ip": ip})
+    return several(4, Float32, args, text, constraints, False, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op
@@ -139,7 +85,7 @@ def halves_to_float(word: Uint32, *, loc: Any = None, ip: Any = None) -> list:
         "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
         "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
     )
-    return _several(2, Float32, [Uint32(word)], text, "r", False, {"loc": loc, "ip": ip})
+    return several(2, Float32, [Uint32(word)], text, "r", False, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op
@@ -147,7 +93,7 @@ def swap_lanes(value: Float32, mask: int, *, loc: Any = None, ip: Any = None) ->
     """The value of the lane whose number differs in the bits of `mask`."""
     at = {"loc": loc, "ip": ip}
     text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 0x1f, 0xffffffff;"
-    return Float32(_asm(T.f32(), [Float32(value)], text, "=f,f", True, at))
+    return Float32(asm(T.f32(), [Float32(value)], text, "=f,f", True, at))
 
 
 @dsl_user_op
@@ -158,7 +104,7 @@ def store_half(
     kind = MMA[dtype]
     text = f"{{ .reg .b16 h; cvt.rn.{kind}.f32 h, $1; st.global.b16 [$0], h; }}"
     args = [Int64(address), Float32(value)]
-    _asm(None, args, text, "l,f", True, {"loc": loc, "ip": ip})
+    asm(None, args, text, "l,f", True, {"loc": loc, "ip": ip})
 
 
 # Barriers by address.
@@ -167,21 +113,21 @@ def store_half(
 @dsl_user_op
 def init_barrier(address: Int32, count: Int32, *, loc: Any = None, ip: Any = None) -> None:
     args, text = [Int32(address), Int32(count)], "mbarrier.init.shared.b64 [$0], $1;"
-    _asm(None, args, text, "r,r", True, {"loc": loc, "ip": ip})
+    asm(None, args, text, "r,r", True, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op
 def copy_async(to: Int32, source: Int64, *, loc: Any = None, ip: Any = None) -> None:
     """16 bytes, global to shared memory; every thread its own."""
     args, text = [Int32(to), Int64(source)], "cp.async.cg.shared.global [$0], [$1], 16;"
-    _asm(None, args, text, "r,l", True, {"loc": loc, "ip": ip})
+    asm(None, args, text, "r,l", True, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op
 def arrive_after_copies(barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """This thread arrives at the barrier once all of its `copy_async` are done."""
     text = "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];"
-    _asm(None, [Int32(barrier)], text, "r", True, {"loc": loc, "ip": ip})
+    asm(None, [Int32(barrier)], text, "r", True, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op
@@ -202,21 +148,21 @@ def bulk_load_bytes(
         "[there], [$1], $3, [$2], $4; }"
     )
     args = [Int32(to), Int64(source), Int32(barrier), Int32(size), Int64(EVICT_FIRST), Uint32(read)]
-    _asm(None, args, text, "r,l,r,r,l,r", True, {"loc": loc, "ip": ip})
+    asm(None, args, text, "r,l,r,r,l,r", True, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op
 def arrive(address: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Arrive at a barrier of this CTA."""
     text = "mbarrier.arrive.shared.b64 _, [$0];"
-    _asm(None, [Int32(address)], text, "r", True, {"loc": loc, "ip": ip})
+    asm(None, [Int32(address)], text, "r", True, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op
 def arrive_and_expect(address: Int32, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Arrive, and let the barrier's phase wait for `size` bytes."""
     text = "mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;"
-    _asm(None, [Int32(address), Int32(size)], text, "r,r", True, {"loc": loc, "ip": ip})
+    asm(None, [Int32(address), Int32(size)], text, "r,r", True, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op
@@ -230,4 +176,4 @@ def wait_barrier(
         f"mbarrier.try_wait.parity{scope}.shared::cta.b64 p, [$0], $1; "
         "@p bra DONE; bra AGAIN; DONE: }"
     )
-    _asm(None, [Int32(address), Int32(parity)], text, "r,r", True, {"loc": loc, "ip": ip})
+    asm(None, [Int32(address), Int32(parity)], text, "r,r", True, {"loc": loc, "ip": ip})

@@ -15,35 +15,20 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import (
-    BFloat16,
-    Float8E4M3FN,
-    Float16,
-    Float32,
-    Int8,
-    Int32,
-    Int64,
-    Uint8,
-    Uint32,
-    const_expr,
-)
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 
-from anybit.kernels.hopper.decode import K_TILE
+from anybit.kernels.cute.decode import K_TILE
+from anybit.kernels.cute.jit import Compiled, compile_program
+from anybit.kernels.cute.lang import Word
+from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
+from anybit.kernels.cute.ptx import TYPES
 from anybit.kernels.hopper.epilogue import Epilogue
-from anybit.kernels.hopper.jit import Compiled, compile_program
-from anybit.kernels.hopper.lang import Word
+from anybit.kernels.hopper.launch import ARCHITECTURE
 from anybit.kernels.hopper.ptx import arrive_if, bulk_load
-from anybit.kernels.hopper.tiles import MOST_EXPERTS, ROW_MULTIPLE, ROWS, Kernel
+from anybit.kernels.hopper.tiles import MOST_EXPERTS, Kernel
 
-TYPES = {
-    "uint8": Uint8,
-    "int8": Int8,
-    "float16": Float16,
-    "bfloat16": BFloat16,
-    "float8_e4m3fn": Float8E4M3FN,
-}
 NEAR = 1024  # tokens whose tiles are neighbours in the order of tiles
 # Registers of a producer and a consumer thread when four producer warps give theirs away.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
@@ -85,7 +70,7 @@ class Gemm(Epilogue):
         out = TYPES[self.out]
         pointers = [(self.b, 16), (Uint8, 128), (Float32, 4), (Int32, 4), (Float32, 4), (Int32, 4),
                     (out, 2), (out, 16), (Int32, 4)]  # fmt: skip
-        return compile_program(self, pointers, 5)
+        return compile_program(self, pointers, 5, ARCHITECTURE)
 
     def mma_op(self) -> Any:
         shape = (64, self.tokens, self.k_mma)

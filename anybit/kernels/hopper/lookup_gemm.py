@@ -9,8 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
+from anybit.kernels.cute.decode import K_TILE
+from anybit.kernels.cute.ptx import half2, load_matrices, load_shared, pack2, prmt, store_shared
 from anybit.kernels.hopper.cells import CELL, ROWS, TABLE, WINDOW
-from anybit.kernels.hopper.decode import K_TILE
 from anybit.kernels.hopper.fragments import (
     arrive_after_copies,
     copy_async,
@@ -18,13 +19,9 @@ from anybit.kernels.hopper.fragments import (
     insert_code,
     load_bytes,
     load_global,
-    load_matrices,
-    load_shared,
-    store_shared,
 )
 from anybit.kernels.hopper.gemm import Gemm
 from anybit.kernels.hopper.lookup import TILES_OF_BLOB, LookupDecoder
-from anybit.kernels.hopper.ptx import half2, pack2, prmt
 from anybit.kernels.hopper.tiles import Kernel
 
 CONSUMERS = 256  # threads

@@ -21,6 +21,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cutlass_dsl import select_
 
+from anybit.kernels.cute.ptx import load_shared, pack2, store_shared
 from anybit.kernels.hopper.cells import CELL, MET, ROWS, TABLE, WINDOW, CodebookKernel
 from anybit.kernels.hopper.fragments import (
     arrive_and_expect,
@@ -28,15 +29,12 @@ from anybit.kernels.hopper.fragments import (
     init_barrier,
     insert_code,
     load_global,
-    load_shared,
     mma,
     send,
     store_half,
-    store_shared,
     swap_lanes,
     wait_barrier,
 )
-from anybit.kernels.hopper.ptx import pack2
 from anybit.kernels.hopper.ring import Program
 
 ONE = {"float16": 0x3C00, "bfloat16": 0x3F80}

@@ -14,9 +14,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
 
+from anybit.kernels.cute.jit import Compiled, compile_program
 from anybit.kernels.hopper.cells import ROWS, CodebookKernel
 from anybit.kernels.hopper.fragments import bulk_load_bytes, init_barrier
-from anybit.kernels.hopper.jit import Compiled, compile_program
+from anybit.kernels.hopper.launch import ARCHITECTURE
 from anybit.kernels.hopper.tiles import MAX_SHARED
 
 
@@ -34,7 +35,7 @@ class Program:
         """For sm_90a. A launch names the shared memory that it wants: up to all there is."""
         half = {"float16": Float16, "bfloat16": BFloat16}[self.dtype]
         pointers = [(half, 16), (Uint8, 32), (half, 16), (Float32, 4), (half, 2), (half, 2)]
-        return compile_program(self, pointers, 6)._replace(shared=MAX_SHARED)
+        return compile_program(self, pointers, 6, ARCHITECTURE)._replace(shared=MAX_SHARED)
 
     @cute.jit
     def __call__(

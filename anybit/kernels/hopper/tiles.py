@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from anybit.kernels.hopper.decode import K_TILE, Decoder
-from anybit.kernels.hopper.jit import Compiled
-from anybit.kernels.hopper.lang import planes
-from anybit.kernels.hopper.launch import GemmArguments
+from anybit.kernels.cute.decode import K_TILE, Decoder
+from anybit.kernels.cute.jit import Compiled
+from anybit.kernels.cute.lang import planes
+from anybit.kernels.cute.pack import ROWS
+from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
 
 MULTIPROCESSORS = 132  # of an H100 or H200; the tables below were measured there
 MAX_SHARED = 232_448  # bytes of shared memory that one CTA may have
@@ -13,8 +14,6 @@ SHARED_OF_SM = 233_472  # bytes that all CTAs of a multiprocessor share
 RESERVED = 1024  # bytes of it that each CTA costs beside its own
 MOST_STAGES = 12
 MOST_EXPERTS = 256
-ROWS = 128  # weight rows of a blob; 64 for each warpgroup
-ROW_MULTIPLE = 256  # weight rows are padded to this; no tile has more
 LEAST_STEPS = 14  # K tiles that a CTA of a cluster of 3 or 8 should have
 # Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange.
 DECODE, FIXED, EXCHANGE = 170, 6300, 3000
@@ -67,6 +66,7 @@ class Kernel:
     output: str
     grouped: bool = False
 
+    architecture = ARCHITECTURE
     arguments = GemmArguments
 
     @property
@@ -96,7 +96,10 @@ class Kernel:
 
     def generate(self) -> Compiled:
         """The kernel, compiled for sm_90a; needs CuTe DSL."""
-        compiled: Compiled = self.decoder.main_loop()(self).compile()
+        from anybit.kernels.hopper import gemm
+
+        program = self.decoder.main_loop() or gemm.Gemm
+        compiled: Compiled = program(self).compile()
         return compiled
 
 

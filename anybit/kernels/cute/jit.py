@@ -1,4 +1,4 @@
-"""One kernel of the Hopper backend: its file, and compiling it without a GPU where there is none.
+"""One kernel in CuTe DSL: its file, and compiling it without a GPU where there is none.
 
 A kernel is one file: a line of JSON (entry point, shared memory, threads, registers) and the cubin.
 The name holds a hash of the kernel's fields and of every source it may be compiled from, and then
@@ -25,10 +25,9 @@ from typing import Any, NamedTuple, Protocol
 
 from anybit.errors import Unsupported
 from anybit.files.directory import cache_folder
-from anybit.kernels.hopper import cubin as elf
-from anybit.kernels.hopper.launch import sizes
+from anybit.kernels.cute import cubin as elf
+from anybit.kernels.cute.driver import sizes
 
-ARCHITECTURE = "sm_90a"
 SOURCES = Path(__file__).parent
 _compiler = threading.Lock()  # two threads in the DSL at once fail, or crash the process
 
@@ -47,6 +46,10 @@ class Compiled(NamedTuple):
 
 class KernelSpec(Protocol):
     """Everything that is fixed when a kernel is compiled; its repr tells it from all others."""
+
+    @property
+    def architecture(self) -> str:
+        """What it is compiled for, such as "sm_90a"."""
 
     @property
     def arguments(self) -> type[ctypes.Structure]:
@@ -77,16 +80,15 @@ class KernelSpec(Protocol):
 
 def kernel_folder(folder: str | Path | None = None) -> Path:
     """Where kernels lie: `folder`, else $ANYBIT_CACHE, else the user's cache folder."""
-    return cache_folder(folder) / "hopper"
+    return cache_folder(folder) / "cute"
 
 
 def kernel_file(kernel: KernelSpec, folder: str | Path | None = None) -> Path:
     """The file of a kernel, whether or not it exists."""
-    outside = {
-        file for file in map(inspect.getfile, kernel.classes) if Path(file).parent != SOURCES
-    }
-    sources = [folder_hash(SOURCES), *sorted(map(file_hash, outside))]
-    text = f"{kernel!r} {ARCHITECTURE} {sources}"
+    files = {inspect.getfile(each) for each in kernel.classes}
+    own = Path(inspect.getfile(type(kernel))).parent
+    sources = [folder_hash(SOURCES), folder_hash(own), *sorted(map(file_hash, files))]
+    text = f"{kernel!r} {kernel.architecture} {sources}"
     start = f"{kernel.name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     place, dsl = kernel_folder(folder), dsl_version()
     if dsl is None:
@@ -193,10 +195,16 @@ def locked(path: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def compile_program(program: Any, pointers: list[tuple[Any, int]], numbers: int) -> Compiled:
-    """Compile a program of CuTe DSL. pointers: (type, alignment) of each; numbers: Int32 ones.
+def compile_program(
+    program: Any, pointers: list[tuple[Any, int]], numbers: int, architecture: str
+) -> Compiled:
+    """Compile a program of CuTe DSL.
 
-    Afterwards `program.shared` is the struct that lies in shared memory.
+    Args:
+        program: An object to call; afterwards its `shared` is the struct in shared memory.
+        pointers: (type, alignment) of each parameter that is one.
+        numbers: Int32 parameters behind them.
+        architecture: As `KernelSpec.architecture`.
     """
     import cuda.bindings.driver as cuda
     import cutlass.cute as cute
@@ -207,6 +215,6 @@ def compile_program(program: Any, pointers: list[tuple[Any, int]], numbers: int)
     places = [make_ptr(kind, 0, where, assumed_align=a) for kind, a in pointers]
     args = [*places, *[Int32(128)] * numbers]
     with _compiler, tempfile.TemporaryDirectory() as dump:
-        options = f"--gpu-arch={ARCHITECTURE} --keep-ptx --keep-cubin --dump-dir={dump}"
+        options = f"--gpu-arch={architecture} --keep-ptx --keep-cubin --dump-dir={dump}"
         made = cute.compile(program, *args, cuda.CUstream(0), options=options)
         return Compiled(made.artifacts.PTX, made.artifacts.CUBIN, program.shared.__sizeof__())

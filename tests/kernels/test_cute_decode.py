@@ -13,10 +13,9 @@ import anybit
 from anybit.core.format import Format, get_format
 from anybit.formats.integer import Integer
 from anybit.formats.minifloat import Minifloat
-from anybit.kernels.hopper.decode import K_TILE, MANTISSA, Decoder, decoder, number
-from anybit.kernels.hopper.lang import Word, planes, tiling
-from anybit.kernels.hopper.pack import fragment, pack
-from anybit.kernels.hopper.tiles import ROWS
+from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder, decoder, number
+from anybit.kernels.cute.lang import Word, planes, tiling
+from anybit.kernels.cute.pack import ROWS, fragment, pack
 from tests.specs import SPECS
 
 OPERANDS = ("int8", "float16", "bfloat16", "float8_e4m3fn")

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from anybit.core import planes as planes_of
 from anybit.core.packed import Packed
-from anybit.kernels.hopper.decode import K_TILE, Decoder
-from anybit.kernels.hopper.tiles import ROW_MULTIPLE, ROWS
+from anybit.kernels.cute.decode import K_TILE, Decoder
 
+ROWS = 128  # of a blob
+ROW_MULTIPLE = 256  # weight rows are padded to this; no tile has more
 CHUNK_BYTES = 1 << 28  # of temporaries
 
 

@@ -1,4 +1,4 @@
-"""A Hopper kernel's file: what its name tells apart, that it is compiled once, or refused."""
+"""A kernel's file: what its name tells apart, that it is compiled once, or refused."""
 
 import ast
 import json
@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 
 from anybit.core.format import get_format
-from anybit.kernels.hopper import build, cubin, jit, tiles
+from anybit.kernels.cute import build, cubin, jit
+from anybit.kernels.cute.decode import Decoder, decoder
+from anybit.kernels.cute.jit import Compiled
+from anybit.kernels.hopper import tiles
+from anybit.kernels.hopper.build import kernels_of
 from anybit.kernels.hopper.cells import Cells, CodebookKernel
-from anybit.kernels.hopper.decode import Decoder, decoder
-from anybit.kernels.hopper.jit import Compiled
 from anybit.kernels.hopper.launch import CodebookArguments
 from anybit.kernels.hopper.tiles import Kernel, Tile
 
@@ -46,7 +48,7 @@ def some_kernels() -> list[jit.KernelSpec]:
         Kernel(d, tiles.fitted(Tile(16, ctas=2), d), "float16", grouped=True),
         Kernel(decoder_of("fp5", "float16"), Tile(16, ctas=2, stages=6), "float16"),
         Kernel(decoder_of("fp6:group=128", "float16"), Tile(16, ctas=2, stages=6), "float16"),
-        *build.kernels_of("codebook:m=1,v=4,group=128"),
+        *kernels_of("codebook:m=1,v=4,group=128"),
     ]
 
 
@@ -58,19 +60,26 @@ def test_names_tell_kernels_apart(tmp_path: Path) -> None:
     kernels = some_kernels()
     files = {jit.kernel_file(kernel, tmp_path) for kernel in kernels}
     assert len(files) == len(kernels)
-    assert all(file.parent == tmp_path / "hopper" for file in files)
+    assert all(file.parent == tmp_path / "cute" for file in files)
 
 
 def test_names_change_with_every_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whatever a kernel is compiled from: any file of the folder, the DSL, the architecture."""
     monkeypatch.setattr(jit, "dsl_version", lambda: "4.8.1")
     seen = set(before := names())
-    for source in ("tiles.py", "lookup.py", "gemm.py", "new.py"):
+    hopper = Path(tiles.__file__).parent
+    edits = [(jit.SOURCES, "decode.py"), (hopper, "tiles.py"), (hopper, "new.py")]
+    for folder, source in edits:
         copy = tmp_path / source.removesuffix(".py")
-        shutil.copytree(jit.SOURCES, copy)
+        shutil.copytree(folder, copy)
         with (copy / source).open("a") as file:
             file.write("ROW_MULTIPLE = 512\n")
-        monkeypatch.setattr(jit, "SOURCES", copy)
+        hashed = jit.folder_hash
+
+        def edited(path: Path, folder: Path = folder, copy: Path = copy, hashed=hashed) -> str:
+            return hashed(copy if path == folder else path)
+
+        monkeypatch.setattr(jit, "folder_hash", edited)
         changed = names()
         assert seen.isdisjoint(changed)
         seen |= {*changed}
@@ -79,7 +88,8 @@ def test_names_change_with_every_source(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert seen.isdisjoint(names())
     monkeypatch.setattr(jit, "dsl_version", lambda: "4.8.1")
     assert names() == before
-    monkeypatch.setattr(jit, "ARCHITECTURE", "sm_100a")
+    for kind in (Kernel, CodebookKernel):
+        monkeypatch.setattr(kind, "architecture", "sm_100a")
     assert seen.isdisjoint(names())
 
 
@@ -100,7 +110,7 @@ def test_names_change_with_a_decoder_from_elsewhere(
         return jit.kernel_file(Kernel(d, Tile(8, stages=2), "float16")).name
 
     text = (
-        "from anybit.kernels.hopper.decode import Decoder\n"
+        "from anybit.kernels.cute.decode import Decoder\n"
         "class Own(Decoder):\n"
         "    pass\n"
         "PLACE = 1\n"
@@ -118,13 +128,17 @@ def imported(path: Path) -> set[str]:
 
 
 def test_programs_are_made_of_hashed_sources_alone() -> None:
-    """What is written in the DSL imports nothing of anybit from outside the folder."""
-    modules = {path.name: imported(path) for path in jit.SOURCES.glob("*.py")}
+    """What is written in the DSL imports nothing of anybit from outside the hashed folders."""
+    hopper = Path(tiles.__file__).parent
+    files = [*jit.SOURCES.glob("*.py"), *hopper.glob("*.py")]
+    modules = {path.name: imported(path) for path in files}
     programs = {name for name, found in modules.items() if "cutlass" in found and name != "jit.py"}
     assert {"gemm.py", "psumbook.py", "lookup_gemm.py"} <= programs
     for name in programs:
         ours = {module for module in modules[name] if module.startswith("anybit")}
-        assert all(module.startswith("anybit.kernels.hopper") for module in ours), name
+        assert all(m.startswith(("anybit.kernels.hopper", "anybit.kernels.cute")) for m in ours), (
+            name
+        )
 
 
 def test_without_the_dsl_a_kernel_of_any_version_is_found(
@@ -150,10 +164,10 @@ def test_without_the_dsl_a_kernel_of_any_version_is_found(
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("ANYBIT_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert jit.kernel_folder() == tmp_path / "anybit" / "hopper"
+    assert jit.kernel_folder() == tmp_path / "anybit" / "cute"
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path / "mine"))
-    assert jit.kernel_folder() == tmp_path / "mine" / "hopper"
-    assert jit.kernel_folder(tmp_path / "arg") == tmp_path / "arg" / "hopper"
+    assert jit.kernel_folder() == tmp_path / "mine" / "cute"
+    assert jit.kernel_folder(tmp_path / "arg") == tmp_path / "arg" / "cute"
 
 
 # Compiling.
@@ -175,6 +189,7 @@ class Slow:
     log: str
 
     name = "slow"
+    architecture = "sm_90a"
     arguments = CodebookArguments
     batch = 0
     classes = ()

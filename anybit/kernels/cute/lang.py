@@ -67,7 +67,7 @@ class Word:
 
 def _dsl() -> Any:
     """The instructions that have no operator in Python; imported inside a kernel only."""
-    from anybit.kernels.hopper import ptx
+    from anybit.kernels.cute import ptx
 
     return ptx
 

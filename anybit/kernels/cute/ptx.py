@@ -1,0 +1,135 @@
+"""Inline PTX that every family of kernels uses: instructions that CuTe DSL has no name for.
+
+Addresses of shared memory are 32-bit ones of the CTA's own window. Loads of data that another
+thread or a copy has just written are `fresh`: they stay behind the barrier that they wait for.
+Loads of a table that no longer changes are free to move.
+"""
+
+from typing import Any
+
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int8, Int32, Uint8, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import CuTeDSL, T, dsl_user_op
+
+PAIR = {"float16": "f16x2", "bfloat16": "bf16x2"}
+TYPES = {
+    "uint8": Uint8,
+    "int8": Int8,
+    "float16": Float16,
+    "bfloat16": BFloat16,
+    "float8_e4m3fn": Float8E4M3FN,
+}
+
+
+def asm(result: Any, args: list, text: str, constraints: str, effects: bool, at: dict) -> Any:
+    operands = [arg.ir_value(**at) for arg in args]
+    return llvm.inline_asm(
+        result,
+        operands,
+        text,
+        constraints,
+        has_side_effects=effects,  # without: free to move and to merge
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        **at,
+    )
+
+
+def several(n: int, kind: Any, args: list, text: str, constraints: str, effects: bool, at: dict):
+    """Inline PTX with n results of one kind (`Uint32` or `Float32`)."""
+    type_of, letter = (T.f32, "=f") if kind is Float32 else (T.i32, "=r")
+    every = ",".join([letter] * n + ([constraints] if constraints else []))
+    if n == 1:
+        return [kind(asm(type_of(), args, text, every, effects, at))]
+    struct = llvm.StructType.get_literal([type_of() for _ in range(n)])
+    result = asm(struct, args, text, every, effects, at)
+    return [kind(llvm.extractvalue(type_of(), result, [i], **at)) for i in range(n)]
+
+
+def slots(first: int, n: int) -> str:
+    slots = ", ".join(f"${i}" for i in range(first, first + n))
+    return f"{{{slots}}}" if n > 1 else slots
+
+
+def width(n: int) -> str:
+    return f".v{n}" if n > 1 else ""
+
+
+# Registers.
+
+
+def unsigned(value: int) -> Uint32:
+    """A constant; Python's own would become a signed 64-bit number from 2**31 on."""
+    return Uint32(value & 0xFFFFFFFF)
+
+
+@dsl_user_op
+def prmt(word: Uint32, selector: int, other: Any = 0, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Bytes of `word` (0 to 3) and of `other` (4 to 7), by the selector's digits."""
+    at = {"loc": loc, "ip": ip}
+    if isinstance(other, int):
+        text = f"prmt.b32 $0, $1, {other}, {selector};"
+        return Uint32(asm(T.i32(), [Uint32(word)], text, "=r,r", False, at))
+    text = f"prmt.b32 $0, $1, $2, {selector};"
+    return Uint32(asm(T.i32(), [Uint32(word), Uint32(other)], text, "=r,r,r", False, at))
+
+
+@dsl_user_op
+def half2(name: str, dtype: str, args: tuple, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """A packed operation such as "fma.rn" on two fp16 or bf16 numbers.
+
+    Before sm_90, bf16 has fma alone: a * b - 0 and a * 1 + b are rounded once as well, and keep the
+    signs of zeros.
+    """
+    at = {"loc": loc, "ip": ip}
+    slots = [f"${i}" for i in range(len(args) + 1)]
+    text = f"{name}.{PAIR[dtype]} {', '.join(slots)};"
+    major = CuTeDSL._get_dsl().get_arch_enum().value[0]  # of what it is compiled for
+    if major < 9 and dtype == "bfloat16" and name != "fma.rn":
+        constant = {"mul.rn": "0x80008000", "add.rn": "0x3F803F80"}[name]  # -0, 1
+        slots.insert({"mul.rn": 3, "add.rn": 2}[name], "c")
+        fma = f"fma.rn.bf16x2 {', '.join(slots)};"
+        text = f"{{ .reg .b32 c; mov.b32 c, {constant}; {fma} }}"
+    constraints = ",".join(["=r", *["r"] * len(args)])
+    return Uint32(asm(T.i32(), [Uint32(a) for a in args], text, constraints, False, at))
+
+
+@dsl_user_op
+def pack2(low: Float32, high: Float32, dtype: str, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Two fp32 numbers, rounded to fp16 or bf16, in one register."""
+    at = {"loc": loc, "ip": ip}
+    text = f"cvt.rn.{PAIR[dtype]}.f32 $0, $1, $2;"
+    return Uint32(asm(T.i32(), [Float32(high), Float32(low)], text, "=r,f,f", False, at))
+
+
+# Shared memory.
+
+
+@dsl_user_op
+def load_shared(
+    address: Int32, n: int, offset: int = 0, fresh: bool = False, kind: Any = Uint32, *,
+    loc: Any = None, ip: Any = None,
+) -> list:  # fmt: skip
+    """n consecutive 32-bit words."""
+    text = f"ld.shared{width(n)}.b32 {slots(0, n)}, [${n}+{offset}];"
+    return several(n, kind, [Int32(address)], text, "r", fresh, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def store_shared(address: Int32, values: list, *, loc: Any = None, ip: Any = None) -> None:
+    """1, 2 or 4 consecutive 32-bit words."""
+    n = len(values)
+    kind = "f" if isinstance(values[0], Float32) else "r"
+    text = f"st.shared{width(n)}.b32 [$0], {slots(1, n)};"
+    constraints = ",".join(["r"] + [kind] * n)
+    asm(None, [Int32(address), *values], text, constraints, True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def load_matrices(
+    address: Int32, offset: int = 0, transposed: bool = False, *, loc: Any = None, ip: Any = None
+) -> list:
+    """Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l."""
+    kind = "trans.shared" if transposed else "shared"
+    text = f"ldmatrix.sync.aligned.m8n8.x4.{kind}.b16 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    return several(4, Uint32, [Int32(address)], text, "r", True, {"loc": loc, "ip": ip})
