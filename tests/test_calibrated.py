@@ -17,6 +17,7 @@ from anybit import GPTQ, Additive, Calibration, Smooth
 from anybit.checkpoint.calibrated import calibrate_checkpoint
 from anybit.quantizers.calibration.block_runner import BlockRunner
 from anybit.quantizers.calibration.stored_blocks import StoredBlocks
+from tests.models.row import rows
 from tests.test_calibration import VOCAB, Killed, killed_after, llama, tokens
 
 PLAN = {"*": "int4:group=32", "*.0.mlp.down_proj": None, "lm_head": "int8"}
@@ -45,6 +46,21 @@ def test_same_as_in_memory(quantizer: type, tmp_path: Path) -> None:
     assert {"config.json", "notes.txt", "model-00004-of-00004.safetensors"} <= names
     assert not any("block" in name or "settings" in name for name in names)
     assert not out.with_name("out.partial").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*saw fewer calibration tokens")
+@pytest.mark.parametrize(
+    "architecture",
+    {
+        "GPT2LMHeadModel": "stores transposed weights",
+        "CpmAntForCausalLM": "its first parameters are those of its blocks",
+        "BartForCausalLM": "its number of blocks is no num_hidden_layers",
+        "ModernBertDecoderForCausalLM": "has tables of its layers' kinds",
+    },
+)
+def test_other_architectures_as_in_memory(architecture: str, tmp_path: Path) -> None:
+    *_, row = rows(architecture, tmp_path, ("gptq", "gptq_stream"))
+    assert set(row.cells.values()) == {"equal"}, row.notes
 
 
 def test_codebooks_and_tuned_norms_are_those_of_memory(tmp_path: Path) -> None:

@@ -4,17 +4,16 @@ Finished blocks lie in `OUT.partial`, so a run that was killed goes on where it 
 the shards of `OUT`, which appears, complete, at the end.
 """
 
-import copy
 import dataclasses
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from anybit.checkpoint.architecture import meta_model, model_class
 from anybit.checkpoint.rewrite import check_paths, fingerprint
 from anybit.checkpoint.stream import Quantization, plan_quantization
 from anybit.errors import InvalidInput
@@ -25,7 +24,9 @@ from anybit.files.directory import (
     write_json,
 )
 from anybit.files.safetensors import INDEX, ShardWriter, read_header
+from anybit.nn.experts import split
 from anybit.nn.linear import QuantLinear
+from anybit.nn.model import take_apart
 from anybit.nn.plan import Plan, Spec
 from anybit.quantizers.base import Quantizer
 from anybit.quantizers.calibration.block_runner import find_blocks
@@ -74,7 +75,7 @@ def calibrate_checkpoint(
     check_paths(source, out, overwrite)
     work = plan_quantization(source, spec, quantizer, as_in_model=True)
     schemes = {work.names[n].removesuffix(".weight"): scheme for n, scheme in work.schemes.items()}
-    model, prefix = without_blocks(source, list(schemes))
+    model, prefix = without_blocks(work.model, source, schemes)
     partial = out.with_name(out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     check_space(partial, work.needed(list(work.shards)))
@@ -92,69 +93,67 @@ def calibrate_checkpoint(
     return out
 
 
-def without_blocks(source: Path, names: list[str]) -> tuple[nn.Module, str]:
+def without_blocks(whole: Any, source: Path, names: Iterable[str]) -> tuple[nn.Module, str]:
     """Load everything of a model but its blocks, which are on the meta device.
 
-    Loaded as a model of no blocks, because that fills what no file holds (rotary frequencies).
+    transformers loads the rest, as it loads any model, into one whose blocks were taken out.
 
     Args:
+        whole: The model on the meta device.
         source: Directory of a dense model.
         names: Layers that are to be quantized.
 
     Returns:
-        The model, and the name of its list of blocks.
+        The model, its layers taken apart as `quantize_` does, and the name of its list of blocks.
+
+    Raises:
+        InvalidInput: No list of blocks holds any of the layers, or transformers does not load the
+            model without it.
     """
     from transformers.utils import logging
 
-    whole = meta_model(source)
-    prefix, blocks = find_blocks(whole, names)
-    kind, config = model_class(source)
-    count = config.get_text_config().num_hidden_layers
-    if config.is_encoder_decoder or count != len(blocks):
-        raise InvalidInput(
-            f"{source}: a {kind.__name__} cannot be calibrated from disk, only decoders can; load "
-            "it with transformers and use anybit.quantize_"
-        )
-    bare = copy.deepcopy(config)
-    bare.get_text_config().num_hidden_layers = 0
+    names = list(names)
+    take_apart(split(whole), names)
+    prefix, _ = find_blocks(whole, names)
+    kind, taken = type(whole), []
+
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, *args, **kwargs)
+        taken.append(self.get_submodule(prefix))
+        self.set_submodule(prefix, nn.ModuleList())
+
+    bare: Any = type(kind.__name__, (kind,), {"__init__": make, "__module__": kind.__module__})
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # the blocks' tensors are unexpected there
     try:
-        model: Any = kind.from_pretrained(source, config=bare, local_files_only=True)
-        model.set_submodule(prefix, nn.ModuleList(blocks))
-    except Exception as error:  # what transformers computes from the number of blocks
+        model = bare.from_pretrained(source, config=whole.config, local_files_only=True)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
         raise InvalidInput(
             f"{source}: a {kind.__name__} cannot be calibrated from disk, since transformers does "
-            "not load it without its blocks; load it and use anybit.quantize_"
+            f"not load it without its blocks ({type(error).__name__}: {reason}); load it and use "
+            "anybit.quantize_"
         ) from error
     finally:
         logging.set_verbosity(level)
-    for module in model.modules():
-        if getattr(module, "config", None) is not None:
-            module.config.get_text_config().num_hidden_layers = count
-    dtype = next(p.dtype for p in model.parameters())
-    for block in blocks:
-        block.to(dtype)
-    fill_buffers(model, prefix, blocks)
+    model.__class__ = kind
+    model.set_submodule(prefix, taken[0])
+    take_apart(split(model), names)
+    fill_buffers(model, prefix)
     return model, prefix
 
 
-def fill_buffers(model: Any, prefix: str, blocks: list[nn.Module]) -> None:
+def fill_buffers(model: Any, prefix: str) -> None:
     """Give blocks on the meta device the buffers that no file holds, as transformers does."""
-    owners = []
-    for module in (module for block in blocks for module in block.modules()):
-        absent = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
-        for name in absent:
-            buffer = module._buffers[name]
-            assert buffer is not None
-            module._buffers[name] = torch.empty_like(buffer, device="cpu")
-        owners += [module] if absent else []
-    if not owners:
-        return
+    for module in model.get_submodule(prefix).modules():
+        for name in module._non_persistent_buffers_set:
+            if (buffer := module._buffers[name]) is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
     parts = prefix.split(".")
-    above = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts))]
-    for module in (*owners, *above):  # what was loaded is marked, and stays
-        model._init_weights(module)
+    for end in range(len(parts)):  # some fill the buffers of modules below them
+        model.get_submodule(".".join(parts[:end]))._is_hf_initialized = False
+    with torch.no_grad():
+        model.initialize_weights()  # what was loaded is marked, and stays
 
 
 def finish(partial: Path, source: Path, work: Quantization, model: nn.Module, prefix: str) -> None:

@@ -27,7 +27,8 @@ class BlockRunner:
     def __init__(self, model: nn.Module, blocks: list[nn.Module], ids: Tensor):
         self.model, self.blocks = model, blocks
         self.tails: dict[int, int | None] = {}  # what a block returns after hidden; None: no tuple
-        home = next(model.parameters()).device
+        real = (p.device for p in model.parameters() if not p.is_meta)  # blocks on disk are not
+        home = next(real, torch.device("cpu"))
         offload = home.type == "cpu" and torch.cuda.is_available()
         self.home, self.device = home, torch.device("cuda") if offload else home
         tokens = BATCH.get(self.device.type, BATCH["cuda"])
