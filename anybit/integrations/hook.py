@@ -1,7 +1,7 @@
-"""Makes transformers know anybit, whichever of the two is imported first.
+"""Makes transformers and peft know anybit, whichever is imported first.
 
-transformers finds quantization methods in registries of its module `quantizers.auto`. Importing it
-takes seconds, so `import anybit` does not: it waits until someone else does.
+Both find quantized layers by what is entered into one of their modules. Importing it takes seconds,
+so `import anybit` does not: it waits until someone else does.
 """
 
 import sys
@@ -12,32 +12,36 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-REGISTRIES = "transformers.quantizers.auto"
+# A module of theirs -> the one of ours whose `register` enters anybit there.
+WAITED_FOR = {
+    "transformers.quantizers.auto": "anybit.integrations.transformers",
+    "peft.tuners.lora.model": "anybit.integrations.peft",
+}
 
 
 def install() -> None:
-    """Register with transformers now, if it is imported, or as soon as it is. Idempotent."""
-    if REGISTRIES in sys.modules:
-        register()
-    elif not any(isinstance(finder, Finder) for finder in sys.meta_path):
+    """Register now where the module is imported, or as soon as it is. Idempotent."""
+    for name in WAITED_FOR.keys() & sys.modules.keys():
+        register(name)
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
 
 
-def register() -> None:
-    ours = import_module("anybit.integrations.transformers")
+def register(name: str) -> None:
+    ours = import_module(WAITED_FOR[name])
     if hasattr(ours, "register"):  # else its own imports brought us here; it registers at its end
         ours.register()
 
 
 class Finder(MetaPathFinder):
-    """Steps in for one module only: runs it as usual, and registers after that."""
+    """Steps in for these modules only: runs them as usual, and registers after that."""
 
-    asking = False  # the other finders, for that module's spec
+    asking = False  # the other finders, for a module's spec
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != REGISTRIES or self.asking:
+        if name not in WAITED_FOR or self.asking:
             return None
         self.asking = True
         try:
@@ -60,4 +64,4 @@ class RegisterAfter(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        register()
+        register(module.__name__)

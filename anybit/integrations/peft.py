@@ -1,0 +1,241 @@
+"""Adapters of the `peft` library (LoRA, DoRA) on quantized layers; `hook` registers it with peft.
+
+Training leaves the quantized weight as it is: the adapter's product is added to the layer's.
+Merging decodes the weight, adds the adapter's and rounds the sum to nearest in the layer's format.
+Checked with peft 0.20 and 0.21.
+"""
+
+import dataclasses
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peft.tuners import tuners_utils
+from peft.tuners.lora import layer as lora
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.utils import other
+from torch import Tensor, nn
+
+from anybit.core.packed import Packed
+from anybit.errors import InvalidInput, Unsupported
+from anybit.nn.linear import QuantLinear
+from anybit.nn.model import output_embeddings, quantized_layers
+from anybit.quantizers.rtn import RTN
+
+log = logging.getLogger(__name__)
+
+
+class LoraQuantLinear(lora.Linear):
+    """A quantized layer with adapters beside it.
+
+    While adapters are merged, the tensors from before are kept (a few bits a weight), so that
+    `unmerge` gives exactly these back.
+    """
+
+    def __init__(self, target: nn.Module, adapter_name: str, config: Any, **kwargs: Any):
+        config.fan_in_fan_out = False  # the weight is (N, K), that of a Conv1D as well
+        super().__init__(target, adapter_name, config=config, **kwargs)
+        self.before: tuple[Packed, Tensor | None] | None = None  # weight and bias
+
+    def _get_in_out_features(self, module: nn.Module) -> Any:
+        if isinstance(module, QuantLinear):
+            return module.in_features, module.out_features
+        return super()._get_in_out_features(module)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add adapters to the weight, which is rounded to nearest again.
+
+        Args:
+            safe_merge: Without effect: the sum is always checked for NaN and inf.
+            adapter_names: By default, the active ones.
+
+        Raises:
+            InvalidInput: The sum holds NaN or inf.
+            Unsupported: The layer's tensors were released, or an adapter has a bias to add to a
+                layer without.
+        """
+        layer = self.get_base_layer()
+        if not isinstance(layer, QuantLinear):  # dequantized since then
+            super().merge(safe_merge, adapter_names)
+            return
+        errors, size = [], 0.0
+        for name in check_adapters_to_merge(self, adapter_names):
+            if name in self.lora_A:
+                error, size = self._merge(layer, name)
+                errors.append(error)
+        costs[self] = sum(error**2 for error in errors), size**2
+
+    @torch.no_grad()
+    def _merge(self, layer: QuantLinear, name: str) -> tuple[float, float]:
+        """Merge one adapter; returns the norms of the rounding error and of the weight."""
+        weight, bias = layer.dequantize(), layer.bias
+        if name in self.lora_variant:  # DoRA and others, which may unmerge and merge to get there
+            total = self.lora_variant[name].merge_safe(self, name, weight)
+        else:
+            total = weight + self.get_delta_weight(name)
+        if self.lora_bias[name]:
+            if bias is None:
+                raise Unsupported(
+                    f"adapter {name!r} has a bias (lora_bias=True) and {layer} none to add it to; "
+                    "keep the adapter beside the model"
+                )
+            bias = bias + self.lora_B[name].bias * self.scaling[name]
+        if not torch.isfinite(total).all():
+            raise InvalidInput(
+                f"adapter {name!r}: its sum with the weight holds NaN or inf; train it again"
+            )
+        if not self.merged_adapters:
+            self.before = layer.packed, layer.bias
+        packed = rounded(total, layer.packed)
+        put(layer, packed, bias)
+        self.merged_adapters.append(name)
+        return float((packed.dequantize() - total).norm()), float(total.norm())
+
+    def unmerge(self) -> None:
+        """Put back what was there before any adapter was merged."""
+        layer = self.get_base_layer()
+        if not isinstance(layer, QuantLinear):
+            super().unmerge()
+            return
+        if self.before is None:
+            warnings.warn("no adapter is merged, so there is none to unmerge", stacklevel=2)
+            return
+        (packed, bias), self.before = self.before, None
+        put(layer, packed.to(layer.packed.planes[0].device), bias)
+        self.merged_adapters.clear()
+
+
+costs: dict[nn.Module, tuple[float, float]] = {}  # squared norms of error and weight, when merged
+
+
+def rounded(weight: Tensor, like: Packed) -> Packed:
+    """A weight (N, K) rounded to nearest in the format of another, in its order of columns."""
+    if not like.format.order:
+        return RTN().quantize(weight, like.format)
+    order, fmt = like.grid["order"], like.stored().format
+    stored = RTN().quantize(weight.index_select(1, order), fmt)
+    return dataclasses.replace(stored, format=like.format, grid=stored.grid | {"order": order})
+
+
+def put(layer: QuantLinear, packed: Packed, bias: Tensor | None) -> None:
+    """Give a layer other contents."""
+    for name, tensor in packed.tensors().items():
+        setattr(layer, name, tensor)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().to(layer.weight_dtype), requires_grad=False)
+    layer.prepare()
+
+
+# What is changed in peft.
+
+
+def with_quantized(create: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """`LoraModel._create_new_module`, which makes the layer with adapters."""
+
+    def create_new_module(config: Any, adapter: str, target: nn.Module, **kwargs: Any) -> nn.Module:
+        layer = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if isinstance(layer, QuantLinear) and kwargs.get("parameter_name") is None:
+            kwargs.pop("parameter_name", None)
+            return LoraQuantLinear(target, adapter, config=config, **kwargs)
+        return create(config, adapter, target, **kwargs)
+
+    return create_new_module
+
+
+def with_cost(merge: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of `LoraModel` that merges all layers; it says what the rounding cost."""
+
+    def merge_and_say(model: Any, *args: Any, **kwargs: Any) -> Any:
+        costs.clear()
+        out = merge(model, *args, **kwargs)
+        if costs:
+            error, size = map(sum, zip(*costs.values(), strict=True))
+            log.warning(
+                "merged adapters into %d quantized layers and rounded them to nearest, at a "
+                "relative error of %.2g of the weights; measure what that does (anybit eval), or "
+                "keep the adapter beside the model",
+                len(costs),
+                math.sqrt(error / size) if size else 0.0,
+            )
+        costs.clear()
+        return out
+
+    return merge_and_say
+
+
+def with_quantized_names(find: Callable[..., Any]) -> Callable[..., Any]:
+    """`_maybe_include_all_linear_layers`, for which "all-linear" means quantized ones as well."""
+
+    def find_all(config: Any, model: nn.Module) -> Any:
+        meant = getattr(config, "target_modules", None)
+        config = find(config, model)
+        if isinstance(meant, str) and meant.lower() == "all-linear":
+            tuned = {m.get_base_layer() for m in model.modules() if isinstance(m, BaseTunerLayer)}
+            heads = output_embeddings(model)
+            config.target_modules = set(config.target_modules) | {
+                name
+                for name, layer in quantized_layers(model)
+                if layer not in tuned and name not in heads
+            }
+        return config
+
+    return find_all
+
+
+def for_quantized(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """`prepare_model_for_kbit_training`, which treats our models as it does those of HQQ.
+
+    They get gradient checkpointing, and their dense weights stay in the model's dtype.
+    """
+
+    def prepare_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(True for _ in quantized_layers(model)):
+            return prepare(model, *args, **kwargs)
+        model.hqq_quantized = True  # what it asks
+        try:
+            return prepare(model, *args, **kwargs)
+        finally:
+            del model.hqq_quantized
+
+    return prepare_model
+
+
+def with_refusal(check: Callable[..., None]) -> Callable[..., None]:
+    """`ModulesToSaveWrapper.check_module`, as a quantized layer cannot be trained itself."""
+
+    def check_module(wrapper: Any) -> None:
+        if any(isinstance(module, QuantLinear) for module in wrapper.original_module.modules()):
+            raise Unsupported(
+                "a quantized layer cannot be trained itself (modules_to_save): name it in "
+                "target_modules, or quantize the model with that layer kept dense "
+                "({'*': ..., 'NAME': None})"
+            )
+        check(wrapper)
+
+    return check_module
+
+
+def register() -> None:
+    """Enter quantized layers into peft. Idempotent."""
+    model = sys.modules["peft.tuners.lora.model"].LoraModel
+    if getattr(model, "knows_anybit", False):
+        return
+    model.knows_anybit = True
+    model._create_new_module = staticmethod(with_quantized(model._create_new_module))
+    for name in ("merge_adapter", "_unload_and_optionally_merge"):
+        setattr(model, name, with_cost(getattr(model, name)))
+    find = "_maybe_include_all_linear_layers"
+    setattr(tuners_utils, find, with_quantized_names(getattr(tuners_utils, find)))
+    wrapper = other.ModulesToSaveWrapper
+    wrapper.check_module = with_refusal(wrapper.check_module)
+    prepare = for_quantized(other.prepare_model_for_kbit_training)
+    for module in ("peft.utils.other", "peft.utils", "peft"):
+        if hasattr(sys.modules[module], "prepare_model_for_kbit_training"):
+            sys.modules[module].prepare_model_for_kbit_training = prepare  # type: ignore[attr-defined]
+
+
+register()
