@@ -106,7 +106,7 @@ def model_class(source: Path) -> tuple[Any, Any]:
 class built:
     """Turns any error of transformers about a config.json into an `InvalidInput`."""
 
-    def __init__(self, source: Path):
+    def __init__(self, source: object):
         self.source = source
 
     def __enter__(self) -> None:
@@ -129,7 +129,11 @@ def bare_model(source: Path) -> Any:
         FileNotFoundError: Files are missing.
         InvalidInput: As `model_class` does, and when transformers cannot build the model.
     """
-    kind, config = model_class(source)
+    return empty_model(source, *model_class(source))
+
+
+def empty_model(source: object, kind: Any, config: Any) -> Any:
+    """A model of a class of transformers on the meta device. source: for the error's text."""
     make = getattr(kind, "from_config", None) or kind._from_config
     with built(source), torch.device("meta"):
         return make(config)

@@ -293,10 +293,11 @@ def layout(stored: Mapping[str, Stored], model: Any, wanted: Callable[[str], boo
         sources = {pattern: [stored[name] for name in given[pattern]] for pattern in order}
         targets = targets_of(first, converter, names.state)
         merged, counts = is_merge(converter), {len(tensors) for tensors in sources.values()}
-        enough = not merged or counts == {len(names.state[first])}
-        if enough and len(order) == len(converter.source_patterns):
+        whole = len(order) == len(converter.source_patterns)
+        whole = whole and (not merged or counts == {len(names.state[first])})
+        if whole:
             covered |= set(targets)
-        if first in experts and merged and enough:
+        if first in experts and merged and whole:
             of, _, tensor = first.rpartition(".")
             keys = known_layout(experts[first]).layers[tensor]
             place(
@@ -306,6 +307,11 @@ def layout(stored: Mapping[str, Stored], model: Any, wanted: Callable[[str], boo
                     for e, one in enumerate(tensors)
                 }
             )
+            continue
+        if first in experts and merged:  # of a quantized model: some experts are codes
+            own = {name: stored[name] for each in given.values() for name in each}
+            out |= own
+            in_model |= {name: names.renamed(name) for name in own}
             continue
         conversion = Conversion(converter, first, sources, model)
         each = {t: Converted(t, conversion, tuple(names.state[t].shape)) for t in targets}

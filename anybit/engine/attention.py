@@ -41,12 +41,14 @@ class Scores:
     """How a layer's queries weigh keys.
 
     scale: of the products. window: tokens that a token sees, itself included; None: all before it.
-    softcap: scores become softcap * tanh(score / softcap).
+    softcap: scores become softcap * tanh(score / softcap). sinks (heads,): scores of one more key
+    of each head, whose value is zero.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass
@@ -162,16 +164,16 @@ def attention(
         q = kernels.write(qkv, planes, rope, batch.positions, batch.slots, heads, norms)
         if scores.softcap is not None:  # the kernels have none
             return gathered(q, cache, batch, scores)
-        scale, window = scores.scale, scores.window
+        how, sinks = (scores.scale, scores.window), scores.sinks
         out, n = torch.empty_like(q), batch.decodes
         if n:
             args = (batch.tables[:n], batch.contexts[:n], batch.starts[: n + 1], 1)
-            kernels.attend(q[:n], planes, *args, scale, window, out=out[:n])
-        if whole_prompts(batch, window):
+            kernels.attend(q[:n], planes, *args, *how, out=out[:n], sinks=sinks)
+        if whole_prompts(batch, scores):
             prompts(q, cache, batch, scores, out)
         elif len(batch.queries) > n:
             args = (batch.tables[n:], batch.contexts[n:], batch.starts[n:], max(batch.queries))
-            kernels.attend(q, planes, *args, scale, window, out=out)
+            kernels.attend(q, planes, *args, *how, out=out, sinks=sinks)
         return out
     kv_heads = cache.k.shape[1]
     q, k, v = qkv.unflatten(1, (-1, cache.k.shape[3])).split([heads, kv_heads, kv_heads], dim=1)
@@ -211,10 +213,11 @@ def prompts(q: Tensor, cache: LayerCache, batch: Batch, scores: Scores, out: Ten
         start = stop
 
 
-def whole_prompts(batch: Batch, window: int | None) -> bool:
+def whole_prompts(batch: Batch, scores: Scores) -> bool:
     """Whether all prompts of a step are long and begin in it: torch's kernels are faster there."""
     pairs = zip(batch.queries[batch.decodes :], batch.lengths[batch.decodes :], strict=False)
-    return window is None and all(q == length and q >= LONG for q, length in pairs)
+    plain = scores.window is None and scores.sinks is None
+    return plain and all(q == length and q >= LONG for q, length in pairs)
 
 
 def decode(q: Tensor, cache: LayerCache, batch: Batch, scores: Scores) -> Tensor:
@@ -248,6 +251,10 @@ def prefill(q: Tensor, cache: LayerCache, batch: Batch, i: int, scores: Scores) 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """Grouped-query attention (B, heads, T, head_dim); without a mask, a causal one."""
     scale, cap = scores.scale, scores.softcap
+    if scores.sinks is not None:
+        q, k, v, mask = with_sinks(q, k, v, mask, scores.sinks / scale)
+        out = sdpa(q, k, v, mask, Scores(scale, softcap=cap))
+        return out[..., :-1]
     if cap is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -259,3 +266,15 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -
         mask = torch.ones(score.shape[2:], dtype=torch.bool, device=q.device).tril()
     score = score.masked_fill(~mask, float("-inf"))
     return score.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sinks as a key: 1 in a channel of its own, where queries hold sinks and other keys zero."""
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    own = sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)
+    k, v = (F.pad(x, (0, 1, 0, 1)) for x in (k, v))
+    k[..., -1, -1] = 1
+    return torch.cat([q, own], -1), k, v, F.pad(mask, (0, 1), value=True)

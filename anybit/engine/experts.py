@@ -38,6 +38,16 @@ class DenseExperts(nn.Module):
         return torch._grouped_mm(x, self.weight.transpose(1, 2), offs=starts[1:])
 
 
+def biases_of(weights: Weights, names: list[list[str]], rows: list[int]) -> Tensor:
+    """Biases (experts, N) of what `experts_of` makes."""
+    return torch.stack(
+        [
+            torch.cat([weights.tensor(f"{n}.bias", (r,)) for n, r in zip(own, rows, strict=True)])
+            for own in names
+        ]
+    )
+
+
 def experts_of(
     weights: Weights, names: list[list[str]], rows: list[int], columns: int
 ) -> nn.Module:

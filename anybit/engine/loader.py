@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoTokenizer, PretrainedConfig
 
+from anybit.checkpoint.architecture import bare_model
 from anybit.engine import fallback
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import Decoder
 from anybit.engine.weights import Checkpoint, Weights
-from anybit.errors import InvalidInput, loading
+from anybit.errors import InvalidInput
 from anybit.files.directory import read_json
 from anybit.nn.plan import Plan, Spec, plan_of
 
@@ -31,6 +32,7 @@ MODELS = {
     "Gemma3ForCausalLM": "gemma.Gemma3",
     "GlmForCausalLM": "glm4.Glm",
     "Glm4ForCausalLM": "glm4.Glm4",
+    "GptOssForCausalLM": "gpt_oss.GptOss",
     "GraniteForCausalLM": "granite.Granite",
     "Olmo2ForCausalLM": "olmo2.Olmo2",
     "Phi3ForCausalLM": "phi3.Phi3",
@@ -66,14 +68,14 @@ def load(
     """
     raw = read_json(directory / "config.json")
     formats = formats_of(raw, directory)
-    with loading(directory):
-        config = AutoConfig.from_pretrained(directory)
+    bare = bare_model(directory)
+    config = bare.config
     if dtype is None:
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     model: Decoder | fallback.Generator
     try:
         kind = model_class(config, directory)
-        weights = Checkpoint(directory, device, dtype, formats, quantization)
+        weights = Checkpoint(directory, device, dtype, bare, formats, quantization)
         model = build(kind, config, weights, length)
         weights.check_all_read()
     except UnknownModel as reason:

@@ -7,24 +7,25 @@ and whatever is missing, misshapen or left over is an error that names it.
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from anybit.checkpoint.names import Tensors, check_missing, layout
+from anybit.checkpoint.stream import plan_quantization
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme
 from anybit.engine.fused import linear
 from anybit.errors import InvalidInput
-from anybit.files.safetensors import Stored
-from anybit.nn.experts import published_tensors
+from anybit.files.safetensors import stored_tensors
+from anybit.nn.experts import published
 from anybit.nn.grouped import merge
-from anybit.nn.linear import QuantLinear
-from anybit.nn.plan import Plan, Spec, patterns_for, plan_of, resolve
+from anybit.nn.linear import QuantLinear, check_finite
+from anybit.nn.plan import Plan, Spec, patterns_for
 from anybit.quantizers.quantize import quantize_tensor
+from anybit.quantizers.rtn import RTN
 
-# Matrices that are no linear layers to be quantized: embeddings, and routers, whose few outputs
-# decide where a token goes.
-KEPT = ("*embed_tokens", "*.gate", "*.shared_expert_gate")
 IGNORED = ("*.rotary_emb.inv_freq", "*.masked_bias")  # derived values that old files hold
 
 
@@ -110,10 +111,11 @@ def together(parts: list[Part], dtype: torch.dtype) -> nn.Module:
 
 
 class Checkpoint(Weights):
-    """A checkpoint directory. formats: its plan if it is an anybit checkpoint.
+    """A checkpoint directory.
 
-    quantization: a spec or plan to quantize a dense checkpoint by while it is read, round to
-    nearest, so that the dense model never is in memory as a whole.
+    model: what its config.json describes, on the meta device. formats: its plan if it is an anybit
+    checkpoint. quantization: a spec or plan to quantize a dense checkpoint by while it is read,
+    round to nearest, so that the dense model never is in memory as a whole.
     """
 
     def __init__(
@@ -121,22 +123,28 @@ class Checkpoint(Weights):
         directory: Path,
         device: torch.device,
         dtype: torch.dtype,
+        model: Any,
         formats: Mapping[str, str | None] | None = None,
         quantization: Spec | Plan | None = None,
     ):
         super().__init__(device, dtype)
-        self.directory = directory
-        self.stored = published_tensors(directory)
-        self.unread = set(self.stored)
-        self.formats = formats
-        self.schemes: dict[str, str] = {}
+        self.directory, self.formats = directory, formats
+        stored: Mapping[str, Tensors]
+        schemes: Mapping[str, str] = {}
         if quantization is not None:
-            if formats is not None:
-                raise InvalidInput(
-                    f"{directory} is quantized already ({plan_text(formats)}); "
-                    "leave out quantization, or load the dense model"
-                )
-            self.schemes = resolve(linear_shapes(self.stored), plan_of(quantization))
+            work = plan_quantization(directory, quantization, RTN(), as_in_model=True)
+            stored, schemes = work.stored, work.schemes
+            known = {*work.names, *work.unexpected}
+        else:
+            found = layout(stored_tensors(directory), model, lambda name: True)
+            if formats is None:
+                check_missing(directory, found.missing, found.unexpected)
+            stored, known = found.stored, {*found.names, *found.unexpected}
+        kind = model.config.model_type
+        self.stored = {published(name, kind): tensor for name, tensor in stored.items()}
+        self.schemes = {published(n.removesuffix(".weight"), kind): s for n, s in schemes.items()}
+        # What transformers leaves out without a word, such as layers for further tokens, may stay.
+        self.unread = {published(name, kind) for name in known}
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         return self._read(name, shape).to(self.device, dtype or self.dtype)
@@ -147,6 +155,7 @@ class Checkpoint(Weights):
             weight = self.tensor(f"{name}.weight", shape)
             if name not in self.schemes:
                 return weight, b, None
+            check_finite(weight, name)
             fmt, activation = parse_scheme(self.schemes[name])
             return quantize_tensor(weight, fmt), b, activation
         fmt, activation = parse_scheme(self._scheme(name))
@@ -201,17 +210,6 @@ class Checkpoint(Weights):
                 f"no format for it ({plan_text(plan)})"
             )
         return scheme
-
-
-def linear_shapes(stored: Mapping[str, Stored]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes (N, K) of a dense checkpoint's linear layers."""
-    out: dict[str, tuple[int, ...]] = {}
-    for name, tensor in stored.items():
-        layer, _, kind = name.rpartition(".")
-        kept = any(fnmatchcase(layer, pattern) for pattern in KEPT)
-        if kind == "weight" and len(tensor.shape) == 2 and not kept:
-            out[layer] = tensor.shape
-    return out
 
 
 def plan_text(plan: Mapping[str, str | None]) -> str:

@@ -8,8 +8,6 @@ vLLM's own methods: `vllm_linear.py` loads linear layers, `vllm_moe.py` experts,
 `vllm_products.py` multiplies.
 """
 
-from fnmatch import fnmatchcase
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,11 +21,14 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizeMethodBase,
 )
 
+from anybit.checkpoint.architecture import empty_model
+from anybit.checkpoint.names import Names
 from anybit.core.packed import is_codes
-from anybit.engine.weights import KEPT, linear_shapes, plan_text
+from anybit.engine.weights import plan_text
 from anybit.errors import InvalidInput
 from anybit.kernels.registry import BACKENDS
-from anybit.nn.plan import METHOD, is_head, patterns_for, plan_of
+from anybit.nn.model import linear_schemes
+from anybit.nn.plan import METHOD, patterns_for, plan_of
 
 OVERRIDE = "anybit"  # what `hf_overrides` calls the options below
 OPTIONS = ("formats", "backend")
@@ -59,7 +60,8 @@ class AnybitConfig(QuantizationConfig):
         self.formats, self.backend = formats, backend
         self.names: dict[str, str] = {}  # vLLM's names of layers -> the checkpoint's
         self.coded: set[str] = set()  # layers that the checkpoint holds in codes
-        self.dense: set[str] = set()  # layers whose weight it holds
+        self.dense: set[str] = set()  # layers and embeddings whose weight it holds
+        self.on_load: dict[str, str] = {}  # schemes of layers to be quantized while loading
 
     @classmethod
     def get_name(cls) -> str:
@@ -91,7 +93,8 @@ class AnybitConfig(QuantizationConfig):
 
         self._override(getattr(hf_config, OVERRIDE, None), model_name)
         stored = get_safetensors_params_metadata(model_name, revision=revision)
-        self._survey({n: tuple(entry["shape"]) for n, entry in stored.items() if "shape" in entry})
+        shapes = {n: tuple(entry["shape"]) for n, entry in stored.items() if "shape" in entry}
+        self._survey(shapes, hf_config, model_name)
 
     def _override(self, given: Any, model_name: str) -> None:
         options = {"formats": given} if isinstance(given, str) else dict(given or {})
@@ -117,21 +120,25 @@ class AnybitConfig(QuantizationConfig):
                 f"loaded, and needs a format: hf_overrides={{{OVERRIDE!r}: {{'formats': 'fp6'}}}}"
             )
 
-    def _survey(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Note which layers are stored in codes; patterns that match none are a ValueError."""
+    def _survey(
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        config: Any = None,
+        model_name: str = "the model",
+    ) -> None:
+        """Note which layers are stored in codes, or what a dense checkpoint's layers become.
+
+        The latter is what `quantize_` would do with transformers' model of this configuration.
+        """
         self.coded = {name.rpartition(".")[0] for name in shapes if is_codes(name)}
-        linear = linear_shapes({n: SimpleNamespace(shape=s) for n, s in shapes.items()})  # type: ignore[misc]
-        self.dense = set(linear) - self.coded
-        names = self.coded | self.dense
-        self.names = {name: name for name in names}
-        plan = self.formats or {}
-        used = {pattern for name in names for pattern in patterns_for(name, plan)}
-        idle = [p for p in plan if p not in used and p not in ("*", "lm_head")]
-        if idle and names:
-            raise InvalidInput(
-                f"no layer matches {', '.join(map(repr, idle))}; layers are named like "
-                f"{', '.join(map(repr, sorted(names)[:3]))}"
-            )
+        matrices = {n for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2}
+        self.dense = {name.removesuffix(".weight") for name in matrices} - self.coded
+        if not self.coded:
+            model = empty_model(model_name, transformers_class(config, model_name), config)
+            table, schemes = Names(model), linear_schemes(model, self.formats or {})
+            stored = {table.stored(f"{layer}.weight"): s for layer, s in schemes.items()}
+            self.on_load = {name.removesuffix(".weight"): s for name, s in stored.items()}
+        self.names = {name: name for name in self.coded | self.dense | self.on_load.keys()}
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Note the names that the model gives to the checkpoint's layers."""
@@ -146,24 +153,19 @@ class AnybitConfig(QuantizationConfig):
     def scheme(self, prefix: str) -> str | None:
         """The scheme of a layer, by vLLM's name of it; None for one that is not quantized."""
         name = self.names.get(prefix, prefix)
+        if not self.coded:
+            return self.on_load.get(name)
+        if name not in self.coded:
+            return None
         plan = self.formats or {}
         matches = patterns_for(name, plan)
         scheme = plan[matches[-1]] if matches else None
-        if name in self.coded:
-            if scheme is None:
-                raise InvalidInput(
-                    f"{name}: the checkpoint holds codes, but config.json names no format for it "
-                    f"({plan_text(plan)}); copy it again"
-                )
-            return scheme
-        if self.coded and name in self.dense:
-            return None
-        if not matches and not is_head(name) and not kept(name):
+        if scheme is None:
             raise InvalidInput(
-                f"no pattern matches layer {name!r}; add '*': None to keep all other layers as "
-                f"they are, or '*': FORMAT to quantize them (patterns: {plan_text(plan)})"
+                f"{name}: the checkpoint holds codes, but config.json names no format for it "
+                f"({plan_text(plan)}); copy it again"
             )
-        return None if kept(name) else scheme
+        return scheme
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of a layer that vLLM is about to build."""
@@ -196,6 +198,20 @@ class AnybitConfig(QuantizationConfig):
         return parts or [prefix]
 
 
-def kept(name: str) -> bool:
-    """Whether a matrix is no linear layer to be quantized: an embedding or a router."""
-    return any(fnmatchcase(name, pattern) for pattern in KEPT)
+def transformers_class(config: Any, model_name: str) -> Any:
+    """The class of transformers for a dense checkpoint, whose modules say what a linear layer is.
+
+    Raises:
+        InvalidInput: transformers has none.
+    """
+    import transformers
+
+    for name in config.architectures or ():
+        kind = getattr(transformers, name, None)
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+            return kind
+    raise InvalidInput(
+        f"{model_name}: transformers {transformers.__version__} has no class "
+        f"{', '.join(config.architectures or ()) or 'for an unnamed architecture'}, which would "
+        "say what layers can be quantized; use a checkpoint that is quantized already"
+    )

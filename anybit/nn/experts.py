@@ -4,23 +4,18 @@ transformers holds the experts of a block in two tensors, gate_up_proj (E, 2 I, 
 (E, H, I), for E experts of H hidden and I intermediate channels. Published checkpoints mostly store
 each projection of each expert under a name of its own. So does anybit, since an expert is quantized
 by the tokens that it sees: `split` makes linear layers of what a model holds, and
-`published_tensors` shows both layouts of files as the second one.
+a checkpoint of either layout is read as the second one (`checkpoint.names`).
 """
 
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from anybit.errors import InvalidInput
-from anybit.files.directory import read_json
-from anybit.files.safetensors import Stored, stored_tensors
 
 FUSED = ("gate_up_proj", "down_proj")
 # Model types whose checkpoints have other names for what transformers calls `mlp` and the gate, up
@@ -234,39 +229,3 @@ def published(name: str, model_type: str | None) -> str:
 def unpublished(name: str, model_type: str | None) -> str:
     """transformers' name for a tensor or layer of a checkpoint."""
     return name.replace(MIXTRAL_NAME, MODEL_NAME) if model_type in MIXTRALS else name
-
-
-def published_tensors(directory: Path) -> dict[str, Stored]:
-    """`files.stored_tensors` by the names of published checkpoints: experts one by one.
-
-    A projection of an expert is a contiguous part of the tensor that holds all of them.
-    """
-    stored = stored_tensors(directory)
-    model_type = read_json(directory / "config.json").get("model_type")
-    gate, up, down = projections(model_type)
-    out = {}
-    for name, tensor in stored.items():
-        layer, _, key = name.rpartition(".")
-        if key not in FUSED or not layer.endswith(".experts") or len(tensor.shape) != 3:
-            out[published(name, model_type)] = tensor
-            continue
-        names = (gate, up) if key == "gate_up_proj" else (down,)
-        for e, whole in enumerate(parts(tensor, tensor.shape[0])):
-            one = whole._replace(shape=whole.shape[1:])
-            for projection, part in zip(names, parts(one, len(names)), strict=True):
-                out[published(f"{layer}.{e}.{projection}.weight", model_type)] = part
-    return out
-
-
-def parts(tensor: Stored, count: int) -> list[Stored]:
-    """A stored tensor cut along its first dimension into equal parts."""
-    rows, size = tensor.shape[0] // count, tensor.nbytes // count
-    if rows * count != tensor.shape[0]:
-        raise InvalidInput(
-            f"{tensor.file}: experts of shape {tensor.shape} have no gate and up projection of "
-            "equal size"
-        )
-    return [
-        tensor._replace(shape=(rows, *tensor.shape[1:]), start=tensor.start + i * size, nbytes=size)
-        for i in range(count)
-    ]

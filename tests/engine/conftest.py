@@ -130,6 +130,17 @@ ARCHITECTURES = {
         "smollm3",
         {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 12},
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 32,
+            "sliding_window": 12,
+            "swiglu_limit": 1.0,
+            "intermediate_size": 32,
+        },
+    ),
     "glm": ("glm", {"head_dim": 16, "attention_bias": True}),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": True, "partial_rotary_factor": 0.25}),
 }

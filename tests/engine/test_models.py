@@ -39,7 +39,17 @@ def test_tokens_equal_transformers(checkpoint: Checkpoint, name: str) -> None:
         assert output.tokens == reference(model, prompt, 24)
 
 
-QUANTIZED = ("gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "glm4", "deepseek_v3")
+QUANTIZED = (
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "granite",
+    "smollm3",
+    "glm4",
+    "deepseek_v3",
+    "gpt_oss",
+)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -160,9 +170,9 @@ def edit(directory: Path, out: Path, **config: object) -> Path:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"architectures": ["Unheard"]}, "neither the engine nor transformers knows Unheard"),
+        ({"architectures": ["Unheard"]}, "names the class 'Unheard', which is no model"),
         ({"intermediate_size": 97}, r"gate_proj.weight has shape \(96, 64\), but .* \(97, 64\)"),
-        ({"num_hidden_layers": 3}, "'model.layers.2.self_attn.q_proj.weight' is missing"),
+        ({"num_hidden_layers": 3}, "no file holds 9 tensors of the model"),
         ({"num_hidden_layers": 1}, "9 tensors have no place in the model"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized by 'gptq'"),
         ({"quantization_config": {"quant_method": "anybit", "version": 9}}, "version 9"),
@@ -185,3 +195,33 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
 def test_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         LLM(tmp_path)
+
+
+def test_small_layers_stay_dense_as_in_memory(tmp_path: Path) -> None:
+    """K and V of 8 outputs; the same rule as `quantize_`'s, or the tokens would differ."""
+    model = random_model("llama", {"head_dim": 8, "num_key_value_heads": 1})
+    model.save_pretrained(tmp_path)
+    llm = LLM(tmp_path, "int3:group=8")
+    anybit.quantize_(model, "int3:group=8")
+    assert isinstance(model.get_submodule("model.layers.0.self_attn.k_proj"), torch.nn.Linear)
+    for prompt, output in zip(prompts(2), llm.generate(prompts(2), SHORT), strict=True):
+        assert output.tokens == reference(model, prompt, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, but the files hold"),
+        ({"hidden_size": -64}, "hidden_size is -64; it must be a whole number"),
+        ({"num_attention_heads": "four"}, "num_attention_heads is 'four'"),
+        ({"architectures": ["Trainer"]}, "names the class 'Trainer', which is no model"),
+        ({"architectures": "LlamaForCausalLM"}, "not a list of names"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "fallback"])
+def test_hostile_configurations(
+    checkpoint: Checkpoint, tmp_path: Path, kind: str, config: dict, message: str
+) -> None:
+    given = {} if kind == "llama" else {"architectures": ["BertLMHeadModel"]}
+    with pytest.raises(anybit.errors.AnybitError, match=message):
+        LLM(edit(checkpoint("llama"), tmp_path, **given | config))

@@ -92,12 +92,13 @@ CASES = [  # queries, contexts (single tokens first)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["model", "dynamic", "static"])
 @pytest.mark.parametrize(("queries", "contexts"), CASES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "splits"), [
-    (4, 2, 32, None, 1), (3, 3, 16, 30, 1), (6, 1, 32, None, 4), (4, 2, 32, 30, 4),
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "splits", "sunk"), [
+    (4, 2, 32, None, 1, True), (3, 3, 16, 30, 1, False), (6, 1, 32, None, 4, False),
+    (4, 2, 32, 30, 4, True),
 ])  # fmt: skip
 def test_attend(
     dtype: torch.dtype, kind: str, queries: list[int], contexts: list[int], heads: int,
-    kv_heads: int, dim: int, window: int | None, splits: int | None,
+    kv_heads: int, dim: int, window: int | None, splits: int | None, sunk: bool,
 ) -> None:  # fmt: skip
     torch.manual_seed(0)
     cache = make_cache(kv_heads, dim, kind, dtype)
@@ -108,9 +109,11 @@ def test_attend(
         cache.k_scale,
         cache.v_scale,
     )
-    want = reference.gathered(q.float(), wide, batch, Scores(0.3, window))
+    sinks = torch.arange(heads, device=DEVICE).to(dtype) - 1 if sunk else None
+    scores = Scores(0.3, window, sinks=None if sinks is None else sinks.float())
+    want = reference.gathered(q.float(), wide, batch, scores)
     args = (batch.tables, batch.contexts, batch.starts, max(queries), 0.3, window, splits)
-    got = kernels.attend(q, tensors(cache), *args)
+    got = kernels.attend(q, tensors(cache), *args, sinks=sinks)
     # Rounding Q (by the static scale) and P to the dtype, each once; the rest is fp32.
     eps = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-7}[dtype]
     if kind != "model" and max(queries) == 1 and attention_int8.suits(heads // kv_heads, dim):
@@ -244,7 +247,7 @@ for name, pointers, constants, warps, stages, arch in eval(sys.argv[1]):
 """
 
 
-WHOLE = {"SPLITS": 1, "WINDOW": 0, "sums": None, "maxima": None}
+WHOLE = {"SPLITS": 1, "WINDOW": 0, "sums": None, "maxima": None, "sinks": None}
 NORM = {"FUSE": "norm", "LARGEST": 127, "HAS_SUMS": True, "WIDE": 4096}
 SILU = {"FUSE": "silu", "LARGEST": 0, "HAS_SUMS": False, "WIDE": 16384}
 KERNELS = [  # arch, name, kind of cache, constants, warps

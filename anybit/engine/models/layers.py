@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
 from anybit.engine.attention import Batch, LayerCache, Scores, attention
-from anybit.engine.experts import OneByOne, experts_of
+from anybit.engine.experts import OneByOne, biases_of, experts_of
 from anybit.engine.fused import add_norm, rms_norm, silu_mul
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.rope import Rope, head_dim
@@ -78,6 +78,7 @@ class Attention(Mixer):
         softcap: Scores are softcap * tanh(score / softcap).
         names: Of the projections that are merged; a checkpoint may hold them merged already.
         norm: Kind of qk_norm.
+        sinks: Each head has a score for a key without a value.
     """
 
     def __init__(
@@ -93,12 +94,14 @@ class Attention(Mixer):
         softcap: float | None = None,
         names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
         norm: NormKind = PLAIN,
+        sinks: bool = False,
     ):
         super().__init__()
         hidden, dim = config.hidden_size, head_dim(config)
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
-        self.scores = Scores(dim**-0.5 if scale is None else scale, window, softcap)
+        own = weights.tensor(f"{name}.sinks", (heads,)) if sinks else None
+        self.scores = Scores(dim**-0.5 if scale is None else scale, window, softcap, own)
         self.gathers = softcap is not None  # the kernels have none
         rows = [heads * dim, kv_heads * dim, kv_heads * dim]
         rows = rows if len(names) > 1 else [sum(rows)]
@@ -169,7 +172,8 @@ class MLP(nn.Module):
 class MoE(nn.Module):
     """A mixture of experts: each token goes through the `top_k` that the router prefers.
 
-    normalize: the chosen experts' weights add up to 1. names: of an expert's three projections.
+    normalize: the chosen experts' weights add up to 1. names: of an expert's projections, gate and
+    up merged if there are two. router: its name. bias: of the router and of all projections.
     """
 
     ids: Tensor
@@ -183,16 +187,23 @@ class MoE(nn.Module):
         top_k: int,
         intermediate: int,
         normalize: bool,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+        router: str = "gate",
+        bias: bool = False,
     ):
         super().__init__()
         self.act = activation_of(config)
         self.top_k, self.normalize, hidden = top_k, normalize, config.hidden_size
-        self.gate = weights.linear([f"{name}.gate"], [experts], hidden)
-        gate, up, down = ([f"{name}.experts.{i}.{part}" for i in range(experts)] for part in names)
-        both = [list(pair) for pair in zip(gate, up, strict=True)]
-        self.gate_up_projs = experts_of(weights, both, [intermediate] * 2, hidden)
-        self.down_projs = experts_of(weights, [[name] for name in down], [hidden], intermediate)
+        self.gate = weights.linear([f"{name}.{router}"], [experts], hidden, bias)
+        *first, down = names
+        both = [[f"{name}.experts.{i}.{part}" for part in first] for i in range(experts)]
+        last = [[f"{name}.experts.{i}.{down}"] for i in range(experts)]
+        rows = [2 * intermediate // len(first)] * len(first)
+        self.gate_up_projs = experts_of(weights, both, rows, hidden)
+        self.down_projs = experts_of(weights, last, [hidden], intermediate)
+        self.biases = (
+            (biases_of(weights, both, rows), biases_of(weights, last, [hidden])) if bias else None
+        )
         ids = torch.arange(experts + 1, device=weights.device)
         self.register_buffer("ids", ids, persistent=False)
 
@@ -200,10 +211,18 @@ class MoE(nn.Module):
         weight, chosen = self.route(x)
         expert, order = chosen.flatten().sort(stable=True)
         starts = torch.searchsorted(expert, self.ids, out_int32=True)
-        gate, up = self.gate_up_projs(x[order // self.top_k], starts).chunk(2, -1)
+        y = self.gate_up_projs(x[order // self.top_k], starts)
+        y = y if self.biases is None else y + self.biases[0][expert]
+        y = self.down_projs(self.between(y), starts)
+        y = y if self.biases is None else y + self.biases[1][expert]
         out = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
-        out[order] = self.down_projs(gated(self.act, gate, up), starts)
+        out[order] = y
         return (out.view(*chosen.shape, -1) * weight[..., None].to(x.dtype)).sum(1)
+
+    def between(self, x: Tensor) -> Tensor:
+        """From gate and up (M, 2 I) to the input of the down projection (M, I)."""
+        gate, up = x.chunk(2, -1)
+        return gated(self.act, gate, up)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen experts' weights in fp32 and their indices, both (T, top_k)."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from anybit.kernels.triton import attention_int8
 from anybit.kernels.triton.activation import INTERPRET, after_previous, launch_next, overlap
-from anybit.kernels.triton.attention_int8 import fetch, of_tokens, pages
+from anybit.kernels.triton.attention_int8 import fetch, of_tokens, pages, sunk
 
 MOST_SPLITS = 32
 # Programs that fill a GPU of 132 multiprocessors, by bytes of a number in the cache.
@@ -152,7 +152,7 @@ def _float(codes, DTYPE: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q, k_cache, v_cache, k_scale, v_scale, tables, contexts, starts, out, sums, maxima,
+    q, k_cache, v_cache, k_scale, v_scale, tables, contexts, starts, out, sums, maxima, sinks,
     TABLE_STRIDE, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, KIND: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
@@ -244,6 +244,8 @@ def _attend(
         if KIND == "static":
             acc *= tl.load(v_scale + kv_head * D + d)[None, :]
         if SPLITS == 1:
+            if sinks is not None:
+                total += sunk(sinks, kv_head * GROUP + rows % GROUP, most)
             acc = acc / tl.where(total == 0, 1.0, total)[:, None]
             tl.store(out + head[:, None] * D + d[None, :], acc, mask=live[:, None])
         else:
@@ -255,7 +257,8 @@ def _attend(
 
 @triton.jit
 def _combine(
-    parts, sums, maxima, out, D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
+    parts, sums, maxima, sinks, out, HEADS, D: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: the sum of its parts, each by its share of the probabilities."""
     launch_next(PDL)
@@ -267,6 +270,8 @@ def _combine(
     base = tl.where(base == float("-inf"), 0.0, base)
     weight = tl.exp2(most - base)
     total = tl.sum(weight * tl.load(sums + head * SPLITS + s), 0)
+    if sinks is not None:
+        total += sunk(sinks, head % HEADS, base)
     part = tl.load(parts + (head * SPLITS + s)[:, None] * D + d[None, :])
     acc = tl.sum(part * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(out + head * D + d, acc)
@@ -315,13 +320,15 @@ def attend(
     splits: int | None = None,
     out: Tensor | None = None,
     tile: Tile | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of queries (T, heads, D) over the cache; `out` (T, heads, D), if given.
 
     tables (B, blocks) and contexts (B,): int32, each sequence's blocks, and tokens in them.
     starts (B + 1,) int32: where each sequence's queries begin in T; they are the last tokens of its
     context. longest: the most queries of one sequence. splits: programs that share a context; by
-    default as many as fill the GPU when every sequence has a single query, else one.
+    default as many as fill the GPU when every sequence has a single query, else one. sinks
+    (heads,): scores of one more key of each head, whose value is zero.
     """
     k, v, k_scale, v_scale = cache
     _, kv_heads, block, dim = k.shape
@@ -343,22 +350,25 @@ def attend(
         sums, maxima = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     if single:
         attention_int8._attend_int8[(kv_heads, batch * splits)](
-            q, k, v, k_scale, v_scale, tables, contexts, parts, sums, maxima, tables.stride(0),
-            scale * 1.4426950408889634, KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block,
-            WINDOW=window or 0, STATIC=kind(k_scale) == "static", SPLITS=splits, TOKENS=tile.tokens,
+            q, k, v, k_scale, v_scale, tables, contexts, parts, sums, maxima,
+            sinks if splits == 1 else None, tables.stride(0), scale * 1.4426950408889634,
+            KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0,
+            STATIC=kind(k_scale) == "static", SPLITS=splits, TOKENS=tile.tokens,
             num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device),
         )  # fmt: skip
     else:
         _attend[(triton.cdiv(longest * group, rows), kv_heads, batch * splits)](
             q, k, v, k_scale, v_scale, tables, contexts, starts, parts, sums, maxima,
-            tables.stride(0), scale * 1.4426950408889634, KV_HEADS=kv_heads, GROUP=group, D=dim,
-            BLOCK=block, WINDOW=window or 0, KIND=kind(k_scale), SPLITS=splits, ROWS=rows,
-            TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device),
+            sinks if splits == 1 else None, tables.stride(0), scale * 1.4426950408889634,
+            KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0,
+            KIND=kind(k_scale), SPLITS=splits, ROWS=rows, TOKENS=tile.tokens,
+            num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device),
         )  # fmt: skip
     if splits > 1:
         _combine[(q.shape[0] * heads,)](
-            parts, sums, maxima, out, D=dim, SPLITS=splits, num_warps=4, **overlap(q.device)
-        )
+            parts, sums, maxima, sinks, out, heads, D=dim, SPLITS=splits, num_warps=4,
+            **overlap(q.device),
+        )  # fmt: skip
     return out
 
 

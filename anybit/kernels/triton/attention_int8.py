@@ -78,11 +78,18 @@ def fetch(
 
 
 @triton.jit
+def sunk(sinks, head, most):
+    """What the sinks of heads add to the sums of probabilities whose largest score is `most`."""
+    base = tl.where(most == float("-inf"), 0.0, most)
+    return tl.exp2(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 - base)
+
+
+@triton.jit
 def _attend_int8(
-    q, k_cache, v_cache, k_scale, v_scale, tables, contexts, out, sums, maxima, TABLE_STRIDE, SCALE,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, STATIC: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
-    PDL: tl.constexpr,
+    q, k_cache, v_cache, k_scale, v_scale, tables, contexts, out, sums, maxima, sinks,
+    TABLE_STRIDE, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, STATIC: tl.constexpr, SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The query heads of one K head of a sequence against a part of its context.
 
@@ -163,6 +170,8 @@ def _attend_int8(
     live = tl.arange(0, HEADS) < GROUP
     to = first + tl.arange(0, HEADS)
     if SPLITS == 1:
+        if sinks is not None:
+            total += sunk(sinks, kv_head * GROUP + tl.arange(0, HEADS) % GROUP, most)
         acc = acc / tl.where(total == 0, 1.0, total)[None, :]
         tl.store(out + to[None, :] * D + d[:, None], acc.to(out.dtype.element_ty), live[None, :])
     else:

@@ -1,0 +1,37 @@
+"""GPT-OSS: attention with sinks, windows in every other layer, experts with biases."""
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from anybit.engine.models.layers import Attention, Block, Decoder, MoE, NormKind, window_of
+from anybit.engine.weights import Weights
+
+
+class ClampedMoE(MoE):
+    """Experts whose gate and up outputs alternate, are clamped, and meet as (up + 1) * swish."""
+
+    def __init__(self, weights: Weights, name: str, config: PretrainedConfig):
+        c = config
+        super().__init__(
+            weights, name, c, c.num_local_experts, c.num_experts_per_tok, c.intermediate_size,
+            normalize=True, names=("gate_up_proj", "down_proj"), router="router", bias=True,
+        )  # fmt: skip
+        self.alpha, self.limit = c.swiglu_alpha, c.swiglu_limit
+
+    def between(self, x: Tensor) -> Tensor:
+        gate, up = x[..., ::2].clamp(max=self.limit), x[..., 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * (gate * self.alpha).sigmoid())
+
+
+class GptOss(Decoder):
+    norm_kind = NormKind(wide=True)
+
+    def block(self, weights: Weights, name: str, index: int) -> Block:
+        c = self.config
+        bias = bool(c.attention_bias)
+        attention = Attention(
+            weights, f"{name}.self_attn", c, bias, output_bias=bias, window=window_of(c, index),
+            sinks=True,
+        )  # fmt: skip
+        moe = ClampedMoE(weights, f"{name}.mlp", c)
+        return Block(weights, name, c, attention, moe, kind=self.norm_kind)
