@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybit.engine.fused import rms_norm
+from anybit.engine.fused import compiled, rms_norm
 
 INT8_LARGEST = 127.0
 # Tokens of a prompt from which torch's attention takes half the time of our kernel (2 prompts of
@@ -56,8 +56,9 @@ class LayerCache:
     """K and V of one layer, (blocks, kv_heads, block_size, head_dim), in the model's dtype or int8.
 
     int8 has scales: static ones of each channel (kv_heads, head_dim), or dynamic ones of each
-    token and head (blocks, kv_heads, block_size). V in int8 is (blocks, kv_heads, head_dim,
-    block_size): a matrix unit sums over tokens, and wants bytes that it sums side by side.
+    token and head (blocks, kv_heads, block_size). V in int8 on a GPU is (blocks, kv_heads,
+    head_dim, block_size): a matrix unit sums over tokens, and wants bytes that it sums side by
+    side.
     """
 
     k: Tensor
@@ -66,7 +67,13 @@ class LayerCache:
     v_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.fused = usable(self.k)
+        self.fused = usable(self.k)  # Triton's kernels take it
+        self.native = usable_on_cpu(self.k)
+
+    @property
+    def turned(self) -> bool:
+        """Whether V's tokens lie side by side."""
+        return self.v_scale is not None and not self.native
 
     @classmethod
     def empty(
@@ -83,7 +90,8 @@ class LayerCache:
         k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         if dtype != torch.int8:
             return cls(k, v)
-        v = v.view(blocks, heads, head_dim, block_size)
+        if not usable_on_cpu(k):
+            v = v.view(blocks, heads, head_dim, block_size)
         if scales is not None:
             k_scale, v_scale = (s.to(device, torch.float32) for s in scales)
             return cls(k, v, k_scale, v_scale)
@@ -98,7 +106,7 @@ class LayerCache:
     @property
     def values(self) -> Tensor:
         """V as (blocks, kv_heads, block_size, head_dim)."""
-        return self.v if self.v_scale is None else self.v.transpose(2, 3)
+        return self.v.transpose(2, 3) if self.turned else self.v
 
     def store(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write K and V (T, kv_heads, head_dim) of tokens to their slots."""
@@ -132,6 +140,15 @@ def usable(cache: Tensor) -> bool:
     if cache.device.type != "cuda" or find_spec("triton") is None:
         return False
     from anybit.kernels.triton.attention import refuse
+
+    return refuse(cache) is None
+
+
+def usable_on_cpu(cache: Tensor) -> bool:
+    """Whether kernels that LLVM compiles can work on a cache."""
+    if not compiled(cache):
+        return False
+    from anybit.kernels.native.attention import refuse
 
     return refuse(cache) is None
 
@@ -175,6 +192,8 @@ def attention(
             args = (batch.tables[n:], batch.contexts[n:], batch.starts[n:], max(batch.queries))
             kernels.attend(q, planes, *args, *how, out=out, sinks=sinks)
         return out
+    if cache.native and rope is not None:
+        return on_cpu(qkv, heads, cache, batch, rope, scores, norms)
     kv_heads = cache.k.shape[1]
     q, k, v = qkv.unflatten(1, (-1, cache.k.shape[3])).split([heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
@@ -184,6 +203,31 @@ def attention(
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     cache.store(k, v, batch.slots)
     return gathered(q, cache, batch, scores)
+
+
+def on_cpu(
+    qkv: Tensor,
+    heads: int,
+    cache: LayerCache,
+    batch: Batch,
+    rope: tuple[Tensor, Tensor],
+    scores: Scores,
+    norms: tuple[Tensor, Tensor, float] | None,
+) -> Tensor:
+    """`attention` by the kernels that LLVM compiles; by torch's for prompts."""
+    from anybit.kernels.native import attention as kernels
+
+    planes = (cache.k, cache.v, cache.k_scale, cache.v_scale)
+    q = kernels.write(qkv, planes, rope, batch.positions, batch.slots, heads, norms)
+    n, how = batch.decodes, (scores.scale, scores.window, scores.softcap, scores.sinks)
+    longest = batch.tables.shape[1] * cache.k.shape[2]
+    first = kernels.attend(q[:n], planes, batch.tables[:n], batch.contexts[:n], longest, *how)
+    if n == len(batch.queries):
+        return first
+    out = torch.empty_like(q)
+    out[:n] = first
+    prompts(q, cache, batch, scores, out)
+    return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,12 +1,15 @@
 """What happens between quantized products: residual + RMSNorm, SiLU * up, dense products, tokens.
 
-On a GPU, each is one kernel that is launched while the previous one ends.
+On a GPU, each is one kernel that is launched while the previous one ends; on a CPU, one that LLVM
+compiles. Without those, it is plain torch, which is the definition.
 
-Where the next layer multiplies quantized activations, they leave here as `Activations`: quantized
-once, in the same kernel. On a CPU, or without Triton, it is plain torch, which is the definition.
+Where the next layer multiplies quantized activations, they leave here as `Activations` on a GPU:
+quantized once, in the same kernel.
 """
 
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +21,32 @@ from anybit.kernels.backend import Activations
 def usable(x: Tensor) -> bool:
     """Whether Triton's kernels can work on x."""
     return x.is_cuda and find_spec("triton") is not None
+
+
+def compiled(x: Tensor) -> bool:
+    """Whether kernels that LLVM compiles can work on x."""
+    if x.device.type != "cpu":
+        return False
+    from anybit.kernels.native import fused
+
+    return fused.able()
+
+
+def between(*tensors: Tensor) -> Any:
+    """The module whose kernels work on these between products; None where torch does."""
+    if usable(tensors[0]):
+        return import_module("anybit.kernels.triton.activation")
+    if compiled(tensors[0]):
+        module = import_module("anybit.kernels.native.fused")
+        return module if module.suits(*tensors) else None
+    return None
+
+
+def dense(x: Tensor, weight: Tensor) -> Any:
+    """The module whose kernels multiply these faster than torch; None where there is none."""
+    family = "triton" if usable(x) else "native" if compiled(x) else None
+    module: Any = family and import_module(f"anybit.kernels.{family}.dense")
+    return module if module and module.suits(x, weight) else None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -34,36 +63,32 @@ def add_norm(
 
     activation: the notation in which the next layer wants the norm; None: x's dtype.
     """
-    if not usable(x):
-        x = x if delta is None else x + delta
-        return rms_norm(x, weight, eps), x
-    from anybit.kernels.triton import activation as kernels
-
-    if activation is None:
-        return kernels.add_norm(x, delta, weight, eps)
-    norm, sums = (delta, weight, eps), activation == "int8"
-    codes, scale, total, x_sum = kernels.quantize(x, activation, norm=norm, sums=sums)
-    return Activations(codes, scale, total, x.dtype), x_sum
+    kernels = between(x) if delta is None else between(x, delta)
+    if activation is not None and usable(x):
+        norm, sums = (delta, weight, eps), activation == "int8"
+        codes, scale, total, x_sum = kernels.quantize(x, activation, norm=norm, sums=sums)
+        return Activations(codes, scale, total, x.dtype), x_sum
+    if kernels is not None:
+        return kernels.add_norm(x, delta, weight, eps)  # type: ignore[no-any-return]
+    x = x if delta is None else x + delta
+    return rms_norm(x, weight, eps), x
 
 
 def silu_mul(gate: Tensor, up: Tensor, activation: str | None = None) -> Tensor | Activations:
     """SiLU(gate) * up, both (T, N), in the notation that the next layer wants."""
-    if not usable(up):
-        return F.silu(gate) * up
-    from anybit.kernels.triton import activation as kernels
-
-    if activation is None:
-        return kernels.silu_mul(gate, up)
-    return Activations(*kernels.silu_quantize(gate, up, activation), up.dtype)
+    kernels = between(up, gate)
+    if activation is not None and usable(up):
+        return Activations(*kernels.silu_quantize(gate, up, activation), up.dtype)
+    if kernels is not None:
+        return kernels.silu_mul(gate, up)  # type: ignore[no-any-return]
+    return F.silu(gate) * up
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (T, K) times a dense weight (N, K)."""
-    if usable(x):
-        from anybit.kernels.triton import dense
-
-        if dense.suits(x, weight):
-            return dense.linear(x, weight, bias)
+    kernels = dense(x, weight)
+    if kernels is not None:
+        return kernels.linear(x, weight, bias)  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
 
 

@@ -1,6 +1,10 @@
-"""Decode steps as CUDA graphs: one for each batch size of a few, captured when first needed."""
+"""Decode steps as CUDA graphs, or recordings on a CPU: one for each batch size of a few.
+
+They are captured when first needed.
+"""
 
 from bisect import bisect_left
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,8 +12,10 @@ from torch import Tensor
 
 from anybit.engine.attention import Batch, LayerCache
 from anybit.engine.models.layers import Decoder
+from anybit.engine.recording import Recording
 from anybit.engine.scheduler import Scheduled
 
+Graph = torch.cuda.CUDAGraph | Recording
 SIZES = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, 1025, 64))
 
 
@@ -25,7 +31,7 @@ class DecodeGraphs:
     ):
         self.model, self.caches, self.block_size = model, caches, block_size
         self.sizes = [size for size in SIZES if size < largest] + [largest]
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.graphs: dict[int, tuple[Graph, Tensor]] = {}
         self.pool: Any = None
         device = model.embed_tokens.device
         # Of every row: token, position, slot and context; blocks. On the host, and on the device.
@@ -83,7 +89,10 @@ class DecodeGraphs:
         if tokens is not None:
             torch.clamp_min(tokens, 0, out=self.device[0][: len(scheduled)])
 
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, size: int) -> tuple[Graph, Tensor]:
+        if self.device[0].device.type == "cpu":
+            recording = Recording(partial(self._forward, size))
+            return recording, recording.out
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

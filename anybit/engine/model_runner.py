@@ -15,6 +15,10 @@ from anybit.engine.sampler import Sampled, sample
 from anybit.engine.scheduler import Scheduled
 
 
+# Sequences of a recorded step on a CPU. A larger step spends little of its time between products.
+MOST_RECORDED = 4
+
+
 @dataclass(frozen=True)
 class Flight:
     """A step that was started. tokens: on the device, of the sequences that sample.
@@ -56,9 +60,10 @@ class ModelRunner:
             for scales in model.kv_scales
         ]
         self.overlaps = self.device.type != "cpu"  # the host goes on while the device works
-        capturable = self.overlaps and model.capturable and all(c.fused for c in self.caches)
+        by_kernels = all(c.fused or c.native for c in self.caches)
         self.graphs = None
-        if capturable and graphs:
+        if model.capturable and by_kernels and graphs:
+            graphs = graphs if self.overlaps else min(graphs, MOST_RECORDED)
             width = -(-model.length // block_size)
             self.graphs = DecodeGraphs(model, self.caches, block_size, graphs, width)
 

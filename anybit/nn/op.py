@@ -24,7 +24,7 @@ _library.define(
 _library.define("decode(Tensor[] stored, str spec, int n, int k, ScalarType dtype) -> Tensor")
 
 
-def _linear(
+def multiply(
     x: Tensor,
     layout: Sequence[Tensor],
     bias: Tensor | None,
@@ -38,7 +38,7 @@ def _linear(
 ) -> Tensor:
     if x.is_cuda and x.device.index != torch.cuda.current_device():  # kernels run on the current
         with torch.cuda.device(x.device):
-            return _linear(x, layout, bias, scheme, n, backend, scale, sums, dtype)
+            return multiply(x, layout, bias, scheme, n, backend, scale, sums, dtype)
     fmt, activation = parse_scheme(scheme)
     *batch, k = x.shape
     prepared = Prepared(fmt, (n, k), activation, tuple(layout))
@@ -99,7 +99,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return grad_x, [None] * ctx.parts, grad_bias, *[None] * 6, stored
 
 
-_library.impl("linear", _linear, "CompositeExplicitAutograd")
+_library.impl("linear", multiply, "CompositeExplicitAutograd")
 _library.impl("decode", _decode, "CompositeExplicitAutograd")
 torch.library.register_fake("anybit::linear", _linear_fake, lib=_library)
 torch.library.register_fake("anybit::decode", _decode_fake, lib=_library)

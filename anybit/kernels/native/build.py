@@ -5,12 +5,15 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anybit.kernels.native.isa import Isa
 from anybit.version import __version__
@@ -37,27 +40,63 @@ class Kernel:
     def __call__(self, arguments: Sequence[int], threads: int = 1) -> None:
         """Run on `threads` threads at once. The threads share the block of arguments."""
         block = (ctypes.c_int64 * len(arguments))(*arguments)
+        calls = getattr(_local, "calls", None)
+        if calls is not None:
+            calls.append((self, list(arguments)))
         if threads == 1:
             self.call(ctypes.addressof(block))
         else:
             parallel()(self.address, ctypes.addressof(block), threads, 0)
 
 
-@cache
+_local = threading.local()  # of a thread: a list of calls that is recorded, and a workspace
+
+
+@contextmanager
+def recorded(calls: list[Any]) -> Iterator[None]:
+    """Append what this thread runs to a list: (kernel, its arguments), and workspaces."""
+    _local.calls = calls
+    try:
+        yield
+    finally:
+        _local.calls = None
+
+
+def workspace(size: int) -> Tensor:
+    """Bytes that calls of this thread share: fresh pages would cost more than small products.
+
+    Nothing outlasts the call that asks for it.
+    """
+    buffer: Tensor | None = getattr(_local, "workspace", None)
+    if buffer is None or buffer.numel() < size:
+        buffer = _local.workspace = torch.empty(size, dtype=torch.uint8)
+    if getattr(_local, "calls", None) is not None:
+        _local.calls.append(buffer)  # must live as long as the recording
+    return buffer
+
+
 def parallel() -> Any:
     """`GOMP_parallel` of the OpenMP library that torch runs on; None where it runs on another.
 
     torch's operators and these kernels so share one set of threads: none wakes or spins beside it.
     """
+    library = openmp()
+    return library and library.GOMP_parallel
+
+
+@cache
+def openmp() -> Any:
+    """GNU's OpenMP library that torch runs on, or None."""
     beside = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
     for path in (*map(str, beside), "libgomp.so.1"):
         try:
-            function = ctypes.CDLL(path).GOMP_parallel
+            library = ctypes.CDLL(path)
+            function = library.GOMP_parallel
         except (OSError, AttributeError):
             continue
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         function.restype = None
-        return function
+        return library
     return None
 
 

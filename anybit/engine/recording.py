@@ -1,0 +1,121 @@
+"""A step on a CPU as a list of calls, which is made again for the next token without the model.
+
+What a CUDA graph is on a GPU: kernels are called with the same addresses each time, and what
+changes (tokens, positions, pages) lies in memory that they read. Runs of kernels become one call;
+torch's own operators between them are called again, and their results copied to where the first
+ones lie.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from anybit.kernels.native import build, fused
+from anybit.kernels.native.program import Program
+from anybit.nn import op
+
+aten = torch.ops.aten
+ALLOCATIONS = {
+    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
+}  # fmt: skip
+UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class Recording:
+    """Runs a step once, and replays it.
+
+    Attributes:
+        out: the step's result, valid until the next replay.
+        refused: an operator whose result the host looks at, for which the step itself is run each
+            time; None if there is none.
+    """
+
+    def __init__(self, step: Callable[[], Tensor]):
+        self.step = step
+        self.calls: list[Any] = []
+        watch = _Watch(self.calls)
+        with build.recorded(self.calls), watch:
+            self.out = step()
+        self.kept = watch.kept
+        self.refused = watch.refused
+        self.parts = [] if self.refused else list(self._parts())
+
+    def _parts(self) -> Any:
+        """Programs of kernels, and calls of operators between them."""
+        run: list[tuple[build.Kernel, list[int]]] = []
+        for call in self.calls:
+            if isinstance(call, tuple):
+                run.append(call)
+            elif not isinstance(call, Tensor):
+                if run:
+                    yield Program(run, fused.level()).run
+                    run = []
+                yield call
+        if run:
+            yield Program(run, fused.level()).run
+
+    def replay(self) -> None:
+        """Run the step on what its memory holds now."""
+        if self.refused:
+            self.out.copy_(self.step())
+        for part in self.parts:
+            part()
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operator of torch's; writes down those that compute."""
+
+    def __init__(self, calls: list[Any]):
+        super().__init__()
+        self.calls = calls
+        self.kept: list[Any] = []  # kernels know their memory by address alone
+        self.refused: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is op.linear:
+            with self:
+                return op.multiply(*args, **kwargs)
+        if func is aten.copy_.default and _plain(*args[:2]):
+            fused.convert(args[1], args[0])
+            self.kept.append(args)
+            return args[0]
+        out = func(*args, **kwargs)
+        self.kept.append((args, kwargs, out))
+        if UNKNOWN & set(func.tags):
+            self.refused = str(func)
+        if func._schema.is_mutable:
+            self.calls.append(partial(func, *args, **kwargs))
+        elif func.overloadpacket not in ALLOCATIONS:
+            given = {_memory(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+            if any(_memory(t) not in given for t in made):  # else it is a view
+                self.calls.append(partial(_again, partial(func, *args, **kwargs), made))
+        return out
+
+
+def _again(call: Callable[[], Any], results: list[Tensor]) -> None:
+    """Call an operator anew and put what it gives where its first results lie."""
+    made = [t for t in tree_leaves(call()) if isinstance(t, Tensor)]
+    for old, new in zip(results, made, strict=True):
+        old.copy_(new)
+
+
+def _memory(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
+def _plain(to: Tensor, source: Any) -> bool:
+    """Whether a kernel copies numbers from one tensor to another."""
+    return (
+        isinstance(source, Tensor)
+        and to.shape == source.shape
+        and all(t.dtype in fused.FLOATS and t.is_contiguous() for t in (to, source))
+    )

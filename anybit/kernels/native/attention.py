@@ -1,0 +1,316 @@
+"""Attention of single tokens over a paged KV cache, in the model's dtype or int8.
+
+Pages are read where they lie: a part of a context at a time, once for all query heads that share
+a K head. `combine` adds the parts up.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit.kernels.native import build, ir
+from anybit.kernels.native.activations import DTYPES
+from anybit.kernels.native.cache import Cache, Planes, cache_of, pointer, refuse, write
+from anybit.kernels.native.floats import BYTES, exp, largest, maximum, read, rounded
+from anybit.kernels.native.fused import bits_of, level, threads
+from anybit.kernels.native.ir import F32, I32, PTR, Arguments, Function, Value, vec
+from anybit.kernels.native.isa import Isa
+
+__all__ = ["attend", "refuse", "write"]
+
+ATTEND = (
+    "next", "q", "k", "v", "k_scale", "v_scale", "tables", "width", "contexts", "sums", "outs",
+    "sequences", "kv_heads", "block", "parts", "scale", "window", "cap",
+)  # fmt: skip
+COMBINE = ("next", "sums", "outs", "sinks", "contexts", "out", "rows", "heads", "parts")
+PART = 256  # tokens of a context that a thread attends to at once
+LEAST = -1e30  # a score below all others that a float can be subtracted from
+NO_WINDOW = 1 << 40
+
+
+def attend(
+    q: Tensor,
+    planes: Planes,
+    tables: Tensor,
+    contexts: Tensor,
+    longest: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of one token of each sequence over what the cache holds of it.
+
+    Args:
+        q: (B, heads, D).
+        planes: K and V (blocks, kv_heads, block_size, D), their scales or None.
+        tables: (B, blocks) int32, each sequence's blocks.
+        contexts: (B,) int32, tokens of each sequence that the cache holds.
+        longest: tokens of the longest context that there may be.
+        scale: of the scores.
+        window: tokens that a token sees; None: all.
+        softcap: scores become softcap * tanh(score / softcap).
+        sinks: (heads,), scores of one more key of each head, whose value is zero.
+
+    Returns:
+        (B, heads, D); zeros where a context is empty.
+    """
+    k, v, k_scale, v_scale = planes
+    _, kv_heads, block, dim = k.shape
+    sequences, heads, _ = q.shape
+    parts = -(-longest // PART)
+    q = q.contiguous()
+    rows = sequences * heads * parts
+    room = build.workspace(rows * 4 * (2 + dim))
+    sums, outs = room.data_ptr(), room.data_ptr() + rows * 8
+    out = torch.empty_like(q)
+    count = threads(sequences * heads * longest * dim)
+    kernel = attend_kernel(cache_of(q, planes), heads // kv_heads, softcap is not None)
+    tensors = q, k, v, k_scale, v_scale, tables
+    kernel(
+        (0, *map(pointer, tensors), tables.stride(0), contexts.data_ptr(), sums, outs, sequences, kv_heads, block, parts, bits_of(scale),
+         NO_WINDOW if window is None else window, bits_of(softcap or 0.0)),
+        count,
+    )  # fmt: skip
+    sinks = None if sinks is None else sinks.float()
+    combine_kernel(level(), DTYPES[q.dtype], dim, sinks is not None)(
+        (0, sums, outs, pointer(sinks), contexts.data_ptr(), out.data_ptr(), sequences * heads, heads,
+         parts),
+        1,
+    )  # fmt: skip
+    return out
+
+
+@cache
+def attend_kernel(cache: Cache, group: int, capped: bool) -> build.Kernel:
+    """group: query heads of a K head."""
+    f = _Attend(cache, group, capped).function
+    return build.load(ir.module([f]), [f.name], cache.isa)[0]
+
+
+class _Attend:
+    """The function under construction: a part of a context for the query heads of a K head."""
+
+    def __init__(self, cache: Cache, group: int, capped: bool):
+        self.cache, self.group, self.capped = cache, group, capped
+        self.function = f = Function("attend", [PTR])
+        self.args = args = Arguments(f, ATTEND)
+        self.dim, self.lanes = cache.dim, cache.isa.floats
+        self.q, self.out = (f.allocate(F32, group * cache.dim) for _ in range(2))
+        self.scores = f.allocate(F32, group * PART)
+        self.tile = f.allocate(F32, self.lanes * cache.dim)
+        parts, self.kv_heads = args.number("parts"), args.number("kv_heads")
+        zero = f.integer(0)
+        longest = f.variable(zero)
+        with f.loop(0, args.number("sequences")) as b:
+            context = self._context(b)
+            old = longest.get()
+            longest.set(f.select(f.compare("sgt", context, old), context, old))
+        used = (longest.get() + (PART - 1)) // PART
+        total = args.number("sequences") * self.kv_heads * used
+        with f.chunks(args.address("next"), f.integer(1), total) as (unit, _):
+            part, pair = unit % used, unit // used
+            self.head, sequence = pair % self.kv_heads, pair // self.kv_heads
+            self.table = f.at(args.pointer("tables"), sequence * args.number("width") * 4)
+            context = self._context(sequence)
+            seen = context - args.number("window")
+            self.seen = f.select(f.compare("sgt", seen, zero), seen, zero)
+            self.start = part * PART
+            self.stop = f.smaller(self.start + PART, context)
+            # Whole vectors before the window are left out.
+            skipped = self.seen - self.start
+            skipped = f.select(f.compare("sgt", skipped, zero), skipped, zero)
+            self.first = self.start + skipped // self.lanes * self.lanes
+            rows = (pair * group) * parts + part  # of `sums`, for each head `parts` further
+            self.sums = f.at(args.pointer("sums"), rows * 8)
+            self.step = parts
+            with f.when(f.compare("sge", self.first, self.stop)), f.loop(0, group) as g:
+                f.store(f.constant(LEAST, F32), self.sums, g * parts * 8)
+                f.store(f.constant(0, F32), self.sums, g * parts * 8 + 4)
+            with f.when(f.compare("slt", self.first, self.stop)):
+                self._queries(pair)
+                with f.loop(self.first, self.stop, self.lanes) as t:
+                    self._fetch("k", t)
+                    with f.loop(0, group) as g:
+                        self._score(t, g)
+                with f.loop(0, group) as g:
+                    self._weigh(g)
+                with f.loop(self.first, self.stop, self.lanes) as t:
+                    self._fetch("v", t)
+                    with f.loop(0, group) as g:
+                        self._add(t, g)
+                self._finish(f.at(args.pointer("outs"), rows * (4 * self.dim)))
+        f.give()
+
+    def _context(self, sequence: Value) -> Value:
+        f = self.function
+        some = f.load(I32, self.args.pointer("contexts"), sequence << 2)
+        return f.cast("sext", some, ir.I64)
+
+    def _queries(self, pair: Value) -> None:
+        """Queries times the scale, and static scales of K's channels; outputs of zero."""
+        f, args, size = self.function, self.args, BYTES[self.cache.dtype]
+        q = f.at(args.pointer("q"), pair * (self.group * self.dim * size))
+        scale = f.splat(f.load(F32, args.address("scale")), self.lanes)
+        with f.loop(0, self.group) as g:
+            for i in range(0, self.dim, self.lanes):
+                x = read(f, self.cache.dtype, q, g * (self.dim * size) + i * size, self.lanes)
+                if self.cache.kind == "static":
+                    x = x * self._channels("k", i)
+                f.store(x * scale, self.q, g * (4 * self.dim) + 4 * i)
+                f.store(f.constant(0, x.kind), self.out, g * (4 * self.dim) + 4 * i)
+
+    def _channels(self, which: str, i: int) -> Value:
+        """Static scales of channels from i on."""
+        kind, at = vec(self.lanes, F32), self.head * (4 * self.dim) + 4 * i
+        return self.function.load(kind, self.args.pointer(f"{which}_scale"), at)
+
+    def _fetch(self, which: str, t: Value) -> None:
+        """K or V of the tokens from t on as fp32; the last one's again behind it."""
+        f, args, cache = self.function, self.args, self.cache
+        block, size = args.number("block"), BYTES[cache.stored]
+        with f.loop(0, self.lanes) as i:
+            token = f.smaller(t + i, self.stop - 1)
+            page = f.load(I32, self.table, token // block << 2)
+            page = f.cast("sext", page, ir.I64) * self.kv_heads + self.head
+            place = page * block + token % block
+            row = f.at(args.pointer(which), place * (self.dim * size))
+            for j in range(0, self.dim, self.lanes):
+                x = read(f, cache.stored, row, j * size, self.lanes)
+                if cache.kind == "dynamic":
+                    scale = f.load(F32, args.pointer(f"{which}_scale"), place << 2)
+                    x = x * f.splat(scale, self.lanes)
+                f.store(x, self.tile, i * (4 * self.dim) + 4 * j)
+
+    def _score(self, t: Value, g: Value) -> None:
+        """Scores of the tile's tokens."""
+        f, lanes = self.function, self.lanes
+        kind = vec(self.lanes, F32)
+        sums = [f.constant(0, kind)] * lanes
+        for j in range(0, self.dim, self.lanes):
+            q = f.load(kind, self.q, g * (4 * self.dim) + 4 * j)
+            for i in range(lanes):
+                k = f.load(kind, self.tile, 4 * (i * self.dim + j))
+                sums[i] = f.fma(q, k, sums[i])
+        score = add_up(f, sums)
+        if self.capped:
+            cap = f.splat(f.load(F32, self.args.address("cap")), lanes)
+            double = exp(f, (score + score) // cap)
+            score = cap * (f.constant(1, cap.kind) - f.constant(2, cap.kind) // (double + 1))
+        tokens = f.splat(t, lanes) + _counting(f, lanes)
+        bounds = self.seen, self.stop
+        outside = [f.splat(bound, lanes) for bound in bounds]
+        least = f.constant(float("-inf"), score.kind)
+        score = f.select(f.compare("slt", tokens, outside[0]), least, score)
+        score = f.select(f.compare("sge", tokens, outside[1]), least, score)
+        f.store(score, self.scores, g * (4 * PART) + ((t - self.start) << 2))
+
+    def _weigh(self, g: Value) -> None:
+        """Scores to weights that are not divided by their sum yet; the largest score, and the sum.
+
+        The largest starts from a finite number, so that there are no differences of infinities.
+        """
+        f, lanes = self.function, self.lanes
+        kind = vec(lanes, F32)
+        scores = f.at(self.scores, g * (4 * PART))
+        most = f.variable(f.constant(LEAST, kind))
+        first, stop = self.first - self.start, self.stop - self.start
+        with f.loop(first, stop, lanes) as t:
+            most.set(maximum(f, most.get(), f.load(kind, scores, t << 2)))
+        top = largest(f, most.get())
+        total = f.variable(f.constant(0, kind))
+        with f.loop(first, stop, lanes) as t:
+            weight = exp(f, f.load(kind, scores, t << 2) - f.splat(top, lanes))
+            f.store(weight, scores, t << 2)
+            total.set(total.get() + weight)
+        at = g * self.step * 8
+        f.store(top, self.sums, at)
+        f.store(f.sum(total.get()), self.sums, at + 4)
+
+    def _add(self, t: Value, g: Value) -> None:
+        """Add the tile's values times their weights."""
+        f, kind = self.function, vec(self.lanes, F32)
+        places = range(0, self.dim, self.lanes)
+        at = g * (4 * self.dim)
+        totals = [f.load(kind, self.out, at + 4 * j) for j in places]
+        weights = f.at(self.scores, g * (4 * PART) + ((t - self.start) << 2))
+        for i in range(self.lanes):
+            weight = f.splat(f.load(F32, weights, 4 * i), self.lanes)
+            for n, j in enumerate(places):
+                v = f.load(kind, self.tile, 4 * (i * self.dim + j))
+                totals[n] = f.fma(weight, v, totals[n])
+        for total, j in zip(totals, places, strict=True):
+            f.store(total, self.out, at + 4 * j)
+
+    def _finish(self, outs: Value) -> None:
+        f, kind = self.function, vec(self.lanes, F32)
+        with f.loop(0, self.group) as g:
+            for j in range(0, self.dim, self.lanes):
+                x = f.load(kind, self.out, g * (4 * self.dim) + 4 * j)
+                if self.cache.kind == "static":
+                    x = x * self._channels("v", j)
+                f.store(x, outs, g * self.step * (4 * self.dim) + 4 * j)
+
+
+def add_up(f: Function, rows: list[Value]) -> Value:
+    """The sum of each row, in the lanes of one vector; as many rows as that has lanes."""
+    width = 1
+    while len(rows) > 1:
+        rows = [_pairs(f, a, b, width) for a, b in zip(rows[::2], rows[1::2], strict=True)]
+        width *= 2
+    return rows[0]
+
+
+def _pairs(f: Function, a: Value, b: Value, width: int) -> Value:
+    """Runs of `width` lanes of a and b in turn, each added to the run beside it."""
+    count = ir.lanes(a.kind)
+    left = [
+        start + side + i for start in range(0, count, 2 * width) for side in (0, count)
+        for i in range(width)
+    ]  # fmt: skip
+    return f.shuffle(a, b, left) + f.shuffle(a, b, [i + width for i in left])
+
+
+def _counting(f: Function, count: int) -> Value:
+    """0, 1, 2, ... as 64-bit integers."""
+    return Value(f, f"<{', '.join(f'i64 {i}' for i in range(count))}>", vec(count, ir.I64))
+
+
+@cache
+def combine_kernel(isa: Isa, dtype: str, dim: int, sinks: bool) -> build.Kernel:
+    """Adds up the parts of a context."""
+    f = Function("combine", [PTR])
+    args = Arguments(f, COMBINE)
+    parts, heads, size = args.number("parts"), args.number("heads"), BYTES[dtype]
+    lanes = isa.floats
+    with f.chunks(args.address("next"), f.integer(1), args.number("rows")) as (row, _):
+        sums = f.at(args.pointer("sums"), row * parts * 8)
+        outs = f.at(args.pointer("outs"), row * parts * (4 * dim))
+        context = f.load(I32, args.pointer("contexts"), row // heads << 2)
+        used = (f.cast("sext", context, ir.I64) + (PART - 1)) // PART
+        most = f.variable(f.constant(LEAST, F32))
+        if sinks:
+            sink = f.load(F32, args.pointer("sinks"), row % heads << 2)
+            most.set(maximum(f, most.get(), sink))
+        with f.loop(0, used) as p:
+            most.set(maximum(f, most.get(), f.load(F32, sums, p << 3)))
+        total = f.variable(exp(f, sink - most.get()) if sinks else f.constant(0, F32))
+        kind = vec(lanes, F32)
+        channels = [f.variable(f.constant(0, kind)) for _ in range(dim // lanes)]
+        with f.loop(0, used) as p:
+            some = f.load(F32, sums, (p << 3) + 4)
+            with f.when(f.compare("une", some, f.constant(0, F32))):  # NaN is not left out
+                weight = exp(f, f.load(F32, sums, p << 3) - most.get())
+                total.set(f.fma(some, weight, total.get()))
+                for i, channel in enumerate(channels):
+                    x = f.load(kind, outs, p * (4 * dim) + 4 * lanes * i)
+                    channel.set(f.fma(x, f.splat(weight, lanes), channel.get()))
+        some = total.get()
+        nothing = f.compare("oeq", some, f.constant(0, F32))
+        factor = f.splat(f.constant(1, F32) // f.select(nothing, f.constant(1, F32), some), lanes)
+        for i, channel in enumerate(channels):
+            y = rounded(f, isa, channel.get() * factor, dtype)
+            f.store(y, args.pointer("out"), row * (dim * size) + size * lanes * i)
+    f.give()
+    return build.load(ir.module([f]), [f.name], isa)[0]

@@ -1,0 +1,189 @@
+"""What happens between products: residual + RMSNorm, SiLU * up, numbers of another dtype."""
+
+import struct
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from anybit.kernels.native import build, ir
+from anybit.kernels.native.activations import DTYPES, SERIAL
+from anybit.kernels.native.floats import (
+    BYTES, along, every, exp, read, root, rounded, several, through,
+)  # fmt: skip
+from anybit.kernels.native.ir import F32, PTR, Arguments, Function, Value
+from anybit.kernels.native.isa import Isa, isa
+
+NORM = (
+    "next", "x", "x_stride", "delta", "delta_stride", "weight", "out", "total", "m", "n", "eps",
+)  # fmt: skip
+SILU = ("next", "gate", "gate_stride", "up", "up_stride", "out", "m", "n", "parts")
+COPY = ("next", "from", "to", "n")
+PART = 1024  # columns that a thread takes at once
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@cache
+def able() -> bool:
+    """Whether kernels can be compiled for this processor and share torch's threads."""
+    return find_spec("llvmlite") is not None and isa() is not None and build.parallel() is not None
+
+
+def level() -> Isa:
+    """The processor's instructions, where there are kernels for it."""
+    found = isa()
+    assert found is not None
+    return found
+
+
+def threads(numbers: int) -> int:
+    """Threads for work on so many numbers: one moves few sooner than two would be woken."""
+    return torch.get_num_threads() if numbers >= SERIAL else 1
+
+
+def bits_of(number: float) -> int:
+    """A number as kernels take it among their arguments."""
+    return int.from_bytes(struct.pack("f", number), "little")
+
+
+def suits(*tensors: Tensor) -> bool:
+    """Whether the kernels take these: (M, N) of one float dtype whose columns lie side by side."""
+    return all(
+        t.dim() == 2 and t.stride(1) == 1 and t.dtype in FLOATS and t.dtype == tensors[0].dtype
+        for t in tensors
+    )
+
+
+# RMSNorm.
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What the kernel is compiled for; types are LLVM's names."""
+
+    isa: Isa
+    dtype: str
+    weight: str
+    adds: bool
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm(x + delta) * weight and x + delta, all (M, N); without a delta, of x.
+
+    Rounded like `anybit.engine.fused.rms_norm`.
+    """
+    m, n = x.shape
+    out = torch.empty(m, n, dtype=x.dtype)
+    total = x if delta is None else torch.empty(m, n, dtype=x.dtype)
+    stride = x.stride(0) * x.itemsize
+    other = (0, 0) if delta is None else (delta.data_ptr(), delta.stride(0) * delta.itemsize)
+    spec = Norm(level(), DTYPES[x.dtype], DTYPES[weight.dtype], delta is not None)
+    places = weight.data_ptr(), out.data_ptr(), total.data_ptr()
+    norm_kernel(spec)(
+        (0, x.data_ptr(), stride, *other, *places, m, n, bits_of(eps)), threads(m * n)
+    )
+    return out, total
+
+
+@cache
+def norm_kernel(spec: Norm) -> build.Kernel:
+    f = Function("norm", [PTR])
+    args = Arguments(f, NORM)
+    n, size, lanes = args.number("n"), BYTES[spec.dtype], spec.isa.floats
+    eps = f.load(F32, args.address("eps"), align=4)
+    with f.chunks(args.address("next"), f.integer(1), args.number("m")) as (t, _):
+        x = f.at(args.pointer("x"), t * args.number("x_stride"))
+        out, total = (f.at(args.pointer(name), t * n * size) for name in ("out", "total"))
+        delta = f.at(args.pointer("delta"), t * args.number("delta_stride"))
+        sums = {count: f.variable(f.constant(0, several(F32, count))) for count in (lanes, 1)}
+
+        def add(i: Value, count: int) -> None:
+            some = read(f, spec.dtype, x, i * size, count)
+            if spec.adds:
+                added = some + read(f, spec.dtype, delta, i * size, count)
+                f.store(rounded(f, spec.isa, added, spec.dtype), total, i * size)
+                some = through(f, spec.isa, added, spec.dtype)
+            sums[count].set(f.fma(some, some, sums[count].get()))
+
+        along(f, 0, n, lanes, add)
+        squares = f.sum(sums[lanes].get()) + sums[1].get()
+        mean = squares // f.cast("uitofp", n, F32)
+        inverse = f.constant(1, F32) // root(f, mean + eps)
+        source = total if spec.adds else x
+
+        def scale(i: Value, count: int) -> None:
+            some = read(f, spec.dtype, source, i * size, count) * every(f, inverse, count)
+            some = through(f, spec.isa, some, spec.weight)
+            weight = read(f, spec.weight, args.pointer("weight"), i * BYTES[spec.weight], count)
+            some = through(f, spec.isa, some * weight, spec.weight)
+            f.store(rounded(f, spec.isa, some, spec.dtype), out, i * size)
+
+        along(f, 0, n, lanes, scale)
+    f.give()
+    return build.load(ir.module([f]), [f.name], spec.isa)[0]
+
+
+# SiLU.
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) * up, both (M, N), in fp32 until it is rounded to their dtype."""
+    m, n = up.shape
+    out = torch.empty(m, n, dtype=up.dtype)
+    places = [number for t in (gate, up) for number in (t.data_ptr(), t.stride(0) * t.itemsize)]
+    parts = -(-n // PART)
+    silu_kernel(level(), DTYPES[up.dtype])(
+        (0, *places, out.data_ptr(), m, n, parts), threads(m * n)
+    )
+    return out
+
+
+@cache
+def silu_kernel(isa: Isa, dtype: str) -> build.Kernel:
+    f = Function("silu", [PTR])
+    args = Arguments(f, SILU)
+    n, parts, size = args.number("n"), args.number("parts"), BYTES[dtype]
+    with f.chunks(args.address("next"), f.integer(1), args.number("m") * parts) as (unit, _):
+        t, first = unit // parts, unit % parts * PART
+        gate, up = (
+            f.at(args.pointer(name), t * args.number(f"{name}_stride")) for name in ("gate", "up")
+        )
+        out = f.at(args.pointer("out"), t * n * size)
+
+        def multiply(i: Value, count: int) -> None:
+            x = read(f, dtype, gate, i * size, count)
+            one = f.constant(1, x.kind)
+            y = x // (one + exp(f, f.constant(0, x.kind) - x))
+            y = y * read(f, dtype, up, i * size, count)
+            f.store(rounded(f, isa, y, dtype), out, i * size)
+
+        along(f, first, f.smaller(first + PART, n), isa.floats, multiply)
+    f.give()
+    return build.load(ir.module([f]), [f.name], isa)[0]
+
+
+# Other dtypes.
+
+
+def convert(x: Tensor, out: Tensor) -> None:
+    """Write numbers to a tensor of another float dtype; both lie side by side."""
+    kernel = copy_kernel(level(), DTYPES[x.dtype], DTYPES[out.dtype])
+    kernel((0, x.data_ptr(), out.data_ptr(), x.numel()), threads(x.numel()))
+
+
+@cache
+def copy_kernel(isa: Isa, source: str, target: str) -> build.Kernel:
+    f = Function("convert", [PTR])
+    args = Arguments(f, COPY)
+    chunk, n = f.integer(PART), args.number("n")
+    with f.chunks(args.address("next"), chunk, n) as (first, last):
+
+        def move(i: Value, count: int) -> None:
+            some = read(f, source, args.pointer("from"), i * BYTES[source], count)
+            f.store(rounded(f, isa, some, target), args.pointer("to"), i * BYTES[target])
+
+        along(f, first, last, isa.floats, move)
+    f.give()
+    return build.load(ir.module([f]), [f.name], isa)[0]
