@@ -160,12 +160,13 @@ def check_end(cta: Cta) -> None:
     for w in cta.warps:
         if w.groups or w.open_group:
             raise PtxError("a warp left with WGMMAs in flight")
-        if w.copies:
+        if w.copies or any(w.copy_groups):
             raise PtxError("a warp left without waiting for cp.async")
 
 
 HANDLERS: dict[str, Handler] = {
     r"bra(\.uni)?": branch,
+    r"fence\.acq_rel\.gpu": nothing,  # of global memory, which no shadow watches
     r"ret": leave,
     r"prefetch\..*": nothing,
     r"bar\.warp\.sync": sync_warp,

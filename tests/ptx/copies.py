@@ -5,9 +5,12 @@ import re
 import numpy as np
 
 from tests.ptx import mbarrier
+from tests.ptx.control import whole
 from tests.ptx.integer import signed
 from tests.ptx.parse import Instruction, PtxError
 from tests.ptx.state import Cta, Handler, Lanes, State, TensorMap, Warp, numbers
+
+NEVER = 1 << 62  # when a copy lands that nobody has waited for
 
 Piece = tuple[int, np.ndarray]  # address in the CTA's window, bytes
 
@@ -89,8 +92,28 @@ def copy(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
     for lane in numbers(active):
         at = int(to[lane])
         s.shared_at(w.cta, at, size)
-        w.cta.shadow.may_write(w.place, lane, np.arange(at // 4, (at + size) // 4))
+        words = slice(at // 4, (at + size) // 4)
+        w.cta.shadow.may_write(w.place, lane, np.arange(words.start, words.stop))
+        w.cta.shadow.land(words, NEVER, unfenced=True)  # on its way: nobody may use these words
         w.copies.append((at, lane, s.global_at(int(source[lane]), size).copy()))
+
+
+def commit(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
+    """The copies of all lanes since the last commit become a group."""
+    whole(active, i.op)
+    w.copy_groups.append(w.copies)
+    w.copies = []
+
+
+def wait_group(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
+    """All but the last groups have landed: as if every lane had stored its own bytes now."""
+    whole(active, i.op)
+    while len(w.copy_groups) > int(i.args[0]):
+        for at, lane, data in w.copy_groups.pop(0):
+            words = np.arange(at // 4, (at + len(data)) // 4)
+            w.cta.shadow.land(slice(words[0], words[-1] + 1), 0, unfenced=True)
+            w.cta.shadow.write(w.place, lane, words)
+            w.cta.shared[at : at + len(data)] = data
 
 
 def arrive_after(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
@@ -126,7 +149,9 @@ def send(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
 HANDLERS: dict[str, Handler] = {
     r"cp\.async\.bulk\.shared::(cta|cluster)\.global\..*": bulk,
     r"cp\.async\.bulk\.tensor\.2d\..*": tensor,
-    r"cp\.async\.cg\.shared\.global": copy,
+    r"cp\.async\.c[ag]\.shared\.global": copy,
+    r"cp\.async\.commit_group": commit,
+    r"cp\.async\.wait_group": wait_group,
     r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64": arrive_after,
     r"st\.async\.weak\.shared::cluster\.mbarrier::complete_tx::bytes\.b32": send,
 }

@@ -79,7 +79,8 @@ class Machine:
             threads: Of a CTA.
             shared: Bytes of dynamic shared memory of a CTA.
             cluster: CTAs of a cluster.
-            seed: Of the order of events; with even ones, WGMMAs end as late as possible.
+            seed: Of the order of events; with even ones, WGMMAs end as late as possible, and
+                clusters run from the first to the last.
 
         Raises:
             PtxError: The program broke a rule, or waits forever.
@@ -98,7 +99,8 @@ class Machine:
                 self.values[name] = base
             else:
                 self.values[name] = value
-        for start in range(0, grid, cluster):
+        starts = range(0, grid, cluster)
+        for start in reversed(starts) if seed % 2 else starts:
             self._run(self._cluster(start, cluster))
 
     def _cluster(self, start: int, size: int) -> State:

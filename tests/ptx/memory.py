@@ -66,8 +66,20 @@ def access(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
             s.write(w, name, values[:, n], active)
 
 
+def add(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
+    """`atom.add` in global memory: lanes one after another; returns what was there."""
+    at, value = s.address(w, i.args[1]), s.read(w, i.args[2])
+    before = np.zeros(WARP, np.uint64)
+    for lane in np.flatnonzero(active):
+        word = s.global_at(int(at[lane]), 4).view(np.uint32)
+        before[lane] = word[0]
+        word[0] += np.uint32(value[lane])
+    s.write(w, i.args[0], before, active)
+
+
 HANDLERS: dict[str, Handler] = {
+    r"atom\.add\.acq_rel\.gpu\.global\.u32": add,
     r"ld\.param\.[bu](32|64)": parameter,
-    r"ld\.(shared|global)(\.v[24])?\.[bu](16|32)": access,
+    r"ld\.(shared|global(\.nc|\.cg)?)(\.v[24])?\.[bu](16|32)": access,
     r"st\.(shared|shared::cluster|global)(\.v[24])?\.[bu](16|32)": access,
 }

@@ -5,6 +5,7 @@ import torch
 
 from tests.ptx.control import whole
 from tests.ptx.floats import as_f32, from_f32
+from tests.ptx.integer import MASK, signed
 from tests.ptx.memory import view
 from tests.ptx.parse import Instruction, names
 from tests.ptx.races import TOGETHER
@@ -33,16 +34,28 @@ def fragment(registers: list[Words], kind: str) -> np.ndarray:
 
 def product(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
     whole(active, "mma.sync")
-    kind = i.op.split(".")[-2]
+    sum_kind, a_kind, b_kind = i.op.split(".")[-4:-1]
     d, a, b, c = (names(x) for x in i.args)
-    left = fragment([s.read(w, x) for x in a], kind)
+    left = fragment([s.read(w, x) for x in a], a_kind)
     # B (k, n) in registers is laid out as A's upper rows, transposed.
-    right = fragment([r for x in b for r in (s.read(w, x), np.zeros(WARP, np.uint64))], kind)[:8]
-    sums = left[:, : 8 * len(b)] @ right[:, : 8 * len(b)].T
-    old = [as_f32(s.read(w, name)).astype(np.float64) for name in c]
-    for j, to in enumerate(d):
-        part = sums[LANES // 4 + 8 * (j // 2), LANES % 4 * 2 + j % 2]
-        s.write(w, to, from_f32(old[j] + part), active)
+    right = fragment([r for x in b for r in (s.read(w, x), np.zeros(WARP, np.uint64))], b_kind)[:8]
+    columns = 4 * OPERANDS[b_kind][1] * len(b)
+    sums = left[:, :columns] @ right[:, :columns].T
+    for j, (to, name) in enumerate(zip(d, c, strict=True)):
+        part, old = sums[LANES // 4 + 8 * (j // 2), LANES % 4 * 2 + j % 2], s.read(w, name)
+        if sum_kind == "s32":  # wraps, without .satfinite
+            total = (signed(old, 32) + part.astype(np.int64)).astype(np.uint64) & MASK[32]
+        else:
+            total = from_f32(as_f32(old).astype(np.float64) + part)
+        s.write(w, to, total, active)
+
+
+def transpose(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
+    """movmatrix: an 8x8 matrix of 16-bit numbers, two of a row in each lane."""
+    whole(active, "movmatrix")
+    rows = s.read(w, i.args[1]).astype(np.uint32).view(np.uint16).reshape(8, 8)
+    columns = np.ascontiguousarray(rows.T).reshape(-1)
+    s.write(w, i.args[0], columns.view(np.uint32).astype(np.uint64), active)
 
 
 def load(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
@@ -71,7 +84,9 @@ def store(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
 
 
 HANDLERS: dict[str, Handler] = {
-    r"mma\.sync\.aligned\.m16n8k(8|16)\.row\.col\.f32\.(\w+)\.\2\.f32": product,
+    r"mma\.sync\.aligned\.m16n8k(8|16)\.row\.col\.f32\.(b?f16)\.\2\.f32": product,
+    r"mma\.sync\.aligned\.m16n8k32\.row\.col\.(s32\.u8\.s8\.s32|f32\.e4m3\.e4m3\.f32)": product,
+    r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16": transpose,
     r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16": load,
     r"stmatrix\.sync\.aligned\.m8n8\.x[24]\.trans\.shared\.b16": store,
 }

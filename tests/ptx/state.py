@@ -121,7 +121,8 @@ class Warp:
         open_group: WGMMAs that are not committed; `groups`: committed ones, oldest first.
         reading: Registers of A, and `summing` of the sums, of WGMMAs in flight.
         touched: Registers that other instructions have used since the last `wgmma.fence`.
-        copies: Those of `cp.async` without an arrival: (shared address, lane, bytes).
+        copies: Those of `cp.async` without an arrival or a group: (shared address, lane, bytes).
+        copy_groups: Groups of `cp.async` that nobody has waited for, oldest first.
     """
 
     index: int
@@ -142,6 +143,7 @@ class Warp:
     cluster_waits: int = 0
     fenced: np.ndarray | None = None  # its clock at its last `fence.mbarrier_init`
     copies: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
+    copy_groups: list[list[tuple[int, int, np.ndarray]]] = field(default_factory=list)
 
     def retire(self, keep: int) -> None:
         """Do the oldest groups of WGMMAs until `keep` are left."""

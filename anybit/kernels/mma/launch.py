@@ -1,0 +1,50 @@
+"""What the kernels for `mma.sync` are launched with."""
+
+import ctypes
+from ctypes import c_int32, c_uint64
+from pathlib import Path
+
+from torch import Tensor
+
+from anybit.kernels.cute.driver import CARVEOUT, Launcher, call
+
+POINTERS = (
+    "x", "w", "row_scale", "row_zero", "token_scale", "token_sum", "bias", "y", "work", "counters",
+)  # fmt: skip
+
+
+class MmaArguments(ctypes.Structure):
+    """The parameters of every kernel; work and counters are `gemm.py`'s alone."""
+
+    _fields_ = [
+        *((name, c_uint64) for name in POINTERS),
+        ("m", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+    ]
+
+
+class MmaLauncher(Launcher):
+    """A kernel of `narrow.py` or `gemm.py`."""
+
+    arguments = MmaArguments
+
+    def __init__(self, path: Path, device: int):
+        super().__init__(path, device)
+        call("cuKernelSetAttribute", CARVEOUT, 100, self.kernel, device)
+
+    def launch(
+        self, x: Tensor, tensors: tuple[Tensor | None, ...], n: int, grid: int, overlap: bool
+    ) -> None:
+        """Launch on the current stream of x's device.
+
+        tensors: those of `POINTERS` behind x, None for none. overlap: begin before the previous
+        kernel of the stream has finished; the kernel must be made for that.
+        """
+        frame = self.frame()
+        a = frame.arguments
+        a.m, a.k = x.shape
+        a.n = n
+        for name, tensor in zip(POINTERS, (x, *tensors), strict=True):
+            setattr(a, name, 0 if tensor is None else tensor.data_ptr())
+        frame.start(grid, overlap, x.device.index)

@@ -1,0 +1,165 @@
+"""Up to 16 tokens: 16 or 32 rows a CTA, whose warps split K; nothing is shared between CTAs.
+
+Warp w of W multiplies K tiles w, w + W, ... from a ring of its own, so that no barrier stands in
+the loop. The sums meet in shared memory and are added in the order of warps.
+
+With few tokens, time is that of reading the weights. Small tiles without a cluster keep more bytes
+in flight than Hopper's ring of one producer does where rows are few. A launch that may overlap the
+previous kernel fetches weights at once, and tokens after that kernel has finished.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from anybit.kernels.cute.decode import K_TILE
+from anybit.kernels.cute.ptx import load_shared, store_shared
+from anybit.kernels.mma.product import Product
+from anybit.kernels.mma.ptx import commit, copy, copy_if, wait
+
+
+class Narrow(Product):
+    ring_threads = 32
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Pointer,
+        w: cute.Pointer,
+        row_scale: cute.Pointer,
+        row_zero: cute.Pointer,
+        token_scale: cute.Pointer,
+        token_sum: cute.Pointer,
+        bias: cute.Pointer,
+        y: cute.Pointer,
+        work: cute.Pointer,
+        counters: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        tile, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = thread % 32
+        shared = cutlass.memory.SmemAllocator().allocate(self.shared)
+        base = Int32(shared.data.data_ptr().toint())
+        ring = base + warp * (self.stages * self.stage_bytes)
+        k_tiles = k // K_TILE
+        m_tiles = (m + (self.tokens - 1)) // self.tokens
+        row_tile, first = tile // m_tiles, tile % m_tiles * self.tokens
+
+        # Where this warp reads: slices of 16 rows of a blob, which has two times four.
+        slot = row_tile * self.slices
+        group, quarter = slot // 4 % 2, slot % 4
+        blob = w.toint() + Int64(slot // 8 * k_tiles + warp) * self.decoder.blob_bytes
+        offsets = (
+            group * (512 * self.words) + quarter * 512 + lane * 16,
+            group * (512 * self.words) + self.whole * 2048 + quarter * 256 + lane * 8,
+            self.code_bytes + (group * 4 + quarter) * self.grid_bytes + lane * 16,
+        )
+        step = const_expr(self.warps * self.decoder.blob_bytes)
+        count = (k_tiles - warp + (self.warps - 1)) // self.warps
+        source = (x.toint(), first, m, k)
+        if const_expr(self.spec.overlap):
+            cute.arch.griddepcontrol_launch_dependents()
+            for s in cutlass.range_constexpr(self.stages - 1):
+                if s < count:
+                    self.fetch_weights(ring + s * self.stage_bytes, blob + s * step, offsets, lane)
+            cute.arch.griddepcontrol_wait()
+        for s in cutlass.range_constexpr(self.stages - 1):
+            if s < count:
+                to = ring + s * self.stage_bytes
+                if const_expr(not self.spec.overlap):
+                    self.fetch_weights(to, blob + s * step, offsets, lane)
+                self.fetch_tokens(to, source, warp + s * self.warps, lane)
+            commit()
+        # What this warp's part of the epilogue wants, long before it does.
+        parts = const_expr(self.slices * self.blocks)
+        part = cutlass.min(warp, Int32(parts - 1))
+        channel = row_tile * self.rows + part // self.blocks * 16
+        token = first + part % self.blocks * 8
+        rows = [
+            self.row_values(
+                row_scale.toint(), row_zero.toint(), bias.toint(), channel + v * 8 + lane // 4, n
+            )
+            for v in range(2)
+        ]
+        tokens = [
+            self.token_values(token_scale.toint(), token_sum.toint(), token + lane % 4 * 2 + c, m)
+            for c in range(2)
+        ]
+
+        acc = cute.make_rmem_tensor((4, self.blocks, self.slices), self.acc)
+        acc.fill(0)
+        blob += (self.stages - 1) * step
+        kt = warp + (self.stages - 1) * self.warps
+        stage, empty = Int32(0), Int32(self.stages - 1)
+        lookup = self.lookup(ring, lane)
+        for i in cutlass.range(count, unroll=1):
+            wait(self.stages - 2)
+            cute.arch.sync_warp()  # all lanes have read the stage that is filled now
+            if i + (self.stages - 1) < count:
+                to = ring + empty * self.stage_bytes
+                self.fetch_weights(to, blob, offsets, lane)
+                self.fetch_tokens(to, source, kt, lane)
+                blob += step
+                kt += self.warps
+            commit()
+            at = stage * self.stage_bytes
+            self.multiply(acc, ring + at, lookup + at, lane, self.grid_at)
+            empty = stage
+            stage += 1
+            if stage == self.stages:
+                stage = Int32(0)
+
+        # All rings are idle: the sums meet there.
+        wait(0)
+        cute.arch.sync_threads()
+        mine = base + warp * (parts * 512) + lane * 16
+        for i in cutlass.range_constexpr(self.slices):
+            for b in cutlass.range_constexpr(self.blocks):
+                store_shared(mine + (i * self.blocks + b) * 512, [acc[c, b, i] for c in range(4)])
+        cute.arch.sync_threads()
+        if warp < parts:
+            total = [self.acc(0)] * 4
+            for r in cutlass.range_constexpr(self.warps):
+                more = load_shared(
+                    base + warp * 512 + lane * 16, 4, r * parts * 512, True, self.acc
+                )
+                total = [a + b for a, b in zip(total, more, strict=True)]
+            for v in cutlass.range_constexpr(2):
+                self.store_pair(
+                    total[2 * v : 2 * v + 2], rows[v], tokens, y.toint(), token + lane // 4,
+                    channel + v * 8 + lane % 4 * 2, m, n,
+                )  # fmt: skip
+
+    @property
+    def grid_at(self) -> int:
+        """Where grid words lie in a stage."""
+        return self.slices * 256 * self.decoder.bits
+
+    @cute.jit
+    def fetch_weights(self, to, blob, offsets, lane):
+        """Start the copies of a K tile's words of this warp's slices."""
+        codes, rest, grids = offsets
+        self.copy_words(to, lane, blob + codes, blob + rest, copy)
+        if const_expr(self.grid_bytes):
+            size = const_expr(self.slices * self.grid_bytes)
+            for i in cutlass.range_constexpr(-(-size // 512)):
+                copy_if(
+                    to + self.grid_at + lane * 16, i * 512, blob + grids, i * 512,
+                    lane * 16 < size - i * 512,
+                )  # fmt: skip
+
+    @cute.jit
+    def fetch_tokens(self, to, source, kt, lane):
+        """Start the copies of a K tile's tokens; there is nothing behind the last."""
+        x, first, m, k = source
+        column, row = lane % self.columns, lane // self.columns
+        step = const_expr(32 // self.columns)
+        at = Int64(x) + (kt * self.token_bytes + column * 16)
+        for i in cutlass.range_constexpr(-(-self.tokens // step)):
+            token = row + i * step
+            into = to + self.x_at + token * self.token_bytes + (column ^ (token & 7)) * 16
+            copy_if(into, 0, at + Int64(first + token) * (k * self.width), 0, first + token < m)

@@ -1,0 +1,131 @@
+"""Inline PTX of sm_80: `cp.async`, `mma.sync`, `movmatrix`, and memory that CTAs share.
+
+No copy has an L2 policy: ptxas of CUDA 13.0 takes wrong registers for it, which ends in an illegal
+instruction.
+"""
+
+from typing import Any
+
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from anybit.kernels.cute.ptx import asm, several, slots, width
+
+PRODUCTS = {  # by the dtype of tokens: shape, types, type of sums
+    "int8": ("m16n8k32", "s32.u8.s8.s32", Int32),
+    "float8_e4m3fn": ("m16n8k32", "f32.e4m3.e4m3.f32", Float32),  # from sm_89 on
+    "float16": ("m16n8k16", "f32.f16.f16.f32", Float32),
+    "bfloat16": ("m16n8k16", "f32.bf16.bf16.f32", Float32),
+}
+
+
+@dsl_user_op
+def copy(
+    to: Int32, into: int, source: Int64, at: int, size: int = 16, *, loc: Any = None, ip: Any = None
+) -> None:
+    """16 or 8 bytes from source + at to shared memory at to + into; every thread its own."""
+    how = "cg" if size == 16 else "ca"  # past the L1, which takes no 8 bytes
+    text = f"cp.async.{how}.shared.global [$0+{into}], [$1+{at}], {size};"
+    args = [Int32(to), Int64(source)]
+    asm(None, args, text, "r,l,~{memory}", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def copy_if(
+    to: Int32, into: int, source: Int64, at: int, when: Any, *, loc: Any = None, ip: Any = None
+) -> None:
+    """`copy` of 16 bytes, predicated."""
+    text = (
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; "
+        f"@p cp.async.cg.shared.global [$0+{into}], [$1+{at}], 16; }}"
+    )
+    args = [Int32(to), Int64(source), Int32(when)]
+    asm(None, args, text, "r,l,r,~{memory}", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def commit(*, loc: Any = None, ip: Any = None) -> None:
+    """This thread's copies since the last `commit` become a group."""
+    asm(None, [], "cp.async.commit_group;", "~{memory}", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def wait(running: int, *, loc: Any = None, ip: Any = None) -> None:
+    """Until at most `running` groups of this thread are on their way."""
+    text = f"cp.async.wait_group {running};"
+    asm(None, [], text, "~{memory}", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def mma(d: list, a: list, b: list, dtype: str, *, loc: Any = None, ip: Any = None) -> list:
+    """d + a b, for tokens (b) of this dtype; int8 tokens meet unsigned weights."""
+    shape, kinds, kind = PRODUCTS[dtype]
+    text = (
+        f"mma.sync.aligned.{shape}.row.col.{kinds} "
+        f"{slots(0, 4)}, {slots(4, 4)}, {slots(8, 2)}, {slots(10, 4)};"
+    )
+    args = [*(Uint32(r) for r in [*a, *b]), *(kind(r) for r in d)]
+    constraints = ",".join(["r"] * 6 + ["f" if kind is Float32 else "r"] * 4)
+    return several(4, kind, args, text, constraints, False, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def transpose(word: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """An 8x8 matrix of 16-bit numbers in a warp's registers, transposed."""
+    text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+    return Uint32(asm(T.i32(), [Uint32(word)], text, "=r,r", True, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
+def load_once(address: Int64, kind: Any = Uint32, *, loc: Any = None, ip: Any = None) -> Any:
+    """A word that nobody writes while this kernel runs."""
+    text = "ld.global.nc.b32 $0, [$1];"
+    return several(1, kind, [Int64(address)], text, "l", False, {"loc": loc, "ip": ip})[0]
+
+
+@dsl_user_op
+def load_late(address: Int64, kind: Any = Uint32, *, loc: Any = None, ip: Any = None) -> Any:
+    """A word that the previous kernel wrote: it stays behind the wait for that kernel."""
+    text = "ld.global.b32 $0, [$1];"
+    return several(1, kind, [Int64(address)], text, "l", True, {"loc": loc, "ip": ip})[0]
+
+
+@dsl_user_op
+def load_half(address: Int64, dtype: str, *, loc: Any = None, ip: Any = None) -> Float32:
+    """An fp16 or bf16 number that the previous kernel may have written, as `load_late`."""
+    if dtype == "float16":
+        text = "{ .reg .b16 h; ld.global.b16 h, [$1]; cvt.f32.f16 $0, h; }"
+    else:  # `cvt` from bf16 is sm_90's
+        text = "{ .reg .b16 h, z; mov.b16 z, 0; ld.global.b16 h, [$1]; mov.b32 $0, {z, h}; }"
+    return several(1, Float32, [Int64(address)], text, "l", True, {"loc": loc, "ip": ip})[0]
+
+
+@dsl_user_op
+def store_global(address: Int64, values: list, *, loc: Any = None, ip: Any = None) -> None:
+    """1, 2 or 4 consecutive words."""
+    n = len(values)
+    kind = "f" if isinstance(values[0], Float32) else "r"
+    text = f"st.global{width(n)}.b32 [$0], {slots(1, n)};"
+    constraints = ",".join(["l"] + [kind] * n)
+    asm(None, [Int64(address), *values], text, constraints, True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def load_l2(address: Int64, n: int, kind: Any, *, loc: Any = None, ip: Any = None) -> list:
+    """n words that other CTAs of this launch wrote."""
+    text = f"ld.global.cg{width(n)}.b32 {slots(0, n)}, [${n}];"
+    return several(n, kind, [Int64(address)], text, "l", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def count_up(address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Adds 1; returns what was there."""
+    text = "atom.add.acq_rel.gpu.global.u32 $0, [$1], 1;"
+    at = {"loc": loc, "ip": ip}
+    return Int32(asm(T.i32(), [Int64(address)], text, "=r,l,~{memory}", True, at))
+
+
+@dsl_user_op
+def fence(*, loc: Any = None, ip: Any = None) -> None:
+    """What this thread wrote is seen before what it writes from now on, by every CTA."""
+    asm(None, [], "fence.acq_rel.gpu;", "~{memory}", True, {"loc": loc, "ip": ip})

@@ -1,0 +1,240 @@
+"""The kernels for `mma.sync` and `cp.async`, and which one a problem gets on a GPU: no DSL needed.
+
+Nothing here is a table of shapes. A tile follows from the problem, from the bytes of its stages,
+and from what the GPU says of itself.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from anybit.kernels.cute.decode import K_TILE, Decoder
+from anybit.kernels.cute.jit import Compiled
+from anybit.kernels.mma.launch import MmaArguments
+
+RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
+NARROW = 16  # most tokens of `narrow.py`
+FLAG = 256  # bytes behind the ring of `gemm.py`, for one word
+LEAST_UNITS = 4  # K tiles that a CTA of `gemm.py` should have
+# What CuTe DSL compiles for. A GPU runs what is made for a smaller second number.
+ARCHITECTURES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a GPU says of itself.
+
+    Attributes:
+        capability: Such as (8, 6).
+        multiprocessors: How many.
+        shared: Bytes of shared memory that one CTA may have.
+        shared_of_sm: Bytes that all CTAs of a multiprocessor share.
+    """
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared: int
+    shared_of_sm: int
+
+    @property
+    def architecture(self) -> str | None:
+        """What kernels are compiled for, such as "sm_86"; None: nothing that is known runs here."""
+        major, minor = self.capability
+        fit = [a for a in ARCHITECTURES if a[0] == major and a[1] <= minor]
+        return f"sm_{fit[-1][0]}{fit[-1][1]}" if fit else None
+
+
+@cache
+def gpu_of(device: torch.device) -> Gpu:
+    p = torch.cuda.get_device_properties(device)
+    return Gpu(
+        (p.major, p.minor),
+        p.multi_processor_count,
+        p.shared_memory_per_block_optin,
+        p.shared_memory_per_multiprocessor,
+    )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one CTA multiplies, and how.
+
+    Attributes:
+        tokens: 8 to 128.
+        slices: of 16 rows that a warp multiplies: 1, 2 or 4.
+        warps: of a CTA.
+        stages: K tiles of a ring.
+        ctas: that should fit a multiprocessor.
+        narrow: warps split K (`narrow.py`), instead of rows (`gemm.py`).
+    """
+
+    tokens: int
+    slices: int = 2
+    warps: int = 4
+    stages: int = 4
+    ctas: int = 2
+    narrow: bool = False
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.slices * (1 if self.narrow else self.warps)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def name(self) -> str:
+        kind = "narrow" if self.narrow else "gemm"
+        return (
+            f"{kind}_{self.rows}x{self.tokens}_{self.warps}warps_{self.stages}stages_"
+            f"{self.ctas}ctas"
+        )
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One member of the family: everything that is fixed when it is compiled.
+
+    Attributes:
+        decoder: Of the weight.
+        tile: Of a CTA.
+        output: "float16" or "bfloat16".
+        architecture: What it is compiled for.
+        overlap: Whether it may begin before the previous kernel has finished; from sm_90 on.
+    """
+
+    decoder: Decoder
+    tile: Tile
+    output: str
+    architecture: str
+    overlap: bool = False
+
+    arguments = MmaArguments
+    batch = 0  # it has no WGMMAs
+
+    @property
+    def activation(self) -> str:
+        """The dtype of X."""
+        return "int8" if self.decoder.operand == "uint8" else self.decoder.operand
+
+    @property
+    def name(self) -> str:
+        d = self.decoder
+        overlap = "_overlap" if self.overlap else ""
+        return (
+            f"{d.bits}bit_{d.operand}_{self.tile.name}_{self.output}_{self.architecture}{overlap}"
+        )
+
+    @property
+    def header(self) -> dict[str, int]:
+        return {"threads": self.tile.threads}
+
+    @property
+    def classes(self) -> tuple[type, ...]:
+        return type(self.decoder).__mro__[:-1]
+
+    def generate(self) -> Compiled:
+        """The kernel, compiled for its architecture; needs CuTe DSL."""
+        from anybit.kernels.mma import gemm, narrow
+
+        program = narrow.Narrow if self.tile.narrow else gemm.Gemm
+        compiled: Compiled = program(self).compile()
+        return compiled
+
+
+# Bytes.
+
+
+def grid_bytes(decoder: Decoder) -> int:
+    """Of the grid words of 16 rows and a K tile."""
+    return 32 * decoder.entries * decoder.grid_words
+
+
+def token_bytes(decoder: Decoder) -> int:
+    """Of a token in a K tile."""
+    return K_TILE * decoder.slot // 8
+
+
+def stage_bytes(tile: Tile, decoder: Decoder) -> int:
+    """Of one stage: of a warp's own ring if the tile is narrow, else of the CTA's.
+
+    Code words of every thread, grid words of every slice, tokens; the latter on whole 256 bytes.
+    """
+    slices = tile.slices if tile.narrow else tile.slices * tile.warps
+    weights = slices * (256 * decoder.bits + grid_bytes(decoder))
+    return -(-weights // 256) * 256 + tile.tokens * token_bytes(decoder)
+
+
+def shared_bytes(tile: Tile, decoder: Decoder) -> int:
+    """Of a CTA."""
+    rings = tile.warps if tile.narrow else 1
+    return rings * tile.stages * stage_bytes(tile, decoder) + (0 if tile.narrow else FLAG)
+
+
+# Choices.
+
+
+def fitted(tile: Tile, decoder: Decoder, gpu: Gpu, least: int, most: int) -> Tile | None:
+    """The tile with `least` to `most` stages and up to its number of CTAs, as shared memory allows.
+
+    CTAs go before stages: those of one multiprocessor hide each other's beginnings and ends.
+    """
+    for ctas in range(tile.ctas, 0, -1):
+        room = min(gpu.shared, gpu.shared_of_sm // ctas - RESERVED)
+        for stages in range(most, least - 1, -1):
+            found = Tile(tile.tokens, tile.slices, tile.warps, stages, ctas, tile.narrow)
+            if shared_bytes(found, decoder) <= room:
+                return found
+    return None
+
+
+@cache
+def choose(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
+    """The tile for M tokens and N rows; None where shared memory is too small for any."""
+    return narrow(decoder, gpu, m, n) if m <= NARROW else wide(decoder, gpu, m)
+
+
+def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
+    """Up to 16 tokens: as many rows a CTA as leave every multiprocessor one, else fewer.
+
+    Where CTAs come one to a multiprocessor, eight warps keep it busy; else four, in several CTAs.
+    """
+    tokens = 8 if m <= 8 else 16
+    slices = 2 if -(-n // 32) >= 0.75 * gpu.multiprocessors else 1
+    alone = -(-n // (16 * slices)) <= gpu.multiprocessors
+    shapes = [Tile(tokens, slices, 8, ctas=1, narrow=True)] if alone else []
+    shapes += [
+        Tile(tokens, slices, 4, ctas=3, narrow=True),
+        Tile(tokens, 1, 4, ctas=3, narrow=True),
+    ]
+    found = (fitted(t, decoder, gpu, least, 5 if alone else 4) for least in (3, 2) for t in shapes)
+    return next((tile for tile in found if tile), None)
+
+
+def wide(decoder: Decoder, gpu: Gpu, m: int) -> Tile | None:
+    """More tokens: 128 rows, and as many tokens as registers hold the sums of."""
+    most = 128 if decoder.slot == 8 else 64  # more 16-bit operands spill
+    tokens = next((t for t in (16, 32, 64) if m <= t), most)
+    shapes = [Tile(t, ctas=3 if t <= 32 else 2) for t in (tokens, 64, 32, 16) if t <= tokens]
+    found = (fitted(t, decoder, gpu, least, 4) for t in shapes for least in (3, 2))
+    return next((tile for tile in found if tile), None)
+
+
+def tiles_of(tile: Tile, m: int, n: int) -> int:
+    return -(-n // tile.rows) * -(-m // tile.tokens)
+
+
+def grid(tile: Tile, gpu: Gpu, m: int, n: int, k: int) -> int:
+    """CTAs to launch.
+
+    One a tile; but where `gemm.py`'s would leave more than a fifth of the last wave's places empty,
+    as many as there are places, which share the K tiles of all tiles evenly.
+    """
+    tiles = tiles_of(tile, m, n)
+    places = gpu.multiprocessors * tile.ctas
+    waves = -(-tiles // places)
+    if tile.narrow or tiles >= 0.8 * waves * places:
+        return tiles
+    return max(1, min(places, tiles * (k // K_TILE) // LEAST_UNITS))

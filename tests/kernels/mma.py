@@ -1,0 +1,89 @@
+"""Kernels of the `mma.sync` family as compiled, on the CPU: what their tests launch."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import anybit
+from anybit.core.packed import Packed
+from anybit.core.scheme import parse_scheme
+from anybit.kernels.cute import operands
+from anybit.kernels.mma import tiles
+from anybit.kernels.mma.tiles import Kernel, Tile
+from anybit.kernels.reference import quantize_tokens
+from tests.ptx.machine import Machine
+from tests.ptx.state import InUse
+
+Tokens = tuple[Tensor, Tensor | None, Tensor | None]  # codes, scale, sums
+
+
+def kernel_of(
+    scheme: str, dtype: torch.dtype, tile: Tile, architecture: str = "sm_80", overlap: bool = False
+) -> Kernel:
+    fmt, activation = parse_scheme(scheme)
+    operand = getattr(torch, operands.operand_of(activation, dtype))
+    decoder = operands.decoder_for(fmt, operand)
+    return Kernel(decoder, tile, operands.NAMES[dtype], architecture, overlap)
+
+
+class Emulated:
+    """A compiled kernel in the PTX machine."""
+
+    def __init__(self, scheme: str, dtype: torch.dtype, kernel: Kernel):
+        self.fmt, self.activation = parse_scheme(scheme)
+        self.dtype, self.kernel = dtype, kernel
+        made = kernel.generate()
+        assert made.shared == tiles.shared_bytes(kernel.tile, kernel.decoder)
+        self.ptx, self.shared = made.ptx, made.shared
+        self.machine = Machine(self.ptx)
+
+    def weight(self, n: int, k: int) -> Packed:
+        return anybit.quantize_tensor(torch.randn(n, k) * 0.02, self.fmt)
+
+    def layout(self, packed: Packed) -> list[Tensor]:
+        return operands.layout(packed, self.kernel.activation)
+
+    def tokens(self, m: int, k: int) -> Tokens:
+        x = torch.randn(m, k).to(self.dtype)
+        if self.activation is None:
+            return x, None, None
+        codes, scale = quantize_tokens(x, self.activation)
+        return codes, scale.flatten(), codes.float().sum(1).int()
+
+    def run(
+        self,
+        x: Tokens,
+        layout: list[Tensor],
+        n: int,
+        bias: Tensor | None = None,
+        grid: int = 0,
+        seed: int = 0,
+    ) -> Tensor:
+        """y (M, N). grid: CTAs; 0: one a tile."""
+        codes, scale, sums = x
+        m, k = codes.shape
+        tile = self.kernel.tile
+        grid = grid or tiles.tiles_of(tile, m, n)
+        y = torch.full((m, n), torch.nan, dtype=self.dtype)
+        work = torch.full((2 * grid * tile.rows * tile.tokens,), torch.nan)
+        counters = torch.zeros(tiles.tiles_of(tile, m, n), dtype=torch.int32)
+        arguments = [
+            self.used(codes),
+            *(array(t) for t in layout),
+            *(self.used(t) for t in (scale, sums, bias, y)),
+            *(array(t) for t in (work, counters)),
+            *(m, n, k),
+        ]
+        self.machine.launch(arguments, grid, tile.threads, self.shared, seed=seed)
+        assert not counters.any()
+        return y
+
+    def used(self, tensor: Tensor | None) -> np.ndarray | InUse | int:
+        """Memory that the previous kernel may still use where launches overlap."""
+        found = array(tensor)
+        return InUse(found) if self.kernel.overlap and isinstance(found, np.ndarray) else found
+
+
+def array(tensor: Tensor | None) -> np.ndarray | int:
+    """The memory of a tensor, which the machine writes to; 0 for none."""
+    return 0 if tensor is None else tensor.view(torch.uint8).numpy()
