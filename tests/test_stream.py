@@ -30,6 +30,7 @@ def source(tmp_path_factory):
     (path / "tokenizer.json").write_text('{"a": 1}')
     (path / "LICENSE").write_text("to be kept")
     (path / "pytorch_model.bin").write_text("old weights")
+    (path / "notes.csv").write_text("somebody's")
     (path / ".cache").mkdir()
     return path
 

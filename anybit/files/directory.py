@@ -7,14 +7,20 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from anybit.errors import InvalidInput
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
-# config.json, and files beside it in which GPTQ's and AWQ's tools describe their quantization.
-CONFIGS = ("config.json", "quantize_config.json", "quant_config.json")
+# Files of a model that are no weights: what tokenizers and processors read, templates, settings of
+# generation, code that config.json may name, and what its licence asks to be kept.
+OF_A_MODEL = (
+    "*token*.json", "*token*.txt", "tekken.json", "*.model", "*.tiktoken", "*.jinja", "*.py", "*vocab*",
+    "merges.txt", "*processor_config.json", "*chat_template*", "generation_config.json",
+    "license*", "licence*", "notice*", "*use_policy*", "readme.md", "*.spm", "*.bpe",
+)  # fmt: skip
 COPY = 1 << 24  # bytes copied at a time
 
 
@@ -94,16 +100,16 @@ def move_directory(source: Path, out: Path) -> None:
 
 
 def copy_others(source: Path, out: Path) -> list[str]:
-    """Copy the files of a checkpoint that are no weights: tokenizer, templates, licence, code.
+    """Copy the files of a model that are no weights, and nothing else that lies beside them.
 
-    Not config.json, nor other tools' quantization, nor what `out` has already. Returns the names.
+    Not config.json, nor what `out` has already. Returns the names.
     """
     copied = []
-    for path in sorted([*source.glob("*"), *source.glob("additional_chat_templates/*")]):
+    for path in sorted([*source.glob("*"), *source.glob("additional_chat_templates/*.jinja")]):
         name = path.relative_to(source)
-        skipped = path.name.endswith((".safetensors", ".index.json", *OTHER_WEIGHTS))
-        skipped = skipped or path.name in CONFIGS or path.name.startswith(".")
-        if path.is_file() and not skipped and not (out / name).exists():
+        known = any(fnmatchcase(path.name.lower(), pattern) for pattern in OF_A_MODEL)
+        hidden = path.name.startswith(".")
+        if path.is_file() and known and not hidden and not (out / name).exists():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, out / f"{name}.tmp")
             os.replace(out / f"{name}.tmp", out / name)
