@@ -79,8 +79,11 @@ def check(x: Tensor, weight: Packed, activation: str | None, bias: Tensor | None
     assert ((y.double() - expected).abs() <= bound).all()
 
 
+SMALL = ("int4:group=16", "int3:group=24,zero", "fp6:group=4", "int8:group=96")
+
+
 @pytest.mark.parametrize("dtype", EPS, ids=str)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", SPECS + SMALL)
 def test_one_hot_activations_read_the_weights_back(spec: str, dtype: torch.dtype) -> None:
     weight = packed(spec, 13)
     prepared = backend.prepare(weight, None)
@@ -100,7 +103,7 @@ def test_one_hot_activations_read_the_weights_back(spec: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("spec", ["int3", "int4:group=32", "int4:group=128,zero", "int5:zero",
                                   "int7", "int8", "fp6", "fp8", "liquid", "sparse",
-                                  "codebook:m=3,v=16,b=4,group=32"])  # fmt: skip
+                                  "codebook:m=3,v=16,b=4,group=32", *SMALL])  # fmt: skip
 def test_products_on_every_level(level: isa.Isa, spec: str) -> None:
     weight = packed(spec, 19)
     k = weight.shape[1]
@@ -109,7 +112,7 @@ def test_products_on_every_level(level: isa.Isa, spec: str) -> None:
         check(tokens(m, k, dtype), weight, None, tokens(1, 19)[0])
 
 
-@pytest.mark.parametrize("spec", ["int2", "int4", "int8", "liquid", "liquid:group=32"])
+@pytest.mark.parametrize("spec", ["int2", "int4", "int8", "liquid", "liquid:group=16"])
 def test_int8_products_are_those_of_integers(level: isa.Isa, spec: str) -> None:
     weight = packed(spec, 37)
     prepared = backend.prepare(weight, "int8")
@@ -234,9 +237,9 @@ def test_zero_points_between_levels(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("spec", "k", "why"), [
-    ("int4:group=16", 512, "groups of 16 columns"),
+    ("int4:group=7", 7 * 64, "groups of 7 columns"),
     ("codebook:m=1,v=6,b=4", 768, "vectors of 6"),
-    ("int4", 1 << 17, "larger than"),
+    ("int4:group=4", 1 << 17, "more than 16384 groups of 4"),
 ])  # fmt: skip
 def test_refusals(spec: str, k: int, why: str) -> None:
     assert why in backend.refuse(LayerSpec(anybit.get_format(spec), None, (32, k), CPU))

@@ -134,12 +134,17 @@ def _real(f: Function, some: Value) -> Value:
 
 
 def _sum(f: Function, args: Arguments, spec: Packing, some: Value, t: Value, u: Value) -> None:
-    """Add a unit to the sum of its group."""
-    unit = spec.operand.codes
-    if spec.operand.whole:
-        total = f.sum(f.cast("sext", some, vec(unit, I32)))
-    else:
-        total = f.sum(_real(f, some))
-    at = t * args.number("groups") + u // (spec.group // unit) if spec.group else t
-    place = f.at(args.pointer("sums"), at << 2)
-    f.store(f.load(total.kind, place) + total, place)
+    """Add a unit to the sums of its groups."""
+    unit, operand = spec.operand.codes, spec.operand
+    wide = f.cast("sext", some, vec(unit, I32)) if operand.whole else _real(f, some)
+    size = spec.group or unit
+    count = max(1, unit // size)  # groups in a unit
+    for i in range(count):
+        some = wide if count == 1 else f.shuffle(wide, wide, range(i * size, (i + 1) * size))
+        total = f.sum(some)
+        at = t
+        if spec.group:
+            group = u // (size // unit) if count == 1 else u * count + i
+            at = t * args.number("groups") + group
+        place = f.at(args.pointer("sums"), at << 2)
+        f.store(f.load(total.kind, place) + total, place)

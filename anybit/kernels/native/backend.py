@@ -12,6 +12,7 @@ import logging
 import threading
 from functools import cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ MANY = 512  # activations whose sums fit into the cache beside a tile
 FORMS = ("", "plain", "scaled")
 NONE = 1 << 20  # of a number that a layout lacks
 LARGEST_K = 1 << 16  # products of two bytes add up to less than 2**31
+SERIAL = 1 << 18  # products that one thread makes sooner than two would be woken
 SECTION = 1 << 10  # bytes of a table
 SECTIONS = (torch.bfloat16, torch.float16, torch.float32)  # after bf16 numbers: fp32 of each dtype
 
@@ -47,7 +49,10 @@ def refuse(layer: LayerSpec) -> str | None:
         return "the processor has no AVX2, or ONEDNN_MAX_CPU_ISA forbids it"
     if build.parallel() is None:
         return "torch here does not run on GNU's OpenMP, whose threads the kernels share"
-    return _refuse_format(layer.format, layer.shape[1])
+    k = layer.shape[1]
+    if layer.activation == "int8" and k > LARGEST_K:
+        return f"K={k}: products of int8 are summed in 32 bits up to K={LARGEST_K}"
+    return _refuse_format(layer.format, k)
 
 
 @cache
@@ -57,14 +62,14 @@ def _refuse_format(fmt: Format, k: int) -> str | None:
         return f"vectors of {fmt.width} weights do not lie on borders of {RUN}"
     if fmt.bits > 8 and not vectors:
         return "its codes have more than 8 bits"
-    if k > LARGEST_K:
-        return f"K={k} is larger than {LARGEST_K}"
     w = torch.randn(2, k, generator=torch.Generator().manual_seed(0))
     grid = fmt.fit(w)
     try:
-        probing.probe(Packed.from_codes(fmt, (2, k), fmt.encode(w, grid), grid))
+        found = probing.probe(Packed.from_codes(fmt, (2, k), fmt.encode(w, grid), grid))
     except probing.NoTable as error:
         return str(error)
+    if found.group and blocks_of(k) * BLOCK // found.group > gemv.MOST_GROUPS:
+        return f"K={k} has more than {gemv.MOST_GROUPS} groups of {found.group}"
     return None
 
 
@@ -154,10 +159,68 @@ def _tables(table: probing.Table, bits: int, level: Isa) -> Tensor:
     return out
 
 
-def _operand(facts: list[int], dtype: torch.dtype, activation: str | None) -> Operand:
+class Product(NamedTuple):
+    """How a layer multiplies a number of activations.
+
+    Attributes:
+        operand: what is multiplied.
+        tokens: activations that lie side by side.
+        sums: columns whose sums the kernel asks for; see `activations.Packing`.
+        kernel: of `gemv`, or of `gemm` where there is a decoder.
+        decoder: the address of what decodes tiles for it, or 0.
+        table: bytes before its table.
+        shift: of codes, where they are whole numbers from there on.
+    """
+
+    operand: Operand
+    tokens: int
+    sums: int | None
+    kernel: build.Kernel
+    decoder: int
+    table: int
+    shift: int
+
+
+@cache
+def _product(
+    fmt: Format,
+    facts: tuple[int, ...],
+    activation: str | None,
+    dtype: torch.dtype,
+    level: Isa,
+    m: int,
+) -> Product:
+    """What multiplies up to m <= FEW activations, or more than that."""
+    bits, none, group, number, _ = facts
+    form = FORMS[number]
+    operand = _operand(facts, activation, dtype, level)
+    vectors = _is_vectors(fmt)
+    first = None if none == NONE else none
+    codes: Codes | Vectors = Codes(bits, first)
+    if vectors:
+        codes = Vectors(bits, fmt.width, fmt.books, dtype == torch.float16)
+    inside = activation is None or operand.whole
+    to = activations.DTYPES[dtype if inside else torch.float32]
+    table = 0
+    if operand.kind == "fp32" and not vectors:
+        table = SECTION * (1 + SECTIONS.index(dtype))
+    shift = first or 0
+    if m <= FEW:
+        sums = group if form else 0 if operand.whole else None
+        kernel = gemv.kernel(gemv.Few(codes, operand, group, form, m, to))
+        return Product(operand, m, sums, kernel, 0, table, shift)
+    if group:
+        shift = -128 if operand.kind == "u8" else 0
+    decoder = gemm.decoder(gemm.Tile(codes, operand, group, form))
+    sums = 0 if operand.whole else None
+    kernel = gemm.product(operand, to)
+    return Product(operand, gemm.TOKENS, sums, kernel, decoder.address, table, shift)
+
+
+def _operand(
+    facts: tuple[int, ...], activation: str | None, dtype: torch.dtype, level: Isa
+) -> Operand:
     """What is multiplied: whole numbers, or numbers of the activation's dtype."""
-    level = isa()
-    assert level is not None
     _, _, group, _, whole = facts
     if activation == "int8" and whole:
         return Operand("u8" if level.vnni and group % 64 == 0 else "i16", level)
@@ -166,28 +229,31 @@ def _operand(facts: list[int], dtype: torch.dtype, activation: str | None) -> Op
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """x (M, K) -> (M, N)."""
-    facts = prepared.layout[0].tolist()
+    facts = tuple(prepared.layout[0].tolist())
     if len(facts) == 1:
         own = prepared._replace(layout=prepared.layout[1:])
         return _other(bool(facts[0])).linear(x, own, bias)
     numbers, scale = _numbers(x, prepared.activation)
-    operand = _operand(facts, x.dtype, prepared.activation)
-    y = numbers.new_empty(
-        len(numbers), prepared.shape[0], dtype=torch.float32 if scale is not None else x.dtype
-    )
-    if not len(numbers):
-        return y.to(x.dtype)
-    inside = scale is None or operand.whole  # whether the kernel scales and adds the bias
-    offset = _zeros(prepared.shape[0]) if bias is None or not inside else bias.float().contiguous()
-    size = FEW if len(numbers) <= FEW else MANY
-    for part in range(0, len(numbers), size):
-        rows = slice(part, part + size)
-        token_scale = scale[rows].contiguous() if scale is not None and operand.whole else None
-        _multiply(numbers[rows], token_scale, prepared, facts, operand, x.dtype, offset, y[rows])
-    if scale is not None and not operand.whole:
-        y *= scale[:, None]
-        if bias is not None:
-            y += bias.float()
+    m, n = len(numbers), prepared.shape[0]
+    if not m:
+        return numbers.new_empty(0, n, dtype=x.dtype)
+    level = isa()
+    assert level is not None
+    how = facts, prepared.activation, x.dtype, level
+    inside = scale is None or _operand(*how).whole  # whether the kernel scales and adds the bias
+    y = torch.empty(m, n, dtype=x.dtype if inside else torch.float32)
+    offset = _zeros(n) if bias is None or not inside else bias.float().contiguous()
+    for part in range(0, m, MANY):
+        rows = slice(part, part + MANY)
+        token_scale = scale[rows].contiguous() if scale is not None and inside else None
+        tokens = (1, 1, 2, 4, 4)[m - part] if m - part <= FEW else FEW + 1
+        product = _product(prepared.format, *how, tokens)
+        _multiply(numbers[rows], token_scale, prepared, product, offset, y[rows])
+    if inside or scale is None:
+        return y
+    y *= scale[:, None]
+    if bias is not None:
+        y += bias.float()
     return y.to(x.dtype)
 
 
@@ -214,67 +280,41 @@ def _multiply(
     x: Tensor,
     scale: Tensor | None,
     prepared: Prepared,
-    facts: list[int],
-    operand: Operand,
-    dtype: torch.dtype,
+    product: Product,
     bias: Tensor,
     y: Tensor,
 ) -> None:
     """y = x W^T + bias, of few or many activations."""
-    bits, first, group, form, _ = facts
+    operand = product.operand
     _, w, scales, offsets, row, tables = prepared.layout
     (m, k), n, blocks = x.shape, prepared.shape[0], blocks_of(x.shape[1])
-    fmt = prepared.format
-    vectors = _is_vectors(fmt)
-    codes: Codes | Vectors = Codes(bits, None if first == NONE else first)
-    if vectors:
-        codes = Vectors(bits, fmt.width, fmt.books, dtype == torch.float16)
-    threads = torch.get_num_threads()
-    few = m <= FEW
-    tokens = (1, 1, 2, 4, 4)[m] if few else gemm.TOKENS
-    sums = None
-    if operand.whole:
-        sums = group if few and form else 0
-    elif few and form:
-        sums = group
-    ready = operand.kind == "bf16" and tokens == 1 and sums is None and k % BLOCK == 0
-    if ready and x.dtype == dtype:
+    threads = torch.get_num_threads() if m * n * k > SERIAL else 1
+    ready = operand.kind == "bf16" and product.tokens == 1 and k % BLOCK == 0
+    if ready and product.sums is None and x.dtype == torch.bfloat16:
         xs, xsum = x, None
     else:
-        xs, xsum = activations.pack(x, operand, tokens, sums)
-    table = tables.data_ptr()
-    if operand.kind == "fp32" and not vectors:
-        table += SECTION * (1 + SECTIONS.index(dtype))
+        xs, xsum = activations.pack(x, operand, product.tokens, product.sums)
     values = {
-        "w": w.data_ptr(), "table": table, "scale": scales.data_ptr(),
+        "w": w.data_ptr(), "table": tables.data_ptr() + product.table, "scale": scales.data_ptr(),
         "offset": offsets.data_ptr(), "row": row.data_ptr(), "bias": bias.data_ptr(),
         "x": xs.data_ptr(), "xsum": 0 if xsum is None else xsum.data_ptr(),
         "xscale": 0 if scale is None else scale.data_ptr(), "y": y.data_ptr(),
-        "n": n, "blocks": blocks, "m": m,
-        "shift": 0 if first == NONE else first,
+        "n": n, "blocks": blocks, "m": m, "shift": product.shift,
     }  # fmt: skip
-    if few:
-        kernel = gemv.kernel(gemv.Few(codes, operand, group, FORMS[form], tokens))
-        out = y if y.dtype == torch.float32 else y.new_empty(y.shape, dtype=torch.float32)
-        values |= {"y": out.data_ptr(), "chunk": max(4, min(64, n // (4 * threads)))}
-        kernel([values.get(name, 0) for name in gemv.NAMES], threads)
-        if out is not y:
-            y.copy_(out)
-        return
-    decoder = gemm.decoder(gemm.Tile(codes, operand, group, FORMS[form]))
-    parts = -(-blocks * operand.itemsize // gemm.PART)
-    part = -(-blocks // parts)
-    strip = gemm.STRIP if n >= 3 * threads * gemm.STRIP else gemm.STRIP // 4
-    room = gemm.room(operand, strip, part, m)
-    scratch = _scratch(room * threads)
-    if group:
-        values["shift"] = -128 if operand.kind == "u8" else 0
-    values |= {
-        "strip": strip, "part": part, "decode": decoder.address, "scratch": scratch.data_ptr(),
-        "room": room,
-    }  # fmt: skip
-    product = gemm.product(operand, activations.DTYPES[y.dtype])
-    product([values.get(name, 0) for name in gemm.NAMES], threads)
+    names = gemv.NAMES
+    if not product.decoder:
+        values["chunk"] = max(4, min(256, n // (8 * threads)))
+    else:
+        names = gemm.NAMES
+        parts = -(-blocks * operand.itemsize // gemm.PART)
+        part = -(-blocks // parts)
+        strip = gemm.STRIP if n >= 3 * threads * gemm.STRIP else gemm.STRIP // 4
+        room = gemm.room(operand, strip, part, m)
+        values |= {
+            "strip": strip, "part": part, "decode": product.decoder,
+            "scratch": _scratch(room * threads).data_ptr(), "room": room,
+        }  # fmt: skip
+    product.kernel([values.get(name, 0) for name in names], threads)
 
 
 _local = threading.local()

@@ -96,6 +96,13 @@ class Operand:
             ]
         return list(range(RUN))
 
+    def columns(self, j: int) -> list[int]:
+        """The first column of each lane of the sums of a unit's vector j; not for u8."""
+        lanes = self.isa.floats
+        if self.kind == "fp32":
+            return self.order()[j * lanes : (j + 1) * lanes]
+        return [2 * (j * lanes + i) for i in range(lanes)]
+
     def dot(self, f: Function, total: Value, weight: Value, x: Value) -> Value:
         """total + products of a vector of weights and one of activations."""
         bits = self.isa.bits

@@ -66,6 +66,8 @@ def _decode(spec: Tile) -> Function:
     _, row, first, last, out, stride = f.arguments
     table = Table(f, spec.codes, operand, args.pointer("table"))
     groups = BLOCK // spec.group if spec.group else 0  # of a block
+    many = max(1, groups // operand.units)  # of a unit
+    half, single = vec(many, "half"), vec(many, F32)
     blocks = args.number("blocks")
     vectors = operand.units * operand.vectors
     with f.loop(first, last) as b:
@@ -74,36 +76,42 @@ def _decode(spec: Tile) -> Function:
         for i in range(0, step, 64):
             f.prefetch(codes, 1024 + i)
         for unit in range(operand.units):
-            if groups and unit % (operand.units // groups) == 0:
+            if groups and unit * groups % operand.units == 0 or many > 1:
                 g = (here * groups + unit * groups // operand.units) << 1
-                scale = f.cast("fpext", f.load("half", args.pointer("scale"), g), F32)
-                offset = f.constant(0, F32)
+                scale = f.cast("fpext", f.load(half, args.pointer("scale"), g), single)
+                offset = f.zero(single)
                 if spec.form:
-                    offset = f.cast("fpext", f.load("half", args.pointer("offset"), g), F32)
+                    offset = f.cast("fpext", f.load(half, args.pointer("offset"), g), single)
                 if spec.form == "scaled":
                     offset = offset * scale
-            numbers = spec.codes.unit(f, operand, codes, unit, table)
-            for i, weight in enumerate(numbers, unit * operand.vectors):
-                f.store(
-                    _scaled(f, operand, weight, scale, offset) if groups else weight, to, stride * i
-                )
+            for j, weight in enumerate(spec.codes.unit(f, operand, codes, unit, table)):
+                if groups:
+                    columns = operand.columns(j) if many > 1 else [0] * operand.isa.floats
+                    lanes = [column // spec.group for column in columns]
+                    both = [f.shuffle(a, a, lanes) for a in (scale, offset)]
+                    weight = _scaled(f, operand, weight, *both)
+                f.store(weight, to, stride * (unit * operand.vectors + j))
     f.give()
     return f
 
 
-def _scaled(f: Function, operand: Operand, weight: Value, scale: Value, offset: Value) -> Value:
-    """weight * scale + offset, rounded to the operand's type; for u8, 128 more than that."""
+def _scaled(f: Function, operand: Operand, weight: Value, factor: Value, more: Value) -> Value:
+    """weight * factor + more, rounded to the operand's type; for u8, 128 more than that.
+
+    factor, more: fp32 for each lane of the sums.
+    """
     lanes = operand.isa.floats
     if operand.whole:
-        factor = f.splat(f.cast("fptosi", scale, I16), 2 * lanes)
-        shift = f.cast("fptosi", offset, I16) + (128 if operand.kind == "u8" else 0)
-        more = f.splat(shift, 2 * lanes)
+        # Numbers that come in pairs have the factor of their lane.
+        whole = vec(lanes, I32)
+        factor, more = (f.cast("fptosi", a, whole) & 0xFFFF for a in (factor, more))
+        factor, more = (f.bits(a | (a << 16), vec(2 * lanes, I16)) for a in (factor, more))
         if operand.kind == "i16":
             return weight * factor + more
+        more = more + 128
         pair = f.bits(weight, factor.kind)
         even, odd = (pair & 255) * factor + more, (pair >> 8) * factor + more
         return f.bits(even | (odd << 8), operand.vector)
-    factor, more = f.splat(scale, lanes), f.splat(offset, lanes)
     if operand.kind == "fp32":
         return f.fma(weight, factor, more)
     pair = f.bits(weight, vec(lanes, I32))
@@ -209,7 +217,7 @@ class _Product:
         factor, bias = (f.load(single, args.pointer(a), row << 2) for a in ("row", "bias"))
         value = f.fma(value, factor, bias)
         place = (args.number("n") * t + row) * (4 if self.dtype == F32 else 2)
-        f.store(_rounded(f, self.operand.isa, value, self.dtype), args.pointer("y"), place)
+        f.store(ir.rounded(f, value, self.dtype), args.pointer("y"), place)
 
 
 def _add_up(f: Function, parts: list[Value]) -> Value:
@@ -232,20 +240,3 @@ def _add_up(f: Function, parts: list[Value]) -> Value:
         half = lanes // 2
         total = f.shuffle(total, total, range(half)) + f.shuffle(total, total, range(half, lanes))
     return total
-
-
-def _rounded(f: Function, isa: Isa, value: Value, dtype: str) -> Value:
-    """fp32 as another type, rounded to the nearest even."""
-    if dtype == F32:
-        return value
-    count = ir.lanes(value.kind)
-
-    def kind(one: str) -> str:
-        return vec(count, one) if count > 1 else one
-
-    if dtype != BF16 or (isa.bf16 and count > 1):
-        return f.cast("fptrunc", value, kind(dtype))
-    bits = f.bits(value, kind(I32))
-    up = bits + ((bits >> 16) & 1) + 0x7FFF
-    nan = f.constant(0x7FC00000, bits.kind)
-    return f.cast("trunc", f.select(f.compare("uno", value, value), nan, up) >> 16, kind(I16))

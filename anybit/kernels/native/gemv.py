@@ -15,9 +15,8 @@ NAMES = (
     "next", "w", "table", "scale", "offset", "row", "bias", "x", "xsum", "xscale", "y",
     "n", "blocks", "m", "chunk", "shift",
 )  # fmt: skip
-AHEAD = 2048  # bytes between what is multiplied and what is asked of memory
 CHAIN = 16  # products that wait for each other; those of the next chain do not
-MOST_GROUPS = 2048  # of a row: their scales lie on the stack in fp32
+MOST_GROUPS = 1 << 14  # of a row: their scales lie on the stack in fp32
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,7 @@ class Few:
         group: columns that share a scale, at most a block; 0: there are row scales only.
         form: "" without offsets, "scaled": scale * (T + offset), "plain": scale * T + offset.
         m: activations that are multiplied at once.
+        dtype: LLVM's name of what y (M, N) is stored in.
     """
 
     codes: Codes | Vectors
@@ -37,11 +37,12 @@ class Few:
     group: int
     form: str
     m: int
+    dtype: str
 
 
 @cache
 def kernel(spec: Few) -> build.Kernel:
-    """The compiled kernel; its arguments are `NAMES`, y is (M, N) fp32."""
+    """The compiled kernel; its arguments are `NAMES`."""
     f = _Rows(spec).function
     return build.load(ir.module([f]), [f.name], spec.operand.isa)[0]
 
@@ -70,8 +71,6 @@ class _Rows:
             totals = [f.variable(zero) for _ in range(spec.m)]
             with f.loop(0, blocks) as b:
                 codes, x = f.at(w, b * step), f.at(args.pointer("x"), b * x_step)
-                for i in range(0, step, 64):
-                    f.prefetch(codes, AHEAD + i)
                 self._block(codes, x, b, totals)
             for i, total in enumerate(totals):
                 with f.when(f.compare("slt", f.integer(i), args.number("m"))):
@@ -82,33 +81,47 @@ class _Rows:
         """Add the products of a block to the totals of each activation."""
         f, spec, operand = self.function, self.spec, self.spec.operand
         m, size, zero = spec.m, operand.isa.bits // 8, f.zero(operand.sums)
+        small = 0 < spec.group < operand.codes  # groups whose scales lie in one vector
         units = spec.group // operand.codes or min(operand.units, CHAIN // operand.vectors)
+        first = b * self.per_block
         at = 0
         for unit in range(operand.units):
             if unit % units == 0:
                 sums = [zero] * m
-            for weight in spec.codes.unit(f, operand, codes, unit, self.table):
+            for j, weight in enumerate(spec.codes.unit(f, operand, codes, unit, self.table)):
                 for i in range(m):
                     number = f.load(operand.vector, x, (at * m + i) * size)
-                    sums[i] = operand.dot(f, sums[i], weight, number)
+                    sums[i] = operand.dot(f, zero if small else sums[i], weight, number)
                 at += 1
-            if (unit + 1) % units == 0:
-                self._add(sums, b * self.per_block + unit // units, totals)
+                if small:
+                    count = operand.codes // spec.group
+                    some = self._scale(vec(count, F32), first + unit * count)
+                    lanes = [column // spec.group for column in operand.columns(j)]
+                    self._add(sums, f.shuffle(some, some, lanes), totals)
+            if (unit + 1) % units == 0 and not small:
+                factor = None
+                if spec.group:
+                    one = self._scale(F32, first + unit // units)
+                    factor = f.splat(one, operand.isa.floats)
+                self._add(sums, factor, totals)
 
-    def _add(self, sums: list[Value], group: Value, totals: list[ir.Variable]) -> None:
-        """Add the sums of a group, scaled, to the totals."""
-        f, operand = self.function, self.spec.operand
-        if self.scales is None:
-            for total, part in zip(totals, sums, strict=True):
-                total.set(total.get() + part)
-            return
-        scale = f.load(F32, self.scales, group << 2, align=4)
-        if operand.whole:
-            scale = f.cast("fptosi", scale, I32)
-        factor = f.splat(scale, operand.isa.floats)
+    def _scale(self, kind: str, group: Value) -> Value:
+        """Scales of groups, as numbers of what is summed."""
+        assert self.scales is not None
+        scale = self.function.load(kind, self.scales, group << 2, align=4)
+        whole = I32 if kind == F32 else vec(ir.lanes(kind), I32)
+        return self.function.cast("fptosi", scale, whole) if self.spec.operand.whole else scale
+
+    def _add(self, sums: list[Value], factor: Value | None, totals: list[ir.Variable]) -> None:
+        """Add sums, scaled, to the totals."""
         for total, part in zip(totals, sums, strict=True):
             old = total.get()
-            total.set(old + part * factor if operand.whole else f.fma(part, factor, old))
+            if factor is None:
+                total.set(old + part)
+            elif self.spec.operand.whole:
+                total.set(old + part * factor)
+            else:
+                total.set(self.function.fma(part, factor, old))
 
     def _read_scales(self, r: Value) -> list[Value]:
         """Put a row's scales on the stack; the sums of its offsets for each activation."""
@@ -146,5 +159,6 @@ class _Rows:
                 total = total + shift * f.load(I32, args.pointer("xsum"), 4 * i)
             total = f.cast("sitofp", total, F32) * f.load(F32, args.pointer("xscale"), 4 * i)
         row, bias = (f.load(F32, args.pointer(name), r << 2) for name in ("row", "bias"))
-        place = (args.number("n") * i + r) << 2
-        f.store(f.fma(total, row, bias), args.pointer("y"), place)
+        place = (args.number("n") * i + r) * (4 if self.spec.dtype == F32 else 2)
+        y = ir.rounded(f, f.fma(total, row, bias), self.spec.dtype)
+        f.store(y, args.pointer("y"), place)

@@ -140,7 +140,7 @@ class Function:
         return self.constant(number, I64)
 
     def zero(self, kind: str) -> Value:
-        return Value(self, "zeroinitializer" if lanes(kind) > 1 else "0", kind)
+        return Value(self, "zeroinitializer" if kind.startswith("<") else "0", kind)
 
     def allocate(self, kind: str, count: int = 1, align: int = 64) -> Value:
         """Room for `count` values on the stack."""
@@ -320,3 +320,20 @@ def module(functions: Sequence[Function]) -> str:
     """The text of a module."""
     declared = sorted(set().union(*(f.declared for f in functions)))
     return "\n".join([*declared, *(f.text() for f in functions)])
+
+
+def rounded(f: Function, value: Value, dtype: str) -> Value:
+    """fp32 as another type, rounded to the nearest even, on any processor."""
+    if dtype == F32:
+        return value
+    count = lanes(value.kind)
+
+    def kind(one: str) -> str:
+        return vec(count, one) if count > 1 else one
+
+    if dtype != BF16:
+        return f.cast("fptrunc", value, kind(dtype))
+    bits = f.bits(value, kind(I32))
+    up = bits + ((bits >> 16) & 1) + 0x7FFF
+    nan = f.constant(0x7FC00000, bits.kind)
+    return f.cast("trunc", f.select(f.compare("uno", value, value), nan, up) >> 16, kind(I16))

@@ -12,7 +12,7 @@ from functools import cache
 from anybit.errors import InvalidInput
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object for each, which is looked up in every product
 class Isa:
     """A set of instructions.
 

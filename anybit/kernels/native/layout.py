@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anybit.core.planes import segments, words
-from anybit.kernels.native import build, ir
+from anybit.kernels.native import build, ir, memory
 from anybit.kernels.native.decode import BLOCK, RUN, place
 from anybit.kernels.native.ir import I8, I16, PTR, Arguments, Function, vec
 from anybit.kernels.native.isa import Isa
@@ -34,7 +34,7 @@ def lay_out(planes: tuple[Tensor, ...], bits: int, k: int, isa: Isa) -> Tensor:
     """
     n, blocks = len(planes[0]), blocks_of(k)
     step = BLOCK * bits // 8
-    out = torch.empty(n, blocks * step, dtype=torch.uint8)
+    out = memory.empty(n, blocks * step)
     at = 0
     for plane, width in zip(planes, segments(bits), strict=True):
         plane = plane.contiguous()

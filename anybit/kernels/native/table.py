@@ -16,9 +16,10 @@ from torch import Tensor
 from anybit.core.format import Grid
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
-from anybit.kernels.native.decode import BLOCK, RUN
+from anybit.kernels.native.decode import BLOCK
 
 CELLS = 1 << 22  # numbers that are decoded at a time
+LEAST = 4  # columns with scales of their own: fewer would cost more than 16 bits a weight
 
 
 class NoTable(InvalidInput):
@@ -180,8 +181,8 @@ def _first(table: Tensor) -> int | None:
 def _size(group: int) -> int:
     """The part of a group whose border no block cuts."""
     size = math.gcd(group, BLOCK)
-    if size < RUN:
-        raise NoTable(f"groups of {group} columns do not lie on borders of {RUN}")
+    if size < LEAST:
+        raise NoTable(f"groups of {group} columns do not lie on borders of {LEAST}")
     return size
 
 
