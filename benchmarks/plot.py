@@ -41,9 +41,9 @@ COLORS = {
 DASHES = ["-", "--", "-.", (0, (1, 1)), (0, (4, 1, 1, 1, 1, 1))]
 PANELS = {
     "1 to 3 bits": ("int1", "int2", "int3", "codebook"),
-    "4 bits": ("int4", "nf4", "liquid", "fp4", "sparse"),
-    "5 and 6 bits": ("int5", "int6", "fp5", "fp6"),
-    "7 and 8 bits": ("int7", "int8", "fp8"),
+    "4 bits": ("int4", "nf4", "fp4bnb", "liquid", "fp4", "mxfp4", "nvfp4", "sparse"),
+    "5 and 6 bits": ("int5", "int6", "fp5", "fp6", "mxfp6"),
+    "7 and 8 bits": ("int7", "int8", "fp8", "mxfp8"),
 }
 QUANTIZED = {
     "4 bits, 8-bit activations": ("int4", "liquid", "sparse"),

@@ -76,7 +76,7 @@ def weight(n: int, k: int, scheme: str, device: torch.device) -> Packed:
     w = torch.randn(n, k, device=device) / k**0.5
     packed = anybit.quantize_tensor(w, parse_scheme(scheme)[0])
     for tensor in packed.tensors().values():
-        dist.broadcast(tensor, 0)
+        dist.broadcast(tensor.view(torch.uint8), 0)  # gloo knows no floats of 8 bits
     return packed
 
 

@@ -31,7 +31,7 @@ def packed_weight(spec, n, k, seed=0):
     for name, entry in fmt.entries().items():
         shape = entry.shape(n, k)
         if entry.default_dtype.is_floating_point:
-            grid[name] = torch.rand(shape, generator=random).to(entry.default_dtype) + 0.5
+            grid[name] = (torch.rand(shape, generator=random) + 0.5).to(entry.default_dtype)
         else:
             grid[name] = torch.randint(1, 17, shape, generator=random).to(entry.default_dtype)
     return Packed.from_codes(fmt, (n, k), codes, grid)

@@ -61,7 +61,7 @@ class Entry:
 class Format:
     """A few-bit format of a weight W of shape (N outputs, K inputs).
 
-        W = values(codes, grid) * scale
+        W = values(codes, grid) * scales(grid)
 
     A subclass is a frozen dataclass whose fields are its options, decorated with `register`. It
     sets `bits` and implements `fit`, `encode` and `values`. The attributes below are all that the
@@ -72,7 +72,9 @@ class Format:
     `codes` are (N, K / width * books) unsigned integers, those of one position side by side. `grid`
     holds the named real tensors that codes refer to, each described by `entries`. The scale is a
     factor of its own so that a kernel may apply it where that is cheapest: to a weight, to the
-    partial sum of a group, or, when the whole row shares it, to the output.
+    partial sum of a group, or, when the whole row shares it, to the output. Where the scales of
+    groups have few bits, a grid may also hold "row_scale" (N, 1) fp32, which multiplies them:
+    kernels apply the two apart.
 
     Attributes:
         bits: Bits of one code, 1 to 8, or 16.
@@ -138,12 +140,21 @@ class Format:
         """
         raise NotImplementedError(f"{type(self).__name__}.values")
 
+    def scales(self, grid: Grid) -> Tensor:
+        """What values are multiplied by, (N, groups) fp32."""
+        scale, row = grid["scale"].float(), grid.get("row_scale")
+        return scale if row is None else scale * row
+
+    def row_factor(self, grid: Grid) -> Tensor | None:
+        """The factor (N, 1) fp32 of `scales` beside grid["scale"]; None where there is none."""
+        return grid.get("row_scale")
+
     # What follows from it.
 
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
         """Codes -> weights (N, K) fp32."""
         values = self.values(codes, grid)
-        w = ungroup(grouped(values, grid["scale"]) * grid["scale"].float()[..., None])
+        w = ungroup(grouped(values, grid["scale"]) * self.scales(grid)[..., None])
         return w[:, torch.argsort(grid["order"])] if self.order else w
 
     def at(self, grid: Grid, columns: slice) -> Grid:
@@ -360,6 +371,13 @@ def store_scale(scale: Tensor) -> Tensor:
     low, high = scale.abs().aminmax()
     fits = low >= HALF_NORMAL[0] and high <= HALF_NORMAL[1]
     return scale.to(torch.float16 if fits else torch.bfloat16)
+
+
+def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Positive scales in a dtype of a grid: to nearest, and neither zero nor infinite."""
+    info = torch.finfo(dtype)
+    least = info.tiny if dtype == torch.float8_e8m0fnu else info.tiny * info.eps
+    return scale.float().clamp(least, info.max).to(dtype)
 
 
 def known_formats() -> Iterator[tuple[str, type[Format]]]:

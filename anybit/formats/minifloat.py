@@ -91,7 +91,7 @@ class Minifloat(Format):
         return {"scale": store_scale(torch.maximum(high, -low) / self.largest)}
 
     def encode(self, w: Tensor, grid: Grid) -> Tensor:
-        inverse = 1 / grid["scale"].float()[..., None]
+        inverse = 1 / self.scales(grid)[..., None]
         return self.from_float(ungroup(grouped(w, grid["scale"]) * inverse))
 
     def values(self, codes: Tensor, grid: Grid) -> Tensor:

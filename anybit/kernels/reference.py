@@ -47,7 +47,7 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
 
 def operand_weight(packed: Packed, dtype: torch.dtype) -> Tensor:
     """(N, K) fp32: decoded weights whose unscaled values went through `dtype`."""
-    values, scale = packed.values().to(dtype).float(), packed.grid["scale"].float()
+    values, scale = packed.values().to(dtype).float(), packed.format.scales(packed.grid)
     return ungroup(grouped(values, scale) * scale[..., None])
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.core.format import Format, Grid, groups_of
+from anybit.core.format import Format, Grid, groups_of, round_scale
 from anybit.quantizers.rtn import CHUNK, RTN
 
 FACTORS = tuple(1 - 0.05 * step for step in range(14))  # of the range: 1 down to 0.35
@@ -55,7 +55,7 @@ def stretched(w: Tensor, fmt: Format, importance: Tensor | None, group: int) -> 
     grid = fmt.fit(w)
 
     def stretch(factor: float | Tensor) -> Grid:
-        return grid | {"scale": (grid["scale"].float() * factor).to(grid["scale"].dtype)}
+        return grid | {"scale": round_scale(grid["scale"].float() * factor, grid["scale"].dtype)}
 
     errors = [group_errors(w, fmt, stretch(f), importance, group) for f in STRETCH]
     return stretch(least(errors, STRETCH))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.core.format import Format, Grid, grouped
+from anybit.core.format import Format, Grid, grouped, round_scale
 from anybit.quantizers.rtn import RTN
 
 ROUNDS = 20
@@ -48,7 +48,7 @@ def half_quadratic(w: Tensor, fmt: Format) -> Grid:
     parts, best, beta = grouped(w, grid[key]), None, BETA
     kept = grid[key]
     for _ in range(ROUNDS):
-        scale = grid["scale"].float()[..., None]
+        scale = fmt.scales(grid)[..., None]
         values = grouped(fmt.values(fmt.encode(w, grid), grid), grid[key])
         error = parts / scale - values  # in units of the scale, so that beta suits every weight
         cost = error.abs().mul(scale).pow(P).sum(-1)
@@ -63,7 +63,8 @@ def half_quadratic(w: Tensor, fmt: Format) -> Grid:
             kept = kept.half()
         else:
             ratio = (values * target).sum(-1) / values.square().sum(-1).clamp_min(1e-12)
-            grid = grid | {"scale": (scale[..., 0] * ratio).clamp_min(1e-6).to(kept.dtype)}
+            new = (grid["scale"].float() * ratio).clamp_min(1e-6)
+            grid = grid | {"scale": round_scale(new, kept.dtype)}
         beta *= GROWTH
     return grid | {key: kept}
 

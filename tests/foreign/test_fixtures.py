@@ -16,9 +16,9 @@ CASES = sorted(path.name for path in FIXTURES.iterdir())
 EXACT = {  # what each one becomes; all its layers, or all but down_proj
     "aqlm_2x8": "codebook",
     "awq_gemm": "int4:group=16,zero",
-    "bnb_fp4_double": "codebook:m=1,v=1,b=4",
-    "bnb_nf4": "codebook:m=1,v=1,b=4",
-    "bnb_nf4_double": "codebook:m=1,v=1,b=4",
+    "bnb_fp4_double": "fp4bnb:group=32",
+    "bnb_nf4": "nf4:group=32",
+    "bnb_nf4_double": "nf4:group=32",
     "ct_4bit": "int4:group=16",
     "ct_mixed": "int3:group=16,zero",
     "ct_mixed_old": "int3:group=16,zero",

@@ -46,6 +46,8 @@ CASES = [
     ("int4:group=128", BRAIN, Tile(128, rows=256, stages=2), (130, 200, 256), 1),
     ("fp6@fp8", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
     ("int4@fp8", BRAIN, Tile(8, ctas=2), (6, 128, 256), 1),
+    ("mxfp4", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
+    ("nvfp4", HALF, Tile(8, ctas=2, split=2), (3, 128, 256), 1),
     ("sparse@int8", HALF, Tile(8, ctas=2), (8, 128, 384), 2),
     ("sparse:group=64", BRAIN, Tile(16, ctas=2, split=2), (9, 128, 384), 1),
     ("sparse", HALF, Tile(8, ctas=2), (5, 128, 256), 1),

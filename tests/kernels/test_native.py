@@ -94,11 +94,17 @@ def test_one_hot_activations_read_the_weights_back(spec: str, dtype: torch.dtype
     exact = vectors and dtype == torch.bfloat16 and not level.bf16
     decoded = reference.operand_weight(weight, torch.float32 if exact else dtype)
     expected = decoded.T.to(dtype)
+    # Where rows have a factor, the kernels multiply by it last, and the definition before.
+    twice = dtype == torch.float32 and weight.format.row_factor(weight.grid) is not None
+
+    def same(a: Tensor, b: Tensor) -> bool:
+        return torch.allclose(a, b, rtol=2.0**-22, atol=0) if twice else torch.equal(a, b)
+
     eye = torch.eye(weight.shape[1], dtype=dtype)
     for few in (1, 3):
         at = slice(510, 510 + few)
-        assert torch.equal(backend.linear(eye[at], prepared, None), expected[at])
-    assert torch.equal(backend.linear(eye, prepared, None), expected)
+        assert same(backend.linear(eye[at], prepared, None), expected[at])
+    assert same(backend.linear(eye, prepared, None), expected)
 
 
 @pytest.mark.parametrize("spec", ["int3", "int4:group=32", "int4:group=128,zero", "int5:zero",

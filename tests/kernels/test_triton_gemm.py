@@ -74,8 +74,8 @@ CODEBOOKS = [
 def spec_for(scheme: str) -> str:
     """Groups of the defaults do not divide K = 160."""
     fmt, activation = parse_scheme(scheme)
-    if fmt.spec == "liquid":
-        fmt = get_format("liquid:group=32")
+    if fmt.group == 64:
+        fmt = get_format(f"{fmt.spec}:group=32")
     return scheme_name(fmt, activation)
 
 

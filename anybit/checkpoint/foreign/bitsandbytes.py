@@ -19,8 +19,9 @@ from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
 from anybit.formats.codebook import Codebook
+from anybit.formats.table4 import TABLES, Table4
 
-KINDS = ("nf4", "fp4")
+NAMES = {"nf4": "nf4", "fp4": "fp4bnb"}  # of their types, and ours
 LARGEST_STATE = 1 << 16
 
 
@@ -66,17 +67,19 @@ def layer(part: Part) -> Layer:
     if k % block:
         reason = f"K={k} is no multiple of the block of {block}: blocks reach over the ends of rows"
         return Layer((n, k), used, None, decode, reason)
-    fmt = Codebook(m=1, v=1, b=4, group=0 if block == k else block)
+    name = NAMES[state["quant_type"]]
+    same = torch.equal(table.read(), torch.tensor(TABLES[name]))
+    fmt = Table4(group=block, table=name) if same else Codebook(1, 1, 4, block)
     dtypes = {"scale": torch.float32, "codebook": torch.float32}
     return Layer((n, k), used, fmt, read, dtypes=dtypes)
 
 
 def quant_state(part: Part) -> dict[str, Any]:
     """The JSON beside the weight, checked as far as sizes depend on it."""
-    found = [kind for kind in KINDS if part.has(f"weight.quant_state.bitsandbytes__{kind}")]
+    found = [kind for kind in NAMES if part.has(f"weight.quant_state.bitsandbytes__{kind}")]
     if len(found) != 1:
         raise InvalidInput(
-            f"{part.name}: has {len(found)} quant_states of {', '.join(KINDS)}, not 1"
+            f"{part.name}: has {len(found)} quant_states of {', '.join(NAMES)}, not 1"
         )
     stored = part.find(f"weight.quant_state.bitsandbytes__{found[0]}", (torch.uint8,))
     try:
@@ -86,6 +89,7 @@ def quant_state(part: Part) -> dict[str, Any]:
         sizes = [*state["shape"], state["blocksize"], state.get("nested_blocksize", 1)]
         if len(sizes) != 4 or not all(type(s) is int and s > 0 for s in sizes):
             raise InvalidInput(f"shape and block sizes are {sizes}")
+        state["quant_type"] = found[0]
         state["nested_offset"] = float(state.get("nested_offset", 0))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidInput(f"{part.name}: its quant_state cannot be read: {error!r}") from None

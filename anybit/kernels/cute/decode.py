@@ -157,7 +157,7 @@ class Decoder:
 
     def row_scale(self, packed: Packed) -> Tensor:
         """(N,) fp32: what an output is multiplied by."""
-        return packed.grid["scale"].float().flatten() * 2.0**self.shift
+        return packed.format.scales(packed.grid).flatten() * 2.0**self.shift
 
     def row_zero(self, packed: Packed) -> Tensor:
         """(N,) int32: subtracted from a sum of products, times the sum of the activations.
@@ -258,8 +258,11 @@ class HalfDecoder(Decoder):
         return torch.stack(parts, -1).view(torch.int16).to(torch.int32) & 0xFFFF
 
     def row_scale(self, packed: Packed) -> Tensor:
-        scale = packed.grid["scale"].float()
-        unit = self._unit(scale) if self.grid_words else scale
+        if not self.grid_words:
+            return packed.format.scales(packed.grid).flatten() * 2.0 ** (self.shift - self.lift)
+        unit = self._unit(packed.grid["scale"].float())
+        factor = packed.format.row_factor(packed.grid)
+        unit = unit if factor is None else unit * factor
         return unit.flatten() * 2.0 ** (self.shift - self.lift)
 
     def _unit(self, scale: Tensor) -> Tensor:
@@ -319,8 +322,10 @@ def decoder(fmt: Format, operand: str) -> Decoder | str:
     """
     if fmt.hopper_decode is None:
         return f"{type(fmt).__name__} has no hopper_decode"
-    if fmt.group and fmt.group not in (32, 64) and fmt.group % K_TILE:
-        return f"groups of {fmt.group} columns; it takes 32, 64 and multiples of {K_TILE}"
+    narrow = (16, 32, 64) if operand in MANTISSA else (32, 64)  # 16: a WGMMA of 16-bit operands
+    if fmt.group and fmt.group not in narrow and fmt.group % K_TILE:
+        listed = ", ".join(map(str, narrow))
+        return f"groups of {fmt.group} columns; it takes {listed} and multiples of {K_TILE}"
     found: Decoder | str = fmt.hopper_decode(operand)
     return found
 

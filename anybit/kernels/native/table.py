@@ -8,7 +8,7 @@ a format of a stranger is multiplied as fast as one of ours, or it is no table, 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,6 +70,13 @@ def probe(packed: Packed) -> Table:
     Raises:
         NoTable: it has none, with the reason.
     """
+    factor = packed.format.row_factor(packed.grid)
+    table = _probe(packed)
+    return table if factor is None else replace(table, row=table.row * factor.flatten())
+
+
+def _probe(packed: Packed) -> Table:
+    """`probe` without the row's factor."""
     fmt, k = packed.format, packed.shape[1]
     entries = fmt.entries()
     counts = {a: t.shape[1] for a, t in packed.grid.items() if entries[a].table is None}

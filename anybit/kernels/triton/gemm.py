@@ -26,10 +26,11 @@ MOST_SUMS = 64  # of a thread, up to which it has registers for a group's sums a
 
 @triton.jit(do_not_specialize=["M", "SPLIT"])
 def gemm(
-    x, x_scale, words, scale, grid, bias, y, partial, locks,
+    x, x_scale, words, scale, grid, factor, bias, y, partial, locks,
     M, N, K, PADDED, PIECES, X_STRIDE, SPLIT,
     LAYOUT: tl.constexpr, DECODE: tl.constexpr, MODE: tl.constexpr, HAS_X_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr,
     SHARED: tl.constexpr, CUT: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
     BAND: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +68,10 @@ def gemm(
             )  # fmt: skip
 
     if not SHARED:
-        _store(acc, x_scale, scale, bias, y, n, m, M, N, MODE, HAS_X_SCALE, HAS_BIAS)
+        _store(
+            acc, x_scale, scale, factor, bias, y, n, m, M, N,
+            MODE, HAS_X_SCALE, HAS_FACTOR, HAS_BIAS,
+        )  # fmt: skip
     else:
         tiles = tiles_m * tiles_n
         at = tl.arange(0, ROWS)[:, None] + tl.arange(0, TOKENS)[None, :] * ROWS
@@ -80,7 +84,10 @@ def gemm(
                 theirs = partial + (tl.cast(other, tl.int64) * tiles + tile) * (ROWS * TOKENS)
                 acc += tl.load(theirs + at)
             tl.store(locks + tile, 0)
-            _store(acc, x_scale, scale, bias, y, n, m, M, N, MODE, HAS_X_SCALE, HAS_BIAS)
+            _store(
+                acc, x_scale, scale, factor, bias, y, n, m, M, N,
+                MODE, HAS_X_SCALE, HAS_FACTOR, HAS_BIAS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -125,13 +132,16 @@ def _piece(
 
 @triton.jit
 def _store(
-    acc, x_scale, scale, bias, y, n, m, M, N,
-    MODE: tl.constexpr, HAS_X_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    acc, x_scale, scale, factor, bias, y, n, m, M, N,
+    MODE: tl.constexpr, HAS_X_SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Scales of rows and tokens and the bias, in fp32; then the output's dtype."""
     acc = acc.to(tl.float32)
     if MODE == "row":
         acc *= tl.load(scale + n).to(tl.float32)[:, None]
+    if HAS_FACTOR:
+        acc *= tl.load(factor + n)[:, None]
     if HAS_X_SCALE:
         acc *= tl.load(x_scale + m, mask=m < M, other=0)[None, :]
     if HAS_BIAS:
@@ -142,8 +152,8 @@ def _store(
 
 @triton.jit
 def dense(
-    words, scale, grid, w, N, K, PADDED,
-    LAYOUT: tl.constexpr, DECODE: tl.constexpr, ROWS: tl.constexpr,
+    words, scale, grid, factor, w, N, K, PADDED,
+    LAYOUT: tl.constexpr, DECODE: tl.constexpr, HAS_FACTOR: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The decoded weight (N, K) in w's dtype; a program writes ROWS rows of a granule."""
     DTYPE: tl.constexpr = w.dtype.element_ty
@@ -159,6 +169,8 @@ def dense(
         if lang.new_groups(LAYOUT, j):
             value = grid_of(grid, first, n, PADDED, LAYOUT)
         s = load_grid(scale, GROUP, COLUMNS, 1, first, n, PADDED)
+        if HAS_FACTOR:
+            s = s.to(tl.float32) * tl.load(factor + n)[:, None]
         v = (
             DECODE(FORMAT, (words_of(tiles, j, LAYOUT, 1), j, LAYOUT, DTYPE, value))
             .to(DTYPE)
@@ -273,7 +285,7 @@ def launch(
     tile: Tile,
 ) -> None:
     """y (M, N) = x (M, K) W^T, with x's scales (M,) and a bias (N,) where there are any."""
-    words, scale, grid, locks = split(layout, prepared)
+    words, scale, grid, factor, locks = split(layout, prepared)
     (m, k), n = x.shape, y.shape[1]
     # A cut tile is decoded before it has the operand's layout, as `lang.multiply_add` needs it.
     most = layout.fields if layout.unit == 16 else 1
@@ -290,11 +302,13 @@ def launch(
     accumulator = torch.int32 if x.dtype == torch.int8 and mode == "row" else torch.float32
     size = (parts, tiles, tile.rows * tile.tokens) if parts > 1 else (0,)
     gemm[(tiles, parts)](
-        x, x_scale, words, scale, grid, bias, y, x.new_empty(size, dtype=accumulator), locks,
+        x, x_scale, words, scale, grid, factor, bias, y,
+        x.new_empty(size, dtype=accumulator), locks,
         m, n, k, words[0].shape[2], pieces, x.stride(0), parts,
         LAYOUT=layout, DECODE=lang.jit(type(layout.fmt).triton_decode), MODE=mode,
-        HAS_X_SCALE=x_scale is not None, HAS_BIAS=bias is not None,
-        EVEN_K=k % layout.granule == 0, TOKENS=tile.tokens, ROWS=tile.rows, SHARED=parts > 1,
+        HAS_X_SCALE=x_scale is not None, HAS_FACTOR=factor is not None,
+        HAS_BIAS=bias is not None, EVEN_K=k % layout.granule == 0,
+        TOKENS=tile.tokens, ROWS=tile.rows, SHARED=parts > 1,
         CUT=cut, STEPS=steps, STAGES=tile.stages, BAND=BAND,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -332,9 +346,10 @@ def fitted(tile: Tile, layout: Layout, x: Tensor) -> Tile:
 
 def launch_dense(prepared: list[Tensor], layout: Layout, w: Tensor) -> None:
     """Decode the weight into w (N, K), contiguous, fp16 or bf16."""
-    words, scale, grid, _ = split(layout, prepared)
+    words, scale, grid, factor, _ = split(layout, prepared)
     n, k = w.shape
     dense[(layout.granules(k), triton.cdiv(n, DENSE_ROWS))](
-        words, scale, grid, w, n, k, words[0].shape[2], LAYOUT=layout,
-        DECODE=lang.jit(type(layout.fmt).triton_decode), ROWS=DENSE_ROWS,
+        words, scale, grid, factor, w, n, k, words[0].shape[2], LAYOUT=layout,
+        DECODE=lang.jit(type(layout.fmt).triton_decode), HAS_FACTOR=factor is not None,
+        ROWS=DENSE_ROWS,
     )  # fmt: skip

@@ -7,6 +7,7 @@ by field, each with `lanes` neighbouring columns of x: nothing is shuffled, neit
 
     words[book * planes + plane]: (granules, tiles, padded N, lanes), int16 or int8
     grid tensor with groups:      (groups, padded N), transposed so that rows lie side by side
+    factor of the rows' scales:   (padded N,) fp32, where groups' scales have few bits
     table:                        as it is
 """
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from anybit.core.format import Entry, Format
+from anybit.core.format import Entry, Format, Grid
 from anybit.core.packed import Packed
 from anybit.core.planes import segments
 
@@ -127,8 +128,15 @@ class Layout:
 
     @property
     def grid(self) -> tuple[tuple[str, Entry], ...]:
-        """Grid tensors but the scale, in the order in which kernels get them."""
-        return tuple((name, e) for name, e in self.fmt.entries().items() if name != "scale")
+        """Grid tensors but the scales, in the order in which kernels get them."""
+        entries = self.fmt.entries().items()
+        return tuple((name, e) for name, e in entries if name not in ("scale", "row_scale"))
+
+    @property
+    def factored(self) -> bool:
+        """Whether groups' scales have few bits, and rows a factor in fp32."""
+        entries = self.fmt.entries()
+        return "row_scale" in entries or entries["scale"].dtype == torch.float8_e8m0fnu
 
     @property
     def grid_groups(self) -> tuple[int, ...]:
@@ -184,7 +192,7 @@ def layout_of(fmt: Format, activation: str | None) -> Layout:
 
 
 def prepare(packed: Packed, activation: str | None) -> list[Tensor]:
-    """Words of every book and plane, the scale, the other grid tensors, and split-K locks."""
+    """Words of every book and plane, the scale, the other grid tensors, factors, split-K locks."""
     layout = layout_of(packed.format, activation)
     n, k = packed.shape
     rows = -(-n // ROWS) * ROWS
@@ -193,14 +201,32 @@ def prepare(packed: Packed, activation: str | None) -> list[Tensor]:
     for book in range(packed.format.books):
         out += _words(codes[:, :, book], layout, rows, k)
     padded_k = layout.granules(k) * layout.granule
+    scale, factor = _scales(packed.format, packed.grid) if layout.factored else (None, None)
     for name, entry in (("scale", packed.format.entries()["scale"]), *layout.grid):
-        t = packed.grid[name]
+        t = packed.grid[name] if scale is None or name != "scale" else scale
         if entry.table is None:  # (N, groups) -> (groups, N); padding is 0, a number like any other
             groups = -(-padded_k // entry.group) if entry.group else 1
             t = pad(t, (0, groups - t.shape[1], 0, rows - n)).T
         out.append(t.contiguous())
+    if factor is not None:
+        out.append(pad(factor.flatten(), (0, rows - n)))
     out.append(torch.zeros(LOCKS, dtype=torch.int32, device=codes.device))
     return out
+
+
+def _scales(fmt: Format, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Scales of 8 bits as exact numbers of 16, (N, groups), and the row's factor (N, 1) fp32.
+
+    Powers of two become those that are left beside the row's largest, so that their products with
+    values are within fp16's range.
+    """
+    scale, factor = grid["scale"].float(), fmt.row_factor(grid)
+    if grid["scale"].dtype == torch.float8_e8m0fnu:
+        largest = scale.amax(1, keepdim=True)
+        scale, factor = scale / largest, largest if factor is None else largest * factor
+        return scale.bfloat16(), factor
+    assert factor is not None
+    return scale.half(), factor
 
 
 def _words(codes: Tensor, layout: Layout, rows: int, k: int) -> list[Tensor]:
@@ -223,10 +249,12 @@ def _words(codes: Tensor, layout: Layout, rows: int, k: int) -> list[Tensor]:
 
 def split(
     layout: Layout, prepared: list[Tensor]
-) -> tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...], Tensor]:
-    """Prepared tensors -> words, scale, the other grid tensors, locks."""
+) -> tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...], Tensor | None, Tensor]:
+    """Prepared tensors -> words, scale, the other grid tensors, factor of rows or None, locks."""
     count = layout.fmt.books * len(layout.segments)
-    return tuple(prepared[:count]), prepared[count], tuple(prepared[count + 1 : -1]), prepared[-1]
+    words, scale, *rest, locks = tuple(prepared[:count]), *prepared[count:]
+    factor = rest.pop() if layout.factored else None
+    return words, scale, tuple(rest), factor, locks
 
 
 def nbytes(layout: Layout, shape: tuple[int, int]) -> int:

@@ -121,7 +121,7 @@ def launch(
     tile: Tile,
 ) -> None:
     """y (M, N) = x (M, K) W^T, a launch of programs for every token."""
-    words, scale, grid, locks = split(layout, prepared)
+    words, scale, grid, _, locks = split(layout, prepared)
     (m, k), n = x.shape, y.shape[1]
     padded = words[0].shape[2]
     rows = tile.rows if padded % tile.rows == 0 else PADDED_ROWS
