@@ -1,4 +1,4 @@
-"""The `mma.sync` family without a GPU: which kernels there are, who is refused, what is launched."""
+"""The `mma.sync` family without a GPU: its kernels, who is refused, what is launched."""
 
 import ctypes
 import json
