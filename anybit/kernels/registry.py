@@ -15,6 +15,7 @@ from anybit.kernels.backend import Backend, Grouped, LayerSpec
 # a layer on such a device first asks.
 BACKENDS: dict[str, tuple[Backend | str, tuple[str, ...]]] = {
     "hopper": ("anybit.kernels.hopper.backend", ("cuda",)),
+    "mma": ("anybit.kernels.mma.backend", ("cuda",)),
     "triton": ("anybit.kernels.triton.backend", ("cuda",)),
     "native": ("anybit.kernels.native.backend", ("cpu",)),
     "cpu": ("anybit.kernels.cpu", ("cpu",)),

@@ -78,6 +78,15 @@ class Emulated:
         assert not counters.any()
         return y
 
+    def decode(self, layout: list[Tensor], shape: tuple[int, int]) -> Tensor:
+        """W (N, K)."""
+        n, k = shape
+        y = torch.full(shape, torch.nan, dtype=self.dtype)
+        grid = -(-n // self.kernel.tile.rows) * k // 128
+        arguments = [0, *(array(t) for t in layout), 0, 0, 0, array(y), 0, 0, 1, n, k]
+        self.machine.launch(arguments, grid, self.kernel.tile.threads, self.shared)
+        return y
+
     def used(self, tensor: Tensor | None) -> np.ndarray | InUse | int:
         """Memory that the previous kernel may still use where launches overlap."""
         found = array(tensor)

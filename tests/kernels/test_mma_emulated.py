@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybit.kernels.mma.tiles import Tile
+from anybit.kernels.mma.tiles import DECODE, Tile
 from anybit.kernels.reference import operand_weight
 from tests.kernels.mma import Emulated, Tokens, kernel_of
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-NARROW = Tile(8, 2, 4, 3, narrow=True)
+NARROW = Tile(8, 2, 4, 3, kind="narrow")
 # scheme, dtype of y, tile, (M, N, K), CTAs, architecture, overlap
 Case = tuple[str, torch.dtype, Tile, tuple[int, int, int], int, str, bool]
 CASES: list[Case] = [
     ("liquid@int8", BRAIN, NARROW, (5, 40, 768), 0, "sm_80", False),
-    ("int4:group=128", BRAIN, Tile(16, 1, 8, 2, narrow=True), (13, 24, 1152), 0, "sm_80", False),
+    ("int4:group=128", BRAIN, Tile(16, 1, 8, 2, kind="narrow"), (13, 24, 1152), 0, "sm_80", False),
     ("fp6", HALF, NARROW, (3, 32, 640), 0, "sm_90", True),
-    ("fp6@fp8", BRAIN, Tile(16, 2, 4, 3, narrow=True), (16, 32, 512), 0, "sm_89", False),
+    ("fp6@fp8", BRAIN, Tile(16, 2, 4, 3, kind="narrow"), (16, 32, 512), 0, "sm_89", False),
     ("liquid@int8", BRAIN, Tile(16, 2, 4, 3), (17, 136, 384), 2, "sm_80", False),
     ("int3:group=32,zero", HALF, Tile(32, 2, 4, 3), (20, 136, 256), 3, "sm_86", False),
 ]
@@ -47,6 +47,18 @@ def check(case: Case, seeds: int = 2) -> None:
     error = (results[0].double() - want).norm() / want.norm()
     assert error < (1e-3 if dtype == HALF else 5e-3), error
     assert all(torch.equal(r, results[0]) for r in results)  # whatever the order of events
+
+
+def test_a_weight_is_decoded() -> None:
+    """In fp16 and bf16, with what no whole tile covers."""
+    for scheme, dtype in (("fp6", HALF), ("int3:group=32,zero", BRAIN)):
+        emulated = Emulated(scheme, dtype, kernel_of(scheme, dtype, DECODE))
+        packed = emulated.weight(72, 256)
+        y = emulated.decode(emulated.layout(packed), (72, 256))
+        want = operand_weight(packed, dtype)
+        assert (y.float() - want).abs().max() <= torch.finfo(dtype).eps * 1.51 * want.abs().max()
+        if scheme == "fp6":
+            assert torch.equal(y, packed.dequantize().to(dtype))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[2].name}-{c[5]}")

@@ -127,3 +127,11 @@ def error_text(error: int) -> str:
     text = ctypes.c_char_p()
     driver().cuGetErrorString(error, ctypes.byref(text))
     return f"{(text.value or b'unknown error').decode()} ({error})"
+
+
+@cache
+def driver_version() -> int:
+    """The CUDA version of the driver, such as 13000."""
+    version = ctypes.c_int()
+    call("cuDriverGetVersion", ctypes.byref(version))
+    return version.value

@@ -54,12 +54,14 @@ class Product:
         self.columns = self.token_bytes // 16  # pieces of a token in a K tile
         self.steps = self.token_bytes // 32  # products along a K tile
         self.blocks = self.tokens // 8
+        self.shared_bytes = shared_bytes(t, d)
 
     def compile(self) -> Compiled:
         """For the architecture of the kernel."""
         out = TYPES[self.out]
         pointers = [(TYPES[self.activation], 16), (Uint8, 128), (Float32, 4), (Int32, 4),
-                    (Float32, 4), (Int32, 4), (out, 2), (out, 16), (Float32, 16), (Int32, 4)]  # fmt: skip
+                    (Float32, 4), (Int32, 4), (out, 2), (out, 16), (Float32, 16),
+                    (Int32, 4)]  # fmt: skip
         return compile_program(self, pointers, 4, self.spec.architecture)
 
     @cute.jit
@@ -83,9 +85,7 @@ class Product:
     ):
         @cute.struct
         class Shared:
-            data: cute.struct.Align[
-                cute.struct.MemRange[Uint8, shared_bytes(self.tile, self.decoder)], 256
-            ]
+            data: cute.struct.Align[cute.struct.MemRange[Uint8, self.shared_bytes], 256]
 
         self.shared = Shared
         self.kernel(

@@ -9,7 +9,7 @@ from typing import Any
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from anybit.kernels.cute.ptx import asm, several, slots, width
+from anybit.kernels.cute.ptx import PAIR, asm, several, slots, width
 
 PRODUCTS = {  # by the dtype of tokens: shape, types, type of sums
     "int8": ("m16n8k32", "s32.u8.s8.s32", Int32),
@@ -98,6 +98,30 @@ def load_half(address: Int64, dtype: str, *, loc: Any = None, ip: Any = None) ->
     else:  # `cvt` from bf16 is sm_90's
         text = "{ .reg .b16 h, z; mov.b16 z, 0; ld.global.b16 h, [$1]; mov.b32 $0, {z, h}; }"
     return several(1, Float32, [Int64(address)], text, "l", True, {"loc": loc, "ip": ip})[0]
+
+
+@dsl_user_op
+def load_words(address: Int64, n: int, at: int, *, loc: Any = None, ip: Any = None) -> list:
+    """1, 2 or 4 consecutive words that nobody writes while this kernel runs."""
+    text = f"ld.global.nc{width(n)}.b32 {slots(0, n)}, [${n}+{at}];"
+    return several(n, Uint32, [Int64(address)], text, "l", False, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def scale_pair(
+    word: Uint32, scale: Float32, dtype: str, *, loc: Any = None, ip: Any = None
+) -> Uint32:
+    """Two fp16 or bf16 numbers times an fp32 number, rounded once."""
+    split = {
+        "float16": "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; }",
+        "bfloat16": "shl.b32 a, $1, 16; and.b32 b, $1, 0xFFFF0000;",
+    }[dtype]
+    text = (
+        f"{{ .reg .f32 a, b; {split} mul.f32 a, a, $2; mul.f32 b, b, $2; "
+        f"cvt.rn.{PAIR[dtype]}.f32 $0, b, a; }}"
+    )
+    args = [Uint32(word), Float32(scale)]
+    return Uint32(asm(T.i32(), args, text, "=r,r,f", False, {"loc": loc, "ip": ip}))
 
 
 @dsl_user_op

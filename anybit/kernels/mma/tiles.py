@@ -4,7 +4,7 @@ Nothing here is a table of shapes. A tile follows from the problem, from the byt
 and from what the GPU says of itself.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -16,9 +16,13 @@ from anybit.kernels.mma.launch import MmaArguments
 RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
 NARROW = 16  # most tokens of `narrow.py`
 FLAG = 256  # bytes behind the ring of `gemm.py`, for one word
+COUNTERS = 1 << 16  # tiles that CTAs may share
+DENSE_FROM = 512  # tokens; an estimate, see `decodes`
 LEAST_UNITS = 4  # K tiles that a CTA of `gemm.py` should have
 # What CuTe DSL compiles for. A GPU runs what is made for a smaller second number.
-ARCHITECTURES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))  # fmt: skip
+ARCHITECTURES = (
+    (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class Tile:
         warps: of a CTA.
         stages: K tiles of a ring.
         ctas: that should fit a multiprocessor.
-        narrow: warps split K (`narrow.py`), instead of rows (`gemm.py`).
+        kind: "narrow", whose warps split K; "gemm", whose warps split rows; "decode", whose warps
+            write 16 decoded rows each and multiply nothing.
     """
 
     tokens: int
@@ -74,11 +79,11 @@ class Tile:
     warps: int = 4
     stages: int = 4
     ctas: int = 2
-    narrow: bool = False
+    kind: str = "gemm"
 
     @property
     def rows(self) -> int:
-        return 16 * self.slices * (1 if self.narrow else self.warps)
+        return 16 * self.slices * (1 if self.kind == "narrow" else self.warps)
 
     @property
     def threads(self) -> int:
@@ -86,11 +91,13 @@ class Tile:
 
     @property
     def name(self) -> str:
-        kind = "narrow" if self.narrow else "gemm"
         return (
-            f"{kind}_{self.rows}x{self.tokens}_{self.warps}warps_{self.stages}stages_"
+            f"{self.kind}_{self.rows}x{self.tokens}_{self.warps}warps_{self.stages}stages_"
             f"{self.ctas}ctas"
         )
+
+
+DECODE = Tile(8, 1, 4, 1, 1, "decode")
 
 
 @dataclass(frozen=True)
@@ -123,9 +130,8 @@ class Kernel:
     def name(self) -> str:
         d = self.decoder
         overlap = "_overlap" if self.overlap else ""
-        return (
-            f"{d.bits}bit_{d.operand}_{self.tile.name}_{self.output}_{self.architecture}{overlap}"
-        )
+        target = f"{self.output}_{self.architecture}{overlap}"
+        return f"{d.bits}bit_{d.operand}_{self.tile.name}_{target}"
 
     @property
     def header(self) -> dict[str, int]:
@@ -137,10 +143,10 @@ class Kernel:
 
     def generate(self) -> Compiled:
         """The kernel, compiled for its architecture; needs CuTe DSL."""
-        from anybit.kernels.mma import gemm, narrow
+        from anybit.kernels.mma import decode, gemm, narrow
 
-        program = narrow.Narrow if self.tile.narrow else gemm.Gemm
-        compiled: Compiled = program(self).compile()
+        programs = {"narrow": narrow.Narrow, "gemm": gemm.Gemm, "decode": decode.Decode}
+        compiled: Compiled = programs[self.tile.kind](self).compile()
         return compiled
 
 
@@ -162,15 +168,17 @@ def stage_bytes(tile: Tile, decoder: Decoder) -> int:
 
     Code words of every thread, grid words of every slice, tokens; the latter on whole 256 bytes.
     """
-    slices = tile.slices if tile.narrow else tile.slices * tile.warps
+    slices = tile.slices if tile.kind == "narrow" else tile.slices * tile.warps
     weights = slices * (256 * decoder.bits + grid_bytes(decoder))
     return -(-weights // 256) * 256 + tile.tokens * token_bytes(decoder)
 
 
 def shared_bytes(tile: Tile, decoder: Decoder) -> int:
     """Of a CTA."""
-    rings = tile.warps if tile.narrow else 1
-    return rings * tile.stages * stage_bytes(tile, decoder) + (0 if tile.narrow else FLAG)
+    if tile.kind == "decode":
+        return 0
+    rings, flag = (tile.warps, 0) if tile.kind == "narrow" else (1, FLAG)
+    return rings * tile.stages * stage_bytes(tile, decoder) + flag
 
 
 # Choices.
@@ -184,7 +192,7 @@ def fitted(tile: Tile, decoder: Decoder, gpu: Gpu, least: int, most: int) -> Til
     for ctas in range(tile.ctas, 0, -1):
         room = min(gpu.shared, gpu.shared_of_sm // ctas - RESERVED)
         for stages in range(most, least - 1, -1):
-            found = Tile(tile.tokens, tile.slices, tile.warps, stages, ctas, tile.narrow)
+            found = replace(tile, stages=stages, ctas=ctas)
             if shared_bytes(found, decoder) <= room:
                 return found
     return None
@@ -193,7 +201,36 @@ def fitted(tile: Tile, decoder: Decoder, gpu: Gpu, least: int, most: int) -> Til
 @cache
 def choose(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     """The tile for M tokens and N rows; None where shared memory is too small for any."""
+    if decodes(decoder, m):
+        return DECODE
     return narrow(decoder, gpu, m, n) if m <= NARROW else wide(decoder, gpu, m)
+
+
+def decodes(decoder: Decoder, m: int) -> bool:
+    """Whether the weight is decoded once, for the library's product.
+
+    A copy costs as much as writing and reading it. If `gemm.py` reaches 45 % of the tensor cores'
+    peak, the library 75 %, and a GPU does 160 operations for a byte of its memory (A100, RTX 4090),
+    that is made good from some 400 tokens on. With 8-bit operands the peak is twice as high, and
+    the library has no faster product.
+    """
+    return decoder.slot == 16 and m >= DENSE_FROM
+
+
+def kernel_for(decoder: Decoder, gpu: Gpu, m: int, n: int, output: str) -> Kernel | None:
+    """The kernel for M tokens, N rows and a dtype of y; None where there is none."""
+    tile, architecture = choose(decoder, gpu, m, n), gpu.architecture
+    if tile is None or architecture is None:
+        return None
+    overlap = tile.kind == "narrow" and gpu.capability[0] == 9  # not tried on others
+    return Kernel(decoder, tile, output, architecture, overlap)
+
+
+def family(decoder: Decoder, gpu: Gpu, n: int, output: str) -> list[Kernel]:
+    """The kernels that any number of tokens and N rows take; none if one is missing."""
+    counts = (1, NARROW, NARROW + 1, 32, 64, 128, DENSE_FROM)
+    found = [kernel_for(decoder, gpu, m, n, output) for m in counts]
+    return [] if None in found else [kernel for kernel in dict.fromkeys(found) if kernel]
 
 
 def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
@@ -204,11 +241,9 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     tokens = 8 if m <= 8 else 16
     slices = 2 if -(-n // 32) >= 0.75 * gpu.multiprocessors else 1
     alone = -(-n // (16 * slices)) <= gpu.multiprocessors
-    shapes = [Tile(tokens, slices, 8, ctas=1, narrow=True)] if alone else []
-    shapes += [
-        Tile(tokens, slices, 4, ctas=3, narrow=True),
-        Tile(tokens, 1, 4, ctas=3, narrow=True),
-    ]
+    shapes = [Tile(tokens, slices, 8, ctas=1)] if alone else []
+    shapes += [Tile(tokens, s, 4, ctas=3) for s in (slices, 1)]
+    shapes = [replace(tile, kind="narrow") for tile in shapes]
     found = (fitted(t, decoder, gpu, least, 5 if alone else 4) for least in (3, 2) for t in shapes)
     return next((tile for tile in found if tile), None)
 
@@ -235,6 +270,6 @@ def grid(tile: Tile, gpu: Gpu, m: int, n: int, k: int) -> int:
     tiles = tiles_of(tile, m, n)
     places = gpu.multiprocessors * tile.ctas
     waves = -(-tiles // places)
-    if tile.narrow or tiles >= 0.8 * waves * places:
+    if tile.kind != "gemm" or tiles >= 0.8 * waves * places or tiles > COUNTERS:
         return tiles
     return max(1, min(places, tiles * (k // K_TILE) // LEAST_UNITS))

@@ -1,0 +1,62 @@
+"""The backend for NVIDIA GPUs from Ampere on that have no kernels of their own: CuTe DSL, mma.sync.
+
+It takes the formats whose codes are numbers, in Hopper's layout. Its kernels were measured on few
+GPUs, so each must pass a self-test on the GPU at hand before it is used (`selftest.py`).
+"""
+
+import torch
+from torch import Tensor
+
+from anybit.core.packed import Packed
+from anybit.kernels.backend import Activations, LayerSpec, Prepared, check_half, refuse_dtype
+from anybit.kernels.cute import operands
+from anybit.kernels.cute.jit import kernel_file, missing_kernels
+from anybit.kernels.mma import linear as products
+from anybit.kernels.mma import selftest
+from anybit.kernels.mma.tiles import gpu_of
+
+OLDEST = (8, 0)  # the first architecture with bf16 tensor cores and cp.async
+OLDEST_FP8 = (8, 9)
+
+own_layout = True
+
+
+def refuse(layer: LayerSpec) -> str | None:
+    if any(entry.table for entry in layer.format.entries().values()):
+        return "multiplies codes that are numbers, not rows of a table"
+    if reason := refuse_dtype(layer.dtype) or operands.refuse_format(layer):
+        return reason
+    gpu, name = gpu_of(layer.device), torch.cuda.get_device_name(layer.device)
+    if gpu.capability[0] == 9:
+        return "on an H100 or H200, `hopper` has kernels of its own"
+    if gpu.capability < OLDEST or gpu.architecture is None:
+        return f"needs a GPU of sm_80 or later that CuTe DSL compiles for, not {name}"
+    if layer.activation == "fp8" and gpu.capability < OLDEST_FP8:
+        return f"fp8 products need a GPU of sm_89 or later, not {name}"
+    dtypes = [torch.float16, torch.bfloat16] if layer.dtype is None else [layer.dtype]
+    kernels = [k for dtype in dtypes for k in selftest.kernels_of(layer, dtype, gpu)]
+    if not kernels:
+        return f"its tiles do not fit into the shared memory of {name}: {gpu.shared} bytes"
+    if reason := missing_kernels([kernel_file(kernel) for kernel in kernels]):
+        return reason
+    return selftest.refuse(layer, kernels)
+
+
+def decodes(activation: str | None) -> bool:
+    return False
+
+
+def prepare(
+    packed: Packed,
+    activation: str | None,
+    dtype: torch.dtype | None = None,
+    decoded: bool = False,
+) -> Prepared:
+    """See `operands.prepare`."""
+    return operands.prepare(packed, activation, dtype)
+
+
+def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
+    """x (M, K) in fp16 or bf16 -> (M, N)."""
+    check_half(x, "mma")
+    return products.linear(x, prepared, bias)

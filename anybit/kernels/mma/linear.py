@@ -1,0 +1,130 @@
+"""Products of the `mma.sync` family: which kernel, its workspace, its launch."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit.core.format import Format
+from anybit.errors import Unsupported
+from anybit.kernels.backend import Activations, Prepared
+from anybit.kernels.cute.jit import built
+from anybit.kernels.cute.operands import NAMES, decoder_for, tokens
+from anybit.kernels.mma import tiles
+from anybit.kernels.mma.launch import MmaLauncher
+from anybit.kernels.mma.tiles import COUNTERS, Kernel, gpu_of
+
+
+def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
+    """x (M, K) in fp16 or bf16 -> (M, N)."""
+    return multiply(*tokens(x, prepared), prepared, bias, x.dtype)
+
+
+def multiply(
+    x: Tensor,
+    scale: Tensor | None,
+    sums: Tensor | None,
+    prepared: Prepared,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    kernel: Kernel | None = None,
+    grid: int = 0,
+) -> Tensor:
+    """One product: x (M, K) as the tensor core takes it -> (M, N) in `dtype`.
+
+    Args:
+        x: Contiguous.
+        scale: (M,) fp32, and `sums` (M,) int32: of quantized activations.
+        prepared: By `operands.prepare`.
+        bias: (N,), or None.
+        dtype: Of y.
+        kernel: Instead of the rule's.
+        grid: CTAs, instead of the rule's; 0: the rule's.
+    """
+    m, (n, k) = len(x), prepared.shape
+    device = x.device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return multiply(x, scale, sums, prepared, bias, dtype, kernel, grid)
+    if bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)
+    if kernel is None:
+        kernel, count = chosen(prepared.format, x.dtype, m, n, k, dtype, device)
+        grid = grid or count
+    if kernel.tile.kind == "decode":
+        return torch.nn.functional.linear(x, decoded(x, kernel, prepared), bias)
+    y = torch.empty(m, n, dtype=dtype, device=device)
+    if not m:
+        return y
+    tile, work, counters = kernel.tile, None, None
+    grid = grid or tiles.grid(tile, gpu_of(device), m, n, k)
+    if tile.kind == "gemm" and grid != tiles.tiles_of(tile, m, n):
+        work = torch.empty(2 * grid * tile.rows * tile.tokens, dtype=torch.float32, device=device)
+        counters = zeros(device)
+    tensors = (*prepared.layout, scale, sums, bias, y, work, counters)
+    loaded(kernel, device.index).launch(x, tensors, n, grid, kernel.overlap)
+    return y
+
+
+def decoded(x: Tensor, kernel: Kernel, prepared: Prepared) -> Tensor:
+    """The weight (N, K) in the dtype of x."""
+    n, k = prepared.shape
+    w = torch.empty(n, k, dtype=x.dtype, device=x.device)
+    tensors = (*prepared.layout, None, None, None, w, None, None)
+    grid = -(-n // kernel.tile.rows) * (k // tiles.K_TILE)
+    loaded(kernel, x.device.index).launch(x[:1], tensors, n, grid, False)
+    return w
+
+
+@cache
+def chosen(
+    fmt: Format,
+    x_dtype: torch.dtype,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Kernel, int]:
+    """The kernel for a problem by the rule, and its grid."""
+    decoder, gpu = decoder_for(fmt, x_dtype), gpu_of(device)
+    kernel = tiles.kernel_for(decoder, gpu, m, n, NAMES[dtype])
+    if kernel is None:
+        raise Unsupported(f"{fmt.spec}: no mma kernel for {m} tokens fits this GPU: {gpu}")
+    return kernel, tiles.grid(kernel.tile, gpu, m, n, k)
+
+
+@cache
+def loaded(kernel: Kernel, device: int) -> MmaLauncher:
+    """A kernel on a device."""
+    path = built(kernel)
+    with torch.cuda.device(device):
+        return MmaLauncher(path, device)
+
+
+# Counters of tiles that CTAs share: zeros, which every launch leaves as zeros. Launches that run at
+# the same time must not share them, so each stream has its own. A graph that is being captured can
+# make none: zeros would be written when it is replayed only. So there is always a spare.
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+_spare: dict[torch.device, Tensor] = {}
+
+
+def zeros(device: torch.device) -> Tensor:
+    """The counters of the current stream."""
+    key = device, torch._C._cuda_getCurrentRawStream(device.index)
+    found = _counters.get(key)
+    if found is None:
+        capturing = torch.cuda.is_current_stream_capturing()
+        if capturing and device not in _spare:
+            raise Unsupported("run the layer once before its CUDA graph is captured")
+        found = _spare.pop(device) if device in _spare else fresh(device)
+        _counters[key] = found
+        if not capturing:
+            _spare.setdefault(device, fresh(device))
+    return found
+
+
+def fresh(device: torch.device) -> Tensor:
+    out = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    torch.cuda.current_stream(device).synchronize()  # whatever stream takes them
+    return out

@@ -1,0 +1,214 @@
+"""Whether the kernels of this family compute what the definition says on the GPU at hand.
+
+They were run on few kinds of GPU. So before a kernel is used on a GPU for the first time, it
+multiplies small problems whose products are known: one-hot tokens read every weight back, small
+integers add up exactly. The verdict is kept beside the compiled kernels, for this GPU's name, its
+driver and this very kernel.
+
+A wrong kernel may leave the process's CUDA context unusable, so another process runs the test.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from anybit.core.format import get_format
+from anybit.core.packed import Packed
+from anybit.errors import InvalidInput
+from anybit.files.directory import write_json
+from anybit.kernels.backend import LayerSpec
+from anybit.kernels.cute import operands
+from anybit.kernels.cute.driver import driver_version
+from anybit.kernels.cute.jit import kernel_file, kernel_folder
+from anybit.kernels.mma import linear, tiles
+from anybit.kernels.mma.tiles import Gpu, Kernel, Tile, gpu_of
+from anybit.kernels.reference import operand_weight
+
+log = logging.getLogger(__name__)
+RIGHT = "right"
+LIMIT = 900  # seconds, compilation included
+
+
+def kernels_of(layer: LayerSpec, dtype: torch.dtype, gpu: Gpu) -> list[Kernel]:
+    """Every kernel that a layer may launch; none where one does not fit."""
+    operand = getattr(torch, operands.operand_of(layer.activation, dtype))
+    decoder = operands.decoder_for(layer.format, operand)
+    return tiles.family(decoder, gpu, layer.shape[0], operands.NAMES[dtype])
+
+
+def refuse(layer: LayerSpec, kernels: Sequence[Kernel]) -> str | None:
+    """None if all kernels are right, or not tested yet while the dtype is unknown; else why not."""
+    known = verdicts(layer.device)
+    names = [kernel_file(kernel).name for kernel in kernels]
+    if layer.dtype is not None and not known.keys() >= set(names):
+        known = tested(layer)
+    wrong = [name for name in names if known.get(name, RIGHT) != RIGHT]
+    if not wrong:
+        return None
+    return (
+        f"{len(wrong)} of its {len(names)} kernels failed their self-test on this GPU: "
+        f"{known[wrong[0]]}; please report it with {verdict_file(layer.device)}"
+    )
+
+
+def summary(device: torch.device) -> str | None:
+    """What has been tested on a GPU, in words; None: nothing."""
+    known = verdicts(device)
+    if not known:
+        return None
+    wrong = sum(verdict != RIGHT for verdict in known.values())
+    return f"{len(known) - wrong} of {len(known)} kernels for mma.sync passed their self-test"
+
+
+# Verdicts.
+
+
+def verdict_file(device: torch.device) -> Path:
+    """Where a GPU's verdicts lie."""
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "-").replace("/", "-")
+    return kernel_folder() / f"selftest-{name}-driver{driver_version()}.json"
+
+
+def verdicts(device: torch.device) -> dict[str, str]:
+    """Verdicts by the name of a kernel's file: `RIGHT`, or what was wrong."""
+    path = verdict_file(device)
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}  # made again
+    return found if isinstance(found, dict) else {}
+
+
+def record(device: torch.device, new: dict[str, str]) -> dict[str, str]:
+    """Add verdicts to the file."""
+    path = verdict_file(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = verdicts(device) | new
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    write_json(unfinished, known)
+    os.replace(unfinished, path)
+    return known
+
+
+def tested(layer: LayerSpec) -> dict[str, str]:
+    """Run the test of a layer's kernels in another process; all verdicts."""
+    assert layer.dtype is not None
+    name = torch.cuda.get_device_name(layer.device)
+    facts = (layer.format.spec, layer.activation or "", *map(str, layer.shape),
+             operands.NAMES[layer.dtype], str(layer.device))  # fmt: skip
+    command = [sys.executable, "-m", __name__, *facts]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+        last = (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1]
+        failed = "" if ran.returncode == 0 else last
+    except subprocess.TimeoutExpired:
+        failed = f"no answer in {LIMIT} s"
+    known = verdicts(layer.device)
+    wanted = [kernel_file(k).name for k in kernels_of(layer, layer.dtype, gpu_of(layer.device))]
+    if missing := {name: failed or "not tested" for name in wanted if name not in known}:
+        known = record(layer.device, missing)
+    wrong = sum(known[name] != RIGHT for name in wanted)
+    log.warning(
+        "self-test of the mma kernels for %s %s on %s: %d of %d are right; %s",
+        layer.format.spec, layer.shape, name, len(wanted) - wrong, len(wanted),
+        "they are used" if not wrong else f"they are not used, see {verdict_file(layer.device)}",
+    )  # fmt: skip
+    return known
+
+
+def main(facts: Sequence[str]) -> None:
+    """Test every kernel of a layer, and record each verdict at once."""
+    spec, activation, n, k, dtype, device = facts
+    where = torch.device(device)
+    layer = LayerSpec(
+        get_format(spec), activation or None, (int(n), int(k)), where, getattr(torch, dtype)
+    )
+    assert layer.dtype is not None
+    for kernel in kernels_of(layer, layer.dtype, gpu_of(where)):
+        name = kernel_file(kernel).name
+        if name not in verdicts(where):
+            record(where, {name: "its process died"})
+            record(where, {name: verdict(layer, kernel)})
+
+
+# The test itself.
+
+
+def verdict(layer: LayerSpec, kernel: Kernel) -> str:
+    """`RIGHT`, or what is wrong."""
+    try:
+        problem = Problem(layer, kernel.tile)
+        return problem.one_hot(kernel) or problem.integers(kernel) or RIGHT
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+class Problem:
+    """A small weight: two tiles of rows and some, more K tiles than warps and stages."""
+
+    def __init__(self, layer: LayerSpec, tile: Tile):
+        assert layer.dtype is not None
+        self.dtype, self.device, self.activation = layer.dtype, layer.device, layer.activation
+        self.shape = tile.rows + 8, 128 * (tile.warps + tile.stages + 1)
+        random = torch.Generator().manual_seed(0)
+        w = torch.randn(self.shape, generator=random) * 0.02
+        grid = layer.format.fit(w)
+        packed = Packed.from_codes(layer.format, self.shape, layer.format.encode(w, grid), grid)
+        self.weight = operand_weight(packed, self.dtype).to(self.device).double()
+        self.prepared = operands.prepare(packed.to(self.device), self.activation, self.dtype)
+        self.operand = getattr(torch, operands.operand_of(self.activation, self.dtype))
+
+    def run(self, kernel: Kernel, x: Tensor) -> list[Tensor]:
+        """x (M, K) of small integers -> y (M, N), by each grid; twice, or it is an error."""
+        ones = torch.ones(len(x), device=self.device)
+        scale = ones if self.activation else None
+        sums = x.sum(1).int() if self.activation == "int8" else None
+        codes = x.to(self.operand)
+        if kernel.tile.kind == "decode":
+            w = linear.decoded(codes, kernel, self.prepared)
+            return [(codes.double() @ w.double().T).to(self.dtype)]
+        tiles_, steps = tiles.tiles_of(kernel.tile, len(x), self.shape[0]), self.shape[1] // 128
+        grids = [tiles_, tiles_ * steps // 3] if kernel.tile.kind == "gemm" else [tiles_]
+        found = [
+            linear.multiply(codes, scale, sums, self.prepared, None, self.dtype, kernel, grid)
+            for grid in grids * 2
+        ]
+        once, again = found[: len(grids)], found[len(grids) :]
+        if not all(torch.equal(a, b) for a, b in zip(once, again, strict=True)):
+            raise InvalidInput("two runs differ")
+        return once
+
+    def one_hot(self, kernel: Kernel) -> str | None:
+        """Each token has a single 1: y is the weight, up to the roundings of scale and output."""
+        eye = torch.eye(self.shape[1], device=self.device)
+        runs = [self.run(kernel, x) for x in eye.split(kernel.tile.tokens)]
+        step = torch.finfo(self.dtype).eps * 1.51 * self.weight.abs() + 1e-7
+        for parts in zip(*runs, strict=True):
+            read = torch.cat(parts).double().T
+            wrong = int((~((read - self.weight).abs() <= step)).sum())
+            if wrong:
+                return f"{wrong} of {read.numel()} weights are wrong"
+        return None
+
+    def integers(self, kernel: Kernel) -> str | None:
+        """Random integers from -3 to 3, in one token more than a tile has."""
+        random = torch.Generator().manual_seed(1)
+        x = torch.randint(-3, 4, (kernel.tile.tokens + 1, self.shape[1]), generator=random)
+        x = x.to(self.device).double()
+        want = x @ self.weight.T
+        errors = [(y.double() - want).norm() / want.norm() for y in self.run(kernel, x)]
+        error = float(torch.stack(errors).max())
+        bound = 1e-3 if self.dtype == torch.float16 else 6e-3
+        bound = 2e-2 if self.activation == "fp8" else bound  # some tensor cores keep 14 bits
+        return None if error <= bound else f"a relative error of {error:.1e}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

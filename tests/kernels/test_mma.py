@@ -1,0 +1,332 @@
+"""The `mma.sync` family without a GPU: its kernels, who is refused, what is launched."""
+
+import ctypes
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from anybit.core.format import get_format
+from anybit.core.scheme import parse_scheme
+from anybit.errors import Unsupported
+from anybit.formats.presets import HOPPER
+from anybit.kernels import registry
+from anybit.kernels.backend import LayerSpec
+from anybit.kernels.cute import cubin, driver, jit, operands
+from anybit.kernels.cute.decode import Decoder, decoder
+from anybit.kernels.mma import backend, linear, selftest, tiles
+from anybit.kernels.mma.launch import POINTERS, MmaArguments, MmaLauncher
+from anybit.kernels.mma.tiles import Gpu, Kernel, Tile
+
+needs_dsl = pytest.mark.skipif(
+    find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"
+)
+KB = 1024
+GPUS = {
+    "A100": Gpu((8, 0), 108, 163 * KB, 164 * KB),
+    "RTX 3090": Gpu((8, 6), 82, 99 * KB, 100 * KB),
+    "RTX 4090": Gpu((8, 9), 128, 99 * KB, 100 * KB),
+    "RTX 5090": Gpu((12, 0), 170, 99 * KB, 100 * KB),
+    "H200": Gpu((9, 0), 132, 227 * KB, 228 * KB),
+    "B200": Gpu((10, 0), 148, 227 * KB, 228 * KB),
+}
+CUDA = torch.device("cuda", 0)
+SCALAR = [scheme for scheme in HOPPER if parse_scheme(scheme)[0].lookup is None]
+
+
+def decoders(scheme: str) -> Iterator[Decoder]:
+    fmt, activation = parse_scheme(scheme)
+    for dtype in (torch.float16, torch.bfloat16):
+        found = decoder(fmt, operands.operand_of(activation, dtype))
+        assert isinstance(found, Decoder)
+        yield found
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
+@pytest.mark.parametrize("scheme", [*SCALAR, "int8:group=32,zero", "int3:group=64"])
+def test_every_problem_has_a_tile_that_fits(gpu: Gpu, scheme: str) -> None:
+    for d in decoders(scheme):
+        for n in (8, 512, 4096, 6144, 28672):
+            family = tiles.family(d, gpu, n, "bfloat16")
+            assert family
+            for m in (1, 5, 8, 9, 16, 17, 33, 64, 100, 128, 500, 512, 5000):
+                kernel = tiles.kernel_for(d, gpu, m, n, "bfloat16")
+                assert kernel in family
+                tile = kernel.tile
+                if tile.kind == "decode":
+                    assert d.slot == 16
+                    assert m >= tiles.DENSE_FROM
+                    continue
+                size = tiles.shared_bytes(tile, d)
+                assert size <= gpu.shared
+                assert tile.ctas * (size + tiles.RESERVED) <= gpu.shared_of_sm
+                assert tile.stages >= 2
+                assert tile.kind == ("narrow" if m <= 16 else "gemm")
+                assert tile.tokens >= min(m, 16)
+                ctas = tiles.grid(tile, gpu, m, n, 4096)
+                assert 0 < ctas <= max(tiles.tiles_of(tile, m, n), tile.ctas * gpu.multiprocessors)
+
+
+def test_tiles_follow_the_problem() -> None:
+    """As on an H200, where the best of many tiles were measured."""
+    liquid = next(decoders("liquid@int8"))
+    gpu = GPUS["H200"]
+
+    def tile(m: int, n: int) -> Tile:
+        found = tiles.choose(liquid, gpu, m, n)
+        assert found is not None
+        return found
+
+    alone, several = tile(1, 4096), tile(1, 6144)
+    assert (alone.rows, alone.warps, alone.ctas) == (32, 8, 1)
+    assert (several.rows, several.warps, several.ctas) == (32, 4, 3)
+    assert tile(1, 1024).rows == 16  # few rows: twice as many CTAs
+    assert tiles.grid(alone, gpu, 1, 4096, 4096) == 128
+    # 48 tiles leave most places empty: CTAs share their K tiles, LEAST_UNITS or more each.
+    assert tiles.grid(tile(64, 6144), gpu, 64, 6144, 4096) == 264
+    assert tiles.grid(tile(64, 6144), gpu, 64, 6144, 512) == 48
+    assert tiles.grid(tile(64, 28672), gpu, 64, 28672, 4096) == 224
+
+
+def test_an_unknown_gpu_runs_what_its_generation_runs() -> None:
+    gpu = GPUS["A100"]
+    assert replace(gpu, capability=(8, 8)).architecture == "sm_87"
+    assert replace(gpu, capability=(13, 0)).architecture is None
+    assert (
+        tiles.kernel_for(next(decoders("fp6")), replace(gpu, capability=(13, 0)), 1, 8, "") is None
+    )
+
+
+# Who is refused.
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Gpu:
+    found = GPUS["A100"]
+    monkeypatch.setattr(backend, "gpu_of", lambda device: found)
+    monkeypatch.setattr(selftest, "gpu_of", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.capability)
+    monkeypatch.setattr(selftest, "driver_version", lambda: 12080)
+    monkeypatch.setattr(jit, "dsl_version", lambda: "4.8.1")
+    monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
+    return found
+
+
+def spec_of(scheme: str, shape: tuple[int, int] = (4096, 4096), dtype: Any = None) -> LayerSpec:
+    fmt, activation = parse_scheme(scheme)
+    return LayerSpec(fmt, activation, shape, CUDA, dtype)
+
+
+def test_refusals_say_why(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> str:
+        return backend.refuse(spec_of(*args)) or ""
+
+    assert refuse("fp6") == ""
+    assert "rows of a table" in refuse("codebook:m=1,v=4")
+    assert "not torch.float32" in refuse("fp6", (4096, 4096), torch.float32)
+    assert "K must be a multiple of 128" in refuse("fp6", (4096, 1000))
+    assert "sm_89" in refuse("fp6@fp8")
+    for capability, words in (((9, 0), "hopper"), ((7, 5), "sm_80"), ((13, 0), "sm_80")):
+        other = replace(gpu, capability=capability)
+        monkeypatch.setattr(backend, "gpu_of", lambda device, other=other: other)
+        assert words in refuse("fp6")
+    small = replace(gpu, shared=4096, shared_of_sm=8192)
+    monkeypatch.setattr(backend, "gpu_of", lambda device: small)
+    assert "do not fit" in refuse("fp6")
+    monkeypatch.setattr(backend, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(jit, "dsl_version", lambda: None)
+    assert "anybit[hopper]" in refuse("fp6")
+
+
+def test_the_family_stands_between_hopper_and_triton(gpu: Gpu) -> None:
+    assert list(registry.BACKENDS)[:3] == ["hopper", "mma", "triton"]
+    answers = registry.refusals(spec_of("int4:group=128"))
+    assert "needs an H100 or H200" in str(answers["hopper"])
+    assert answers["mma"] is None
+
+
+# The self-test.
+
+
+def answered(verdicts: dict[str, str], code: int = 0) -> Any:
+    """A process that leaves these verdicts for the names that contain the keys."""
+
+    def run(command: list[str], **kwargs: Any) -> SimpleNamespace:
+        assert command[1:3] == ["-m", "anybit.kernels.mma.selftest"]
+        assert command[3:] == ["int4:group=128", "", "4096", "4096", "bfloat16", "cuda:0"]
+        layer = spec_of("int4:group=128", dtype=torch.bfloat16)
+        for kernel in selftest.kernels_of(layer, torch.bfloat16, GPUS["A100"]):
+            name = jit.kernel_file(kernel).name
+            for part, verdict in verdicts.items():
+                if part in name:
+                    selftest.record(CUDA, {name: verdict})
+        return SimpleNamespace(returncode=code, stderr="Traceback\nillegal instruction")
+
+    return run
+
+
+def test_a_layer_is_tested_once_it_is_used(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = spec_of("int4:group=128", dtype=torch.bfloat16)
+    monkeypatch.setattr(subprocess, "run", answered({"": "right"}))
+    assert backend.refuse(layer._replace(dtype=None)) is None  # it is only being asked about
+    assert selftest.summary(CUDA) is None
+    assert backend.refuse(layer) is None
+    count = len(selftest.kernels_of(layer, torch.bfloat16, gpu))
+    assert (
+        selftest.summary(CUDA) == f"{count} of {count} kernels for mma.sync passed their self-test"
+    )
+    assert [r.getMessage().partition(": ")[2] for r in caplog.records] == [
+        f"{count} of {count} are right; they are used"
+    ]
+    monkeypatch.setattr(subprocess, "run", None)  # nobody asks again
+    assert backend.refuse(layer) is None
+
+
+def test_a_wrong_kernel_is_not_used(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = spec_of("int4:group=128", dtype=torch.bfloat16)
+    monkeypatch.setattr(subprocess, "run", answered({"narrow": "right", "gemm": "two runs differ"}))
+    reason = backend.refuse(layer) or ""
+    assert "failed their self-test on this GPU: two runs differ" in reason
+    assert "selftest-nvidia-a100-driver12080.json" in reason
+    assert "failed their self-test" in (backend.refuse(layer._replace(dtype=None)) or "")
+
+
+def test_a_process_that_dies_is_a_verdict(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = spec_of("int4:group=128", dtype=torch.bfloat16)
+    monkeypatch.setattr(subprocess, "run", answered({"narrow": "right"}, code=1))
+    assert "illegal instruction" in (backend.refuse(layer) or "")
+
+
+class Exact:
+    """Stands for kernels: the definition, or something wrong."""
+
+    def __init__(self, wrong: str = ""):
+        self.wrong, self.calls = wrong, 0
+
+    def __call__(self, x, scale, sums, prepared, bias, dtype, kernel, grid):
+        self.calls += 1
+        weight = self.weight.clone()
+        if self.wrong == "weight":
+            weight[3, 5] += 0.01
+        if self.wrong == "repeat":
+            weight[0, 0] += self.calls * 0.01
+        if self.wrong == "sum" and x.abs().sum(1).max() > 1:
+            weight *= 1.1
+        y = x.double() @ weight.T
+        return y.to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "verdict"),
+    [
+        ("", "right"),
+        ("weight", "weights are wrong"),
+        ("repeat", "two runs differ"),
+        ("sum", "a relative error of"),
+    ],
+)
+@pytest.mark.parametrize("tile", [Tile(8, 1, 4, 2, kind="narrow"), Tile(32, 2, 4, 2)])
+def test_the_test_finds_what_is_wrong(
+    wrong: str, verdict: str, tile: Tile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = LayerSpec(
+        get_format("int4:group=128"), None, (4096, 4096), torch.device("cpu"), torch.float16
+    )
+    kernel = Kernel(next(decoders("int4:group=128")), tile, "float16", "sm_80")
+    exact = Exact(wrong)
+    exact.weight = selftest.Problem(layer, tile).weight
+    monkeypatch.setattr(linear, "multiply", exact)
+    assert verdict in selftest.verdict(layer, kernel)
+
+
+# Launches.
+
+
+def test_a_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every parameter, by its name; no clusters; overlap only when asked for."""
+    seen: list[dict[str, Any]] = []
+    wanted = (ctypes.c_int, ctypes.POINTER(driver.Config), ctypes.c_void_p,
+              ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)  # fmt: skip
+
+    def start(config: Any, kernel: int, parameters: Any, extra: int) -> int:
+        c = config.contents
+        found = {"grid": c.grid[0], "block": c.block[0], "shared": c.shared, "count": c.count}
+        found["attribute"] = c.attributes[0].id
+        for i, (name, kind) in enumerate(MmaArguments._fields_):
+            found[name] = kind.from_address(parameters[i]).value
+        seen.append(found)
+        return 0
+
+    fake = SimpleNamespace(cuLaunchKernelEx=ctypes.CFUNCTYPE(*wanted)(start))
+    for name in ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute"):
+        setattr(fake, name, lambda *args: 0)
+    monkeypatch.setattr(driver, "driver", lambda: fake)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    path = tmp_path / "a.kernel"
+    path.write_bytes(json.dumps({"entry": "k", "shared": 4096, "threads": 128}).encode() + b"\nx")
+    launcher = MmaLauncher(path, 0)
+    x = SimpleNamespace(shape=(3, 256), data_ptr=lambda: 16, device=CUDA)
+    tensors = [SimpleNamespace(data_ptr=lambda i=i: 32 * i) for i in range(1, 10)]
+    launcher.launch(x, tuple(tensors), 64, 5, False)
+    launcher.launch(x, (*tensors[:3], None, None, None, *tensors[6:]), 64, 5, True)
+    first, second = seen
+    assert [first[name] for name in (*POINTERS, "m", "n", "k")] == [
+        16,
+        *range(32, 320, 32),
+        3,
+        64,
+        256,
+    ]
+    assert (first["grid"], first["block"], first["shared"], first["count"]) == (5, 128, 4096, 0)
+    assert [second[name] for name in ("token_scale", "token_sum", "bias")] == [0, 0, 0]
+    assert (second["count"], second["attribute"]) == (1, driver.SERIALIZATION)
+
+
+def test_each_stream_has_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a capture, which cannot make zeros, takes the spare ones."""
+    stream, capturing = [1], [False]
+    monkeypatch.setattr(linear, "_counters", {})
+    monkeypatch.setattr(linear, "_spare", {})
+    monkeypatch.setattr(linear, "fresh", lambda device: torch.zeros(4))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: stream[0], raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    capturing[0] = True
+    with pytest.raises(Unsupported, match="once before"):
+        linear.zeros(CUDA)
+    capturing[0] = False
+    first = linear.zeros(CUDA)
+    assert linear.zeros(CUDA) is first
+    stream[0], capturing[0] = 2, True
+    captured = linear.zeros(CUDA)
+    assert captured is not first
+    stream[0], capturing[0] = 1, False
+    assert linear.zeros(CUDA) is first
+    assert linear.zeros(CUDA) is not captured
+
+
+# Compiling.
+
+
+@needs_dsl
+@pytest.mark.parametrize("name", ["A100", "RTX 5090"])
+def test_kernels_compile_without_spills(name: str) -> None:
+    d, gpu = next(decoders("int4:group=128")), GPUS[name]
+    for m in (1, 600):
+        kernel = tiles.kernel_for(d, gpu, m, 4096, "float16")
+        assert kernel is not None
+        made = kernel.generate()
+        jit.checked(kernel, made)
+        registers, stack = cubin.resources(made.cubin)
+        assert stack == 0
+        assert registers <= 65536 // (kernel.tile.ctas * kernel.tile.threads)
+        assert f".target {gpu.architecture}" in made.ptx
