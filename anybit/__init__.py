@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from anybit.core.packed import Packed
     from anybit.engine.llm import LLM
     from anybit.engine.sequence import SamplingParams
+    from anybit.engine.structured import Structured
     from anybit.integrations.transformers import AnybitConfig
     from anybit.kernels.registry import register_backend
     from anybit.nn.linear import QuantLinear, dequantize, linear
@@ -44,6 +45,7 @@ PUBLIC = {
     "QuantLinear": "nn.linear",
     "SamplingParams": "engine.sequence",
     "Smooth": "quantizers.smooth",
+    "Structured": "engine.structured",
     "dequantize": "nn.linear",
     "dequantize_": "nn.model",
     "get_format": "core.format",
@@ -73,6 +75,7 @@ __all__ = [
     "QuantLinear",
     "SamplingParams",
     "Smooth",
+    "Structured",
     "__version__",
     "dequantize",
     "dequantize_",

@@ -1,17 +1,24 @@
 """The engine: takes requests, runs steps, says what each step has added to which text."""
 
+import itertools
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from anybit.engine.detokenizer import Decode, Detokenizer
+from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.model_runner import Flight, Runner
+from anybit.engine.prompts import prompt_results
 from anybit.engine.sampler import INVALID, Sampled
 from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import Logprob, SamplingParams, Sequence
-from anybit.errors import InvalidInput
+from anybit.engine.structured import Grammars
+from anybit.errors import InvalidInput, Unsupported
 
 log = logging.getLogger("anybit.engine")
+
+Decode = Callable[[list[int], Items[int]], str]  # tokens, and the special ones among them to show
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,9 @@ class Delta:
     """What a step has added to one text; the last one of a text has a `finish`.
 
     text: may lag behind the tokens, and never holds a part of a stop string. finish: "stop",
-    "length", "abort" or "error"; stop_reason: the stop string or token.
+    "length", "abort" or "error"; stop_reason: the stop string or token. The first one of a text
+    has what was asked about the prompt: prompt_logprobs, with None for the first token, and the
+    embedding (hidden,).
     """
 
     request: str
@@ -31,6 +40,8 @@ class Delta:
     stop_reason: str | int | None = None
     error: str = ""
     cached: int = 0  # prompt tokens that the prefix cache had
+    prompt_logprobs: list[Logprob | None] | None = None
+    embedding: list[float] | None = None
 
 
 @dataclass
@@ -58,12 +69,13 @@ class Engine:
 
     def __init__(
         self, runner: Runner, scheduler: Scheduler, length: int, decode: Decode | None,
-        eos: frozenset[int], vocabulary: int,
+        eos: frozenset[int], vocabulary: int, grammars: Grammars | None = None,
     ):  # fmt: skip
         self.runner, self.scheduler, self.length = runner, scheduler, length
         self.decode, self.eos, self.vocabulary = decode, eos, vocabulary
+        self.grammars = grammars
         self.requests: dict[str, list[Sequence]] = {}  # their texts that have not ended
-        self.unread: list[tuple[Sequence, int, Logprob | None]] = []  # sampled, not yet text
+        self.unread: list[tuple[Sequence, int | None, Logprob | None]] = []  # sampled, not yet text
         self.flight: Flight | None = None  # the next step, if it was started ahead
         self.stats, self.observer = Stats(), Observer()
 
@@ -71,18 +83,27 @@ class Engine:
         """ValueError when a prompt or its parameters cannot be served."""
         if not prompt:
             raise InvalidInput("the prompt is empty; it needs at least one token")
-        if len(prompt) >= self.length:
+        more = 0 if params.max_tokens == 0 else 1
+        if len(prompt) + more > self.length:
             raise InvalidInput(
-                f"the prompt has {len(prompt)} tokens; with at least one more they must fit into "
-                f"{self.length}"
+                f"the prompt has {len(prompt)} tokens; {'with at least one more ' * more}they must "
+                f"fit into {self.length}"
             )
-        wrong = next((t for t in prompt if not 0 <= t < self.vocabulary), None)
-        if wrong is None:
-            wrong = next((t for t in params.stop_token_ids if not 0 <= t < self.vocabulary), None)
+        tokens = itertools.chain(prompt, params.stop_token_ids, params.logit_bias)
+        wrong = next((t for t in tokens if not 0 <= t < self.vocabulary), None)
         if wrong is not None:
             raise InvalidInput(f"token {wrong} is not in the vocabulary of {self.vocabulary}")
         if params.stop and self.decode is None:
             raise InvalidInput("stop strings need a tokenizer, and the model has none")
+        if params.structured is not None:
+            if self.grammars is None:
+                raise InvalidInput("structured output needs a tokenizer, and the model has none")
+            self.grammars.matcher(params.structured)  # compiled and kept
+        if params.reads_prompt and not self.runner.reads_prompts:
+            raise Unsupported(
+                "log probabilities of prompts and embeddings need a model that the engine runs "
+                "itself, and transformers' generate runs this one"
+            )
 
     def add(
         self,
@@ -98,11 +119,15 @@ class Engine:
         self.check(prompt, params)
         if request in self.requests:
             raise InvalidInput(f"request {request!r} is running already")
-        limit = min(len(prompt) + (params.max_tokens or self.length), self.length)
+        new = self.length if params.max_tokens is None else params.max_tokens
+        limit = min(len(prompt) + new, self.length)
+        decode = self.decode and partial(self.decode, shown=params.shown)
         seqs = []
         for index in range(params.n):
-            text = Detokenizer(self.decode, prompt, params.stop)
+            text = Detokenizer(decode, prompt, params.stop)
             seq = Sequence(request, index, list(prompt), params, text, limit, self.eos)
+            if params.structured is not None and self.grammars is not None:
+                seq.matcher = self.grammars.matcher(params.structured)
             seq.arrival = seq.arrival if arrival is None else arrival
             seqs.append(seq)
         self.requests[request] = seqs
@@ -148,7 +173,9 @@ class Engine:
             if s.seq.finish:  # it has ended meanwhile
                 continue
             self.scheduler.done(s)
-            if found and found[0] == INVALID:
+            if found and s.seq.matcher and s.seq.matcher.error:
+                out.append(self._end(s.seq, "error", s.seq.matcher.error))
+            elif found and found[0] == INVALID:
                 out.append(self._end(s.seq, "error", "the model's logits are NaN or inf"))
             elif found:
                 self._take(s.seq, *found)
@@ -171,6 +198,11 @@ class Engine:
         """Append a sampled token, and free the blocks if it is the last."""
         if seq.last_token is None:
             self.stats.prompt_tokens += len(seq.prompt)
+        if seq.params.max_tokens == 0:  # only the prompt was to be read
+            seq.finish = "length"
+            self.scheduler.remove(seq)
+            self.unread.append((seq, None, None))
+            return
         self.stats.generation_tokens += 1
         since = seq.last_token
         seq.append(token, logprob)
@@ -187,9 +219,9 @@ class Engine:
                 continue
             released, running = seq.detokenizer.released, not seq.finish
             try:
-                stopped = seq.read()
+                stopped = token is not None and seq.read()
             except Exception as error:  # a tokenizer's decoder may fail on a token
-                log.exception("request %s: cannot decode token %d", seq.request, token)
+                log.exception("request %s: cannot decode token %s", seq.request, token)
                 out.append(
                     self._end(seq, "error", f"cannot decode token {token}: {error}", running)
                 )
@@ -198,10 +230,12 @@ class Engine:
                 seq.request,
                 seq.index,
                 seq.detokenizer.text[released : seq.detokenizer.released],
-                [token],
+                [] if token is None else [token],
                 [logprob] if logprob else [],
                 cached=seq.cached,
             )
+            if seq.params.reads_prompt and not seq.told:
+                delta, seq.told = replace(delta, **prompt_results(seq)), True
             if seq.finish:
                 end = self._end(seq, seq.finish, running=running and stopped)
                 delta = replace(delta, finish=end.finish, stop_reason=end.stop_reason)

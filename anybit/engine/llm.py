@@ -16,7 +16,8 @@ from anybit.engine.model_runner import ModelRunner, block_bytes
 from anybit.engine.models.layers import Decoder
 from anybit.engine.scheduler import Scheduler
 from anybit.engine.sequence import Logprob, SamplingParams
-from anybit.errors import InvalidInput
+from anybit.engine.structured import Grammars
+from anybit.errors import InvalidInput, Unsupported
 from anybit.nn.plan import Plan, Spec
 from anybit.progress import progress
 
@@ -34,6 +35,8 @@ class Completion:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprob] | None = None
+    prompt_logprobs: list[Logprob | None] | None = None
+    embedding: list[float] | None = None
     finish: str | None = None
     stop_reason: str | int | None = None
     error: str = ""
@@ -43,6 +46,8 @@ class Completion:
         self.tokens += delta.tokens
         if delta.logprobs:
             self.logprobs = (self.logprobs or []) + delta.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        self.embedding = self.embedding or delta.embedding
         self.finish, self.stop_reason, self.error = delta.finish, delta.stop_reason, delta.error
 
 
@@ -120,6 +125,8 @@ class LLM:
             self.length = min(decoder.length, blocks * block_size)
             runner = ModelRunner(decoder, blocks, block_size, self.kv_dtype, max_running)
         self.device = runner.device
+        self.special = special_tokens(self.tokenizer)
+        vocabulary = loaded.config.get_text_config().vocab_size
         manager = BlockManager(blocks, block_size, prefix_caching)
         self.engine = Engine(
             runner,
@@ -127,7 +134,8 @@ class LLM:
             self.length,
             self.decode if self.tokenizer else None,
             loaded.eos,
-            loaded.config.get_text_config().vocab_size,
+            vocabulary,
+            Grammars(self.tokenizer, vocabulary, loaded.eos) if self.tokenizer else None,
         )
         self._names = itertools.count()
 
@@ -138,23 +146,45 @@ class LLM:
         return self.tokenizer.encode(text, add_special_tokens=special)
 
     def encode_chat(self, messages: list[dict[str, Any]], answer: bool = True) -> list[int]:
-        """Tokens of a conversation [{"role", "content"}] by the tokenizer's chat template.
+        """Tokens of a conversation [{"role", "content"}], see `chat_text`."""
+        return self.encode(self.chat_text(messages, answer), special=not self.has_template)
 
-        answer: whether the assistant is to speak next. A base model has no template: it gets the
-        contents, one below the other, and continues the last.
+    def chat_text(
+        self, messages: list[dict[str, Any]], answer: bool = True, **variables: Any
+    ) -> str:
+        """A conversation [{"role", "content"}] by the tokenizer's chat template.
+
+        answer: whether the assistant is to speak next. variables: what else the template reads,
+        such as tools. A base model has no template: it gets the contents, one below the other, and
+        continues the last.
         """
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            return self.encode("\n".join(message["content"] for message in messages))
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=answer
+        if not self.has_template:
+            return "\n".join(message["content"] for message in messages)
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=answer, **variables
         )
-        return self.encode(text, special=False)
 
-    def decode(self, tokens: list[int]) -> str:
-        """Text of tokens, without special ones."""
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer says how a conversation is written."""
+        return self.tokenizer is not None and bool(self.tokenizer.chat_template)
+
+    def decode(self, tokens: list[int], shown: Items[int] = ()) -> str:
+        """Text of tokens, without special ones other than those shown."""
+        if shown:
+            tokens = [t for t in tokens if t not in self.special or t in shown]
         return self.tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            tokens, skip_special_tokens=not shown, clean_up_tokenization_spaces=False
         )
+
+    def embed(self, prompts: Prompt | Items[Prompt]) -> list[list[float]]:
+        """A vector (hidden,) of length 1 for each prompt: the mean of its last hidden states."""
+        params = SamplingParams(max_tokens=0, embed=True)
+        outputs = self.generate(prompts, params, show_progress=False)
+        for completion in (output.completions[0] for output in outputs):
+            if completion.embedding is None:
+                raise Unsupported(f"no embedding: {completion.error}")
+        return [output.completions[0].embedding or [] for output in outputs]
 
     def generate(
         self,
@@ -210,6 +240,12 @@ def cache_blocks(
             f"({each} bytes each), and at least 2 are needed; raise kv_bytes"
         )
     return blocks
+
+
+def special_tokens(tokenizer: Any) -> frozenset[int]:
+    """Tokens that are no text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(token for token, entry in added.items() if entry.special)
 
 
 def listed(prompts: Any) -> list[Prompt]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from anybit.engine.attention import Batch, LayerCache
 from anybit.engine.graphs import DecodeGraphs
 from anybit.engine.models.layers import Decoder
+from anybit.engine.prompts import read_prompts
 from anybit.engine.sampler import Sampled, sample
 from anybit.engine.scheduler import Scheduled
 
@@ -32,10 +33,16 @@ class Flight:
 
 
 class Runner(Protocol):
-    """Runs steps for the engine. overlaps: whether a step may start before the last one's end."""
+    """Runs steps for the engine. overlaps: whether a step may start before the last one's end.
+
+    reads_prompts: whether it gives log probabilities and hidden states of prompts.
+    """
 
     @property
     def overlaps(self) -> bool: ...
+
+    @property
+    def reads_prompts(self) -> bool: ...
 
     def launch(self, scheduled: list[Scheduled], previous: Flight | None = None) -> Flight:
         """Start a step over sequences, after `previous` if that still runs."""
@@ -43,6 +50,8 @@ class Runner(Protocol):
 
 class ModelRunner:
     """A model and its KV cache on one device. graphs: the largest batch to capture; 0: none."""
+
+    reads_prompts = True
 
     def __init__(
         self,
@@ -78,11 +87,14 @@ class ModelRunner:
         with torch.accelerator.device_index(self.device.index):
             sampling = [s.seq for s in scheduled if s.samples]
             given = None if previous is None else self._continued(scheduled, previous)
-            if self.graphs is not None and self.graphs.can(scheduled):
+            reading = any(s.reads_prompt for s in scheduled)
+            if self.graphs is not None and not reading and self.graphs.can(scheduled):
                 logits = self.graphs.logits(scheduled, given)
             else:
                 tokens, batch = self.prepare(scheduled, given)
                 hidden = self.model(tokens, self.caches, batch)
+                if reading:
+                    read_prompts(self.model, hidden, scheduled)
                 ends = itertools.accumulate(batch.queries)
                 last = [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples]
                 if not last:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from anybit.engine.fused import likeliest
 from anybit.engine.sequence import Logprob, Sequence
+from anybit.engine.structured import constrain
 
 INVALID = -1
 GREEDY = 1e-5  # temperatures below it choose the likeliest token
@@ -26,7 +27,7 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> tuple[Tensor, Callable[[], S
     cumulated probabilities pass it. INVALID stands for a row with NaN or inf.
     """
     tokens = first = likeliest(logits, INVALID)
-    adjusted = penalize(logits, seqs)
+    adjusted = constrain(penalize(logits, seqs), [seq.matcher for seq in seqs])
     if adjusted is not logits:
         tokens = adjusted.argmax(-1)
     if any(seq.params.temperature > GREEDY for seq in seqs):
@@ -69,7 +70,7 @@ def copies(device: torch.device) -> torch.cuda.Stream:
 
 
 def penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:
-    """Logits (B, V) after repetition penalties, and without ends that come too early."""
+    """Logits (B, V) after penalties and biases, and without ends that come too early."""
     out = logits
     rows = [i for i, seq in enumerate(seqs) if seq.params.repetition_penalty != 1]
     if rows:
@@ -83,6 +84,16 @@ def penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:
         penalized = torch.where(row > 0, row / penalty, row * penalty)
         held = held.to(row.device, non_blocking=True)
         out = logits.index_copy(0, index, torch.where(held, penalized, row))
+    added = [
+        (i, token, bias)
+        for i, seq in enumerate(seqs)
+        for token, bias in additions(seq).items()
+        if token < logits.shape[1]
+    ]
+    if added:
+        index = tensor([entry[:2] for entry in added], logits.device, torch.int64)
+        values = tensor([entry[2] for entry in added], logits.device)
+        out = out.float().index_put((index[:, 0], index[:, 1]), values, accumulate=True)
     early = [
         (i, token)
         for i, seq in enumerate(seqs)
@@ -93,6 +104,17 @@ def penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     if early:
         index = tensor(early, logits.device, torch.int64)
         out = out.index_put((index[:, 0], index[:, 1]), out.new_tensor(float("-inf")))
+    return out
+
+
+def additions(seq: Sequence) -> dict[int, float]:
+    """What is added to the logits of some tokens: biases and penalties."""
+    params = seq.params
+    out = dict(params.logit_bias)
+    if params.presence_penalty or params.frequency_penalty:
+        for token, count in seq.counts.items():
+            penalty = params.presence_penalty + params.frequency_penalty * count
+            out[token] = out.get(token, 0.0) - penalty
     return out
 
 

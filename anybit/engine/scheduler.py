@@ -20,6 +20,11 @@ class Scheduled:
     tokens: int
     samples: bool
 
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the answer needs what the model says to tokens of this step."""
+        return self.seq.params.reads_prompt and self.first < len(self.seq.prompt)
+
 
 class Scheduler:
     """Continuous batching, first come first served.
@@ -59,7 +64,7 @@ class Scheduler:
                 at += 1
         while self.waiting and budget and len(self.running) < self.max_running and not preempted:
             seq = self.waiting[0]
-            if not seq.blocks:
+            if not seq.blocks and not seq.params.reads_prompt:  # cached tokens run no more
                 self.blocks.match(seq)
             tokens = min(seq.remaining, budget)
             if not self.blocks.grow(seq, seq.computed + tokens):
@@ -120,4 +125,4 @@ def foreseeable(s: Scheduled) -> bool:
     """Whether sampling a sequence's next token but one takes no knowledge of the next one."""
     params = s.seq.params
     early = s.seq.generated + 1 < params.min_tokens
-    return s.samples and params.repetition_penalty == 1 and not early
+    return s.samples and params.foreseeable and not early

@@ -2,14 +2,20 @@
 
 import random
 import time
+from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from anybit.engine.structured import Structured
 from anybit.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from anybit.engine.detokenizer import Detokenizer
+    from anybit.engine.structured import Matcher
 
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
@@ -19,16 +25,22 @@ MAX_SAMPLES = 128
 class SamplingParams:
     """How tokens are chosen, and when to stop.
 
-    n: texts for each prompt. max_tokens: new tokens at most; None: as many as the model can hold.
+    n: texts for each prompt. max_tokens: new tokens at most; None: as many as the model can hold;
+    0: none, for what the prompt itself gives.
     temperature: 0 is greedy. top_k: keep the k likeliest tokens (0: all). top_p: keep the
     likeliest tokens whose probabilities reach this sum. min_p: keep tokens with at least this
     fraction of the likeliest one's probability. The three apply in this order, after temperature.
     repetition_penalty: divides positive and multiplies negative logits of every token that the
-    prompt or the text holds. seed: makes the request reproducible, whatever runs beside it.
+    prompt or the text holds. presence_penalty is subtracted from the logit of every token that the
+    text holds, and frequency_penalty as often as it does. logit_bias: added to logits, by token.
+    structured: what the text must be, see `Structured`.
+    seed: makes the request reproducible, whatever runs beside it.
     stop: strings that end the text and are not part of it. stop_token_ids: tokens that do.
     min_tokens: no end before so many tokens. ignore_eos: go on after the model's end token.
     logprobs: report the chosen token's log probability and those of so many likeliest tokens,
-    taken before temperature and penalties.
+    taken before temperature and penalties. prompt_logprobs: the same for the prompt's tokens.
+    embed: give the mean of the prompt's last hidden states. shown: special tokens that the text
+    shows.
 
     Raises ValueError that names the field when a value is out of range.
     """
@@ -40,39 +52,65 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    structured: Structured | None = None
     seed: int | None = None
     stop: Items[str] = ()
     stop_token_ids: Items[int] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    embed: bool = False
+    shown: Items[int] = ()
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         for name, ok, want in (
             ("n", 1 <= self.n <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "0 or more, or None"),
             ("temperature", 0 <= self.temperature <= 100, "0 (greedy) to 100"),
             ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
             ("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0, at most 100"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2"),
+            (
+                "logit_bias",
+                all(-100 <= bias <= 100 for bias in self.logit_bias.values()),
+                "biases from -100 to 100",
+            ),
             ("stop", all(self.stop), "strings of at least one character"),
             ("min_tokens", self.min_tokens >= 0, "0 or more"),
             (
                 "min_tokens",
-                self.min_tokens <= (self.max_tokens or self.min_tokens),
+                self.max_tokens is None or self.min_tokens <= self.max_tokens,
                 "<= max_tokens",
             ),
-            (
-                "logprobs",
-                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-                f"0 to {MAX_LOGPROBS}, or None",
-            ),
+            ("logprobs", countable(self.logprobs), f"0 to {MAX_LOGPROBS}, or None"),
+            ("prompt_logprobs", countable(self.prompt_logprobs), f"0 to {MAX_LOGPROBS}, or None"),
         ):
             if not ok:
                 raise InvalidInput(f"{name}={getattr(self, name)!r} is out of range: {want}")
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the answer needs the model's output at every token of the prompt."""
+        return self.embed or self.prompt_logprobs is not None
+
+    @property
+    def foreseeable(self) -> bool:
+        """Whether the logits of a token stay as they are whatever the token before it is."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return not penalties and self.structured is None
+
+
+def countable(logprobs: int | None) -> bool:
+    return logprobs is None or 0 <= logprobs <= MAX_LOGPROBS
 
 
 @dataclass(frozen=True)
@@ -99,6 +137,7 @@ class Sequence:
     detokenizer: "Detokenizer"
     limit: int  # tokens in all, prompt included
     eos: frozenset[int] = frozenset()
+    matcher: "Matcher | None" = None  # where the text stands in its grammar
 
     tokens: list[int] = field(default_factory=list)  # prompt and output
     logprobs: list[Logprob] = field(default_factory=list)
@@ -109,6 +148,9 @@ class Sequence:
     stop_reason: str | int | None = None
     error: str = ""
     cached: int = 0  # prompt tokens that the prefix cache had
+    counts: Counter[int] = field(default_factory=Counter)  # of the text's tokens, for penalties
+    prompt_logprobs: list[Logprob | None] = field(default_factory=list)  # None: the first token
+    pooled: "Tensor | None" = None  # sum of the prompt's hidden states
 
     arrival: float = field(default_factory=time.monotonic)
     started: float | None = None  # first scheduled
@@ -117,6 +159,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self.told = False  # whether a delta has had what was asked about the prompt
+        self.silent = False  # whether the last token has ended the text, and is not part of it
         self.ends = self.eos if not self.params.ignore_eos else frozenset()
         self.ends |= frozenset(self.params.stop_token_ids)
         # Texts of one request differ: the seed of text i is the i-th successor's.
@@ -142,17 +186,23 @@ class Sequence:
         if self.first_token is None:
             self.first_token = self.last_token
         self.tokens.append(token)
+        self.counts[token] += 1
         if logprob:
             self.logprobs.append(logprob)
-        if self.generated >= self.params.min_tokens and token in self.ends:
+        if self.matcher is not None:
+            self.matcher.take(token)
+        if self.matcher is not None and self.matcher.ended:
+            self.finish, self.silent = "stop", token in self.eos
+        elif self.generated >= self.params.min_tokens and token in self.ends:
             self.finish, self.stop_reason = "stop", None if token in self.eos else token
+            self.silent = True
         elif len(self.tokens) >= self.limit:
             self.finish = "length"
 
     def read(self) -> bool:
         """Add the last token to the text; whether a stop string has ended it."""
         found = self.detokenizer.add(
-            [] if self.finish == "stop" else self.tokens[-1:],
+            [] if self.silent else self.tokens[-1:],
             last=self.finish is not None,
             stop=self.generated >= self.params.min_tokens,
         )

@@ -1,6 +1,5 @@
 """From the engine's deltas to OpenAI's answers, whole or as server-sent events."""
 
-import itertools
 import json
 import time
 import uuid
@@ -13,6 +12,8 @@ from anybit.engine.engine import Delta
 from anybit.engine.llm import Completion
 from anybit.engine.sequence import Logprob
 from anybit.serve.protocol import error
+from anybit.serve.reading import Piece, Plain, Reader, call_id
+from anybit.serve.texts import Words
 
 
 class Failed(Exception):
@@ -23,159 +24,346 @@ class Failed(Exception):
         super().__init__(delta.error or "the server is shutting down")
 
 
-@dataclass
-class Answer:
-    """One answer in the making. n: texts for each prompt. echo: prompts that texts begin with."""
+@dataclass(frozen=True)
+class Asked:
+    """What answers of every protocol need to know about their request.
 
-    kind: str  # "text_completion" or "chat.completion"
+    model: as the client calls it. texts: for each prompt, of which `n` are answered. readers:
+    makes a reader for each text. calls: tool calls of a text at most; None: any number.
+    """
+
     model: str
     prompts: list[list[int]]
     n: int
     stream: Stream
-    decode: Callable[[int], str]  # a token's text
-    echo: list[str] | None = None
+    words: Words
+    texts: int = 0
     usage: bool = False  # a last event with the usage
     token_ids: bool = False
+    readers: Callable[[], Reader] = Plain
+    calls: int | None = None
+    short_ids: bool = False  # of tool calls
+
+
+@dataclass
+class Block:
+    """A part of a text: thoughts, content or a tool call, with its id and its tool's name."""
+
+    kind: str
+    text: str = ""
     id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
+    name: str = ""
 
-    def __post_init__(self) -> None:
-        self.chat = self.kind == "chat.completion"
-        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self.index = {name: i * self.n for i, name in enumerate(self.stream.names)}
-        self.completions = [Completion(i) for i in range(self.n * len(self.prompts))]
-        self.cached = dict.fromkeys(self.stream.names, 0)
-        self.offsets = [0] * len(self.completions)
 
-    # Whole.
+@dataclass
+class Text:
+    """One text in the making."""
+
+    completion: Completion
+    reader: Reader
+    blocks: list[Block] = field(default_factory=list)
+    offset: int = 0  # characters that log probabilities were given for
+
+    def joined(self, kind: str) -> str:
+        return "".join(block.text for block in self.blocks if block.kind == kind)
+
+    @property
+    def calls(self) -> list[Block]:
+        return [block for block in self.blocks if block.kind == "call"]
+
+    @property
+    def finish(self) -> str | None:
+        finish = self.completion.finish
+        return "tool_calls" if finish == "stop" and self.calls else finish
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step of the engine has added to a text. new: pieces that begin a block."""
+
+    text: Text
+    delta: Delta
+    pieces: list[Piece]
+    new: list[bool]
+
+
+class Answer:
+    """One answer in the making. Each protocol's answer says what `whole` and `events` are."""
+
+    def __init__(self, asked: Asked, prefix: str):
+        self.asked = asked
+        self.id, self.created = f"{prefix}{uuid.uuid4().hex}", int(time.time())
+        count = asked.texts or asked.n
+        self.index = {name: i * count for i, name in enumerate(asked.stream.names)}
+        self.texts = [
+            Text(Completion(i), asked.readers()) for i in range(count * len(asked.prompts))
+        ]
+        self.cached = dict.fromkeys(asked.stream.names, 0)
 
     async def whole(self) -> dict[str, Any]:
         """The answer, when all texts have ended; Failed if one did not end well."""
-        async for deltas in self.stream:
-            for delta in deltas:
-                self._take(delta)
-        choices = []
-        for completion in self.completions:
-            if completion.finish in ("error", "abort"):
-                raise Failed(completion)
-            choices.append(self._choice(completion))
-        return self._body(self.kind, choices) | {"usage": self._usage()}
+        raise NotImplementedError
 
-    def _choice(self, completion: Completion) -> dict[str, Any]:
-        echo = self.echo[completion.index // self.n] if self.echo else ""
-        out: dict[str, Any] = {
-            "index": completion.index,
-            "logprobs": self._logprobs(completion.index, completion.logprobs or []),
-            "finish_reason": completion.finish,
-            "stop_reason": completion.stop_reason,
-        }
-        if self.token_ids:
-            out["token_ids"] = completion.tokens
-        if self.chat:
-            return out | {"message": {"role": "assistant", "content": completion.text}}
-        return out | {"text": echo + completion.text}
-
-    # As events.
-
-    async def events(self) -> AsyncIterator[bytes]:
+    def events(self) -> AsyncIterator[bytes]:
         """Server-sent events, those of one step together."""
-        yield b"".join(self._first())
-        async for deltas in self.stream:
-            out = []
-            for delta in deltas:
-                self._take(delta)
-                if delta.finish in ("error", "abort"):
-                    failed = Failed(delta)
-                    out.append(event(error(failed.status, str(failed))))
-                elif delta.text or delta.finish or delta.logprobs or self.token_ids:
-                    out.append(self._event(delta))
-            if out:
-                yield b"".join(out)
-        if self.usage:
-            yield event(self._body(self._chunk, []) | {"usage": self._usage()})
-        yield b"data: [DONE]\n\n"
+        raise NotImplementedError
 
-    def _first(self) -> list[bytes]:
-        """Chat begins with the role; an echo with the prompt."""
-        out = []
-        for i in range(len(self.completions)):
-            first: dict[str, Any]
-            if self.chat:
-                first = {"delta": {"role": "assistant", "content": ""}}
-            elif self.echo:
-                first = {"text": self.echo[i // self.n]}
-            else:
+    async def end(self) -> None:
+        """Wait until all texts have ended; Failed if one did not end well."""
+        async for _ in self.steps():
+            pass
+
+    async def steps(self) -> AsyncIterator[list[Step]]:
+        """What each step of the engine has added; Failed if a text did not end well."""
+        async for deltas in self.asked.stream:
+            yield [self._step(delta) for delta in deltas]
+
+    def _step(self, delta: Delta) -> Step:
+        if delta.finish in ("error", "abort"):
+            raise Failed(delta)
+        self.cached[delta.request] = max(self.cached[delta.request], delta.cached)
+        text = self.texts[self.index[delta.request] + delta.index]
+        text.completion.add(delta)
+        pieces, new = [], []
+        for piece in text.reader.feed(delta.text, delta.finish is not None):
+            if piece.kind == "call" and piece.call >= (self.asked.calls or piece.call + 1):
                 continue
-            choice = {"index": i, "logprobs": None, "finish_reason": None} | first
-            out.append(event(self._body(self._chunk, [choice])))
-        return out
-
-    def _event(self, delta: Delta) -> bytes:
-        index = self.index[delta.request] + delta.index
-        choice: dict[str, Any] = {
-            "index": index,
-            "logprobs": self._logprobs(index, delta.logprobs),
-            "finish_reason": delta.finish,
-            "stop_reason": delta.stop_reason,
-        }
-        choice |= {"delta": {"content": delta.text}} if self.chat else {"text": delta.text}
-        if self.token_ids:
-            choice["token_ids"] = delta.tokens
-        return event(self._body(self._chunk, [choice]))
+            last = text.blocks[-1] if text.blocks else None
+            begins = piece.name is not None or last is None or last.kind != piece.kind
+            if begins:
+                call = call_id(self.asked.short_ids) if piece.name is not None else ""
+                text.blocks.append(Block(piece.kind, "", call, piece.name or ""))
+            text.blocks[-1].text += piece.text
+            pieces.append(piece)
+            new.append(begins)
+        return Step(text, delta, pieces, new)
 
     @property
-    def _chunk(self) -> str:
-        return "chat.completion.chunk" if self.chat else self.kind
+    def counts(self) -> tuple[int, int, int]:
+        """Tokens of the prompts, of the texts, and of the prompts that were in the cache."""
+        written = sum(len(text.completion.tokens) for text in self.texts)
+        return sum(map(len, self.asked.prompts)), written, sum(self.cached.values())
 
-    # Both.
 
-    def _take(self, delta: Delta) -> None:
-        self.completions[self.index[delta.request] + delta.index].add(delta)
-        self.cached[delta.request] = max(self.cached[delta.request], delta.cached)
+class OpenAI(Answer):
+    """What completions and chat have in common."""
 
-    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    kind = chunk = ""
+
+    async def whole(self) -> dict[str, Any]:
+        await self.end()
+        choices = [self.choice(i, text) for i, text in enumerate(self.kept())]
+        return self.body(self.kind, choices) | {"usage": self.usage()}
+
+    def kept(self) -> list[Text]:
+        """The texts to answer: of each prompt those with the highest mean log probability."""
+        out: list[Text] = []
+        count = self.asked.texts or self.asked.n
+        for at in range(0, len(self.texts), count):
+            texts = self.texts[at : at + count]
+            if count > self.asked.n:
+                texts = sorted(texts, key=lambda text: -likelihood(text.completion))
+            out += texts[: self.asked.n]
+        return out
+
+    def choice(self, index: int, text: Text) -> dict[str, Any]:
+        raise NotImplementedError
+
+    async def events(self) -> AsyncIterator[bytes]:
+        first = [self.part(i, part) for i in range(len(self.texts)) for part in self.first(i)]
+        yield b"".join(first)
+        try:
+            async for steps in self.steps():
+                if out := b"".join(self.part(*part) for step in steps for part in self.parts(step)):
+                    yield out
+        except Failed as failed:
+            yield event(error(failed.status, str(failed)))
+        if self.asked.usage:
+            yield event(self.body(self.chunk, []) | {"usage": self.usage()})
+        yield b"data: [DONE]\n\n"
+
+    def first(self, index: int) -> list[dict[str, Any]]:
+        """What a stream begins with, for one text."""
+        raise NotImplementedError
+
+    def parts(self, step: Step) -> list[tuple[int, dict[str, Any]]]:
+        """The events of a step: the text's number, and what is said of it."""
+        raise NotImplementedError
+
+    def part(self, index: int, part: dict[str, Any]) -> bytes:
+        choice = {"index": index, "logprobs": None, "finish_reason": None} | part
+        return event(self.body(self.chunk, [choice]))
+
+    def ends(self, text: Text) -> dict[str, Any]:
+        return {"finish_reason": text.finish, "stop_reason": text.completion.stop_reason}
+
+    def body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.model,
+            "model": self.asked.model,
             "choices": choices,
         }
 
-    def _usage(self) -> dict[str, Any]:
-        prompt = sum(map(len, self.prompts))
-        completion = sum(len(c.tokens) for c in self.completions)
+    def usage(self) -> dict[str, Any]:
+        prompt, written, cached = self.counts
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _logprobs(self, index: int, found: list[Logprob]) -> dict[str, Any] | None:
+
+class CompletionsAnswer(OpenAI):
+    """/v1/completions. echo: prompts that texts begin with. scored: whether log probabilities
+    are asked for, which an echo then has of its prompt, too."""
+
+    kind = chunk = "text_completion"
+
+    def __init__(self, asked: Asked, echo: list[str] | None = None, scored: bool = True):
+        super().__init__(asked, "cmpl-")
+        self.echo, self.scored = echo, scored
+
+    def choice(self, index: int, text: Text) -> dict[str, Any]:
+        completion = text.completion
+        found = [*(completion.prompt_logprobs or ()), *(completion.logprobs or ())]
+        out = {"index": index, "logprobs": self.logprobs(text, found)} | self.ends(text)
+        if self.asked.token_ids:
+            out["token_ids"] = completion.tokens
+        return out | {"text": self._echo(completion.index) + completion.text}
+
+    def first(self, index: int) -> list[dict[str, Any]]:
+        # Log probabilities of a prompt come with its first token.
+        return [{"text": self._echo(index)}] if self.echo else []
+
+    def parts(self, step: Step) -> list[tuple[int, dict[str, Any]]]:
+        delta, asked = step.delta, self.asked
+        if not (delta.text or delta.finish or delta.logprobs or asked.token_ids):
+            return []
+        found = [*(delta.prompt_logprobs or ()), *delta.logprobs]
+        part = {"text": delta.text, "logprobs": self.logprobs(step.text, found)}
+        part |= {"finish_reason": delta.finish, "stop_reason": delta.stop_reason}
+        if asked.token_ids:
+            part["token_ids"] = delta.tokens
+        return [(step.text.completion.index, part)]
+
+    def _echo(self, index: int) -> str:
+        return self.echo[index // (self.asked.texts or self.asked.n)] if self.echo else ""
+
+    def logprobs(self, text: Text, found: list[Logprob | None]) -> dict[str, Any] | None:
+        """Log probabilities of tokens. None stands for a prompt's first token, which has none."""
+        if not found or not self.scored:
+            return None
+        words, first = self.asked.words, self.first_token(text)
+        names = [words.name(first if entry is None else entry.token) for entry in found]
+        lengths = [len(words.text(first if e is None else e.token)) for e in found]
+        offsets = []
+        for length in lengths:
+            offsets.append(text.offset)
+            text.offset += length
+        return {
+            "tokens": names,
+            "token_logprobs": [entry and entry.logprob for entry in found],
+            "top_logprobs": [entry and self._top(entry) for entry in found],
+            "text_offset": offsets,
+        }
+
+    def first_token(self, text: Text) -> int:
+        return self.asked.prompts[text.completion.index // (self.asked.texts or self.asked.n)][0]
+
+    def _top(self, entry: Logprob) -> dict[str, float]:
+        """The likeliest tokens and the chosen one; of two with one text, the likelier."""
+        out: dict[str, float] = {}
+        for token, value in (*entry.top, (entry.token, entry.logprob)):
+            out.setdefault(self.asked.words.name(token), value)
+        return out
+
+
+class ChatAnswer(OpenAI):
+    """/v1/chat/completions."""
+
+    kind, chunk = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, asked: Asked):
+        super().__init__(asked, "chatcmpl-")
+
+    def choice(self, index: int, text: Text) -> dict[str, Any]:
+        content = text.joined("content")
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if text.calls:
+            message["content"] = content or None
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.text},
+                }
+                for call in text.calls
+            ]
+        if thoughts := text.joined("reasoning"):
+            message["reasoning_content"] = thoughts
+        logprobs = self.logprobs(text.completion.logprobs or [])
+        out = {"index": index, "message": message, "logprobs": logprobs} | self.ends(text)
+        return out | ({"token_ids": text.completion.tokens} if self.asked.token_ids else {})
+
+    def first(self, index: int) -> list[dict[str, Any]]:
+        return [{"delta": {"role": "assistant", "content": ""}}]
+
+    def parts(self, step: Step) -> list[tuple[int, dict[str, Any]]]:
+        text, delta = step.text, step.delta
+        parts: list[dict[str, Any]] = []
+        for piece in step.pieces:
+            if piece.kind == "call":
+                call: dict[str, Any] = {"index": piece.call}
+                if piece.name is not None:
+                    call |= {"id": text.calls[piece.call].id, "type": "function"}
+                    call["function"] = {"name": piece.name, "arguments": piece.text}
+                else:
+                    call["function"] = {"arguments": piece.text}
+                parts.append({"delta": {"tool_calls": [call]}})
+            else:
+                name = "content" if piece.kind == "content" else "reasoning_content"
+                parts.append({"delta": {name: piece.text}})
+        if not parts and (delta.finish or delta.logprobs or self.asked.token_ids):
+            parts.append({"delta": {}})
+        if parts:
+            parts[0]["logprobs"] = self.logprobs(delta.logprobs)
+            if self.asked.token_ids:
+                parts[0]["token_ids"] = delta.tokens
+            if delta.finish:
+                parts[-1] |= self.ends(text)
+        return [(text.completion.index, part) for part in parts]
+
+    def logprobs(self, found: list[Logprob]) -> dict[str, Any] | None:
         if not found:
             return None
-        if self.chat:
-            return {"content": [self._chat_logprob(logprob) for logprob in found]}
-        texts = [self.decode(logprob.token) for logprob in found]
-        offsets = list(itertools.accumulate(map(len, texts), initial=self.offsets[index]))
-        self.offsets[index] = offsets[-1]
+
+        def entry(token: int, value: float) -> dict[str, Any]:
+            words = self.asked.words
+            return {
+                "token": words.text(token),
+                "logprob": value,
+                "bytes": list(words.bytes(token)),
+            }
+
         return {
-            "tokens": texts,
-            "token_logprobs": [logprob.logprob for logprob in found],
-            "top_logprobs": [{self.decode(t): p for t, p in lp.top} for lp in found],
-            "text_offset": offsets[:-1],
+            "content": [
+                entry(logprob.token, logprob.logprob)
+                | {"top_logprobs": [entry(t, p) for t, p in logprob.top]}
+                for logprob in found
+            ]
         }
 
-    def _chat_logprob(self, logprob: Logprob) -> dict[str, Any]:
-        def entry(token: int, value: float) -> dict[str, Any]:
-            text = self.decode(token)
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
-        top = [entry(t, p) for t, p in logprob.top]
-        return entry(logprob.token, logprob.logprob) | {"top_logprobs": top}
+def likelihood(completion: Completion) -> float:
+    """Mean log probability of a text's tokens."""
+    found = completion.logprobs or []
+    return sum(entry.logprob for entry in found) / max(len(found), 1)
 
 
-def event(body: dict[str, Any]) -> bytes:
+def event(body: dict[str, Any], name: str | None = None) -> bytes:
     """One server-sent event. ASCII, since a token may decode to half a surrogate pair."""
-    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+    data = b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+    return data if name is None else f"event: {name}\n".encode() + data

@@ -1,10 +1,12 @@
 """The commands `anybit serve` and `anybit chat`. What they need is imported when they run."""
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from anybit.errors import InvalidInput
 from anybit.progress import say
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ Length = Annotated[
 def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any.")] = 8000,
     quantization: Format = None,
     kv_cache: Kv = "auto",
     dtype: Dtype = "auto",
@@ -40,33 +42,88 @@ def serve(
     queue: Annotated[
         int, typer.Option(min=0, help="Texts that may wait; beyond them clients get 503.")
     ] = 256,
-    name: Annotated[
-        str | None, typer.Option(help="The model's name for clients. The directory's if absent.")
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--served-model-name",
+            "--name",
+            help="The model's name for clients; several are aliases. The directory's if absent.",
+        ),
     ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="ANYBIT_API_KEY", help="Key that clients must send.")
+    api_keys: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key", envvar="ANYBIT_API_KEY", help="Key that clients must send; any of several."
+        ),
+    ] = None,
+    origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-origins", help="Web pages that may call the server, https://HOST; * for all."
+        ),
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="File of a chat template, instead of the model's own.")
+    ] = None,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(help="Form of tool calls, if the chat template does not tell: hermes, ..."),
     ] = None,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that requests have to finish at shutdown.")
     ] = 30.0,
+    log_level: Annotated[
+        str, typer.Option(help="debug, info (a line for each request), warning or error.")
+    ] = "info",
 ) -> None:
     """Serve a model over HTTP with OpenAI's protocol, metrics, and a chat page at /."""
     try:
-        from anybit.serve.app import Settings, run
+        from anybit.serve.run import bind, run
+        from anybit.serve.server import Settings
+        from anybit.serve.tools import FAMILIES
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{error.name} is missing; install it with: pip install 'anybit[serve]'"
         ) from None
+    choose("--tool-parser", tool_parser, ("none", *FAMILIES))
+    choose("--log-level", log_level, ("debug", "info", "warning", "error"))
+    if not all(api_keys or ()):
+        raise InvalidInput("--api-key is empty; give a key, or leave the option out")
+    template = None if chat_template is None else chat_template.read_text("utf-8")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("anybit").setLevel(log_level.upper())
+    listener = bind(host, port)
     llm = load(model, quantization, kv_cache, dtype, length, kv_gb, max_running)
-    name = name or model.resolve().name
+    if template is not None:
+        if llm.tokenizer is None:
+            raise InvalidInput("--chat-template: the model directory has no tokenizer")
+        llm.tokenizer.chat_template = template
+    settings = Settings(
+        tuple(names or [model.resolve().name]),
+        tuple(api_keys or ()),
+        queue,
+        grace=grace,
+        origins=tuple(origins or ()),
+        tool_parser=tool_parser,
+    )
     scheduler = llm.engine.scheduler
     tokens = scheduler.blocks.count * scheduler.blocks.block_size
     typer.echo(
-        f"{name} on {llm.device}, {llm.dtype} with a KV cache of {llm.kv_dtype}: {tokens:,} tokens "
+        f"{' = '.join(settings.names)} on {llm.device}, {short(llm.dtype)} with a KV cache of "
+        f"{short(llm.kv_dtype)}: {tokens:,} tokens "
         f"of up to {scheduler.max_running} sequences, {llm.length:,} in one"
     )
-    typer.echo(f"http://{host}:{port}")
-    run(llm, Settings(name, api_key, queue, grace=grace), host, port)
+    typer.echo(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
+    run(llm, settings, listener)
+
+
+def choose(flag: str, value: str | None, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise InvalidInput(f"{flag} {value!r}: choose one of {', '.join(choices)}")
+
+
+def short(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def chat(

@@ -1,61 +1,188 @@
-"""The HTTP messages: OpenAI's completions and chat, with vLLM's additions. Unknown fields pass."""
+"""The requests of OpenAI's completions, chat and embeddings, with vLLM's additions, and errors.
 
-from typing import Any, Literal
+Types are strict and unknown fields are refused, so that nothing a client asks for is ignored.
+null stands for the default everywhere.
+"""
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from anybit.engine.sequence import MAX_LOGPROBS, MAX_SAMPLES, SamplingParams
+from anybit.engine.structured import Structured
+from anybit.errors import InvalidInput
 
 MAX_PROMPTS = 256
 MAX_STOPS = 16
-
-Stop = str | list[str] | None
-
-
-class Message(BaseModel):
-    """An answer or error is one of these; fields that a client does not know are to be ignored."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+MAX_SEED = 2**63 - 1
 
 
-class StreamOptions(Message):
-    include_usage: bool = False
+class Request(BaseModel):
+    """What clients send."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
-class Sampling(Message):
+Token = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Several = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+
+
+def shape(prompt: Any) -> str:
+    """Which kind of prompt this is, by its first item: one error then, not one for each kind."""
+    first = prompt[0] if isinstance(prompt, list) and prompt else 0
+    if isinstance(prompt, list):
+        return {str: "texts", list: "lists"}.get(type(first), "tokens")
+    return "text"
+
+
+Prompt = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[Tokens, Tag("tokens")]
+    | Annotated[list[Text], Several, Tag("texts")]
+    | Annotated[list[Tokens], Several, Tag("lists")],
+    Discriminator(shape),
+]
+Stop = Text | Annotated[list[Text], Field(max_length=MAX_STOPS)]
+Bias = dict[
+    Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
+]
+
+
+def listed(prompt: str | list[Any]) -> list[str | list[int]]:
+    """A list of prompts, from one (text, or token ids) or many."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+class StreamOptions(Request):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class JsonSchema(Request):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(Request):
+    type: Literal["text"]
+
+
+class JsonFormat(Request):
+    type: Literal["json_object"]
+
+
+class SchemaFormat(Request):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = TextFormat | JsonFormat | SchemaFormat
+
+
+class StructuredOutputs(Request):
+    """vLLM's: exactly one of them."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: list[Text] | None = Field(None, min_length=1)
+    grammar: str | None = None
+
+
+class Sampling(Request):
     """What completions and chat have in common."""
 
     model: str | None = None
-    n: int = Field(1, ge=1, le=MAX_SAMPLES)
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, description="0 or -1: all tokens")
-    min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
-    seed: int | None = None
-    stop: Stop = Field(None, max_length=MAX_STOPS)
-    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOPS)
-    min_tokens: int = Field(0, ge=0)
-    ignore_eos: bool = False
-    stream: bool = False
+    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, description="0 or -1: all tokens")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: Bias | None = None
+    seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED)
+    stop: Stop | None = None
+    stop_token_ids: list[Token] | None = Field(None, max_length=MAX_STOPS)
+    min_tokens: int | None = Field(None, ge=0)
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool = False
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[Text] | None = Field(None, min_length=1)
+    guided_grammar: str | None = None
+    # Names that clients give their requests; they change nothing.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+    @property
+    def samples(self) -> int:
+        return self.n or 1
+
+    @property
+    def usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def structured(self) -> Structured | None:
+        """What the text must be; InvalidInput when more than one field says so."""
+        forms: list[Structured] = []
+        kind = self.response_format
+        if isinstance(kind, SchemaFormat):
+            forms.append(Structured(json=kind.json_schema.schema_))
+        elif isinstance(kind, JsonFormat):
+            forms.append(Structured(json=True))
+        if self.structured_outputs is not None:
+            given = self.structured_outputs
+            json = given.json_ if given.json_object is None else True
+            if given.json_ is not None and given.json_object:
+                raise InvalidInput("structured_outputs: give either json or json_object")
+            forms.append(Structured(json, given.regex, given.choice, given.grammar))
+        if self.guided_json is not None:
+            forms.append(Structured(json=self.guided_json))
+        if self.guided_regex is not None:
+            forms.append(Structured(regex=self.guided_regex))
+        if self.guided_choice is not None:
+            forms.append(Structured(choice=self.guided_choice))
+        if self.guided_grammar is not None:
+            forms.append(Structured(grammar=self.guided_grammar))
+        if len(forms) > 1:
+            raise InvalidInput(
+                "response_format, structured_outputs and guided_*: give one of them, not more"
+            )
+        return forms[0] if forms else None
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """As the engine wants it; ValueError for what only a look at all fields can refuse."""
+        """As the engine wants it; InvalidInput for what only a look at all fields can refuse."""
         return SamplingParams(
-            n=self.n,
+            n=self.samples,
             max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_k=max(self.top_k, 0),
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(self.top_k or 0, 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            structured=self.structured(),
             seed=self.seed,
             stop=self.stop or (),
             stop_token_ids=self.stop_token_ids or (),
-            min_tokens=self.min_tokens,
-            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens or 0,
+            ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
         )
 
@@ -63,106 +190,141 @@ class Sampling(Message):
 class CompletionRequest(Sampling):
     """POST /v1/completions. prompt: text, token ids, or a list of either."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = Field(16, ge=1)
+    prompt: Prompt
+    suffix: str | None = None
+    max_tokens: int | None = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool = False
-
-    def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)  # type: ignore[arg-type]
+    echo: bool | None = None
+    best_of: int | None = Field(None, ge=1, le=MAX_SAMPLES)
 
 
-class ContentPart(Message):
-    type: Literal["text"] = "text"
+class ContentPart(Request):
+    type: Literal["text"]
     text: str
 
 
-class ChatMessage(Message):
-    model_config = ConfigDict(extra="allow")  # templates may read more, such as a name
-    role: str
-    content: str | list[ContentPart] | None = None
+Content = str | Annotated[list[ContentPart], Field(min_length=1)]
 
-    def for_template(self) -> dict[str, Any]:
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+
+def plain(content: Content | None) -> str:
+    """The text of a message's content."""
+    if isinstance(content, list):
+        return "".join(part.text for part in content)
+    return content or ""
+
+
+class Function(Request):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Request):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Request):
+    name: str
+
+
+class NamedTool(Request):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class Called(Request):
+    name: str
+    arguments: str
+
+
+class ToolCall(Request):
+    id: str
+    type: Literal["function"] = "function"
+    function: Called
+    index: int | None = None
+
+
+class ChatMessage(Request):
+    """One message. Clients also send back what answers had, so empty fields of those are taken."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
 
 
 class ChatRequest(Sampling):
     """POST /v1/chat/completions. Without a limit, the answer may fill the model's context."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    add_generation_prompt: bool = True
+    max_tokens: int | None = Field(None, ge=0)
+    max_completion_tokens: int | None = Field(None, ge=0)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
 
-class TokenizeRequest(Message):
+class EmbeddingRequest(Request):
+    """POST /v1/embeddings."""
+
+    model: str | None = None
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = None
+
+
+class TokenizeRequest(Request):
     """POST /tokenize, with a prompt or with messages."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    add_generation_prompt: bool = True
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
 
 
-class TokenizeResponse(Message):
-    tokens: list[int]
-    count: int
-    max_model_len: int
+class DetokenizeRequest(Request):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Token]
 
 
-class Usage(Message):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: dict[str, int] | None = None
+# Errors, in OpenAI's form and in Anthropic's.
 
 
-class Response(Message):
-    """What /v1/completions and /v1/chat/completions answer."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[dict[str, Any]]
-    usage: Usage | None = None
-
-
-class Model(Message):
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "anybit"
-    max_model_len: int
-
-
-class Models(Message):
-    object: str = "list"
-    data: list[Model]
-
-
-class ErrorBody(Message):
+class ErrorBody(BaseModel):
     message: str
     type: str
     param: str | None = None
     code: int
 
 
-class Error(Message):
+class Error(BaseModel):
     error: ErrorBody
 
 
-def error(status: int, message: str, kind: str | None = None) -> dict[str, Any]:
+KINDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
+
+
+def error(status: int, message: str) -> dict[str, Any]:
     """The body of an error answer."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
-    kind = kind or kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}

@@ -352,9 +352,10 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(
 @pytest.mark.parametrize(
     "field",
     [
-        {"n": 0}, {"max_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")},
+        {"n": 0}, {"max_tokens": -1}, {"temperature": -1.0}, {"temperature": float("nan")},
         {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": 2.0}, {"repetition_penalty": 0.0},
-        {"stop": [""]}, {"min_tokens": 17}, {"logprobs": 21},
+        {"stop": [""]}, {"min_tokens": 17}, {"logprobs": 21}, {"prompt_logprobs": -1},
+        {"presence_penalty": 2.5}, {"frequency_penalty": -3.0}, {"logit_bias": {3: 101.0}},
     ],
 )  # fmt: skip
 def test_parameters_out_of_range_are_named(field: dict) -> None:

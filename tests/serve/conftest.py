@@ -11,10 +11,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
 
 from anybit.engine.llm import LLM
-from anybit.serve.app import Server, Settings, Uvicorn, create_app
+from anybit.serve.run import Uvicorn, config
+from anybit.serve.server import Server, Settings
 from tests.engine.conftest import PICO, one_thread, random_model
 
 __all__ = ["one_thread"]  # a fixture that all tests here use
@@ -57,19 +57,21 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10) -> bool:
 
 @contextmanager
 def serving(llm: LLM, **settings: object) -> Iterator[Live]:
-    app = create_app(llm, Settings("tiny", **settings))  # type: ignore[arg-type]
+    options = {"names": ("tiny",), "grace": 5.0} | settings
+    configured = config(llm, Settings(**options))  # type: ignore[arg-type]
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        server = Uvicorn(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+        listener.listen()
+        server = Uvicorn(configured)
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
             assert wait_for(lambda: server.started)
-            yield Live(f"http://127.0.0.1:{port}", app.state.server, port)
+            yield Live(f"http://127.0.0.1:{port}", configured.app.state.server, port)  # type: ignore[union-attr]
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(30)
             assert not thread.is_alive()
 
 

@@ -114,13 +114,13 @@ def events(text: str) -> list[dict]:
     return [json.loads(part.removeprefix("data: ")) for part in parts]
 
 
-def test_token_prompts_and_unknown_fields(live: Live) -> None:
-    tokens = live.post("/tokenize", {"prompt": "def main(", "whatever": 1}).json()
+def test_token_prompts_and_nulls(live: Live) -> None:
+    tokens = live.post("/tokenize", {"prompt": "def main("}).json()
     assert tokens["tokens"] == live.server.llm.encode("def main(")
     assert tokens["count"] == len(tokens["tokens"])
     options = {
         "max_tokens": 9, "temperature": 0, "return_token_ids": True, "best_of": 1, "user": "me",
-        "frequency_penalty": 0.0, "logit_bias": {}, "made_up": [1, {"a": None}],
+        "frequency_penalty": 0.0, "logit_bias": {}, "top_p": None, "n": None, "stream": None,
     }  # fmt: skip
     answers = [
         live.post("/v1/completions", options | {"prompt": prompt}).json()["choices"]
@@ -176,13 +176,30 @@ def test_metrics_count_what_happened(live: Live) -> None:
     assert "vllm:request_success_total" in after
 
 
+HI = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
         ("completions", {}, 400, "prompt: Field required"),
-        ("completions", {"prompt": ""}, 400, "the prompt is empty"),
-        ("completions", {"prompt": []}, 400, "0 prompts"),
-        ("completions", {"prompt": [[]]}, 400, "the prompt is empty"),
+        ("completions", {"prompt": ""}, 400, "prompt.text: String should have at least 1"),
+        ("completions", {"prompt": []}, 400, "prompt.tokens: List should have at least 1"),
+        ("completions", {"prompt": [[]]}, 400, "prompt.lists.0: List should have at least 1"),
+        ("completions", {"prompt": "x", "made_up": 1}, 400, "made_up: this server knows no such"),
+        ("completions", {"prompt": "x", "prompt_logprobs": 1}, 400, "prompt_logprobs: this"),
+        ("completions", {"prompt": "x", "suffix": "y"}, 400, "cannot fill in the middle"),
+        ("completions", {"prompt": "x", "best_of": 1, "n": 2}, 400, "best_of=1"),
+        ("completions", {"prompt": "x", "logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ("completions", {"prompt": "x", "logit_bias": {"4096": 1}}, 400, "token 4096"),
+        ("completions", {"prompt": "x", "frequency_penalty": "abc"}, 400, "frequency_penalty"),
+        ("completions", {"prompt": "x", "guided_regex": "[0-9"}, 400, "unclosed character class"),
+        ("completions", {"prompt": "x", "guided_regex": "1", "guided_choice": ["a"]}, 400, "one"),
+        ("chat/completions", {"messages": HI, "tools": TOOLS}, 400, "chat template"),
+        ("chat/completions", {"messages": HI, "tool_choice": "required"}, 400, "tool_choice"),
+        ("chat/completions", {"messages": HI, "reasoning_effort": "low"}, 400, "reasoning_effort"),
+        ("chat/completions", {"messages": HI, "top_logprobs": 2}, 400, "top_logprobs"),
         ("completions", {"prompt": [4096]}, 400, "token 4096 is not in the vocabulary"),
         ("completions", {"prompt": [1] * 512}, 400, "512 tokens"),
         ("completions", {"prompt": "x", "model": "gpt"}, 404, "'gpt' does not exist"),
@@ -192,7 +209,6 @@ def test_metrics_count_what_happened(live: Live) -> None:
         ("completions", {"prompt": "x", "stop": [""]}, 400, "stop"),
         ("completions", {"prompt": "x", "n": 0}, 400, "n: "),
         ("completions", {"prompt": ["x"] * 9, "n": 128}, 400, "1152 texts"),
-        ("completions", {"prompt": "x", "echo": True, "logprobs": 1}, 400, "echo"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("chat/completions", {"messages": [{"content": "x"}]}, 400, "role"),
         ("nothing", {}, 404, "Not Found"),
@@ -237,7 +253,7 @@ def test_malformed_bodies_are_the_clients_mistake(live: Live, path: str, body: b
 
 def test_random_bytes_never_stop_the_server(live: Live) -> None:
     rng = random.Random(0)
-    good = b'{"prompt": "def f(", "max_tokens": 3, "stop": ["a"], "n": 2, "logprobs": 1}'
+    good = b'{"prompt": "' + b"def f(" * 30 + b'", "max_tokens": 3, "stop": ["a"], "n": 2}'
     headers, statuses = {"content-type": "application/json"}, []
     with httpx.Client(base_url=live.url, timeout=60, headers=headers) as client:
         for _ in range(150):
@@ -252,7 +268,7 @@ def test_random_bytes_never_stop_the_server(live: Live) -> None:
 
 
 def test_key(tiny: Path) -> None:
-    with serving(LLM(tiny), api_key="s3cret", body=1000) as locked:
+    with serving(LLM(tiny), keys=("other", "s3cret"), body=1000) as locked:
         body = {"prompt": "x", "max_tokens": 1}
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
             answer = locked.post("/v1/completions", body, headers=headers)
@@ -261,7 +277,13 @@ def test_key(tiny: Path) -> None:
         assert locked.post("/v1/completions", body, headers=key).status_code == 200
         assert httpx.get(locked.url + "/v1/models").status_code == 401
         assert httpx.get(locked.url + "/health").status_code == 200
-        assert httpx.get(locked.url + "/metrics").status_code == 200
+        for path in ("/metrics", "/version", "/openapi.json", "/", "/detokenize", "/nothing"):
+            assert httpx.get(locked.url + path).status_code == 401
+        assert httpx.get(locked.url + "/metrics", headers=key).status_code == 200
+        assert httpx.get(locked.url + "/metrics", headers={"x-api-key": "other"}).status_code == 200
+        assert httpx.get(locked.url + "/", auth=("", "s3cret")).status_code == 200
+        asked = httpx.get(locked.url + "/")  # a browser asks for the key then
+        assert asked.headers["www-authenticate"] == "Basic"
         assert (
             locked.post("/v1/completions", {"prompt": "x" * 2000}, headers=key).status_code == 413
         )

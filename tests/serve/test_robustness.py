@@ -184,9 +184,11 @@ SERVE = """
 import sys, torch
 torch.set_num_threads(1)
 from anybit.engine.llm import LLM
-from anybit.serve.app import Settings, run
+from anybit.serve.run import bind, run
+from anybit.serve.server import Settings
 model, port, grace = sys.argv[1:]
-run(LLM(model, block_size=8), Settings("tiny", grace=float(grace)), "127.0.0.1", int(port))
+listener = bind("127.0.0.1", int(port))
+run(LLM(model, block_size=8), Settings(("tiny",), grace=float(grace)), listener)
 """
 
 

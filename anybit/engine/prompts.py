@@ -1,0 +1,56 @@
+"""What requests ask about their prompts: log probabilities of its tokens, and an embedding."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.engine.models.layers import Decoder
+from anybit.engine.scheduler import Scheduled
+from anybit.engine.sequence import Logprob, Sequence
+
+ROWS = 256  # of logits at a time: a vocabulary of 150,000 takes 150 MB in fp32
+
+
+def read_prompts(model: Decoder, hidden: Tensor, scheduled: list[Scheduled]) -> None:
+    """Note in the sequences what a step's hidden states (T, hidden) say about their prompts."""
+    start = 0
+    for s in scheduled:
+        states = hidden[start : start + s.tokens][: len(s.seq.prompt) - s.first]
+        start += s.tokens
+        if not s.reads_prompt:
+            continue
+        if s.first == 0:  # the beginning, or a new one after a preemption
+            s.seq.prompt_logprobs, s.seq.pooled = [None], None
+        if s.seq.params.embed:
+            total = states.float().sum(0)
+            s.seq.pooled = total if s.seq.pooled is None else s.seq.pooled + total
+        if s.seq.params.prompt_logprobs is not None:
+            following = s.seq.prompt[s.first + 1 : s.first + 1 + len(states)]
+            for at in range(0, len(following), ROWS):
+                some = following[at : at + ROWS]
+                logits = model.logits(states[at : at + len(some)])
+                s.seq.prompt_logprobs += scored(logits, some, s.seq.params.prompt_logprobs)
+
+
+def scored(logits: Tensor, tokens: list[int], count: int) -> list[Logprob]:
+    """Log probabilities of tokens by their logits (T, V), with those of the likeliest ones."""
+    logp = logits.float().log_softmax(-1)
+    index = torch.tensor(tokens, device=logp.device)[:, None]
+    own = logp.gather(1, index)[:, 0].tolist()
+    values, ids = (t.tolist() for t in logp.topk(min(count, logp.shape[1])))
+    return [
+        Logprob(token, value, tuple(zip(top, tops, strict=True)))
+        for token, value, top, tops in zip(tokens, own, ids, values, strict=True)
+    ]
+
+
+def prompt_results(seq: Sequence) -> dict[str, Any]:
+    """What a sequence has noted, as fields of a `Delta`."""
+    out: dict[str, Any] = {}
+    if seq.params.prompt_logprobs is not None:
+        out["prompt_logprobs"] = seq.prompt_logprobs
+    if seq.pooled is not None:
+        mean = seq.pooled / len(seq.prompt)
+        out["embedding"] = torch.nn.functional.normalize(mean, dim=0).tolist()
+    return out

@@ -1,0 +1,184 @@
+"""From a chat request to a prompt, parameters, and a reader of the answer."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from anybit.engine.llm import LLM
+from anybit.engine.sequence import SamplingParams
+from anybit.engine.structured import Structured
+from anybit.errors import InvalidInput
+from anybit.serve.protocol import ChatMessage, ChatRequest, NamedTool, plain
+from anybit.serve.reading import Harmony, Plain, Reader, Thoughts
+from anybit.serve.texts import Job
+from anybit.serve.tools import FAMILIES, Family, family_of
+
+THINK = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A conversation that is ready to run. calls: tool calls of an answer at most."""
+
+    prompt: list[int]
+    params: SamplingParams
+    readers: Callable[[], Reader] = Plain
+    calls: int | None = None
+    short_ids: bool = False
+
+
+class Dialect:
+    """How a model writes tool calls and thoughts, by its chat template.
+
+    parser: the family of tool calls, if not the template tells it; "none": no calls are read.
+    """
+
+    def __init__(self, llm: LLM, parser: str | None = None):
+        self.template = template_text(llm.tokenizer)
+        name = parser or family_of(self.template) if self.template else None
+        self.family: Family | None = FAMILIES.get(name or "none")
+        self.harmony = name == "harmony"
+        self.think = next((pair for pair in THINK if pair[1] in self.template), None)
+        special = {
+            entry.content: token
+            for token, entry in getattr(llm.tokenizer, "added_tokens_decoder", {}).items()
+        }
+        self.tokens = special
+        marks = (*(self.family.marks if self.family else ()), *(self.think or ()))
+        # What a special token says is shown, or readers would not find it.
+        self.shown = tuple(special[mark] for mark in marks if special.get(mark) in llm.special)
+        self.special = llm.special
+
+    def prepare(self, body: ChatRequest, params: SamplingParams, job: Job) -> Prepared:
+        """Render, tokenize, compile; InvalidInput for what this model's template does not take."""
+        tools = self._tools(body)
+        text = job.llm.chat_text(
+            self._messages(body.messages),
+            body.add_generation_prompt is not False,
+            tools=tools or None,
+            **self._options(body),
+        )
+        prompt = job.encode(text, special=not self.template)
+        thinking = self.think is not None and text.rstrip().endswith(self.think[0])
+        structured = params.structured
+        if tools and structured is not None:
+            raise InvalidInput(
+                "tools do not go with response_format or structured output; leave out one of "
+                "them, or say tool_choice: none"
+            )
+        if tools and body.tool_choice not in (None, "auto", "none"):
+            structured = self._forced(body, tools)
+        if structured is not None:
+            if self.harmony:
+                raise InvalidInput(
+                    "structured output and forced tool calls are not offered for models that "
+                    "write channels (harmony)"
+                )
+            structured = replace(structured, think=self._think_tokens(), thinking=thinking)
+            if job.llm.engine.grammars is not None:  # compiled here, kept for the engine
+                job.llm.engine.grammars.matcher(structured)
+        params = replace(params, structured=structured, shown=(*params.shown, *self.shown))
+        return Prepared(
+            prompt,
+            params,
+            lambda: self.reader(tools, thinking),
+            1 if body.parallel_tool_calls is False else None,
+            self.family is not None and self.family.short_ids,
+        )
+
+    def reader(self, tools: list[dict[str, Any]], thinking: bool) -> Reader:
+        """A reader of one answer."""
+        if self.harmony:
+            return Harmony()
+        rest = self.family.reader(tools) if tools and self.family else Plain()
+        return Thoughts(*self.think, thinking, rest) if self.think else rest
+
+    def _tools(self, body: ChatRequest) -> list[dict[str, Any]]:
+        """The tools that the template shall show."""
+        if body.tool_choice == "none" or not body.tools:
+            if body.tool_choice not in (None, "none", "auto"):
+                raise InvalidInput("tool_choice asks for a tool, and the request has no tools")
+            return []
+        if self.family is None or "tools" not in self.template:
+            raise InvalidInput(
+                "tools: the model's chat template has none, or writes them in a form that is not "
+                f"known; start the server with --tool-parser ({', '.join(FAMILIES)}), or leave "
+                "out tools"
+            )
+        return [tool.model_dump(exclude_none=True) for tool in body.tools]
+
+    def _forced(self, body: ChatRequest, tools: list[dict[str, Any]]) -> Structured:
+        """A grammar for tool_choice `required`, or one tool."""
+        assert self.family is not None
+        several = body.parallel_tool_calls is not False
+        if isinstance(body.tool_choice, NamedTool):
+            name, several = body.tool_choice.function.name, False
+            tools = [tool for tool in tools if tool["function"]["name"] == name]
+            if not tools:
+                raise InvalidInput(f"tool_choice names {name!r}, which is not among the tools")
+        return Structured(grammar=self.family.forced(tools, several, self._mark))
+
+    def _mark(self, mark: str) -> str:
+        """A mark as llguidance's Lark has it: special tokens by number."""
+        token = self.tokens.get(mark)
+        return f"<[{token}]>" if token is not None and token in self.special else json.dumps(mark)
+
+    def _think_tokens(self) -> tuple[int, int] | None:
+        if self.think is None or any(mark not in self.tokens for mark in self.think):
+            return None
+        return self.tokens[self.think[0]], self.tokens[self.think[1]]
+
+    def _options(self, body: ChatRequest) -> dict[str, Any]:
+        """Variables for the template, all of which it must read."""
+        options = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            options["reasoning_effort"] = body.reasoning_effort
+        for name in options:
+            if name not in self.template or not name.isidentifier():
+                raise InvalidInput(f"{name}: the model's chat template does not read it")
+            if name in ("messages", "tools", "tokenize", "add_generation_prompt"):
+                raise InvalidInput(f"{name} is a field of its own, not of chat_template_kwargs")
+        return options
+
+    def _messages(self, messages: list[ChatMessage]) -> list[dict[str, Any]]:
+        return [self._message(message) for message in messages]
+
+    def _message(self, message: ChatMessage) -> dict[str, Any]:
+        """A message as templates want it."""
+        role = message.role
+        if role == "developer" and "developer" not in self.template:
+            role = "system"
+        if (role == "tool" or message.tool_calls) and "tool" not in self.template:
+            raise InvalidInput("messages: the model's chat template has no tool calls")
+        out: dict[str, Any] = {"role": role, "content": plain(message.content)}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(message, name)) is not None:
+                out[name] = value
+        if self.harmony and message.reasoning_content:
+            out["thinking"] = message.reasoning_content
+        if message.tool_calls:
+            out["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": arguments(call)},
+                }
+                for call in message.tool_calls
+            ]
+        return out
+
+
+def arguments(call: Any) -> Any:
+    """A call's arguments as templates want them: the object, if the text is one."""
+    try:
+        found = json.loads(call.function.arguments or "{}")
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else call.function.arguments
+
+
+def template_text(tokenizer: Any) -> str:
+    """A tokenizer's chat templates as one text; empty without any."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return "\n".join(template.values()) if isinstance(template, dict) else template

@@ -1,0 +1,332 @@
+"""OpenAI's Responses over a chat: /v1/responses, without anything kept between requests."""
+
+import uuid
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, Field
+
+from anybit.serve import protocol
+from anybit.serve.answers import Answer, Asked, Block, Failed, Text, event
+from anybit.serve.protocol import ChatMessage, ChatRequest
+from anybit.serve.server import Server
+
+
+class InputText(protocol.Request):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class MessageItem(protocol.Request):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+class CallItem(protocol.Request):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class OutputItem(protocol.Request):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+class ReasoningText(protocol.Request):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(protocol.Request):
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: Annotated[list[Any], Field(max_length=0)] | None = None
+    content: list[ReasoningText] | None = None
+    status: str | None = None
+
+
+Item = CallItem | OutputItem | ReasoningItem | MessageItem
+
+
+class FunctionTool(protocol.Function):
+    type: Literal["function"]
+
+
+class NamedTool(protocol.Request):
+    type: Literal["function"]
+    name: str
+
+
+class SchemaFormat(protocol.JsonSchema):
+    type: Literal["json_schema"]
+
+
+class TextOptions(protocol.Request):
+    format: protocol.TextFormat | protocol.JsonFormat | SchemaFormat | None = None
+
+
+class Reasoning(protocol.Request):
+    effort: str | None = None
+
+
+class ResponsesRequest(protocol.Request):
+    """POST /v1/responses."""
+
+    model: str | None = None
+    input: protocol.Text | Annotated[list[Item], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    stream: bool | None = None
+    store: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    def chat(self) -> ChatRequest:
+        """The same as a request of /v1/chat/completions."""
+        messages = []
+        if self.instructions:
+            messages.append(ChatMessage(role="system", content=self.instructions))
+        if isinstance(self.input, str):
+            messages.append(ChatMessage(role="user", content=self.input))
+        else:
+            messages += chat_messages(self.input)
+        fields: dict[str, Any] = {}
+        if self.tools:
+            fields["tools"] = [
+                protocol.Tool(
+                    type="function",
+                    function=protocol.Function(**tool.model_dump(exclude={"type"})),
+                )
+                for tool in self.tools
+            ]
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedTool):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        kind: Any = self.text.format if self.text else None
+        if isinstance(kind, SchemaFormat):
+            kind = {"type": "json_schema", "json_schema": {"schema": kind.schema_}}
+        return ChatRequest(
+            messages=messages, max_tokens=self.max_output_tokens, temperature=self.temperature,
+            top_p=self.top_p, tool_choice=choice, response_format=kind,
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None, **fields,
+        )  # fmt: skip
+
+
+class ResponsesReply(BaseModel):
+    id: str
+    object: str
+    created_at: int
+    model: str
+    status: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None = None
+
+
+def plain(content: str | list[InputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def chat_messages(items: list[Item]) -> list[ChatMessage]:
+    """Items as messages of a chat: thoughts and calls are parts of an answer there."""
+    out: list[ChatMessage] = []
+
+    def answer() -> ChatMessage:
+        """The assistant's message that is being put together."""
+        if not out or out[-1].role != "assistant":
+            out.append(ChatMessage(role="assistant", content=""))
+        return out[-1]
+
+    for item in items:
+        if isinstance(item, CallItem):
+            function = protocol.Called(name=item.name, arguments=item.arguments)
+            call = protocol.ToolCall(id=item.call_id, function=function)
+            message = answer()
+            message.tool_calls = [*(message.tool_calls or ()), call]
+        elif isinstance(item, OutputItem):
+            text = plain(item.output)
+            out.append(ChatMessage(role="tool", content=text, tool_call_id=item.call_id))
+        elif isinstance(item, ReasoningItem):
+            message = answer()
+            thoughts = "".join(part.text for part in item.content or ())
+            message.reasoning_content = (message.reasoning_content or "") + thoughts
+        elif item.role == "assistant":
+            message = answer()
+            message.content = protocol.plain(message.content) + plain(item.content)
+        else:
+            out.append(ChatMessage(role=item.role, content=plain(item.content)))
+    return out
+
+
+class ResponsesAnswer(Answer):
+    """The answer, with an item for each part."""
+
+    def __init__(self, asked: Asked):
+        super().__init__(asked, "resp_")
+        self.ids: list[str] = []  # of the items
+        self.number = 0  # of the events so far
+
+    async def whole(self) -> dict[str, Any]:
+        await self.end()
+        (text,) = self.texts
+        return self._response(text, status(text))
+
+    async def events(self) -> AsyncIterator[bytes]:
+        (text,) = self.texts
+        begun = self._response(text, "in_progress")
+        yield self._event("response.created", response=begun) + self._event(
+            "response.in_progress", response=begun
+        )
+        at = -1
+        try:
+            async for steps in self.steps():
+                out = b""
+                for step in steps:
+                    for piece, new in zip(step.pieces, step.new, strict=True):
+                        if new:
+                            out += self._done(text, at)
+                            at += 1
+                            out += self._begun(text, at)
+                        if piece.text:
+                            out += self._part(text, at, DELTAS[piece.kind], delta=piece.text)
+                if out:
+                    yield out
+        except Failed as failed:
+            response = self._response(text, "failed") | {
+                "error": {"code": "server_error", "message": str(failed)}
+            }
+            yield self._event("response.failed", response=response)
+            return
+        end = status(text)
+        yield self._done(text, at) + self._event(
+            f"response.{end}", response=self._response(text, end)
+        )
+
+    def _begun(self, text: Text, at: int) -> bytes:
+        block = text.blocks[at]
+        empty = Block(block.kind, "", block.id, block.name)
+        item = self._item(at, empty, "in_progress")
+        if block.kind != "call":
+            item["content"] = []
+        out = self._event("response.output_item.added", output_index=at, item=item)
+        if block.kind != "call":
+            out += self._part(text, at, "response.content_part.added", part=part(empty))
+        return out
+
+    def _done(self, text: Text, at: int) -> bytes:
+        if at < 0:
+            return b""
+        block = text.blocks[at]
+        name = "arguments" if block.kind == "call" else "text"
+        more = {"name": block.name} if block.kind == "call" else {}
+        out = self._part(
+            text, at, DELTAS[block.kind].replace("delta", "done"), **{name: block.text}, **more
+        )
+        if block.kind != "call":
+            out += self._part(text, at, "response.content_part.done", part=part(block))
+        item = self._item(at, block, "completed")
+        return out + self._event("response.output_item.done", output_index=at, item=item)
+
+    def _part(self, text: Text, at: int, kind: str, **fields: Any) -> bytes:
+        if text.blocks[at].kind != "call":
+            fields["content_index"] = 0
+        if "output_text" in kind:
+            fields["logprobs"] = []
+        return self._event(kind, item_id=self._id(at), output_index=at, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self.number += 1
+        return event({"type": kind, "sequence_number": self.number - 1} | fields, kind)
+
+    def _id(self, at: int) -> str:
+        while len(self.ids) <= at:
+            self.ids.append(f"item_{uuid.uuid4().hex}")
+        return self.ids[at]
+
+    def _item(self, at: int, block: Block, state: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._id(at), "type": ITEMS[block.kind], "status": state}
+        if block.kind == "call":
+            return item | {"call_id": block.id, "name": block.name, "arguments": block.text}
+        if block.kind == "reasoning":
+            return item | {"summary": [], "content": [part(block)]}
+        return item | {"role": "assistant", "content": [part(block)]}
+
+    def _response(self, text: Text, state: str) -> dict[str, Any]:
+        prompt, written, cached = self.counts
+        items = [self._item(i, block, "completed") for i, block in enumerate(text.blocks)]
+        return {
+            "id": self.id, "object": "response", "created_at": self.created,
+            "model": self.asked.model, "status": state, "output": items, "error": None,
+            "incomplete_details": INCOMPLETE if state == "incomplete" else None,
+            "instructions": None, "metadata": {}, "parallel_tool_calls": self.asked.calls is None,
+            "tool_choice": "auto", "tools": [], "store": False,
+            "usage": {
+                "input_tokens": prompt, "input_tokens_details": {"cached_tokens": cached},
+                "output_tokens": written, "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt + written,
+            } if state not in ("in_progress", "failed") else None,
+        }  # fmt: skip
+
+
+INCOMPLETE = {"reason": "max_output_tokens"}
+DELTAS = {
+    "content": "response.output_text.delta",
+    "reasoning": "response.reasoning_text.delta",
+    "call": "response.function_call_arguments.delta",
+}
+ITEMS = {"content": "message", "reasoning": "reasoning", "call": "function_call"}
+
+
+def part(block: Block) -> dict[str, Any]:
+    """A block's text in OpenAI's form."""
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def status(text: Text) -> str:
+    return "incomplete" if text.completion.finish == "length" else "completed"
+
+
+def add_routes(app: FastAPI, server: Server) -> None:
+    """The route of OpenAI's newer protocol."""
+    answers: dict[int | str, dict[str, Any]] = {
+        code: {"model": protocol.Error} for code in (400, 401, 404, 408, 413, 500, 503)
+    }
+    answers[200] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+
+    @app.post("/v1/responses", response_model=ResponsesReply, responses=answers)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        name = server.model(body.model)
+        prepared = await server.prepare(request, body.chat())
+        asked = Asked(
+            name, [prepared.prompt], 1, server.submit([(prepared.prompt, prepared.params)]),
+            server.texts.words, readers=prepared.readers, calls=prepared.calls,
+            short_ids=prepared.short_ids,
+        )  # fmt: skip
+        return await server.reply(request, ResponsesAnswer(asked), body.stream)

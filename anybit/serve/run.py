@@ -1,0 +1,82 @@
+"""Running the server: its socket, its signals and its end."""
+
+import asyncio
+import gc
+import logging
+import socket
+from contextlib import suppress
+
+import uvicorn
+
+from anybit.engine.llm import LLM
+from anybit.errors import Unsupported
+from anybit.serve.app import create_app
+from anybit.serve.gate import Connection
+from anybit.serve.server import Server, Settings
+
+log = logging.getLogger("anybit.serve")
+
+LAST = 2.0  # seconds after the grace in which the last bytes may be sent
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens; Unsupported if the address is not to be had.
+
+    Before the model is loaded, so that a port in use is told at once. Clients that come while it
+    is loaded wait.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        raise Unsupported(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
+        ) from None
+    return listener
+
+
+class Uvicorn(uvicorn.Server):
+    """Uvicorn that ends requests before it ends itself."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Give texts that are written some time, then fail them, then close every connection."""
+        server: Server = self.config.app.state.server  # type: ignore[union-attr]
+        grace = server.settings.grace
+        log.warning("shutting down; %d texts have %g s", server.engine.texts, grace)
+        server.stopping.set()
+        ending = asyncio.ensure_future(self._end(server, grace))
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end(self, server: Server, grace: float) -> None:
+        await server.engine.drain(0 if self.force_exit else grace)
+        await asyncio.sleep(LAST)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
+
+
+def config(llm: LLM, settings: Settings) -> uvicorn.Config:
+    """Uvicorn's settings for a model."""
+    protocol = type("Connection", (Connection,), {"patience": settings.patience})
+    return uvicorn.Config(
+        create_app(llm, settings),
+        http=protocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=min(75, int(settings.patience)),
+        timeout_graceful_shutdown=int(settings.grace + 2 * LAST) + 1,
+    )
+
+
+def run(llm: LLM, settings: Settings, listener: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM; then finish or fail every request, and return."""
+    # What is loaded stays: collections of garbage would otherwise look at all of it again.
+    gc.collect()
+    gc.freeze()
+    with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when all has ended
+        Uvicorn(config(llm, settings)).run([listener])

@@ -1,0 +1,198 @@
+"""Between texts and tokens, for many clients: in a few threads, which stop when a client goes."""
+
+import asyncio
+import copy
+import json
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any
+
+from anybit.engine.llm import LLM
+from anybit.errors import AnybitError, InvalidInput
+
+WORKERS = 2
+PIECE = 1 << 16  # characters that are tokenized without a look at the client
+NORMALIZERS = {"Prepend": 1, "NFC": 3}  # by which factor they may shorten a text in bytes
+BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+class Gone(Exception):
+    """The client has closed the connection."""
+
+
+class Words:
+    """What single tokens stand for."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self.parts = json.loads(backend.to_str()) if backend else {}
+        decoders = {kind for kind, _ in flat(self.parts.get("decoder"), "decoders")}
+        self.byte_level, self.byte_fallback = "ByteLevel" in decoders, "ByteFallback" in decoders
+        self.added = getattr(tokenizer, "added_tokens_decoder", {})
+
+    def bytes(self, token: int) -> bytes:
+        """A token's bytes, which may be a part of a character."""
+        if self.tokenizer is None:
+            return str(token).encode()
+        if token in self.added:
+            return self.added[token].content.encode()
+        if self.byte_level or self.byte_fallback:
+            piece = self.tokenizer.convert_ids_to_tokens(token)
+            if piece is None:  # a row of the output head without a token
+                return b""
+            if self.byte_level and all(char in BYTES for char in piece):
+                return bytes(BYTES[char] for char in piece)
+            if self.byte_fallback:
+                byte = BYTE.fullmatch(piece)
+                text = piece.replace("\u2581", " ")
+                return bytes([int(byte[1], 16)]) if byte else text.encode()
+        return self.tokenizer.decode([token]).encode("utf-8", "replace")
+
+    def text(self, token: int) -> str:
+        """A token's text, with U+FFFD for bytes that are no character."""
+        return self.bytes(token).decode("utf-8", "replace")
+
+    def name(self, token: int) -> str:
+        """A token's text; of a part of a character, its bytes, as OpenAI writes them."""
+        raw = self.bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    @cached_property
+    def longest(self) -> int | None:
+        """Bytes of a text that one token can stand for at most; None if there is no limit.
+
+        There is none where unknown characters become one token, and where spaces are dropped.
+        """
+        whole = self.byte_level or self.byte_fallback
+        if not whole or any(entry.lstrip or entry.rstrip for entry in self.added.values()):
+            return None
+        factor = 1
+        for kind, part in flat(self.parts.get("normalizer"), "normalizers"):
+            if kind == "Replace" and len(part["content"]) >= len(part["pattern"].get("String", "")):
+                continue
+            if kind not in NORMALIZERS or "Regex" in part.get("pattern", {}):
+                return None
+            factor *= NORMALIZERS[kind]
+        return factor * max(len(self.bytes(token)) for token in range(len(self.tokenizer)))
+
+
+def flat(part: Any, inner: str) -> list[tuple[str, dict[str, Any]]]:
+    """The (type, settings) of a part of tokenizer.json, of which a Sequence holds several."""
+    if not part:
+        return []
+    if part["type"] == "Sequence":
+        return [entry for one in part[inner] for entry in flat(one, inner)]
+    return [(part["type"], part)]
+
+
+def byte_characters() -> dict[str, int]:
+    """The character that byte-level tokenizers write for each byte, the other way round."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+
+BYTES = byte_characters()
+
+
+class Job:
+    """What a worker does for a client. llm: the worker's own, to encode and decode with."""
+
+    def __init__(self, llm: LLM, words: Words, gone: threading.Event):
+        self.llm, self.words, self.gone = llm, words, gone
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Tokens of a prompt; InvalidInput, soon, for one that cannot fit.
+
+        A long text is counted in pieces before. Pieces may have a few tokens more than the whole,
+        which has at most half of them only if it is not the text that its pieces are.
+        """
+        length = self.llm.length
+        most = None if self.words.longest is None else self.words.longest * length
+        size = len(text.encode("utf-8", "replace"))
+        if most is not None and size > most:
+            raise InvalidInput(
+                f"the prompt has {size} bytes, and {length} tokens hold at most {most}; shorten it"
+            )
+        count = 0
+        for at in range(0, len(text) if len(text) > PIECE else 0, PIECE):
+            if self.gone.is_set():
+                raise Gone
+            count += len(self.llm.encode(text[at : at + PIECE], special=False))
+            if count > 2 * length:
+                raise InvalidInput(
+                    f"the prompt has more than {length} tokens, which the model cannot hold"
+                )
+        try:
+            return self.llm.encode(text, special)
+        except TypeError:
+            text.encode()  # UnicodeEncodeError for half of a surrogate pair
+            raise
+
+
+class Texts:
+    """Threads that tokenize, each with a tokenizer of its own. most: jobs that may wait."""
+
+    def __init__(self, llm: LLM, most: int):
+        self.llm, self.most = llm, most
+        self.words = Words(copy.deepcopy(llm.tokenizer))
+        self._pool = ThreadPoolExecutor(WORKERS, "anybit-tokenizer")
+        self._own = threading.local()
+        self._copying = threading.Lock()
+        self.jobs = 0
+
+    @property
+    def full(self) -> bool:
+        return self.jobs >= self.most
+
+    async def run(self, gone: "asyncio.Future[None]", function: Callable[[Job], Any]) -> Any:
+        """Do a job in a thread. Gone if the client goes before it has ended.
+
+        Raises:
+            Gone: The client's connection has ended; the job stops soon.
+            InvalidInput: The text cannot be tokenized, or a template does not take it.
+        """
+        stop = threading.Event()
+        self.jobs += 1
+        work = asyncio.get_running_loop().run_in_executor(self._pool, self._do, function, stop)
+        work.add_done_callback(self._done)
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise Gone
+            return work.result()
+        finally:
+            stop.set()
+            work.cancel()
+
+    def _done(self, work: "asyncio.Future[Any]") -> None:
+        self.jobs -= 1
+        if not work.cancelled():
+            work.exception()  # of a job whose client has gone, nobody asks for it
+
+    def _do(self, function: Callable[[Job], Any], stop: threading.Event) -> Any:
+        if stop.is_set():
+            raise Gone
+        llm = getattr(self._own, "llm", None)
+        if llm is None:
+            llm = self._own.llm = copy.copy(self.llm)
+            with self._copying:
+                llm.tokenizer = copy.deepcopy(self.words.tokenizer)
+        try:
+            return function(Job(llm, self.words, stop))
+        except (AnybitError, Gone, ModuleNotFoundError):
+            raise
+        except UnicodeEncodeError:
+            raise InvalidInput("a text holds half of a surrogate pair, which is no text") from None
+        except Exception as error:  # templates and tokenizers raise all kinds
+            raise InvalidInput(f"{type(error).__name__}: {error}") from None
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

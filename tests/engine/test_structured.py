@@ -1,0 +1,184 @@
+"""Structured output, penalties, biases, and what is asked about prompts."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from anybit.engine.llm import LLM
+from anybit.engine.sequence import SamplingParams
+from anybit.engine.structured import Structured, constrain
+from anybit.errors import InvalidInput
+from tests.engine.conftest import PICO, one_thread
+
+__all__ = ["one_thread"]
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 9},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(PICO, dtype="float32", kv_bytes=1 << 24)
+
+
+def texts(llm: LLM, structured: Structured, **options: Any) -> list[str]:
+    """Whole texts, sampled hot, so that only the mask keeps them in form."""
+    params = SamplingParams(
+        n=4, seed=3, temperature=1.5, max_tokens=300, structured=structured, **options
+    )
+    completions = llm.generate("x = ", params)[0].completions
+    assert [c.finish for c in completions] == ["stop"] * 4
+    return [c.text for c in completions]
+
+
+def test_every_kind_of_structure_holds(llm: LLM) -> None:
+    for text in texts(llm, Structured(regex=r"[0-9]{2,4}(px|em)")):
+        assert re.fullmatch(r"[0-9]{2,4}(px|em)", text)
+    assert set(texts(llm, Structured(choice=["yes", "no", 'say "é"\n']))) <= {
+        "yes", "no", 'say "é"\n',
+    }  # fmt: skip
+    for text in texts(llm, Structured(json=PERSON)):
+        person = json.loads(text)
+        assert set(person) == {"name", "age"}
+        assert 0 <= person["age"] <= 150
+    assert texts(llm, Structured(json=json.dumps({"const": [1, None]})))
+    for grammar in ('root ::= "a" | "b" root', 'start: "b"~0..5 "a"'):
+        for text in texts(llm, Structured(grammar=grammar)):
+            assert re.fullmatch("b*a", text)
+
+
+def test_structure_beside_free_text_and_under_preemption() -> None:
+    """Masks belong to rows: neighbours keep their tokens, and a text that starts over its state."""
+    llm = LLM(PICO, dtype="float32", kv_bytes=1 << 24)
+    free = SamplingParams(temperature=0, max_tokens=30)
+    bound = SamplingParams(temperature=0, max_tokens=60, structured=Structured(json=PERSON))
+    alone = [llm.generate("def f(", free)[0].text, llm.generate("x = ", bound)[0].text]
+    mixed = llm.generate(["def f(", "x = "] * 3, [free, bound] * 3)
+    assert [output.text for output in mixed] == alone * 3
+    small = LLM(PICO, dtype="float32", kv_bytes=1 << 19)
+    mixed = small.generate(["def f(", "x = "] * 8, [free, bound] * 8)
+    assert small.engine.scheduler.preemptions
+    assert [output.text for output in mixed] == alone * 8
+
+
+def test_ends(llm: LLM) -> None:
+    """A complete text ends whatever min_tokens and ignore_eos say; stop strings still work."""
+    two = Structured(regex="[0-9][0-9]")
+    assert all(len(text) == 2 for text in texts(llm, two, ignore_eos=True, min_tokens=50))
+    params = SamplingParams(max_tokens=50, structured=Structured(regex="[ab]{9}c{9}"), stop="cc")
+    output = llm.generate("x", params)[0].completions[0]
+    assert (output.finish, output.stop_reason) == ("stop", "cc")
+    assert re.fullmatch("[ab]{9}", output.text)
+
+
+def test_thoughts_are_free(llm: LLM) -> None:
+    digits, colon = llm.encode("7")[-1], llm.encode(":")[-1]
+    think = (digits, colon)
+    structured = Structured(choice=["no"], think=think)
+    never = SamplingParams(max_tokens=40, structured=structured, logit_bias={digits: -100})
+    forced = SamplingParams(max_tokens=40, structured=structured, logit_bias={digits: 100})
+    assert llm.generate("x", never)[0].text == "no"
+    # The bias keeps the thoughts open until another one closes them.
+    assert set(llm.generate("x", forced)[0].text) == {"7"}
+    thinking = Structured(choice=["no"], think=think, thinking=True)
+    close = SamplingParams(max_tokens=40, structured=thinking, logit_bias={colon: 100})
+    assert llm.generate("x", close)[0].text == ":no"
+
+
+@pytest.mark.parametrize(
+    ("structured", "message"),
+    [
+        ({"regex": "[0-9"}, "unclosed character class"),
+        ({"json": {"type": "thing"}}, "Invalid type: thing"),
+        ({"json": {"type": "object", "if": {}}}, "Unimplemented keys"),
+        ({"json": "{"}, "not JSON"),
+        ({"grammar": "start: nothing"}, "nothing"),
+        ({"choice": []}, "not empty"),
+        ({"json": True, "regex": "a"}, "json and regex"),
+        ({}, "exactly one"),
+    ],
+)
+def test_refusals(llm: LLM, structured: dict, message: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(message)) as error:
+        llm.generate("x", SamplingParams(structured=Structured(**structured)))
+    assert "\n" not in str(error.value)
+
+
+def test_masks_bit_by_bit() -> None:
+    class Every:
+        def __init__(self, step: int):
+            self.step = step
+
+        def fill(self, bits: torch.Tensor) -> None:
+            on = torch.arange(32 * len(bits)) % self.step == 0
+            shifted = on.view(-1, 32).long() << torch.arange(32)
+            bits.copy_(shifted.sum(1).to(torch.int32))
+
+    logits = torch.randn(4, 70)
+    got = constrain(logits, [None, Every(1), Every(3), Every(31)])  # type: ignore[list-item]
+    assert torch.equal(got[:2], logits[:2])
+    for row, step in ((2, 3), (3, 31)):
+        keep = torch.arange(70) % step == 0
+        assert torch.equal(got[row][keep], logits[row][keep])
+        assert (got[row][~keep] == float("-inf")).all()
+
+
+def test_penalties_and_biases_by_definition(llm: LLM) -> None:
+    """Greedy tokens follow from the model's logits and the tokens written so far."""
+    model = AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32)
+    prompt = llm.encode("import os\nimport ")
+    options = {"presence_penalty": 0.7, "frequency_penalty": 1.1}
+    params = SamplingParams(max_tokens=12, temperature=0, logit_bias={199: 1.5}, **options)
+    got = llm.generate(prompt, params)[0].tokens
+    tokens = list(prompt)
+    for token in got:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0, -1]
+        logits[199] += 1.5
+        for other in set(tokens[len(prompt) :]):
+            logits[other] -= 0.7 + 1.1 * tokens[len(prompt) :].count(other)
+        assert token == int(logits.argmax())
+        tokens.append(token)
+    plain = llm.generate(prompt, SamplingParams(max_tokens=12, temperature=0))[0].tokens
+    assert got != plain
+
+
+def test_prompts_are_read(llm: LLM) -> None:
+    """Log probabilities and embeddings are transformers', in chunks and after shared prefixes."""
+    model = AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32)
+    prompts = [llm.encode("def main(x):\n    return x"), [7], llm.encode("import os\n" * 30)]
+    small = LLM(PICO, dtype="float32", kv_bytes=1 << 24, max_tokens=48)
+    params = SamplingParams(max_tokens=0, prompt_logprobs=2, embed=True)
+    for output in small.generate(prompts + prompts, params):
+        (completion,) = output.completions
+        assert (completion.tokens, completion.finish) == ([], "length")
+        with torch.no_grad():
+            out = model(torch.tensor([output.prompt]), output_hidden_states=True)
+        logp = out.logits[0].log_softmax(-1)
+        first, *rest = completion.prompt_logprobs or ()
+        assert first is None
+        assert [entry.token for entry in rest] == output.prompt[1:]
+        want = [float(logp[i, t]) for i, t in enumerate(output.prompt[1:])]
+        assert [entry.logprob for entry in rest] == pytest.approx(want, abs=1e-4)
+        assert all(len(entry.top) == 2 for entry in rest)
+        mean = out.hidden_states[-1][0].mean(0)
+        assert completion.embedding == pytest.approx((mean / mean.norm()).tolist(), abs=1e-4)
+    # Beside an answer, too.
+    both = small.generate(prompts[0], SamplingParams(max_tokens=3, prompt_logprobs=0))[0]
+    assert len(both.completions[0].prompt_logprobs or ()) == len(prompts[0])
+    assert len(both.tokens) == 3
+    full = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    assert small.generate([5] * small.length, full)[0].completions[0].finish == "length"
+    with pytest.raises(InvalidInput, match="must fit"):
+        small.generate([5] * (small.length + 1), full)

@@ -1,0 +1,140 @@
+"""Thoughts, content and tool calls, whatever pieces a text arrives in."""
+
+import json
+
+import pytest
+
+from anybit.serve.reading import Calls, Harmony, Plain, Reader, Thoughts
+from anybit.serve.tools import FAMILIES, arguments_of_xml, family_of
+
+ARGS = '{"a": "x}\\"<y>", "b": [1, {"c": null}]}'
+HERMES = f'<tool_call>\n{{"name": "get", "arguments": {ARGS}}}\n</tool_call>'
+TYPES = {"n": {"type": "integer"}, "s": {"type": "string"}, "l": {"type": "array"}}
+TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"properties": TYPES}}}]
+
+
+def read(reader: Reader, text: str, size: int) -> tuple[str, str, list[tuple[str, str]]]:
+    """Thoughts, content and calls of a text that comes in parts of so many characters."""
+    pieces = []
+    for at in range(0, len(text), size):
+        pieces += reader.feed(text[at : at + size])
+    pieces += reader.feed("", True)
+    calls: dict[int, list[str]] = {}
+    for piece in pieces:
+        if piece.kind == "call":
+            if piece.name is not None:
+                assert piece.call == len(calls)
+                calls[piece.call] = [piece.name, ""]
+            calls[piece.call][1] += piece.text
+    whole = {
+        kind: "".join(p.text for p in pieces if p.kind == kind) for kind in ("reasoning", "content")
+    }
+    return whole["reasoning"], whole["content"], [(name, args) for name, args in calls.values()]
+
+
+def hermes(*bodies: str) -> str:
+    return "".join(f"<tool_call>{body}</tool_call>" for body in bodies)
+
+
+XML = """Now.
+<tool_call>
+<function=get>
+<parameter=n>
+3
+</parameter>
+<parameter=s>
+4
+</parameter>
+<parameter=l>
+[1, 2]
+</parameter>
+</function>
+</tool_call>"""
+CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    # family, text, content, calls
+    ("hermes", "just text < 3 <tool", "just text < 3 <tool", []),
+    ("hermes", HERMES, "", [("get", ARGS)]),
+    ("hermes", f"Let me see.\n{HERMES}\n{HERMES}\n", "Let me see.", [("get", ARGS)] * 2),
+    ("hermes", hermes('{"arguments": {"a": 1}, "name": "f"}'), "", [("f", '{"a": 1}')]),
+    ("hermes", hermes('{"name": "f"}') + "done", "done", [("f", "{}")]),
+    ("hermes", hermes('{"name": "f", "arguments": "{\\"a\\": 1}"}'), "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
+    ("hermes", '<tool_call>{"nam', '{"nam', []),
+    ("hermes", "<tool_call>what?", "what?", []),
+    ("hermes", hermes('{"x": "name"}'), '{"x": "name"}</tool_call>', []),
+    ("llama", '{"name": "get", "parameters": {"n": "1"}}', "", [("get", '{"n": "1"}')]),
+    (
+        "llama",
+        '<|python_tag|>{"name": "get", "parameters": {}}; {"name": "get", "parameters": {"n": 2}}',
+        "",
+        [("get", "{}"), ("get", '{"n": 2}')],
+    ),
+    ("llama", '{"name": "Ann", "age": 3}', '{"name": "Ann", "age": 3}', []),
+    ("llama", "{not json", "{not json", []),
+    ("llama", "Use {x}.", "Use {x}.", []),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "get", "arguments": {"l": [1]}}, {"name": "f", "arguments": {}}]',
+        "",
+        [("get", '{"l": [1]}'), ("f", "{}")],
+    ),
+    (
+        "mistral",
+        'ok[TOOL_CALLS]get[ARGS]{"n": {}}[TOOL_CALLS]f_2[CALL_ID]abc[ARGS]{}',
+        "ok",
+        [("get", '{"n": {}}'), ("f_2", "{}")],
+    ),
+    ("qwen-coder", XML, "Now.", [("get", '{"n": 3, "s": "4", "l": [1, 2]}')]),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize(("family", "text", "content", "calls"), CASES)
+def test_calls(
+    family: str, text: str, content: str, calls: list[tuple[str, str]], size: int
+) -> None:
+    assert read(FAMILIES[family].reader(TOOLS), text, size) == ("", content, calls)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_thoughts(size: int) -> None:
+    def thoughts(inside: bool, rest: Reader) -> Thoughts:
+        return Thoughts("<think>", "</think>", inside, rest)
+
+    text = "<think>\nHm, </thin is no end.\n</think>\n\nYes."
+    want = ("Hm, </thin is no end.\n", "Yes.", [])
+    assert read(thoughts(False, Plain()), text, size) == want
+    assert read(thoughts(True, Plain()), text.removeprefix("<think>"), size) == want
+    assert read(thoughts(False, Plain()), " No <think>.", size) == ("", " No <think>.", [])
+    assert read(thoughts(True, Plain()), "cut </th", size) == ("cut </th", "", [])
+    assert read(thoughts(False, Plain()), "<thi", size) == ("", "<thi", [])
+    hermes = Calls(("<tool_call>",), ("</tool_call>",))
+    assert read(thoughts(False, hermes), text + HERMES, size) == (*want[:2], [("get", ARGS)])
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_harmony(size: int) -> None:
+    text = (
+        "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get <|constrain|>json<|message|>{"n": 1}<|call|>'
+    )
+    assert read(Harmony(), text, size) == ("Think.", "", [("get", '{"n": 1}')])
+    text = "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>final<|message|>B"
+    assert read(Harmony(), text, size) == ("A", "B", [])
+
+
+def test_families_by_their_templates() -> None:
+    for text, name in (
+        ('{%- if tools %}...<tool_call>\n{"name"', "hermes"),
+        ("... <tool_call>\n<function=example> ...", "qwen-coder"),
+        ('respond with JSON {"name": function name, "parameters": ...} <|eot_id|> tools', "llama"),
+        ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
+        ("<|start|>assistant<|channel|>commentary to=functions.", "harmony"),
+        ("{{ messages }}", None),
+    ):
+        assert family_of(text) == name
+
+
+def test_xml_arguments_follow_the_schema() -> None:
+    name, arguments = arguments_of_xml("<function=f>\n<parameter=x>\na\nb\n</parameter>\n", TOOLS)
+    assert (name, json.loads(arguments)) == ("f", {"x": "a\nb"})
