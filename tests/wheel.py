@@ -30,7 +30,8 @@ def main(folder: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     for name in (
         "anybit/py.typed",
-        "anybit/serve/page.html",
+        "anybit/serve/page/index.html",
+        "anybit/serve/page/vendor/LICENSES.txt",
         "anybit/evaluate/tasks/python_parses.yaml",
         "anybit/formats/liquid.py",
     ):

@@ -110,6 +110,7 @@ class LLM:
             given = [option for option, is_given in options.items() if is_given]
             loaded = load(Path(model), device, DTYPES.get(dtype), quantization, length, given)
         self.tokenizer, self.config, self.dtype = loaded.tokenizer, loaded.config, loaded.dtype
+        self.quantized, self.quantized_bytes = loaded.quantized, loaded.quantized_bytes
         runner: ModelRunner | Generator
         if isinstance(loaded.model, Generator):
             runner, self.kv_dtype = loaded.model, loaded.dtype

@@ -1,7 +1,8 @@
 """From a directory to a model, its tokenizer and what its files say about generation."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from anybit.engine.models.layers import Decoder
 from anybit.engine.weights import Checkpoint, Weights
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_json
+from anybit.nn.model import quantized_layers
 from anybit.nn.plan import Plan, Spec, plan_of
 
 MODELS = {
@@ -42,13 +44,21 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is ready to run. tokenizer is None when the directory has none."""
+    """A model that is ready to run.
+
+    Attributes:
+        tokenizer: None when the directory has none.
+        quantized: How many weights have each scheme.
+        quantized_bytes: That these take, scales included.
+    """
 
     model: Decoder | fallback.Generator
     tokenizer: Any
     config: PretrainedConfig
     eos: frozenset[int]
     dtype: torch.dtype
+    quantized: Mapping[str, int] = field(default_factory=dict)
+    quantized_bytes: int = 0
 
 
 def load(
@@ -78,14 +88,19 @@ def load(
         weights = Checkpoint(directory, device, dtype, bare, formats, quantization)
         model = build(kind, config, weights, length)
         weights.check_all_read()
+        quantized, size = weights.quantized, weights.quantized_bytes
     except UnknownModel as reason:
         model = fallback.load(
             directory, config, device, dtype, formats is not None, quantization, length,
             list(cache_options), str(reason),
         )  # fmt: skip
+        layers = [layer for _, layer in quantized_layers(model.model)]
+        quantized, size = Counter(), sum(layer.packed.nbytes() for layer in layers)
+        for layer in layers:
+            quantized[layer.scheme] += layer.in_features * layer.out_features
     has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = AutoTokenizer.from_pretrained(directory) if has_tokenizer else None
-    return Loaded(model, tokenizer, config, end_tokens(directory, config), dtype)
+    return Loaded(model, tokenizer, config, end_tokens(directory, config), dtype, quantized, size)
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")

@@ -4,6 +4,7 @@ A model asks for what it needs by name and shape while it is built, so nothing i
 and whatever is missing, misshapen or left over is an error that names it.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from anybit.checkpoint.names import Tensors, check_missing, layout
 from anybit.checkpoint.stream import plan_quantization
 from anybit.core.packed import Packed, tensor_shapes
-from anybit.core.scheme import parse_scheme
+from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.engine.fused import linear
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import stored_tensors
@@ -55,10 +56,17 @@ Part = tuple[Tensor | Packed, Tensor | None, str | None]  # weight, bias, activa
 
 
 class Weights:
-    """A source of tensors on one device; floats come in the model's dtype."""
+    """A source of tensors on one device; floats come in the model's dtype.
+
+    Attributes:
+        quantized: How many weights have been read in each scheme.
+        quantized_bytes: That these take, scales included.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
+        self.quantized: Counter[str] = Counter()
+        self.quantized_bytes = 0
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A dense tensor of this shape, in the model's dtype by default, or ValueError."""
@@ -85,7 +93,12 @@ class Weights:
         self, names: list[str], rows: list[int], columns: int, bias: bool = False
     ) -> list[Part]:
         """What `linear` makes one layer of."""
-        return [self.part(name, (n, columns), bias) for name, n in zip(names, rows, strict=True)]
+        out = [self.part(name, (n, columns), bias) for name, n in zip(names, rows, strict=True)]
+        for (weight, _, activation), n in zip(out, rows, strict=True):
+            if isinstance(weight, Packed):
+                self.quantized[scheme_name(weight.format, activation)] += n * columns
+                self.quantized_bytes += weight.nbytes()
+        return out
 
     def head(self, name: str, embedding: Tensor, tied: bool) -> nn.Module:
         """The output layer, which shares the embedding's tensor when tied."""

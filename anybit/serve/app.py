@@ -5,19 +5,18 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
-from anybit.serve import messages, protocol, replies, responses
+from anybit.serve import messages, protocol, replies, responses, site
 from anybit.serve.answers import Asked, ChatAnswer, CompletionsAnswer
 from anybit.serve.gate import Gate
 from anybit.serve.infill import infill
@@ -68,6 +67,7 @@ def create_app(llm: LLM, settings: Settings) -> FastAPI:
     responses.add_routes(app, server)
     add_tokens(app, server)
     add_information(app, server)
+    site.add_routes(app, server)
     return app
 
 
@@ -189,7 +189,6 @@ def add_tokens(app: FastAPI, server: Server) -> None:
 
 def add_information(app: FastAPI, server: Server) -> None:
     """The routes that tell."""
-    page = files("anybit.serve").joinpath("page.html").read_text("utf-8")
 
     def model(name: str) -> replies.Model:
         return replies.Model(id=name, created=server.started, max_model_len=server.llm.length)
@@ -215,10 +214,6 @@ def add_information(app: FastAPI, server: Server) -> None:
     @app.get("/metrics", response_class=Response, responses=METRICS | {401: ERRORS[401]})
     async def metrics() -> Response:
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
-
-    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
-    async def root() -> str:
-        return page
 
 
 # Errors, in the protocol's form.

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.serve.conftest import Live, wait_for
@@ -84,28 +86,100 @@ def text(selector: str) -> str:
     return f"[...document.querySelectorAll({selector!r})].map(node => node.textContent).join('|')"
 
 
-def test_chat_and_numbers(browser: Browser, live: Live) -> None:
+def ask(browser: Browser, prompt: str) -> None:
+    browser.js(f"""
+        document.querySelectorAll("[data-done]").forEach(node => delete node.dataset.done);
+        document.querySelector("#prompt").value = {json.dumps(prompt)};
+        document.querySelector("#form").requestSubmit();
+    """)
+
+
+def answered(browser: Browser) -> bool:
+    return bool(wait_for(lambda: browser.js("!!document.querySelector('[data-done]')"), 60))
+
+
+def test_a_conversation(browser: Browser, live: Live) -> None:
     browser.call("Page.navigate", url=live.url)
     assert wait_for(lambda: browser.js(text("#model")) == "tiny", 30)
+    assert "continues a text" in browser.js(text("#hint"))  # it has no chat template
     browser.js("""
-        document.querySelector("#max").value = 400;
+        document.querySelector("#max_tokens").value = 200;
         document.querySelector("#temperature").value = 0;
-        document.querySelector("#prompt").value = "def <b>main</b>(";
-        document.querySelector("#form").requestSubmit();
+        document.querySelector("#drawer").dispatchEvent(new Event("input"));
     """)
-    assert wait_for(lambda: float(browser.js(text("#speed"))) > 0, 30)
-    assert wait_for(lambda: browser.js("!!document.querySelector('[data-done]')"), 60)
-    body = {"prompt": "def <b>main</b>(", "max_tokens": 400, "temperature": 0}
+    ask(browser, "def <b>main</b>(")
+    assert answered(browser)
+    body = {"prompt": "def <b>main</b>(", "max_tokens": 200, "temperature": 0}
     want = live.post("/v1/completions", body).json()["choices"][0]["text"]
-    assert browser.js(text(".user")) == "def <b>main</b>("
-    assert browser.js(text(".assistant")) == want
-    assert wait_for(lambda: browser.js(text("#running")) == "0", 10)
-    assert 0 <= float(browser.js(text("#kv"))) <= 100
+    assert browser.js(text(".user .text")) == "def <b>main</b>("
+    assert browser.js(text(".assistant .text")) == want
+    assert "tokens/s" in browser.js(text(".assistant .tools"))
+    assert wait_for(lambda: "0 running" in browser.js(text("#load")), 10)
+    # Regenerated, it is the same.
+    browser.js("document.querySelector('[data-done]').querySelectorAll('.tools button')[1].click()")
+    assert answered(browser)
+    assert browser.js(text(".assistant .text")) == want
+    # What was said and set is there after the page is loaded again.
+    browser.call("Page.navigate", url=live.url)
+    assert wait_for(lambda: "main" in browser.js(text("#list .open")), 30)
+    assert browser.js("document.querySelector('#max_tokens').value") == "200"
+    assert browser.js(text(".message")) == ""
+    browser.js("document.querySelector('#list .open').click()")
+    assert browser.js(text(".assistant .text")) == want
     # A server's refusal is shown.
-    browser.js("""
-        document.querySelector("#temperature").value = 1000;
-        document.querySelector("#prompt").value = "x";
-        document.querySelector("#form").requestSubmit();
-    """)
+    browser.js("document.querySelector('#temperature').value = 1000")
+    ask(browser, "x")
     assert wait_for(lambda: "temperature" in browser.js(text(".error")), 30)
+    browser.js("document.querySelector('#list .remove').click()")
+    assert browser.js(text("#list .open")) == ""
     assert browser.log == []
+
+
+def test_an_answer_stops(browser: Browser, live: Live) -> None:
+    browser.call("Page.navigate", url=live.url)
+    assert wait_for(lambda: browser.js(text("#model")) == "tiny", 30)
+    browser.js("document.querySelector('#max_tokens').value = 450")
+    ask(browser, "x = 1")
+    assert wait_for(lambda: browser.js(text(".assistant .text")) != "", 30)
+    assert browser.js(text("#send")) == "Stop"
+    browser.js("document.querySelector('#form').requestSubmit()")
+    assert answered(browser)
+    assert browser.js(text("#send")) == "Send"
+    assert browser.js(text(".error")) == ""
+
+
+MARKDOWN = """\
+# A title
+
+A [link](javascript:alert(1)), <img src=x onerror="window.broken = 1"> and **bold**.
+
+```python
+def f(): return "x"
+```
+<script>window.broken = 1</script>
+"""
+
+
+def test_markdown_is_shown_and_runs_nothing(browser: Browser, live: Live) -> None:
+    browser.call("Page.navigate", url=live.url)
+    assert wait_for(lambda: browser.js(text("#model")) == "tiny", 30)
+    browser.js(f"""
+        about.template = true;
+        show({{ role: "assistant", content: {json.dumps(MARKDOWN)} }});
+    """)
+    assert browser.js(text(".assistant h1")) == "A title"
+    assert browser.js(text(".assistant strong")) == "bold"
+    assert browser.js(text(".assistant pre .hljs-keyword")) == "def|return"
+    assert browser.js(text(".assistant pre .copy")) == "Copy"
+    assert browser.js("document.querySelectorAll('.text img, .text script').length") == 0
+    assert browser.js("document.querySelector('.text a').href") == ""
+    assert browser.js("window.broken") is None
+
+
+def test_it_asks_nobody_else(live: Live) -> None:
+    page = httpx.get(live.url)
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert "http" not in page.text.partition("<body>")[2]
+    assert httpx.get(f"{live.url}/page/vendor/LICENSES.txt").status_code == 404
+    for name in re.findall(r'(?:src|href)="(page/[^"]+)"', page.text):
+        assert httpx.get(f"{live.url}/{name}").status_code == 200
