@@ -83,6 +83,21 @@ def test_launches_overlap_where_that_was_faster() -> None:
     assert overlaps(sparse, 64, 4096)  # 64 CTAs leave more than half of the multiprocessors
 
 
+def test_few_tokens_may_go_to_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all their CTAs are resident at once, and only when that is switched on."""
+    assert not scalar_linear.narrow(1, 4096)
+    monkeypatch.setattr(scalar_linear, "NARROW", True)
+    assert [scalar_linear.narrow(m, 4096) for m in (1, 16, 17)] == [True, True, False]
+    assert [scalar_linear.narrow(1, n) for n in (6144, 12672, 14336)] == [True, True, False]
+    device, seen = torch.device("cuda", 0), []
+    monkeypatch.setattr(scalar_linear.mma_tiles, "gpu_of", seen.append)
+    monkeypatch.setattr(scalar_linear.mma_tiles, "kernel_for", lambda *args: None)
+    monkeypatch.setattr(jit, "dsl_version", lambda: "4.8.1")
+    layer = LayerSpec(get_format("fp6"), None, (4096, 4096), device)
+    assert scalar_linear.refuse_kernels(layer) is None
+    assert seen == [device]
+
+
 def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (9, 0))

@@ -23,6 +23,13 @@ from anybit.kernels.cute.operands import refuse_format as refuse_format  # of th
 from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.launch import GemmLauncher
 from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.mma import linear as mma
+from anybit.kernels.mma import tiles as mma_tiles
+
+# Whether few tokens go to the kernels of `kernels/mma`, which read the same blobs. In a prototype
+# they were 12 to 29 % faster than these at one token; with overlapping launches they have not been
+# measured yet.
+NARROW = False
 
 
 def refuse_kernels(layer: LayerSpec) -> str | None:
@@ -32,7 +39,21 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     outs = [d.operand] if activation is None else NAMES.values()
     kernels = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
     kernels += [Kernel(d, t, o, grouped=True) for t in tiles.family_grouped(d) for o in outs]
-    return missing_kernels([kernel_file(kernel) for kernel in kernels])
+    files = [kernel_file(kernel) for kernel in kernels]
+    if narrow(1, n := layer.shape[0]):
+        gpu = mma_tiles.gpu_of(layer.device)
+        few = [mma_tiles.kernel_for(d, gpu, m, n, o) for m in (1, mma_tiles.NARROW) for o in outs]
+        files += [kernel_file(kernel) for kernel in few if kernel]
+    return missing_kernels(files)
+
+
+def narrow(m: int, n: int) -> bool:
+    """Whether a product goes to `kernels/mma`: its CTAs of 32 rows must all be resident at once.
+
+    Where they take turns (28672 rows), a prototype was 4 to 10 % slower than these kernels.
+    """
+    at_once = tiles.MULTIPROCESSORS * mma_tiles.NARROW_CTAS
+    return NARROW and m <= mma_tiles.NARROW and -(-n // 32) <= at_once
 
 
 def prepare_experts(
@@ -84,6 +105,8 @@ def multiply(
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
+    if starts is None and tile is None and narrow(m, n):
+        return mma.multiply(x, scale, sums, prepared, bias, dtype)
     y = torch.empty(m, n, dtype=dtype, device=x.device)
     if not m:
         return y

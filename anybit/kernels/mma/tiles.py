@@ -15,6 +15,7 @@ from anybit.kernels.mma.launch import MmaArguments
 
 RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
 NARROW = 16  # most tokens of `narrow.py`
+NARROW_CTAS = 3  # of its CTAs of four warps on a multiprocessor
 FLAG = 256  # bytes behind the ring of `gemm.py`, for one word
 COUNTERS = 1 << 16  # tiles that CTAs may share
 DENSE_FROM = 512  # tokens; an estimate, see `decodes`
@@ -242,7 +243,7 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     slices = 2 if -(-n // 32) >= 0.75 * gpu.multiprocessors else 1
     alone = -(-n // (16 * slices)) <= gpu.multiprocessors
     shapes = [Tile(tokens, slices, 8, ctas=1)] if alone else []
-    shapes += [Tile(tokens, s, 4, ctas=3) for s in (slices, 1)]
+    shapes += [Tile(tokens, s, 4, ctas=NARROW_CTAS) for s in (slices, 1)]
     shapes = [replace(tile, kind="narrow") for tile in shapes]
     found = (fitted(t, decoder, gpu, least, 5 if alone else 4) for least in (3, 2) for t in shapes)
     return next((tile for tile in found if tile), None)
