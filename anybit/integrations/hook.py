@@ -1,7 +1,7 @@
 """Makes transformers and peft know anybit, whichever is imported first.
 
-Both find quantized layers by what is entered into one of their modules. Importing it takes seconds,
-so `import anybit` does not: it waits until someone else does.
+Both must be told of quantized layers, in one of their modules. Importing it takes seconds, so
+`import anybit` does not: it waits until someone else does.
 """
 
 import sys
@@ -15,7 +15,7 @@ from types import ModuleType
 # A module of theirs -> the one of ours whose `register` enters anybit there.
 WAITED_FOR = {
     "transformers.quantizers.auto": "anybit.integrations.transformers",
-    "peft.tuners.lora.model": "anybit.integrations.peft",
+    "peft": "anybit.integrations.peft",
 }
 
 
@@ -64,4 +64,6 @@ class RegisterAfter(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self.loader
         register(module.__name__)

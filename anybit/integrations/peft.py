@@ -7,21 +7,23 @@ Checked with peft 0.20 and 0.21.
 
 import dataclasses
 import logging
-import math
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import torch
 from peft.tuners import tuners_utils
 from peft.tuners.lora import layer as lora
+from peft.tuners.lora.model import LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils import other
+from peft.utils import transformers_weight_conversion as conversion
 from torch import Tensor, nn
 
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput, Unsupported
+from anybit.nn.experts import Experts
 from anybit.nn.linear import QuantLinear
 from anybit.nn.model import output_embeddings, quantized_layers
 from anybit.quantizers.rtn import RTN
@@ -62,16 +64,14 @@ class LoraQuantLinear(lora.Linear):
         if not isinstance(layer, QuantLinear):  # dequantized since then
             super().merge(safe_merge, adapter_names)
             return
-        errors, size = [], 0.0
-        for name in check_adapters_to_merge(self, adapter_names):
-            if name in self.lora_A:
-                error, size = self._merge(layer, name)
-                errors.append(error)
-        costs[self] = sum(error**2 for error in errors), size**2
+        names = [n for n in check_adapters_to_merge(self, adapter_names) if n in self.lora_A]
+        done = [self._merge(layer, name) for name in names]
+        if done and costs is not None:
+            costs[self] = torch.stack(done).sum(0)
 
     @torch.no_grad()
-    def _merge(self, layer: QuantLinear, name: str) -> tuple[float, float]:
-        """Merge one adapter; returns the norms of the rounding error and of the weight."""
+    def _merge(self, layer: QuantLinear, name: str) -> Tensor:
+        """Merge one adapter; returns squared norms: rounding error, adapter's change, weight."""
         weight, bias = layer.dequantize(), layer.bias
         if name in self.lora_variant:  # DoRA and others, which may unmerge and merge to get there
             total = self.lora_variant[name].merge_safe(self, name, weight)
@@ -88,12 +88,14 @@ class LoraQuantLinear(lora.Linear):
             raise InvalidInput(
                 f"adapter {name!r}: its sum with the weight holds NaN or inf; train it again"
             )
+        before = layer.dequantize()  # anew, since a variant may have merged others again
         if not self.merged_adapters:
             self.before = layer.packed, layer.bias
         packed = rounded(total, layer.packed)
         put(layer, packed, bias)
         self.merged_adapters.append(name)
-        return float((packed.dequantize() - total).norm()), float(total.norm())
+        errors = packed.dequantize() - total, total - before, total
+        return torch.stack([error.double().square().sum() for error in errors]).cpu()
 
     def unmerge(self) -> None:
         """Put back what was there before any adapter was merged."""
@@ -109,7 +111,8 @@ class LoraQuantLinear(lora.Linear):
         self.merged_adapters.clear()
 
 
-costs: dict[nn.Module, tuple[float, float]] = {}  # squared norms of error and weight, when merged
+# What merging cost each layer (see `_merge`), while a method that merges all of them runs.
+costs: dict[nn.Module, Tensor] | None = None
 
 
 def rounded(weight: Tensor, like: Packed) -> Packed:
@@ -149,19 +152,23 @@ def with_quantized(create: Callable[..., nn.Module]) -> Callable[..., nn.Module]
 def with_cost(merge: Callable[..., Any]) -> Callable[..., Any]:
     """A method of `LoraModel` that merges all layers; it says what the rounding cost."""
 
-    def merge_and_say(model: Any, *args: Any, **kwargs: Any) -> Any:
-        costs.clear()
-        out = merge(model, *args, **kwargs)
-        if costs:
-            error, size = map(sum, zip(*costs.values(), strict=True))
+    def merge_and_say(*args: Any, **kwargs: Any) -> Any:
+        global costs
+        costs = found = {}
+        try:
+            out = merge(*args, **kwargs)
+        finally:
+            costs = None
+        if found:
+            error, change, size = torch.stack(list(found.values())).sum(0).sqrt().tolist()
             log.warning(
-                "merged adapters into %d quantized layers and rounded them to nearest, at a "
-                "relative error of %.2g of the weights; measure what that does (anybit eval), or "
+                "merged adapters into %d quantized layers, rounded to nearest: the error is %.2g "
+                "of the weights and %.2g of what the adapters changed; where that is too much, "
                 "keep the adapter beside the model",
-                len(costs),
-                math.sqrt(error / size) if size else 0.0,
+                len(found),
+                error / max(size, 1e-30),
+                error / max(change, 1e-30),
             )
-        costs.clear()
         return out
 
     return merge_and_say
@@ -219,23 +226,54 @@ def with_refusal(check: Callable[..., None]) -> Callable[..., None]:
     return check_module
 
 
+def apart(model: nn.Module) -> bool:
+    """Whether experts of a model are layers of their own, as in checkpoints."""
+    return any(isinstance(module, Experts) for module in model.modules())
+
+
+def with_experts_apart(convert: Callable[..., None]) -> Callable[..., None]:
+    """`convert_peft_config_for_transformers`, which would target experts as one fused tensor."""
+
+    def convert_config(peft_config: Any, model: nn.Module, conversions: Any) -> None:
+        if not apart(model):
+            convert(peft_config, model, conversions)
+
+    return convert_config
+
+
+def with_states_apart(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """`convert_peft_adapter_state_dict_for_transformers`, which would fuse experts' adapters."""
+
+    def convert_state(
+        model: nn.Module, peft_config: Any, adapter_state_dict: Any, adapter_name: str = "default"
+    ) -> Any:
+        if apart(model):
+            return adapter_state_dict
+        return convert(model, peft_config, adapter_state_dict, adapter_name)
+
+    return convert_state
+
+
 def register() -> None:
     """Enter quantized layers into peft. Idempotent."""
-    model = sys.modules["peft.tuners.lora.model"].LoraModel
-    if getattr(model, "knows_anybit", False):
+    if getattr(LoraModel, "knows_anybit", False):
         return
-    model.knows_anybit = True
-    model._create_new_module = staticmethod(with_quantized(model._create_new_module))
+    LoraModel.knows_anybit = True
+    LoraModel._create_new_module = staticmethod(with_quantized(LoraModel._create_new_module))
     for name in ("merge_adapter", "_unload_and_optionally_merge"):
-        setattr(model, name, with_cost(getattr(model, name)))
+        setattr(LoraModel, name, with_cost(getattr(LoraModel, name)))
     find = "_maybe_include_all_linear_layers"
     setattr(tuners_utils, find, with_quantized_names(getattr(tuners_utils, find)))
+    for name, change in (
+        ("convert_peft_config_for_transformers", with_experts_apart),
+        ("convert_peft_adapter_state_dict_for_transformers", with_states_apart),
+    ):
+        setattr(conversion, name, change(getattr(conversion, name)))
     wrapper = other.ModulesToSaveWrapper
     wrapper.check_module = with_refusal(wrapper.check_module)
     prepare = for_quantized(other.prepare_model_for_kbit_training)
-    for module in ("peft.utils.other", "peft.utils", "peft"):
-        if hasattr(sys.modules[module], "prepare_model_for_kbit_training"):
-            sys.modules[module].prepare_model_for_kbit_training = prepare  # type: ignore[attr-defined]
+    for module in (peft, peft.utils, other):
+        module.prepare_model_for_kbit_training = prepare
 
 
 register()

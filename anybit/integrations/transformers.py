@@ -182,7 +182,7 @@ class AnybitQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        return True  # by adapters of peft
 
     @property
     def is_compileable(self) -> bool:

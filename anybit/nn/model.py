@@ -197,8 +197,21 @@ def record(model: nn.Module, plan: dict[str, str | None] | None) -> None:
             del config._is_quantized  # type: ignore[union-attr]
 
 
+def refuse_adapters(model: nn.Module) -> None:
+    """Raise InvalidInput for a model that peft has put adapters on, whose layers hide behind them.
+
+    `peft_config` is on models that peft wraps, and on those that it changes in place.
+    """
+    if getattr(model, "peft_config", None):
+        raise InvalidInput(
+            f"{type(model).__name__} has adapters of peft; call merge_and_unload() or unload() "
+            "first, and save the adapters by save_pretrained()"
+        )
+
+
 def plan_in(model: nn.Module) -> dict[str, str | None]:
     """The plan that describes a model's quantized layers as they are now."""
+    refuse_adapters(model)
     quantized = dict(quantized_layers(model))
     if not quantized:
         raise InvalidInput(f"{type(model).__name__} has no quantized layers; quantize_ it first")

@@ -85,18 +85,19 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Straight through the rounding of activations: the gradient of x @ W^T + bias."""
     grad_x = grad_bias = None
+    stored = ctx.saved_tensors  # read once: gradient checkpointing makes them anew
     if ctx.needs_input_grad[0]:
-        if not ctx.saved_tensors:
+        if not stored:
             raise Unsupported(
                 "a quantized layer whose canonical tensors were released has no gradient; load "
                 "the model again, and do not release it"
             )
         spec, n = parse_scheme(ctx.scheme)[0].spec, grad.shape[-1]
-        grad_x = grad @ decode(ctx.saved_tensors, spec, n, ctx.k, grad.dtype)
+        grad_x = grad @ decode(stored, spec, n, ctx.k, grad.dtype)
     if ctx.needs_input_grad[2]:
         grad_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
-    stored = [None] * len(ctx.saved_tensors) if ctx.saved_tensors else None
-    return grad_x, [None] * ctx.parts, grad_bias, *[None] * 6, stored
+    no_grads = [None] * len(stored) if stored else None
+    return grad_x, [None] * ctx.parts, grad_bias, *[None] * 6, no_grads
 
 
 _library.impl("linear", multiply, "CompositeExplicitAutograd")

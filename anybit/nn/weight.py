@@ -9,6 +9,11 @@ from torch.utils._pytree import tree_map
 
 from anybit.errors import Unsupported
 
+READ_ONLY = (
+    "the weight of a quantized layer cannot be written to; dequantize_ the model, change it, and "
+    "quantize it again"
+)
+
 
 class DecodedWeight(Tensor):
     """A tensor (N, K) without memory, which an operation on it decodes.
@@ -40,6 +45,8 @@ class DecodedWeight(Tensor):
     ) -> Any:
         # Defined so that torch's fast paths, which read weights instead of calling layers, see a
         # tensor of another kind and call the layer.
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]  # would be lost
+            raise Unsupported(READ_ONLY)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -51,10 +58,7 @@ class DecodedWeight(Tensor):
         for given, argument in zip(args, func._schema.arguments, strict=False):
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and isinstance(given, cls):
-                raise Unsupported(
-                    "the weight of a quantized layer cannot be written to; dequantize_ the model, "
-                    "change it, and quantize it again"
-                )
+                raise Unsupported(READ_ONLY)
 
         def decoded(x: Any) -> Any:
             return x._decode() if isinstance(x, cls) else x

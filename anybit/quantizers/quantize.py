@@ -17,6 +17,7 @@ from anybit.nn.model import (
     plan_in,
     quantized_layers,
     record,
+    refuse_adapters,
     replace,
     restored_on_error,
     shared_weights,
@@ -89,6 +90,7 @@ def quantize_(
 
 def schemes_of(model: nn.Module, spec: Spec | Plan) -> tuple[dict[str, str], dict[str, str | None]]:
     """Schemes of the layers to quantize, and the plan that says so; InvalidInput as `quantize_`."""
+    refuse_adapters(model)
     shapes, done = dense_layers(model), sum(1 for _ in quantized_layers(model))
     if not shapes and not done:
         raise InvalidInput(f"{type(model).__name__} has no nn.Linear layers to quantize")
