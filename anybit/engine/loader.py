@@ -61,8 +61,9 @@ def load(
 ) -> Loaded:
     """Load a model directory, dense or anybit's own. length: positions to prepare; None: all.
 
-    What the engine does not know goes to transformers' `generate`, unless there are
-    cache_options: those that a user has set of the engine's own KV cache.
+    What the engine does not know runs as transformers has it, on the engine's KV cache where that
+    is possible, and else in `generate`, unless there are cache_options: those that a user has set
+    of the engine's KV cache.
 
     Raises FileNotFoundError or ValueError with the fact and the remedy.
     """
@@ -80,7 +81,7 @@ def load(
         weights.check_all_read()
     except UnknownModel as reason:
         model = fallback.load(
-            directory, config, device, dtype, formats is not None, quantization, length,
+            directory, bare, device, dtype, formats is not None, quantization, length,
             list(cache_options), str(reason),
         )  # fmt: skip
     has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
