@@ -1,7 +1,9 @@
 """The paged KV cache, and attention over it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,19 +38,25 @@ class Batch:
     decodes: int
 
 
+# What a token sees, as transformers' masks say it: of batch, head, and the positions of queries and
+# keys, tensors that are broadcast together.
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
+
+
 @dataclass(frozen=True)
 class Scores:
     """How a layer's queries weigh keys.
 
     scale: of the products. window: tokens that a token sees, itself included; None: all before it.
     softcap: scores become softcap * tanh(score / softcap). sinks (heads,): scores of one more key
-    of each head, whose value is zero.
+    of each head, whose value is zero. mask: what tokens see, where that is no window.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    mask: Mask | None = None
 
 
 @dataclass
@@ -179,7 +187,7 @@ def attention(
 
         planes = (cache.k, cache.v, cache.k_scale, cache.v_scale)
         q = kernels.write(qkv, planes, rope, batch.positions, batch.slots, heads, norms)
-        if scores.softcap is not None:  # the kernels have none
+        if scores.softcap is not None or scores.mask is not None:  # the kernels have none
             return gathered(q, cache, batch, scores)
         how, sinks = (scores.scale, scores.window), scores.sinks
         out, n = torch.empty_like(q), batch.decodes
@@ -274,6 +282,8 @@ def decode(q: Tensor, cache: LayerCache, batch: Batch, scores: Scores) -> Tensor
     mask = at < context
     if scores.window is not None:
         mask &= at >= context - scores.window
+    if scores.mask is not None:
+        mask &= seen(scores.mask, context - 1, at[None])
     return sdpa(q[:, :, None], k, v, mask[:, None, None], scores)[:, :, 0]
 
 
@@ -283,13 +293,22 @@ def prefill(q: Tensor, cache: LayerCache, batch: Batch, i: int, scores: Scores) 
     blocks = -(-length // cache.k.shape[2])
     k, v = (x[:, :length] for x in cache.load(batch.tables[i, :blocks], q.dtype))
     mask, window = None, scores.window
-    if count != length or (window is not None and window < length):
+    short = window is not None and window < length
+    if count != length or short or scores.mask is not None:
         at = torch.arange(length, device=q.device)
         own = at[length - count :, None]
         mask = at <= own
         if window is not None:
             mask &= at > own - window
+        if scores.mask is not None:
+            mask &= seen(scores.mask, own, at[None])
     return sdpa(q.transpose(0, 1)[None], k[None], v[None], mask, scores)[0].transpose(0, 1)
+
+
+def seen(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
+    """What tokens at positions `queries` see of `keys`, broadcast together."""
+    zero = keys.new_zeros(())
+    return torch.as_tensor(mask(zero, zero, queries, keys), device=keys.device)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:

@@ -1,8 +1,9 @@
-"""Models that the engine does not know: transformers' `generate`, one token of it at a time.
+"""Models that the engine does not know: on its cache, or in transformers' `generate`.
 
-Everything around the model stays the engine's: sampling, stop strings, log probabilities, aborts,
-streaming. `generate` runs in a thread that stops at every token's logits until it is told which
-token was chosen, so the caches of all its models (states, windows, encoders) need no other code.
+With `generate`, everything around the model stays the engine's: sampling, stop strings, log
+probabilities, aborts, streaming. It runs in a thread that stops at every token's logits until it is
+told which token was chosen, so the caches of all its models (states, windows, encoders) need no
+other code.
 """
 
 import logging
@@ -19,6 +20,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from anybit.checkpoint.save_load import load as load_quantized
 from anybit.checkpoint.save_load import load_dense
 from anybit.engine.model_runner import Flight
+from anybit.engine.models import UnknownModel
+from anybit.engine.models.hosted import Hosted
 from anybit.engine.sampler import sample
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import Sequence
@@ -121,7 +124,7 @@ class Writing(LogitsProcessor):
 
 def load(
     directory: Path,
-    config: PretrainedConfig,
+    bare: "PreTrainedModel",
     device: torch.device,
     dtype: torch.dtype,
     quantized: bool,
@@ -129,27 +132,26 @@ def load(
     length: int | None,
     cache_options: list[str],
     reason: str,
-) -> Generator:
-    """Load a model for `generate`.
+) -> Hosted | Generator:
+    """Load a model that the engine does not know: on the engine's cache if that is possible.
 
     Args:
+        bare: The model without contents.
         cache_options: What the user has asked of the engine's KV cache.
         reason: Why the engine does not run the model itself, for the log.
 
     Raises:
-        InvalidInput: The model does not write text from text, or there are cache options.
+        InvalidInput: The model does not write text from text, or there are cache options for one
+            that needs a cache of its own.
     """
-    check(directory, config)
-    if cache_options:
+    kind = type(bare)
+    if not kind.can_generate() or kind.main_input_name != "input_ids":
         raise InvalidInput(
-            f"{reason}; transformers' generate would run it, with a KV cache of its own; leave "
-            f"out {' and '.join(cache_options)}"
+            f"{directory}: {kind.__name__} does not write text from text "
+            f"(its input is {kind.main_input_name}); load it with anybit.load"
         )
-    log.warning(
-        "%s; transformers' generate runs it, one sequence at a time and without the engine's "
-        "kernels between the layers",
-        reason,
-    )
+    if cache_options and not kind._can_set_attn_implementation():
+        raise no_cache_options(cache_options, reason)
     model: Any
     if quantized:
         model = load_quantized(directory, device, dtype)
@@ -157,26 +159,29 @@ def load(
         model = load_dense(directory).to(device, dtype)
         if quantization is not None:
             quantize_(model, quantization)
-    return Generator(model.eval(), length or longest(config))
+    length = length or longest(bare.config)
+    try:
+        hosted = Hosted(model.eval(), length)
+    except UnknownModel as own:
+        reason = f"{reason}; {own}"
+        if cache_options:
+            raise no_cache_options(cache_options, reason) from None
+    else:
+        log.info("%s; transformers' modules run it, on the engine's KV cache", reason)
+        return hosted
+    log.warning(
+        "%s; transformers' generate runs it, one sequence at a time and without the engine's "
+        "kernels between the layers",
+        reason,
+    )
+    return Generator(model, length)
 
 
-def check(directory: Path, config: PretrainedConfig) -> None:
-    """InvalidInput unless the class that config.json names can write text from text."""
-    import transformers
-
-    names = config.architectures or []
-    kinds = [getattr(transformers, name, None) for name in names]
-    kind = next((k for k in kinds if isinstance(k, type)), None)
-    if kind is None or not issubclass(kind, transformers.PreTrainedModel):
-        raise InvalidInput(
-            f"{directory}: neither the engine nor transformers knows "
-            f"{', '.join(names) or 'an unnamed architecture'}; check `architectures` in config.json"
-        )
-    if not kind.can_generate() or kind.main_input_name != "input_ids":
-        raise InvalidInput(
-            f"{directory}: {kind.__name__} does not write text from text "
-            f"(its input is {kind.main_input_name}); load it with anybit.load"
-        )
+def no_cache_options(options: list[str], reason: str) -> InvalidInput:
+    return InvalidInput(
+        f"{reason}; transformers' generate would run it, with a KV cache of its own; leave out "
+        f"{' and '.join(options)}"
+    )
 
 
 def longest(config: PretrainedConfig) -> int:

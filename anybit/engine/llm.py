@@ -70,9 +70,10 @@ class Output:
 class LLM:
     """A language model with a paged KV cache and continuous batching.
 
-    A model that the engine does not know runs in transformers' `generate`, one sequence at a time,
-    and a warning in the log says so; then max_running, max_tokens, block_size and prefix_caching
-    do not apply, and options of the engine's KV cache are refused.
+    A model that the engine does not know runs as transformers has it, on the same cache where
+    attention is all that looks at other tokens. Else it runs in transformers' `generate`, one
+    sequence at a time, and a warning in the log says so; then max_running, max_tokens, block_size
+    and prefix_caching do not apply, and options of the engine's KV cache are refused.
 
     model: a directory with a Hugging Face checkpoint, dense or quantized by anybit; or a model
         that `anybit.engine.loader` has loaded or built already.

@@ -71,8 +71,9 @@ def load(
 ) -> Loaded:
     """Load a model directory, dense or anybit's own. length: positions to prepare; None: all.
 
-    What the engine does not know goes to transformers' `generate`, unless there are
-    cache_options: those that a user has set of the engine's own KV cache.
+    What the engine does not know runs as transformers has it, on the engine's KV cache where that
+    is possible, and else in `generate`, unless there are cache_options: those that a user has set
+    of the engine's KV cache.
 
     Raises FileNotFoundError or ValueError with the fact and the remedy.
     """
@@ -91,7 +92,7 @@ def load(
         quantized, size = weights.quantized, weights.quantized_bytes
     except UnknownModel as reason:
         model = fallback.load(
-            directory, config, device, dtype, formats is not None, quantization, length,
+            directory, bare, device, dtype, formats is not None, quantization, length,
             list(cache_options), str(reason),
         )  # fmt: skip
         layers = [layer for _, layer in quantized_layers(model.model)]

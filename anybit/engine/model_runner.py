@@ -63,10 +63,9 @@ class ModelRunner:
     ):
         self.model, self.block_size = model, block_size
         self.device = model.embed_tokens.device
-        heads, dim = model.cache_shape
         self.caches = [
             LayerCache.empty(blocks, heads, block_size, dim, kv_dtype, self.device, scales)
-            for scales in model.kv_scales
+            for (heads, dim), scales in zip(model.cache_shapes, model.kv_scales, strict=True)
         ]
         self.overlaps = self.device.type != "cpu"  # the host goes on while the device works
         by_kernels = all(c.fused or c.native for c in self.caches)
@@ -150,9 +149,8 @@ class ModelRunner:
 
 def block_bytes(model: Decoder, block_size: int, kv_dtype: torch.dtype) -> int:
     """Bytes of one cache block over all layers, scales included."""
-    heads, dim = model.cache_shape
     total = 0
-    for scales in model.kv_scales:
+    for (heads, dim), scales in zip(model.cache_shapes, model.kv_scales, strict=True):
         vectors = 2 * block_size * heads
         total += vectors * dim * kv_dtype.itemsize
         if kv_dtype == torch.int8 and scales is None:

@@ -15,17 +15,16 @@ from anybit.engine.fallback import Generator
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.sequence import SamplingParams
-from tests.engine.conftest import PICO, prompts, random_model, reference
+from tests.engine.conftest import MOE, PICO, prompts, random_model, reference
 
 pytest.importorskip("uvicorn")
 from tests.serve.conftest import serving, wait_for
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 KINDS = {
-    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2},
-    "gpt_neox": {},
+    "bloom": {"n_head": 4, "n_layer": 2},
     "mamba": {"state_size": 8},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16},
+    "qwen3_next": MOE | {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16},
 }
 
 
@@ -66,17 +65,17 @@ def test_tokens_equal_transformers(
 
 
 def test_quantized_while_loaded_and_before(make: Callable[[str], Path], tmp_path: Path) -> None:
-    model = anybit.quantize_(AutoModelForCausalLM.from_pretrained(make("gpt_neox")), "fp6")
+    model = anybit.quantize_(AutoModelForCausalLM.from_pretrained(make("bloom")), "fp6")
     anybit.save(model, tmp_path / "out")
     want = [reference(model, prompt, 12) for prompt in prompts(2)]
-    for llm in (LLM(tmp_path / "out"), LLM(make("gpt_neox"), "fp6")):
+    for llm in (LLM(tmp_path / "out"), LLM(make("bloom"), "fp6")):
         assert [o.tokens for o in llm.generate(prompts(2), GREEDY)] == want
 
 
 def test_parameters(make: Callable[[str], Path]) -> None:
-    llm = LLM(make("gpt_neox"))
+    llm = LLM(make("bloom"))
     prompt = [5, 6, 7]
-    model = AutoModelForCausalLM.from_pretrained(make("gpt_neox"))
+    model = AutoModelForCausalLM.from_pretrained(make("bloom"))
     logp = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
     params = SamplingParams(n=3, max_tokens=9, temperature=0.9, seed=7, top_k=50, top_p=0.9)
     first, second = (llm.generate([prompt], params)[0].completions for _ in range(2))
@@ -102,7 +101,7 @@ def test_parameters(make: Callable[[str], Path]) -> None:
 def test_abort_and_failure_end_the_thread(
     make: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(make("gpt_neox"))
+    llm = LLM(make("bloom"))
     llm.engine.add("a", [5, 6, 7], SamplingParams(max_tokens=50, temperature=0))
     assert llm.engine.step()
     assert not idle()
@@ -131,11 +130,13 @@ def test_what_the_fallback_cannot_do_is_refused(
     make: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="leave out kv_cache='int8'"):
-        LLM(make("gpt2"), kv_cache="int8")
+        LLM(make("bloom"), kv_cache="int8")
     with pytest.raises(ValueError, match="leave out kv_bytes"):
-        LLM(make("gpt2"), kv_bytes=1 << 20)
+        LLM(make("bloom"), kv_bytes=1 << 20)
     with pytest.raises(ValueError, match="they must fit into 256"):
-        LLM(make("gpt2")).generate([[5] * 256], GREEDY)
+        LLM(make("bloom")).generate([[5] * 256], GREEDY)
+    with pytest.raises(ValueError, match="leave out kv_cache='int8'"):
+        LLM(make("qwen3_next"), kv_cache="int8")
     small = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=96)
     BertModel(small).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="BertModel does not write text from text"):

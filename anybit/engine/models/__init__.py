@@ -1,4 +1,7 @@
-"""The models that the engine runs itself: one file each, of the parts in `layers`."""
+"""The models that the engine runs itself: one file each, of the parts in `layers`.
+
+All others are transformers' own, on the engine's cache where that is possible (`hosted`).
+"""
 
 from anybit.errors import InvalidInput
 

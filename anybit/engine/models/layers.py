@@ -1,6 +1,6 @@
 """The parts that decoder-only language models are made of; each model's file says which."""
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -222,7 +222,7 @@ class MoE(nn.Module):
     def between(self, x: Tensor) -> Tensor:
         """From gate and up (M, 2 I) to the input of the down projection (M, I)."""
         gate, up = x.chunk(2, -1)
-        return gated(self.act, gate, up)
+        return cast(Tensor, gated(self.act, gate, up))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen experts' weights in fp32 and their indices, both (T, top_k)."""
@@ -328,6 +328,11 @@ class Decoder(nn.Module):
     def cache_shape(self) -> tuple[int, int]:
         """Heads of K and V in the cache, and their dimension."""
         return self.config.num_key_value_heads, head_dim(self.config)
+
+    @property
+    def cache_shapes(self) -> list[tuple[int, int]]:
+        """`cache_shape` of every layer."""
+        return [self.cache_shape] * len(self.kv_scales)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (B, hidden) -> logits (B, vocabulary)."""

@@ -40,14 +40,7 @@ class Rope(nn.Module):
         parameters = config.rope_parameters
         parameters = parameters[layer_type] if layer_type else parameters
         kind = parameters["rope_type"]
-        known = parameters.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", 0
-        )
-        if kind == "dynamic" or (kind == "longrope" and length > known):
-            raise UnknownModel(
-                f"rope type {kind!r} changes with a sequence's length, as no KV cache can"
-                + (f" beyond length={known}" if kind == "longrope" else "")
-            )
+        check_length(config, length)
         if kind == "default":
             rotary = int(dim * parameters.get("partial_rotary_factor", 1.0)) if partial else dim
             frequency = parameters["rope_theta"] ** -(torch.arange(0, rotary, 2).float() / rotary)
@@ -85,6 +78,21 @@ class NoRope(Rope):
         nn.Module.__init__(self)
         none = torch.empty(length, 0)
         self._set(none, none, head_dim(config), False, device)
+
+
+def check_length(config: PretrainedConfig, length: int) -> None:
+    """UnknownModel when the frequencies of any layer change before a sequence has this length."""
+    given = getattr(config, "rope_parameters", None) or {}
+    each = [given, *(value for value in given.values() if isinstance(value, dict))]
+    for parameters in each:
+        kind = parameters.get("rope_type")
+        known = parameters.get("original_max_position_embeddings") or 0
+        known = known or getattr(config, "original_max_position_embeddings", None) or 0
+        if kind == "dynamic" or (kind == "longrope" and length > known):
+            raise UnknownModel(
+                f"rope type {kind!r} changes with a sequence's length, as no KV cache can"
+                + (f" beyond length={known}" if kind == "longrope" else "")
+            )
 
 
 def head_dim(config: PretrainedConfig) -> int:
