@@ -14,7 +14,6 @@ from anybit.engine.models.layers import Decoder
 from anybit.engine.sampler import Sampled, sample
 from anybit.engine.scheduler import Scheduled
 
-
 # Sequences of a recorded step on a CPU. A larger step spends little of its time between products.
 MOST_RECORDED = 4
 
