@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme
-from anybit.engine.fused import linear
+from anybit.engine.fused import linear, placed
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
 from anybit.nn.experts import published_tensors
@@ -97,7 +97,7 @@ def build(part: Part, dtype: torch.dtype) -> nn.Module:
     weight, bias, activation = part
     if isinstance(weight, Packed):
         return QuantLinear(weight, bias, activation, dtype).release()
-    return Dense(weight, bias)
+    return Dense(placed(weight), bias)
 
 
 def together(parts: list[Part], dtype: torch.dtype) -> nn.Module:
