@@ -49,6 +49,15 @@ def dense(x: Tensor, weight: Tensor) -> Any:
     return module if module and module.suits(x, weight) else None
 
 
+def placed(weight: Tensor) -> Tensor:
+    """A dense weight where its device reads it fastest."""
+    if not compiled(weight):
+        return weight
+    from anybit.kernels.native import dense as kernels
+
+    return kernels.placed(weight)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm in fp32, rounded to the weight's dtype before the product with it, to x's after."""
     x32 = x.float()

@@ -15,7 +15,6 @@ from anybit.engine.prompts import read_prompts
 from anybit.engine.sampler import Sampled, sample
 from anybit.engine.scheduler import Scheduled
 
-
 # Sequences of a recorded step on a CPU. A larger step spends little of its time between products.
 MOST_RECORDED = 4
 

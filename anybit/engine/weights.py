@@ -17,7 +17,7 @@ from anybit.checkpoint.names import Tensors, check_missing, layout
 from anybit.checkpoint.stream import plan_quantization
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme, scheme_name
-from anybit.engine.fused import linear
+from anybit.engine.fused import linear, placed
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import stored_tensors
 from anybit.nn.experts import published
@@ -111,7 +111,7 @@ def build(part: Part, dtype: torch.dtype) -> nn.Module:
     weight, bias, activation = part
     if isinstance(weight, Packed):
         return QuantLinear(weight, bias, activation, dtype).release()
-    return Dense(weight, bias)
+    return Dense(placed(weight), bias)
 
 
 def together(parts: list[Part], dtype: torch.dtype) -> nn.Module:

@@ -69,15 +69,15 @@ def attend(
     kernel = attend_kernel(cache_of(q, planes), heads // kv_heads, softcap is not None)
     tensors = q, k, v, k_scale, v_scale, tables
     kernel(
-        (0, *map(pointer, tensors), tables.stride(0), contexts.data_ptr(), sums, outs, sequences, kv_heads, block, parts, bits_of(scale),
-         NO_WINDOW if window is None else window, bits_of(softcap or 0.0)),
+        (0, *map(pointer, tensors), tables.stride(0), contexts.data_ptr(), sums, outs, sequences,
+         kv_heads, block, parts, bits_of(scale), NO_WINDOW if window is None else window,
+         bits_of(softcap or 0.0)),
         count,
     )  # fmt: skip
     sinks = None if sinks is None else sinks.float()
     combine_kernel(level(), DTYPES[q.dtype], dim, sinks is not None)(
-        (0, sums, outs, pointer(sinks), contexts.data_ptr(), out.data_ptr(), sequences * heads, heads,
-         parts),
-        1,
+        (0, sums, outs, pointer(sinks), contexts.data_ptr(), out.data_ptr(), sequences * heads,
+         heads, parts)
     )  # fmt: skip
     return out
 

@@ -9,7 +9,14 @@ from torch import Tensor
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.activations import DTYPES
 from anybit.kernels.native.floats import (
-    BYTES, largest, magnitude, maximum, read, root, rounded, through,
+    BYTES,
+    largest,
+    magnitude,
+    maximum,
+    read,
+    root,
+    rounded,
+    through,
 )  # fmt: skip
 from anybit.kernels.native.fused import FLOATS, bits_of, level, threads
 from anybit.kernels.native.ir import F32, I8, I32, PTR, Arguments, Function, Value, vec

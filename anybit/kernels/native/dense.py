@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from anybit.kernels.native import build, ir
+from anybit.kernels.native import build, ir, memory
 from anybit.kernels.native.activations import DTYPES
 from anybit.kernels.native.floats import BYTES, read, rounded
 from anybit.kernels.native.fused import FLOATS, level, threads
@@ -37,6 +37,14 @@ def suits(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear` multiplies these, and fast."""
     few = x.dim() == 2 and 0 < len(x) <= MOST_TOKENS and x.stride(1) == 1
     return few and x.dtype in FLOATS and weight.dtype == x.dtype and weight.is_contiguous()
+
+
+def placed(weight: Tensor) -> Tensor:
+    """The weight in memory that is read fast."""
+    if weight.nbytes < memory.LARGE or weight.dtype not in FLOATS:
+        return weight
+    out = memory.empty(weight.nbytes).view(weight.dtype).view(weight.shape)
+    return out.copy_(weight)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -11,7 +11,15 @@ from torch import Tensor
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.activations import DTYPES, SERIAL
 from anybit.kernels.native.floats import (
-    BYTES, along, every, exp, read, root, rounded, several, through,
+    BYTES,
+    along,
+    every,
+    exp,
+    read,
+    root,
+    rounded,
+    several,
+    through,
 )  # fmt: skip
 from anybit.kernels.native.ir import F32, PTR, Arguments, Function, Value
 from anybit.kernels.native.isa import Isa, isa

@@ -1,0 +1,325 @@
+"""CPU kernels of the engine, on every level of instructions, against the definitions in torch."""
+
+import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if find_spec("llvmlite") is None and not os.environ.get("CI"):
+    pytest.skip("llvmlite is not installed", allow_module_level=True)
+
+from anybit.engine import attention as definition
+from anybit.engine.attention import Batch, LayerCache, Scores
+from anybit.engine.fused import rms_norm
+from anybit.engine.recording import Recording
+from anybit.kernels.native import attention, cache, dense, floats, fused, isa
+from tests.kernels.test_native import LEVELS
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of a rounding
+BLOCK, BLOCKS = 8, 64
+MODULES: list[ModuleType] = [attention, cache, dense, fused]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile every kernel: what a user's cache holds is not what is tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ANYBIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(params=LEVELS, ids=lambda level: level.name)
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> isa.Isa:
+    for module in MODULES:
+        monkeypatch.setattr(module, "level", lambda: request.param, raising=False)
+    chosen: isa.Isa = request.param
+    return chosen
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(got: Tensor, want: Tensor, ulps: float) -> None:
+    """Within so many roundings of the result's dtype."""
+    assert got.dtype in EPS
+    bound = ulps * EPS[got.dtype] * want.abs().clamp_min(2.0**-10)
+    assert ((got.double() - want.double()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_and_sums(level: isa.Isa, dtype: torch.dtype) -> None:
+    for m, n, kind in ((1, 64, dtype), (3, 101, torch.float32), (2, 2880, dtype)):
+        wide = random(m, 2 * n, dtype=dtype)
+        x, delta = wide[:, :n], wide[:, n:]  # rows that do not follow each other
+        weight = random(n, dtype=kind, seed=1) + 1
+        norm, total = fused.add_norm(x, delta, weight, 1e-5)
+        assert torch.equal(total, x + delta)
+        # Sums of squares in another order; two roundings that may fall differently.
+        ulps = 24 if dtype == torch.float32 else 4
+        close(norm, rms_norm(total, weight, 1e-5), ulps)
+        norm, total = fused.add_norm(x, None, weight, 1e-5)
+        assert total is x
+        close(norm, rms_norm(x, weight, 1e-5), ulps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu(level: isa.Isa, dtype: torch.dtype) -> None:
+    some = torch.tensor([0.0, -0.0, 30, -30, 100, -100, float("inf"), float("nan")])
+    gate = torch.cat([some, random(1200) * 8]).to(dtype)[None].repeat(2, 1)
+    up = random(2, 1208, dtype=dtype)
+    got = fused.silu_mul(gate, up)
+    want = F.silu(gate.double()) * up.double()
+    assert got[:, 7].isnan().all()
+    assert got[:, 6].isinf().all()
+    rest = [i for i in range(1208) if i not in (6, 7)]
+    close(got[:, rest], want[:, rest], 2 if dtype != torch.float32 else 12)
+
+
+def test_exp_is_exact_to_two_units(level: isa.Isa) -> None:
+    """By SiLU(x) / x, which is 1 / (1 + exp(-x))."""
+    x = torch.linspace(-80, 80, 20000)[None]
+    sigmoid = fused.silu_mul(x, torch.ones_like(x)).double() / x
+    odds = 1 / sigmoid - 1
+    assert ((odds - (-x.double()).exp()).abs() <= (1 + odds) * 2.0**-21).all()
+    assert floats.LEAST < -87.4  # below it, exp is zero in fp32 but for denormal numbers
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+def test_dense_products(level: isa.Isa, dtype: torch.dtype, m: int) -> None:
+    for n, k in ((37, 77), (5, 640), (130, 129)):
+        x = random(m, 2 * k, dtype=dtype)[:, :k]
+        weight, bias = random(n, k, dtype=dtype, seed=1), random(n, dtype=dtype, seed=2)
+        assert dense.suits(x, weight)
+        for b in (None, bias):
+            got = dense.linear(x, weight, b).double()
+            want = x.double() @ weight.double().T + (0 if b is None else b.double())
+            size = x.double().abs() @ weight.double().abs().T
+            assert ((got - want).abs() <= EPS[dtype] * want.abs() + 2.0**-21 * size).all()
+    eye = torch.eye(77, dtype=dtype)[:m]  # one-hot tokens read the weight
+    weight = random(37, 77, dtype=dtype)
+    assert torch.equal(dense.linear(eye, weight), weight.T[:m])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_of_another_dtype(level: isa.Isa, dtype: torch.dtype) -> None:
+    x = torch.cat([random(2100), torch.tensor([float("nan"), float("inf"), -0.0, 1e-3])])
+    for source in DTYPES:
+        given, got = x.to(source), torch.empty(len(x), dtype=dtype)
+        fused.convert(given, got)
+        assert torch.equal(got.nan_to_num(7), given.to(dtype).nan_to_num(7))
+
+
+# Attention.
+
+
+def make_cache(kv_heads: int, dim: int, kind: str, dtype: torch.dtype) -> LayerCache:
+    """A cache with random contents."""
+    scales = None
+    if kind == "static":
+        scales = (torch.rand(kv_heads, dim) * 0.02 + 0.01, torch.rand(kv_heads, dim) * 0.02 + 0.01)
+    stored = dtype if kind == "model" else torch.int8
+    out = LayerCache.empty(BLOCKS, kv_heads, BLOCK, dim, stored, torch.device("cpu"), scales)
+    assert out.native
+    assert out.v.shape == out.k.shape
+    for i, t in enumerate((out.k, out.v)):
+        t.copy_(random(*t.shape, seed=i) * (40 if kind != "model" else 1))
+    if kind == "dynamic":
+        for s in (out.k_scale, out.v_scale):
+            assert s is not None
+            s.uniform_(0.005, 0.02)
+    return out
+
+
+def planes(of: LayerCache) -> cache.Planes:
+    return of.k, of.v, of.k_scale, of.v_scale
+
+
+def pages_of(contexts: list[int]) -> Tensor:
+    pages = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(3)).tolist()
+    width = -(-max(contexts) // BLOCK) + 1
+    tables = [[pages.pop() for _ in range(-(-c // BLOCK))] for c in contexts]
+    return torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "heads", "kv_heads", "dim", "scores"),
+    [
+        ("model", torch.float32, 4, 2, 32, Scores(0.3)),
+        ("model", torch.bfloat16, 8, 1, 64, Scores(0.2, window=30)),
+        ("static", torch.float16, 3, 3, 16, Scores(0.3, softcap=2.0)),
+        ("dynamic", torch.bfloat16, 4, 4, 80, Scores(0.1, window=9, softcap=5.0)),
+    ],
+)
+def test_attention_over_pages(
+    level: isa.Isa, kind: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int,
+    scores: Scores,
+) -> None:  # fmt: skip
+    own = make_cache(kv_heads, dim, kind, dtype)
+    contexts = [1, 70, 300, 8]  # parts of a vector of tokens, more than one part of a context
+    tables = pages_of(contexts)
+    q = random(4, heads, dim, dtype=dtype, seed=5)
+    lengths = torch.tensor(contexts, dtype=torch.int32)
+    wide = LayerCache(
+        *(t if t.dtype == torch.int8 else t.float() for t in (own.k, own.v)), own.k_scale,
+        own.v_scale,
+    )  # fmt: skip
+    batch = Batch(lengths, lengths, tables, lengths, lengths, [1] * 4, contexts, 4)
+    want = definition.gathered(q.float(), wide, batch, scores)
+    how = (scores.scale, scores.window, scores.softcap)
+    longest = tables.shape[1] * BLOCK
+    got = attention.attend(q, planes(own), tables, lengths, longest, *how)
+    largest = 1 if kind == "model" else 5
+    assert ((got.float() - want).abs() <= EPS[dtype] * want.abs() + 4e-6 * largest).all()
+    assert want.abs().max() > 0.1
+    nothing = attention.attend(q, planes(own), tables, lengths * 0, longest, *how)
+    assert torch.equal(nothing, torch.zeros_like(q))  # a padded row of a batch
+
+
+def test_sinks_take_a_part_of_the_weight(level: isa.Isa) -> None:
+    own = make_cache(2, 32, "model", torch.float32)
+    tables, lengths = pages_of([290]), torch.tensor([290], dtype=torch.int32)
+    q, sinks = random(1, 4, 32), torch.tensor([-3.0, 0.0, 4.0, 60.0])
+    plain = attention.attend(q, planes(own), tables, lengths, 296, 0.3)
+    got = attention.attend(q, planes(own), tables, lengths, 296, 0.3, sinks=sinks)
+    k = own.load(tables[0, :37], torch.float32)[0][:, :290].repeat_interleave(2, 0)
+    scores = torch.cat([(k @ q[0, :, :, None])[..., 0] * 0.3, sinks[:, None]], 1)
+    share = 1 - scores.softmax(1)[:, -1]
+    assert torch.allclose(got[0], plain[0] * share[:, None], atol=2e-6)
+
+
+def test_attention_shows_what_is_not_a_number(level: isa.Isa) -> None:
+    own = make_cache(1, 16, "model", torch.float32)
+    tables, lengths = pages_of([20]), torch.tensor([20], dtype=torch.int32)
+    q = torch.ones(1, 1, 16)
+    own.k[tables[0, 1], 0, 3] = float("nan")
+    assert attention.attend(q, planes(own), tables, lengths, 24, 0.3).isnan().all()
+    # Outside of the window it is not seen.
+    assert attention.attend(q, planes(own), tables, lengths, 24, 0.3, 5).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "dim", "normed"),
+    [
+        ("model", torch.float32, 32, False),
+        ("model", torch.bfloat16, 80, True),
+        ("static", torch.bfloat16, 80, False),
+        ("dynamic", torch.float16, 16, False),
+        ("dynamic", torch.float32, 16, True),
+    ],
+)
+def test_write(level: isa.Isa, kind: str, dtype: torch.dtype, dim: int, normed: bool) -> None:
+    heads, kv_heads, tokens = 5, 2, 7
+    own, other = (make_cache(kv_heads, dim, kind, dtype) for _ in range(2))
+    if kind == "static":
+        other.k_scale, other.v_scale = own.k_scale, own.v_scale
+    elif kind == "dynamic":
+        for a, b in ((own.k_scale, other.k_scale), (own.v_scale, other.v_scale)):
+            assert a is not None
+            assert b is not None
+            b.copy_(a)
+    qkv = random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    angle = random(64, dim // 2)
+    rope = (angle.cos(), angle.sin())
+    positions = torch.tensor([0, 5, 63, 7, 8, 9, 1], dtype=torch.int32)
+    slots = torch.tensor([3, 17, 500, -1, 88, 89, 511], dtype=torch.int32)
+    weights = (random(dim, dtype=dtype, seed=2), random(dim, seed=4))  # of q, and of k
+    norms = (weights[0], weights[1].to(dtype), 1e-6) if normed else None
+    got = attention.write(qkv, planes(own), rope, positions, slots, heads, norms)
+
+    q, k, v = qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], 1)
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], 1e-6), rms_norm(k, norms[1], 1e-6)
+    cos, sin = (table[positions.long(), None] for table in rope)
+    q, k = definition.rotate(q, cos, sin), definition.rotate(k, cos, sin)
+    kept = slots >= 0
+    other.store(k[kept], v[kept], slots[kept].long())
+    # Without norms everything is exact; their sums of squares may differ in the last bit.
+    exact = not normed
+    assert (torch.equal(got, q)) if exact else ((got - q).abs() <= 8 * EPS[dtype] * 4).all()
+    for a, b in zip(planes(own), planes(other), strict=True):
+        if a is not None and b is not None:
+            limit = 0.0 if exact else 1.0 if a.dtype == torch.int8 else 32 * EPS[dtype]
+            assert (a.float() - b.float()).abs().max() <= limit
+
+
+def test_caches_that_no_kernel_takes() -> None:
+    def empty(dim: int, dtype: torch.dtype) -> LayerCache:
+        return LayerCache.empty(2, 1, 4, dim, dtype, torch.device("cpu"))
+
+    assert empty(32, torch.bfloat16).native
+    assert not empty(20, torch.bfloat16).native
+    assert not empty(32, torch.float64).native
+    assert "no multiple of 16" in (attention.refuse(empty(20, torch.float32).k) or "")
+
+
+# Recordings.
+
+
+def steps(f: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], Recording]:
+    """What a recorded function gives for three inputs, and the recording."""
+    x = random(2, 48)
+    recording = Recording(lambda: f(x))
+    out = []
+    for i in range(3):
+        x.copy_(random(2, 48, seed=i))
+        recording.replay()
+        out.append(recording.out.clone())
+    return out, recording
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_recordings_do_what_was_recorded(threads: int) -> None:
+    weight, bias = random(96, 48), random(96, seed=1)
+
+    def step(x: Tensor) -> Tensor:
+        norm, total = fused.add_norm(x, x, bias[:48], 1e-5)
+        gate, up = dense.linear(norm, weight, bias).chunk(2, -1)  # a view
+        y = fused.silu_mul(gate, up)
+        y = y.reshape(-1, 24).flip(0).view(2, 48)  # torch's own
+        y += total
+        y[0, :3] = total.sum()
+        half = torch.empty(2, 48, dtype=torch.bfloat16)
+        half.copy_(y)
+        return torch.cat([half.float(), torch.full((2, 1), 7.0)], 1) * 2
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got, recording = steps(step)
+        want = [step(random(2, 48, seed=i)) for i in range(3)]
+    finally:
+        torch.set_num_threads(before)
+    assert recording.refused is None
+    assert 1 < len(recording.parts) < 12
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_steps_that_the_host_looks_into_run_as_they_are() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x - 1
+
+    got, recording = steps(step)
+    assert recording.refused
+    assert [torch.equal(g, step(random(2, 48, seed=i))) for i, g in enumerate(got)] == [True] * 3
+
+
+def test_workspaces_live_as_long_as_a_recording() -> None:
+    own = make_cache(2, 32, "model", torch.float32)
+    tables, lengths = pages_of([300]), torch.tensor([300], dtype=torch.int32)
+    q = random(1, 4, 32)
+    recording = Recording(lambda: attention.attend(q, planes(own), tables, lengths, 304, 0.3))
+    want = recording.out.clone()
+    more = q.repeat(40, 1, 1)  # a larger workspace, which takes the place of the first
+    attention.attend(more, planes(own), tables.repeat(40, 1), lengths.repeat(40), 304, 0.3)
+    recording.out.zero_()
+    recording.replay()
+    assert torch.equal(recording.out, want)
