@@ -1,8 +1,8 @@
 """Time every format on this CPU beside torch's bf16 product and the read floor, in turns.
 
-In each round every contestant multiplies once, with another copy of its weight, so that a machine
-whose speed changes changes it for all. Times are medians over rounds; a ratio is the median of the
-ratios of single rounds.
+In each round every contestant multiplies twice, with other copies of its weight, and the second
+product counts; a machine whose speed changes so changes it for all. Times are medians over rounds;
+a ratio is the median of the ratios of single rounds.
 
 The floor is a sum over 256 MB of fp32, in the same rounds.
 """
@@ -12,7 +12,7 @@ import csv
 import datetime
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -124,22 +124,22 @@ def tall(packed: Packed, n: int) -> Packed:
 @torch.inference_mode()
 def rounds(contestants: Sequence[Contestant], x: Tensor, seconds: float) -> dict[str, list[float]]:
     """Microseconds of every contestant in every round, and of reading a byte ("floor")."""
-    floor = torch.ones(64 << 20)
+    memory = torch.ones(64 << 20)
     times: dict[str, list[float]] = {name: [] for name in ("floor", *(c.name for c in contestants))}
-    for contestant in contestants:
-        contestant.layers[0](x)
+
+    def take(name: str, call: Callable[[int], object], turn: int, share: float = 1) -> None:
+        call(turn)  # as in a model, where a like layer comes before
+        start = time.perf_counter()
+        call(turn + 1)
+        times[name].append((time.perf_counter() - start) * 1e6 * share)
+
     stop = time.perf_counter() + seconds
     turn = 0
-    while time.perf_counter() < stop or turn < 3:
-        start = time.perf_counter()
-        floor.sum()
-        times["floor"].append((time.perf_counter() - start) * 1e6 / floor.nbytes)
+    while time.perf_counter() < stop or turn < 6:
+        take("floor", lambda _: memory.sum(), turn, 1 / memory.nbytes)
         for c in contestants:
-            layer = c.layers[turn % len(c.layers)]
-            start = time.perf_counter()
-            layer(x)
-            times[c.name].append((time.perf_counter() - start) * 1e6)
-        turn += 1
+            take(c.name, lambda i, c=c: c.layers[i % len(c.layers)](x), turn)  # type: ignore[misc]
+        turn += 2
     return times
 
 

@@ -34,8 +34,6 @@ own_layout = True
 
 FEW = 4  # activations that are multiplied by registers
 MANY = 512  # activations whose sums fit into the cache beside a tile
-FORMS = ("", "plain", "scaled")
-NONE = 1 << 20  # of a number that a layout lacks
 LARGEST_K = 1 << 16  # products of two bytes add up to less than 2**31
 SERIAL = 1 << 18  # products that one thread makes sooner than two would be woken
 SECTION = 1 << 10  # bytes of a table
@@ -97,11 +95,9 @@ def prepare(
         log.warning("%s: the CPU kernels do not multiply such a weight: %s", fmt.spec, error)
         other = _other(decoded).prepare(packed, activation, dtype, decoded)
         return other._replace(layout=(torch.tensor([int(decoded)]), *other.layout))
-    none = NONE if table.first is None else table.first
-    facts = [fmt.bits, none, table.group, FORMS.index(table.form), int(table.whole)]
     more = blocks_of(k) * BLOCK // table.group if table.group else 0
     layout = (
-        torch.tensor(facts),
+        torch.tensor(table.facts(fmt.bits)),
         _vector_codes(packed) if _is_vectors(fmt) else lay_out(packed.planes, fmt.bits, k, level),
         _padded(table.scale, more),
         _padded(table.offset, more),
@@ -139,24 +135,35 @@ def _vector_codes(packed: Packed) -> Tensor:
 
 
 def _tables(table: probing.Table, bits: int, level: Isa) -> Tensor:
-    """The table as the kernels load it: bf16, then fp32 for each dtype of activations.
+    """The table as the kernels load it: for bf16 products, then for fp32 ones of each dtype.
 
     Vectors stay fp32 alone, since they are rounded after they are added up.
     """
     values = table.values
     if values.dim() > 1:
         return values.contiguous()
-    codes = Codes(bits, table.first)
     out = torch.zeros((1 + len(SECTIONS)) * SECTION, dtype=torch.uint8)
-    shuffled = values[torch.tensor(codes.permuted())]
+    order = torch.tensor(Codes(bits, None).permuted())
     repeat = max(1, 32 // len(values))
-    half = shuffled.to(torch.bfloat16).repeat(repeat).view(torch.uint8)
+    half = values[order].to(torch.bfloat16).repeat(repeat).view(torch.uint8)
     out[: len(half)] = half
-    looked_up = Table.looked_up(codes, Operand("fp32", level))
     for i, dtype in enumerate(SECTIONS, 1):
-        single = (shuffled if looked_up else values).to(dtype).float().repeat(repeat)
-        out[i * SECTION : i * SECTION + single.nbytes] = single.view(torch.uint8)
+        codes, numbers = _codes(table.facts(bits), dtype), values.to(dtype).float()
+        way = Table.found(codes, Operand("fp32", level))
+        if way == "bytes":
+            some = numbers[: Table.half(codes)].view(torch.uint8).view(-1, 4)[:, 2:].T.flatten()
+        else:
+            numbers = numbers[order] if way == "registers" else numbers
+            some = numbers.repeat(repeat).view(torch.uint8)
+        out[i * SECTION : i * SECTION + len(some)] = some
     return out
+
+
+def _codes(facts: tuple[int, ...], dtype: torch.dtype) -> Codes:
+    """Codes of one weight each, multiplied with activations of this dtype."""
+    bits, first, _, _, _, signed, short = facts
+    none = None if first == probing.NONE else first
+    return Codes(bits, none, bool(signed), bool(short) or dtype == torch.bfloat16)
 
 
 class Product(NamedTuple):
@@ -191,12 +198,12 @@ def _product(
     m: int,
 ) -> Product:
     """What multiplies up to m <= FEW activations, or more than that."""
-    bits, none, group, number, _ = facts
-    form = FORMS[number]
+    bits, _, group, number, *_ = facts
+    form = probing.FORMS[number]
     operand = _operand(facts, activation, dtype, level)
     vectors = _is_vectors(fmt)
-    first = None if none == NONE else none
-    codes: Codes | Vectors = Codes(bits, first)
+    one = _codes(facts, dtype)
+    codes: Codes | Vectors = one
     if vectors:
         codes = Vectors(bits, fmt.width, fmt.books, dtype == torch.float16)
     inside = activation is None or operand.whole
@@ -204,7 +211,7 @@ def _product(
     table = 0
     if operand.kind == "fp32" and not vectors:
         table = SECTION * (1 + SECTIONS.index(dtype))
-    shift = first or 0
+    shift = one.first or 0
     if m <= FEW:
         sums = group if form else 0 if operand.whole else None
         kernel = gemv.kernel(gemv.Few(codes, operand, group, form, m, to))
@@ -221,7 +228,7 @@ def _operand(
     facts: tuple[int, ...], activation: str | None, dtype: torch.dtype, level: Isa
 ) -> Operand:
     """What is multiplied: whole numbers, or numbers of the activation's dtype."""
-    _, _, group, _, whole = facts
+    _, _, group, _, whole, *_ = facts
     if activation == "int8" and whole:
         return Operand("u8" if level.vnni and group % 64 == 0 else "i16", level)
     return Operand("bf16" if level.bf16 and dtype == torch.bfloat16 else "fp32", level)

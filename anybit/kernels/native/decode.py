@@ -125,10 +125,14 @@ class Codes:
 
     first: where the table is first, first + 1, ...: whole numbers in steps of 1, which need no
         table. None: a table of 2**bits numbers.
+    signed: whether the highest bit of a code is the sign of its number.
+    short: whether the numbers of the table are ones of bf16.
     """
 
     bits: int
     first: int | None
+    signed: bool = False
+    short: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -193,6 +197,9 @@ class Codes:
     ) -> list[Value]:
         """The numbers of a unit, in the operand's vectors and order."""
         bits = operand.isa.bits
+        if table.way == "bytes":
+            index = partial(self._index, f, block, unit // 2 * 2, shift=0, true=True)
+            return table.pair(f, (block.text, unit // 2), index)[unit % 2]
         out = []
         for j in range(operand.vectors):
             if operand.whole:
@@ -265,35 +272,100 @@ class Vectors:
 
 
 class Table:
-    """The table of a format in registers or in memory, or the arithmetic that needs none."""
+    """The table of a format, or the arithmetic that needs none.
+
+    way: "registers" hold the numbers; "bytes": registers hold their low and high bytes, 16 each;
+    "memory" does; "sum": a number is the code and the first; "": there are no numbers to be found.
+    """
 
     def __init__(self, f: Function, codes: "Codes | Vectors", operand: Operand, memory: Value):
-        """memory: where the table lies, in the order of `Codes.permuted` if it is looked up."""
-        self.operand, self.memory = operand, memory
+        """memory: where the table lies, in the order of `Codes.permuted` for registers."""
+        self.operand, self.memory, self.codes = operand, memory, codes
         self.bits = codes.bits
         self.first = None if isinstance(codes, Vectors) else codes.first
+        self.way = self.found(codes, operand)
         self.parts: list[Value] = []
-        if not self.looked_up(codes, operand):
-            return
-        kind = vec(operand.isa.bits // 16, I16) if operand.kind == "bf16" else operand.vector
-        step = operand.isa.bits // 8
-        count = max(1, 2**codes.bits // ir.lanes(kind))
-        self.parts = [f.load(kind, memory, i * step) for i in range(count)]
+        self.pairs: dict[tuple[str, int], tuple[list[Value], list[Value]]] = {}
+        if self.way == "bytes":
+            sixteen, wide = vec(16, I8), list(range(16)) * (operand.isa.bits // 128)
+            some = [f.load(sixteen, memory, i) for i in range(0, 2 * self.half(codes), 16)]
+            self.parts = [f.shuffle(part, part, wide) for part in some]
+        elif self.way == "registers":
+            kind = vec(operand.isa.bits // 16, I16) if operand.kind == "bf16" else operand.vector
+            step = operand.isa.bits // 8
+            count = max(1, 2**codes.bits // ir.lanes(kind))
+            self.parts = [f.load(kind, memory, i * step) for i in range(count)]
 
     @staticmethod
-    def looked_up(codes: "Codes | Vectors", operand: Operand) -> bool:
-        """Whether the table lies in registers."""
-        if isinstance(codes, Vectors):
-            return False
+    def found(codes: "Codes | Vectors", operand: Operand) -> str:
+        """How numbers are found; see `way`."""
+        if isinstance(codes, Vectors) or operand.whole:
+            return ""
+        whole, entries = codes.first is not None, 2**codes.bits
         if operand.kind == "bf16":
-            return codes.first is None or codes.bits < 7
-        if operand.kind == "fp32" and codes.first is None:
-            return 2**codes.bits <= 4 * operand.isa.floats
-        return False
+            return "sum" if whole and codes.bits > 6 else "registers"
+        if whole and (operand.isa.bits == 512 or codes.bits > 4):
+            return "sum"
+        if entries <= (64 if operand.isa.bits == 512 else 8):
+            return "registers"
+        if codes.short:
+            return "bytes"
+        return "registers" if entries <= 4 * operand.isa.floats else "memory"
+
+    @staticmethod
+    def half(codes: Codes) -> int:
+        """Low bytes of a table of bytes, whose high ones follow; without the signed half."""
+        return 2 ** (codes.bits - (codes.signed and codes.bits > 4))
+
+    def pair(
+        self, f: Function, key: tuple[str, int], index: Callable[..., Value]
+    ) -> tuple[list[Value], list[Value]]:
+        """fp32 of two runs whose codes lie in the low and the high bytes of words.
+
+        The second run is asked for after the first; both are decoded then.
+        """
+        if key in self.pairs:
+            return self.pairs[key]
+        size = self.operand.isa.bits // 8
+        kind, words, wide = vec(size, I8), vec(size // 2, I16), vec(size // 4, I32)
+        out: tuple[list[Value], list[Value]] = [], []
+        for skip in range(0, 2 * RUN, size):
+            low, high = (f.bits(a, words) for a in self._bytes(f, index(skip=skip, kind=kind)))
+            both = (low & 255) | (high << 8), (low >> 8) | (high & 0xFF00)
+            for run, some in zip(out, both, strict=True):
+                numbers = f.bits(some, wide)
+                for half in (numbers << 16, numbers & -65536):
+                    run.append(f.bits(half, self.operand.vector))
+        self.pairs[key] = out
+        return out
+
+    def _bytes(self, f: Function, code: Value) -> list[Value]:
+        """The low bytes and the high bytes of the numbers of codes."""
+        kind = code.kind
+        name = "llvm.x86.avx2.pshuf.b" if ir.lanes(kind) == 32 else "llvm.x86.avx512.pshuf.b.512"
+
+        def high(bit: int) -> Value:
+            """The code's bit as the highest of the byte; below it is anything."""
+            return f.bits(f.bits(code, vec(ir.lanes(kind) // 2, I16)) << (7 - bit), kind)
+
+        at = code & 15 if self.bits == 8 else code  # the instruction gives 0 where bit 7 is set
+        out = []
+        count = len(self.parts) // 2
+        for parts in (self.parts[:count], self.parts[count:]):
+            found = [f.call(kind, name, part, at) for part in parts]
+            bit = 4
+            while len(found) > 1:
+                upper = f.compare("slt", high(bit), f.zero(kind))
+                found = [f.select(upper, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
+                bit += 1
+            out.append(found[0])
+        if count * 16 < 2**self.bits:
+            out[1] = out[1] ^ (high(self.bits - 1) & 128)
+        return out
 
     def bf16(self, f: Function, index: Callable[[bool], Value]) -> Value:
         """Numbers of 32 codes."""
-        if not self.parts:
+        if self.way == "sum":
             words = index(True)
             pair = f.bits(words, vec(16, I32))
             first = self.first or 0
@@ -307,9 +379,10 @@ class Table:
 
     def fp32(self, f: Function, index: Callable[[bool], Value]) -> Value:
         """Numbers of as many codes as a vector has lanes."""
-        if self.first is not None:
+        if self.way == "sum":
+            assert self.first is not None
             return f.cast("sitofp", index(True) + self.first, self.operand.vector)
-        if self.parts:
+        if self.way == "registers":
             return self._look(f, index(False), self._floats)
         at = index(True)
         total = Value(f, "poison", self.operand.vector)

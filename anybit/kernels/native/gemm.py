@@ -76,7 +76,7 @@ def _decode(spec: Tile) -> Function:
         for i in range(0, step, 64):
             f.prefetch(codes, 1024 + i)
         for unit in range(operand.units):
-            if groups and unit * groups % operand.units == 0 or many > 1:
+            if (groups and unit * groups % operand.units == 0) or many > 1:
                 g = (here * groups + unit * groups // operand.units) << 1
                 scale = f.cast("fpext", f.load(half, args.pointer("scale"), g), single)
                 offset = f.zero(single)

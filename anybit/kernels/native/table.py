@@ -18,6 +18,8 @@ from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.kernels.native.decode import BLOCK
 
+FORMS = ("", "plain", "scaled")  # of offsets
+NONE = 1 << 20  # of a number that a table lacks
 CELLS = 1 << 22  # numbers that are decoded at a time
 LEAST = 4  # columns with scales of their own: fewer would cost more than 16 bits a weight
 
@@ -50,6 +52,22 @@ class Table:
     group: int
     form: str
     whole: bool
+
+    def facts(self, bits: int) -> tuple[int, ...]:
+        """What kernels are compiled for, as numbers.
+
+        `bits`, `first`, `group`, the index of `form`, `whole`; whether the upper half of the table
+        is the lower one with the other sign; whether all numbers are ones of bf16.
+        """
+        first = NONE if self.first is None else self.first
+        signed = short = False
+        if self.values.dim() == 1:
+            words = self.values.contiguous().view(torch.int32)
+            low, high = words.chunk(2)
+            signed = torch.equal(low ^ -(2**31), high)
+            short = not (words & 0xFFFF).any()
+        form = FORMS.index(self.form)
+        return bits, first, self.group, form, int(self.whole), int(signed), int(short)
 
 
 class _Asked(dict[str, Tensor]):
