@@ -27,8 +27,11 @@ class BlockManager:
         """Fraction of the blocks that running sequences hold."""
         return 1 - len(self.free) / self.count
 
-    def match(self, seq: Sequence) -> None:
-        """Give a sequence that holds nothing the blocks of its longest known prefix."""
+    def match(self, seq: Sequence, multiple: int = 1) -> None:
+        """Give a sequence that holds nothing the blocks of its longest known prefix.
+
+        multiple: of how many tokens the prefix must be.
+        """
         # At least one token must run through the model, or there is nothing to sample from.
         for i in range((len(seq.tokens) - 1) // self.block_size if self.prefix_caching else 0):
             block = self.known.get(self._digest(seq, i))
@@ -38,6 +41,8 @@ class BlockManager:
                 del self.free[block]
             self.holders[block] += 1
             seq.blocks.append(block)
+        while len(seq.blocks) * self.block_size % multiple:
+            self._give_back(seq.blocks.pop())
         seq.computed = len(seq.blocks) * self.block_size
 
     def missing(self, seq: Sequence, tokens: int) -> int:
@@ -68,11 +73,14 @@ class BlockManager:
     def release(self, seq: Sequence) -> None:
         """Take back all blocks of a sequence, at once."""
         for block in reversed(seq.blocks):  # ends of texts are forgotten before their beginnings
-            self.holders[block] -= 1
-            if not self.holders[block]:
-                self.free[block] = None
+            self._give_back(block)
         seq.blocks = []  # a new list: captured graphs know sequences' blocks by theirs
         seq.computed = 0
+
+    def _give_back(self, block: int) -> None:
+        self.holders[block] -= 1
+        if not self.holders[block]:
+            self.free[block] = None
 
     def _digest(self, seq: Sequence, i: int) -> bytes:
         """Hash of blocks 0 to i, made once. A strong one: a collision would mix up two texts."""

@@ -23,14 +23,16 @@ class DecodeGraphs:
     """Replays the model on batches with one token for each sequence.
 
     A batch runs as the next larger size that is captured; its unused rows have slot -1 and context
-    0, so they write nothing and see nothing. width: blocks of the longest sequence.
+    0, so they write nothing and see nothing. width: blocks of the longest sequence. steady: every
+    batch runs as the largest.
     """
 
     def __init__(
-        self, model: Decoder, caches: list[LayerCache], block_size: int, largest: int, width: int
-    ):
+        self, model: Decoder, caches: list[LayerCache], block_size: int, largest: int, width: int,
+        steady: bool = False,
+    ):  # fmt: skip
         self.model, self.caches, self.block_size = model, caches, block_size
-        self.sizes = [size for size in SIZES if size < largest] + [largest]
+        self.sizes = [size for size in SIZES if size < largest and not steady] + [largest]
         self.graphs: dict[int, tuple[Graph, Tensor]] = {}
         self.pool: Any = None
         device = model.embed_tokens.device

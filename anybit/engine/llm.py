@@ -16,6 +16,7 @@ from anybit.engine.model_runner import ModelRunner, block_bytes
 from anybit.engine.models.layers import Decoder
 from anybit.engine.scheduler import Scheduler
 from anybit.engine.sequence import Logprob, SamplingParams
+from anybit.engine.steady import SteadyScheduler
 from anybit.engine.structured import Grammars
 from anybit.errors import InvalidInput, Unsupported
 from anybit.nn.plan import Plan, Spec
@@ -84,6 +85,8 @@ class LLM:
     kv_bytes: size of the KV cache. By default, what the longest texts of max_running requests
         need, but at most 1 GiB on a CPU and 90 % of the free memory on a GPU.
     max_running: texts written at the same time. max_tokens: tokens in one step.
+    deterministic: an answer has the same tokens whatever else runs, at some cost in speed; see
+        `anybit.engine.steady`.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class LLM:
         max_tokens: int = 2048,
         block_size: int = 16,
         prefix_caching: bool = True,
+        deterministic: bool = False,
     ):
         check_choice("dtype", dtype, ("auto", *DTYPES))
         check_choice("kv_cache", kv_cache, ("auto", "model", "int8"))
@@ -125,14 +129,19 @@ class LLM:
             self.kv_dtype = torch.int8 if int8 else loaded.dtype
             blocks = cache_blocks(decoder, block_size, self.kv_dtype, kv_bytes, max_running)
             self.length = min(decoder.length, blocks * block_size)
-            runner = ModelRunner(decoder, blocks, block_size, self.kv_dtype, max_running)
+            runner = ModelRunner(
+                decoder, blocks, block_size, self.kv_dtype, max_running, deterministic
+            )
         self.device = runner.device
         self.special = special_tokens(self.tokenizer)
         vocabulary = loaded.config.get_text_config().vocab_size
         manager = BlockManager(blocks, block_size, prefix_caching)
+        scheduler = Scheduler(manager, max_running, max_tokens)
+        if deterministic and isinstance(runner, ModelRunner):  # a Generator runs one text at a time
+            scheduler = SteadyScheduler(manager, max_running, max_tokens, runner.rows)
         self.engine = Engine(
             runner,
-            Scheduler(manager, max_running, max_tokens),
+            scheduler,
             self.length,
             self.decode if self.tokenizer else None,
             loaded.eos,

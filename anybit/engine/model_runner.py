@@ -17,6 +17,7 @@ from anybit.engine.scheduler import Scheduled
 
 # Sequences of a recorded step on a CPU. A larger step spends little of its time between products.
 MOST_RECORDED = 4
+STEADY = 32  # of a steady step on a GPU
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,13 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """A model and its KV cache on one device. graphs: the largest batch to capture; 0: none."""
+    """A model and its KV cache on one device.
+
+    graphs: the largest batch to capture; 0: none. steady: decode steps are all of the same shape.
+
+    Attributes:
+        rows: Texts that a steady decode step writes at once.
+    """
 
     reads_prompts = True
 
@@ -59,6 +66,7 @@ class ModelRunner:
         block_size: int,
         kv_dtype: torch.dtype,
         graphs: int = 0,
+        steady: bool = False,
     ):
         self.model, self.block_size = model, block_size
         self.device = model.embed_tokens.device
@@ -70,9 +78,13 @@ class ModelRunner:
         by_kernels = all(c.fused or c.native for c in self.caches)
         self.graphs = None
         if model.capturable and by_kernels and graphs:
-            graphs = graphs if self.overlaps else min(graphs, MOST_RECORDED)
+            if not self.overlaps:
+                graphs = min(graphs, MOST_RECORDED)
+            elif steady:
+                graphs = min(graphs, STEADY)
             width = -(-model.length // block_size)
-            self.graphs = DecodeGraphs(model, self.caches, block_size, graphs, width)
+            self.graphs = DecodeGraphs(model, self.caches, block_size, graphs, width, steady)
+        self.rows = graphs if self.graphs else 1
 
     @torch.inference_mode()
     def launch(self, scheduled: list[Scheduled], previous: Flight | None = None) -> Flight:

@@ -69,6 +69,10 @@ def serve(
         str | None,
         typer.Option(help="Form of tool calls, if the chat template does not tell: hermes, ..."),
     ] = None,
+    deterministic: Annotated[
+        bool,
+        typer.Option("--deterministic", help="The same text whatever else runs; costs some speed."),
+    ] = False,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that requests have to finish at shutdown.")
     ] = 30.0,
@@ -93,7 +97,7 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("anybit").setLevel(log_level.upper())
     listener = bind(host, port)
-    llm = load(model, quantization, kv_cache, dtype, length, kv_gb, max_running)
+    llm = load(model, quantization, kv_cache, dtype, length, kv_gb, max_running, deterministic)
     if template is not None:
         if llm.tokenizer is None:
             raise InvalidInput("--chat-template: the model directory has no tokenizer")
@@ -172,6 +176,7 @@ def load(
     length: int | None,
     kv_gb: float | None,
     max_running: int,
+    deterministic: bool = False,
 ) -> "LLM":
     say(f"loading {model}")
     from anybit.engine.llm import LLM
@@ -184,4 +189,5 @@ def load(
         length=length,
         kv_bytes=None if kv_gb is None else int(kv_gb * 1e9),
         max_running=max_running,
+        deterministic=deterministic,
     )
