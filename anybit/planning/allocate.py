@@ -37,6 +37,7 @@ from anybit.quantizers.base import Quantizer
 from anybit.quantizers.calibration.block_runner import BlockRunner, find_blocks
 from anybit.quantizers.calibration.data import Calibration, Source
 from anybit.quantizers.calibration.memory import on_device
+from anybit.quantizers.calibration.rehearsal import rehearse
 from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.clip import Clip
 
@@ -205,6 +206,9 @@ def sensitivities(
     """
     prefix, blocks = find_blocks(model, names)
     runner, groups = BlockRunner(model, blocks, ids), []
+    with torch.no_grad():
+        rehearse(runner, lambda index: on_device(blocks[index], runner.device))
+    gradients = output_gradients(model, [n for n in names if n.startswith(f"{prefix}.")], ids)
     with torch.no_grad(), progress("measuring layers", len(blocks), show_progress) as step:
         for index, block in enumerate(blocks):
             start = f"{prefix}.{index}."

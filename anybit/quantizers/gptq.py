@@ -51,7 +51,9 @@ class GPTQ(Quantizer):
         w = w.detach().float()
         n, k = w.shape
         h = self.check_statistics(statistics).hessian
-        h = h if h.numel() else torch.eye(k, device=w.device)
+        if not h.numel():
+            grid = fit_clipped(w, fmt) if self.clip else fmt.fit(w)
+            return Packed.from_codes(fmt, (n, k), fmt.encode(w, grid), grid)
         importance = h.diagonal() + self.damping * h.diagonal().mean()
         grid = fit_clipped(w, fmt, importance) if self.clip else fmt.fit(w)
         order = column_order(h, fmt.width) if self.act_order else torch.arange(k, device=w.device)

@@ -24,7 +24,9 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers import conversion_mapping
 
+import anybit
 from tests.models.page import counts, page
 from tests.models.row import STEPS, Row, rows
 from tests.models.zoo import architectures
@@ -75,6 +77,13 @@ def sweep(names: Sequence[str], steps: Sequence[str], jobs: int, seconds: float)
                 job.process.kill()
                 yield ended(job.row, steps, f"not done after {seconds:.0f} seconds")
                 del running[receiver]
+
+
+def preload() -> None:
+    """What every row needs of the libraries, once, before processes are forked."""
+    assert anybit.LLM
+    assert transformers.GenerationMixin
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")
 
 
 def work(name: str, steps: Sequence[str], sender: Connection) -> None:
@@ -129,6 +138,7 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("anybit").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+    preload()
     code = fingerprint(steps)
     found = {name: row for name, row in known(code).items() if name in names}
     if found:

@@ -36,18 +36,21 @@ SIZES = {
     "shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size "
     "projector_hidden_size projection_dim image_token_embed_dim moe_hidden_size ple_embed_dim "
     "projector_input_dim projector_output_dim vision_output_dim "
-    "cross_attention_hidden_size encoder_hidden_size embedding_size",
+    "cross_attention_hidden_size encoder_hidden_size embedding_size nemo_conv_channels "
+    "ext_pw_out_channel depthwise_separable_out_channel",
     256: "intermediate_size dff ffn_dim dim_ff d_ff encoder_ffn_dim decoder_ffn_dim n_inner "
     "ffn_hidden_size dense_intermediate_size mlp_hidden_size intermediate_size_mlp "
-    "max_position_embeddings n_positions projection_intermediate_size",
+    "max_position_embeddings n_positions projection_intermediate_size mlp_dim "
+    "alignment_intermediate_size",
     2: "num_hidden_layers n_layer num_layers encoder_layers decoder_layers num_decoder_layers "
-    "depth num_blocks num_key_value_heads num_experts_per_tok num_experts_per_token "
-    "top_k_experts moe_k moe_topk zero_expert_num",
-    4: "num_attention_heads n_head num_heads encoder_attention_heads decoder_attention_heads "
-    "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_key_heads "
+    "depth num_blocks num_key_value_heads swa_num_key_value_heads num_experts_per_tok "
+    "num_experts_per_token top_k_experts moe_k moe_topk zero_expert_num",
+    4: "num_attention_heads swa_num_attention_heads n_head num_heads encoder_attention_heads "
+    "decoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts linear_num_key_heads "
     "linear_num_value_heads linear_num_heads index_n_heads",
-    32: "head_dim d_kv kv_lora_rank qk_nope_head_dim v_head_dim mamba_d_head base_channels "
-    "linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim hc_lowrank",
+    32: "head_dim swa_head_dim d_kv kv_lora_rank qk_nope_head_dim v_head_dim mamba_d_head "
+    "base_channels linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim hc_lowrank "
+    "o_lora_rank",
     16: "rotary_dim qk_rope_head_dim mamba_d_state state_size num_embeddings",
     8: "mamba_n_heads mamba_dt_rank",
     64: "q_lora_rank",

@@ -106,9 +106,12 @@ def _probe(packed: Packed) -> Table:
     if fmt.width > 1 or fmt.books > 1:
         table = _vectors(packed, asked)
     else:
-        # A row of `groups` columns has one column of each group.
-        one = torch.ones(1, groups, dtype=torch.uint8)
-        table = torch.stack([fmt.values(one * code, asked)[0, 0] for code in range(2**fmt.bits)])
+        # A row for each code, of `groups` columns, one of each group.
+        codes = torch.arange(2**fmt.bits, dtype=torch.uint8)[:, None].repeat(1, groups)
+        asked = _Asked(
+            {a: t if entries[a].table else t.expand(len(codes), -1) for a, t in asked.items()}
+        )
+        table = fmt.values(codes, asked)[:, 0]
     read = {name for name in asked.names if entries[name].table is None}
     if read and table.dim() > 1:
         raise NoTable("its vectors are not the same in every row and group")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from anybit.errors import AnybitError, InvalidInput
 from anybit.quantizers.calibration.statistics import SAMPLE, Statistics
@@ -26,7 +27,10 @@ class BlockRunner:
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], ids: Tensor):
         self.model, self.blocks = model, blocks
-        self.tails: dict[int, int | None] = {}  # what a block returns after hidden; None: no tuple
+        # What a block returns after the hidden states: how many values (None: it returns no tuple),
+        # and which of them the next block gets. `rehearse` finds out.
+        self.tails: dict[int, int | None] = {}
+        self.carried: dict[int, frozenset[int]] = {}
         real = (p.device for p in model.parameters() if not p.is_meta)  # blocks on disk are not
         home = next(real, torch.device("cpu"))
         offload = home.type == "cpu" and torch.cuda.is_available()
@@ -34,6 +38,7 @@ class BlockRunner:
         tokens = BATCH.get(self.device.type, BATCH["cuda"])
         self.batches = ids.split(max(1, tokens // ids.shape[1]))
         self.hidden: list[Tensor | None] = [None] * len(self.batches)
+        self.passed: dict[int, tuple[Any, ...]] = {}  # beside them, by batch
 
     def collect(
         self, index: int, names: Iterable[str], needs: tuple[str, ...]
@@ -70,7 +75,7 @@ class BlockRunner:
                     rows = x.detach().flatten(0, -2)
                     seen.setdefault(name, Statistics()).add(rows, needs, every)
                 if not inside and len(source) == len(names) and name == names[-1]:
-                    raise _Done(x)
+                    raise Done(x)
 
             return observe
 
@@ -103,7 +108,7 @@ class BlockRunner:
         """Run block `index` as it is now, and keep its outputs as the inputs of the next."""
         cache = kv_recorder() if kv_scales else None
         for batch in range(len(self.batches)):
-            self.hidden[batch] = self._call(index, batch, cache).to(self.home)
+            self.hidden[batch] = self._call(index, batch, cache, advancing=True).to(self.home)
         bad = [h for h in self.hidden if h is not None and not torch.isfinite(h.sum())]
         if bad and not torch.isfinite(bad[0]).all():
             raise InvalidInput(
@@ -113,43 +118,99 @@ class BlockRunner:
             cache.store(self.blocks[index])
 
     def _call(
-        self, index: int, batch: int, cache: Any = None, samples: int | None = None
+        self,
+        index: int,
+        batch: int,
+        cache: Any = None,
+        samples: int | None = None,
+        advancing: bool = False,
     ) -> Tensor:
         """Run the model on a batch up to the end of block `index`; return its output, on `device`.
 
-        samples: use only the first few of the batch.
+        samples: use only the first few of the batch. advancing: keep what the next block gets.
         """
-        ids, hidden = self.batches[batch][:samples], self.hidden[batch]
-        hidden = hidden if hidden is None else hidden[:samples]
-        forwards = [block.forward for block in self.blocks]
-        before = [vars(block).get("forward") for block in self.blocks]
+        ids, hidden, passed = self.batches[batch], self.hidden[batch], self.passed.get(batch, ())
+        if samples is not None:
+            ids, hidden, passed = to_each((ids, hidden, passed), lambda x: x[:samples])
 
-        def identity(at: int, *args: Any, **kwargs: Any) -> Any:
-            x = args[0] if args else kwargs["hidden_states"]
-            x, tail = x if hidden is None else hidden, self.tails.get(at)
-            return x if tail is None else (x, *(None,) * tail)
+        def real(at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if self.device != self.home:
+                args, kwargs = to_each((args, kwargs), lambda x: x.to(self.device))
+            output, tail = parted(forward(*args, **kwargs))
+            self.tails[at] = None if tail is None else len(tail)
+            if advancing:
+                chosen = self.carried.get(at, frozenset())
+                kept = [x if i in chosen else None for i, x in enumerate(tail or ())]
+                self.passed[batch] = to_each(tuple(kept), lambda x: x.to(self.home))
+            raise Done(output)
 
-        def real(*args: Any, **kwargs: Any) -> Any:
+        found = self.run_one(index, ids, hidden, passed, real, cache)
+        return torch.empty(0) if found is None else found
+
+    def run_one(
+        self,
+        index: int,
+        ids: Tensor,
+        hidden: Tensor | None,
+        passed: tuple[Any, ...],
+        real: Callable[[int, Callable[..., Any], Any, Any], Any],
+        cache: Any = None,
+    ) -> Any:
+        """Run the model up to block `index`, which alone is called.
+
+        Args:
+            index: Of the block; len(blocks) stands for what comes after the last one.
+            ids: Token ids (samples, length).
+            hidden: The block's input; None for the first block's.
+            passed: What the block before it returned beside that.
+            real: Called with index, forward and the arguments of the block; raises `Done`.
+            cache: For keys and values.
+
+        Returns:
+            What `real` is done with; None after the last block.
+        """
+
+        def instead(at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if hidden is not None:
                 if args:
                     args = (hidden, *args[1:])
                 else:
-                    kwargs["hidden_states"] = hidden
-            if self.device != self.home:
-                args, kwargs = to_device(args, self.device), to_device(kwargs, self.device)
-            out = forwards[index](*args, **kwargs)
-            several = isinstance(out, tuple | list)
-            self.tails[index] = len(out) - 1 if several else None
-            raise _Done(out[0] if several else out)
+                    kwargs = kwargs | {"hidden_states": hidden}
+            if at == index:
+                return real(at, forward, args, kwargs)
+            x, tail = args[0] if args else kwargs["hidden_states"], self.tails.get(at)
+            return x if tail is None else (x, *(*passed, *(None,) * tail)[:tail])
+
+        more = {} if cache is None else {"past_key_values": cache}
+        try:
+            self.run_all(ids, instead, use_cache=cache is not None, **more)
+        except Done as done:
+            return done.output
+        if index < len(self.blocks):
+            raise InvalidInput(f"the model's forward pass does not call its block {index}")
+        return None
+
+    def run_all(
+        self,
+        ids: Tensor,
+        instead: Callable[[int, Callable[..., Any], Any, Any], Any],
+        **options: Any,
+    ) -> None:
+        """Run the model with a function in the place of each block's forward.
+
+        Raises:
+            InvalidInput: The model does not run on token ids alone.
+        """
+        before = [vars(block).get("forward") for block in self.blocks]
+
+        def replaced(at: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: instead(at, forward, args, kwargs)
 
         try:
             for at, block in enumerate(self.blocks):
-                block.forward = real if at == index else partial(identity, at)
-            more = {} if cache is None else {"past_key_values": cache}
-            self.model(input_ids=ids.to(self.home), use_cache=cache is not None, **more)
-        except _Done as done:
-            return done.output
-        except (AnybitError, torch.OutOfMemoryError):
+                block.forward = replaced(at, block.forward)
+            self.model(input_ids=ids.to(self.home), **options)
+        except (Done, AnybitError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of a model that is no decoder of tokens, or no plain one
             reason = str(error).strip().partition("\n")[0]
@@ -162,21 +223,26 @@ class BlockRunner:
                 del block.forward  # the instance's attribute, over the class's method
                 if own is not None:
                     block.forward = own
-        if index < len(self.blocks):
-            raise InvalidInput(f"the model's forward pass does not call its block {index}")
-        return torch.empty(0)
 
 
-class _Done(Exception):
-    """Ends a forward pass early, with the tensor that was asked for."""
+class Done(Exception):
+    """Ends a forward pass early, with what was asked for."""
 
-    def __init__(self, output: Tensor):
+    def __init__(self, output: Any):
         super().__init__()
         self.output = output
 
 
+def parted(output: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
+    """The hidden states that a block returns, and what it returns after them; None: no tuple."""
+    several = isinstance(output, tuple | list)
+    return (output[0], tuple(output[1:])) if several else (output, None)
+
+
 def find_blocks(model: nn.Module, names: list[str]) -> tuple[str, list[nn.Module]]:
     """The decoder's blocks: the outermost ModuleList that holds most of the named layers.
+
+    Of a model with several parts (vision, audio) it is one of the part for text.
 
     Args:
         model: A decoder.
@@ -190,26 +256,33 @@ def find_blocks(model: nn.Module, names: list[str]) -> tuple[str, list[nn.Module
     """
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     held = {n: sum(name.startswith(f"{n}.") for name in names) for n in lists}
-    best = max(held, key=lambda n: (held[n], -n.count(".")), default="")
-    if not best or not held[best]:
+    held = {n: count for n, count in held.items() if count}
+    if not held:
         found = ", ".join(lists) or "none"
         raise InvalidInput(
             f"{type(model).__name__}: looked for a torch.nn.ModuleList of decoder blocks that "
             f"holds {', '.join(names[:3])}; the ModuleLists of the model are: {found}. Quantize "
             "without calibration (RTN, Clip, HQQ), or name layers inside the blocks"
         )
+    text = [n for n in held if is_of_text(model, n)]
+    best = max(text or held, key=lambda n: (held[n], -n.count(".")))
     return best, list(lists[best])
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """A copy of nested arguments with their tensors on `device`."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, tuple | list):
-        return type(value)(to_device(v, device) for v in value)
-    if isinstance(value, dict):
-        return {k: to_device(v, device) for k, v in value.items()}
-    return value
+def is_of_text(model: Any, name: str) -> bool:
+    """Whether the innermost model around a module is configured as the part for text is."""
+    try:
+        text = type(model.config.get_text_config(decoder=True))
+    except (AttributeError, ValueError):  # no model of transformers, or several parts are for text
+        return True
+    parts = name.split(".")
+    above = (model.get_submodule(".".join(parts[:end])) for end in reversed(range(len(parts))))
+    return isinstance(next(m.config for m in above if hasattr(m, "config")), text)
+
+
+def to_each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Nested arguments with a function of each tensor in its place."""
+    return tree_map(lambda x: change(x) if isinstance(x, Tensor) else x, value)
 
 
 def kv_recorder() -> Any:

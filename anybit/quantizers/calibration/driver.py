@@ -7,8 +7,8 @@ the inputs of the next.
 
 import json
 import warnings
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from typing import TypeVar
@@ -30,6 +30,7 @@ from anybit.quantizers.calibration.memory import (
     on_device,
     trim_memory,
 )
+from anybit.quantizers.calibration.rehearsal import rehearse
 from anybit.quantizers.calibration.resume import FinishedBlocks, digest
 from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.calibration.stored_blocks import StoredBlocks
@@ -88,15 +89,23 @@ def calibrate(
     finished = FinishedBlocks(calibration.work, settings, getattr(config, "model_type", None))
     weights = {name: linear_at(model, name).weight.numel() for name in schemes}
     few: dict[str, int] = {}
+
+    @contextmanager
+    def at_work(index: int) -> Iterator[None]:
+        start, block = f"{prefix}.{index}.", blocks[index]
+        loaded = stored.loaded(block, start) if stored else nullcontext()
+        with loaded, on_device(block, runner.device):
+            yield
+
     saving = freed_at_once() if stored else nullcontext()
     with restored_on_error(model), recordings(), saving, torch.no_grad():
         model.eval()
+        rehearse(runner, at_work)
         with progress("calibrating", sum(weights.values()), show_progress) as step:
             for index, block in enumerate(blocks):
                 start = f"{prefix}.{index}."
                 own = inside(schemes, start)
-                loaded = stored.loaded(block, start) if stored else nullcontext()
-                with loaded, on_device(block, runner.device):
+                with at_work(index):
                     if not finished.restore(index, block, own, start) and own:
                         few |= quantize_block(block, own, quantizer, runner, index, start)
                     runner.advance(index, calibration.kv_scales)

@@ -1,0 +1,96 @@
+"""Before any work: do blocks that run one at a time get what they get in the whole model?"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from anybit.errors import InvalidInput
+from anybit.quantizers.calibration.block_runner import BlockRunner, Done, parted, to_each
+
+TOKENS = 64
+PLAIN = (bool, int, float, str, torch.dtype, type(None))
+
+
+@dataclass
+class Call:
+    """One block's arguments and results in the run of the whole model."""
+
+    index: int
+    given: Any
+    hidden: Tensor
+    tail: tuple[Any, ...] | None
+
+
+def rehearse(runner: BlockRunner, at_work: Callable[[int], AbstractContextManager[None]]) -> None:
+    """Run the model on a few tokens, whole and block by block, and compare the blocks' arguments.
+
+    Calibration quantizes a model for what its blocks get when they run one at a time. That is
+    another thing when layers lie between the blocks, when a block runs twice, or when blocks hand
+    each other more than their results. What they pass on beside the hidden states is noted in
+    the runner.
+
+    Args:
+        runner: At its start.
+        at_work: Inside `at_work(index)` a block has its weights, on the runner's device.
+
+    Raises:
+        InvalidInput: The model does not run on token ids alone, or not block by block.
+    """
+    ids, kind = runner.batches[0][:1, :TOKENS], type(runner.model).__name__
+    calls: list[Call] = []
+    results: list[Any] = []  # as they were returned, of the block before
+
+    def watch(at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        leaves = {id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        if calls:
+            carried = frozenset(i for i, x in enumerate(results) if id(x) in leaves)
+            runner.carried[calls[-1].index] = carried
+        given = to_each((args, kwargs), Tensor.clone)
+        with at_work(at):
+            args, kwargs = to_each((args, kwargs), lambda x: x.to(runner.device))
+            out = to_each(forward(*args, **kwargs), lambda x: x.to(runner.home))
+        hidden, tail = parted(out)
+        results[:] = tail or ()
+        runner.tails[at] = None if tail is None else len(tail)
+        calls.append(Call(at, given, hidden.clone(), to_each(tail, Tensor.clone)))
+        return out
+
+    runner.run_all(ids, watch, use_cache=False)
+    order = [call.index for call in calls]
+    if order != list(range(len(runner.blocks))):
+        raise InvalidInput(
+            f"{kind} runs its {len(runner.blocks)} blocks in the order {order} on token ids, not "
+            "each of them once and in turn; quantize it without calibration data"
+        )
+    hidden, passed = None, ()
+    for call in calls:
+        given = runner.run_one(call.index, ids, hidden, passed, take)
+        if not same(given, call.given):
+            raise InvalidInput(
+                f"{kind} does not run block by block: block {call.index} depends on more than the "
+                "results of the one before it; quantize it without calibration data"
+            )
+        hidden, passed = call.hidden, call.tail or ()
+
+
+def take(at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """In the place of a block: what it was called with."""
+    raise Done((args, kwargs))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether nested arguments hold the same tensors and plain values."""
+    (first, form), (second, other) = tree_flatten(a), tree_flatten(b)
+    return form == other and all(map(alike, first, second))
+
+
+def alike(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        equal = a.dtype == b.dtype and a.shape == b.shape
+        return equal and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN, too
+    return type(a) is type(b) and (not isinstance(a, PLAIN) or a == b)
