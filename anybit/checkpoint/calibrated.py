@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from anybit.checkpoint.architecture import meta_model, model_class
+from anybit.checkpoint.card import write_card
 from anybit.checkpoint.rewrite import check_paths, fingerprint
 from anybit.checkpoint.stream import Quantization, plan_quantization
 from anybit.errors import AnybitError, InvalidInput
@@ -87,6 +88,7 @@ def calibrate_checkpoint(
             shutil.rmtree(partial)
         raise
     finish(partial, source, work, model, prefix)
+    write_card(partial, str(source), work.layers)
     move_directory(partial, out)
     return out
 
