@@ -16,6 +16,7 @@ from anybit.engine.models.layers import Decoder
 from anybit.engine.weights import Checkpoint, Weights
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_json
+from anybit.nn.linear import Keep
 from anybit.nn.plan import Plan, Spec, plan_of
 
 MODELS = {
@@ -58,12 +59,13 @@ def load(
     quantization: Spec | Plan | None,
     length: int | None,
     cache_options: Iterable[str] = (),
+    keep: Keep = "auto",
 ) -> Loaded:
     """Load a model directory, dense or anybit's own. length: positions to prepare; None: all.
 
     What the engine does not know runs as transformers has it, on the engine's KV cache where that
     is possible, and else in `generate`, unless there are cache_options: those that a user has set
-    of the engine's KV cache.
+    of the engine's KV cache. keep: as in `anybit.load`.
 
     Raises FileNotFoundError or ValueError with the fact and the remedy.
     """
@@ -76,13 +78,13 @@ def load(
     model: Decoder | fallback.Generator
     try:
         kind = model_class(config, directory)
-        weights = Checkpoint(directory, device, dtype, bare, formats, quantization)
+        weights = Checkpoint(directory, device, dtype, bare, formats, quantization, keep)
         model = build(kind, config, weights, length)
         weights.check_all_read()
     except UnknownModel as reason:
         model = fallback.load(
             directory, bare, device, dtype, formats is not None, quantization, length,
-            list(cache_options), str(reason),
+            list(cache_options), str(reason), keep,
         )  # fmt: skip
     has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = AutoTokenizer.from_pretrained(directory) if has_tokenizer else None

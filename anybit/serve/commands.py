@@ -18,6 +18,10 @@ Kv = Annotated[
     typer.Option(help="KV cache: model (its dtype), int8, or auto (int8 if the model has scales)."),
 ]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
+Keep = Annotated[
+    str,
+    typer.Option(help="Decoded copies of layers without a kernel: auto, packed (none) or decoded."),
+]
 Length = Annotated[
     int | None, typer.Option(min=2, help="Tokens of the longest text, prompt included.")
 ]
@@ -29,6 +33,7 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     quantization: Format = None,
     kv_cache: Kv = "auto",
+    keep: Keep = "auto",
     dtype: Dtype = "auto",
     length: Length = None,
     kv_gb: Annotated[
@@ -55,7 +60,7 @@ def serve(
         raise ModuleNotFoundError(
             f"{error.name} is missing; install it with: pip install 'anybit[serve]'"
         ) from None
-    llm = load(model, quantization, kv_cache, dtype, length, kv_gb, max_running)
+    llm = load(model, quantization, kv_cache, keep, dtype, length, kv_gb, max_running)
     name = name or model.resolve().name
     scheduler = llm.engine.scheduler
     tokens = scheduler.blocks.count * scheduler.blocks.block_size
@@ -71,6 +76,7 @@ def chat(
     model: Model,
     quantization: Format = None,
     kv_cache: Kv = "auto",
+    keep: Keep = "auto",
     dtype: Dtype = "auto",
     length: Length = None,
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
@@ -84,7 +90,7 @@ def chat(
     from anybit.engine.sequence import SamplingParams
     from anybit.serve.chat import talk
 
-    llm = load(model, quantization, kv_cache, dtype, length, None, 1)
+    llm = load(model, quantization, kv_cache, keep, dtype, length, None, 1)
     talk(llm, SamplingParams(max_tokens=max_tokens, temperature=temperature), system)
 
 
@@ -109,6 +115,7 @@ def load(
     model: Path,
     quantization: str | None,
     kv_cache: str,
+    keep: str,
     dtype: str,
     length: int | None,
     kv_gb: float | None,
@@ -121,6 +128,7 @@ def load(
         quantization,
         dtype=dtype,  # type: ignore[arg-type]  # checked there, with an error that lists them
         kv_cache=kv_cache,  # type: ignore[arg-type]
+        keep=keep,  # type: ignore[arg-type]
         length=length,
         kv_bytes=None if kv_gb is None else int(kv_gb * 1e9),
         max_running=max_running,
