@@ -484,3 +484,16 @@ def test_a_released_layer_has_no_gradient():
     q = layer("liquid").release()
     with pytest.raises(RuntimeError, match="released has no gradient; load"):
         q(tokens(2, torch.float32).requires_grad_()).sum().backward()
+
+
+def test_the_first_call_may_be_compiled():
+    """A layer that waits for its first call is laid out while it is traced, for every dtype anew."""
+    layer = anybit.quantize_(torch.nn.Linear(64, 48), "fp6")
+    layer.keep = "decoded"
+    compiled = torch.compile(layer.prepare(), fullgraph=True, backend="aot_eager")
+    assert layer.prepared is None
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        x = torch.randn(3, 64, dtype=dtype)
+        with torch.no_grad():
+            assert torch.equal(compiled(x), layer(x))
+        assert layer.prepared.dtype == dtype

@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from copy import deepcopy as copy_of
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 import anybit
 from anybit.checkpoint import save_load as checkpoint
+from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.files import safetensors as files
 from anybit.nn.model import quantized_layers
 from tests.specs import SPECS
@@ -138,6 +140,7 @@ def test_tokenizer_files_come_along(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
     anybit.save(model, tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "README.md",
         "config.json",
         "generation_config.json",
         "model.safetensors",
@@ -344,3 +347,44 @@ def test_an_interrupted_shard_leaves_nothing(tmp_path):
         shard.add("a", torch.zeros(1000))
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
+
+
+def test_the_model_card(tmp_path):
+    """Written where there is none; the bits are those of the files."""
+    model = anybit.quantize_(llama(), {"*": "int4:group=32", "*.q_proj": "fp6"})
+    model.name_or_path = "somebody/tiny"
+    anybit.save(model, tmp_path / "tiny-int4")
+    card = (tmp_path / "tiny-int4" / "README.md").read_text("utf-8")
+    layers = [layer for _, layer in quantized_layers(model)]
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
+    nbytes = sum(t.nbytes for layer in layers for t in layer.packed.tensors().values())
+    assert "base_model: somebody/tiny\n" in card
+    assert f"{8 * nbytes / weights:.2f} bits each" in card
+    assert "| `*` | `int4:group=32` |\n| `*.q_proj` | `fp6` |" in card
+
+    llama().save_pretrained(tmp_path / "dense")
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "streamed", "fp6")
+    card = (tmp_path / "streamed" / "README.md").read_text("utf-8")
+    assert "# dense, quantized\n" in card
+    assert "base_model" not in card
+    assert str(tmp_path) not in card
+    (tmp_path / "dense" / "README.md").write_text("mine")
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "again", "fp6")
+    assert (tmp_path / "again" / "README.md").read_text() == "mine"
+
+
+def test_dequantize_as_transformers_calls_it(tmp_path, saved):
+    """After quantize_, after loading, and after both."""
+    model = anybit.quantize_(llama(), "fp6")
+    other = copy_of(model).dequantize(torch.float64)
+    assert other.dtype == torch.float64
+    assert not list(quantized_layers(other))
+    want = logits(model)
+    for again in (model, anybit.load(saved)):
+        same_output(logits(again.dequantize()), want)
+        assert not list(quantized_layers(again))
+        assert not hasattr(again.config, "quantization_config")
+        with pytest.raises(ValueError, match="first quantize"):
+            again.dequantize()
+    loaded = anybit.quantize_(anybit.load(saved), {"*": None, "lm_head": "int8"})
+    assert not list(quantized_layers(loaded.dequantize()))

@@ -66,6 +66,7 @@ def test_other_files_come_along_and_config_is_kept(source, tmp_path):
     quantize_checkpoint(source, tmp_path / "out", "int4")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "LICENSE",
+        "README.md",
         "config.json",
         "generation_config.json",
         "model.safetensors",

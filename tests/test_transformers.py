@@ -211,3 +211,24 @@ def test_plans_that_do_not_fit_the_model(tmp_path, spec, message):
         quantize_checkpoint(path, tmp_path / "out", spec)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("keep", ["packed", "decoded"])
+def test_keep_is_taken_from_the_argument_alone(keep, tmp_path):
+    """While quantizing and of a quantized checkpoint; it is not stored."""
+    source = dense(tmp_path / "dense")
+    model = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=AnybitConfig("int3:group=32", keep=keep)
+    )
+    model.save_pretrained(tmp_path / "out")
+    assert "keep" not in (tmp_path / "out" / "config.json").read_text()
+    with pytest.warns(UserWarning, match="loading attributes"):
+        again = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", quantization_config=AnybitConfig(keep=keep)
+        )
+    for found in (model, again):
+        layers = [layer for _, layer in quantized_layers(found)]
+        assert {layer.keep for layer in layers} == {keep}
+        assert (keep == "decoded") == all(layer.backend == "dense" for layer in layers)
+    with pytest.raises(ValueError, match="keep='none'; choose one of auto, packed, decoded"):
+        AnybitConfig("int4", keep="none")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from anybit.checkpoint.card import write_card
 from anybit.checkpoint.rewrite import check_paths, fingerprint
 from anybit.checkpoint.stream import Quantization, plan_quantization
 from anybit.errors import InvalidInput
@@ -89,6 +90,7 @@ def calibrate_checkpoint(
             shutil.rmtree(partial)
         raise
     finish(partial, source, work, model, prefix)
+    write_card(partial, str(source), work.layers)
     move_directory(partial, out)
     return out
 

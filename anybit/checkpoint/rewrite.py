@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from anybit.checkpoint.card import write_card
 from anybit.checkpoint.names import Tensors
 from anybit.errors import InvalidInput
 from anybit.files.directory import (
@@ -63,6 +64,11 @@ class Rewrite(ABC):
     @abstractmethod
     def write(self, unit: str, shard: ShardWriter) -> None:
         """Read, change and write one unit."""
+
+    @property
+    def layers(self) -> list[tuple[str, tuple[int, int]]]:
+        """Scheme and shape (N, K) of each layer that is quantized, for the model card."""
+        return []
 
     def parts(self, unit: str) -> list[str]:
         """Names of the source's tensors that a unit is read from."""
@@ -132,6 +138,8 @@ def rewrite(
                         work.write(name, shard)
                         step(work.nbytes([name]), name)
         after = finish(partial, source, work)
+        if work.layers:
+            write_card(partial, str(source), work.layers)
         move_directory(partial, out)
         (out / MANIFEST).unlink()
     except BaseException as error:

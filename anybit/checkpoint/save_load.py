@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from anybit.checkpoint.architecture import load_model
+from anybit.checkpoint.card import write_card
 from anybit.checkpoint.names import codes_as_they_are
 from anybit.errors import InvalidInput, InvalidType
 from anybit.files.directory import copy_others, new_directory, read_json
 from anybit.files.safetensors import stored_tensors
 from anybit.nn.linear import Keep
-from anybit.nn.model import plan_in, record, set_keep
+from anybit.nn.model import plan_in, quantized_layers, record, set_keep
 from anybit.nn.plan import METHOD
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def save(model: Any, directory: str | os.PathLike[str], overwrite: bool = False)
     """Write a quantized transformers model to a directory, whole or not at all.
 
     The files of a local directory that the model was loaded from and that are no weights (the
-    tokenizer's, the licence) come along.
+    tokenizer's, the licence) come along. Without a README.md among them, one is written.
 
     Args:
         model: A transformers model with quantized layers.
@@ -55,6 +56,8 @@ def save(model: Any, directory: str | os.PathLike[str], overwrite: bool = False)
         model.save_pretrained(temporary, max_shard_size=SHARD_BYTES)
         if (source / "config.json").is_file():
             copy_others(source, temporary)
+        layers = [(m.scheme, (m.out_features, m.in_features)) for _, m in quantized_layers(model)]
+        write_card(temporary, str(getattr(model, "name_or_path", "")), layers)
 
 
 def load(

@@ -161,6 +161,11 @@ class Quantization(Rewrite):
     def new_config(self) -> dict[str, Any]:
         return {**self.config, "quantization_config": quantization_config(self.formats)}
 
+    @property
+    def layers(self) -> list[tuple[str, tuple[int, int]]]:
+        shapes = ((s, self.stored[name].shape) for name, s in self.schemes.items())
+        return [(scheme, (shape[0], shape[1])) for scheme, shape in shapes]
+
     def outputs(self, units: list[str]) -> dict[str, int]:
         each = (outputs(name, self.stored[name], self.schemes.get(name)) for name in units)
         return {name: size for part in each for name, size in part.items()}

@@ -63,7 +63,7 @@ def experts_of(
         )
         if whole is not None:
             return whole
-    return OneByOne([together(own, weights.dtype) for own in parts])
+    return OneByOne([together(own, weights.dtype, weights.keep) for own in parts])
 
 
 def backend_of(packed: Packed, activation: str | None, dtype: torch.dtype) -> str:

@@ -26,6 +26,8 @@ from anybit.engine.sampler import sample
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import Sequence
 from anybit.errors import InvalidInput, Unsupported
+from anybit.nn.linear import Keep
+from anybit.nn.model import set_keep
 from anybit.nn.plan import Plan, Spec
 from anybit.quantizers.quantize import quantize_
 
@@ -132,6 +134,7 @@ def load(
     length: int | None,
     cache_options: list[str],
     reason: str,
+    keep: Keep,
 ) -> Hosted | Generator:
     """Load a model that the engine does not know: on the engine's cache if that is possible.
 
@@ -139,6 +142,7 @@ def load(
         bare: The model without contents.
         cache_options: What the user has asked of the engine's KV cache.
         reason: Why the engine does not run the model itself, for the log.
+        keep: As in `anybit.load`.
 
     Raises:
         InvalidInput: The model does not write text from text, or there are cache options for one
@@ -154,11 +158,11 @@ def load(
         raise no_cache_options(cache_options, reason)
     model: Any
     if quantized:
-        model = load_quantized(directory, device, dtype)
+        model = load_quantized(directory, device, dtype, keep)
     else:
         model = load_dense(directory).to(device, dtype)
         if quantization is not None:
-            quantize_(model, quantization)
+            set_keep(quantize_(model, quantization), keep)
     length = length or longest(bare.config)
     try:
         hosted = Hosted(model.eval(), length)

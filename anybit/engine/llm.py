@@ -19,6 +19,7 @@ from anybit.engine.sequence import Logprob, SamplingParams
 from anybit.engine.steady import SteadyScheduler
 from anybit.engine.structured import Grammars
 from anybit.errors import InvalidInput, Unsupported
+from anybit.nn.linear import Keep, check_keep
 from anybit.nn.plan import Plan, Spec
 from anybit.progress import progress
 
@@ -81,6 +82,7 @@ class LLM:
     quantization: a format ("fp6") or plan to quantize a dense checkpoint by while it is loaded.
     kv_cache: "auto" (int8 if the checkpoint has scales for it, else the model's dtype), "model"
         (the model's dtype) or "int8".
+    keep: whether layers that no kernel multiplies may hold decoded copies, as in `anybit.load`.
     length: tokens of the longest text, prompt included; the model's own limit by default.
     kv_bytes: size of the KV cache. By default, what the longest texts of max_running requests
         need, but at most 1 GiB on a CPU and 90 % of the free memory on a GPU.
@@ -96,6 +98,7 @@ class LLM:
         *,
         dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
         kv_cache: Literal["auto", "model", "int8"] = "auto",
+        keep: Keep = "auto",
         device: str | torch.device | None = None,
         length: int | None = None,
         kv_bytes: int | None = None,
@@ -107,13 +110,14 @@ class LLM:
     ):
         check_choice("dtype", dtype, ("auto", *DTYPES))
         check_choice("kv_cache", kv_cache, ("auto", "model", "int8"))
+        check_keep(keep)
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if isinstance(model, Loaded):
             loaded = model
         else:
             options = {"kv_cache='int8'": kv_cache == "int8", "kv_bytes": kv_bytes is not None}
             given = [option for option, is_given in options.items() if is_given]
-            loaded = load(Path(model), device, DTYPES.get(dtype), quantization, length, given)
+            loaded = load(Path(model), device, DTYPES.get(dtype), quantization, length, given, keep)
         self.tokenizer, self.config, self.dtype = loaded.tokenizer, loaded.config, loaded.dtype
         self.quantized, self.quantized_bytes = loaded.quantized, loaded.quantized_bytes
         runner: ModelRunner | Generator

@@ -17,6 +17,7 @@ from anybit.engine.models.layers import Decoder
 from anybit.engine.weights import Checkpoint, Weights
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_json
+from anybit.nn.linear import Keep
 from anybit.nn.model import quantized_layers
 from anybit.nn.plan import Plan, Spec, plan_of
 
@@ -68,12 +69,13 @@ def load(
     quantization: Spec | Plan | None,
     length: int | None,
     cache_options: Iterable[str] = (),
+    keep: Keep = "auto",
 ) -> Loaded:
     """Load a model directory, dense or anybit's own. length: positions to prepare; None: all.
 
     What the engine does not know runs as transformers has it, on the engine's KV cache where that
     is possible, and else in `generate`, unless there are cache_options: those that a user has set
-    of the engine's KV cache.
+    of the engine's KV cache. keep: as in `anybit.load`.
 
     Raises FileNotFoundError or ValueError with the fact and the remedy.
     """
@@ -86,14 +88,14 @@ def load(
     model: Decoder | fallback.Generator
     try:
         kind = model_class(config, directory)
-        weights = Checkpoint(directory, device, dtype, bare, formats, quantization)
+        weights = Checkpoint(directory, device, dtype, bare, formats, quantization, keep)
         model = build(kind, config, weights, length)
         weights.check_all_read()
         quantized, size = weights.quantized, weights.quantized_bytes
     except UnknownModel as reason:
         model = fallback.load(
             directory, bare, device, dtype, formats is not None, quantization, length,
-            list(cache_options), str(reason),
+            list(cache_options), str(reason), keep,
         )  # fmt: skip
         layers = [layer for _, layer in quantized_layers(model.model)]
         quantized, size = Counter(), sum(layer.packed.nbytes() for layer in layers)

@@ -22,7 +22,7 @@ from anybit.errors import InvalidInput
 from anybit.files.safetensors import stored_tensors
 from anybit.nn.experts import published
 from anybit.nn.grouped import merge
-from anybit.nn.linear import QuantLinear, check_finite
+from anybit.nn.linear import Keep, QuantLinear, check_finite
 from anybit.nn.plan import Plan, Spec, patterns_for
 from anybit.quantizers.quantize import quantize_tensor
 from anybit.quantizers.rtn import RTN
@@ -63,6 +63,8 @@ class Weights:
         quantized_bytes: That these take, scales included.
     """
 
+    keep: Keep = "auto"  # of quantized layers
+
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
         self.quantized: Counter[str] = Counter()
@@ -87,7 +89,7 @@ class Weights:
 
         Their weights become a single matrix when they share a format without shared tables.
         """
-        return together(self.parts(names, rows, columns, bias), self.dtype)
+        return together(self.parts(names, rows, columns, bias), self.dtype, self.keep)
 
     def parts(
         self, names: list[str], rows: list[int], columns: int, bias: bool = False
@@ -107,20 +109,20 @@ class Weights:
         return self.linear([name], [embedding.shape[0]], embedding.shape[1])
 
 
-def build(part: Part, dtype: torch.dtype) -> nn.Module:
+def build(part: Part, dtype: torch.dtype, keep: Keep = "auto") -> nn.Module:
     weight, bias, activation = part
     if isinstance(weight, Packed):
-        return QuantLinear(weight, bias, activation, dtype).release()
+        return QuantLinear(weight, bias, activation, dtype, keep).release()
     return Dense(placed(weight), bias)
 
 
-def together(parts: list[Part], dtype: torch.dtype) -> nn.Module:
+def together(parts: list[Part], dtype: torch.dtype, keep: Keep = "auto") -> nn.Module:
     """One layer of several weights, multiplied at once if they can be."""
     merged = merge([(weight, activation) for weight, _, activation in parts])
     if merged is None:
-        return Separate([build(part, dtype) for part in parts])
+        return Separate([build(part, dtype, keep) for part in parts])
     biases = [b for _, b, _ in parts if b is not None]
-    return build((merged[0], torch.cat(biases) if biases else None, merged[1]), dtype)
+    return build((merged[0], torch.cat(biases) if biases else None, merged[1]), dtype, keep)
 
 
 class Checkpoint(Weights):
@@ -128,7 +130,8 @@ class Checkpoint(Weights):
 
     model: what its config.json describes, on the meta device. formats: its plan if it is an anybit
     checkpoint. quantization: a spec or plan to quantize a dense checkpoint by while it is read,
-    round to nearest, so that the dense model never is in memory as a whole.
+    round to nearest, so that the dense model never is in memory as a whole. keep: as in
+    `QuantLinear`.
     """
 
     def __init__(
@@ -139,9 +142,10 @@ class Checkpoint(Weights):
         model: Any,
         formats: Mapping[str, str | None] | None = None,
         quantization: Spec | Plan | None = None,
+        keep: Keep = "auto",
     ):
         super().__init__(device, dtype)
-        self.directory, self.formats = directory, formats
+        self.directory, self.formats, self.keep = directory, formats, keep
         stored: Mapping[str, Tensors]
         schemes: Mapping[str, str] = {}
         if quantization is not None:

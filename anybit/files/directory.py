@@ -17,8 +17,8 @@ OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".c
 # Files of a model that are no weights: what tokenizers and processors read, templates, settings of
 # generation, code that config.json may name, and what its licence asks to be kept.
 OF_A_MODEL = (
-    "*token*.json", "*token*.txt", "tekken.json", "*.model", "*.tiktoken", "*.jinja", "*.py", "*vocab*",
-    "merges.txt", "*processor_config.json", "*chat_template*", "generation_config.json",
+    "*token*.json", "*token*.txt", "tekken.json", "*.model", "*.tiktoken", "*.jinja", "*.py",
+    "*vocab*", "merges.txt", "*processor_config.json", "*chat_template*", "generation_config.json",
     "license*", "licence*", "notice*", "*use_policy*", "readme.md", "*.spm", "*.bpe",
 )  # fmt: skip
 COPY = 1 << 24  # bytes copied at a time

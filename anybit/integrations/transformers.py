@@ -30,7 +30,7 @@ from anybit.nn.experts import (
     fused_experts,
     split,
 )
-from anybit.nn.linear import QuantLinear, check_finite
+from anybit.nn.linear import Keep, QuantLinear, check_finite, check_keep
 from anybit.nn.model import (
     dequantize_,
     full_plan,
@@ -61,6 +61,9 @@ def register() -> None:
     """Enter both classes into transformers' registries. Idempotent."""
     if METHOD not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
         auto.register_quantization_config(METHOD)(AnybitConfig)
+        # Whose `get_loading_attributes` counts beside what a checkpoint says.
+        known: Any = getattr(auto, "LOADING_ATTRIBUTES_CONFIG_TYPES", ())
+        auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*known, AnybitConfig)
     if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         auto.register_quantizer(METHOD)(AnybitQuantizer)
 
@@ -68,7 +71,9 @@ def register() -> None:
 class AnybitConfig(QuantizationConfigMixin):
     """Which format each linear layer has: `quantization_config` in a checkpoint's config.json.
 
-    formats: a spec ("fp6"), or `{glob: spec or None}` as in `quantize_`.
+    formats: a spec ("fp6"), or `{glob: spec or None}` as in `quantize_`; needless for a quantized
+        checkpoint, which says it itself.
+    keep: as in `anybit.load`; it is not stored.
     version: of the checkpoint's layout; a newer one than this anybit knows is a ValueError.
     """
 
@@ -77,11 +82,20 @@ class AnybitConfig(QuantizationConfigMixin):
         formats: Spec | Plan | Iterable[tuple[str, Spec | None]] | None = None,
         version: int = VERSION,
         quant_method: str = METHOD,
+        keep: Keep = "auto",
         **unknown: Any,
     ):
+        check_keep(keep)
+        if formats is None and keep != "auto":
+            formats = {}
         given = {"formats": formats, "version": version, "quant_method": quant_method}
         self.quant_method = METHOD  # type: ignore[assignment]
         self.formats = stored_plan(given | unknown)
+        self.keep: Keep = keep
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """What `from_pretrained` takes from its argument where a checkpoint has a plan."""
+        return {"keep": self.keep}
 
     def to_dict(self) -> dict[str, Any]:
         return quantization_config(self.formats)
@@ -118,6 +132,7 @@ class AnybitQuantizer(HfQuantizer):
         with under_all_names(model):
             for name, layer in fill.items():
                 replace(model, name, layer)
+                layer.keep = self.quantization_config.keep
                 if found := next((p for p in types if re.search(rf"\b{p}\b", name)), None):
                     layer.weight_dtype = types[found]
         self.apart = any(isinstance(module, Experts) for module in model.modules())

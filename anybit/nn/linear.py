@@ -1,7 +1,7 @@
 """`QuantLinear`: a linear layer whose weight is stored in a few-bit format."""
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,7 @@ class QuantLinear(nn.Module):
         self.dtype = dtype
         given = dtype if bias is None else bias.dtype
         self.weight_dtype = given or torch.get_default_dtype()
+        check_keep(keep)
         self.keep: Keep = keep
         self.scheme = scheme_name(packed.format, activation)
         self.names = tuple(packed.tensors())  # of the canonical tensors
@@ -177,6 +178,11 @@ class QuantLinear(nn.Module):
         self.prepare(dtype)
         return self.prepared or prepared
 
+    @torch.compiler.assume_constant_result  # so that it runs now, and is no part of the graph
+    def _prepare_while_tracing(self, dtype: torch.dtype) -> None:
+        if self.prepared is None or self.prepared.dtype not in (None, dtype):
+            self._prepared_for(dtype)
+
     def release(self) -> "QuantLinear":
         """Drop the canonical tensors where the backend's layout does without them.
 
@@ -212,6 +218,8 @@ class QuantLinear(nn.Module):
                 f"x has {x.shape[-1]} columns, the layer {self.in_features} inputs (K); "
                 "x must be (..., K)"
             )
+        if torch.compiler.is_compiling():
+            self._prepare_while_tracing(dtype)
         prepared = self.prepared
         if prepared is None or prepared.dtype not in (None, dtype):
             prepared = self._prepared_for(dtype)
@@ -281,6 +289,12 @@ def is_conv1d(module: nn.Module) -> bool:
     """Whether it is transformers' Conv1D (GPT-2): a linear layer whose weight is W^T (K, N)."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def check_keep(keep: str) -> None:
+    """Raise InvalidInput for what is no `Keep`."""
+    if keep not in get_args(Keep):
+        raise InvalidInput(f"keep={keep!r}; choose one of {', '.join(get_args(Keep))}")
 
 
 def check_finite(w: Tensor, name: str) -> None:

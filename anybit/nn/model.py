@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import cast
 
 import torch
@@ -185,6 +186,11 @@ def record(model: nn.Module, plan: dict[str, str | None] | None) -> None:
     config = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return
+    if hasattr(type(model), "dequantize"):
+        if plan is not None:
+            model.dequantize = partial(dequantized, model)  # type: ignore[assignment]
+        else:
+            vars(model).pop("dequantize", None)
     if plan is not None:  # so that `save_pretrained` writes it too
         config.quantization_config = quantization_config(plan)  # type: ignore[union-attr]
     elif hasattr(config, "quantization_config"):
@@ -318,6 +324,14 @@ def dequantize_(model: nn.Module) -> nn.Module:
             replace(model, name, dense_layer(layer))
     record(model, None)
     return model
+
+
+def dequantized(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """What `model.dequantize()` of transformers does, for a model that `quantize_` has changed."""
+    if getattr(model, "hf_quantizer", None) is not None:  # loaded quantized, and quantized further
+        return cast(nn.Module, type(model).dequantize(model, dtype))  # type: ignore[operator]
+    dequantize_(model)
+    return model if dtype is None else model.to(dtype)
 
 
 def dense_layer(layer: QuantLinear) -> nn.Module:

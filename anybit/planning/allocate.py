@@ -208,7 +208,6 @@ def sensitivities(
     runner, groups = BlockRunner(model, blocks, ids), []
     with torch.no_grad():
         rehearse(runner, lambda index: on_device(blocks[index], runner.device))
-    gradients = output_gradients(model, [n for n in names if n.startswith(f"{prefix}.")], ids)
     with torch.no_grad(), progress("measuring layers", len(blocks), show_progress) as step:
         for index, block in enumerate(blocks):
             start = f"{prefix}.{index}."

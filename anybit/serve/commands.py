@@ -22,6 +22,10 @@ Kv = Annotated[
     typer.Option(help="KV cache: model (its dtype), int8, or auto (int8 if the model has scales)."),
 ]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
+Keep = Annotated[
+    str,
+    typer.Option(help="Decoded copies of layers without a kernel: auto, packed (none) or decoded."),
+]
 Length = Annotated[
     int | None, typer.Option(min=2, help="Tokens of the longest text, prompt included.")
 ]
@@ -33,6 +37,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any.")] = 8000,
     quantization: Format = None,
     kv_cache: Kv = "auto",
+    keep: Keep = "auto",
     dtype: Dtype = "auto",
     length: Length = None,
     kv_gb: Annotated[
@@ -97,7 +102,9 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("anybit").setLevel(log_level.upper())
     listener = bind(host, port)
-    llm = load(model, quantization, kv_cache, dtype, length, kv_gb, max_running, deterministic)
+    llm = load(
+        model, quantization, kv_cache, keep, dtype, length, kv_gb, max_running, deterministic
+    )
     if template is not None:
         if llm.tokenizer is None:
             raise InvalidInput("--chat-template: the model directory has no tokenizer")
@@ -134,6 +141,7 @@ def chat(
     model: Model,
     quantization: Format = None,
     kv_cache: Kv = "auto",
+    keep: Keep = "auto",
     dtype: Dtype = "auto",
     length: Length = None,
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
@@ -147,7 +155,7 @@ def chat(
     from anybit.engine.sequence import SamplingParams
     from anybit.serve.chat import talk
 
-    llm = load(model, quantization, kv_cache, dtype, length, None, 1)
+    llm = load(model, quantization, kv_cache, keep, dtype, length, None, 1)
     talk(llm, SamplingParams(max_tokens=max_tokens, temperature=temperature), system)
 
 
@@ -172,6 +180,7 @@ def load(
     model: Path,
     quantization: str | None,
     kv_cache: str,
+    keep: str,
     dtype: str,
     length: int | None,
     kv_gb: float | None,
@@ -186,6 +195,7 @@ def load(
         quantization,
         dtype=dtype,  # type: ignore[arg-type]  # checked there, with an error that lists them
         kv_cache=kv_cache,  # type: ignore[arg-type]
+        keep=keep,  # type: ignore[arg-type]
         length=length,
         kv_bytes=None if kv_gb is None else int(kv_gb * 1e9),
         max_running=max_running,

@@ -225,3 +225,22 @@ def test_hostile_configurations(
     given = {} if kind == "llama" else {"architectures": ["BertLMHeadModel"]}
     with pytest.raises(anybit.errors.AnybitError, match=message):
         LLM(edit(checkpoint("llama"), tmp_path, **given | config))
+
+
+@pytest.mark.parametrize("kind", ["qwen2-round", "bloom"])
+def test_keep_reaches_every_layer(checkpoint: Checkpoint, tmp_path: Path, kind: str) -> None:
+    """In the engine and in transformers' own models, dense and quantized before."""
+    if kind == "bloom":
+        model = random_model("bloom", {"n_head": 4, "n_layer": 1})
+        model.save_pretrained(tmp_path / "dense")
+        source = tmp_path / "dense"
+    else:
+        source = checkpoint(kind)
+        model = AutoModelForCausalLM.from_pretrained(source)
+    anybit.save(anybit.quantize_(model, "fp6"), tmp_path / "out")
+    for llm in (LLM(source, "fp6", keep="decoded"), LLM(tmp_path / "out", keep="decoded")):
+        found = llm.engine.runner.model.modules()
+        backends = {layer.backend for layer in found if isinstance(layer, QuantLinear)}
+        assert backends == {"dense"}
+    with pytest.raises(ValueError, match="keep='some'; choose one of"):
+        LLM(source, keep="some")  # type: ignore[arg-type]
