@@ -161,9 +161,9 @@ def _tables(table: probing.Table, bits: int, level: Isa) -> Tensor:
 
 def _codes(facts: tuple[int, ...], dtype: torch.dtype) -> Codes:
     """Codes of one weight each, multiplied with activations of this dtype."""
-    bits, first, _, _, _, signed, short = facts
-    none = None if first == probing.NONE else first
-    return Codes(bits, none, bool(signed), bool(short) or dtype == torch.bfloat16)
+    bits, first, _, _, _, signed, short, half = facts
+    first_, half_ = (None if number == probing.NONE else number for number in (first, half))
+    return Codes(bits, first_, bool(signed), bool(short) or dtype == torch.bfloat16, half_)
 
 
 class Product(NamedTuple):

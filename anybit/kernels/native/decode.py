@@ -127,12 +127,15 @@ class Codes:
         table. None: a table of 2**bits numbers.
     signed: whether the highest bit of a code is the sign of its number.
     short: whether the numbers of the table are ones of bf16.
+    half: where the bits of a code below its sign are those of a number of fp16, how far up they
+        lie there. None: they are not.
     """
 
     bits: int
     first: int | None
     signed: bool = False
     short: bool = False
+    half: int | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -201,6 +204,11 @@ class Codes:
             index = partial(self._index, f, block, unit // 2 * 2, shift=0, true=True)
             return table.pair(f, (block.text, unit // 2), index)[unit % 2]
         out = []
+        if table.way == "halves":
+            for skip in range(0, 2 * RUN, bits // 8):
+                words = self._index(f, block, unit, skip, vec(bits // 16, I16), 0, True)
+                out += self._halves(f, words)
+            return out
         for j in range(operand.vectors):
             if operand.whole:
                 run = 2 * unit if operand.kind == "u8" else unit
@@ -213,6 +221,20 @@ class Codes:
                 at = partial(self._index, f, block, unit, skip, vec(bits // 32, I32), odd)
                 out.append(table.fp32(f, at))
         return out
+
+    def _halves(self, f: Function, code: Value) -> list[Value]:
+        """fp32 of the even and of the odd codes of a vector of words."""
+        assert self.half is not None
+        up = f.bits(code << (16 - self.bits), code.kind)
+        down = f.constant(16 - self.bits - self.half, code.kind)
+        words = f.emit(f"ashr {code.kind} {up.text}, {down.text}", code.kind)
+        words = words & (((1 << (self.bits - 1)) - 1) << self.half | 1 << 15)
+        lanes = ir.lanes(code.kind)
+        parts = (f.shuffle(words, words, range(odd, lanes, 2)) for odd in (0, 1))
+        return [
+            f.cast("fpext", f.bits(part, vec(lanes // 2, "half")), vec(lanes // 2, F32))
+            for part in parts
+        ]
 
 
 @dataclass(frozen=True)
@@ -275,7 +297,8 @@ class Table:
     """The table of a format, or the arithmetic that needs none.
 
     way: "registers" hold the numbers; "bytes": registers hold their low and high bytes, 16 each;
-    "memory" does; "sum": a number is the code and the first; "": there are no numbers to be found.
+    "memory" does; "halves": a code is a number of fp16, but for the place of its bits; "sum": a
+    number is the code and the first; "": there are no numbers to be found.
     """
 
     def __init__(self, f: Function, codes: "Codes | Vectors", operand: Operand, memory: Value):
@@ -308,6 +331,8 @@ class Table:
             return "sum"
         if entries <= (64 if operand.isa.bits == 512 else 8):
             return "registers"
+        if codes.half is not None:
+            return "halves"
         if codes.short:
             return "bytes"
         return "registers" if entries <= 4 * operand.isa.floats else "memory"

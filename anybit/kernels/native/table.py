@@ -42,6 +42,7 @@ class Table:
         group: columns that share them, a divisor of a block; 0: there are none.
         form: "", "plain" or "scaled".
         whole: whether scale * T + offset is a whole number within int8 throughout.
+        half: see `Codes.half`.
     """
 
     values: Tensor
@@ -52,12 +53,13 @@ class Table:
     group: int
     form: str
     whole: bool
+    half: int | None = None
 
     def facts(self, bits: int) -> tuple[int, ...]:
         """What kernels are compiled for, as numbers.
 
         `bits`, `first`, `group`, the index of `form`, `whole`; whether the upper half of the table
-        is the lower one with the other sign; whether all numbers are ones of bf16.
+        is the lower one with the other sign; whether all numbers are ones of bf16; `half`.
         """
         first = NONE if self.first is None else self.first
         signed = short = False
@@ -67,7 +69,8 @@ class Table:
             signed = torch.equal(low ^ -(2**31), high)
             short = not (words & 0xFFFF).any()
         form = FORMS.index(self.form)
-        return bits, first, self.group, form, int(self.whole), int(signed), int(short)
+        half = NONE if self.half is None else self.half
+        return bits, first, self.group, form, int(self.whole), int(signed), int(short), half
 
 
 class _Asked(dict[str, Tensor]):
@@ -123,12 +126,15 @@ def _probe(packed: Packed) -> Table:
     first = _first(table)
     group = k // groups if groups > 1 else 0
     if factor is None or shift is None:
+        half, power = _fp16(table)
         if scale.shape[1] == 1:
             whole = first is not None and first >= -128 and first + 2**fmt.bits <= 128
-            return Table(table, first, scale.flatten(), None, None, 0, "", whole)
+            row = scale.flatten() * power
+            return Table(table / power, first, row, None, None, 0, "", whole, half)
         row, scale = _half(scale)
-        size = _size(group)
-        return Table(table, first, row, _repeat(scale, group, size), None, size, "", False)
+        size, row = _size(group), row * power
+        scale = _repeat(scale, group, size)
+        return Table(table / power, first, row, scale, None, size, "", False, half)
     # A row of one group has as many of them as blocks, the padded one included.
     size = _size(group) if group else BLOCK
     group = group or -(-k // BLOCK) * BLOCK
@@ -204,6 +210,23 @@ def _first(table: Tensor) -> int | None:
     if not torch.equal(table, table[0] + torch.arange(len(table))) or table[0] != table[0].round():
         return None
     return int(table[0])
+
+
+def _fp16(table: Tensor) -> tuple[int | None, float]:
+    """`Codes.half` of a table, and the power of two that it is then too large by.
+
+    Only of large tables: small ones are looked up faster.
+    """
+    below = len(table) // 2
+    if table.dim() > 1 or below < 64:
+        return None, 1
+    codes = torch.arange(below, dtype=torch.int32)
+    for up in range(15 - (below.bit_length() - 1), -1, -1):
+        numbers = (codes << up).to(torch.int16).view(torch.float16).float()
+        power = float(table[1] / numbers[1])
+        if math.frexp(power)[0] == 0.5 and torch.equal(torch.cat((numbers, -numbers)) * power, table):
+            return up, power
+    return None, 1
 
 
 def _size(group: int) -> int:
