@@ -46,6 +46,8 @@ class Structured:
                 f"structured output by {' and '.join(given) or 'nothing'}; give exactly one of "
                 f"{', '.join(names)}"
             )
+        if self.thinking and self.think is None:
+            raise InvalidInput("thinking=True needs the tokens that open and close thoughts")
         if self.choice is not None and not (self.choice and all(self.choice)):
             raise InvalidInput(f"choice={list(self.choice)!r}: give strings that are not empty")
 

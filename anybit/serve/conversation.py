@@ -75,7 +75,12 @@ class Dialect:
                     "structured output and forced tool calls are not offered for models that "
                     "write channels (harmony)"
                 )
-            structured = replace(structured, think=self._think_tokens(), thinking=thinking)
+            think = self._think_tokens()
+            if thinking and think is None:
+                raise InvalidInput(
+                    f"structured output cannot begin after {self.think}: they are no tokens"
+                )
+            structured = replace(structured, think=think, thinking=thinking)
             if job.llm.engine.grammars is not None:  # compiled here, kept for the engine
                 job.llm.engine.grammars.matcher(structured)
         params = replace(params, structured=structured, shown=(*params.shown, *self.shown))

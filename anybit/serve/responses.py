@@ -213,7 +213,9 @@ class ResponsesAnswer(Answer):
                             at += 1
                             out += self._begun(text, at)
                         if piece.text:
-                            out += self._part(text, at, DELTAS[piece.kind], delta=piece.text)
+                            out += self._part(
+                                text.blocks[at], at, DELTAS[piece.kind], delta=piece.text
+                            )
                 if out:
                     yield out
         except Failed as failed:
@@ -235,7 +237,7 @@ class ResponsesAnswer(Answer):
             item["content"] = []
         out = self._event("response.output_item.added", output_index=at, item=item)
         if block.kind != "call":
-            out += self._part(text, at, "response.content_part.added", part=part(empty))
+            out += self._part(block, at, "response.content_part.added", part=part(empty))
         return out
 
     def _done(self, text: Text, at: int) -> bytes:
@@ -245,15 +247,15 @@ class ResponsesAnswer(Answer):
         name = "arguments" if block.kind == "call" else "text"
         more = {"name": block.name} if block.kind == "call" else {}
         out = self._part(
-            text, at, DELTAS[block.kind].replace("delta", "done"), **{name: block.text}, **more
+            block, at, DELTAS[block.kind].replace("delta", "done"), **{name: block.text}, **more
         )
         if block.kind != "call":
-            out += self._part(text, at, "response.content_part.done", part=part(block))
+            out += self._part(block, at, "response.content_part.done", part=part(block))
         item = self._item(at, block, "completed")
         return out + self._event("response.output_item.done", output_index=at, item=item)
 
-    def _part(self, text: Text, at: int, kind: str, **fields: Any) -> bytes:
-        if text.blocks[at].kind != "call":
+    def _part(self, block: Block, at: int, kind: str, **fields: Any) -> bytes:
+        if block.kind != "call":
             fields["content_index"] = 0
         if "output_text" in kind:
             fields["logprobs"] = []

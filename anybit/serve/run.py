@@ -26,16 +26,12 @@ def bind(host: str, port: int) -> socket.socket:
     is loaded wait.
     """
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, proto)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         raise Unsupported(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
         ) from None
-    return listener
 
 
 class Uvicorn(uvicorn.Server):

@@ -313,3 +313,69 @@ def test_bench_serve_is_a_bench_of_a_server() -> None:
     got = CliRunner().invoke(app, ["bench", "serve", "http://127.0.0.1:1", "--largest-token", "9"])
     assert got.exit_code == 2
     assert "--streams" in CliRunner().invoke(app, ["bench", "serve", "--help"]).output
+
+
+def test_prompts_are_scored(live: Live, tiny: Path) -> None:
+    """What lm-eval's local-completions sends; the sum is that of the model's own logits."""
+    tokens = live.server.llm.encode("def main(x):\n    return x")
+    body = {
+        "model": "tiny", "prompt": [tokens, tokens[:5]], "temperature": 0, "max_tokens": 1,
+        "logprobs": 1, "seed": 1234, "echo": True,
+    }  # fmt: skip
+    params, llm = SamplingParams(max_tokens=0, prompt_logprobs=1), LLM(tiny)
+    for i, choice in enumerate(live.post("/v1/completions", body).json()["choices"]):
+        found, count = choice["logprobs"], len(body["prompt"][i])
+        want = llm.generate(body["prompt"][i], params)[0].completions[0]
+        assert found["token_logprobs"][0] is None
+        assert found["token_logprobs"][1:count] == pytest.approx(
+            [entry.logprob for entry in want.prompt_logprobs[1:]], abs=1e-3
+        )
+        assert len(found["tokens"]) == len(found["top_logprobs"]) == count + 1
+        for name, value, top in list(zip(*map(found.get, (
+            "tokens", "token_logprobs", "top_logprobs")), strict=True))[1:]:  # fmt: skip
+            assert top[name] == value <= max(top.values())
+        assert "".join(found["tokens"]) == choice["text"]
+        assert found["text_offset"][2] == len(found["tokens"][0] + found["tokens"][1])
+    only = live.post("/v1/completions", body | {"max_tokens": 0}).json()
+    assert only["usage"]["completion_tokens"] == 0
+    assert [len(c["logprobs"]["tokens"]) for c in only["choices"]] == [len(tokens), 5]
+    streamed = events(live.post("/v1/completions", body | {"stream": True}).text)
+    whole = [e["choices"][0] for e in streamed if e["choices"][0]["index"] == 0]
+    assert sum(len((c["logprobs"] or {"tokens": ()})["tokens"]) for c in whole) == len(tokens) + 1
+
+
+def test_best_of(live: Live) -> None:
+    body = {"prompt": "x", "max_tokens": 5, "seed": 3, "ignore_eos": True}
+    many = live.post("/v1/completions", body | {"n": 6, "logprobs": 0}).json()["choices"]
+    best = live.post("/v1/completions", body | {"n": 2, "best_of": 6}).json()
+    many.sort(key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
+    assert [c["text"] for c in best["choices"]] == [c["text"] for c in many[:2]]
+    assert [c["index"] for c in best["choices"]] == [0, 1]
+    assert best["usage"]["completion_tokens"] == 30
+    assert best["choices"][0]["logprobs"] is None
+
+
+def test_halves_of_characters_have_their_bytes(live: Live) -> None:
+    """Bytes of tokens join to the text, though a token may be a part of a character."""
+    tokens = live.server.llm.encode("\u4e2d\U0001f600")
+    words = live.server.texts.words
+    assert len(tokens) > 2
+    assert b"".join(map(words.bytes, tokens)).decode() == "\u4e2d\U0001f600"
+    body = {"prompt": tokens, "echo": True, "logprobs": 0, "max_tokens": 0}
+    names = live.post("/v1/completions", body).json()["choices"][0]["logprobs"]["tokens"]
+    assert any(name.startswith("bytes:\\x") for name in names)
+    bias = {str(tokens[0]): 100}
+    chat = {"messages": HI, "max_tokens": 1, "logprobs": True, "logit_bias": bias}
+    got = live.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
+    assert bytes(got[0]["bytes"]) == words.bytes(tokens[0])
+
+
+def test_long_stops_and_penalties(live: Live) -> None:
+    body = {"prompt": "x", "temperature": 0, "max_tokens": 60, "ignore_eos": True}
+    whole = live.post("/v1/completions", body).json()["choices"][0]["text"]
+    stop = whole[5:30]
+    assert len(stop) > 16
+    cut = live.post("/v1/completions", body | {"stop": stop}).json()["choices"][0]
+    assert (cut["text"], cut["stop_reason"]) == (whole[: whole.index(stop)], stop)
+    for field in ({"frequency_penalty": 2}, {"presence_penalty": 2}, {"logit_bias": {"77": 9}}):
+        assert live.post("/v1/completions", body | field).json()["choices"][0]["text"] != whole

@@ -1,0 +1,323 @@
+"""Chats: structured output, tools and thoughts, in every protocol that has them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from anybit.engine.llm import LLM
+from tests.engine.conftest import random_model
+from tests.serve.conftest import Live, serving
+from tests.serve.test_protocol import events
+
+# What Qwen's template does, in short.
+TEMPLATE = """
+{%- if tools %}Tools: {% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Call them as <tool_call>{"name": ..., "arguments": ...}</tool_call>.
+{% endif %}
+{%- for message in messages %}
+{{- message.role }}: {{ message.content }}
+{%- for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{% endfor %}
+{%- if add_generation_prompt %}assistant: {% endif %}"""
+THOUGHTS = "{% if thinking %}<think>\n{% endif %}{# </think> #}"
+WEATHER = {
+    "name": "weather",
+    "description": "Tells the weather.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"enum": [1, 2]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = [{"type": "function", "function": WEATHER}]
+HI = [{"role": "user", "content": "hi"}]
+SMALL = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+SMALL |= {"additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that has a chat template with tools."""
+    directory = tmp_path_factory.mktemp("talking")
+    options = {"vocab_size": 4100, "eos_token_id": 0, "max_position_embeddings": 512}
+    random_model("llama", options).save_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=True)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def talking(model: Path) -> Iterator[Live]:
+    with serving(LLM(model, max_running=8), names=("tiny", "alias/small")) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def thinking(model: Path) -> Iterator[Live]:
+    """The same model, whose template knows thoughts."""
+    llm = LLM(model, max_running=8)
+    llm.tokenizer.chat_template += THOUGHTS
+    with serving(llm) as live:
+        yield live
+
+
+@pytest.fixture
+def client(talking: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=talking.url + "/v1", api_key="none", max_retries=0)
+
+
+def choose(live: Live, **body: Any) -> dict:
+    answer = live.post("/v1/chat/completions", {"messages": HI, "max_tokens": 200} | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SMALL}}},
+        {"structured_outputs": {"json": SMALL}},
+        {"guided_json": SMALL},
+        {"guided_json": json.dumps(SMALL)},
+        {"guided_regex": r'\{"a": [12]\}'},
+        {"guided_choice": ['{"a": 1}', '{"a": 2}']},
+        {"guided_grammar": 'root ::= "{\\"a\\": " ("1" | "2") "}"'},
+    ],
+)
+def test_structured_output(talking: Live, form: dict) -> None:
+    choice = choose(talking, **form)
+    assert json.loads(choice["message"]["content"])["a"] in (1, 2)
+    assert choice["finish_reason"] == "stop"
+    body = {"prompt": "x", "max_tokens": 200, "n": 2} | form
+    for choice in talking.post("/v1/completions", body).json()["choices"]:
+        assert json.loads(choice["text"])["a"] in (1, 2)
+
+
+def test_json_object(talking: Live) -> None:
+    short = {"structured_outputs": {"regex": r"\{\}"}}
+    assert choose(talking, **short)["message"]["content"] == "{}"
+    text = choose(talking, response_format={"type": "json_object"}, max_tokens=5)
+    assert text["message"]["content"].startswith("{")
+
+
+def test_forced_tools(client: openai.OpenAI) -> None:
+    """A random model calls a tool with valid arguments; a stream adds up to the same."""
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice, parallel in (("required", False), (named, None)):
+        options: dict = {
+            "model": "alias/small", "messages": HI, "tools": TOOLS, "seed": 4, "max_tokens": 300,
+            "tool_choice": choice,
+        }  # fmt: skip
+        if parallel is not None:
+            options["parallel_tool_calls"] = parallel
+        whole = client.chat.completions.create(**options)
+        assert whole.model == "alias/small"
+        (answer,) = whole.choices
+        assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+        (call,) = answer.message.tool_calls or []
+        assert call.function.name == "weather"
+        arguments = json.loads(call.function.arguments)
+        assert (arguments["city"] in ("Rome", "Oslo"), arguments["days"] in (1, 2)) == (True, True)
+        chunks = list(client.chat.completions.create(**options, stream=True))
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        parts = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or []]
+        assert parts[0].function.name == "weather"
+        assert len(parts) > 2
+        assert "".join(part.function.arguments for part in parts) == call.function.arguments
+        # The conversation goes on with what the client sends back.
+        told = [*HI, answer.message.model_dump(), {"role": "tool", "content": "sunny",
+                "tool_call_id": call.id}]  # fmt: skip
+        assert client.chat.completions.create(
+            model="tiny", messages=told, tools=TOOLS, max_tokens=3
+        ).choices
+
+
+def test_free_tools_are_optional(talking: Live) -> None:
+    choice = choose(talking, tools=TOOLS, max_tokens=10, ignore_eos=True)
+    assert choice["message"]["content"]
+    assert "tool_calls" not in choice["message"]
+    shown = choose(talking, tools=TOOLS, tool_choice="none", max_tokens=10, seed=1)
+    plain = choose(talking, max_tokens=10, seed=1)
+    assert shown["message"] == plain["message"]
+
+
+def test_thoughts(thinking: Live) -> None:
+    """The prompt opens the thoughts, so what comes first is one, until `</think>`."""
+    options = {"chat_template_kwargs": {"thinking": True}, "max_tokens": 400, "ignore_eos": True}
+    options["logit_bias"] = {"4097": -100}
+    message = choose(thinking, **options)["message"]
+    assert message["content"] == ""
+    assert len(message["reasoning_content"]) > 100
+    # A bias closes them at once, and from there on the grammar holds.
+    form = {"guided_choice": ["yes", "no"], "logit_bias": {"4097": 100}, "max_tokens": 9}
+    form["chat_template_kwargs"] = {"thinking": True}
+    message = choose(thinking, **form)["message"]
+    assert message["content"] in ("yes", "no")
+    assert "reasoning_content" not in message
+    # A prompt that does not open them leaves the choice to the model.
+    bias = {"4096": 100, "4097": 50}
+    message = choose(thinking, guided_choice=["yes", "no"], logit_bias=bias, max_tokens=9)[
+        "message"
+    ]
+    assert set(message["reasoning_content"].split("<think>")) == {""}
+    body = {"messages": HI, "stream": True} | options
+    stream = events(thinking.post("/v1/chat/completions", body).text)
+    deltas = [event["choices"][0]["delta"] for event in stream]
+    assert len("".join(delta.get("reasoning_content", "") for delta in deltas)) > 100
+    assert not "".join(delta.get("content", "") for delta in deltas)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"tools": TOOLS, "guided_regex": "a"}, "tools do not go with"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "'x'"),
+        ({"chat_template_kwargs": {"made_up": 1}}, "made_up"),
+        ({"chat_template_kwargs": {"messages": 1}}, "field of its own"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "x", "made_up": 1}]}, "messages.0.made_up"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"store": True}, "store"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(talking: Live, body: dict, message: str) -> None:
+    answer = talking.post("/v1/chat/completions", {"messages": HI, "max_tokens": 2} | body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+# OpenAI's Responses.
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    options: dict = {"model": "tiny", "input": "hi", "temperature": 0, "max_output_tokens": 9}
+    whole = client.responses.create(**options)
+    assert whole.status in ("incomplete", "completed")
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == 9
+    plain = client.chat.completions.create(model="tiny", messages=HI, temperature=0, max_tokens=9)
+    assert whole.output_text == plain.choices[0].message.content
+    stream = list(client.responses.create(**options, stream=True))
+    assert [event.sequence_number for event in stream] == list(range(len(stream)))
+    text = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
+    assert text == whole.output_text
+    assert stream[-1].type == "response.incomplete"
+    assert stream[-1].response.output_text == text
+    kind = {"type": "json_schema", "name": "s", "schema": SMALL}
+    short = client.responses.create(model="tiny", input="hi", text={"format": kind})
+    assert json.loads(short.output_text)["a"] in (1, 2)
+
+
+def test_responses_with_tools(client: openai.OpenAI) -> None:
+    tools = [{"type": "function", **WEATHER}]
+    options: dict = {"model": "tiny", "tools": tools, "tool_choice": "required"}
+    options |= {"parallel_tool_calls": False}
+    whole = client.responses.create(input=[{"role": "user", "content": "hi"}], **options)
+    (call,) = whole.output
+    assert (call.type, call.name) == ("function_call", "weather")
+    json.loads(call.arguments)
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        call.model_dump(exclude_none=True),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "rain"},
+    ]
+    stream = list(client.responses.create(input=items, stream=True, **options))
+    kinds = [event.type for event in stream]
+    assert "response.function_call_arguments.delta" in kinds
+    (done,) = [e for e in stream if e.type == "response.function_call_arguments.done"]
+    parts = [e.delta for e in stream if e.type == "response.function_call_arguments.delta"]
+    assert "".join(parts) == done.arguments
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(model="tiny", input="x", previous_response_id="resp_1")
+
+
+# Anthropic's Messages.
+
+ASK = {"model": "tiny", "max_tokens": 9, "messages": HI, "temperature": 0}
+NAMED = {"name": "weather", "input_schema": WEATHER["parameters"]}
+
+
+def test_messages(talking: Live) -> None:
+    answer = talking.post("/v1/messages", ASK | {"system": "Be short."}).json()
+    assert (answer["type"], answer["stop_reason"]) == ("message", "max_tokens")
+    assert answer["usage"]["output_tokens"] == 9
+    (block,) = answer["content"]
+    text = talking.post("/v1/messages", ASK | {"system": "Be short.", "stream": True}).text
+    parts = [json.loads(part.split("data: ")[1]) for part in text.strip().split("\n\n")]
+    kinds = [part["type"] for part in parts]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    streamed = "".join(p["delta"]["text"] for p in parts if p["type"] == "content_block_delta")
+    assert streamed == block["text"]
+    stop = block["text"][2:5]
+    stopped = talking.post("/v1/messages", ASK | {"system": "Be short.", "stop_sequences": [stop]})
+    assert stopped.json()["stop_sequence"] == stop
+    count = {"model": "tiny", "messages": HI, "system": "Be short."}
+    counted = talking.post("/v1/messages/count_tokens", count).json()["input_tokens"]
+    usage = answer["usage"]
+    assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+def test_messages_with_tools(talking: Live) -> None:
+    body = ASK | {"tools": [NAMED], "tool_choice": {"type": "tool", "name": "weather"}}
+    body |= {"max_tokens": 300, "temperature": 1}
+    answer = talking.post("/v1/messages", body).json()
+    assert answer["stop_reason"] == "tool_use"
+    (call,) = answer["content"]
+    assert call["input"]["city"] in ("Rome", "Oslo")
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "rain"}
+    called = {"role": "assistant", "content": answer["content"]}
+    body["messages"] = [*HI, called, {"role": "user", "content": [result]}]
+    text = talking.post("/v1/messages", body | {"stream": True}).text
+    parts = [json.loads(part.split("data: ")[1]) for part in text.strip().split("\n\n")]
+    pieces = [p["delta"] for p in parts if p["type"] == "content_block_delta"]
+    assert {piece["type"] for piece in pieces} == {"input_json_delta"}
+    json.loads("".join(piece["partial_json"] for piece in pieces))
+    wrong = talking.post("/v1/messages", ASK | {"made_up": 1})
+    assert (wrong.status_code, wrong.json()["type"]) == (400, "error")
+    assert "made_up" in wrong.json()["error"]["message"]
+
+
+# Models, embeddings, tokens.
+
+
+def test_models_and_aliases(client: openai.OpenAI, talking: Live) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "alias/small"]
+    assert client.models.retrieve("alias/small").id == "alias/small"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    for path in ("/health", "/v1/models", "/"):
+        head, whole = httpx.head(talking.url + path), httpx.get(talking.url + path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == whole.headers["content-length"]
+
+
+def test_embeddings(client: openai.OpenAI, model: Path) -> None:
+    texts = ["import os", "x = 1"]
+    got = client.embeddings.create(model="tiny", input=texts)  # in base64, as the client wants it
+    llm = LLM(model)
+    want = llm.embed("x = 1")[0]
+    assert got.data[1].embedding == pytest.approx(want, abs=1e-4)
+    floats = client.embeddings.create(model="tiny", input="x = 1", encoding_format="float")
+    assert floats.data[0].embedding == pytest.approx(want, abs=1e-4)
+    assert floats.usage.prompt_tokens == len(llm.encode("x = 1"))
+
+
+def test_tokens_there_and_back(talking: Live) -> None:
+    text = "print('\u00e9\u4e2d\U0001f600')"
+    tokens = talking.post("/tokenize", {"prompt": text}).json()["tokens"]
+    assert talking.post("/detokenize", {"tokens": tokens}).json() == {"prompt": text}
+    assert talking.post("/detokenize", {"tokens": [4100]}).status_code == 400
+    chat = talking.post("/tokenize", {"messages": HI}).json()["tokens"]
+    assert "user: hi" in talking.post("/detokenize", {"tokens": chat}).json()["prompt"]
