@@ -9,7 +9,7 @@ Here codebooks come from k-means on the weights alone; a quantizer may calibrate
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Codebook(Format):
     group: int = 0
 
     rowwise = False  # all rows share the codebooks
-    lookup = "codebook"
+    lookup: ClassVar[str | None] = "codebook"
 
     def __post_init__(self) -> None:
         if self.m < 1 or self.v < 1 or self.b not in (*range(1, 9), 16):

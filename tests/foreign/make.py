@@ -248,6 +248,107 @@ def compressed_tensors() -> None:
             keep(name, Path(place), expected, compressed_tensors=__version__)
 
 
+def compressed_tensors_floats() -> None:
+    """Every float format of the tool, and its integers with quantized activations, by layer."""
+    from compressed_tensors import __version__
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils.helpers import generate_gparam
+
+    def preset(name: str, **changed: Any) -> dict[str, Any]:
+        own = {k: v.model_dump() for k, v in PRESET_SCHEMES[name].items()}
+        own["weights"] |= changed
+        return own
+
+    cases = {
+        "ct_floats": {
+            "self_attn.q_proj": preset("NVFP4"),
+            "self_attn.k_proj": preset("MXFP4A16"),
+            "self_attn.v_proj": preset("MXFP6A16"),
+            "self_attn.o_proj": preset("MXFP8A16"),
+            "mlp.gate_proj": preset("FP8_DYNAMIC"),
+            "mlp.up_proj": preset("FP8_BLOCK", block_structure=[48, 32]),
+            "mlp.down_proj": preset("FP8"),
+        },
+        "ct_activations": {
+            "self_attn.q_proj": preset("W8A8"),
+            "self_attn.k_proj": preset("W4A8", group_size=32),
+            "mlp.down_proj": preset("W4AFP8", group_size=32),
+        },
+    }
+    for name, schemes in cases.items():
+        with tempfile.TemporaryDirectory() as place:
+            model = llama(64)
+            groups = {
+                f"group_{i}": scheme | {"targets": [f"model.layers.0.{layer}"]}
+                for i, (layer, scheme) in enumerate(schemes.items())
+            }
+            apply_quantization_config(model, QuantizationConfig(config_groups=groups))
+            for module in linears(model).values():
+                if not hasattr(module, "quantization_scheme"):
+                    continue
+                args, w = module.quantization_scheme.weights, module.weight.data.float()
+                n, k = w.shape
+                tall, wide = args.block_structure or (1, args.group_size or k)
+                if args.strategy == "tensor":
+                    tall, wide = n, k
+                w = torch.nn.functional.pad(w, (0, 0, 0, -n % tall))
+                w = w.view(-1, tall, k // wide, wide).transpose(1, 2).flatten(2)
+                low, high = w.amin(-1), w.amax(-1)
+                number = None
+                if hasattr(module, "weight_global_scale"):
+                    number = generate_gparam(w.amin(), w.amax())
+                    module.weight_global_scale.data = number
+                scale, _ = calculate_qparams(low, high, args, number)
+                module.weight_scale.data = scale.reshape(module.weight_scale.shape)
+            compressor = ModelCompressor.from_pretrained_model(model)
+            compressor.compress_model(model)
+            expected = {}
+            for layer, module in model.named_modules():
+                scheme = getattr(module, "quantization_scheme", None)
+                if scheme is None or scheme.weights is None:
+                    continue
+                kind = BaseCompressor.get_value_from_registry(scheme.format.value)
+                expected[layer] = decoded_in_fp32(kind, dict(module.state_dict()), scheme)
+            save(model, Path(place))
+            compressor.update_config(place)
+            keep(name, Path(place), expected, compressed_tensors=__version__)
+
+
+def decoded_in_fp32(kind: Any, state: dict[str, torch.Tensor], scheme: Any) -> torch.Tensor:
+    """The tool's own formula, with elements and scales in fp32 instead of bf16."""
+    from unittest import mock
+
+    from compressed_tensors.compressors import mx_utils
+    from compressed_tensors.compressors.mxfp6 import base as mxfp6
+    from compressed_tensors.compressors.mxfp8 import base as mxfp8
+    from compressed_tensors.compressors.nvfp4 import base as nvfp4
+
+    def wide(function: Any) -> Any:
+        return lambda *args, **kwargs: function(*args, **kwargs).float()
+
+    names = (
+        (nvfp4, "unpack_fp4_from_uint8"),
+        (mxfp6, "unpack_fp6_from_uint8"),
+        (mxfp8, "decompress_mx_scale"),
+        (mx_utils, "decompress_mx_scale"),
+    )
+    patches = [mock.patch.object(m, n, wide(getattr(m, n))) for m, n in names]
+    for patch in patches:
+        patch.start()
+    try:
+        scale = state.get("weight_scale")
+        if scale is not None and scale.dtype in (torch.float16, torch.bfloat16):
+            state["weight_scale"] = scale.float()
+        return kind.decompress(state, scheme)["weight"].float()
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
 def bitsandbytes() -> None:
     import bitsandbytes
     from bitsandbytes.backends.default.ops import _dequantize_4bit_compute

@@ -56,7 +56,7 @@ def refused(source: Path, message: str, error: type[Exception] = ValueError) -> 
         ("awq_gemm", {"bits": 3}, "bits is 3, and only 4"),
         ("aqlm_2x8", {"out_group_size": 2}, "out_group_size is 2, and only 1"),
         ("aqlm_2x8", {"nbits_per_codebook": 12}, "nbits_per_codebook is 12"),
-        ("ct_4bit", {"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),
+        ("ct_4bit", {"format": "marlin-24"}, "format is 'marlin-24'"),
         ("ct_4bit", {"transform_config": {"a": 1}}, "weights with a transform_config"),
         (
             "ct_4bit",

@@ -20,6 +20,8 @@ EXACT = {  # what each one becomes; all its layers, or all but down_proj
     "bnb_nf4": "nf4:group=32",
     "bnb_nf4_double": "nf4:group=32",
     "ct_4bit": "int4:group=16",
+    "ct_activations": "int4:group=32@int8",
+    "ct_floats": "nvfp4:divide",
     "ct_mixed": "int3:group=16,zero",
     "ct_mixed_old": "int3:group=16,zero",
     "gptq_2bit_v1": "int2:group=16,zero",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from anybit.core.format import Format
 from anybit.core.packed import Packed
+from anybit.core.scheme import scheme_name
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
 from anybit.formats.integer import Integer
@@ -28,6 +29,8 @@ class Layer:
         read: Reads the layer as a `Packed`, or without a format the decoded weight (N, K) fp32.
         reason: Why there is no format.
         dtypes: Of grid tensors that are not of their entry's default dtype.
+        activation: "int8" or "fp8" where the tool quantizes activations as we do, per token.
+        note: What the tool does beside the weight and we do not.
     """
 
     shape: tuple[int, int]
@@ -36,6 +39,13 @@ class Layer:
     read: Callable[[], Packed | Tensor]
     reason: str = ""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    activation: str | None = None
+    note: str = ""
+
+    @property
+    def scheme(self) -> str | None:
+        """The format and the activation; None where there is no format."""
+        return scheme_name(self.format, self.activation) if self.format else None
 
 
 class Part:

@@ -1,14 +1,19 @@
-"""compressed-tensors checkpoints in the format "pack-quantized", 2 to 8 bits.
+"""compressed-tensors checkpoints: integers of 2 to 8 bits, packed or not, and small floats.
+
+"pack-quantized" and "int-quantized":
 
     W[n, k] = weight_scale[n, g] * (q[n, k] - zero[n, g]), g = k / group, or weight_g_idx[k]
 
 weight_packed int32 (N, words) holds q + 2**(bits - 1) along K, low bits first; the zero points,
 packed alike, lie along N. Up to version 0.18 a word holds whole codes only, so at 3, 5, 6 and 7
 bits some of its bits are unused; from 0.19 on codes cross words. The number of words tells which.
+Codes of "int-quantized" are an int8 for each. The float formats are those of `floats.py`; NVFP4's
+scales are divided by weight_global_scale.
 """
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,26 +24,36 @@ from anybit.checkpoint.foreign.base import (
     FLOATS,
     Layer,
     Part,
+    check_codes,
     option,
     parts,
     symmetric,
     uniform,
 )
 from anybit.checkpoint.foreign.bitfields import fields, unpack
+from anybit.checkpoint.foreign.floats import float_layer
 from anybit.checkpoint.foreign.gptq import column_order
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
 
 TOOL = "compressed-tensors"
 FORMAT = "pack-quantized"
+INTEGERS = (FORMAT, "int-quantized", "naive-quantized")
+FLOATING = (
+    "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
+    "mxfp6-pack-quantized", "mxfp8-quantized",
+)  # fmt: skip
+MIXED = "mixed-precision"
+FORMATS = tuple(dict.fromkeys((*INTEGERS, *FLOATING)))
 BITS = (2, 3, 4, 5, 6, 7, 8)
+ELEMENTS = {4: (2, 1), 6: (2, 3), 8: (4, 3)}  # of floats, by their bits
 STRATEGIES = ("group", "channel", "tensor")
 DENSE_SINCE = (0, 19)  # the version from which codes cross words
 
 
 def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
     """The quantized layers of a compressed-tensors checkpoint."""
-    option(config, "format", (FORMAT,), TOOL, required=True)
+    option(config, "format", (*FORMATS, MIXED), TOOL, required=True)
     option(config, "quantization_status", ("compressed",), TOOL)
     option(config.get("sparsity_config") or {}, "format", ("dense",), f"{TOOL}: sparsity_config")
     if config.get("transform_config"):
@@ -47,12 +62,57 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
     groups = [g for g in groups.values() if g.get("weights")] if isinstance(groups, dict) else []
     dense = tuple(map(int, re.findall(r"\d+", str(config.get("version", ""))))) >= DENSE_SINCE
     out = {}
-    for part in parts("weight_packed", stored):
+    for part in parts("weight_scale", stored):
         group = group_of(part.name, groups)
-        option(group, "format", (FORMAT,), f"{TOOL}: {part.name}")
-        option(group, "input_activations", (None,), f"{TOOL}: {part.name}")
-        out[part.name] = layer(part, group["weights"], dense)
+        what = f"{TOOL}: {part.name}"
+        floats = option(group["weights"], "type", ("int", "float"), what) == "float"
+        own = group.get("format") or config["format"]
+        if own != MIXED:
+            option({"format": own}, "format", FLOATING if floats else INTEGERS, what)
+        part.skip("input_scale", "input_zero_point", "input_global_scale")
+        found = (
+            float_weight(part, group["weights"]) if floats else layer(part, group["weights"], dense)
+        )
+        activation, note = activations(group.get("input_activations"))
+        out[part.name] = replace(found, activation=activation, note=note)
     return out
+
+
+def activations(config: Any) -> tuple[str | None, str]:
+    """What activations are quantized to as we do it, and what is done there and not here."""
+    if not config:
+        return None, ""
+    bits, kind = config.get("num_bits"), config.get("type")
+    per_token = config.get("dynamic") is True and config.get("strategy") == "token"
+    if per_token and bits == 8 and config.get("symmetric", True):
+        return ("fp8" if kind == "float" else "int8"), ""
+    return None, (
+        f"activations were quantized to {kind}{bits} by {config.get('strategy')} there, and stay "
+        "in 16 bits here"
+    )
+
+
+def float_weight(part: Part, weights: Mapping[str, Any]) -> Layer:
+    """A layer of small floats."""
+    what = f"{TOOL}: {part.name}"
+    bits = option(weights, "num_bits", (4, 6, 8), what, required=True)
+    option(weights, "dynamic", (False,), what)
+    option(weights, "symmetric", (True,), what)
+    block = weights.get("block_structure") if weights.get("strategy") == "block" else None
+    if block is not None and not (
+        isinstance(block, list) and [type(s) for s in block] == [int, int] and min(block) > 0
+    ):
+        raise InvalidInput(f"{what}: block_structure is {block!r}, and not two whole numbers")
+    part.skip("weight_shape")
+    return float_layer(
+        part,
+        "weight" if part.has("weight") else "weight_packed",
+        "weight_scale",
+        element=ELEMENTS[bits],
+        block=(block[0], block[1]) if block else None,
+        number="weight_global_scale" if part.has("weight_global_scale") else None,
+        divide=True,
+    )
 
 
 def layer(part: Part, weights: Mapping[str, Any], dense: bool) -> Layer:
@@ -62,14 +122,15 @@ def layer(part: Part, weights: Mapping[str, Any], dense: bool) -> Layer:
     option(weights, "type", ("int",), what)
     option(weights, "dynamic", (False,), what)
     strategy = option(weights, "strategy", STRATEGIES, what, required=True)
-    shape = part.find("weight_shape", (torch.int64, torch.int32), (2,)).read().tolist()
-    n, k = int(shape[0]), int(shape[1])
+    if part.has("weight"):
+        n, k = part.find("weight", (torch.int8,), (ANY, ANY)).shape
+    else:
+        n, k = part.find("weight_shape", (torch.int64, torch.int32), (2,)).read().tolist()
     group = weights.get("group_size") if strategy == "group" else k
     if min(n, k) < 1 or type(group) is not int or group < 1 or k % group:
-        raise InvalidInput(f"{what}: a weight of {shape} cannot have groups of {group}")
+        raise InvalidInput(f"{what}: a weight of {(n, k)} cannot have groups of {group}")
     groups = k // group
-    packed = part.find("weight_packed", (torch.int32,), (n, ANY))
-    read_codes = reader(packed.shape[1], bits, k, dense, f"{part.name}.weight_packed")
+    codes = codes_of(part, bits, (n, k), dense)
     found = part.find("weight_scale", FLOATS)
     if strategy != "tensor" or found.shape not in ((), (1,), (1, 1)):
         found = part.find("weight_scale", FLOATS, (n, groups))
@@ -81,13 +142,31 @@ def layer(part: Part, weights: Mapping[str, Any], dense: bool) -> Layer:
         part,
         (n, k),
         bits,
-        codes=lambda: read_codes(packed.read()),
+        codes=codes,
         scale=lambda: found.read().reshape(-1, groups).expand(n, groups).contiguous(),
         zero=zero_points(part, bits, (n, groups), dense),
         groups=groups,
         dtypes={"scale": found.torch_dtype},
         order=order,
     )
+
+
+def codes_of(part: Part, bits: int, shape: tuple[int, int], dense: bool) -> Callable[[], Tensor]:
+    """A function that reads codes (N, K) uint8: packed words, or signed bytes."""
+    n, k = shape
+    if not part.has("weight"):
+        packed = part.find("weight_packed", (torch.int32,), (n, ANY))
+        read = reader(packed.shape[1], bits, k, dense, f"{part.name}.weight_packed")
+        return lambda: read(packed.read())
+    plain = part.find("weight", (torch.int8,), shape)
+
+    def codes() -> Tensor:
+        numbers = plain.read().to(torch.int16) + 2 ** (bits - 1)
+        if numbers.numel() and int(numbers.min()) < 0:
+            raise InvalidInput(f"{part.name}.weight: holds numbers below those of {bits} bits")
+        return check_codes(numbers, 2**bits - 1, f"{part.name}.weight").to(torch.uint8)
+
+    return codes
 
 
 def zero_points(

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import nn
 
 from anybit.checkpoint.architecture import meta_model
 from anybit.checkpoint.foreign.base import Layer, owner
+from anybit.checkpoint.foreign.mxfp4 import one_by_one
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
     Rewrite,
@@ -44,6 +45,9 @@ READERS = {
     "aqlm": "anybit.checkpoint.foreign.aqlm",
     "compressed-tensors": "anybit.checkpoint.foreign.compressed_tensors",
     "bitsandbytes": "anybit.checkpoint.foreign.bitsandbytes",
+    "mxfp4": "anybit.checkpoint.foreign.mxfp4",
+    "fp8": "anybit.checkpoint.foreign.fp8",
+    "modelopt": "anybit.checkpoint.foreign.modelopt",
 }
 KV_SCALES = (".k_scale", ".v_scale")  # theirs are per tensor, and mean something else here
 DENSE = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32)}
@@ -56,7 +60,8 @@ class Converted:
     Attributes:
         out: The directory that was written.
         method: The tool's name in config.json.
-        formats: Layers and the formats that hold them exactly.
+        formats: Layers and the schemes that hold them exactly.
+        notes: What the tool does beside the weights and we do not, and of how many layers.
         decoded: Layers that are dense now, in the model's dtype, and why.
         dropped: Tensors that were left out: biases of zeros that the model does not have, and
             scales of the KV cache.
@@ -70,6 +75,7 @@ class Converted:
     out: Path
     method: str
     formats: Mapping[str, str]
+    notes: Mapping[str, int]
     decoded: Mapping[str, str]
     dropped: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -93,6 +99,7 @@ class Converted:
             names = [name for name, why in self.decoded.items() if why == reason]
             others = f" and {count - 1} others" if count > 1 else ""
             lines.append(f"decoded, as no format of anybit holds it: {names[0]}{others}: {reason}")
+        lines += [f"{count} layers: {note}" for note, count in self.notes.items()]
         if self.unexpected:
             lines.append(
                 f"not in transformers' model, and kept: {len(self.unexpected)} layers, such as "
@@ -140,7 +147,8 @@ def convert_checkpoint(
     return Converted(
         out=out,
         method=work.method,
-        formats={name: x.format.spec for name, x in work.layers.items() if x.format},
+        formats={name: x.scheme for name, x in work.layers.items() if x.scheme},
+        notes=Counter(layer.note for layer in work.layers.values() if layer.note),
         decoded={name: x.reason for name, x in work.layers.items() if x.format is None},
         dropped=work.dropped,
         unexpected=work.unexpected,
@@ -173,6 +181,8 @@ class Conversion(Rewrite):
     @property
     def new_config(self) -> dict[str, Any]:
         config = {k: v for k, v in self.config.items() if k != "quantization_config"}
+        if not config.get("torch_dtype"):  # else transformers takes that of any tensor
+            config.setdefault("dtype", str(self.dense).removeprefix("torch."))
         if any(self.formats.values()):
             config["quantization_config"] = quantization_config(self.formats)
         return config
@@ -211,7 +221,7 @@ class Conversion(Rewrite):
 
 def plan_conversion(source: Path, shard_bytes: int) -> Conversion:
     """Decide everything by headers, config.json and small tensors, before any weight is read."""
-    stored, config = stored_tensors(source), read_json(source / "config.json")
+    stored, config = one_by_one(stored_tensors(source)), read_json(source / "config.json")
     method, found = read_layers(source, config, stored)
     model = meta_model(source)
     model_type = config.get("model_type")
@@ -244,7 +254,7 @@ def plan_conversion(source: Path, shard_bytes: int) -> Conversion:
                 f"{found[layer_of].tensors[0]!r} in a layout that anybit knows"
             )
     formats = plan_for(dict.fromkeys(linears) | specs(found))
-    dense = DENSE.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float16)
+    others = [tensor for name, tensor in stored.items() if name not in unit_of]
     manifest = {
         "anybit": __version__,
         "convert": method,
@@ -261,7 +271,7 @@ def plan_conversion(source: Path, shard_bytes: int) -> Conversion:
         unexpected=tuple(name for name in found if name not in linears),
         method=method,
         layers=found,
-        dense=dense,
+        dense=dense_dtype(config, others),
         dropped=tuple(dropped),
     )
 
@@ -293,8 +303,18 @@ def read_layers(
     return method, found
 
 
+def dense_dtype(config: Mapping[str, Any], others: Iterable[Stored]) -> torch.dtype:
+    """The model's dtype: by config.json, or that of most dense numbers."""
+    named = DENSE.get(str(config.get("dtype") or config.get("torch_dtype")))
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in others:
+        if tensor.torch_dtype in DENSE.values():
+            sizes[tensor.torch_dtype] += tensor.nbytes
+    return named or next((dtype for dtype, _ in sizes.most_common(1)), torch.float16)
+
+
 def specs(layers: Mapping[str, Layer]) -> dict[str, str | None]:
-    return {name: layer.format.spec if layer.format else None for name, layer in layers.items()}
+    return {name: layer.scheme for name, layer in layers.items()}
 
 
 def plan_for(schemes: Mapping[str, str | None]) -> dict[str, str | None]:

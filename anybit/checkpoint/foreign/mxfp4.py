@@ -1,0 +1,43 @@
+"""GPT-OSS's checkpoints: the experts of a block in MXFP4, everything else dense.
+
+`<experts>.gate_up_proj_blocks` uint8 (experts, N, K / 32, 16) holds e2m1 numbers, the first of two
+in the low half of a byte, and `..._scales` uint8 (experts, N, K / 32) exponents of 2, plus 127.
+Biases are (experts, N). `one_by_one` shows every expert as a layer of its own.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from anybit.checkpoint.foreign.base import Layer, parts
+from anybit.checkpoint.foreign.floats import float_layer
+from anybit.errors import InvalidInput
+from anybit.files.safetensors import Stored
+from anybit.nn.experts import FUSED
+from anybit.nn.experts import parts as equal_parts
+
+KEYS = {
+    f"{name}_{end}": (name, key)
+    for name in FUSED
+    for end, key in (("blocks", "blocks"), ("scales", "scales"), ("bias", "bias"))
+}
+
+
+def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+    """The quantized layers of a checkpoint like GPT-OSS's."""
+    return {part.name: float_layer(part, "blocks", "scales") for part in parts("blocks", stored)}
+
+
+def one_by_one(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The stored tensors, those of all experts cut into one for each."""
+    out = {}
+    for name, tensor in stored.items():
+        experts, _, key = name.rpartition(".")
+        if key not in KEYS or not experts.endswith(".experts"):
+            out[name] = tensor
+            continue
+        if len(tensor.shape) < 2 or not tensor.shape[0]:
+            raise InvalidInput(f"{name}: a tensor of {tensor.shape} holds no experts")
+        projection, own = KEYS[key]
+        for e, one in enumerate(equal_parts(tensor, tensor.shape[0])):
+            out[f"{experts}.{e}.{projection}.{own}"] = one._replace(shape=tensor.shape[1:])
+    return out
