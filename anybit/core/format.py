@@ -94,7 +94,7 @@ class Format:
             None when it is for weights alone. Quantizers smooth activation outliers for it.
         triton_decode: Method (at) -> values of a tile, written with `kernels/triton/lang.py`, that
             is compiled into every Triton kernel; None when there is none.
-        hopper_decode: Method (operand) -> the decoder for an operand of WGMMA ("int8",
+        hopper_decode: Method (operand) -> the decoder for an operand of WGMMA and `mma.sync` ("int8",
             "float8_e4m3fn", "float16" or "bfloat16"), written with `kernels/cute/decode.py`, or
             the reason why there is none, in words; None when there is no such method.
     """

@@ -85,7 +85,7 @@ def test_tiles_follow_the_problem() -> None:
         return found
 
     alone, several = tile(1, 4096), tile(1, 6144)
-    assert (alone.rows, alone.warps, alone.ctas) == (32, 8, 1)
+    assert (alone.rows, alone.warps, alone.ctas) == (32, 8, 2)
     assert (several.rows, several.warps, several.ctas) == (32, 4, 3)
     assert tile(1, 1024).rows == 16  # few rows: twice as many CTAs
     assert tiles.grid(alone, gpu, 1, 4096, 4096) == 128
