@@ -146,6 +146,13 @@ def test_refusals_say_why(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "anybit[hopper]" in refuse("fp6")
 
 
+def test_kernels_for_nvidia_refuse_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch calls AMD's GPUs cuda as well, and an MI250 has the capability (9, 0)."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    for name in ("hopper", "mma"):
+        assert "NVIDIA GPUs only" in str(registry.get_backend(name).refuse(spec_of("fp6")))
+
+
 def test_the_family_stands_between_hopper_and_triton(gpu: Gpu) -> None:
     assert list(registry.BACKENDS)[:3] == ["hopper", "mma", "triton"]
     answers = registry.refusals(spec_of("int4:group=128"))

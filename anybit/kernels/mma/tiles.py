@@ -56,7 +56,7 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(
         (p.major, p.minor),
         p.multi_processor_count,
-        p.shared_memory_per_block_optin,
+        p.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         p.shared_memory_per_multiprocessor,
     )
 
