@@ -64,7 +64,7 @@ def checked_kernels(schemes: list[str]) -> Iterator[tuple[str, Kernel]]:
         gpus = [RTX4090] if scheme.endswith("fp8") else [A100]
         gpus += [RTX4090] * (scheme in SCHEMES)
         kernels = [k for gpu in gpus for k in tiles.family(d, gpu, CHAINED, "bfloat16")]
-        if scheme in SCHEMES or scheme.endswith("fp8"):
+        if scheme in SCHEMES:
             kernels += [narrow(d, m, n) for m in (1, 16) for n in (CHAINED, 6144)]
         yield from ((scheme, kernel) for kernel in dict.fromkeys(kernels))
 
@@ -126,7 +126,8 @@ def made(kernel) -> str:
         jit.compile_kernel(kernel)
     else:
         compiled = kernel.generate()
-        content = jit.checked(kernel, compiled._replace(cubin=assembled(compiled.ptx)))
+        header, _, _ = jit.checked(kernel, compiled).partition(b"\n")
+        content = header + b"\n" + assembled(compiled.ptx)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(content)
