@@ -14,6 +14,7 @@ from pathlib import Path
 import accuracy_tables
 import codebook_tables
 import engine_tables
+import gpu_tables
 import kernel_tables
 
 DOCS = Path(__file__).parent
@@ -31,7 +32,7 @@ def main() -> None:
 
 def made() -> dict[str, str]:
     """Every table by its name in the pages; "" where nothing was measured."""
-    rooms = (kernel_tables, codebook_tables, accuracy_tables, engine_tables)
+    rooms = (kernel_tables, codebook_tables, accuracy_tables, engine_tables, gpu_tables)
     return {name: table for room in rooms for name, table in room.made().items()}
 
 

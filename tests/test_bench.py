@@ -1,6 +1,8 @@
 """The harness itself: its arithmetic, its columns, and that it refuses to time a wrong product."""
 
+import importlib
 import importlib.util
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from anybit.kernels import cpu
-from anybit.measure import bench, timing
+from anybit.measure import bench, report, timing
 from anybit.measure.bench import Case, Layer, Row
 from anybit.measure.timing import ReadFloor
 from tests.specs import NAMES
@@ -284,6 +286,36 @@ def test_a_run_says_and_writes_every_row(two_sizes, tmp_path):
     assert len(said) == 13
     assert "32x64" in said[1]
     assert " us " in said[1]
+
+
+def test_a_report_has_every_kind_of_kernels(two_sizes, tmp_path):
+    path = tmp_path / "cpu.json"
+    report.run(["int4"], ["32x64"], "1", None, path, lambda text: None)
+    found = json.loads(path.read_text())
+    assert [row["peer"] for row in found["rows"]] == [
+        "torch",
+        "anybit",
+        "anybit-native",
+        "anybit-cpu",
+    ]
+    assert found["rows"][1]["us"] > 0
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["threads"] == torch.get_num_threads()
+    assert not list(tmp_path.glob("cpu.json.*"))
+    with pytest.raises(ValueError, match="no directory to write"):
+        report.run(["int4"], ["32x64"], "1", None, tmp_path / "no" / "r.json", pytest.fail)
+
+
+def test_reports_become_a_table(monkeypatch, tmp_path):
+    row = {"N": 32, "K": 64, "M": 1, "format": "int4", "activation": "int8", "note": ""}
+    peers = {"cublas": 5.0, "anybit": 2.0, "anybit-mma": 2.0, "anybit-hopper": None}
+    rows = [row | {"peer": peer, "us": us} for peer, us in peers.items()]
+    (tmp_path / "a.json").write_text(json.dumps({"gpu": "A", "system": "Linux", "rows": rows}))
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs")
+    gpu_tables = importlib.import_module("gpu_tables")
+    monkeypatch.setattr(gpu_tables, "REPORTS", tmp_path)
+    line = gpu_tables.made()["gpus"].splitlines()[-1]
+    assert line.endswith("| 32x64 | `int4@int8` | 1 | 5.0 |  | 2.0 |  |  |")
 
 
 @pytest.mark.parametrize(

@@ -374,15 +374,16 @@ def bench(
     ] = ["4096x4096"],  # noqa: B006
     m: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,16,256",
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file as well.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Time all backends: a JSON report.")] = None,
 ) -> None:
     """Time quantized layers against the dense layer, on this machine's GPU or CPU.
 
     Weights are random and cold, results are checked before they are timed, and the read floor, the
     time to read the weight's bytes and do nothing else, is measured in the same run.
     """
-    from anybit.measure.bench import parse_counts, parse_shape, run
+    from anybit.measure.report import run
 
-    run(formats, [parse_shape(text) for text in shape], parse_counts(m), csv, typer.echo)
+    run(formats, shape, m, csv, report, typer.echo)
 
 
 @app.command(

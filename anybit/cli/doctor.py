@@ -40,9 +40,18 @@ def doctor(console: Console | None = None) -> None:
             before = list(answers)[: list(answers).index(taken)]
             table.add_row(spec, taken, "\n".join(f"{name}: {answers[name]}" for name in before))
         console.print(table)
+        if device != "cpu" and (tested := self_test(torch.device(device))):
+            console.print(tested)
     console.print(
         f"Asked for a weight of {SHAPE[0]}x{SHAPE[1]}; weights only, no quantized activations."
     )
+
+
+def self_test(device: torch.device) -> str | None:
+    """What the self-test of the kernels for `mma.sync` has found on a GPU so far, in words."""
+    from anybit.kernels.mma import selftest
+
+    return selftest.summary(device)
 
 
 def formats(console: Console | None = None) -> None:

@@ -96,9 +96,10 @@ class Format:
             None when it is for weights alone. Quantizers smooth activation outliers for it.
         triton_decode: Method (at) -> values of a tile, written with `kernels/triton/lang.py`, that
             is compiled into every Triton kernel; None when there is none.
-        hopper_decode: Method (operand) -> the decoder for an operand of WGMMA ("int8",
-            "float8_e4m3fn", "float16" or "bfloat16"), written with `kernels/cute/decode.py`, or
-            the reason why there is none, in words; None when there is no such method.
+        hopper_decode: Method (operand) -> the decoder for an operand of WGMMA or `mma.sync`
+            ("int8", "float8_e4m3fn", "float16" or "bfloat16"), written with
+            `kernels/cute/decode.py`, or the reason why there is none, in words; None when there is
+            no such method.
     """
 
     # Not annotated, so that they are no dataclass fields; a subclass may make fields of them.

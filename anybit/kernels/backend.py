@@ -153,6 +153,11 @@ def check_half(x: Tensor | Activations, backend: str) -> None:
         )
 
 
+def refuse_vendor() -> str | None:
+    """The refusal of NVIDIA's GPUs' kernels where torch is built for AMD's, also named cuda."""
+    return "multiplies on NVIDIA GPUs only, not on AMD's" if torch.version.hip else None
+
+
 def refuse_dtype(dtype: torch.dtype | None) -> str | None:
     """The refusal of kernels for GPUs of other activations than float16 and bfloat16."""
     if dtype is None or dtype in HALVES:

@@ -22,7 +22,7 @@ from anybit.errors import InvalidInput
 from anybit.files.directory import check_folder
 from anybit.kernels.backend import LayerSpec, Prepared
 from anybit.kernels.reference import quantized_activation
-from anybit.kernels.registry import get_backend, refusals
+from anybit.kernels.registry import BACKENDS, get_backend, refusals
 from anybit.measure.timing import ReadFloor, median_us, rotated
 from anybit.nn.linear import QuantLinear
 from anybit.quantizers.quantize import quantize_tensor
@@ -169,14 +169,18 @@ def run(
     ms: Sequence[int],
     csv_path: Path | None = None,
     say: Callable[[str], None] = print,
+    every: bool = False,
 ) -> list[Row]:
     """`anybit bench`: time schemes ("fp6", "liquid@int8") against the dense layer, on this machine.
 
-    Says each row as it is measured and returns all; writes them to `csv_path` if there is one.
+    Says each row as it is measured and returns all; writes them to `csv_path` if there is one. With
+    `every`, times each kind of kernels for this device beside the one that a layer gets.
     Raises ValueError for unknown formats and for shapes that one of them cannot store.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    cases = [anybit_case(scheme, dense_dtype(device)) for scheme in schemes]
+    kinds = [name for name, (_, devices) in BACKENDS.items() if device.type in devices]
+    backends = [None, *(kinds if every else ())]  # those for all devices are decoded copies
+    cases = [anybit_case(s, dense_dtype(device), name) for s in schemes for name in backends]
     for scheme in schemes:
         for shape in shapes:
             parse_scheme(scheme)[0].check(*shape)

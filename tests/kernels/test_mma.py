@@ -85,7 +85,7 @@ def test_tiles_follow_the_problem() -> None:
         return found
 
     alone, several = tile(1, 4096), tile(1, 6144)
-    assert (alone.rows, alone.warps, alone.ctas) == (32, 8, 1)
+    assert (alone.rows, alone.warps, alone.ctas) == (32, 8, 2)
     assert (several.rows, several.warps, several.ctas) == (32, 4, 3)
     assert tile(1, 1024).rows == 16  # few rows: twice as many CTAs
     assert tiles.grid(alone, gpu, 1, 4096, 4096) == 128
@@ -144,6 +144,13 @@ def test_refusals_say_why(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "gpu_of", lambda device: gpu)
     monkeypatch.setattr(jit, "dsl_version", lambda: None)
     assert "anybit[hopper]" in refuse("fp6")
+
+
+def test_kernels_for_nvidia_refuse_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch calls AMD's GPUs cuda as well, and an MI250 has the capability (9, 0)."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    for name in ("hopper", "mma"):
+        assert "NVIDIA GPUs only" in str(registry.get_backend(name).refuse(spec_of("fp6")))
 
 
 def test_the_family_stands_between_hopper_and_triton(gpu: Gpu) -> None:

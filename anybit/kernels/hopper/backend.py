@@ -14,7 +14,14 @@ from torch import Tensor
 
 from anybit.core.format import Format
 from anybit.core.packed import Packed
-from anybit.kernels.backend import Activations, LayerSpec, Prepared, check_half, refuse_dtype
+from anybit.kernels.backend import (
+    Activations,
+    LayerSpec,
+    Prepared,
+    check_half,
+    refuse_dtype,
+    refuse_vendor,
+)
 from anybit.kernels.hopper import codebook_linear, scalar_linear, tiles
 
 own_layout = True
@@ -28,7 +35,8 @@ def family(fmt: Format) -> ModuleType:
 
 
 def refuse(layer: LayerSpec) -> str | None:
-    if reason := refuse_dtype(layer.dtype) or family(layer.format).refuse_format(layer):
+    reason = refuse_vendor() or refuse_dtype(layer.dtype)
+    if reason := reason or family(layer.format).refuse_format(layer):
         return reason
     if torch.cuda.get_device_capability(layer.device) != (9, 0):
         return f"needs an H100 or H200 (sm_90a), not {torch.cuda.get_device_name(layer.device)}"

@@ -40,20 +40,22 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     kernels = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
     kernels += [Kernel(d, t, o, grouped=True) for t in tiles.family_grouped(d) for o in outs]
     files = [kernel_file(kernel) for kernel in kernels]
-    if narrow(1, n := layer.shape[0]):
+    if narrow(1, n := layer.shape[0], d.operand):
         gpu = mma_tiles.gpu_of(layer.device)
         few = [mma_tiles.kernel_for(d, gpu, m, n, o) for m in (1, mma_tiles.NARROW) for o in outs]
         files += [kernel_file(kernel) for kernel in few if kernel]
     return missing_kernels(files)
 
 
-def narrow(m: int, n: int) -> bool:
+def narrow(m: int, n: int, operand: str) -> bool:
     """Whether a product goes to `kernels/mma`: its CTAs of 32 rows must all be resident at once.
 
-    Where they take turns (28672 rows), a prototype was 4 to 10 % slower than these kernels.
+    Where they take turns (28672 rows), a prototype was 4 to 10 % slower than these kernels. On
+    sm_90, `mma.sync` has no products of fp8: the assembler converts to fp16, and spills.
     """
     at_once = tiles.MULTIPROCESSORS * mma_tiles.NARROW_CTAS
-    return NARROW and m <= mma_tiles.NARROW and -(-n // 32) <= at_once
+    few = m <= mma_tiles.NARROW and -(-n // 32) <= at_once
+    return NARROW and few and operand != "float8_e4m3fn"
 
 
 def prepare_experts(
@@ -105,7 +107,7 @@ def multiply(
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
-    if starts is None and tile is None and narrow(m, n):
+    if starts is None and tile is None and narrow(m, n, str(x.dtype).removeprefix("torch.")):
         return mma.multiply(x, scale, sums, prepared, bias, dtype)
     y = torch.empty(m, n, dtype=dtype, device=x.device)
     if not m:

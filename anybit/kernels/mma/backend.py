@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from anybit.core.packed import Packed
-from anybit.kernels.backend import Activations, LayerSpec, Prepared, check_half, refuse_dtype
+from anybit.kernels.backend import (
+    Activations,
+    LayerSpec,
+    Prepared,
+    check_half,
+    refuse_dtype,
+    refuse_vendor,
+)
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.jit import kernel_file, missing_kernels
 from anybit.kernels.mma import linear as products
@@ -24,7 +31,7 @@ own_layout = True
 def refuse(layer: LayerSpec) -> str | None:
     if any(entry.table for entry in layer.format.entries().values()):
         return "multiplies codes that are numbers, not rows of a table"
-    if reason := refuse_dtype(layer.dtype) or operands.refuse_format(layer):
+    if reason := refuse_vendor() or refuse_dtype(layer.dtype) or operands.refuse_format(layer):
         return reason
     gpu, name = gpu_of(layer.device), torch.cuda.get_device_name(layer.device)
     if gpu.capability[0] == 9:

@@ -8,6 +8,7 @@ from torch import Tensor
 from anybit.core.format import Format
 from anybit.errors import Unsupported
 from anybit.kernels.backend import Activations, Prepared
+from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import built
 from anybit.kernels.cute.operands import NAMES, decoder_for, tokens
 from anybit.kernels.mma import tiles
@@ -71,7 +72,7 @@ def decoded(x: Tensor, kernel: Kernel, prepared: Prepared) -> Tensor:
     n, k = prepared.shape
     w = torch.empty(n, k, dtype=x.dtype, device=x.device)
     tensors = (*prepared.layout, None, None, None, w, None, None)
-    grid = -(-n // kernel.tile.rows) * (k // tiles.K_TILE)
+    grid = -(-n // kernel.tile.rows) * (k // K_TILE)
     loaded(kernel, x.device.index).launch(x[:1], tensors, n, grid, False)
     return w
 

@@ -3,9 +3,9 @@
 Warp w of W multiplies K tiles w, w + W, ... from a ring of its own, so that no barrier stands in
 the loop. The sums meet in shared memory and are added in the order of warps.
 
-With few tokens, time is that of reading the weights. Small tiles without a cluster keep more bytes
-in flight than Hopper's ring of one producer does where rows are few. A launch that may overlap the
-previous kernel fetches weights at once, and tokens after that kernel has finished.
+With few tokens, time is that of reading the weights: all rings together keep enough bytes on their
+way. A launch that may overlap the previous kernel fetches weights at once, and tokens after that
+kernel has finished.
 """
 
 import cutlass

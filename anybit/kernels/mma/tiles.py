@@ -56,7 +56,7 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(
         (p.major, p.minor),
         p.multi_processor_count,
-        p.shared_memory_per_block_optin,
+        p.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         p.shared_memory_per_multiprocessor,
     )
 
@@ -237,12 +237,13 @@ def family(decoder: Decoder, gpu: Gpu, n: int, output: str) -> list[Kernel]:
 def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     """Up to 16 tokens: as many rows a CTA as leave every multiprocessor one, else fewer.
 
-    Where CTAs come one to a multiprocessor, eight warps keep it busy; else four, in several CTAs.
+    Where CTAs come one to a multiprocessor, they have eight warps, and leave room for a CTA of the
+    next kernel; else four.
     """
     tokens = 8 if m <= 8 else 16
     slices = 2 if -(-n // 32) >= 0.75 * gpu.multiprocessors else 1
     alone = -(-n // (16 * slices)) <= gpu.multiprocessors
-    shapes = [Tile(tokens, slices, 8, ctas=1)] if alone else []
+    shapes = [Tile(tokens, slices, 8, ctas=2)] if alone else []
     shapes += [Tile(tokens, s, 4, ctas=NARROW_CTAS) for s in (slices, 1)]
     shapes = [replace(tile, kind="narrow") for tile in shapes]
     found = (fitted(t, decoder, gpu, least, 5 if alone else 4) for least in (3, 2) for t in shapes)
