@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -103,10 +104,23 @@ def test_generate_prints_the_completion_and_samples_by_the_seed() -> None:
 def test_doctor_shows_a_backend_for_every_format() -> None:
     stdout, _ = run("doctor")
     lines = stdout.splitlines()
-    for name in dict(known_formats()).keys() - {"fp"}:
-        line = next(line for line in lines if line.startswith(f"│ {name} "))
-        assert "cpu" in line or "reference" in line
+    assert len(lines) <= 24 + 12 * torch.cuda.device_count()  # a screen
+    assert lines[0].startswith("cpu: ")
+    runs = " ".join(line for line in lines if line.startswith("  runs on "))
+    if "all formats" not in runs:
+        for name in dict(known_formats()).keys() - {"fp"}:
+            assert re.search(rf"[ ,]{re.escape(name)}(,|$| )", runs)
     assert f"anybit {anybit.__version__}" in stdout
+    full, _ = run("doctor", "fp6@int8", "int4")
+    assert "  fp6@int8\n" in full
+    assert "runs on cuda only, not on cpu" in full
+    assert "unknown format 'int9'" in run("doctor", "int9", code=1)[1]
+
+
+def test_doctor_says_what_an_extra_would_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anybit.kernels.native.backend.find_spec", lambda name: None)
+    stdout, _ = run("doctor")
+    assert "anybit[cpu]" in stdout
 
 
 def test_formats_lists_every_name_with_its_bits() -> None:
@@ -222,7 +236,7 @@ def test_a_missing_gpu_is_one_message() -> None:
 
 @pytest.mark.parametrize("bug", [ValueError, TypeError, RuntimeError, AssertionError])
 def test_a_bug_keeps_its_traceback(bug: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+    def broken(*args: object) -> None:
         raise bug("inside")
 
     monkeypatch.setattr("anybit.cli.doctor.doctor", broken)

@@ -427,12 +427,16 @@ def build(
     typer.echo(run(formats or (), cache, jobs))
 
 
-@app.command(epilog=examples("anybit doctor"))
-def doctor() -> None:
-    """Show versions, devices, and which kernel each format would run on, and why not another."""
+@app.command(epilog=examples("anybit doctor", "anybit doctor liquid@int8 int4:group=128"))
+def doctor(
+    formats: Annotated[
+        list[str] | None, typer.Argument(help="Formats to be told all about; none: all in short.")
+    ] = None,
+) -> None:
+    """Show which kernels the formats run on, on each device, why not others, and versions."""
     from anybit.cli.doctor import doctor as run
 
-    run()
+    run(formats or ())
 
 
 @app.command(epilog=examples("anybit formats"))

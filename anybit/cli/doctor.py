@@ -5,14 +5,16 @@ import importlib.metadata
 import inspect
 import platform
 import textwrap
+from collections.abc import Mapping, Sequence
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from anybit.core.format import Format, get_format, known_formats
+from anybit.core.scheme import parse_scheme
 from anybit.kernels.backend import LayerSpec
-from anybit.kernels.registry import refusals
+from anybit.kernels.registry import BACKENDS, refusals
 
 PACKAGES = (
     "anybit",
@@ -22,29 +24,73 @@ PACKAGES = (
     "numpy",
     "triton",
     "nvidia-cutlass-dsl",
+    "llvmlite",
 )
 SHAPE = (4096, 4096)
 
 
-def doctor(console: Console | None = None) -> None:
-    """Print versions, devices, and the backend of every format on each kind of device."""
+def doctor(schemes: Sequence[str] = (), console: Console | None = None) -> None:
+    """Print the backends of all formats on each device, in short; of some schemes, in full.
+
+    Raises:
+        InvalidInput: A scheme is unknown.
+    """
     console = console or Console()
-    found = (f"{name} {version(name)}" for name in PACKAGES)
-    console.print(f"Python {platform.python_version()}, " + ", ".join(found))
+    layers = {scheme: parse_scheme(scheme) for scheme in schemes or specs()}
     for device, what in devices().items():
-        console.print(f"\n[bold]{device}[/]: {what}")
-        table = Table("format", "runs on", "refused by", title_justify="left")
-        for spec in specs():
-            answers = refusals(LayerSpec(get_format(spec), None, SHAPE, torch.device(device)))
-            taken = next(name for name, reason in answers.items() if reason is None)
-            before = list(answers)[: list(answers).index(taken)]
-            table.add_row(spec, taken, "\n".join(f"{name}: {answers[name]}" for name in before))
-        console.print(table)
+        answers = {
+            scheme: refusals(LayerSpec(fmt, activation, SHAPE, torch.device(device)))
+            for scheme, (fmt, activation) in layers.items()
+        }
+        console.print(f"[bold]{device}[/]: {what}")
+        (in_full if schemes else in_short)(console, answers, device.partition(":")[0])
         if device != "cpu" and (tested := self_test(torch.device(device))):
             console.print(tested)
+        console.print()
     console.print(
-        f"Asked for a weight of {SHAPE[0]}x{SHAPE[1]}; weights only, no quantized activations."
+        f"Asked for a weight of {SHAPE[0]}x{SHAPE[1]}. `anybit doctor FORMAT...` shows every "
+        "backend's answer; FORMAT may be a scheme such as liquid@int8.",
+        style="dim",
     )
+    found = (f"{name} {version(name)}" for name in PACKAGES)
+    console.print(f"Python {platform.python_version()}, " + ", ".join(found), style="dim")
+
+
+Answers = Mapping[str, Mapping[str, str | None]]  # scheme -> backend -> why it refuses; None: not
+
+
+def in_short(console: Console, answers: Answers, kind: str) -> None:
+    """A line for each backend with what runs on it, and why what it refuses does not.
+
+    kind: the device's type.
+    """
+    by_backend: dict[str, list[str]] = {}
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for scheme, found in answers.items():
+        for backend, reason in found.items():
+            if reason is None:
+                by_backend.setdefault(backend, []).append(scheme)
+                break
+            if kind in (BACKENDS[backend][1] or (kind,)):
+                reasons.setdefault((backend, reason), []).append(scheme)
+    for backend in sorted(by_backend, key=list(BACKENDS).index):
+        mine = by_backend[backend]
+        which = "all formats" if len(mine) == len(answers) else ", ".join(mine)
+        console.print(f"  runs on [bold]{backend}[/]: {which}", highlight=False)
+    for (backend, reason), refused in reasons.items():
+        which = "" if len(refused) == len(answers) else f" ({', '.join(refused)})"
+        console.print(f"  not on {backend}: {reason}{which}", highlight=False, markup=False)
+
+
+def in_full(console: Console, answers: Answers, kind: str) -> None:
+    """What each backend that is asked says to each scheme."""
+    for scheme, found in answers.items():
+        console.print(f"  {scheme}", highlight=False, markup=False)
+        for backend, reason in found.items():
+            text = f"    {backend}: {reason or 'runs it'}"
+            console.print(text, highlight=False, markup=False)
+            if reason is None:
+                break
 
 
 def self_test(device: torch.device) -> str | None:
