@@ -487,7 +487,7 @@ def test_a_released_layer_has_no_gradient():
 
 
 def test_the_first_call_may_be_compiled():
-    """A layer that waits for its first call is laid out while it is traced, for every dtype anew."""
+    """A layer that waits for its first call is laid out while it is traced, for each dtype anew."""
     layer = anybit.quantize_(torch.nn.Linear(64, 48), "fp6")
     layer.keep = "decoded"
     compiled = torch.compile(layer.prepare(), fullgraph=True, backend="aot_eager")

@@ -154,6 +154,9 @@ def load(
             f"{directory}: {kind.__name__} does not write text from text "
             f"(its input is {kind.main_input_name}); load it with anybit.load"
         )
+    positions = longest(bare.config)
+    if length and positions and length > positions:
+        raise InvalidInput(f"{directory}: length={length}, and the model has {positions} positions")
     if cache_options and not kind._can_set_attn_implementation():
         raise no_cache_options(cache_options, reason)
     model: Any
@@ -163,7 +166,7 @@ def load(
         model = load_dense(directory).to(device, dtype)
         if quantization is not None:
             set_keep(quantize_(model, quantization), keep)
-    length = length or longest(bare.config)
+    length = length or positions or UNLIMITED
     try:
         hosted = Hosted(model.eval(), length)
     except UnknownModel as own:
@@ -188,8 +191,8 @@ def no_cache_options(options: list[str], reason: str) -> InvalidInput:
     )
 
 
-def longest(config: PretrainedConfig) -> int:
-    """Tokens of the longest sequence that a model can hold."""
+def longest(config: PretrainedConfig) -> int | None:
+    """Tokens of the longest sequence that a model can hold, if it has a limit."""
     text = config.get_text_config()
     found = [getattr(text, name, None) for name in LENGTHS]
-    return next((n for n in found if isinstance(n, int) and n > 1), UNLIMITED)
+    return next((n for n in found if isinstance(n, int) and n > 1), None)

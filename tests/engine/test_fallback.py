@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import anybit
 from anybit.engine.fallback import Generator
@@ -62,6 +69,24 @@ def test_tokens_equal_transformers(
     for prompt, output in zip(many, llm.generate(many, GREEDY), strict=True):
         assert output.tokens == reference(model, prompt, 12)
     assert wait_for(idle)
+
+
+def test_encoders_read_the_prompt(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2}
+    config = T5Config(**sizes, num_heads=4, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    model.save_pretrained(tmp_path)
+    params = SamplingParams(max_tokens=8, temperature=0, logprobs=2, n=2)
+    for prompt, output in zip(prompts(2), LLM(tmp_path).generate(prompts(2), params), strict=True):
+        ids = torch.tensor([prompt])
+        want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
+        for completion in output.completions:
+            assert completion.tokens == want[0, 1:].tolist()
+            assert len(completion.logprobs or ()) == len(completion.tokens)
 
 
 def test_quantized_while_loaded_and_before(make: Callable[[str], Path], tmp_path: Path) -> None:
@@ -133,6 +158,8 @@ def test_what_the_fallback_cannot_do_is_refused(
         LLM(make("bloom"), kv_cache="int8")
     with pytest.raises(ValueError, match="leave out kv_bytes"):
         LLM(make("bloom"), kv_bytes=1 << 20)
+    with pytest.raises(ValueError, match="length=257, and the model has 256 positions"):
+        LLM(make("qwen3_next"), length=257)
     with pytest.raises(ValueError, match="they must fit into 256"):
         LLM(make("bloom")).generate([[5] * 256], GREEDY)
     with pytest.raises(ValueError, match="leave out kv_cache='int8'"):

@@ -314,12 +314,13 @@ class FakeGraph:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="engine tests use the GPU where there is one")
 @pytest.mark.parametrize(("model", "kv", "scheme"), [
     ("qwen3", "int8", None), ("mistral", "model", None), ("llama-round", "model", "liquid@int8"),
+    ("gpt_oss", "int8", None), ("starcoder2", "model", None),
 ])  # fmt: skip
 def test_the_engine_on_these_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, kv: str, scheme: str | None
 ) -> None:
     """As on a GPU, kernels interpreted: graphs with padded rows, chunks, texts read later."""
-    kind, options = ARCHITECTURES[model]
+    kind, options = ARCHITECTURES.get(model) or (model, {"sliding_window": 12})
     random_model(kind, options | {"num_hidden_layers": 1}).save_pretrained(tmp_path)
     many = prompts(3, longest=12)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
