@@ -6,7 +6,17 @@ null stands for the default everywhere.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from anybit.engine.sequence import MAX_LOGPROBS, MAX_SAMPLES, SamplingParams
 from anybit.engine.structured import Structured
@@ -23,6 +33,28 @@ class Request(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def whole_numbers(cls, data: Any) -> Any:
+        """JSON has one kind of number: 16.0 is an integer."""
+        if not isinstance(data, dict):
+            return data
+        return {
+            k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in data.items()
+        }
+
+
+def refuse_true(value: bool) -> bool:
+    if value:
+        raise PydanticCustomError(
+            "not_offered", "this server does not offer it; only false is taken"
+        )
+    return value
+
+
+# What a client may say that it does not want.
+Not = Annotated[bool, AfterValidator(refuse_true), WithJsonSchema({"const": False})]
 
 
 Token = Annotated[int, Field(ge=0)]
@@ -59,7 +91,7 @@ def listed(prompt: str | list[Any]) -> list[str | list[int]]:
 
 class StreamOptions(Request):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Not | None = None
 
 
 class JsonSchema(Request):
@@ -275,7 +307,7 @@ class ChatRequest(Sampling):
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    store: Literal[False] | None = None
+    store: Not | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

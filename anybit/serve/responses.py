@@ -98,9 +98,9 @@ class ResponsesRequest(protocol.Request):
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     stream: bool | None = None
-    store: Literal[False] | None = None
+    store: protocol.Not | None = None
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
+    background: protocol.Not | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None

@@ -1,9 +1,10 @@
-"""Minutes of mixed load on a real server: no token lost or doubled, no block held at the end.
+"""Minutes of mixed load on a real server: no token lost or doubled, nobody blocked, no block held.
 
     python tests/serve/soak.py --seconds 600
 
 Clients stream, wait, leave in the middle, and ask the same again: equal requests must get equal
-tokens, whatever runs beside them. Run by `make soak`, not by the tests.
+tokens, whatever runs beside them. Others send bodies that never end and prompts that cannot fit;
+meanwhile /health must answer within a second. Run by `make soak`, not by the tests.
 """
 
 import argparse
@@ -33,7 +34,7 @@ async def client(number: int, url: str, end: float, counts: collections.Counter,
                 "ignore_eos": True, "return_token_ids": True, "temperature": key % 3 * 0.5,
                 "stream": rng.random() < 0.7, "stream_options": {"include_usage": True},
             }  # fmt: skip
-            leave = rng.randrange(1, 40) if rng.random() < 0.15 else None
+            leave = rng.randrange(1, 40) if rng.random() < 0.3 else None
             tokens, usage = [], None
             async with http.stream("POST", "/v1/completions", json=body) as answer:
                 if answer.status_code == 503:
@@ -67,16 +68,52 @@ async def client(number: int, url: str, end: float, counts: collections.Counter,
             counts["other text"] += known.setdefault(key, tokens) != tokens
 
 
+async def nuisance(url: str, port: int, end: float, counts: collections.Counter):
+    """Bodies that never end, prompts that cannot fit, and bodies that are too large."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    long, prompt = "a b " * 900_000, [7] * 500_000
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+        while time.monotonic() < end:
+            stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+            for _, writer in stalled:
+                writer.write(head + b"Content-Length: 1000\r\n\r\n{")
+            for body, want in (
+                ({"prompt": long}, (400, 503)),
+                ({"messages": [{"role": "user", "content": long}]}, (400, 503)),
+                ({"prompt": prompt}, (400, 503)),
+                ({"prompt": long * 2}, (413,)),
+            ):
+                path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+                try:
+                    status = (await http.post(path, json=body)).status_code
+                except httpx.TransportError:  # the answer to a body that is not read to its end
+                    status = 413
+                counts["nuisances"] += 1
+                counts["not refused"] += status not in want
+            for _, writer in stalled:
+                writer.close()
+
+
+async def health(url: str, end: float, slowest: list[float], counts: collections.Counter):
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+        while time.monotonic() < end:
+            start = time.monotonic()
+            counts["unhealthy"] += (await http.get("/health")).status_code != 200
+            slowest.append(time.monotonic() - start)
+            await asyncio.sleep(0.1)
+
+
 async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--clients", type=int, default=64)
     args = parser.parse_args()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-c", SERVE, "serve", str(MODEL), "--port", str(port), "--dtype",
-               "float32", "--max-running", "16", "--queue", "4", "--kv-gb", "0.01"]  # fmt: skip
+               "float32", "--max-running", "16", "--queue", "40", "--kv-gb", "0.01",
+               "--log-level", "warning"]  # fmt: skip
     server, url = subprocess.Popen(command), f"http://127.0.0.1:{port}"
     try:
         for _ in range(600):
@@ -88,7 +125,10 @@ async def main() -> int:
         counts: collections.Counter = collections.Counter()
         known: dict[int, list[int]] = {}
         end = time.monotonic() + args.seconds
-        await asyncio.gather(*(client(i, url, end, counts, known) for i in range(args.clients)))
+        seconds: list[float] = []
+        watch = asyncio.create_task(health(url, end, seconds, counts))
+        clients = (client(i, url, end, counts, known) for i in range(args.clients))
+        await asyncio.gather(*clients, nuisance(url, port, end, counts), watch)
         await asyncio.sleep(1)
         metrics = {
             line.split("{")[0]: float(line.split()[-1])
@@ -100,7 +140,10 @@ async def main() -> int:
         server.wait(60)
     held = [metrics[f"vllm:{name}"] for name in ("num_requests_running", "kv_cache_usage_perc")]
     print(dict(counts), "preemptions", metrics["vllm:num_preemptions_total"], "held", held)
-    return 0 if counts["requests"] and not counts["lost or doubled"] and not any(held) else 1
+    slow = sum(s > 1 for s in seconds)
+    print(f"health: {len(seconds)} checks, slowest {max(seconds):.2f} s, {slow} above 1 s")
+    wrong = counts["lost or doubled"] + counts["not refused"] + counts["unhealthy"] + slow
+    return 0 if counts["requests"] and not wrong and not any(held) else 1
 
 
 if __name__ == "__main__":

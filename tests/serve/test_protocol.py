@@ -121,6 +121,7 @@ def test_token_prompts_and_nulls(live: Live) -> None:
     options = {
         "max_tokens": 9, "temperature": 0, "return_token_ids": True, "best_of": 1, "user": "me",
         "frequency_penalty": 0.0, "logit_bias": {}, "top_p": None, "n": None, "stream": None,
+        "seed": 3.0, "stream_options": {"include_obfuscation": False},
     }  # fmt: skip
     answers = [
         live.post("/v1/completions", options | {"prompt": prompt}).json()["choices"]
@@ -162,7 +163,7 @@ def test_metrics_count_what_happened(live: Live) -> None:
     usage = live.post("/v1/completions", body).json()["usage"]
     assert live.idle()
     after = read()
-    grown = {name: after[name] - before[name] for name in after}
+    grown = {name: after[name] - before.get(name, 0) for name in after}
     assert grown["vllm:generation_tokens_total"] == usage["completion_tokens"] == 14
     assert grown["vllm:prompt_tokens_total"] == 2 * usage["prompt_tokens"]
     assert grown["vllm:time_to_first_token_seconds_count"] == 2
@@ -176,6 +177,7 @@ def test_metrics_count_what_happened(live: Live) -> None:
     assert "vllm:request_success_total" in after
 
 
+JSON = {"content-type": "application/json"}
 HI = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
@@ -189,6 +191,13 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ("completions", {"prompt": [[]]}, 400, "prompt.lists.0: List should have at least 1"),
         ("completions", {"prompt": "x", "made_up": 1}, 400, "made_up: this server knows no such"),
         ("completions", {"prompt": "x", "prompt_logprobs": 1}, 400, "prompt_logprobs: this"),
+        ("completions", {"prompt": "x", "max_tokens": 1.5}, 400, "max_tokens: Input should be"),
+        ("completions", {"prompt": "x", "n": "3"}, 400, "n: Input should be a valid integer"),
+        ("completions", {"prompt": [[False]]}, 400, "prompt.lists.0.0: Input should be"),
+        ("completions", {"prompt": "x", "temperature": float("nan")}, 400, "finite number"),
+        ("completions", {"prompt": "\ud800"}, 400, "unicode"),
+        ("chat/completions", {"messages": HI, "store": True}, 400, "store: this server does not"),
+        ("chat/completions", {"messages": HI, "store": 0}, 400, "store"),
         ("completions", {"prompt": "x", "suffix": "y"}, 400, "cannot fill in the middle"),
         ("completions", {"prompt": "x", "best_of": 1, "n": 2}, 400, "best_of=1"),
         ("completions", {"prompt": "x", "logit_bias": {"x": 1}}, 400, "logit_bias"),
@@ -216,7 +225,8 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
     ],
 )
 def test_mistakes_are_named(live: Live, path: str, body: dict, status: int, message: str) -> None:
-    answer = live.post(f"/v1/{path}", body)
+    sent = json.dumps(body).encode()  # httpx refuses NaN
+    answer = httpx.post(f"{live.url}/v1/{path}", content=sent, headers=JSON, timeout=60)
     assert answer.status_code == status
     error = answer.json()["error"]
     assert error["code"] == status
