@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
+from anybit.checkpoint.foreign.ready import ready
 from anybit.engine import fallback
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import Decoder
@@ -57,13 +58,16 @@ def load(
     length: int | None,
     cache_options: Iterable[str] = (),
 ) -> Loaded:
-    """Load a model directory, dense or anybit's own. length: positions to prepare; None: all.
+    """Load a model directory: dense, anybit's own, or another tool's.
+
+    length: positions to prepare; None: all.
 
     What the engine does not know goes to transformers' `generate`, unless there are
     cache_options: those that a user has set of the engine's own KV cache.
 
     Raises FileNotFoundError or ValueError with the fact and the remedy.
     """
+    directory = ready(directory)
     raw = read_json(directory / "config.json")
     formats = formats_of(raw, directory)
     with loading(directory):
