@@ -14,6 +14,7 @@ from torch import nn
 
 from anybit.checkpoint.architecture import load_model
 from anybit.checkpoint.card import write_card
+from anybit.checkpoint.foreign.ready import ready
 from anybit.checkpoint.names import codes_as_they_are
 from anybit.errors import InvalidInput, InvalidType
 from anybit.files.directory import copy_others, new_directory, read_json
@@ -68,7 +69,8 @@ def load(
 ) -> "PreTrainedModel":
     """Load a checkpoint of `save` or `anybit quantize`, ready to run on a device.
 
-    The model is of the class that config.json names in `architectures`.
+    The model is of the class that config.json names in `architectures`. Of another tool's
+    checkpoint, the conversion (`anybit convert`) is made once, in the cache folder, and loaded.
 
     Args:
         directory: Of the checkpoint.
@@ -87,6 +89,7 @@ def load(
     """
     path = Path(directory)
     stored_tensors(path)
+    path = ready(path)
     method = (read_json(path / "config.json").get("quantization_config") or {}).get("quant_method")
     if method != METHOD:
         raise InvalidInput(

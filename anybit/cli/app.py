@@ -130,7 +130,8 @@ def quantize(
 @app.command(
     epilog=examples(
         "anybit convert Llama-3.1-8B-GPTQ -o out/llama",
-        "anybit convert Llama-2-7b-AQLM-2Bit-2x8 -o out/llama-2bit --overwrite",
+        "anybit convert gpt-oss-20b -o out/gpt-oss",
+        "anybit convert DeepSeek-V3 -o out/deepseek --to nvfp4",
     )
 )
 def convert(
@@ -138,18 +139,21 @@ def convert(
         Path, typer.Argument(help="Directory of a model that another tool quantized (safetensors).")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
+    to: Annotated[
+        str | None, typer.Option("--to", help="Round the decoded weights to this format instead.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
 ) -> None:
     """Turn a checkpoint of another tool into one of anybit, with the same weights bit for bit.
 
-    Reads GPTQ, AWQ, HQQ, AQLM, compressed-tensors (pack-quantized) and bitsandbytes (4 bits), by
-    what its config.json says. Streams tensor by tensor: any size, and resumable. Says which layers
-    had to be decoded, if any.
+    Reads GPTQ, AWQ, HQQ, AQLM, compressed-tensors, bitsandbytes (4 bits), AutoRound, GPT-OSS's
+    MXFP4, DeepSeek's FP8, ModelOpt, Quark, torchao and BitNet, by what its config.json says.
+    Streams tensor by tensor: any size, and resumable. Says which layers had to be decoded, if any.
     """
     say(f"converting {model} into {out}")
     from anybit.checkpoint.foreign.convert import convert_checkpoint
 
-    typer.echo(convert_checkpoint(model, out, overwrite=overwrite))
+    typer.echo(convert_checkpoint(model, out, to, overwrite=overwrite))
 
 
 @app.command(epilog=examples("anybit export out/pico-int4 -o out/pico-ct --to compressed-tensors"))

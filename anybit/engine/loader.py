@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer, PretrainedConfig
 
 from anybit.checkpoint.architecture import bare_model
+from anybit.checkpoint.foreign.ready import ready
 from anybit.engine import fallback
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import Decoder
@@ -71,7 +72,9 @@ def load(
     cache_options: Iterable[str] = (),
     keep: Keep = "auto",
 ) -> Loaded:
-    """Load a model directory, dense or anybit's own. length: positions to prepare; None: all.
+    """Load a model directory: dense, anybit's own, or another tool's.
+
+    length: positions to prepare; None: all.
 
     What the engine does not know runs as transformers has it, on the engine's KV cache where that
     is possible, and else in `generate`, unless there are cache_options: those that a user has set
@@ -79,6 +82,7 @@ def load(
 
     Raises FileNotFoundError or ValueError with the fact and the remedy.
     """
+    directory = ready(directory)
     raw = read_json(directory / "config.json")
     formats = formats_of(raw, directory)
     bare = bare_model(directory)

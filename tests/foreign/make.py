@@ -400,6 +400,43 @@ def bitsandbytes() -> None:
             keep(name, Path(place), expected, bitsandbytes=bitsandbytes.__version__)
 
 
+def torchao() -> None:
+    """Layers of the classes that the tool stores as bytes."""
+    from safetensors.torch import save_file
+    from torchao import __version__
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        quantize_,
+    )
+    from torchao.quantization.granularity import PerGroup
+    from torchao.quantization.quant_primitives import MappingType
+
+    schemes: dict[str, Any] = {
+        "self_attn.q_proj": Float8WeightOnlyConfig(),
+        "self_attn.k_proj": Int8WeightOnlyConfig(),
+        "self_attn.v_proj": IntxWeightOnlyConfig(torch.int4, PerGroup(16)),
+        "mlp.down_proj": IntxWeightOnlyConfig(
+            torch.int8, PerGroup(32), mapping_type=MappingType.ASYMMETRIC
+        ),
+    }
+    with tempfile.TemporaryDirectory() as place:
+        model = llama().float()  # so that the tool decodes in fp32
+        expected = {}
+        for name, scheme in schemes.items():
+            layer = f"model.layers.0.{name}"
+            quantize_(model, scheme, filter_fn=lambda m, full, layer=layer: full == layer)
+            expected[layer] = model.get_submodule(layer).weight.dequantize()
+        model.config.quantization_config = {"quant_method": "torchao", "quant_type": {}}
+        model.config.to_json_file(Path(place) / "config.json")
+        state = {k: v.contiguous() for k, v in model.state_dict().items()}
+        tensors, metadata = flatten_tensor_state_dict(state)
+        save_file(tensors, Path(place) / "model.safetensors", metadata=metadata | {"format": "pt"})
+        keep("torchao", Path(place), expected, torchao=__version__)
+
+
 def save(model: nn.Module, out: Path) -> None:
     """config.json and the state_dict, as they are."""
     from safetensors.torch import save_file

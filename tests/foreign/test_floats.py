@@ -1,6 +1,8 @@
 """Small floats of other tools: GPT-OSS, DeepSeek's FP8, ModelOpt; against decoders of others."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.nn.model import quantized_layers
-from tests.foreign.make import linears, llama
-from tests.foreign.test_formulas import read, same
+from tests.foreign.make import FIXTURES, linears, llama
+from tests.foreign.test_formulas import read, same, stream
 
 E2M1 = ml_dtypes.float4_e2m1fn
 RANDOM = np.random.default_rng(0)
@@ -274,3 +276,126 @@ def test_fp8_blocks_of_a_model_in_transformers_and_the_engine(tmp_path: Path) ->
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     llm = LLM(tmp_path / "ours", dtype="float32")
     assert llm.generate([prompt[0].tolist()], params)[0].tokens == wanted
+
+
+# Other layouts of the same weights.
+
+
+@pytest.mark.parametrize("dtype", ["fp4", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3"])
+def test_quark(dtype: str, tmp_path: Path) -> None:
+    codes = RANDOM.integers(0, 2 ** int(dtype[2]), (24, 64))
+    codes[(codes & 0x7F) == 0x7F] = 1
+    kind: Any = {
+        "fp4": E2M1,
+        "fp6_e2m3": ml_dtypes.float6_e2m3fn,
+        "fp6_e3m2": ml_dtypes.float6_e3m2fn,
+        "fp8_e4m3": ml_dtypes.float8_e4m3fn,
+    }[dtype]
+    bits = (codes[..., None] >> np.arange(int(dtype[2]))) & 1
+    data = np.packbits(bits.reshape(24, -1).astype(np.uint8), axis=1, bitorder="little")
+    weight = torch.from_numpy(data)
+    if dtype == "fp8_e4m3":
+        weight = weight.view(torch.float8_e4m3fn)
+    power = RANDOM.integers(110, 130, (24, 2)).astype(np.uint8)
+    config = {"layer_quant_config": {"a.*": {"weight": {"dtype": dtype, "group_size": 32}}}}
+    layer = read("quark", config, tmp_path, {"weight": weight, "weight_scale": power})
+    scales = floats(power, ml_dtypes.float8_e8m0fnu).repeat(32, 1)
+    spec = "mxfp6:e3m2" if dtype == "fp6_e3m2" else f"mxfp{dtype[2]}"
+    same(layer, floats(codes, kind) * scales, spec)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["bitlinear", "autobitlinear"])
+def test_bitnet(kind: str, tmp_path: Path) -> None:
+    from transformers.integrations.bitnet import pack_weights
+
+    numbers = torch.from_numpy(RANDOM.integers(-1, 2, (64, 96)).astype(np.int8))
+    scale = torch.tensor([0.173])
+    tensors = {"weight": pack_weights(numbers.clone()), "weight_scale": scale}
+    layer = read("bitnet", {"linear_class": kind}, tmp_path, tensors)
+    wanted = numbers / scale if kind == "bitlinear" else numbers * scale
+    same(layer, wanted.numpy() + 0.0, "int2")
+    assert layer.activation == "int8"
+    tensors["weight"][3, 3] = 0xFF
+    with pytest.raises(ValueError, match=r"a\.b\.weight: holds code 3, above the largest, 2"):
+        read("bitnet", {"linear_class": kind}, tmp_path, tensors).read()
+
+
+@pytest.mark.parametrize("layout", ["auto_round", "auto_round:auto_gptq"])
+def test_auto_round_in_gptqs_layout(layout: str, tmp_path: Path) -> None:
+    bits, n, k, groups = 4, 64, 96, 3
+    q = RANDOM.integers(0, 2**bits, (n, k))
+    zero = RANDOM.integers(1, 2**bits, (n, groups))
+    scale = torch.from_numpy(RANDOM.uniform(0.01, 0.1, (groups, n))).half()
+    tensors = {
+        "qweight": stream(q, bits).T,
+        "qzeros": stream((zero - (layout != "auto_round")).T, bits),
+        "scales": scale,
+    }
+    config = {"packing_format": layout, "bits": 2, "extra_config": {"a.b": {"bits": bits}}}
+    layer = read("auto-round", config, tmp_path, tensors)
+    wide = [t.repeat(k // groups, 1) for t in (zero, scale.float().numpy().T)]
+    same(layer, ((q - wide[0]) * wide[1]).astype(np.float32), "int4:group=32,zero")
+
+
+def test_auto_round_in_floats(tmp_path: Path) -> None:
+    codes = RANDOM.integers(0, 16, (24, 64))
+    power = RANDOM.integers(110, 130, (24, 2)).astype(np.uint8)
+    tensors = {"weight_packed": nibbles(codes), "weight_scale": power}
+    config = {"packing_format": "auto_round:llm_compressor", "bits": 4, "data_type": "mx_fp"}
+    layer = read("auto-round", config, tmp_path, tensors)
+    scales = floats(power, ml_dtypes.float8_e8m0fnu).repeat(32, 1)
+    same(layer, floats(codes, E2M1) * scales, "mxfp4")
+
+
+# What `convert` does beside.
+
+
+def test_rounding_to_another_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path / "cache"))
+    report = convert_checkpoint(FIXTURES / "ct_floats", tmp_path / "out", "int4:group=32@int8")
+    assert set(report.formats.values()) == {"int4:group=32@int8"}
+    exact = anybit.load(FIXTURES / "ct_floats")
+    ours = dict(quantized_layers(anybit.load(tmp_path / "out")))
+    for name, layer in quantized_layers(exact):
+        wanted = anybit.quantize_tensor(layer.dequantize(), "int4:group=32")
+        assert torch.equal(ours[name].dequantize(), wanted.dequantize())
+    with pytest.raises(ValueError, match=r"K=64 is not a multiple of group=128 in format"):
+        convert_checkpoint(FIXTURES / "ct_floats", tmp_path / "other", "int4:group=128")
+    assert not (tmp_path / "other").exists()
+
+
+def test_checkpoints_of_other_tools_load_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The conversion is made once; a changed source makes another."""
+    monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path / "cache"))
+    source = shutil.copytree(FIXTURES / "gptq_4bit_v1", tmp_path / "model")
+    first = anybit.load(source)
+    assert "kept in" in caplog.text
+    caplog.clear()
+    llm = LLM(source)
+    assert "kept in" not in caplog.text
+    prompt = [1, 5, 9, 30]
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    wanted = first.generate(torch.tensor([prompt]), **options)[0, 4:].tolist()
+    assert llm.generate([prompt], params)[0].tokens == wanted
+    os.utime(source / "model.safetensors", (1, 1))
+    anybit.load(source)
+    assert len([*(tmp_path / "cache" / "converted").iterdir()]) == 2
+    with pytest.raises(ValueError, match="not quantized"):
+        anybit.load(Path(__file__).parents[2] / "models" / "pico")
+
+
+def test_modelopts_own_file(tmp_path: Path) -> None:
+    source = shutil.copytree(FIXTURES / "ct_floats", tmp_path / "model")
+    text = json.loads((source / "config.json").read_text())
+    del text["quantization_config"]
+    (source / "config.json").write_text(json.dumps(text))
+    with pytest.raises(ValueError, match="is not quantized"):
+        convert_checkpoint(source, tmp_path / "out")
+    own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A8_AWQ"}}
+    (source / "hf_quant_config.json").write_text(json.dumps(own))
+    with pytest.raises(ValueError, match="modelopt: quant_algo is 'W4A8_AWQ', and only 'NVFP4'"):
+        convert_checkpoint(source, tmp_path / "out")

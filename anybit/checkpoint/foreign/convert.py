@@ -9,7 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,13 @@ from anybit.checkpoint.rewrite import (
     unit_sizes,
 )
 from anybit.core.packed import Packed, tensor_shapes
+from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.files.directory import megabytes, read_json
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import published
 from anybit.nn.plan import METHOD, is_head, quantization_config
+from anybit.quantizers.rtn import RTN
 from anybit.version import __version__
 
 # quant_method in config.json: the module that reads such checkpoints.
@@ -48,7 +50,13 @@ READERS = {
     "mxfp4": "anybit.checkpoint.foreign.mxfp4",
     "fp8": "anybit.checkpoint.foreign.fp8",
     "modelopt": "anybit.checkpoint.foreign.modelopt",
+    "quark": "anybit.checkpoint.foreign.quark",
+    "bitnet": "anybit.checkpoint.foreign.bitnet",
+    "auto-round": "anybit.checkpoint.foreign.auto_round",
+    "torchao": "anybit.checkpoint.foreign.torchao",
 }
+CT = "compressed-tensors"
+QUANTIZATION = ("quantization_config", "compression_config")  # their keys in config.json
 KV_SCALES = (".k_scale", ".v_scale")  # theirs are per tensor, and mean something else here
 DENSE = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32)}
 
@@ -111,6 +119,7 @@ class Converted:
 def convert_checkpoint(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
+    to: str | None = None,
     *,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
@@ -118,13 +127,14 @@ def convert_checkpoint(
 ) -> Converted:
     """Convert another tool's quantized checkpoint (safetensors) to one of anybit's.
 
-    Dequantized weights equal the tool's own formula in fp32, bit for bit; layers that no format of
-    ours can hold are decoded to the model's dtype, and named in the result. Memory and resuming:
-    as in `quantize_checkpoint`.
+    Without `to`, dequantized weights equal the tool's own formula in fp32, bit for bit; layers that
+    no format of ours can hold are decoded to the model's dtype, and named in the result. Memory and
+    resuming: as in `quantize_checkpoint`.
 
     Args:
         source: Directory of a model that another tool quantized.
         out: Directory to write.
+        to: A scheme that the decoded weights are rounded to instead, such as "int4:group=128".
         overwrite: As in `quantize_checkpoint`.
         shard_bytes: As in `quantize_checkpoint`.
         show_progress: As in `quantize_`.
@@ -142,7 +152,7 @@ def convert_checkpoint(
     started = time.monotonic()
     source, out = Path(source), Path(out).absolute()
     check_paths(source, out, overwrite)
-    work = plan_conversion(source, shard_bytes)
+    work = plan_conversion(source, shard_bytes, to)
     after, _ = rewrite(work, source, out, overwrite, show_progress, "converting")
     return Converted(
         out=out,
@@ -180,7 +190,7 @@ class Conversion(Rewrite):
 
     @property
     def new_config(self) -> dict[str, Any]:
-        config = {k: v for k, v in self.config.items() if k != "quantization_config"}
+        config = {k: v for k, v in self.config.items() if k not in QUANTIZATION}
         if not config.get("torch_dtype"):  # else transformers takes that of any tensor
             config.setdefault("dtype", str(self.dense).removeprefix("torch."))
         if any(self.formats.values()):
@@ -219,10 +229,15 @@ class Conversion(Rewrite):
             shard.add(f"{unit}.weight", weight.to(self.dense))
 
 
-def plan_conversion(source: Path, shard_bytes: int) -> Conversion:
-    """Decide everything by headers, config.json and small tensors, before any weight is read."""
+def plan_conversion(source: Path, shard_bytes: int, to: str | None = None) -> Conversion:
+    """Decide everything by headers, config.json and small tensors, before any weight is read.
+
+    to: the scheme that decoded weights are rounded to; None: they stay as they are.
+    """
     stored, config = one_by_one(stored_tensors(source)), read_json(source / "config.json")
     method, found = read_layers(source, config, stored)
+    if to is not None:
+        found = {name: rounded(name, layer, to) for name, layer in found.items()}
     model = meta_model(source)
     model_type = config.get("model_type")
     modules = {published(name, model_type): m for name, m in model.named_modules()}
@@ -280,8 +295,8 @@ def read_layers(
     source: Path, config: Mapping[str, Any], stored: Mapping[str, Stored]
 ) -> tuple[str, dict[str, Layer]]:
     """The tool that quantized a checkpoint, and its quantized layers."""
-    quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict):
+    quantization = quantization_of(source, config)
+    if quantization is None:
         raise InvalidInput(
             f"{source} is not quantized: its config.json has no quantization_config; quantize it "
             "with `anybit quantize`"
@@ -303,6 +318,21 @@ def read_layers(
     return method, found
 
 
+def rounded(name: str, layer: Layer, to: str) -> Layer:
+    """The layer rounded to nearest in another format; InvalidInput where that cannot store it."""
+    fmt, activation = parse_scheme(to)
+    try:
+        fmt.check(*layer.shape)
+    except InvalidInput as error:
+        raise InvalidInput(f"{name}: {error}") from None
+
+    def read() -> Packed:
+        weight = layer.read()
+        return RTN().quantize(weight.dequantize() if isinstance(weight, Packed) else weight, fmt)
+
+    return replace(layer, format=fmt, read=read, dtypes={}, activation=activation, note="")
+
+
 def dense_dtype(config: Mapping[str, Any], others: Iterable[Stored]) -> torch.dtype:
     """The model's dtype: by config.json, or that of most dense numbers."""
     named = DENSE.get(str(config.get("dtype") or config.get("torch_dtype")))
@@ -311,6 +341,20 @@ def dense_dtype(config: Mapping[str, Any], others: Iterable[Stored]) -> torch.dt
         if tensor.torch_dtype in DENSE.values():
             sizes[tensor.torch_dtype] += tensor.nbytes
     return named or next((dtype for dtype, _ in sizes.most_common(1)), torch.float16)
+
+
+def quantization_of(source: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How a checkpoint says that it is quantized; None where it does not.
+
+    Older tools say it under other names: in config.json, or in a file of their own (ModelOpt).
+    """
+    own = source / "hf_quant_config.json"
+    for key, method in zip(QUANTIZATION, (None, CT), strict=True):
+        if isinstance(config.get(key), dict):
+            return ({"quant_method": method} if method else {}) | config[key]
+    if own.is_file() and isinstance(read_json(own).get("quantization"), dict):
+        return {"quant_method": "modelopt", "quantization": read_json(own)["quantization"]}
+    return None
 
 
 def specs(layers: Mapping[str, Layer]) -> dict[str, str | None]:

@@ -1,0 +1,66 @@
+"""AutoRound checkpoints (Intel): the layouts of other tools under a name of their own.
+
+`packing_format` says which: GPTQ's with zero points minus 1 or without, AWQ's, or the floats of
+compressed-tensors. `extra_config` gives layers bits of their own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from anybit.checkpoint.foreign import awq, gptq
+from anybit.checkpoint.foreign.base import Layer, Part, option, parts
+from anybit.checkpoint.foreign.floats import float_layer
+from anybit.errors import InvalidInput
+from anybit.files.safetensors import Stored
+
+TOOL = "auto-round"
+GPTQ = {  # and whether zero points are stored minus 1
+    "auto_round:auto_gptq": True,
+    "auto_round:gptq": True,
+    "auto_round": False,
+    "auto_round:gptqmodel": False,
+}
+AWQ = ("auto_round:auto_awq", "auto_round:awq")
+FLOATS = ("auto_round:llm_compressor", "auto_round:fp8_static", "auto_round:fp8")
+NOTE = "activations were quantized there, and stay in 16 bits here"
+
+
+def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+    """The quantized layers of an AutoRound checkpoint."""
+    layout = option(config, "packing_format", (*GPTQ, *AWQ, *FLOATS), TOOL)
+    if layout in FLOATS:
+        return {part.name: float_weight(part) for part in parts("weight_scale", stored)}
+    found = parts("qweight", stored)
+    if layout in AWQ:
+        return {part.name: awq.layer(part) for part in found if bits_of(config, part.name, (4,))}
+    return {
+        part.name: gptq.layer(
+            part, bits_of(config, part.name, gptq.BITS), False, GPTQ[layout], act_order=False
+        )
+        for part in found
+    }
+
+
+def bits_of(config: Mapping[str, Any], name: str, known: tuple[int, ...]) -> int:
+    """The bits of a layer, by its own settings or by those of all."""
+    extra = config.get("extra_config") or {}
+    own = extra.get(name) if isinstance(extra, dict) else None
+    bits = (own or {}).get("bits", config.get("bits"))
+    return int(option({"bits": bits}, "bits", known, f"{TOOL}: {name}", required=True))
+
+
+def float_weight(part: Part) -> Layer:
+    """A layer in the layout of compressed-tensors."""
+    scaled = part.has("input_scale") or part.has("input_global_scale")
+    part.skip("input_scale", "input_global_scale")
+    if part.has("weight_zp"):
+        raise InvalidInput(f"{TOOL}: {part.name} has zero points for floats, which cannot be read")
+    found = float_layer(
+        part,
+        "weight" if part.has("weight") else "weight_packed",
+        "weight_scale",
+        number="weight_global_scale" if part.has("weight_global_scale") else None,
+        divide=True,
+    )
+    return replace(found, note=NOTE if scaled else "")
