@@ -9,11 +9,20 @@ from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.cute import operands
 from anybit.kernels.mma import tiles
-from anybit.kernels.mma.tiles import Kernel, Tile
+from anybit.kernels.mma.tiles import Gpu, Kernel, Tile
 from anybit.kernels.reference import quantize_tokens
 from tests.ptx.machine import Machine
 from tests.ptx.state import InUse
 
+KB = 1024
+GPUS = {
+    "A100": Gpu((8, 0), 108, 163 * KB, 164 * KB),
+    "RTX 3090": Gpu((8, 6), 82, 99 * KB, 100 * KB),
+    "RTX 4090": Gpu((8, 9), 128, 99 * KB, 100 * KB),
+    "RTX 5090": Gpu((12, 0), 170, 99 * KB, 100 * KB),
+    "H200": Gpu((9, 0), 132, 227 * KB, 228 * KB),
+    "B200": Gpu((10, 0), 148, 227 * KB, 228 * KB),
+}
 Tokens = tuple[Tensor, Tensor | None, Tensor | None]  # codes, scale, sums
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,19 +25,11 @@ from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.mma import backend, linear, selftest, tiles
 from anybit.kernels.mma.launch import POINTERS, MmaArguments, MmaLauncher
 from anybit.kernels.mma.tiles import Gpu, Kernel, Tile
+from tests.kernels.mma import GPUS
 
 needs_dsl = pytest.mark.skipif(
     find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"
 )
-KB = 1024
-GPUS = {
-    "A100": Gpu((8, 0), 108, 163 * KB, 164 * KB),
-    "RTX 3090": Gpu((8, 6), 82, 99 * KB, 100 * KB),
-    "RTX 4090": Gpu((8, 9), 128, 99 * KB, 100 * KB),
-    "RTX 5090": Gpu((12, 0), 170, 99 * KB, 100 * KB),
-    "H200": Gpu((9, 0), 132, 227 * KB, 228 * KB),
-    "B200": Gpu((10, 0), 148, 227 * KB, 228 * KB),
-}
 CUDA = torch.device("cuda", 0)
 SCALAR = [scheme for scheme in HOPPER if parse_scheme(scheme)[0].lookup is None]
 
@@ -324,12 +317,26 @@ def test_each_stream_has_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
 # Compiling.
 
 
+FEW = [("A100", "liquid@int8", 1, 4096), ("RTX 5090", "int4:group=128", 600, 4096)]
+EVERY = [
+    (name, scheme, m, n)
+    for name in GPUS
+    for n in (4096, 28672)
+    for scheme in [*SCALAR, "int3:group=64", "int4:group=64,zero", "fp4"]
+    for m in (1, 16, 32, 64, 128, 600)
+    if not (scheme.endswith("fp8") and GPUS[name].capability < (8, 9))
+]
+
+
 @needs_dsl
-@pytest.mark.parametrize("name", ["A100", "RTX 5090"])
-def test_kernels_compile_without_spills(name: str) -> None:
-    d, gpu = next(decoders("int4:group=128")), GPUS[name]
-    for m in (1, 600):
-        kernel = tiles.kernel_for(d, gpu, m, 4096, "float16")
+@pytest.mark.parametrize(
+    ("name", "scheme", "m", "n"), EVERY if os.environ.get("ANYBIT_TEST_MMA") else FEW
+)
+def test_kernels_compile_without_spills(name: str, scheme: str, m: int, n: int) -> None:
+    gpu = GPUS[name]
+    kernels = [tiles.kernel_for(d, gpu, m, n, "bfloat16") for d in decoders(scheme)]
+    kernels = kernels if os.environ.get("ANYBIT_TEST_MMA") else kernels[:1]
+    for kernel in dict.fromkeys(kernels):
         assert kernel is not None
         made = kernel.generate()
         jit.checked(kernel, made)

@@ -1,14 +1,20 @@
 """Kernels for `mma.sync` as compiled, run instruction by instruction, against the definition."""
 
+import os
+from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import Tensor
 
+from anybit.kernels.mma import tiles
 from anybit.kernels.mma.tiles import DECODE, Tile
 from anybit.kernels.reference import operand_weight
-from tests.kernels.mma import Emulated, Tokens, kernel_of
+from tests.kernels.mma import GPUS, Emulated, Tokens, kernel_of
+from tests.ptx.machine import Machine
+from tests.ptx.parse import PtxError
 
 pytestmark = pytest.mark.skipif(
     find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"
@@ -16,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 NARROW = Tile(8, 2, 4, 3, kind="narrow")
-# scheme, dtype of y, tile, (M, N, K), CTAs, architecture, overlap
+# scheme, dtype of y, tile, (M, N, K), CTAs (0: one a tile), architecture, overlap
 Case = tuple[str, torch.dtype, Tile, tuple[int, int, int], int, str, bool]
 CASES: list[Case] = [
     ("liquid@int8", BRAIN, NARROW, (5, 40, 768), 0, "sm_80", False),
@@ -26,6 +32,37 @@ CASES: list[Case] = [
     ("liquid@int8", BRAIN, Tile(16, 2, 4, 3), (17, 136, 384), 2, "sm_80", False),
     ("int3:group=32,zero", HALF, Tile(32, 2, 4, 3), (20, 136, 256), 3, "sm_86", False),
 ]
+FORMATS = {  # all kinds of decoders, and the architecture that their products need
+    "sm_80": [
+        "liquid@int8", "liquid:group=128@int8", "int8@int8", "int4@int8", "sparse@int8", "int8",
+        "int8:zero", "int5:group=64", "int4:group=128", "int3:group=32,zero", "int1", "fp8", "fp6",
+        "fp5:group=64", "fp4", "fp:e2m1", "sparse", "sparse:group=64",
+    ],
+    "sm_89": ["int4@fp8", "fp6@fp8", "sparse@fp8"],
+}  # fmt: skip
+
+
+def every() -> Iterator[Case]:
+    """Each format in each kind of kernel, and each tile of the rule's families: `make test-mma`."""
+    for architecture, schemes in FORMATS.items():
+        for scheme in schemes:
+            for dtype in (HALF, BRAIN):
+                yield scheme, dtype, NARROW, (5, 40, 896), 0, architecture, False
+                yield scheme, dtype, Tile(32, 2, 4, 3), (33, 136, 384), 5, architecture, False
+    for scheme in ("liquid@int8", "int4:group=64,zero", "fp6"):
+        d = kernel_of(scheme, BRAIN, NARROW).decoder
+        for gpu in GPUS.values():
+            for n in (1024, 4096, 28672):
+                for k in tiles.family(d, gpu, n, "bfloat16"):
+                    if k.tile.kind == "decode":
+                        continue
+                    m, rows = k.tile.tokens, k.tile.rows
+                    shape = m - 1, rows + 8, 128 * (k.tile.warps + 1)
+                    yield scheme, BRAIN, k.tile, shape, 0, str(gpu.architecture), k.overlap
+
+
+if os.environ.get("ANYBIT_TEST_MMA"):
+    CASES += [case for case in dict.fromkeys(every()) if case not in CASES]
 
 
 def product(weight: Tensor, x: Tokens) -> Tensor:
@@ -61,6 +98,54 @@ def test_a_weight_is_decoded() -> None:
             assert torch.equal(y, packed.dequantize().to(dtype))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[2].name}-{c[5]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}-{c[2].name}-{c[3]}-{c[5]}")
 def test_products(case: Case) -> None:
     check(case)
+
+
+def test_one_hot_tokens_read_weights_back() -> None:
+    emulated = Emulated("fp6", HALF, kernel_of("fp6", HALF, NARROW))
+    packed = emulated.weight(40, 128)
+    x = torch.eye(128)[::5].to(HALF)  # four tiles of tokens, the last one not full
+    y = emulated.run((x, None, None), emulated.layout(packed), 40)
+    assert torch.equal(y, packed.dequantize()[:, ::5].T.to(HALF))
+
+
+def test_int8_sums_are_exact() -> None:
+    """The only roundings are the scale's product and the output's, however CTAs share a tile."""
+    emulated = Emulated("int8@int8", BRAIN, kernel_of("int8@int8", BRAIN, Tile(16, 2, 4, 2)))
+    packed, x = emulated.weight(72, 512), emulated.tokens(7, 512)
+    layout, (codes, scale, _) = emulated.layout(packed), x
+    assert scale is not None
+    total = codes.double() @ packed.values().double().T
+    want = (total.float() * (layout[1][:72] * scale[:, None])).to(BRAIN)
+    for grid in (1, 3):
+        assert torch.equal(emulated.run(x, layout, 72, grid=grid), want)
+
+
+MUTANTS = {  # in a narrow kernel and in one whose CTAs share a tile: what is broken
+    "the loop does not wait for its stage": ("wait_group 1;", "wait_group 2;", ""),
+    "lanes do not meet before they refill": ("bar.warp.sync", "// bar.warp.sync", "narrow"),
+    "sums meet before all rings are idle": ("bar.sync", "// bar.sync", ""),
+    "counters are left": ("st.global.b32 [%rd", "// st.global.b32 [%rd", "gemm"),
+}
+
+
+@pytest.mark.parametrize("what", MUTANTS)
+def test_mutants_do_not_pass(what: str) -> None:
+    old, new, only = MUTANTS[what]
+    torch.manual_seed(0)
+    for kind, tile in (("narrow", NARROW), ("gemm", Tile(16, 2, 4, 3))):
+        if only and kind != only:
+            continue
+        emulated = case_of(tile)
+        packed, x = emulated.weight(40, 768), emulated.tokens(8, 768)
+        assert old in emulated.ptx
+        emulated.machine = Machine(emulated.ptx.replace(old, new))
+        with pytest.raises((PtxError, AssertionError)):
+            emulated.run(x, emulated.layout(packed), 40, grid=0 if kind == "narrow" else 3)
+
+
+@cache
+def case_of(tile: Tile) -> Emulated:
+    return Emulated("liquid@int8", BRAIN, kernel_of("liquid@int8", BRAIN, tile))

@@ -320,6 +320,49 @@ def test_warp_products(k: int) -> None:
         assert found == [float(want[at]) for at in place]
 
 
+def in_lanes(matrix: np.ndarray, each: int, tall: bool) -> list[list[int]]:
+    """Words of A's (rows, K) or B's (8, K) registers: `each` bytes of K of a row, in lane order."""
+    words = []
+    for step in range(matrix.shape[1] // (4 * each)):
+        for first in (0, 8) if tall else (0,):
+            places = [(lane // 4 + first, (lane % 4 + 4 * step) * each) for lane in range(WARP)]
+            words.append([int(matrix[r, c : c + each].view(np.uint32)[0]) for r, c in places])
+    return words
+
+
+@pytest.mark.parametrize("types", ["s32.u8.s8.s32", "f32.e4m3.e4m3.f32"])
+def test_warp_products_of_bytes(types: str) -> None:
+    """m16n8k32. The bytes of e4m3 are small whole numbers, m * 2**-9."""
+    chosen = np.random.default_rng(len(types))
+    a, b = (chosen.integers(0, 16, (rows, 32)).astype(np.uint8) for rows in (16, 8))
+    if types.startswith("s32"):
+        a, b = chosen.integers(0, 256, (16, 32)).astype(np.uint8), (b.astype(np.int16) - 8)
+        b = b.astype(np.int8)
+    registers = {f"a{i}": word for i, word in enumerate(in_lanes(a, 4, True))}
+    registers |= {f"b{i}": word for i, word in enumerate(in_lanes(b, 4, False))}
+    start = 2**32 - 5 if types.startswith("s32") else 0
+    bench = Bench(**registers, **{f"c{i}": [start] * WARP for i in range(4)}).run(
+        f"mma.sync.aligned.m16n8k32.row.col.{types} {{%d0, %d1, %d2, %d3}}, "
+        "{%a0, %a1, %a2, %a3}, {%b0, %b1}, {%c0, %c1, %c2, %c3};"
+    )
+    want = a.astype(np.int64) @ b.astype(np.int64).T
+    for i in range(4):
+        for lane, word in enumerate(bench.register(f"d{i}")):
+            at = lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2
+            if types.startswith("s32"):
+                assert signed(word, 32) == want[at] - 5
+            else:  # 0 to 15 stand for 0 to 15 times 2**-9: subnormals, and the step behind them
+                assert decoded(word, "f32") == want[at] * 2.0**-18
+
+
+def test_matrices_turn_in_registers() -> None:
+    words = [2 * lane | (2 * lane + 1) << 16 for lane in range(WARP)]
+    bench = Bench(a=words).run("movmatrix.sync.aligned.m8n8.trans.b16 %b, %a;")
+    for lane, word in enumerate(bench.register("b")):
+        row, column = lane // 4, lane % 4 * 2
+        assert word == (column * 8 + row) | ((column + 1) * 8 + row) << 16
+
+
 def test_matrices_of_shared_memory() -> None:
     """Rows of 16 bytes, at the addresses of lanes 8 i to 8 i + 7 for matrix i."""
     bench = Bench(at=[SHARED_BASE + 16 * lane for lane in range(WARP)])

@@ -150,6 +150,48 @@ READ = """
 """
 
 
+GROUPS = """
+    shl.b32 %piece, %t, 4;
+    add.s32 %mine, %m, %piece;
+    mul.wide.u32 %far, %t, 16;
+    add.s64 %from, %x, %far;
+    cp.async.cg.shared.global [%mine], [%from], 16;
+    cp.async.commit_group;
+    cp.async.ca.shared.global [%mine+1024], [%from+512], 8;
+    cp.async.commit_group;
+    {wait}
+    {sync}
+    xor.b32 %other, %piece, 16;
+    add.s32 %other, %m, %other;
+    ld.shared.b32 %v, [%other+{offset}];
+    st.global.b32 [%to], %v;
+    cp.async.wait_group 0;
+"""
+
+
+def test_groups_of_copies_are_waited_for() -> None:
+    """By the thread that started them; others wait for that thread."""
+    wait, sync = "cp.async.wait_group {};", "bar.warp.sync -1;"
+
+    def found(wait: str, sync: str, offset: int = 0) -> list[int]:
+        return run(GROUPS.format(wait=wait, sync=sync, offset=offset), threads=32).tolist()
+
+    assert found(wait.format(1), sync) == [4 * (t ^ 1) for t in range(32)]
+    assert found(wait.format(0), sync, 1024) == [4 * (t ^ 1) + 128 for t in range(32)]
+    for bad in ((wait.format(2), sync), ("", sync), (wait.format(1), sync, 1024)):
+        with pytest.raises(PtxError, match=r"a race: .* reads what a copy wrote"):
+            found(*bad)
+    with pytest.raises(PtxError, match=r"a race: warp 0 lane . reads what warp 0 lane . wrote"):
+        found(wait.format(1), "")
+    with pytest.raises(PtxError, match="left without waiting"):
+        run("@%first cp.async.cg.shared.global [%m], [%x], 16; cp.async.commit_group;")
+
+
+def test_ctas_count_together() -> None:
+    body = "@%first atom.add.acq_rel.gpu.global.u32 %v, [%y], 3; @%first st.global.b32 [%y+4], %v;"
+    assert run(body)[:2].tolist() == [3, 0]
+
+
 def test_the_previous_kernel_is_waited_for() -> None:
     run(READ.format(wait="griddepcontrol.wait;"), in_use=True)
     with pytest.raises(PtxError, match=r"previous kernel may use, before griddepcontrol\.wait"):
