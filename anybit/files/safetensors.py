@@ -69,6 +69,12 @@ class Stored(NamedTuple):
             raise InvalidInput(f"{self.file}: ends {self.nbytes - got} bytes early; copy it again")
         return data.view(self.torch_dtype).reshape(self.shape)
 
+    def each(self) -> "Iterator[Stored]":
+        """Its parts along the first dimension, as tensors of their own."""
+        size = self.nbytes // max(self.shape[0], 1)
+        for i in range(self.shape[0]):
+            yield self._replace(shape=self.shape[1:], start=self.start + i * size, nbytes=size)
+
     def chunks(self) -> Iterator[bytes]:
         """The tensor's bytes, a few megabytes at a time."""
         with open(self.file, "rb") as file:

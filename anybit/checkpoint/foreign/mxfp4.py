@@ -13,7 +13,6 @@ from anybit.checkpoint.foreign.floats import float_layer
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
 from anybit.nn.experts import FUSED
-from anybit.nn.experts import parts as equal_parts
 
 KEYS = {
     f"{name}_{end}": (name, key)
@@ -38,6 +37,6 @@ def one_by_one(stored: Mapping[str, Stored]) -> dict[str, Stored]:
         if len(tensor.shape) < 2 or not tensor.shape[0]:
             raise InvalidInput(f"{name}: a tensor of {tensor.shape} holds no experts")
         projection, own = KEYS[key]
-        for e, one in enumerate(equal_parts(tensor, tensor.shape[0])):
-            out[f"{experts}.{e}.{projection}.{own}"] = one._replace(shape=tensor.shape[1:])
+        for e, one in enumerate(tensor.each()):
+            out[f"{experts}.{e}.{projection}.{own}"] = one
     return out
