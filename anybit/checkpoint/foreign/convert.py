@@ -189,6 +189,10 @@ class Conversion(Rewrite):
     unexpected: tuple[str, ...]
 
     @property
+    def quantized(self) -> list[tuple[str, tuple[int, int]]]:
+        return [(layer.scheme, layer.shape) for layer in self.layers.values() if layer.scheme]
+
+    @property
     def new_config(self) -> dict[str, Any]:
         config = {k: v for k, v in self.config.items() if k not in QUANTIZATION}
         if not config.get("torch_dtype"):  # else transformers takes that of any tensor
