@@ -173,6 +173,7 @@ class BlockRunner:
         self.carried = [()] * len(self.batches)
         self.encoded.clear()
 
+    @torch.no_grad()
     def check(self) -> None:
         """Raise InvalidInput unless blocks that run alone compute what the whole model does.
 
