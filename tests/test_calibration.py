@@ -15,7 +15,7 @@ from anybit import GPTQ, Additive, Calibration
 from anybit.nn.linear import QuantLinear
 from anybit.nn.model import linear_at
 from anybit.quantizers.base import Quantizer, quantize_layers
-from anybit.quantizers.calibration.block_runner import BlockRunner, find_blocks
+from anybit.quantizers.calibration.block_runner import BlockRunner, batches_of, find_blocks
 from anybit.quantizers.calibration.data import read_texts
 from anybit.quantizers.calibration.memory import on_device
 from anybit.quantizers.calibration.statistics import Statistics
@@ -61,9 +61,7 @@ def test_statistics_are_those_of_the_whole_model() -> None:
         model(ids)
     want = dict(inputs)
     prefix, blocks = find_blocks(model, names)
-    replay = BlockRunner(model, blocks, ids)
-    replay.batches = ids.split(7)  # uneven
-    replay.hidden = [None] * len(replay.batches)
+    replay = BlockRunner(model, blocks, batches_of(ids, 7))  # uneven
     with torch.no_grad():
         for index in range(3):
             own = [n.removeprefix(f"{prefix}.{index}.") for n in names if f".{index}." in n]

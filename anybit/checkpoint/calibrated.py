@@ -30,7 +30,7 @@ from anybit.nn.linear import QuantLinear
 from anybit.nn.model import take_apart
 from anybit.nn.plan import Plan, Spec
 from anybit.quantizers.base import Quantizer
-from anybit.quantizers.calibration.block_runner import find_blocks
+from anybit.quantizers.calibration.block_runner import block_lists
 from anybit.quantizers.calibration.driver import calibrate, calibration_of
 from anybit.quantizers.calibration.resume import SETTINGS
 from anybit.quantizers.calibration.stored_blocks import StoredBlocks
@@ -116,8 +116,13 @@ def without_blocks(whole: Any, source: Path, names: Iterable[str]) -> tuple[nn.M
 
     names = list(names)
     take_apart(split(whole), names)
-    prefix, _ = find_blocks(whole, names)
-    kind, taken = type(whole), []
+    lists = block_lists(whole, names)
+    if len(lists) > 1:
+        raise InvalidInput(
+            f"{source}: a {type(whole).__name__} cannot be calibrated from disk, since its decoder "
+            "reads all of its encoder; load it with transformers and use anybit.quantize_"
+        )
+    prefix, kind, taken = lists[0].name, type(whole), []
 
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)

@@ -1,32 +1,58 @@
 """A model's forward pass, one block at a time, and statistics of its layers' inputs."""
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from anybit.errors import AnybitError, InvalidInput
+from anybit.nn.experts import Experts
+from anybit.quantizers.calibration.padding import masks_of, real_rows, real_tokens_alone
 from anybit.quantizers.calibration.statistics import SAMPLE, Statistics
 
 BATCH = {"cpu": 4096, "cuda": 16384}  # tokens in one forward pass; a GPU waits for its launches
+
+Batch = Mapping[str, Tensor]
+
+
+class Blocks(NamedTuple):
+    """A list of blocks that run one after the other.
+
+    name: of the list in the model. modules: the blocks. encoder: whose output they read, for the
+    decoder of an encoder-decoder.
+    """
+
+    name: str
+    modules: list[nn.Module]
+    encoder: nn.Module | None = None
 
 
 class BlockRunner:
     """Runs a model one block at a time, and keeps the inputs of the current block.
 
-    These are as large as samples * length * hidden size; nothing else is kept.
+    These are as large as samples * length * hidden size. What else blocks hand on to the next
+    (T5's position bias) is kept too, and the output of an encoder.
 
     Args:
-        model: A decoder.
-        blocks: Its blocks in order, as `find_blocks` finds them.
-        ids: Token ids (samples, length).
+        model: Any model that has the blocks.
+        blocks: Its blocks in order, as `find_blocks` or `block_lists` finds them.
+        data: Token ids (samples, length), or batches of the model's inputs by name.
+        encoder: As in `Blocks`.
     """
 
-    def __init__(self, model: nn.Module, blocks: list[nn.Module], ids: Tensor):
-        self.model, self.blocks = model, blocks
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: list[nn.Module],
+        data: Tensor | Sequence[Batch],
+        encoder: nn.Module | None = None,
+    ):
+        self.model, self.blocks, self.encoder = model, blocks, encoder
         # What a block returns after the hidden states: how many values (None: it returns no tuple),
         # and which of them the next block gets. `rehearse` finds out.
         self.tails: dict[int, int | None] = {}
@@ -35,10 +61,17 @@ class BlockRunner:
         home = next(real, torch.device("cpu"))
         offload = home.type == "cpu" and torch.cuda.is_available()
         self.home, self.device = home, torch.device("cuda") if offload else home
-        tokens = BATCH.get(self.device.type, BATCH["cuda"])
-        self.batches = ids.split(max(1, tokens // ids.shape[1]))
+        self.tokens = isinstance(data, Tensor)
+        self.batches: Sequence[Batch]
+        if isinstance(data, Tensor):
+            tokens = BATCH.get(self.device.type, BATCH["cuda"])
+            self.batches = batches_of(data, max(1, tokens // data.shape[1]))
+        else:
+            self.batches = data
         self.hidden: list[Tensor | None] = [None] * len(self.batches)
         self.passed: dict[int, tuple[Any, ...]] = {}  # beside them, by batch
+        self.encoded: dict[Any, Any] = {}  # outputs of the encoder, by batch and number of samples
+        self.context: set[int] = set()  # memory of what the block reads besides hidden states
 
     def collect(
         self, index: int, names: Iterable[str], needs: tuple[str, ...]
@@ -55,7 +88,7 @@ class BlockRunner:
             Statistics by layer. Layers that get the same tensor share one object.
 
         Raises:
-            InvalidInput: An input holds NaN or inf.
+            InvalidInput: An input holds NaN or inf, or padding in it cannot be told from tokens.
         """
         names = list(names)
         inside = index < len(self.blocks)
@@ -63,7 +96,9 @@ class BlockRunner:
         seen: dict[str, Statistics] = {}
         source: dict[str, str] = {}  # the layer that was first to see this layer's input
         last: list[tuple[str, Tensor]] = []
-        every = max(1, sum(b.numel() for b in self.batches) // SAMPLE)
+        every = max(1, sum(map(self._rows, range(len(self.batches)))) // SAMPLE)
+        experts = tuple(f"{n}." for n, m in parent.named_modules() if isinstance(m, Experts))
+        masks = masks_of({}, False)
 
         def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
             def observe(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -72,7 +107,18 @@ class BlockRunner:
                     last[:] = [(name, x)]
                 first = source.setdefault(name, last[0][0])
                 if first == name:
-                    rows = x.detach().flatten(0, -2)
+                    context = x.untyped_storage().data_ptr() in self.context
+                    mask = masks.context if context else masks.own
+                    # Experts get no padding; outside of blocks, there are sequences of other kinds.
+                    clear = name.startswith(experts) or not inside
+                    rows = real_rows(x, mask)
+                    if rows is None and not clear:
+                        raise InvalidInput(
+                            f"{name}: its input {tuple(x.shape)} is not of the attention mask's "
+                            "shape, so padding cannot be told from tokens; give batches without "
+                            "padding, of one sample each"
+                        )
+                    rows = x.detach().flatten(0, -2) if rows is None else rows
                     seen.setdefault(name, Statistics()).add(rows, needs, every)
                 if not inside and len(source) == len(names) and name == names[-1]:
                     raise Done(x)
@@ -82,7 +128,9 @@ class BlockRunner:
         handles = [parent.get_submodule(n).register_forward_pre_hook(hook(n)) for n in names]
         try:
             for batch in range(len(self.batches)):
-                self._call(index, batch)
+                masks = self._masks(batch)
+                with real_tokens_alone(parent, masks.own):
+                    self._call(index, batch)
                 last.clear()
         finally:
             for handle in handles:
@@ -97,12 +145,12 @@ class BlockRunner:
         return {name: seen.get(source.get(name, name), Statistics()) for name in names}
 
     def output(self, index: int) -> Tensor:
-        """The output of block `index` for the first sample, on the device that computes it."""
-        return self._call(index, 0, samples=1)
+        """The output of block `index` for the first sample (or batch), where it is computed."""
+        return self._real_output(index, 0, samples=1 if self.tokens else None)
 
     def outputs(self, index: int) -> list[Callable[[], Tensor]]:
-        """For each batch, a function that computes the output of block `index`."""
-        return [partial(self._call, index, batch) for batch in range(len(self.batches))]
+        """For each batch, a function that computes the output of block `index`, less padding."""
+        return [partial(self._real_output, index, batch) for batch in range(len(self.batches))]
 
     def advance(self, index: int, kv_scales: bool = False) -> None:
         """Run block `index` as it is now, and keep its outputs as the inputs of the next."""
@@ -117,6 +165,36 @@ class BlockRunner:
         if cache is not None:
             cache.store(self.blocks[index])
 
+    def forget(self) -> None:
+        """Let go of all inputs; the last block has been run."""
+        self.hidden = [None] * len(self.batches)
+        self.passed.clear()
+        self.encoded.clear()
+
+    @property
+    def given(self) -> str:
+        """What the model gets, in words."""
+        return "token ids alone" if self.tokens else f"{', '.join(self.batches[0])} alone"
+
+    def _masks(self, batch: int) -> Any:
+        return masks_of(self.batches[batch], self.encoder is not None)
+
+    def _rows(self, batch: int) -> int:
+        """About how many rows a batch gives the layers."""
+        hidden, inputs = self.hidden[batch], self.batches[batch]
+        names = ("decoder_input_ids", "labels") if self.encoder else ()
+        main = next(inputs[n] for n in (*names, "input_ids", *inputs) if n in inputs)
+        if hidden is not None:
+            return hidden.shape[:-1].numel()
+        return main.numel() if main.ndim < 3 else main.shape[0] * max(main.shape[1:])
+
+    def _real_output(self, index: int, batch: int, samples: int | None = None) -> Tensor:
+        out = self._call(index, batch, samples=samples)
+        mask = self._masks(batch).own
+        if mask is not None and out.shape[:-1] == mask.shape:
+            return out[mask.to(out.device)]
+        return out
+
     def _call(
         self,
         index: int,
@@ -129,13 +207,20 @@ class BlockRunner:
 
         samples: use only the first few of the batch. advancing: keep what the next block gets.
         """
-        ids, hidden, passed = self.batches[batch], self.hidden[batch], self.passed.get(batch, ())
+        inputs, hidden, passed = self.batches[batch], self.hidden[batch], self.passed.get(batch, ())
         if samples is not None:
-            ids, hidden, passed = to_each((ids, hidden, passed), lambda x: x[:samples])
+            size = len(next(iter(inputs.values())))
+            inputs, hidden, passed = to_each(
+                (dict(inputs), hidden, passed),
+                lambda x: x[:samples] if x.ndim and len(x) == size else x,
+            )
 
         def real(at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self.device != self.home:
                 args, kwargs = to_each((args, kwargs), lambda x: x.to(self.device))
+            beside = (args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"})
+            tensors = [x for x in tree_leaves(beside) if isinstance(x, Tensor) and x.numel()]
+            self.context = {x.untyped_storage().data_ptr() for x in tensors}
             output, tail = parted(forward(*args, **kwargs))
             self.tails[at] = None if tail is None else len(tail)
             if advancing:
@@ -144,33 +229,36 @@ class BlockRunner:
                 self.passed[batch] = to_each(tuple(kept), lambda x: x.to(self.home))
             raise Done(output)
 
-        found = self.run_one(index, ids, hidden, passed, real, cache)
+        self.context = set()
+        found = self.run_one(index, inputs, hidden, passed, real, (batch, samples), cache)
         return torch.empty(0) if found is None else found
 
     def run_one(
         self,
         index: int,
-        ids: Tensor,
+        inputs: Batch,
         hidden: Tensor | None,
         passed: tuple[Any, ...],
         real: Callable[[int, Callable[..., Any], Any, Any], Any],
+        key: Any,
         cache: Any = None,
     ) -> Any:
         """Run the model up to block `index`, which alone is called.
 
         Args:
             index: Of the block; len(blocks) stands for what comes after the last one.
-            ids: Token ids (samples, length).
+            inputs: Of the model.
             hidden: The block's input; None for the first block's.
             passed: What the block before it returned beside that.
             real: Called with index, forward and the arguments of the block; raises `Done`.
+            key: By which the output of the encoder is kept.
             cache: For keys and values.
 
         Returns:
             What `real` is done with; None after the last block.
         """
 
-        def instead(at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        def skip(at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if hidden is not None:
                 if args:
                     args = (hidden, *args[1:])
@@ -181,48 +269,63 @@ class BlockRunner:
             x, tail = args[0] if args else kwargs["hidden_states"], self.tails.get(at)
             return x if tail is None else (x, *(*passed, *(None,) * tail)[:tail])
 
-        more = {} if cache is None else {"past_key_values": cache}
+        more = {} if cache is None else {"past_key_values": cache, "use_cache": True}
+        inside = index < len(self.blocks)
         try:
-            self.run_all(ids, instead, use_cache=cache is not None, **more)
+            self.run_all(inputs, skip, key if inside else None, **more)
         except Done as done:
             return done.output
-        if index < len(self.blocks):
+        if inside:
             raise InvalidInput(f"the model's forward pass does not call its block {index}")
         return None
 
     def run_all(
         self,
-        ids: Tensor,
-        instead: Callable[[int, Callable[..., Any], Any, Any], Any],
+        inputs: Batch,
+        each: Callable[[int, Callable[..., Any], Any, Any], Any],
+        key: Any = None,
         **options: Any,
     ) -> None:
         """Run the model with a function in the place of each block's forward.
 
+        Args:
+            inputs: Of the model.
+            each: Called with index, forward and arguments of a block.
+            key: By which the output of the encoder is kept; None: it is computed anew.
+            options: More arguments of the model.
+
         Raises:
-            InvalidInput: The model does not run on token ids alone.
+            InvalidInput: The model does not run on these inputs.
         """
-        before = [vars(block).get("forward") for block in self.blocks]
+
+        def encode(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if key not in self.encoded:
+                self.encoded[key] = forward(*args, **kwargs)
+            return self.encoded[key]
 
         def replaced(at: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args, **kwargs: instead(at, forward, args, kwargs)
+            return lambda *args, **kwargs: each(at, forward, args, kwargs)
 
-        try:
+        uses_cache = self.tokens or "use_cache" in inspect.signature(self.model.forward).parameters
+        given: dict[str, Any] = {k: v.to(self.home) for k, v in inputs.items()}
+        given |= ({"use_cache": False} if uses_cache else {}) | options
+        with ExitStack() as stack:
             for at, block in enumerate(self.blocks):
-                block.forward = replaced(at, block.forward)
-            self.model(input_ids=ids.to(self.home), **options)
-        except (Done, AnybitError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # of a model that is no decoder of tokens, or no plain one
-            reason = str(error).strip().partition("\n")[0]
-            raise InvalidInput(
-                f"{type(self.model).__name__} does not run block by block on token ids alone "
-                f"({type(error).__name__}: {reason}); quantize it without calibration data"
-            ) from error
-        finally:
-            for block, own in zip(self.blocks, before, strict=True):
-                del block.forward  # the instance's attribute, over the class's method
-                if own is not None:
-                    block.forward = own
+                stack.enter_context(instead(block, replaced(at, block.forward)))
+            if self.encoder is not None and key is not None:
+                stack.enter_context(instead(self.encoder, partial(encode, self.encoder.forward)))
+            try:
+                self.model(**given)
+            except (Done, AnybitError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # of a model that needs more than it is given
+                reason = str(error).strip().partition("\n")[0]
+                raise InvalidInput(
+                    f"{type(self.model).__name__} does not run block by block on {self.given} "
+                    f"({type(error).__name__}: {reason}); give batches of all that it needs "
+                    "(Calibration([{'input_ids': ...}, ...])), or quantize it without calibration "
+                    "data"
+                ) from error
 
 
 class Done(Exception):
@@ -237,6 +340,24 @@ def parted(output: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
     """The hidden states that a block returns, and what it returns after them; None: no tuple."""
     several = isinstance(output, tuple | list)
     return (output[0], tuple(output[1:])) if several else (output, None)
+
+
+@contextmanager
+def instead(module: nn.Module, forward: Callable[..., Any]) -> Any:
+    """Inside, a module has another forward, over the class's method."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+def batches_of(ids: Tensor, samples: int) -> list[Batch]:
+    """Token ids (samples, length) as batches of so many samples."""
+    return [{"input_ids": part} for part in ids.split(samples)]
 
 
 def find_blocks(model: nn.Module, names: list[str]) -> tuple[str, list[nn.Module]]:
@@ -283,6 +404,37 @@ def is_of_text(model: Any, name: str) -> bool:
 def to_each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Nested arguments with a function of each tensor in its place."""
     return tree_map(lambda x: change(x) if isinstance(x, Tensor) else x, value)
+
+
+def block_lists(model: nn.Module, names: list[str]) -> list[Blocks]:
+    """The lists of blocks that hold the named layers, in the order of the forward pass.
+
+    Args:
+        model: A decoder, an encoder, or one of both.
+        names: Layers to be quantized.
+
+    Returns:
+        One list, or the encoder's and the decoder's of an encoder-decoder.
+
+    Raises:
+        InvalidInput: As `find_blocks` does.
+    """
+    config: Any = getattr(model, "config", None)
+    encoder = model.get_encoder() if getattr(config, "is_encoder_decoder", False) else None  # type: ignore[operator]
+    name = next((n for n, m in model.named_modules() if m is encoder), "")
+    own = [n for n in names if name and n.startswith(f"{name}.")]
+    if not own:
+        return [Blocks(*find_blocks(model, names))]
+    out = [Blocks(*find_blocks(model, own))]
+    rest = [n for n in names if n not in set(own)]
+    if any(isinstance(m, nn.ModuleList) and n and holds(n, rest) for n, m in model.named_modules()):
+        out.append(Blocks(*find_blocks(model, rest), encoder))
+    return out
+
+
+def holds(name: str, layers: Iterable[str]) -> bool:
+    """Whether any of the layers is below the module of this name."""
+    return any(layer.startswith(f"{name}.") for layer in layers)
 
 
 def kv_recorder() -> Any:

@@ -1,9 +1,9 @@
-"""Calibration data: texts, token ids or a file -> windows of tokens, checked."""
+"""Calibration data: texts, token ids, a file or batches of a model's inputs, checked."""
 
 import json
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_text
 
-Source = str | Path | Sequence[str] | Tensor
+Source = str | Path | Sequence[str] | Tensor | Iterable[Mapping[str, Tensor]]
+MASKS = ("attention_mask", "decoder_attention_mask")
 FIELDS = ("text", "content")  # where a line of a .jsonl file keeps its text
 
 
@@ -23,7 +24,11 @@ class Calibration:
 
     Attributes:
         source: Texts, a .txt or .jsonl file (objects with a "text"), or token ids: a tensor (T,),
-            cut like text, or (samples, length), used as it is.
+            cut like text, or (samples, length), used as it is. For models that need more than
+            token ids: batches, dicts of tensors by the names of the model's arguments (input_ids,
+            attention_mask, decoder_input_ids, input_features, pixel_values, ...), as a processor
+            or a DataLoader gives them, all used as they are. Positions that attention_mask (for a
+            decoder decoder_attention_mask, or labels of -100) calls padding are not counted.
         samples: Number of windows.
         length: Tokens in each window, no more than the model's context.
         tokenizer: For texts; by default the one in the folder that the model was loaded from.
@@ -38,6 +43,21 @@ class Calibration:
     tokenizer: Any = None
     work: str | Path | None = None
     kv_scales: bool = False
+
+    def data(self, model: nn.Module) -> Tensor | list[dict[str, Tensor]]:
+        """Token ids as `tokens` gives them, or the batches that were given, checked.
+
+        Raises:
+            InvalidInput: As `tokens`; also when a batch holds anything but tensors of the kind that
+                its name means.
+        """
+        if isinstance(self.source, str | Path | Tensor):
+            return self.tokens(model)
+        items = list(self.source)
+        if not any(isinstance(item, Mapping) for item in items):
+            texts = [item for item in items if not isinstance(item, Mapping)]
+            return replace(self, source=texts).tokens(model)
+        return [checked(item, f"calibration batch {n}", model) for n, item in enumerate(items)]
 
     def tokens(self, model: nn.Module) -> Tensor:
         """Token ids (samples, length): windows evenly spaced over the data.
@@ -90,6 +110,32 @@ class Calibration:
         tokenizer = self.tokenizer or tokenizer_of(model)
         ids = [torch.tensor(tokenizer(text, verbose=False).input_ids) for text in texts if text]
         return torch.cat(ids).long() if ids else torch.empty(0, dtype=torch.long)
+
+
+def checked(batch: Any, name: str, model: nn.Module) -> dict[str, Tensor]:
+    """A batch of a model's inputs, without those that are None; InvalidInput if it is no batch."""
+    if not isinstance(batch, Mapping):
+        raise InvalidInput(f"{name} is {type(batch).__name__}, others are dicts; give dicts alone")
+    out = {key: value for key, value in batch.items() if value is not None}
+    for key, value in out.items():
+        if not isinstance(value, Tensor):
+            raise InvalidInput(
+                f"{name}: {key!r} is {type(value).__name__}; give tensors (return_tensors='pt')"
+            )
+        if key in MASKS and value.ndim != 2:
+            raise InvalidInput(
+                f"{name}: {key!r} has shape {tuple(value.shape)}; a mask is (samples, length)"
+            )
+    if not out:
+        raise InvalidInput(f"{name} is empty")
+    if "input_ids" in out:
+        check_vocabulary(out["input_ids"], model)
+        if out["input_ids"].ndim != 2:
+            raise InvalidInput(
+                f"{name}: 'input_ids' has shape {tuple(out['input_ids'].shape)}; token ids of a "
+                "batch are (samples, length)"
+            )
+    return out
 
 
 def read_texts(path: str | Path) -> list[str]:

@@ -1,8 +1,8 @@
 """Calibration: run a model block by block, and quantize its layers by what they saw.
 
-The blocks of a decoder are quantized in order. Each one is run on the outputs of the quantized
-blocks before it: once to collect statistics of its layers' inputs, and once, quantized, to make
-the inputs of the next.
+The blocks of a model are quantized in order, an encoder's before a decoder's. Each one is run on
+the outputs of the quantized blocks before it: once to collect statistics of its layers' inputs, and
+once, quantized, to make the inputs of the next.
 """
 
 import json
@@ -22,7 +22,7 @@ from anybit.nn.linear import QuantLinear
 from anybit.nn.model import linear_at, restored_on_error, weight_of
 from anybit.progress import progress
 from anybit.quantizers.base import Quantizer, quantize_layers
-from anybit.quantizers.calibration.block_runner import BlockRunner, find_blocks
+from anybit.quantizers.calibration.block_runner import BlockRunner, Blocks, block_lists
 from anybit.quantizers.calibration.data import Calibration
 from anybit.quantizers.calibration.memory import (
     forget_dtypes,
@@ -46,7 +46,7 @@ def calibration_of(quantizer: Quantizer) -> Calibration:
         name = type(quantizer).__name__
         raise InvalidInput(
             f"{name} needs data to calibrate on: {name}(calibration=['some text', ...]), token "
-            "ids, or a .txt or .jsonl file"
+            "ids, a .txt or .jsonl file, or batches of the model's inputs"
         )
     return source if isinstance(source, Calibration) else Calibration(source)
 
@@ -66,7 +66,7 @@ def calibrate(
     and the next run with the same settings goes on from there.
 
     Args:
-        model: A decoder.
+        model: A model of blocks.
         schemes: Schemes of the layers to quantize, by name.
         quantizer: Chooses the codes.
         calibration: The data to run the model on.
@@ -81,40 +81,53 @@ def calibrate(
     Warns:
         UserWarning: Layers saw fewer tokens than they have inputs.
     """
-    ids = calibration.tokens(model)
-    prefix, blocks = find_blocks(model, list(schemes))
-    runner = BlockRunner(model, blocks, ids)
-    settings = settings_of(model, schemes, quantizer, calibration, ids, stored)
+    data = calibration.data(model)
+    lists = block_lists(model, list(schemes))
+    if calibration.kv_scales and len(lists) > 1:
+        raise InvalidInput(
+            f"kv_scales: {type(model).__name__} is an encoder-decoder, and scales are of decoders' "
+            "caches; leave it out"
+        )
+    settings = settings_of(model, schemes, quantizer, calibration, data, stored)
     config = getattr(model, "config", None)
     finished = FinishedBlocks(calibration.work, settings, getattr(config, "model_type", None))
     weights = {name: linear_at(model, name).weight.numel() for name in schemes}
     few: dict[str, int] = {}
+    done = 0  # blocks
 
     @contextmanager
-    def at_work(index: int) -> Iterator[None]:
-        start, block = f"{prefix}.{index}.", blocks[index]
-        loaded = stored.loaded(block, start) if stored else nullcontext()
-        with loaded, on_device(block, runner.device):
+    def at_work(found: Blocks, device: torch.device, index: int) -> Iterator[None]:
+        """Inside, a block has its weights, on a device."""
+        block = found.modules[index]
+        loaded = stored.loaded(block, f"{found.name}.{index}.") if stored else nullcontext()
+        with loaded, on_device(block, device):
             yield
 
     saving = freed_at_once() if stored else nullcontext()
     with restored_on_error(model), recordings(), saving, torch.no_grad():
         model.eval()
-        rehearse(runner, at_work)
+        runners = [BlockRunner(model, found.modules, data, found.encoder) for found in lists]
+        for found, runner in zip(lists, runners, strict=True):
+            rehearse(runner, partial(at_work, found, runner.device))
         with progress("calibrating", sum(weights.values()), show_progress) as step:
-            for index, block in enumerate(blocks):
-                start = f"{prefix}.{index}."
-                own = inside(schemes, start)
-                with at_work(index):
-                    if not finished.restore(index, block, own, start) and own:
-                        few |= quantize_block(block, own, quantizer, runner, index, start)
-                    runner.advance(index, calibration.kv_scales)
-                    finished.save(index, block, start)
-                trim_memory()
-                step(sum(inside(weights, start).values()), start[:-1])
-            outside = {n: s for n, s in schemes.items() if not n.startswith(f"{prefix}.")}
+            for found, runner in zip(lists, runners, strict=True):
+                for index, block in enumerate(found.modules):
+                    start = f"{found.name}.{index}."
+                    own = inside(schemes, start)
+                    with at_work(found, runner.device, index):
+                        if not finished.restore(done, block, own, start) and own:
+                            few |= quantize_block(block, own, quantizer, runner, index, start)
+                        runner.advance(index, calibration.kv_scales)
+                        finished.save(done, block, start)
+                    done += 1
+                    trim_memory()
+                    step(sum(inside(weights, start).values()), start[:-1])
+                if found is not lists[-1]:
+                    runner.forget()
+            starts = tuple(f"{found.name}." for found in lists)
+            outside = {n: s for n, s in schemes.items() if not n.startswith(starts)}
             if outside:
-                statistics = runner.collect(len(blocks), outside, quantizer.needs)
+                statistics = runners[-1].collect(len(lists[-1].modules), outside, quantizer.needs)
                 few |= too_few_tokens(statistics, model, "")
                 quantize_layers(model, outside, quantizer, statistics)
                 forget_dtypes(model.get_submodule(name) for name in outside)
@@ -215,7 +228,7 @@ def settings_of(
     schemes: Mapping[str, str],
     quantizer: Quantizer,
     calibration: Calibration,
-    ids: Tensor,
+    data: Tensor | list[dict[str, Tensor]],
     stored: StoredBlocks | None,
 ) -> dict[str, str]:
     """What a resumed run must have in common with the one before, by name."""
@@ -223,10 +236,15 @@ def settings_of(
         identity = stored.identity
     else:
         identity = f"weights {digest([linear_at(model, name).weight for name in schemes])}"
+    if isinstance(data, Tensor):
+        given = f"{data.shape[0]} samples of {data.shape[1]} tokens, {digest([data])}"
+    else:
+        given = f"{len(data)} batches of {', '.join(data[0])}, "
+        given += digest([tensor for batch in data for tensor in batch.values()])
     return {
         "model": f"{type(model).__name__}, {identity}",
         "quantizer": repr(quantizer),
-        "data": f"{ids.shape[0]} samples of {ids.shape[1]} tokens, {digest([ids])}",
+        "data": given,
         "formats": json.dumps(dict(schemes)),
         "kv_scales": str(calibration.kv_scales),
     }

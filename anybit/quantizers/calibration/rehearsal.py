@@ -27,7 +27,7 @@ class Call:
 
 
 def rehearse(runner: BlockRunner, at_work: Callable[[int], AbstractContextManager[None]]) -> None:
-    """Run the model on a few tokens, whole and block by block, and compare the blocks' arguments.
+    """Run the model on a short sample, whole and block by block; compare the blocks' arguments.
 
     Calibration quantizes a model for what its blocks get when they run one at a time. That is
     another thing when layers lie between the blocks, when a block runs twice, or when blocks hand
@@ -39,9 +39,11 @@ def rehearse(runner: BlockRunner, at_work: Callable[[int], AbstractContextManage
         at_work: Inside `at_work(index)` a block has its weights, on the runner's device.
 
     Raises:
-        InvalidInput: The model does not run on token ids alone, or not block by block.
+        InvalidInput: The model does not run on what it is given, or not block by block.
     """
-    ids, kind = runner.batches[0][:1, :TOKENS], type(runner.model).__name__
+    kind, sample = type(runner.model).__name__, runner.batches[0]
+    if runner.tokens:  # other inputs cannot be cut without knowing what they are
+        sample = {"input_ids": sample["input_ids"][:1, :TOKENS]}
     calls: list[Call] = []
     results: list[Any] = []  # as they were returned, of the block before
 
@@ -60,22 +62,23 @@ def rehearse(runner: BlockRunner, at_work: Callable[[int], AbstractContextManage
         calls.append(Call(at, given, hidden.clone(), to_each(tail, Tensor.clone)))
         return out
 
-    runner.run_all(ids, watch, use_cache=False)
+    runner.run_all(sample, watch)
     order = [call.index for call in calls]
     if order != list(range(len(runner.blocks))):
         raise InvalidInput(
-            f"{kind} runs its {len(runner.blocks)} blocks in the order {order} on token ids, not "
-            "each of them once and in turn; quantize it without calibration data"
+            f"{kind} runs its {len(runner.blocks)} blocks in the order {order} on {runner.given}, "
+            "not each of them once and in turn; quantize it without calibration data"
         )
     hidden, passed = None, ()
     for call in calls:
-        given = runner.run_one(call.index, ids, hidden, passed, take)
+        given = runner.run_one(call.index, sample, hidden, passed, take, "sample")
         if not same(given, call.given):
             raise InvalidInput(
                 f"{kind} does not run block by block: block {call.index} depends on more than the "
                 "results of the one before it; quantize it without calibration data"
             )
         hidden, passed = call.hidden, call.tail or ()
+    runner.forget()
 
 
 def take(at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
