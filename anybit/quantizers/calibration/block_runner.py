@@ -103,18 +103,20 @@ class BlockRunner:
                     last[:] = [(name, x)]
                 first = source.setdefault(name, last[0][0])
                 if first == name:
-                    context = x.untyped_storage().data_ptr() in self.context
-                    mask = masks.context if context else masks.own
-                    # Experts get no padding; outside of blocks, there are sequences of other kinds.
-                    clear = name.startswith(experts) or not inside
-                    rows = real_rows(x, mask)
-                    if rows is None and not clear:
+                    beside = x.untyped_storage().data_ptr() in self.context
+                    encoded = beside and self.encoder is not None
+                    rows = real_rows(x, masks.context if encoded else masks.own)
+                    # Experts get no padding. Outside of blocks, and in what blocks read beside
+                    # hidden states (images), sequences are of other kinds than the mask's.
+                    other = not inside or (beside and not encoded)
+                    if rows is None and (other or name.startswith(experts)):
+                        rows = x.detach().flatten(0, -2)
+                    if rows is None:
                         raise InvalidInput(
                             f"{name}: its input {tuple(x.shape)} is not of the attention mask's "
                             "shape, so padding cannot be told from tokens; give batches without "
                             "padding, of one sample each"
                         )
-                    rows = x.detach().flatten(0, -2) if rows is None else rows
                     seen.setdefault(name, Statistics()).add(rows, needs, every)
                 if not inside and len(source) == len(names) and name == names[-1]:
                     raise _Done(x)
@@ -188,7 +190,7 @@ class BlockRunner:
         whole: dict[int, Tensor] = {}
         handles = [
             block.register_forward_hook(
-                lambda m, args, out, at=at: whole.__setitem__(at, as_tuple(out)[0])
+                lambda m, args, out, at=at: whole.__setitem__(at, some_rows(as_tuple(out)[0]))
             )
             for at, block in enumerate(self.blocks)
         ]
@@ -202,9 +204,9 @@ class BlockRunner:
             if index in whole and not torch.isfinite(whole[index].sum()):
                 return  # which `advance` says of the block that it comes from
             alone.advance(index)
-            got, want = alone.hidden[0], whole[index]
-            assert got is not None
-            error = (got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-12)
+            hidden, want = alone.hidden[0], whole[index]
+            assert hidden is not None
+            error = (some_rows(hidden) - want).float().norm() / want.float().norm().clamp_min(1e-12)
             if float(error) > max(1e-3, 4 * torch.finfo(want.dtype).eps):
                 raise InvalidInput(
                     f"{type(self.model).__name__} does not run block by block: alone, block "
@@ -225,11 +227,12 @@ class BlockRunner:
         return main.numel() if main.ndim < 3 else main.shape[0] * max(main.shape[1:])
 
     def _real_output(self, index: int, batch: int, samples: int | None = None) -> Tensor:
+        """The output of block `index` on a batch, less padding."""
         out: Tensor = self._call(index, batch, samples=samples)[0]
-        rows, mask = None, self._masks(batch).own
-        if mask is not None and out.shape[:-1] == mask.shape:
-            rows = out[mask.to(out.device)]
-        return out if rows is None else rows
+        mask = self._masks(batch).own
+        if mask is None or out.shape[:-1] != mask.shape:
+            return out
+        return out[mask.to(out.device)]
 
     def _reads_more(self, index: int) -> bool:
         """Whether block `index` is given what the one before it returned after hidden states."""
@@ -241,7 +244,9 @@ class BlockRunner:
 
     def _inputs(self, batch: int, samples: int | None) -> dict[str, Any]:
         """The model's arguments."""
-        inputs = {k: v[:samples].to(self.home) for k, v in self.batches[batch].items()}
+        inputs = {k: v.to(self.home) for k, v in self.batches[batch].items()}
+        if samples:
+            inputs = {k: v[:samples] for k, v in inputs.items()}
         given = self.tokens or "use_cache" in inspect.signature(self.model.forward).parameters
         return inputs | ({"use_cache": False} if given else {})
 
@@ -360,6 +365,12 @@ def as_tuple(out: Any) -> tuple[Any, ...]:
     if not isinstance(out, tuple | list):
         return (out,)
     return (out[0], *(x if isinstance(x, Tensor) else None for x in out[1:]))
+
+
+def some_rows(x: Tensor) -> Tensor:
+    """At most about 2 * `CHECKED` rows of hidden states, evenly spaced, in memory of their own."""
+    rows = x.flatten(0, -2)
+    return rows[:: max(1, len(rows) // CHECKED)].clone()
 
 
 def tensors_in(value: Any) -> list[Tensor]:
