@@ -383,10 +383,12 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def find_blocks(model: nn.Module, names: list[str]) -> tuple[str, list[nn.Module]]:
-    """The decoder's blocks: the outermost ModuleList that holds most of the named layers.
+    """The model's blocks: the outermost ModuleList that holds most of the named layers.
+
+    In a model that sees or hears, those of its language model.
 
     Args:
-        model: A decoder.
+        model: A model of blocks.
         names: Layers to be quantized.
 
     Returns:
@@ -395,6 +397,9 @@ def find_blocks(model: nn.Module, names: list[str]) -> tuple[str, list[nn.Module
     Raises:
         InvalidInput: No ModuleList holds any of the layers.
     """
+    language = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
+    start = next((f"{n}." for n, m in model.named_modules() if n and m is language), "")
+    names = [name for name in names if name.startswith(start)] or names
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     held = {n: sum(name.startswith(f"{n}.") for name in names) for n in lists}
     best = max(held, key=lambda n: (held[n], -n.count(".")), default="")
