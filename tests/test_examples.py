@@ -106,6 +106,17 @@ def test_plan_under_budget(
     assert f"{stored * 8 / linear:.2f} bits a weight" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # see test_peft
+def test_finetune(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = run("finetune", monkeypatch, 4)
+    before, after = left["losses"]
+    assert after < before - 0.01
+    assert (folder / "out/finetune/adapter/adapter_model.safetensors").is_file()
+    merged = dict(quantized_layers(load(folder / "out/finetune/merged")))
+    assert {layer.scheme for layer in merged.values()} == {"int4:group=64"}
+    assert left["loss"]() < before
+
+
 def test_w4a8_serve(folder: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -107,18 +107,20 @@ class BlockRunner:
                     last[:] = [(name, x)]
                 first = source.setdefault(name, last[0][0])
                 if first == name:
-                    context = x.untyped_storage().data_ptr() in self.context
-                    mask = masks.context if context else masks.own
-                    # Experts get no padding; outside of blocks, there are sequences of other kinds.
-                    clear = name.startswith(experts) or not inside
-                    rows = real_rows(x, mask)
-                    if rows is None and not clear:
+                    beside = x.untyped_storage().data_ptr() in self.context
+                    encoded = beside and self.encoder is not None
+                    rows = real_rows(x, masks.context if encoded else masks.own)
+                    # Experts get no padding. Outside of blocks, and in what blocks read beside
+                    # hidden states (images), sequences are of other kinds than the mask's.
+                    other = not inside or (beside and not encoded)
+                    if rows is None and (other or name.startswith(experts)):
+                        rows = x.detach().flatten(0, -2)
+                    if rows is None:
                         raise InvalidInput(
                             f"{name}: its input {tuple(x.shape)} is not of the attention mask's "
                             "shape, so padding cannot be told from tokens; give batches without "
                             "padding, of one sample each"
                         )
-                    rows = x.detach().flatten(0, -2) if rows is None else rows
                     seen.setdefault(name, Statistics()).add(rows, needs, every)
                 if not inside and len(source) == len(names) and name == names[-1]:
                     raise Done(x)
