@@ -88,7 +88,7 @@ def calibrate_checkpoint(
             shutil.rmtree(partial)
         raise
     finish(partial, source, work, model, prefix)
-    write_card(partial, str(source), work.layers)
+    write_card(partial, str(source), work.quantized)
     move_directory(partial, out)
     return out
 

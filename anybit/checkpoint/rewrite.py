@@ -66,7 +66,7 @@ class Rewrite(ABC):
         """Read, change and write one unit."""
 
     @property
-    def layers(self) -> list[tuple[str, tuple[int, int]]]:
+    def quantized(self) -> list[tuple[str, tuple[int, int]]]:
         """Scheme and shape (N, K) of each layer that is quantized, for the model card."""
         return []
 
@@ -138,8 +138,8 @@ def rewrite(
                         work.write(name, shard)
                         step(work.nbytes([name]), name)
         after = finish(partial, source, work)
-        if work.layers:
-            write_card(partial, str(source), work.layers)
+        if work.quantized:
+            write_card(partial, str(source), work.quantized)
         move_directory(partial, out)
         (out / MANIFEST).unlink()
     except BaseException as error:

@@ -162,7 +162,7 @@ class Quantization(Rewrite):
         return {**self.config, "quantization_config": quantization_config(self.formats)}
 
     @property
-    def layers(self) -> list[tuple[str, tuple[int, int]]]:
+    def quantized(self) -> list[tuple[str, tuple[int, int]]]:
         shapes = ((s, self.stored[name].shape) for name, s in self.schemes.items())
         return [(scheme, (shape[0], shape[1])) for scheme, shape in shapes]
 
