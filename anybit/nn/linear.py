@@ -197,8 +197,9 @@ class QuantLinear(nn.Module):
         self.prepare(dtype)
         return self.prepared or prepared
 
-    @torch.compiler.assume_constant_result  # so that it runs now, and is no part of the graph
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _prepare_while_tracing(self, dtype: torch.dtype) -> None:
+        """`_prepared_for` during the tracing itself: no part of the graph."""
         if self.prepared is None or self.prepared.dtype not in (None, dtype):
             self._prepared_for(dtype)
 
