@@ -10,7 +10,6 @@ The floor is a sum over 256 MB of fp32, in the same rounds.
 import argparse
 import csv
 import datetime
-import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 import anybit
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
-from anybit.kernels.native.isa import isa
+from anybit.kernels.native.isa import isa, processor
 from anybit.nn.linear import QuantLinear
 
 COLUMNS = (
@@ -154,14 +153,6 @@ def row(c: Contestant, times: dict[str, list[float]], m: int, n: int, k: int) ->
         round(us, 1), round(c.nbytes / us / 1e3, 2), round(dense, 3), round(floor, 3),
     )  # fmt: skip
     return dict(zip(COLUMNS, values, strict=True))
-
-
-def processor() -> str:
-    """The model's name as Linux knows it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def write(rows: Sequence[dict[str, object]], path: Path) -> None:

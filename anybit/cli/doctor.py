@@ -5,6 +5,7 @@ import importlib.metadata
 import inspect
 import platform
 import textwrap
+from importlib.util import find_spec
 
 import torch
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from anybit.core.format import Format, get_format, known_formats
 from anybit.kernels.backend import LayerSpec
+from anybit.kernels.native.isa import isa, processor
 from anybit.kernels.registry import refusals
 
 PACKAGES = (
@@ -22,8 +24,14 @@ PACKAGES = (
     "numpy",
     "triton",
     "nvidia-cutlass-dsl",
+    "llvmlite",
 )
 SHAPE = (4096, 4096)
+WITHOUT_LLVM = (
+    "pip install 'anybit\\[cpu]' adds `native`, kernels for this processor that multiply every "
+    "format in its few bits. Without it, `cpu` multiplies integers with one scale a row as int8, "
+    "and `dense` holds a decoded copy of every other weight, 16 bits or more for each."
+)
 
 
 def doctor(console: Console | None = None) -> None:
@@ -40,6 +48,8 @@ def doctor(console: Console | None = None) -> None:
             before = list(answers)[: list(answers).index(taken)]
             table.add_row(spec, taken, "\n".join(f"{name}: {answers[name]}" for name in before))
         console.print(table)
+        if device == "cpu" and find_spec("llvmlite") is None:
+            console.print(WITHOUT_LLVM)
     console.print(
         f"Asked for a weight of {SHAPE[0]}x{SHAPE[1]}; weights only, no quantized activations."
     )
@@ -111,8 +121,9 @@ def version(package: str) -> str:
 
 def devices() -> dict[str, str]:
     """Devices of this machine and what they are, in words."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    out = {"cpu": f"{torch.get_num_threads()} threads, {capability}"}
+    level = isa() if find_spec("llvmlite") else None
+    kernels = f"`native` compiles for {level.name}" if level else "no compiled kernels"
+    out = {"cpu": f"{processor()}, {torch.get_num_threads()} threads, {kernels}"}
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         out[f"cuda:{index}"] = (
