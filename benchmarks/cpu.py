@@ -8,6 +8,7 @@ The floor is a sum over 256 MB of fp32, in the same rounds.
 """
 
 import argparse
+import copy
 import csv
 import datetime
 import time
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 import anybit
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
+from anybit.kernels.native import memory
 from anybit.kernels.native.isa import isa, processor
 from anybit.nn.linear import QuantLinear
 
@@ -94,13 +96,21 @@ class Quantized(Contestant):
         fmt, activation = parse_scheme(scheme)
         packed = tall(anybit.quantize_tensor(random(k), fmt), n)
         self.name, self.nbytes = scheme, packed.nbytes()
-        self.layers = []
-        for _ in range(self.copies()):
-            layer = QuantLinear(packed, None, activation, torch.bfloat16)
-            layer(tokens(1, k))
-            layer.release()
-            self.layers.append(layer)
-        self.backend = layer.backend
+        layer = QuantLinear(packed, None, activation, torch.bfloat16)
+        layer(tokens(1, k))
+        self.backend = layer.release().backend
+        self.layers = [layer, *(twin(layer) for _ in range(self.copies() - 1))]
+
+
+def twin(layer: QuantLinear) -> QuantLinear:
+    """A layer with the same weight in other memory."""
+    out = copy.copy(layer)
+    assert layer.prepared is not None
+    layout = (memory.empty(t.nbytes).view(t.dtype).view(t.shape) for t in layer.prepared.layout)
+    out.prepared = layer.prepared._replace(layout=tuple(layout))
+    for to, tensor in zip(out.prepared.layout, layer.prepared.layout, strict=True):
+        to.copy_(tensor)
+    return out
 
 
 def random(k: int) -> Tensor:
@@ -123,7 +133,7 @@ def tall(packed: Packed, n: int) -> Packed:
 @torch.inference_mode()
 def rounds(contestants: Sequence[Contestant], x: Tensor, seconds: float) -> dict[str, list[float]]:
     """Microseconds of every contestant in every round, and of reading a byte ("floor")."""
-    memory = torch.ones(64 << 20)
+    read = torch.ones(64 << 20)
     times: dict[str, list[float]] = {name: [] for name in ("floor", *(c.name for c in contestants))}
 
     def take(name: str, call: Callable[[int], object], turn: int, share: float = 1) -> None:
@@ -135,7 +145,7 @@ def rounds(contestants: Sequence[Contestant], x: Tensor, seconds: float) -> dict
     stop = time.perf_counter() + seconds
     turn = 0
     while time.perf_counter() < stop or turn < 6:
-        take("floor", lambda _: memory.sum(), turn, 1 / memory.nbytes)
+        take("floor", lambda _: read.sum(), turn, 1 / read.nbytes)
         for c in contestants:
             take(c.name, lambda i, c=c: c.layers[i % len(c.layers)](x), turn)  # type: ignore[misc]
         turn += 2
