@@ -248,10 +248,8 @@ def described(problem: dict[str, Any]) -> str:
     if kind == "json_invalid":
         reason = problem.get("ctx", {}).get("error", problem["msg"])
         return f"the body is not JSON: {reason} (at character {where[-1] if where else 0})"
-    if kind == "extra_forbidden":
-        return f"{path}: this server knows no such field"
     if not where:
-        return "the body is empty" if kind == "missing" else f"the body: {problem['msg']}"
+        return "the body is empty" if kind == "missing" else problem["msg"]
     return f"{path}: {problem['msg']}"
 
 

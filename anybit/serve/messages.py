@@ -64,7 +64,7 @@ AnyPart = Annotated[
 
 class MessageParam(protocol.Request):
     role: Literal["user", "assistant"]
-    content: str | list[AnyPart]
+    content: str | Annotated[list[AnyPart], Field(fail_fast=True)]
 
 
 class ToolParam(Part):
@@ -88,7 +88,7 @@ class MessagesRequest(protocol.Request):
     """POST /v1/messages."""
 
     model: str
-    messages: list[MessageParam] = Field(min_length=1)
+    messages: list[MessageParam] = Field(min_length=1, fail_fast=True)
     max_tokens: int = Field(ge=1)
     system: str | list[TextPart] | None = None
     temperature: float | None = Field(None, ge=0, le=1)
@@ -137,7 +137,7 @@ class CountRequest(protocol.Request):
     """POST /v1/messages/count_tokens."""
 
     model: str
-    messages: list[MessageParam] = Field(min_length=1)
+    messages: list[MessageParam] = Field(min_length=1, fail_fast=True)
     system: str | list[TextPart] | None = None
     tools: list[ToolParam] | None = None
     tool_choice: ToolChoice | None = None

@@ -36,10 +36,19 @@ class Request(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def whole_numbers(cls, data: Any) -> Any:
-        """JSON has one kind of number: 16.0 is an integer."""
+    def known(cls, data: Any) -> Any:
+        """Refuse the first unknown field, of which there may be many; take 16.0 as an integer.
+
+        JSON has one kind of number.
+        """
         if not isinstance(data, dict):
             return data
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in data if name not in names), None)
+        if unknown is not None:
+            raise PydanticCustomError(
+                "unknown_field", "this server knows no field {name}", {"name": repr(unknown)[:200]}
+            )
         return {
             k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in data.items()
         }
@@ -65,10 +74,10 @@ Several = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 
 def shape(prompt: Any) -> str:
     """Which kind of prompt this is, by its first item: one error then, not one for each kind."""
-    first = prompt[0] if isinstance(prompt, list) and prompt else 0
-    if isinstance(prompt, list):
-        return {str: "texts", list: "lists"}.get(type(first), "tokens")
-    return "text"
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else 0
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "tokens"
 
 
 Prompt = Annotated[
@@ -235,7 +244,7 @@ class ContentPart(Request):
     text: str
 
 
-Content = str | Annotated[list[ContentPart], Field(min_length=1)]
+Content = str | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)]
 
 
 def plain(content: Content | None) -> str:
@@ -296,7 +305,7 @@ class ChatMessage(Request):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions. Without a limit, the answer may fill the model's context."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_tokens: int | None = Field(None, ge=0)
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
@@ -327,7 +336,7 @@ class TokenizeRequest(Request):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, fail_fast=True)
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -336,7 +345,7 @@ class DetokenizeRequest(Request):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Token]
+    tokens: list[Token] = Field(fail_fast=True)
 
 
 # Errors, in OpenAI's form and in Anthropic's.

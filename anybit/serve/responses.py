@@ -87,7 +87,7 @@ class ResponsesRequest(protocol.Request):
     """POST /v1/responses."""
 
     model: str | None = None
-    input: protocol.Text | Annotated[list[Item], Field(min_length=1)]
+    input: protocol.Text | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100)
