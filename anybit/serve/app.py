@@ -30,7 +30,9 @@ log = logging.getLogger("anybit.serve")
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": protocol.Error} for status in (400, 401, 404, 408, 413, 500, 503)
 }
-STREAM = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
 NOTHING: dict[int | str, dict[str, Any]] = {200: {"content": {}, "description": "Well"}}
 METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
 

@@ -41,7 +41,7 @@ class Gate:
             await send(message)
 
         if scope["method"] == "HEAD":  # a GET, of which the server sends no body
-            scope = scope | {"method": "GET"}
+            scope = {**scope, "method": "GET"}
         try:
             refusal = self._refusal(scope)
             if refusal is None:

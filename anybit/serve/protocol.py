@@ -129,10 +129,10 @@ ResponseFormat = TextFormat | JsonFormat | SchemaFormat
 class StructuredOutputs(Request):
     """vLLM's: exactly one of them."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: Literal[True] | None = None
     regex: str | None = None
-    choice: list[Text] | None = Field(None, min_length=1)
+    choice: list[Text] | None = Field(default=None, min_length=1)
     grammar: str | None = None
 
 
@@ -140,19 +140,19 @@ class Sampling(Request):
     """What completions and chat have in common."""
 
     model: str | None = None
-    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, description="0 or -1: all tokens")
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, description="0 or -1: all tokens")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: Bias | None = None
-    seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED)
+    seed: int | None = Field(default=None, ge=-MAX_SEED, le=MAX_SEED)
     stop: Stop | None = None
-    stop_token_ids: list[Token] | None = Field(None, max_length=MAX_STOPS)
-    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: list[Token] | None = Field(default=None, max_length=MAX_STOPS)
+    min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
@@ -162,7 +162,7 @@ class Sampling(Request):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[Text] | None = Field(None, min_length=1)
+    guided_choice: list[Text] | None = Field(default=None, min_length=1)
     guided_grammar: str | None = None
     # Names that clients give their requests; they change nothing.
     user: str | None = None
@@ -233,10 +233,10 @@ class CompletionRequest(Sampling):
 
     prompt: Prompt
     suffix: str | None = None
-    max_tokens: int | None = Field(16, ge=0)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: int | None = Field(default=16, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
-    best_of: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    best_of: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
 
 
 class ContentPart(Request):
@@ -306,10 +306,10 @@ class ChatRequest(Sampling):
     """POST /v1/chat/completions. Without a limit, the answer may fill the model's context."""
 
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
-    max_tokens: int | None = Field(None, ge=0)
-    max_completion_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(default=None, ge=0)
+    max_completion_tokens: int | None = Field(default=None, ge=0)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -336,7 +336,7 @@ class TokenizeRequest(Request):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1, fail_fast=True)
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1, fail_fast=True)
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
 
