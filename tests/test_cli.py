@@ -118,12 +118,6 @@ def test_doctor_shows_a_backend_for_every_format() -> None:
     assert "unknown format 'int9'" in run("doctor", "int9", code=1)[1]
 
 
-def test_doctor_says_what_an_extra_would_bring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anybit.kernels.native.backend.find_spec", lambda name: None)
-    stdout, _ = run("doctor")
-    assert "anybit[cpu]" in stdout
-
-
 def test_doctor_says_what_the_extra_for_cpus_would_bring(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "adds `native`" not in run("doctor")[0]
     find = importlib.util.find_spec
