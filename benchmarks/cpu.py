@@ -8,9 +8,9 @@ The floor is a sum over 256 MB of fp32, in the same rounds.
 """
 
 import argparse
+import copy
 import csv
 import datetime
-import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 import anybit
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
-from anybit.kernels.native.isa import isa
+from anybit.kernels.native import memory
+from anybit.kernels.native.isa import isa, processor
 from anybit.nn.linear import QuantLinear
 
 COLUMNS = (
@@ -95,13 +96,21 @@ class Quantized(Contestant):
         fmt, activation = parse_scheme(scheme)
         packed = tall(anybit.quantize_tensor(random(k), fmt), n)
         self.name, self.nbytes = scheme, packed.nbytes()
-        self.layers = []
-        for _ in range(self.copies()):
-            layer = QuantLinear(packed, None, activation, torch.bfloat16)
-            layer(tokens(1, k))
-            layer.release()
-            self.layers.append(layer)
-        self.backend = layer.backend
+        layer = QuantLinear(packed, None, activation, torch.bfloat16)
+        layer(tokens(1, k))
+        self.backend = layer.release().backend
+        self.layers = [layer, *(twin(layer) for _ in range(self.copies() - 1))]
+
+
+def twin(layer: QuantLinear) -> QuantLinear:
+    """A layer with the same weight in other memory."""
+    out = copy.copy(layer)
+    assert layer.prepared is not None
+    layout = (memory.empty(t.nbytes).view(t.dtype).view(t.shape) for t in layer.prepared.layout)
+    out.prepared = layer.prepared._replace(layout=tuple(layout))
+    for to, tensor in zip(out.prepared.layout, layer.prepared.layout, strict=True):
+        to.copy_(tensor)
+    return out
 
 
 def random(k: int) -> Tensor:
@@ -124,7 +133,7 @@ def tall(packed: Packed, n: int) -> Packed:
 @torch.inference_mode()
 def rounds(contestants: Sequence[Contestant], x: Tensor, seconds: float) -> dict[str, list[float]]:
     """Microseconds of every contestant in every round, and of reading a byte ("floor")."""
-    memory = torch.ones(64 << 20)
+    read = torch.ones(64 << 20)
     times: dict[str, list[float]] = {name: [] for name in ("floor", *(c.name for c in contestants))}
 
     def take(name: str, call: Callable[[int], object], turn: int, share: float = 1) -> None:
@@ -136,7 +145,7 @@ def rounds(contestants: Sequence[Contestant], x: Tensor, seconds: float) -> dict
     stop = time.perf_counter() + seconds
     turn = 0
     while time.perf_counter() < stop or turn < 6:
-        take("floor", lambda _: memory.sum(), turn, 1 / memory.nbytes)
+        take("floor", lambda _: read.sum(), turn, 1 / read.nbytes)
         for c in contestants:
             take(c.name, lambda i, c=c: c.layers[i % len(c.layers)](x), turn)  # type: ignore[misc]
         turn += 2
@@ -154,14 +163,6 @@ def row(c: Contestant, times: dict[str, list[float]], m: int, n: int, k: int) ->
         round(us, 1), round(c.nbytes / us / 1e3, 2), round(dense, 3), round(floor, 3),
     )  # fmt: skip
     return dict(zip(COLUMNS, values, strict=True))
-
-
-def processor() -> str:
-    """The model's name as Linux knows it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def write(rows: Sequence[dict[str, object]], path: Path) -> None:

@@ -56,8 +56,9 @@ def main() -> None:
     parser.add_argument("--llama-cpp", type=Path, metavar="NODE")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=16, help="of a round's text")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prompts", type=int, default=2, help="rounds with a prompt")
     parser.add_argument("--out", type=Path, help="a CSV that rows are added to")
     args = parser.parse_intermixed_args()
     torch.set_num_threads(args.threads)
@@ -233,13 +234,14 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     contestants = [Contestant(name, args) for name in args.formats]
     data, floors = torch.zeros(FLOOR // 4), []
     for c in contestants:
-        c.seconds("prompt", args.prompt)  # compiles what is not yet
+        c.seconds("prompt", 64)  # compiles what is not yet
         c.seconds("decode", 4)
-    for _ in range(args.rounds):
+    for i in range(args.rounds):
         floors.append(read_seconds(data))
         for c in contestants:
-            c.prompts.append(c.seconds("prompt", args.prompt))
             c.decodes.append(c.seconds("decode", args.tokens))
+            if i < args.prompts:
+                c.prompts.append(c.seconds("prompt", args.prompt))
     bandwidth = FLOOR / median(floors)
     for c in contestants:
         c.process.kill()

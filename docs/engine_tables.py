@@ -32,6 +32,8 @@ def made() -> dict[str, str]:
         "engine_llama2": engine("llama-2-7b"),
         "engine_parts": parts(),
         "vllm": vllm(),
+        "cpu_model": cpu_model(),
+        "cpu_speeds": cpu_speeds(),
     }
 
 
@@ -99,6 +101,40 @@ def speeds() -> str:
         out += [[name, *row]] * any(row)
     titles = ["", "GEMM, M=1", "M=16", "M=64", "M=256"]
     titles += ["step, batch 1", "batch 64, INT8 KV", "128, INT8 KV", "256, INT8 KV"]
+    return markdown(titles, out)
+
+
+def cpu_rows() -> list[tuple[Row, Row, list[list[str]]]]:
+    """anybit's and llama.cpp's rows, measured in turns; speeds and ratio of decode and prompt."""
+    rows, out = read("cpu_model"), []
+    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
+        assert (ours["engine"], theirs["engine"]) == ("anybit", "llama.cpp")
+        speeds = []
+        for what, digits in (("decode", 1), ("prompt", 0)):
+            a, b = (float(row[f"{what}_tokens_per_s"]) for row in (ours, theirs))
+            speeds.append([f"{a:.{digits}f}", f"{b:.{digits}f}", f"{a / b:.2f}x"])
+        out.append((ours, theirs, speeds))
+    return sorted(out, key=lambda row: -float(row[0]["weights_gb"]))
+
+
+def cpu_model() -> str:
+    out = [
+        [f"`{ours['format']}`", theirs["format"], *decode, *prompt,
+         f"{float(ours['vs_floor']):.2f}"]
+        for ours, theirs, (decode, prompt) in cpu_rows()
+    ]  # fmt: skip
+    titles = ["anybit", "llama.cpp", "decode: anybit", "llama.cpp", "", "prompt of 512: anybit"]
+    return markdown([*titles, "llama.cpp", "", "anybit's step / read floor"], out, 2)
+
+
+def cpu_speeds() -> str:
+    """README.md."""
+    out = [
+        [f"`{ours['format']}`", decode[0], f"{decode[2]} {theirs['format']}",
+         prompt[0], f"{prompt[2]} {theirs['format']}"]
+        for ours, theirs, (decode, prompt) in cpu_rows()
+    ]  # fmt: skip
+    titles = ["", "decode", "to llama.cpp", "prompt of 512", "to llama.cpp"]
     return markdown(titles, out)
 
 

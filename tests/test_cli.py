@@ -1,5 +1,6 @@
 """The command line: what it prints, writes, refuses, and exits with."""
 
+import importlib.util
 import json
 import os
 import re
@@ -117,10 +118,15 @@ def test_doctor_shows_a_backend_for_every_format() -> None:
     assert "unknown format 'int9'" in run("doctor", "int9", code=1)[1]
 
 
-def test_doctor_says_what_an_extra_would_bring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anybit.kernels.native.backend.find_spec", lambda name: None)
+def test_doctor_says_what_the_extra_for_cpus_would_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "adds `native`" not in run("doctor")[0]
+    find = importlib.util.find_spec
+    without = lambda name, *_: None if name == "llvmlite" else find(name)  # noqa: E731
+    for module in ("anybit.cli.doctor", "anybit.kernels.native.backend"):
+        monkeypatch.setattr(f"{module}.find_spec", without)
     stdout, _ = run("doctor")
-    assert "anybit[cpu]" in stdout
+    assert "no compiled kernels" in stdout
+    assert "pip install 'anybit[cpu]' adds `native`" in " ".join(stdout.split())
 
 
 def test_formats_lists_every_name_with_its_bits() -> None:

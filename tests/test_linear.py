@@ -424,12 +424,51 @@ def test_models_look_at_the_weight():
     decoded = q.dequantize(torch.bfloat16)
     assert torch.equal(nn.functional.linear(x, weight), nn.functional.linear(x, decoded))
     assert torch.equal(weight[:3].float(), decoded[:3].float())
-    assert type(weight.data) is torch.Tensor
+    assert torch.equal(weight.T @ weight, decoded.T @ decoded)
+    assert weight.detach().float().numpy().shape == (N, K)
     assert "weight" not in {*q.state_dict(), *dict(q.named_parameters())}
     assert q.half().weight.dtype == torch.float16
     initialization.normal_(weight)  # leaves it alone
+    assert torch.equal(q.weight, q.dequantize(torch.float16))
+    assert repr(weight) == repr(decoded)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w.zero_(),
+        lambda w: w.__setitem__(0, 1.0),
+        lambda w: w[0].copy_(torch.zeros(K)),
+        lambda w: w.T.mul_(2),
+        lambda w: w.data.fill_(1),
+        lambda w: w.view(-1)[3:].zero_(),
+        lambda w: w.chunk(2)[1].add_(1),
+        lambda w: w.mul_(torch.ones(N, 1)),
+        lambda w: w.div_(0),
+        lambda w: w.requires_grad_(False).clamp_(0),
+    ],
+)
+def test_nothing_is_written_to_a_weight_without_a_word(write):
+    q = layer("fp6")
+    before = q.dequantize()
     with pytest.raises(RuntimeError, match="cannot be written to; dequantize_"):
-        weight.zero_()
+        write(q.weight)
+    assert torch.equal(q.dequantize(), before)
+
+
+def test_a_weight_is_multiplied_by_a_number():
+    """As RWKV divides the weights of later blocks when it starts to run."""
+    q, x = layer("int4:group=64,zero", keep="decoded"), tokens(3, torch.float32)
+    q.bias = None
+    before, y = q.dequantize(), q(x)
+    q.weight.div_(2**2)
+    assert torch.equal(q.dequantize(), before / 4)
+    assert torch.equal(q(x), y / 4)
+    q.weight.mul_(torch.tensor(4.0))
+    assert torch.equal(q(x), y)
+    with pytest.raises(RuntimeError, match="would be rounded"):
+        q.weight.mul_(1 / 3)
+    assert torch.equal(q.dequantize(), before)
 
 
 def test_a_released_weight_has_a_dtype_and_no_values():

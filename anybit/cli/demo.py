@@ -6,9 +6,11 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -25,8 +27,10 @@ from torch.nn import Linear
 import anybit
 from anybit.cli import report
 from anybit.cli.report import COLUMNS, Results, Row, cells
+from anybit.engine.llm import LLM
+from anybit.engine.sequence import SamplingParams
 from anybit.evaluate.corpus import held_out_text
-from anybit.evaluate.model import context_of, decode_speed, encode, load_text_model
+from anybit.evaluate.model import context_of, encode, load_text_model
 from anybit.evaluate.perplexity import Remembered, excerpts, score
 from anybit.files.picture import require_matplotlib
 from anybit.nn.model import quantized_layers
@@ -50,6 +54,7 @@ FORMATS = (
 )
 TOKENS = 16384
 SAVED = "fp6"  # the format of the checkpoint that is kept
+PROMPT_TOKENS, STEPS = 16, 64  # for the speed
 PROMPT = "def fibonacci(n):"
 
 FRESH = """\
@@ -98,7 +103,7 @@ def demo(
         f"{len(documents)} modules of Python's standard library that training left out, against "
         "the dense model.\nbits: per weight of the quantized layers, with scales. MB: the whole "
         "checkpoint. KL: nats per token. top-1: positions with the same likeliest token. tokens/s: "
-        "greedy decoding on this CPU."
+        f"greedy decoding by the engine on {processor()}, {torch.get_num_threads()} threads."
     )
     reference = Remembered(copy.deepcopy(dense).float())
     with Board(console, total * (1 + len(formats))) as board:
@@ -155,7 +160,7 @@ def measure(
         bits = (
             sum(p.nbytes() for p in layers) * 8 / sum(n * k for n, k in (p.shape for p in layers))
         )
-    size, speed = size_on_disk(model), decode_speed(model, documents[0][:16])
+    size, speed = stored(model, documents[0][:PROMPT_TOKENS].tolist())
     got = score(
         model.float(), documents, window=window, dense=reference, step=lambda n: step(name, n)
     )
@@ -164,15 +169,32 @@ def measure(
     return Row(name, bits, size, got.perplexity, got.perplexity_error, got.kl, got.agreement, speed)
 
 
-def size_on_disk(model: Any) -> int:
-    """Bytes of the model's tensors when it is saved."""
+def stored(model: Any, prompt: list[int]) -> tuple[int, float]:
+    """Bytes of the model's tensors when it is saved, and the speed of the engine with them."""
     with TemporaryDirectory(prefix="anybit-") as folder:
         target = Path(folder, "model")
         if any(quantized_layers(model)):
             anybit.save(model, target)
         else:
             model.save_pretrained(target)
-        return sum(file.stat().st_size for file in target.glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+        return size, engine_speed(target, prompt)
+
+
+def engine_speed(directory: Path, prompt: list[int]) -> float:
+    """Tokens a second of greedy decoding at batch 1, after the prompt has been read.
+
+    From the median time of a step, so that a pause of the machine does not count.
+    """
+    engine = LLM(directory, max_running=1).engine
+    params = SamplingParams(max_tokens=STEPS + 1, temperature=0, ignore_eos=True)
+    engine.add("speed", prompt, params)
+    times = []
+    while engine.busy:
+        start = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - start)
+    return 1 / median(times[1:])
 
 
 def complete_afresh(checkpoint: Path) -> str:

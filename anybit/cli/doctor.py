@@ -6,6 +6,7 @@ import inspect
 import platform
 import textwrap
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 
 import torch
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.table import Table
 from anybit.core.format import Format, get_format, known_formats
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.backend import LayerSpec
+from anybit.kernels.native.isa import isa, processor
 from anybit.kernels.registry import BACKENDS, refusals
 
 PACKAGES = (
@@ -27,6 +29,11 @@ PACKAGES = (
     "llvmlite",
 )
 SHAPE = (4096, 4096)
+WITHOUT_LLVM = (
+    "pip install 'anybit\\[cpu]' adds `native`, kernels for this processor that multiply every "
+    "format in its few bits. Without it, `cpu` multiplies integers with one scale a row as int8, "
+    "and `dense` holds a decoded copy of every other weight, 16 bits or more for each."
+)
 
 
 def doctor(schemes: Sequence[str] = (), console: Console | None = None) -> None:
@@ -46,6 +53,8 @@ def doctor(schemes: Sequence[str] = (), console: Console | None = None) -> None:
         (in_full if schemes else in_short)(console, answers, device.partition(":")[0])
         if device != "cpu" and (tested := self_test(torch.device(device))):
             console.print(tested)
+        if device == "cpu" and find_spec("llvmlite") is None:
+            console.print(WITHOUT_LLVM)
         console.print()
     console.print(
         f"Asked for a weight of {SHAPE[0]}x{SHAPE[1]}. `anybit doctor FORMAT...` shows every "
@@ -166,8 +175,9 @@ def version(package: str) -> str:
 
 def devices() -> dict[str, str]:
     """Devices of this machine and what they are, in words."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    out = {"cpu": f"{torch.get_num_threads()} threads, {capability}"}
+    level = isa() if find_spec("llvmlite") else None
+    kernels = f"`native` compiles for {level.name}" if level else "no compiled kernels"
+    out = {"cpu": f"{processor()}, {torch.get_num_threads()} threads, {kernels}"}
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         out[f"cuda:{index}"] = (

@@ -121,7 +121,7 @@ class Engine:
             raise InvalidInput(f"request {request!r} is running already")
         new = self.length if params.max_tokens is None else params.max_tokens
         limit = min(len(prompt) + new, self.length)
-        decode = self.decode and partial(self.decode, shown=params.shown)
+        decode = None if self.decode is None else partial(decoded, self.decode, params.shown)
         seqs = []
         for index in range(params.n):
             text = Detokenizer(decode, prompt, params.stop)
@@ -267,3 +267,8 @@ class Engine:
         log.error("a step with %d sequences failed", len(scheduled), exc_info=error)
         text = f"{type(error).__name__}: {error}"
         return [self._end(s.seq, "error", text) for s in scheduled if not s.seq.finish]
+
+
+def decoded(decode: Decode, shown: Items[int], tokens: list[int]) -> str:
+    """Text of tokens."""
+    return decode(tokens, shown)

@@ -298,7 +298,7 @@ def swap_for_dense(model: nn.Module, formats: Plan) -> dict[str, QuantLinear]:
         experts = model.get_submodule(name)
         if isinstance(experts, Experts):
             for key in experts.layout.tensors:
-                experts.register_parameter(key, module._parameters[key])
+                experts._parameters[key] = module._parameters[key]
     return out
 
 

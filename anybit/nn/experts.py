@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from anybit.nn.weight import DecodedWeight
+
 FUSED = ("gate_up_proj", "down_proj")
 # Model types whose checkpoints have other names for what transformers calls `mlp` and the gate, up
 # and down projections.
@@ -104,6 +106,29 @@ class Experts(nn.ModuleList):
         for e in range(len(fused.down_proj)):
             layers = {name: found[f"{e}.{name}"] for name in order}
             self.append(Expert(layers, getattr(fused, "act_fn", None), layout.gate, own))
+
+    def __getattr__(self, name: str) -> Any:
+        layout = self.__dict__.get("layout")
+        if layout and name in layout.tensors and name not in self._parameters:
+            return self.whole(name)
+        return super().__getattr__(name)
+
+    def whole(self, tensor: str) -> Tensor:
+        """The tensor of all experts that `fused` had, without memory, for who looks at it."""
+        key = "bias" if tensor.endswith("_bias") else "weight"
+        layers = self.layout.layers[tensor.removesuffix("_bias")]
+
+        def one(expert: nn.Module) -> Tensor:
+            found = torch.cat([getattr(getattr(expert, layer), key) for layer in layers])
+            return found.T if self.layout.transposed and key == "weight" else found
+
+        parts = [getattr(getattr(self[0], layer), key) for layer in layers]
+        shape = [sum(len(part) for part in parts), *parts[0].shape[1:]]
+        shape = shape[::-1] if self.layout.transposed else shape
+        return DecodedWeight(
+            (len(self), *shape), parts[0].dtype, parts[0].device,
+            lambda: torch.stack([one(expert) for expert in self]),
+        )  # fmt: skip
 
     def forward(
         self,

@@ -115,7 +115,26 @@ class QuantLinear(nn.Module):
             return ops.decode([getattr(self, m) for m in self.names], spec, n, k, self.weight_dtype)
         shape, dtype = (self.out_features, self.in_features), self.weight_dtype
         kept = self.prepared.layout if self.released and self.prepared else tuple(self.buffers())
-        return DecodedWeight(shape, dtype, kept[0].device, lambda: self.dequantize(dtype))
+        return DecodedWeight(
+            shape, dtype, kept[0].device, lambda: self.dequantize(dtype), self.multiply
+        )
+
+    def multiply(self, factor: float) -> None:
+        """Multiply the weight by a number, in place; it must be exact, as powers of two are.
+
+        Raises:
+            Unsupported: It is not, in the dtype of the scales.
+        """
+        before = self.packed.grid["scale"]
+        scale = before * factor
+        if not torch.equal(scale / factor, before):
+            raise Unsupported(
+                f"{self}: its weight cannot be multiplied by {factor:g}, since its scales, of "
+                f"{before.dtype}, would be rounded; dequantize_ the model, change it, and quantize "
+                "it again"
+            )
+        self.scale = scale
+        self.prepare(self.dtype)
 
     @property
     def packed(self) -> Packed:
@@ -178,8 +197,9 @@ class QuantLinear(nn.Module):
         self.prepare(dtype)
         return self.prepared or prepared
 
-    @torch.compiler.assume_constant_result  # so that it runs now, and is no part of the graph
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _prepare_while_tracing(self, dtype: torch.dtype) -> None:
+        """`_prepared_for` during the tracing itself: no part of the graph."""
         if self.prepared is None or self.prepared.dtype not in (None, dtype):
             self._prepared_for(dtype)
 

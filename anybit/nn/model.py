@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -329,7 +329,8 @@ def dequantize_(model: nn.Module) -> nn.Module:
 def dequantized(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """What `model.dequantize()` of transformers does, for a model that `quantize_` has changed."""
     if getattr(model, "hf_quantizer", None) is not None:  # loaded quantized, and quantized further
-        return cast(nn.Module, type(model).dequantize(model, dtype))  # type: ignore[operator]
+        whole: Any = type(model)
+        return cast(nn.Module, whole.dequantize(model, dtype))
     dequantize_(model)
     return model if dtype is None else model.to(dtype)
 

@@ -243,7 +243,8 @@ class CompletionsAnswer(OpenAI):
         if not (delta.text or delta.finish or delta.logprobs or asked.token_ids):
             return []
         found = [*(delta.prompt_logprobs or ()), *delta.logprobs]
-        part = {"text": delta.text, "logprobs": self.logprobs(step.text, found)}
+        part: dict[str, Any] = {"text": delta.text}
+        part["logprobs"] = self.logprobs(step.text, found)
         part |= {"finish_reason": delta.finish, "stop_reason": delta.stop_reason}
         if asked.token_ids:
             part["token_ids"] = delta.tokens

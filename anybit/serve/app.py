@@ -29,7 +29,9 @@ log = logging.getLogger("anybit.serve")
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": protocol.Error} for status in (400, 401, 404, 408, 413, 500, 503)
 }
-STREAM = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
 NOTHING: dict[int | str, dict[str, Any]] = {200: {"content": {}, "description": "Well"}}
 METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
 
@@ -243,10 +245,8 @@ def described(problem: dict[str, Any]) -> str:
     if kind == "json_invalid":
         reason = problem.get("ctx", {}).get("error", problem["msg"])
         return f"the body is not JSON: {reason} (at character {where[-1] if where else 0})"
-    if kind == "extra_forbidden":
-        return f"{path}: this server knows no such field"
     if not where:
-        return "the body is empty" if kind == "missing" else f"the body: {problem['msg']}"
+        return "the body is empty" if kind == "missing" else problem["msg"]
     return f"{path}: {problem['msg']}"
 
 

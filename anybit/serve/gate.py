@@ -34,28 +34,20 @@ class Gate:
             await self.app(scope, receive, send)
             return
         start, status = time.monotonic(), 0
-        settings = self.settings
 
-        async def patient(message: Message) -> None:
-            """Send, unless the client reads nothing for too long."""
+        async def noted(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
-            try:
-                async with asyncio.timeout(settings.patience):
-                    await send(message)
-            except TimeoutError:
-                raise OSError("the client does not read") from None
+            await send(message)
 
         if scope["method"] == "HEAD":  # a GET, of which the server sends no body
-            scope = scope | {"method": "GET"}
+            scope = {**scope, "method": "GET"}
         try:
             refusal = self._refusal(scope)
             if refusal is None:
-                await self.app(scope, self._limited(receive), patient)
+                await self.app(scope, self._limited(receive), noted)
             else:
-                await refuse(patient, *refusal)
-        except OSError:
-            pass  # of the connection: nobody is there any more
+                await refuse(noted, *refusal)
         finally:
             level = logging.DEBUG if scope["path"] in ("/health", "/metrics") else logging.INFO
             client, seconds = scope.get("client") or ("-",), time.monotonic() - start
@@ -128,13 +120,14 @@ async def refuse(send: Send, status: int, message: str, headers: dict[bytes, byt
 
 
 class Connection(H11Protocol):
-    """One connection. A client that sends no whole request head in time is left.
+    """One connection. A client that sends no whole request head in time, or reads nothing, is left.
 
-    uvicorn waits for ever for the first one, and for the rest of one that has begun.
+    uvicorn waits for ever for the first head, for the rest of one that has begun, and for readers.
     """
 
     patience = 60.0
     timer: asyncio.TimerHandle | None = None
+    stuck: asyncio.TimerHandle | None = None  # while more waits to be sent than is good
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -146,12 +139,26 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
+        self._read()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.transport.is_closing():
             self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.stuck = self.loop.call_later(self.patience, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._read()
+
+    def _read(self) -> None:
+        if self.stuck is not None:
+            self.stuck.cancel()
+            self.stuck = None
 
     def _watch(self) -> None:
         busy = self.cycle is not None and not self.cycle.response_complete

@@ -64,7 +64,7 @@ AnyPart = Annotated[
 
 class MessageParam(protocol.Request):
     role: Literal["user", "assistant"]
-    content: str | list[AnyPart]
+    content: str | Annotated[list[AnyPart], Field(fail_fast=True)]
 
 
 class ToolParam(Part):
@@ -88,13 +88,13 @@ class MessagesRequest(protocol.Request):
     """POST /v1/messages."""
 
     model: str
-    messages: list[MessageParam] = Field(min_length=1)
+    messages: list[MessageParam] = Field(min_length=1, fail_fast=True)
     max_tokens: int = Field(ge=1)
     system: str | list[TextPart] | None = None
-    temperature: float | None = Field(None, ge=0, le=1)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
-    stop_sequences: list[protocol.Text] | None = Field(None, max_length=protocol.MAX_STOPS)
+    temperature: float | None = Field(default=None, ge=0, le=1)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    stop_sequences: list[protocol.Text] | None = Field(default=None, max_length=protocol.MAX_STOPS)
     stream: bool | None = None
     tools: list[ToolParam] | None = None
     tool_choice: ToolChoice | None = None
@@ -137,7 +137,7 @@ class CountRequest(protocol.Request):
     """POST /v1/messages/count_tokens."""
 
     model: str
-    messages: list[MessageParam] = Field(min_length=1)
+    messages: list[MessageParam] = Field(min_length=1, fail_fast=True)
     system: str | list[TextPart] | None = None
     tools: list[ToolParam] | None = None
     tool_choice: ToolChoice | None = None
@@ -301,7 +301,9 @@ class ErrorReply(BaseModel):
 def add_routes(app: FastAPI, server: Server) -> None:
     """The routes of Anthropic's protocol."""
     errors: dict[int | str, dict[str, Any]] = {status: {"model": ErrorReply} for status in KINDS}
-    stream = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    stream: dict[int | str, dict[str, Any]] = {
+        200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    }
 
     @app.post("/v1/messages", response_model=MessageReply, responses=errors | stream)
     async def messages(body: MessagesRequest, request: Request) -> Response:

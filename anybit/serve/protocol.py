@@ -36,10 +36,19 @@ class Request(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def whole_numbers(cls, data: Any) -> Any:
-        """JSON has one kind of number: 16.0 is an integer."""
+    def known(cls, data: Any) -> Any:
+        """Refuse the first unknown field, of which there may be many; take 16.0 as an integer.
+
+        JSON has one kind of number.
+        """
         if not isinstance(data, dict):
             return data
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in data if name not in names), None)
+        if unknown is not None:
+            raise PydanticCustomError(
+                "unknown_field", "this server knows no field {name}", {"name": repr(unknown)[:200]}
+            )
         return {
             k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in data.items()
         }
@@ -65,10 +74,10 @@ Several = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 
 def shape(prompt: Any) -> str:
     """Which kind of prompt this is, by its first item: one error then, not one for each kind."""
-    first = prompt[0] if isinstance(prompt, list) and prompt else 0
-    if isinstance(prompt, list):
-        return {str: "texts", list: "lists"}.get(type(first), "tokens")
-    return "text"
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else 0
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "tokens"
 
 
 Prompt = Annotated[
@@ -120,10 +129,10 @@ ResponseFormat = TextFormat | JsonFormat | SchemaFormat
 class StructuredOutputs(Request):
     """vLLM's: exactly one of them."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: Literal[True] | None = None
     regex: str | None = None
-    choice: list[Text] | None = Field(None, min_length=1)
+    choice: list[Text] | None = Field(default=None, min_length=1)
     grammar: str | None = None
 
 
@@ -131,19 +140,19 @@ class Sampling(Request):
     """What completions and chat have in common."""
 
     model: str | None = None
-    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, description="0 or -1: all tokens")
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, description="0 or -1: all tokens")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: Bias | None = None
-    seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED)
+    seed: int | None = Field(default=None, ge=-MAX_SEED, le=MAX_SEED)
     stop: Stop | None = None
-    stop_token_ids: list[Token] | None = Field(None, max_length=MAX_STOPS)
-    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: list[Token] | None = Field(default=None, max_length=MAX_STOPS)
+    min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
@@ -153,7 +162,7 @@ class Sampling(Request):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[Text] | None = Field(None, min_length=1)
+    guided_choice: list[Text] | None = Field(default=None, min_length=1)
     guided_grammar: str | None = None
     # Names that clients give their requests; they change nothing.
     user: str | None = None
@@ -224,10 +233,10 @@ class CompletionRequest(Sampling):
 
     prompt: Prompt
     suffix: str | None = None
-    max_tokens: int | None = Field(16, ge=0)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: int | None = Field(default=16, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
-    best_of: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    best_of: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
 
 
 class ContentPart(Request):
@@ -235,7 +244,7 @@ class ContentPart(Request):
     text: str
 
 
-Content = str | Annotated[list[ContentPart], Field(min_length=1)]
+Content = str | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)]
 
 
 def plain(content: Content | None) -> str:
@@ -296,11 +305,11 @@ class ChatMessage(Request):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions. Without a limit, the answer may fill the model's context."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=0)
-    max_completion_tokens: int | None = Field(None, ge=0)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
+    max_tokens: int | None = Field(default=None, ge=0)
+    max_completion_tokens: int | None = Field(default=None, ge=0)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -327,7 +336,7 @@ class TokenizeRequest(Request):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1, fail_fast=True)
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -336,7 +345,7 @@ class DetokenizeRequest(Request):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Token]
+    tokens: list[Token] = Field(fail_fast=True)
 
 
 # Errors, in OpenAI's form and in Anthropic's.

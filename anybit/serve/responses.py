@@ -87,11 +87,11 @@ class ResponsesRequest(protocol.Request):
     """POST /v1/responses."""
 
     model: str | None = None
-    input: protocol.Text | Annotated[list[Item], Field(min_length=1)]
+    input: protocol.Text | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None

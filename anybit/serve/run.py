@@ -51,7 +51,7 @@ class Uvicorn(uvicorn.Server):
         await server.engine.drain(0 if self.force_exit else grace)
         await asyncio.sleep(LAST)
         for connection in list(self.server_state.connections):
-            connection.transport.abort()  # type: ignore[union-attr]
+            connection.transport.abort()
 
 
 def config(llm: LLM, settings: Settings) -> uvicorn.Config:

@@ -138,7 +138,8 @@ class Server:
         work = asyncio.ensure_future(answer.whole())
         try:
             async with leaving(request) as gone:
-                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                both: set[asyncio.Future[Any]] = {work, gone}
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise Gone
             return JSONResponse(work.result())

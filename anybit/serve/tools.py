@@ -124,7 +124,7 @@ def family_of(template: str) -> str | None:
 def arguments_of_xml(body: str, tools: Tools) -> tuple[str, str]:
     """Name and arguments, as JSON, of `<function=NAME><parameter=KEY>VALUE</parameter>...`."""
     name = body.removeprefix("<function=").partition(">")[0].strip()
-    tool = next((t["function"] for t in tools if t["function"]["name"] == name), {})
+    tool: dict[str, Any] = next((t["function"] for t in tools if t["function"]["name"] == name), {})
     types = (tool.get("parameters") or {}).get("properties") or {}
     arguments: dict[str, Any] = {}
     for key, value in re.findall(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", body, re.DOTALL):

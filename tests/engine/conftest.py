@@ -130,6 +130,57 @@ ARCHITECTURES = {
         "smollm3",
         {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 12},
     ),
+    "gemma": ("gemma", {"head_dim": 16, "tie_word_embeddings": True}),
+    "ministral": (
+        "ministral",
+        {
+            "head_dim": 16,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "seed_oss": ("seed_oss", {"head_dim": 16, "attention_bias": True, "attention_out_bias": False}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True, "head_dim": 16}),
+    "exaone4": (
+        "exaone4",
+        {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "exaone4-no-window": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
     "gpt_oss": (
         "gpt_oss",
         {

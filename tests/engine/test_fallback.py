@@ -74,7 +74,8 @@ def test_tokens_equal_transformers(
 def test_encoders_read_the_prompt(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2}
-    config = T5Config(**sizes, num_heads=4, decoder_start_token_id=0)
+    config = T5Config(**sizes, num_heads=4)  # type: ignore[arg-type]
+    config.decoder_start_token_id = 0  # type: ignore[attr-defined]
     model = T5ForConditionalGeneration(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

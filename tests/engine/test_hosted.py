@@ -26,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "apertus": {},
     "cohere2": WINDOW,
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
-    "exaone4": WINDOW,
+    "granitemoe": EXPERTS,
     "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
     "llama4_text": {
@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "minimax_m2": EXPERTS | {"head_dim": 16, "rotary_dim": 8},
     "ministral3": {"head_dim": 16},
     "nemotron": {},
-    "olmo3": WINDOW,
+    "phi": {},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "starcoder2": WINDOW,
 }  # fmt: skip

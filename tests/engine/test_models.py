@@ -49,6 +49,7 @@ QUANTIZED = (
     "glm4",
     "deepseek_v3",
     "gpt_oss",
+    "glm4_moe",
 )
 
 

@@ -1,8 +1,6 @@
 """An answer of a deterministic engine has the same bits whatever else runs."""
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,9 +31,9 @@ def params(i: int) -> SamplingParams:
 
 
 @pytest.fixture(scope="module", params=["bf16", "int4:group=64"])
-def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+def llm(request: pytest.FixtureRequest) -> LLM:
     spec = None if request.param == "bf16" else request.param
-    yield LLM(
+    return LLM(
         PICO, spec, max_running=8, max_tokens=64, block_size=16, kv_bytes=1 << 23,
         deterministic=True,
     )  # fmt: skip

@@ -6,16 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import anybit
 from anybit.checkpoint.foreign.convert import convert_checkpoint
+from anybit.checkpoint.foreign.ct_layers import Written, written
 from anybit.checkpoint.foreign.export import export_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
+from anybit.core.packed import Packed
 from anybit.files.directory import read_json
 from anybit.files.safetensors import stored_tensors
 from anybit.nn.model import quantized_layers
 from tests import tiny
-from tests.foreign.make import FIXTURES
+from tests.foreign.make import FIXTURES, decoded_in_fp32
 
 PLAN = {
     "*": "int4:group=32",
@@ -114,7 +117,10 @@ def test_the_tool_reads_it(theirs: Path, ours: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ("fp6", "14 of 14 layers .* is not among the integers of 2 to 8 bits"),
+        ("fp6", "14 of 14 layers .*: fp6 is not among the formats that compressed-tensors has"),
+        ("nvfp4", "divides scales by the weight's number.*; quantize to nvfp4:divide for it"),
+        ("nvfp4:group=32,divide", "groups of 32 columns, compressed-tensors's NVFP4 has 16"),
+        ("mxfp6:e3m2", "mxfp6:e3m2 is not among the MX formats"),
         ({"*": "int4", "*.layers.1.*.q_proj": "codebook"}, "1 of 14 layers .*q_proj: codebook is"),
         ("int1", "int1 is not among the integers"),
         ("int8@int8", "quantizes activations"),
@@ -140,6 +146,91 @@ def test_what_other_tools_may_store_and_it_cannot(
     convert_checkpoint(FIXTURES / fixture, tmp_path / "ours")
     with pytest.raises(ValueError, match=message):
         export_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+
+
+FLOATS = {
+    "*": "nvfp4:divide",
+    "*.v_proj": "mxfp4",
+    "*.k_proj": "mxfp6",
+    "*.o_proj": "mxfp8",
+    "*.gate_proj": "fp8",
+    "*.up_proj": "fp8:group=32",
+    "*.layers.1.mlp.down_proj": None,
+}
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("floats")
+    quantize_checkpoint(tiny.dense(place / "dense"), place / "ours", FLOATS)
+    report = export_checkpoint(place / "ours", place / "theirs", shard_bytes=20_000)
+    for name in ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "naive-quantized"):
+        assert name in str(report)
+    return place / "ours"
+
+
+def test_floats_come_back(floats: Path, tmp_path: Path) -> None:
+    convert_checkpoint(floats.parent / "theirs", tmp_path / "back")
+    before, after = stored_tensors(floats), stored_tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for name in before:
+        a, b = (held[name].read().flatten().view(torch.uint8) for held in (before, after))
+        assert torch.equal(a, b), name
+
+
+def test_the_tool_reads_floats(floats: Path) -> None:
+    """Its own decompressors, with scales and elements in fp32, give our weights bit for bit."""
+    if find_spec("compressed_tensors") is None:
+        pytest.skip("compressed_tensors is not installed")
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = dict(read_json(floats.parent / "theirs" / "config.json")["quantization_config"])
+    assert config["format"] == "mixed-precision"
+    config.pop("version")
+    groups = [*QuantizationConfig(**config).config_groups.values()]
+    stored = stored_tensors(floats.parent / "theirs")
+    for name, layer in quantized_layers(anybit.load(floats)):
+        scheme = next((g for g in groups if name in g.targets), groups[-1])
+        keys = [k for k in stored if k.startswith(f"{name}.weight")]
+        state = {k.removeprefix(f"{name}."): stored[k].read() for k in keys}
+        kind = BaseCompressor.get_value_from_registry(scheme.format)
+        assert torch.equal(decoded_in_fp32(kind, state, scheme), layer.dequantize()), name
+
+
+def test_transformers_reads_floats(floats: Path) -> None:
+    if find_spec("compressed_tensors") is None:
+        pytest.skip("compressed_tensors is not installed")
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(floats.parent / "theirs")
+    ours = anybit.load(floats)
+    prompt = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        wanted, found = ours(prompt).logits.float(), theirs(prompt).logits.float()
+    # It decodes to bf16 or the model's dtype.
+    assert (wanted - found).norm() < 0.02 * wanted.norm()
+
+
+def test_fp8_with_activations_and_in_blocks(tmp_path: Path) -> None:
+    w = torch.randn(300, 256, generator=torch.Generator().manual_seed(0))
+    scale = torch.rand(3, 2).repeat_interleave(128, 0)[:300] + 0.5
+    fmt = anybit.get_format("fp8:group=128")
+    blocks = Packed.from_codes(fmt, (300, 256), fmt.encode(w, {"scale": scale}), {"scale": scale})
+    rows = anybit.quantize_tensor(w, "fp8")
+    for packed, activation, kind in ((blocks, None, "block"), (rows, "fp8", "channel")):
+        save_file(packed.tensors(), tmp_path / "model.safetensors")
+        held = stored_tensors(tmp_path)
+        found = written(packed.format, activation, packed.shape, held, "a")
+        assert isinstance(found, Written)
+        made = found.tensors(packed)
+        assert {key: t.nbytes for key, t in made.items()} == found.sizes
+        assert found.group["weights"]["strategy"] == kind
+        tall = 128 if kind == "block" else 1
+        wide = made["weight_scale"].float().repeat_interleave(tall, 0)[:300]
+        wide = wide.repeat_interleave(256 // wide.shape[1], 1)
+        assert torch.equal(made["weight"].float() * wide, packed.dequantize())
+        assert (found.group["input_activations"] is None) == (activation is None)
 
 
 def test_wrong_calls(ours: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.specs import SPECS
 if find_spec("llvmlite") is None and not os.environ.get("CI"):
     pytest.skip("llvmlite is not installed", allow_module_level=True)
 
-from anybit.kernels.native import backend, build, isa, table
+from anybit.kernels.native import activations, backend, build, isa, table
 
 K = 576  # a block and a part of one, in groups of 32, 64 and of the row
 EPS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25}
@@ -132,6 +132,21 @@ def test_int8_products_are_those_of_integers(level: isa.Isa, spec: str) -> None:
         given = Activations(codes, scale[:, 0], codes.sum(1, dtype=torch.int32), torch.float32)
         assert torch.equal(backend.linear(given, prepared, None), expected)
         assert torch.equal(backend.linear(x, prepared, None), expected)
+
+
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+def test_quantizing_activations(level: isa.Isa, dtype: torch.dtype) -> None:
+    x = tokens(70, 1003, dtype)
+    x[1], x[2, 5], x[3, 1002] = 0, 300, -7
+    x[4] = torch.arange(1003) % 255 - 127  # the scale is 1, and ties are to even
+    x[5] = x[4] / 2
+    for some in (x[:, 1:], x[:0], torch.stack((x, -x), 1).flatten(0, 1)[::2]):
+        codes, scale = reference.quantize_tokens(some, "int8") if len(some) else (some, some[:, :1])
+        got = activations.quantize(some, level)
+        assert torch.equal(got[0], codes.to(torch.int8))
+        assert torch.equal(got[1], scale[:, 0].float())
+    x[0, 1] = torch.nan
+    assert activations.quantize(x, level)[1][0].isnan()
 
 
 @pytest.mark.parametrize("spec", ["fp6", "int4:group=64", "int1", "liquid"])

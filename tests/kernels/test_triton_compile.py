@@ -8,20 +8,27 @@ import pytest
 
 pytest.importorskip("triton")
 
-ARCHITECTURES = {80: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "mma", 120: "mma.sync"}
+# backend, architecture, lanes of a warp; what its matrix unit is called in the assembly
+TARGETS = {
+    ("cuda", 80, 32): "mma.sync", ("cuda", 89, 32): "mma.sync", ("cuda", 90, 32): "wgmma",
+    ("cuda", 100, 32): "mma", ("cuda", 120, 32): "mma.sync",
+    ("hip", "gfx942", 64): "v_mfma", ("hip", "gfx1100", 32): "v_wmma",
+}  # fmt: skip
 SCHEMES = ("int4:group=128", "fp6", "liquid@int8")
 PROGRAM = """
 import sys
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+torch.version.hip = "6.4" if sys.argv[1] == "hip" else None  # as torch is built for AMD's GPUs
 import anybit
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.triton import gemm, lang
 from anybit.kernels.triton.layout import layout_of
 
 POINTER = {16: "*i16", 8: "*i8"}
-for scheme in sys.argv[2:]:
+for scheme in sys.argv[4:]:
     fmt, activation = parse_scheme(scheme)
     layout = layout_of(fmt, activation)
     x = "*i8" if layout.unit == 8 else "*fp16"
@@ -40,20 +47,25 @@ for scheme in sys.argv[2:]:
     signature = {n: kinds.get(n, "constexpr") for n in names}
     values = {(names.index(n),): v for n, v in constants.items()}
     source = ASTSource(gemm.gemm, signature, values)
-    target = GPUTarget("cuda", int(sys.argv[1]), 32)
-    ptx = triton.compile(source, target=target, options={"num_warps": 4}).asm["ptx"]
-    unit = [line for line in ptx.splitlines() if "mma" in line]
+    backend, architecture, lanes = sys.argv[1:4]
+    if backend == "cuda":
+        architecture = int(architecture)
+    target = GPUTarget(backend, architecture, int(lanes))
+    made = triton.compile(source, target=target, options={"num_warps": 4}).asm
+    text = made["ptx" if backend == "cuda" else "amdgcn"]
+    lines = [line for line in text.splitlines() if '"' not in line]  # no names of files
+    unit = [line for line in lines if "mma" in line or "mfma" in line]
     print(scheme, len(unit), unit[0].strip() if unit else "")
 """
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_gemm_compiles_without_a_gpu(arch: int) -> None:
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: str(target[1]))
+def test_gemm_compiles_without_a_gpu(target: tuple[str, int | str, int]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(arch), *SCHEMES],
+        [sys.executable, "-c", PROGRAM, *map(str, target), *SCHEMES],
         capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(SCHEMES)
-    assert all(ARCHITECTURES[arch] in line for line in lines), done.stdout
+    assert all(TARGETS[target] in line for line in lines), done.stdout

@@ -63,6 +63,28 @@ def test_heads_and_bodies_have_a_time(tiny: Path) -> None:
         assert long.startswith(b"HTTP/1.1 200")
 
 
+def test_a_client_that_reads_nothing_is_left(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(LLM(tiny), patience=1.0) as live, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", live.port))
+        body = json.dumps(SHORT | {"max_tokens": 490, "ignore_eos": True, "n": 24,
+                                   "stream": True, "logprobs": 20})  # fmt: skip
+        client.sendall((HEAD + f"Content-Length: {len(body)}\r\n\r\n{body}").encode())
+        assert wait_for(lambda: live.server.engine.texts == 24)
+        assert live.idle(30)
+        assert wait_for(lambda: closed(client), 30)
+    assert "Traceback" not in caplog.text
+
+
+def closed(client: socket.socket) -> bool:
+    """Whether the server has ended the connection."""
+    try:
+        client.sendall(b"x")
+    except OSError:
+        return True
+    return False
+
+
 def test_a_prompt_that_cannot_fit_is_refused_by_its_length(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,11 +1,8 @@
 """`anybit export`: checkpoints of ours as compressed-tensors, which other engines read.
 
-Only what that format says exactly is written: integers of 2 to 8 bits with a scale, and if need be
-an integer zero point, per group or per row. See `compressed_tensors.py` for the layout; codes cross
-words, as its versions from 0.19 on write and read them.
+Only what that format says exactly is written; see `ct_layers.py`.
 """
 
-import math
 import os
 import time
 from collections import Counter
@@ -14,13 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from anybit.checkpoint.architecture import meta_model
-from anybit.checkpoint.foreign.base import check_codes
-from anybit.checkpoint.foreign.bitfields import pack
-from anybit.checkpoint.foreign.compressed_tensors import BITS, DENSE_SINCE, FORMAT, TOOL
+from anybit.checkpoint.foreign.compressed_tensors import DENSE_SINCE, MIXED, TOOL
+from anybit.checkpoint.foreign.ct_layers import Written, keys_of, written
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
     Rewrite,
@@ -30,12 +25,11 @@ from anybit.checkpoint.rewrite import (
     rewrite,
     unit_sizes,
 )
-from anybit.core.packed import Packed, is_codes, tensor_shapes
+from anybit.core.packed import Packed, is_codes
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.files.directory import megabytes, read_json
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
-from anybit.formats.integer import Integer
 from anybit.nn.experts import published
 from anybit.nn.plan import METHOD, patterns_for, stored_plan
 from anybit.version import __version__
@@ -50,14 +44,14 @@ class Exported:
 
     Attributes:
         out: The directory that was written.
-        layers: Number of quantized layers.
+        layers: Number of quantized layers, by their formats there.
         dropped: Tensors that the other layout has no place for.
         bytes_after: Of all tensors of the output.
         seconds: Time that this run took.
     """
 
     out: Path
-    layers: int
+    layers: Mapping[str, int]
     dropped: tuple[str, ...]
     bytes_after: int
     seconds: float
@@ -65,7 +59,8 @@ class Exported:
     def __str__(self) -> str:
         left = f", {len(self.dropped)} scales of the KV cache left out" if self.dropped else ""
         return (
-            f"{self.out}: {self.layers} layers as {TOOL} ({FORMAT}){left}; "
+            f"{self.out}: {sum(self.layers.values())} layers as {TOOL} "
+            f"({', '.join(self.layers)}){left}; "
             f"{megabytes(self.bytes_after)} in {self.seconds:.3g} s"
         )
 
@@ -108,7 +103,8 @@ def export_checkpoint(
     check_paths(source, out, overwrite)
     work = plan_export(source, shard_bytes)
     after, _ = rewrite(work, source, out, overwrite, show_progress, "exporting")
-    return Exported(out, len(work.layers), work.dropped, after, time.monotonic() - started)
+    layers = Counter(layer.name for layer in work.layers.values())
+    return Exported(out, layers, work.dropped, after, time.monotonic() - started)
 
 
 @dataclass(frozen=True)
@@ -116,12 +112,12 @@ class Export(Rewrite):
     """How our checkpoint becomes another tool's. A unit is a quantized layer, or a tensor.
 
     Attributes:
-        layers: Formats and shapes (N, K) of the quantized layers, by name.
+        layers: The quantized layers, by name.
         kept: Linear layers that stay dense.
         dropped: Tensors that are left out.
     """
 
-    layers: Mapping[str, tuple[Integer, tuple[int, int]]]
+    layers: Mapping[str, Written]
     kept: tuple[str, ...]
     dropped: tuple[str, ...]
 
@@ -130,41 +126,31 @@ class Export(Rewrite):
         return {**self.config, "quantization_config": quantization_config(self.layers, self.kept)}
 
     def parts(self, unit: str) -> list[str]:
-        if unit not in self.layers:
-            return [unit]
-        return [f"{unit}.{key}" for key in tensor_shapes(*self.layers[unit])]
+        layer = self.layers.get(unit)
+        return [f"{unit}.{k}" for k in keys_of(layer.format, layer.shape)] if layer else [unit]
 
     def outputs(self, units: list[str]) -> dict[str, int]:
         out = {}
         for name in units:
             if name not in self.layers:
                 out[name] = self.stored[name].nbytes
-                continue
-            fmt, (n, k) = self.layers[name]
-            scale = self.stored[f"{name}.scale"]
-            out[f"{name}.weight_packed"] = n * math.ceil(k * fmt.bits / 32) * 4
-            out[f"{name}.weight_scale"] = scale.nbytes
-            out[f"{name}.weight_shape"] = 16
-            if fmt.zero:
-                words = math.ceil(n * fmt.bits / 32)
-                out[f"{name}.weight_zero_point"] = words * scale.shape[1] * 4
+            else:
+                sizes = self.layers[name].sizes.items()
+                out |= {f"{name}.{key}": size for key, size in sizes}
         return out
 
     def write(self, unit: str, shard: ShardWriter) -> None:
-        if unit not in self.layers:
+        layer = self.layers.get(unit)
+        if layer is None:
             as_it_is = self.stored[unit]
             assert isinstance(as_it_is, Stored)
             shard.copy(unit, as_it_is)
             return
-        fmt, shape = self.layers[unit]
-        tensors = {key: self.stored[f"{unit}.{key}"].read() for key in tensor_shapes(fmt, shape)}
-        packed = Packed.from_tensors(fmt, shape, tensors, unit)
-        shard.add(f"{unit}.weight_packed", pack(packed.codes(), fmt.bits))
-        shard.add(f"{unit}.weight_scale", packed.grid["scale"])
-        shard.add(f"{unit}.weight_shape", torch.tensor(shape))
-        if fmt.zero:
-            along_n = pack(packed.grid["zero"].T.contiguous(), fmt.bits)
-            shard.add(f"{unit}.weight_zero_point", along_n.T.contiguous())
+        keys = keys_of(layer.format, layer.shape)
+        tensors = {key: self.stored[f"{unit}.{key}"].read() for key in keys}
+        packed = Packed.from_tensors(layer.format, layer.shape, tensors, unit)
+        for key, tensor in layer.tensors(packed).items():
+            shard.add(f"{unit}.{key}", tensor)
 
 
 def plan_export(source: Path, shard_bytes: int) -> Export:
@@ -177,7 +163,7 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
     modules = meta_model(source).named_modules()
     model_type = config.get("model_type")
     linears = {published(n, model_type): m for n, m in modules if isinstance(m, nn.Linear)}
-    layers: dict[str, tuple[Integer, tuple[int, int]]] = {}
+    layers: dict[str, Written] = {}
     reasons: dict[str, str] = {}
     for name in dict.fromkeys(key.rpartition(".")[0] for key in stored if is_codes(key)):
         matches = patterns_for(name, plan)
@@ -186,11 +172,14 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
             what = "its model has no such layer" if name not in linears else "it names no format"
             raise InvalidInput(f"{source}: has codes for {name}, but by config.json {what}")
         shape = (linears[name].out_features, linears[name].in_features)
-        exact = integers(scheme, name, shape, stored)
-        if isinstance(exact, Integer):
-            layers[name] = (exact, shape)
+        fmt, activation = parse_scheme(scheme)
+        keys = [key for key in keys_of(fmt, shape) if f"{name}.{key}" in stored]
+        own = {key: stored[f"{name}.{key}"] for key in keys}
+        found = written(fmt, activation, shape, own, name)
+        if isinstance(found, Written):
+            layers[name] = found
         else:
-            reasons[name] = exact
+            reasons[name] = found
     if reasons:
         name = next(iter(reasons))
         raise InvalidInput(
@@ -198,7 +187,11 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
             f"exactly, the first is {name}: {reasons[name]}"
         )
     dropped = tuple(name for name in stored if name.endswith(KV_SCALES))
-    owner = {f"{name}.{key}": name for name in layers for key in tensor_shapes(*layers[name])}
+    owner = {
+        f"{name}.{key}": name
+        for name, layer in layers.items()
+        for key in keys_of(layer.format, layer.shape)
+    }
     manifest = {
         "anybit": __version__,
         "export": TOOL,
@@ -216,53 +209,19 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
     )
 
 
-def integers(
-    scheme: str, name: str, shape: tuple[int, int], stored: Mapping[str, Stored]
-) -> Integer | str:
-    """The format of a layer that compressed-tensors can express exactly, or why it cannot."""
-    fmt, activation = parse_scheme(scheme)
-    if activation is not None:
-        return f"{scheme} quantizes activations, by another rule than {TOOL}"
-    if not isinstance(fmt, Integer) or fmt.bits not in BITS:
-        return f"{scheme} is not among the integers of 2 to 8 bits, which {TOOL} has"
-    if fmt.order:
-        return f"the columns of a group lie apart (act-order), which {TOOL} reads no more"
-    keys = tensor_shapes(fmt, shape)
-    metas = {key: stored[f"{name}.{key}"].meta() for key in keys if f"{name}.{key}" in stored}
-    Packed.from_tensors(fmt, shape, metas, name)
-    if fmt.zero:
-        zero = stored[f"{name}.zero"]
-        if zero.torch_dtype != torch.uint8:
-            return f"its zero points are {zero.dtype}, {TOOL} has integers"
-        check_codes(zero.read(), 2**fmt.bits - 1, f"{name}.zero")
-    return fmt
-
-
-def quantization_config(
-    layers: Mapping[str, tuple[Integer, tuple[int, int]]], kept: tuple[str, ...]
-) -> dict[str, Any]:
-    """Groups name their layers, but the last, of the commonest format, is for all others."""
-    counts = Counter(fmt for fmt, _ in layers.values()).most_common()
+def quantization_config(layers: Mapping[str, Written], kept: tuple[str, ...]) -> dict[str, Any]:
+    """Groups name their layers, but the last, of the commonest kind, is for all others."""
+    kinds = {name: (x.name, x.weights, x.activation) for name, x in layers.items()}
+    counts = Counter(kinds.values()).most_common()
     groups = {}
-    for i, (fmt, _) in enumerate(reversed(counts), 1):
-        names = [name for name, (other, _) in layers.items() if other == fmt]
-        groups[f"group_{i}"] = {
-            "targets": names if i < len(counts) else ["Linear"],
-            "weights": {
-                "num_bits": fmt.bits,
-                "type": "int",
-                "symmetric": not fmt.zero,
-                "strategy": "group" if fmt.group else "channel",
-                "group_size": fmt.group or None,
-                "dynamic": False,
-            },
-            "input_activations": None,
-            "output_activations": None,
-            "format": FORMAT,
-        }
+    for i, (kind, _) in enumerate(reversed(counts), 1):
+        names = [name for name, other in kinds.items() if other == kind]
+        targets = names if i < len(counts) else ["Linear"]
+        groups[f"group_{i}"] = {"targets": targets} | layers[names[0]].group
+    formats = {layer.name for layer in layers.values()}
     return {
         "quant_method": TOOL,
-        "format": FORMAT,
+        "format": formats.pop() if len(formats) == 1 else MIXED,
         "quantization_status": "compressed",
         "version": ".".join(map(str, (*DENSE_SINCE, 0))),
         "config_groups": groups,

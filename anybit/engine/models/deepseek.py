@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: latent attention, and experts chosen by groups."""
+"""DeepSeek-V2 and V3: latent attention, and experts chosen by groups. GLM-4.5: the latter."""
 
 import math
 
@@ -11,7 +11,7 @@ from anybit.core.packed import Packed
 from anybit.engine.attention import Batch, LayerCache, Scores, attention, rotate
 from anybit.engine.fused import rms_norm
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.layers import MLP, Block, Decoder, Mixer, MoE
+from anybit.engine.models.layers import MLP, Attention, Block, Decoder, Mixer, MoE
 from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Weights
 from anybit.kernels.backend import Activations
@@ -154,9 +154,12 @@ class DeepseekV2(Decoder):
     def cache_shape(self) -> tuple[int, int]:
         return 1, self.config.kv_lora_rank + self.config.qk_rope_head_dim
 
+    def attention(self, weights: Weights, name: str) -> Mixer:
+        return LatentAttention(weights, name, self.config)
+
     def block(self, weights: Weights, name: str, index: int) -> Block:
         c = self.config
-        attention = LatentAttention(weights, f"{name}.self_attn", c)
+        attention = self.attention(weights, f"{name}.self_attn")
         mlp: nn.Module
         if index >= c.first_k_dense_replace:
             mlp = self.moe(weights, f"{name}.mlp", c)
@@ -167,6 +170,21 @@ class DeepseekV2(Decoder):
 
 class DeepseekV3(DeepseekV2):
     moe = MoEV3
+
+
+class Glm4Moe(DeepseekV3):
+    """GLM-4.5: plain attention, a part of each head rotated."""
+
+    def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
+        return [Rope(self.config, length, device, partial=True)] * self.config.num_hidden_layers
+
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        return Decoder.cache_shape.fget(self)  # type: ignore[attr-defined]
+
+    def attention(self, weights: Weights, name: str) -> Mixer:
+        c = self.config
+        return Attention(weights, name, c, bool(c.attention_bias), qk_norm=bool(c.use_qk_norm))
 
 
 def score_scale(config: PretrainedConfig) -> float:

@@ -1,10 +1,9 @@
-"""Gemma 2 and 3 (text): norms around attention and MLP, windows in most layers, soft caps."""
+"""Gemma 1 to 3 (text). From 2 on: norms around attention and MLP, windows, soft caps."""
 
 import torch
 from torch import Tensor
 
 from anybit.engine.models.layers import MLP, Attention, Block, Decoder, NormKind, Norms, window_of
-from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Weights
 
 NORMS = Norms(
@@ -15,14 +14,24 @@ NORMS = Norms(
 )
 
 
-class Gemma2(Decoder):
+class Gemma(Decoder):
     norm_kind = NormKind(wide=True, offset=1.0)
-    qk_norm = False
 
     @property
     def embedding_scale(self) -> float:
         # Rounded to the model's dtype, as the models were trained: 55.5 in bf16, not 55.43.
         return torch.tensor(self.config.hidden_size**0.5, dtype=self.embed_tokens.dtype).item()
+
+    def block(self, weights: Weights, name: str, index: int) -> Block:
+        c = self.config
+        bias = bool(c.attention_bias)
+        attention = Attention(weights, f"{name}.self_attn", c, bias, output_bias=bias)
+        mlp = MLP(weights, f"{name}.mlp", c, c.intermediate_size)
+        return Block(weights, name, c, attention, mlp, kind=self.norm_kind)
+
+
+class Gemma2(Gemma):
+    qk_norm = False
 
     def block(self, weights: Weights, name: str, index: int) -> Block:
         c = self.config
@@ -50,8 +59,3 @@ class Gemma3(Gemma2):
 
     qk_norm = True
     softcap = None
-
-    def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
-        kinds = self.config.layer_types
-        ropes = {kind: Rope(self.config, length, device, kind) for kind in set(kinds)}
-        return [ropes[kind] for kind in kinds]

@@ -65,6 +65,9 @@ class Mixer(nn.Module):
     gathers: bool
     scales: tuple[Tensor, Tensor] | None
 
+    def arrange(self, order: Tensor | None) -> None:
+        """Bring what belongs to channels of Q's and K's heads into rope's order."""
+
 
 class Attention(Mixer):
     """Grouped-query attention with one merged projection for Q, K and V.
@@ -124,12 +127,19 @@ class Attention(Mixer):
     ) -> Tensor:
         qkv = self.qkv_proj(x)
         if self.whole_norms is not None or rope.order is not None:
-            qkv = self._arrange(qkv, rope.order)
+            qkv = self._arranged(qkv, rope.order)
         tables = (rope.cos, rope.sin)
         out = attention(qkv, self.heads, cache, batch, tables, self.scores, self.norms)
         return self.o_proj(out.flatten(1))
 
-    def _arrange(self, qkv: Tensor, order: Tensor | None) -> Tensor:
+    def arrange(self, order: Tensor | None) -> None:
+        if order is not None and self.norms is not None:
+            q, k, eps = self.norms
+            self.norms = q[order], k[order], eps
+        if order is not None and self.scales is not None:
+            self.scales = self.scales[0][:, order], self.scales[1]
+
+    def _arranged(self, qkv: Tensor, order: Tensor | None) -> Tensor:
         """Norm Q and K over all their heads, and bring their channels into rope's order."""
         sizes = [self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim]
         q, k, v = qkv.split(sizes, 1)
@@ -288,10 +298,9 @@ class Decoder(nn.Module):
         self.embed_tokens = weights.tensor("model.embed_tokens.weight", (vocabulary, size))
         blocks = [self.block(weights, f"model.layers.{i}", i) for i in range(layers)]
         self.layers = nn.ModuleList(blocks)
-        self.kv_scales = [
-            ordered(block.self_attn.scales, rope.order)
-            for block, rope in zip(blocks, self.ropes, strict=True)
-        ]
+        for block, rope in zip(blocks, self.ropes, strict=True):
+            block.self_attn.arrange(rope.order)
+        self.kv_scales = [block.self_attn.scales for block in blocks]
         self.norm = RMSNorm(weights, "model.norm", size, config.rms_norm_eps, self.norm_kind)
         self.lm_head = weights.head("lm_head", self.embed_tokens, config.tie_word_embeddings)
 
@@ -305,6 +314,10 @@ class Decoder(nn.Module):
 
     def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
         """Each layer's rotary embedding; the same for all unless a model says otherwise."""
+        kinds = getattr(self.config, "layer_types", None) or []
+        if kinds and all(kind in self.config.rope_parameters for kind in kinds):
+            ropes = {kind: Rope(self.config, length, device, kind) for kind in set(kinds)}
+            return [ropes[kind] for kind in kinds]
         return [Rope(self.config, length, device)] * self.config.num_hidden_layers
 
     def forward(self, tokens: Tensor, caches: list[LayerCache], batch: Batch) -> Tensor:
@@ -339,13 +352,6 @@ class Decoder(nn.Module):
         return self.lm_head(hidden)
 
 
-def ordered(
-    scales: tuple[Tensor, Tensor] | None, order: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
-    """Static scales of K and V (kv_heads, head_dim), with K's channels in rope's order."""
-    return scales if scales is None or order is None else (scales[0][:, order], scales[1])
-
-
 def norm_weight(weights: Weights, name: str, size: int, kind: NormKind) -> Tensor:
     """A norm's weight (size,), in fp32 where the product with it is rounded last."""
     weight = weights.tensor(f"{name}.weight", (size,))
@@ -377,6 +383,8 @@ def notation(layer: nn.Module | None) -> str | None:
 def window_of(config: PretrainedConfig, index: int) -> int | None:
     """The sliding window of a layer, or None when it sees everything."""
     kinds = getattr(config, "layer_types", None)
-    if kinds and kinds[index] != "sliding_attention":
+    if kinds and kinds[index] == "full_attention":
         return None
+    if kinds and kinds[index] != "sliding_attention":
+        raise UnknownModel(f"layer type {kinds[index]!r} is unknown")
     return getattr(config, "sliding_window", None) or None

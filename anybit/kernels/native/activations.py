@@ -1,5 +1,6 @@
 """Activations as the kernels read them: one type, whole blocks, tokens side by side."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.decode import BLOCK, Operand
 from anybit.kernels.native.ir import BF16, F32, I8, I16, I32, PTR, Arguments, Function, Value, vec
+from anybit.kernels.native.isa import Isa
 
 NAMES = ("next", "x", "stride", "k", "m", "tokens", "blocks", "to", "sums", "groups")
 DTYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: "half", torch.int8: I8}
@@ -67,6 +69,72 @@ def pack(
 def kernel(spec: Packing) -> build.Kernel:
     f = _pack(spec)
     return build.load(ir.module([f]), [f.name], spec.operand.isa)[0]
+
+
+def quantize(x: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
+    """int8 codes (M, K) and scales (M,) fp32 of activations, those of the reference.
+
+    Args:
+        x: (M, K), a float dtype, whose columns lie side by side.
+        isa: what the processor can do.
+    """
+    m, k = x.shape
+    codes, scale = torch.empty(m, k, dtype=torch.int8), torch.empty(m)
+    threads = 1 if x.numel() < SERIAL else torch.get_num_threads()
+    where = x.data_ptr(), x.stride(0) * x.itemsize, k, m, codes.data_ptr(), scale.data_ptr()
+    quantizer(DTYPES[x.dtype], isa)((0, *where), threads)
+    return codes, scale
+
+
+@cache
+def quantizer(source: str, isa: Isa) -> build.Kernel:
+    """What quantizes activations whose type LLVM calls `source`."""
+    f = Function("quantize", [PTR])
+    args = Arguments(f, ("next", "x", "stride", "k", "m", "to", "scale"))
+    count, k = isa.floats, args.number("k")
+    size = 4 if source == F32 else 2
+    kind = vec(count, F32)
+    one = f.integer(1)
+
+    def parts(row: Value, each: Callable[[int, Value, Value], None]) -> None:
+        """Call each(lanes, column, numbers) for whole vectors, then for single numbers."""
+        whole = k // count * count
+        with f.loop(0, whole, count) as at:
+            each(count, at, _real(f, f.load(vec(count, source), row, at * size)))
+        with f.loop(whole, k) as at:
+            each(1, at, _real(f, f.load(vec(1, source), row, at * size)))
+
+    with f.chunks(args.address("next"), one, args.number("m")) as (t, _):
+        row = f.at(args.pointer("x"), t * args.number("stride"))
+        to = f.at(args.pointer("to"), t * k)
+        largest = f.variable(f.zero(kind))
+
+        def compare(lanes: int, at: Value, x: Value) -> None:
+            old = largest.get()
+            size = f.call(x.kind, f"llvm.fabs.v{lanes}f32", x)
+            wide = f.shuffle(size, size, [min(i, lanes - 1) for i in range(count)])
+            largest.set(f.call(kind, f"llvm.maximum.v{count}f32", old, wide))  # NaN stays
+
+        parts(row, compare)
+        top = largest.get()
+        while (left := ir.lanes(top.kind)) > 1:
+            a, b = (f.shuffle(top, top, range(i, i + left // 2)) for i in (0, left // 2))
+            top = f.call(a.kind, f"llvm.maximum.v{left // 2}f32", a, b)
+        scale = f.lane(top, 0) // 127
+        scale = f.select(f.compare("oeq", scale, f.constant(0, F32)), f.constant(1, F32), scale)
+        f.store(scale, args.pointer("scale"), t << 2)
+
+        def divide(lanes: int, at: Value, x: Value) -> None:
+            some = f.call(x.kind, f"llvm.roundeven.v{lanes}f32", x // f.splat(scale, lanes))
+            for end, how in ((-127, "ogt"), (127, "olt")):
+                limit = f.constant(end, F32)
+                limits = f.splat(limit, lanes)
+                some = f.select(f.compare(how, some, limits), some, limits)
+            f.store(f.cast("fptosi", some, vec(lanes, I8)), to, at)
+
+        parts(row, divide)
+    f.give()
+    return build.load(ir.module([f]), [f.name], isa)[0]
 
 
 def _pack(spec: Packing) -> Function:

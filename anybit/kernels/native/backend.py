@@ -206,21 +206,20 @@ def _product(
     codes: Codes | Vectors = one
     if vectors:
         codes = Vectors(bits, fmt.width, fmt.books, dtype == torch.float16)
-    inside = activation is None or operand.whole
-    to = activations.DTYPES[dtype if inside else torch.float32]
+    quantized, to = activation is not None, activations.DTYPES[dtype]
     table = 0
     if operand.kind == "fp32" and not vectors:
         table = SECTION * (1 + SECTIONS.index(dtype))
     shift = one.first or 0
     if m <= FEW:
         sums = group if form else 0 if operand.whole else None
-        kernel = gemv.kernel(gemv.Few(codes, operand, group, form, m, to))
+        kernel = gemv.kernel(gemv.Few(codes, operand, group, form, m, to, quantized))
         return Product(operand, m, sums, kernel, 0, table, shift)
     if group:
         shift = -128 if operand.kind == "u8" else 0
     decoder = gemm.decoder(gemm.Tile(codes, operand, group, form))
     sums = 0 if operand.whole else None
-    kernel = gemm.product(operand, to)
+    kernel = gemm.product(operand, to, quantized)
     return Product(operand, gemm.TOKENS, sums, kernel, decoder.address, table, shift)
 
 
@@ -240,39 +239,34 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     if len(facts) == 1:
         own = prepared._replace(layout=prepared.layout[1:])
         return _other(bool(facts[0])).linear(x, own, bias)
-    numbers, scale = _numbers(x, prepared.activation)
-    m, n = len(numbers), prepared.shape[0]
-    if not m:
-        return numbers.new_empty(0, n, dtype=x.dtype)
     level = isa()
     assert level is not None
-    how = facts, prepared.activation, x.dtype, level
-    inside = scale is None or _operand(*how).whole  # whether the kernel scales and adds the bias
-    y = torch.empty(m, n, dtype=x.dtype if inside else torch.float32)
-    offset = _zeros(n) if bias is None or not inside else bias.float().contiguous()
+    numbers, scale = _numbers(x, prepared.activation, level)
+    m, n = len(numbers), prepared.shape[0]
+    y = torch.empty(m, n, dtype=x.dtype)
+    offset = _zeros(n) if bias is None else bias.float().contiguous()
     for part in range(0, m, MANY):
         rows = slice(part, part + MANY)
-        token_scale = scale[rows].contiguous() if scale is not None and inside else None
         tokens = (1, 1, 2, 4, 4)[m - part] if m - part <= FEW else FEW + 1
-        product = _product(prepared.format, *how, tokens)
-        _multiply(numbers[rows], token_scale, prepared, product, offset, y[rows])
-    if inside or scale is None:
-        return y
-    y *= scale[:, None]
-    if bias is not None:
-        y += bias.float()
-    return y.to(x.dtype)
+        how = prepared.format, facts, prepared.activation, x.dtype, level, tokens
+        token_scale = None if scale is None else scale[rows]
+        _multiply(numbers[rows], token_scale, prepared, _product(*how), offset, y[rows])
+    return y
 
 
-def _numbers(given: Tensor | Activations, activation: str | None) -> tuple[Tensor, Tensor | None]:
+def _numbers(
+    given: Tensor | Activations, activation: str | None, level: Isa
+) -> tuple[Tensor, Tensor | None]:
     """Activations as the kernels take them, and the scale (M,) of quantized ones."""
     if isinstance(given, Activations):
-        x, scale = given.codes, given.scale
+        x, scale = given.codes, given.scale.contiguous()
     elif activation is None:
         x, scale = given, None
+    elif activation == "int8":
+        return activations.quantize(given if given.stride(-1) == 1 else given.contiguous(), level)
     else:
         x, scale = reference.quantize_tokens(given, activation)
-        scale = scale[:, 0]
+        scale = scale[:, 0].contiguous()
     if x.dtype == torch.float8_e4m3fn:
         x = x.to(torch.bfloat16)  # exact
     return x if x.stride(-1) == 1 else x.contiguous(), scale

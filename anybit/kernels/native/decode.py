@@ -381,7 +381,9 @@ class Table:
             bit = 4
             while len(found) > 1:
                 upper = f.compare("slt", high(bit), f.zero(kind))
-                found = [f.select(upper, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
+                found = [
+                    f.select(upper, b, a) for a, b in zip(found[::2], found[1::2], strict=True)
+                ]
                 bit += 1
             out.append(found[0])
         if count * 16 < 2**self.bits:

@@ -44,12 +44,12 @@ def decoder(spec: Tile) -> build.Kernel:
 
 
 @cache
-def product(operand: Operand, dtype: str) -> build.Kernel:
+def product(operand: Operand, dtype: str, quantized: bool) -> build.Kernel:
     """The compiled product, of any format; its arguments are `NAMES`.
 
-    dtype: LLVM's name of what y (M, N) is stored in.
+    dtype: LLVM's name of what y (M, N) is stored in. quantized: whether activations have scales.
     """
-    f = _Product(operand, dtype).function
+    f = _Product(operand, dtype, quantized).function
     return build.load(ir.module([f]), [f.name], operand.isa)[0]
 
 
@@ -123,8 +123,8 @@ def _scaled(f: Function, operand: Operand, weight: Value, factor: Value, more: V
 class _Product:
     """The function under construction."""
 
-    def __init__(self, operand: Operand, dtype: str):
-        self.operand, self.dtype = operand, dtype
+    def __init__(self, operand: Operand, dtype: str, quantized: bool):
+        self.operand, self.dtype, self.quantized = operand, dtype, quantized
         self.function = f = Function("product", [PTR])
         self.args = args = Arguments(f, NAMES)
         self.rows, self.size = rows(operand.isa), operand.isa.bits // 8
@@ -212,6 +212,7 @@ class _Product:
             shift = f.cast("trunc", args.number("shift"), I32)
             value = value + every(shift * f.load(I32, args.pointer("xsum"), t << 2))
             value = f.cast("sitofp", value, single)
+        if self.quantized:
             value = value * every(f.load(F32, args.pointer("xscale"), t << 2))
         row = self.first + j
         factor, bias = (f.load(single, args.pointer(a), row << 2) for a in ("row", "bias"))

@@ -30,6 +30,7 @@ class Few:
         form: "" without offsets, "scaled": scale * (T + offset), "plain": scale * T + offset.
         m: activations that are multiplied at once.
         dtype: LLVM's name of what y (M, N) is stored in.
+        quantized: whether activations have scales.
     """
 
     codes: Codes | Vectors
@@ -38,6 +39,7 @@ class Few:
     form: str
     m: int
     dtype: str
+    quantized: bool
 
 
 @cache
@@ -157,7 +159,9 @@ class _Rows:
             if not self.spec.group:
                 shift = f.cast("trunc", args.number("shift"), I32)
                 total = total + shift * f.load(I32, args.pointer("xsum"), 4 * i)
-            total = f.cast("sitofp", total, F32) * f.load(F32, args.pointer("xscale"), 4 * i)
+            total = f.cast("sitofp", total, F32)
+        if self.spec.quantized:
+            total = total * f.load(F32, args.pointer("xscale"), 4 * i)
         row, bias = (f.load(F32, args.pointer(name), r << 2) for name in ("row", "bias"))
         place = (args.number("n") * i + r) * (4 if self.spec.dtype == F32 else 2)
         y = ir.rounded(f, f.fma(total, row, bias), self.spec.dtype)

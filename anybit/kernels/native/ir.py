@@ -204,7 +204,7 @@ class Function:
     def compare(self, how: str, a: Value, b: Value) -> Value:
         """icmp, or fcmp for numbers with a fraction; the result is i1 or a vector of them."""
         word = "fcmp" if scalar(a.kind) == F32 else "icmp"
-        truth = vec(lanes(a.kind), "i1") if lanes(a.kind) > 1 else "i1"
+        truth = vec(lanes(a.kind), "i1") if a.kind.startswith("<") else "i1"
         return self.emit(f"{word} {how} {a.kind} {a.text}, {b.text}", truth)
 
     def select(self, truth: Value, a: Value, b: Value) -> Value:

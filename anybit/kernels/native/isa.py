@@ -8,6 +8,7 @@ import os
 import platform
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from anybit.errors import InvalidInput
 
@@ -51,6 +52,15 @@ ONEDNN = {  # oneDNN's limits, as the level that they allow
     "AVX512_CORE": "avx512",
     "AVX512_CORE_VNNI": "avx512_vnni",
 }
+
+
+def processor() -> str:
+    """The processor's name."""
+    about = Path("/proc/cpuinfo")
+    for line in about.read_text().splitlines() if about.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 @cache

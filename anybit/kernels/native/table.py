@@ -224,7 +224,9 @@ def _fp16(table: Tensor) -> tuple[int | None, float]:
     for up in range(15 - (below.bit_length() - 1), -1, -1):
         numbers = (codes << up).to(torch.int16).view(torch.float16).float()
         power = float(table[1] / numbers[1])
-        if math.frexp(power)[0] == 0.5 and torch.equal(torch.cat((numbers, -numbers)) * power, table):
+        if math.frexp(power)[0] == 0.5 and torch.equal(
+            torch.cat((numbers, -numbers)) * power, table
+        ):
             return up, power
     return None, 1
 

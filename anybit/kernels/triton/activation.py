@@ -215,6 +215,7 @@ def side_by_side(x: Tensor) -> Tensor:
 @cache
 def overlap(device: torch.device) -> dict[str, bool]:
     """Launch options: on Hopper and later, a kernel is launched while the previous one ends."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+    nvidia = device.type == "cuda" and not torch.version.hip
+    if nvidia and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

@@ -19,8 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from anybit.kernels.triton import attention_int8
-from anybit.kernels.triton.activation import INTERPRET, after_previous, launch_next, overlap
+from anybit.kernels.triton.activation import after_previous, launch_next, overlap
 from anybit.kernels.triton.attention_int8 import fetch, of_tokens, pages, sunk
+from anybit.kernels.triton.lang import NO_PTX
 
 MOST_SPLITS = 32
 # Programs that fill a GPU of 132 multiprocessors, by bytes of a number in the cache.
@@ -133,7 +134,7 @@ def _int8(x, scale):
 @triton.jit
 def _float(codes, DTYPE: tl.constexpr):
     """int8 codes in a float dtype; to fp16 in 1.25 instructions a code."""
-    PLAIN: tl.constexpr = INTERPRET or DTYPE != tl.float16
+    PLAIN: tl.constexpr = NO_PTX or DTYPE != tl.float16
     if PLAIN:
         out = codes.to(DTYPE)
     else:  # a byte u below the bits of 1024 is 1024 + u; u is the code plus 128

@@ -8,7 +8,8 @@ of their largest value: 15 bits, more than bf16 has. K and V are the left operan
 import triton
 import triton.language as tl
 
-from anybit.kernels.triton.activation import INTERPRET, after_previous, launch_next
+from anybit.kernels.triton.activation import after_previous, launch_next
+from anybit.kernels.triton.lang import NO_PTX
 
 MOST_HEADS = 8  # query heads of a K head
 LEAST_DIM, MOST_DIM = 32, 512  # bytes that the matrix unit multiplies at a time; see `_both`
@@ -65,7 +66,7 @@ def fetch(
 
     What another kernel is writing among them is not lost: no core reads it from anywhere else.
     """
-    if not INTERPRET:
+    if not NO_PTX:
         line: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth
         row = of_tokens((blocks * KV_HEADS + kv_head) * BLOCK, TOKENS)
         row = (row + (at + tl.arange(0, TOKENS)) % BLOCK).to(tl.int64)

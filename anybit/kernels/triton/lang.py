@@ -21,11 +21,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton import knobs
 
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
+NO_PTX = tl.constexpr(INTERPRET.value or bool(torch.version.hip))  # Python, or an AMD GPU
 
 # at = (words of this field, one tile for each book and plane; field; layout; dtype; grid)
 WORDS, FIELD, LAYOUT, DTYPE, GRID = (tl.constexpr(i) for i in range(5))
@@ -69,7 +71,7 @@ def field(
     """`number` of COUNT bits of the code, from bit FIRST on."""
     LAYOUT_: tl.constexpr = at[LAYOUT]
     DTYPE_: tl.constexpr = at[DTYPE]
-    if INTERPRET:
+    if NO_PTX:
         x = (code(at, BOOK) >> FIRST) & ((1 << COUNT) - 1)
         return (x * TIMES - MINUS).to(tl.float32).to(DTYPE_)
     elif DTYPE_ == tl.int8:
@@ -112,7 +114,7 @@ def bits(at, MOVES: tl.constexpr, CONSTANT: tl.constexpr = 0, BOOK: tl.constexpr
     """
     LAYOUT_: tl.constexpr = at[LAYOUT]
     PLANES: tl.constexpr = plane_count(LAYOUT_)
-    if INTERPRET:
+    if NO_PTX:
         return _bits_plainly(at, MOVES, CONSTANT, BOOK)
     ASM: tl.constexpr = bits_asm(LAYOUT_, at[FIELD], MOVES, CONSTANT)
     INT: tl.constexpr = tl.int16 if LAYOUT_.unit == 16 else tl.int8
@@ -186,7 +188,7 @@ def multiply_add(at, step, offset):
     """
     LAYOUT_: tl.constexpr = at[LAYOUT]
     BITS: tl.constexpr = LAYOUT_.fmt.bits
-    if INTERPRET:
+    if NO_PTX:
         v = code(at).to(tl.int32) * step.to(tl.int32) + offset.to(tl.int32)
         return (v - 128).to(tl.int8)
     c = bits(at, ((0, BITS, 0),))
@@ -231,7 +233,7 @@ def _bytes_minus(
 
 @triton.jit
 def _bits_plainly(at, MOVES: tl.constexpr, CONSTANT: tl.constexpr, BOOK: tl.constexpr):
-    """`bits`, where there is no assembler (TRITON_INTERPRET=1)."""
+    """`bits`, where there is no PTX."""
     LAYOUT_: tl.constexpr = at[LAYOUT]
     PLANES: tl.constexpr = plane_count(LAYOUT_)
     total = at[WORDS][0].to(tl.int32) * 0
