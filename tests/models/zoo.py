@@ -46,11 +46,11 @@ SIZES = {
     "depth num_blocks num_key_value_heads swa_num_key_value_heads num_experts_per_tok "
     "num_experts_per_token top_k_experts moe_k moe_topk zero_expert_num",
     4: "num_attention_heads swa_num_attention_heads n_head num_heads encoder_attention_heads "
-    "decoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts linear_num_key_heads "
-    "linear_num_value_heads linear_num_heads index_n_heads",
+    "decoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts "
+    "linear_num_key_heads linear_num_value_heads linear_num_heads index_n_heads",
     32: "head_dim swa_head_dim d_kv kv_lora_rank qk_nope_head_dim v_head_dim mamba_d_head "
-    "base_channels linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim hc_lowrank "
-    "o_lora_rank",
+    "base_channels linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim "
+    "hc_lowrank o_lora_rank",
     16: "rotary_dim qk_rope_head_dim mamba_d_state state_size num_embeddings",
     8: "mamba_n_heads mamba_dt_rank",
     64: "q_lora_rank",
