@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 import anybit
 from anybit.nn.linear import QuantLinear
-from anybit.nn.model import dense_layers, quantized_layers
+from anybit.nn.model import dense_layers, is_linear, quantized_layers
 from anybit.nn.plan import resolve
 from tests.specs import SPECS
 
@@ -239,3 +239,58 @@ def test_quantized_in_steps():
     with pytest.raises(ValueError, match="layers are quantized already, and of the others"):
         anybit.quantize_(m, "int4")
     assert resolve(dense_layers(model()), m.anybit_formats) == schemes(m)
+
+
+class ByHand(nn.Linear):
+    """As Falcon's layers."""
+
+    def forward(self, x):
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+class Router(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).softmax(-1)
+
+
+class InFloat32(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x.float(), self.weight.float())
+
+
+class Scaled(nn.Linear):
+    factor = 0.5
+
+    def forward(self, x):
+        return super().forward(x * self.factor)
+
+
+class Grouped(nn.Linear):
+    def forward(self, x, groups):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_subclasses_that_do_the_same_are_linear_layers(bias):
+    kinds = (ByHand, Router, InFloat32, Scaled, Grouped)
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            layers = [kind(64, 32, bias=bias) for kind in kinds]
+            assert [is_linear(layer) for layer in layers] == [True, False, False, False, False]
+    m = nn.ModuleDict({"layer": ByHand(64, 32, bias=bias)})
+    x = torch.randn(3, 64)
+    expected = m.layer(x)
+    anybit.quantize_(m, "int8")
+    assert (m.layer(x) - expected).norm() < 0.02 * expected.norm()
+
+
+def test_every_layer_tied_to_an_embedding_is_a_head():
+    m = nn.ModuleDict(
+        {"words": nn.Embedding(48, 64), "out": nn.Linear(64, 48), "fc": nn.Linear(64, 48)}
+    )
+    m.out.weight = m.words.weight
+    anybit.quantize_(m, "int8")
+    assert [name for name, _ in quantized_layers(m)] == ["fc"]
+    with pytest.raises(ValueError, match="out shares its weight with words"):
+        anybit.quantize_(m, {"out": "int8"})

@@ -25,7 +25,7 @@ from anybit.engine.models.hosted import Hosted
 from anybit.engine.sampler import sample
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import Sequence
-from anybit.errors import InvalidInput, Unsupported
+from anybit.errors import AnybitError, InvalidInput, Unsupported
 from anybit.nn.linear import Keep
 from anybit.nn.model import set_keep
 from anybit.nn.plan import Plan, Spec
@@ -120,8 +120,17 @@ class Writing(LogitsProcessor):
             raise Unsupported(f"{type(model).__name__}.generate has ended too early")
         except Ended:
             pass
-        except BaseException as error:
+        except (AnybitError, MemoryError, torch.OutOfMemoryError) as error:
             self.logits.put(error)
+        except Exception as error:  # of a model that transformers itself cannot run like this
+            reason = str(error).strip().partition("\n")[0]
+            name = f"{type(model).__name__}.generate"
+            failure = Unsupported(
+                f"transformers' {name} fails ({type(error).__name__}: {reason}); load the model "
+                "with anybit.load, and call it as transformers' documentation says"
+            )
+            failure.__cause__ = error
+            self.logits.put(failure)
 
 
 def load(

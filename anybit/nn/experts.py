@@ -114,7 +114,7 @@ class Experts(nn.ModuleList):
         return super().__getattr__(name)
 
     def whole(self, tensor: str) -> Tensor:
-        """The tensor of all experts that `fused` had, without memory, for who looks at it."""
+        """The tensor of all experts that `fused` had, without memory, for models that look."""
         key = "bias" if tensor.endswith("_bias") else "weight"
         layers = self.layout.layers[tensor.removesuffix("_bias")]
 

@@ -30,13 +30,37 @@ HOOKS = (
 def is_linear(module: nn.Module) -> bool:
     """Whether a module computes x W^T + bias whenever its weight is used, and nothing else.
 
-    A subclass of nn.Linear with a forward of its own does not: routers of transformers return
-    probabilities. Nor does nn.MultiheadAttention's `out_proj`, which is never called.
+    Subclasses of nn.Linear with a forward of their own mostly do not: routers of transformers
+    return probabilities. Nor does nn.MultiheadAttention's `out_proj`, which is never called.
     """
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return False
-    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return plain or is_conv1d(module)
+    if not isinstance(module, nn.Linear):
+        return is_conv1d(module)
+    return type(module).forward is nn.Linear.forward or multiplies(module)
+
+
+def multiplies(module: nn.Linear) -> bool:
+    """Whether a forward of another class than nn.Linear's computes the same: tried on few numbers.
+
+    In bfloat16, since layers that compute in float32 whatever the model's dtype are more than that.
+    """
+    if module._buffers or module._modules or module._parameters.keys() != {"weight", "bias"}:
+        return False
+    other = type(module).__new__(type(module))
+    other.__dict__ = vars(module) | {"in_features": 4, "out_features": 5, "training": False}
+    with torch.device("cpu"), torch.no_grad():  # the model may be built on the meta device
+        random = torch.Generator().manual_seed(0)
+        x, w, b = (torch.randn(s, generator=random).bfloat16() for s in ((2, 3, 4), (5, 4), (5,)))
+        bias = None if module.bias is None else b
+        other._parameters = {"weight": w, "bias": bias}  # type: ignore[dict-item]
+        try:
+            y = type(module).forward(other, x)
+        except Exception:  # it wants something else
+            return False
+        expected = nn.functional.linear(x, w, bias)
+    same = isinstance(y, Tensor) and (y.dtype, y.shape) == (expected.dtype, expected.shape)
+    return same and torch.allclose(y, expected, rtol=0.02, atol=0.02)
 
 
 def dense_layers(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -109,8 +133,9 @@ def linear_schemes(model: nn.Module, spec: Spec | Plan) -> dict[str, str]:
 def full_plan(model: nn.Module, spec: Spec | Plan) -> dict[str, str | None]:
     """The plan that a spec stands for, with the layers that "*" does not mean.
 
-    These are the output embeddings under whatever name, and layers with fewer than `TINY` inputs or
-    outputs. Weights that are no linear layers, but look like it, are logged.
+    These are the output embeddings under whatever name, all layers that share the weight of an
+    embedding, and layers with fewer than `TINY` inputs or outputs. Weights that are no linear
+    layers, but look like it, are logged.
 
     Args:
         model: A dense model; it may be on the meta device.
@@ -120,7 +145,7 @@ def full_plan(model: nn.Module, spec: Spec | Plan) -> dict[str, str | None]:
         A plan that needs no model to be understood.
     """
     plan, shapes = plan_of(spec), dense_layers(model)
-    heads = output_embeddings(model)
+    heads = output_embeddings(model) | tied_to_embeddings(model)
     kept = {
         name
         for name, shape in shapes.items()
@@ -153,6 +178,12 @@ def output_embeddings(model: nn.Module) -> set[str]:
         found = None
     heads = set() if found is None else set(found.modules())
     return {name for name, module in model.named_modules() if module in heads}
+
+
+def tied_to_embeddings(model: nn.Module) -> set[str]:
+    """The names of layers whose weight is an embedding's as well."""
+    embeddings = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    return {name for name, other in tied_layers(model).items() if other in embeddings}
 
 
 def tied_layers(model: nn.Module) -> dict[str, str]:

@@ -211,3 +211,14 @@ def test_server_streams_and_aborts(make: Callable[[str], Path]) -> None:
         assert live.idle()
         assert wait_for(idle)
         assert b"vllm:num_requests_running" in httpx.get(live.url + "/metrics").content
+
+
+def test_what_transformers_itself_cannot_run_is_said(
+    make: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(make("mamba"))
+    monkeypatch.setattr(type(llm.engine.runner.model), "forward", lambda *args, **kw: None * 2)  # type: ignore[operator]
+    (out,) = llm.generate([[5, 6, 7]], GREEDY)
+    assert out.completions[0].finish == "error"
+    found = out.completions[0].error
+    assert found.startswith("Unsupported: transformers' MambaForCausalLM.generate fails (TypeError")

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import anybit
 from anybit.checkpoint.calibrated import calibrate_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
-from anybit.errors import AnybitError
+from anybit.errors import AnybitError, Unsupported
 from anybit.nn.model import quantized_layers
 from tests.models.zoo import CAUSAL, TOKENS, Model, inputs
 
@@ -171,14 +171,16 @@ class Run:
             return "-"
         self.save()
         prompts = [list(range(4, 12)), list(range(20, 32))]
+        llm = anybit.LLM(str(self.saved), device="cpu", dtype="float32")
+        out = llm.generate(prompts, anybit.SamplingParams(temperature=0, max_tokens=8))
+        if errors := [o.completions[0].error for o in out if o.completions[0].error]:
+            raise (Unsupported if errors[0].startswith("Unsupported: ") else Wrong)(errors[0])
         wanted = [
             self.quantized.generate(  # type: ignore[operator]
                 torch.tensor([p]), max_new_tokens=8, do_sample=False
             )[0, len(p) :].tolist()
             for p in prompts
         ]
-        llm = anybit.LLM(str(self.saved), device="cpu", dtype="float32")
-        out = llm.generate(prompts, anybit.SamplingParams(temperature=0, max_tokens=8))
         if (found := [o.tokens for o in out]) != wanted:
             raise Wrong(f"the engine writes {found}, transformers {wanted}")
         return None
