@@ -273,7 +273,7 @@ class BlockRunner:
         def identity(at: int, *args: Any, **kwargs: Any) -> Any:
             x = args[0] if args else kwargs["hidden_states"]
             length = self.lengths.get(at)
-            more = (None,) * (length or 0)
+            more: tuple[Any, ...] = (None,) * (length or 0)
             if hidden is not None and at == index - 1:
                 x, more = hidden, carried or more
             return x if length is None else (x, *more)
