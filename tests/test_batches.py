@@ -48,9 +48,8 @@ def bert() -> Any:
 
 def t5() -> Any:
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4, "vocab_size": VOCAB}
-    return T5ForConditionalGeneration(
-        T5Config(**sizes, num_layers=3, decoder_start_token_id=0, initializer_factor=2.0)
-    )
+    more = {"num_layers": 3, "decoder_start_token_id": 0, "initializer_factor": 2.0}
+    return T5ForConditionalGeneration(T5Config(**sizes | more))
 
 
 def whisper() -> Any:
@@ -217,6 +216,16 @@ def test_images(architecture: str) -> None:
     """Qwen3-VL adds features of the image to hidden states between blocks."""
     model, batches = image(architecture)
     check_against_hooks(model, batches, lambda name: None)
+
+
+def test_the_language_part_is_calibrated_even_where_it_is_the_smaller() -> None:
+    model = zoo.Model("MllamaForConditionalGeneration").make()
+    names = linears(model, "")
+    (found,) = block_lists(model, names)
+    assert found.name == "model.language_model.layers"
+    assert sum(".vision_model." in name for name in names) > len(names) / 2
+    runner = BlockRunner(model, found.modules, torch.arange(4, 36)[None])
+    runner.check()
 
 
 def test_labels_say_where_a_decoder_has_padding() -> None:

@@ -20,6 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils import other
 from peft.utils import transformers_weight_conversion as conversion
 from torch import Tensor, nn
+from transformers.integrations.peft import PeftAdapterMixin
 
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput, Unsupported
@@ -154,7 +155,8 @@ def with_cost(merge: Callable[..., Any]) -> Callable[..., Any]:
 
     def merge_and_say(*args: Any, **kwargs: Any) -> Any:
         global costs
-        costs = found = {}
+        found: dict[nn.Module, Tensor] = {}
+        costs = found
         try:
             out = merge(*args, **kwargs)
         finally:
@@ -254,6 +256,20 @@ def with_states_apart(convert: Callable[..., Any]) -> Callable[..., Any]:
     return convert_state
 
 
+def with_experts_refused(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`load_adapter` of transformers' models, which would find no adapter of an expert."""
+
+    def load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if apart(model):
+            raise Unsupported(
+                f"{type(model).__name__}.load_adapter looks for adapters of fused experts, and "
+                "quantized experts are layers of their own; use peft.PeftModel.from_pretrained"
+            )
+        return load(model, *args, **kwargs)
+
+    return load_adapter
+
+
 def register() -> None:
     """Enter quantized layers into peft. Idempotent."""
     if getattr(LoraModel, "knows_anybit", False):
@@ -269,6 +285,7 @@ def register() -> None:
         ("convert_peft_adapter_state_dict_for_transformers", with_states_apart),
     ):
         setattr(conversion, name, change(getattr(conversion, name)))
+    PeftAdapterMixin.load_adapter = with_experts_refused(PeftAdapterMixin.load_adapter)  # type: ignore[method-assign]
     wrapper = other.ModulesToSaveWrapper
     wrapper.check_module = with_refusal(wrapper.check_module)
     prepare = for_quantized(other.prepare_model_for_kbit_training)
