@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, PreTrainedModel
 
 PICO = Path(__file__).parents[2] / "models" / "pico"
 
@@ -188,9 +188,9 @@ ARCHITECTURES = {
             "num_experts_per_tok": 2,
             "head_dim": 32,
             "sliding_window": 12,
-            "swiglu_limit": 1.0,
             "intermediate_size": 32,
-        },
+        }
+        | ({"swiglu_limit": 1.0} if hasattr(GptOssConfig, "swiglu_limit") else {}),
     ),
     "glm": ("glm", {"head_dim": 16, "attention_bias": True}),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": True, "partial_rotary_factor": 0.25}),

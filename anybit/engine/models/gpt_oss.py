@@ -16,7 +16,8 @@ class ClampedMoE(MoE):
             weights, name, c, c.num_local_experts, c.num_experts_per_tok, c.intermediate_size,
             normalize=True, names=("gate_up_proj", "down_proj"), router="router", bias=True,
         )  # fmt: skip
-        self.alpha, self.limit = c.swiglu_alpha, c.swiglu_limit
+        # Constants before transformers 5.23.
+        self.alpha, self.limit = getattr(c, "swiglu_alpha", 1.702), getattr(c, "swiglu_limit", 7.0)
 
     def between(self, x: Tensor) -> Tensor:
         gate, up = x[..., ::2].clamp(max=self.limit), x[..., 1::2].clamp(-self.limit, self.limit)
