@@ -18,6 +18,7 @@ from anybit.engine.attention import Batch, LayerCache, Scores
 from anybit.engine.fused import rms_norm
 from anybit.engine.recording import Recording
 from anybit.kernels.native import attention, cache, dense, floats, fused, isa
+from anybit.kernels.reference import quantize_tokens
 from tests.kernels.test_native import LEVELS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -115,6 +116,19 @@ def test_numbers_of_another_dtype(level: isa.Isa, dtype: torch.dtype) -> None:
         given, got = x.to(source), torch.empty(len(x), dtype=dtype)
         fused.convert(given, got)
         assert torch.equal(got.nan_to_num(7), given.to(dtype).nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8_codes_are_the_references(level: isa.Isa, dtype: torch.dtype) -> None:
+    x = random(5, 1001, dtype=dtype)
+    x[1] = 0
+    x[2, :9] = torch.tensor([127, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, -127, 1])  # ties
+    x[2, 9:] = 0
+    wide = torch.cat([x, x], 1)[:, :1001]  # rows that do not follow each other
+    codes, scale = fused.quantize_tokens(wide)
+    want, factor = quantize_tokens(wide, "int8")
+    assert torch.equal(codes, want)
+    assert torch.equal(scale, factor[:, 0])
 
 
 # Attention.

@@ -21,7 +21,7 @@ from anybit.core.format import Format
 from anybit.core.packed import Packed
 from anybit.kernels import dense, reference
 from anybit.kernels.backend import Activations, Backend, LayerSpec, Prepared
-from anybit.kernels.native import activations, build, gemm, gemv
+from anybit.kernels.native import activations, build, fused, gemm, gemv
 from anybit.kernels.native import table as probing
 from anybit.kernels.native.decode import BLOCK, RUN, Codes, Operand, Table, Vectors
 from anybit.kernels.native.isa import Isa, isa
@@ -197,6 +197,8 @@ def _numbers(given: Tensor | Activations, activation: str | None) -> tuple[Tenso
         x, scale = given.codes, given.scale
     elif activation is None:
         x, scale = given, None
+    elif activation == "int8" and fused.suits(given):
+        x, scale = fused.quantize_tokens(given)
     else:
         x, scale = reference.quantize_tokens(given, activation)
         scale = scale[:, 0]

@@ -12,9 +12,14 @@ from anybit.kernels.native import build, ir
 from anybit.kernels.native.activations import DTYPES, SERIAL
 from anybit.kernels.native.floats import (
     BYTES,
+    LARGEST,
     along,
     every,
     exp,
+    int8,
+    largest,
+    magnitude,
+    maximum,
     read,
     root,
     rounded,
@@ -28,6 +33,7 @@ NORM = (
     "next", "x", "x_stride", "delta", "delta_stride", "weight", "out", "total", "m", "n", "eps",
 )  # fmt: skip
 SILU = ("next", "gate", "gate_stride", "up", "up_stride", "out", "m", "n", "parts")
+CODES = ("next", "x", "x_stride", "codes", "scale", "m", "n")
 COPY = ("next", "from", "to", "n")
 PART = 1024  # columns that a thread takes at once
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -168,6 +174,49 @@ def silu_kernel(isa: Isa, dtype: str) -> build.Kernel:
             f.store(rounded(f, isa, y, dtype), out, i * size)
 
         along(f, first, f.smaller(first + PART, n), isa.floats, multiply)
+    f.give()
+    return build.load(ir.module([f]), [f.name], isa)[0]
+
+
+# int8 codes.
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (M, N) -> int8 codes (M, N), scale (M,) fp32; those of `reference.quantize_tokens`."""
+    m, n = x.shape
+    codes, scale = torch.empty(m, n, dtype=torch.int8), torch.empty(m)
+    codes_kernel(level(), DTYPES[x.dtype])(
+        (0, x.data_ptr(), x.stride(0) * x.itemsize, codes.data_ptr(), scale.data_ptr(), m, n),
+        threads(m * n),
+    )
+    return codes, scale
+
+
+@cache
+def codes_kernel(isa: Isa, dtype: str) -> build.Kernel:
+    f = Function("quantize", [PTR])
+    args = Arguments(f, CODES)
+    n, size, lanes = args.number("n"), BYTES[dtype], isa.floats
+    with f.chunks(args.address("next"), f.integer(1), args.number("m")) as (t, _):
+        x = f.at(args.pointer("x"), t * args.number("x_stride"))
+        most = {count: f.variable(f.constant(0, several(F32, count))) for count in (lanes, 1)}
+
+        def look(i: Value, count: int) -> None:
+            some = magnitude(f, read(f, dtype, x, i * size, count))
+            most[count].set(maximum(f, most[count].get(), some))
+
+        along(f, 0, n, lanes, look)
+        scale = maximum(f, largest(f, most[lanes].get()), most[1].get()) // LARGEST
+        nothing = f.compare("oeq", scale, f.constant(0, F32))
+        scale = f.select(nothing, f.constant(1, F32), scale)
+        f.store(scale, args.pointer("scale"), t << 2)
+        codes = f.at(args.pointer("codes"), t * n)
+
+        def divide(i: Value, count: int) -> None:
+            some = read(f, dtype, x, i * size, count) // every(f, scale, count)
+            f.store(int8(f, some), codes, i)
+
+        along(f, 0, n, lanes, divide)
     f.give()
     return build.load(ir.module([f]), [f.name], isa)[0]
 
