@@ -78,7 +78,7 @@ def add_norm(
         codes, scale, total, x_sum = kernels.quantize(x, activation, norm=norm, sums=sums)
         return Activations(codes, scale, total, x.dtype), x_sum
     if kernels is not None:
-        return kernels.add_norm(x, delta, weight, eps)  # type: ignore[no-any-return]
+        return kernels.add_norm(x, delta, weight, eps)
     x = x if delta is None else x + delta
     return rms_norm(x, weight, eps), x
 
@@ -87,9 +87,10 @@ def silu_mul(gate: Tensor, up: Tensor, activation: str | None = None) -> Tensor 
     """SiLU(gate) * up, both (T, N), in the notation that the next layer wants."""
     kernels = between(up, gate)
     if activation is not None and usable(up):
-        return Activations(*kernels.silu_quantize(gate, up, activation), up.dtype)
+        codes, scale, sums = kernels.silu_quantize(gate, up, activation)
+        return Activations(codes, scale, sums, up.dtype)
     if kernels is not None:
-        return kernels.silu_mul(gate, up)  # type: ignore[no-any-return]
+        return kernels.silu_mul(gate, up)
     return F.silu(gate) * up
 
 
@@ -97,7 +98,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (T, K) times a dense weight (N, K)."""
     kernels = dense(x, weight)
     if kernels is not None:
-        return kernels.linear(x, weight, bias)  # type: ignore[no-any-return]
+        return kernels.linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

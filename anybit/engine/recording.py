@@ -71,7 +71,7 @@ class _Watch(TorchDispatchMode):
     """Sees every operator of torch's; writes down those that compute."""
 
     def __init__(self, calls: list[Any]):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls = calls
         self.kept: list[Any] = []  # kernels know their memory by address alone
         self.refused: str | None = None

@@ -1,5 +1,7 @@
 """Gemma 1 to 3 (text). From 2 on: norms around attention and MLP, windows, soft caps."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -14,13 +16,18 @@ NORMS = Norms(
 )
 
 
+@cache
+def rounded(number: float, dtype: torch.dtype) -> float:
+    return torch.tensor(number, dtype=dtype).item()
+
+
 class Gemma(Decoder):
     norm_kind = NormKind(wide=True, offset=1.0)
 
     @property
     def embedding_scale(self) -> float:
         # Rounded to the model's dtype, as the models were trained: 55.5 in bf16, not 55.43.
-        return torch.tensor(self.config.hidden_size**0.5, dtype=self.embed_tokens.dtype).item()
+        return rounded(self.config.hidden_size**0.5, self.embed_tokens.dtype)
 
     def block(self, weights: Weights, name: str, index: int) -> Block:
         c = self.config

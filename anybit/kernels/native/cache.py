@@ -10,6 +10,8 @@ from anybit.kernels.native import build, ir
 from anybit.kernels.native.activations import DTYPES
 from anybit.kernels.native.floats import (
     BYTES,
+    LARGEST,
+    int8,
     largest,
     magnitude,
     maximum,
@@ -27,7 +29,6 @@ WRITE = (
     "slots", "q_weight", "k_weight", "tokens", "heads", "kv_heads", "block", "eps",
 )  # fmt: skip
 HEADS = 8  # that a thread writes at once
-LARGEST = 127.0  # int8 code
 
 Planes = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # K, V and their scales
 
@@ -219,9 +220,5 @@ class _Write:
                 divisor = f.splat(scale, lanes)
             else:
                 divisor = f.load(single, scales, head * (4 * dim) + 4 * i)
-            code = f.call(single, f"llvm.rint.v{lanes}f32", self._at(i) // divisor)
-            for how, limit in (("ogt", LARGEST), ("olt", -LARGEST)):
-                bound = f.constant(limit, single)
-                code = f.select(f.compare(how, code, bound), bound, code)
-            number = f.cast("trunc", f.cast("fptosi", code, vec(lanes, I32)), vec(lanes, I8))
+            number = int8(f, self._at(i) // divisor)
             f.store(number, to, i)

@@ -10,6 +10,7 @@ BYTES = {F32: 4, BF16: 2, "half": 2, I8: 1}
 # Of exp: Taylor's series up to r**7 / 7! for |r| <= ln(2) / 2, which is below fp32's rounding.
 SERIES = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4  # the first times 127 is exact in fp32
+LARGEST = 127.0  # int8 code
 LEAST, MOST = -88.0, 88.7  # exp is 0 below; inf above
 ROUND = 1.5 * 2**23  # added to a small number, it leaves the nearest whole one in the last bits
 ROUND_BITS = struct.unpack("i", struct.pack("f", ROUND))[0]
@@ -82,6 +83,17 @@ def largest(f: Function, value: Value) -> Value:
         low = f.shuffle(value, value, range(half))
         value = maximum(f, low, f.shuffle(value, value, range(half, count)))
     return maximum(f, f.lane(value, 0), f.lane(value, 1))
+
+
+def int8(f: Function, x: Value) -> Value:
+    """The nearest int8 codes from -127 to 127, ties to even."""
+    count = lanes(x.kind)
+    code = f.call(x.kind, f"llvm.rint.v{count}f32" if count > 1 else "llvm.rint.f32", x)
+    for how, limit in (("ogt", LARGEST), ("olt", -LARGEST)):
+        bound = f.constant(limit, x.kind)
+        code = f.select(f.compare(how, code, bound), bound, code)
+    whole = f.cast("fptosi", code, several(I32, count))
+    return f.cast("trunc", whole, several(I8, count))
 
 
 def exp(f: Function, x: Value) -> Value:

@@ -1,0 +1,64 @@
+"""Decode steps on a CPU: recorded, by kernels that LLVM compiles; tokens are those of torch."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from anybit.engine import attention, fused
+from anybit.engine.llm import LLM
+from anybit.engine.model_runner import MOST_RECORDED
+from anybit.engine.sequence import SamplingParams
+from tests.engine.conftest import prompts
+
+pytestmark = pytest.mark.skipif(find_spec("llvmlite") is None, reason="llvmlite is not installed")
+Checkpoint = Callable[[str], Path]
+GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+
+
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without llvmlite."""
+    for module in (attention, fused):
+        monkeypatch.setattr(module, "compiled", lambda x: False)
+
+
+@pytest.mark.parametrize("kv", ["model", "int8"])
+@pytest.mark.parametrize("name", ["llama-biases-tied", "qwen3", "gemma3"])
+def test_tokens_are_those_of_plain_torch(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, name: str, kv: str
+) -> None:
+    """Three texts run as four; one of them ends before the others."""
+    many = prompts(3)
+    params = [GREEDY, SamplingParams(max_tokens=7, temperature=0, ignore_eos=True), GREEDY]
+    llm = LLM(checkpoint(name), max_running=4, block_size=4, kv_cache=kv)
+    got = [output.tokens for output in llm.generate(many, params)]
+    graphs = llm.engine.runner.graphs.graphs
+    assert set(graphs) == {2, 4}
+    assert all(recording.refused is None for recording, _ in graphs.values())
+    plain(monkeypatch)
+    llm = LLM(checkpoint(name), max_running=4, block_size=4, kv_cache=kv)
+    assert llm.engine.runner.graphs is None
+    assert [output.tokens for output in llm.generate(many, params)] == got
+
+
+def test_more_texts_than_a_recording_holds(checkpoint: Checkpoint) -> None:
+    many = prompts(MOST_RECORDED + 2)
+    llm = LLM(checkpoint("llama"), max_running=16)
+    together = [output.tokens for output in llm.generate(many, GREEDY)]
+    alone = [llm.generate([prompt], GREEDY)[0].tokens for prompt in many]
+    assert together == alone
+
+
+@pytest.mark.parametrize("head", ["int8", "int4:group=64", "liquid@int8"])
+def test_a_quantized_head_is_recorded(checkpoint: Checkpoint, head: str) -> None:
+    plan = {"*": "int4:group=32", "lm_head": head}
+    llm = LLM(checkpoint("llama-round"), quantization=plan, max_running=1)
+    model = llm.engine.runner.model
+    assert model.lm_head.scheme == head
+    got = llm.generate(prompts(2), GREEDY)
+    recording, _ = llm.engine.runner.graphs.graphs[1]
+    assert recording.refused is None
+    llm.engine.runner.graphs = None  # every step by the model itself
+    want = llm.generate(prompts(2), GREEDY)
+    assert [o.tokens for o in got] == [o.tokens for o in want]
