@@ -13,6 +13,7 @@ from pathlib import Path
 
 import accuracy_tables
 import codebook_tables
+import cpu_tables
 import engine_tables
 import kernel_tables
 
@@ -31,7 +32,7 @@ def main() -> None:
 
 def made() -> dict[str, str]:
     """Every table by its name in the pages; "" where nothing was measured."""
-    rooms = (kernel_tables, codebook_tables, accuracy_tables, engine_tables)
+    rooms = (kernel_tables, codebook_tables, cpu_tables, accuracy_tables, engine_tables)
     return {name: table for room in rooms for name, table in room.made().items()}
 
 

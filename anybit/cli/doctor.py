@@ -13,7 +13,7 @@ from rich.table import Table
 
 from anybit.core.format import Format, get_format, known_formats
 from anybit.kernels.backend import LayerSpec
-from anybit.kernels.native.isa import isa, processor
+from anybit.kernels.native.isa import is_x86, isa, processor
 from anybit.kernels.registry import refusals
 
 PACKAGES = (
@@ -48,7 +48,7 @@ def doctor(console: Console | None = None) -> None:
             before = list(answers)[: list(answers).index(taken)]
             table.add_row(spec, taken, "\n".join(f"{name}: {answers[name]}" for name in before))
         console.print(table)
-        if device == "cpu" and find_spec("llvmlite") is None:
+        if device == "cpu" and is_x86() and find_spec("llvmlite") is None:
             console.print(WITHOUT_LLVM)
     console.print(
         f"Asked for a weight of {SHAPE[0]}x{SHAPE[1]}; weights only, no quantized activations."
