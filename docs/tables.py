@@ -13,6 +13,7 @@ from pathlib import Path
 
 import accuracy_tables
 import codebook_tables
+import cpu_tables
 import engine_tables
 import gpu_tables
 import kernel_tables
@@ -32,7 +33,9 @@ def main() -> None:
 
 def made() -> dict[str, str]:
     """Every table by its name in the pages; "" where nothing was measured."""
-    rooms = (kernel_tables, codebook_tables, accuracy_tables, engine_tables, gpu_tables)
+    rooms = (
+        kernel_tables, codebook_tables, cpu_tables, accuracy_tables, engine_tables, gpu_tables,
+    )  # fmt: skip
     return {name: table for room in rooms for name, table in room.made().items()}
 
 

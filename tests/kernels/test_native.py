@@ -79,6 +79,18 @@ def check(x: Tensor, weight: Packed, activation: str | None, bias: Tensor | None
     assert ((y.double() - expected).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+@pytest.mark.parametrize("spec", ["fp8", "fp6", "fp:e5m2", "int4"])
+def test_tables_are_read_without_wide_look_ups(
+    spec: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "isa", lambda: LEVELS[-1])
+    weight = packed(spec, 13)
+    expected = reference.operand_weight(weight, dtype).T.to(dtype)[500:530]
+    got = backend.linear(torch.eye(K, dtype=dtype)[500:530], backend.prepare(weight, None), None)
+    assert torch.equal(got, expected)
+
+
 SMALL = ("int4:group=16", "int3:group=24,zero", "fp6:group=4", "int8:group=96")
 
 
@@ -264,6 +276,12 @@ def test_zero_points_between_levels(dtype: torch.dtype) -> None:
 ])  # fmt: skip
 def test_refusals(spec: str, k: int, why: str) -> None:
     assert why in backend.refuse(LayerSpec(anybit.get_format(spec), None, (32, k), CPU))
+
+
+def test_other_processors_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    why = backend.refuse(LayerSpec(anybit.get_format("int4"), None, (32, 64), CPU))
+    assert why == "compiles kernels for x86 processors only, not aarch64"
 
 
 def test_layers_choose_it() -> None:

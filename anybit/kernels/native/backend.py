@@ -9,6 +9,7 @@ applied, as in a checkpoint of that dtype.
 """
 
 import logging
+import platform
 import threading
 from functools import cache
 from importlib.util import find_spec
@@ -25,7 +26,7 @@ from anybit.kernels.backend import Activations, Backend, LayerSpec, Prepared
 from anybit.kernels.native import activations, build, gemm, gemv
 from anybit.kernels.native import table as probing
 from anybit.kernels.native.decode import BLOCK, RUN, Codes, Operand, Table, Vectors
-from anybit.kernels.native.isa import Isa, isa
+from anybit.kernels.native.isa import Isa, is_x86, isa
 from anybit.kernels.native.layout import blocks_of, lay_out
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ SECTIONS = (torch.bfloat16, torch.float16, torch.float32)  # after bf16 numbers:
 
 
 def refuse(layer: LayerSpec) -> str | None:
+    if not is_x86():
+        return f"compiles kernels for x86 processors only, not {platform.machine()}"
     if find_spec("llvmlite") is None:
         return "llvmlite is not installed: pip install 'anybit[cpu]'"
     if isa() is None:
@@ -302,7 +305,7 @@ def _multiply(
         "xscale": 0 if scale is None else scale.data_ptr(), "y": y.data_ptr(),
         "n": n, "blocks": blocks, "m": m, "shift": product.shift,
     }  # fmt: skip
-    names = gemv.NAMES
+    names: tuple[str, ...] = gemv.NAMES
     if not product.decoder:
         values["chunk"] = max(4, min(256, n // (8 * threads)))
     else:

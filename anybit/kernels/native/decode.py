@@ -309,7 +309,7 @@ class Table:
         self.way = self.found(codes, operand)
         self.parts: list[Value] = []
         self.pairs: dict[tuple[str, int], tuple[list[Value], list[Value]]] = {}
-        if self.way == "bytes":
+        if self.way == "bytes" and isinstance(codes, Codes):
             sixteen, wide = vec(16, I8), list(range(16)) * (operand.isa.bits // 128)
             some = [f.load(sixteen, memory, i) for i in range(0, 2 * self.half(codes), 16)]
             self.parts = [f.shuffle(part, part, wide) for part in some]

@@ -54,6 +54,10 @@ ONEDNN = {  # oneDNN's limits, as the level that they allow
 }
 
 
+def is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
 def processor() -> str:
     """The processor's name."""
     about = Path("/proc/cpuinfo")
@@ -70,7 +74,7 @@ def isa() -> Isa | None:
     Raises:
         ValueError: `ANYBIT_CPU_ISA` names a level that is unknown or that the processor lacks.
     """
-    if platform.machine().lower() not in ("x86_64", "amd64"):
+    if not is_x86():
         return None
     from llvmlite import binding
 
