@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from anybit.serve.infill import infill
 from anybit.serve.reading import Calls, Harmony, Plain, Reader, Thoughts
 from anybit.serve.tools import FAMILIES, arguments_of_xml, family_of
 
@@ -138,3 +139,12 @@ def test_families_by_their_templates() -> None:
 def test_xml_arguments_follow_the_schema() -> None:
     name, arguments = arguments_of_xml("<function=f>\n<parameter=x>\na\nb\n</parameter>\n", TOOLS)
     assert (name, json.loads(arguments)) == ("f", {"x": "a\nb"})
+
+
+def test_infill_prompts() -> None:
+    """A suffix needs a model's three tokens for it, and a prompt that is text."""
+    qwen = {"<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"}
+    want = "<|fim_prefix|>a = <|fim_suffix|>\nb<|fim_middle|>"
+    assert infill(qwen, "a = ", "\nb") == want
+    assert infill(qwen, [1, 2], "b") is None
+    assert infill({"<|fim_prefix|>"}, "a", "b") is None

@@ -164,7 +164,7 @@ def test_the_schema_fuzzed(tiny: Path) -> None:
             for mode in GenerationMode if posts else [GenerationMode.POSITIVE]:
 
                 @settings(
-                    max_examples=25 if posts else 1,
+                    max_examples=12 if posts else 1,
                     deadline=None,
                     database=None,
                     derandomize=True,
