@@ -11,6 +11,7 @@ from anybit.core.packed import Packed, stack
 from anybit.formats.microscaling import NVFP4, Microscaling
 from anybit.kernels import registry
 from anybit.kernels.backend import LayerSpec
+from anybit.nn.sharding import Piece
 from anybit.quantizers.base import Quantizer
 from anybit.quantizers.clip import Clip
 from anybit.quantizers.hqq import HQQ
@@ -178,3 +179,15 @@ def test_a_shard_is_a_slice() -> None:
     assert torch.equal(packed.columns(slice(64, 128)).dequantize(), w[:, 64:128])
     again = Packed.from_tensors(packed.format, packed.shape, packed.tensors())
     assert torch.equal(again.dequantize(), w)
+
+
+@pytest.mark.parametrize("spec", ["mxfp4", "nvfp4"])
+def test_rows_that_are_not_stored_are_zero(spec: str) -> None:
+    packed = anybit.quantize_tensor(weight(8, 64), spec)
+    piece = Piece("head", spec, 12, 64)
+    for key, tensor in packed.tensors().items():
+        piece.take(key, tensor, padded=True)
+    whole = piece.finish()
+    assert isinstance(whole, Packed)
+    assert torch.equal(whole.dequantize()[:8], packed.dequantize())
+    assert not whole.dequantize()[8:].any()

@@ -67,7 +67,8 @@ class Microscaling(Minifloat):
         for scale in scales:
             rounded = self.to_float(self.from_float(groups * (1 / scale[..., None])))
             errors.append((rounded * scale[..., None] - groups).square_().sum(-1))
-        return torch.where(errors[0] <= errors[1], stored[0], stored[1])
+        first, second = (scale.view(torch.uint8) for scale in stored)  # `where` takes any bytes
+        return torch.where(errors[0] <= errors[1], first, second).view(stored[0].dtype)
 
     def _spec_parts(self) -> tuple[str, list[str]]:
         shape = (self.exponent, self.mantissa)

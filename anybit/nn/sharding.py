@@ -10,7 +10,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from anybit.core import planes as bits
 from anybit.core.format import Format
@@ -170,7 +169,7 @@ class Piece:
             part = cut(self.format, self.k, key, tensor, slice(first, first + n), columns)
         part = part.to(device or part.device, copy=True)  # the stored one may be a mapped file
         if not self.is_table(key) and len(part) < n:
-            part = pad(part, (0, 0, 0, n - len(part)))
+            part = torch.cat((part, part.new_zeros(n - len(part), *part.shape[1:])))
         self.tensors[key] = part.contiguous()
 
     def _check(self, key: str, tensor: Tensor) -> None:

@@ -66,7 +66,7 @@ def grid_at(fmt: Format, grid: Grid, columns: Tensor) -> Grid:
     out = {}
     for name, entry in fmt.entries().items():
         at = columns // entry.group if entry.group else torch.zeros_like(columns)
-        out[name] = grid[name] if entry.table else grid[name].index_select(1, at)
+        out[name] = grid[name] if entry.table else grid[name][:, at]
     return out
 
 

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import anybit
@@ -386,6 +386,18 @@ def test_checkpoints_of_other_tools_load_as_they_are(
     assert len([*(tmp_path / "cache" / "converted").iterdir()]) == 2
     with pytest.raises(ValueError, match="not quantized"):
         anybit.load(Path(__file__).parents[2] / "models" / "pico")
+
+
+def test_codes_that_no_layer_claims_are_refused(tmp_path: Path) -> None:
+    """Experts of one tensor would become a dense weight without its scales."""
+    source = shutil.copytree(FIXTURES / "ct_floats", tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.experts.gate_up_proj"] = e4m3(2, 8, 16)
+    tensors["model.layers.0.mlp.experts.gate_up_proj_scale_inv"] = torch.ones(2, 1, 1)
+    save_file(tensors, source / "model.safetensors")
+    message = r"gate_up_proj holds F8_E4M3 of \(2, 8, 16\), and belongs to no layer"
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(source, tmp_path / "out")
 
 
 def test_modelopts_own_file(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ READERS = {
 CT = "compressed-tensors"
 QUANTIZATION = ("quantization_config", "compression_config")  # their keys in config.json
 KV_SCALES = (".k_scale", ".v_scale")  # theirs are per tensor, and mean something else here
+CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 DENSE = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32)}
 
 
@@ -265,8 +266,13 @@ def plan_conversion(source: Path, shard_bytes: int, to: str | None = None) -> Co
                 raise InvalidInput(f"{name}.bias: not zero, but the model has no bias there")
             dropped[f"{name}.bias"] = None
     unit_of = {tensor: name for name, layer in found.items() for tensor in layer.tensors}
-    for name in stored:
+    for name, tensor in stored.items():
         layer_of = owner(name, found)
+        if name not in unit_of and name not in dropped and tensor.torch_dtype in CODES:
+            raise InvalidInput(
+                f"{source}: {name} holds {tensor.dtype} of {tensor.shape}, and belongs to no layer "
+                f"of {method} in a layout that anybit knows"
+            )
         if layer_of and name not in unit_of and name != f"{layer_of}.bias":
             raise InvalidInput(
                 f"{source}: {method} has no tensor {name!r} beside "

@@ -102,7 +102,7 @@ def written(
         if fmt.group != 32 or (fmt.exponent, fmt.mantissa) != ELEMENTS[fmt.bits]:
             return f"{fmt.spec} is not among the MX formats of {TOOL}: mxfp4, mxfp6 and mxfp8"
         return floats(fmt, shape, MX[fmt.bits], "group", fmt.group, torch.uint8)
-    if plain_fp8:
+    if isinstance(fmt, Minifloat) and plain_fp8:
         return fp8(fmt, activation, shape, stored["scale"])
     return f"{fmt.spec} is not among the formats that {TOOL} has"
 

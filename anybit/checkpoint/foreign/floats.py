@@ -25,6 +25,7 @@ FP8 = {torch.float8_e4m3fn: (4, 3), torch.float8_e5m2: (5, 2)}
 BYTES = (torch.uint8, torch.int8)
 POWERS = (torch.uint8, torch.float8_e8m0fnu)
 NAN = 255  # of e8m0
+PIECE = 1 << 18  # bytes that are checked at a time: temporaries stay in the cache
 BLOCK = (128, 128)  # where neither the config nor the shape says another
 
 
@@ -170,7 +171,8 @@ def planes(data: Tensor, fmt: Format, shape: tuple[int, int], name: str) -> tupl
     n, k = shape
     data = data.view(torch.uint8).reshape(n, -1)
     assert isinstance(fmt, Minifloat)
-    if fmt.bits == 8 and ((data & 0x7F) > fmt.largest_code).any():
+    parts = data.flatten().split(PIECE) if fmt.bits == 8 else ()
+    if any(int((part & 0x7F).max()) > fmt.largest_code for part in parts):
         raise InvalidInput(f"{name}: holds NaN or inf; the checkpoint is damaged, copy it again")
     if fmt.bits in (4, 8) and data.shape[1] % 4 == 0:
         return (data.view(torch.int32),)

@@ -1,0 +1,128 @@
+"""The table of docs/foreign.md: every type of every tool.
+
+`python -m tests.foreign.test_table` writes it into the page.
+"""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import anybit
+from anybit.checkpoint.foreign.base import Layer
+from anybit.checkpoint.foreign.convert import read_layers
+from anybit.checkpoint.foreign.ct_layers import Written, written
+from anybit.core.format import Format
+from anybit.core.packed import Packed
+from anybit.core.scheme import parse_scheme
+from anybit.files.directory import read_json
+from anybit.files.safetensors import stored_tensors
+from anybit.kernels.backend import LayerSpec
+from anybit.kernels.registry import get_backend
+from tests.foreign.make import FIXTURES
+
+PAGE = Path(__file__).parents[2] / "docs" / "foreign.md"
+BEGIN, END = "<!-- types, written by tests/foreign/test_table.py -->", "<!-- end -->"
+SHAPE = (256, 512)
+# Tool, what it stores, what that becomes, and a fixture that the tool made; "" where the layout is
+# checked by its formula, and "transformers" where its own decoder agrees, too.
+ROWS = (
+    ("GPTQ, GPTQModel", "2, 3, 4, 8 bits, v1 and v2", "int4:group=16", "gptq_4bit_v1"),
+    ("", "act-order", "int4:group=16,order", "gptq_4bit_act_order"),
+    ("AWQ", "4 bits, `gemm`", "int4:group=16,zero", "awq_gemm"),
+    ("HQQ", "1 to 6 and 8 bits, `axis=1`", "int4:group=16,zero", "hqq_4bit"),
+    ("AQLM", "any codebooks", "codebook", "aqlm_2x8"),
+    ("bitsandbytes", "nf4", "nf4:group=32", "bnb_nf4"),
+    ("", "fp4", "fp4bnb:group=32", "bnb_fp4_double"),
+    ("compressed-tensors", "integers, packed", "int4:group=16", "ct_4bit"),
+    ("", "integers with int8 tokens (W8A8, W4A8)", "int4:group=32@int8", "ct_activations"),
+    ("", "NVFP4", "nvfp4:divide", "ct_floats"),
+    ("", "MXFP4", "mxfp4", "ct_floats"),
+    ("", "MXFP6", "mxfp6", "ct_floats"),
+    ("", "MXFP8", "mxfp8", "ct_floats"),
+    ("", "FP8 of rows, with fp8 tokens", "fp8@fp8", "ct_floats"),
+    ("", "FP8 of tensors", "fp8", "ct_floats"),
+    ("", "FP8 in blocks", "fp8:group=32", "ct_floats"),
+    ("torchao", "fp8", "fp8", "torchao"),
+    ("", "int8, and fewer bits in bytes", "int8:group=16", "torchao"),
+    ("GPT-OSS", "MXFP4 experts", "mxfp4", "transformers"),
+    ("DeepSeek-V3 and others", "FP8 in 128 x 128 blocks", "fp8:group=128", "transformers"),
+    ("DeepSeek-V4", "MXFP4 experts, FP8 blocks with e8m0", "mxfp4", "transformers"),
+    ("ModelOpt", "NVFP4", "nvfp4", ""),
+    ("", "FP8 of tensors, rows, blocks", "fp8", ""),
+    ("", "MXFP4, MXFP8", "mxfp8", ""),
+    ("Quark", "MXFP4, MXFP6, FP8", "mxfp6:e3m2", ""),
+    ("AutoRound", "GPTQ's and AWQ's layouts", "int4:group=32,zero", ""),
+    ("", "NVFP4, MXFP4, MXFP8, FP8", "mxfp4", ""),
+    ("BitNet", "ternary", "int2@int8", "transformers"),
+)
+TOOLS = {path.name for path in FIXTURES.iterdir()}
+
+
+def kernels(fmt: Format) -> str:
+    """Where the format is multiplied in its few bits."""
+    fmt = replace(fmt, order=False) if fmt.order else fmt  # type: ignore[call-arg]  # kernels' view
+    hopper = fmt.hopper_decode is not None and not isinstance(fmt.hopper_decode("bfloat16"), str)
+    hopper = hopper or (fmt.lookup is not None and fmt.bits == 8)
+    layer = LayerSpec(fmt, None, SHAPE, torch.device("cpu"))
+    known = {
+        "Hopper": hopper,
+        "Triton": fmt.triton_decode is not None,
+        "CPU": get_backend("native").refuse(layer) is None,
+    }
+    return ", ".join(name for name, there in known.items() if there)
+
+
+def exported(scheme: str, fixture: str, place: Path) -> bool:
+    """Whether compressed-tensors can be written of such a layer: the fixture's, or one of ours."""
+    fmt, activation = parse_scheme(scheme)
+    packed = layers(fixture)[scheme].read() if fixture in TOOLS else None
+    if not isinstance(packed, Packed):
+        packed = anybit.quantize_tensor(torch.randn(SHAPE), fmt)
+    save_file(packed.tensors(), place / "model.safetensors")
+    found = written(fmt, activation, packed.shape, stored_tensors(place), "a")
+    return isinstance(found, Written)
+
+
+@cache
+def layers(fixture: str) -> dict[str | None, Layer]:
+    """A layer of each scheme."""
+    source = FIXTURES / fixture
+    config, stored = read_json(source / "config.json"), stored_tensors(source)
+    return {layer.scheme: layer for layer in read_layers(source, config, stored)[1].values()}
+
+
+def table(place: Path) -> str:
+    lines = [
+        "| tool | stores | becomes | weights equal | multiplied on | written back |",
+        "|---|---|---|---|---|---|",
+    ]
+    for tool, what, scheme, by in ROWS:
+        fmt, _ = parse_scheme(scheme)
+        check = {"": "its formula", "transformers": "transformers' decoder"}.get(by, "the tool")
+        back = "yes" if exported(scheme, by, place) else ""
+        lines.append(f"| {tool} | {what} | `{scheme}` | {check} | {kernels(fmt)} | {back} |")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row[3] in TOOLS])
+def test_the_tools_made_such_layers(row: tuple[str, str, str, str]) -> None:
+    _, _, scheme, fixture = row
+    assert scheme in layers(fixture)
+
+
+def test_the_page_has_this_table(tmp_path: Path) -> None:
+    text = PAGE.read_text()
+    assert text[text.index(BEGIN) + len(BEGIN) : text.index(END)].strip() == table(tmp_path)
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    text = PAGE.read_text()
+    with tempfile.TemporaryDirectory() as place:
+        new = f"{text[: text.index(BEGIN) + len(BEGIN)]}\n\n{table(Path(place))}\n\n"
+    PAGE.write_text(new + text[text.index(END) :])
