@@ -130,15 +130,19 @@ def imported(path: Path) -> set[str]:
 def test_programs_are_made_of_hashed_sources_alone() -> None:
     """What is written in the DSL imports nothing of anybit from outside the hashed folders."""
     hopper = Path(tiles.__file__).parent
-    files = [*jit.SOURCES.glob("*.py"), *hopper.glob("*.py")]
-    modules = {path.name: imported(path) for path in files}
-    programs = {name for name, found in modules.items() if "cutlass" in found and name != "jit.py"}
-    assert {"gemm.py", "psumbook.py", "lookup_gemm.py"} <= programs
+    rooms = {"cute": jit.SOURCES, "hopper": hopper, "mma": hopper.with_name("mma")}
+    modules = {
+        f"{room}/{path.name}": imported(path)
+        for room, folder in rooms.items()
+        for path in folder.glob("*.py")
+    }
+    others = ("cute/jit.py",)  # compiles programs, and is none
+    programs = {n for n, found in modules.items() if "cutlass" in found and n not in others}
+    assert {"hopper/gemm.py", "hopper/lookup_gemm.py", "mma/narrow.py", "mma/gemm.py"} <= programs
     for name in programs:
         ours = {module for module in modules[name] if module.startswith("anybit")}
-        assert all(m.startswith(("anybit.kernels.hopper", "anybit.kernels.cute")) for m in ours), (
-            name
-        )
+        hashed = ("anybit.kernels.cute", f"anybit.kernels.{name.partition('/')[0]}")
+        assert all(module.startswith(hashed) for module in ours), name
 
 
 def test_without_the_dsl_a_kernel_of_any_version_is_found(

@@ -139,6 +139,17 @@ def test_refusals_say_why(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "anybit[hopper]" in refuse("fp6")
 
 
+def test_both_halves_are_asked_for(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the dtype of activations is unknown; later only what it is."""
+    real = operands.decoder
+    missing = lambda fmt, operand: "no fp16" if operand == "float16" else real(fmt, operand)  # noqa: E731
+    monkeypatch.setattr(operands, "decoder", missing)
+    assert operands.refuse_format(spec_of("fp6")) == "no fp16"
+    assert operands.refuse_format(spec_of("fp6", dtype=torch.float16)) == "no fp16"
+    assert operands.refuse_format(spec_of("fp6", dtype=torch.bfloat16)) is None
+    assert operands.refuse_format(spec_of("fp6@fp8")) is None
+
+
 def test_kernels_for_nvidia_refuse_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch calls AMD's GPUs cuda as well, and an MI250 has the capability (9, 0)."""
     monkeypatch.setattr(torch.version, "hip", "6.4")

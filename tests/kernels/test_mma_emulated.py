@@ -38,7 +38,7 @@ FORMATS = {  # all kinds of decoders, and the architecture that their products n
         "int8:zero", "int5:group=64", "int4:group=128", "int3:group=32,zero", "int1", "fp8", "fp6",
         "fp5:group=64", "fp4", "fp:e2m1", "sparse", "sparse:group=64",
     ],
-    "sm_89": ["int4@fp8", "fp6@fp8", "sparse@fp8"],
+    "sm_89": ["int4@fp8", "fp6@fp8"],
 }  # fmt: skip
 
 

@@ -19,9 +19,10 @@ NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 def refuse_format(layer: LayerSpec) -> str | None:
     """Why no kernel multiplies a layer of this format and shape, or None."""
     n, k = layer.shape
-    d = decoder(layer.format, operand_of(layer.activation, torch.bfloat16))
-    if isinstance(d, str):
-        return d
+    for dtype in NAMES if layer.dtype is None else [layer.dtype]:
+        d = decoder(layer.format, operand_of(layer.activation, dtype))
+        if isinstance(d, str):
+            return d
     if k % K_TILE or n % 8:
         return f"K must be a multiple of {K_TILE} and N of 8, not (N, K) = {layer.shape}"
     if layer.activation is not None:
