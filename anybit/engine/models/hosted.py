@@ -29,7 +29,7 @@ class Paged:
         self.layers = iter(zip(layers, caches, strict=True))
         self.batch = batch
         self.still: tuple[Tensor, Tensor] | None = None  # a rotation by nothing, for kernels
-        if any(cache.fused for cache in caches):
+        if any(cache.fused or cache.native for cache in caches):
             self.batch = replace(batch, positions=torch.zeros_like(batch.positions))
 
     def mask(self, of: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
@@ -42,7 +42,8 @@ class Paged:
             nn.functional.pad(x[0].transpose(0, 1), (0, layer.dim - x.shape[3])).flatten(1)
             for x in (call.q, call.k, call.v)
         )
-        rope = self._still(layer.dim, call.q.device) if cache.fused else None
+        by_kernels = cache.fused or (cache.native and layer.scores.mask is None)
+        rope = self._still(layer.dim, call.q.device) if by_kernels else None
         out = attention(torch.cat(list(parts), 1), heads, cache, self.batch, rope, layer.scores)
         return out[None, ..., :width].contiguous()
 
