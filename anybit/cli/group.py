@@ -29,7 +29,7 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             with warnings.catch_warnings():
-                warnings.showwarning = show_warning
+                warnings.showwarning = show_warning  # type: ignore[assignment]
                 return super().invoke(ctx)
         except KeyboardInterrupt:
             typer.echo("\ninterrupted", err=True)

@@ -97,8 +97,9 @@ def plan_formats(
         raise InvalidInput(f"unknown device {device!r}; known: {', '.join(DEVICES)}")
     with taken_apart(model):
         names = [name for name in dense_layers(model) if not is_head(name)]
+        needs: tuple[str, ...] = ()
         if calibration is None:
-            ids, needs, loss = probe(model), (), partial(weight_error, quantizer)
+            ids, loss = probe(model), partial(weight_error, quantizer)
         else:
             if not isinstance(calibration, Calibration):
                 calibration = Calibration(calibration)
@@ -177,7 +178,7 @@ def predicted_kl(
 
 def sensitivities(
     model: nn.Module,
-    names: Sequence[str],
+    names: list[str],
     ids: Tensor,
     candidates: Sequence[str],
     loss: Loss,
