@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.cli.demo import processor
-from anybit.measure.bench import current_commit
+from anybit.measure.bench import current_commit, processor
 
 SHAPE = {
     "hidden_size": 2048, "num_hidden_layers": 22, "intermediate_size": 5632,

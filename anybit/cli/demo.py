@@ -33,6 +33,7 @@ from anybit.evaluate.corpus import held_out_text
 from anybit.evaluate.model import context_of, encode, load_text_model
 from anybit.evaluate.perplexity import Remembered, excerpts, score
 from anybit.files.picture import require_matplotlib
+from anybit.measure.bench import processor
 from anybit.nn.model import quantized_layers
 from anybit.nn.plan import resolve
 
@@ -227,15 +228,6 @@ def pico() -> Path:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-
-
-def processor() -> str:
-    """The name of the CPU, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(x.partition(":")[2].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 class Board:

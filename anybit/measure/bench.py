@@ -393,10 +393,19 @@ def dense_dtype(device: torch.device) -> torch.dtype:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's architecture and its threads."""
+    """The GPU's name, or the processor's and how many threads are used."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{processor()}, {torch.get_num_threads()} threads"
+
+
+def processor() -> str:
+    """The name of the CPU, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(x.partition(":")[2].strip() for x in lines if x.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def current_commit() -> str:

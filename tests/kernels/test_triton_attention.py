@@ -28,6 +28,12 @@ DTYPES = [torch.float32] if DEVICE.type == "cpu" else [torch.float16, torch.bflo
 BLOCK, BLOCKS = 8, 64
 
 
+@pytest.fixture(autouse=True)
+def laid_out_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cache is one of the CPU's own kernels."""
+    monkeypatch.setattr(reference, "compiled", lambda x: False)
+
+
 def make_cache(kv_heads: int, dim: int, kind: str, dtype: torch.dtype) -> LayerCache:
     scales = None
     if kind == "static":
