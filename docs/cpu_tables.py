@@ -6,11 +6,10 @@ from results import Row, markdown, read
 
 MEASURED = "cpu_kernels"  # the CSV
 TOKENS = ("1", "4", "16", "128", "512")
-BEST, LEAST = "avx512_bf16", "avx2"
 
 
 def made() -> dict[str, str]:
-    return {"cpu": table(BEST), "cpu_avx2": table(LEAST), "cpu_about": about()}
+    return {"cpu": table("avx512_bf16"), "cpu_about": about()}
 
 
 def about() -> str:
