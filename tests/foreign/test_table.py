@@ -72,7 +72,8 @@ def exported(scheme: str, fixture: str, place: Path) -> bool:
     fmt, activation = parse_scheme(scheme)
     packed = layers(fixture)[scheme].read() if fixture in TOOLS else None
     if not isinstance(packed, Packed):
-        packed = anybit.quantize_tensor(torch.randn(SHAPE), fmt)
+        w = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+        packed = anybit.quantize_tensor(w, fmt)
     save_file(packed.tensors(), place / "model.safetensors")
     found = written(fmt, activation, packed.shape, stored_tensors(place), "a")
     return isinstance(found, Written)
