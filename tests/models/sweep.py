@@ -81,8 +81,7 @@ def sweep(names: Sequence[str], steps: Sequence[str], jobs: int, seconds: float)
 
 def preload() -> None:
     """What every row needs of the libraries, once, before processes are forked."""
-    assert anybit.LLM
-    assert transformers.GenerationMixin
+    _ = anybit.LLM, transformers.GenerationMixin
     conversion_mapping.get_checkpoint_conversion_mapping("llama")
 
 
