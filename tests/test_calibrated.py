@@ -25,7 +25,7 @@ PLAN = {"*": "int4:group=32", "*.0.mlp.down_proj": None, "lm_head": "int8"}
 
 def saved(path: Path, **changes: Any) -> Path:
     llama(**changes).save_pretrained(path)
-    (path / "notes.txt").write_text("kept")
+    (path / "merges.txt").write_text("kept")
     return path
 
 
@@ -43,7 +43,7 @@ def test_same_as_in_memory(quantizer: type, tmp_path: Path) -> None:
     assert calibrate_checkpoint(source, out, PLAN, quantizer(tokens())) == out
     compare(out, anybit.quantize_(llama(), PLAN, quantizer(tokens())))
     names = {path.name for path in out.iterdir()}
-    assert {"config.json", "notes.txt", "model-00004-of-00004.safetensors"} <= names
+    assert {"config.json", "merges.txt", "model-00004-of-00004.safetensors"} <= names
     assert not any("block" in name or "settings" in name for name in names)
     assert not out.with_name("out.partial").exists()
 

@@ -263,7 +263,7 @@ def test_a_bug_keeps_its_traceback(bug: type[Exception], monkeypatch: pytest.Mon
 def test_an_expected_mistake_is_one_message(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse() -> None:
+    def refuse(*args: object) -> None:
         raise error
 
     monkeypatch.setattr("anybit.cli.doctor.doctor", refuse)

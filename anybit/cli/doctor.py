@@ -14,9 +14,9 @@ from rich.table import Table
 
 from anybit.core.format import Format, get_format, known_formats
 from anybit.core.scheme import parse_scheme
+from anybit.kernels import registry
 from anybit.kernels.backend import LayerSpec
 from anybit.kernels.native.isa import is_x86, isa, processor
-from anybit.kernels.registry import BACKENDS, refusals
 
 PACKAGES = (
     "anybit",
@@ -46,7 +46,7 @@ def doctor(schemes: Sequence[str] = (), console: Console | None = None) -> None:
     layers = {scheme: parse_scheme(scheme) for scheme in schemes or specs()}
     for device, what in devices().items():
         answers = {
-            scheme: refusals(LayerSpec(fmt, activation, SHAPE, torch.device(device)))
+            scheme: registry.refusals(LayerSpec(fmt, activation, SHAPE, torch.device(device)))
             for scheme, (fmt, activation) in layers.items()
         }
         console.print(f"[bold]{device}[/]: {what}")
@@ -80,9 +80,9 @@ def in_short(console: Console, answers: Answers, kind: str) -> None:
             if reason is None:
                 by_backend.setdefault(backend, []).append(scheme)
                 break
-            if kind in (BACKENDS[backend][1] or (kind,)):
+            if kind in (registry.BACKENDS[backend][1] or (kind,)):
                 reasons.setdefault((backend, reason), []).append(scheme)
-    for backend in sorted(by_backend, key=list(BACKENDS).index):
+    for backend in sorted(by_backend, key=list(registry.BACKENDS).index):
         mine = by_backend[backend]
         which = "all formats" if len(mine) == len(answers) else ", ".join(mine)
         console.print(f"  runs on [bold]{backend}[/]: {which}", highlight=False)

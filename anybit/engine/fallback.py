@@ -27,7 +27,7 @@ from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import Sequence
 from anybit.errors import AnybitError, InvalidInput, Unsupported
 from anybit.nn.linear import Keep
-from anybit.nn.model import set_keep
+from anybit.nn.model import quantized_layers, set_keep
 from anybit.nn.plan import Plan, Spec
 from anybit.quantizers.quantize import quantize_
 
@@ -175,6 +175,10 @@ def load(
         model = load_dense(directory).to(device, dtype)
         if quantization is not None:
             set_keep(quantize_(model, quantization), keep)
+    if device.type != "cpu" and dtype == torch.float32:  # which a GPU's kernels do not multiply
+        for _, layer in quantized_layers(model):
+            layer.dtype = dtype
+            layer.prepare()
     length = length or positions or UNLIMITED
     try:
         hosted = Hosted(model.eval(), length)

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from anybit.engine import attention, fused
 from anybit.engine.llm import LLM
@@ -12,7 +13,10 @@ from anybit.engine.model_runner import MOST_RECORDED
 from anybit.engine.sequence import SamplingParams
 from tests.engine.conftest import prompts
 
-pytestmark = pytest.mark.skipif(find_spec("llvmlite") is None, reason="llvmlite is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("llvmlite") is None, reason="llvmlite is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the engine takes the GPU"),
+]
 Checkpoint = Callable[[str], Path]
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 

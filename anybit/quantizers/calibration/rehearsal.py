@@ -56,7 +56,14 @@ def rehearse(runner: BlockRunner, at_work: Callable[[int], AbstractContextManage
         with at_work(at):
             args, kwargs = to_each((args, kwargs), lambda x: x.to(runner.device))
             out = to_each(forward(*args, **kwargs), lambda x: x.to(runner.home))
+            args, kwargs = to_each(given, lambda x: x.to(runner.device, copy=True))
+            again = to_each(forward(*args, **kwargs), lambda x: x.to(runner.home))
         hidden, tail = parted(out)
+        if not same(parted(again)[0], hidden):
+            raise InvalidInput(
+                f"{kind} does not run block by block: block {at} computes something else when it "
+                "runs again; quantize it without calibration data"
+            )
         results[:] = tail or ()
         runner.tails[at] = None if tail is None else len(tail)
         calls.append(Call(at, given, hidden.clone(), to_each(tail, Tensor.clone)))
