@@ -26,9 +26,9 @@ from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.mma import linear as mma
 from anybit.kernels.mma import tiles as mma_tiles
 
-# Whether few tokens go to the kernels of `kernels/mma`, which read the same blobs. In a prototype
-# they were 12 to 29 % faster than these at one token; with overlapping launches they have not been
-# measured yet.
+# Whether few tokens go to the kernels of `kernels/mma`, which read the same blobs. On three of four
+# weights they were up to 1.35 times as fast as these (benchmarks/results/h200_mma.csv), but not in
+# every cell with the present rule for tiles, and no engine has run on them yet.
 NARROW = False
 
 
