@@ -13,7 +13,7 @@ from rich.console import Console
 import anybit
 from anybit.cli import demo as demo_module
 from anybit.cli.demo import FORMATS, PROMPT, demo
-from anybit.cli.report import Results, Row, plot
+from anybit.cli.report import Results, Row, plot, summary
 from anybit.evaluate.corpus import held_out_text
 from anybit.evaluate.model import encode, load_text_model
 from anybit.evaluate.perplexity import excerpts, score
@@ -97,11 +97,12 @@ def test_the_report_stands_alone(run: tuple[Results, Path, str]) -> None:
         assert f'<td data-label="KL">{row.kl:.5f}</td>' in page
     png = (out / "size_vs_kl.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", png[16:24]) == (1152, 960)
+    assert struct.unpack(">II", png[16:24]) == (1440, 864)
 
 
 def test_the_plot_labels_do_not_cover_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
@@ -109,8 +110,21 @@ def test_the_plot_labels_do_not_cover_each_other(monkeypatch: pytest.MonkeyPatch
     plot(made)
     texts = figures[0].axes[0].texts
     assert len(texts) == len(FORMATS)
-    boxes = [text.get_window_extent() for text in texts[:6]]
+    renderer = figures[0].canvas.get_renderer()  # type: ignore[attr-defined]
+    for text in texts:
+        text.update_positions(renderer)  # type: ignore[attr-defined]
+    boxes = [Text.get_window_extent(text, renderer) for text in texts]  # without lines to points
     assert sum(a.overlaps(b) for a in boxes for b in boxes) == len(boxes)
+
+
+def test_the_summary_names_the_smallest_that_is_good_enough() -> None:
+    dense = Row("bf16", 16, 1, 5.0, 0.1, 0, 1, 1)
+    near = Row("fp6", 6.05, 1, 5.04, 0.1, 0.01, 0.97, 1)
+    small = Row("int4", 4.05, 1, 5.2, 0.1, 0.1, 0.96, 1)
+    text = summary([dense, near, small])
+    assert "fp6 is the smallest of these formats whose perplexity is within 1 %" in text
+    assert "int4 (4.05 bits) is the smallest that finds the same token likeliest" in text
+    assert summary([dense, Row("int2", 2, 1, 9.0, 0.1, 1, 0.5, 1)]).startswith("None of these")
 
 
 @pytest.mark.parametrize(

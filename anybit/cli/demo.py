@@ -119,6 +119,7 @@ def demo(
     completion = complete_afresh(checkpoint)
     console.print(Syntax(completion, "python", background_color="default"))
 
+    console.print(f"\n{report.summary(board.rows)}")
     results = Results(
         model=path.name,
         parameters=dense.num_parameters(),

@@ -71,6 +71,26 @@ def write(results: Results, out: Path) -> None:
     (out / "report.html").write_text(page(results, light, dark), encoding="utf-8")
 
 
+def summary(rows: Sequence[Row]) -> str:
+    """What follows from the figures, in a sentence or two."""
+    dense, rest = rows[0], sorted(rows[1:], key=lambda row: row.bits)
+    wide = f"{dense.bits:.0f} bits a weight"
+    near = next((r for r in rest if r.perplexity < 1.01 * dense.perplexity), None)
+    same = next((r for r in rest if r.agreement > 0.95), None)
+    out = []
+    if near:
+        out.append(
+            f"{near.spec} is the smallest of these formats whose perplexity is within 1 % of the "
+            f"dense model's: {near.bits:.2f} instead of {wide}."
+        )
+    if same and same is not near:
+        out.append(
+            f"{same.spec} ({same.bits:.2f} bits) is the smallest that finds the same token "
+            "likeliest in over 95 % of all places."
+        )
+    return " ".join(out) or f"None of these formats stays within 1 % of the perplexity at {wide}."
+
+
 # The plot.
 
 FAMILIES = (  # name, marker, color on light ground, on dark ground; the first that fits
@@ -102,7 +122,7 @@ def plot(rows: Sequence[Row], dark: bool = False) -> bytes:
 
     ink, ground, grid = ("#e8e8e8", "#16181d", "#343840") if dark else ("#222", "white", "#e2e2e2")
     points = [row for row in rows if row.kl > 0 and row.bits < 16]
-    figure = Figure(figsize=(7.2, 6.0), dpi=160, facecolor=ground, layout="constrained")
+    figure = Figure(figsize=(10.0, 6.0), dpi=144, facecolor=ground, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor=ground)
     for name, marker, *colors in FAMILIES:
@@ -135,6 +155,7 @@ def plot(rows: Sequence[Row], dark: bool = False) -> bytes:
 
 def label(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
     """Write each point's name beside it, where it covers neither a point nor another name."""
+    from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
     renderer = axes.figure.canvas.get_renderer()
@@ -146,17 +167,19 @@ def label(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
     frame = axes.get_window_extent(renderer)
     places = [  # offset in points, and which end of the text lies there
         (side * 7 if abs(up) < 9 else side * 2, up, "left" if side > 0 else "right")
-        for up in (0, 8, -8, 13, -13, 20, -20)
+        for up in (0, 8, -8, 13, -13, 20, -20, 30, -30, 42, -42, 56, -56)
         for side in (1, -1)
     ]
     for x, y, name in sorted(points):
         best, cost = None, math.inf
         for dx, dy, align in places:
+            line = {"arrowstyle": "-", "color": "#999999", "lw": 0.7} if abs(dy) > 20 else None
             text = axes.annotate(
-                name, (x, y), (dx, dy), textcoords="offset points", ha=align, va="center"
-            )
-            text.set_fontsize(11.5)
-            box = text.get_window_extent(renderer)
+                name, (x, y), (dx, dy), textcoords="offset points", ha=align, va="center",
+                arrowprops=line, fontsize=11.5,
+            )  # fmt: skip
+            text.update_positions(renderer)
+            box = Text.get_window_extent(text, renderer)  # without the line
             outside = box.x1 > frame.x1 or box.x0 < frame.x0
             worse = sum(box.overlaps(other) for other in taken) + 3 * outside
             if worse < cost:
@@ -168,7 +191,7 @@ def label(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
             if not worse:
                 break
         assert best is not None
-        taken.append(best.get_window_extent(renderer))
+        taken.append(Text.get_window_extent(best, renderer))
 
 
 # The page.
@@ -186,6 +209,7 @@ def page(results: Results, light: bytes, dark: bytes) -> str:
         tokens=f"{results.tokens:,}",
         documents=results.documents,
         window=results.window,
+        summary=escape(summary(results.rows)),
         perplexity=f"{dense.perplexity:.3f} ± {dense.perplexity_error:.3f}",
         head="".join(f"<th>{escape(name)}</th>" for name in COLUMNS),
         body="\n".join(map(table_row, results.rows)),
@@ -234,7 +258,7 @@ th, td { padding: .35rem .6rem; text-align: right; border-bottom: 1px solid var(
 th:first-child, td:first-child { text-align: left; }
 tbody tr:first-child { font-weight: 600; }
 tbody td:first-child { font-family: ui-monospace, monospace; }
-img { width: 100%; max-width: 45rem; height: auto; display: block; }
+img { width: 100%; height: auto; display: block; margin: 1.5rem 0; }
 .highlight { background: var(--soft); border-radius: .5rem; padding: .1rem 1rem; overflow-x: auto; }
 .highlight pre { font: .9rem/1.45 ui-monospace, monospace; }
 .note { font-size: .9rem; opacity: .8; }
@@ -264,6 +288,7 @@ PAGE = """<!doctype html>
 nearest) and compared with the dense {dense} model, whose perplexity is {perplexity} (standard
 error). Scored on {tokens} tokens, the middle of each of {documents} modules of Python's standard
 library that training left out, in windows of {window} tokens, computed in fp32.</p>
+<p><strong>{summary}</strong></p>
 <picture>
 <source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{dark}">
 <img alt="KL divergence against bits per weight" src="data:image/png;base64,{light}">
