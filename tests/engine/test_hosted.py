@@ -115,6 +115,13 @@ def llama() -> Any:
     return random_model("llama", {}).eval()
 
 
+def test_several_embeddings_are_refused(llama: Any) -> None:
+    """As Musicgen has one for each of its codebooks."""
+    llama.model.embed_tokens = torch.nn.ModuleList([llama.model.embed_tokens])
+    with pytest.raises(UnknownModel, match="is not a decoder below a head"):
+        Hosted(llama, 64)
+
+
 def test_what_attention_does_not_do_is_refused(llama: Any) -> None:
     llama.model.layers[1].mlp = Mixing()
     before = llama.config._attn_implementation

@@ -89,6 +89,7 @@ class Hosted(Decoder):
         below = [name for name, m in model.named_children() if embedding in set(m.modules())]
         if (
             len(below) != 1
+            or not isinstance(getattr(embedding, "weight", None), Tensor)  # several of them
             or embedding is getattr(model, below[0])
             or model.config.is_encoder_decoder
         ):
