@@ -4,8 +4,6 @@ For many requests at once there is an engine; this is one prompt, to see what a 
 """
 
 import os
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,24 +92,6 @@ def encode(tokenizer: Any, text: str) -> Tensor:
     ids = tokenizer(text, verbose=False).input_ids
     bos = tokenizer.bos_token_id
     return torch.tensor(ids if bos is None or ids[:1] == [bos] else [bos, *ids], dtype=torch.int64)
-
-
-@torch.inference_mode()
-def decode_speed(model: Any, prompt: Tensor, tokens: int = 32) -> float:
-    """Tokens a second of greedy decoding at batch 1, after the prompt (T,) has been read.
-
-    From the median time of a token, so that a pause of the machine does not count.
-    """
-    out = model(prompt[None].to(model.device), use_cache=True)
-    times = []
-    for _ in range(tokens):
-        start = time.perf_counter()
-        last = out.logits[:, -1:].argmax(-1)
-        out = model(last, past_key_values=out.past_key_values, use_cache=True)
-        if out.logits.is_cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 1 / statistics.median(times)
 
 
 def context_of(model: Any, default: int = 2048) -> int:

@@ -26,12 +26,6 @@ from anybit.version import __version__
 
 log = logging.getLogger("anybit.serve")
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": protocol.Error} for status in (400, 401, 404, 408, 413, 500, 503)
-}
-STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
-}
 NOTHING: dict[int | str, dict[str, Any]] = {200: {"content": {}, "description": "Well"}}
 METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
 
@@ -75,7 +69,7 @@ def create_app(llm: LLM, settings: Settings) -> FastAPI:
 
 def add_generation(app: FastAPI, server: Server) -> None:
     """The routes that generate."""
-    answers = ERRORS | STREAM
+    answers = protocol.ERRORS | protocol.STREAM
 
     @app.post("/v1/completions", response_model=replies.Response, responses=answers)
     async def completions(body: protocol.CompletionRequest, request: Request) -> Response:
@@ -149,7 +143,7 @@ def parameters_of_infill(
 def add_tokens(app: FastAPI, server: Server) -> None:
     """The routes that turn texts into numbers, and back."""
 
-    @app.post("/v1/embeddings", response_model=replies.Embeddings, responses=ERRORS)
+    @app.post("/v1/embeddings", response_model=replies.Embeddings, responses=protocol.ERRORS)
     async def embeddings(body: protocol.EmbeddingRequest, request: Request) -> Response:
         name = server.model(body.model)
         prompts = await server.encode(request, protocol.listed(body.input))
@@ -160,7 +154,7 @@ def add_tokens(app: FastAPI, server: Server) -> None:
         )
         return await server.reply(request, answer, False)
 
-    @app.post("/tokenize", response_model=replies.Tokenized, responses=ERRORS)
+    @app.post("/tokenize", response_model=replies.Tokenized, responses=protocol.ERRORS)
     async def tokenize(body: protocol.TokenizeRequest, request: Request) -> replies.Tokenized:
         server.model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -175,7 +169,7 @@ def add_tokens(app: FastAPI, server: Server) -> None:
             tokens = (await server.prepare(request, chat)).prompt
         return replies.Tokenized(tokens=tokens, count=len(tokens), max_model_len=server.llm.length)
 
-    @app.post("/detokenize", response_model=replies.Detokenized, responses=ERRORS)
+    @app.post("/detokenize", response_model=replies.Detokenized, responses=protocol.ERRORS)
     async def detokenize(body: protocol.DetokenizeRequest, request: Request) -> replies.Detokenized:
         server.model(body.model)
         if server.llm.tokenizer is None:
@@ -195,25 +189,25 @@ def add_information(app: FastAPI, server: Server) -> None:
     def model(name: str) -> replies.Model:
         return replies.Model(id=name, created=server.started, max_model_len=server.llm.length)
 
-    @app.get("/v1/models", response_model=replies.Models, responses=ERRORS)
+    @app.get("/v1/models", response_model=replies.Models, responses=protocol.ERRORS)
     async def models() -> replies.Models:
         return replies.Models(data=[model(name) for name in server.settings.names])
 
-    @app.get("/v1/models/{name:path}", response_model=replies.Model, responses=ERRORS)
+    @app.get("/v1/models/{name:path}", response_model=replies.Model, responses=protocol.ERRORS)
     async def one_model(name: str) -> replies.Model:
         return model(server.model(name))
 
-    @app.get("/health", response_class=Response, responses=NOTHING | {503: ERRORS[503]})
+    @app.get("/health", response_class=Response, responses=NOTHING | {503: protocol.ERRORS[503]})
     async def health() -> Response:
         if not server.engine.accepting:
             raise server.overloaded(server.engine.failure or "the server is shutting down")
         return Response()
 
-    @app.get("/version", responses={401: ERRORS[401]})
+    @app.get("/version", responses={401: protocol.ERRORS[401]})
     async def version() -> replies.Version:
         return replies.Version(version=__version__)
 
-    @app.get("/metrics", response_class=Response, responses=METRICS | {401: ERRORS[401]})
+    @app.get("/metrics", response_class=Response, responses=METRICS | {401: protocol.ERRORS[401]})
     async def metrics() -> Response:
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
 

@@ -301,19 +301,10 @@ class ErrorReply(BaseModel):
 def add_routes(app: FastAPI, server: Server) -> None:
     """The routes of Anthropic's protocol."""
     errors: dict[int | str, dict[str, Any]] = {status: {"model": ErrorReply} for status in KINDS}
-    stream: dict[int | str, dict[str, Any]] = {
-        200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
-    }
 
-    @app.post("/v1/messages", response_model=MessageReply, responses=errors | stream)
+    @app.post("/v1/messages", response_model=MessageReply, responses=errors | protocol.STREAM)
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        name = server.model(body.model)
-        prepared = await server.prepare(request, body.chat())
-        asked = Asked(
-            name, [prepared.prompt], 1, server.submit([(prepared.prompt, prepared.params)]),
-            server.texts.words, readers=prepared.readers, calls=prepared.calls,
-            short_ids=prepared.short_ids,
-        )  # fmt: skip
+        asked = await server.ask(request, body.model, body.chat)
         return await server.reply(request, MessagesAnswer(asked), body.stream)
 
     @app.post("/v1/messages/count_tokens", response_model=Counted, responses=errors)

@@ -362,6 +362,14 @@ class Error(BaseModel):
     error: ErrorBody
 
 
+# What routes answer besides their model, for the schema.
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Error} for status in (400, 401, 404, 408, 413, 500, 503)
+}
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
+
 KINDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 
 

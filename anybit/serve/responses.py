@@ -317,18 +317,12 @@ def status(text: Text) -> str:
 
 def add_routes(app: FastAPI, server: Server) -> None:
     """The route of OpenAI's newer protocol."""
-    answers: dict[int | str, dict[str, Any]] = {
-        code: {"model": protocol.Error} for code in (400, 401, 404, 408, 413, 500, 503)
-    }
-    answers[200] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 
-    @app.post("/v1/responses", response_model=ResponsesReply, responses=answers)
+    @app.post(
+        "/v1/responses",
+        response_model=ResponsesReply,
+        responses=protocol.ERRORS | protocol.STREAM,
+    )
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        name = server.model(body.model)
-        prepared = await server.prepare(request, body.chat())
-        asked = Asked(
-            name, [prepared.prompt], 1, server.submit([(prepared.prompt, prepared.params)]),
-            server.texts.words, readers=prepared.readers, calls=prepared.calls,
-            short_ids=prepared.short_ids,
-        )  # fmt: skip
+        asked = await server.ask(request, body.model, body.chat)
         return await server.reply(request, ResponsesAnswer(asked), body.stream)

@@ -15,7 +15,7 @@ from anybit.engine.async_engine import AsyncEngine, EngineStopped, Stream
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import AnybitError
-from anybit.serve.answers import Answer, Failed
+from anybit.serve.answers import Answer, Asked, Failed
 from anybit.serve.conversation import Dialect, Prepared
 from anybit.serve.metrics import Metrics
 from anybit.serve.protocol import ChatRequest
@@ -118,6 +118,18 @@ class Server:
             raise self.overloaded(str(error)) from None
         except AnybitError as error:
             raise HTTPException(400, str(error)) from None
+
+    async def ask(
+        self, request: Request, model: str | None, chat: Callable[[], ChatRequest]
+    ) -> Asked:
+        """Submit a conversation for one answer. chat: makes it, once the model is known."""
+        name = self.model(model)
+        prepared = await self.prepare(request, chat())
+        stream = self.submit([(prepared.prompt, prepared.params)])
+        return Asked(
+            name, [prepared.prompt], 1, stream, self.texts.words, readers=prepared.readers,
+            calls=prepared.calls, short_ids=prepared.short_ids,
+        )  # fmt: skip
 
     def overloaded(self, message: str) -> HTTPException:
         headers = {"Retry-After": str(self.settings.retry_after)}
