@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from anybit.kernels.backend import CODES
+from anybit.kernels.triton.lang import INTERPRET
 
 LARGEST = {"int8": 127, "fp8": 448}
-INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 COLUMNS = 1024  # of a program that multiplies SiLU(gate) and up without quantizing
 
 
