@@ -200,14 +200,12 @@ def load_piece(words, g, c, n, PADDED, LAYOUT: tl.constexpr, CUT: tl.constexpr):
     Fields of the piece count from its own first one. CUT = 1 means the whole granule. Sequences are
     read where they are needed.
     """
-    if LAYOUT.fmt.window > 0:
-        return words
     PLANES: tl.constexpr = lang.plane_count(LAYOUT)
-    ALL: tl.constexpr = LAYOUT.fmt.books * PLANES
+    ALL: tl.constexpr = 0 if LAYOUT.fmt.window else LAYOUT.fmt.books * PLANES
     out = ()
     for i in tl.static_range(ALL):
         out = out + _load_tiles(words[i], g, c, n, PADDED, LAYOUT, i % PLANES, CUT)
-    return out
+    return words if LAYOUT.fmt.window else out
 
 
 @triton.jit
@@ -234,13 +232,14 @@ def words_of(
     tiles, J: tl.constexpr, first, n, K, LAYOUT: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
     """The tiles of a piece that hold its field J; of sequences, the windows of its columns."""
-    if LAYOUT.fmt.window > 0:
-        return (_windows(tiles[0], first, n, K, LAYOUT),)
     PLANES: tl.constexpr = lang.plane_count(LAYOUT)
     ALL: tl.constexpr = LAYOUT.fmt.books * PLANES
     out = ()
-    for i in tl.static_range(ALL):
-        out = out + (tiles[lang.tile_of(LAYOUT, i, J, CUT)],)
+    if LAYOUT.fmt.window:
+        out = out + (_windows(tiles[0], first, n, K, LAYOUT),)
+    else:
+        for i in tl.static_range(ALL):
+            out = out + (tiles[lang.tile_of(LAYOUT, i, J, CUT)],)
     return out
 
 

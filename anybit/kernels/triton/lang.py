@@ -67,8 +67,7 @@ def dot4(x, WEIGHTS: tl.constexpr, PLUS: tl.constexpr):
     if NO_PTX:
         total = x.to(tl.int32) * 0 + PLUS
         for i in tl.static_range(4):
-            BYTE: tl.constexpr = (((WEIGHTS >> (8 * i)) & 255) ^ 128) - 128
-            total += ((x >> (8 * i)) & 255).to(tl.int32) * BYTE
+            total += ((x >> (8 * i)) & 255).to(tl.int32) * signed_byte(WEIGHTS, i)
         return total
     else:
         return tl.inline_asm_elementwise(dot4_asm(WEIGHTS, PLUS), "=r,r", [x], tl.int32, True, 1)
@@ -365,6 +364,11 @@ def in_place(layout, field, first, count, dtype):
 def bits_asm(layout, field, moves, constant):
     plain = [[getattr(v, "value", v) for v in move] for move in moves]
     return layout.bits_asm(field, plain, constant)
+
+
+@triton.constexpr_function
+def signed_byte(word, i):
+    return (int(word) >> 8 * int(i) & 255 ^ 128) - 128
 
 
 @triton.constexpr_function
