@@ -76,13 +76,13 @@ recorded: dict[object, Rounding] = {}
 
 def rounding_of(rows: Tensor, factor: Tensor, grid: Grid, fmt: Format) -> Rounding:
     """`round_block` for tensors of these shapes: on a GPU a recording, unless the format's encode
-    waits for the device.
+    waits for the device, or takes so long that launches do not matter.
     """
 
     def eager(rows: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         return round_block(rows, factor, grid, fmt)
 
-    if rows.device.type != "cuda":
+    if rows.device.type != "cuda" or not fmt.searched:
         return eager
     shapes = tuple((k, t.shape, t.dtype) for k, t in grid.items())
     key = (fmt, rows.shape, shapes, rows.device)

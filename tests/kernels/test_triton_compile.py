@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 torch.version.hip = "6.4" if sys.argv[1] == "hip" else None  # as torch is built for AMD's GPUs
 import anybit
 from anybit.core.scheme import parse_scheme
-from anybit.kernels.triton import gemm, lang
+from anybit.kernels.triton import gemm, lang, viterbi
 from anybit.kernels.triton.layout import layout_of
 
 POINTER = {16: "*i16", 8: "*i8"}
@@ -57,6 +57,16 @@ for scheme in sys.argv[4:]:
     lines = [line for line in text.splitlines() if '"' not in line]  # no names of files
     unit = [line for line in lines if "mma" in line or "mfma" in line]
     print(scheme, len(unit), unit[0].strip() if unit else "")
+    if fmt.window:
+        kinds = dict(x="*fp32", costs="*fp32", back="*u8", out="*i32", COUNT="i32")
+        constants = dict(
+            LAYOUT=layout, DECODE=lang.jit(type(fmt).triton_decode), STATE=fmt.window, STEPS=256,
+            LEAD=64, BLOCK=1024,
+        )
+        names = viterbi._paths.arg_names
+        signature = {n: kinds.get(n, "constexpr") for n in names}
+        values = {(names.index(n),): v for n, v in constants.items()}
+        triton.compile(ASTSource(viterbi._paths, signature, values), target=target)
 """
 
 
