@@ -100,7 +100,7 @@ def load(
     try:
         kind = model_class(config, directory)
         weights = Checkpoint(directory, device, dtype, bare, formats, quantization, keep)
-        model = build(kind, config, weights, length)
+        model = build(kind, weights.config, weights, length)
         weights.check_all_read()
         quantized, size = weights.quantized, weights.quantized_bytes
     except UnknownModel as reason:

@@ -146,11 +146,12 @@ class Checkpoint(Weights):
     ):
         super().__init__(device, dtype)
         self.directory, self.formats, self.keep = directory, formats, keep
+        self.config = model.config
         stored: Mapping[str, Tensors]
         schemes: Mapping[str, str] = {}
         if quantization is not None:
             work = plan_quantization(directory, quantization, RTN(), as_in_model=True)
-            stored, schemes = work.stored, work.schemes
+            stored, schemes, self.config = work.stored, work.schemes, work.model.config
             known = {*work.names, *work.unexpected}
         else:
             found = layout(stored_tensors(directory), model, lambda name: True)

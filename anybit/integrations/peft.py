@@ -26,7 +26,8 @@ from anybit.core.packed import Packed
 from anybit.errors import InvalidInput, Unsupported
 from anybit.nn.experts import Experts
 from anybit.nn.linear import QuantLinear
-from anybit.nn.model import output_embeddings, quantized_layers
+from anybit.nn.model import quantized_layers
+from anybit.nn.tied import output_embeddings
 from anybit.quantizers.rtn import RTN
 
 log = logging.getLogger(__name__)

@@ -20,11 +20,11 @@ from anybit.nn.model import (
     refuse_adapters,
     replace,
     restored_on_error,
-    shared_weights,
     take_apart,
     under_all_names,
 )
 from anybit.nn.plan import Plan, Spec, resolve
+from anybit.nn.tied import shared_weights, untied, untied_heads
 from anybit.progress import progress
 from anybit.quantizers.base import Quantizer
 from anybit.quantizers.calibration.driver import calibrate, calibration_of
@@ -48,7 +48,8 @@ def quantize_(
         spec: One format for all layers, or `{glob: format or None}` over module names, in which the
             last match wins and None keeps a layer dense. Embeddings are kept; so are the output
             head (`lm_head`) and layers of fewer than 16 inputs or outputs (gates), unless a pattern
-            other than "*" names them. Formats are spec strings,
+            other than "*" names them. A head that shares the embeddings' weight then gets one of
+            its own, and the embeddings keep theirs. Formats are spec strings,
             with `@int8` or `@fp8` for activations quantized per token ("liquid@int8").
         quantizer: Chooses the codes; `RTN()` by default. A calibrated one (GPTQ, Smooth, Additive)
             runs the model on its data, block by block, each block after quantized ones.
@@ -68,8 +69,9 @@ def quantize_(
     quantizer = quantizer or RTN()
     calibration = calibration_of(quantizer) if quantizer.needs else None
     schemes, plan = schemes_of(model, spec)
-    shared = shared_weights(model)
-    with restored_on_error(model), under_all_names(model):
+    heads = untied_heads(model, schemes)
+    with restored_on_error(model), untied(model, heads), under_all_names(model):
+        shared = shared_weights(model)
         take_apart(model, schemes)
         for name in schemes:
             if name in shared:
