@@ -30,7 +30,7 @@ from anybit.nn.experts import expert_layers
 from anybit.nn.linear import check_finite, is_conv1d
 from anybit.nn.model import dense_layers, full_plan, linear_schemes
 from anybit.nn.plan import Plan, Spec, quantization_config
-from anybit.quantizers.base import Quantizer
+from anybit.quantizers.base import Quantizer, quantize_weight
 from anybit.quantizers.rtn import RTN
 from anybit.version import __version__
 
@@ -180,7 +180,7 @@ class Quantization(Rewrite):
             return
         weight = stored.read()
         check_finite(weight, unit)
-        packed = self.quantizer.quantize(weight, parse_scheme(scheme)[0])
+        packed = quantize_weight(self.quantizer, weight, parse_scheme(scheme)[0])
         for key, tensor in packed.tensors().items():
             shard.add(f"{unit.removesuffix('weight')}{key}", tensor)
 

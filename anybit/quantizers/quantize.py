@@ -26,7 +26,7 @@ from anybit.nn.model import (
 )
 from anybit.nn.plan import Plan, Spec, resolve
 from anybit.progress import progress
-from anybit.quantizers.base import Quantizer
+from anybit.quantizers.base import Quantizer, quantize_weight
 from anybit.quantizers.calibration.driver import calibrate, calibration_of
 from anybit.quantizers.rtn import RTN
 
@@ -121,7 +121,7 @@ def quantize_weights(
         for name, scheme in schemes.items():
             fmt, activation = parse_scheme(scheme)
             layer = linear_at(model, name)
-            packed = quantizer.quantize(layer.weight.detach(), fmt)
+            packed = quantize_weight(quantizer, layer.weight.detach(), fmt)
             replace(model, name, QuantLinear.instead_of(layer, packed, activation))
             step(layer.weight.numel(), name)
 
@@ -146,4 +146,4 @@ def quantize_tensor(w: Tensor, spec: str | Format, quantizer: Quantizer | None =
         raise InvalidInput(f"a weight has shape (N, K); found {tuple(w.shape)}")
     fmt.check(*w.shape)
     check_finite(w, "weight")
-    return (quantizer or RTN()).quantize(w, fmt)
+    return quantize_weight(quantizer or RTN(), w, fmt)
