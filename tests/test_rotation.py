@@ -1,20 +1,31 @@
 """Rotated layers: blockwise Hadamard transforms between a layer's inputs and its stored weight."""
 
+import copy
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import anybit
+from anybit.checkpoint.calibrated import calibrate_checkpoint
+from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.core.packed import Packed, stack
 from anybit.core.rotation import Rotation, block, hadamard, turned
 from anybit.kernels.backend import Activations, LayerSpec
 from anybit.kernels.registry import refusals
+from anybit.nn.model import quantized_layers
 from anybit.nn.sharding import Piece, check_columns, same, shard
+from anybit.quantizers.base import Quantizer, quantize_weight
+from anybit.quantizers.calibration.statistics import Statistics
+from anybit.quantizers.registry import CALIBRATED, DATA_FREE
 from tests.specs import NAMES
+from tests.tiny import dense, llama, logits, same_output, same_state
 
 N, K = 96, 256  # blocks of 32 and 128
+IDS = torch.randint(0, 256, (8, 32), generator=torch.Generator().manual_seed(1))
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -164,3 +175,101 @@ def test_what_cannot_be_done_says_so() -> None:
     layer = anybit.QuantLinear(anybit.quantize_tensor(random(32, 64), fmt), activation="int8")
     with pytest.raises(ValueError, match="without a rotation"):
         layer(codes)
+
+
+# Models.
+
+
+def odd() -> Any:
+    """A model of which one kind of layer has no blocks: K=40, and the others N=40."""
+    return llama(intermediate_size=40)
+
+
+def test_rotate_finds_the_layers_that_can_be() -> None:
+    model = anybit.quantize_(odd(), "int8", anybit.Rotate(rotate="kn"))
+    formats = {n.rpartition(".")[2]: m.scheme for n, m in quantized_layers(model)}
+    assert formats == {
+        "q_proj": "int8:rotate=kn", "k_proj": "int8:rotate=kn", "v_proj": "int8:rotate=kn",
+        "o_proj": "int8:rotate=kn", "gate_proj": "int8", "up_proj": "int8", "down_proj": "int8",
+    }  # fmt: skip
+    plan = model.anybit_formats
+    assert plan["*"] == "int8:rotate=kn"
+    assert plan["model.layers.0.mlp.up_proj"] == "int8"
+    same_state(model, anybit.quantize_(odd(), plan))
+
+
+@pytest.mark.parametrize("sides", ["k", "kn"])
+def test_a_rotated_model_computes_what_the_dense_one_does(sides: str, tmp_path: Path) -> None:
+    before, spec = llama(dtype=torch.float32), "int8:group=16"
+    want = logits(before)
+    plain = logits(anybit.quantize_(copy.deepcopy(before), spec))
+    model = anybit.quantize_(before, f"{spec},rotate={sides}")
+    got = logits(model)
+    assert (got - want).norm() < 1.5 * (plain - want).norm()
+    anybit.save(model, tmp_path / "out")
+    loaded = anybit.load(tmp_path / "out")
+    same_state(model, loaded)
+    assert torch.equal(logits(loaded), got)
+    same_output(logits(anybit.dequantize_(model)), got)
+
+
+def test_checkpoints_are_rotated_tensor_by_tensor(tmp_path: Path) -> None:
+    dense(tmp_path / "dense", intermediate_size=40)
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "out", "int4", anybit.Rotate(rotate="kn"))
+    want = anybit.quantize_(odd(), "int4", anybit.Rotate(rotate="kn"))
+    same_state(anybit.load(tmp_path / "out"), want)
+
+
+def test_gptq_gets_rotated_weights_and_statistics(tmp_path: Path) -> None:
+    spec = "int4:group=16,rotate=kn"
+    model = anybit.quantize_(llama(), spec, anybit.GPTQ(IDS))
+    other = anybit.quantize_(llama(), "int4:group=16", anybit.Rotate(IDS, anybit.GPTQ(), "kn"))
+    same_state(model, other)
+    dense(tmp_path / "dense")
+    calibrate_checkpoint(tmp_path / "dense", tmp_path / "out", spec, anybit.GPTQ(IDS))
+    same_state(anybit.load(tmp_path / "out"), model)
+    w, x = random(N, K), random(4096, K, seed=1) * (1 + 9 * (torch.arange(K) % 64 == 5))
+    seen = Statistics()
+    seen.add(x, ("hessian", "sample"), 1)
+    fmt = anybit.get_format("int4:rotate=k")
+    packed = quantize_weight(anybit.GPTQ(), w, fmt, seen)
+    turn = Rotation.of(packed.grid)
+    own = Statistics()
+    own.add(turned(x * turn.rotate_in), ("hessian", "amax", "mean_abs"), 1)
+    for key in ("hessian", "amax", "mean_abs"):
+        got = getattr(seen.rotated(turn.rotate_in), key)
+        assert torch.allclose(got, getattr(own, key), atol=1e-3), key
+    alone = anybit.GPTQ().quantize(turn.rotated(w), fmt.plain(), own)
+    e = packed.dequantize() - alone.rotated_by(turn).dequantize()
+    assert ((e @ seen.hessian) * e).sum() < 1e-3 * ((w @ seen.hessian) * w).sum()
+    assert relative_error(packed, w, x) < relative_error(
+        anybit.GPTQ().quantize(w, fmt.plain(), seen), w, x
+    )
+
+
+def relative_error(packed: Packed, w: Tensor, x: Tensor) -> float:
+    want = x @ w.T
+    return float((x @ packed.dequantize().T - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize(
+    ("spec", "quantizer"),
+    [
+        ("int4:rotate=kn@int8", anybit.Smooth(IDS)),
+        ("int4:rotate=k", anybit.Smooth(IDS, anybit.Rotate(then=anybit.GPTQ()))),
+        ("codebook:m=1,v=4,b=4,rotate=kn", anybit.Additive(IDS, steps=2, rounds=1)),
+    ],
+    ids=["smooth", "smooth-rotate-gptq", "additive"],
+)
+def test_quantizers_are_combined(spec: str, quantizer: Quantizer) -> None:
+    model = anybit.quantize_(llama(num_hidden_layers=1), spec, quantizer)
+    assert {m.scheme for _, m in quantized_layers(model)} == {spec}
+    got = logits(model)
+    if "@" not in spec:
+        same_output(logits(anybit.dequantize_(model)), got)
+
+
+def test_methods_of_the_command_line() -> None:
+    assert CALIBRATED["rotate+gptq"](anybit.Calibration(IDS)).needs == ("hessian",)
+    model = anybit.quantize_(llama(), "int4", DATA_FREE["rotate"]())
+    assert {m.scheme for _, m in quantized_layers(model)} == {"int4:rotate=k"}

@@ -30,7 +30,7 @@ from anybit.nn.experts import expert_layers
 from anybit.nn.linear import check_finite, is_conv1d
 from anybit.nn.model import dense_layers, full_plan, linear_schemes
 from anybit.nn.plan import Plan, Spec, quantization_config
-from anybit.quantizers.base import Quantizer, quantize_weight
+from anybit.quantizers.base import Quantizer, planned, quantize_weight
 from anybit.quantizers.rtn import RTN
 from anybit.version import __version__
 
@@ -214,7 +214,8 @@ def plan_quantization(
             f"{source} is quantized already, with {method}; start from the dense one"
         )
     model, tensors = bare_model(source), stored_tensors(source)
-    layers, experts = linear_schemes(model, spec), expert_layers(model)
+    formats = planned(quantizer, full_plan(model, spec), dense_layers(model))
+    layers, experts = linear_schemes(model, formats), expert_layers(model)
     found = layout(
         tensors, model, lambda name: as_in_model or name.removesuffix(".weight") in layers
     )
@@ -237,7 +238,6 @@ def plan_quantization(
                 f"holds {one.dtype} of {one.shape}"
             )
         schemes[name] = scheme
-    formats = full_plan(model, spec)
     manifest = {
         "anybit": __version__,
         "formats": [list(pair) for pair in formats.items()],

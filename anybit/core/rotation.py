@@ -90,9 +90,8 @@ def hadamard(size: int) -> Tensor:
     return h / size**0.5
 
 
-@cache
 def signs(size: int) -> Tensor:
-    """Random signs (size,) fp16."""
+    """Random signs (size,) fp16, always the same for a size."""
     random = torch.Generator().manual_seed(size)
     return torch.randint(2, (size,), generator=random).mul_(2).sub_(1).half()
 

@@ -2,7 +2,9 @@
 
 from torch import Tensor
 
+from anybit.core.packed import Packed
 from anybit.core.rotation import turned
+from anybit.kernels.reference import quantized_activation
 
 
 def rotate(x: Tensor, vector: Tensor, after: bool) -> Tensor:
@@ -18,3 +20,11 @@ def rotate(x: Tensor, vector: Tensor, after: bool) -> Tensor:
     """
     v = vector.flatten().float()
     return (turned(x.float()) * v if after else turned(x.float() * v)).to(x.dtype)
+
+
+def seen_by(packed: Packed, x: Tensor, activation: str | None) -> Tensor:
+    """Activations fp32, quantized: with them, the decoded weight's product is the layer's."""
+    if activation is None or not packed.format.rotate:
+        return quantized_activation(x, activation)
+    vector = packed.grid["rotate_in"]
+    return turned(quantized_activation(rotate(x, vector, False), activation)) / vector.float()

@@ -17,15 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.core.packed import Packed
-from anybit.core.rotation import turned
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.files.directory import check_folder
 from anybit.kernels.backend import LayerSpec, Prepared
-from anybit.kernels.reference import quantized_activation
 from anybit.kernels.registry import BACKENDS, get_backend, refusals
-from anybit.kernels.rotation import rotate
+from anybit.kernels.rotation import seen_by
 from anybit.measure.timing import ReadFloor, median_us, rotated
 from anybit.nn.linear import QuantLinear
 from anybit.quantizers.quantize import quantize_tensor
@@ -162,14 +159,6 @@ def anybit_case(scheme: str, dtype: torch.dtype, backend: str | None = None) -> 
 
     peer = "anybit" if backend is None else f"anybit-{backend}"
     return Case(peer, fmt.spec, activation or short(dtype), dtype, prepare)
-
-
-def seen_by(packed: Packed, x: Tensor, activation: str | None) -> Tensor:
-    """The activations fp32 that a layer of this weight multiplies, after they were quantized."""
-    if activation is None or not packed.format.rotate:
-        return quantized_activation(x, activation)
-    vector = packed.grid["rotate_in"]
-    return turned(quantized_activation(rotate(x, vector, False), activation)) / vector.float()
 
 
 # Measuring.

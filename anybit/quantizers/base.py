@@ -1,6 +1,7 @@
 """`Quantizer`: the one interface of all methods that choose codes, and how layers are replaced."""
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import mode
 
 import torch
 from torch import Tensor, nn
@@ -8,10 +9,11 @@ from torch import Tensor, nn
 from anybit.core.format import Format
 from anybit.core.packed import Packed
 from anybit.core.rotation import Rotation
-from anybit.core.scheme import parse_scheme
+from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.errors import InvalidInput
 from anybit.nn.linear import QuantLinear
 from anybit.nn.model import linear_at, replace
+from anybit.nn.plan import patterns_for, resolve
 from anybit.quantizers.calibration.data import Calibration, Source
 from anybit.quantizers.calibration.statistics import Statistics
 
@@ -71,6 +73,15 @@ class Quantizer:
         """
         raise NotImplementedError(f"{type(self).__name__}.quantize")
 
+    def format(self, fmt: Format, shape: tuple[int, int]) -> Format:
+        """The format that a layer gets for which a plan says `fmt`: the same, but for `Rotate`.
+
+        Args:
+            fmt: A format that can store the layer.
+            shape: (N, K) of the layer.
+        """
+        return fmt
+
     def transform(
         self,
         block: nn.Module,
@@ -119,11 +130,42 @@ class Quantizer:
         return statistics
 
 
+def planned(
+    quantizer: Quantizer, plan: Mapping[str, str | None], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, str | None]:
+    """A plan with the formats that a quantizer makes of its own.
+
+    Args:
+        quantizer: Its `format` is asked for each layer.
+        plan: {pattern: scheme or None}, for all layers.
+        shapes: (N, K) of the model's linear layers, by name.
+
+    Returns:
+        The plan; layers that differ from the others of their pattern are named in it.
+    """
+    wanted: dict[str, dict[str, str]] = {}
+    for name, scheme in resolve(shapes, plan).items():
+        fmt, activation = parse_scheme(scheme)
+        n, k = shapes[name]
+        made = scheme_name(quantizer.format(fmt, (n, k)), activation)
+        wanted.setdefault(patterns_for(name, plan)[-1], {})[name] = made
+    usual = {pattern: mode(made.values()) for pattern, made in wanted.items()}
+    others = {
+        name: scheme
+        for pattern, made in wanted.items()
+        for name, scheme in made.items()
+        if scheme != usual[pattern]
+    }
+    return {**plan, **usual, **others}
+
+
 def quantize_weight(
     quantizer: Quantizer, w: Tensor, fmt: Format, statistics: Statistics | None = None
 ) -> Packed:
     """A weight (N, K) in a format, which may be rotated: `quantizer.quantize` on what is stored."""
-    return quantize_weights(quantizer, [w], fmt, statistics)[0]
+    return quantize_weights(
+        quantizer, [w], quantizer.format(fmt, (len(w), w.shape[1])), statistics
+    )[0]
 
 
 def quantize_weights(

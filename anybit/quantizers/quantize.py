@@ -26,7 +26,7 @@ from anybit.nn.model import (
 )
 from anybit.nn.plan import Plan, Spec, resolve
 from anybit.progress import progress
-from anybit.quantizers.base import Quantizer, quantize_weight
+from anybit.quantizers.base import Quantizer, planned, quantize_weight
 from anybit.quantizers.calibration.driver import calibrate, calibration_of
 from anybit.quantizers.rtn import RTN
 
@@ -67,7 +67,7 @@ def quantize_(
         return quantize_(alone, spec, quantizer, show_progress=show_progress).layer  # type: ignore[return-value]
     quantizer = quantizer or RTN()
     calibration = calibration_of(quantizer) if quantizer.needs else None
-    schemes, plan = schemes_of(model, spec)
+    schemes, plan = schemes_of(model, spec, quantizer)
     shared = shared_weights(model)
     with restored_on_error(model), under_all_names(model):
         take_apart(model, schemes)
@@ -88,7 +88,9 @@ def quantize_(
     return model
 
 
-def schemes_of(model: nn.Module, spec: Spec | Plan) -> tuple[dict[str, str], dict[str, str | None]]:
+def schemes_of(
+    model: nn.Module, spec: Spec | Plan, quantizer: Quantizer
+) -> tuple[dict[str, str], dict[str, str | None]]:
     """Schemes of the layers to quantize, and the plan that says so; InvalidInput as `quantize_`."""
     refuse_adapters(model)
     shapes, done = dense_layers(model), sum(1 for _ in quantized_layers(model))
@@ -96,6 +98,7 @@ def schemes_of(model: nn.Module, spec: Spec | Plan) -> tuple[dict[str, str], dic
         raise InvalidInput(f"{type(model).__name__} has no nn.Linear layers to quantize")
     plan = full_plan(model, spec)
     try:
+        plan = planned(quantizer, plan, shapes)
         schemes = resolve(shapes, plan)
     except InvalidInput as error:
         if not done:
