@@ -14,7 +14,10 @@ from anybit.checkpoint.calibrated import calibrate_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.core.packed import Packed, stack
 from anybit.core.rotation import Rotation, block, hadamard, turned
+from anybit.kernels import rotation
 from anybit.kernels.backend import Activations, LayerSpec
+from anybit.kernels.native import fused
+from anybit.kernels.native import rotation as kernel
 from anybit.kernels.registry import refusals
 from anybit.nn.model import quantized_layers
 from anybit.nn.sharding import Piece, check_columns, same, shard
@@ -49,6 +52,24 @@ def test_h_is_sylvesters_and_its_own_inverse(size: int) -> None:
     assert torch.allclose(turned(x.double()), x.double() @ h, atol=1e-12)
     assert torch.allclose(turned(turned(x)), x, atol=1e-5)
     assert torch.allclose(h @ h.T, torch.eye(size).double(), atol=1e-12)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("size", [16, 32, 64, 128, 112, 640])
+def test_kernels_rotate_tokens(size: int, after: bool) -> None:
+    pytest.importorskip("llvmlite")
+    if not fused.able():
+        pytest.skip("no kernels for this processor")
+    vector = random(size, seed=1).half()
+    eye, h = torch.eye(size), matrix(size).float()
+    want = h * vector.float() if after else vector.float()[:, None] * h
+    assert torch.allclose(kernel.rotate(eye, vector, after), want, rtol=1e-6, atol=0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = random(9, 2 * size)[:, :size].to(dtype)
+        exact = x.double() @ (h * vector.float() if after else vector.float()[:, None] * h).double()
+        error = (kernel.rotate(x, vector[:, None], after).double() - exact).norm() / exact.norm()
+        assert error < 2 * torch.finfo(dtype).eps
+        assert rotation.rotate(x, vector, after).dtype == dtype
 
 
 @pytest.mark.parametrize("sides", ["k", "kn"])

@@ -1,5 +1,8 @@
 """Rotating activations: blockwise Hadamard transforms, for layers with rotated weights."""
 
+from importlib import import_module
+from typing import Any, cast
+
 from torch import Tensor
 
 from anybit.core.packed import Packed
@@ -18,8 +21,21 @@ def rotate(x: Tensor, vector: Tensor, after: bool) -> Tensor:
     Returns:
         (M, K) in x's dtype.
     """
+    kernels = family(x)
+    if kernels is not None and vector.is_contiguous():
+        return cast(Tensor, kernels.rotate(x, vector, after))
     v = vector.flatten().float()
     return (turned(x.float()) * v if after else turned(x.float() * v)).to(x.dtype)
+
+
+def family(x: Tensor) -> Any:
+    """The module whose kernels rotate x; None where torch does."""
+    if x.device.type == "cpu":
+        from anybit.kernels.native import fused
+
+        if fused.able() and fused.suits(x):
+            return import_module("anybit.kernels.native.rotation")
+    return None
 
 
 def seen_by(packed: Packed, x: Tensor, activation: str | None) -> Tensor:

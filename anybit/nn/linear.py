@@ -14,6 +14,7 @@ from anybit.kernels import dense
 from anybit.kernels.backend import CODES, Activations, LayerSpec, Prepared
 from anybit.kernels.registry import choose, get_backend
 from anybit.nn import op as ops
+from anybit.nn.around import Around
 from anybit.nn.weight import DecodedWeight
 
 Keep = Literal["auto", "packed", "decoded"]
@@ -41,9 +42,6 @@ class QuantLinear(nn.Module):
     """
 
     bias: Tensor | None
-    order: Tensor  # this and the next: where the format has them
-    rotate_in: Tensor
-    rotate_out: Tensor
 
     def __init__(
         self,
@@ -251,22 +249,15 @@ class QuantLinear(nn.Module):
         prepared = self.prepared
         if prepared is None or prepared.dtype not in (None, dtype):
             prepared = self._prepared_for(dtype)
-        if self.format.order:
-            x = x.index_select(-1, self.order)
-        if self.format.rotate and not given:
-            x = cast(Tensor, ops.rotate(x, self.rotate_in, False))
-        after = "n" in self.format.rotate
-        bias = None if after else self.bias
-        args = (bias, self.kernel_scheme, self.out_features, self.backend)
-        y: Tensor
+        around = Around.of(self._buffers)
+        if not (given and self.format.rotate):
+            x = around.before(x)
+        args = (around.inside(self.bias), self.kernel_scheme, self.out_features, self.backend)
         if not self.released and x.requires_grad and torch.is_grad_enabled():
             y = ops.linear(x, prepared.layout, *args, stored=self._stored())
         else:
             y = ops.linear(x, prepared.layout, *args, *given)
-        if after:
-            y = ops.rotate(y, self.rotate_out, True)
-            y = y if self.bias is None else y + self.bias.to(y.dtype)
-        return y
+        return around.after(y, self.bias)
 
     def _stored(self) -> list[Tensor]:
         """The canonical tensors of the weight that the backend multiplies with."""

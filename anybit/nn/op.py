@@ -67,10 +67,10 @@ def _linear_fake(
     return x.new_empty((*x.shape[:-1], n), dtype=dtype or x.dtype)
 
 
-def _rotate(x: Tensor, vector: Tensor, after: bool) -> Tensor:
+def turn(x: Tensor, vector: Tensor, after: bool) -> Tensor:
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
-            return _rotate(x, vector, after)
+            return turn(x, vector, after)
     return rotation.rotate(x.reshape(-1, x.shape[-1]), vector, after).view(x.shape)
 
 
@@ -124,7 +124,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 _library.impl("linear", multiply, "CompositeExplicitAutograd")
-_library.impl("rotate", _rotate, "CompositeExplicitAutograd")
+_library.impl("rotate", turn, "CompositeExplicitAutograd")
 _library.impl("decode", _decode, "CompositeExplicitAutograd")
 torch.library.register_fake("anybit::linear", _linear_fake, lib=_library)
 torch.library.register_fake("anybit::rotate", _rotate_fake, lib=_library)
