@@ -31,7 +31,7 @@ from anybit.nn.linear import check_finite, is_conv1d
 from anybit.nn.model import dense_layers, full_plan, linear_schemes
 from anybit.nn.plan import Plan, Spec, quantization_config, resolve
 from anybit.nn.tied import untied_heads
-from anybit.quantizers.base import Quantizer
+from anybit.quantizers.base import Quantizer, planned, quantize_weight
 from anybit.quantizers.rtn import RTN
 from anybit.version import __version__
 
@@ -183,7 +183,7 @@ class Quantization(Rewrite):
             return
         weight = stored.read()
         check_finite(weight, unit)
-        packed = self.quantizer.quantize(weight, parse_scheme(scheme)[0])
+        packed = quantize_weight(self.quantizer, weight, parse_scheme(scheme)[0])
         for key, tensor in packed.tensors().items():
             shard.add(f"{unit.removesuffix('weight')}{key}", tensor)
 
@@ -217,14 +217,15 @@ def plan_quantization(
             f"{source} is quantized already, with {method}; start from the dense one"
         )
     model, tensors = bare_model(source), stored_tensors(source)
-    heads = untied_heads(model, resolve(dense_layers(model), full_plan(model, spec)))
+    formats = planned(quantizer, full_plan(model, spec), dense_layers(model))
+    heads = untied_heads(model, resolve(dense_layers(model), formats))
     given: dict[str, Stored] = dict(tensors)
     if heads:
         config = {**config, "tie_word_embeddings": False}
         given |= heads_of_their_own(tensors, model, heads)
         model.config.tie_word_embeddings = False
         model = empty_model(source, type(model), model.config)
-    layers, experts = linear_schemes(model, spec), expert_layers(model)
+    layers, experts = linear_schemes(model, formats), expert_layers(model)
     found = layout(given, model, lambda name: as_in_model or name.removesuffix(".weight") in layers)
     check_missing(source, found.missing, found.unexpected)
     if found.unexpected:
@@ -245,7 +246,6 @@ def plan_quantization(
                 f"holds {one.dtype} of {one.shape}"
             )
         schemes[name] = scheme
-    formats = full_plan(model, spec)
     manifest = {
         "anybit": __version__,
         "formats": [list(pair) for pair in formats.items()],

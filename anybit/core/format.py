@@ -14,11 +14,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from anybit.core import rotation
 from anybit.errors import InvalidInput
 
 Grid = dict[str, Tensor]
 HALF_NORMAL = (2.0**-14, 65504.0)  # the normal range of fp16
 COLUMNS = -1
+LAYER = ("order", "rotate_in", "rotate_out")  # tensors of a layer that its backend never sees
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,10 @@ class Format:
         order: Columns are stored in an order of their own, `grid["order"]` (K,): stored column i is
             column order[i] of the weight. So columns of a group may lie apart (GPTQ's act-order).
             Backends never see it: `QuantLinear` puts the activations in that order instead.
+        rotate: "k" or "kn": the layer holds a weight that is rotated along its inputs, or along
+            inputs and outputs, by the vectors `grid["rotate_in"]` (K,) and `grid["rotate_out"]`
+            (N, 1); see `core/rotation.py`. An option of every format, of which `fit`, `encode` and
+            `values` know nothing. Backends never see it: `QuantLinear` rotates the activations.
         rowwise: Rows are fitted and encoded independently of each other.
         operand: "int8" when all values are integers within int8, so that integer kernels can
             multiply them; "activation" when values have the dtype of the activations.
@@ -102,6 +108,8 @@ class Format:
             no such method.
     """
 
+    rotate: str = dataclasses.field(default="", kw_only=True)
+
     # Not annotated, so that they are no dataclass fields; a subclass may make fields of them.
     bits = 0
     width = 1
@@ -119,9 +127,8 @@ class Format:
     # What a format says.
 
     def entries(self) -> dict[str, Entry]:
-        """The grid's tensors, by name. Always holds "scale"."""
-        order = {"order": Entry(torch.int32, table=(COLUMNS,))} if self.order else {}
-        return {"scale": Entry(group=self.group)} | order
+        """The tensors that codes refer to, by name. Always holds "scale"."""
+        return {"scale": Entry(group=self.group)}
 
     def fit(self, w: Tensor) -> Grid:
         """Weights (N, K) fp32 -> the grid. Rounds only the grid's own numbers."""
@@ -152,10 +159,30 @@ class Format:
 
     # What follows from it.
 
+    def stored_entries(self) -> dict[str, Entry]:
+        """All tensors that are stored beside the codes: `entries`, and those of the layer."""
+        out = self.entries()
+        if self.order:
+            out = out | {"order": Entry(torch.int32, table=(COLUMNS,))}
+        if self.rotate:
+            out = out | {"rotate_in": Entry(table=(COLUMNS,))}
+        if "n" in self.rotate:
+            out = out | {"rotate_out": Entry()}
+        return out
+
+    def plain(self) -> "Format":
+        """The format that backends see: columns in the stored order, rotated or not."""
+        if not (self.order or self.rotate):
+            return self
+        changes: dict[str, Any] = {"rotate": ""} | ({"order": False} if self.order else {})
+        return dataclasses.replace(self, **changes)
+
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
         """Codes -> weights (N, K) fp32."""
         values = self.values(codes, grid)
         w = ungroup(grouped(values, grid["scale"]) * self.scales(grid)[..., None])
+        if self.rotate:
+            return rotation.Rotation.of(grid).restored(w)
         return w[:, torch.argsort(grid["order"])] if self.order else w
 
     def at(self, grid: Grid, columns: slice) -> Grid:
@@ -165,7 +192,7 @@ class Format:
             InvalidInput: A bound of the range does not lie on the border of a group.
         """
         out = {}
-        for name, entry in self.entries().items():
+        for name, entry in self.stored_entries().items():
             g = entry.group
             if g and (columns.start % g or columns.stop % g):
                 raise InvalidInput(
@@ -173,7 +200,10 @@ class Format:
                     f"group={g} in format {self.spec!r}"
                 )
             part = slice(columns.start // g, columns.stop // g) if g else slice(None)
-            out[name] = grid[name] if entry.table is not None else grid[name][:, part]
+            if entry.table is not None:
+                out[name] = grid[name][columns] if entry.table == (COLUMNS,) else grid[name]
+            else:
+                out[name] = grid[name][:, part]
         return out
 
     def code_count(self, k: int) -> int:
@@ -184,7 +214,8 @@ class Format:
         """Check that a weight of shape (n, k) can be stored in this format.
 
         Raises:
-            InvalidInput: K is not a multiple of a group or of `width`.
+            InvalidInput: K is not a multiple of a group or of `width`, or a side is to be rotated
+                that has no blocks.
         """
         units = {entry.group for entry in self.entries().values() if entry.group} | {self.width}
         for unit in sorted(units, reverse=True):
@@ -196,12 +227,15 @@ class Format:
                     f"K={k} is not a multiple of {what} in format {self.spec!r}; "
                     f"{remedy}keep the layer unquantized (None)"
                 )
+        for side, size in zip("kn", (k, n), strict=True):
+            if side in self.rotate:
+                rotation.check_size(size, side.upper(), self.spec)
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Stored bits per weight of a matrix (N, K): codes, scales and tables (CodeGEMM, eq. 1)."""
         n, k = shape
         total = self.code_count(k) * n * self.bits
-        for entry in self.entries().values():
+        for entry in self.stored_entries().values():
             total += entry.default_dtype.itemsize * 8 * math.prod(entry.shape(n, k))
         return total / (n * k)
 
@@ -242,7 +276,7 @@ class Format:
             if field.name in skip or value == field.default:
                 continue
             args.append(field.name if value is True else f"{field.name}={value}")
-        return args
+        return args[1:] + args[:1] if self.rotate else args  # the option of every format comes last
 
 
 # Names.
@@ -303,6 +337,10 @@ def get_format(spec: "str | Format") -> Format:
         raise InvalidInput(
             f"group={fmt.group} in {spec!r}; a group has 1 or more columns, 0 is a row"
         )
+    if fmt.rotate not in rotation.SIDES:
+        raise InvalidInput(f"rotate={fmt.rotate} in {spec!r}; write rotate=k or rotate=kn")
+    if fmt.rotate and fmt.order:
+        raise InvalidInput(f"{spec!r}: columns in an order of their own are not rotated")
     return fmt
 
 
@@ -332,8 +370,11 @@ def read_options(
             )
         if not eq:
             if fields[key].type not in (bool, "bool"):
-                raise InvalidInput(f"option {key!r} of format {name!r} needs a value: {key}=NUMBER")
+                raise InvalidInput(f"option {key!r} of format {name!r} needs a value: {key}=...")
             out[key] = True
+            continue
+        if fields[key].type in (str, "str"):
+            out[key] = text
             continue
         try:
             out[key] = int(text)

@@ -26,6 +26,7 @@ from anybit.integrations.vllm_products import build
 from anybit.nn.grouped import Weight
 from anybit.nn.linear import check_finite
 from anybit.nn.sharding import WHOLE, Piece, check_columns, share
+from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.rtn import RTN
 
 logger = init_logger(__name__)
@@ -239,7 +240,7 @@ def quantized(weight: Tensor, scheme: str | None, name: str) -> Weight:
         return weight, None
     check_finite(weight, f"{name}.weight")
     fmt, activation = parse_scheme(scheme)
-    return RTN().quantize(weight, fmt), activation
+    return quantize_weight(RTN(), weight, fmt), activation
 
 
 def check(name: str, scheme: str, n: int, k: int, ranks: int) -> None:
@@ -269,4 +270,4 @@ def fill(piece: Piece, device: torch.device) -> None:
     if piece.format is None or piece.apart:
         piece.format, piece.apart, piece.tensors = None, False, {"weight": weight}
     else:
-        piece.tensors = RTN().quantize(weight, piece.format).tensors()
+        piece.tensors = quantize_weight(RTN(), weight, piece.format).tensors()

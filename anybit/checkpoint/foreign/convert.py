@@ -36,6 +36,7 @@ from anybit.files.directory import megabytes, read_json
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import published
 from anybit.nn.plan import METHOD, is_head, quantization_config
+from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.rtn import RTN
 from anybit.version import __version__
 
@@ -338,7 +339,8 @@ def rounded(name: str, layer: Layer, to: str) -> Layer:
 
     def read() -> Packed:
         weight = layer.read()
-        return RTN().quantize(weight.dequantize() if isinstance(weight, Packed) else weight, fmt)
+        dense = weight.dequantize() if isinstance(weight, Packed) else weight
+        return quantize_weight(RTN(), dense, fmt)
 
     return replace(layer, format=fmt, read=read, dtypes={}, activation=activation, note="")
 
