@@ -27,7 +27,12 @@ OPTIONS = (
     "codebook:m=1,v=4",
     "codebook:m=3,v=16,b=4,group=32",
     "codebook:m=1,v=1,b=4,group=64",
+    "trellis:bits=3,code=mcg",
+    "trellis:bits=4,code=pair8",
 )
 NAMES = tuple(name for name, _ in known_formats() if name != "fp")
 SPECS = NAMES + OPTIONS
-SCALAR = tuple(s for s in SPECS if anybit.get_format(s).width == 1 and "codebook" not in s)
+SCALAR = tuple(
+    s for s, f in zip(SPECS, map(anybit.get_format, SPECS), strict=True)
+    if f.width == 1 and not f.window and "codebook" not in s
+)  # fmt: skip

@@ -18,8 +18,8 @@ RANKS = (2, 4)
 
 
 def unit(fmt):
-    """Columns that cannot be divided: a group, or a vector."""
-    return math.lcm(fmt.width, *(e.group for e in fmt.entries().values() if e.group))
+    """Columns that cannot be divided: a group, a vector, or a tile."""
+    return math.lcm(fmt.tile[1], *(e.group for e in fmt.entries().values() if e.group))
 
 
 def packed_weight(spec, n, k, seed=0):
@@ -49,12 +49,13 @@ def filled(packed, n, columns, first):
 @pytest.mark.parametrize("spec", SPECS)
 def test_rows_of_all_ranks_are_the_weight(spec, ranks):
     fmt = anybit.get_format(spec)
-    packed = packed_weight(spec, 3 * ranks, 3 * unit(fmt))
+    n = 3 * fmt.tile[0]
+    packed = packed_weight(spec, n * ranks, 3 * unit(fmt))
     parts = []
     for rank in range(ranks):
-        rows = share(3 * ranks, rank, ranks)
+        rows = share(n * ranks, rank, ranks)
         part = shard(packed, rows=rows)
-        piece = filled(packed, 3, slice(None), rows.start)
+        piece = filled(packed, n, slice(None), rows.start)
         assert all(torch.equal(t, piece.tensors()[key]) for key, t in part.tensors().items())
         parts.append(part.dequantize())
     assert torch.equal(torch.cat(parts), packed.dequantize())
@@ -65,16 +66,17 @@ def test_rows_of_all_ranks_are_the_weight(spec, ranks):
 @pytest.mark.parametrize("spec", SPECS)
 def test_columns_of_all_ranks_are_the_weight(spec, times, ranks):
     """A rank's columns are 1, 3 or 5 groups, vectors or single weights: words are split."""
-    k = times * unit(anybit.get_format(spec)) * ranks
-    packed = packed_weight(spec, 5, k)
+    fmt = anybit.get_format(spec)
+    k, n = times * unit(fmt) * ranks, 5 * fmt.tile[0]
+    packed = packed_weight(spec, n, k)
     x = torch.randn(3, k, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    parts, y = [], torch.zeros(3, 5, dtype=torch.float64)
+    parts, y = [], torch.zeros(3, n, dtype=torch.float64)
     for rank in range(ranks):
         columns = share(k, rank, ranks)
         part = shard(packed, columns=columns)
-        piece = filled(packed, 5, columns, 0)
+        piece = filled(packed, n, columns, 0)
         assert all(torch.equal(t, piece.tensors()[key]) for key, t in part.tensors().items())
-        assert part.codes().shape == (5, packed.format.code_count(k // ranks))
+        assert part.codes().shape == (n, packed.format.code_count(k // ranks))
         parts.append(part.dequantize())
         y += x[:, columns] @ part.dequantize().double().T
     assert torch.equal(torch.cat(parts, 1), packed.dequantize())
@@ -85,7 +87,7 @@ def test_columns_of_all_ranks_are_the_weight(spec, times, ranks):
 def test_spare_bits_of_a_part_are_zero(spec):
     """Kernels lay words out as they are: what follows a part's last code is no neighbour's."""
     fmt = anybit.get_format(spec)
-    packed = packed_weight(spec, 2, 6 * unit(fmt))
+    packed = packed_weight(spec, 2 * fmt.tile[0], 6 * unit(fmt))
     part = shard(packed, columns=slice(0, 3 * unit(fmt)))
     again = Packed.from_codes(fmt, part.shape, part.codes(), part.grid)
     assert all(torch.equal(a, b) for a, b in zip(part.planes, again.planes, strict=True))
@@ -96,7 +98,7 @@ def test_a_divided_group_names_the_layer_and_a_group_that_fits(spec):
     fmt = anybit.get_format(spec)
     k = unit(fmt)  # one group or vector for two ranks
     with pytest.raises(ValueError, match=rf"mlp\.down: K={k} over 2 ranks is {k // 2} ") as error:
-        Piece("mlp.down", spec, 8, k, share(k, 0, 2))
+        Piece("mlp.down", spec, 16, k, share(k, 0, 2))
     remedy = str(error.value)
     if "quantize it with group=" in remedy:
         group = int(remedy.split("quantize it with group=")[1].split(",")[0])
@@ -105,7 +107,7 @@ def test_a_divided_group_names_the_layer_and_a_group_that_fits(spec):
         fits = anybit.get_format(f"{name}:{','.join([*rest, f'group={group}'])}")
         check_columns(fits, k, 2)
     else:
-        assert f"vectors of {fmt.width}" in remedy or "one scale a row" in remedy
+        assert f"{fmt.unit} of {fmt.tile[1]}" in remedy or "one scale a row" in remedy
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if unit(anybit.get_format(s)) > 1])
@@ -113,12 +115,22 @@ def test_cuts_inside_a_group_are_refused(spec):
     """Also where the part has a whole number of groups, and would decode with others' scales."""
     fmt = anybit.get_format(spec)
     size = unit(fmt)
-    packed = packed_weight(spec, 2, 4 * size)
+    packed = packed_weight(spec, 2 * fmt.tile[0], 4 * size)
     for columns in (slice(size // 2, size // 2 + size), slice(0, size + size // 2)):
         with pytest.raises(
             ValueError, match=rf"{columns.start} to {columns.stop} of .* {size} col"
         ):
             shard(packed, columns=columns)
+
+
+def test_rows_inside_a_tile_are_refused():
+    packed = packed_weight("trellis", 48, 64)
+    with pytest.raises(ValueError, match="rows 16 to 40 split a tile .* multiples of 16 rows"):
+        shard(packed, rows=slice(16, 40))
+    with pytest.raises(ValueError, match="rows 8 to 24 split a tile"):
+        packed.rows(slice(8, 24))
+    with pytest.raises(ValueError, match="rows 0 to 40 split a tile"):
+        Piece("up", "trellis", 40, 64).take("scale", packed.grid["scale"])
 
 
 def test_what_cannot_be_divided_at_all():

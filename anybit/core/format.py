@@ -83,6 +83,10 @@ class Format:
         width: Weights that one position stands for: 2 for a sparse pair, v for a vector.
         books: Codes stored for each position: m for additive codebooks.
         group: Columns of a row that share one scale; 0 means the whole row.
+        tile: (rows, columns) of the smallest part that codes describe alone: (1, width), or 16x16 where
+            codes are a sequence (`core/tiles.py`).
+        window: Bits of the sequence, its step's own ones last, that a value depends on; 0 where it
+            depends on its own code alone.
         order: Columns are stored in an order of their own, `grid["order"]` (K,): stored column i is
             column order[i] of the weight. So columns of a group may lie apart (GPTQ's act-order).
             Backends never see it: `QuantLinear` puts the activations in that order instead.
@@ -90,7 +94,9 @@ class Format:
             inputs and outputs, by the vectors `grid["rotate_in"]` (K,) and `grid["rotate_out"]`
             (N, 1); see `core/rotation.py`. An option of every format, of which `fit`, `encode` and
             `values` know nothing. Backends never see it: `QuantLinear` rotates the activations.
-        rowwise: Rows are fitted and encoded independently of each other.
+        rowwise: Rows (of tiles) are fitted and encoded independently of each other.
+        searched: Ranges may be searched by encoding with many; not where `encode` takes long and
+            `fit` needs none.
         operand: "int8" when all values are integers within int8, so that integer kernels can
             multiply them; "activation" when values have the dtype of the activations.
         zero_point: Name of the grid tensor z, with the groups of the scale, where
@@ -116,13 +122,20 @@ class Format:
     books = 1
     group = 0
     order = False
+    window = 0
     rowwise = True
+    searched = True
     operand = "activation"
     zero_point: ClassVar[str | None] = None
     lookup: ClassVar[str | None] = None
     made_for: ClassVar[str | None] = None
     triton_decode: ClassVar[Any] = None
     hopper_decode: ClassVar[Any] = None
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """See above."""
+        return (1, self.width)
 
     # What a format says.
 
@@ -214,15 +227,21 @@ class Format:
         """Check that a weight of shape (n, k) can be stored in this format.
 
         Raises:
-            InvalidInput: K is not a multiple of a group or of `width`, or a side is to be rotated
-                that has no blocks.
+            InvalidInput: N or K is not a multiple of the tile's, K not one of a group, or a side is
+                to be rotated that has no blocks.
         """
-        units = {entry.group for entry in self.entries().values() if entry.group} | {self.width}
+        rows, columns = self.tile
+        if n % rows:
+            raise InvalidInput(
+                f"N={n} is not a multiple of tiles of {rows} rows in format {self.spec!r}; keep the "
+                "layer unquantized (None)"
+            )
+        units = {entry.group for entry in self.entries().values() if entry.group} | {columns}
         for unit in sorted(units, reverse=True):
             if k % unit:
-                what = f"group={unit}" if unit != self.width else f"vectors of {unit}"
+                what = f"group={unit}" if unit != columns else f"{self.unit} of {unit}"
                 divisor = math.gcd(k, unit)
-                remedy = f"use group={divisor}, or " if unit != self.width and divisor > 1 else ""
+                remedy = f"use group={divisor}, or " if unit != columns and divisor > 1 else ""
                 raise InvalidInput(
                     f"K={k} is not a multiple of {what} in format {self.spec!r}; "
                     f"{remedy}keep the layer unquantized (None)"
@@ -230,6 +249,11 @@ class Format:
         for side, size in zip("kn", (k, n), strict=True):
             if side in self.rotate:
                 rotation.check_size(size, side.upper(), self.spec)
+
+    @property
+    def unit(self) -> str:
+        """What a column border must not split, in words for errors."""
+        return "vectors" if self.tile[0] == 1 else "tiles"
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Stored bits per weight of a matrix (N, K): codes, scales and tables (CodeGEMM, eq. 1)."""
@@ -275,7 +299,8 @@ class Format:
             value = getattr(self, field.name)
             if field.name in skip or value == field.default:
                 continue
-            args.append(field.name if value is True else f"{field.name}={value}")
+            name = field.metadata.get("option", field.name)
+            args.append(name if value is True else f"{name}={value}")
         return args[1:] + args[:1] if self.rotate else args  # the option of every format comes last
 
 
@@ -358,26 +383,31 @@ def read_options(
     Raises:
         InvalidInput: An option is unknown, repeated, or has no valid value.
     """
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.name not in named}
+    # An option has the field's name, or the one in its metadata.
+    fields = {
+        field.metadata.get("option", field.name): field
+        for field in dataclasses.fields(cls)
+        if field.name not in named
+    }
     out: dict[str, Any] = {}
     for arg in args:
         key, eq, text = arg.partition("=")
-        if key not in fields or key in out:
+        if key not in fields or fields[key].name in out:
             known = ", ".join(fields) or "none"
-            problem = "repeated" if key in out else "unknown"
+            problem = "repeated" if key in fields else "unknown"
             raise InvalidInput(
                 f"{problem} option {key!r} in format {name!r}; known options: {known}"
             )
         if not eq:
             if fields[key].type not in (bool, "bool"):
                 raise InvalidInput(f"option {key!r} of format {name!r} needs a value: {key}=...")
-            out[key] = True
+            out[fields[key].name] = True
             continue
         if fields[key].type in (str, "str"):
-            out[key] = text
+            out[fields[key].name] = text
             continue
         try:
-            out[key] = int(text)
+            out[fields[key].name] = int(text)
         except ValueError:
             raise InvalidInput(
                 f"option {key!r} of format {name!r} must be a whole number, not {text!r}"

@@ -100,8 +100,9 @@ class Packed:
         return self._map(lambda t: t.to(device))
 
     def rows(self, rows: slice) -> "Packed":
-        """The part for a range of outputs: a slice of every tensor but shared tables."""
+        """The part for a range of outputs, of whole tiles: a slice of all tensors but tables."""
         start, stop, _ = rows.indices(self.shape[0])
+        check_rows(self.format, start, stop)
         if "n" in self.format.rotate:
             check_part(self.shape[0], start, stop, self.format.spec)
         entries = self.format.stored_entries()
@@ -119,7 +120,7 @@ class Packed:
         start, stop, _ = columns.indices(self.shape[1])
         first, last = self.format.code_count(start), self.format.code_count(stop)
         whole = self.format.code_count(self.shape[1])
-        if start % self.format.width or first % 32 or (last % 32 and last != whole):
+        if start % self.format.tile[1] or first % 32 or (last % 32 and last != whole):
             raise InvalidInput(
                 f"columns {start}:{stop} of format {self.format.spec!r} do not lie on borders "
                 f"of 32 codes ({32 * self.format.width // self.format.books} columns)"
@@ -151,6 +152,16 @@ def stack(parts: list[Packed]) -> Packed:
         for name, tensor in first.grid.items()
     }
     return Packed(first.format, (sum(p.shape[0] for p in parts), first.shape[1]), planes, grid)
+
+
+def check_rows(fmt: Format, start: int, stop: int) -> None:
+    """Raise InvalidInput when a range of rows begins or ends inside a tile."""
+    unit = fmt.tile[0]
+    if start % unit or stop % unit:
+        raise InvalidInput(
+            f"rows {start} to {stop} split a tile in format {fmt.spec!r}; cut it at multiples of "
+            f"{unit} rows"
+        )
 
 
 def is_codes(name: str) -> bool:

@@ -2,8 +2,9 @@
 
 A rank of a column-parallel layer holds some outputs of a weight (N, K), a range of rows; a rank of
 a row-parallel layer holds some inputs, a range of columns. Both are slices of the canonical
-tensors, and exact. Rows can be cut anywhere, columns where no group of columns that share a scale,
-and no vector, is split. A plane whose words a cut would split is packed anew.
+tensors, and exact. Rows can be cut where no tile is split (anywhere, as a rule), columns where no
+group of columns that share a scale, no vector and no tile is. A plane whose words a cut would split
+is packed anew.
 """
 
 import math
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from anybit.core import planes as bits
 from anybit.core.format import COLUMNS, Format
-from anybit.core.packed import Packed, tensor_shapes
+from anybit.core.packed import Packed, check_rows, tensor_shapes
 from anybit.core.rotation import block, check_part
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
@@ -34,15 +35,16 @@ def check_columns(fmt: Format, k: int, ranks: int, name: str = "weight") -> None
     part = share(k, 0, ranks, name).stop
     if ranks == 1:
         return
-    if part % fmt.width:
+    unit = fmt.tile[1]
+    if part % unit:
         raise InvalidInput(
-            f"{name}: K={k} over {ranks} ranks is {part} columns each, which splits vectors of "
-            f"{fmt.width} in format {fmt.spec!r}; use fewer ranks, or keep the layer unquantized"
+            f"{name}: K={k} over {ranks} ranks is {part} columns each, which splits {fmt.unit} of "
+            f"{unit} in format {fmt.spec!r}; use fewer ranks, or keep the layer unquantized"
         )
     for group in sorted({e.group for e in fmt.entries().values() if e.group}, reverse=True):
         if part % group:
             divisor = math.gcd(part, group)
-            fits = divisor > 1 and divisor % fmt.width == 0
+            fits = divisor > 1 and divisor % unit == 0
             remedy = f"quantize it with group={divisor}" if fits else "use one scale a row"
             raise InvalidInput(
                 f"{name}: K={k} over {ranks} ranks is {part} columns each, which splits "
@@ -58,11 +60,11 @@ def check_columns(fmt: Format, k: int, ranks: int, name: str = "weight") -> None
 
 
 def check_borders(fmt: Format, k: int, start: int, stop: int) -> None:
-    """Raise ValueError when a range of K = k columns begins or ends inside a group or a vector."""
-    unit = math.lcm(fmt.width, *(e.group for e in fmt.entries().values() if e.group))
+    """Raise ValueError when a range of K = k columns begins or ends inside a group, vector or tile."""
+    unit = math.lcm(fmt.tile[1], *(e.group for e in fmt.entries().values() if e.group))
     if start % unit or (stop % unit and stop != k):
         raise InvalidInput(
-            f"columns {start} to {stop} of K={k} split a group or a vector in format "
+            f"columns {start} to {stop} of K={k} split a group or {fmt.unit} in format "
             f"{fmt.spec!r}; cut it at multiples of {unit} columns"
         )
     if fmt.rotate:
@@ -94,8 +96,10 @@ def cut(fmt: Format, k: int, key: str, tensor: Tensor, rows: slice, columns: sli
         )
     check_borders(fmt, k, start, stop)
     entry = fmt.stored_entries().get(key)
-    if "n" in fmt.rotate and (entry is None or entry.table is None):
-        check_part(len(tensor), *rows.indices(len(tensor))[:2], fmt.spec)
+    if entry is None or entry.table is None:
+        check_rows(fmt, *rows.indices(len(tensor))[:2])
+        if "n" in fmt.rotate:
+            check_part(len(tensor), *rows.indices(len(tensor))[:2], fmt.spec)
     if entry is None:
         part, width = tensor[rows], int(key.removeprefix("codes"))
         first, last = fmt.code_count(start), fmt.code_count(stop)

@@ -34,9 +34,12 @@ def fit_clipped(w: Tensor, fmt: Format, importance: Tensor | None = None) -> Gri
 
     Args:
         w: Weights (N, K) fp32.
-        fmt: Any format. Where rows share tables, scales are stretched instead.
+        fmt: Any format. Where rows share tables, scales are stretched instead; where encoding takes
+            long, the format's own fit is the grid.
         importance: Weights (K,) of the columns' squared errors, such as the Hessian's diagonal.
     """
+    if not fmt.searched:
+        return fmt.fit(w)
     group = finest_group(fmt, w.shape[1])
     parts = groups_of(w, group)
     if not fmt.rowwise:

@@ -26,8 +26,7 @@ def propagate(w: Tensor, u: Tensor, order: list[int], fmt: Format, grid: Grid) -
     in the order of rounding; order[j] is the column that comes j-th.
     """
     k, n = w.shape
-    v, books = fmt.width, fmt.books
-    block = v * max(1, BLOCK // v)
+    v, block = fmt.tile[1], fmt.tile[1] * max(1, BLOCK // fmt.tile[1])
     codes = torch.empty(0)
     for start in range(0, k, block):
         stop = min(start + block, k)
@@ -36,19 +35,21 @@ def propagate(w: Tensor, u: Tensor, order: list[int], fmt: Format, grid: Grid) -
         here = grid_at(fmt, grid, columns)
         part, errors = rounding_of(rows, factor, here, fmt)(rows, factor, here)
         if not start:
-            codes = part.new_empty(n, k // v, books)
+            codes = part.new_empty(n, k // v, part.shape[2])
         codes[:, columns // v] = part
         w[stop:].addmm_(u[start:stop, stop:].T, errors, alpha=-1)
-    return codes.view(n, k // v * books)
+    return codes.view(n, fmt.code_count(k))
 
 
 def round_block(rows: Tensor, factor: Tensor, grid: Grid, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Round a block's columns in turn: codes (N, positions, books), and errors (columns, N).
+    """Round a block's columns in turn: codes (N, units, codes of each), and errors (columns, N).
+
+    A unit is what must be rounded at once: a column, a vector's or a tile's columns.
 
     rows: (columns, N), overwritten. factor: (columns, columns). grid: one column of each of its
-    tensors for every position.
+    tensors for every unit.
     """
-    v, entries = fmt.width, fmt.entries()
+    v, entries = fmt.tile[1], fmt.entries()
     errors, diagonal, codes = torch.empty_like(rows), factor.diagonal(), []
     for p in range(len(rows) // v):
         here = {k: t if entries[k].table else t[:, p : p + 1] for k, t in grid.items()}
@@ -62,7 +63,7 @@ def round_block(rows: Tensor, factor: Tensor, grid: Grid, fmt: Format) -> tuple[
 
 
 def grid_at(fmt: Format, grid: Grid, columns: Tensor) -> Grid:
-    """The grid for these columns; of vectors, give the first. They need not begin a group."""
+    """The grid for these columns; of units, give the first. They need not begin a group."""
     out = {}
     for name, entry in fmt.entries().items():
         at = columns // entry.group if entry.group else torch.zeros_like(columns)
@@ -75,13 +76,13 @@ recorded: dict[object, Rounding] = {}
 
 def rounding_of(rows: Tensor, factor: Tensor, grid: Grid, fmt: Format) -> Rounding:
     """`round_block` for tensors of these shapes: on a GPU a recording, unless the format's encode
-    waits for the device.
+    waits for the device, or takes so long that launches do not matter.
     """
 
     def eager(rows: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         return round_block(rows, factor, grid, fmt)
 
-    if rows.device.type != "cuda":
+    if rows.device.type != "cuda" or not fmt.searched:
         return eager
     shapes = tuple((k, t.shape, t.dtype) for k, t in grid.items())
     key = (fmt, rows.shape, shapes, rows.device)

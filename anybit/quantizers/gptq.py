@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from anybit.core.format import Format, Grid
+from anybit.core.format import Format, Grid, round_scale
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.quantizers.base import Quantizer
@@ -26,7 +26,8 @@ from anybit.quantizers.columns import propagate
 class GPTQ(Quantizer):
     """GPTQ (https://arxiv.org/abs/2210.17323) with static groups, any format, any device.
 
-    Formats whose codes stand for several columns are rounded that many columns at a time.
+    Formats whose codes stand for several columns are rounded that many columns at a time, and tiles
+    of 16 columns likewise (QTIP's block LDLQ).
 
     Attributes:
         calibration: Texts, token ids or a file, or a `Calibration` that says more about them.
@@ -56,10 +57,12 @@ class GPTQ(Quantizer):
             return Packed.from_codes(fmt, (n, k), fmt.encode(w, grid), grid)
         importance = h.diagonal() + self.damping * h.diagonal().mean()
         grid = fit_clipped(w, fmt, importance) if self.clip else fmt.fit(w)
-        order = column_order(h, fmt.width) if self.act_order else torch.arange(k, device=w.device)
+        order = column_order(h, fmt.tile[1]) if self.act_order else torch.arange(k, device=w.device)
         u = inverse_factor(h[order][:, order], self.damping)
         codes = propagate(w.T[order], u, order.tolist(), fmt, grid)
-        if fmt.width > 1:
+        if not fmt.searched:
+            grid = grid | {"scale": fitted_scale(w, codes, h, fmt, grid, self.damping)}
+        elif fmt.width > 1:
             # Corrected vectors drift from the ones that a codebook was made for, and rows of a
             # small layer may end up worse than nearest.
             nearest = fmt.encode(w, grid)
@@ -74,8 +77,19 @@ def output_error(w: Tensor, codes: Tensor, h: Tensor, fmt: Format, grid: Grid) -
     return (e @ h).mul_(e).sum(1)
 
 
+def fitted_scale(
+    w: Tensor, codes: Tensor, h: Tensor, fmt: Format, grid: Grid, damping: float
+) -> Tensor:
+    """The rows' scales (N, 1) of least squared output error for codes that stay as they are."""
+    q = fmt.decode(codes, grid)
+    qh = (q @ h).add_(q, alpha=damping * h.diagonal().mean().item())
+    best = (qh * w).sum(1) / (qh * q).sum(1).clamp_min_(1e-30)
+    scale, best = grid["scale"], torch.where(best > 0, best, 1.0)
+    return torch.where(scale == 0, scale, round_scale(scale * best[:, None], scale.dtype))
+
+
 def column_order(h: Tensor, width: int) -> Tensor:
-    """Columns (K,) by descending diagonal of H; the `width` columns of one vector stay together."""
+    """Columns (K,) by descending diagonal of H; `width` columns that are one unit stay together."""
     units = h.diagonal().reshape(-1, width).sum(1).argsort(descending=True, stable=True)
     return (units[:, None] * width + torch.arange(width, device=h.device)).flatten()
 

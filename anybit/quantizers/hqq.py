@@ -45,6 +45,8 @@ def half_quadratic(w: Tensor, fmt: Format) -> Grid:
     """
     key = fmt.zero_point or "scale"
     grid = fmt.fit(w)
+    if not fmt.searched:
+        return grid
     parts, best, beta = grouped(w, grid[key]), None, BETA
     kept = grid[key]
     for _ in range(ROUNDS):

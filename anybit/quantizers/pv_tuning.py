@@ -83,6 +83,12 @@ def pv_tune(
             f"share={share} must be in 0..1; every={every}, batch={batch} and steps={steps} 1 or "
             "more"
         )
+    for name, layer in model.named_modules():
+        if share and isinstance(layer, QuantLinear) and layer.format.window:
+            raise InvalidInput(
+                f"{name}: single codes of format {layer.format.spec!r} cannot change, because other "
+                "weights depend on them; pass share=0, which tunes scales and norms"
+            )
     if not isinstance(calibration, Calibration):
         calibration = Calibration(calibration)
     ids = calibration.tokens(dense)

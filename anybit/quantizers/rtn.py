@@ -26,7 +26,8 @@ class RTN(Quantizer):
     def quantize(self, w: Tensor, fmt: Format, statistics: Statistics | None = None) -> Packed:
         """Round weights (N, K) to nearest on the grid of `fit`; statistics are not used."""
         n, k = w.shape
-        step = max(1, CHUNK // max(k, 1)) if w.device.type == "cpu" else max(n, 1)
+        unit = fmt.tile[0]
+        step = max(1, CHUNK // max(k, 1) // unit) * unit if w.device.type == "cpu" else max(n, 1)
         chunks = [slice(at, at + step) for at in range(0, n, step)]
         parts = [self._rounded(w[rows], fmt) for rows in chunks] if fmt.rowwise else []
         if len({part.grid["scale"].dtype for part in parts}) != 1:  # one dtype for a whole layer

@@ -14,7 +14,7 @@ TARGETS = {
     ("cuda", 100, 32): "mma", ("cuda", 120, 32): "mma.sync",
     ("hip", "gfx942", 64): "v_mfma", ("hip", "gfx1100", 32): "v_wmma",
 }  # fmt: skip
-SCHEMES = ("int4:group=128", "fp6", "liquid@int8")
+SCHEMES = ("int4:group=128", "fp6", "liquid@int8", "trellis", "trellis:bits=3,code=pair8@int8")
 PROGRAM = """
 import sys
 import torch
@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 torch.version.hip = "6.4" if sys.argv[1] == "hip" else None  # as torch is built for AMD's GPUs
 import anybit
 from anybit.core.scheme import parse_scheme
-from anybit.kernels.triton import gemm, lang
+from anybit.kernels.triton import gemm, lang, viterbi
 from anybit.kernels.triton.layout import layout_of
 
 POINTER = {16: "*i16", 8: "*i8"}
@@ -32,8 +32,9 @@ for scheme in sys.argv[4:]:
     fmt, activation = parse_scheme(scheme)
     layout = layout_of(fmt, activation)
     x = "*i8" if layout.unit == 8 else "*fp16"
+    words = (POINTER[layout.unit],) * len(layout.segments) if not fmt.window else ("*i32",)
     kinds = dict(
-        x=x, words=(POINTER[layout.unit],) * len(layout.segments), scale="*fp16",
+        x=x, words=words, scale="*fp16",
         x_scale="*fp32", grid=("*u8",) * len(layout.grid), y="*fp16", partial="*fp32",
         locks="*i32", M="i32", N="i32", K="i32", PADDED="i32", PIECES="i32", X_STRIDE="i32",
         SPLIT="i32",
@@ -56,6 +57,16 @@ for scheme in sys.argv[4:]:
     lines = [line for line in text.splitlines() if '"' not in line]  # no names of files
     unit = [line for line in lines if "mma" in line or "mfma" in line]
     print(scheme, len(unit), unit[0].strip() if unit else "")
+    if fmt.window:
+        kinds = dict(x="*fp32", costs="*fp32", back="*u8", out="*i32", COUNT="i32")
+        constants = dict(
+            LAYOUT=layout, DECODE=lang.jit(type(fmt).triton_decode), STATE=fmt.window, STEPS=256,
+            LEAD=64, BLOCK=1024,
+        )
+        names = viterbi._paths.arg_names
+        signature = {n: kinds.get(n, "constexpr") for n in names}
+        values = {(names.index(n),): v for n, v in constants.items()}
+        triton.compile(ASTSource(viterbi._paths, signature, values), target=target)
 """
 
 

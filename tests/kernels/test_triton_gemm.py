@@ -60,6 +60,8 @@ SCHEMES = [
     *("codebook:m=2,v=8,b=4", "codebook:m=1,v=4,b=4,group=32", "codebook:m=1,v=1,b=4"),
     *("liquid:group=32@int8", "int4:group=32@int8", "int8@int8", "int1@int8", "sparse@int8"),
     *("int5:zero@int8", "fp6@int8"),
+    *("trellis:bits=3,code=pair8", "trellis:bits=1,code=mcg", "trellis:bits=3,code=mul1"),
+    *("trellis:bits=5,code=3inst", "trellis@int8", "trellis:bits=4,code=pair8@int8"),
     *(("int4@fp8", "fp8@fp8") if DEVICE == "cuda" else ()),  # the interpreter truncates to fp8
 ]
 
@@ -81,6 +83,7 @@ def spec_for(scheme: str) -> str:
 
 def packed_of(scheme: str, n: int = N, k: int = K) -> tuple[Packed, str | None]:
     fmt, activation = parse_scheme(spec_for(scheme))
+    n += -n % fmt.tile[0]
     w = torch.randn(n, k, generator=torch.Generator().manual_seed(1))
     return quantize_tensor(w, fmt).to(DEVICE), activation
 

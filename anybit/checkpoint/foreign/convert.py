@@ -54,6 +54,7 @@ READERS = {
     "quark": "anybit.checkpoint.foreign.quark",
     "bitnet": "anybit.checkpoint.foreign.bitnet",
     "auto-round": "anybit.checkpoint.foreign.auto_round",
+    "exl3": "anybit.checkpoint.foreign.exl3",
     "torchao": "anybit.checkpoint.foreign.torchao",
 }
 CT = "compressed-tensors"

@@ -58,6 +58,8 @@ def refuse(layer: LayerSpec) -> str | None:
 
 @cache
 def _refuse_format(fmt: Format, k: int) -> str | None:
+    if fmt.window:
+        return "a value depends on the codes of a tile, which its tables do not hold"
     vectors = _is_vectors(fmt)
     if vectors and (fmt.width > RUN or RUN % fmt.width):
         return f"vectors of {fmt.width} weights do not lie on borders of {RUN}"

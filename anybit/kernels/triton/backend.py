@@ -125,6 +125,8 @@ def family(layout: Layout, m: int, activation: str | None) -> str:
     """The table of `tiles.py` for a layout and M tokens."""
     from anybit.kernels.triton import psumbook
 
+    if layout.fmt.window:
+        return "tables"
     if any(entry.table is not None for _, entry in layout.grid):
         # A token's look-ups in one book cost as much as decoding for all tokens.
         few = m <= layout.fmt.books and activation is None

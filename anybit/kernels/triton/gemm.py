@@ -109,7 +109,8 @@ def _piece(
         first = (i * FIELDS + j) * COLUMNS
         if lang.new_groups(LAYOUT, j):
             value = grid_of(grid, first, n, PADDED, LAYOUT)
-        w = DECODE(FORMAT, (words_of(tiles, j, LAYOUT, CUT), j, LAYOUT, DTYPE, value))
+        own = words_of(tiles, j, first, n, K, LAYOUT, CUT)
+        w = DECODE(FORMAT, (own, j, LAYOUT, DTYPE, value))
         if MODE == "weight":
             if lang.new_scale(LAYOUT, j):
                 s = load_grid(scale, GROUP, COLUMNS, 1, first, n, PADDED).to(tl.float32)
@@ -171,12 +172,8 @@ def dense(
         s = load_grid(scale, GROUP, COLUMNS, 1, first, n, PADDED)
         if HAS_FACTOR:
             s = s.to(tl.float32) * tl.load(factor + n)[:, None]
-        v = (
-            DECODE(FORMAT, (words_of(tiles, j, LAYOUT, 1), j, LAYOUT, DTYPE, value))
-            .to(DTYPE)
-            .to(tl.float32)
-            * s
-        )
+        own = words_of(tiles, j, first, n, K, LAYOUT, 1)
+        v = DECODE(FORMAT, (own, j, LAYOUT, DTYPE, value)).to(DTYPE).to(tl.float32) * s
         k = first + tl.arange(0, COLUMNS)
         mask = (n < N)[:, None] & (k < K)[None, :]
         tl.store(w + n.to(tl.int64)[:, None] * K + k[None, :], v.to(DTYPE), mask=mask)
@@ -200,14 +197,15 @@ def load_scales(
 def load_piece(words, g, c, n, PADDED, LAYOUT: tl.constexpr, CUT: tl.constexpr):
     """All tiles (N, lanes) of piece c of granule g: for each book, each plane, as many as it has.
 
-    Fields of the piece count from its own first one. CUT = 1 means the whole granule.
+    Fields of the piece count from its own first one. CUT = 1 means the whole granule. Sequences are
+    read where they are needed.
     """
     PLANES: tl.constexpr = lang.plane_count(LAYOUT)
-    ALL: tl.constexpr = LAYOUT.fmt.books * PLANES
+    ALL: tl.constexpr = 0 if LAYOUT.fmt.window else LAYOUT.fmt.books * PLANES
     out = ()
     for i in tl.static_range(ALL):
         out = out + _load_tiles(words[i], g, c, n, PADDED, LAYOUT, i % PLANES, CUT)
-    return out
+    return words if LAYOUT.fmt.window else out
 
 
 @triton.jit
@@ -230,14 +228,42 @@ def _load_tiles(
 
 
 @triton.jit
-def words_of(tiles, J: tl.constexpr, LAYOUT: tl.constexpr, CUT: tl.constexpr):
-    """The tiles of a piece that hold its field J."""
+def words_of(
+    tiles, J: tl.constexpr, first, n, K, LAYOUT: tl.constexpr, CUT: tl.constexpr
+):  # fmt: skip
+    """The tiles of a piece that hold its field J; of sequences, the windows of its columns."""
     PLANES: tl.constexpr = lang.plane_count(LAYOUT)
     ALL: tl.constexpr = LAYOUT.fmt.books * PLANES
     out = ()
-    for i in tl.static_range(ALL):
-        out = out + (tiles[lang.tile_of(LAYOUT, i, J, CUT)],)
+    if LAYOUT.fmt.window:
+        out = out + (_windows(tiles[0], first, n, K, LAYOUT),)
+    else:
+        for i in tl.static_range(ALL):
+            out = out + (tiles[lang.tile_of(LAYOUT, i, J, CUT)],)
     return out
+
+
+@triton.jit
+def _windows(words, first, n, K, LAYOUT: tl.constexpr):
+    """Bits of the sequences that end with each step's own ones, (N, steps) uint32.
+
+    The columns are those of a field, `first` being the first of them; see `core/tiles.py`.
+    """
+    BITS: tl.constexpr = LAYOUT.fmt.bits
+    WIDTH: tl.constexpr = LAYOUT.fmt.width
+    STEPS: tl.constexpr = LAYOUT.columns // WIDTH
+    WORDS: tl.constexpr = 256 // WIDTH * BITS // 32  # of a sequence
+    k = first + tl.arange(0, STEPS)[None, :] * WIDTH
+    row, column = n[:, None] % 16, k % 16
+    own = column % 2 + column // 8 * 2 + row // 8 * 4
+    step = (row % 8 * 32 + column % 8 // 2 * 8 + own) // WIDTH
+    end = (step + 1) * BITS  # counted in bits, high ones first
+    tile = n[:, None].to(tl.int64) // 16 * (K // 16) + tl.minimum(k, K - 1) // 16
+    at = words + tile * WORDS
+    low = tl.load(at + (end - 1) // 32).to(tl.uint32, bitcast=True)
+    high = tl.load(at + (end + (WORDS * 32 - 16)) // 32 % WORDS).to(tl.uint32, bitcast=True)
+    shift = (-end & 31).to(tl.uint32)
+    return (low >> shift | high << (31 - shift) << 1) & ((1 << LAYOUT.fmt.window) - 1)
 
 
 @triton.jit
@@ -304,7 +330,7 @@ def launch(
     gemm[(tiles, parts)](
         x, x_scale, words, scale, grid, factor, bias, y,
         x.new_empty(size, dtype=accumulator), locks,
-        m, n, k, words[0].shape[2], pieces, x.stride(0), parts,
+        m, n, k, scale.shape[1], pieces, x.stride(0), parts,
         LAYOUT=layout, DECODE=lang.jit(type(layout.fmt).triton_decode), MODE=mode,
         HAS_X_SCALE=x_scale is not None, HAS_FACTOR=factor is not None,
         HAS_BIAS=bias is not None, EVEN_K=k % layout.granule == 0,
@@ -349,7 +375,7 @@ def launch_dense(prepared: list[Tensor], layout: Layout, w: Tensor) -> None:
     words, scale, grid, factor, _ = split(layout, prepared)
     n, k = w.shape
     dense[(layout.granules(k), triton.cdiv(n, DENSE_ROWS))](
-        words, scale, grid, factor, w, n, k, words[0].shape[2], LAYOUT=layout,
+        words, scale, grid, factor, w, n, k, scale.shape[1], LAYOUT=layout,
         DECODE=lang.jit(type(layout.fmt).triton_decode), HAS_FACTOR=factor is not None,
         ROWS=DENSE_ROWS,
     )  # fmt: skip

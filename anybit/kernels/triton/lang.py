@@ -56,6 +56,24 @@ def code(at, BOOK: tl.constexpr = 0):
 
 
 @triton.jit
+def window(at):
+    """Bits of the sequence up to the own ones of each position's step, (N, positions) uint32."""
+    return at[WORDS][0]
+
+
+@triton.jit
+def dot4(x, WEIGHTS: tl.constexpr, PLUS: tl.constexpr):
+    """The four bytes of x times the signed bytes of WEIGHTS, added up, plus PLUS: int32."""
+    if NO_PTX:
+        total = x.to(tl.int32) * 0 + PLUS
+        for i in tl.static_range(4):
+            total += ((x >> (8 * i)) & 255).to(tl.int32) * signed_byte(WEIGHTS, i)
+        return total
+    else:
+        return tl.inline_asm_elementwise(dot4_asm(WEIGHTS, PLUS), "=r,r", [x], tl.int32, True, 1)
+
+
+@triton.jit
 def number(at, MINUS: tl.constexpr = 0, TIMES: tl.constexpr = 1, BOOK: tl.constexpr = 0):
     """code * TIMES - MINUS (TIMES is 1 or 2), exact, in the operand's dtype, (N, positions)."""
     LAYOUT_: tl.constexpr = at[LAYOUT]
@@ -346,6 +364,17 @@ def in_place(layout, field, first, count, dtype):
 def bits_asm(layout, field, moves, constant):
     plain = [[getattr(v, "value", v) for v in move] for move in moves]
     return layout.bits_asm(field, plain, constant)
+
+
+@triton.constexpr_function
+def signed_byte(word, i):
+    return (int(word) >> 8 * int(i) & 255 ^ 128) - 128
+
+
+@triton.constexpr_function
+def dot4_asm(weights, plus):
+    own = f"mov.b32 w, {int(weights)}; mov.b32 p, {int(plus)};"
+    return f"{{.reg .b32 w, p; {own} dp4a.u32.s32 $0, $1, w, p;}}"
 
 
 @triton.constexpr_function

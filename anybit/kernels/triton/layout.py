@@ -6,6 +6,7 @@ whole number of tiles of every plane covers. So a kernel reads a tile once and m
 by field, each with `lanes` neighbouring columns of x: nothing is shuffled, neither codes nor x.
 
     words[book * planes + plane]: (granules, tiles, padded N, lanes), int16 or int8
+    words[0] of sequences:        (padded N / 16, K / 16, words), int32; see `_sequences`
     grid tensor with groups:      (groups, padded N), transposed so that rows lie side by side
     factor of the rows' scales:   (padded N,) fp32, where groups' scales have few bits
     table:                        as it is
@@ -22,6 +23,7 @@ from torch.nn.functional import pad
 from anybit.core.format import Entry, Format, Grid
 from anybit.core.packed import Packed
 from anybit.core.planes import segments
+from anybit.core.tiles import SIDE, cut
 
 ROW_BYTES = 64
 ROWS = 128  # N is padded to a multiple of this
@@ -51,8 +53,8 @@ class Layout:
 
     @property
     def fields(self) -> int:
-        """Fields of a granule: as many as a unit of the narrowest plane has."""
-        return self.unit // self.segments[-1]
+        """Fields of a granule: as many as a unit of the narrowest plane has; one of sequences."""
+        return 1 if self.fmt.window else self.unit // self.segments[-1]
 
     @property
     def columns(self) -> int:
@@ -197,8 +199,8 @@ def prepare(packed: Packed, activation: str | None) -> list[Tensor]:
     n, k = packed.shape
     rows = -(-n // ROWS) * ROWS
     codes = packed.codes().reshape(n, -1, packed.format.books)
-    out: list[Tensor] = []
-    for book in range(packed.format.books):
+    out: list[Tensor] = [_sequences(packed, rows)] if packed.format.window else []
+    for book in range(0 if out else packed.format.books):
         out += _words(codes[:, :, book], layout, rows, k)
     padded_k = layout.granules(k) * layout.granule
     scale, factor = _scales(packed.format, packed.grid) if layout.factored else (None, None)
@@ -247,11 +249,23 @@ def _words(codes: Tensor, layout: Layout, rows: int, k: int) -> list[Tensor]:
     return [w.view(torch.int8) if w.dtype == torch.uint8 else w for w in out]
 
 
+def _sequences(packed: Packed, rows: int) -> Tensor:
+    """Each tile's codes one after the other, in words whose high bits come first."""
+    bits, (n, k) = packed.format.bits, packed.shape
+    codes = cut(packed.codes(), SIDE // packed.format.width).int()
+    shifts = torch.arange(bits - 1, -1, -1, dtype=torch.int32, device=codes.device)
+    ones = (codes[:, :, None] >> shifts & 1).view(len(codes), -1, 4, 8).flip(2)
+    places = torch.arange(7, -1, -1, dtype=torch.int32, device=codes.device)
+    octets = (ones << places).sum(3, dtype=torch.uint8).view(len(codes), -1)
+    words = octets.view(torch.int32).view(n // SIDE, k // SIDE, -1)
+    return pad(words, (0, 0, 0, 0, 0, rows // SIDE - n // SIDE)).contiguous()
+
+
 def split(
     layout: Layout, prepared: list[Tensor]
 ) -> tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...], Tensor | None, Tensor]:
     """Prepared tensors -> words, scale, the other grid tensors, factor of rows or None, locks."""
-    count = layout.fmt.books * len(layout.segments)
+    count = 1 if layout.fmt.window else layout.fmt.books * len(layout.segments)
     words, scale, *rest, locks = tuple(prepared[:count]), *prepared[count:]
     factor = rest.pop() if layout.factored else None
     return words, scale, tuple(rest), factor, locks

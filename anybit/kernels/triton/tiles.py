@@ -72,7 +72,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         Row(191, Tile(rows=128, tokens=64, warps=8, stages=3), 256),
         DENSE,
     ),
-    # Look-ups in tables.
+    # Look-ups in tables, and sequences, of which each weight takes two look-ups.
     "tables": (
         Row(8, Tile(rows=64, tokens=8, warps=4, stages=3), 900),
         Row(16, Tile(rows=64, tokens=16, warps=2, stages=3), 512),

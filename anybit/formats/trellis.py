@@ -1,0 +1,180 @@
+"""Trellis-coded weights (QTIP, https://arxiv.org/abs/2406.11235): 1 to 8 bits a weight.
+
+The weights of a 16x16 tile are a sequence, and a step of it codes V of them by B = bits * V new
+bits. What they stand for depends on the last L = 16 bits, the state, around the sequence's end
+("tail-biting"), so a tile decodes alone:
+
+    state[t] = code[t] + 2**B code[t-1] + 2**2B code[t-2] + ...    mod 2**16
+    values of step t = table[state[t]]
+
+So a weight takes the bits of a scalar code, and errs as little as a code for 256 dimensions. Tables
+are computed, not stored (QTIP, section 3.1): one product of the state, and sums of its bytes or
+halves. `core/tiles.py` says where the weights of a sequence lie, `trellis_encoder.py` how it is
+found.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from anybit.core import tiles
+from anybit.core.format import Format, Grid, groups_of, register, store_scale
+from anybit.errors import InvalidInput
+from anybit.formats.trellis_encoder import paths
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+    from anybit.kernels.triton import lang
+
+STATE = 16  # L
+# The input's standard deviation in units of the code's that errs least, by bits a weight.
+GAINS = {1: 0.97, 2: 0.97, 3: 0.92, 4: 0.87, 5: 0.82, 6: 0.78, 7: 0.74, 8: 0.7}
+
+
+@register("trellis")
+@dataclass(frozen=True)
+class Trellis(Format):
+    """Tail-biting sequences of a bitshift trellis in tiles of 16x16, a scale for every row.
+
+    Attributes:
+        rate: Bits a weight, the spec's option `bits`: 1 to 8.
+        code: The name of one of `CODES`.
+    """
+
+    rate: int = field(default=2, metadata={"option": "bits"})
+    code: str = "sum8"
+
+    tile = (tiles.SIDE, tiles.SIDE)
+    window = STATE
+    searched = False
+
+    def __post_init__(self) -> None:
+        if self.code not in CODES:
+            raise InvalidInput(f"trellis:code={self.code} is unknown; known: {', '.join(CODES)}")
+        if self.rate < 1 or self.bits > 8:
+            most = 8 // self.width
+            raise InvalidInput(
+                f"trellis:bits={self.rate} is out of range; code={self.code} has 1 to {most} bits"
+            )
+
+    @property
+    def bits(self) -> int:  # type: ignore[override]
+        return self.rate * self.width
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        return CODES[self.code].width
+
+    @property
+    def operand(self) -> str:  # type: ignore[override]
+        return "int8" if CODES[self.code].whole else "activation"
+
+    def fit(self, w: Tensor) -> Grid:
+        unit = GAINS[self.rate] * float(table(self.code).std())
+        size = groups_of(w, 0).square().mean(-1).sqrt_()
+        scale = store_scale(size / unit)  # no code stands for a row of zeros, its scale does
+        return {"scale": torch.where(size == 0, torch.zeros_like(scale), scale)}
+
+    def encode(self, w: Tensor, grid: Grid) -> Tensor:
+        scale = grid["scale"].float()
+        x = tiles.sequences(w / torch.where(scale == 0, 1.0, scale))
+        states = paths(x.view(len(x), -1, self.width), table(self.code, w.device), self)
+        return tiles.join((states & (1 << self.bits) - 1).to(torch.uint8), len(w))
+
+    def values(self, codes: Tensor, grid: Grid) -> Tensor:
+        sequence = tiles.cut(codes, tiles.SIDE // self.width).int()
+        state = sequence.clone()
+        for i in range(1, -(-STATE // self.bits)):
+            state |= sequence.roll(i, 1) << i * self.bits
+        numbers = embedding(state & (1 << STATE) - 1, table(self.code, codes.device))
+        return tiles.from_sequences(numbers.flatten(1), len(codes))
+
+    def triton_decode(self, at: Any) -> Any:
+        s = lang.window(at)
+        if self.code == "sum8":
+            return (lang.dot4(s * 0x83DCD12D, 0x01010101, 4) >> 2) - 128
+        elif self.code == "pair8":
+            x = s * 0xCBAC1FED
+            first = lang.dot4(x, 0xC000405A, 128 - 11475) >> 8
+            return lang.pair(first, lang.dot4(x, 0x405A4000, 128 - 27795) >> 8)
+        elif self.code == "mul1":  # in fp32, which rounds no product and no sum otherwise
+            x = lang.dot4(s * 0x83DCD12D, 0x01010101, 1024).to(tl.float32)
+            return (x * 0.00676727294921875 - 10.3828125).to(tl.float16)
+        else:
+            x = s * 0xCBAC1FED if self.code == "mcg" else s * 89226354 + 64248484
+            x = (x & 0x8FFF8FFF) ^ 0x3B603B60
+            low = (x & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+            return low + (x >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@dataclass(frozen=True)
+class Code:
+    """What states stand for.
+
+    Attributes:
+        numbers: States (S,) int64 -> values, (S,) or (S, width).
+        width: Weights of a step.
+        whole: Whether all values are integers within int8.
+    """
+
+    numbers: Callable[[Tensor], Tensor]
+    width: int = 1
+    whole: bool = False
+
+
+def _hash(states: Tensor, times: int, plus: int = 0) -> Tensor:
+    """32 bits of each state."""
+    return (states * times + plus) & 0xFFFFFFFF
+
+
+def _dot4(x: Tensor, *weights: int) -> Tensor:
+    """Sums of the four bytes of 32 bits, times small integers; low bytes first."""
+    return sum((x >> 8 * i & 0xFF) * weight for i, weight in enumerate(weights)) + x * 0
+
+
+def _sum8(states: Tensor) -> Tensor:
+    """The bytes' sum, 10 bits, rounded to 8."""
+    return (_dot4(_hash(states, 0x83DCD12D), 1, 1, 1, 1) + 4 >> 2) - 128
+
+
+def _pair8(states: Tensor) -> Tensor:
+    """Two sums of the same bytes. In the plane of both, the bytes point to a regular octagon."""
+    x = _hash(states, 0xCBAC1FED)
+    first = _dot4(x, 90, 64, 0, -64) - 11475
+    second = _dot4(x, 0, 64, 90, 64) - 27795
+    return torch.stack((first, second), 1) + 128 >> 8
+
+
+def _mul1(states: Tensor) -> Tensor:
+    """EXL3's "mul1": the bytes' sum, in fp16."""
+    total = _dot4(_hash(states, 0x83DCD12D), 1, 1, 1, 1) + 1024
+    return (total * 0.00676727294921875 - 10.3828125).half()
+
+
+def _halves(x: Tensor) -> Tensor:
+    """The sum of two numbers of fp16 whose exponents lie about that of 1."""
+    x = (x & 0x8FFF8FFF) ^ 0x3B603B60
+    low, high = (part.to(torch.int16).view(torch.float16) for part in (x & 0xFFFF, x >> 16))
+    return low + high
+
+
+CODES = {
+    "sum8": Code(_sum8, whole=True),
+    "pair8": Code(_pair8, width=2, whole=True),
+    "mul1": Code(_mul1),
+    "mcg": Code(lambda states: _halves(_hash(states, 0xCBAC1FED))),
+    "3inst": Code(lambda states: _halves(_hash(states, 89226354, 64248484))),
+}
+
+
+@cache
+def table(code: str, device: torch.device | None = None) -> Tensor:
+    """The values (2**16, width) fp32 of all states."""
+    numbers = CODES[code].numbers(torch.arange(1 << STATE))
+    return numbers.float().reshape(1 << STATE, -1).to(device)

@@ -1,0 +1,80 @@
+"""The encoder of `trellis`: the sequence of states that errs least (Viterbi's algorithm).
+
+A sequence is closed: its first state follows from its last. To find the best closed one takes a
+search for every start; two passes come within 1 % (QTIP, section 3.3, table 2). The first pass
+takes the last and the first quarter of the sequence as one open sequence, and finds which bits the
+two have in common there. The second pass begins and ends with these bits.
+
+Three implementations: plain torch, the definition, for any device; LLVM's for x86 CPUs; and
+Triton's for GPUs.
+"""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from anybit.core.format import Format
+from anybit.kernels.native import isa
+
+CHUNK = 64  # sequences that plain torch works on at a time
+
+
+def paths(x: Tensor, table: Tensor, fmt: Format) -> Tensor:
+    """States (n, steps) int32 of closed sequences near x (n, steps, V) fp32.
+
+    table: values (2**L, V) fp32 of all states, which `fmt.triton_decode` computes.
+    """
+    lead = x.shape[1] // 4
+    if x.device.type == "cuda":
+        from anybit.kernels.triton import viterbi as triton
+
+        return triton.paths(x, fmt, lead)
+    if x.device.type == "cpu" and isa.is_x86() and find_spec("llvmlite") and isa.isa():
+        from anybit.kernels.native import viterbi as native
+
+        return native.paths(x, table, fmt.bits, lead)
+    return plain_paths(x, table, fmt.bits, lead)
+
+
+def plain_paths(x: Tensor, table: Tensor, bits: int, lead: int) -> Tensor:
+    """The definition, in plain torch.
+
+    Args:
+        x: What is to be coded, (n, steps, V) fp32.
+        table: Values (2**L, V) fp32 of all states, L at least 2 * bits.
+        bits: Bits of a step's code.
+        lead: Steps at either end of a sequence that the first pass takes.
+
+    Returns:
+        States (n, steps) int32; each has the bits of the one before, the first those of the last.
+    """
+    if len(x) > CHUNK:
+        return torch.cat([plain_paths(part, table, bits, lead) for part in x.split(CHUNK)])
+    seam = torch.cat((x[:, -lead:], x[:, :lead]), 1)
+    pin = _pass(seam, table, bits)[:, lead] >> bits
+    return _pass(x, table, bits, pin).int()
+
+
+def _pass(x: Tensor, table: Tensor, bits: int, pin: Tensor | None = None) -> Tensor:
+    """The best states (n, steps) int64; with `pin`, those that begin and end with these old bits."""
+    n, steps, width = x.shape
+    tops = 1 << bits  # what the top bits of a state may be, which the next state no longer has
+    ends = len(table) >> bits
+    numbers = table.view(tops, ends, width)
+    cost = x.new_zeros(n, ends)
+    if pin is not None:
+        cost.fill_(torch.inf).scatter_(1, pin[:, None], 0)
+    back = []
+    for t in range(steps):
+        # The state top * ends + end follows those that end with (top * ends + end) >> bits.
+        before = cost.view(n, tops, -1).repeat_interleave(tops, 2)
+        cost, top = ((numbers - x[:, t, None, None]).square().sum(-1) + before).min(1)
+        back.append(top)
+    end = cost.argmin(1) if pin is None else pin
+    states = []
+    for top in reversed(back):
+        state = end | top.gather(1, end[:, None])[:, 0] * ends
+        states.append(state)
+        end = state >> bits
+    return torch.stack(states[::-1], 1)

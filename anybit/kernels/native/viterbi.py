@@ -1,0 +1,186 @@
+"""The best path through a bitshift trellis, for formats whose values depend on the codes before.
+
+State s' = (s << B | c) mod 2**L follows state s by code c of B bits, and stands for V numbers of a
+table. Per step and state: the squared distance to what is to be coded, plus the least cost of a
+state before. The states that lead to the same ones differ in their top B bits, so what is kept of a
+step is the minimum over these, 2**(L - B) costs, and which top bits it had. Neighbouring states are
+the lanes of a vector. The top bits replace the lowest bits of a cost, so that one minimum of
+numbers finds both.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit.kernels.native import build, ir
+from anybit.kernels.native.fused import level, threads
+from anybit.kernels.native.ir import F32, I8, I32, I64, PTR, Arguments, Function, Value, vec
+from anybit.kernels.native.isa import Isa
+
+NAMES = ("next", "slot", "x", "table", "scratch", "out", "count")
+TOGETHER = 4  # vectors of states whose minima do not wait for each other
+UNROLLED = 8  # top bits in one turn of a loop
+FAR = 1e30  # the cost of a state that no path may begin with
+FAR_BITS = 0x7F000000  # of a number above all costs
+
+
+@dataclass(frozen=True)
+class Trellis:
+    """What the kernel is compiled for.
+
+    state: L, bits of a state. bits: B, of a code; at most half of L. width: V. steps: of a path.
+    lead: steps around the path's ends that the first of two passes looks at.
+    """
+
+    isa: Isa
+    state: int
+    bits: int
+    width: int
+    steps: int
+    lead: int
+
+    @property
+    def ends(self) -> int:
+        """Q, states after the minimum."""
+        return 1 << (self.state - self.bits)
+
+
+def paths(x: Tensor, table: Tensor, bits: int, lead: int) -> Tensor:
+    """States (n, steps) int32 of closed paths near x (n, steps, V) fp32; see `formats/trellis.py`.
+
+    table: (2**L, V) fp32.
+    """
+    n, steps, width = x.shape
+    spec = Trellis(level(), (len(table) - 1).bit_length(), bits, width, steps, lead)
+    x, numbers = x.contiguous(), table.T.contiguous()
+    out = torch.empty(n, steps, dtype=torch.int32)
+    count = min(n, threads(n * steps * len(table)))
+    scratch = torch.empty(count, spec.ends * (8 + steps), dtype=torch.uint8)
+    places = x.data_ptr(), numbers.data_ptr(), scratch.data_ptr(), out.data_ptr()
+    kernel(spec)((0, 0, *places, n), count)
+    return out
+
+
+@cache
+def kernel(spec: Trellis) -> build.Kernel:
+    f = _Paths(spec).function
+    return build.load(ir.module([f]), [f.name], spec.isa)[0]
+
+
+class _Paths:
+    """The function under construction."""
+
+    def __init__(self, spec: Trellis):
+        self.spec, self.lanes = spec, min(spec.isa.floats, spec.ends)
+        self.function = f = Function("paths", [PTR])
+        args = Arguments(f, NAMES)
+        ends, steps = spec.ends, spec.steps
+        mine = f.take(args.address("slot"), 1) * (ends * (8 + steps))
+        self.costs = f.at(args.pointer("scratch"), mine)
+        self.back = f.at(self.costs, 8 * ends)
+        self.table = args.pointer("table")
+        with f.chunks(args.address("next"), f.integer(1), args.number("count")) as (at, _):
+            self.x = f.at(args.pointer("x"), at * (steps * spec.width * 4))
+            out = f.at(args.pointer("out"), at * (steps * 4))
+            last = self._pass(steps - spec.lead, 2 * spec.lead, None)
+            state = f.variable(self._back(2 * spec.lead - 1, self._best(last)))
+            with f.loop(0, spec.lead - 1) as i:
+                state.set(self._back(self._less(2 * spec.lead - 2, i), state.get() >> spec.bits))
+            pin = state.get() >> spec.bits
+            self._pass(0, steps, pin)
+            end = f.variable(pin)
+            with f.loop(0, steps) as i:
+                t = self._less(steps - 1, i)
+                found = self._back(t, end.get())
+                f.store(f.cast("trunc", found, I32), out, t << 2)
+                end.set(found >> spec.bits)
+        f.give()
+
+    def _less(self, number: int, i: Value) -> Value:
+        return self.function.integer(number) - i
+
+    def _back(self, t: Value | int, end: Value) -> Value:
+        """The state at the best path's step t that ends with these bits."""
+        f, spec = self.function, self.spec
+        step = t if isinstance(t, Value) else f.integer(t)
+        top = f.load(I8, self.back, step * spec.ends + end)
+        return end | (f.cast("zext", top, I64) << (spec.state - spec.bits))
+
+    def _pass(self, first: int, count: int, pin: Value | None) -> Value:
+        """Costs after `count` steps from step `first` on, around the end; where they lie."""
+        f, spec = self.function, self.spec
+        start = f.constant(0 if pin is None else FAR, vec(self.lanes, F32))
+        with f.loop(0, spec.ends, self.lanes) as q:
+            f.store(start, self.costs, q << 2)
+        if pin is not None:
+            f.store(f.constant(0, F32), self.costs, pin << 2)
+        one, other = f.integer(0), f.integer(4 * spec.ends)
+        now, then = f.variable(one), f.variable(other)
+        with f.loop(0, count) as t:
+            step = (t + first) % spec.steps
+            self._step(t, step, f.at(self.costs, now.get()), f.at(self.costs, then.get()))
+            swap = now.get()
+            now.set(then.get())
+            then.set(swap)
+        return f.at(self.costs, now.get())
+
+    def _step(self, t: Value, step: Value, costs: Value, new: Value) -> None:
+        """One step: the costs of states that end with the same bits, and their top bits."""
+        f, spec, n = self.function, self.spec, self.lanes
+        x = [
+            f.splat(f.load(F32, self.x, (step * spec.width + i) << 2), n) for i in range(spec.width)
+        ]
+        base = f.load(F32, costs)  # taken off, so that costs stay small
+        far = f.compare("ogt", base, f.constant(FAR / 2, F32))
+        base = f.splat(f.select(far, f.constant(0, F32), base), n)
+        together = min(TOGETHER, spec.ends // n)
+        tops = 1 << spec.bits
+        unrolled = min(tops, UNROLLED)
+        kind = vec(n, F32)
+        most = f.bits(f.constant(FAR_BITS, vec(n, I32)), kind)
+        with f.loop(0, spec.ends, n * together) as q:
+            best = [f.variable(most) for _ in range(together)]
+            with f.loop(0, tops, unrolled) as first:
+                for more in range(unrolled):
+                    top = first + more
+                    mark = f.splat(f.cast("trunc", top, I32), n)
+                    for i in range(together):
+                        at = q + i * n
+                        cost = self._before(costs, at, top) - base
+                        state = (top << (spec.state - spec.bits)) | at
+                        for v in range(spec.width):
+                            number = f.load(kind, self.table, (state + (v << spec.state)) << 2)
+                            d = number - x[v]
+                            cost = f.fma(d, d, cost)
+                        marked = (f.bits(cost, mark.kind) & -tops) | mark
+                        found, least = f.bits(marked, kind), best[i].get()
+                        smaller = f.compare("olt", found, least)
+                        best[i].set(f.select(smaller, found, least))
+            for i in range(together):
+                at, least = q + i * n, best[i].get()
+                f.store(least, new, at << 2)
+                top = f.bits(least, vec(n, I32)) & (tops - 1)
+                f.store(f.cast("trunc", top, vec(n, I8)), self.back, t * spec.ends + at)
+
+    def _before(self, costs: Value, at: Value, top: Value) -> Value:
+        """Costs of the states before `lanes` states from `at` on: 2**B neighbours have one."""
+        f, spec, n = self.function, self.spec, self.lanes
+        shared = min(1 << spec.bits, n)
+        place = ((at >> spec.bits) | (top << (spec.state - 2 * spec.bits))) << 2
+        if shared == n:
+            return f.splat(f.load(F32, costs, place), n)
+        few = f.load(vec(n // shared, F32), costs, place)
+        return f.shuffle(few, few, [i // shared for i in range(n)])
+
+    def _best(self, costs: Value) -> Value:
+        """Which of the costs is least."""
+        f, spec = self.function, self.spec
+        least, at = f.variable(f.constant(3e38, F32)), f.variable(f.integer(0))
+        with f.loop(0, spec.ends) as q:
+            cost = f.load(F32, costs, q << 2)
+            with f.when(f.compare("olt", cost, least.get())):
+                least.set(cost)
+                at.set(q)
+        return at.get()

@@ -1,0 +1,119 @@
+"""EXL3 by its published layout, decoded here bit by bit without our code."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from anybit.checkpoint.foreign import exl3
+from anybit.checkpoint.foreign.base import Layer
+from anybit.core.packed import Packed
+from anybit.errors import InvalidInput
+from anybit.files.safetensors import read_header
+
+N, K = 128, 256
+MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
+
+
+def tensors_of(bits: int, code: str) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(bits)
+    out = {
+        "trellis": random.integers(-(2**15), 2**15, (K // 16, N // 16, 16 * bits), np.int16),
+        "suh": (random.choice([-1, 1], K) * random.uniform(0.5, 2, K)).astype(np.float16),
+        "svh": (random.choice([-1, 1], N) * random.uniform(0.01, 0.02, N)).astype(np.float16),
+    }
+    if code in MULTIPLIERS:
+        out[code] = np.array(MULTIPLIERS[code], np.uint32).view(np.int32)
+    return out
+
+
+def layer_of(place: Path, tensors: dict[str, Any]) -> Layer:
+    named = {f"a.b.{name}": torch.from_numpy(array) for name, array in tensors.items()}
+    save_file(named, place / "model.safetensors")
+    found = exl3.layers({}, read_header(place / "model.safetensors"))
+    assert set(found["a.b"].tensors) == set(named)
+    return found["a.b"]
+
+
+def half(bits: int) -> np.float16:
+    return np.array(bits, np.uint16).view(np.float16)[()]
+
+
+def value(state: int, code: str) -> np.float16:
+    """`decode_3inst` of exllamav3's codebook.cuh."""
+    if code == "mul1":
+        x = state * 0x83DCD12D & 0xFFFFFFFF
+        total = 1024 + sum(x >> 8 * i & 255 for i in range(4))
+        return np.float16(float(total) * float(half(0x1EEE)) + float(half(0xC931)))
+    x = state * 0xCBAC1FED if code == "mcg" else state * 89226354 + 64248484
+    x = x & 0x8FFF8FFF ^ 0x3B603B60
+    return half(x & 0xFFFF) + half(x >> 16 & 0xFFFF)
+
+
+def inner(trellis: np.ndarray, bits: int, code: str) -> np.ndarray:
+    """The weight (K, N) before rotation, as `reconstruct_kernel` puts it together."""
+    out = np.zeros((K, N), np.float32)
+    for i in range(K // 16):
+        for j in range(N // 16):
+            halves = trellis[i, j].view(np.uint16).reshape(-1, 2)[:, ::-1].flatten()
+            string = "".join(f"{int(word):016b}" for word in halves)
+            for t in range(256):
+                end = (t + 1) * bits
+                window = (string + string)[end + 256 * bits - 16 : end + 256 * bits]
+                lane, own = t // 8, t % 8
+                row = lane % 4 * 2 + own % 2 + (8 if own & 2 else 0)
+                column = lane // 4 + (8 if own & 4 else 0)
+                out[i * 16 + row, j * 16 + column] = value(int(window, 2), code)
+    return out
+
+
+def hadamard(size: int) -> np.ndarray:
+    """(size, size) of blocks of 128."""
+    signs = [[(-1) ** (i & j).bit_count() for j in range(128)] for i in range(128)]
+    return np.kron(np.eye(size // 128), np.array(signs) / 128**0.5)
+
+
+@pytest.mark.parametrize(("bits", "code"), [(2, "mul1"), (3, "mcg"), (5, "3inst"), (8, "mcg")])
+def test_weights_are_those_of_the_published_layout(bits: int, code: str, tmp_path: Path) -> None:
+    tensors = tensors_of(bits, code)
+    layer = layer_of(tmp_path, tensors)
+    packed = layer.read()
+    assert isinstance(packed, Packed)
+    assert layer.format is not None
+    assert (layer.format.bits, layer.format.rotate, layer.shape) == (bits, "kn", (N, K))
+    v = inner(tensors["trellis"], bits, code)
+    again = Packed.from_tensors(layer.format, layer.shape, packed.tensors())
+    assert torch.equal(again.values(), torch.from_numpy(v.T.copy()))
+    w = hadamard(K) @ v * tensors["suh"].astype(np.float64)[:, None]
+    w = w @ hadamard(N) * tensors["svh"].astype(np.float64)
+    assert np.allclose(again.dequantize().numpy(), w.T, rtol=1e-4, atol=1e-6)
+
+
+def test_signs_of_one_bit(tmp_path: Path) -> None:
+    tensors = tensors_of(2, "3inst")
+    words = {}
+    for name in ("su", "sv"):
+        negative = tensors.pop(f"{name}h") < 0
+        words[name] = np.packbits(negative, bitorder="little").view(np.int16)
+    packed = layer_of(tmp_path, tensors | words).read()
+    assert isinstance(packed, Packed)
+    for name, grid in (("su", "rotate_in"), ("sv", "rotate_out")):
+        bits = np.unpackbits(words[name].view(np.uint8), bitorder="little")
+        assert np.array_equal(packed.grid[grid].flatten().numpy(), 1 - 2.0 * bits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mcg": np.array(5, np.int32)}, "0x5 is no known code"),
+        ({"trellis": np.zeros((16, 8, 40), np.int16)}, "40 words a tile"),
+        ({"trellis": np.zeros((16, 4, 32), np.int16)}, r"\(64, 256\) has no blocks of 128"),
+        ({"suh": np.zeros(100, np.float16)}, "expected float16"),
+    ],
+)
+def test_what_is_no_exl3(changes: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        layer_of(tmp_path, tensors_of(2, "3inst") | changes)
