@@ -31,3 +31,8 @@ OPTIONS = (
 NAMES = tuple(name for name, _ in known_formats() if name != "fp")
 SPECS = NAMES + OPTIONS
 SCALAR = tuple(s for s in SPECS if anybit.get_format(s).width == 1 and "codebook" not in s)
+
+
+def columns_of_a_group(spec: str) -> int:
+    """Columns that a weight must have a multiple of."""
+    return max(entry.group for entry in anybit.get_format(spec).entries().values()) or 1
