@@ -1,4 +1,4 @@
-"""Small models in GGUF files, written with the `gguf` package as llama.cpp's converter writes them."""
+"""Small models in GGUF files, written with the `gguf` package as llama.cpp's converter does."""
 
 import re
 from collections.abc import Mapping
@@ -60,6 +60,10 @@ def tiny(model_type: str, **settings: Any) -> PreTrainedModel:
 
 def quantized(w: Tensor, kind: str) -> tuple[np.ndarray, Tensor]:
     """Data as the file has them, and the weight that they stand for."""
+    if kind == "BF16":
+        number = GGMLQuantizationType.BF16
+        data = quants.quantize(np.ascontiguousarray(w.numpy()), number)
+        return data, torch.from_numpy(quants.dequantize(data, number))
     if kind in ("F32", "F16"):
         data = w.numpy().astype(np.float32 if kind == "F32" else np.float16)
         return data, torch.from_numpy(data.astype(np.float32))
@@ -91,6 +95,7 @@ def write(
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
     tokens: int = 0,
+    parts: int = 0,
 ) -> None:
     """Write a model, and make its weights those of the file.
 
@@ -101,10 +106,11 @@ def write(
         metadata: Of the architecture, beside what the config says.
         extra: Tensors of the file alone.
         tokens: Of a vocabulary of single characters.
+        parts: Tensors in a file; 0: one file holds all.
     """
     config = model.config
     arch = MODELS[config.model_type][0]
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=parts)
     for key, value in (keys(config, arch) | dict(metadata or {})).items():
         kind = gguf.GGUFValueType.get_type(value)
         kind = gguf.GGUFValueType.UINT32 if kind == gguf.GGUFValueType.INT32 else kind
@@ -116,7 +122,7 @@ def write(
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        for theirs, part in parts(name, parameter, table, config):
+        for theirs, part in parts_of(name, parameter, table, config):
             file = paired(part, heads_of(name, config)) if heads_of(name, config) else part
             if arch.startswith("gemma") and name.endswith("norm.weight"):
                 file = file + 1
@@ -150,7 +156,7 @@ def heads_of(name: str, config: Any) -> int:
     return heads.get(name.split(".")[-2], 0)
 
 
-def parts(name: str, tensor: Tensor, table: Any, config: Any) -> list[tuple[str, Tensor]]:
+def parts_of(name: str, tensor: Tensor, table: Any, config: Any) -> list[tuple[str, Tensor]]:
     """ggml's names for a tensor of transformers, and the parts of it that have them."""
     if name == "lm_head.weight":
         return [("output.weight", tensor)]
@@ -203,7 +209,7 @@ def vocabulary(writer: gguf.GGUFWriter, count: int) -> None:
     """Single characters, byte-level, and a chat template."""
     letters = [chr(i) for i in range(33, 127)]
     merges = ["a b", "c d"]
-    names = ["<unk>", "<s>", "</s>", *letters][: count - 2] + ["ab", "cd"]
+    names = ["<unk>", "<s>", "</s>", *letters[: count - 5], "ab", "cd"]
     types = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (count - 3)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
