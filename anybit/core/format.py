@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,6 +57,20 @@ class Entry:
         if isinstance(self.dtype, torch.dtype):
             return self.dtype
         return {"float": torch.float16, "level": torch.uint8}[self.dtype]
+
+
+class Frame(NamedTuple):
+    """Values in two steps: numbers[code] * factor + shift, all fp32.
+
+    Attributes:
+        numbers: (2**bits,).
+        factor: (N, groups).
+        shift: (N, groups); None for zeros.
+    """
+
+    numbers: Tensor
+    factor: Tensor
+    shift: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -170,6 +184,13 @@ class Format:
         """The factor (N, 1) fp32 of `scales` beside grid["scale"]; None where there is none."""
         return grid.get("row_scale")
 
+    def frame(self, grid: Grid) -> Frame | None:
+        """How `values` come about, where a format says it; None leaves it to kernels to find out.
+
+        Needed only where factors and shifts cannot be told from values, because of rounding.
+        """
+        return None
+
     # What follows from it.
 
     def stored_entries(self) -> dict[str, Entry]:
@@ -241,7 +262,8 @@ class Format:
             if k % unit:
                 what = f"group={unit}" if unit != columns else f"{self.unit} of {unit}"
                 divisor = math.gcd(k, unit)
-                remedy = f"use group={divisor}, or " if unit != columns and divisor > 1 else ""
+                fits = unit != columns and divisor > 1 and self.has_group_option
+                remedy = f"use group={divisor}, or " if fits else ""
                 raise InvalidInput(
                     f"K={k} is not a multiple of {what} in format {self.spec!r}; "
                     f"{remedy}keep the layer unquantized (None)"
@@ -254,6 +276,11 @@ class Format:
     def unit(self) -> str:
         """What a column border must not split, in words for errors."""
         return "vectors" if self.tile[0] == 1 else "tiles"
+
+    @property
+    def has_group_option(self) -> bool:
+        """Whether users choose the size of groups."""
+        return any(field.name == "group" for field in dataclasses.fields(self))
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Stored bits per weight of a matrix (N, K): codes, scales and tables (CodeGEMM, eq. 1)."""

@@ -3,6 +3,7 @@
 from anybit.formats import (
     codebook,
     integer,
+    kquant,
     liquid,
     microscaling,
     minifloat,
@@ -14,6 +15,7 @@ from anybit.formats import (
 __all__ = [
     "codebook",
     "integer",
+    "kquant",
     "liquid",
     "microscaling",
     "minifloat",

@@ -46,6 +46,7 @@ def check_columns(fmt: Format, k: int, ranks: int, name: str = "weight") -> None
             divisor = math.gcd(part, group)
             fits = divisor > 1 and divisor % unit == 0
             remedy = f"quantize it with group={divisor}" if fits else "use one scale a row"
+            remedy = remedy if fmt.has_group_option else "use another format"
             raise InvalidInput(
                 f"{name}: K={k} over {ranks} ranks is {part} columns each, which splits "
                 f"group={group} in format {fmt.spec!r}; {remedy}, use fewer ranks, or keep the "
