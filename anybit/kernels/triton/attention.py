@@ -391,6 +391,8 @@ def choose_splits(programs: int, enough: int) -> int:
 def refuse(cache: Tensor) -> str | None:
     """None when these kernels can be used on K (blocks, kv_heads, block_size, D), or why not."""
     _, _, block, dim = cache.shape
+    if cache.dtype == torch.uint8:
+        return "the cache is in int4"
     if dim < 16 or dim & (dim - 1):
         return f"the head dimension is {dim}, not a power of two of at least 16"
     if block & (block - 1):
