@@ -11,6 +11,7 @@ import torch
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.engine import Delta, Engine
 from anybit.engine.fallback import Generator
+from anybit.engine.int4 import INT4
 from anybit.engine.loader import Loaded, load
 from anybit.engine.model_runner import ModelRunner, block_bytes
 from anybit.engine.models.layers import Decoder
@@ -27,6 +28,7 @@ Prompt = str | Items[int]
 CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU at most, unless said otherwise
 GPU_FRACTION = 0.9  # of the free memory, likewise
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KV_DTYPES = {"int8": torch.int8, "int4": INT4}
 
 
 @dataclass
@@ -81,7 +83,7 @@ class LLM:
         that `anybit.engine.loader` has loaded or built already.
     quantization: a format ("fp6") or plan to quantize a dense checkpoint by while it is loaded.
     kv_cache: "auto" (int8 if the checkpoint has scales for it, else the model's dtype), "model"
-        (the model's dtype) or "int8".
+        (the model's dtype), "int8" or "int4".
     keep: whether layers that no kernel multiplies may hold decoded copies, as in `anybit.load`.
     length: tokens of the longest text, prompt included; the model's own limit by default.
     kv_bytes: size of the KV cache. By default, what the longest texts of max_running requests
@@ -89,6 +91,9 @@ class LLM:
     max_running: texts written at the same time. max_tokens: tokens in one step.
     deterministic: an answer has the same tokens whatever else runs, at some cost in speed; see
         `anybit.engine.steady`.
+
+    Attributes:
+        kv_cache: What the KV cache holds: "int8", "int4", or a dtype, such as "bfloat16".
     """
 
     def __init__(
@@ -97,7 +102,7 @@ class LLM:
         quantization: Spec | Plan | None = None,
         *,
         dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
-        kv_cache: Literal["auto", "model", "int8"] = "auto",
+        kv_cache: Literal["auto", "model", "int8", "int4"] = "auto",
         keep: Keep = "auto",
         device: str | torch.device | None = None,
         length: int | None = None,
@@ -109,33 +114,37 @@ class LLM:
         deterministic: bool = False,
     ):
         check_choice("dtype", dtype, ("auto", *DTYPES))
-        check_choice("kv_cache", kv_cache, ("auto", "model", "int8"))
+        check_choice("kv_cache", kv_cache, ("auto", "model", *KV_DTYPES))
         check_keep(keep)
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if isinstance(model, Loaded):
             loaded = model
         else:
-            options = {"kv_cache='int8'": kv_cache == "int8", "kv_bytes": kv_bytes is not None}
+            options = {
+                f"kv_cache={kv_cache!r}": kv_cache in KV_DTYPES, "kv_bytes": kv_bytes is not None
+            }  # fmt: skip
             given = [option for option, is_given in options.items() if is_given]
             loaded = load(Path(model), device, DTYPES.get(dtype), quantization, length, given, keep)
         self.tokenizer, self.config, self.dtype = loaded.tokenizer, loaded.config, loaded.dtype
         self.quantized, self.quantized_bytes = loaded.quantized, loaded.quantized_bytes
         runner: ModelRunner | Generator
         if isinstance(loaded.model, Generator):
-            runner, self.kv_dtype = loaded.model, loaded.dtype
+            runner, self.kv_dtype, kv_cache = loaded.model, loaded.dtype, "model"
             self.length = runner.length
             blocks, max_running, max_tokens = -(-self.length // block_size), 1, self.length
             prefix_caching = False
         else:
             decoder = loaded.model
             has_scales = all(scales is not None for scales in decoder.kv_scales)
-            int8 = kv_cache == "int8" or (kv_cache == "auto" and has_scales)
-            self.kv_dtype = torch.int8 if int8 else loaded.dtype
+            if kv_cache == "auto":
+                kv_cache = "int8" if has_scales else "model"
+            self.kv_dtype = KV_DTYPES.get(kv_cache, loaded.dtype)
             blocks = cache_blocks(decoder, block_size, self.kv_dtype, kv_bytes, max_running)
             self.length = min(decoder.length, blocks * block_size)
             runner = ModelRunner(
                 decoder, blocks, block_size, self.kv_dtype, max_running, deterministic
             )
+        self.kv_cache = kv_cache if kv_cache in KV_DTYPES else str(loaded.dtype)[len("torch.") :]
         self.device = runner.device
         self.special = special_tokens(self.tokenizer)
         vocabulary = loaded.config.get_text_config().vocab_size

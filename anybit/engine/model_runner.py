@@ -18,6 +18,7 @@ from anybit.engine.scheduler import Scheduled
 # Sequences of a recorded step on a CPU. A larger step spends little of its time between products.
 MOST_RECORDED = 4
 STEADY = 32  # of a steady step on a GPU
+META = torch.device("meta")  # tensors without memory
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,7 @@ class ModelRunner:
     ):
         self.model, self.block_size = model, block_size
         self.device = model.embed_tokens.device
-        self.caches = [
-            LayerCache.empty(blocks, heads, block_size, dim, kv_dtype, self.device, scales)
-            for (heads, dim), scales in zip(model.cache_shapes, model.kv_scales, strict=True)
-        ]
+        self.caches = caches_of(model, blocks, block_size, kv_dtype, self.device)
         self.overlaps = self.device.type != "cpu"  # the host goes on while the device works
         by_kernels = all(c.fused or c.native for c in self.caches)
         self.graphs = None
@@ -158,12 +156,16 @@ class ModelRunner:
         return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
 
 
+def caches_of(
+    model: Decoder, blocks: int, block_size: int, kv_dtype: torch.dtype, device: torch.device
+) -> list[LayerCache]:
+    """An empty cache for each layer."""
+    return [
+        LayerCache.empty(blocks, heads, block_size, dim, kv_dtype, device, scales)
+        for (heads, dim), scales in zip(model.cache_shapes, model.kv_scales, strict=True)
+    ]
+
+
 def block_bytes(model: Decoder, block_size: int, kv_dtype: torch.dtype) -> int:
     """Bytes of one cache block over all layers, scales included."""
-    total = 0
-    for (heads, dim), scales in zip(model.cache_shapes, model.kv_scales, strict=True):
-        vectors = 2 * block_size * heads
-        total += vectors * dim * kv_dtype.itemsize
-        if kv_dtype == torch.int8 and scales is None:
-            total += vectors * 4
-    return total
+    return sum(cache.nbytes for cache in caches_of(model, 1, block_size, kv_dtype, META))
