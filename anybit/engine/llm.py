@@ -12,10 +12,12 @@ from anybit.engine.block_manager import BlockManager
 from anybit.engine.engine import Delta, Engine
 from anybit.engine.fallback import Generator
 from anybit.engine.loader import Loaded, load
+from anybit.engine.lookup import Lookup
 from anybit.engine.model_runner import ModelRunner, block_bytes
 from anybit.engine.models.layers import Decoder
 from anybit.engine.scheduler import Scheduler
 from anybit.engine.sequence import Logprob, SamplingParams
+from anybit.engine.speculation import Speculation
 from anybit.engine.steady import SteadyScheduler
 from anybit.engine.structured import Grammars
 from anybit.errors import InvalidInput, Unsupported
@@ -89,6 +91,8 @@ class LLM:
     max_running: texts written at the same time. max_tokens: tokens in one step.
     deterministic: an answer has the same tokens whatever else runs, at some cost in speed; see
         `anybit.engine.steady`.
+    draft: what guesses tokens that then run together in a step, where that is faster: "ngram" (what
+        the text has said before). Texts are the same as without. draft_tokens: the longest guess.
     """
 
     def __init__(
@@ -107,10 +111,21 @@ class LLM:
         block_size: int = 16,
         prefix_caching: bool = True,
         deterministic: bool = False,
+        draft: Literal["ngram"] | None = None,
+        draft_tokens: int = 4,
     ):
         check_choice("dtype", dtype, ("auto", *DTYPES))
         check_choice("kv_cache", kv_cache, ("auto", "model", "int8"))
         check_keep(keep)
+        if draft is not None:
+            check_choice("draft", draft, ("ngram",))
+            if draft_tokens < 1:
+                raise InvalidInput(f"draft_tokens={draft_tokens}; give 1 or more")
+            if deterministic:
+                raise InvalidInput(
+                    "deterministic and draft exclude each other: a step's shape would depend on "
+                    "what was guessed; leave out one"
+                )
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if isinstance(model, Loaded):
             loaded = model
@@ -126,6 +141,10 @@ class LLM:
             self.length = runner.length
             blocks, max_running, max_tokens = -(-self.length // block_size), 1, self.length
             prefix_caching = False
+            if draft is not None:
+                raise InvalidInput(
+                    f"draft={draft!r}: transformers' generate runs this model, one token at a time"
+                )
         else:
             decoder = loaded.model
             has_scales = all(scales is not None for scales in decoder.kv_scales)
@@ -151,6 +170,7 @@ class LLM:
             loaded.eos,
             vocabulary,
             Grammars(self.tokenizer, vocabulary, loaded.eos) if self.tokenizer else None,
+            Speculation(Lookup(), draft_tokens) if draft else None,
         )
         self._names = itertools.count()
 
