@@ -49,7 +49,7 @@ class DecodeGraphs:
         self.rows: list[tuple[list[int], int]] = [([], 0)] * largest  # blocks written to tables
 
     def can(self, scheduled: list[Scheduled]) -> bool:
-        """Whether a step fits a graph: one token for each sequence, all of them sampled, and drafts."""
+        """Whether a step fits a graph: one token for each sequence, sampled, and drafts."""
         return sum(s.sampled for s in scheduled) <= self.sizes[-1] and all(
             s.tokens == 1 and s.samples for s in scheduled
         )

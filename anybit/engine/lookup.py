@@ -28,6 +28,10 @@ class Lookup:
         self.guesses = {row.seq: self._guess(row, most) for row in rows}
         return [len(guess) for guess in self.guesses.values()]
 
+    def read(self, rows: list[Row], counts: list[int]) -> list[int]:
+        """There is nothing to prepare."""
+        return counts
+
     def draft(self, rows: list[Row], counts: list[int]) -> list[list[int]]:
         """What was found, in full: it is judged whether it runs or not."""
         return [self.guesses[row.seq] for row in rows]

@@ -53,6 +53,7 @@ class ModelRunner:
     """A model and its KV cache on one device.
 
     graphs: the largest batch to capture; 0: none. steady: decode steps are all of the same shape.
+    caches: those of another runner; None: it gets its own.
 
     Attributes:
         rows: Texts that a steady decode step writes at once.
@@ -68,10 +69,11 @@ class ModelRunner:
         kv_dtype: torch.dtype,
         graphs: int = 0,
         steady: bool = False,
+        caches: list[LayerCache] | None = None,
     ):
         self.model, self.block_size = model, block_size
         self.device = model.embed_tokens.device
-        self.caches = [
+        self.caches = caches or [
             LayerCache.empty(blocks, heads, block_size, dim, kv_dtype, self.device, scales)
             for (heads, dim), scales in zip(model.cache_shapes, model.kv_scales, strict=True)
         ]
@@ -122,7 +124,7 @@ class ModelRunner:
             last += range(end - s.sampled, end)
         if not last:
             return None
-        rows = hidden if len(last) == len(hidden) else hidden[self._tensor(last)]
+        rows = hidden if len(last) == len(hidden) else hidden[self.tensor(last)]
         return self.model.logits(rows)
 
     def _continued(self, scheduled: list[Scheduled], previous: Flight) -> Tensor:
@@ -131,7 +133,7 @@ class ModelRunner:
         if len(scheduled) == len(previous.scheduled):
             return previous.tokens
         rows = {s.seq: i for i, s in enumerate(previous.scheduled)}
-        return previous.tokens[self._tensor([rows[s.seq] for s in scheduled])]
+        return previous.tokens[self.tensor([rows[s.seq] for s in scheduled])]
 
     def prepare(
         self, scheduled: list[Scheduled], given: Tensor | None = None
@@ -159,19 +161,20 @@ class ModelRunner:
             lengths += range(last - texts + 1, last + 1)
             queries += [s.tokens] + [1] * len(s.draft)
         batch = Batch(
-            positions=self._tensor(positions),
-            slots=self._tensor(slots),
-            tables=self._tensor(tables),
-            contexts=self._tensor(lengths),
-            starts=self._tensor([0, *itertools.accumulate(queries)]),
+            positions=self.tensor(positions),
+            slots=self.tensor(slots),
+            tables=self.tensor(tables),
+            contexts=self.tensor(lengths),
+            starts=self.tensor([0, *itertools.accumulate(queries)]),
             queries=queries,
             lengths=lengths,
             decodes=queries.count(1),
         )
         # INVALID runs as any other; nobody will read what comes of it.
-        return self._tensor(tokens) if given is None else given.clamp_min(0), batch
+        return self.tensor(tokens) if given is None else given.clamp_min(0), batch
 
-    def _tensor(self, values: list[Any]) -> Tensor:
+    def tensor(self, values: list[Any]) -> Tensor:
+        """Integers on the device, without waiting for it."""
         return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
 
 

@@ -13,7 +13,7 @@ from anybit.engine.sampler import Row
 from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import Sequence
 
-MEMORY = 0.95  # weight of what is known of a text's drafts when it has one more token
+MEMORY = 0.98  # weight of what is known of a text's drafts when it has one more token
 # What is thought of a text's drafts before anything is known: 3 of 4 tokens are right.
 RIGHT, JUDGED = 1.5, 2.0
 STEPS = 0.99  # weight of what is known of a step's time, with every further step
@@ -25,7 +25,10 @@ class Drafter(Protocol):
     """Guesses how texts go on."""
 
     def reach(self, rows: list[Row], most: int) -> list[int]:
-        """How many tokens it can guess for each text, `most` at most."""
+        """How many tokens it may guess for each text, `most` at most."""
+
+    def read(self, rows: list[Row], counts: list[int]) -> list[int]:
+        """Get ready to guess so many tokens; how many that now can be."""
 
     def draft(self, rows: list[Row], counts: list[int]) -> list[list[int]]:
         """Guesses: `counts` tokens for each text, or fewer."""
@@ -134,6 +137,7 @@ class Speculation:
             if not scheduler.blocks.grow(seq, len(seq.tokens) + counts[i]):
                 counts[i] = 0
             budget -= counts[i]
+        counts = self.drafter.read(rows, counts)
         start = time.perf_counter()
         drafts = self.drafter.draft(rows, counts)
         if deepest := max(counts):

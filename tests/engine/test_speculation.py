@@ -9,17 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+import anybit
 from anybit.engine.block_manager import BlockManager
+from anybit.engine.detokenizer import Detokenizer
+from anybit.engine.draft_model import FORMAT, DraftModel
 from anybit.engine.engine import Engine
 from anybit.engine.llm import LLM, Output
+from anybit.engine.loader import load
 from anybit.engine.lookup import Lookup
 from anybit.engine.model_runner import Flight
+from anybit.engine.models.llama import Llama
 from anybit.engine.sampler import Row, rows_of, sample
 from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import SamplingParams, Sequence
-from anybit.engine.speculation import Costs, Drafter, Speculation
+from anybit.engine.speculation import PLAIN, Costs, Drafter, Record, Speculation
 from anybit.engine.structured import Structured
+from anybit.errors import InvalidInput
+from anybit.nn.linear import QuantLinear
 from tests.engine.conftest import ARCHITECTURES, PICO, prompts
 from tests.engine.test_engine import assert_no_block_is_held, assert_same, mixed_params, tokens
 
@@ -56,6 +64,9 @@ class Told:
         (output,) = [o for o in self.outputs if o.prompt == row.seq.prompt]
         right = output.completions[row.seq.index].tokens[row.at : row.at + count]
         return [2 if self.random.random() < self.wrong else token for token in right]
+
+    def read(self, rows: list[Row], counts: list[int]) -> list[int]:
+        return counts
 
     def forget(self, seq: Sequence) -> None:
         pass
@@ -196,10 +207,9 @@ def looking() -> LLM:
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(temperature=0, max_tokens=80),
         SamplingParams(temperature=0, max_tokens=80, stop=["+ b", "return a +"], min_tokens=30),
-        SamplingParams(seed=1, temperature=0.7, max_tokens=60, n=3),
-        SamplingParams(seed=1, top_k=9, max_tokens=60, presence_penalty=0.1, logit_bias={300: 2}),
+        SamplingParams(seed=1, temperature=0.7, max_tokens=50, n=2),
+        SamplingParams(seed=1, top_k=9, max_tokens=50, presence_penalty=0.1, logit_bias={300: 2}),
         SamplingParams(seed=2, top_p=0.8, repetition_penalty=1.05, max_tokens=60),
         SamplingParams(seed=2, max_tokens=60, structured=Structured(regex="(a, b){9}")),
         SamplingParams(
@@ -288,7 +298,7 @@ def test_texts_follow_the_models_distribution() -> None:
     engine.speculation.costs = Free()
     texts: Counter[tuple[int, ...]] = Counter()
     params = SamplingParams(n=128, max_tokens=4, temperature=0.5)
-    count = 40 * params.n
+    count = 30 * params.n
     for i in range(count // params.n):
         engine.add(str(i), [0], replace(params, seed=i))
         seqs = list(engine.requests[str(i)])
@@ -311,3 +321,214 @@ def test_texts_follow_the_models_distribution() -> None:
     for (before, token), n in seen.items():
         want = float(chances[before, token])
         assert abs(taken[before, token] / n - want) <= 5 * (want * (1 - want) / n) ** 0.5
+
+
+def drafting(llm: LLM) -> LLM:
+    """The model with drafts of its own drafter wherever they are possible."""
+    speculation = llm.engine.speculation
+    assert speculation is not None
+    return speculating(llm, speculation.drafter, speculation.most)
+
+
+def assert_no_draft_is_held(llm: LLM) -> None:
+    drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
+    assert isinstance(drafter, DraftModel)
+    assert not drafter.texts
+    assert drafter.blocks is None or drafter.blocks.holders == [0] * drafter.blocks.count
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "same"),
+    [
+        ("llama", {}, True),
+        ("llama", {"max_tokens": 9, "block_size": 4}, True),
+        ("llama", {"kv_cache": "int8", "block_size": 4, "kv_bytes": 40 * 4 * 2 * 160}, True),
+        ("qwen2", {}, False),
+        ("auto", {}, False),
+        ("auto", {"kv_cache": "int8", "block_size": 4, "max_running": 3}, False),
+    ],
+)
+def test_a_draft_models_guesses_change_no_token(
+    checkpoint: Checkpoint, draft: str, options: dict, same: bool
+) -> None:
+    """The model itself guesses right, also when sampled, and after prompts in chunks."""
+    kind = {"kv_cache": options["kv_cache"]} if "kv_cache" in options else {}
+    want = alone(checkpoint, "llama", **kind)
+    directory = draft if draft == "auto" else checkpoint(draft)
+    llm = drafting(LLM(checkpoint("llama"), draft=directory, **options))
+    assert_same(llm.generate(prompts(15), mixed_params(15)), want)
+    stats = llm.engine.stats
+    assert stats.accepted_tokens > 0
+    assert (stats.accepted_tokens > 0.97 * stats.draft_tokens) == same
+    assert_no_block_is_held(llm.engine)
+    assert_no_draft_is_held(llm)
+    again = llm.generate(prompts(15), mixed_params(15))  # with what both caches know
+    assert_same(again, want)
+    assert (stats.accepted_tokens > 0.97 * stats.draft_tokens) == same
+
+
+@pytest.mark.parametrize("kind", ["fp6", "starcoder2"])
+def test_a_model_of_any_kind_drafts_for_itself(
+    checkpoint: Checkpoint, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is quantized already, and one that transformers' modules run."""
+    directory = checkpoint("llama")
+    if kind == "fp6":
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        anybit.save(anybit.quantize_(model, "fp6"), tmp_path / "fp6")
+        directory = tmp_path / "fp6"
+    else:
+        monkeypatch.setitem(ARCHITECTURES, kind, (kind, {"sliding_window": 12}))
+        directory = checkpoint(kind)
+    want = LLM(directory).generate(prompts(8), mixed_params(8))
+    llm = drafting(LLM(directory, draft="auto"))
+    assert_same(llm.generate(prompts(8), mixed_params(8)), want)
+    assert_taken(llm.engine)
+    drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
+    assert isinstance(drafter, DraftModel)
+    layers = [m for m in drafter.runner.model.modules() if isinstance(m, QuantLinear)]
+    assert {layer.scheme for layer in layers} == {FORMAT}
+
+
+def test_a_draft_follows_grammar_and_penalties(pico: LLM) -> None:
+    llm = drafting(LLM(PICO, dtype="float32", kv_bytes=1 << 24, draft="auto", draft_tokens=3))
+    for params in (
+        SamplingParams(temperature=0, max_tokens=30, repetition_penalty=1.2),
+        SamplingParams(seed=1, max_tokens=30, structured=Structured(json=True), n=2),
+    ):
+        assert llm.generate(REPETITIVE, params) == pico.generate(REPETITIVE, params)
+    assert_taken(llm.engine)
+
+
+def test_a_smaller_vocabulary_guesses_what_it_has(checkpoint: Checkpoint) -> None:
+    many = prompts(15, vocabulary=50)
+    want = LLM(checkpoint("llama")).generate(many, mixed_params(15))
+    loaded = load(checkpoint("llama"), torch.device("cpu"), torch.float32, None, None)
+    model = loaded.model
+    assert isinstance(model, Llama)
+    model.embed_tokens, model.lm_head.weight = model.embed_tokens[:50], model.lm_head.weight[:50]
+    llm = drafting(LLM(checkpoint("llama"), draft=loaded))
+    assert_same(llm.generate(many, mixed_params(15)), want)
+    assert_taken(llm.engine)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft": "ngram", "draft_tokens": 0}, "draft_tokens=0; give 1 or more"),
+        ({"draft": "auto", "deterministic": True}, "deterministic and draft exclude each other"),
+        ({"draft": PICO}, "pico' has other tokens than the model .4096 and 96.; give one"),
+        ({"draft": "nowhere"}, "nowhere"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(
+    checkpoint: Checkpoint, options: dict, message: str
+) -> None:
+    with pytest.raises((InvalidInput, FileNotFoundError), match=message):
+        LLM(checkpoint("llama"), **options)
+
+
+def test_a_model_that_keeps_a_state_is_refused(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}
+    monkeypatch.setitem(ARCHITECTURES, "mamba2", ("mamba2", sizes))
+    with pytest.raises(InvalidInput, match="leave out draft"):
+        LLM(checkpoint("mamba2"), draft="ngram")
+
+
+def measured(base: float, token: float, draft: float | None = None) -> Costs:
+    """Costs of a machine on which a step takes base + token * tokens seconds."""
+    costs = Costs()
+    for count in [1, 5, 1, 5] * 40:
+        costs.add(count, base + token * count, count > 1)
+    for _ in range(3 if draft is not None else 0):
+        costs.add_draft(draft)
+    return costs
+
+
+def test_steps_are_a_line_through_what_was_measured() -> None:
+    costs = measured(3e-3, 1e-3)
+    assert costs.base == pytest.approx(3e-3, rel=0.1)
+    assert costs.token == pytest.approx(1e-3, rel=0.1)
+    costs.add(1, 1.0, drafted=False)  # a pause of the machine
+    assert costs.base + costs.token < 6e-3
+    for _ in range(2000):
+        costs.add(1, 5e-3, drafted=False)
+    assert costs.base + costs.token == pytest.approx(5e-3, rel=0.01)
+    assert costs.token < 1e-6  # forgotten, so drafts are tried again
+
+
+@pytest.mark.parametrize(
+    ("base", "token", "draft", "chances", "want"),
+    [
+        (1.0, 0.0, None, [0.9, 0.1], [4, 4]),  # tokens cost nothing
+        (1.0, 0.1, None, [0.9, 0.05], [4, 0]),  # not for each text
+        (0.0, 1.0, None, [0.95], [0]),  # each token takes as long as a step
+        (1.0, 0.0, 2.0, [0.9], [0]),  # a guess takes longer than a step
+        (1.0, 0.0, 0.2, [0.99], [4]),
+        (1.0, 0.0, 0.2, [0.5], [1]),  # 1.5 tokens in 1.2 steps' time; a second one adds 0.25
+        (1.0, 0.1, 0.0, [0.7] * 40, [0] * 40),  # a large batch
+    ],
+)
+def test_drafts_are_as_long_as_pays(
+    base: float, token: float, draft: float | None, chances: list[float], want: list[int]
+) -> None:
+    assert measured(base, token, draft).depths(chances, [4] * len(chances)) == want
+
+
+class Slow(Costs):
+    """A machine on which every token in a step takes a fifth as long as the rest of the step."""
+
+    def add(self, tokens: int, seconds: float, drafted: bool) -> None:
+        super().add(tokens, 1 + 0.2 * tokens, drafted)
+
+    def add_draft(self, seconds: float) -> None:
+        pass
+
+
+def test_what_does_not_pay_is_hardly_drafted(checkpoint: Checkpoint) -> None:
+    """Wrong guesses stop; a plain step is run now and then; texts that rest run ahead."""
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    want = LLM(checkpoint("llama")).generate([[5, 6, 7]], params)
+    llm = LLM(checkpoint("llama"), draft="ngram")
+    engine = llm.engine
+    for wrong in (1.0, 0.0):
+        drafter = Told(want, wrong)
+        drafter.reach = lambda rows, most: [most] * len(rows)  # type: ignore[method-assign]
+        speculation = engine.speculation = Speculation(drafter, 4)
+        speculation.costs = Slow()
+        before = replace(engine.stats)
+        assert tokens(llm.generate([[5, 6, 7]], params)) == tokens(want)
+        drafted = engine.stats.draft_tokens - before.draft_tokens
+        steps = engine.stats.steps - before.steps
+        assert drafted > 0
+        assert (drafted < 30, steps > 55) == ((True, True) if wrong else (False, False))
+        assert speculation.costs.plain < PLAIN
+    seq = Sequence("r", 0, [0], params, Detokenizer(None, []), 100)
+    step = [Scheduled(seq, 0, 1, True)]
+    assert not speculation.rests(step)
+    speculation.records[seq] = Record(right=0.0, judged=50.0)
+    assert speculation.rests(step)
+
+
+def test_look_up_finds_what_followed_last() -> None:
+    lookup = Lookup()
+
+    def found(text: list[int], most: int = 4) -> list[int]:
+        seq.tokens = text
+        (reach,) = lookup.reach([Row(seq, 0)], most)
+        (guess,) = lookup.draft([Row(seq, 0)], [reach])
+        assert reach == len(guess)
+        return guess
+
+    seq = Sequence("r", 0, [0], SamplingParams(), Detokenizer(None, []), 100)
+    assert found([1, 2, 3]) == []
+    assert found([1, 2, 3, 4, 5, 6]) == []
+    assert found([1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6, 1]
+    assert found([1, 2, 3, 4, 5, 6, 1, 2, 3, 7, 1, 2, 3]) == [7, 1, 2, 3]
+    assert found([1, 2, 3, 4, 5, 6, 1, 2, 3, 7, 1, 2, 3], 1) == [7]
+    assert found([1, 2, 3, 4, 5, 6, 1, 2, 3, 7, 1, 2, 3, 8, 8, 8, 8]) == [8, 8, 8, 8]
+    lookup.forget(seq)
+    assert not lookup.places
+    assert not lookup.guesses
