@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from anybit.checkpoint.architecture import meta_model
 from anybit.checkpoint.foreign.base import Layer, owner
@@ -226,12 +226,15 @@ class Conversion(Rewrite):
             assert isinstance(as_it_is, Stored)
             shard.copy(unit, as_it_is)
             return
-        weight = self.layers[unit].read()
+        for key, tensor in self.tensors(unit).items():
+            shard.add(f"{unit}.{key}", tensor)
+
+    def tensors(self, layer: str) -> dict[str, Tensor]:
+        """What a quantized layer becomes, by the last part of its tensors' names."""
+        weight = self.layers[layer].read()
         if isinstance(weight, Packed):
-            for key, tensor in weight.tensors().items():
-                shard.add(f"{unit}.{key}", tensor)
-        else:
-            shard.add(f"{unit}.weight", weight.to(self.dense))
+            return weight.tensors()
+        return {"weight": weight.to(self.dense)}
 
 
 def plan_conversion(source: Path, shard_bytes: int, to: str | None = None) -> Conversion:
