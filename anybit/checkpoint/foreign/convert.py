@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from anybit.checkpoint.architecture import meta_model
 from anybit.checkpoint.foreign.base import Layer, owner
@@ -235,12 +235,15 @@ class Conversion(Rewrite):
             else:
                 shard.add(unit, tensor.read())
             return
-        weight = self.layers[unit].read()
+        for key, tensor in self.tensors(unit).items():
+            shard.add(f"{unit}.{key}", tensor)
+
+    def tensors(self, layer: str) -> dict[str, Tensor]:
+        """What a quantized layer becomes, by the last part of its tensors' names."""
+        weight = self.layers[layer].read()
         if isinstance(weight, Packed):
-            for key, tensor in weight.tensors().items():
-                shard.add(f"{unit}.{key}", tensor)
-        else:
-            shard.add(f"{unit}.weight", weight.to(self.dense))
+            return weight.tensors()
+        return {"weight": weight.to(self.dense)}
 
 
 @dataclass(frozen=True)
