@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from anybit.quantizers.hqq import HQQ
     from anybit.quantizers.pv_tuning import pv_tune
     from anybit.quantizers.quantize import quantize_, quantize_tensor
+    from anybit.quantizers.rotate import Rotate
     from anybit.quantizers.rtn import RTN
     from anybit.quantizers.smooth import Smooth
 
@@ -43,6 +44,7 @@ PUBLIC = {
     "Grid": "core.format",
     "Packed": "core.packed",
     "QuantLinear": "nn.linear",
+    "Rotate": "quantizers.rotate",
     "SamplingParams": "engine.sequence",
     "Smooth": "quantizers.smooth",
     "Structured": "engine.structured",
@@ -73,6 +75,7 @@ __all__ = [
     "Grid",
     "Packed",
     "QuantLinear",
+    "Rotate",
     "SamplingParams",
     "Smooth",
     "Structured",

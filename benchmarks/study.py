@@ -40,12 +40,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 import anybit  # noqa: E402
 from anybit import GPTQ, HQQ, RTN, Additive, Calibration, Clip, QuantLinear, Smooth  # noqa: E402
+from anybit.core.packed import Packed  # noqa: E402
 from anybit.core.scheme import parse_scheme  # noqa: E402
 from anybit.evaluate.corpus import calibration_text, held_out_text, module_path  # noqa: E402
 from anybit.evaluate.generation import function_prompts, parse_rate  # noqa: E402
 from anybit.evaluate.perplexity import Remembered, excerpts, score  # noqa: E402
-from anybit.kernels.reference import quantized_activation  # noqa: E402
 from anybit.kernels.registry import BACKENDS  # noqa: E402
+from anybit.kernels.rotation import seen_by  # noqa: E402
 from anybit.planning.allocate import plan_formats  # noqa: E402
 
 WINDOW, STRIDE = 1024, 768
@@ -112,6 +113,24 @@ bf16 dense
 {M2V8} additive,additive+pv
 int2:group=128 gptq,gptq+pv
 """
+ROTATION = """
+bf16 dense
+int4:group=128 rtn gptq
+int4:group=128,rotate=k rtn gptq
+int4:group=128,rotate=kn rtn gptq
+int3:group=128 rtn gptq
+int3:group=128,rotate=k rtn gptq
+int3:group=128,rotate=kn rtn gptq
+fp4 rtn gptq
+fp4:rotate=k rtn gptq
+fp4:rotate=kn rtn gptq
+liquid@int8 rtn gptq smooth+gptq
+liquid:rotate=k@int8 rtn gptq
+liquid:rotate=kn@int8 rtn gptq
+int4:group=128@int8 rtn gptq smooth+gptq
+int4:group=128,rotate=k@int8 rtn gptq
+int4:group=128,rotate=kn@int8 rtn gptq
+"""
 SMOKE = f"""
 bf16 dense
 {PLAN} clip
@@ -141,7 +160,7 @@ class Row:
     loss_error: float
     kl: float
     agreement: float
-    parse_rate: float
+    parse_rate: float | None
     seconds: float
 
 
@@ -274,7 +293,9 @@ class Work:
         )
         batch = 128 if self.device == "cuda" else 4
         torch.cuda.empty_cache()
-        rate = parse_rate(model, self.tokenizer, self.prompts, tokens=COMPLETION, batch=batch)
+        rate = None
+        if self.prompts:
+            rate = parse_rate(model, self.tokenizer, self.prompts, tokens=COMPLETION, batch=batch)
         return Row(
             model=self.folder.name,
             spec=spec,
@@ -289,7 +310,7 @@ class Work:
             loss_error=round(got.loss_error or 0.0, 6),
             kl=round(got.kl or 0.0, 7),
             agreement=round(got.agreement or 0.0, 5),
-            parse_rate=round(rate, 4),
+            parse_rate=None if rate is None else round(rate, 4),
             seconds=round(seconds, 1),
         )
 
@@ -308,8 +329,10 @@ class Work:
 class Int8Input(nn.Linear):
     """A linear layer that quantizes its input to int8 per token, as the reference does."""
 
+    packed: Packed
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(quantized_activation(x, "int8"))
+        return super().forward(seen_by(self.packed, x, "int8"))
 
 
 def decode(model: nn.Module) -> float:
@@ -321,7 +344,7 @@ def decode(model: nn.Module) -> float:
             total, weights = total + layer.packed.nbytes() * 8, weights + n * k
             new = (Int8Input if layer.activation else nn.Linear)(k, n, bias=False, device="meta")
             new.weight = nn.Parameter(layer.dequantize(), requires_grad=False)
-            new.bias = layer.bias
+            new.bias, new.packed = layer.bias, layer.packed
             model.set_submodule(name, new)
     return total / weights
 
@@ -370,7 +393,7 @@ def work(
 
 def cases(kind: str) -> list[tuple[str, str]]:
     """(spec, methods) in the order in which they are measured."""
-    table = {"smoke": SMOKE, "pv": PV, "all": CORE + MORE}.get(kind, CORE)
+    table = {"rotation": ROTATION, "smoke": SMOKE, "pv": PV, "all": CORE + MORE}.get(kind, CORE)
     found = []
     for line in table.split("\n"):
         spec, *methods = line.split() or [""]
@@ -392,7 +415,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"windows ({SAMPLES})")
     parser.add_argument("--steps", type=int, default=600, help="of PV-tuning (600)")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
-    parser.add_argument("--cases", choices=("all", "core", "light", "pv", "smoke"), default="all")
+    parser.add_argument(
+        "--cases", choices=("all", "core", "light", "pv", "rotation", "smoke"), default="all"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the .csv file to add rows to")
     args = parser.parse_args()
     began = time.perf_counter()

@@ -36,3 +36,8 @@ SCALAR = tuple(
     s for s, f in zip(SPECS, map(anybit.get_format, SPECS), strict=True)
     if f.width == 1 and not f.window and "codebook" not in s
 )  # fmt: skip
+
+
+def columns_of_a_group(spec: str) -> int:
+    """Columns that a weight must have a multiple of."""
+    return max(entry.group for entry in anybit.get_format(spec).entries().values()) or 1

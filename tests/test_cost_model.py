@@ -36,13 +36,14 @@ def test_bounds_change_where_the_rates_cross() -> None:
 
 def test_equation_6_by_hand() -> None:
     # 300 tokens are two tiles of 256, each of which loads and decodes all weights again.
-    c = cost(H100, 300, 1000, 2000, 4, "int8", alpha=2, overlap=False)
+    c = cost(H100, 300, 1000, 2000, 4, "int8", alpha=2)
     assert c.load == pytest.approx(2 * 1000 * 2000 * 0.5 / 3.35e12)
     assert c.decode == pytest.approx(2 * 2 * 1000 * 2000 / 34e12)
     assert c.multiply == pytest.approx(2 * 256 * 2 * 1000 * 2000 / 1979e12)
-    assert c.seconds == pytest.approx(max(c.load, c.decode + c.multiply))
-    overlapped = cost(H100, 300, 1000, 2000, 4, "int8", alpha=2)
-    assert overlapped.seconds == pytest.approx(max(c.load, c.decode, c.multiply))
+    assert c.in_turns == pytest.approx(c.decode + c.multiply)
+    assert c.in_turns > c.seconds == c.multiply
+    few = cost(H100, 1, 1000, 2000, 4, "int8", alpha=2)
+    assert few.in_turns == few.seconds == few.load
 
 
 def test_unknown_operand_is_named() -> None:
@@ -91,9 +92,9 @@ def test_measured_times_stand_beside_predictions(tmp_path: Path) -> None:
     text = show("h200", "28672x4096", ["liquid@int8", "fp6"], csv)
     lines = [line.split() for line in text.splitlines()]
     assert len(lines) == 21
-    first = lines[1]  # format, M, us, "us", bound, measured, "us", ratio
+    first = lines[1]  # format, M, us, "us", in turns, "us", bound, measured, "us", ratio
     assert first[:2] == ["liquid@int8", "1"]
-    assert first[4:6] == ["memory", "15.2"]
-    assert float(first[7]) == pytest.approx(15.2 / float(first[2]), abs=0.01)
+    assert first[6:8] == ["memory", "15.2"]
+    assert float(first[9]) == pytest.approx(15.2 / float(first[2]), abs=0.01)
     with pytest.raises(ValueError, match="unknown device 'b900'; known: a100, h100, h200"):
         show("b900", "28672x4096")

@@ -9,7 +9,8 @@ import torch
 
 import anybit
 from anybit.core.packed import Packed
-from anybit.formats.codebook import Codebook
+from anybit.errors import InvalidInput
+from anybit.formats.codebook import Codebook, as_codebook
 from anybit.formats.liquid import Liquid
 from anybit.formats.minifloat import Minifloat
 from tests.specs import SCALAR, SPECS
@@ -290,14 +291,33 @@ def test_more_codes_mean_less_error(fine, coarse):
     assert error[0] < error[1] * 0.9
 
 
-def test_uniform_and_binary_formats_are_codebooks():
-    """CodeGEMM, related work: centroids {0, 1}^v and {-1, 1}^v express uniform and binary codes."""
-    fmt = Codebook(m=1, v=4, b=4)
-    corners = torch.tensor([[(i >> j) & 1 for j in range(4)] for i in range(16)], dtype=torch.half)
-    grid = {"scale": torch.ones(2, 1), "codebook": (corners * 2 - 1)[None]}
-    bits = torch.randint(0, 2, (2, 64))
-    codes = (bits.view(2, 16, 4) * torch.tensor([1, 2, 4, 8])).sum(-1).to(torch.uint8)
-    assert torch.equal(fmt.decode(codes, grid), bits * 2.0 - 1)
+@pytest.mark.parametrize("spec", ["int1", "int2:group=64", "int3", "int4:group=16", "int8"])
+def test_uniform_and_binary_weights_are_codebooks(spec):
+    """CodeGEMM, related work: vectors of all values of uniform and binary codes; exact."""
+    packed = anybit.quantize_tensor(weight(16, 256), spec)
+    converted = as_codebook(packed)
+    fmt = converted.format
+    assert torch.equal(converted.dequantize(), packed.dequantize())
+    assert fmt.bits * fmt.code_count(256) <= 8 * 256
+    assert fmt.bits_per_weight((1 << 20, 1 << 10)) == pytest.approx(
+        packed.format.bits_per_weight((1 << 20, 1 << 10)), abs=1e-3
+    )
+    assert anybit.get_format(fmt.spec) == fmt
+    # The spec quantizes to the same weights, but for those midway between two values.
+    direct = anybit.quantize_tensor(weight(16, 256), fmt.spec)
+    assert torch.equal(direct.grid["scale"], packed.grid["scale"])
+    assert torch.equal(direct.dequantize(), packed.dequantize())
+
+
+def test_what_one_codebook_cannot_hold_is_refused():
+    w = weight(4, 96)
+    for spec, message in [("int4:group=32,zero", "without zero points"), ("fp4", "only integers")]:
+        with pytest.raises(InvalidInput, match=message):
+            as_codebook(anybit.quantize_tensor(w, spec))
+    with pytest.raises(InvalidInput, match="group=12 is not a multiple of v=8"):
+        as_codebook(anybit.quantize_tensor(w, "int1:group=12"))
+    with pytest.raises(InvalidInput, match="K=92 is not a multiple of vectors of 8"):
+        as_codebook(anybit.quantize_tensor(w[:, :92], "int1"))
 
 
 # Bad input.
@@ -315,6 +335,8 @@ def test_uniform_and_binary_formats_are_codebooks():
         ("fp:e6m1", "a minifloat has 3 to 8 bits and an exponent of 1 to 5"),
         ("codebook:m=0", "m and v are at least 1"),
         ("codebook:v=8,group=12", "group=12 is not a multiple of v=8"),
+        ("codebook:uniform=2", "one codebook of b=16 bits, at most 8; found m=2"),
+        ("codebook:m=1,v=4,uniform=1", "one codebook of b=4 bits, at most 8; found m=1 and b=8"),
         ("int4:group=-64", "group=-64"),
         ("int4:bits=3", "unknown option 'bits' in format 'int4'"),
     ],

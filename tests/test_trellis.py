@@ -18,7 +18,9 @@ from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.gptq import fitted_scale, output_error
 
 CODES = tuple(trellis.CODES)
-EACH = [f"trellis:bits={bits},code={code}" for bits, code in zip((2, 4, 3, 1, 5), CODES, strict=True)]
+EACH = [
+    f"trellis:bits={bits},code={code}" for bits, code in zip((2, 4, 3, 1, 5), CODES, strict=True)
+]
 
 
 def gaussian(*shape, seed=0):

@@ -65,8 +65,12 @@ def entries(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from entries(value, f"{prefix}{name}.")
 
 
-def model_class(source: Path) -> tuple[Any, Any]:
+def model_class(source: Path, stored: Mapping[str, Stored] | None = None) -> tuple[Any, Any]:
     """The class of transformers that a directory's config.json names, and its configuration.
+
+    Args:
+        source: The directory.
+        stored: Its tensors, where they are in other files than the directory's.
 
     Raises:
         FileNotFoundError: Files are missing.
@@ -74,7 +78,7 @@ def model_class(source: Path) -> tuple[Any, Any]:
             transformers' models.
     """
     raw = read_json(source / "config.json")
-    stored = stored_tensors(source)
+    stored = stored_tensors(source) if stored is None else stored
     try:
         check_sizes(raw, stored)
     except InvalidInput as error:
@@ -122,14 +126,16 @@ class built:
         ) from error
 
 
-def bare_model(source: Path) -> Any:
+def bare_model(source: Path, stored: Mapping[str, Stored] | None = None) -> Any:
     """The model that config.json describes, on the meta device: names and shapes, no memory.
+
+    stored: as in `model_class`.
 
     Raises:
         FileNotFoundError: Files are missing.
         InvalidInput: As `model_class` does, and when transformers cannot build the model.
     """
-    return empty_model(source, *model_class(source))
+    return empty_model(source, *model_class(source, stored))
 
 
 def empty_model(source: object, kind: Any, config: Any) -> Any:
@@ -139,9 +145,9 @@ def empty_model(source: object, kind: Any, config: Any) -> Any:
         return make(config)
 
 
-def meta_model(source: Path) -> nn.Module:
+def meta_model(source: Path, stored: Mapping[str, Stored] | None = None) -> nn.Module:
     """`bare_model` with experts as linear layers of their own, as anybit stores them."""
-    return split(bare_model(source))
+    return split(bare_model(source, stored))
 
 
 def check_model(source: Path) -> Any:

@@ -7,7 +7,7 @@ the shards of `OUT`, which appears, complete, at the end.
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def calibrate_checkpoint(
     check_paths(source, out, overwrite)
     work = plan_quantization(source, spec, quantizer, as_in_model=True)
     schemes = {work.names[n].removesuffix(".weight"): scheme for n, scheme in work.schemes.items()}
-    model, prefix = without_blocks(work.model, source, schemes)
+    model, prefix = without_blocks(work.model, source, schemes, work.heads)
     partial = out.with_name(out.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     check_space(partial, work.needed(list(work.shards)))
@@ -95,7 +95,9 @@ def calibrate_checkpoint(
     return out
 
 
-def without_blocks(whole: Any, source: Path, names: Iterable[str]) -> tuple[nn.Module, str]:
+def without_blocks(
+    whole: Any, source: Path, names: Iterable[str], heads: Mapping[str, str]
+) -> tuple[nn.Module, str]:
     """Load everything of a model but its blocks, which are on the meta device.
 
     transformers loads the rest, as it loads any model, into one whose blocks were taken out.
@@ -104,6 +106,7 @@ def without_blocks(whole: Any, source: Path, names: Iterable[str]) -> tuple[nn.M
         whole: The model on the meta device.
         source: Directory of a dense model.
         names: Layers that are to be quantized.
+        heads: Those that get the weight of an embedding -> its name.
 
     Returns:
         The model, its layers taken apart as `quantize_` does, and the name of its list of blocks.
@@ -145,6 +148,9 @@ def without_blocks(whole: Any, source: Path, names: Iterable[str]) -> tuple[nn.M
         logging.set_verbosity(level)
     model.__class__ = kind
     model.set_submodule(prefix, taken[0])
+    for head, words in heads.items():
+        weight = model.get_submodule(words).weight.detach().clone()
+        model.get_submodule(head).weight = nn.Parameter(weight, requires_grad=False)
     take_apart(split(model), names)
     fill_buffers(model, prefix)
     return model, prefix

@@ -200,7 +200,8 @@ def finish(partial: Path, source: Path, work: Rewrite) -> int:
 
 def fingerprint(source: Path, stored: Mapping[str, Tensors]) -> dict[str, list[int]]:
     """Size and time of change of every file that the output depends on."""
-    files = {source / "config.json", *(tensor.file for tensor in stored.values())}
+    config = source / "config.json"
+    files = {*(tensor.file for tensor in stored.values()), *([config] * config.is_file())}
     return {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(files)}
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from anybit.checkpoint.architecture import load_model
 from anybit.checkpoint.card import write_card
+from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.checkpoint.foreign.ready import ready
 from anybit.checkpoint.names import codes_as_they_are
 from anybit.errors import InvalidInput, InvalidType
@@ -73,7 +74,7 @@ def load(
     checkpoint, the conversion (`anybit convert`) is made once, in the cache folder, and loaded.
 
     Args:
-        directory: Of the checkpoint.
+        directory: Of the checkpoint; or a GGUF file.
         device: Where the model will run.
         dtype: Of activations and of the weights that are not quantized; the saved one by default.
         keep: Whether layers that no kernel multiplies may hold decoded copies of their weights;
@@ -88,7 +89,8 @@ def load(
             or tensors do not fit its config.json.
     """
     path = Path(directory)
-    stored_tensors(path)
+    if not is_gguf(path):
+        stored_tensors(path)
     path = ready(path)
     method = (read_json(path / "config.json").get("quantization_config") or {}).get("quant_method")
     if method != METHOD:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from anybit.checkpoint.architecture import bare_model
+from anybit.checkpoint.architecture import bare_model, empty_model
 from anybit.checkpoint.names import Tensors, Transposed, check_missing, layout, some
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
@@ -29,8 +29,9 @@ from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import expert_layers
 from anybit.nn.linear import check_finite, is_conv1d
 from anybit.nn.model import dense_layers, full_plan, linear_schemes
-from anybit.nn.plan import Plan, Spec, quantization_config
-from anybit.quantizers.base import Quantizer
+from anybit.nn.plan import Plan, Spec, quantization_config, resolve
+from anybit.nn.tied import untied_heads
+from anybit.quantizers.base import Quantizer, planned, quantize_weight
 from anybit.quantizers.rtn import RTN
 from anybit.version import __version__
 
@@ -148,6 +149,7 @@ class Quantization(Rewrite):
         names: The model's names for tensors that are one of its own as they are.
         unexpected: Tensors that fit no parameter of the model.
         model: On the meta device.
+        heads: Output heads that get a weight of their own -> the embeddings that had it.
     """
 
     quantizer: Quantizer
@@ -156,6 +158,7 @@ class Quantization(Rewrite):
     names: Mapping[str, str]
     unexpected: tuple[str, ...]
     model: Any = field(repr=False)
+    heads: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def new_config(self) -> dict[str, Any]:
@@ -180,7 +183,7 @@ class Quantization(Rewrite):
             return
         weight = stored.read()
         check_finite(weight, unit)
-        packed = self.quantizer.quantize(weight, parse_scheme(scheme)[0])
+        packed = quantize_weight(self.quantizer, weight, parse_scheme(scheme)[0])
         for key, tensor in packed.tensors().items():
             shard.add(f"{unit.removesuffix('weight')}{key}", tensor)
 
@@ -214,10 +217,16 @@ def plan_quantization(
             f"{source} is quantized already, with {method}; start from the dense one"
         )
     model, tensors = bare_model(source), stored_tensors(source)
-    layers, experts = linear_schemes(model, spec), expert_layers(model)
-    found = layout(
-        tensors, model, lambda name: as_in_model or name.removesuffix(".weight") in layers
-    )
+    formats = planned(quantizer, full_plan(model, spec), dense_layers(model))
+    heads = untied_heads(model, resolve(dense_layers(model), formats))
+    given: dict[str, Stored] = dict(tensors)
+    if heads:
+        config = {**config, "tie_word_embeddings": False}
+        given |= heads_of_their_own(tensors, model, heads)
+        model.config.tie_word_embeddings = False
+        model = empty_model(source, type(model), model.config)
+    layers, experts = linear_schemes(model, formats), expert_layers(model)
+    found = layout(given, model, lambda name: as_in_model or name.removesuffix(".weight") in layers)
     check_missing(source, found.missing, found.unexpected)
     if found.unexpected:
         log.warning(
@@ -237,7 +246,6 @@ def plan_quantization(
                 f"holds {one.dtype} of {one.shape}"
             )
         schemes[name] = scheme
-    formats = full_plan(model, spec)
     manifest = {
         "anybit": __version__,
         "formats": [list(pair) for pair in formats.items()],
@@ -259,7 +267,18 @@ def plan_quantization(
         names=found.names,
         unexpected=found.unexpected,
         model=model,
+        heads=heads,
     )
+
+
+def heads_of_their_own(
+    tensors: Mapping[str, Stored], model: Any, heads: Mapping[str, str]
+) -> dict[str, Stored]:
+    """Stored tensors of embeddings, by the names of the heads that share them."""
+    found = layout(tensors, model, lambda name: False)
+    where = {name: key for key, name in found.names.items()}
+    shared = {f"{head}.weight": where.get(f"{words}.weight") for head, words in heads.items()}
+    return {head: tensors[key] for head, key in shared.items() if key is not None}
 
 
 def outputs(name: str, stored: Tensors, scheme: str | None) -> dict[str, int]:

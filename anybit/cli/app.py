@@ -96,9 +96,9 @@ def quantize(
     method: Annotated[
         str | None,
         typer.Option(
-            help="Without text: rtn (the default), clip or hqq. With text: gptq (the default), "
-            "additive (the default for codebooks), smooth, or smooth+gptq (the default where "
-            "activations are quantized too)."
+            help="Without text: rtn (the default), clip, hqq or rotate. With text: gptq (the "
+            "default), additive (the default for codebooks), rotate+gptq, smooth, or smooth+gptq "
+            "(the default where activations are quantized too)."
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Windows of text to calibrate on.")] = 128,

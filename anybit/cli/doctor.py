@@ -7,6 +7,7 @@ import platform
 import textwrap
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -46,7 +47,9 @@ def doctor(schemes: Sequence[str] = (), console: Console | None = None) -> None:
     layers = {scheme: parse_scheme(scheme) for scheme in schemes or specs()}
     for device, what in devices().items():
         answers = {
-            scheme: registry.refusals(LayerSpec(fmt, activation, SHAPE, torch.device(device)))
+            scheme: registry.refusals(
+                LayerSpec(fmt.plain(), activation, SHAPE, torch.device(device))
+            )
             for scheme, (fmt, activation) in layers.items()
         }
         console.print(f"[bold]{device}[/]: {what}")
@@ -145,7 +148,7 @@ def examples_of(names: list[str]) -> list[str]:
     if not whole:
         return []
     fmt = get_format(whole[len(whole) // 2])
-    options: dict[str, object] = {
+    options: dict[str, Any] = {
         field.name: 128 if field.name == "group" else True
         for field in dataclasses.fields(fmt)
         if field.name == "group" or isinstance(field.default, bool)

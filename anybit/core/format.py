@@ -9,16 +9,18 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from anybit.core import rotation
 from anybit.errors import InvalidInput
 
 Grid = dict[str, Tensor]
 HALF_NORMAL = (2.0**-14, 65504.0)  # the normal range of fp16
 COLUMNS = -1
+LAYER = ("order", "rotate_in", "rotate_out")  # tensors of a layer that its backend never sees
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,20 @@ class Entry:
         return {"float": torch.float16, "level": torch.uint8}[self.dtype]
 
 
+class Frame(NamedTuple):
+    """Values in two steps: numbers[code] * factor + shift, all fp32.
+
+    Attributes:
+        numbers: (2**bits,).
+        factor: (N, groups).
+        shift: (N, groups); None for zeros.
+    """
+
+    numbers: Tensor
+    factor: Tensor
+    shift: Tensor | None
+
+
 @dataclass(frozen=True)
 class Format:
     """A few-bit format of a weight W of shape (N outputs, K inputs).
@@ -88,6 +104,10 @@ class Format:
         order: Columns are stored in an order of their own, `grid["order"]` (K,): stored column i is
             column order[i] of the weight. So columns of a group may lie apart (GPTQ's act-order).
             Backends never see it: `QuantLinear` puts the activations in that order instead.
+        rotate: "k" or "kn": the layer holds a weight that is rotated along its inputs, or along
+            inputs and outputs, by the vectors `grid["rotate_in"]` (K,) and `grid["rotate_out"]`
+            (N, 1); see `core/rotation.py`. An option of every format, of which `fit`, `encode` and
+            `values` know nothing. Backends never see it: `QuantLinear` rotates the activations.
         rowwise: Rows (of tiles) are fitted and encoded independently of each other.
         searched: Ranges may be searched by encoding with many; not where `encode` takes long and
             `fit` needs none.
@@ -107,6 +127,8 @@ class Format:
             `kernels/cute/decode.py`, or the reason why there is none, in words; None when there is
             no such method.
     """
+
+    rotate: str = dataclasses.field(default="", kw_only=True)
 
     # Not annotated, so that they are no dataclass fields; a subclass may make fields of them.
     bits = 0
@@ -132,9 +154,8 @@ class Format:
     # What a format says.
 
     def entries(self) -> dict[str, Entry]:
-        """The grid's tensors, by name. Always holds "scale"."""
-        order = {"order": Entry(torch.int32, table=(COLUMNS,))} if self.order else {}
-        return {"scale": Entry(group=self.group)} | order
+        """The tensors that codes refer to, by name. Always holds "scale"."""
+        return {"scale": Entry(group=self.group)}
 
     def fit(self, w: Tensor) -> Grid:
         """Weights (N, K) fp32 -> the grid. Rounds only the grid's own numbers."""
@@ -163,12 +184,39 @@ class Format:
         """The factor (N, 1) fp32 of `scales` beside grid["scale"]; None where there is none."""
         return grid.get("row_scale")
 
+    def frame(self, grid: Grid) -> Frame | None:
+        """How `values` come about, where a format says it; None leaves it to kernels to find out.
+
+        Needed only where factors and shifts cannot be told from values, because of rounding.
+        """
+        return None
+
     # What follows from it.
+
+    def stored_entries(self) -> dict[str, Entry]:
+        """All tensors that are stored beside the codes: `entries`, and those of the layer."""
+        out = self.entries()
+        if self.order:
+            out = out | {"order": Entry(torch.int32, table=(COLUMNS,))}
+        if self.rotate:
+            out = out | {"rotate_in": Entry(table=(COLUMNS,))}
+        if "n" in self.rotate:
+            out = out | {"rotate_out": Entry()}
+        return out
+
+    def plain(self) -> "Format":
+        """The format that backends see: columns in the stored order, rotated or not."""
+        if not (self.order or self.rotate):
+            return self
+        changes: dict[str, Any] = {"rotate": ""} | ({"order": False} if self.order else {})
+        return dataclasses.replace(self, **changes)
 
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
         """Codes -> weights (N, K) fp32."""
         values = self.values(codes, grid)
         w = ungroup(grouped(values, grid["scale"]) * self.scales(grid)[..., None])
+        if self.rotate:
+            return rotation.Rotation.of(grid).restored(w)
         return w[:, torch.argsort(grid["order"])] if self.order else w
 
     def at(self, grid: Grid, columns: slice) -> Grid:
@@ -178,7 +226,7 @@ class Format:
             InvalidInput: A bound of the range does not lie on the border of a group.
         """
         out = {}
-        for name, entry in self.entries().items():
+        for name, entry in self.stored_entries().items():
             g = entry.group
             if g and (columns.start % g or columns.stop % g):
                 raise InvalidInput(
@@ -186,7 +234,10 @@ class Format:
                     f"group={g} in format {self.spec!r}"
                 )
             part = slice(columns.start // g, columns.stop // g) if g else slice(None)
-            out[name] = grid[name] if entry.table is not None else grid[name][:, part]
+            if entry.table is not None:
+                out[name] = grid[name][columns] if entry.table == (COLUMNS,) else grid[name]
+            else:
+                out[name] = grid[name][:, part]
         return out
 
     def code_count(self, k: int) -> int:
@@ -197,7 +248,8 @@ class Format:
         """Check that a weight of shape (n, k) can be stored in this format.
 
         Raises:
-            InvalidInput: N or K is not a multiple of the tile's, or K not one of a group.
+            InvalidInput: N or K is not a multiple of the tile's, K not one of a group, or a side is
+                to be rotated that has no blocks.
         """
         rows, columns = self.tile
         if n % rows:
@@ -210,22 +262,31 @@ class Format:
             if k % unit:
                 what = f"group={unit}" if unit != columns else f"{self.unit} of {unit}"
                 divisor = math.gcd(k, unit)
-                remedy = f"use group={divisor}, or " if unit != columns and divisor > 1 else ""
+                fits = unit != columns and divisor > 1 and self.has_group_option
+                remedy = f"use group={divisor}, or " if fits else ""
                 raise InvalidInput(
                     f"K={k} is not a multiple of {what} in format {self.spec!r}; "
                     f"{remedy}keep the layer unquantized (None)"
                 )
+        for side, size in zip("kn", (k, n), strict=True):
+            if side in self.rotate:
+                rotation.check_size(size, side.upper(), self.spec)
 
     @property
     def unit(self) -> str:
         """What a column border must not split, in words for errors."""
         return "vectors" if self.tile[0] == 1 else "tiles"
 
+    @property
+    def has_group_option(self) -> bool:
+        """Whether users choose the size of groups."""
+        return any(field.name == "group" for field in dataclasses.fields(self))
+
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Stored bits per weight of a matrix (N, K): codes, scales and tables (CodeGEMM, eq. 1)."""
         n, k = shape
         total = self.code_count(k) * n * self.bits
-        for entry in self.entries().values():
+        for entry in self.stored_entries().values():
             total += entry.default_dtype.itemsize * 8 * math.prod(entry.shape(n, k))
         return total / (n * k)
 
@@ -267,7 +328,7 @@ class Format:
                 continue
             name = field.metadata.get("option", field.name)
             args.append(name if value is True else f"{name}={value}")
-        return args
+        return args[1:] + args[:1] if self.rotate else args  # the option of every format comes last
 
 
 # Names.
@@ -328,6 +389,10 @@ def get_format(spec: "str | Format") -> Format:
         raise InvalidInput(
             f"group={fmt.group} in {spec!r}; a group has 1 or more columns, 0 is a row"
         )
+    if fmt.rotate not in rotation.SIDES:
+        raise InvalidInput(f"rotate={fmt.rotate} in {spec!r}; write rotate=k or rotate=kn")
+    if fmt.rotate and fmt.order:
+        raise InvalidInput(f"{spec!r}: columns in an order of their own are not rotated")
     return fmt
 
 

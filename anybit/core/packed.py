@@ -1,16 +1,16 @@
 """`Packed`: a quantized weight as it is stored, and the tensors that a format stores."""
 
-import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anybit.core import planes as planes_of
-from anybit.core.format import Entry, Format, Grid
+from anybit.core.format import LAYER, Entry, Format, Grid
+from anybit.core.rotation import Rotation, check_part
 from anybit.errors import InvalidInput
 
 CODES = re.compile(r"\.codes\d+$")
@@ -27,8 +27,14 @@ class Packed:
 
     @classmethod
     def from_codes(cls, fmt: Format, shape: tuple[int, int], codes: Tensor, grid: Grid) -> "Packed":
-        """Pack codes (N, C) and their grid."""
-        return cls(fmt, shape, planes_of.pack(codes, fmt.bits), grid)
+        """Pack codes (N, C) and their grid, which has all tensors of `fmt.stored_entries()`."""
+        if fmt.rotate and "rotate_in" not in grid:
+            raise InvalidInput(
+                f"codes of {fmt.spec!r} need rotate_in in their grid; quantize with "
+                f"quantize_tensor, or round to {fmt.plain().spec!r} and call rotated_by()"
+            )
+        ordered = {name: grid[name] for name in fmt.stored_entries()}
+        return cls(fmt, shape, planes_of.pack(codes, fmt.bits), ordered)
 
     @classmethod
     def from_tensors(
@@ -74,12 +80,22 @@ class Packed:
         return self.format.decode(self.codes(), self.grid)
 
     def stored(self) -> "Packed":
-        """The weight with its columns in the stored order; itself when they have no other."""
-        if not self.format.order:
+        """The weight as backends see it: columns in the stored order, rotated where it is so."""
+        fmt = self.format.plain()
+        if fmt is self.format:
             return self
-        fmt = dataclasses.replace(self.format, order=False)  # type: ignore[call-arg]
-        grid = {name: tensor for name, tensor in self.grid.items() if name != "order"}
+        grid = {name: tensor for name, tensor in self.grid.items() if name not in LAYER}
         return Packed(fmt, self.shape, self.planes, grid)
+
+    def rotated_by(self, rotation: Rotation) -> "Packed":
+        """The weight diag(rotate_out) H V H diag(rotate_in), where this one is V.
+
+        Args:
+            rotation: Its vectors (K,) and, if outputs are rotated as well, (N, 1); fp16 or fp32.
+        """
+        sides = "k" if rotation.rotate_out is None else "kn"
+        fmt = replace(self.format, rotate=sides)
+        return Packed.from_tensors(fmt, self.shape, self.tensors() | rotation.tensors())
 
     def to(self, device: torch.device | str) -> "Packed":
         return self._map(lambda t: t.to(device))
@@ -88,7 +104,9 @@ class Packed:
         """The part for a range of outputs, of whole tiles: a slice of all tensors but tables."""
         start, stop, _ = rows.indices(self.shape[0])
         check_rows(self.format, start, stop)
-        entries = self.format.entries()
+        if "n" in self.format.rotate:
+            check_part(self.shape[0], start, stop, self.format.spec)
+        entries = self.format.stored_entries()
         grid = {k: v if entries[k].table else v[start:stop] for k, v in self.grid.items()}
         planes = tuple(p[start:stop] for p in self.planes)
         return Packed(self.format, (stop - start, self.shape[1]), planes, grid)
@@ -112,6 +130,8 @@ class Packed:
             p[:, first * width // 32 : planes_of.words(last, width)]
             for p, width in zip(self.planes, planes_of.segments(self.format.bits), strict=True)
         )
+        if self.format.rotate:
+            check_part(self.shape[1], start, stop, self.format.spec)
         grid = self.format.at(self.grid, slice(start, stop))
         return Packed(self.format, (self.shape[0], stop - start), planes, grid)
 
@@ -125,8 +145,8 @@ class Packed:
 
 
 def stack(parts: list[Packed]) -> Packed:
-    """Weights that share K, the format and its tables, on top of each other: (sum of N, K)."""
-    first, entries = parts[0], parts[0].format.entries()
+    """Weights on top of each other, (sum of N, K); see `nn.sharding.same`."""
+    first, entries = parts[0], parts[0].format.stored_entries()
     planes = tuple(torch.cat(p) for p in zip(*(part.planes for part in parts), strict=True))
     grid = {
         name: tensor if entries[name].table else torch.cat([part.grid[name] for part in parts])
@@ -160,4 +180,4 @@ def tensor_shapes(
         f"codes{width}": ((n, planes_of.words(count, width)), None)
         for width in planes_of.segments(fmt.bits)
     }
-    return out | {name: (entry.shape(n, k), entry) for name, entry in fmt.entries().items()}
+    return out | {name: (entry.shape(n, k), entry) for name, entry in fmt.stored_entries().items()}

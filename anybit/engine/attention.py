@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anybit.engine import int4
 from anybit.engine.fused import compiled, rms_norm
 
 INT8_LARGEST = 127.0
@@ -61,12 +62,13 @@ class Scores:
 
 @dataclass
 class LayerCache:
-    """K and V of one layer, (blocks, kv_heads, block_size, head_dim), in the model's dtype or int8.
+    """K and V of one layer, (blocks, kv_heads, block_size, head_dim), in a dtype, int8 or int4.
 
     int8 has scales: static ones of each channel (kv_heads, head_dim), or dynamic ones of each
-    token and head (blocks, kv_heads, block_size). V in int8 on a GPU is (blocks, kv_heads,
-    head_dim, block_size): a matrix unit sums over tokens, and wants bytes that it sums side by
-    side.
+    token and head (blocks, kv_heads, block_size). int4 has two codes in a byte, and scales and
+    lows (blocks, kv_heads, groups, block_size, 2); K is rotated (`anybit.engine.int4`). V in int8
+    or int4 on a GPU is (blocks, kv_heads, head_dim, block_size): a matrix unit sums over tokens,
+    and wants bytes that it sums side by side.
     """
 
     k: Tensor
@@ -94,17 +96,41 @@ class LayerCache:
         device: torch.device,
         scales: tuple[Tensor, Tensor] | None = None,
     ) -> "LayerCache":
+        """A cache of zeros. dtype: the model's, int8 or INT4. scales: static ones, for int8."""
+        if dtype == int4.INT4:
+            int4.check_head_dim(head_dim)
+            head_dim //= 2
         shape = (blocks, heads, block_size, head_dim)
         k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        if dtype != torch.int8:
+        if dtype not in (torch.int8, int4.INT4):
             return cls(k, v)
         if not usable_on_cpu(k):
             v = v.view(blocks, heads, head_dim, block_size)
-        if scales is not None:
+        if dtype == int4.INT4:
+            k_scale, v_scale = (
+                torch.zeros(blocks, heads, groups, block_size, 2, dtype=torch.half, device=device)
+                for groups in (int4.K_GROUPS, int4.V_GROUPS)
+            )
+        elif scales is not None:
             k_scale, v_scale = (s.to(device, torch.float32) for s in scales)
-            return cls(k, v, k_scale, v_scale)
-        k_scale, v_scale = (torch.ones(shape[:3], device=device) for _ in range(2))
+        else:
+            k_scale, v_scale = (torch.ones(shape[:3], device=device) for _ in range(2))
         return cls(k, v, k_scale, v_scale)
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is in int4."""
+        return self.k.dtype == int4.INT4
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[3] * (2 if self.packed else 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V, and of scales that belong to tokens."""
+        planes = (self.k, self.v) if self.static else (self.k, self.v, self.k_scale, self.v_scale)
+        return sum(t.nbytes for t in planes if t is not None)
 
     @property
     def static(self) -> bool:
@@ -120,11 +146,16 @@ class LayerCache:
         """Write K and V (T, kv_heads, head_dim) of tokens to their slots."""
         block_size = self.k.shape[2]
         block, offset = slots // block_size, slots % block_size
+        k = int4.spread(k) if self.packed else k
         for cache, scale, x in ((self.k, self.k_scale, k), (self.values, self.v_scale, v)):
             if scale is None:
                 cache[block, :, offset] = x
             elif self.static:
                 cache[block, :, offset] = round_int8(x.float() / scale)
+            elif self.packed:
+                codes, grid = int4.encode(x, scale.shape[2])
+                cache[block, :, offset] = codes
+                scale[block, :, :, offset] = grid
             else:
                 # Scales of zeros would divide by zero; any other scale keeps zeros as they are.
                 token = (x.float().abs().amax(-1) / INT8_LARGEST).clamp_min(1e-10)
@@ -132,11 +163,16 @@ class LayerCache:
                 scale[block, :, offset] = token
 
     def load(self, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """K and V of the blocks in `table` (..., blocks): (..., kv_heads, tokens, head_dim)."""
+        """K and V of the blocks in `table` (..., blocks): (..., kv_heads, tokens, head_dim).
+
+        K in int4 is rotated, and for queries that are, too.
+        """
         out = []
         for cache, scale in ((self.k, self.k_scale), (self.values, self.v_scale)):
             x = cache[table]
-            if scale is not None:
+            if scale is not None and self.packed:
+                x = int4.decode(x, scale[table].transpose(-3, -2)).to(dtype)
+            elif scale is not None:
                 s = scale[:, None, :] if self.static else scale[table][..., None]
                 x = x.to(dtype) * s.to(dtype)
             out.append(x.transpose(-4, -3).flatten(-3, -2))
@@ -203,13 +239,14 @@ def attention(
     if cache.native and rope is not None:
         return on_cpu(qkv, heads, cache, batch, rope, scores, norms)
     kv_heads = cache.k.shape[1]
-    q, k, v = qkv.unflatten(1, (-1, cache.k.shape[3])).split([heads, kv_heads, kv_heads], dim=1)
+    q, k, v = qkv.unflatten(1, (-1, cache.head_dim)).split([heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
         q, k = rms_norm(q, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])
     if rope is not None:
         cos, sin = (table[batch.positions, None] for table in rope)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     cache.store(k, v, batch.slots)
+    q = int4.spread(q).to(q.dtype) if cache.packed else q
     return gathered(q, cache, batch, scores)
 
 

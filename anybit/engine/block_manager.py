@@ -61,6 +61,14 @@ class BlockManager:
             seq.blocks.append(block)
         return True
 
+    def shrink(self, seq: Sequence) -> None:
+        """Take back the blocks that a sequence's next token does not need."""
+        keep = seq.computed // self.block_size + 1
+        for block in reversed(seq.blocks[keep:]):
+            self._give_back(block)
+        if len(seq.blocks) > keep:
+            seq.blocks = seq.blocks[:keep]  # a new list, as in `release`
+
     def computed(self, seq: Sequence, tokens: int) -> None:
         """Note that the cache now holds the first `tokens` tokens; full blocks become findable."""
         first, seq.computed = seq.computed // self.block_size, tokens

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
@@ -10,9 +11,10 @@ from functools import partial
 from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.model_runner import Flight, Runner
 from anybit.engine.prompts import prompt_results
-from anybit.engine.sampler import INVALID, Sampled
+from anybit.engine.sampler import INVALID, Row, Sampled
 from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import Logprob, SamplingParams, Sequence
+from anybit.engine.speculation import Speculation
 from anybit.engine.structured import Grammars
 from anybit.errors import InvalidInput, Unsupported
 
@@ -40,16 +42,24 @@ class Delta:
     stop_reason: str | int | None = None
     error: str = ""
     cached: int = 0  # prompt tokens that the prefix cache had
+    accepted: int = 0  # of the text's tokens so far, those that were drafted
+    rejected: int = 0  # drafted tokens that it has not taken
     prompt_logprobs: list[Logprob | None] | None = None
     embedding: list[float] | None = None
 
 
 @dataclass
 class Stats:
-    """Totals since the start. finished: texts by how they ended."""
+    """Totals since the start. finished: texts by how they ended.
+
+    drafts: of texts in a step, of draft_tokens, of which accepted_tokens were taken.
+    """
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     steps: int = 0
 
@@ -70,13 +80,16 @@ class Engine:
     def __init__(
         self, runner: Runner, scheduler: Scheduler, length: int, decode: Decode | None,
         eos: frozenset[int], vocabulary: int, grammars: Grammars | None = None,
+        speculation: Speculation | None = None,
     ):  # fmt: skip
         self.runner, self.scheduler, self.length = runner, scheduler, length
         self.decode, self.eos, self.vocabulary = decode, eos, vocabulary
-        self.grammars = grammars
+        self.grammars, self.speculation = grammars, speculation
         self.requests: dict[str, list[Sequence]] = {}  # their texts that have not ended
-        self.unread: list[tuple[Sequence, int | None, Logprob | None]] = []  # sampled, not yet text
+        # Output tokens that were sampled and are not yet text, by number; None: only a prompt.
+        self.unread: list[tuple[Sequence, int | None, Logprob | None]] = []
         self.flight: Flight | None = None  # the next step, if it was started ahead
+        self.begun = 0.0  # when the device turned to the step that runs
         self.stats, self.observer = Stats(), Observer()
 
     def check(self, prompt: Items[int], params: SamplingParams) -> None:
@@ -160,31 +173,42 @@ class Engine:
         out = []
         try:
             if self.runner.overlaps:
-                following = self.scheduler.ahead(flight.scheduled)
+                following = self._following(flight.scheduled)
                 self.flight = self._launch(following, flight) if following else None
                 out = self._read()
             tokens, logprobs = flight.wait()
         except Exception as error:
             self.flight = None
             return out + self._read() + self._failed(flight.scheduled, error)
-        sampled = zip(tokens, logprobs, strict=True)
+        self._timed(flight.scheduled)
+        sampled = zip(flight.rows, tokens, logprobs, strict=True)
         for s in flight.scheduled:
-            found = next(sampled) if s.samples else None
-            if s.seq.finish:  # it has ended meanwhile
-                continue
-            self.scheduler.done(s)
-            if found and s.seq.matcher and s.seq.matcher.error:
-                out.append(self._end(s.seq, "error", s.seq.matcher.error))
-            elif found and found[0] == INVALID:
-                out.append(self._end(s.seq, "error", "the model's logits are NaN or inf"))
-            elif found:
-                self._take(s.seq, *found)
+            found = list(itertools.islice(sampled, s.sampled))
+            if not s.seq.finish:  # else it has ended meanwhile
+                out += self._take(s, found)
         return out if self.runner.overlaps else out + self._read()
+
+    def _following(self, scheduled: list[Scheduled]) -> list[Scheduled]:
+        """The step after one that still runs, if it can be started now."""
+        if self.speculation is not None and not self.speculation.rests(scheduled):
+            return []  # drafts begin with the tokens of this one
+        return self.scheduler.ahead(scheduled)
+
+    def _timed(self, scheduled: list[Scheduled]) -> None:
+        """Note how long a step that has just ended took."""
+        now = time.perf_counter()
+        if self.speculation is not None:
+            self.speculation.timed(scheduled, now - self.begun)
+        self.begun = now
 
     def _launch(self, scheduled: list[Scheduled], previous: Flight | None = None) -> Flight:
         """Start a step; if that fails, waiting for it does."""
         self.stats.steps += 1
         try:
+            if previous is None:
+                if self.speculation is not None:
+                    scheduled = self.speculation.drafted(scheduled, self.scheduler)
+                self.begun = time.perf_counter()
             return self.runner.launch(scheduled, previous)
         except Exception as error:
             failure = error
@@ -192,34 +216,61 @@ class Engine:
         def wait() -> Sampled:
             raise failure
 
-        return Flight(scheduled, None, wait)
+        return Flight(scheduled, [], None, wait)
 
-    def _take(self, seq: Sequence, token: int, logprob: Logprob | None) -> None:
-        """Append a sampled token, and free the blocks if it is the last."""
-        if seq.last_token is None:
+    def _take(self, s: Scheduled, found: list[tuple[Row, int, Logprob | None]]) -> list[Delta]:
+        """Append what was sampled for a sequence; free the blocks if that ends it.
+
+        The token behind a draft counts if all of the draft was chosen.
+        """
+        seq, failure, accepted, before = s.seq, "", 0, s.seq.generated
+        if found and seq.last_token is None:
             self.stats.prompt_tokens += len(seq.prompt)
-        if seq.params.max_tokens == 0:  # only the prompt was to be read
+        if found and seq.params.max_tokens == 0:  # only the prompt was to be read
             seq.finish = "length"
-            self.scheduler.remove(seq)
             self.unread.append((seq, None, None))
-            return
-        self.stats.generation_tokens += 1
-        since = seq.last_token
-        seq.append(token, logprob)
-        self.observer.token(seq, since)
+            found = []
+        for i, (row, token, logprob) in enumerate(found):
+            if row.matcher and row.matcher.error:
+                failure = row.matcher.error
+            elif token == INVALID:
+                failure = "the model's logits are NaN or inf"
+            if failure:
+                break
+            self.stats.generation_tokens += 1
+            since = seq.last_token
+            seq.append(token, logprob)
+            self.unread.append((seq, seq.generated - 1, logprob))
+            self.observer.token(seq, since)
+            drafted = token in s.draft[i : i + 1]
+            accepted += drafted
+            if seq.finish or not drafted:
+                break
+        if s.draft:
+            seq.accepted += accepted
+            seq.rejected += len(s.draft) - accepted
+            self.stats.drafts += 1
+            self.stats.draft_tokens += len(s.draft)
+            self.stats.accepted_tokens += accepted
+        if self.speculation is not None:
+            self.speculation.judge(seq, before)
+        self.scheduler.done(s, accepted)
+        if failure:
+            return [self._end(seq, "error", failure)]
         if seq.finish:
             self.scheduler.remove(seq)
-        self.unread.append((seq, token, logprob))
+        return []
 
     def _read(self) -> list[Delta]:
         """Turn tokens into text, and look for stop strings in it."""
         unread, self.unread, out = self.unread, [], []
-        for seq, token, logprob in unread:
-            if seq.finish in ("abort", "error"):
+        for seq, at, logprob in unread:
+            if seq not in self.requests.get(seq.request, ()):
                 continue
             released, running = seq.detokenizer.released, not seq.finish
+            token = None if at is None else seq.tokens[len(seq.prompt) + at]
             try:
-                stopped = token is not None and seq.read()
+                stopped = at is not None and seq.read(at)
             except Exception as error:  # a tokenizer's decoder may fail on a token
                 log.exception("request %s: cannot decode token %s", seq.request, token)
                 out.append(
@@ -233,10 +284,12 @@ class Engine:
                 [] if token is None else [token],
                 [logprob] if logprob else [],
                 cached=seq.cached,
+                accepted=seq.accepted,
+                rejected=seq.rejected,
             )
             if seq.params.reads_prompt and not seq.told:
                 delta, seq.told = replace(delta, **prompt_results(seq)), True
-            if seq.finish:
+            if seq.finish and (stopped or at is None or at == seq.generated - 1):
                 end = self._end(seq, seq.finish, running=running and stopped)
                 delta = replace(delta, finish=end.finish, stop_reason=end.stop_reason)
             out.append(delta)
@@ -249,6 +302,8 @@ class Engine:
             self.scheduler.remove(seq)
         self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
         self.observer.finished(seq)
+        if self.speculation is not None:
+            self.speculation.forget(seq)
         seqs = self.requests[seq.request]
         seqs.remove(seq)
         if not seqs:
@@ -260,6 +315,8 @@ class Engine:
             stop_reason=seq.stop_reason,
             error=error,
             cached=seq.cached,
+            accepted=seq.accepted,
+            rejected=seq.rejected,
         )
 
     def _failed(self, scheduled: list[Scheduled], error: Exception) -> list[Delta]:

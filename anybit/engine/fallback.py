@@ -22,7 +22,7 @@ from anybit.checkpoint.save_load import load_dense
 from anybit.engine.model_runner import Flight
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.hosted import Hosted
-from anybit.engine.sampler import sample
+from anybit.engine.sampler import rows_of, sample
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import Sequence
 from anybit.errors import AnybitError, InvalidInput, Unsupported
@@ -67,8 +67,9 @@ class Generator:
 
     def launch(self, scheduled: list[Scheduled], previous: Flight | None = None) -> Flight:
         """Run a step: the next token's logits of each sequence, and a sample of them."""
-        seqs = [s.seq for s in scheduled]
-        return Flight(scheduled, *sample(torch.cat([self._logits(seq) for seq in seqs]), seqs))
+        logits = torch.cat([self._logits(s.seq) for s in scheduled])
+        rows = rows_of(scheduled)
+        return Flight(scheduled, rows, *sample(logits, rows))
 
     def _logits(self, seq: Sequence) -> Tensor:
         """Logits (1, vocabulary) of a sequence's next token."""

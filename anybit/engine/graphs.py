@@ -49,8 +49,8 @@ class DecodeGraphs:
         self.rows: list[tuple[list[int], int]] = [([], 0)] * largest  # blocks written to tables
 
     def can(self, scheduled: list[Scheduled]) -> bool:
-        """Whether a step fits a graph: one token for each sequence, all of them sampled."""
-        return len(scheduled) <= self.sizes[-1] and all(
+        """Whether a step fits a graph: one token for each sequence, sampled, and drafts."""
+        return sum(s.sampled for s in scheduled) <= self.sizes[-1] and all(
             s.tokens == 1 and s.samples for s in scheduled
         )
 
@@ -59,13 +59,14 @@ class DecodeGraphs:
 
         tokens (B,): on the device, if the host does not know them yet; negative ones run as 0.
         """
-        size = self.sizes[bisect_left(self.sizes, len(scheduled))]
+        count = sum(s.sampled for s in scheduled)
+        size = self.sizes[bisect_left(self.sizes, count)]
         self._fill(scheduled, size, tokens)
         if size not in self.graphs:
             self.graphs[size] = self._capture(size)
         graph, logits = self.graphs[size]
         graph.replay()
-        return logits[: len(scheduled)]
+        return logits[:count]
 
     def _fill(self, scheduled: list[Scheduled], size: int, tokens: Tensor | None) -> None:
         """Write a batch to the device."""
@@ -73,23 +74,25 @@ class DecodeGraphs:
             self.copied.synchronize()  # of the step before, which may still be running
         rows = self.host[0].numpy()[: 4 * size].reshape(4, size)
         tables = self.host[1].numpy().reshape(-1, self.width)
-        changed = False
-        for i, s in enumerate(scheduled):
-            seq, at = s.seq, s.first
-            blocks = seq.blocks
-            slot = blocks[at // self.block_size] * self.block_size + at % self.block_size
-            rows[:, i] = seq.tokens[at] if tokens is None else 0, at, slot, at + 1
-            known, count = self.rows[i]
-            if known is not blocks or count != len(blocks):
-                tables[i, : len(blocks)] = blocks
-                self.rows[i], changed = (blocks, len(blocks)), True
-        rows[:, len(scheduled) :] = [[0], [0], [-1], [0]]
+        changed, i = False, 0
+        for s in scheduled:
+            blocks = s.seq.blocks
+            first = () if tokens is not None else (s.seq.tokens[s.first],)
+            for at, token in enumerate((*first, *s.draft) or (0,), s.first):
+                slot = blocks[at // self.block_size] * self.block_size + at % self.block_size
+                rows[:, i] = token, at, slot, at + 1
+                known, count = self.rows[i]
+                if known is not blocks or count != len(blocks):
+                    tables[i, : len(blocks)] = blocks
+                    self.rows[i], changed = (blocks, len(blocks)), True
+                i += 1
+        rows[:, i:] = [[0], [0], [-1], [0]]
         for which, count in ((0, 4 * size), (1, size * self.width * changed)):
             self.device[which][:count].copy_(self.host[which][:count], non_blocking=True)
         if self.copied:
             self.copied.record()
         if tokens is not None:
-            torch.clamp_min(tokens, 0, out=self.device[0][: len(scheduled)])
+            torch.clamp_min(tokens, 0, out=self.device[0][:i])
 
     def _capture(self, size: int) -> tuple[Graph, Tensor]:
         if self.device[0].device.type == "cpu":

@@ -9,13 +9,17 @@ from typing import Any, Literal
 import torch
 
 from anybit.engine.block_manager import BlockManager
+from anybit.engine.draft_model import DraftModel, load_draft
 from anybit.engine.engine import Delta, Engine
 from anybit.engine.fallback import Generator
+from anybit.engine.int4 import INT4
 from anybit.engine.loader import Loaded, load
+from anybit.engine.lookup import Lookup
 from anybit.engine.model_runner import ModelRunner, block_bytes
 from anybit.engine.models.layers import Decoder
 from anybit.engine.scheduler import Scheduler
 from anybit.engine.sequence import Logprob, SamplingParams
+from anybit.engine.speculation import Drafter, Speculation
 from anybit.engine.steady import SteadyScheduler
 from anybit.engine.structured import Grammars
 from anybit.errors import InvalidInput, Unsupported
@@ -26,7 +30,9 @@ from anybit.progress import progress
 Prompt = str | Items[int]
 CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU at most, unless said otherwise
 GPU_FRACTION = 0.9  # of the free memory, likewise
+MOST_DRAFTED = 128  # tokens of a captured step with drafts
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KV_DTYPES = {"int8": torch.int8, "int4": INT4}
 
 
 @dataclass
@@ -81,7 +87,7 @@ class LLM:
         that `anybit.engine.loader` has loaded or built already.
     quantization: a format ("fp6") or plan to quantize a dense checkpoint by while it is loaded.
     kv_cache: "auto" (int8 if the checkpoint has scales for it, else the model's dtype), "model"
-        (the model's dtype) or "int8".
+        (the model's dtype), "int8" or "int4".
     keep: whether layers that no kernel multiplies may hold decoded copies, as in `anybit.load`.
     length: tokens of the longest text, prompt included; the model's own limit by default.
     kv_bytes: size of the KV cache. By default, what the longest texts of max_running requests
@@ -89,6 +95,12 @@ class LLM:
     max_running: texts written at the same time. max_tokens: tokens in one step.
     deterministic: an answer has the same tokens whatever else runs, at some cost in speed; see
         `anybit.engine.steady`.
+    draft: what guesses tokens that then run together in a step, where that is faster: "ngram" (what
+        the text has said before), "auto" (the model itself in few bits), or a smaller model with
+        the same tokens. Texts are the same as without. draft_tokens: the longest guess.
+
+    Attributes:
+        kv_cache: What the KV cache holds: "int8", "int4", or a dtype, such as "bfloat16".
     """
 
     def __init__(
@@ -97,7 +109,7 @@ class LLM:
         quantization: Spec | Plan | None = None,
         *,
         dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
-        kv_cache: Literal["auto", "model", "int8"] = "auto",
+        kv_cache: Literal["auto", "model", "int8", "int4"] = "auto",
         keep: Keep = "auto",
         device: str | torch.device | None = None,
         length: int | None = None,
@@ -107,38 +119,68 @@ class LLM:
         block_size: int = 16,
         prefix_caching: bool = True,
         deterministic: bool = False,
+        draft: str | Path | Loaded | None = None,
+        draft_tokens: int = 4,
     ):
         check_choice("dtype", dtype, ("auto", *DTYPES))
-        check_choice("kv_cache", kv_cache, ("auto", "model", "int8"))
+        check_choice("kv_cache", kv_cache, ("auto", "model", *KV_DTYPES))
         check_keep(keep)
+        if draft_tokens < 1:
+            raise InvalidInput(f"draft_tokens={draft_tokens}; give 1 or more")
+        if deterministic and draft is not None:
+            raise InvalidInput(
+                "deterministic and draft exclude each other: the shape of a step would depend on "
+                "what was guessed; leave out one"
+            )
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if isinstance(model, Loaded):
             loaded = model
         else:
-            options = {"kv_cache='int8'": kv_cache == "int8", "kv_bytes": kv_bytes is not None}
+            options = {
+                f"kv_cache={kv_cache!r}": kv_cache in KV_DTYPES,
+                "kv_bytes": kv_bytes is not None,
+                "draft": draft is not None,
+            }
             given = [option for option, is_given in options.items() if is_given]
             loaded = load(Path(model), device, DTYPES.get(dtype), quantization, length, given, keep)
         self.tokenizer, self.config, self.dtype = loaded.tokenizer, loaded.config, loaded.dtype
         self.quantized, self.quantized_bytes = loaded.quantized, loaded.quantized_bytes
+        vocabulary = loaded.config.get_text_config().vocab_size
         runner: ModelRunner | Generator
+        drafter: Drafter | None = Lookup() if draft == "ngram" else None
         if isinstance(loaded.model, Generator):
-            runner, self.kv_dtype = loaded.model, loaded.dtype
+            runner, self.kv_dtype, kv_cache = loaded.model, loaded.dtype, "model"
             self.length = runner.length
             blocks, max_running, max_tokens = -(-self.length // block_size), 1, self.length
             prefix_caching = False
+            if draft is not None:
+                raise InvalidInput("transformers' generate runs this model; leave out draft")
         else:
             decoder = loaded.model
             has_scales = all(scales is not None for scales in decoder.kv_scales)
-            int8 = kv_cache == "int8" or (kv_cache == "auto" and has_scales)
-            self.kv_dtype = torch.int8 if int8 else loaded.dtype
-            blocks = cache_blocks(decoder, block_size, self.kv_dtype, kv_bytes, max_running)
+            if kv_cache == "auto":
+                kv_cache = "int8" if has_scales else "model"
+            self.kv_dtype = KV_DTYPES.get(kv_cache, loaded.dtype)
+            models, rows = [decoder], max_running
+            if draft is not None:
+                rows = max(max_running, min(max_running * (1 + draft_tokens), MOST_DRAFTED))
+            if draft is not None and drafter is None:
+                directory = None if isinstance(model, Loaded) else Path(model)
+                smaller = load_draft(draft, directory, loaded, device, length, keep)
+                models = [decoder, smaller] if draft != "auto" else [decoder]
+            blocks = cache_blocks(models, block_size, self.kv_dtype, kv_bytes, max_running)
             self.length = min(decoder.length, blocks * block_size)
-            runner = ModelRunner(
-                decoder, blocks, block_size, self.kv_dtype, max_running, deterministic
-            )
+            runner = ModelRunner(decoder, blocks, block_size, self.kv_dtype, rows, deterministic)
+            if draft is not None and drafter is None:
+                own = BlockManager(blocks, block_size, prefix_caching) if draft != "auto" else None
+                caches = runner.caches if own is None else None
+                behind = ModelRunner(
+                    smaller, blocks, block_size, self.kv_dtype, max_running, caches=caches
+                )
+                drafter = DraftModel(behind, vocabulary, own, max_tokens)
+        self.kv_cache = kv_cache if kv_cache in KV_DTYPES else str(loaded.dtype)[len("torch.") :]
         self.device = runner.device
         self.special = special_tokens(self.tokenizer)
-        vocabulary = loaded.config.get_text_config().vocab_size
         manager = BlockManager(blocks, block_size, prefix_caching)
         scheduler = Scheduler(manager, max_running, max_tokens)
         if deterministic and isinstance(runner, ModelRunner):  # a Generator runs one text at a time
@@ -151,6 +193,7 @@ class LLM:
             loaded.eos,
             vocabulary,
             Grammars(self.tokenizer, vocabulary, loaded.eos) if self.tokenizer else None,
+            Speculation(drafter, draft_tokens) if drafter else None,
         )
         self._names = itertools.count()
 
@@ -238,10 +281,15 @@ class LLM:
 
 
 def cache_blocks(
-    model: Decoder, block_size: int, kv_dtype: torch.dtype, kv_bytes: int | None, max_running: int
-) -> int:
-    """Blocks of the KV cache; InvalidInput when kv_bytes, or what is free, does not hold two."""
-    each = block_bytes(model, block_size, kv_dtype)
+    models: list[Decoder], block_size: int, kv_dtype: torch.dtype, kv_bytes: int | None,
+    max_running: int,
+) -> int:  # fmt: skip
+    """Blocks of the KV cache; InvalidInput when kv_bytes, or what is free, does not hold two.
+
+    models: that have caches of so many blocks, the one that decides how many are needed first.
+    """
+    model = models[0]
+    each = sum(block_bytes(m, block_size, kv_dtype) for m in models)
     if kv_bytes is None:
         free, device = CPU_CACHE, model.embed_tokens.device
         if device.type == "cuda":

@@ -15,7 +15,7 @@ from anybit.checkpoint.foreign.ready import ready
 from anybit.engine import fallback
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import Decoder
-from anybit.engine.weights import Checkpoint, Weights
+from anybit.engine.weights import Checkpoint, Rougher, Weights
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_json
 from anybit.nn.linear import Keep
@@ -78,6 +78,7 @@ def load(
     length: int | None,
     cache_options: Iterable[str] = (),
     keep: Keep = "auto",
+    again: bool = False,
 ) -> Loaded:
     """Load a model directory: dense, anybit's own, or another tool's.
 
@@ -85,7 +86,8 @@ def load(
 
     What the engine does not know runs as transformers has it, on the engine's KV cache where that
     is possible, and else in `generate`, unless there are cache_options: those that a user has set
-    of the engine's KV cache. keep: as in `anybit.load`.
+    of the engine's KV cache. keep: as in `anybit.load`. again: whether
+    `quantization`, then one format, is for what is quantized already, too.
 
     Raises FileNotFoundError or ValueError with the fact and the remedy.
     """
@@ -99,11 +101,17 @@ def load(
     model: Decoder | fallback.Generator
     try:
         kind = model_class(config, directory)
-        weights = Checkpoint(directory, device, dtype, bare, formats, quantization, keep)
-        model = build(kind, config, weights, length)
+        source = Rougher if again and formats is not None else Checkpoint
+        weights = source(directory, device, dtype, bare, formats, quantization, keep)
+        model = build(kind, weights.config, weights, length)
         weights.check_all_read()
         quantized, size = weights.quantized, weights.quantized_bytes
     except UnknownModel as reason:
+        if again and formats is not None:
+            raise InvalidInput(
+                f"{directory} is quantized already, and transformers' modules run it; no smaller "
+                "version of it can be made"
+            ) from None
         model = fallback.load(
             directory, bare, device, dtype, formats is not None, quantization, length,
             list(cache_options), str(reason), keep,

@@ -12,22 +12,24 @@ from anybit.engine.attention import Batch, LayerCache
 from anybit.engine.graphs import DecodeGraphs
 from anybit.engine.models.layers import Decoder
 from anybit.engine.prompts import read_prompts
-from anybit.engine.sampler import Sampled, sample
+from anybit.engine.sampler import Row, Sampled, rows_of, sample
 from anybit.engine.scheduler import Scheduled
 
 # Sequences of a recorded step on a CPU. A larger step spends little of its time between products.
 MOST_RECORDED = 4
 STEADY = 32  # of a steady step on a GPU
+META = torch.device("meta")  # tensors without memory
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A step that was started. tokens: on the device, of the sequences that sample.
+    """A step that was started. rows: what it samples. tokens: these, on the device.
 
-    wait: waits for them. None if there are none.
+    wait: waits for them. Without rows there are no tokens.
     """
 
     scheduled: list[Scheduled]
+    rows: list[Row]
     tokens: Tensor | None
     wait: Callable[[], Sampled]
 
@@ -52,6 +54,7 @@ class ModelRunner:
     """A model and its KV cache on one device.
 
     graphs: the largest batch to capture; 0: none. steady: decode steps are all of the same shape.
+    caches: those of another runner; None: it gets its own.
 
     Attributes:
         rows: Texts that a steady decode step writes at once.
@@ -67,13 +70,11 @@ class ModelRunner:
         kv_dtype: torch.dtype,
         graphs: int = 0,
         steady: bool = False,
+        caches: list[LayerCache] | None = None,
     ):
         self.model, self.block_size = model, block_size
         self.device = model.embed_tokens.device
-        self.caches = [
-            LayerCache.empty(blocks, heads, block_size, dim, kv_dtype, self.device, scales)
-            for (heads, dim), scales in zip(model.cache_shapes, model.kv_scales, strict=True)
-        ]
+        self.caches = caches or caches_of(model, blocks, block_size, kv_dtype, self.device)
         self.overlaps = self.device.type != "cpu"  # the host goes on while the device works
         by_kernels = all(c.fused or c.native for c in self.caches)
         self.graphs = None
@@ -90,28 +91,39 @@ class ModelRunner:
     def launch(self, scheduled: list[Scheduled], previous: Flight | None = None) -> Flight:
         """Start a step over sequences, those with one token first.
 
-        A token is sampled for each sequence whose end the step reaches, in order. previous: a step
-        that still runs, whose tokens this one continues; it has sampled for all its sequences.
+        A token is sampled for each sequence whose end the step reaches, in order, and for each
+        drafted token. previous: a step that still runs, whose tokens this one continues; it has
+        sampled for all its sequences.
         """
         # Kernels, streams and graphs are those of the current device, which is a thread's own.
         with torch.accelerator.device_index(self.device.index):
-            sampling = [s.seq for s in scheduled if s.samples]
             given = None if previous is None else self._continued(scheduled, previous)
-            reading = any(s.reads_prompt for s in scheduled)
-            if self.graphs is not None and not reading and self.graphs.can(scheduled):
-                logits = self.graphs.logits(scheduled, given)
-            else:
-                tokens, batch = self.prepare(scheduled, given)
-                hidden = self.model(tokens, self.caches, batch)
-                if reading:
-                    read_prompts(self.model, hidden, scheduled)
-                ends = itertools.accumulate(batch.queries)
-                last = [end - 1 for s, end in zip(scheduled, ends, strict=True) if s.samples]
-                if not last:
-                    return Flight(scheduled, None, lambda: ([], []))
-                rows = hidden if len(last) == len(hidden) else hidden[self._tensor(last)]
-                logits = self.model.logits(rows)
-            return Flight(scheduled, *sample(logits, sampling))
+            logits = self.logits(scheduled, given)
+            if logits is None:
+                return Flight(scheduled, [], None, lambda: ([], []))
+            rows = rows_of(scheduled)
+            return Flight(scheduled, rows, *sample(logits, rows))
+
+    def logits(self, scheduled: list[Scheduled], given: Tensor | None = None) -> Tensor | None:
+        """Run a step: logits (B, vocabulary) of what it samples, valid until the next step.
+
+        given: the tokens, if the host does not know them yet.
+        """
+        reading = any(s.reads_prompt for s in scheduled)
+        if self.graphs is not None and not reading and self.graphs.can(scheduled):
+            return self.graphs.logits(scheduled, given)
+        tokens, batch = self.prepare(scheduled, given)
+        hidden = self.model(tokens, self.caches, batch)
+        if reading:
+            read_prompts(self.model, hidden, scheduled)
+        last, end = [], 0
+        for s in scheduled:
+            end += s.tokens + len(s.draft)
+            last += range(end - s.sampled, end)
+        if not last:
+            return None
+        rows = hidden if len(last) == len(hidden) else hidden[self.tensor(last)]
+        return self.model.logits(rows)
 
     def _continued(self, scheduled: list[Scheduled], previous: Flight) -> Tensor:
         """The tokens that a step samples, INVALID among them, for the sequences that go on."""
@@ -119,7 +131,7 @@ class ModelRunner:
         if len(scheduled) == len(previous.scheduled):
             return previous.tokens
         rows = {s.seq: i for i, s in enumerate(previous.scheduled)}
-        return previous.tokens[self._tensor([rows[s.seq] for s in scheduled])]
+        return previous.tokens[self.tensor([rows[s.seq] for s in scheduled])]
 
     def prepare(
         self, scheduled: list[Scheduled], given: Tensor | None = None
@@ -129,41 +141,51 @@ class ModelRunner:
         given: the tokens, if the host does not know them yet.
         """
         size = self.block_size
+        widest = max(len(s.seq.blocks) for s in scheduled)
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        tables: list[list[int]] = []
+        lengths: list[int] = []
+        queries: list[int] = []
         for s in scheduled:
-            first, last = s.first, s.first + s.tokens
-            tokens += s.seq.tokens[first:last]
+            first, last = s.first, s.first + s.tokens + len(s.draft)
+            tokens += [*s.seq.tokens[first : first + s.tokens], *s.draft]
             positions += range(first, last)
             slots += [s.seq.blocks[p // size] * size + p % size for p in range(first, last)]
-        widest = max(len(s.seq.blocks) for s in scheduled)
-        tables = [s.seq.blocks + [0] * (widest - len(s.seq.blocks)) for s in scheduled]
-        lengths = [s.first + s.tokens for s in scheduled]
-        queries = [s.tokens for s in scheduled]
+            # A drafted token is a text by itself, which sees what the step writes before it.
+            texts = 1 + len(s.draft)
+            tables += [s.seq.blocks + [0] * (widest - len(s.seq.blocks))] * texts
+            lengths += range(last - texts + 1, last + 1)
+            queries += [s.tokens] + [1] * len(s.draft)
         batch = Batch(
-            positions=self._tensor(positions),
-            slots=self._tensor(slots),
-            tables=self._tensor(tables),
-            contexts=self._tensor(lengths),
-            starts=self._tensor([0, *itertools.accumulate(queries)]),
+            positions=self.tensor(positions),
+            slots=self.tensor(slots),
+            tables=self.tensor(tables),
+            contexts=self.tensor(lengths),
+            starts=self.tensor([0, *itertools.accumulate(queries)]),
             queries=queries,
             lengths=lengths,
             decodes=queries.count(1),
         )
         # INVALID runs as any other; nobody will read what comes of it.
-        return self._tensor(tokens) if given is None else given.clamp_min(0), batch
+        return self.tensor(tokens) if given is None else given.clamp_min(0), batch
 
-    def _tensor(self, values: list[Any]) -> Tensor:
+    def tensor(self, values: list[Any]) -> Tensor:
+        """Integers on the device, without waiting for it."""
         return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
+
+
+def caches_of(
+    model: Decoder, blocks: int, block_size: int, kv_dtype: torch.dtype, device: torch.device
+) -> list[LayerCache]:
+    """An empty cache for each layer."""
+    return [
+        LayerCache.empty(blocks, heads, block_size, dim, kv_dtype, device, scales)
+        for (heads, dim), scales in zip(model.cache_shapes, model.kv_scales, strict=True)
+    ]
 
 
 def block_bytes(model: Decoder, block_size: int, kv_dtype: torch.dtype) -> int:
     """Bytes of one cache block over all layers, scales included."""
-    total = 0
-    for (heads, dim), scales in zip(model.cache_shapes, model.kv_scales, strict=True):
-        vectors = 2 * block_size * heads
-        total += vectors * dim * kv_dtype.itemsize
-        if kv_dtype == torch.int8 and scales is None:
-            total += vectors * 4
-    return total
+    return sum(cache.nbytes for cache in caches_of(model, 1, block_size, kv_dtype, META))

@@ -23,6 +23,7 @@ aten = torch.ops.aten
 ALLOCATIONS = {
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
 }  # fmt: skip
+INSIDE = {op.linear: op.multiply, op.rotate: op.turn}  # anybit's own, seen from within
 UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -80,9 +81,9 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is op.linear:
+        if func in INSIDE:
             with self:
-                return op.multiply(*args, **kwargs)
+                return INSIDE[func](*args, **kwargs)
         if func is aten.copy_.default and _plain(*args[:2]):
             fused.convert(args[1], args[0])
             self.kept.append(args)

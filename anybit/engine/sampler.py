@@ -1,6 +1,8 @@
 """Logits to tokens, for a whole batch at once."""
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -8,33 +10,63 @@ import torch
 from torch import Tensor
 
 from anybit.engine.fused import likeliest
+from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import Logprob, Sequence
-from anybit.engine.structured import constrain
+from anybit.engine.structured import Matcher, constrain
 
 INVALID = -1
 GREEDY = 1e-5  # temperatures below it choose the likeliest token
+# Odd numbers as signed integers of 32 bits: 2^32 over the golden ratio; MurmurHash3's finalizer.
+GOLDEN = 0x9E3779B9 - (1 << 32)
+MURMUR = ((16, 0x85EBCA6B - (1 << 32)), (13, 0xC2B2AE35 - (1 << 32)), (16, 0))
 
 
 Sampled = tuple[list[int], list[Logprob | None]]
 
 
-def sample(logits: Tensor, seqs: list[Sequence]) -> tuple[Tensor, Callable[[], Sampled]]:
-    """Choose a token for each sequence from its row of logits (B, V).
+@dataclass(frozen=True)
+class Row:
+    """A token to choose: output token `at` of a sequence, if the text goes on with `draft`.
 
-    Returns the tokens (B,) int32 on the device and a function that waits for them. What a sequence
-    gets depends on its own row, parameters and random numbers alone, not on the rest of the batch:
-    every one draws a single uniform number from its own generator, and the token is where the
-    cumulated probabilities pass it. INVALID stands for a row with NaN or inf.
+    matcher: where the text then stands in its grammar.
     """
-    tokens = first = likeliest(logits, INVALID)
-    adjusted = constrain(penalize(logits, seqs), [seq.matcher for seq in seqs])
-    if adjusted is not logits:
-        tokens = adjusted.argmax(-1)
-    if any(seq.params.temperature > GREEDY for seq in seqs):
-        tokens = draw(adjusted.float(), seqs, tokens)
-    if tokens is not first:
-        tokens = torch.where(first == INVALID, first, tokens.int())
-    asked = logprobs(logits, tokens, seqs)
+
+    seq: Sequence
+    at: int
+    draft: tuple[int, ...] = ()
+    matcher: Matcher | None = None
+
+    def __post_init__(self) -> None:
+        if self.matcher is None and not self.draft:
+            object.__setattr__(self, "matcher", self.seq.matcher)
+
+    def after(self, token: int) -> "Row":
+        """The row behind one more drafted token."""
+        matcher = self.matcher and self.matcher.copy()
+        if matcher:
+            matcher.take(token)
+        return Row(self.seq, self.at + 1, (*self.draft, token), matcher)
+
+
+def rows_of(scheduled: list[Scheduled]) -> list[Row]:
+    """What a step samples."""
+    rows: list[Row] = []
+    for s in scheduled:
+        if s.samples:
+            rows.append(Row(s.seq, s.first + s.tokens - len(s.seq.prompt)))
+        for token in s.draft:
+            rows.append(rows[-1].after(token))
+    return rows
+
+
+def sample(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Callable[[], Sampled]]:
+    """Choose a token for each row of logits (B, V).
+
+    Returns the tokens (B,) int32 on the device and a function that waits for them and for their log
+    probabilities.
+    """
+    tokens = choose(logits, rows)
+    asked = logprobs(logits, tokens, rows)
     arrived = to_host(tokens)
 
     def wait() -> Sampled:
@@ -42,6 +74,22 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> tuple[Tensor, Callable[[], S
         return chosen, asked(chosen)
 
     return tokens, wait
+
+
+def choose(logits: Tensor, rows: list[Row]) -> Tensor:
+    """Tokens (B,) int32 by logits (B, V); INVALID stands for a row with NaN or inf.
+
+    A token depends on its own row's logits, parameters and key alone, not on the rest of the batch.
+    """
+    tokens = first = likeliest(logits, INVALID)
+    adjusted = constrain(penalize(logits, rows), [row.matcher for row in rows])
+    if adjusted is not logits:
+        tokens = adjusted.argmax(-1)
+    if any(row.seq.params.temperature > GREEDY for row in rows):
+        tokens = draw(adjusted.float(), rows, tokens)
+    if tokens is not first:
+        tokens = torch.where(first == INVALID, first, tokens.int())
+    return tokens
 
 
 def to_host(x: Tensor) -> Callable[[], list[Any]]:
@@ -69,25 +117,29 @@ def copies(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:
+def penalize(logits: Tensor, rows: list[Row]) -> Tensor:
     """Logits (B, V) after penalties and biases, and without ends that come too early."""
     out = logits
-    rows = [i for i, seq in enumerate(seqs) if seq.params.repetition_penalty != 1]
-    if rows:
+    penalties = {
+        i: row.seq.params.repetition_penalty
+        for i, row in enumerate(rows)
+        if row.seq.params.repetition_penalty != 1
+    }
+    if penalties:
         logits = logits.float()
-        held = torch.zeros(len(rows), logits.shape[1], dtype=torch.bool)
-        for at, i in enumerate(rows):
-            held[at, seqs[i].tokens] = True
-        index = tensor(rows, logits.device, torch.int64)
-        row = logits[index]
-        penalty = tensor([seqs[i].params.repetition_penalty for i in rows], row.device)[:, None]
-        penalized = torch.where(row > 0, row / penalty, row * penalty)
-        held = held.to(row.device, non_blocking=True)
-        out = logits.index_copy(0, index, torch.where(held, penalized, row))
+        held = torch.zeros(len(penalties), logits.shape[1], dtype=torch.bool)
+        for at, i in enumerate(penalties):
+            held[at, [*rows[i].seq.tokens, *rows[i].draft]] = True
+        index = tensor([*penalties], logits.device, torch.int64)
+        some = logits[index]
+        penalty = tensor([*penalties.values()], logits.device)[:, None]
+        penalized = torch.where(some > 0, some / penalty, some * penalty)
+        held = held.to(logits.device, non_blocking=True)
+        out = logits.index_copy(0, index, torch.where(held, penalized, some))
     added = [
         (i, token, bias)
-        for i, seq in enumerate(seqs)
-        for token, bias in additions(seq).items()
+        for i, row in enumerate(rows)
+        for token, bias in additions(row).items()
         if token < logits.shape[1]
     ]
     if added:
@@ -96,9 +148,9 @@ def penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:
         out = out.float().index_put((index[:, 0], index[:, 1]), values, accumulate=True)
     early = [
         (i, token)
-        for i, seq in enumerate(seqs)
-        if seq.generated < seq.params.min_tokens
-        for token in seq.eos | frozenset(seq.params.stop_token_ids)
+        for i, row in enumerate(rows)
+        if row.at < row.seq.params.min_tokens
+        for token in row.seq.eos | frozenset(row.seq.params.stop_token_ids)
         if token < logits.shape[1]
     ]
     if early:
@@ -107,36 +159,36 @@ def penalize(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     return out
 
 
-def additions(seq: Sequence) -> dict[int, float]:
+def additions(row: Row) -> dict[int, float]:
     """What is added to the logits of some tokens: biases and penalties."""
-    params = seq.params
+    params = row.seq.params
     out = dict(params.logit_bias)
     if params.presence_penalty or params.frequency_penalty:
-        for token, count in seq.counts.items():
+        for token, count in (row.seq.counts + Counter(row.draft)).items():
             penalty = params.presence_penalty + params.frequency_penalty * count
             out[token] = out.get(token, 0.0) - penalty
     return out
 
 
-def draw(logits: Tensor, seqs: list[Sequence], greedy: Tensor) -> Tensor:
+def draw(logits: Tensor, rows: list[Row], greedy: Tensor) -> Tensor:
     """Tokens (B,) by temperature, top-k, top-p and min-p; where the temperature is 0, `greedy`."""
-    params, vocabulary = [seq.params for seq in seqs], logits.shape[1]
+    params, vocabulary = [row.seq.params for row in rows], logits.shape[1]
     top_k = [min(p.top_k, vocabulary) or vocabulary for p in params]
     numbers = [  # one copy to the device for all
         [max(p.temperature, GREEDY) for p in params],
-        [seq.random.random() for seq in seqs],
         [p.temperature <= GREEDY for p in params],
         top_k,
         [p.top_p for p in params],
         [p.min_p for p in params],
     ]
-    temperature, uniform, cold, *filters = tensor(numbers, logits.device)[..., None]
+    temperature, cold, *filters = tensor(numbers, logits.device)[..., None]
     probs = (logits / temperature).softmax(-1)
     filtered = [p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params]
     if any(filtered):
-        rows = tensor(filtered, logits.device, torch.bool)[:, None]
-        probs = torch.where(rows, keep(probs, max(top_k), *filters), probs)
-    return torch.where(cold[:, 0].bool(), greedy, pick(probs, uniform))
+        some = tensor(filtered, logits.device, torch.bool)[:, None]
+        probs = torch.where(some, keep(probs, max(top_k), *filters), probs)
+    keys = tensor([row.seq.key(row.at) for row in rows], logits.device, torch.int32)
+    return torch.where(cold[:, 0].bool(), greedy, race(probs, keys))
 
 
 def keep(probs: Tensor, most: int, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -157,20 +209,36 @@ def keep(probs: Tensor, most: int, top_k: Tensor, top_p: Tensor, min_p: Tensor) 
     return torch.zeros_like(probs).scatter_(1, order, likeliest)
 
 
-def pick(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Where the cumulated weights (B, V) pass a uniform number (B, 1) of their sum."""
-    total = probs.cumsum(-1)
-    at = torch.searchsorted(total, uniform * total[:, -1:], right=True)[:, 0]
-    # Rounding may carry the search past the last token that has any probability.
-    last = (probs > 0).long().cumsum(-1).argmax(-1)
-    return torch.minimum(at, last)
+def race(weights: Tensor, keys: Tensor) -> Tensor:
+    """Draw a token (B,) by weights (B, V) and what is random about each draw, keys (B, 2) int32.
+
+    Each token arrives after an exponential time at the rate of its weight, and the first one wins,
+    which each does with its share of the weights. Two models that are given the same key choose the
+    same token nearly as often as any two draws by their probabilities can, so a draft is drawn with
+    the key of the token that it stands for, and taken if it is that token (Daliri et al., Coupling
+    without communication and drafter-invariant speculative decoding, 2024).
+    """
+    return (weights / waits(keys, weights.shape[1])).argmax(-1)
+
+
+def waits(keys: Tensor, count: int) -> Tensor:
+    """Exponential random numbers (B, count), a function of keys (B, 2) int32 and the column."""
+    bits = torch.arange(count, dtype=torch.int32, device=keys.device) * GOLDEN
+    for key in (keys[:, :1], keys[:, 1:]):
+        bits = bits ^ key
+        for shift, factor in MURMUR:
+            bits = bits ^ (bits >> shift & (1 << 32 - shift) - 1)  # a shift that lets zeros in
+            bits = bits * factor if factor else bits
+    # Small numbers, which win, are exact to 2^-32; none is infinite.
+    uniform = ((bits & 0x7FFFFFFF).float() + 0.5) * 2**-31
+    return -torch.log1p(-uniform.clamp_max(1 - 2**-24))
 
 
 def logprobs(
-    logits: Tensor, tokens: Tensor, seqs: list[Sequence]
+    logits: Tensor, tokens: Tensor, texts: list[Row]
 ) -> Callable[[list[int]], list[Logprob | None]]:
     """Log probabilities for the sequences that asked for them, once the tokens are known."""
-    counts = [seq.params.logprobs for seq in seqs]
+    counts = [text.seq.params.logprobs for text in texts]
     rows = [i for i, count in enumerate(counts) if count is not None]
     if not rows:
         return lambda chosen: [None] * len(chosen)

@@ -13,12 +13,20 @@ class Scheduled:
     """A sequence, and which of its tokens run in a step: so many `tokens` from `first` on.
 
     samples: whether the step reaches the end of the sequence, so that a token is sampled.
+    draft: tokens that may come next. They run behind the one token of the step, and a token is
+    sampled after each of them, too.
     """
 
     seq: Sequence
     first: int
     tokens: int
     samples: bool
+    draft: tuple[int, ...] = ()
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that are sampled."""
+        return self.samples + len(self.draft)
 
     @property
     def reads_prompt(self) -> bool:
@@ -100,9 +108,11 @@ class Scheduler:
             self.blocks.grow(s.seq, end)
         return [Scheduled(s.seq, end - 1, 1, True) for s, end in zip(going, ends, strict=True)]
 
-    def done(self, scheduled: Scheduled) -> None:
-        """Note that a scheduled sequence's tokens have run."""
-        self.blocks.computed(scheduled.seq, scheduled.first + scheduled.tokens)
+    def done(self, scheduled: Scheduled, accepted: int = 0) -> None:
+        """Note that a scheduled sequence's tokens have run; accepted: of its draft."""
+        self.blocks.computed(scheduled.seq, scheduled.first + scheduled.tokens + accepted)
+        if scheduled.draft:
+            self.blocks.shrink(scheduled.seq)
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, running or waiting, and free its blocks."""

@@ -148,6 +148,8 @@ class Sequence:
     stop_reason: str | int | None = None
     error: str = ""
     cached: int = 0  # prompt tokens that the prefix cache had
+    accepted: int = 0  # tokens of the text that were drafted
+    rejected: int = 0  # drafted ones that were not taken
     counts: Counter[int] = field(default_factory=Counter)  # of the text's tokens, for penalties
     prompt_logprobs: list[Logprob | None] = field(default_factory=list)  # None: the first token
     pooled: "Tensor | None" = None  # sum of the prompt's hidden states
@@ -163,9 +165,9 @@ class Sequence:
         self.silent = False  # whether the last token has ended the text, and is not part of it
         self.ends = self.eos if not self.params.ignore_eos else frozenset()
         self.ends |= frozenset(self.params.stop_token_ids)
-        # Texts of one request differ: the seed of text i is the i-th successor's.
         seed = self.params.seed
-        self.random = random.Random(None if seed is None else f"{seed}/{self.index}")
+        # Texts of one request differ.
+        self.seed = random.Random(None if seed is None else f"{seed}/{self.index}").getrandbits(64)
 
     @property
     def output(self) -> list[int]:
@@ -179,6 +181,17 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens to run through the model before the next one can be sampled."""
         return len(self.tokens) - self.computed
+
+    def key(self, at: int) -> tuple[int, int]:
+        """What is random about the choice of output token `at`: two numbers of 32 bits, signed.
+
+        It depends on the place alone, so that a token is the same whether it was drafted or not.
+        """
+        x = (self.seed + (at + 1) * 0x9E3779B97F4A7C15) % (1 << 64)  # splitmix64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % (1 << 64)
+        x ^= x >> 31
+        return (x >> 32) - (1 << 31), x % (1 << 32) - (1 << 31)
 
     def append(self, token: int, logprob: Logprob | None = None) -> None:
         """Take a sampled token, and finish if it is an end or the last that fits."""
@@ -199,12 +212,13 @@ class Sequence:
         elif len(self.tokens) >= self.limit:
             self.finish = "length"
 
-    def read(self) -> bool:
-        """Add the last token to the text; whether a stop string has ended it."""
+    def read(self, at: int) -> bool:
+        """Add output token `at` to the text; whether a stop string has ended it."""
+        last = self.finish is not None and at == self.generated - 1
         found = self.detokenizer.add(
-            [] if self.silent else self.tokens[-1:],
-            last=self.finish is not None,
-            stop=self.generated >= self.params.min_tokens,
+            [] if last and self.silent else [self.tokens[len(self.prompt) + at]],
+            last=last,
+            stop=at + 1 >= self.params.min_tokens,
         )
         if found:
             self.finish, self.stop_reason = "stop", found

@@ -4,6 +4,7 @@ llguidance parses the tokens so far and says which tokens may come next; the sam
 others no probability.
 """
 
+import copy
 import json
 import threading
 from collections import OrderedDict
@@ -151,6 +152,18 @@ class Matcher:
         if self.fresh:
             word, bit = divmod(self.open, 32)
             bits[word] |= (1 << bit) - (1 << 32 if bit == 31 else 0)
+
+    def copy(self) -> "Matcher":
+        """A matcher that goes on from here by itself."""
+        other = copy.copy(self)
+        other.grammar = self.grammar.deep_copy()
+        return other
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may come next."""
+        if self.thinking or (self.fresh and token == self.open):
+            return True
+        return not self.ended and bool(self.grammar.validate_tokens([token]) == 1)
 
     def take(self, token: int) -> None:
         """Go on with a token."""

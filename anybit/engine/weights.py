@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from anybit.checkpoint.names import Tensors, check_missing, layout
 from anybit.checkpoint.stream import plan_quantization
+from anybit.core.format import get_format
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.engine.fused import linear, placed
@@ -146,11 +147,12 @@ class Checkpoint(Weights):
     ):
         super().__init__(device, dtype)
         self.directory, self.formats, self.keep = directory, formats, keep
+        self.config = model.config
         stored: Mapping[str, Tensors]
         schemes: Mapping[str, str] = {}
         if quantization is not None:
             work = plan_quantization(directory, quantization, RTN(), as_in_model=True)
-            stored, schemes = work.stored, work.schemes
+            stored, schemes, self.config = work.stored, work.schemes, work.model.config
             known = {*work.names, *work.unexpected}
         else:
             found = layout(stored_tensors(directory), model, lambda name: True)
@@ -227,6 +229,23 @@ class Checkpoint(Weights):
                 f"no format for it ({plan_text(plan)})"
             )
         return scheme
+
+
+class Rougher(Checkpoint):
+    """A quantized checkpoint whose quantized layers are all rounded again, to one format."""
+
+    def __init__(
+        self, directory: Path, device: torch.device, dtype: torch.dtype, model: Any,
+        formats: Mapping[str, str | None] | None, quantization: Any, keep: Keep,
+    ):  # fmt: skip
+        super().__init__(directory, device, dtype, model, formats, None, keep)
+        self.format = get_format(quantization)
+
+    def part(self, name: str, shape: tuple[int, int], bias: bool) -> Part:
+        weight, b, activation = super().part(name, shape, bias)
+        if isinstance(weight, Packed):
+            return quantize_tensor(weight.dequantize(), self.format), b, None
+        return weight, b, activation
 
 
 def plan_text(plan: Mapping[str, str | None]) -> str:

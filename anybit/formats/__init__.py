@@ -1,5 +1,25 @@
 """The formats that come with anybit; importing this package registers them."""
 
-from anybit.formats import codebook, integer, liquid, microscaling, minifloat, sparse, table4, trellis
+from anybit.formats import (
+    codebook,
+    integer,
+    kquant,
+    liquid,
+    microscaling,
+    minifloat,
+    sparse,
+    table4,
+    trellis,
+)
 
-__all__ = ["codebook", "integer", "liquid", "microscaling", "minifloat", "sparse", "table4", "trellis"]
+__all__ = [
+    "codebook",
+    "integer",
+    "kquant",
+    "liquid",
+    "microscaling",
+    "minifloat",
+    "sparse",
+    "table4",
+    "trellis",
+]

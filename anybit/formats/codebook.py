@@ -5,7 +5,9 @@ neighbours along K, and every vector becomes m codes of b bits, one into each co
 learned scalar tables, so `codebook:m=1,v=1,b=4,group=64` is a cousin of NF4. Storage is CodeGEMM's
 equation 1: b*m/v bits a weight, 16/g for the scales, and the tables.
 
-Here codebooks come from k-means on the weights alone; a quantizer may calibrate them.
+Here codebooks come from k-means on the weights alone; a quantizer may calibrate them. With the
+option `uniform`, a codebook holds all vectors of a few integers instead, so that uniform and binary
+weights run on the kernels of codebooks (CodeGEMM, section 5); `as_codebook` converts them.
 """
 
 from dataclasses import dataclass
@@ -25,7 +27,9 @@ from anybit.core.format import (
     store_scale,
     ungroup,
 )
+from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
+from anybit.formats.integer import Integer
 from anybit.formats.kmeans import chunk, kmeans, nearest, nearest_one
 
 if TYPE_CHECKING:
@@ -49,12 +53,15 @@ class Codebook(Format):
         v: Weights in a vector.
         b: Bits of a code, 1 to 8, or 16.
         group: Columns that share a normalization; 0 means the whole row (the paper's g = -1).
+        uniform: Bits of the integers whose vectors are the centroids; 1 stands for -1 and +1. 0
+            means centroids of the weights. A quantizer that learns tables starts from them.
     """
 
     m: int = 2
     v: int = 8
     b: int = 8
     group: int = 0
+    uniform: int = 0
 
     rowwise = False  # all rows share the codebooks
     lookup: ClassVar[str | None] = "codebook"
@@ -67,6 +74,12 @@ class Codebook(Format):
             )
         if self.group % self.v:
             raise InvalidInput(f"codebook: group={self.group} is not a multiple of v={self.v}")
+        if self.uniform and (self.m != 1 or self.b != self.uniform * self.v or self.b > 8):
+            raise InvalidInput(
+                f"codebook: vectors of v={self.v} integers of uniform={self.uniform} bits are one "
+                f"codebook of b={self.uniform * self.v} bits, at most 8; found m={self.m} and "
+                f"b={self.b}"
+            )
 
     @property
     def bits(self) -> int:  # type: ignore[override]
@@ -84,6 +97,9 @@ class Codebook(Format):
         return super().entries() | {"codebook": Entry(table=(self.m, 2**self.b, self.v))}
 
     def fit(self, w: Tensor) -> Grid:
+        if self.uniform:
+            scale = Integer(self.uniform, self.group).fit(w)["scale"]
+            return {"scale": scale, "codebook": self.integers().to(w.device)}
         scale = store_scale(groups_of(w, self.group).square().mean(-1).sqrt_())
         random = torch.Generator().manual_seed(0)  # on the CPU: the same sample on every device
         count = w.numel() // self.v
@@ -99,6 +115,11 @@ class Codebook(Format):
             books.append(book)
             vectors = vectors - book.float()[nearest(vectors, book.float())]
         return {"scale": scale, "codebook": torch.stack(books)}
+
+    def integers(self) -> Tensor:
+        """All vectors of these integers (1, 2**b, v); the first weight is a code's highest bits."""
+        values = Integer(self.uniform).values(torch.arange(2**self.uniform), {})
+        return torch.cartesian_prod(*[values] * self.v).view(1, -1, self.v).half()
 
     def encode(self, w: Tensor, grid: Grid) -> Tensor:
         """Greedy over the codebooks, then two sweeps that choose each code anew."""
@@ -138,3 +159,28 @@ class Codebook(Format):
         for book in tl.static_range(1, books):
             total += lang.lookup(at, 0, lang.code(at, book) + (book << self.b))
         return total
+
+
+def as_codebook(packed: Packed) -> Packed:
+    """An integer weight as vectors of a codebook: the same values and scales, in as many bits.
+
+    As many neighbours as fit into 8 bits become one code: 8 of int1, 4 of int2, 2 of int3 and int4.
+
+    Raises:
+        InvalidInput: The weight has zero points, an order of columns or another format, which
+            codebooks that all rows share cannot hold; or K is not a multiple of the vector.
+    """
+    fmt, (n, k) = packed.format, packed.shape
+    if not isinstance(fmt, Integer) or fmt.zero or fmt.order:
+        raise InvalidInput(
+            f"{fmt.spec}: only integers without zero points, in the order of columns, are vectors "
+            "of one codebook; quantize to int1 ... int8 first"
+        )
+    v = 8 // fmt.bits
+    new = Codebook(m=1, v=v, b=fmt.bits * v, group=fmt.group, uniform=fmt.bits)
+    new.check(n, k)
+    codes = torch.zeros(n, k // v, dtype=torch.uint8, device=packed.planes[0].device)
+    for digit in packed.codes().view(n, -1, v).unbind(-1):
+        codes = codes << fmt.bits | digit
+    book = new.integers().to(codes.device)
+    return Packed.from_codes(new, (n, k), codes, packed.grid | {"codebook": book})

@@ -1,8 +1,8 @@
-"""nf4 and fp4bnb: 4-bit codes of a fixed table, times the largest magnitude of a block.
+"""nf4, fp4bnb and iq4_nl: 4-bit codes of a fixed table, times a scale for each block.
 
 nf4 holds quantiles of the normal distribution (QLoRA, appendix E); fp4bnb is bitsandbytes' own
-float, which is not e2m1. The table is that of bitsandbytes in fp32, stored with the weight like a
-codebook's, so every kernel that looks up codebooks reads it.
+float, which is not e2m1; iq4_nl is llama.cpp's table of whole numbers. Tables are in fp32, stored
+with the weight like a codebook's, so every kernel that looks up codebooks reads them.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,10 @@ from anybit.formats.codebook import Codebook
 
 POSITIVE = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5,
             0.1666666716337204, 0.25)  # fmt: skip
+IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0,
+       1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)  # fmt: skip
 TABLES = {
+    "iq4_nl": IQ4,
     "nf4": (
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
         -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
@@ -52,7 +55,8 @@ class Table4(Codebook):
 
     def fit(self, w: Tensor) -> Grid:
         numbers = torch.tensor(TABLES[self.table], device=w.device).view(1, 16, 1)
-        return {"scale": store_scale(groups_of(w, self.group).abs().amax(-1)), "codebook": numbers}
+        scale = groups_of(w, self.group).abs().amax(-1) / numbers.abs().max()
+        return {"scale": store_scale(scale), "codebook": numbers}
 
     def _spec_parts(self) -> tuple[str, list[str]]:
         return self.table, self._options(skip=("m", "v", "b", "table"))

@@ -23,10 +23,13 @@ from torch import Tensor, nn
 from transformers.integrations.peft import PeftAdapterMixin
 
 from anybit.core.packed import Packed
+from anybit.core.rotation import Rotation
 from anybit.errors import InvalidInput, Unsupported
 from anybit.nn.experts import Experts
 from anybit.nn.linear import QuantLinear
-from anybit.nn.model import output_embeddings, quantized_layers
+from anybit.nn.model import quantized_layers
+from anybit.nn.tied import output_embeddings
+from anybit.quantizers.base import quantize_weights
 from anybit.quantizers.rtn import RTN
 
 log = logging.getLogger(__name__)
@@ -119,7 +122,8 @@ costs: dict[nn.Module, Tensor] | None = None
 def rounded(weight: Tensor, like: Packed) -> Packed:
     """A weight (N, K) rounded to nearest in the format of another, in its order of columns."""
     if not like.format.order:
-        return RTN().quantize(weight, like.format)
+        rotation = Rotation.of(like.grid) if like.format.rotate else None
+        return quantize_weights(RTN(), [weight], like.format, rotation=rotation)[0]
     order, fmt = like.grid["order"], like.stored().format
     stored = RTN().quantize(weight.index_select(1, order), fmt)
     return dataclasses.replace(stored, format=like.format, grid=stored.grid | {"order": order})

@@ -51,6 +51,7 @@ from anybit.nn.plan import (
     quantization_config,
     stored_plan,
 )
+from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.rtn import RTN
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ def fill(layer: QuantLinear, weight: Tensor, name: str) -> None:
     """Quantize a loaded weight into an empty layer."""
     check_finite(weight, name)
     weight = weight.T if layer.transposed else weight
-    packed = RTN().quantize(weight, layer.format)
+    packed = quantize_weight(RTN(), weight, layer.format)
     if packed.shape != (layer.out_features, layer.in_features):
         raise InvalidInput(
             f"{name}: the checkpoint has shape {packed.shape}, the model "

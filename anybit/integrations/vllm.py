@@ -2,12 +2,15 @@
 
     vllm serve OUT                      # a checkpoint of anybit names its method in config.json
     vllm.LLM(DENSE, quantization="anybit", hf_overrides={"anybit": {"formats": "fp6"}})
+    vllm.LLM(FOREIGN, quantization="anybit")         # GPTQ's, AWQ's, ...: what `convert` reads
 
 Checked with vLLM 0.32 and 0.33. The plugin implements vLLM's abstract classes, and nothing of
-vLLM's own methods: `vllm_linear.py` loads linear layers, `vllm_moe.py` experts, and
-`vllm_products.py` multiplies.
+vLLM's own methods: `vllm_linear.py` loads linear layers, `vllm_moe.py` experts, `vllm_foreign.py`
+those of other tools, and `vllm_products.py` multiplies.
 """
 
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from anybit.checkpoint.names import Names
 from anybit.core.packed import is_codes
 from anybit.engine.weights import plan_text
 from anybit.errors import InvalidInput
+from anybit.integrations.vllm_foreign import Source, directory_of, planned
 from anybit.kernels.registry import BACKENDS
 from anybit.nn.model import linear_schemes
 from anybit.nn.plan import METHOD, patterns_for, plan_of
@@ -42,22 +46,34 @@ def register() -> None:
     except ValueError:  # not there yet
         pass
     register_quantization_config(METHOD)(AnybitConfig)
+    if find_spec("llvmlite"):
+        # On a CPU, vLLM reads `vars` of all that modules hold, and this object has none: whatever
+        # it is asked for, `__dict__` included, it gives a function of LLVM's.
+        from llvmlite.binding import ffi
+
+        ffi.lib._fntab["__dict__"] = {}
 
 
 class AnybitConfig(QuantizationConfig):
     """Which format each linear layer has, and which kernels multiply.
 
     formats: {glob: scheme or None}, as in `quantize_`; None until `maybe_update_config` finds them
-        in the overrides. They describe the layers of a quantized checkpoint, or say what a dense
-        one is quantized to while it is loaded (round to nearest).
+        in the overrides, or in another tool's checkpoint. They describe the layers of a quantized
+        checkpoint, or say what a dense one is quantized to while it is loaded (round to nearest).
     backend: a name in `registry.BACKENDS` for all layers; None lets each layer have the first that
         takes it. Part of the model's config, which vLLM's compile cache depends on, and not of the
         environment, which it does not.
     """
 
-    def __init__(self, formats: dict[str, str | None] | None = None, backend: str | None = None):
+    def __init__(
+        self,
+        formats: dict[str, str | None] | None = None,
+        backend: str | None = None,
+        foreign: bool = False,
+    ):
         super().__init__()
-        self.formats, self.backend = formats, backend
+        self.formats, self.backend, self.foreign = formats, backend, foreign
+        self.source: Source | None = None  # of the layers of another tool's checkpoint
         self.names: dict[str, str] = {}  # vLLM's names of layers -> the checkpoint's
         self.coded: set[str] = set()  # layers that the checkpoint holds in codes
         self.dense: set[str] = set()  # layers and embeddings whose weight it holds
@@ -83,7 +99,16 @@ class AnybitConfig(QuantizationConfig):
         """From a checkpoint's `quantization_config`, checked as transformers checks it."""
         from anybit.integrations.transformers import AnybitConfig as Checked
 
+        if config.get("quant_method") != METHOD:
+            return cls(foreign=True)
         return cls(Checked(**config).formats)
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> Any:
+        """Claims other tools' checkpoints for a user who asks for anybit."""
+        return METHOD if user_quant == METHOD else None
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
@@ -91,6 +116,13 @@ class AnybitConfig(QuantizationConfig):
         """Read `hf_overrides`, and what the checkpoint's files hold."""
         from vllm.transformers_utils.config import get_safetensors_params_metadata
 
+        if self.foreign:
+            directory = directory_of(model_name, revision)
+            work = planned(directory)
+            self.formats = dict(work.formats)
+            schemes = {name: layer.scheme for name, layer in work.layers.items()}
+            self.source = Source(directory, schemes)
+            self._ignore_unexpected_suffixes += self.source.nested()
         self._override(getattr(hf_config, OVERRIDE, None), model_name)
         stored = get_safetensors_params_metadata(model_name, revision=revision)
         shapes = {n: tuple(entry["shape"]) for n, entry in stored.items() if "shape" in entry}
@@ -131,6 +163,8 @@ class AnybitConfig(QuantizationConfig):
         The latter is what `quantize_` would do with transformers' model of this configuration.
         """
         self.coded = {name.rpartition(".")[0] for name in shapes if is_codes(name)}
+        if self.source is not None:
+            self.coded = set(self.source.schemes)
         matrices = {n for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2}
         self.dense = {name.removesuffix(".weight") for name in matrices} - self.coded
         if not self.coded:
@@ -157,6 +191,8 @@ class AnybitConfig(QuantizationConfig):
             return self.on_load.get(name)
         if name not in self.coded:
             return None
+        if self.source is not None:
+            return self.source.schemes[name]
         plan = self.formats or {}
         matches = patterns_for(name, plan)
         scheme = plan[matches[-1]] if matches else None
@@ -184,10 +220,15 @@ class AnybitConfig(QuantizationConfig):
 
         names = self.parts(prefix)
         schemes = [self.scheme(name) for name in names]
+        if any(self.names.get(name, name) in self.coded for name in names):
+            return Stored(names, schemes, self.backend, self.layers_of_others())
         if any(schemes):
-            method = OnLoad if self.quantizes else Stored
-            return method(names, schemes, self.backend)
+            return OnLoad(names, schemes, self.backend)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+    def layers_of_others(self) -> Source | None:
+        """The layers that another tool quantized, by vLLM's names, which are known by now."""
+        return None if self.source is None else replace(self.source, names=self.names)
 
     def parts(self, prefix: str) -> list[str]:
         """The checkpoint's layers, by vLLM's names, that make up a layer of vLLM's."""

@@ -6,7 +6,7 @@ differ in format and have codebooks of their own. When all are read, those of on
 weight, and the rest stay beside it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,14 +21,17 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
 
 from anybit.core.scheme import parse_scheme
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, Unsupported
+from anybit.integrations.vllm_foreign import Source
 from anybit.integrations.vllm_products import build
 from anybit.nn.grouped import Weight
 from anybit.nn.linear import check_finite
 from anybit.nn.sharding import WHOLE, Piece, check_columns, share
+from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.rtn import RTN
 
 logger = init_logger(__name__)
+PARTS = {"q": 0, "k": 1, "v": 2}  # of a merged layer, as vLLM calls them; others by number
 
 
 class AnybitLinearMethod(LinearMethodBase):
@@ -67,7 +70,17 @@ class AnybitLinearMethod(LinearMethodBase):
 
 @register_weight_loader_v2_supported_method
 class Stored(AnybitLinearMethod):
-    """Layers of a quantized checkpoint."""
+    """Layers of a quantized checkpoint. source: of layers that another tool quantized."""
+
+    def __init__(
+        self,
+        names: list[str],
+        schemes: list[str | None],
+        backend: str | None,
+        source: Source | None = None,
+    ):
+        super().__init__(names, schemes, backend)
+        self.source = source
 
     def create_weights(
         self,
@@ -89,14 +102,22 @@ class Stored(AnybitLinearMethod):
         loader = extra_weight_attrs["weight_loader"]
         indices = getattr(layer, "shard_indices", None)  # of a vocabulary
         first = None if indices is None else indices.org_vocab_start_index
-        for key in dict.fromkeys(key for piece in layer.pieces for key in piece.keys()):  # noqa: SIM118
-            layer.register_parameter(key, Receiver(key, layer.pieces, loader, first))
+        keys = dict.fromkeys(key for piece in layer.pieces for key in piece.keys())  # noqa: SIM118
+        receivers = {key: Receiver(key, layer.pieces, loader, first) for key in keys}
+        if self.source is None:
+            for key, receiver in receivers.items():
+                layer.register_parameter(key, receiver)
+            return
+        seen = set[str]()
+        for key in self.source.keys(self.names):
+            own = Foreign(key, self.source, self.names, receivers, seen)
+            layer.register_parameter(key, own)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if "parts" in layer._modules:
             return
         pieces, dtype = layer.pieces, layer.params_dtype
-        receivers = {k: p for k, p in layer._parameters.items() if isinstance(p, Receiver)}
+        receivers = {k: p for k, p in layer._parameters.items() if isinstance(p, Empty)}
         device = next(iter(receivers.values())).device
         for piece in pieces:
             if piece.apart:
@@ -165,20 +186,16 @@ class OnLoad(AnybitLinearMethod):
         layer.parts = build(weights, self.backend, layer.params_dtype, self.names[0])
 
 
-class Receiver(BasevLLMParameter):
-    """Stands for one kind of stored tensor (a plane, a scale) of a layer while vLLM loads it.
+class Empty(BasevLLMParameter):
+    """Stands for one kind of stored tensor of a layer while vLLM loads it; itself empty."""
 
-    It is empty: what vLLM loads into it goes to the layer's pieces.
-    """
+    load: Any  # what a model calls with each tensor
 
-    output_dim = 0  # along which vLLM divides layers that are merged in the checkpoint
-
-    def __init__(self, key: str, pieces: list[Piece], weight_loader: Any, first: int | None):
+    def __init__(self, data: Tensor, weight_loader: Any = None):
         super().__init__(data=self.data, weight_loader=weight_loader)
-        self.key, self.pieces, self.first = key, pieces, first
 
-    def __new__(cls, key: str, pieces: list[Piece], *args: Any) -> "Receiver":
-        return super().__new__(cls, data=nothing(key, pieces))
+    def __new__(cls, data: Tensor, *args: Any) -> Any:
+        return super().__new__(cls, data=data)
 
     @property
     def weight_loader(self) -> Any:
@@ -187,6 +204,19 @@ class Receiver(BasevLLMParameter):
     @weight_loader.setter
     def weight_loader(self, value: Any) -> None:
         self._weight_loader = value
+
+
+class Receiver(Empty):
+    """Hands what vLLM loads into it, planes or scales, to the layer's pieces."""
+
+    output_dim = 0  # along which vLLM divides layers that are merged in the checkpoint
+
+    def __new__(cls, key: str, pieces: list[Piece], *args: Any) -> "Receiver":
+        return super().__new__(cls, nothing(key, pieces))
+
+    def __init__(self, key: str, pieces: list[Piece], weight_loader: Any, first: int | None):
+        super().__init__(self.data, weight_loader)
+        self.key, self.pieces, self.first = key, pieces, first
 
     def load(self, param: "Receiver", loaded: Tensor, shard_id: Any = None) -> None:
         """What a model calls with each tensor. shard_id: which part of a merged layer it is."""
@@ -228,6 +258,44 @@ class Receiver(BasevLLMParameter):
         raise InvalidInput(f"{self.pieces[0].name}: no part begins there; {len(self.pieces)} parts")
 
 
+class Foreign(Empty):
+    """Stands for a tensor of another tool. The first one of a layer brings all of ours.
+
+    names: of the layers, one for each part of a merged layer, or one that is merged already.
+    receivers: of our tensors. seen: layers that are loaded, as all placeholders know them.
+    """
+
+    def __new__(cls, *args: Any) -> "Foreign":
+        return super().__new__(cls, torch.empty(0))
+
+    def __init__(
+        self,
+        key: str,
+        source: Source,
+        names: list[str],
+        receivers: Mapping[str, Receiver],
+        seen: set[str],
+    ):
+        super().__init__(self.data)
+        self.key, self.source, self.names = key, source, names
+        self.receivers, self.seen = receivers, seen
+
+    def load(self, param: "Foreign", loaded: Tensor, shard_id: Any = None) -> None:
+        at = PARTS.get(shard_id, shard_id) if len(self.names) > 1 else 0
+        if not isinstance(at, int):
+            raise Unsupported(
+                f"{', '.join(self.names)}: vLLM has parts {at!r} here, which anybit does not know; "
+                "make a checkpoint of anybit first, with `anybit convert`"
+            )
+        tensors, name = {self.key: loaded}, self.names[at]
+        if self.source.has(name):
+            tensors = {} if name in self.seen else self.source.tensors(name)
+            self.seen.add(name)
+        for key, tensor in tensors.items():
+            receiver = self.receivers[key]
+            receiver.load(receiver, tensor, *(() if shard_id is None else (shard_id,)))
+
+
 def nothing(key: str, pieces: Iterable[Piece]) -> Tensor:
     """An empty tensor of the dtype that pieces have under a key, or vLLM would warn."""
     return torch.empty(0, dtype=next(p.dtype(key) for p in pieces if key in p.keys()))  # noqa: SIM118
@@ -239,7 +307,7 @@ def quantized(weight: Tensor, scheme: str | None, name: str) -> Weight:
         return weight, None
     check_finite(weight, f"{name}.weight")
     fmt, activation = parse_scheme(scheme)
-    return RTN().quantize(weight, fmt), activation
+    return quantize_weight(RTN(), weight, fmt), activation
 
 
 def check(name: str, scheme: str, n: int, k: int, ranks: int) -> None:
@@ -269,4 +337,4 @@ def fill(piece: Piece, device: torch.device) -> None:
     if piece.format is None or piece.apart:
         piece.format, piece.apart, piece.tensors = None, False, {"weight": weight}
     else:
-        piece.tensors = RTN().quantize(weight, piece.format).tensors()
+        piece.tensors = quantize_weight(RTN(), weight, piece.format).tensors()

@@ -5,7 +5,7 @@ a grouped product for the experts' format, tokens sorted by expert go through on
 expert comes after the other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +17,11 @@ from vllm.model_executor.layers.fused_moe.activation import (
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
-from vllm.model_executor.parameter import BasevLLMParameter
 from vllm.model_executor.utils import set_weight_attrs
 
 from anybit.errors import InvalidInput
-from anybit.integrations.vllm_linear import check, fill, is_dummy, nothing, quantized
+from anybit.integrations.vllm_foreign import Source
+from anybit.integrations.vllm_linear import Empty, check, fill, is_dummy, nothing, quantized
 from anybit.integrations.vllm_products import Experts, all_experts, one_by_one
 from anybit.nn.grouped import Weight
 from anybit.nn.sharding import WHOLE, Piece, share
@@ -45,14 +45,13 @@ def method_for(config: "AnybitConfig", layer: Any, prefix: str) -> "AnybitMoEMet
         for shard, projection in projections.items()
         if projection is not None
     }
-    schemes = {}
-    for at, name in names.items():
-        dense = config.coded and config.names.get(name, name) not in config.coded
-        schemes[at] = None if dense else config.scheme(name)
-    if not any(schemes.values()):
-        return None
-    method = OnLoadExperts if config.quantizes else StoredExperts
-    return method(layer.moe_config, names, schemes, config.backend)
+    schemes = {at: config.scheme(name) for at, name in names.items()}
+    if any(config.names.get(name, name) in config.coded for name in names.values()):
+        source = config.layers_of_others()
+        return StoredExperts(layer.moe_config, names, schemes, config.backend, source)
+    if any(schemes.values()):
+        return OnLoadExperts(layer.moe_config, names, schemes, config.backend)
+    return None
 
 
 class AnybitMoEMethod(FusedMoEMethodBase):
@@ -131,7 +130,18 @@ class AnybitMoEMethod(FusedMoEMethodBase):
 
 
 class StoredExperts(AnybitMoEMethod):
-    """Experts of a quantized checkpoint."""
+    """Experts of a quantized checkpoint. source: of layers that another tool quantized."""
+
+    def __init__(
+        self,
+        moe: Any,
+        names: dict[tuple[int, str], str],
+        schemes: dict[tuple[int, str], str | None],
+        backend: str | None,
+        source: Source | None = None,
+    ):
+        super().__init__(moe, names, schemes, backend)
+        self.source = source
 
     def create_weights(
         self,
@@ -157,13 +167,22 @@ class StoredExperts(AnybitMoEMethod):
         to_local = layer.expert_map_manager.map_global_to_local
         for kind in SHARDS:
             pieces = {at: piece for at, piece in layer.pieces.items() if at[1] in SHARDS[kind]}
-            for key in dict.fromkeys(key for piece in pieces.values() for key in piece.keys()):  # noqa: SIM118
-                layer.register_parameter(f"{kind}_{key}", Receiver(key, pieces, to_local, rank))
+            keys = dict.fromkeys(key for piece in pieces.values() for key in piece.keys())  # noqa: SIM118
+            receivers = {key: Receiver(key, pieces, to_local, rank) for key in keys}
+            if self.source is None:
+                for key, receiver in receivers.items():
+                    layer.register_parameter(f"{kind}_{key}", receiver)
+                continue
+            names = {at: name for at, name in self.names.items() if at[1] in SHARDS[kind]}
+            seen = set[tuple[int, str]]()
+            for key in self.source.keys(names.values()):
+                own = Foreign(key, self.source, names, receivers, seen)
+                layer.register_parameter(f"{kind}_{key}", own)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if "w13" in layer._modules:
             return
-        receivers = {k: p for k, p in layer._parameters.items() if isinstance(p, Receiver)}
+        receivers = {k: p for k, p in layer._parameters.items() if isinstance(p, Empty)}
         device = next(iter(receivers.values())).device
         weights: dict[str, list[list[Weight]]] = {kind: [] for kind in SHARDS}
         for at in range(layer.local_num_experts):
@@ -226,8 +245,11 @@ class OnLoadExperts(AnybitMoEMethod):
         self.finish(layer, weights)
 
 
-class Receiver(BasevLLMParameter):
-    """Stands for one kind of stored tensor of all experts while vLLM loads it; itself empty."""
+class Receiver(Empty):
+    """Hands one kind of stored tensor of all experts to their pieces."""
+
+    def __new__(cls, key: str, pieces: dict[tuple[int, str], Piece], *args: Any) -> "Receiver":
+        return super().__new__(cls, nothing(key, pieces.values()))
 
     def __init__(
         self,
@@ -236,15 +258,8 @@ class Receiver(BasevLLMParameter):
         to_local: Callable[[int], int],
         rank: int,
     ):
-        super().__init__(data=self.data, weight_loader=None)
+        super().__init__(self.data)
         self.key, self.pieces, self.to_local, self.rank = key, pieces, to_local, rank
-
-    def __new__(cls, key: str, pieces: dict[tuple[int, str], Piece], *args: Any) -> "Receiver":
-        return super().__new__(cls, data=nothing(key, pieces.values()))
-
-    @property
-    def weight_loader(self) -> Any:
-        return self.load
 
     def load(
         self,
@@ -262,4 +277,49 @@ class Receiver(BasevLLMParameter):
         piece = self.pieces[at, shard_id]
         first = 0 if shard_id == "w2" else self.rank * piece.shape[0]
         piece.take(self.key, loaded_weight, first, self.data.device)
+        return True
+
+
+class Foreign(Empty):
+    """Stands for a tensor of another tool. The first one of a projection brings all of ours.
+
+    names: of each (expert, shard). receivers: of our tensors. seen: projections that are loaded,
+    as all placeholders know them.
+    """
+
+    def __new__(cls, *args: Any) -> "Foreign":
+        return super().__new__(cls, torch.empty(0))
+
+    def __init__(
+        self,
+        key: str,
+        source: Source,
+        names: dict[tuple[int, str], str],
+        receivers: Mapping[str, Receiver],
+        seen: set[tuple[int, str]],
+    ):
+        super().__init__(self.data)
+        self.key, self.source, self.names = key, source, names
+        self.receivers, self.seen = receivers, seen
+
+    def load(
+        self,
+        param: "Foreign",
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool:
+        """What a model calls with each tensor; False for an expert of another rank."""
+        at = expert_id, shard_id
+        tensors, name = {self.key: loaded_weight}, self.names[at]
+        if next(iter(self.receivers.values())).to_local(expert_id) < 0:
+            return False
+        if self.source.has(name):
+            tensors = {} if at in self.seen else self.source.tensors(name)
+            self.seen.add(at)
+        for key, tensor in tensors.items():
+            receiver = self.receivers[key]
+            receiver.load(receiver, tensor, weight_name, shard_id, expert_id)
         return True

@@ -8,19 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config_or_none
 
+from anybit.core.format import LAYER
 from anybit.core.packed import Packed
 from anybit.core.scheme import scheme_name
 from anybit.errors import InvalidInput
 from anybit.kernels.backend import LayerSpec
 from anybit.kernels.registry import choose, get_backend, refusals
 from anybit.nn import op as ops
+from anybit.nn.around import Around
 from anybit.nn.grouped import Weight, group, merge, parameters
 
 
 class Multiply(nn.Module):
     """A weight in the layout of the kernel that multiplies with it."""
-
-    order: Tensor | None
 
     def __init__(
         self,
@@ -36,12 +36,14 @@ class Multiply(nn.Module):
         self.scheme = scheme_name(stored.format, activation)
         self.backend = chosen(stored, activation, backend, dtype, name)
         self.layout = parameters(get_backend(self.backend).prepare(stored, activation, dtype))
-        self.register_buffer("order", packed.grid.get("order"))
+        for key in LAYER:
+            self.register_buffer(key, packed.grid.get(key))
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.order is not None:
-            x = x.index_select(-1, self.order)
-        return ops.linear(x, list(self.layout), bias, self.scheme, self.n, self.backend)
+        around = Around.of(self._buffers)
+        x, inside = around.before(x), around.inside(bias)
+        y = ops.linear(x, list(self.layout), inside, self.scheme, self.n, self.backend)
+        return around.after(y, bias)
 
 
 class Dense(nn.Module):

@@ -60,12 +60,14 @@ class Activations(NamedTuple):
         scale: (...,) fp32, one for each token.
         sums: (...,) int32, of each token's int8 codes; empty for fp8.
         dtype: what y comes in.
+        rotated: whether they were rotated before, as layers with a rotated weight want them.
     """
 
     codes: Tensor
     scale: Tensor
     sums: Tensor
     dtype: torch.dtype
+    rotated: bool = False
 
 
 class Backend(Protocol):

@@ -66,9 +66,9 @@ def grouped(name: str) -> Grouped | None:
 
 def refusals(layer: LayerSpec) -> dict[str, str | None]:
     """Every backend's answer to a layer: None, or why it refuses."""
-    if layer.format.order:
+    if layer.format.plain() != layer.format:
         raise InvalidInput(
-            f"{layer.format.spec}: kernels take Packed.stored() and x in the stored order"
+            f"{layer.format.spec}: kernels take Packed.stored(), and x in its order or rotated"
         )
     out: dict[str, str | None] = {}
     for name, (_, devices) in list(BACKENDS.items()):

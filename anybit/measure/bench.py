@@ -21,8 +21,8 @@ from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.files.directory import check_folder
 from anybit.kernels.backend import LayerSpec, Prepared
-from anybit.kernels.reference import quantized_activation
 from anybit.kernels.registry import BACKENDS, get_backend, refusals
+from anybit.kernels.rotation import seen_by
 from anybit.measure.timing import ReadFloor, median_us, rotated
 from anybit.nn.linear import QuantLinear
 from anybit.quantizers.quantize import quantize_tensor
@@ -133,13 +133,14 @@ def anybit_case(scheme: str, dtype: torch.dtype, backend: str | None = None) -> 
 
     def prepare(w: Tensor) -> Layer:
         packed = quantize_tensor(w, fmt)
+        packed = packed if backend is None else packed.stored()  # kernels see no rotation
         weight: Any
         run: Callable[..., Tensor]
         if backend is None:
             weight = QuantLinear(packed, None, activation, dtype)
             run = lambda layer, x: layer(x)  # noqa: E731
         else:
-            reason = refusals(LayerSpec(fmt, activation, packed.shape, w.device))[backend]
+            reason = refusals(LayerSpec(packed.format, activation, packed.shape, w.device))[backend]
             if reason is not None:
                 raise Refused(reason)
             module = get_backend(backend)
@@ -153,7 +154,7 @@ def anybit_case(scheme: str, dtype: torch.dtype, backend: str | None = None) -> 
             run,
             packed.nbytes(),
             packed.dequantize(),
-            seen=lambda x: quantized_activation(x, activation),
+            seen=lambda x: seen_by(packed, x, activation),
         )
 
     peer = "anybit" if backend is None else f"anybit-{backend}"

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from anybit.core.packed import Packed, stack
 from anybit.kernels.backend import Grouped, Prepared
 from anybit.kernels.registry import grouped
+from anybit.nn.around import Around
 from anybit.nn.sharding import same
 
 Weight = tuple[Tensor | Packed, str | None]  # and what its activations are quantized to
@@ -32,15 +33,20 @@ def parameters(prepared: Prepared) -> nn.ParameterList:
 class QuantExperts(nn.Module):
     """One projection of all experts, multiplied at once."""
 
-    def __init__(self, kernels: Grouped, prepared: Prepared):
+    def __init__(self, kernels: Grouped, prepared: Prepared, around: Around):
         super().__init__()
         self.kernels, self.prepared = kernels, prepared._replace(layout=())
         self.layout = parameters(prepared)
+        for name, tensor in around._asdict().items():
+            self.register_buffer(name, tensor)
 
     def forward(self, x: Tensor, starts: Tensor) -> Tensor:
         """x (M, K), tokens starts[e] to starts[e + 1] for expert e -> (M, N)."""
-        prepared = self.prepared._replace(layout=tuple(self.layout))
-        return self.kernels.linear_experts(x, starts, prepared)
+        prepared, around = (
+            self.prepared._replace(layout=tuple(self.layout)),
+            Around.of(self._buffers),
+        )
+        return around.after(self.kernels.linear_experts(around.before(x), starts, prepared), None)
 
 
 def group(
@@ -54,7 +60,8 @@ def group(
         choose: the name of the backend for a weight and what its activations are quantized to.
 
     Returns:
-        None when the experts differ in kind, or their backend multiplies one after the other.
+        None when the experts differ in kind or in their rotations, or their backend multiplies one
+        after the other.
     """
     packed = [w for w, _ in experts if isinstance(w, Packed)]
     kinds = {(w.format, w.shape) for w in packed}
@@ -62,9 +69,16 @@ def group(
     if len(packed) < len(experts) or len(kinds) > 1 or len(activations) > 1:
         return None
     first, activation = packed[0], experts[0][1]
-    if first.format.order:
+    around = Around.of(first.grid)
+    if not all(
+        torch.equal(one.grid[name], tensor)
+        for name, tensor in around._asdict().items()
+        for one in packed
+        if tensor is not None
+    ):
         return None
-    kernels = grouped(choose(first, activation))
-    if kernels is None or len(packed) > kernels.most_experts(first.format):
+    stored = [one.stored() for one in packed]
+    kernels = grouped(choose(stored[0], activation))
+    if kernels is None or len(stored) > kernels.most_experts(stored[0].format):
         return None
-    return QuantExperts(kernels, kernels.prepare_experts(packed, activation, dtype))
+    return QuantExperts(kernels, kernels.prepare_experts(stored, activation, dtype), around)

@@ -6,6 +6,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from anybit.core.format import LAYER
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.errors import InvalidInput, InvalidType, Unsupported
@@ -13,6 +14,7 @@ from anybit.kernels import dense
 from anybit.kernels.backend import CODES, Activations, LayerSpec, Prepared
 from anybit.kernels.registry import choose, get_backend
 from anybit.nn import op as ops
+from anybit.nn.around import Around
 from anybit.nn.weight import DecodedWeight
 
 Keep = Literal["auto", "packed", "decoded"]
@@ -40,7 +42,6 @@ class QuantLinear(nn.Module):
     """
 
     bias: Tensor | None
-    order: Tensor  # where the format has one
 
     def __init__(
         self,
@@ -217,7 +218,7 @@ class QuantLinear(nn.Module):
         if self.prepared is not None and get_backend(self.backend).own_layout:
             self.released = True
             for name in self.names:
-                if name != "order":
+                if name not in LAYER:
                     del self._buffers[name]
         return self
 
@@ -231,6 +232,11 @@ class QuantLinear(nn.Module):
                     f"{self}: x is quantized to {x.codes.dtype}, and it multiplies "
                     f"{wanted or 'plain activations'}; pass it what they were quantized from"
                 )
+            if x.rotated != bool(self.format.rotate):
+                raise InvalidInput(
+                    f"{self}: x was quantized {'after' if x.rotated else 'without'} a rotation, "
+                    f"and its weight is {'' if self.format.rotate else 'not '}rotated"
+                )
             given = x.scale, x.sums, x.dtype
             x = x.codes
         if x.shape[-1] != self.in_features:
@@ -243,16 +249,19 @@ class QuantLinear(nn.Module):
         prepared = self.prepared
         if prepared is None or prepared.dtype not in (None, dtype):
             prepared = self._prepared_for(dtype)
-        if self.format.order:
-            x = x.index_select(-1, self.order)
-        args = (self.bias, self.kernel_scheme, self.out_features, self.backend)
+        around = Around.of(self._buffers)
+        if not (given and self.format.rotate):
+            x = around.before(x)
+        args = (around.inside(self.bias), self.kernel_scheme, self.out_features, self.backend)
         if not self.released and x.requires_grad and torch.is_grad_enabled():
-            return ops.linear(x, prepared.layout, *args, stored=self._stored())
-        return ops.linear(x, prepared.layout, *args, *given)
+            y = ops.linear(x, prepared.layout, *args, stored=self._stored())
+        else:
+            y = ops.linear(x, prepared.layout, *args, *given)
+        return around.after(y, self.bias)
 
     def _stored(self) -> list[Tensor]:
-        """The canonical tensors, which hold the columns in the stored order."""
-        return [getattr(self, name) for name in self.names if name != "order"]
+        """The canonical tensors of the weight that the backend multiplies with."""
+        return [getattr(self, name) for name in self.names if name not in LAYER]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The decoded weight (N, K)."""

@@ -16,6 +16,7 @@ from anybit.errors import InvalidInput
 from anybit.nn.experts import expert_layers, fused_experts, holds_experts, linear, split
 from anybit.nn.linear import Keep, QuantLinear, is_conv1d
 from anybit.nn.plan import Plan, Spec, patterns_for, plan_of, quantization_config, resolve
+from anybit.nn.tied import output_embeddings, tied_layers, tied_to_embeddings
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,8 @@ def linear_schemes(model: nn.Module, spec: Spec | Plan) -> dict[str, str]:
     for name in schemes:
         if name in tied:
             raise InvalidInput(
-                f"{name} shares its weight with {tied[name]}; keep it: {{'*': ..., '{name}': None}}"
+                f"{name} shares its weight with {tied[name]}; keep it: {{'*': ..., '{name}': "
+                "None}, or quantize the model before (anybit quantize)"
             )
     return schemes
 
@@ -167,30 +169,6 @@ def full_plan(model: nn.Module, spec: Spec | Plan) -> dict[str, str | None]:
             level = logging.WARNING if names is experts else logging.INFO
             log.log(level, "%d %s: %s, ...", len(names), why, names[0])
     return plan
-
-
-def output_embeddings(model: nn.Module) -> set[str]:
-    """The names of a transformers model's output embeddings; the head, or heads in a list."""
-    find = getattr(model, "get_output_embeddings", None)
-    try:
-        found = find() if find else None
-    except (NotImplementedError, AttributeError):  # a model without
-        found = None
-    heads = set() if found is None else set(found.modules())
-    return {name for name, module in model.named_modules() if module in heads}
-
-
-def tied_to_embeddings(model: nn.Module) -> set[str]:
-    """The names of layers whose weight is an embedding's as well."""
-    embeddings = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    return {name for name, other in tied_layers(model).items() if other in embeddings}
-
-
-def tied_layers(model: nn.Module) -> dict[str, str]:
-    """Layers whose weights are shared, or will be after loading -> the layer shared with."""
-    keys = getattr(model, "all_tied_weights_keys", {})
-    pairs = [(a.removesuffix(".weight"), b.removesuffix(".weight")) for a, b in keys.items()]
-    return shared_weights(model) | dict(pairs) | {b: a for a, b in pairs}
 
 
 @contextmanager
@@ -261,21 +239,6 @@ def plan_in(model: nn.Module) -> dict[str, str | None]:
         if plan and resolve(shapes, plan) == schemes:
             return plan_of(plan)
     return {"*": None, **schemes}
-
-
-def shared_weights(model: nn.Module) -> dict[str, str]:
-    """Linear layers whose weight is another module's as well (tied embeddings) -> that module."""
-    owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if weight is not None:
-            owners.setdefault(id(weight), []).append(name)
-    return {
-        name: next(other for other in names if other != name)
-        for names in owners.values()
-        if len(names) > 1
-        for name in names
-    }
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -10,6 +10,7 @@ from anybit.core.format import get_format
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidType, Unsupported
+from anybit.kernels import rotation
 from anybit.kernels.backend import Activations, Prepared
 from anybit.kernels.registry import get_backend
 
@@ -21,6 +22,7 @@ _library.define(
     "Tensor? scale=None, Tensor? sums=None, ScalarType? dtype=None, Tensor[]? stored=None) "
     "-> Tensor"
 )
+_library.define("rotate(Tensor x, Tensor vector, bool after) -> Tensor")
 _library.define("decode(Tensor[] stored, str spec, int n, int k, ScalarType dtype) -> Tensor")
 
 
@@ -65,6 +67,27 @@ def _linear_fake(
     return x.new_empty((*x.shape[:-1], n), dtype=dtype or x.dtype)
 
 
+def turn(x: Tensor, vector: Tensor, after: bool) -> Tensor:
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            return turn(x, vector, after)
+    return rotation.rotate(x.reshape(-1, x.shape[-1]), vector, after).view(x.shape)
+
+
+def _rotate_fake(x: Tensor, vector: Tensor, after: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _setup_rotate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, vector, ctx.after = inputs
+    ctx.save_for_backward(vector)
+
+
+def _backward_rotate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """H is symmetric, so the transposed of either kind is the other."""
+    return rotate(grad, ctx.saved_tensors[0], not ctx.after), None, None
+
+
 def _decode(stored: Sequence[Tensor], spec: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
     fmt = get_format(spec)
     tensors = dict(zip(tensor_shapes(fmt, (n, k)), stored, strict=True))
@@ -101,10 +124,16 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 _library.impl("linear", multiply, "CompositeExplicitAutograd")
+_library.impl("rotate", turn, "CompositeExplicitAutograd")
 _library.impl("decode", _decode, "CompositeExplicitAutograd")
 torch.library.register_fake("anybit::linear", _linear_fake, lib=_library)
+torch.library.register_fake("anybit::rotate", _rotate_fake, lib=_library)
 torch.library.register_fake("anybit::decode", _decode_fake, lib=_library)
 torch.library.register_autograd("anybit::linear", _backward, setup_context=_setup, lib=_library)
+torch.library.register_autograd(
+    "anybit::rotate", _backward_rotate, setup_context=_setup_rotate, lib=_library
+)
 
+rotate = torch.ops.anybit.rotate.default
 linear = torch.ops.anybit.linear.default
 decode = torch.ops.anybit.decode.default

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from anybit.core import planes as bits
-from anybit.core.format import Format
+from anybit.core.format import COLUMNS, Format
 from anybit.core.packed import Packed, check_rows, tensor_shapes
+from anybit.core.rotation import block, check_part
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 
@@ -45,11 +46,18 @@ def check_columns(fmt: Format, k: int, ranks: int, name: str = "weight") -> None
             divisor = math.gcd(part, group)
             fits = divisor > 1 and divisor % unit == 0
             remedy = f"quantize it with group={divisor}" if fits else "use one scale a row"
+            remedy = remedy if fmt.has_group_option else "use another format"
             raise InvalidInput(
                 f"{name}: K={k} over {ranks} ranks is {part} columns each, which splits "
                 f"group={group} in format {fmt.spec!r}; {remedy}, use fewer ranks, or keep the "
                 "layer unquantized"
             )
+    if fmt.rotate and block(part) != block(k):
+        raise InvalidInput(
+            f"{name}: K={k} over {ranks} ranks is {part} columns each, which splits blocks of "
+            f"{block(k)} that are rotated in format {fmt.spec!r}; use fewer ranks, or quantize it "
+            "without rotate"
+        )
 
 
 def check_borders(fmt: Format, k: int, start: int, stop: int) -> None:
@@ -60,6 +68,8 @@ def check_borders(fmt: Format, k: int, start: int, stop: int) -> None:
             f"columns {start} to {stop} of K={k} split a group or {fmt.unit} in format "
             f"{fmt.spec!r}; cut it at multiples of {unit} columns"
         )
+    if fmt.rotate:
+        check_part(k, start, stop, fmt.spec)
 
 
 def shard(packed: Packed, rows: slice = WHOLE, columns: slice = WHOLE) -> Packed:
@@ -86,9 +96,11 @@ def cut(fmt: Format, k: int, key: str, tensor: Tensor, rows: slice, columns: sli
             "apart; cut it along N, or use its dequantized weight"
         )
     check_borders(fmt, k, start, stop)
-    entry = fmt.entries().get(key)
+    entry = fmt.stored_entries().get(key)
     if entry is None or entry.table is None:
         check_rows(fmt, *rows.indices(len(tensor))[:2])
+        if "n" in fmt.rotate:
+            check_part(len(tensor), *rows.indices(len(tensor))[:2], fmt.spec)
     if entry is None:
         part, width = tensor[rows], int(key.removeprefix("codes"))
         first, last = fmt.code_count(start), fmt.code_count(stop)
@@ -97,7 +109,7 @@ def cut(fmt: Format, k: int, key: str, tensor: Tensor, rows: slice, columns: sli
         codes = bits.unpack((part[:, : bits.words(last, width)],), width, last)
         return bits.pack(codes[:, first:], width)[0]
     if entry.table is not None:
-        return tensor
+        return tensor[start:stop] if entry.table == (COLUMNS,) else tensor
     group = entry.group
     return tensor[rows, start // group : stop // group] if group else tensor[rows]
 
@@ -134,13 +146,13 @@ class Piece:
 
     def is_table(self, key: str) -> bool:
         """Whether all rows share the tensor."""
-        entry = self.format.entries().get(key) if self.format else None
+        entry = self.format.stored_entries().get(key) if self.format else None
         return entry is not None and entry.table is not None
 
     def dtype(self, key: str) -> torch.dtype:
         """One that holds every number of a stored tensor."""
         fmt = self.format
-        entry = None if fmt is None else fmt.entries().get(key)
+        entry = None if fmt is None else fmt.stored_entries().get(key)
         if fmt is None or (entry is not None and entry.default_dtype.is_floating_point):
             return torch.float32
         return torch.int32 if entry is None else entry.default_dtype
@@ -158,21 +170,22 @@ class Piece:
         padded: rows that are not stored (a vocabulary's padding) are filled with zeros.
         """
         self._check(key, tensor)
-        n, rest = self.shape[0], tensor.shape[0] - first
-        if self.is_table(key):
-            part = tensor
-        elif rest < n and not padded:
+        n, rest, table = self.shape[0], tensor.shape[0] - first, self.is_table(key)
+        if rest < n and not padded and not table:
             raise InvalidInput(
                 f"{self.name}.{key}: the checkpoint has {tensor.shape[0]} rows, too few for the "
                 f"{n} from {first} on"
             )
-        elif self.format is None:
+        if self.format is None:
             part = tensor[first : first + n, self.columns]
         else:
             columns = WHOLE if self.apart else self.columns
-            part = cut(self.format, self.k, key, tensor, slice(first, first + n), columns)
+            rows = slice(first, first + min(n, rest)) if not table else WHOLE
+            part = cut(self.format, self.k, key, tensor, rows, columns)
+            if rest < n and not table and "n" in self.format.rotate:
+                check_part(tensor.shape[0], first, first + n, self.format.spec)
         part = part.to(device or part.device, copy=True)  # the stored one may be a mapped file
-        if not self.is_table(key) and len(part) < n:
+        if not table and len(part) < n:
             part = torch.cat((part, part.new_zeros(n - len(part), *part.shape[1:])))
         self.tensors[key] = part.contiguous()
 
@@ -213,10 +226,21 @@ class Piece:
 
 
 def same(parts: list[Tensor | Packed]) -> bool:
-    """Whether weights on top of each other are one weight: dense, or of a format without tables."""
-    if all(isinstance(part, Tensor) for part in parts):
+    """Whether weights on top of each other are one weight: dense, or of a format without tables.
+
+    Rotated ones are where inputs are rotated alike, and no block holds outputs of two of them.
+    """
+    packed = [part for part in parts if isinstance(part, Packed)]
+    if not packed:
         return True
-    formats = {part.format if isinstance(part, Packed) else None for part in parts}
-    if len(formats) > 1 or None in formats:
+    fmt = packed[0].format
+    if len(packed) < len(parts) or any(part.format != fmt for part in packed):
         return False
-    return not any(e.table for fmt in formats if fmt for e in fmt.entries().values())
+    tables = {name for name, entry in fmt.stored_entries().items() if entry.table}
+    if fmt.rotate:
+        tables.discard("rotate_in")
+        first = packed[0].grid["rotate_in"]
+        if not all(torch.equal(part.grid["rotate_in"], first) for part in packed):
+            return False
+    sizes = [part.shape[0] for part in packed] if "n" in fmt.rotate else []
+    return not tables and len({block(size) for size in (*sizes, sum(sizes))} - {0}) <= 1

@@ -33,7 +33,7 @@ from anybit.nn.plan import is_head
 from anybit.planning.allocation import Allocation, Group, Option
 from anybit.planning.cost_model import DEVICES, cost, instructions, operand_of
 from anybit.progress import progress
-from anybit.quantizers.base import Quantizer
+from anybit.quantizers.base import Quantizer, quantize_weight
 from anybit.quantizers.calibration.block_runner import BlockRunner, find_blocks
 from anybit.quantizers.calibration.data import Calibration, Source
 from anybit.quantizers.calibration.memory import on_device
@@ -155,7 +155,7 @@ def weight_error(
     quantizer: Quantizer, name: str, w: Tensor, fmt: Format, statistics: Statistics
 ) -> float:
     """A `Loss`: the squared error over the weight's square."""
-    error = quantizer.quantize(w, fmt).dequantize() - w.float()
+    error = quantize_weight(quantizer, w, fmt).dequantize() - w.float()
     square = float(w.float().square().sum())
     return float(error.square().sum()) / square if square else 0.0
 
@@ -171,7 +171,7 @@ def predicted_kl(
     """A `Loss`: the KL divergence to second order, 0 for a layer that saw no token."""
     if not statistics.tokens:
         return 0.0
-    error = quantizer.quantize(w, fmt, statistics).dequantize() - w.float()
+    error = quantize_weight(quantizer, w, fmt, statistics).dequantize() - w.float()
     rows = (error @ statistics.hessian).mul_(error).sum(1)
     return 0.5 * float((rows * gradients[name].to(w.device)).sum())
 

@@ -44,13 +44,21 @@ class Cost:
         load: Time in which the weights are read.
         decode: Time in which the CUDA cores decode them.
         multiply: Time in which the tensor cores multiply.
-        seconds: Time of the product, in which these overlap.
     """
 
     load: float
     decode: float
     multiply: float
-    seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Time of the product when all three overlap, which is what the paper's pipeline is for."""
+        return max(self.load, self.decode, self.multiply)
+
+    @property
+    def in_turns(self) -> float:
+        """Equation 6 as printed: decoding and multiplying alternate, and loading overlaps both."""
+        return max(self.load, self.decode + self.multiply)
 
     @property
     def bound(self) -> str:
@@ -68,9 +76,8 @@ def cost(
     operand: str,
     alpha: float = 0.0,
     tile: int = 256,
-    overlap: bool = True,
 ) -> Cost:
-    """Equation 6 for y (m, n) = x (m, k) w (n, k)^T.
+    """The terms of equation 6 for y (m, n) = x (m, k) w (n, k)^T.
 
     Args:
         device: One of `DEVICES`, or rates of another GPU.
@@ -81,8 +88,6 @@ def cost(
         operand: What the tensor core multiplies: a key of `device.mma`.
         alpha: Instructions that decode one weight.
         tile: Tokens of a tile; each tile reads and decodes the weights again.
-        overlap: Decoding overlaps with the products (the paper's pipeline); without it they
-            alternate, as the equation has it.
 
     Raises:
         InvalidInput: The device's tensor cores do not take the operand.
@@ -95,8 +100,7 @@ def cost(
     load = passes * n * k * bits / 8 / device.bandwidth
     decode = passes * alpha * n * k / device.alu
     multiply = passes * min(tile, m) * 2 * n * k / device.mma[operand]
-    compute = max(decode, multiply) if overlap else decode + multiply
-    return Cost(load, decode, multiply, max(load, compute))
+    return Cost(load, decode, multiply)
 
 
 def threshold(device: Device, bits: float, operand: str) -> float:

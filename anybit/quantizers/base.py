@@ -1,16 +1,19 @@
 """`Quantizer`: the one interface of all methods that choose codes, and how layers are replaced."""
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import mode
 
 import torch
 from torch import Tensor, nn
 
 from anybit.core.format import Format
 from anybit.core.packed import Packed
-from anybit.core.scheme import parse_scheme
+from anybit.core.rotation import Rotation
+from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.errors import InvalidInput
 from anybit.nn.linear import QuantLinear
 from anybit.nn.model import linear_at, replace
+from anybit.nn.plan import patterns_for, resolve
 from anybit.quantizers.calibration.data import Calibration, Source
 from anybit.quantizers.calibration.statistics import Statistics
 
@@ -59,7 +62,7 @@ class Quantizer:
 
         Args:
             w: Weights (N, K) of any float dtype, finite, in a shape that the format can store.
-            fmt: The format to store them in.
+            fmt: The format to store them in; never a rotated one, see `quantize_weights`.
             statistics: Of the layer's inputs, with the fields in `needs`.
 
         Returns:
@@ -69,6 +72,15 @@ class Quantizer:
             InvalidInput: A calibrated quantizer was given no statistics.
         """
         raise NotImplementedError(f"{type(self).__name__}.quantize")
+
+    def format(self, fmt: Format, shape: tuple[int, int]) -> Format:
+        """The format that a layer gets for which a plan says `fmt`: the same, but for `Rotate`.
+
+        Args:
+            fmt: A format that can store the layer.
+            shape: (N, K) of the layer.
+        """
+        return fmt
 
     def transform(
         self,
@@ -118,6 +130,82 @@ class Quantizer:
         return statistics
 
 
+def planned(
+    quantizer: Quantizer, plan: Mapping[str, str | None], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, str | None]:
+    """A plan with the formats that a quantizer makes of its own.
+
+    Args:
+        quantizer: Its `format` is asked for each layer.
+        plan: {pattern: scheme or None}, for all layers.
+        shapes: (N, K) of the model's linear layers, by name.
+
+    Returns:
+        The plan; layers that differ from the others of their pattern are named in it.
+    """
+    wanted: dict[str, dict[str, str]] = {}
+    for name, scheme in resolve(shapes, plan).items():
+        fmt, activation = parse_scheme(scheme)
+        n, k = shapes[name]
+        made = scheme_name(quantizer.format(fmt, (n, k)), activation)
+        wanted.setdefault(patterns_for(name, plan)[-1], {})[name] = made
+    usual = {pattern: mode(made.values()) for pattern, made in wanted.items()}
+    others = {
+        name: scheme
+        for pattern, made in wanted.items()
+        for name, scheme in made.items()
+        if scheme != usual[pattern]
+    }
+    return {**plan, **usual, **others}
+
+
+def quantize_weight(
+    quantizer: Quantizer, w: Tensor, fmt: Format, statistics: Statistics | None = None
+) -> Packed:
+    """A weight (N, K) in a format, which may be rotated: `quantizer.quantize` on what is stored."""
+    return quantize_weights(
+        quantizer, [w], quantizer.format(fmt, (len(w), w.shape[1])), statistics
+    )[0]
+
+
+def quantize_weights(
+    quantizer: Quantizer,
+    weights: Sequence[Tensor],
+    fmt: Format,
+    statistics: Statistics | None = None,
+    rotation: Rotation | None = None,
+) -> list[Packed]:
+    """Weights of layers that read one input, quantized as one.
+
+    Args:
+        quantizer: Chooses the codes. Where the format is rotated, it gets rotated weights and
+            statistics, and the format without rotation.
+        weights: (N, K) each; several of a format whose rows are independent.
+        fmt: The format to store them in.
+        statistics: Of the input.
+        rotation: Of the format; random signs by default.
+
+    Returns:
+        Each weight, in memory of its own.
+    """
+    rotations: list[Rotation] = []
+    if fmt.rotate:
+        shapes = [(w.shape[0], w.shape[1], w.device) for w in weights]
+        rotations = [rotation or Rotation.random(fmt.rotate, (n, k), on) for n, k, on in shapes]
+        weights = [r.rotated(w) for r, w in zip(rotations, weights, strict=True)]
+        statistics = statistics and statistics.rotated(rotations[0].rotate_in)
+    whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+    packed, start = quantizer.quantize(whole, fmt.plain() if rotations else fmt, statistics), 0
+    out = [packed]
+    if len(weights) > 1:  # copies, so that a checkpoint finds no tensors that share memory
+        out = []
+        for w in weights:
+            rows = packed.rows(slice(start, start := start + len(w)))
+            tensors = {key: t.clone() for key, t in rows.tensors().items()}
+            out.append(Packed.from_tensors(packed.format, rows.shape, tensors))
+    return [p.rotated_by(r) for p, r in zip(out, rotations, strict=True)] if rotations else out
+
+
 def quantize_layers(
     parent: nn.Module,
     schemes: Mapping[str, str],
@@ -143,13 +231,7 @@ def quantize_layers(
         fmt, activation = parse_scheme(scheme)
         layers = [linear_at(parent, name) for name in names]
         weights = [layer.weight.detach() for layer in layers]
-        whole = weights[0] if len(weights) == 1 else torch.cat(weights)
-        packed, start = quantizer.quantize(whole, fmt, statistics[names[0]]), 0
-        for name, layer in zip(names, layers, strict=True):
-            part = packed
-            if len(names) > 1:  # copies, so that a checkpoint finds no tensors that share memory
-                rows = packed.rows(slice(start, start := start + layer.out_features))
-                tensors = {key: t.clone() for key, t in rows.tensors().items()}
-                part = Packed.from_tensors(fmt, rows.shape, tensors)
+        parts = quantize_weights(quantizer, weights, fmt, statistics[names[0]])
+        for name, layer, part in zip(names, layers, parts, strict=True):
             quantized = QuantLinear.instead_of(layer, part, activation, layer.weight.dtype)
             replace(parent, name, quantized)

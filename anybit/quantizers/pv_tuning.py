@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 from anybit.core.format import Format, Grid, store_scale
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
+from anybit.nn.around import Around
 from anybit.nn.linear import QuantLinear
 from anybit.progress import progress
 from anybit.quantizers.calibration.data import Calibration, Source
@@ -257,7 +258,8 @@ class TunedLayer(nn.Module):
     """A quantized layer that follows gradients: its grid by Adam, its codes by `move_codes`.
 
     Attributes:
-        weight: The decoded weight (N, K) fp32, a leaf of the autograd graph.
+        weight: The weight (N, K) fp32 that kernels multiply with, decoded: a leaf of the autograd
+            graph.
         masters: The floating-point grid tensors, fp32, each over its root mean square.
     """
 
@@ -265,7 +267,8 @@ class TunedLayer(nn.Module):
 
     def __init__(self, layer: QuantLinear):
         super().__init__()
-        packed = layer.packed
+        self.around, packed = Around.of(layer.packed.grid), layer.packed.stored()
+        self.outside = layer.format
         self.bias, self.activation, self.dtype = layer.bias, layer.activation, layer.dtype
         self.format, self.shape = packed.format, packed.shape
         self.codes, self.stored = packed.codes(), packed.grid
@@ -281,7 +284,9 @@ class TunedLayer(nn.Module):
         self.refresh()
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight.to(x.dtype), self.bias)
+        inside = self.around.inside(self.bias)
+        y = linear(self.around.before(x), self.weight.to(x.dtype), inside)
+        return self.around.after(y, self.bias)
 
     def grid(self) -> Grid:
         """The grid as it is now, its tuned tensors in fp32."""
@@ -364,7 +369,9 @@ class TunedLayer(nn.Module):
             before = self.stored[name].dtype
             half = name == "scale" and before != torch.float32
             grid[name] = store_scale(grid[name]) if half else grid[name].to(before)
-        packed = Packed.from_codes(self.format, self.shape, self.codes, grid)
+        inner = Packed.from_codes(self.format, self.shape, self.codes, grid)
+        outer = {name: t for name, t in self.around._asdict().items() if t is not None}
+        packed = Packed.from_tensors(self.outside, self.shape, inner.tensors() | outer)
         return QuantLinear(packed, self.bias, self.activation, self.dtype)
 
 

@@ -20,13 +20,13 @@ from anybit.nn.model import (
     refuse_adapters,
     replace,
     restored_on_error,
-    shared_weights,
     take_apart,
     under_all_names,
 )
 from anybit.nn.plan import Plan, Spec, resolve
+from anybit.nn.tied import shared_weights, untied, untied_heads
 from anybit.progress import progress
-from anybit.quantizers.base import Quantizer
+from anybit.quantizers.base import Quantizer, planned, quantize_weight
 from anybit.quantizers.calibration.driver import calibrate, calibration_of
 from anybit.quantizers.rtn import RTN
 
@@ -48,7 +48,8 @@ def quantize_(
         spec: One format for all layers, or `{glob: format or None}` over module names, in which the
             last match wins and None keeps a layer dense. Embeddings are kept; so are the output
             head (`lm_head`) and layers of fewer than 16 inputs or outputs (gates), unless a pattern
-            other than "*" names them. Formats are spec strings,
+            other than "*" names them. A head that shares the embeddings' weight then gets one of
+            its own, and the embeddings keep theirs. Formats are spec strings,
             with `@int8` or `@fp8` for activations quantized per token ("liquid@int8").
         quantizer: Chooses the codes; `RTN()` by default. A calibrated one (GPTQ, Smooth, Additive)
             runs the model on its data, block by block, each block after quantized ones.
@@ -67,9 +68,10 @@ def quantize_(
         return quantize_(alone, spec, quantizer, show_progress=show_progress).layer  # type: ignore[return-value]
     quantizer = quantizer or RTN()
     calibration = calibration_of(quantizer) if quantizer.needs else None
-    schemes, plan = schemes_of(model, spec)
-    shared = shared_weights(model)
-    with restored_on_error(model), under_all_names(model):
+    schemes, plan = schemes_of(model, spec, quantizer)
+    heads = untied_heads(model, schemes)
+    with restored_on_error(model), untied(model, heads), under_all_names(model):
+        shared = shared_weights(model)
         take_apart(model, schemes)
         for name in schemes:
             if name in shared:
@@ -88,7 +90,9 @@ def quantize_(
     return model
 
 
-def schemes_of(model: nn.Module, spec: Spec | Plan) -> tuple[dict[str, str], dict[str, str | None]]:
+def schemes_of(
+    model: nn.Module, spec: Spec | Plan, quantizer: Quantizer
+) -> tuple[dict[str, str], dict[str, str | None]]:
     """Schemes of the layers to quantize, and the plan that says so; InvalidInput as `quantize_`."""
     refuse_adapters(model)
     shapes, done = dense_layers(model), sum(1 for _ in quantized_layers(model))
@@ -96,6 +100,7 @@ def schemes_of(model: nn.Module, spec: Spec | Plan) -> tuple[dict[str, str], dic
         raise InvalidInput(f"{type(model).__name__} has no nn.Linear layers to quantize")
     plan = full_plan(model, spec)
     try:
+        plan = planned(quantizer, plan, shapes)
         schemes = resolve(shapes, plan)
     except InvalidInput as error:
         if not done:
@@ -121,7 +126,7 @@ def quantize_weights(
         for name, scheme in schemes.items():
             fmt, activation = parse_scheme(scheme)
             layer = linear_at(model, name)
-            packed = quantizer.quantize(layer.weight.detach(), fmt)
+            packed = quantize_weight(quantizer, layer.weight.detach(), fmt)
             replace(model, name, QuantLinear.instead_of(layer, packed, activation))
             step(layer.weight.numel(), name)
 
@@ -146,4 +151,4 @@ def quantize_tensor(w: Tensor, spec: str | Format, quantizer: Quantizer | None =
         raise InvalidInput(f"a weight has shape (N, K); found {tuple(w.shape)}")
     fmt.check(*w.shape)
     check_finite(w, "weight")
-    return (quantizer or RTN()).quantize(w, fmt)
+    return quantize_weight(quantizer or RTN(), w, fmt)

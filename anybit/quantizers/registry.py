@@ -9,13 +9,20 @@ from anybit.quantizers.calibration.data import Calibration
 from anybit.quantizers.clip import Clip
 from anybit.quantizers.gptq import GPTQ
 from anybit.quantizers.hqq import HQQ
+from anybit.quantizers.rotate import Rotate
 from anybit.quantizers.rtn import RTN
 from anybit.quantizers.smooth import Smooth
 
-DATA_FREE: dict[str, Callable[[], Quantizer]] = {"rtn": RTN, "clip": Clip, "hqq": HQQ}
+DATA_FREE: dict[str, Callable[[], Quantizer]] = {
+    "rtn": RTN,
+    "clip": Clip,
+    "hqq": HQQ,
+    "rotate": lambda: Rotate(then=Clip()),
+}
 CALIBRATED: dict[str, Callable[[Calibration], Quantizer]] = {
     "gptq": GPTQ,
     "additive": Additive,
+    "rotate+gptq": lambda data: Rotate(data, then=GPTQ()),
     "smooth": lambda data: Smooth(data, then=Clip()),
     "smooth+gptq": lambda data: Smooth(data, then=GPTQ()),
 }

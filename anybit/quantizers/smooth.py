@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from anybit.core.format import Format
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
-from anybit.kernels.reference import quantized_activation
+from anybit.kernels.rotation import seen_by
 from anybit.nn.experts import Expert, Experts
-from anybit.quantizers.base import Quantizer
+from anybit.quantizers.base import Quantizer, quantize_weight
 from anybit.quantizers.calibration.data import Calibration, Source
 from anybit.quantizers.calibration.statistics import SAMPLE, Statistics
 from anybit.quantizers.rtn import RTN
@@ -66,6 +66,10 @@ class Smooth(Quantizer):
     def whole_block(self) -> bool:
         """As `then` has it."""
         return self.then.whole_block
+
+    def format(self, fmt: Format, shape: tuple[int, int]) -> Format:
+        """As `then` does."""
+        return self.then.format(fmt, shape)
 
     def quantize(self, w: Tensor, fmt: Format, statistics: Statistics | None = None) -> Packed:
         """As `then` does; a weight is smoothed with its block."""
@@ -181,8 +185,8 @@ def search(
         error = 0.0
         for name, w in dense.items():
             fmt, activation = schemes[name]
-            rounded = RTN().quantize(w * s, fmt).dequantize()
-            y = quantized_activation(x / s, activation) @ rounded.T
+            packed = quantize_weight(RTN(), w * s, fmt)
+            y = seen_by(packed, x / s, activation) @ packed.dequantize().T
             error += float((y - x @ w.T).square().sum())
         if error < least:
             best, least = s, error

@@ -19,7 +19,9 @@ Format = Annotated[
 ]
 Kv = Annotated[
     str,
-    typer.Option(help="KV cache: model (its dtype), int8, or auto (int8 if the model has scales)."),
+    typer.Option(
+        help="KV cache: model (its dtype), int8, int4, or auto (int8 if the model has scales)."
+    ),
 ]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Keep = Annotated[
@@ -121,7 +123,7 @@ def serve(
     tokens = scheduler.blocks.count * scheduler.blocks.block_size
     typer.echo(
         f"{' = '.join(settings.names)} on {llm.device}, {short(llm.dtype)} with a KV cache of "
-        f"{short(llm.kv_dtype)}: {tokens:,} tokens "
+        f"{llm.kv_cache}: {tokens:,} tokens "
         f"of up to {scheduler.max_running} sequences, {llm.length:,} in one"
     )
     typer.echo(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")

@@ -27,7 +27,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "compiled", lambda x: False)
 
 
-@pytest.mark.parametrize("kv", ["model", "int8"])
+@pytest.mark.parametrize("kv", ["model", "int8", "int4"])
 @pytest.mark.parametrize("name", ["llama-biases-tied", "qwen3", "gemma3"])
 def test_tokens_are_those_of_plain_torch(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, name: str, kv: str

@@ -257,7 +257,7 @@ def test_a_step_runs_on_the_models_device(
 
     runner, run = llm.engine.runner, llm.engine.runner.model.logits
     runner.device = types.SimpleNamespace(index=1)
-    monkeypatch.setattr(runner, "_tensor", lambda x: torch.tensor(x, dtype=torch.int32))
+    monkeypatch.setattr(runner, "tensor", lambda x: torch.tensor(x, dtype=torch.int32))
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
     monkeypatch.setattr(runner.model, "logits", logits)
     (output,) = llm.generate([[5]], SamplingParams(max_tokens=3, ignore_eos=True))

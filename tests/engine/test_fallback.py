@@ -25,7 +25,7 @@ from anybit.engine.sequence import SamplingParams
 from tests.engine.conftest import MOE, PICO, prompts, random_model, reference
 
 pytest.importorskip("uvicorn")
-from tests.serve.conftest import serving, wait_for
+from tests.serve.conftest import held, serving, wait_for
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 KINDS = {
@@ -205,10 +205,13 @@ def test_server_streams_and_aborts(make: Callable[[str], Path]) -> None:
         assert events[-2] == "data: [DONE]"
         long = body | {"max_tokens": 5000, "stream": True}
         url = live.url + "/v1/completions"
-        with httpx.stream("POST", url, json=long, timeout=60) as stream:
-            next(stream.iter_lines())
-            assert not idle()
+        with held(llm.engine):
+            with httpx.stream("POST", url, json=long, timeout=60) as stream:
+                next(stream.iter_lines())
+                assert not idle()
+            assert wait_for(lambda: not live.server.engine.streams)
         assert live.idle()
+        assert llm.engine.stats.finished["abort"] == 1
         assert wait_for(idle)
         assert b"vllm:num_requests_running" in httpx.get(live.url + "/metrics").content
 

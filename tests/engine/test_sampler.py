@@ -7,12 +7,13 @@ import torch
 
 from anybit.engine import sampler
 from anybit.engine.detokenizer import Detokenizer
-from anybit.engine.sampler import INVALID
+from anybit.engine.sampler import INVALID, Row, race, waits
 from anybit.engine.sequence import SamplingParams, Sequence
 
 
-def sample(logits: torch.Tensor, seqs: list[Sequence]) -> sampler.Sampled:
-    return sampler.sample(logits, seqs)[1]()
+def sample(logits: torch.Tensor, seqs: list[Sequence], at: int = 0) -> sampler.Sampled:
+    """Output token `at` of each sequence."""
+    return sampler.sample(logits, [Row(seq, at) for seq in seqs])[1]()
 
 
 def sequence(params: SamplingParams, prompt: list[int] | None = None) -> Sequence:
@@ -23,9 +24,10 @@ def frequencies(logits: torch.Tensor, params: SamplingParams, count: int = 20000
     """How often each token is drawn from one row of logits."""
     seq = sequence(replace(params, seed=0))
     out = torch.zeros(len(logits))
-    for _ in range(count // 500):
-        tokens, _ = sample(logits.expand(500, -1), [seq] * 500)
-        out += torch.bincount(torch.tensor(tokens), minlength=len(logits))
+    for first in range(0, count, 500):
+        rows = [Row(seq, first + i) for i in range(500)]
+        tokens = sampler.choose(logits.expand(500, -1), rows)
+        out += torch.bincount(tokens, minlength=len(logits))
     return out / count
 
 
@@ -81,10 +83,11 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     ]
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
     together = [sequence(p) for p in kinds]
-    mixed = [sample(logits, together)[0] for _ in range(20)]
+    mixed = [sample(logits, together, at)[0] for at in range(20)]
     for i, params in enumerate(kinds):
         seq = sequence(params)
-        assert [sample(logits[i : i + 1], [seq])[0][0] for _ in range(20)] == [m[i] for m in mixed]
+        alone = [sample(logits[i : i + 1], [seq], at)[0][0] for at in range(20)]
+        assert alone == [m[i] for m in mixed]
 
 
 def test_repetition_penalty() -> None:
@@ -129,3 +132,35 @@ def test_nan_and_inf_are_invalid() -> None:
     tokens, _ = sample(logits, seqs)
     assert tokens[:2] == [INVALID, INVALID]
     assert tokens[2] in range(4)
+
+
+def test_random_numbers_are_exponential_and_independent() -> None:
+    """Over columns, places in a text, and texts of neighbouring seeds."""
+    seqs = [sequence(SamplingParams(seed=seed)) for seed in range(4)]
+    keys = torch.tensor([seq.key(at) for seq in seqs for at in range(64)], dtype=torch.int32)
+    uniform = 1 - (-waits(keys, 1000).double()).exp()
+    assert len({tuple(key) for key in keys.tolist()}) == 256
+    counts = torch.histc(uniform, 64, 0, 1)
+    mean = uniform.numel() / 64
+    assert (counts - mean).abs().max() < 5 * mean**0.5
+    centred = (uniform - 0.5) * 12**0.5
+    for a, b in ((centred[:, 1:], centred[:, :-1]), (centred[1:], centred[:-1])):
+        assert abs((a * b).mean()) < 5 / a.numel() ** 0.5
+    for other in (64, 128):  # the same place in another text
+        assert abs((centred[other:] * centred[:-other]).mean()) < 5 / (1000 * 128) ** 0.5
+    assert torch.equal(waits(keys, 1000)[:, :10], waits(keys, 10))
+
+
+def test_two_models_choose_alike_as_often_as_races_do() -> None:
+    """P(both t) = 1 / sum of max(p_s / p_t, q_s / q_t), which is little less than any draw's."""
+    random = torch.Generator().manual_seed(0)
+    p = torch.randn(12, generator=random, dtype=torch.float64).softmax(0)
+    q = (p.log() + 0.7 * torch.randn(12, generator=random, dtype=torch.float64)).softmax(0)
+    want = (1 / torch.maximum(p / p[:, None], q / q[:, None]).sum(1)).sum()
+    count = 100_000
+    seq = sequence(SamplingParams(seed=0))
+    keys = torch.tensor([seq.key(at) for at in range(count)], dtype=torch.int32)
+    alike = (race(p[None].float(), keys) == race(q[None].float(), keys)).double().mean()
+    assert abs(alike - want) < 5 * (want * (1 - want) / count) ** 0.5
+    best = torch.minimum(p, q).sum()
+    assert best / (2 - best) <= want <= best

@@ -1,27 +1,17 @@
 """vLLM generates what transformers does, from the same checkpoint (`make test-vllm`)."""
 
-import gc
-from pathlib import Path
-
 import pytest
 import torch
-import vllm
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
-from vllm.distributed import cleanup_dist_env_and_memory
 
 import anybit
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.integrations.transformers import AnybitConfig
 from anybit.nn.model import dequantize_
+from tests.integrations.generate import PICO, TOKENS, by_transformers, by_vllm
 from tests.specs import SPECS
 
-PICO = Path(__file__).parents[2] / "models" / "pico"
-TOKENS = 24
-PROMPTS = [
-    AutoTokenizer.from_pretrained(PICO)(text).input_ids
-    for text in ("def main(", "import os\n\nclass ", "    for i in range(")
-]
 PLANS = {
     "int8 activations": "liquid@int8",
     "unlike parts of a merged layer": {
@@ -32,44 +22,6 @@ PLANS = {
         "*.7.*": None,
     },
 }
-
-
-def by_vllm(path, eager=True, **options):
-    """Greedy tokens of each prompt, from vLLM in fp32."""
-    llm = vllm.LLM(
-        str(path),
-        dtype="float32",
-        enforce_eager=eager,
-        max_model_len=128,
-        max_num_seqs=4,
-        seed=0,
-        **options,
-    )
-    try:
-        sampling = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-        return [out.outputs[0].token_ids for out in llm.generate(prompts, sampling, use_tqdm=False)]
-    finally:
-        del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
-
-
-def by_transformers(path, **options):
-    """Greedy tokens of each prompt, from transformers in fp32."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
-    out = []
-    for ids in PROMPTS:
-        given = torch.tensor([ids])
-        text = model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
-            min_new_tokens=TOKENS,
-            max_new_tokens=TOKENS,
-            do_sample=False,
-        )
-        out.append(text[0, len(ids) :].tolist())
-    return out
 
 
 @pytest.mark.parametrize("plan", [*SPECS, *PLANS.values()], ids=[*SPECS, *PLANS])

@@ -436,9 +436,9 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert "not looked up in a table" in codebook_linear.refuse_format(
         LayerSpec(get_format("int4"), None, (64, 4096), torch.device("cuda"))
     )
-    assert "8 bits, not 4" in refuse("codebook:m=1,v=4,b=4")
-    assert "4, 8 or 16 weights, not 2" in refuse("codebook:m=1,v=2")
-    assert "groups must be 128 columns" in refuse("codebook:m=3,v=16,group=32")
+    assert "8 bits here, not of 4" in refuse("codebook:m=1,v=4,b=4")
+    assert "4, 8 or 16 weights here, not of 2" in refuse("codebook:m=1,v=2")
+    assert "128, 256 or 512 columns here" in refuse("codebook:m=3,v=16,group=32")
     assert "not by int8" in refuse("codebook", "int8")
     assert "multiple of 256" in refuse("codebook", None, 4224)
     assert "do not fit" in refuse("codebook:m=9,v=4")

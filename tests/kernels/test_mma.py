@@ -1,5 +1,6 @@
 """The `mma.sync` family without a GPU: its kernels, who is refused, what is launched."""
 
+import csv
 import ctypes
 import json
 import os
@@ -77,15 +78,44 @@ def test_tiles_follow_the_problem() -> None:
         assert found is not None
         return found
 
-    alone, several = tile(1, 4096), tile(1, 6144)
-    assert (alone.rows, alone.warps, alone.ctas) == (32, 8, 2)
-    assert (several.rows, several.warps, several.ctas) == (32, 4, 3)
-    assert tile(1, 1024).rows == 16  # few rows: twice as many CTAs
-    assert tiles.grid(alone, gpu, 1, 4096, 4096) == 128
+    def shape(m: int, n: int) -> tuple[int, int, int]:
+        return tile(m, n).rows, tile(m, n).warps, tile(m, n).ctas
+
+    assert shape(1, 1024) == (16, 8, 1)
+    assert shape(1, 4096) == (16, 8, 2)
+    assert shape(1, 6144) == (32, 8, 2)  # of 16 rows, three would be needed: 24 warps
+    assert shape(1, 28672) == (32, 4, 3)  # CTAs take turns
+    assert tiles.grid(tile(1, 4096), gpu, 1, 4096, 4096) == 256
     # 48 tiles leave most places empty: CTAs share their K tiles, LEAST_UNITS or more each.
     assert tiles.grid(tile(64, 6144), gpu, 64, 6144, 4096) == 264
     assert tiles.grid(tile(64, 6144), gpu, 64, 6144, 512) == 48
     assert tiles.grid(tile(64, 28672), gpu, 64, 28672, 4096) == 224
+
+
+MEASURED = Path(__file__).parents[2] / "benchmarks/results/h200_mma.csv"
+
+
+def test_the_rule_finds_the_best_tile_of_an_h200() -> None:
+    """Where the CTAs of few tokens are all resident: within 5 % of the best that was measured."""
+    cells: dict[tuple[str, ...], dict[str, float]] = {}
+    with MEASURED.open() as file:
+        for row in csv.DictReader(file):
+            if row["peer"].startswith("mma narrow"):
+                scheme = row["format"] + "@int8" * row["activation"].startswith("int8")
+                cell = cells.setdefault((scheme, row["M"], row["N"], row["K"]), {})
+                cell[row["peer"].removeprefix("mma ")] = float(row["us"])
+    compared = 0
+    for (scheme, m, n, _), times in cells.items():
+        if int(n) <= 8448:
+            brain = [d for d in decoders(scheme) if d.operand != "float16"]
+            found = tiles.choose(brain[0], GPUS["H200"], int(m), int(n))
+            assert found is not None
+            shape = found.name.rpartition("warps")[0]
+            like = [us for name, us in times.items() if name.startswith(shape)]
+            time = times.get(found.name, max(like))
+            assert time <= 1.05 * min(times.values()), (scheme, m, n, found.name)
+            compared += 1
+    assert compared == 27
 
 
 def test_an_unknown_gpu_runs_what_its_generation_runs() -> None:

@@ -15,7 +15,7 @@ from anybit.core.format import FORMATS, Format, Grid, groups_of, register, store
 from anybit.core.packed import Packed
 from anybit.kernels import reference
 from anybit.kernels.backend import Activations, LayerSpec
-from tests.specs import SPECS
+from tests.specs import SPECS, columns_of_a_group
 
 if find_spec("llvmlite") is None and not os.environ.get("CI"):
     pytest.skip("llvmlite is not installed", allow_module_level=True)
@@ -54,7 +54,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> is
 
 def packed(spec: str, n: int = 32, k: int = K) -> Packed:
     fmt = anybit.get_format(spec)
-    k = k // 64 * 64 if "128" not in spec else 640
+    k = {128: 640, 256: 768}.get(columns_of_a_group(spec), k // 64 * 64)
     w = torch.randn(n, k, generator=torch.Generator().manual_seed(0)) * 0.02
     return anybit.quantize_tensor(w, fmt)
 

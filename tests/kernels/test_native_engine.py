@@ -16,6 +16,7 @@ if find_spec("llvmlite") is None and not os.environ.get("CI"):
 from anybit.engine import attention as definition
 from anybit.engine.attention import Batch, LayerCache, Scores
 from anybit.engine.fused import rms_norm
+from anybit.engine.int4 import INT4, spread, unpack
 from anybit.engine.recording import Recording
 from anybit.kernels.native import attention, cache, dense, floats, fused, isa
 from tests.kernels.test_native import LEVELS
@@ -125,16 +126,22 @@ def make_cache(kv_heads: int, dim: int, kind: str, dtype: torch.dtype) -> LayerC
     scales = None
     if kind == "static":
         scales = (torch.rand(kv_heads, dim) * 0.02 + 0.01, torch.rand(kv_heads, dim) * 0.02 + 0.01)
-    stored = dtype if kind == "model" else torch.int8
+    stored = {"model": dtype, "int4": INT4}.get(kind, torch.int8)
     out = LayerCache.empty(BLOCKS, kv_heads, BLOCK, dim, stored, torch.device("cpu"), scales)
     assert out.native
     assert out.v.shape == out.k.shape
     for i, t in enumerate((out.k, out.v)):
-        t.copy_(random(*t.shape, seed=i) * (40 if kind != "model" else 1))
-    if kind == "dynamic":
+        if kind == "int4":
+            t.random_(0, 256, generator=torch.Generator().manual_seed(i))
+        else:
+            t.copy_(random(*t.shape, seed=i) * (40 if kind != "model" else 1))
+    if kind in ("dynamic", "int4"):
         for s in (out.k_scale, out.v_scale):
             assert s is not None
             s.uniform_(0.005, 0.02)
+            if kind == "int4":
+                s.mul_(5)
+                s[..., 1].sub_(0.8)  # what code 0 means
     return out
 
 
@@ -156,6 +163,9 @@ def pages_of(contexts: list[int]) -> Tensor:
         ("model", torch.bfloat16, 8, 1, 64, Scores(0.2, window=30)),
         ("static", torch.float16, 3, 3, 16, Scores(0.3, softcap=2.0)),
         ("dynamic", torch.bfloat16, 4, 4, 80, Scores(0.1, window=9, softcap=5.0)),
+        ("int4", torch.float32, 4, 2, 16, Scores(0.3)),
+        ("int4", torch.bfloat16, 3, 1, 80, Scores(0.2, window=30, softcap=3.0)),
+        ("int4", torch.float16, 2, 2, 256, Scores(0.1)),
     ],
 )
 def test_attention_over_pages(
@@ -168,9 +178,8 @@ def test_attention_over_pages(
     q = random(4, heads, dim, dtype=dtype, seed=5)
     lengths = torch.tensor(contexts, dtype=torch.int32)
     wide = LayerCache(  # type: ignore[call-arg]  # the definition in fp32
-        *(t if t.dtype == torch.int8 else t.float() for t in (own.k, own.v)), own.k_scale,
-        own.v_scale,
-    )  # fmt: skip
+        *(t.float() if kind == "model" else t for t in (own.k, own.v)), own.k_scale, own.v_scale
+    )
     batch = Batch(lengths, lengths, tables, lengths, lengths, [1] * 4, contexts, 4)
     want = definition.gathered(q.float(), wide, batch, scores)
     how = (scores.scale, scores.window, scores.softcap)
@@ -213,6 +222,10 @@ def test_attention_shows_what_is_not_a_number(level: isa.Isa) -> None:
         ("static", torch.bfloat16, 80, False),
         ("dynamic", torch.float16, 16, False),
         ("dynamic", torch.float32, 16, True),
+        ("int4", torch.float32, 16, False),
+        ("int4", torch.bfloat16, 80, False),
+        ("int4", torch.float16, 256, False),
+        ("int4", torch.float32, 64, True),
     ],
 )
 def test_write(level: isa.Isa, kind: str, dtype: torch.dtype, dim: int, normed: bool) -> None:
@@ -220,7 +233,7 @@ def test_write(level: isa.Isa, kind: str, dtype: torch.dtype, dim: int, normed: 
     own, other = (make_cache(kv_heads, dim, kind, dtype) for _ in range(2))
     if kind == "static":
         other.k_scale, other.v_scale = own.k_scale, own.v_scale
-    elif kind == "dynamic":
+    elif kind in ("dynamic", "int4"):
         for a, b in ((own.k_scale, other.k_scale), (own.v_scale, other.v_scale)):
             assert a is not None
             assert b is not None
@@ -239,6 +252,8 @@ def test_write(level: isa.Isa, kind: str, dtype: torch.dtype, dim: int, normed: 
         q, k = rms_norm(q, norms[0], 1e-6), rms_norm(k, norms[1], 1e-6)
     cos, sin = (table[positions.long(), None] for table in rope)
     q, k = definition.rotate(q, cos, sin), definition.rotate(k, cos, sin)
+    if kind == "int4":
+        q = spread(q).to(dtype)
     kept = slots >= 0
     other.store(k[kept], v[kept], slots[kept].long())
     # Without norms everything is exact; their sums of squares may differ in the last bit.
@@ -246,7 +261,10 @@ def test_write(level: isa.Isa, kind: str, dtype: torch.dtype, dim: int, normed: 
     assert (torch.equal(got, q)) if exact else ((got - q).abs() <= 8 * EPS[dtype] * 4).all()
     for a, b in zip(planes(own), planes(other), strict=True):
         if a is not None and b is not None:
-            limit = 0.0 if exact else 1.0 if a.dtype == torch.int8 else 32 * EPS[dtype]
+            eps = max(EPS[dtype], EPS.get(a.dtype, 0))
+            limit = 0.0 if exact else 32 * eps if a.is_floating_point() else 1.0
+            if a.dtype == INT4:
+                a, b = unpack(a), unpack(b)
             assert (a.float() - b.float()).abs().max() <= limit
 
 

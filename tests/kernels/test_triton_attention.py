@@ -16,9 +16,10 @@ from anybit.engine import attention as reference
 from anybit.engine import fused
 from anybit.engine.attention import Batch, LayerCache, Scores
 from anybit.engine.graphs import DecodeGraphs
+from anybit.engine.int4 import INT4, spread, unpack
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
-from anybit.kernels.triton import activation, attention_int8, dense
+from anybit.kernels.triton import activation, attention_int8, cache, dense
 from anybit.kernels.triton import attention as kernels
 from tests.engine.conftest import ARCHITECTURES, prompts, random_model
 
@@ -38,7 +39,7 @@ def make_cache(kv_heads: int, dim: int, kind: str, dtype: torch.dtype) -> LayerC
     scales = None
     if kind == "static":
         scales = tuple(torch.rand(kv_heads, dim) * 0.02 + 0.01 for _ in range(2))
-    stored = dtype if kind == "model" else torch.int8
+    stored = {"model": dtype, "int4": INT4}.get(kind, torch.int8)
     return LayerCache.empty(BLOCKS, kv_heads, BLOCK, dim, stored, DEVICE, scales)
 
 
@@ -80,11 +81,14 @@ def fill(cache: LayerCache, kind: str) -> None:
         cache.k.normal_()
         cache.v.normal_()
         return
-    cache.k.random_(-127, 128)
-    cache.v.random_(-127, 128)
-    if kind == "dynamic":
-        cache.k_scale.uniform_(0.005, 0.02)
-        cache.v_scale.uniform_(0.005, 0.02)
+    least, end = (0, 256) if kind == "int4" else (-127, 128)
+    for codes, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
+        codes.random_(least, end)
+        if kind != "static":
+            scales.uniform_(0.005, 0.02)
+        if kind == "int4":  # and what code 0 means
+            scales.mul_(10)
+            scales[..., 1].sub_(1.2)
 
 
 CASES = [  # queries, contexts (single tokens first)
@@ -96,11 +100,11 @@ CASES = [  # queries, contexts (single tokens first)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["model", "dynamic", "static"])
+@pytest.mark.parametrize("kind", ["model", "dynamic", "static", "int4"])
 @pytest.mark.parametrize(("queries", "contexts"), CASES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "splits", "sunk"), [
     (4, 2, 32, None, 1, True), (3, 3, 16, 30, 1, False), (6, 1, 32, None, 4, False),
-    (4, 2, 32, 30, 4, True),
+    (4, 2, 32, 30, 4, True), (5, 1, 64, 30, 2, True),
 ])  # fmt: skip
 def test_attend(
     dtype: torch.dtype, kind: str, queries: list[int], contexts: list[int], heads: int,
@@ -111,7 +115,7 @@ def test_attend(
     fill(cache, kind)
     batch, q = batch_of(queries, contexts), random(sum(queries), heads, dim, dtype=dtype)
     wide = LayerCache(  # type: ignore[call-arg]  # the definition in fp32
-        *(t if t.dtype == torch.int8 else t.float() for t in (cache.k, cache.v)),
+        *(t.float() if kind == "model" else t for t in (cache.k, cache.v)),
         cache.k_scale,
         cache.v_scale,
     )
@@ -122,15 +126,15 @@ def test_attend(
     got = kernels.attend(q, tensors(cache), *args, sinks=sinks)
     # Rounding Q (by the static scale) and P to the dtype, each once; the rest is fp32.
     eps = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-7}[dtype]
-    if kind != "model" and max(queries) == 1 and attention_int8.suits(heads // kv_heads, dim):
+    if max(queries) == 1 and attention_int8.suits(heads // kv_heads, dim, kind):
         eps = max(eps, 2**-13)  # two int8 digits hold 15 bits of Q and P
-    bound = 3 * float(wide.v.float().abs().max()) * (0.03 if kind != "model" else 1)
+    bound = 3 * {"model": float(wide.v.float().abs().max()), "int4": 1.8}.get(kind, 3.8)
     assert (got.float() - want).abs().max() <= eps * bound
     assert want.abs().max() > 3 * eps * bound
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["model", "dynamic", "static"])
+@pytest.mark.parametrize("kind", ["model", "dynamic", "static", "int4"])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 2), (6, 2), (4, 4)])
 def test_write_equals_its_parts(
@@ -160,6 +164,8 @@ def test_write_equals_its_parts(
         )
     q, k = (rotate(x, rope, batch.positions) for x in (q, k))
     theirs.store(k, v, batch.slots)
+    if kind == "int4":
+        q = spread(q).to(dtype)
     got = kernels.write(
         qkv, tensors(ours), rope, batch.positions, batch.slots, heads,
         (*weights, 1e-5) if norm else None,
@@ -170,6 +176,7 @@ def test_write_equals_its_parts(
             if kind == "model":
                 close(mine, other, dtype)
             else:
+                mine, other = (unpack(x) if kind == "int4" else x for x in (mine, other))
                 assert (mine.int() - other.int()).abs().max() <= 1
     else:
         assert torch.equal(got, q)
@@ -234,10 +241,10 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from anybit.kernels.triton import activation, attention, attention_int8, dense
+from anybit.kernels.triton import activation, attention, attention_int8, cache, dense
 
 for name, pointers, constants, warps, stages, arch in eval(sys.argv[1]):
-    modules = (attention, attention_int8, activation, dense)
+    modules = (attention, attention_int8, cache, activation, dense)
     kernel = next(getattr(m, name) for m in modules if hasattr(m, name))
     signature, values = {}, {}
     for at, argument in enumerate(kernel.arg_names):
@@ -258,13 +265,18 @@ NORM = {"FUSE": "norm", "LARGEST": 127, "HAS_SUMS": True, "WIDE": 4096}
 SILU = {"FUSE": "silu", "LARGEST": 0, "HAS_SUMS": False, "WIDE": 16384}
 KERNELS = [  # arch, name, kind of cache, constants, warps
     (80, "_attend", "model", {"ROWS": 128} | WHOLE, 8),
-    (80, "_attend_int8", "static", {"STATIC": True} | WHOLE, 2),
+    (80, "_attend_int8", "static", WHOLE, 2),
+    (80, "_attend_int8", "int4", WHOLE, 2),
+    (80, "_attend", "int4", {"ROWS": 128} | WHOLE, 8),
     (80, "_write", "static", {"NORM": False, "TOGETHER": 1}, 1),
     (80, "_token", "model", SILU, 32),
     (90, "_attend", "dynamic", {"ROWS": 32, "SPLITS": 1, "WINDOW": 64}, 4),
     (90, "_attend", "static", {"ROWS": 128} | WHOLE, 8),
-    (90, "_attend_int8", "dynamic", {"SPLITS": 32, "WINDOW": 64, "STATIC": False}, 2),
+    (90, "_attend", "int4", {"ROWS": 32, "SPLITS": 1, "WINDOW": 64}, 4),
+    (90, "_attend_int8", "dynamic", {"SPLITS": 32, "WINDOW": 64}, 2),
+    (90, "_attend_int8", "int4", {"SPLITS": 32, "WINDOW": 64}, 2),
     (90, "_write", "dynamic", {"NORM": True, "TOGETHER": 4}, 4),
+    (90, "_write", "int4", {"NORM": True, "TOGETHER": 4}, 4),
     (90, "_combine", "model", {"SPLITS": 32}, 4),
     (90, "_token", "model", NORM, 16),
     (90, "_silu_mul", "model", {"WIDE": 1024}, 4),
@@ -290,20 +302,24 @@ def test_compiles_for_gpus(arch: int) -> None:
 
 def job(arch: int, name: str, kind: str, more: dict, warps: int) -> tuple:
     """A kernel's name, its arguments' types, its constants, warps, stages and architecture."""
-    cache = "*bf16" if kind == "model" else "*i8"
+    stored = {"model": "*bf16", "int4": "*u8"}.get(kind, "*i8")
     out = "*fp32" if more.get("SPLITS", 1) > 1 and name == "_attend_int8" else "*bf16"
-    pointers = POINTERS | {"default": "*bf16", "k_cache": cache, "v_cache": cache, "out": out}
+    pointers = POINTERS | {"default": "*bf16", "k_cache": stored, "v_cache": stored, "out": out}
     pointers["parts"] = "*fp32"
+    if kind == "int4":
+        pointers |= {"k_scale": "*i32", "v_scale": "*i32"}
     if more.get("LARGEST"):
         pointers |= {"out": "*i8", "scales": "*fp32"}
-    modules = (kernels, attention_int8, activation, dense)
+    modules = (kernels, attention_int8, cache, activation, dense)
     arguments = next(getattr(m, name) for m in modules if hasattr(m, name)).arg_names
     sizes = SIZES | {"KIND": kind, "PDL": arch >= 90}
     constants = {k: v for k, v in (sizes | more).items() if k in arguments}
     if kind == "model":
         constants |= {k: None for k in ("k_scale", "v_scale") if k in arguments}
-    decode = kernels.DECODE if kind == "model" else kernels.DECODE_INT8
+    decode = kernels.TILES.get(kind, kernels.DECODE_INT8)
     tile = kernels.PROMPT if more.get("ROWS") == 128 else decode
+    if "TOKENS" in constants:
+        constants["TOKENS"] = tile.tokens
     return name, pointers, constants, warps, tile.stages, arch
 
 
@@ -320,7 +336,7 @@ class FakeGraph:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="engine tests use the GPU where there is one")
 @pytest.mark.parametrize(("model", "kv", "scheme"), [
     ("qwen3", "int8", None), ("mistral", "model", None), ("llama-round", "model", "liquid@int8"),
-    ("gpt_oss", "int8", None), ("starcoder2", "model", None),
+    ("gpt_oss", "int8", None), ("starcoder2", "model", None), ("qwen3", "int4", None),
 ])  # fmt: skip
 def test_the_engine_on_these_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, kv: str, scheme: str | None
@@ -336,8 +352,8 @@ def test_the_engine_on_these_kernels(
     llm = LLM(tmp_path, scheme, **settings)
     monkeypatch.setattr(fused, "usable", lambda x: True)
     runner = llm.engine.runner
-    for cache in runner.caches:
-        cache.fused = True
+    for layer in runner.caches:
+        layer.fused = True
     runner.overlaps = True
 
     def capture(self: DecodeGraphs, size: int) -> tuple[FakeGraph, Tensor]:

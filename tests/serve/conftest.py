@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from anybit.engine.engine import Delta, Engine
 from anybit.engine.llm import LLM
 from anybit.serve.run import Uvicorn, config
 from anybit.serve.server import Server, Settings
@@ -53,6 +54,23 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+@contextmanager
+def held(engine: Engine, steps: int = 2) -> Iterator[None]:
+    """The engine takes no more than a few steps meanwhile: no text can end on its own."""
+    left, step = threading.Semaphore(steps), engine.step
+
+    def limited() -> list[Delta]:
+        left.acquire()
+        return step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "step", limited)
+        try:
+            yield
+        finally:
+            left.release()
 
 
 @contextmanager

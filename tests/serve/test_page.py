@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.conftest import Live, wait_for
+from tests.serve.conftest import Live, held, wait_for
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
@@ -139,11 +139,12 @@ def test_an_answer_stops(browser: Browser, live: Live) -> None:
     browser.call("Page.navigate", url=live.url)
     assert wait_for(lambda: browser.js(text("#model")) == "tiny", 30)
     browser.js("document.querySelector('#max_tokens').value = 450")
-    ask(browser, "x = 1")
-    assert wait_for(lambda: browser.js(text(".assistant .text")) != "", 30)
-    assert browser.js(text("#send")) == "Stop"
-    browser.js("document.querySelector('#form').requestSubmit()")
-    assert answered(browser)
+    with held(live.server.llm.engine, steps=10):
+        ask(browser, "x = 1")
+        assert wait_for(lambda: browser.js(text(".assistant .text")) != "", 30)
+        assert browser.js(text("#send")) == "Stop"
+        browser.js("document.querySelector('#form').requestSubmit()")
+        assert answered(browser)
     assert browser.js(text("#send")) == "Send"
     assert browser.js(text(".error")) == ""
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
 from anybit.engine.llm import LLM
-from tests.serve.conftest import Live, serving, wait_for
+from tests.serve.conftest import Live, held, serving, wait_for
 from tests.serve.test_protocol import events
 
 LONG = {"prompt": "def main(", "max_tokens": 500, "ignore_eos": True}
@@ -39,28 +39,33 @@ def raw_request(live: Live, body: dict, receive_buffer: int | None = None) -> so
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_vanished_client_frees_its_blocks(live: Live, stream: bool) -> None:
-    client = raw_request(live, LONG | {"stream": stream, "n": 4})
     engine = live.server.llm.engine
-    assert wait_for(lambda: len(engine.scheduler.running) == 4)
     before = engine.stats.finished.get("abort", 0)
-    client.close()
-    assert live.idle(5)
+    with held(engine):
+        client = raw_request(live, LONG | {"stream": stream, "n": 4})
+        assert wait_for(lambda: len(engine.scheduler.running) == 4)
+        client.close()
+        assert wait_for(lambda: not live.server.engine.streams)
+    assert live.idle()
     assert engine.stats.finished["abort"] == before + 4
 
 
 def test_a_client_that_leaves_before_the_answer_starts(live: Live) -> None:
     """Waiting in the queue, too, ends with the connection."""
     engine = live.server.llm.engine
-    busy = raw_request(live, LONG | {"n": 64, "stream": True})
-    assert wait_for(lambda: len(engine.scheduler.running) == 64)
-    clients = [raw_request(live, LONG | {"stream": stream}) for stream in (True, False)]
-    assert wait_for(lambda: len(engine.scheduler.waiting) == 2)
-    for client in clients:
-        client.close()
-    assert wait_for(lambda: not engine.scheduler.waiting)
-    assert len(engine.scheduler.running) == 64
-    busy.close()
-    assert live.idle(5)
+    streams = live.server.engine.streams
+    with held(engine):
+        busy = raw_request(live, LONG | {"n": 64, "stream": True})
+        assert wait_for(lambda: len(engine.scheduler.running) == 64)
+        clients = [raw_request(live, LONG | {"stream": stream}) for stream in (True, False)]
+        assert wait_for(lambda: len(streams) == 3)
+        for client in clients:
+            client.close()
+        assert wait_for(lambda: len(streams) == 1)
+        assert len(engine.scheduler.running) == 64
+        busy.close()
+        assert wait_for(lambda: not streams)
+    assert live.idle()
 
 
 def test_a_slow_reader_stalls_nobody(live: Live) -> None:
@@ -86,17 +91,19 @@ def test_a_slow_reader_stalls_nobody(live: Live) -> None:
 def test_too_many_requests_are_told_to_come_back(tiny: Path) -> None:
     llm = LLM(tiny, max_running=2)
     with serving(llm, queue=3, queue_tokens=100) as live:
-        first = raw_request(live, LONG | {"n": 5})
-        assert wait_for(lambda: live.server.engine.texts == 5)
-        refused = live.post("/v1/completions", SHORT)
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert "too many requests" in refused.json()["error"]["message"]
-        first.close()
+        with held(llm.engine):
+            first = raw_request(live, LONG | {"n": 5})
+            assert wait_for(lambda: live.server.engine.texts == 5)
+            refused = live.post("/v1/completions", SHORT)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert "too many requests" in refused.json()["error"]["message"]
+            first.close()
         assert live.idle()
-        first = raw_request(live, LONG | {"prompt": [5] * 90})
-        assert wait_for(lambda: live.server.engine.texts == 1)
-        refused = live.post("/v1/completions", SHORT | {"prompt": [5] * 20})
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        with held(llm.engine):
+            first = raw_request(live, LONG | {"prompt": [5] * 90})
+            assert wait_for(lambda: live.server.engine.texts == 1)
+            refused = live.post("/v1/completions", SHORT | {"prompt": [5] * 20})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert live.post("/v1/completions", SHORT | {"prompt": [5] * 10}).status_code == 200
         first.close()
         assert live.post("/v1/completions", SHORT | {"prompt": [5] * 101}).status_code == 400
@@ -243,7 +250,7 @@ def test_kill_restart_and_graceful_shutdown(
     start: Callable[[int, float], Process], port: int
 ) -> None:
     first = start(port, 30)
-    answer = lines(first.url, LONG | {"stream": True})
+    answer = lines(first.url, LONG | {"n": 128, "logprobs": 20, "stream": True})
     next(answer)
     first.kill(signal.SIGKILL)
     with pytest.raises(httpx.TransportError):

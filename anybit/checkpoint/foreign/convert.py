@@ -6,19 +6,23 @@ a few small tensors what every layer becomes; see `layer.py`. What is exact is k
 
 import math
 import os
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from anybit.checkpoint.architecture import meta_model
 from anybit.checkpoint.foreign.base import Layer, owner
+from anybit.checkpoint.foreign.gguf_file import is_gguf
+from anybit.checkpoint.foreign.gguf_model import Made, open_model
 from anybit.checkpoint.foreign.mxfp4 import one_by_one
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
@@ -36,6 +40,7 @@ from anybit.files.directory import megabytes, read_json
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import published
 from anybit.nn.plan import METHOD, is_head, quantization_config
+from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.rtn import RTN
 from anybit.version import __version__
 
@@ -127,14 +132,14 @@ def convert_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     show_progress: bool | None = None,
 ) -> Converted:
-    """Convert another tool's quantized checkpoint (safetensors) to one of anybit's.
+    """Convert another tool's quantized checkpoint (safetensors or GGUF) to one of anybit's.
 
     Without `to`, dequantized weights equal the tool's own formula in fp32, bit for bit; layers that
     no format of ours can hold are decoded to the model's dtype, and named in the result. Memory and
     resuming: as in `quantize_checkpoint`.
 
     Args:
-        source: Directory of a model that another tool quantized.
+        source: Directory of a model that another tool quantized, or a GGUF file.
         out: Directory to write.
         to: A scheme that the decoded weights are rounded to instead, such as "int4:group=128".
         overwrite: As in `quantize_checkpoint`.
@@ -154,8 +159,9 @@ def convert_checkpoint(
     started = time.monotonic()
     source, out = Path(source), Path(out).absolute()
     check_paths(source, out, overwrite)
-    work = plan_conversion(source, shard_bytes, to)
-    after, _ = rewrite(work, source, out, overwrite, show_progress, "converting")
+    with opened(source) as found:
+        work = plan_conversion(found, shard_bytes, to)
+        after, _ = rewrite(work, found.directory, out, overwrite, show_progress, "converting")
     return Converted(
         out=out,
         method=work.method,
@@ -211,7 +217,7 @@ class Conversion(Rewrite):
         for name in units:
             layer = self.layers.get(name)
             if layer is None:
-                out[name] = self.stored[name].nbytes
+                out[name] = self.stored[name].meta().nbytes
             elif layer.format is None:
                 out[f"{name}.weight"] = math.prod(layer.shape) * self.dense.itemsize
             else:
@@ -223,33 +229,74 @@ class Conversion(Rewrite):
 
     def write(self, unit: str, shard: ShardWriter) -> None:
         if unit not in self.layers:
-            as_it_is = self.stored[unit]
-            assert isinstance(as_it_is, Stored)
-            shard.copy(unit, as_it_is)
+            tensor = self.stored[unit]
+            if isinstance(tensor, Stored):
+                shard.copy(unit, tensor)
+            else:
+                shard.add(unit, tensor.read())
             return
-        weight = self.layers[unit].read()
+        for key, tensor in self.tensors(unit).items():
+            shard.add(f"{unit}.{key}", tensor)
+
+    def tensors(self, layer: str) -> dict[str, Tensor]:
+        """What a quantized layer becomes, by the last part of its tensors' names."""
+        weight = self.layers[layer].read()
         if isinstance(weight, Packed):
-            for key, tensor in weight.tensors().items():
-                shard.add(f"{unit}.{key}", tensor)
-        else:
-            shard.add(f"{unit}.weight", weight.to(self.dense))
+            return weight.tensors()
+        return {"weight": weight.to(self.dense)}
 
 
-def plan_conversion(source: Path, shard_bytes: int, to: str | None = None) -> Conversion:
+@dataclass(frozen=True)
+class Opened:
+    """What another tool's checkpoint holds, by its headers.
+
+    Attributes:
+        source: The directory or file that users name.
+        directory: With config.json and what else is no tensor.
+        method: The tool's name.
+        config: Of config.json.
+        stored: The tensors by name.
+        layers: The quantized layers by name.
+        model: transformers' model, without memory.
+    """
+
+    source: Path
+    directory: Path
+    method: str
+    config: Mapping[str, Any]
+    stored: Mapping[str, Stored | Made]
+    layers: Mapping[str, Layer]
+    model: nn.Module
+
+
+@contextmanager
+def opened(source: Path) -> Iterator[Opened]:
+    """Read all but weights. Of a GGUF file, the directory is made, and gone in the end."""
+    if not is_gguf(source):
+        stored, config = one_by_one(stored_tensors(source)), read_json(source / "config.json")
+        method, layers = read_layers(source, config, stored)
+        yield Opened(source, source, method, config, stored, layers, meta_model(source))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / source.stem
+        directory.mkdir()
+        yield Opened(source, directory, "gguf", *open_model(source, directory))
+
+
+def plan_conversion(found: Opened, shard_bytes: int, to: str | None = None) -> Conversion:
     """Decide everything by headers, config.json and small tensors, before any weight is read.
 
     to: the scheme that decoded weights are rounded to; None: they stay as they are.
     """
-    stored, config = one_by_one(stored_tensors(source)), read_json(source / "config.json")
-    method, found = read_layers(source, config, stored)
+    source, stored, config, model = found.source, found.stored, found.config, found.model
+    method, layers = found.method, dict(found.layers)
     if to is not None:
-        found = {name: rounded(name, layer, to) for name, layer in found.items()}
-    model = meta_model(source)
+        layers = {name: rounded(name, layer, to) for name, layer in layers.items()}
     model_type = config.get("model_type")
     modules = {published(name, model_type): m for name, m in model.named_modules()}
     linears = {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
     dropped = dict.fromkeys(name for name in stored if name.endswith(KV_SCALES))
-    for name, layer in found.items():
+    for name, layer in layers.items():
         linear = linears.get(name)
         if linear is None and name in modules:  # it would be initialized at random
             raise InvalidInput(
@@ -266,9 +313,9 @@ def plan_conversion(source: Path, shard_bytes: int, to: str | None = None) -> Co
             if bias.read().any():
                 raise InvalidInput(f"{name}.bias: not zero, but the model has no bias there")
             dropped[f"{name}.bias"] = None
-    unit_of = {tensor: name for name, layer in found.items() for tensor in layer.tensors}
+    unit_of = {tensor: name for name, layer in layers.items() for tensor in layer.tensors}
     for name, tensor in stored.items():
-        layer_of = owner(name, found)
+        layer_of = owner(name, layers)
         if name not in unit_of and name not in dropped and tensor.torch_dtype in CODES:
             raise InvalidInput(
                 f"{source}: {name} holds {tensor.dtype} of {tensor.shape}, and belongs to no layer "
@@ -277,9 +324,9 @@ def plan_conversion(source: Path, shard_bytes: int, to: str | None = None) -> Co
         if layer_of and name not in unit_of and name != f"{layer_of}.bias":
             raise InvalidInput(
                 f"{source}: {method} has no tensor {name!r} beside "
-                f"{found[layer_of].tensors[0]!r} in a layout that anybit knows"
+                f"{layers[layer_of].tensors[0]!r} in a layout that anybit knows"
             )
-    formats = plan_for(dict.fromkeys(linears) | specs(found))
+    formats = plan_for(dict.fromkeys(linears) | specs(layers))
     others = [tensor for name, tensor in stored.items() if name not in unit_of]
     manifest = {
         "anybit": __version__,
@@ -294,9 +341,9 @@ def plan_conversion(source: Path, shard_bytes: int, to: str | None = None) -> Co
         formats=formats,
         shards=into_shards(unit_sizes(stored, unit_of, dropped), shard_bytes),
         manifest=manifest,
-        unexpected=tuple(name for name in found if name not in linears),
+        unexpected=tuple(name for name in layers if name not in linears),
         method=method,
-        layers=found,
+        layers=layers,
         dense=dense_dtype(config, others),
         dropped=tuple(dropped),
     )
@@ -339,12 +386,13 @@ def rounded(name: str, layer: Layer, to: str) -> Layer:
 
     def read() -> Packed:
         weight = layer.read()
-        return RTN().quantize(weight.dequantize() if isinstance(weight, Packed) else weight, fmt)
+        dense = weight.dequantize() if isinstance(weight, Packed) else weight
+        return quantize_weight(RTN(), dense, fmt)
 
     return replace(layer, format=fmt, read=read, dtypes={}, activation=activation, note="")
 
 
-def dense_dtype(config: Mapping[str, Any], others: Iterable[Stored]) -> torch.dtype:
+def dense_dtype(config: Mapping[str, Any], others: Iterable[Stored | Made]) -> torch.dtype:
     """The model's dtype: by config.json, or that of most dense numbers."""
     named = DENSE.get(str(config.get("dtype") or config.get("torch_dtype")))
     sizes: Counter[torch.dtype] = Counter()

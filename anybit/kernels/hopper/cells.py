@@ -52,14 +52,17 @@ def cells_of(fmt: Format) -> Cells | str:
     if fmt.lookup is None:
         return f"{fmt.spec}: its values are not looked up in a table"
     if fmt.bits != 8:
-        return f"{fmt.spec}: its codes must have 8 bits, not {fmt.bits}"
+        return f"{fmt.spec}: codebooks have codes of 8 bits here, not of {fmt.bits}"
     if fmt.width not in (4, 8, 16):
-        return f"{fmt.spec}: vectors must have 4, 8 or 16 weights, not {fmt.width}"
+        return f"{fmt.spec}: codebooks have vectors of 4, 8 or 16 weights here, not of {fmt.width}"
     columns = VECTORS * fmt.width
     least = columns // 4  # columns that one register of `ldmatrix` and all lanes stand for
     group = fmt.group or columns
     if group < least or (columns % group and group % columns):
-        return f"{fmt.spec}: groups must be {least} columns times or by a power of two, or rows"
+        return (
+            f"{fmt.spec}: codebooks with vectors of {fmt.width} share scales among {least}, "
+            f"{2 * least} or {columns} columns here, a multiple of {columns}, or a row, not {group}"
+        )
     return Cells(fmt.books, fmt.width, max(1, columns // group))
 
 

@@ -26,9 +26,9 @@ from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.mma import linear as mma
 from anybit.kernels.mma import tiles as mma_tiles
 
-# Whether few tokens go to the kernels of `kernels/mma`, which read the same blobs. On three of four
-# weights they were up to 1.35 times as fast as these (benchmarks/results/h200_mma.csv), but not in
-# every cell with the present rule for tiles, and no engine has run on them yet.
+# Whether few tokens go to the kernels of `kernels/mma`, which read the same blobs. With the tiles
+# that their rule names, they were 1.13 to 1.6 times as fast as these on three of four weights
+# (benchmarks/results/h200_mma.csv); no engine has run on them yet.
 NARROW = False
 
 
@@ -48,13 +48,13 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
 
 
 def narrow(m: int, n: int, operand: str) -> bool:
-    """Whether a product goes to `kernels/mma`: its CTAs of 32 rows must all be resident at once.
+    """Whether a product goes to `kernels/mma`: its CTAs must all be resident at once.
 
-    Where they take turns (28672 rows), a prototype was 4 to 10 % slower than these kernels. On
-    sm_90, `mma.sync` has no products of fp8: the assembler converts to fp16, and spills.
+    Two of 32 rows and eight warps find room on a multiprocessor. Where they take turns (28672
+    rows), a prototype was 4 to 10 % slower than these kernels. On sm_90, `mma.sync` has no products
+    of fp8: the assembler converts to fp16, and spills.
     """
-    at_once = tiles.MULTIPROCESSORS * mma_tiles.NARROW_CTAS
-    few = m <= mma_tiles.NARROW and -(-n // 32) <= at_once
+    few = m <= mma_tiles.NARROW and -(-n // 32) <= 2 * tiles.MULTIPROCESSORS
     return NARROW and few and operand != "float8_e4m3fn"
 
 

@@ -15,7 +15,7 @@ from anybit.kernels.mma.launch import MmaArguments
 
 RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
 NARROW = 16  # most tokens of `narrow.py`
-NARROW_CTAS = 3  # of its CTAs of four warps on a multiprocessor
+NARROW_WARPS = 16  # of its CTAs on a multiprocessor: each may keep 128 registers a thread
 FLAG = 256  # bytes behind the ring of `gemm.py`, for one word
 COUNTERS = 1 << 16  # tiles that CTAs may share
 DENSE_FROM = 512  # tokens; an estimate, see `decodes`
@@ -235,19 +235,24 @@ def family(decoder: Decoder, gpu: Gpu, n: int, output: str) -> list[Kernel]:
 
 
 def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
-    """Up to 16 tokens: as many rows a CTA as leave every multiprocessor one, else fewer.
+    """Up to 16 tokens: of the tiles whose CTAs are all resident at once, the one with most warps.
 
-    Where CTAs come one to a multiprocessor, they have eight warps, and leave room for a CTA of the
-    next kernel; else four.
+    Its rows are read without a pause, and its ring is what memory is left. More rows win a tie: the
+    tokens are read less often. Where CTAs must take turns, three of four warps hide their ends.
     """
     tokens = 8 if m <= 8 else 16
-    slices = 2 if -(-n // 32) >= 0.75 * gpu.multiprocessors else 1
-    alone = -(-n // (16 * slices)) <= gpu.multiprocessors
-    shapes = [Tile(tokens, slices, 8, ctas=2)] if alone else []
-    shapes += [Tile(tokens, s, 4, ctas=NARROW_CTAS) for s in (slices, 1)]
-    shapes = [replace(tile, kind="narrow") for tile in shapes]
-    found = (fitted(t, decoder, gpu, least, 5 if alone else 4) for least in (3, 2) for t in shapes)
-    return next((tile for tile in found if tile), None)
+    at_once = []
+    for slices, warps in ((2, 8), (1, 8), (2, 4), (1, 4)):
+        ctas = -(-n // (16 * slices * gpu.multiprocessors))
+        tile = Tile(tokens, slices, warps, ctas=ctas, kind="narrow")
+        found = fitted(tile, decoder, gpu, 3, 5) if ctas * warps <= NARROW_WARPS else None
+        if found and found.ctas == ctas:
+            at_once.append(found)
+    if at_once:
+        return max(at_once, key=lambda tile: tiles_of(tile, m, n) * tile.warps)
+    turns = [Tile(tokens, slices, 4, ctas=3, kind="narrow") for slices in (2, 1)]
+    fit = (fitted(tile, decoder, gpu, least, 4) for least in (3, 2) for tile in turns)
+    return next((tile for tile in fit if tile), None)
 
 
 def wide(decoder: Decoder, gpu: Gpu, m: int) -> Tile | None:

@@ -1,4 +1,4 @@
-"""Attention of single tokens over a paged KV cache, in the model's dtype or int8.
+"""Attention of single tokens over a paged KV cache, in the model's dtype, int8 or int4.
 
 Pages are read where they lie: a part of a context at a time, once for all query heads that share
 a K head. `combine` adds the parts up.
@@ -11,10 +11,19 @@ from torch import Tensor
 
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.activations import DTYPES
-from anybit.kernels.native.cache import Cache, Planes, cache_of, pointer, refuse, write
+from anybit.kernels.native.cache import (
+    K_GROUPS,
+    V_GROUPS,
+    Cache,
+    Planes,
+    cache_of,
+    pointer,
+    refuse,
+    write,
+)
 from anybit.kernels.native.floats import BYTES, exp, largest, maximum, read, rounded
 from anybit.kernels.native.fused import bits_of, level, threads
-from anybit.kernels.native.ir import F32, I32, PTR, Arguments, Function, Value, vec
+from anybit.kernels.native.ir import F32, I8, I32, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 
 __all__ = ["attend", "refuse", "write"]
@@ -43,8 +52,8 @@ def attend(
     """Attention of one token of each sequence over what the cache holds of it.
 
     Args:
-        q: (B, heads, D).
-        planes: K and V (blocks, kv_heads, block_size, D), their scales or None.
+        q: (B, heads, D), as `write` returns it.
+        planes: K and V (blocks, kv_heads, block_size, D), their scales or None; see `LayerCache`.
         tables: (B, blocks) int32, each sequence's blocks.
         contexts: (B,) int32, tokens of each sequence that the cache holds.
         longest: tokens of the longest context that there may be.
@@ -57,8 +66,8 @@ def attend(
         (B, heads, D); zeros where a context is empty.
     """
     k, v, k_scale, v_scale = planes
-    _, kv_heads, block, dim = k.shape
-    sequences, heads, _ = q.shape
+    _, kv_heads, block, _ = k.shape
+    sequences, heads, dim = q.shape
     parts = -(-longest // PART)
     q = q.contiguous()
     rows = sequences * heads * parts
@@ -169,19 +178,45 @@ class _Attend:
     def _fetch(self, which: str, t: Value) -> None:
         """K or V of the tokens from t on as fp32; the last one's again behind it."""
         f, args, cache = self.function, self.args, self.cache
-        block, size = args.number("block"), BYTES[cache.stored]
+        block = args.number("block")
         with f.loop(0, self.lanes) as i:
             token = f.smaller(t + i, self.stop - 1)
             page = f.load(I32, self.table, token // block << 2)
             page = f.cast("sext", page, ir.I64) * self.kv_heads + self.head
             place = page * block + token % block
-            row = f.at(args.pointer(which), place * (self.dim * size))
-            for j in range(0, self.dim, self.lanes):
-                x = read(f, cache.stored, row, j * size, self.lanes)
-                if cache.kind == "dynamic":
-                    scale = f.load(F32, args.pointer(f"{which}_scale"), place << 2)
-                    x = x * f.splat(scale, self.lanes)
-                f.store(x, self.tile, i * (4 * self.dim) + 4 * j)
+            row, to = f.at(args.pointer(which), place * cache.row_bytes), i * (4 * self.dim)
+            if cache.kind == "int4":
+                self._unpack(which, row, page, token % block, to)
+            else:
+                self._read(which, row, place, to)
+
+    def _read(self, which: str, row: Value, place: Value, to: Value) -> None:
+        """A token's head into the tile."""
+        f, cache = self.function, self.cache
+        for j in range(0, self.dim, self.lanes):
+            x = read(f, cache.stored, row, j * BYTES[cache.stored], self.lanes)
+            if cache.kind == "dynamic":
+                scale = f.load(F32, self.args.pointer(f"{which}_scale"), place << 2)
+                x = x * f.splat(scale, self.lanes)
+            f.store(x, self.tile, to + 4 * j)
+
+    def _unpack(self, which: str, row: Value, page: Value, offset: Value, to: Value) -> None:
+        """Both halves of a token's head in int4, into the tile."""
+        f, args, cache, half = self.function, self.args, self.cache, self.dim // 2
+        groups, lanes = K_GROUPS if which == "k" else V_GROUPS, cache.lanes
+        first = page * (args.number("block") * groups) + offset
+        grid = []
+        for g in (0, groups - 1):
+            at = first + args.number("block") * g << 2
+            pair = (f.load("half", args.pointer(f"{which}_scale"), at + 2 * n) for n in range(2))
+            grid.append([f.splat(f.cast("fpext", x, F32), lanes) for x in pair])
+        for j in range(0, half, lanes):
+            pairs = f.cast("zext", f.load(vec(lanes, I8), row, j), vec(lanes, I32))
+            for codes, place, (scale, low) in zip(
+                (pairs & 15, pairs >> 4), (j, half + j), grid, strict=True
+            ):
+                x = f.cast("sitofp", codes, vec(lanes, F32))
+                f.store(f.fma(x, scale, low), self.tile, to + 4 * place)
 
     def _score(self, t: Value, g: Value) -> None:
         """Scores of the tile's tokens."""

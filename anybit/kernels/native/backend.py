@@ -166,7 +166,7 @@ def _tables(table: probing.Table, bits: int, level: Isa) -> Tensor:
 
 def _codes(facts: tuple[int, ...], dtype: torch.dtype) -> Codes:
     """Codes of one weight each, multiplied with activations of this dtype."""
-    bits, first, _, _, _, signed, short, half = facts
+    bits, first, _, _, _, signed, short, half, _ = facts
     first_, half_ = (None if number == probing.NONE else number for number in (first, half))
     return Codes(bits, first_, bool(signed), bool(short) or dtype == torch.bfloat16, half_)
 
@@ -203,7 +203,7 @@ def _product(
     m: int,
 ) -> Product:
     """What multiplies up to m <= FEW activations, or more than that."""
-    bits, _, group, number, *_ = facts
+    bits, _, group, number, *_, wide = facts
     form = probing.FORMS[number]
     operand = _operand(facts, activation, dtype, level)
     vectors = _is_vectors(fmt)
@@ -218,11 +218,11 @@ def _product(
     shift = one.first or 0
     if m <= FEW:
         sums = group if form else 0 if operand.whole else None
-        kernel = gemv.kernel(gemv.Few(codes, operand, group, form, m, to, quantized))
+        kernel = gemv.kernel(gemv.Few(codes, operand, group, form, m, to, quantized, bool(wide)))
         return Product(operand, m, sums, kernel, 0, table, shift)
     if group:
         shift = -128 if operand.kind == "u8" else 0
-    decoder = gemm.decoder(gemm.Tile(codes, operand, group, form))
+    decoder = gemm.decoder(gemm.Tile(codes, operand, group, form, bool(wide)))
     sums = 0 if operand.whole else None
     kernel = gemm.product(operand, to, quantized)
     return Product(operand, gemm.TOKENS, sums, kernel, decoder.address, table, shift)

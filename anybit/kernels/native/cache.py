@@ -1,4 +1,7 @@
-"""The paged KV cache of a CPU: what its kernels are compiled for, and how tokens get into it."""
+"""The paged KV cache of a CPU: what its kernels are compiled for, and how tokens get into it.
+
+What int4 means is in `anybit.engine.int4`, and `_spread` and `_pack` do it in the same order.
+"""
 
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +22,7 @@ from anybit.kernels.native.floats import (
     root,
     rounded,
     through,
+    whole,
 )  # fmt: skip
 from anybit.kernels.native.fused import FLOATS, bits_of, level, threads
 from anybit.kernels.native.ir import F32, I8, I32, PTR, Arguments, Function, Value, vec
@@ -29,6 +33,9 @@ WRITE = (
     "slots", "q_weight", "k_weight", "tokens", "heads", "kv_heads", "block", "eps",
 )  # fmt: skip
 HEADS = 8  # that a thread writes at once
+KINDS = {2: "static", 3: "dynamic", 5: "int4"}  # by the dimensions of their scales
+K_GROUPS, V_GROUPS = 2, 1  # of a head in int4: its halves, or all of it
+MOST, LEAST_SCALE = 15.0, 2.0**-24  # code and scale of int4
 
 Planes = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # K, V and their scales
 
@@ -38,7 +45,7 @@ class Cache:
     """What the kernels are compiled for.
 
     dtype: of Q, LLVM's name. kind: "model" (the cache has this dtype), "static" (int8 with a scale
-    for each channel) or "dynamic" (for each token and head).
+    for each channel), "dynamic" (for each token and head) or "int4". dim: of a head.
     """
 
     isa: Isa
@@ -51,6 +58,11 @@ class Cache:
         return self.dtype if self.kind == "model" else I8
 
     @property
+    def row_bytes(self) -> int:
+        """Of a token's head."""
+        return self.dim // 2 if self.kind == "int4" else self.dim * BYTES[self.stored]
+
+    @property
     def lanes(self) -> int:
         """Channels in a vector: of half a head, which RoPE rotates with the other half."""
         count = self.isa.floats
@@ -61,17 +73,20 @@ class Cache:
 
 def refuse(k: Tensor) -> str | None:
     """None when the kernels take a cache like this K (blocks, kv_heads, block_size, head_dim)."""
-    if k.dtype not in (*FLOATS, torch.int8):
+    if k.dtype not in (*FLOATS, torch.int8, torch.uint8):
         return f"the cache is {k.dtype}"
-    if k.shape[3] % 16:
-        return f"head_dim={k.shape[3]} is no multiple of 16"
-    return None
+    dim = head_dim(k)
+    return f"head_dim={dim} is no multiple of 16" if dim % 16 else None
+
+
+def head_dim(k: Tensor) -> int:
+    return k.shape[3] * (2 if k.dtype == torch.uint8 else 1)
 
 
 def cache_of(q: Tensor, planes: Planes) -> Cache:
     k, _, scale, _ = planes
-    kind = "model" if scale is None else "static" if scale.dim() == 2 else "dynamic"
-    return Cache(level(), DTYPES[q.dtype], kind, k.shape[3])
+    kind = "model" if scale is None else KINDS[scale.dim()]
+    return Cache(level(), DTYPES[q.dtype], kind, head_dim(k))
 
 
 def pointer(t: Tensor | None) -> int:
@@ -87,20 +102,20 @@ def write(
     heads: int,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """Store K and V, and return Q (T, heads, D), normed and rotated.
+    """Store K and V, and return Q (T, heads, D), normed and rotated: twice for a cache in int4.
 
     Args:
         qkv: (T, (heads + 2 kv_heads) * D).
-        planes: K and V (blocks, kv_heads, block_size, D), their scales or None.
+        planes: K and V (blocks, kv_heads, block_size, D), their scales or None; see `LayerCache`.
         rope: cosines and sines (positions, D / 2) fp32.
         positions, slots: (T,); a token whose slot is negative is not stored.
         heads: of Q.
         norms: RMSNorm weights (D,) of Q's and K's heads, and the epsilon.
     """
     k, v, k_scale, v_scale = planes
-    _, kv_heads, block, dim = k.shape
+    _, kv_heads, block, _ = k.shape
     qkv, positions, slots = qkv.contiguous(), positions.int(), slots.int()
-    q = torch.empty(len(qkv), heads, dim, dtype=qkv.dtype)
+    q = torch.empty(len(qkv), heads, head_dim(k), dtype=qkv.dtype)
     weight = None if norms is None else DTYPES[norms[0].dtype]
     q_weight, k_weight, eps = (None, None, 0.0) if norms is None else norms
     kernel = write_kernel(cache_of(qkv, planes), weight)
@@ -149,6 +164,8 @@ class _Write:
                     self._norm(f.select(is_q, *places), weight)
                 position = self._token("positions", t)
                 self._rotate(position * (dim * 2))
+                if cache.kind == "int4":
+                    self._spread()
             with f.when(is_q):
                 to = f.at(args.pointer("q"), (t * heads + head) * (dim * size))
                 for i in self.vectors:
@@ -161,8 +178,11 @@ class _Write:
                 mine = head - heads
                 mine = f.select(is_v, mine - kv_heads, mine)
                 block = args.number("block")
-                place = (slot // block * kv_heads + mine) * block + slot % block
-                self._store(is_v, mine, place)
+                page = slot // block * kv_heads + mine
+                if cache.kind == "int4":
+                    self._pack(is_v, page, block, slot % block)
+                else:
+                    self._store(is_v, mine, page * block + slot % block)
         f.give()
 
     def _token(self, name: str, t: Value) -> Value:
@@ -196,6 +216,59 @@ class _Write:
             for at, x in ((i, a * cos - b * sin), (half + i, b * cos + a * sin)):
                 f.store(through(f, cache.isa, x, cache.dtype), self.row, 4 * at)
 
+    def _spread(self) -> None:
+        """Rotate the head by a Hadamard matrix."""
+        f, lanes, half = self.function, self.cache.lanes, self.cache.dim // 2
+        run, stride = half & -half, 1
+        x = [self._at(i) for i in self.vectors]
+        while stride < run:
+            if stride < lanes:
+                signs = Value(f, alternating(f, stride, lanes), vec(lanes, F32))
+                partners = [i ^ stride for i in range(lanes)]
+                x = [f.fma(v, signs, f.shuffle(v, v, partners)) for v in x]
+            else:
+                x = butterfly(x, stride // lanes)
+            stride *= 2
+        for at, value in zip(self.vectors, butterfly(x, half // lanes), strict=True):
+            f.store(value * (2 * run) ** -0.5, self.row, 4 * at)
+
+    def _pack(self, is_v: Value, page: Value, block: Value, offset: Value) -> None:
+        """Put K or V of a head into a block in int4: K's halves have scales of their own."""
+        f, args, cache, half = self.function, self.args, self.cache, self.cache.dim // 2
+        starts = range(0, half, cache.lanes)
+        least, most = (
+            [self._largest([self._at(i + first) * sign for i in starts]) for first in (0, half)]
+            for sign in (-1, 1)
+        )
+        for ends in (least, most):
+            both = maximum(f, *ends)
+            ends[:] = [f.select(is_v, both, end) for end in ends]
+        scales = f.select(is_v, args.pointer("v_scale"), args.pointer("k_scale"))
+        groups = f.select(is_v, f.integer(V_GROUPS), f.integer(K_GROUPS))
+        grid = []
+        for g in range(2):
+            scale = (least[g] + most[g]) // f.constant(MOST, F32)
+            scale = maximum(f, scale, f.constant(LEAST_SCALE, F32))
+            numbers = [f.cast("fptrunc", x, "half") for x in (scale, least[g] * -1)]
+            row = (page * groups + (groups - 1 if g else 0)) * block + offset
+            for i, number in enumerate(numbers):
+                f.store(number, scales, (row << 2) + 2 * i)
+            grid.append([f.splat(f.cast("fpext", x, F32), cache.lanes) for x in numbers])
+        to = f.select(is_v, args.pointer("v"), args.pointer("k"))
+        to = f.at(to, (page * block + offset) * half)
+        for i in starts:
+            a, b = (
+                whole(f, (self._at(i + first) - low) // scale, 0, MOST)
+                for first, (scale, low) in zip((0, half), grid, strict=True)
+            )
+            f.store(f.cast("trunc", a | (b << 4), vec(cache.lanes, I8)), to, i)
+
+    def _largest(self, vectors: list[Value]) -> Value:
+        f, most = self.function, vectors[0]
+        for v in vectors[1:]:
+            most = maximum(f, most, v)
+        return largest(f, most)
+
     def _store(self, is_v: Value, head: Value, place: Value) -> None:
         """Put K or V of a head at `place`, counted in rows of the cache."""
         f, args, cache = self.function, self.args, self.cache
@@ -222,3 +295,15 @@ class _Write:
                 divisor = f.load(single, scales, head * (4 * dim) + 4 * i)
             number = int8(f, self._at(i) // divisor)
             f.store(number, to, i)
+
+
+def butterfly(x: list[Value], stride: int) -> list[Value]:
+    """Sums of vectors that lie `stride` apart, and their differences."""
+    upper = [i // stride % 2 for i in range(len(x))]
+    return [x[i - stride] - v if upper[i] else v + x[i + stride] for i, v in enumerate(x)]
+
+
+def alternating(f: Function, run: int, lanes: int) -> str:
+    """1 in `run` lanes, -1 in the next, and so on."""
+    numbers = (f.constant(-1 if i & run else 1, F32).text for i in range(lanes))
+    return f"<{', '.join(f'float {number}' for number in numbers)}>"

@@ -87,13 +87,17 @@ def largest(f: Function, value: Value) -> Value:
 
 def int8(f: Function, x: Value) -> Value:
     """The nearest int8 codes from -127 to 127, ties to even."""
+    return f.cast("trunc", whole(f, x, -LARGEST, LARGEST), several(I8, lanes(x.kind)))
+
+
+def whole(f: Function, x: Value, least: float, most: float) -> Value:
+    """The nearest 32-bit integers within bounds, ties to even."""
     count = lanes(x.kind)
     code = f.call(x.kind, f"llvm.rint.v{count}f32" if count > 1 else "llvm.rint.f32", x)
-    for how, limit in (("ogt", LARGEST), ("olt", -LARGEST)):
+    for how, limit in (("ogt", most), ("olt", least)):
         bound = f.constant(limit, x.kind)
         code = f.select(f.compare(how, code, bound), bound, code)
-    whole = f.cast("fptosi", code, several(I32, count))
-    return f.cast("trunc", whole, several(I8, count))
+    return f.cast("fptosi", code, several(I32, count))
 
 
 def exp(f: Function, x: Value) -> Value:

@@ -9,6 +9,7 @@ from functools import cache
 
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.decode import BLOCK, Codes, Operand, Table, Vectors
+from anybit.kernels.native.gemv import scales_at
 from anybit.kernels.native.ir import BF16, F32, I16, I32, I64, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 
@@ -34,6 +35,7 @@ class Tile:
     operand: Operand
     group: int
     form: str
+    wide: bool = False
 
 
 @cache
@@ -67,7 +69,6 @@ def _decode(spec: Tile) -> Function:
     table = Table(f, spec.codes, operand, args.pointer("table"))
     groups = BLOCK // spec.group if spec.group else 0  # of a block
     many = max(1, groups // operand.units)  # of a unit
-    half, single = vec(many, "half"), vec(many, F32)
     blocks = args.number("blocks")
     vectors = operand.units * operand.vectors
     with f.loop(first, last) as b:
@@ -77,11 +78,11 @@ def _decode(spec: Tile) -> Function:
             f.prefetch(codes, 1024 + i)
         for unit in range(operand.units):
             if (groups and unit * groups % operand.units == 0) or many > 1:
-                g = (here * groups + unit * groups // operand.units) << 1
-                scale = f.cast("fpext", f.load(half, args.pointer("scale"), g), single)
-                offset = f.zero(single)
+                g = here * groups + unit * groups // operand.units
+                scale = scales_at(f, args.pointer("scale"), g, many, spec.wide)
+                offset = f.zero(scale.kind)
                 if spec.form:
-                    offset = f.cast("fpext", f.load(half, args.pointer("offset"), g), single)
+                    offset = scales_at(f, args.pointer("offset"), g, many, spec.wide)
                 if spec.form == "scaled":
                     offset = offset * scale
             for j, weight in enumerate(spec.codes.unit(f, operand, codes, unit, table)):

@@ -31,6 +31,7 @@ class Few:
         m: activations that are multiplied at once.
         dtype: LLVM's name of what y (M, N) is stored in.
         quantized: whether activations have scales.
+        wide: whether scales and offsets are fp32, not fp16.
     """
 
     codes: Codes | Vectors
@@ -40,6 +41,7 @@ class Few:
     m: int
     dtype: str
     quantized: bool
+    wide: bool = False
 
 
 @cache
@@ -131,15 +133,14 @@ class _Rows:
             return []
         f, spec, args = self.function, self.spec, self.args
         kind, lanes = spec.operand.sums, spec.operand.isa.floats
-        half, single = vec(lanes, "half"), vec(lanes, F32)
         tails = [f.variable(f.zero(kind)) for _ in range(spec.m)] if spec.form else []
         stride = (self.groups + 15) & -16  # of sums, as `activations.pack` lays them out
         with f.loop(0, self.groups, lanes) as g:
-            place = (r * self.groups + g) << 1
-            scale = f.cast("fpext", f.load(half, args.pointer("scale"), place), single)
+            scale = scales_at(f, args.pointer("scale"), r * self.groups + g, lanes, spec.wide)
             f.store(scale, self.scales, g << 2)
             if spec.form:
-                offset = f.cast("fpext", f.load(half, args.pointer("offset"), place), single)
+                at = r * self.groups + g
+                offset = scales_at(f, args.pointer("offset"), at, lanes, spec.wide)
                 if spec.form == "scaled":
                     offset = offset * scale
                 if spec.operand.whole:
@@ -166,3 +167,11 @@ class _Rows:
         place = (args.number("n") * i + r) * (4 if self.spec.dtype == F32 else 2)
         y = ir.rounded(f, f.fma(total, row, bias), self.spec.dtype)
         f.store(y, args.pointer("y"), place)
+
+
+def scales_at(f: Function, memory: Value, group: Value, count: int, wide: bool) -> Value:
+    """The fp32 of `count` scales from a group on, which lie in memory in fp16, or fp32 if wide."""
+    if wide:
+        return f.load(vec(count, F32), memory, group << 2, align=4)
+    half = f.load(vec(count, "half"), memory, group << 1)
+    return f.cast("fpext", half, vec(count, F32))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from anybit.core.format import Grid
+from anybit.core.format import Frame, Grid
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.kernels.native.decode import BLOCK
@@ -37,8 +37,8 @@ class Table:
             which are added up.
         first: T[0], where T[code] is T[0] + code and whole.
         row: (N,) fp32.
-        scale: (N, groups) fp16, or None.
-        offset: (N, groups) fp16, or None.
+        scale: (N, groups), or None: fp16 where that holds all of them and offsets, else fp32.
+        offset: (N, groups) of the same dtype, or None.
         group: columns that share them, a divisor of a block; 0: there are none.
         form: "", "plain" or "scaled".
         whole: whether scale * T + offset is a whole number within int8 throughout.
@@ -59,7 +59,8 @@ class Table:
         """What kernels are compiled for, as numbers.
 
         `bits`, `first`, `group`, the index of `form`, `whole`; whether the upper half of the table
-        is the lower one with the other sign; whether all numbers are ones of bf16; `half`.
+        is the lower one with the other sign; whether all numbers are ones of bf16; `half`; whether
+        scales are fp32.
         """
         first = NONE if self.first is None else self.first
         signed = short = False
@@ -70,7 +71,9 @@ class Table:
             short = not (words & 0xFFFF).any()
         form = FORMS.index(self.form)
         half = NONE if self.half is None else self.half
-        return bits, first, self.group, form, int(self.whole), int(signed), int(short), half
+        wide = self.scale is not None and self.scale.dtype == torch.float32
+        known = bits, first, self.group, form, int(self.whole), int(signed), int(short), half
+        return *known, int(wide)
 
 
 class _Asked(dict[str, Tensor]):
@@ -99,6 +102,9 @@ def probe(packed: Packed) -> Table:
 def _probe(packed: Packed) -> Table:
     """`probe` without the row's factor."""
     fmt, k = packed.format, packed.shape[1]
+    frame = fmt.frame(packed.grid)
+    if frame is not None:
+        return _framed(packed, frame)
     entries = fmt.entries()
     counts = {a: t.shape[1] for a, t in packed.grid.items() if entries[a].table is None}
     groups = max(counts.values())
@@ -131,9 +137,9 @@ def _probe(packed: Packed) -> Table:
             whole = first is not None and first >= -128 and first + 2**fmt.bits <= 128
             row = scale.flatten() * power
             return Table(table / power, first, row, None, None, 0, "", whole, half)
-        row, scale = _half(scale)
+        row, scale = _fitted(scale)
         size, row = _size(group), row * power
-        scale = _repeat(scale, group, size)
+        scale = _repeat(_alike(scale)[0], group, size)
         return Table(table / power, first, row, scale, None, size, "", False, half)
     # A row of one group has as many of them as blocks, the padded one included.
     size = _size(group) if group else BLOCK
@@ -141,13 +147,25 @@ def _probe(packed: Packed) -> Table:
     if scale.shape[1] == 1:
         integers = (factor == factor.round()).all() and (shift == shift.round()).all()
         whole = first == 0 and fmt.operand == "int8" and bool(integers)
-        a, b = (_repeat(_exact(t), group, size) for t in (factor, shift))
+        a, b = (_repeat(t, group, size) for t in _alike(factor, shift))
         return Table(table, first, scale.flatten(), a, b, size, "plain", whole)
     if not bool((factor == 1).all()):
         raise NoTable("its groups have a scale and a factor")
-    row, scale = _half(scale)
-    a, b = (_repeat(t, group, size) for t in (scale, _exact(shift)))
+    row, scale = _fitted(scale)
+    a, b = (_repeat(t, group, size) for t in _alike(scale, shift))
     return Table(table, first, row, a, b, size, "scaled", False)
+
+
+def _framed(packed: Packed, frame: Frame) -> Table:
+    """The table of a format that says itself how its values come about."""
+    numbers, factor, shift = frame
+    group = packed.shape[1] // factor.shape[1]
+    size = _size(group)
+    shifts = [] if shift is None else [shift]
+    a, *rest = (_repeat(t, group, size) for t in _alike(factor, *shifts))
+    b, form = (rest[0], "plain") if rest else (None, "")
+    row = packed.grid["scale"].float().flatten()
+    return Table(numbers, _first(numbers), row, a, b, size, form, False)
 
 
 def _rows(packed: Packed, start: int, stop: int) -> Grid:
@@ -243,19 +261,17 @@ def _repeat(numbers: Tensor, group: int, size: int) -> Tensor:
     return numbers.repeat_interleave(group // size, 1) if group > size else numbers
 
 
-def _exact(numbers: Tensor) -> Tensor:
-    """fp32 as fp16 of the same value."""
-    half = numbers.half()
-    if not torch.equal(half.float(), numbers):
-        raise NoTable("its factors or offsets are no numbers of fp16")
-    return half
+def _alike(*numbers: Tensor) -> list[Tensor]:
+    """fp32 tensors in fp16 where that holds them all, else as they are."""
+    halves = [t.half() for t in numbers]
+    same = all(torch.equal(h.float(), t) for h, t in zip(halves, numbers, strict=True))
+    return halves if same else [t.float() for t in numbers]
 
 
-def _half(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales (N, groups) as a power of two for each row, and fp16; exact."""
-    half = scale.half()
-    if torch.equal(half.float(), scale):
-        return torch.ones(len(scale)), half
+def _fitted(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales (N, groups) as a power of two for each row, and numbers that may fit fp16; fp32."""
+    if torch.equal(scale.half().float(), scale):
+        return torch.ones(len(scale)), scale
     _, exponent = torch.frexp(scale.abs().amax(1, keepdim=True))
     row = torch.ldexp(torch.ones(len(scale), 1), exponent - 8)
-    return row.flatten(), _exact(scale / row)
+    return row.flatten(), scale / row

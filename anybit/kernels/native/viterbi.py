@@ -130,8 +130,7 @@ class _Paths:
         """One step: the costs of states that end with the same bits, and their top bits."""
         f, spec, n = self.function, self.spec, self.lanes
         x = [
-            f.splat(f.load(F32, self.x, (step * spec.width + i) << 2), n)
-            for i in range(spec.width)
+            f.splat(f.load(F32, self.x, (step * spec.width + i) << 2), n) for i in range(spec.width)
         ]
         base = f.load(F32, costs)  # taken off, so that costs stay small
         far = f.compare("ogt", base, f.constant(FAR / 2, F32))

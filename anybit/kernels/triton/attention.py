@@ -1,16 +1,13 @@
-"""Attention over a paged KV cache, in the model's dtype or int8, for prompts and single tokens.
+"""Attention over a paged KV cache: the model's dtype, int8 or int4, prompts and single tokens.
 
-`write` puts a step's K and V where they belong: RoPE, the norms of heads, quantization and the
-store in one pass over the projection's output. `attend` is flash attention over the pages, with
-int8 dequantized in registers: a static scale of each K channel goes into the query and one of
-each V channel into the output, while dynamic scales of each token multiply scores and
-probabilities. The query heads that share a K head are rows of one tile, so the cache is read once
-for all of them, and for a single token the context is split over programs whose parts `combine`
-adds up (flash-decoding). Grids depend on sizes alone and nothing waits for the device, so a CUDA
-graph can hold all of it.
+`attend` is flash attention over the pages, with int8 and int4 dequantized in registers: a static
+scale of each K channel goes into the query and one of each V channel into the output, while dynamic
+scales of each token multiply scores and probabilities; int4 becomes fp16. The query heads that
+share a K head are rows of one tile, so the cache is read once for all of them, and for a single
+token the context is split over programs whose parts `combine` adds up (flash-decoding). Grids
+depend on sizes alone and nothing waits for the device, so a CUDA graph can hold all of it.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -20,8 +17,11 @@ from torch import Tensor
 
 from anybit.kernels.triton import attention_int8
 from anybit.kernels.triton.activation import after_previous, launch_next, overlap
-from anybit.kernels.triton.attention_int8 import fetch, of_tokens, pages, sunk
+from anybit.kernels.triton.attention_int8 import fetch, grid_of, nibbles, of_tokens, pages, sunk
+from anybit.kernels.triton.cache import Planes, arguments, kind, refuse, write
 from anybit.kernels.triton.lang import NO_PTX
+
+__all__ = ["attend", "refuse", "write"]
 
 MOST_SPLITS = 32
 # Programs that fill a GPU of 132 multiprocessors, by bytes of a number in the cache.
@@ -40,95 +40,8 @@ class Tile(NamedTuple):
 DECODE = Tile(64, 4, 3)
 DECODE_INT8 = Tile(64, 2, 2)  # at most two warps: Triton 3.9 does not compile it for four
 PROMPT = Tile(64, 8, 2)
-
-
-@triton.jit
-def _write(
-    qkv, q_out, k_cache, v_cache, k_scale, v_scale, cos, sin, positions, slots, q_weight, k_weight,
-    STRIDE, EPS, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, TOGETHER: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """TOGETHER heads of a token, all of Q, K or V: normed, rotated, and put where they belong."""
-    launch_next(PDL)
-    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOGETHER
-    d = tl.arange(0, HALF)[None, :]
-    head = first + tl.arange(0, TOGETHER)[:, None]
-    slot = tl.load(slots + token).to(tl.int64)
-    position = tl.load(positions + token).to(tl.int64)
-    c, s = tl.load(cos + position * HALF + d), tl.load(sin + position * HALF + d)
-    after_previous(PDL)
-    at = qkv + token * STRIDE + head * (2 * HALF) + d
-    x = tl.load(at)
-    dtype = x.dtype
-    a, b = x.to(tl.float32), tl.load(at + HALF).to(tl.float32)
-    if first < HEADS + KV_HEADS:
-        if NORM:
-            low, high = tl.load(q_weight + d), tl.load(q_weight + HALF + d)
-            low = tl.where(first < HEADS, low, tl.load(k_weight + d))
-            high = tl.where(first < HEADS, high, tl.load(k_weight + HALF + d))
-            squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
-            inverse = tl.rsqrt(squares / (2 * HALF) + EPS)[:, None]
-            a = ((a * inverse).to(dtype) * low).to(dtype).to(tl.float32)
-            b = ((b * inverse).to(dtype) * high).to(dtype).to(tl.float32)
-        rotated = (a * c - b * s).to(dtype).to(tl.float32)
-        b = (b * c + a * s).to(dtype).to(tl.float32)
-        a = rotated
-    if first < HEADS:
-        out = q_out + (token * HEADS + head) * (2 * HALF) + d
-        tl.store(out, a.to(dtype))
-        tl.store(out + HALF, b.to(dtype))
-    else:
-        if slot >= 0:  # a padded row of a graph has nowhere to go
-            block = slot // BLOCK * KV_HEADS + head
-            if first < HEADS + KV_HEADS:
-                block -= HEADS
-                _store(a, b, k_cache, k_scale, block, slot, head - HEADS, BLOCK, KIND, False)
-            else:
-                block -= HEADS + KV_HEADS
-                head -= HEADS + KV_HEADS
-                TURNED: tl.constexpr = KIND != "model"
-                _store(a, b, v_cache, v_scale, block, slot, head, BLOCK, KIND, TURNED)
-
-
-@triton.jit
-def _store(
-    a, b, cache, scales, block, slot, head, BLOCK: tl.constexpr, KIND: tl.constexpr,
-    TURNED: tl.constexpr,
-):  # fmt: skip
-    """Both halves (heads, HALF) of a token's heads (heads, 1), quantized if the cache is int8.
-
-    block (heads, 1): counted through all blocks and heads. TURNED: tokens of a block lie side by
-    side for each channel.
-    """
-    HALF: tl.constexpr = a.shape[1]
-    d = tl.arange(0, HALF)[None, :]
-    row = block * BLOCK + slot % BLOCK
-    if TURNED:
-        at = cache + (block * (2 * HALF) + d) * BLOCK + slot % BLOCK
-        other = at + HALF * BLOCK
-    else:
-        at = cache + row * (2 * HALF) + d
-        other = at + HALF
-    if KIND == "model":
-        a, b = a.to(cache.dtype.element_ty), b.to(cache.dtype.element_ty)
-    elif KIND == "static":
-        channel = scales + head * (2 * HALF) + d
-        a, b = _int8(a, tl.load(channel)), _int8(b, tl.load(channel + HALF))
-    else:
-        largest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))[:, None]
-        scale = tl.maximum(tl.div_rn(largest, largest * 0 + 127.0), 1e-10)
-        tl.store(scales + row, scale)
-        a, b = _int8(a, scale + a * 0), _int8(b, scale + b * 0)
-    tl.store(at, a)
-    tl.store(other, b)
-
-
-@triton.jit
-def _int8(x, scale):
-    # 1.5 * 2**23 rounds to the nearest integer, ties to even, as torch.round does.
-    q = tl.div_rn(x, scale) + 12582912.0 - 12582912.0
-    return tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8)
+DECODE_INT4 = Tile(128, 2, 2)  # not measured: as many bytes as in int8
+TILES = {"model": DECODE, "int4": DECODE_INT4}
 
 
 @triton.jit
@@ -149,6 +62,40 @@ def _float(codes, DTYPE: tl.constexpr):
             "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _keys(cache, grids, page, t, inside, D: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """K (TOKENS, D) of int4. page: of each token, counted through all blocks and heads."""
+    at = page * BLOCK + t % BLOCK
+    d = tl.arange(0, D // 2)[None, :]
+    codes, codes_high = nibbles(
+        tl.load(cache + at[:, None] * (D // 2) + d, inside[:, None], other=0)
+    )
+    at_grid = grids + at + page * BLOCK
+    scale, low = grid_of(tl.load(at_grid, inside, other=0))
+    scale_high, low_high = grid_of(tl.load(at_grid + BLOCK, inside, other=0))
+    half = codes.to(tl.float32) * scale[:, None] + low[:, None]
+    high = codes_high.to(tl.float32) * scale_high[:, None] + low_high[:, None]
+    both = tl.permute(tl.join(half.to(DTYPE), high.to(DTYPE)), [0, 2, 1])
+    return tl.reshape(both, [both.shape[0], D])
+
+
+@triton.jit
+def _values(
+    cache, grids, page, t, inside, whole, D: tl.constexpr, BLOCK: tl.constexpr, SIDE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """V (D, TOKENS) of int4. whole: tokens whose bytes lie beside those of tokens inside."""
+    side = page * (D // 2 * BLOCK) + t % BLOCK
+    side = tl.max_contiguous(tl.multiple_of(side, SIDE), SIDE)
+    at = cache + tl.arange(0, D // 2)[:, None] * BLOCK + side[None, :]
+    codes, codes_high = nibbles(tl.load(at, whole[None, :], other=0))
+    scale, low = grid_of(tl.load(grids + page * BLOCK + t % BLOCK, inside, other=0))
+    half = codes.to(tl.float32) * scale[None, :] + low[None, :]
+    high = codes_high.to(tl.float32) * scale[None, :] + low[None, :]
+    both = tl.permute(tl.join(half.to(DTYPE), high.to(DTYPE)), [2, 0, 1])
+    return tl.reshape(both, [D, both.shape[2]])
 
 
 @triton.jit
@@ -177,8 +124,9 @@ def _attend(
         table = tables + seq.to(tl.int64) * TABLE_STRIDE
         ahead = pages(table, low, high, BLOCK, TOKENS)
         if PDL:  # K and V come from memory while the previous kernel ends
-            fetch(k_cache, ahead, low, kv_head, KV_HEADS, D, BLOCK, TOKENS)
-            fetch(v_cache, ahead, low, kv_head, KV_HEADS, D, BLOCK, TOKENS)
+            SIZE: tl.constexpr = D // 2 if KIND == "int4" else D
+            fetch(k_cache, ahead, low, kv_head, KV_HEADS, SIZE, BLOCK, TOKENS)
+            fetch(v_cache, ahead, low, kv_head, KV_HEADS, SIZE, BLOCK, TOKENS)
         after_previous(PDL)
         rows = tile * ROWS + tl.arange(0, ROWS)
         token = rows // GROUP
@@ -208,9 +156,13 @@ def _attend(
             block = of_tokens((ahead * KV_HEADS + kv_head) * BLOCK, TOKENS)
             ahead = pages(table, at + TOKENS, high, BLOCK, TOKENS)
             row = (block + t % BLOCK).to(tl.int64)
-            keys = tl.load(k_cache + row[:, None] * D + d[None, :], inside[:, None], other=0)
-            if KIND != "model":
-                keys = _float(keys, DTYPE)
+            if KIND == "int4":
+                page = (block // BLOCK).to(tl.int64)
+                keys = _keys(k_cache, k_scale, page, t, inside, D, BLOCK, DTYPE)
+            else:
+                keys = tl.load(k_cache + row[:, None] * D + d[None, :], inside[:, None], other=0)
+                if KIND != "model":
+                    keys = _float(keys, DTYPE)
             score = tl.dot(x, tl.trans(keys), input_precision="ieee") * unit[:, None]
             if KIND == "dynamic":
                 score *= tl.load(k_scale + row, inside, other=0)[None, :]
@@ -227,6 +179,13 @@ def _attend(
                 values = tl.load(v_cache + row[:, None] * D + d[None, :], inside[:, None], other=0)
                 acc = acc * fade[:, None]
                 acc += tl.dot(p.to(DTYPE), values, input_precision="ieee")
+            elif KIND == "int4":
+                whole = t // SIDE * SIDE < last
+                values = _values(
+                    v_cache, v_scale, page, t, inside, whole, D, BLOCK, SIDE, DTYPE
+                )  # fmt: skip
+                acc = acc * fade[:, None]
+                acc += tl.dot(p.to(DTYPE), tl.trans(values), input_precision="ieee")
             else:
                 side = block.to(tl.int64) * D + t % BLOCK
                 side = tl.max_contiguous(tl.multiple_of(side, SIDE), SIDE)
@@ -278,40 +237,9 @@ def _combine(
     tl.store(out + head * D + d, acc)
 
 
-def write(
-    qkv: Tensor,
-    cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    rope: tuple[Tensor, Tensor],
-    positions: Tensor,
-    slots: Tensor,
-    heads: int,
-    norms: tuple[Tensor, Tensor, float] | None = None,
-) -> Tensor:
-    """Rotate Q and K of qkv (T, (heads + 2 kv_heads) * D), store K and V; Q (T, heads, D).
-
-    cache: K and V (blocks, kv_heads, block_size, D) and their scales, as `LayerCache` has them:
-    V in int8 is (blocks, kv_heads, D, block_size).
-    rope: cosines and sines (positions, D / 2) fp32. slots (T,): block * block_size + offset, or -1
-    for a token that is not stored. norms: RMSNorm weights (D,) of Q and K, and the epsilon.
-    """
-    k, v, k_scale, v_scale = cache
-    tokens, (_, kv_heads, block, dim) = len(qkv), k.shape
-    q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
-    if tokens:
-        q_norm, k_norm, eps = norms or (None, None, 0.0)
-        together = math.gcd(heads, kv_heads, 4)
-        _write[(tokens, (heads + 2 * kv_heads) // together)](
-            qkv, q, k, v, k_scale, v_scale, *rope, positions, slots, q_norm, k_norm, qkv.stride(0),
-            eps, HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block,
-            KIND=kind(k_scale), NORM=norms is not None, TOGETHER=together, num_warps=together,
-            **overlap(q.device),
-        )  # fmt: skip
-    return q
-
-
 def attend(
     q: Tensor,
-    cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    cache: Planes,
     tables: Tensor,
     contexts: Tensor,
     starts: Tensor,
@@ -331,15 +259,15 @@ def attend(
     default as many as fill the GPU when every sequence has a single query, else one. sinks
     (heads,): scores of one more key of each head, whose value is zero.
     """
-    k, v, k_scale, v_scale = cache
-    _, kv_heads, block, dim = k.shape
-    heads, batch = q.shape[1], len(tables)
+    k, v, k_scale, v_scale = arguments(cache)
+    _, kv_heads, block, _ = k.shape
+    (_, heads, dim), batch, stored = q.shape, len(tables), kind(cache[2])
     group = heads // kv_heads
     rows = max(16, min(128, triton.next_power_of_2(longest * group)))
-    tile = tile or (PROMPT if rows == 128 else DECODE if k_scale is None else DECODE_INT8)
+    tile = tile or (PROMPT if rows == 128 else TILES.get(stored, DECODE_INT8))
     if q.element_size() > 2:  # within the shared memory of every GPU from sm_80 on
         tile = tile._replace(stages=2)
-    single = k_scale is not None and longest == 1 and attention_int8.suits(group, dim)
+    single = longest == 1 and attention_int8.suits(group, dim, stored)
     if splits is None:
         enough = PROGRAMS[k.element_size()]
         splits = choose_splits(batch * kv_heads, enough) if longest == 1 else 1
@@ -354,7 +282,7 @@ def attend(
             q, k, v, k_scale, v_scale, tables, contexts, parts, sums, maxima,
             sinks if splits == 1 else None, tables.stride(0), scale * 1.4426950408889634,
             KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0,
-            STATIC=kind(k_scale) == "static", SPLITS=splits, TOKENS=tile.tokens,
+            KIND=stored, SPLITS=splits, TOKENS=tile.tokens,
             num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device),
         )  # fmt: skip
     else:
@@ -362,7 +290,7 @@ def attend(
             q, k, v, k_scale, v_scale, tables, contexts, starts, parts, sums, maxima,
             sinks if splits == 1 else None, tables.stride(0), scale * 1.4426950408889634,
             KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0,
-            KIND=kind(k_scale), SPLITS=splits, ROWS=rows, TOKENS=tile.tokens,
+            KIND=stored, SPLITS=splits, ROWS=rows, TOKENS=tile.tokens,
             num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device),
         )  # fmt: skip
     if splits > 1:
@@ -373,28 +301,9 @@ def attend(
     return out
 
 
-def kind(scale: Tensor | None) -> str:
-    """How a cache is stored: "model" (its dtype), or int8 with "static" or "dynamic" scales."""
-    if scale is None:
-        return "model"
-    return "static" if scale.ndim == 2 else "dynamic"
-
-
 def choose_splits(programs: int, enough: int) -> int:
     """The power of two by which so many programs become enough for the GPU."""
     splits = 1
     while splits < MOST_SPLITS and programs * splits < enough:
         splits *= 2
     return splits
-
-
-def refuse(cache: Tensor) -> str | None:
-    """None when these kernels can be used on K (blocks, kv_heads, block_size, D), or why not."""
-    _, _, block, dim = cache.shape
-    if dim < 16 or dim & (dim - 1):
-        return f"the head dimension is {dim}, not a power of two of at least 16"
-    if block & (block - 1):
-        return f"the block size is {block}, not a power of two"
-    if cache.numel() // dim >= 2**31:
-        return f"{cache.numel() // dim} heads of tokens in a layer's cache are more than 2**31 - 1"
-    return None

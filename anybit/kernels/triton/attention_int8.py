@@ -1,8 +1,11 @@
-"""Decode attention over an int8 cache on the int8 matrix unit: no code of K or V is converted.
+"""Decode attention over an int8 or int4 cache on the int8 matrix unit: no code is converted.
 
 The query, and the probabilities with V's scales, become two int8 digits, hi + lo / 254, of 1 / 126
 of their largest value: 15 bits, more than bf16 has. K and V are the left operands, whose tiles have
 16 rows; the right one has 8 columns, and both digits of four query heads fill them.
+
+Bytes of int4 are two operands, the halves of heads, and K's have scales of their own. What code 0
+stands for (`low`) is multiplied by sums of the query and of the probabilities.
 """
 
 import triton
@@ -15,9 +18,13 @@ MOST_HEADS = 8  # query heads of a K head
 LEAST_DIM, MOST_DIM = 32, 512  # bytes that the matrix unit multiplies at a time; see `_both`
 
 
-def suits(group: int, dim: int) -> bool:
-    """Whether `_attend_int8` takes so many query heads of a K head, of this dimension."""
-    return group <= MOST_HEADS and LEAST_DIM <= dim <= MOST_DIM
+def suits(group: int, dim: int, kind: str) -> bool:
+    """Whether `_attend_int8` takes so many query heads of a K head, of this dimension.
+
+    kind: of the cache; see `attention.kind`.
+    """
+    whole = dim // 2 if kind == "int4" else dim  # what is multiplied at a time
+    return kind != "model" and group <= MOST_HEADS and LEAST_DIM <= whole and dim <= MOST_DIM
 
 
 @triton.jit
@@ -36,6 +43,30 @@ def _both(x):
     COLUMNS: tl.constexpr = x.shape[1]
     worth = tl.where(tl.arange(0, COLUMNS) % 2 == 0, 254, 1)
     return tl.sum(tl.reshape(x * worth[None, :], [SIZE, COLUMNS // 2, 2]), 2).to(tl.float32)
+
+
+@triton.jit
+def nibbles(x):
+    """The codes in the low and in the high bits of bytes, as int8."""
+    if NO_PTX:
+        low, high = (x & 15).to(tl.int8), (x >> 4).to(tl.int8)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            """{ .reg .b32 t;
+            and.b32 $0, $2, 0x0f0f0f0f;
+            shr.u32 t, $2, 4;
+            and.b32 $1, t, 0x0f0f0f0f; }""",
+            "=&r,=r,r", [x], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+    return low, high
+
+
+@triton.jit
+def grid_of(words):
+    """Scales and lows of int4, which are the fp16 halves of words."""
+    scale = words.to(tl.int16).to(tl.float16, bitcast=True)
+    low = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return scale.to(tl.float32), low.to(tl.float32)
 
 
 @triton.jit
@@ -86,10 +117,24 @@ def sunk(sinks, head, most):
 
 
 @triton.jit
+def _query(at, live, scale):
+    """Queries (SIZE, 2 * heads), each twice, as fp32; times a scale of each channel, if any."""
+    x = tl.load(at, live[None, :], other=0).to(tl.float32)
+    return x if scale is None else x * scale[:, None]
+
+
+@triton.jit
+def _alternating(x, largest):
+    """Queries (SIZE, 2 * heads) to digits of 1 / 126 of the largest; hi in even columns."""
+    hi, lo = _digits(x * (126.0 / largest)[None, :])
+    return tl.where((tl.arange(0, x.shape[1]) % 2 == 0)[None, :], hi, lo)
+
+
+@triton.jit
 def _attend_int8(
     q, k_cache, v_cache, k_scale, v_scale, tables, contexts, out, sums, maxima, sinks,
     TABLE_STRIDE, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, STATIC: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, KIND: tl.constexpr, SPLITS: tl.constexpr,
     TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The query heads of one K head of a sequence against a part of its context.
@@ -108,41 +153,64 @@ def _attend_int8(
     high = tl.minimum(low + each, context)
     table = tables + seq.to(tl.int64) * TABLE_STRIDE
     ahead = pages(table, low, high, BLOCK, TOKENS)
+    INT4: tl.constexpr = KIND == "int4"
+    HALVES: tl.constexpr = 2 if INT4 else 1
+    SIZE: tl.constexpr = D // HALVES  # bytes of a token's head
     if PDL:  # K and V come from memory while the previous kernel ends
-        fetch(k_cache, ahead, low, kv_head, KV_HEADS, D, BLOCK, TOKENS)
-        fetch(v_cache, ahead, low, kv_head, KV_HEADS, D, BLOCK, TOKENS)
-        if not STATIC:
-            fetch(k_scale, ahead, low, kv_head, KV_HEADS, 1, BLOCK, TOKENS)
+        fetch(k_cache, ahead, low, kv_head, KV_HEADS, SIZE, BLOCK, TOKENS)
+        fetch(v_cache, ahead, low, kv_head, KV_HEADS, SIZE, BLOCK, TOKENS)
+        if KIND != "static":
+            fetch(k_scale, ahead, low, kv_head, KV_HEADS, HALVES, BLOCK, TOKENS)
             fetch(v_scale, ahead, low, kv_head, KV_HEADS, 1, BLOCK, TOKENS)
     after_previous(PDL)
 
     HEADS: tl.constexpr = 4 if GROUP <= 4 else 8
     SIDE: tl.constexpr = 16 if BLOCK % 16 == 0 else 1  # tokens side by side in a block of V
-    d = tl.arange(0, D)
+    d = tl.arange(0, SIZE)
     column = tl.arange(0, 2 * HEADS)  # both digits of a head side by side
     first = seq.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP
     at_q = q + (first + column // 2)[None, :] * D + d[:, None]
-    x = tl.load(at_q, (column // 2 < GROUP)[None, :], other=0).to(tl.float32)
-    if STATIC:
-        x *= tl.load(k_scale + kv_head * D + d)[:, None]
-    largest = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
-    q_hi, q_lo = _digits(x * (126.0 / largest)[None, :])
-    x = tl.where((column % 2 == 0)[None, :], q_hi, q_lo)
+    given = column // 2 < GROUP
+    x = _query(at_q, given, tl.load(k_scale + kv_head * D + d) if KIND == "static" else None)
+    largest = tl.max(tl.abs(x), 0)
+    if INT4:
+        x_high = _query(at_q + SIZE, given, None)
+        largest = tl.maximum(largest, tl.max(tl.abs(x_high), 0))
+    largest = tl.maximum(largest, 1e-30)
     unit = tl.max(tl.reshape(largest, [HEADS, 2]), 1) * (SCALE / (126 * 254))
+    x = _alternating(x, largest)
+    if INT4:
+        x_high = _alternating(x_high, largest)
+        whole = _both(tl.sum(x.to(tl.int32), 0)[None, :]) * unit[None, :]
+        whole_high = _both(tl.sum(x_high.to(tl.int32), 0)[None, :]) * unit[None, :]
 
     most = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([D, HEADS], tl.float32)
+    # Added up over tokens after the loop, for sums across threads take a while.
+    total = tl.zeros([TOKENS, HEADS], tl.float32)
+    acc = tl.zeros([SIZE, HEADS], tl.float32)
+    if INT4:
+        lows = tl.zeros([TOKENS, HEADS], tl.float32)
+        acc_high = tl.zeros([SIZE, HEADS], tl.float32)
     for at in range(low, high, TOKENS):
         t = at + tl.arange(0, TOKENS)
         inside = t < context  # K and V are loaded whole: past the context, p is 0
         block = of_tokens((ahead * KV_HEADS + kv_head) * BLOCK, TOKENS)
         ahead = pages(table, at + TOKENS, high, BLOCK, TOKENS)
         row = block + t % BLOCK
-        keys = tl.load(k_cache + row.to(tl.int64)[:, None] * D + d[None, :])
-        score = _both(tl.dot(keys, x)) * unit[None, :]
-        if not STATIC:
-            score *= tl.load(k_scale + row)[:, None]
+        keys = tl.load(k_cache + row.to(tl.int64)[:, None] * SIZE + d[None, :])
+        if INT4:
+            at_grid = k_scale + row.to(tl.int64) + block  # two words for each token before
+            scale, offset = grid_of(tl.load(at_grid))
+            scale_high, offset_high = grid_of(tl.load(at_grid + BLOCK))
+            keys, keys_high = nibbles(keys)
+            score = _both(tl.dot(keys, x)) * scale[:, None]
+            score += _both(tl.dot(keys_high, x_high)) * scale_high[:, None]
+            score = score * unit[None, :] + whole * offset[:, None]
+            score += whole_high * offset_high[:, None]
+        else:
+            score = _both(tl.dot(keys, x)) * unit[None, :]
+            if KIND == "dynamic":
+                score *= tl.load(k_scale + row)[:, None]
         seen = inside
         if WINDOW > 0:
             seen = seen & (t >= context - WINDOW)
@@ -151,32 +219,46 @@ def _attend_int8(
         base = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(score - base[None, :])
         fade = tl.exp2(most - base)
-        total = total * fade + tl.sum(p, 0)
+        total = total * fade[None, :] + p
         worth = 1.0 / (126 * 254)
-        p *= 126.0
-        if not STATIC:
+        if INT4:
+            scale, offset = grid_of(tl.load(v_scale + row, inside, other=0))
+            lows = lows * fade[None, :] + p * offset[:, None]
+        elif KIND == "dynamic":
             scale = tl.load(v_scale + row, inside, other=0)
+        p *= 126.0
+        if KIND != "static":
             most_scale = tl.maximum(tl.max(scale, 0), 1e-30)
             p *= (scale / most_scale)[:, None]
             worth *= most_scale
         p_hi, p_lo = _digits(p)
         digits = tl.reshape(tl.join(p_hi, p_lo), [TOKENS, 2 * HEADS])
-        side = block.to(tl.int64) * D + t % BLOCK
+        side = block.to(tl.int64) * SIZE + t % BLOCK
         side = tl.max_contiguous(tl.multiple_of(side, SIDE), SIDE)
         values = tl.load(v_cache + d[:, None] * BLOCK + side[None, :])
+        if INT4:
+            values, values_high = nibbles(values)
+            acc_high = acc_high * fade[None, :] + _both(tl.dot(values_high, digits)) * worth
         acc = acc * fade[None, :] + _both(tl.dot(values, digits)) * worth
         most = new
-    if STATIC:
+    if KIND == "static":
         acc *= tl.load(v_scale + kv_head * D + d)[:, None]
+    total = tl.sum(total, 0)
     live = tl.arange(0, HEADS) < GROUP
     to = first + tl.arange(0, HEADS)
     if SPLITS == 1:
         if sinks is not None:
             total += sunk(sinks, kv_head * GROUP + tl.arange(0, HEADS) % GROUP, most)
-        acc = acc / tl.where(total == 0, 1.0, total)[None, :]
-        tl.store(out + to[None, :] * D + d[:, None], acc.to(out.dtype.element_ty), live[None, :])
+        divisor = tl.where(total == 0, 1.0, total)[None, :]
     else:
         to = to * SPLITS + split
-        tl.store(out + to[None, :] * D + d[:, None], acc, live[None, :])
+        divisor = tl.full([1, HEADS], 1.0, tl.float32)
         tl.store(sums + to, total, live)
         tl.store(maxima + to, most, live)
+    at_out = out + to[None, :] * D + d[:, None]
+    if INT4:
+        lows = tl.sum(lows, 0)[None, :]
+        acc += lows
+        acc_high = ((acc_high + lows) / divisor).to(out.dtype.element_ty)
+        tl.store(at_out + SIZE, acc_high, live[None, :])
+    tl.store(at_out, (acc / divisor).to(out.dtype.element_ty), live[None, :])

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.nn.experts import of_all_experts
 from anybit.nn.linear import QuantLinear
@@ -127,7 +128,9 @@ def calibrate(
             starts = tuple(f"{found.name}." for found in lists)
             outside = {n: s for n, s in schemes.items() if not n.startswith(starts)}
             if outside:
-                statistics = runners[-1].collect(len(lists[-1].modules), outside, quantizer.needs)
+                statistics = runners[-1].collect(
+                    len(lists[-1].modules), outside, needed(quantizer, outside)
+                )
                 few |= too_few_tokens(statistics, model, "")
                 quantize_layers(model, outside, quantizer, statistics)
                 forget_dtypes(model.get_submodule(name) for name in outside)
@@ -164,7 +167,7 @@ def quantize_block(
         Names of the layers that saw fewer tokens than they have inputs, and how many they saw.
     """
     output, outputs = partial(runner.output, index), runner.outputs(index)
-    needs, few = quantizer.needs, dict[str, int]()
+    needs, few = needed(quantizer, schemes), dict[str, int]()
     split = "hessian" in needs and not quantizer.whole_block
     parts = split_by_memory(block, schemes) if split else [dict(schemes)]
     if len(parts) > 1:  # without Hessians, what `transform` needs of all layers is small
@@ -177,6 +180,13 @@ def quantize_block(
             statistics = quantizer.transform(block, part, statistics, output)
         quantizer.quantize_block(block, part, statistics, outputs)
     return few
+
+
+def needed(quantizer: Quantizer, schemes: Mapping[str, str]) -> tuple[str, ...]:
+    """What to collect: magnitudes of rotated inputs come from a sample (`Statistics.rotated`)."""
+    needs = quantizer.needs
+    rotated = any(parse_scheme(scheme)[0].rotate for scheme in schemes.values())
+    return (*needs, "sample") if rotated and {"amax", "mean_abs"} & {*needs} else needs
 
 
 def split_by_memory(block: nn.Module, schemes: Mapping[str, str]) -> list[dict[str, str]]:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from anybit.core.rotation import turned
+
 SAMPLE = 512  # input rows that `Statistics.sample` keeps
 
 
@@ -66,6 +68,22 @@ class Statistics:
             self.mean_abs / s if self.mean_abs.numel() else self.mean_abs,
             (self.sample.float() / s).to(self.sample.dtype) if self.sample.numel() else self.sample,
         )
+
+    def rotated(self, vector: Tensor) -> "Statistics":
+        """The statistics of H (vector * x), for a rotation's vector (K,).
+
+        Means of magnitudes do not follow from those of x. They come from the sample, and are empty
+        without one.
+        """
+        out = Statistics(self.tokens)
+        v = vector.to(self.hessian.device).float()
+        if self.hessian.numel():
+            out.hessian = turned(turned(self.hessian * v * v[:, None]).T)
+        if self.sample.numel():
+            wide = turned(self.sample.float() * vector.to(self.sample.device).float())
+            out.sample = wide.to(self.sample.dtype)
+            out.amax, out.mean_abs = wide.abs().amax(0), wide.abs().mean(0)
+        return out
 
     def finite(self) -> bool:
         """Whether the inputs held neither NaN nor inf."""

@@ -1,0 +1,266 @@
+"""What the metadata of a GGUF file says in the words of transformers' config.json.
+
+Every key of an architecture is understood or refused: one that is left out can change a model's
+output without an error. Constants that llama.cpp has in its code are here, too.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from anybit.checkpoint.foreign.gguf_file import Contents
+from anybit.errors import InvalidInput
+
+COMMON = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+}
+ROPE = {
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.attn_factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",  # says nothing of how to run a model
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+}
+OTHERS = {"vocab_size", "attention.value_length", "tensor_data_layout"}
+WINDOW = {"attention.sliding_window": "sliding_window"}
+CAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+           "expert_feed_forward_length": "moe_intermediate_size"}  # fmt: skip
+SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of those whose queries are scaled otherwise
+GEMMA3_PERIOD, GEMMA3_LOCAL_BASE = 6, 10000.0
+TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+
+
+class Family(NamedTuple):
+    """Models of one architecture.
+
+    Attributes:
+        arch: ggml's name.
+        model_type: transformers' name.
+        kind: Its class.
+        keys: Of the architecture, and their names in config.json.
+        fixed: Of config.json, where the file says nothing.
+        paired: Rows of q and k are stored in pairs, as ggml's rotary embedding takes them.
+        plus_one: Weights of norms are stored with 1 added.
+    """
+
+    arch: str
+    model_type: str
+    kind: str
+    keys: Mapping[str, str] = {}
+    fixed: Mapping[str, Any] = {}
+    paired: bool = False
+    plus_one: bool = False
+
+
+FAMILIES = (
+    Family("llama", "llama", "LlamaForCausalLM", paired=True),
+    Family(
+        "llama", "mixtral", "MixtralForCausalLM", paired=True,
+        keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    ),
+    Family("qwen2", "qwen2", "Qwen2ForCausalLM"),
+    Family("qwen3", "qwen3", "Qwen3ForCausalLM"),
+    Family("qwen2moe", "qwen2_moe", "Qwen2MoeForCausalLM", EXPERTS | SHARED,
+           {"norm_topk_prob": False}),
+    Family("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", EXPERTS, {"norm_topk_prob": True}),
+    Family("gemma", "gemma", "GemmaForCausalLM", plus_one=True),
+    Family("gemma2", "gemma2", "Gemma2ForCausalLM", WINDOW | CAPS, plus_one=True),
+    Family("gemma3", "gemma3_text", "Gemma3ForCausalLM", WINDOW | CAPS, plus_one=True,
+           fixed={"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    Family("phi3", "phi3", "Phi3ForCausalLM", WINDOW),
+)  # fmt: skip
+
+
+def family_of(contents: Contents) -> Family:
+    """Which models a file is one of.
+
+    Raises:
+        InvalidInput: None that can be read.
+    """
+    arch = contents.metadata.get("general.architecture")
+    experts = contents.metadata.get(f"{arch}.expert_count", 0)
+    found = [f for f in FAMILIES if f.arch == arch]
+    for family in found:
+        if len(found) == 1 or bool(experts) == ("expert_count" in family.keys):
+            return family
+    raise InvalidInput(
+        f"{contents.files[0]}: models of architecture {arch!r} cannot be read, only "
+        f"{', '.join(dict.fromkeys(f.arch for f in FAMILIES))}"
+    )
+
+
+def config_of(contents: Contents) -> dict[str, Any]:
+    """The config.json of a file's model.
+
+    Raises:
+        InvalidInput: The architecture is unknown, or a key is missing or not understood.
+    """
+    family, path = family_of(contents), contents.files[0]
+    own = Own(contents, family)
+    config: dict[str, Any] = {"architectures": [family.kind], "model_type": family.model_type}
+    config |= family.fixed
+    keys = COMMON | dict(family.keys)
+    config |= {name: own.number(key) for key, name in keys.items() if key in own.values}
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
+        if not isinstance(config.get(name), int) or config[name] < 1:
+            raise InvalidInput(f"{path}: has no whole number of {name} in its metadata")
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    if own.number("attention.value_length", config["head_dim"]) != config["head_dim"]:
+        raise InvalidInput(f"{path}: keys and values of different lengths cannot be read")
+    embedding = contents.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise InvalidInput(f"{path}: has no token_embd.weight; it is no language model")
+    config["vocab_size"] = embedding.shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in contents.tensors
+    if family.model_type in ("llama", "qwen3", "qwen3_moe"):
+        config["attention_bias"] = "blk.0.attn_q.bias" in contents.tensors
+    if family.model_type == "llama":
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in contents.tensors
+    if not config.get("sliding_window"):
+        config["sliding_window"] = None
+    for name, key in TOKENS.items():
+        config[key] = contents.metadata.get(f"tokenizer.ggml.{name}_token_id")
+    rope(own, config)
+    if family.arch in GEMMA_27B:
+        heads = config["hidden_size"] // config["num_attention_heads"]
+        large = config["num_hidden_layers"] == GEMMA_27B[family.arch]
+        config["query_pre_attn_scalar"] = heads if large else config["head_dim"]
+    if family.arch == "gemma3":
+        gemma3(own, config)
+    own.check_all_known()
+    config["dtype"] = dtype_of(contents)
+    return config
+
+
+class Own:
+    """The metadata of a file's architecture."""
+
+    def __init__(self, contents: Contents, family: Family):
+        prefix = f"{family.arch}."
+        self.contents, self.path, self.arch = contents, contents.files[0], family.arch
+        self.values = {
+            key.removeprefix(prefix): value
+            for key, value in contents.metadata.items()
+            if key.startswith(prefix)
+        }
+        self.known = {*COMMON, *family.keys, *ROPE, *OTHERS}
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """A value; of one for each layer, that of all."""
+        self.known.add(key)
+        value = self.values.get(key, default)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise InvalidInput(f"{self.path}: {self.arch}.{key} is not the same in all layers")
+            value = value[0]
+        return value
+
+    def check_all_known(self) -> None:
+        """InvalidInput when there is a key that nothing here understands."""
+        idle = (0, 0.0, False, "", None)  # of what a model does without
+        unknown = [k for k, v in self.values.items() if k not in self.known and v not in idle]
+        if unknown:
+            key = unknown[0]
+            raise InvalidInput(
+                f"{self.path}: {self.arch}.{key} is {str(self.values[key])[:40]}, which anybit "
+                "does not understand; convert the original model instead"
+            )
+
+
+def rope(own: Own, config: dict[str, Any]) -> None:
+    """Rotary embeddings: their base, how they are stretched, and how much of a head they turn."""
+    tensors, path = own.contents.tensors, own.path
+    scaling = own.number("rope.scaling.type", "none")
+    factors = [name for name in tensors if name.startswith(("rope_freqs", "rope_factors"))]
+    made = {"rope_type": "default", "rope_theta": own.number("rope.freq_base", 10000.0)}
+    attention = own.number("rope.scaling.attn_factor", 1.0)
+    original = own.number("rope.scaling.original_context_length")
+    if factors:
+        short, long = ("rope_factors_short.weight", "rope_factors_long.weight")
+        if factors == ["rope_freqs.weight"]:  # at all lengths, as Llama 3.1 has them
+            short = long = factors[0]
+            original = config.get("max_position_embeddings")
+        elif set(factors) != {short, long} or not original:
+            raise InvalidInput(f"{path}: {', '.join(factors)} cannot be read")
+        if scaling not in ("none", "longrope"):
+            raise InvalidInput(f"{path}: {scaling} with {factors[0]} cannot be read")
+        made |= {
+            "rope_type": "longrope",
+            "short_factor": numbers(own, short),
+            "long_factor": numbers(own, long),
+            "attention_factor": attention,
+            "original_max_position_embeddings": original,
+        }
+        config["original_max_position_embeddings"] = original
+    elif scaling == "linear":
+        made |= {"rope_type": "linear", "factor": own.number("rope.scaling.factor", 1.0)}
+    elif scaling == "yarn" and original:
+        factor = own.number("rope.scaling.factor", 1.0)
+        made |= {
+            "rope_type": "yarn",
+            "factor": factor,
+            "attention_factor": attention * (1 + 0.1 * math.log(factor)),
+            "beta_fast": own.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": own.number("rope.scaling.yarn_beta_slow", 1.0),
+            "original_max_position_embeddings": original,
+        }
+    elif scaling != "none":
+        raise InvalidInput(f"{path}: rotary embeddings of type {scaling!r} cannot be read")
+    elif original and own.arch == "phi3":
+        config["original_max_position_embeddings"] = original
+    turned = own.number("rope.dimension_count", config["head_dim"])
+    if turned != config["head_dim"]:
+        if own.arch != "phi3":
+            raise InvalidInput(
+                f"{path}: {turned} of {config['head_dim']} channels are rotated, which "
+                f"{own.arch} of transformers does not do"
+            )
+        made["partial_rotary_factor"] = turned / config["head_dim"]
+    config["rope_parameters"] = made
+
+
+def numbers(own: Own, name: str) -> list[float]:
+    """A small dense tensor."""
+    block = own.contents.tensors[name]
+    if block.kind != "F32" or len(block.shape) != 1 or block.shape[0] > 1024:
+        raise InvalidInput(f"{own.path}: {name} is no short list of F32 numbers")
+    return [float(x) for x in block.stored.read()]
+
+
+def gemma3(own: Own, config: dict[str, Any]) -> None:
+    """Layers with a window, and their own base."""
+    period = own.values.get("attention.sliding_window_pattern", GEMMA3_PERIOD)
+    own.known.add("attention.sliding_window_pattern")
+    local = own.number("rope.freq_base_swa", GEMMA3_LOCAL_BASE)
+    count = config["num_hidden_layers"]
+    near = period if isinstance(period, list) else [(i + 1) % period != 0 for i in range(count)]
+    config["layer_types"] = ["sliding_attention" if n else "full_attention" for n in near]
+    config["rope_parameters"] = {
+        "full_attention": config["rope_parameters"],
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+    }
+
+
+def dtype_of(contents: Contents) -> str:
+    """The dtype of activations, which no file says: that of its 16-bit numbers, or bfloat16."""
+    kinds = {block.kind for block in contents.tensors.values()}
+    if kinds == {"F32"}:
+        return "float32"
+    return "float16" if "F16" in kinds and "BF16" not in kinds else "bfloat16"

@@ -1,0 +1,206 @@
+"""Drafts by a smaller model: one of few bits made of the model itself, or another directory's.
+
+The first one has the model's own layers, heads and cache: it reads the K and V that the model has
+written, and those that it writes itself are overwritten when the model runs what it has guessed. So
+it takes no memory but for its weights, and no prompt is read twice. Another model has a cache, and
+reads texts up to where they are before it guesses.
+"""
+
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from anybit.engine.block_manager import BlockManager
+from anybit.engine.fallback import Generator
+from anybit.engine.loader import Loaded, load
+from anybit.engine.model_runner import ModelRunner
+from anybit.engine.models.hosted import Hosted
+from anybit.engine.models.layers import Decoder
+from anybit.engine.sampler import INVALID, Row, choose
+from anybit.engine.scheduler import Scheduled
+from anybit.engine.sequence import SamplingParams, Sequence
+from anybit.errors import InvalidInput
+from anybit.nn.linear import Keep
+
+FORMAT = "int2:group=32,zero"  # of a model that guesses for itself, rounded to nearest
+BEHIND = 4  # tokens that a text's first guess may have to run before it
+
+
+class DraftModel:
+    """Guesses by what a smaller model would say with the same parameters and random numbers.
+
+    vocabulary: tokens of the large model. blocks: of the runner's cache; None: that is the large
+    model's. chunk: tokens of prompts in a step.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, vocabulary: int, blocks: BlockManager | None, chunk: int
+    ):
+        self.runner, self.vocabulary, self.blocks, self.chunk = runner, vocabulary, blocks, chunk
+        self.known = len(runner.model.embed_tokens)  # tokens that it can read
+        self.texts: dict[Sequence, Sequence] = {}  # as they are in a cache of its own
+
+    def reach(self, rows: list[Row], most: int) -> list[int]:
+        """How many tokens fit into its length."""
+        room = [self.runner.model.length - len(row.seq.tokens) for row in rows]
+        return [max(min(most, r), 0) for r in room]
+
+    @torch.inference_mode()
+    def read(self, rows: list[Row], counts: list[int]) -> list[int]:
+        """Read what is new in texts; how many tokens can be guessed for each now."""
+        if self.blocks is None:
+            return counts
+        budget, scheduled = self.chunk, []
+        out = [0] * len(rows)
+        for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            if not count:
+                continue
+            text = self._caught_up(row.seq)
+            new = text.tokens[text.computed :]
+            if not self.blocks.grow(text, len(text.tokens) + count) or max(new) >= self.known:
+                continue
+            chunk = min(len(new) - 1, budget) if len(new) > BEHIND else 0
+            if chunk:
+                scheduled.append(Scheduled(text, text.computed, chunk, False))
+            budget -= chunk
+            if len(new) - chunk <= BEHIND:
+                out[i] = count
+        if scheduled:
+            with torch.accelerator.device_index(self.runner.device.index):
+                self.runner.logits(sorted(scheduled, key=lambda s: s.tokens))
+        for s in scheduled:
+            self.blocks.computed(s.seq, s.first + s.tokens)
+        for row, count in zip(rows, out, strict=True):
+            if not count and row.seq in self.texts:  # the rest is for another step
+                del self.texts[row.seq].tokens[self.texts[row.seq].computed :]
+        return out
+
+    @torch.inference_mode()
+    def draft(self, rows: list[Row], counts: list[int]) -> list[list[int]]:
+        """What the sampler chooses by this model's logits, token by token."""
+        guesses: list[list[int]] = [[] for _ in rows]
+        ends = list(rows)
+        active = list(range(len(rows)))
+        with torch.accelerator.device_index(self.runner.device.index):
+            for depth in range(max(counts)):
+                active = [i for i in active if counts[i] > depth]
+                scheduled = [self._step(rows[i].seq, guesses[i]) for i in active]
+                given = [guesses[i][-1] for i in active] if depth else None
+                logits = self._logits(scheduled, given)
+                tokens = choose(logits, [ends[i] for i in active]).tolist()
+                for i, token in zip(list(active), tokens, strict=True):
+                    if token == INVALID:
+                        active.remove(i)
+                        continue
+                    guesses[i].append(token)
+                    ends[i] = ends[i].after(token)
+                    matcher = ends[i].matcher
+                    if (
+                        token in rows[i].seq.ends
+                        or token >= self.known
+                        or (matcher and (matcher.ended or matcher.error))
+                    ):
+                        active.remove(i)
+        for row, guess in zip(rows, guesses, strict=True):
+            if guess and self.blocks is not None:
+                text = self.texts[row.seq]
+                self.blocks.computed(text, len(text.tokens))
+                text.tokens += guess[:-1]  # the last one has not run
+        return guesses
+
+    def forget(self, seq: Sequence) -> None:
+        """A text has ended."""
+        text = self.texts.pop(seq, None)
+        if text is not None and self.blocks is not None:
+            self.blocks.release(text)
+
+    def _step(self, seq: Sequence, guess: list[int]) -> Scheduled:
+        """The step that chooses what comes behind a guess."""
+        if guess:
+            last = len(seq.tokens) + len(guess) - 1
+            return Scheduled(self.texts.get(seq, seq), last, 1, True)
+        if self.blocks is None:
+            return Scheduled(seq, len(seq.tokens) - 1, 1, True)
+        text = self.texts[seq]
+        return Scheduled(text, text.computed, 1, True, tuple(text.tokens[text.computed + 1 :]))
+
+    def _logits(self, scheduled: list[Scheduled], given: list[int] | None) -> Tensor:
+        """Logits (B, vocabulary) at the end of each text of a step."""
+        runner = self.runner
+        tokens = None if given is None else runner.tensor(given)
+        logits = runner.logits(scheduled, tokens)
+        assert logits is not None
+        if any(s.draft for s in scheduled):
+            ends = accumulate(s.sampled for s in scheduled)
+            logits = logits[runner.tensor([end - 1 for end in ends])]
+        logits = logits[:, : self.vocabulary]
+        missing = self.vocabulary - logits.shape[1]
+        return pad(logits, (0, missing), value=float("-inf")) if missing else logits
+
+    def _caught_up(self, seq: Sequence) -> Sequence:
+        """A text with the tokens that it has by now; those that were guessed right have run."""
+        assert self.blocks is not None
+        text = self.texts.get(seq)
+        if text is None:
+            params = SamplingParams()
+            text = Sequence(seq.request, seq.index, seq.tokens, params, seq.detokenizer, seq.limit)
+            self.texts[seq] = text
+            self.blocks.match(text)
+            return text
+        right = text.computed
+        while right < min(len(text.tokens), len(seq.tokens) - 1):
+            if text.tokens[right] != seq.tokens[right]:
+                break
+            right += 1
+        text.tokens[right:] = seq.tokens[right:]
+        self.blocks.computed(text, right)
+        self.blocks.shrink(text)
+        return text
+
+
+def load_draft(
+    draft: str | Path | Loaded,
+    directory: Path | None,
+    loaded: Loaded,
+    device: torch.device,
+    length: int | None,
+    keep: Keep,
+) -> Decoder:
+    """The model that guesses for another.
+
+    Args:
+        draft: A directory, or "auto" for a version of the model itself in few bits.
+        directory: Of the other model.
+        loaded: The other model.
+        length: As for the other model.
+
+    Raises:
+        InvalidInput: It has other tokens, or cannot be made of this model.
+    """
+    if isinstance(draft, Loaded):
+        own = draft
+    elif draft == "auto":
+        if directory is None:
+            raise InvalidInput("draft='auto' reads the model's directory; give a Loaded as draft")
+        own = load(directory, device, loaded.dtype, FORMAT, length, keep=keep, again=True)
+        if isinstance(own.model, Decoder) and not isinstance(own.model, Hosted):
+            own.model.embed_tokens = loaded.model.embed_tokens
+            own.model.lm_head = loaded.model.lm_head
+    else:
+        own = load(Path(draft), device, loaded.dtype, None, length, keep=keep)
+    if isinstance(own.model, Generator):
+        raise InvalidInput(
+            f"draft={str(draft)!r}: transformers' generate runs it, which is no faster; give "
+            "another model, or 'ngram'"
+        )
+    words, others = (x.tokenizer and x.tokenizer.get_vocab() for x in (loaded, own))
+    sizes = [x.config.get_text_config().vocab_size for x in (loaded, own)]
+    if words != others if words and others else sizes[0] != sizes[1]:
+        raise InvalidInput(
+            f"draft={str(draft)!r} has other tokens than the model ({sizes[1]} and {sizes[0]}); "
+            "give one with the same tokenizer"
+        )
+    return own.model

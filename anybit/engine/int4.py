@@ -1,0 +1,81 @@
+"""K and V in 4 bits: the definition, in plain torch.
+
+A head's numbers x are c * scale + low with codes c from 0 to 15, and scale and low in fp16 for each
+group of channels of each token. Byte i holds the codes of channels i and i + D / 2, the first in
+its low bits, so that unpacked bytes are the two halves of a head, as rotary embeddings have them.
+
+Some channels of K are far larger than others in most models. So K is rotated by a Hadamard matrix
+first, which spreads them over many channels; products with a query that is rotated, too, stay
+the same. V has no such channels and is left as it is.
+"""
+
+import torch
+from torch import Tensor
+
+from anybit.errors import Unsupported
+
+INT4 = torch.uint8  # dtype of a cache in 4 bits
+K_GROUPS, V_GROUPS = 2, 1  # of channels that share a scale
+MOST = 15.0  # code
+# fp16 has nothing smaller; zeros, whose range is none, need a scale to be divided by.
+LEAST_SCALE = 2.0**-24
+
+
+def check_head_dim(dim: int) -> None:
+    """Raises Unsupported for heads that have no halves."""
+    if dim % 2:
+        raise Unsupported(
+            f"a KV cache in int4 packs two halves of a head, but head_dim is {dim}; use int8 or "
+            "the model's dtype"
+        )
+
+
+def spread(x: Tensor) -> Tensor:
+    """Rotate x (..., D) by a Hadamard matrix, in fp32; its own inverse.
+
+    The halves are added and subtracted, and channels of each half in runs of the largest power of
+    two that divides it. Stage by stage, so that a kernel can do the same to the bit.
+    """
+    half = x.shape[-1] // 2
+    run = half & -half
+    x, stride = x.float(), 1
+    while stride < run:
+        x = butterfly(x, stride)
+        stride *= 2
+    return butterfly(x, half) * spread_scale(2 * half)
+
+
+def butterfly(x: Tensor, stride: int) -> Tensor:
+    """Sums of channels that lie `stride` apart, and their differences."""
+    a, b = x.unflatten(-1, (-1, 2, stride)).unbind(-2)
+    return torch.stack((a + b, a - b), -2).flatten(-3)
+
+
+def spread_scale(dim: int) -> float:
+    """What makes `spread` a rotation of heads of this dimension."""
+    half = dim // 2
+    return float((2 * (half & -half)) ** -0.5)
+
+
+def encode(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Codes (..., D / 2) uint8 of x (..., D), and scales and lows (..., groups, 2) fp16."""
+    x = x.float().unflatten(-1, (groups, -1))
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    scale = ((high - low) / MOST).clamp_min(LEAST_SCALE)
+    grid = torch.cat((scale, low), -1).half()
+    scale, low = grid.float().split(1, -1)
+    codes = ((x - low) / scale).round().clamp(0, MOST).to(torch.uint8).flatten(-2)
+    a, b = codes.chunk(2, -1)
+    return a | b << 4, grid
+
+
+def decode(codes: Tensor, grid: Tensor) -> Tensor:
+    """What codes (..., D / 2) mean, (..., D) fp32; see `encode`."""
+    scale, low = grid.float().split(1, -1)
+    x = unpack(codes).float().unflatten(-1, (grid.shape[-2], -1))
+    return (x * scale + low).flatten(-2)
+
+
+def unpack(codes: Tensor) -> Tensor:
+    """Bytes (..., D / 2) to codes (..., D)."""
+    return torch.cat((codes & 15, codes >> 4), -1)

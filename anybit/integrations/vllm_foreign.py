@@ -1,0 +1,67 @@
+"""Checkpoints of other tools in vLLM: their layers become ours when they are read, as by `convert`.
+
+vLLM hands over one tensor after the other. The first one of a layer brings all tensors that ours
+has, read from the files in its place; the layer's other tensors are ignored.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import huggingface_hub
+from torch import Tensor
+
+from anybit.checkpoint.foreign.convert import Conversion, plan_conversion
+from anybit.checkpoint.rewrite import SHARD_BYTES
+
+
+def directory_of(model_name: str, revision: str | None) -> Path:
+    """A model's files on this machine, downloaded if need be."""
+    if Path(model_name).is_dir():
+        return Path(model_name)
+    wanted = ["*.safetensors", "*.json"]
+    found = huggingface_hub.snapshot_download(model_name, revision=revision, allow_patterns=wanted)
+    return Path(found)
+
+
+@lru_cache(maxsize=2)  # a model and a draft for it
+def planned(directory: Path) -> Conversion:
+    """How a checkpoint becomes one of ours; the headers are read once in each process."""
+    return plan_conversion(directory, SHARD_BYTES)
+
+
+@dataclass
+class Source:
+    """The quantized layers of a checkpoint. It travels to vLLM's workers.
+
+    Attributes:
+        directory: With the files.
+        schemes: Of each layer, by the checkpoint's names; None for one that becomes dense.
+        names: The checkpoint's names by vLLM's.
+    """
+
+    directory: Path
+    schemes: Mapping[str, str | None]
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def has(self, name: str) -> bool:
+        return self.names.get(name) in self.schemes
+
+    def keys(self, names: Iterable[str]) -> list[str]:
+        """The last parts of the names of some layers' tensors, for which vLLM wants parameters."""
+        each = (self._keys(self.names[n]) if self.has(n) else ["weight"] for n in names)
+        return list(dict.fromkeys(key for keys in each for key in keys if "." not in key))
+
+    def nested(self) -> tuple[str, ...]:
+        """Ends of names that are no parameter's, such as bitsandbytes' `weight.absmax`."""
+        keys = {key for layer in self.schemes for key in self._keys(layer) if "." in key}
+        return tuple(sorted({f".{key.rpartition('.')[2]}" for key in keys}))
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """What a layer becomes: tensors by the names that they have in ours."""
+        return planned(self.directory).tensors(self.names[name])
+
+    def _keys(self, layer: str) -> list[str]:
+        tensors = planned(self.directory).layers[layer].tensors
+        return [tensor.removeprefix(f"{layer}.") for tensor in tensors]

@@ -1,0 +1,240 @@
+"""How a step's K and V get into the paged cache, in one pass over the projection's output.
+
+RoPE, the norms of heads, quantization and the store. `anybit.engine.int4` says what int4 is.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anybit.kernels.triton.activation import after_previous, launch_next, overlap
+
+KINDS = {2: "static", 3: "dynamic", 5: "int4"}  # by the dimensions of their scales
+
+Planes = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # K, V and their scales
+
+
+@triton.jit
+def _write(
+    qkv, q_out, k_cache, v_cache, k_scale, v_scale, cos, sin, positions, slots, q_weight, k_weight,
+    STRIDE, EPS, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, TOGETHER: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """TOGETHER heads of a token, all of Q, K or V: normed, rotated, and put where they belong."""
+    launch_next(PDL)
+    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOGETHER
+    d = tl.arange(0, HALF)[None, :]
+    head = first + tl.arange(0, TOGETHER)[:, None]
+    slot = tl.load(slots + token).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int64)
+    c, s = tl.load(cos + position * HALF + d), tl.load(sin + position * HALF + d)
+    after_previous(PDL)
+    at = qkv + token * STRIDE + head * (2 * HALF) + d
+    x = tl.load(at)
+    dtype = x.dtype
+    a, b = x.to(tl.float32), tl.load(at + HALF).to(tl.float32)
+    if first < HEADS + KV_HEADS:
+        if NORM:
+            low, high = tl.load(q_weight + d), tl.load(q_weight + HALF + d)
+            low = tl.where(first < HEADS, low, tl.load(k_weight + d))
+            high = tl.where(first < HEADS, high, tl.load(k_weight + HALF + d))
+            squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+            inverse = tl.rsqrt(squares / (2 * HALF) + EPS)[:, None]
+            a = ((a * inverse).to(dtype) * low).to(dtype).to(tl.float32)
+            b = ((b * inverse).to(dtype) * high).to(dtype).to(tl.float32)
+        rotated = (a * c - b * s).to(dtype).to(tl.float32)
+        b = (b * c + a * s).to(dtype).to(tl.float32)
+        a = rotated
+        if KIND == "int4":
+            a, b = _spread(a, b)
+    if first < HEADS:
+        out = q_out + (token * HEADS + head) * (2 * HALF) + d
+        tl.store(out, a.to(dtype))
+        tl.store(out + HALF, b.to(dtype))
+    else:
+        if slot >= 0:  # a padded row of a graph has nowhere to go
+            block = slot // BLOCK * KV_HEADS + head
+            if first < HEADS + KV_HEADS:
+                block -= HEADS
+                if KIND == "int4":
+                    _store_int4(a, b, k_cache, k_scale, block, slot, BLOCK, False)
+                else:
+                    _store(a, b, k_cache, k_scale, block, slot, head - HEADS, BLOCK, KIND, False)
+            else:
+                block -= HEADS + KV_HEADS
+                head -= HEADS + KV_HEADS
+                TURNED: tl.constexpr = KIND != "model"
+                if KIND == "int4":
+                    _store_int4(a, b, v_cache, v_scale, block, slot, BLOCK, True)
+                else:
+                    _store(a, b, v_cache, v_scale, block, slot, head, BLOCK, KIND, TURNED)
+
+
+@triton.jit
+def _spread(a, b):
+    """Heads of two halves (heads, HALF), rotated as `anybit.engine.int4` has it."""
+    HALF: tl.constexpr = a.shape[1]
+    STAGES: tl.constexpr = tl.standard._log2(a.shape[1])
+    for i in tl.static_range(STAGES):
+        a, b = _butterfly(a, 2**i), _butterfly(b, 2**i)
+    scale: tl.constexpr = (2 * HALF) ** -0.5
+    return (a + b) * scale, (a - b) * scale
+
+
+@triton.jit
+def _butterfly(x, STRIDE: tl.constexpr):
+    """Sums of channels that lie STRIDE apart, and their differences."""
+    HEADS: tl.constexpr = x.shape[0]
+    SIZE: tl.constexpr = x.shape[1]
+    pairs = tl.reshape(x, [HEADS, SIZE // (2 * STRIDE), 2, STRIDE])
+    a, b = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), [0, 1, 3, 2]), [HEADS, SIZE])
+
+
+@triton.jit
+def _store_int4(
+    a, b, cache, grids, block, slot, BLOCK: tl.constexpr, VALUES: tl.constexpr
+):  # fmt: skip
+    """Both halves of a token's heads in int4; of V with one grid, and tokens side by side."""
+    HALF: tl.constexpr = a.shape[1]
+    d = tl.arange(0, HALF)[None, :]
+    least, most = tl.min(a, 1)[:, None], tl.max(a, 1)[:, None]
+    least_b, most_b = tl.min(b, 1)[:, None], tl.max(b, 1)[:, None]
+    if VALUES:
+        least, most = tl.minimum(least, least_b), tl.maximum(most, most_b)
+        least_b, most_b = least, most
+        at_grid = grids + block * BLOCK + slot % BLOCK
+        at = cache + (block * HALF + d) * BLOCK + slot % BLOCK
+    else:
+        at_grid = grids + block * (2 * BLOCK) + slot % BLOCK
+        at = cache + (block * BLOCK + slot % BLOCK) * HALF + d
+    code, word = _int4(a, least, most)
+    tl.store(at_grid, word)
+    code_b, word = _int4(b, least_b, most_b)
+    if not VALUES:
+        tl.store(at_grid + BLOCK, word)
+    tl.store(at, (code | (code_b << 4)).to(tl.uint8))
+
+
+@triton.jit
+def _int4(x, least, most):
+    """Codes of x (heads, HALF) as 32-bit numbers; scale and low (heads, 1) as the words of a grid.
+
+    least, most: of what the grid is for.
+    """
+    scale = tl.div_rn(most - least, most * 0 + 15.0)
+    scale = tl.maximum(scale, 5.9604644775390625e-08).to(tl.float16)  # fp16's least
+    low = least.to(tl.float16)
+    word = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    word |= low.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    code = tl.div_rn(x - low.to(tl.float32), scale.to(tl.float32) + x * 0)
+    code = code + 12582912.0 - 12582912.0
+    return tl.minimum(tl.maximum(code, 0.0), 15.0).to(tl.int32), word
+
+
+@triton.jit
+def _store(
+    a, b, cache, scales, block, slot, head, BLOCK: tl.constexpr, KIND: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """Both halves (heads, HALF) of a token's heads (heads, 1), quantized if the cache is int8.
+
+    block (heads, 1): counted through all blocks and heads. TURNED: tokens of a block lie side by
+    side for each channel.
+    """
+    HALF: tl.constexpr = a.shape[1]
+    d = tl.arange(0, HALF)[None, :]
+    row = block * BLOCK + slot % BLOCK
+    if TURNED:
+        at = cache + (block * (2 * HALF) + d) * BLOCK + slot % BLOCK
+        other = at + HALF * BLOCK
+    else:
+        at = cache + row * (2 * HALF) + d
+        other = at + HALF
+    if KIND == "model":
+        a, b = a.to(cache.dtype.element_ty), b.to(cache.dtype.element_ty)
+    elif KIND == "static":
+        channel = scales + head * (2 * HALF) + d
+        a, b = _int8(a, tl.load(channel)), _int8(b, tl.load(channel + HALF))
+    else:
+        largest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))[:, None]
+        scale = tl.maximum(tl.div_rn(largest, largest * 0 + 127.0), 1e-10)
+        tl.store(scales + row, scale)
+        a, b = _int8(a, scale + a * 0), _int8(b, scale + b * 0)
+    tl.store(at, a)
+    tl.store(other, b)
+
+
+@triton.jit
+def _int8(x, scale):
+    # 1.5 * 2**23 rounds to the nearest integer, ties to even, as torch.round does.
+    q = tl.div_rn(x, scale) + 12582912.0 - 12582912.0
+    return tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8)
+
+
+def write(
+    qkv: Tensor,
+    cache: Planes,
+    rope: tuple[Tensor, Tensor],
+    positions: Tensor,
+    slots: Tensor,
+    heads: int,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    """Rotate Q and K of qkv (T, (heads + 2 kv_heads) * D), store K and V; Q (T, heads, D).
+
+    cache: K and V (blocks, kv_heads, block_size, D) and their scales, as `LayerCache` has them:
+    V in int8 or int4 is (blocks, kv_heads, D, block_size). Q for int4 is rotated as K is.
+    rope: cosines and sines (positions, D / 2) fp32. slots (T,): block * block_size + offset, or -1
+    for a token that is not stored. norms: RMSNorm weights (D,) of Q and K, and the epsilon.
+    """
+    k, v, k_scale, v_scale = arguments(cache)
+    tokens, (_, kv_heads, block, _) = len(qkv), k.shape
+    dim = head_dim(k)
+    q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    if tokens:
+        q_norm, k_norm, eps = norms or (None, None, 0.0)
+        together = math.gcd(heads, kv_heads, 4)
+        _write[(tokens, (heads + 2 * kv_heads) // together)](
+            qkv, q, k, v, k_scale, v_scale, *rope, positions, slots, q_norm, k_norm, qkv.stride(0),
+            eps, HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block,
+            KIND=kind(cache[2]), NORM=norms is not None, TOGETHER=together, num_warps=together,
+            **overlap(q.device),
+        )  # fmt: skip
+    return q
+
+
+def kind(scale: Tensor | None) -> str:
+    """How a cache is stored: "model" (its dtype), "int4", or int8 by its scales.
+
+    Those are "static", of channels, or "dynamic", of tokens.
+    """
+    return "model" if scale is None else KINDS[scale.ndim]
+
+
+def head_dim(k: Tensor) -> int:
+    return k.shape[3] * (2 if k.dtype == torch.uint8 else 1)
+
+
+def arguments(cache: Planes) -> Planes:
+    """A cache as kernels get it: a scale and a low of int4 as one word."""
+    k, v, k_scale, v_scale = cache
+    if k_scale is None or v_scale is None or k_scale.dtype != torch.float16:
+        return cache
+    return k, v, k_scale.view(torch.int32), v_scale.view(torch.int32)
+
+
+def refuse(cache: Tensor) -> str | None:
+    """None when these kernels can be used on K (blocks, kv_heads, block_size, D), or why not."""
+    block, dim = cache.shape[2], head_dim(cache)
+    if dim < 16 or dim & (dim - 1):
+        return f"the head dimension is {dim}, not a power of two of at least 16"
+    if block & (block - 1):
+        return f"the block size is {block}, not a power of two"
+    if (heads := cache.shape[:3].numel()) >= 2**31:
+        return f"{heads} heads of tokens in a layer's cache are more than 2**31 - 1"
+    return None

@@ -1,0 +1,120 @@
+"""The KV cache in 4 bits: its definition, and models on it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from anybit.engine import int4
+from anybit.engine.attention import LayerCache
+from anybit.engine.llm import LLM
+from anybit.engine.sequence import SamplingParams
+from anybit.errors import Unsupported
+from tests.engine.conftest import prompts, random_model
+
+Checkpoint = Callable[[str], Path]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("dim", "run"), [(64, 32), (80, 8), (6, 1), (128, 64)])
+def test_spread_is_a_rotation(dim: int, run: int) -> None:
+    """A Hadamard matrix over runs of the halves; itself the way back."""
+    matrix = int4.spread(torch.eye(dim, dtype=torch.float64))
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(dim))
+    torch.testing.assert_close(matrix, matrix.T)
+    assert ((matrix != 0).sum(0) == 2 * run).all()  # every channel goes into so many
+    assert matrix.unique().numel() == (2 if 2 * run == dim else 3)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_codes_are_the_nearest(groups: int) -> None:
+    x = torch.randn(50, 3, 32) * torch.logspace(-5, 3, 50)[:, None, None]
+    codes, grid = int4.encode(x, groups)
+    assert codes.shape == (50, 3, 16)
+    assert grid.shape == (50, 3, groups, 2)
+    scale, low = (t.float().repeat_interleave(32 // groups, -1) for t in grid.unbind(-1))
+    levels = torch.arange(16.0)[:, None, None, None] * scale + low
+    nearest = (levels - x).abs().amin(0)
+    assert torch.equal((int4.decode(codes, grid) - x).abs(), nearest)
+    # Half a step, and what rounding a scale and a low to fp16 takes from the ends.
+    assert (nearest <= scale * 0.51 + low.abs() * 2.0**-11).all()
+
+
+def test_a_byte_holds_both_halves() -> None:
+    x = torch.arange(16.0)[None]  # 0 to 15: the codes
+    codes, grid = int4.encode(x, 1)
+    assert torch.equal(codes, (torch.arange(8) | torch.arange(8, 16) << 4).byte()[None])
+    assert grid.tolist() == [[[1.0, 0.0]]]
+
+
+def test_zeros_stay_zeros() -> None:
+    codes, grid = int4.encode(torch.zeros(2, 8), 2)
+    assert not int4.decode(codes, grid).any()
+
+
+def test_outlier_channels_are_spread() -> None:
+    """K with two channels of 20 times the others: scores by a cache in int4."""
+    torch.manual_seed(0)
+    q, k = torch.randn(64, 128), torch.randn(500, 1, 128)
+    k[..., [3, 90]] *= 20
+    cache = LayerCache.empty(63, 1, 8, 128, int4.INT4, CPU)
+    slots = torch.arange(500)
+    cache.store(k, k, slots)
+    rotated, plain = cache.load(torch.arange(63), torch.float32)
+    want = q @ k[:, 0].T
+    error = (int4.spread(q) @ rotated[0, :500].T - want).norm() / want.norm()
+    without = (q @ plain[0, :500].T - want).norm() / want.norm()  # V, which is not rotated
+    assert error < 0.08
+    assert without > 2 * error
+
+
+def test_memory() -> None:
+    """A token and head: codes of 4 bits, and 32 bits for three groups."""
+    cache = LayerCache.empty(10, 2, 16, 128, int4.INT4, CPU)
+    assert cache.nbytes == 320 * (128 + 3 * 4)
+    assert cache.head_dim == 128
+    dense = LayerCache.empty(10, 2, 16, 128, torch.bfloat16, CPU)
+    assert cache.nbytes < 0.275 * dense.nbytes
+
+
+def test_heads_without_halves_are_refused() -> None:
+    with pytest.raises(Unsupported, match="head_dim is 15; use int8"):
+        LayerCache.empty(4, 1, 8, 15, int4.INT4, CPU)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gemma2", "mistral", "gpt_oss", "deepseek_v3", "starcoder2"]
+)
+def test_models_stay_close(checkpoint: Checkpoint, tmp_path: Path, name: str) -> None:
+    """Windows, soft caps, sinks, norms of heads, latent attention, and models of transformers."""
+    if name == "starcoder2":
+        random_model(name, {}).save_pretrained(tmp_path)
+    directory = tmp_path if name == "starcoder2" else checkpoint(name)
+    params = SamplingParams(max_tokens=6, temperature=0, logprobs=20, ignore_eos=True)
+    exact = LLM(directory, kv_cache="model").generate(prompts(3), params)
+    llm = LLM(directory, kv_cache="int4", max_tokens=16, block_size=4, kv_bytes=1 << 20)
+    assert llm.kv_dtype == int4.INT4
+    for a, b in zip(exact, llm.generate(prompts(3), params), strict=True):
+        (x, *_), (y, *_) = a.completions[0].logprobs or (), b.completions[0].logprobs or ()
+        others = dict(y.top)
+        differences = [abs(p - others[t]) for t, p in x.top if t in others]
+        assert 0 < sum(differences) / len(differences) < 0.3
+        assert len(differences) > 12
+
+
+def test_a_cached_prefix_gives_the_same(checkpoint: Checkpoint) -> None:
+    llm = LLM(checkpoint("llama"), kv_cache="int4", block_size=4)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    prompt = prompts(1)[0] * 4
+    first, again = (llm.generate([prompt], params)[0].tokens for _ in range(2))
+    assert llm.engine.scheduler.prefix_hits > 0
+    assert first == again
+
+
+def test_static_scales_are_for_int8(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    from tests.engine.test_models import with_scales
+
+    llm = LLM(with_scales(checkpoint("llama"), tmp_path), kv_cache="int4")
+    assert llm.kv_dtype == int4.INT4
+    assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].tokens

@@ -1,0 +1,222 @@
+"""Small models in GGUF files, written with the `gguf` package as llama.cpp's converter does."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, quants
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import anybit
+from anybit.checkpoint.foreign.ggml import TYPES, pack
+
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 96,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+GEMMA = {"sliding_window": 8, "query_pre_attn_scalar": 64}
+LONG = {"short_factor": [1.0 + 0.01 * i for i in range(32)],
+        "long_factor": [2.0 + 0.1 * i for i in range(32)]}  # fmt: skip
+# transformers' type: ggml's architecture, and settings.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mixtral": ("llama", {"num_local_experts": 3}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 128}),
+    "qwen2_moe": ("qwen2moe", MOE | {"shared_expert_intermediate_size": 512}),
+    "qwen3_moe": ("qwen3moe", MOE | {"norm_topk_prob": True}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma3_text": ("gemma3", GEMMA | {"num_hidden_layers": 7}),
+    "phi3": ("phi3", {"sliding_window": 40}),
+}
+
+
+def tiny(model_type: str, **settings: Any) -> PreTrainedModel:
+    """A model with random weights, norms among them, in fp32."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SMALL | MODELS[model_type][1] | settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.normal_(0.3, 0.2)
+    return model.float().eval()
+
+
+def quantized(w: Tensor, kind: str) -> tuple[np.ndarray, Tensor]:
+    """Data as the file has them, and the weight that they stand for."""
+    if kind == "BF16":
+        number = GGMLQuantizationType.BF16
+        data = quants.quantize(np.ascontiguousarray(w.numpy()), number)
+        return data, torch.from_numpy(quants.dequantize(data, number))
+    if kind in ("F32", "F16"):
+        data = w.numpy().astype(np.float32 if kind == "F32" else np.float16)
+        return data, torch.from_numpy(data.astype(np.float32))
+    number = GGMLQuantizationType[kind]
+    if kind in TYPES:
+        data = pack(TYPES[kind], anybit.quantize_tensor(w, TYPES[kind].spec), "w").numpy()
+    else:
+        data = np.tile(block_of(kind), (len(w), w.shape[1] // gguf.GGML_QUANT_SIZES[number][0]))
+        data = data.astype(np.uint8)
+    return data, torch.from_numpy(quants.dequantize(data, number))
+
+
+def block_of(kind: str) -> np.ndarray:
+    """Some block of a type that nothing here quantizes to."""
+    block = np.arange(gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1], dtype=np.uint8) % 32
+    block[:2] = np.array([0.01], np.float16).view(np.uint8)
+    return block
+
+
+def paired(w: Tensor, heads: int) -> Tensor:
+    """Rows of q or k as llama.cpp's converter puts them."""
+    return w.reshape(heads, 2, -1, *w.shape[1:]).transpose(1, 2).reshape(w.shape)
+
+
+def write(
+    model: PreTrainedModel,
+    path: Path,
+    kinds: Mapping[str, str],
+    metadata: Mapping[str, Any] | None = None,
+    extra: Mapping[str, np.ndarray] | None = None,
+    tokens: int = 0,
+    parts: int = 0,
+) -> None:
+    """Write a model, and make its weights those of the file.
+
+    Args:
+        model: Its weights change to the decoded ones.
+        path: To write.
+        kinds: Types by patterns of ggml's names; F32 for others.
+        metadata: Of the architecture, beside what the config says.
+        extra: Tensors of the file alone.
+        tokens: Of a vocabulary of single characters.
+        parts: Tensors in a file; 0: one file holds all.
+    """
+    config = model.config
+    arch = MODELS[config.model_type][0]
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=parts)
+    for key, value in (keys(config, arch) | dict(metadata or {})).items():
+        kind = gguf.GGUFValueType.get_type(value)
+        kind = gguf.GGUFValueType.UINT32 if kind == gguf.GGUFValueType.INT32 else kind
+        writer.add_key_value(f"{arch}.{key}", value, kind)
+    if tokens:
+        vocabulary(writer, tokens)
+    number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for name, parameter in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for theirs, part in parts_of(name, parameter, table, config):
+            file = paired(part, heads_of(name, config)) if heads_of(name, config) else part
+            if arch.startswith("gemma") and name.endswith("norm.weight"):
+                file = file + 1
+            kind = next((k for p, k in kinds.items() if re.search(p, theirs)), "F32")
+            kind = kind if file.dim() > 1 else "F32"
+            data, weight = quantized(file.flatten(0, -2) if file.dim() > 2 else file, kind)
+            shape = (*file.shape[:-1], -1)
+            raw = None if kind in ("F32", "F16") else GGMLQuantizationType[kind]
+            writer.add_tensor(theirs, data.reshape(shape), raw_dtype=raw)
+            if kind != "F32":
+                weight = weight.view_as(file)
+                heads = heads_of(name, config)
+                part.copy_(unpaired(weight, heads) if heads else weight)
+    for name, data in (extra or {}).items():
+        writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def unpaired(w: Tensor, heads: int) -> Tensor:
+    return w.reshape(heads, -1, 2, *w.shape[1:]).transpose(1, 2).reshape(w.shape)
+
+
+def heads_of(name: str, config: Any) -> int:
+    """Heads of a tensor whose rows ggml pairs; 0 for others."""
+    if config.model_type not in ("llama", "mixtral"):
+        return 0
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    return heads.get(name.split(".")[-2], 0)
+
+
+def parts_of(name: str, tensor: Tensor, table: Any, config: Any) -> list[tuple[str, Tensor]]:
+    """ggml's names for a tensor of transformers, and the parts of it that have them."""
+    if name == "lm_head.weight":
+        return [("output.weight", tensor)]
+    if name.endswith("experts.gate_up_proj"):
+        block = "blk." + name.split(".")[2]
+        gate, up = tensor.chunk(2, 1)
+        return [(f"{block}.ffn_gate_exps.weight", gate), (f"{block}.ffn_up_exps.weight", up)]
+    if name.endswith("experts.down_proj"):
+        return [("blk." + name.split(".")[2] + ".ffn_down_exps.weight", tensor)]
+    theirs = table.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert theirs, name
+    return [(theirs, tensor[0] if theirs.endswith("inp_shexp.weight") else tensor)]
+
+
+def keys(config: Any, arch: str) -> dict[str, Any]:
+    """Metadata of an architecture, as llama.cpp's converter writes it."""
+    out = {
+        "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+    }
+    rope = config.rope_parameters
+    out["rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])
+    if arch in ("llama", "phi3"):
+        out |= {"vocab_size": config.vocab_size, "rope.dimension_count": config.head_dim}
+    for own, theirs in (
+        ("num_local_experts", "expert_count"),
+        ("num_experts", "expert_count"),
+        ("num_experts_per_tok", "expert_used_count"),
+        ("moe_intermediate_size", "expert_feed_forward_length"),
+        ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
+    ):
+        if hasattr(config, own):
+            out[theirs] = getattr(config, own)
+    if arch in ("gemma2", "gemma3", "phi3"):
+        out["attention.sliding_window"] = config.sliding_window
+    if arch == "gemma2":
+        out["attn_logit_softcapping"] = config.attn_logit_softcapping
+        out["final_logit_softcapping"] = config.final_logit_softcapping
+    return out
+
+
+def vocabulary(writer: gguf.GGUFWriter, count: int) -> None:
+    """Single characters, byte-level, and a chat template."""
+    letters = [chr(i) for i in range(33, 127)]
+    merges = ["a b", "c d"]
+    names = ["<unk>", "<s>", "</s>", *letters[: count - 5], "ab", "cd"]
+    types = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (count - 3)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(names)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")

@@ -1,0 +1,248 @@
+"""GGUF files: small models of every family, against transformers with the same weights."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import anybit
+from anybit.checkpoint.foreign.convert import Conversion, convert_checkpoint
+from anybit.errors import InvalidInput
+from anybit.files.directory import read_json
+from anybit.files.safetensors import ShardWriter
+from anybit.nn.model import quantized_layers
+from tests.foreign.gguf_models import LONG, MODELS, tiny, write
+
+IDS = torch.arange(48)[None] * 7 % 90
+K_MIX = {"attn_v|ffn_down": "Q6_K", "attn|ffn_(gate|up)": "Q4_K", "output|token_embd": "Q6_K"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_the_decoded_model(name: str, tmp_path: Path) -> None:
+    model = tiny(name)
+    file = tmp_path / "model.gguf"
+    write(model, file, K_MIX)
+    report = convert_checkpoint(file, tmp_path / "out")
+    assert set(report.formats.values()) == {"q4_k", "q6_k"}
+    assert not report.decoded
+    again = anybit.load(tmp_path / "out", dtype=torch.float32)
+    # The embedding is decoded to the model's dtype.
+    embedding = model.get_input_embeddings().weight.data
+    embedding.copy_(embedding.bfloat16())
+    with torch.no_grad():
+        wanted, got = model(IDS).logits, again(IDS).logits
+    assert type(again) is type(model)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text"])
+def test_transformers_reads_the_same_from_the_file(name: str, tmp_path: Path) -> None:
+    """Its reader decodes everything, and is the oracle of names, orders and norms."""
+    # It takes the head size, or what scales queries, of the published models.
+    sizes = {"gemma2": 256, "gemma3_text": 256, "qwen3": 128}
+    dim = sizes.get(name, 64)
+    extra = {"query_pre_attn_scalar": dim} if dim == 256 else {}
+    model = tiny(name, head_dim=dim, **extra)
+    write(model, tmp_path / "model.gguf", {"attn|ffn": "Q8_0"}, tokens=96)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", dtype=torch.float32, attn_implementation="eager"
+    )
+    convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
+    ours = anybit.load(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        wanted, got = theirs(IDS).logits, ours(IDS).logits
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_a_file_is_loaded_and_run_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its tokenizer and chat template, and a conversion in the cache."""
+    monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    write(tiny("llama"), file, K_MIX, tokens=96)
+    model = anybit.load(file)
+    prompt = list(range(5, 25))
+    with torch.no_grad():
+        wanted = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+    llm = anybit.LLM(file)
+    params = anybit.SamplingParams(max_tokens=8, temperature=0)
+    [output] = llm.generate([prompt], params)
+    assert output.tokens == wanted[0, len(prompt) :].tolist()[: len(output.tokens)]
+    assert len(output.tokens) == 8 or output.tokens[-1] == 2
+    [folder] = (tmp_path / "cache" / "converted").iterdir()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("abcd")["input_ids"] == [94, 95]
+    assert tokenizer.apply_chat_template([{"content": "ab"}], tokenize=False) == "ab"
+    assert read_json(folder / "generation_config.json")["eos_token_id"] == [2]
+
+
+def test_parts_of_a_model_are_read_together(tmp_path: Path) -> None:
+    model = tiny("qwen2")
+    write(model, tmp_path / "model.gguf", K_MIX, parts=9)
+    files = sorted(tmp_path.glob("*.gguf"))
+    assert [f.name for f in files[:1]] == ["model-00001-of-00003.gguf"]
+    convert_checkpoint(files[1], tmp_path / "out")
+    again = anybit.load(tmp_path / "out", dtype=torch.float32)
+    for name, layer in quantized_layers(again):
+        assert torch.equal(layer.dequantize(), model.get_parameter(f"{name}.weight")), name
+    files[2].rename(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError, match=r"00003-of-00003\.gguf is missing"):
+        convert_checkpoint(files[0], tmp_path / "other")
+    files[0].rename(tmp_path / "alone.gguf")
+    with pytest.raises(InvalidInput, match="one of 3 parts by its header, of 1 by its name"):
+        convert_checkpoint(tmp_path / "alone.gguf", tmp_path / "other")
+
+
+def test_what_is_no_format_of_ours_is_decoded_and_named(tmp_path: Path) -> None:
+    model = tiny("qwen3")
+    kinds = {"ffn_up": "IQ2_XXS", "ffn": "Q4_0", "attn_q": "F16", "attn": "BF16"}
+    write(model, tmp_path / "model.gguf", kinds)
+    report = convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
+    assert set(report.formats.values()) == {"int4:group=32"}
+    assert set(report.decoded.values()) == {"IQ2_XXS has no format in anybit"}
+    assert "model.layers.0.mlp.up_proj and 1 others: IQ2_XXS" in str(report)
+    again = anybit.load(tmp_path / "out", dtype=torch.float32)
+    for name, wanted in model.state_dict().items():
+        if "up_proj" in name:
+            wanted = wanted.bfloat16().float()
+        layer = name.removesuffix(".weight")
+        found = dict(quantized_layers(again)).get(layer)
+        got = found.dequantize() if found else again.get_parameter(name)
+        assert torch.equal(got, wanted), name
+
+
+def test_decoded_weights_can_be_rounded_to_another_format(tmp_path: Path) -> None:
+    model = tiny("llama")
+    write(model, tmp_path / "model.gguf", {"ffn": "Q5_1"})
+    convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out", to="int8")
+    for name, layer in quantized_layers(anybit.load(tmp_path / "out")):
+        wanted = anybit.quantize_tensor(model.get_parameter(f"{name}.weight"), "int8")
+        assert torch.equal(layer.dequantize(), wanted.dequantize())
+
+
+def test_an_unfinished_conversion_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tiny("llama"), tmp_path / "model.gguf", K_MIX, tokens=96)
+    whole = convert_checkpoint(tmp_path / "model.gguf", tmp_path / "whole", shard_bytes=100_000)
+    real, written = Conversion.write, list[str]()
+
+    def some(self: Conversion, unit: str, shard: ShardWriter) -> None:
+        if "layers.1.mlp" in unit and len(written) < 100:
+            written.extend(["stop"] * 100)
+            raise KeyboardInterrupt
+        written.append(unit)
+        real(self, unit, shard)
+
+    monkeypatch.setattr(Conversion, "write", some)
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out", shard_bytes=100_000)
+    before = written[: written.index("stop")]
+    written[:] = ["stop"] * 100
+    report = convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out", shard_bytes=100_000)
+    assert not {*before[:-3]} & {*written}
+    assert report.formats == whole.formats
+    shards = sorted((tmp_path / "whole").glob("*.safetensors"))
+    assert len(shards) > 3
+    for path in shards:
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+
+
+# Rotary embeddings.
+
+
+@pytest.mark.parametrize(
+    ("name", "rope", "metadata", "factors"),
+    [
+        (
+            "llama",
+            {"rope_type": "linear", "factor": 4.0},
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+            (),
+        ),
+        (
+            "qwen2",
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 64,
+            },
+            (),
+        ),
+        (
+            "llama",
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            {},
+            ("rope_freqs.weight",),
+        ),
+        (
+            "phi3",
+            {"rope_type": "longrope", "original_max_position_embeddings": 128, **LONG},
+            {"rope.scaling.original_context_length": 128, "rope.scaling.attn_factor": 1.0690449},
+            ("rope_factors_short.weight", "rope_factors_long.weight"),
+        ),
+    ],
+)
+def test_stretched_positions_are_those_of_transformers(
+    name: str,
+    rope: dict[str, Any],
+    metadata: dict[str, Any],
+    factors: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    more = {"original_max_position_embeddings": 128} if name == "phi3" else {}
+    model = tiny(name, rope_parameters={"rope_theta": 10000.0, **rope}, **more)
+    extra = {}
+    if factors == ("rope_freqs.weight",):  # as the converter makes it of the frequencies
+        plain = 10000.0 ** -(torch.arange(0, 64, 2).float() / 64)
+        extra[factors[0]] = (plain / model.model.rotary_emb.inv_freq).numpy()
+    elif factors:
+        extra = {n: np.array(LONG[f"{n.split('_')[2][:-7]}_factor"], np.float32) for n in factors}
+    write(model, tmp_path / "model.gguf", {"ffn": "Q8_0"}, metadata, extra)
+    convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
+    again = anybit.load(tmp_path / "out", dtype=torch.float32)
+    ids = torch.arange(120)[None] * 7 % 90
+    with torch.no_grad():
+        wanted, got = model(ids).logits, again(ids).logits
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+# Files that cannot be read.
+
+
+def test_keys_that_change_a_model_are_not_passed_over(tmp_path: Path) -> None:
+    write(tiny("llama"), tmp_path / "model.gguf", {}, {"attention.temperature_scale": 0.5})
+    with pytest.raises(InvalidInput, match=r"llama\.attention\.temperature_scale is 0\.5, which"):
+        convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
+    write(tiny("llama"), tmp_path / "model.gguf", {}, {"rope.scaling.type": "dynamic"})
+    with pytest.raises(InvalidInput, match="rotary embeddings of type 'dynamic' cannot be read"):
+        convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
+
+
+def test_tensors_that_a_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    extra = {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}
+    write(tiny("llama"), tmp_path / "model.gguf", {}, extra=extra)
+    with pytest.raises(InvalidInput, match=r"1 tensors are not in .*, such as blk\.0\.attn_sinks"):
+        convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "rwkv7")
+    writer.add_tensor("token_embd.weight", np.zeros((8, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(InvalidInput, match="architecture 'rwkv7' cannot be read, only llama, qwen"):
+        convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")

@@ -1,0 +1,73 @@
+"""Greedy tokens from vLLM and from transformers."""
+
+import gc
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import vllm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm.distributed import cleanup_dist_env_and_memory
+
+PICO = Path(__file__).parents[2] / "models" / "pico"
+TOKENS = 24
+PROMPTS = [
+    AutoTokenizer.from_pretrained(PICO)(text).input_ids
+    for text in ("def main(", "import os\n\nclass ", "    for i in range(")
+]
+
+
+@contextmanager
+def engine(path, eager=True, **options):
+    """vLLM in fp32."""
+    llm = vllm.LLM(
+        str(path),
+        dtype="float32",
+        enforce_eager=eager,
+        max_model_len=128,
+        max_num_seqs=4,
+        seed=0,
+        **options,
+    )
+    try:
+        yield llm
+    finally:
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def by_vllm(path, prompts=PROMPTS, **options):
+    """Greedy tokens of each prompt, from vLLM in fp32."""
+    with engine(path, **options) as llm:
+        return tokens_of(llm, prompts)
+
+
+def tokens_of(llm, prompts=PROMPTS, **options):
+    """Greedy tokens of each prompt, from an engine of vLLM's."""
+    sampling = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    given = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs = llm.generate(given, sampling, use_tqdm=False, **options)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def by_transformers(path, prompts=PROMPTS, **options):
+    """Greedy tokens of each prompt, from transformers in fp32."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+    return greedy(model, prompts)
+
+
+def greedy(model, prompts=PROMPTS):
+    """Greedy tokens of each prompt, from a model of transformers."""
+    out = []
+    for ids in prompts:
+        given = torch.tensor([ids])
+        text = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            min_new_tokens=TOKENS,
+            max_new_tokens=TOKENS,
+            do_sample=False,
+        )
+        out.append(text[0, len(ids) :].tolist())
+    return out

@@ -1,0 +1,48 @@
+"""vLLM runs other tools' checkpoints as anybit converts them (`make test-vllm`)."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from anybit.checkpoint.foreign.convert import convert_checkpoint
+from tests.foreign.make import FIXTURES
+from tests.integrations.generate import by_transformers, by_vllm
+
+PROMPTS = [[1, 5, 9, 30, 7, 7, 12], [3, 4], [8, 30, 2, 17, 21]]
+
+
+def one_head(fixture, place):
+    """A copy of a fixture with one head, of a size that vLLM has on a CPU."""
+    shutil.copytree(FIXTURES / fixture, place)
+    path = place / "config.json"
+    config = json.loads(path.read_text())
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": config["hidden_size"]}
+    path.write_text(json.dumps(config | heads))
+    return place
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
+def test_checkpoint(name, tmp_path):
+    source = one_head(name, tmp_path / "source")
+    convert_checkpoint(source, tmp_path / "out")
+    wanted = by_transformers(tmp_path / "out", PROMPTS)
+    options = {"skip_tokenizer_init": True, "quantization": "anybit"}
+    assert by_vllm(source, PROMPTS, **options) == wanted
+
+
+def test_formats_of_a_quantized_checkpoint_are_its_own(tmp_path):
+    source = one_head("gptq_4bit_v1", tmp_path / "source")
+    options = {"quantization": "anybit", "hf_overrides": {"anybit": {"formats": "fp6"}}}
+    with pytest.raises(ValueError, match="is quantized already"):
+        by_vllm(source, PROMPTS, skip_tokenizer_init=True, **options)
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    source = one_head("gptq_4bit_v1", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.scales"]
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"up_proj\.scales is missing; there are"):
+        by_vllm(source, PROMPTS, skip_tokenizer_init=True, quantization="anybit")
