@@ -58,7 +58,7 @@ def plain_paths(x: Tensor, table: Tensor, bits: int, lead: int) -> Tensor:
 
 
 def _pass(x: Tensor, table: Tensor, bits: int, pin: Tensor | None = None) -> Tensor:
-    """The best states (n, steps) int64; with `pin`, those that begin and end with these old bits."""
+    """The best states (n, steps) int64; with `pin`, those that begin and end with its bits."""
     n, steps, width = x.shape
     tops = 1 << bits  # what the top bits of a state may be, which the next state no longer has
     ends = len(table) >> bits
