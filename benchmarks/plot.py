@@ -40,7 +40,7 @@ COLORS = {
 }
 DASHES = ["-", "--", "-.", (0, (1, 1)), (0, (4, 1, 1, 1, 1, 1))]
 PANELS = {
-    "1 to 3 bits": ("int1", "int2", "int3", "codebook"),
+    "1 to 3 bits": ("int1", "int2", "int3", "codebook", "trellis"),
     "4 bits": ("int4", "nf4", "fp4bnb", "liquid", "fp4", "mxfp4", "nvfp4", "sparse"),
     "5 and 6 bits": ("int5", "int6", "fp5", "fp6", "mxfp6"),
     "7 and 8 bits": ("int7", "int8", "fp8", "mxfp8"),

@@ -43,8 +43,9 @@ class Trellis(Format):
     """Tail-biting sequences of a bitshift trellis in tiles of 16x16, a scale for every row.
 
     Attributes:
-        rate: Bits a weight, the spec's option `bits`: 1 to 8.
-        code: The name of one of `CODES`.
+        rate: The option bits=: bits a weight, 1 to 8.
+        code: sum8, the default, and pair8 (two weights a step, 1 to 4 bits) have values within
+            int8; mul1, mcg and 3inst are EXL3's.
     """
 
     rate: int = field(default=2, metadata={"option": "bits"})

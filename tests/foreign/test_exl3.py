@@ -1,29 +1,35 @@
 """EXL3 by its published layout, decoded here bit by bit without our code."""
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+import anybit
 from anybit.checkpoint.foreign import exl3
 from anybit.checkpoint.foreign.base import Layer
+from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import read_header
+from anybit.nn.model import quantized_layers
+from tests.tiny import dense, logits
 
 N, K = 128, 256
 MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 
 
-def tensors_of(bits: int, code: str) -> dict[str, np.ndarray]:
+def tensors_of(bits: int, code: str, n: int = N, k: int = K) -> dict[str, np.ndarray]:
     random = np.random.default_rng(bits)
     out = {
-        "trellis": random.integers(-(2**15), 2**15, (K // 16, N // 16, 16 * bits), np.int16),
-        "suh": (random.choice([-1, 1], K) * random.uniform(0.5, 2, K)).astype(np.float16),
-        "svh": (random.choice([-1, 1], N) * random.uniform(0.01, 0.02, N)).astype(np.float16),
+        "trellis": random.integers(-(2**15), 2**15, (k // 16, n // 16, 16 * bits), np.int16),
+        "suh": (random.choice([-1, 1], k) * random.uniform(0.5, 2, k)).astype(np.float16),
+        "svh": (random.choice([-1, 1], n) * random.uniform(0.01, 0.02, n)).astype(np.float16),
     }
     if code in MULTIPLIERS:
         out[code] = np.array(MULTIPLIERS[code], np.uint32).view(np.int32)
@@ -39,7 +45,7 @@ def layer_of(place: Path, tensors: dict[str, Any]) -> Layer:
 
 
 def half(bits: int) -> np.float16:
-    return np.array(bits, np.uint16).view(np.float16)[()]
+    return np.float16(np.array([bits], np.uint16).view(np.float16)[0])
 
 
 def value(state: int, code: str) -> np.float16:
@@ -103,6 +109,38 @@ def test_signs_of_one_bit(tmp_path: Path) -> None:
     for name, grid in (("su", "rotate_in"), ("sv", "rotate_out")):
         bits = np.unpackbits(words[name].view(np.uint8), bitorder="little")
         assert np.array_equal(packed.grid[grid].flatten().numpy(), 1 - 2.0 * bits)
+
+
+def test_a_model_and_its_head_are_converted(tmp_path: Path) -> None:
+    """Layers of different bits and codes, and a head beside tied embeddings."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
+    source = dense(tmp_path / "source", tied=True, num_hidden_layers=1, **sizes)
+    tensors = load_file(source / "model.safetensors")
+    kinds = itertools.cycle([(2, "mcg"), (3, "mul1"), (4, "3inst")])
+    names = [name for name in tensors if "proj" in name]
+    for name in (*names, "lm_head.weight"):
+        shape = tensors.pop(name, torch.empty(256, 128)).shape
+        layer = name.removesuffix(".weight")
+        made = tensors_of(*next(kinds), *shape)
+        tensors |= {f"{layer}.{key}": torch.from_numpy(value) for key, value in made.items()}
+    save_file(tensors, source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "exl3", "bits": 3.0, "head_bits": 3}
+    (source / "config.json").write_text(json.dumps(config))
+    report = convert_checkpoint(source, tmp_path / "out")
+    assert len(report.formats) == len(names) + 1
+    assert not report.decoded
+    found = exl3.layers({}, read_header(source / "model.safetensors"))
+    model = anybit.load(tmp_path / "out")
+    layers = dict(quantized_layers(model))
+    assert set(layers) == set(found)
+    for name, layer in found.items():
+        packed = layer.read()
+        assert isinstance(packed, Packed)
+        assert torch.equal(layers[name].dequantize(), packed.dequantize())
+    embedded = model.get_input_embeddings().weight
+    assert torch.equal(embedded, tensors["model.embed_tokens.weight"].to(embedded.dtype))
+    assert torch.isfinite(logits(model)).all()
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from anybit.files.directory import megabytes, read_json
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import published
 from anybit.nn.plan import METHOD, is_head, quantization_config
+from anybit.nn.tied import untied_heads
 from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.rtn import RTN
 from anybit.version import __version__
@@ -326,6 +327,8 @@ def plan_conversion(found: Opened, shard_bytes: int, to: str | None = None) -> C
                 f"{source}: {method} has no tensor {name!r} beside "
                 f"{layers[layer_of].tensors[0]!r} in a layout that anybit knows"
             )
+    if untied_heads(model, layers):  # the head has a weight of its own beside the embeddings'
+        config = {**config, "tie_word_embeddings": False}
     formats = plan_for(dict.fromkeys(linears) | specs(layers))
     others = [tensor for name, tensor in stored.items() if name not in unit_of]
     manifest = {
