@@ -86,6 +86,12 @@ def assert_taken(engine: Engine) -> None:
     assert stats.drafts < stats.draft_tokens
 
 
+def same(got: list[Output], want: list[Output]) -> bool:
+    """Whether all is equal but for the counts of drafts."""
+    texts = [replace(c, accepted=0, rejected=0) for output in got for c in output.completions]
+    return texts == [c for output in want for c in output.completions]
+
+
 MANY: dict[str, list[Output]] = {}
 
 
@@ -184,10 +190,10 @@ def test_ends_are_where_they_were(checkpoint: Checkpoint) -> None:
         *(replace(whole, max_tokens=n) for n in range(1, 8)),
         replace(whole, stop_token_ids=[stop], min_tokens=20, max_tokens=30),
     ):
-        assert llm.generate([[5, 7, 9]], params) == plain.generate([[5, 7, 9]], params)
+        assert same(llm.generate([[5, 7, 9]], params), plain.generate([[5, 7, 9]], params))
     plain.engine.eos = llm.engine.eos = frozenset([stop])
     ends = replace(whole, ignore_eos=False)
-    assert llm.generate([[5, 7, 9]], ends) == plain.generate([[5, 7, 9]], ends)
+    assert same(llm.generate([[5, 7, 9]], ends), plain.generate([[5, 7, 9]], ends))
     assert_no_block_is_held(llm.engine)
 
 
@@ -223,7 +229,7 @@ def test_look_up_changes_no_text(pico: LLM, looking: LLM, params: SamplingParams
     """Stop strings, penalties, biases and grammars see the tokens one by one."""
     before = looking.engine.stats.accepted_tokens
     got = looking.generate(REPETITIVE, params)
-    assert got == pico.generate(REPETITIVE, params)
+    assert same(got, pico.generate(REPETITIVE, params))
     assert looking.engine.stats.accepted_tokens > before
     assert_no_block_is_held(looking.engine)
 
@@ -396,7 +402,7 @@ def test_a_draft_follows_grammar_and_penalties(pico: LLM) -> None:
         SamplingParams(temperature=0, max_tokens=30, repetition_penalty=1.2),
         SamplingParams(seed=1, max_tokens=30, structured=Structured(json=True), n=2),
     ):
-        assert llm.generate(REPETITIVE, params) == pico.generate(REPETITIVE, params)
+        assert same(llm.generate(REPETITIVE, params), pico.generate(REPETITIVE, params))
     assert_taken(llm.engine)
 
 
