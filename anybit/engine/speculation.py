@@ -17,7 +17,7 @@ from anybit.engine.sequence import Sequence
 MEMORY = 0.98  # weight of what is known of a text's drafts when it has one more token
 # What is thought of a text's drafts before anything is known: 3 of 4 tokens are right.
 RIGHT, JUDGED = 1.5, 2.0
-STALE = 256  # steps after which a time is tried again
+STALE = 512  # steps after which a time is tried again
 PLAIN = 32  # steps after which one without drafts shows what those cost
 CONSIDERED = 256  # drafted tokens of a step, at most
 
