@@ -37,7 +37,10 @@ KV_DTYPES = {"int8": torch.int8, "int4": INT4}
 
 @dataclass
 class Completion:
-    """One of a request's texts. finish: "stop", "length", "abort" or "error"."""
+    """One of a request's texts. finish: "stop", "length", "abort" or "error".
+
+    accepted: tokens that were drafted; rejected: drafted ones that were not taken.
+    """
 
     index: int = 0
     text: str = ""
@@ -48,6 +51,8 @@ class Completion:
     finish: str | None = None
     stop_reason: str | int | None = None
     error: str = ""
+    accepted: int = 0
+    rejected: int = 0
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
@@ -57,6 +62,7 @@ class Completion:
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self.embedding = self.embedding or delta.embedding
         self.finish, self.stop_reason, self.error = delta.finish, delta.stop_reason, delta.error
+        self.accepted, self.rejected = delta.accepted, delta.rejected
 
 
 @dataclass
