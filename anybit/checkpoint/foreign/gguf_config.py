@@ -136,7 +136,8 @@ def config_of(contents: Contents) -> dict[str, Any]:
     if not config.get("sliding_window"):
         config["sliding_window"] = None
     for name, key in TOKENS.items():
-        config[key] = contents.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        token = contents.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        config[key] = token if isinstance(token, int) else None
     rope(own, config)
     if family.arch in GEMMA_27B:
         heads = config["hidden_size"] // config["num_attention_heads"]
@@ -163,14 +164,21 @@ class Own:
         self.known = {*COMMON, *family.keys, *ROPE, *OTHERS}
 
     def number(self, key: str, default: Any = None) -> Any:
-        """A value; of one for each layer, that of all."""
+        """A number that is not below 0; of one for each layer, that of all."""
         self.known.add(key)
         value = self.values.get(key, default)
         if isinstance(value, list):
             if len(set(value)) != 1:
                 raise InvalidInput(f"{self.path}: {self.arch}.{key} is not the same in all layers")
             value = value[0]
+        if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
+            raise InvalidInput(f"{self.path}: {self.arch}.{key} is {str(value)[:40]!r}, no number")
         return value
+
+    def text(self, key: str, default: str) -> str:
+        """A word."""
+        value = self.values.get(key, default)
+        return value if isinstance(value, str) else repr(value)
 
     def check_all_known(self) -> None:
         """InvalidInput when there is a key that nothing here understands."""
@@ -187,7 +195,9 @@ class Own:
 def rope(own: Own, config: dict[str, Any]) -> None:
     """Rotary embeddings: their base, how they are stretched, and how much of a head they turn."""
     tensors, path = own.contents.tensors, own.path
-    scaling = own.number("rope.scaling.type", "none")
+    scaling, factor = own.text("rope.scaling.type", "none"), own.number("rope.scaling.factor", 1.0)
+    if factor < 1:
+        raise InvalidInput(f"{path}: rotary embeddings stretched {factor} times cannot be read")
     factors = [name for name in tensors if name.startswith(("rope_freqs", "rope_factors"))]
     made = {"rope_type": "default", "rope_theta": own.number("rope.freq_base", 10000.0)}
     attention = own.number("rope.scaling.attn_factor", 1.0)
@@ -210,9 +220,8 @@ def rope(own: Own, config: dict[str, Any]) -> None:
         }
         config["original_max_position_embeddings"] = original
     elif scaling == "linear":
-        made |= {"rope_type": "linear", "factor": own.number("rope.scaling.factor", 1.0)}
+        made |= {"rope_type": "linear", "factor": factor}
     elif scaling == "yarn" and original:
-        factor = own.number("rope.scaling.factor", 1.0)
         made |= {
             "rope_type": "yarn",
             "factor": factor,
@@ -249,8 +258,13 @@ def gemma3(own: Own, config: dict[str, Any]) -> None:
     period = own.values.get("attention.sliding_window_pattern", GEMMA3_PERIOD)
     own.known.add("attention.sliding_window_pattern")
     local = own.number("rope.freq_base_swa", GEMMA3_LOCAL_BASE)
-    count = config["num_hidden_layers"]
-    near = period if isinstance(period, list) else [(i + 1) % period != 0 for i in range(count)]
+    near = period
+    if not isinstance(period, list):
+        count = config["num_hidden_layers"]
+        near = [
+            (i + 1) % max(1, own.number("attention.sliding_window_pattern", period)) != 0
+            for i in range(count)
+        ]
     config["layer_types"] = ["sliding_attention" if n else "full_attention" for n in near]
     config["rope_parameters"] = {
         "full_attention": config["rope_parameters"],

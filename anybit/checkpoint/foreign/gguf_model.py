@@ -119,9 +119,10 @@ def open_model(
     contents = read_model(path)
     family, config = family_of(contents), config_of(contents)
     write_json(directory / "config.json", config)
-    ends = {contents.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS} - {None}
-    if ends:
-        write_json(directory / "generation_config.json", {"eos_token_id": sorted(ends)})
+    ends = [contents.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS]
+    known = sorted({token for token in ends if isinstance(token, int)})
+    if known:
+        write_json(directory / "generation_config.json", {"eos_token_id": known})
     model = meta_model(directory, {n: block.stored for n, block in contents.tensors.items()})
     write_tokenizer(contents, directory)
     return config, *placed(contents, family, config, model), model
