@@ -28,7 +28,7 @@ class Packed:
     @classmethod
     def from_codes(cls, fmt: Format, shape: tuple[int, int], codes: Tensor, grid: Grid) -> "Packed":
         """Pack codes (N, C) and their grid."""
-        ordered = {name: grid[name] for name in fmt.entries()}
+        ordered = {name: grid[name] for name in fmt.entries() if name in grid}
         return cls(fmt, shape, planes_of.pack(codes, fmt.bits), ordered)
 
     @classmethod
