@@ -127,7 +127,7 @@ def write(
             if arch.startswith("gemma") and name.endswith("norm.weight"):
                 file = file + 1
             kind = next((k for p, k in kinds.items() if re.search(p, theirs)), "F32")
-            kind = kind if file.dim() > 1 else "F32"
+            kind = kind if file.dim() > 1 and "_inp" not in theirs else "F32"
             data, weight = quantized(file.flatten(0, -2) if file.dim() > 2 else file, kind)
             shape = (*file.shape[:-1], -1)
             raw = None if kind in ("F32", "F16") else GGMLQuantizationType[kind]
