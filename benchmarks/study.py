@@ -113,6 +113,22 @@ bf16 dense
 {M2V8} additive,additive+pv
 int2:group=128 gptq,gptq+pv
 """
+TRELLIS = f"""
+bf16 dense
+trellis:bits=3,rotate=kn gptq
+int3:group=128 gptq
+trellis:rotate=kn gptq
+trellis:bits=4,rotate=kn gptq
+int4:group=128 gptq
+fp6 rtn
+int2:group=128 gptq
+trellis:code=pair8,rotate=kn gptq
+trellis:bits=3 gptq
+{M2V8} additive
+trellis:bits=3,rotate=kn@int8 gptq
+trellis gptq
+trellis:bits=4 gptq
+"""
 ROTATION = """
 bf16 dense
 int4:group=128 rtn gptq
@@ -393,7 +409,8 @@ def work(
 
 def cases(kind: str) -> list[tuple[str, str]]:
     """(spec, methods) in the order in which they are measured."""
-    table = {"rotation": ROTATION, "smoke": SMOKE, "pv": PV, "all": CORE + MORE}.get(kind, CORE)
+    tables = {"rotation": ROTATION, "trellis": TRELLIS, "smoke": SMOKE, "pv": PV}
+    table = (tables | {"all": CORE + MORE}).get(kind, CORE)
     found = []
     for line in table.split("\n"):
         spec, *methods = line.split() or [""]
@@ -416,7 +433,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help="of PV-tuning (600)")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
     parser.add_argument(
-        "--cases", choices=("all", "core", "light", "pv", "rotation", "smoke"), default="all"
+        "--cases",
+        choices=("all", "core", "light", "pv", "rotation", "smoke", "trellis"),
+        default="all",
     )
     parser.add_argument("--out", type=Path, required=True, help="the .csv file to add rows to")
     args = parser.parse_args()

@@ -10,12 +10,13 @@ MODELS = {
     "study_105m_earlier": ("h200_accuracy", "study-105m-earlier"),
     "pico": ("h200_accuracy", "pico"),
     "pico_cpu": ("cpu_accuracy", "pico"),
+    "pico_trellis": ("cpu_trellis", "pico"),
 }
 
 
 def made() -> dict[str, str]:
     scores = {name: table(*source) for name, source in MODELS.items()}
-    return scores | {"layer_time": layer_time()}
+    return scores | {"layer_time": layer_time(), "trellis_codes": trellis_codes()}
 
 
 def table(file: str, model: str) -> str:
@@ -44,6 +45,19 @@ def label(row: Row) -> str:
     """The quantizer; its calibration data in brackets if it was not 128 windows of code."""
     default = row["text"] in ("", "code") and row["samples"] in ("0", "32", "128")
     return row["method"] + ("" if default else f" ({row['text']}, {row['samples']})")
+
+
+def trellis_codes() -> str:
+    """Errors of codes on Gaussian numbers, one line for each code."""
+    rows = {(r["code"], r["bits"]): r for r in read("cpu_trellis_codes")}
+    names = dict.fromkeys(code for code, _ in rows)
+    out = []
+    for name in names:
+        first = rows[name, "2"]
+        errors = [rows[name, bits]["mse"] for bits in ("2", "3", "4")]
+        whole = "yes" if first["int8"] == "1" else ""
+        out.append([f"`{name}`", first["weights_a_step"], whole, *errors])
+    return markdown(["code", "weights a step", "int8", "2 bits", "3 bits", "4 bits"], out)
 
 
 def layer_time() -> str:

@@ -126,7 +126,7 @@ def test_cuts_inside_a_group_are_refused(spec):
 
 def test_rows_inside_a_tile_are_refused():
     packed = packed_weight("trellis", 48, 64)
-    with pytest.raises(ValueError, match="rows 16 to 40 split a tile .* multiples of 16 rows"):
+    with pytest.raises(ValueError, match=r"rows 16 to 40 split a tile .* multiples of 16 rows"):
         shard(packed, rows=slice(16, 40))
     with pytest.raises(ValueError, match="rows 8 to 24 split a tile"):
         packed.rows(slice(8, 24))

@@ -97,8 +97,8 @@ class Format:
         width: Weights that one position stands for: 2 for a sparse pair, v for a vector.
         books: Codes stored for each position: m for additive codebooks.
         group: Columns of a row that share one scale; 0 means the whole row.
-        tile: (rows, columns) of the smallest part that codes describe alone: (1, width), or 16x16 where
-            codes are a sequence (`core/tiles.py`).
+        tile: (rows, columns) of the smallest part that codes describe alone: (1, width), or 16x16
+            where codes are a sequence (`core/tiles.py`).
         window: Bits of the sequence, its step's own ones last, that a value depends on; 0 where it
             depends on its own code alone.
         order: Columns are stored in an order of their own, `grid["order"]` (K,): stored column i is
@@ -254,8 +254,8 @@ class Format:
         rows, columns = self.tile
         if n % rows:
             raise InvalidInput(
-                f"N={n} is not a multiple of tiles of {rows} rows in format {self.spec!r}; keep the "
-                "layer unquantized (None)"
+                f"N={n} is not a multiple of tiles of {rows} rows in format {self.spec!r}; keep "
+                "the layer unquantized (None)"
             )
         units = {entry.group for entry in self.entries().values() if entry.group} | {columns}
         for unit in sorted(units, reverse=True):

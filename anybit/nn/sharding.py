@@ -61,7 +61,7 @@ def check_columns(fmt: Format, k: int, ranks: int, name: str = "weight") -> None
 
 
 def check_borders(fmt: Format, k: int, start: int, stop: int) -> None:
-    """Raise ValueError when a range of K = k columns begins or ends inside a group, vector or tile."""
+    """Raise ValueError when a range of K = k columns splits a group, a vector or a tile."""
     unit = math.lcm(fmt.tile[1], *(e.group for e in fmt.entries().values() if e.group))
     if start % unit or (stop % unit and stop != k):
         raise InvalidInput(

@@ -86,8 +86,8 @@ def pv_tune(
     for name, layer in model.named_modules():
         if share and isinstance(layer, QuantLinear) and layer.format.window:
             raise InvalidInput(
-                f"{name}: single codes of format {layer.format.spec!r} cannot change, because other "
-                "weights depend on them; pass share=0, which tunes scales and norms"
+                f"{name}: single codes of format {layer.format.spec!r} cannot change, because "
+                "other weights depend on them; pass share=0, which tunes scales and norms"
             )
     if not isinstance(calibration, Calibration):
         calibration = Calibration(calibration)

@@ -58,6 +58,7 @@ ROWS = (
     ("Quark", "MXFP4, MXFP6, FP8", "mxfp6:e3m2", ""),
     ("AutoRound", "GPTQ's and AWQ's layouts", "int4:group=32,zero", ""),
     ("", "NVFP4, MXFP4, MXFP8, FP8", "mxfp4", ""),
+    ("EXL3", "1 to 8 bits, codes of mul1, mcg, 3inst", "trellis:code=mul1,rotate=kn", ""),
     ("BitNet", "ternary", "int2@int8", "transformers"),
     ("GGUF (llama.cpp)", "Q4_0, Q5_0, Q8_0", "int4:group=32", "gguf"),
     ("", "Q4_1, Q5_1", "q4_1", "gguf"),

@@ -16,6 +16,7 @@ from anybit.checkpoint.foreign.base import FLOATS, Layer, Part
 from anybit.checkpoint.foreign.bitfields import unpack
 from anybit.core.format import Format
 from anybit.core.packed import Packed
+from anybit.core.planes import pack
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
 from anybit.formats.microscaling import NVFP4, Microscaling
@@ -177,4 +178,4 @@ def planes(data: Tensor, fmt: Format, shape: tuple[int, int], name: str) -> tupl
     if fmt.bits in (4, 8) and data.shape[1] % 4 == 0:
         return (data.view(torch.int32),)
     words = torch.nn.functional.pad(data, (0, -data.shape[1] % 4)).view(torch.int32)
-    return Packed.from_codes(fmt, shape, unpack(words, fmt.bits, k), {}).planes
+    return pack(unpack(words, fmt.bits, k), fmt.bits)

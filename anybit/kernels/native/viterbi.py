@@ -148,7 +148,7 @@ class _Paths:
                     mark = f.splat(f.cast("trunc", top, I32), n)
                     for i in range(together):
                         at = q + i * n
-                        cost = self._before(costs, at, top) - base
+                        cost = self._before(costs, at, top)
                         state = (top << (spec.state - spec.bits)) | at
                         for v in range(spec.width):
                             number = f.load(kind, self.table, (state + (v << spec.state)) << 2)
@@ -160,7 +160,7 @@ class _Paths:
                         best[i].set(f.select(smaller, found, least))
             for i in range(together):
                 at, least = q + i * n, best[i].get()
-                f.store(least, new, at << 2)
+                f.store(least - base, new, at << 2)
                 top = f.bits(least, vec(n, I32)) & (tops - 1)
                 f.store(f.cast("trunc", top, vec(n, I8)), self.back, t * spec.ends + at)
 
