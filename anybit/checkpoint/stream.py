@@ -150,6 +150,7 @@ class Quantization(Rewrite):
         model: On the meta device.
     """
 
+    stored: Mapping[str, Tensors]
     quantizer: Quantizer
     formats: Mapping[str, str | None]
     schemes: Mapping[str, str]

@@ -187,6 +187,7 @@ class Conversion(Rewrite):
         unexpected: Layers that transformers' model does not have under their names.
     """
 
+    stored: Mapping[str, Stored | Made]
     formats: Mapping[str, str | None]
     method: str
     layers: Mapping[str, Layer]

@@ -59,19 +59,19 @@ class Scale(NamedTuple):
 
     Attributes:
         name: In the grid.
-        count: Numbers in a block.
+        numbers: Of them in a block.
         dtype: Theirs.
         flip: XOR of their bytes: 128 makes int8 a uint8 that is 128 more.
     """
 
     name: str
-    count: int = 1
+    numbers: int = 1
     dtype: torch.dtype = torch.float16
     flip: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.count * self.dtype.itemsize
+        return self.numbers * self.dtype.itemsize
 
 
 class Steps(NamedTuple):
@@ -211,7 +211,8 @@ def _pack(kind: Type, packed: Packed, name: str) -> Tensor:
                 raise InvalidInput(f"{name}: {part.name} has numbers that are none of {part.dtype}")
             parts.append(numbers.view(torch.uint8).view(n, count, -1) ^ part.flip)
         else:
-            some = {key: grid[key].view(n, count, -1) for key in ("step", "low") if key in grid}
+            names = [key for key in ("step", "low") if key in grid]
+            some = {key: grid[key].view(n, count, -1) for key in names}
             parts.append(STEPS[part.name][1](some))
     return torch.cat(parts, -1).flatten(1)
 
