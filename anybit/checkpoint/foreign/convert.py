@@ -228,11 +228,11 @@ class Conversion(Rewrite):
 
     def write(self, unit: str, shard: ShardWriter) -> None:
         if unit not in self.layers:
-            tensor = self.stored[unit]
-            if isinstance(tensor, Stored):
-                shard.copy(unit, tensor)
+            dense = self.stored[unit]
+            if isinstance(dense, Stored):
+                shard.copy(unit, dense)
             else:
-                shard.add(unit, tensor.read())
+                shard.add(unit, dense.read())
             return
         weight = self.layers[unit].read()
         if isinstance(weight, Packed):
