@@ -112,9 +112,9 @@ def write(
     arch = MODELS[config.model_type][0]
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=parts)
     for key, value in (keys(config, arch) | dict(metadata or {})).items():
-        kind = gguf.GGUFValueType.get_type(value)
-        kind = gguf.GGUFValueType.UINT32 if kind == gguf.GGUFValueType.INT32 else kind
-        writer.add_key_value(f"{arch}.{key}", value, kind)
+        found = gguf.GGUFValueType.get_type(value)
+        found = gguf.GGUFValueType.UINT32 if found == gguf.GGUFValueType.INT32 else found
+        writer.add_key_value(f"{arch}.{key}", value, found)
     if tokens:
         vocabulary(writer, tokens)
     number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]

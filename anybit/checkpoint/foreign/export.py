@@ -126,6 +126,7 @@ class Export(Rewrite):
         dropped: Tensors that are left out.
     """
 
+    stored: Mapping[str, Stored]
     layers: Mapping[str, Written]
     kept: tuple[str, ...]
     dropped: tuple[str, ...]
@@ -151,9 +152,7 @@ class Export(Rewrite):
     def write(self, unit: str, shard: ShardWriter) -> None:
         layer = self.layers.get(unit)
         if layer is None:
-            as_it_is = self.stored[unit]
-            assert isinstance(as_it_is, Stored)
-            shard.copy(unit, as_it_is)
+            shard.copy(unit, self.stored[unit])
             return
         keys = keys_of(layer.format, layer.shape)
         tensors = {key: self.stored[f"{unit}.{key}"].read() for key in keys}
