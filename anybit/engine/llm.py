@@ -1,6 +1,7 @@
 """`LLM`: a model to generate with, in one process and one call."""
 
 import itertools
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +90,8 @@ class LLM:
     max_running: texts written at the same time. max_tokens: tokens in one step.
     deterministic: an answer has the same tokens whatever else runs, at some cost in speed; see
         `anybit.engine.steady`.
+    adapters: directories of LoRA adapters that peft has written, by the names under which
+        `SamplingParams.adapter` asks for them; in one step each text may have another.
     """
 
     def __init__(
@@ -107,17 +110,24 @@ class LLM:
         block_size: int = 16,
         prefix_caching: bool = True,
         deterministic: bool = False,
+        adapters: Mapping[str, str | Path] | None = None,
     ):
         check_choice("dtype", dtype, ("auto", *DTYPES))
         check_choice("kv_cache", kv_cache, ("auto", "model", "int8"))
         check_keep(keep)
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        adapters = {name: Path(directory) for name, directory in (adapters or {}).items()}
+        if adapters and (deterministic or isinstance(model, Loaded)):
+            what = "deterministic=True" if deterministic else "a model that is loaded already"
+            raise InvalidInput(f"adapters do not go with {what}; leave out one of them")
         if isinstance(model, Loaded):
             loaded = model
         else:
             options = {"kv_cache='int8'": kv_cache == "int8", "kv_bytes": kv_bytes is not None}
             given = [option for option, is_given in options.items() if is_given]
-            loaded = load(Path(model), device, DTYPES.get(dtype), quantization, length, given, keep)
+            loaded = load(
+                Path(model), device, DTYPES.get(dtype), quantization, length, given, keep, adapters
+            )
         self.tokenizer, self.config, self.dtype = loaded.tokenizer, loaded.config, loaded.dtype
         self.quantized, self.quantized_bytes = loaded.quantized, loaded.quantized_bytes
         runner: ModelRunner | Generator
@@ -152,6 +162,7 @@ class LLM:
             vocabulary,
             Grammars(self.tokenizer, vocabulary, loaded.eos) if self.tokenizer else None,
         )
+        self.engine.adapters = tuple(adapters)
         self._names = itertools.count()
 
     def encode(self, text: str, special: bool = True) -> list[int]:

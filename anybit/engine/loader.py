@@ -13,10 +13,11 @@ from transformers import AutoTokenizer, PretrainedConfig
 from anybit.checkpoint.architecture import bare_model
 from anybit.checkpoint.foreign.ready import ready
 from anybit.engine import fallback
+from anybit.engine.lora import Adapters, read_adapter
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import Decoder
 from anybit.engine.weights import Checkpoint, Weights
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, Unsupported
 from anybit.files.directory import read_json
 from anybit.nn.linear import Keep
 from anybit.nn.model import quantized_layers
@@ -78,6 +79,7 @@ def load(
     length: int | None,
     cache_options: Iterable[str] = (),
     keep: Keep = "auto",
+    adapters: Mapping[str, Path] | None = None,
 ) -> Loaded:
     """Load a model directory: dense, anybit's own, or another tool's.
 
@@ -85,7 +87,8 @@ def load(
 
     What the engine does not know runs as transformers has it, on the engine's KV cache where that
     is possible, and else in `generate`, unless there are cache_options: those that a user has set
-    of the engine's KV cache. keep: as in `anybit.load`.
+    of the engine's KV cache. keep: as in `anybit.load`. adapters: directories of LoRA adapters by
+    name.
 
     Raises FileNotFoundError or ValueError with the fact and the remedy.
     """
@@ -100,10 +103,19 @@ def load(
     try:
         kind = model_class(config, directory)
         weights = Checkpoint(directory, device, dtype, bare, formats, quantization, keep)
+        if adapters:
+            found = {name: read_adapter(d, config.model_type) for name, d in adapters.items()}
+            weights.adapters = Adapters(found)
         model = build(kind, config, weights, length)
         weights.check_all_read()
+        if weights.adapters is not None:
+            weights.adapters.check_all_read()
         quantized, size = weights.quantized, weights.quantized_bytes
     except UnknownModel as reason:
+        if adapters:
+            raise Unsupported(
+                f"{reason}, and adapters need a model that it knows; merge them into the model"
+            ) from None
         model = fallback.load(
             directory, bare, device, dtype, formats is not None, quantization, length,
             list(cache_options), str(reason), keep,

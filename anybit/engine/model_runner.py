@@ -98,7 +98,10 @@ class ModelRunner:
             sampling = [s.seq for s in scheduled if s.samples]
             given = None if previous is None else self._continued(scheduled, previous)
             reading = any(s.reads_prompt for s in scheduled)
-            if self.graphs is not None and not reading and self.graphs.can(scheduled):
+            adapters = self.model.adapters
+            adapted = adapters is not None and adapters.select(scheduled, self.device)
+            by_graph = self.graphs is not None and not reading and not adapted
+            if by_graph and self.graphs.can(scheduled):
                 logits = self.graphs.logits(scheduled, given)
             else:
                 tokens, batch = self.prepare(scheduled, given)

@@ -78,6 +78,10 @@ def serve(
         bool,
         typer.Option("--deterministic", help="The same text whatever else runs; costs some speed."),
     ] = False,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=DIRECTORY of a LoRA adapter, a model of its own for clients."),
+    ] = None,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that requests have to finish at shutdown.")
     ] = 30.0,
@@ -103,8 +107,9 @@ def serve(
     logging.getLogger("anybit").setLevel(log_level.upper())
     listener = bind(host, port)
     llm = load(
-        model, quantization, kv_cache, keep, dtype, length, kv_gb, max_running, deterministic
-    )
+        model, quantization, kv_cache, keep, dtype, length, kv_gb, max_running, deterministic,
+        adapters_of(lora or []),
+    )  # fmt: skip
     if template is not None:
         if llm.tokenizer is None:
             raise InvalidInput("--chat-template: the model directory has no tokenizer")
@@ -126,6 +131,18 @@ def serve(
     )
     typer.echo(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
     run(llm, settings, listener)
+
+
+def adapters_of(given: list[str]) -> dict[str, Path]:
+    """Directories by names, from NAME=DIRECTORY."""
+    pairs = [text.partition("=") for text in given]
+    wrong = [
+        text for text, (name, _, place) in zip(given, pairs, strict=True) if not (name and place)
+    ]
+    names = [name for name, _, _ in pairs]
+    if wrong or len(set(names)) < len(names):
+        raise InvalidInput(f"--lora {' '.join(given)}: give NAME=DIRECTORY, each name once")
+    return {name: Path(place) for name, _, place in pairs}
 
 
 def choose(flag: str, value: str | None, choices: tuple[str, ...]) -> None:
@@ -186,6 +203,7 @@ def load(
     kv_gb: float | None,
     max_running: int,
     deterministic: bool = False,
+    adapters: dict[str, Path] | None = None,
 ) -> "LLM":
     say(f"loading {model}")
     from anybit.engine.llm import LLM
@@ -200,4 +218,5 @@ def load(
         kv_bytes=None if kv_gb is None else int(kv_gb * 1e9),
         max_running=max_running,
         deterministic=deterministic,
+        adapters=adapters,
     )

@@ -109,7 +109,9 @@ def _machine(isa: Isa) -> Any:
     if isa.bits == 512:
         features.append("+evex512")  # or LLVM 20 aborts at an operator of 512 bits
     target = binding.Target.from_default_triple()
-    return target.create_target_machine(cpu="x86-64-v3", features=",".join(features), opt=3, jit=True)
+    return target.create_target_machine(
+        cpu="x86-64-v3", features=",".join(features), opt=3, jit=True
+    )
 
 
 def compile_text(text: str, isa: Isa) -> bytes:
