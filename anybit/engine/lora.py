@@ -193,14 +193,12 @@ def read_adapter(directory: Path, model_type: str | None) -> Adapter:
     for name, tensors in found.items():
         if len(tensors) < 2:
             raise InvalidInput(f"{directory}: {name} lacks lora_A or lora_B; copy it again")
-    return Adapter(
-        directory,
-        {published(n, model_type): (own["A"], own["B"]) for n, own in found.items()},
-        {
-            published(n, model_type): scale(config, n, own["A"], directory)
-            for n, own in found.items()
-        },
-    )
+    layers, scales = {}, {}
+    for name, tensors in found.items():
+        ours = published(name, model_type)
+        layers[ours] = tensors["A"], tensors["B"]
+        scales[ours] = scale(config, name, tensors["A"], directory)
+    return Adapter(directory, layers, scales)
 
 
 def scale(config: Mapping[str, Any], name: str, a: Stored, directory: Path) -> float:

@@ -136,11 +136,8 @@ def serve(
 def adapters_of(given: list[str]) -> dict[str, Path]:
     """Directories by names, from NAME=DIRECTORY."""
     pairs = [text.partition("=") for text in given]
-    wrong = [
-        text for text, (name, _, place) in zip(given, pairs, strict=True) if not (name and place)
-    ]
-    names = [name for name, _, _ in pairs]
-    if wrong or len(set(names)) < len(names):
+    complete = all(name and place for name, _, place in pairs)
+    if not complete or len({name for name, _, _ in pairs}) < len(pairs):
         raise InvalidInput(f"--lora {' '.join(given)}: give NAME=DIRECTORY, each name once")
     return {name: Path(place) for name, _, place in pairs}
 

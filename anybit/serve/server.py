@@ -52,9 +52,7 @@ class Server:
     def __init__(self, llm: LLM, settings: Settings):
         self.llm, self.settings = llm, settings
         if twice := set(settings.names) & set(llm.engine.adapters):
-            raise InvalidInput(
-                f"{twice.pop()!r} names the model and an adapter; rename one of them"
-            )
+            raise InvalidInput(f"{twice.pop()!r} names the model and an adapter; rename one")
         self.engine = AsyncEngine(llm.engine)
         self.metrics = Metrics(llm.engine, settings.names[0])
         # Encoding changes a tokenizer's state, so the engine's thread keeps its own.

@@ -22,6 +22,7 @@ peft = pytest.importorskip("peft")
 Checkpoint = Callable[[str], Path]
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 ALL = "all-linear"
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft's own
 
 
 def adapter(model: Any, directory: Path, seed: int, **options: Any) -> Path:
@@ -61,7 +62,6 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # peft's own
 @pytest.mark.parametrize(("name", "spec", "options"), CASES.values(), ids=CASES)
 def test_tokens_equal_peft(
     checkpoint: Checkpoint, tmp_path: Path, name: str, spec: str | None, options: dict[str, Any]

@@ -60,7 +60,8 @@ def test_adapters(tmp_path, stored):
             for name, delta in added.items():
                 model.get_submodule(name).weight -= delta
     assert wanted[0] != wanted[1]
-    options = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 2}
+    # On a CPU, vLLM gives texts without an adapter the last one: room for a third stays empty.
+    options = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 3}
     if not stored:
         options |= {"quantization": "anybit", "hf_overrides": {"anybit": {"formats": PLAN}}}
     with engine(tmp_path / "out" if stored else PICO, **options) as llm:
