@@ -19,6 +19,7 @@ from anybit.core.format import get_format
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.engine.fused import linear, placed
+from anybit.engine.lora import Adapters
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import stored_tensors
 from anybit.nn.experts import published
@@ -65,6 +66,7 @@ class Weights:
     """
 
     keep: Keep = "auto"  # of quantized layers
+    adapters: Adapters | None = None  # beside linear layers
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
@@ -90,7 +92,10 @@ class Weights:
 
         Their weights become a single matrix when they share a format without shared tables.
         """
-        return together(self.parts(names, rows, columns, bias), self.dtype, self.keep)
+        layer = together(self.parts(names, rows, columns, bias), self.dtype, self.keep)
+        if self.adapters is None:
+            return layer
+        return self.adapters.beside(layer, names, rows, columns, self.device, self.dtype)
 
     def parts(
         self, names: list[str], rows: list[int], columns: int, bias: bool = False
@@ -107,7 +112,8 @@ class Weights:
         """The output layer, which shares the embedding's tensor when tied."""
         if tied:
             return Dense(embedding, None)
-        return self.linear([name], [embedding.shape[0]], embedding.shape[1])
+        parts = self.parts([name], [embedding.shape[0]], embedding.shape[1])
+        return together(parts, self.dtype, self.keep)  # it sees other tokens than the layers do
 
 
 def build(part: Part, dtype: torch.dtype, keep: Keep = "auto") -> nn.Module:

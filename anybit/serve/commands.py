@@ -89,6 +89,10 @@ def serve(
         bool,
         typer.Option("--deterministic", help="The same text whatever else runs; costs some speed."),
     ] = False,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=DIRECTORY of a LoRA adapter, a model of its own for clients."),
+    ] = None,
     draft: Draft = None,
     draft_tokens: DraftTokens = 4,
     grace: Annotated[
@@ -117,7 +121,7 @@ def serve(
     listener = bind(host, port)
     llm = load(
         model, quantization, kv_cache, keep, dtype, length, kv_gb, max_running, draft, draft_tokens,
-        deterministic,
+        deterministic, adapters_of(lora or []),
     )  # fmt: skip
     if template is not None:
         if llm.tokenizer is None:
@@ -141,6 +145,15 @@ def serve(
     )
     typer.echo(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
     run(llm, settings, listener)
+
+
+def adapters_of(given: list[str]) -> dict[str, Path]:
+    """Directories by names, from NAME=DIRECTORY."""
+    pairs = [text.partition("=") for text in given]
+    complete = all(name and place for name, _, place in pairs)
+    if not complete or len({name for name, _, _ in pairs}) < len(pairs):
+        raise InvalidInput(f"--lora {' '.join(given)}: give NAME=DIRECTORY, each name once")
+    return {name: Path(place) for name, _, place in pairs}
 
 
 def choose(flag: str, value: str | None, choices: tuple[str, ...]) -> None:
@@ -205,6 +218,7 @@ def load(
     draft: str | None,
     draft_tokens: int,
     deterministic: bool = False,
+    adapters: dict[str, Path] | None = None,
 ) -> "LLM":
     say(f"loading {model}")
     from anybit.engine.llm import LLM
@@ -221,4 +235,5 @@ def load(
         deterministic=deterministic,
         draft=draft,
         draft_tokens=draft_tokens,
+        adapters=adapters,
     )

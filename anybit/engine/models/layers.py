@@ -11,6 +11,7 @@ from transformers.activations import ACT2FN
 from anybit.engine.attention import Batch, LayerCache, Scores, attention
 from anybit.engine.experts import OneByOne, biases_of, experts_of
 from anybit.engine.fused import AS_IT_IS, Wanted, add_norm, rms_norm, silu_mul
+from anybit.engine.lora import Adapters
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.rope import Rope, head_dim
 from anybit.engine.weights import Weights
@@ -290,10 +291,11 @@ class Decoder(nn.Module):
     """
 
     norm_kind: ClassVar[NormKind] = PLAIN
+    adapters: Adapters | None = None
 
     def __init__(self, config: PretrainedConfig, weights: Weights, length: int):
         super().__init__()
-        self.config, self.length = config, length
+        self.config, self.length, self.adapters = config, length, weights.adapters
         size, vocabulary, layers = config.hidden_size, config.vocab_size, config.num_hidden_layers
         self.ropes = self.rope_of_layers(length, weights.device)
         self.embed_tokens = weights.tensor("model.embed_tokens.weight", (vocabulary, size))
