@@ -87,6 +87,8 @@ class DraftModel:
         with torch.accelerator.device_index(self.runner.device.index):
             for depth in range(max(counts)):
                 active = [i for i in active if counts[i] > depth]
+                if not active:
+                    break
                 scheduled = [self._step(rows[i].seq, guesses[i]) for i in active]
                 given = [guesses[i][-1] for i in active] if depth else None
                 logits = self._logits(scheduled, given)

@@ -24,7 +24,7 @@ from anybit.engine.models.llama import Llama
 from anybit.engine.sampler import Row, rows_of, sample
 from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import SamplingParams, Sequence
-from anybit.engine.speculation import PLAIN, STALE, Costs, Drafter, Record, Speculation
+from anybit.engine.speculation import AHEAD, PLAIN, STALE, Costs, Drafter, Record, Speculation
 from anybit.engine.structured import Structured
 from anybit.errors import InvalidInput
 from anybit.nn.linear import QuantLinear
@@ -406,6 +406,18 @@ def test_a_draft_follows_grammar_and_penalties(pico: LLM) -> None:
     assert_taken(llm.engine)
 
 
+def test_a_guess_ends_where_the_text_does(checkpoint: Checkpoint) -> None:
+    """No further token is asked for, of whatever model guesses."""
+    whole = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    plain = LLM(checkpoint("llama"))
+    stop = plain.generate([[5, 7, 9]], whole)[0].tokens[12]
+    params = replace(whole, stop_token_ids=[stop])
+    for draft in ("auto", checkpoint("llama")):
+        llm = drafting(LLM(checkpoint("llama"), draft=draft))
+        assert same(llm.generate([[5, 7, 9]], params), plain.generate([[5, 7, 9]], params))
+        assert_no_draft_is_held(llm)
+
+
 def test_a_smaller_vocabulary_guesses_what_it_has(checkpoint: Checkpoint) -> None:
     many = prompts(15, vocabulary=50)
     want = LLM(checkpoint("llama")).generate(many, mixed_params(15))
@@ -531,6 +543,12 @@ def test_what_does_not_pay_is_hardly_drafted(checkpoint: Checkpoint) -> None:
     speculation.records[seq] = Record(right=0.0, judged=50.0)
     for count in [2, 3, 4] * 2:
         speculation.costs.add(count, 0.0, True)
+    looks = [speculation.rests(step) for _ in range(2 * AHEAD)]
+    assert looks == [True] * AHEAD + [False] + [True] * (AHEAD - 1)
+    speculation.records[seq] = Record()
+    assert not speculation.rests(step * 64)
+    assert speculation.rests(step * 65)
+    speculation.records[seq] = Record(found=0.05)  # there was nothing to guess
     assert speculation.rests(step)
 
 
