@@ -78,7 +78,7 @@ def load(
     length: int | None,
     cache_options: Iterable[str] = (),
     keep: Keep = "auto",
-    again: bool = False,
+    rougher: bool = False,
 ) -> Loaded:
     """Load a model directory: dense, anybit's own, or another tool's.
 
@@ -86,8 +86,8 @@ def load(
 
     What the engine does not know runs as transformers has it, on the engine's KV cache where that
     is possible, and else in `generate`, unless there are cache_options: those that a user has set
-    of the engine's KV cache. keep: as in `anybit.load`. again: whether
-    `quantization`, then one format, is for what is quantized already, too.
+    of the engine's KV cache. keep: as in `anybit.load`. rougher: bring
+    what is quantized already to `quantization`, too, then one format.
 
     Raises FileNotFoundError or ValueError with the fact and the remedy.
     """
@@ -101,13 +101,13 @@ def load(
     model: Decoder | fallback.Generator
     try:
         kind = model_class(config, directory)
-        source = Rougher if again and formats is not None else Checkpoint
+        source = Rougher if rougher else Checkpoint
         weights = source(directory, device, dtype, bare, formats, quantization, keep)
         model = build(kind, config, weights, length)
         weights.check_all_read()
         quantized, size = weights.quantized, weights.quantized_bytes
     except UnknownModel as reason:
-        if again and formats is not None:
+        if rougher and formats is not None:
             raise InvalidInput(
                 f"{directory} is quantized already, and transformers' modules run it; no smaller "
                 "version of it can be made"
