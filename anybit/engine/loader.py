@@ -80,7 +80,7 @@ def load(
     cache_options: Iterable[str] = (),
     keep: Keep = "auto",
     adapters: Mapping[str, Path] | None = None,
-    again: bool = False,
+    rougher: bool = False,
 ) -> Loaded:
     """Load a model directory: dense, anybit's own, or another tool's.
 
@@ -89,7 +89,7 @@ def load(
     What the engine does not know runs as transformers has it, on the engine's KV cache where that
     is possible, and else in `generate`, unless there are cache_options: those that a user has set
     of the engine's KV cache. keep: as in `anybit.load`. adapters: directories of LoRA adapters by
-    name. again: whether `quantization`, then one format, is for what is quantized already, too.
+    name. rougher: bring what is quantized already to `quantization`, too, then one format.
 
     Raises FileNotFoundError or ValueError with the fact and the remedy.
     """
@@ -103,7 +103,7 @@ def load(
     model: Decoder | fallback.Generator
     try:
         kind = model_class(config, directory)
-        source = Rougher if again and formats is not None else Checkpoint
+        source = Rougher if rougher else Checkpoint
         weights = source(directory, device, dtype, bare, formats, quantization, keep)
         if adapters:
             found = {name: read_adapter(d, config.model_type) for name, d in adapters.items()}
@@ -114,7 +114,7 @@ def load(
             weights.adapters.check_all_read()
         quantized, size = weights.quantized, weights.quantized_bytes
     except UnknownModel as reason:
-        if again and formats is not None:
+        if rougher and formats is not None:
             raise InvalidInput(
                 f"{directory} is quantized already, and transformers' modules run it; no smaller "
                 "version of it can be made"

@@ -119,7 +119,8 @@ class ModelRunner:
         hidden = self.model(tokens, self.caches, batch)
         if reading:
             read_prompts(self.model, hidden, scheduled)
-        last, end = [], 0
+        last: list[int] = []
+        end = 0
         for s in scheduled:
             end += s.tokens + len(s.draft)
             last += range(end - s.sampled, end)

@@ -19,7 +19,10 @@ MEMORY = 0.98  # weight of what is known of a text's drafts when it has one more
 RIGHT, JUDGED = 1.5, 2.0
 STALE = 512  # steps after which a time is tried again
 PLAIN = 32  # steps after which one without drafts shows what those cost
+TEXTS = 64  # of a step with drafts; for more, looking for them takes the host too long
 CONSIDERED = 256  # drafted tokens of a step, at most
+FOUND = 0.1  # of `Record.found`, which takes 22 steps without a guess
+AHEAD = 16  # steps started ahead of their tokens, after which guesses are looked for again
 
 
 class Drafter(Protocol):
@@ -40,10 +43,14 @@ class Drafter(Protocol):
 
 @dataclass
 class Record:
-    """How a text's drafts went: tokens right and judged, the later ones with more weight."""
+    """How a text's drafts went: tokens right and judged, the later ones with more weight.
+
+    found: near 1 if there was something to guess lately.
+    """
 
     right: float = 0.0
     judged: float = 0.0
+    found: float = 1.0
     guess: list[int] = field(default_factory=list)  # for the next tokens, run or not
 
     @property
@@ -127,12 +134,13 @@ class Speculation:
     def __init__(self, drafter: Drafter, most: int):
         self.drafter, self.most, self.costs = drafter, most, Costs()
         self.records: dict[Sequence, Record] = {}
+        self.ahead = 0  # steps that were started without looking for guesses
 
     def drafted(self, scheduled: list[Scheduled], scheduler: Scheduler) -> list[Scheduled]:
         """A step with drafts behind the texts that are being written."""
         at = [i for i, s in enumerate(scheduled) if s.tokens == 1 and s.samples and s.seq.generated]
         seqs = [scheduled[i].seq for i in at]
-        if not seqs or self.costs.plain >= PLAIN:
+        if not 0 < len(seqs) <= TEXTS or self.costs.plain >= PLAIN:
             return scheduled
         rows = [Row(seq, seq.generated) for seq in seqs]
         reach = [
@@ -140,6 +148,8 @@ class Speculation:
             for seq, most in zip(seqs, self.drafter.reach(rows, self.most), strict=True)
         ]
         records = [self.records.setdefault(seq, Record()) for seq in seqs]
+        for record, most in zip(records, reach, strict=True):
+            record.found = 1.0 if most > 0 else 0.9 * record.found
         counts = self.costs.depths([record.chance for record in records], reach)
         budget = scheduler.max_tokens - sum(s.tokens for s in scheduled)
         for i, seq in enumerate(seqs):
@@ -161,9 +171,13 @@ class Speculation:
 
     def rests(self, scheduled: list[Scheduled]) -> bool:
         """Whether the next step will have no drafts, by what is known before this one's end."""
+        if len(scheduled) > TEXTS:
+            return True
         records = [self.records.get(s.seq, Record()) for s in scheduled]
-        counts = self.costs.depths([r.chance for r in records], [self.most] * len(records))
-        return not any(counts)
+        reach = [self.most if record.found > FOUND else 0 for record in records]
+        counts = self.costs.depths([record.chance for record in records], reach)
+        self.ahead = 0 if any(counts) or self.ahead == AHEAD else self.ahead + 1
+        return self.ahead > 0
 
     def judge(self, seq: Sequence, before: int) -> None:
         """Compare a text's guess with the tokens that it has got since it had `before` of them."""
