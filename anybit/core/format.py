@@ -271,12 +271,12 @@ class Format:
     def _options(self, skip: tuple[str, ...] = ()) -> list[str]:
         """Fields that differ from their defaults, as they are written in a spec."""
         args = []
-        for field in dataclasses.fields(self):
+        for field in options_of(type(self)):
             value = getattr(self, field.name)
             if field.name in skip or value == field.default:
                 continue
             args.append(field.name if value is True else f"{field.name}={value}")
-        return args[1:] + args[:1] if self.rotate else args  # the option of every format comes last
+        return args
 
 
 # Names.
@@ -344,6 +344,11 @@ def get_format(spec: "str | Format") -> Format:
     return fmt
 
 
+def options_of(cls: type[Format]) -> list[dataclasses.Field[Any]]:
+    """A format's fields as they are written in a spec: its own, then that of every format."""
+    return sorted(dataclasses.fields(cls), key=lambda field: field.name == "rotate")
+
+
 def read_options(
     cls: type[Format], name: str, args: list[str], named: tuple[str, ...] = ()
 ) -> dict[str, Any]:
@@ -358,7 +363,7 @@ def read_options(
     Raises:
         InvalidInput: An option is unknown, repeated, or has no valid value.
     """
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.name not in named}
+    fields = {field.name: field for field in options_of(cls) if field.name not in named}
     out: dict[str, Any] = {}
     for arg in args:
         key, eq, text = arg.partition("=")
