@@ -17,6 +17,7 @@ from anybit.engine.loader import load
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput, Unsupported
 from tests.engine.conftest import prompts, reference
+from tests.engine.test_speculation import Told, assert_taken, same, speculating
 
 peft = pytest.importorskip("peft")
 Checkpoint = Callable[[str], Path]
@@ -95,6 +96,17 @@ def test_recorded_steps_go_on_beside_adapters(checkpoint: Checkpoint, tmp_path: 
         assert llm.generate([3, 4, 5], GREEDY)[0].tokens == alone[0].tokens
         with_adapter = llm.generate([3, 4, 5], replace(GREEDY, adapter="a"))[0].tokens
         assert with_adapter != alone[0].tokens
+
+
+def test_drafts_beside_adapters(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Each drafted token is judged with the adapter of its text."""
+    directory, many = checkpoint("llama"), prompts(3)
+    place = adapter(AutoModelForCausalLM.from_pretrained(directory), tmp_path / "a", 1)
+    llm = LLM(directory, block_size=4, adapters={"a": place})
+    each = [replace(GREEDY, adapter=name) for name in ("a", None, "a")]
+    want = llm.generate(many, each)
+    assert same(speculating(llm, Told(want)).generate(many, each), want)
+    assert_taken(llm.engine)
 
 
 def edited(place: Path, tensors: dict[str, Any] | None = None, **config: Any) -> Path:
