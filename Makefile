@@ -44,9 +44,10 @@ test-gpu:  ## Run the tests of kernels, engine and experts on the GPU of this ma
 	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider tests/kernels tests/engine \
 		tests/test_experts.py
 
-test-mma: .venv/.installed  ## Emulate and compile every kernel of the mma.sync family, for all architectures (an hour).
-	@ANYBIT_TEST_MMA=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 tests/kernels/test_mma.py \
-		tests/kernels/test_mma_emulated.py
+test-emulated: .venv/.installed  ## Emulate and compile every kernel of CuTe DSL, for all architectures (an hour).
+	@ANYBIT_TEST_EVERY_KERNEL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 \
+		tests/kernels/test_mma.py tests/kernels/test_mma_emulated.py \
+		tests/kernels/test_hopper_emulated.py tests/kernels/test_hopper_codebook.py
 
 test-2gpu:  ## Compare layers and a decoder block divided between two GPUs with undivided ones.
 	@$(PYTHON) tests/multi_gpu.py
@@ -95,5 +96,5 @@ soak: .venv/.installed  ## Ten minutes of mixed load on a server: no token lost,
 clean:  ## Remove the environment and what was made.
 	rm -rf .venv .venv-vllm .venv-release out build dist site *.egg-info
 
-.PHONY: help demo test lint pytest docs test-models test-mma test-gpu test-2gpu test-vllm release soak clean
+.PHONY: help demo test lint pytest docs test-models test-emulated test-gpu test-2gpu test-vllm release soak clean
 .DEFAULT_GOAL := help

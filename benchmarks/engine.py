@@ -29,7 +29,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme
-from anybit.engine.llm import LLM
+from anybit.engine.attention import LayerCache
+from anybit.engine.llm import KV_DTYPES, LLM
 from anybit.engine.loader import Loaded, build, model_class
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.weights import Part, Weights
@@ -242,8 +243,9 @@ def room_for(
 
 def kv_bytes(config: LlamaConfig, kv: str) -> int:
     """Bytes of one token in the cache."""
-    heads = 2 * config.num_hidden_layers * config.num_key_value_heads
-    return heads * (config.head_dim + 4 if kv == "int8" else 2 * config.head_dim)
+    heads, dtype = config.num_key_value_heads, KV_DTYPES.get(kv, torch.bfloat16)
+    layer = LayerCache.empty(1, heads, 1, config.head_dim, dtype, torch.device("meta"))
+    return config.num_hidden_layers * layer.nbytes
 
 
 def stored(model: torch.nn.Module) -> list[Tensor]:
@@ -261,7 +263,10 @@ def stored(model: torch.nn.Module) -> list[Tensor]:
 def randomize(llm: LLM) -> None:
     for cache in llm.engine.runner.caches:
         for t in (cache.k, cache.v):
-            t.random_(-127, 128) if t.dtype == torch.int8 else t.normal_()
+            if cache.k_scale is None:
+                t.normal_()
+            else:
+                t.random_(*((0, 256) if cache.packed else (-127, 128)))
         if cache.k_scale is not None and cache.v_scale is not None:
             cache.k_scale.fill_(0.02)
             cache.v_scale.fill_(0.02)

@@ -1,7 +1,7 @@
 """Other pipelines than `gemm.Gemm`'s, as subclasses that `ablation.py` compiles in its place.
 
 Turns waits for its own products before it decodes on. Explicit is LiquidGEMM's explicit
-coarse-grained pipeline (section 5.1, figure 7a): one warpgroup decodes whole K tiles into shared
+coarse-grained pipeline (section 5.1, figure 6): one warpgroup decodes whole K tiles into shared
 memory, another multiplies from there; two buffers of decoded weights go back and forth between them
 by named barriers.
 """

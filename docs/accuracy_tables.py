@@ -11,12 +11,17 @@ MODELS = {
     "pico": ("h200_accuracy", "pico"),
     "pico_cpu": ("cpu_accuracy", "pico"),
     "pico_trellis": ("cpu_trellis", "pico"),
+    "pico_large_columns": ("cpu_accuracy", "pico-large-columns"),
 }
 
 
 def made() -> dict[str, str]:
     scores = {name: table(*source) for name, source in MODELS.items()}
-    return scores | {"layer_time": layer_time(), "trellis_codes": trellis_codes()}
+    return scores | {
+        "layer_time": layer_time(),
+        "kv_scales": kv_scales(),
+        "trellis_codes": trellis_codes(),
+    }
 
 
 def table(file: str, model: str) -> str:
@@ -58,6 +63,58 @@ def trellis_codes() -> str:
         whole = "yes" if first["int8"] == "1" else ""
         out.append([f"`{name}`", first["weights_a_step"], whole, *errors])
     return markdown(["code", "weights a step", "int8", "2 bits", "3 bits", "4 bits"], out)
+
+
+def changes(row: Row, column: str, digits: int) -> str:
+    """A difference to bf16, with its standard error."""
+    value, error = float(row[column]), float(row[f"{column}_error"])
+    return f"{round(value, digits) + 0.0:.{digits}f} ± {error:.{digits}f}"
+
+
+def kv_scales() -> str:
+    rows: dict[tuple[str, str], Row] = {}
+    for row in read("cpu_kv_scales"):
+        rows.setdefault((row["weights"], row["cache"]), row)
+    out = [
+        [*key, f"{float(r['perplexity']):.4f}", "" if key[1] == "fp32" else changes(r, "loss", 5)]
+        for key, r in rows.items()
+    ]
+    return markdown(["weights", "KV cache", "perplexity", "loss, nats"], out, words=2)
+
+
+TASKS = {
+    "python_docstring": "docstring, ROUGE-L",
+    "python_parses": "body parses",
+    "python_next_line": "next line",
+}
+
+
+def generation() -> str:
+    """Scores of bf16, and what each format changes on the same documents."""
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in read("cpu_generation"):
+        name = "" if row["method"] == "dense" else label(row | {"samples": "128"})
+        found.setdefault((short(row["spec"]), name), {})[row["task"]] = row
+    out = [
+        [*key, *("" if t not in rows else task(rows[t]) for t in TASKS)]
+        for key, rows in found.items()
+    ]
+    return markdown(["format", "quantizer", *TASKS.values()], out, words=2)
+
+
+def task(row: Row) -> str:
+    if row["method"] == "dense":
+        return f"{float(row['score']):.3f} ± {float(row['score_error']):.3f}"
+    return f"{float(row['change']):+.3f} ± {float(row['change_error']):.3f}"
+
+
+def sparse_trained() -> str:
+    names = {"fp32": "dense", "rtn": "rounded", "gptq": "GPTQ", "trained": "trained, then rounded"}
+    out = [
+        [names[r["method"]], r["steps"], f"{float(r['perplexity']):.3f}", changes(r, "loss", 4)]
+        for r in read("cpu_sparse")
+    ]
+    return markdown(["weights", "steps", "perplexity", "loss, nats"], out)
 
 
 def layer_time() -> str:

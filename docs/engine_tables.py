@@ -1,5 +1,7 @@
 """Tables of whole models: README.md, docs/serving.md and docs/vllm.md."""
 
+from collections import defaultdict
+
 from codebook_tables import letters
 from kernel_tables import CHOICES
 from results import (
@@ -33,6 +35,8 @@ def made() -> dict[str, str]:
         "engine_parts": parts(),
         "vllm": vllm(),
         "cpu_model": cpu_model(),
+        "drafts": drafts(),
+        "drafted_steps": drafted_steps(),
         "cpu_speeds": cpu_speeds(),
     }
 
@@ -125,6 +129,36 @@ def cpu_model() -> str:
     ]  # fmt: skip
     titles = ["anybit", "llama.cpp", "decode: anybit", "llama.cpp", "", "prompt of 512: anybit"]
     return markdown([*titles, "llama.cpp", "", "anybit's step / read floor"], out, 2)
+
+
+def drafts() -> str:
+    """Tokens a second with each kind of draft, and how many tokens a step gave."""
+    found: dict[tuple[str, ...], dict[str, Row]] = defaultdict(dict)
+    for row in read("cpu_speculative"):
+        if row["what"] == "texts":
+            found[row["text"], row["temperature"], row["batch"]][row["draft"]] = row
+    out = []
+    for (text, temperature, batch), rows in found.items():
+        speeds = [f"{float(row['tokens_per_s']):.0f}" for row in rows.values()]
+        ngram = rows["ngram"]
+        gain = float(ngram["tokens_per_s"]) / float(rows["none"]["tokens_per_s"])
+        taken = f"{100 * float(ngram['taken']):.0f} %" if ngram["taken"] else ""
+        out.append(
+            [text, f"{float(temperature):g}", batch, *speeds, f"{gain:.2f}x",
+             ngram["tokens_per_step"], taken]
+        )  # fmt: skip
+    titles = ["text", "temperature", "texts", "none", "`ngram`", "`auto`", "`ngram` to none"]
+    return markdown([*titles, "its tokens in a step", "taken"], out, 1)
+
+
+def drafted_steps() -> str:
+    """Time of a step by the tokens of a text in it."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for row in read("cpu_speculative"):
+        if row["what"] == "steps":
+            found[row["format"]].append(f"{float(row['step_us']) / 1e3:.0f}")
+    counts = [str(1 + i) for i in range(max(map(len, found.values()), default=0))]
+    return markdown(["", *counts], [[f"`{name}`", *times] for name, times in found.items()])
 
 
 def cpu_speeds() -> str:

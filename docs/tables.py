@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import accuracy_tables
+import claims
 import codebook_tables
 import cpu_tables
 import engine_tables
@@ -35,6 +36,7 @@ def made() -> dict[str, str]:
     """Every table by its name in the pages; "" where nothing was measured."""
     rooms = (
         kernel_tables, codebook_tables, cpu_tables, accuracy_tables, engine_tables, gpu_tables,
+        claims,
     )  # fmt: skip
     return {name: table for room in rooms for name, table in room.made().items()}
 

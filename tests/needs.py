@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
+EVERY_KERNEL = "ANYBIT_TEST_EVERY_KERNEL" in os.environ  # emulate all, not a few of each kind
 COMPILERS = {"triton": "gpu", "cutlass": "hopper"}  # module, and the extra that installs it
 
 

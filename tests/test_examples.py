@@ -117,6 +117,21 @@ def test_finetune(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert left["loss"]() < before
 
 
+def test_sparse_finetune(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step helps, and the format keeps exactly the weights that the mask keeps."""
+    left = run("sparse_finetune", monkeypatch, 1, 1)
+    before, after = left["losses"]
+    assert after < before - 0.05
+    with torch.no_grad():
+        assert float(left["loss"](left["held_out"])) == pytest.approx(after, abs=0.05)
+    layers = dict(quantized_layers(load(folder / "out/sparse")))
+    assert len(layers) == 56
+    for layer in layers.values():
+        assert layer.scheme == "sparse"
+        pairs = layer.dequantize().unflatten(1, (-1, 2))
+        assert ((pairs != 0).sum(-1) <= 1).all()
+
+
 def test_w4a8_serve(folder: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

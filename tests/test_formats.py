@@ -327,7 +327,10 @@ def test_what_one_codebook_cannot_hold_is_refused():
     ("spec", "message"),
     [
         ("int44", "unknown format 'int44'.*known: .*codebook.*int4.*liquid"),
-        ("int4:grup=64", "unknown option 'grup' in format 'int4'; known options: group, zero"),
+        (
+            "int4:grup=64",
+            "unknown option 'grup' in format 'int4'; known options: group, zero",
+        ),
         ("int4:group=big", "must be a whole number, not 'big'"),
         ("int4:group", "option 'group' of format 'int4' needs a value"),
         ("int4:group=64,group=32", "repeated option 'group'"),

@@ -33,6 +33,7 @@ from tests.tiny import SIZES, TOKENS, llama, logits, same_state
 pytestmark = pytest.mark.filterwarnings("ignore:.(is_)?gradient_checkpointing:FutureWarning")
 CODEBOOK = "codebook:m=1,v=4,b=4,group=32"
 FORMATS = [
+    ("int6:group=32,rotate=kn", False),
     ("int4:group=32", False), ("int4:group=32", True), ("fp6", False), ("liquid@int8", True),
     (CODEBOOK, False), ("sparse", True),
 ]  # fmt: skip
@@ -120,7 +121,9 @@ def test_trained_saved_loaded_and_merged(tmp_path: Path, spec: str, dora: bool) 
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("spec", ["int4:group=32", "fp6", "liquid", CODEBOOK, "sparse"])
+@pytest.mark.parametrize(
+    "spec", ["int4:group=32", "fp6:rotate=kn", "liquid", CODEBOOK, "sparse:rotate=k"]
+)
 def test_gradients_are_those_on_the_decoded_weights(spec: str, dora: bool) -> None:
     ours = tuned(spec, use_dora=dora, init_lora_weights=False)
     dense = anybit.dequantize_(anybit.quantize_(llama(dtype=torch.float32), spec))

@@ -54,7 +54,9 @@ def test_divergence_is_torchs() -> None:
     assert torch.allclose(divergence(a, b), want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("spec", [CODEBOOK, "int3:group=32,zero", "fp4", "liquid:group=32"])
+@pytest.mark.parametrize(
+    "spec", [CODEBOOK, "int3:group=32,zero", "fp4", "liquid:group=32", f"{CODEBOOK},rotate=k"]
+)
 def test_gradients_reach_the_grid(spec: str) -> None:
     layer = anybit.QuantLinear(anybit.quantize_tensor(torch.randn(8, 64), spec))
     x, direction = torch.randn(5, 64), torch.randn(5, 8)
@@ -98,9 +100,11 @@ def test_codes_help_and_few_of_them_move() -> None:
     assert kl(both) < kl(grids)
 
 
-def test_a_code_moves_down_the_gradient_and_back() -> None:
-    layer = anybit.QuantLinear(anybit.quantize_tensor(torch.randn(8, 64), CODEBOOK))
+@pytest.mark.parametrize("spec", [CODEBOOK, f"{CODEBOOK},rotate=k"])
+def test_a_code_moves_down_the_gradient_and_back(spec: str) -> None:
+    layer = anybit.QuantLinear(anybit.quantize_tensor(torch.randn(8, 64), spec))
     tuned = TunedLayer(layer)
+    assert torch.allclose(tuned.quantized().dequantize(), layer.dequantize(), atol=1e-6)
     old, before = tuned.codes.clone(), tuned.weight.detach().clone()
     # Every vector's loss falls towards its own other code, but only that of vector 3 in row 2
     # does so in every batch.

@@ -21,6 +21,7 @@ from anybit.kernels.native import rotation as kernel
 from anybit.kernels.registry import refusals
 from anybit.nn.model import quantized_layers
 from anybit.nn.sharding import Piece, check_columns, same, shard
+from anybit.planning.allocate import plan_formats
 from anybit.quantizers.base import Quantizer, quantize_weight
 from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.registry import CALIBRATED, DATA_FREE
@@ -294,3 +295,14 @@ def test_methods_of_the_command_line() -> None:
     assert CALIBRATED["rotate+gptq"](anybit.Calibration(IDS)).needs == ("hessian",)
     model = anybit.quantize_(llama(), "int4", DATA_FREE["rotate"]())
     assert {m.scheme for _, m in quantized_layers(model)} == {"int4:rotate=k"}
+
+
+def test_plans_may_choose_it() -> None:
+    """A weight with outliers in one column of each row loses less after a rotation."""
+    model = llama(num_hidden_layers=1)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[:, ::32] *= 20
+    candidates = ("int4", "int4:rotate=k")
+    chosen = plan_formats(model, None, bits=4.9, candidates=candidates, quantizer=anybit.RTN())
+    anybit.quantize_(model, chosen.plan)
+    assert model.model.layers[0].mlp.down_proj.scheme == "int4:rotate=k"

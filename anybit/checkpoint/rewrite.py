@@ -11,10 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from anybit.checkpoint.card import write_card
-from anybit.checkpoint.names import Tensors
 from anybit.errors import InvalidInput
 from anybit.files.directory import (
     check_absent,
@@ -26,11 +25,23 @@ from anybit.files.directory import (
     read_json,
     write_json,
 )
-from anybit.files.safetensors import INDEX, WEIGHTS, ShardWriter, Stored, read_header
+from anybit.files.safetensors import INDEX, WEIGHTS, ShardWriter, read_header
 from anybit.progress import progress
 
 SHARD_BYTES = 1 << 30  # of the source, in one file; a kill costs that much work at most
 MANIFEST = "manifest.json"
+
+
+class Source(Protocol):
+    """A tensor of the source, or one that is made of it."""
+
+    @property
+    def file(self) -> Path:
+        """Where it lies."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes there."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ class Rewrite(ABC):
         manifest: Names the source and all settings; an unfinished run goes on with the same only.
     """
 
-    stored: Mapping[str, Tensors]
+    stored: Mapping[str, Source]
     config: Mapping[str, Any]
     shards: Mapping[str, list[str]]
     manifest: Mapping[str, Any]
@@ -198,7 +209,7 @@ def finish(partial: Path, source: Path, work: Rewrite) -> int:
     return total
 
 
-def fingerprint(source: Path, stored: Mapping[str, Tensors]) -> dict[str, list[int]]:
+def fingerprint(source: Path, stored: Mapping[str, Source]) -> dict[str, list[int]]:
     """Size and time of change of every file that the output depends on."""
     config = source / "config.json"
     files = {*(tensor.file for tensor in stored.values()), *([config] * config.is_file())}
@@ -230,7 +241,7 @@ def into_shards(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
 
 
 def unit_sizes(
-    stored: Mapping[str, Stored], owner: Mapping[str, str], dropped: Container[str]
+    stored: Mapping[str, Source], owner: Mapping[str, str], dropped: Container[str]
 ) -> dict[str, int]:
     """Bytes of every unit, in the source's order.
 

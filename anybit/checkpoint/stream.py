@@ -152,6 +152,7 @@ class Quantization(Rewrite):
         heads: Output heads that get a weight of their own -> the embeddings that had it.
     """
 
+    stored: Mapping[str, Tensors]
     quantizer: Quantizer
     formats: Mapping[str, str | None]
     schemes: Mapping[str, str]

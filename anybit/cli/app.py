@@ -132,11 +132,12 @@ def quantize(
         "anybit convert Llama-3.1-8B-GPTQ -o out/llama",
         "anybit convert gpt-oss-20b -o out/gpt-oss",
         "anybit convert DeepSeek-V3 -o out/deepseek --to nvfp4",
+        "anybit convert Qwen3-8B-Q4_K_M.gguf -o out/qwen3",
     )
 )
 def convert(
     model: Annotated[
-        Path, typer.Argument(help="Directory of a model that another tool quantized (safetensors).")
+        Path, typer.Argument(help="Directory (safetensors) or GGUF file of another tool's model.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
     to: Annotated[
@@ -147,8 +148,9 @@ def convert(
     """Turn a checkpoint of another tool into one of anybit, with the same weights bit for bit.
 
     Reads GPTQ, AWQ, HQQ, AQLM, compressed-tensors, bitsandbytes (4 bits), AutoRound, GPT-OSS's
-    MXFP4, DeepSeek's FP8, ModelOpt, Quark, torchao and BitNet, by what its config.json says.
-    Streams tensor by tensor: any size, and resumable. Says which layers had to be decoded, if any.
+    MXFP4, DeepSeek's FP8, ModelOpt, Quark, torchao and BitNet, by what its config.json says, and
+    GGUF files. Streams tensor by tensor: any size, and resumable. Says which layers had to be
+    decoded, if any.
     """
     say(f"converting {model} into {out}")
     from anybit.checkpoint.foreign.convert import convert_checkpoint
@@ -156,19 +158,26 @@ def convert(
     typer.echo(convert_checkpoint(model, out, to, overwrite=overwrite))
 
 
-@app.command(epilog=examples("anybit export out/pico-int4 -o out/pico-ct --to compressed-tensors"))
+@app.command(
+    epilog=examples(
+        "anybit export out/pico-int4 -o out/pico-ct --to compressed-tensors",
+        "anybit export out/qwen3 -o qwen3.gguf --to gguf",
+    )
+)
 def export(
     model: Annotated[Path, typer.Argument(help="Directory of a checkpoint of anybit.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Directory to write; for gguf, the file.")
+    ],
     to: Annotated[
-        str, typer.Option("--to", help="Whose layout: compressed-tensors.")
+        str, typer.Option("--to", help="Whose layout: compressed-tensors or gguf.")
     ] = "compressed-tensors",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
 ) -> None:
     """Write a checkpoint for other engines, with the same weights bit for bit.
 
-    compressed-tensors (pack-quantized) holds int2 to int8, in groups or rows, with or without zero
-    point. A checkpoint with any other format is refused.
+    compressed-tensors holds int2 to int8, mxfp, nvfp4:divide and fp8; gguf holds int4, int5 and
+    int8 with group=32, q2_k to q6_k and others. A checkpoint with any other format is refused.
     """
     say(f"exporting {model} into {out}")
     from anybit.checkpoint.foreign.export import export_checkpoint

@@ -36,6 +36,11 @@ WITHOUT_LLVM = (
     "and `dense` holds a decoded copy of every other weight, 16 bits or more for each."
 )
 
+ROTATE = (
+    "Every format also has the option rotate=k or rotate=kn: the layer's inputs, or inputs and "
+    "outputs, are rotated, which spreads outliers over 128 columns. Calibrate then (gptq)."
+)
+
 
 def doctor(schemes: Sequence[str] = (), console: Console | None = None) -> None:
     """Print the backends of all formats on each device, in short; of some schemes, in full.
@@ -127,6 +132,7 @@ def formats(console: Console | None = None) -> None:
         for line in options_of(cls):
             console.print(f"  {line}", style="dim", highlight=False, markup=False)
         console.print()
+    console.print(ROTATE, highlight=False, markup=False)
 
 
 def specs() -> list[str]:

@@ -322,13 +322,13 @@ class Format:
     def _options(self, skip: tuple[str, ...] = ()) -> list[str]:
         """Fields that differ from their defaults, as they are written in a spec."""
         args = []
-        for field in dataclasses.fields(self):
+        for field in options_of(type(self)):
             value = getattr(self, field.name)
             if field.name in skip or value == field.default:
                 continue
             name = field.metadata.get("option", field.name)
             args.append(name if value is True else f"{name}={value}")
-        return args[1:] + args[:1] if self.rotate else args  # the option of every format comes last
+        return args
 
 
 # Names.
@@ -396,6 +396,11 @@ def get_format(spec: "str | Format") -> Format:
     return fmt
 
 
+def options_of(cls: type[Format]) -> list[dataclasses.Field[Any]]:
+    """A format's fields as they are written in a spec: its own, then that of every format."""
+    return sorted(dataclasses.fields(cls), key=lambda field: field.name == "rotate")
+
+
 def read_options(
     cls: type[Format], name: str, args: list[str], named: tuple[str, ...] = ()
 ) -> dict[str, Any]:
@@ -413,7 +418,7 @@ def read_options(
     # An option has the field's name, or the one in its metadata.
     fields = {
         field.metadata.get("option", field.name): field
-        for field in dataclasses.fields(cls)
+        for field in options_of(cls)
         if field.name not in named
     }
     out: dict[str, Any] = {}

@@ -33,7 +33,7 @@ class Packed:
                 f"codes of {fmt.spec!r} need rotate_in in their grid; quantize with "
                 f"quantize_tensor, or round to {fmt.plain().spec!r} and call rotated_by()"
             )
-        ordered = {name: grid[name] for name in fmt.stored_entries()}
+        ordered = {name: grid[name] for name in fmt.stored_entries() if name in grid}
         return cls(fmt, shape, planes_of.pack(codes, fmt.bits), ordered)
 
     @classmethod

@@ -10,9 +10,9 @@ from anybit.engine.sequence import Sequence
 class BlockManager:
     """Gives blocks of `block_size` tokens to sequences, shares them by prefix, takes them back.
 
-    A full block is known by the hash of its tokens and of all blocks before it, so equal prefixes
-    find each other. Blocks that nobody holds stay findable until they are needed for something
-    else, the longest unused first.
+    A full block is known by the hash of its tokens, of all blocks before it and of the text's
+    adapter, so equal prefixes find each other. Blocks that nobody holds stay findable until they
+    are needed for something else, the longest unused first.
     """
 
     def __init__(self, blocks: int, block_size: int, prefix_caching: bool = True):
@@ -94,7 +94,7 @@ class BlockManager:
         """Hash of blocks 0 to i, made once. A strong one: a collision would mix up two texts."""
         for at in range(len(seq.digests), i + 1):
             tokens = array("q", seq.tokens[at * self.block_size : (at + 1) * self.block_size])
-            parent = seq.digests[at - 1] if at else b""
+            parent = seq.digests[at - 1] if at else (seq.params.adapter or "").encode()
             seq.digests.append(hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest())
         return seq.digests[i]
 

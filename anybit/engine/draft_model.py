@@ -6,6 +6,7 @@ it takes no memory but for its weights, and no prompt is read twice. Another mod
 reads texts up to where they are before it guesses.
 """
 
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 
@@ -25,7 +26,10 @@ from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.errors import InvalidInput
 from anybit.nn.linear import Keep
 
-FORMAT = "int2:group=32,zero"  # of a model that guesses for itself, rounded to nearest
+# Of a model that guesses for itself: the first that fits its layers. With models/pico, 0.88 of the
+# greedy guesses of the first are right; in int2:group=32,zero, which has 3 bits with its grid
+# instead of 3.5, 0.75 are.
+FORMATS = ("int3:group=64,zero", "int3:group=32,zero", "int4")
 BEHIND = 4  # tokens that a text's first guess may have to run before it
 
 
@@ -87,6 +91,8 @@ class DraftModel:
         with torch.accelerator.device_index(self.runner.device.index):
             for depth in range(max(counts)):
                 active = [i for i in active if counts[i] > depth]
+                if not active:
+                    break
                 scheduled = [self._step(rows[i].seq, guesses[i]) for i in active]
                 given = [guesses[i][-1] for i in active] if depth else None
                 logits = self._logits(scheduled, given)
@@ -185,10 +191,10 @@ def load_draft(
     elif draft == "auto":
         if directory is None:
             raise InvalidInput("draft='auto' reads the model's directory; give a Loaded as draft")
-        own = load(directory, device, loaded.dtype, FORMAT, length, keep=keep, again=True)
-        if isinstance(own.model, Decoder) and not isinstance(own.model, Hosted):
-            own.model.embed_tokens = loaded.model.embed_tokens
-            own.model.lm_head = loaded.model.lm_head
+        own = itself(directory, device, loaded.dtype, length, keep)
+        large, small = loaded.model, own.model
+        if not isinstance(large, Generator) and not isinstance(small, Generator | Hosted):
+            small.embed_tokens, small.lm_head = large.embed_tokens, large.lm_head
     else:
         own = load(Path(draft), device, loaded.dtype, None, length, keep=keep)
     if isinstance(own.model, Generator):
@@ -204,3 +210,14 @@ def load_draft(
             "give one with the same tokenizer"
         )
     return own.model
+
+
+def itself(
+    directory: Path, device: torch.device, dtype: torch.dtype, length: int | None, keep: Keep
+) -> Loaded:
+    """A model in the first of FORMATS that fits."""
+    *first, last = FORMATS
+    for spec in first:
+        with suppress(InvalidInput):  # layers have no whole groups
+            return load(directory, device, dtype, spec, length, keep=keep, rougher=True)
+    return load(directory, device, dtype, last, length, keep=keep, rougher=True)

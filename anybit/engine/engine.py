@@ -3,7 +3,7 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -85,6 +85,7 @@ class Engine:
         self.runner, self.scheduler, self.length = runner, scheduler, length
         self.decode, self.eos, self.vocabulary = decode, eos, vocabulary
         self.grammars, self.speculation = grammars, speculation
+        self.adapters: Collection[str] = ()  # names of those that requests may ask for
         self.requests: dict[str, list[Sequence]] = {}  # their texts that have not ended
         # Output tokens that were sampled and are not yet text, by number; None: only a prompt.
         self.unread: list[tuple[Sequence, int | None, Logprob | None]] = []
@@ -106,6 +107,9 @@ class Engine:
         wrong = next((t for t in tokens if not 0 <= t < self.vocabulary), None)
         if wrong is not None:
             raise InvalidInput(f"token {wrong} is not in the vocabulary of {self.vocabulary}")
+        if params.adapter is not None and params.adapter not in self.adapters:
+            known = ", ".join(map(repr, self.adapters)) or "none"
+            raise InvalidInput(f"there is no adapter {params.adapter!r}; there are: {known}")
         if params.stop and self.decode is None:
             raise InvalidInput("stop strings need a tokenizer, and the model has none")
         if params.structured is not None:

@@ -9,7 +9,7 @@ quantized once, in the same kernel.
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,30 +65,51 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (weight * norm.to(weight.dtype)).to(x.dtype)
 
 
-def add_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, activation: str | None = None
-) -> tuple[Tensor | Activations, Tensor]:
-    """RMSNorm of the sum of x and delta (T, hidden), and the sum.
+class Wanted(NamedTuple):
+    """How a layer wants its input.
 
-    activation: the notation in which the next layer wants the norm; None: x's dtype.
+    Attributes:
+        activation: the notation in which it multiplies; None: x's dtype.
+        vector: (K,), of the rotation before that; None: there is none.
     """
+
+    activation: str | None = None
+    vector: Tensor | None = None
+
+    def on_the_way(self, x: Tensor) -> bool:
+        """Whether the kernel that makes x (T, K) also makes this of it."""
+        if self.activation is None or not usable(x):
+            return False
+        kernels = import_module("anybit.kernels.triton.activation")
+        return self.vector is None or bool(kernels.rotates(x.shape[1]))
+
+
+AS_IT_IS = Wanted()
+
+
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, wanted: Wanted = AS_IT_IS
+) -> tuple[Tensor | Activations, Tensor]:
+    """RMSNorm of the sum of x and delta (T, hidden), as it is wanted, and the sum."""
     kernels = between(x) if delta is None else between(x, delta)
-    if activation is not None and usable(x):
-        norm, sums = (delta, weight, eps), activation == "int8"
-        codes, scale, total, x_sum = kernels.quantize(x, activation, norm=norm, sums=sums)
-        return Activations(codes, scale, total, x.dtype), x_sum
+    if wanted.on_the_way(x):
+        norm, sums = (delta, weight, eps), wanted.activation == "int8"
+        codes, scale, total, x_sum = kernels.quantize(
+            x, wanted.activation, norm=norm, sums=sums, vector=wanted.vector
+        )
+        return Activations(codes, scale, total, x.dtype, wanted.vector is not None), x_sum
     if kernels is not None:
         return kernels.add_norm(x, delta, weight, eps)
     x = x if delta is None else x + delta
     return rms_norm(x, weight, eps), x
 
 
-def silu_mul(gate: Tensor, up: Tensor, activation: str | None = None) -> Tensor | Activations:
-    """SiLU(gate) * up, both (T, N), in the notation that the next layer wants."""
+def silu_mul(gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tensor | Activations:
+    """SiLU(gate) * up, both (T, N), as the next layer wants it."""
     kernels = between(up, gate)
-    if activation is not None and usable(up):
-        codes, scale, sums = kernels.silu_quantize(gate, up, activation)
-        return Activations(codes, scale, sums, up.dtype)
+    if wanted.on_the_way(up):
+        codes, scale, sums = kernels.silu_quantize(gate, up, wanted.activation, wanted.vector)
+        return Activations(codes, scale, sums, up.dtype, wanted.vector is not None)
     if kernels is not None:
         return kernels.silu_mul(gate, up)
     return F.silu(gate) * up

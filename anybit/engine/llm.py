@@ -1,6 +1,7 @@
 """`LLM`: a model to generate with, in one process and one call."""
 
 import itertools
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,10 @@ KV_DTYPES = {"int8": torch.int8, "int4": INT4}
 
 @dataclass
 class Completion:
-    """One of a request's texts. finish: "stop", "length", "abort" or "error"."""
+    """One of a request's texts. finish: "stop", "length", "abort" or "error".
+
+    accepted: tokens that were drafted; rejected: drafted ones that were not taken.
+    """
 
     index: int = 0
     text: str = ""
@@ -48,6 +52,8 @@ class Completion:
     finish: str | None = None
     stop_reason: str | int | None = None
     error: str = ""
+    accepted: int = 0
+    rejected: int = 0
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
@@ -57,6 +63,7 @@ class Completion:
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self.embedding = self.embedding or delta.embedding
         self.finish, self.stop_reason, self.error = delta.finish, delta.stop_reason, delta.error
+        self.accepted, self.rejected = delta.accepted, delta.rejected
 
 
 @dataclass
@@ -95,6 +102,8 @@ class LLM:
     max_running: texts written at the same time. max_tokens: tokens in one step.
     deterministic: an answer has the same tokens whatever else runs, at some cost in speed; see
         `anybit.engine.steady`.
+    adapters: directories of LoRA adapters that peft has written, by the names under which
+        `SamplingParams.adapter` asks for them; in one step each text may have another.
     draft: what guesses tokens that then run together in a step, where that is faster: "ngram" (what
         the text has said before), "auto" (the model itself in few bits), or a smaller model with
         the same tokens. Texts are the same as without. draft_tokens: the longest guess.
@@ -119,6 +128,7 @@ class LLM:
         block_size: int = 16,
         prefix_caching: bool = True,
         deterministic: bool = False,
+        adapters: Mapping[str, str | Path] | None = None,
         draft: str | Path | Loaded | None = None,
         draft_tokens: int = 4,
     ):
@@ -133,6 +143,10 @@ class LLM:
                 "what was guessed; leave out one"
             )
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        adapters = {name: Path(directory) for name, directory in (adapters or {}).items()}
+        if adapters and (deterministic or isinstance(model, Loaded)):
+            what = "deterministic=True" if deterministic else "a model that is loaded already"
+            raise InvalidInput(f"adapters do not go with {what}; leave out one of them")
         if isinstance(model, Loaded):
             loaded = model
         else:
@@ -142,7 +156,9 @@ class LLM:
                 "draft": draft is not None,
             }
             given = [option for option, is_given in options.items() if is_given]
-            loaded = load(Path(model), device, DTYPES.get(dtype), quantization, length, given, keep)
+            loaded = load(
+                Path(model), device, DTYPES.get(dtype), quantization, length, given, keep, adapters
+            )
         self.tokenizer, self.config, self.dtype = loaded.tokenizer, loaded.config, loaded.dtype
         self.quantized, self.quantized_bytes = loaded.quantized, loaded.quantized_bytes
         vocabulary = loaded.config.get_text_config().vocab_size
@@ -195,6 +211,7 @@ class LLM:
             Grammars(self.tokenizer, vocabulary, loaded.eos) if self.tokenizer else None,
             Speculation(drafter, draft_tokens) if drafter else None,
         )
+        self.engine.adapters = tuple(adapters)
         self._names = itertools.count()
 
     def encode(self, text: str, special: bool = True) -> list[int]:

@@ -13,10 +13,11 @@ from transformers import AutoTokenizer, PretrainedConfig
 from anybit.checkpoint.architecture import bare_model
 from anybit.checkpoint.foreign.ready import ready
 from anybit.engine import fallback
+from anybit.engine.lora import Adapters, read_adapter
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import Decoder
 from anybit.engine.weights import Checkpoint, Rougher, Weights
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, Unsupported
 from anybit.files.directory import read_json
 from anybit.nn.linear import Keep
 from anybit.nn.model import quantized_layers
@@ -78,7 +79,8 @@ def load(
     length: int | None,
     cache_options: Iterable[str] = (),
     keep: Keep = "auto",
-    again: bool = False,
+    adapters: Mapping[str, Path] | None = None,
+    rougher: bool = False,
 ) -> Loaded:
     """Load a model directory: dense, anybit's own, or another tool's.
 
@@ -86,8 +88,8 @@ def load(
 
     What the engine does not know runs as transformers has it, on the engine's KV cache where that
     is possible, and else in `generate`, unless there are cache_options: those that a user has set
-    of the engine's KV cache. keep: as in `anybit.load`. again: whether
-    `quantization`, then one format, is for what is quantized already, too.
+    of the engine's KV cache. keep: as in `anybit.load`. adapters: directories of LoRA adapters by
+    name. rougher: bring what is quantized already to `quantization`, too, then one format.
 
     Raises FileNotFoundError or ValueError with the fact and the remedy.
     """
@@ -101,16 +103,25 @@ def load(
     model: Decoder | fallback.Generator
     try:
         kind = model_class(config, directory)
-        source = Rougher if again and formats is not None else Checkpoint
+        source = Rougher if rougher else Checkpoint
         weights = source(directory, device, dtype, bare, formats, quantization, keep)
+        if adapters:
+            found = {name: read_adapter(d, config.model_type) for name, d in adapters.items()}
+            weights.adapters = Adapters(found)
         model = build(kind, weights.config, weights, length)
         weights.check_all_read()
+        if weights.adapters is not None:
+            weights.adapters.check_all_read()
         quantized, size = weights.quantized, weights.quantized_bytes
     except UnknownModel as reason:
-        if again and formats is not None:
+        if rougher and formats is not None:
             raise InvalidInput(
                 f"{directory} is quantized already, and transformers' modules run it; no smaller "
                 "version of it can be made"
+            ) from None
+        if adapters:
+            raise Unsupported(
+                f"{reason}, and adapters need a model that it knows; merge them into the model"
             ) from None
         model = fallback.load(
             directory, bare, device, dtype, formats is not None, quantization, length,

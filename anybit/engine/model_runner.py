@@ -110,13 +110,17 @@ class ModelRunner:
         given: the tokens, if the host does not know them yet.
         """
         reading = any(s.reads_prompt for s in scheduled)
-        if self.graphs is not None and not reading and self.graphs.can(scheduled):
+        adapters = self.model.adapters
+        adapted = adapters is not None and adapters.select(scheduled, self.device)
+        by_graph = self.graphs is not None and not reading and not adapted
+        if self.graphs is not None and by_graph and self.graphs.can(scheduled):
             return self.graphs.logits(scheduled, given)
         tokens, batch = self.prepare(scheduled, given)
         hidden = self.model(tokens, self.caches, batch)
         if reading:
             read_prompts(self.model, hidden, scheduled)
-        last, end = [], 0
+        last: list[int] = []
+        end = 0
         for s in scheduled:
             end += s.tokens + len(s.draft)
             last += range(end - s.sampled, end)

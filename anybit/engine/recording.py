@@ -23,7 +23,8 @@ aten = torch.ops.aten
 ALLOCATIONS = {
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
 }  # fmt: skip
-INSIDE = {op.linear: op.multiply, op.rotate: op.turn}  # anybit's own, seen from within
+# anybit's own operators, which are seen from within.
+INSIDE: dict[Any, Callable[..., Tensor]] = {op.linear: op.multiply, op.rotate: op.turn}
 UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 

@@ -40,7 +40,7 @@ class SamplingParams:
     logprobs: report the chosen token's log probability and those of so many likeliest tokens,
     taken before temperature and penalties. prompt_logprobs: the same for the prompt's tokens.
     embed: give the mean of the prompt's last hidden states. shown: special tokens that the text
-    shows.
+    shows. adapter: the name of the LoRA adapter that the model has for this text.
 
     Raises ValueError that names the field when a value is out of range.
     """
@@ -65,6 +65,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     embed: bool = False
     shown: Items[int] = ()
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

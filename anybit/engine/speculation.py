@@ -6,6 +6,7 @@ tokens that it would get one by one, and a step gives it several where guesses a
 """
 
 import time
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,9 +17,12 @@ from anybit.engine.sequence import Sequence
 MEMORY = 0.98  # weight of what is known of a text's drafts when it has one more token
 # What is thought of a text's drafts before anything is known: 3 of 4 tokens are right.
 RIGHT, JUDGED = 1.5, 2.0
-STEPS = 0.99  # weight of what is known of a step's time, with every further step
-SPREAD = 0.05  # of tokens in a step, squared: below it, times of steps say nothing about tokens
+STALE = 512  # steps after which a time is tried again
 PLAIN = 32  # steps after which one without drafts shows what those cost
+TEXTS = 64  # of a step with drafts; for more, looking for them takes the host too long
+CONSIDERED = 256  # drafted tokens of a step, at most
+FOUND = 0.1  # of `Record.found`, which takes 22 steps without a guess
+AHEAD = 16  # steps started ahead of their tokens, after which guesses are looked for again
 
 
 class Drafter(Protocol):
@@ -39,10 +43,14 @@ class Drafter(Protocol):
 
 @dataclass
 class Record:
-    """How a text's drafts went: tokens right and judged, the later ones with more weight."""
+    """How a text's drafts went: tokens right and judged, the later ones with more weight.
+
+    found: near 1 if there was something to guess lately.
+    """
 
     right: float = 0.0
     judged: float = 0.0
+    found: float = 1.0
     guess: list[int] = field(default_factory=list)  # for the next tokens, run or not
 
     @property
@@ -52,60 +60,69 @@ class Record:
 
 
 class Costs:
-    """Seconds of a step by the tokens in it: a line through those measured, the last ones first.
+    """Seconds that steps of so many tokens take, as measured.
 
-    draft: of one token from the drafter, for all texts together.
+    draft: of one token from the drafter, for all texts together; None: not known yet.
     """
 
     def __init__(self) -> None:
-        self.sums = [0.0] * 5  # weights, tokens, seconds, tokens^2, tokens * seconds
+        self.times: dict[int, tuple[float, int]] = {}  # seconds, and the last step that took them
         self.known: set[int] = set()
+        self.steps = 0
         self.plain = PLAIN  # steps since one without drafts
         self.draft: float | None = None
-        self.base, self.token = 1.0, 0.0
 
     def add(self, tokens: int, seconds: float, drafted: bool) -> None:
-        if tokens not in self.known:  # the first step of its kind compiles
-            self.known.add(tokens)
+        """Note what a step has taken."""
+        size = alike(tokens)
+        if size not in self.known:  # the first step of its kind compiles
+            self.known.add(size)
             return
+        self.steps += 1
         self.plain = self.plain + 1 if drafted else 0
-        if self.sums[0]:  # what else the machine does is no reason to remember it
-            seconds = min(seconds, 2 * (self.base + self.token * tokens))
-        new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
-        self.sums = [STEPS * old + x for old, x in zip(self.sums, new, strict=True)]
-        weight, x, y, xx, xy = self.sums
-        x, y, xx, xy = x / weight, y / weight, xx / weight, xy / weight
-        slope = (xy - x * y) / (xx - x * x + SPREAD)
-        self.token = min(max(slope, 0.0), y / x)
-        self.base = y - self.token * x
+        self.times[size] = mixed(self.times.get(size, (seconds, 0))[0], seconds), self.steps
 
     def add_draft(self, seconds: float) -> None:
-        """Note what one token of the drafter's took; the first time says nothing, as in `add`."""
-        if self.draft is None:
-            self.draft = 0.0
-        else:
-            old = self.draft or seconds
-            self.draft = 0.9 * old + 0.1 * min(seconds, 2 * old)
+        """Note what one token of the drafter's has taken; the first time says nothing."""
+        self.draft = 0.0 if self.draft is None else mixed(self.draft or seconds, seconds)
 
     def depths(self, chances: list[float], reach: list[int]) -> list[int]:
         """How many tokens to draft for each text, so that a second gives the most tokens."""
-        depths = best = [0] * len(chances)
-        tokens, seconds = float(len(chances)), self.base + self.token * len(chances)
-        rate = tokens / seconds
-        for depth in range(1, max(reach, default=0) + 1):
-            # A token more is worth its time if it gives more than that time does otherwise.
-            going = [
-                depths[i] == depth - 1 < reach[i] and chances[i] ** depth > self.token * rate
-                for i in range(len(chances))
-            ]
-            if not any(going):
-                break
-            tokens += sum(c**depth for c, goes in zip(chances, going, strict=True) if goes)
-            seconds += (self.draft or 0.0) + self.token * sum(going)
-            depths = [d + goes for d, goes in zip(depths, going, strict=True)]
-            if tokens / seconds > rate:
-                rate, best = tokens / seconds, depths
-        return best
+        fresh = {n: s for n, (s, at) in self.times.items() if self.steps - at <= STALE}
+        sizes = sorted(fresh)
+
+        def step(tokens: int) -> float:
+            # What was not measured is taken to cost nothing, and so is tried.
+            at = bisect_right(sizes, alike(tokens)) - 1
+            return fresh[sizes[max(at, 0)]] if sizes else 1.0
+
+        drafts = [
+            (chance**depth, -depth, i)
+            for i, (chance, most) in enumerate(zip(chances, reach, strict=True))
+            for depth in range(1, most + 1)
+        ]
+        drafts = sorted(drafts, reverse=True)[:CONSIDERED]  # the likeliest tokens first
+        tokens, deepest, count = float(len(chances)), 0, 0
+        best = tokens / step(len(chances))
+        for n, (chance, depth, _) in enumerate(drafts, 1):
+            tokens, deepest = tokens + chance, max(deepest, -depth)
+            rate = tokens / (step(len(chances) + n) + deepest * (self.draft or 0.0))
+            if rate > best:
+                best, count = rate, n
+        out = [0] * len(chances)
+        for _, _, i in drafts[:count]:
+            out[i] += 1
+        return out
+
+
+def alike(tokens: int) -> int:
+    """The size of steps that take as long as one of so many tokens, more or less."""
+    return tokens if tokens <= 16 else -(-tokens // 16) * 16
+
+
+def mixed(old: float, new: float) -> float:
+    """A time with a new one; what else the machine does is no reason to remember it."""
+    return old + 0.2 * (min(new, 2 * old) - old)
 
 
 class Speculation:
@@ -117,12 +134,13 @@ class Speculation:
     def __init__(self, drafter: Drafter, most: int):
         self.drafter, self.most, self.costs = drafter, most, Costs()
         self.records: dict[Sequence, Record] = {}
+        self.ahead = 0  # steps that were started without looking for guesses
 
     def drafted(self, scheduled: list[Scheduled], scheduler: Scheduler) -> list[Scheduled]:
         """A step with drafts behind the texts that are being written."""
         at = [i for i, s in enumerate(scheduled) if s.tokens == 1 and s.samples and s.seq.generated]
         seqs = [scheduled[i].seq for i in at]
-        if not seqs or self.costs.plain >= PLAIN:
+        if not 0 < len(seqs) <= TEXTS or self.costs.plain >= PLAIN:
             return scheduled
         rows = [Row(seq, seq.generated) for seq in seqs]
         reach = [
@@ -130,6 +148,8 @@ class Speculation:
             for seq, most in zip(seqs, self.drafter.reach(rows, self.most), strict=True)
         ]
         records = [self.records.setdefault(seq, Record()) for seq in seqs]
+        for record, most in zip(records, reach, strict=True):
+            record.found = 1.0 if most > 0 else 0.9 * record.found
         counts = self.costs.depths([record.chance for record in records], reach)
         budget = scheduler.max_tokens - sum(s.tokens for s in scheduled)
         for i, seq in enumerate(seqs):
@@ -151,9 +171,13 @@ class Speculation:
 
     def rests(self, scheduled: list[Scheduled]) -> bool:
         """Whether the next step will have no drafts, by what is known before this one's end."""
+        if len(scheduled) > TEXTS:
+            return True
         records = [self.records.get(s.seq, Record()) for s in scheduled]
-        counts = self.costs.depths([r.chance for r in records], [self.most] * len(records))
-        return not any(counts)
+        reach = [self.most if record.found > FOUND else 0 for record in records]
+        counts = self.costs.depths([record.chance for record in records], reach)
+        self.ahead = 0 if any(counts) or self.ahead == AHEAD else self.ahead + 1
+        return self.ahead > 0
 
     def judge(self, seq: Sequence, before: int) -> None:
         """Compare a text's guess with the tokens that it has got since it had `before` of them."""

@@ -19,12 +19,15 @@ from anybit.core.format import get_format
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.engine.fused import linear, placed
+from anybit.engine.lora import Adapters
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import stored_tensors
 from anybit.nn.experts import published
 from anybit.nn.grouped import merge
 from anybit.nn.linear import Keep, QuantLinear, check_finite
 from anybit.nn.plan import Plan, Spec, patterns_for
+from anybit.quantizers.base import Quantizer
+from anybit.quantizers.hqq import HQQ
 from anybit.quantizers.quantize import quantize_tensor
 from anybit.quantizers.rtn import RTN
 
@@ -65,6 +68,7 @@ class Weights:
     """
 
     keep: Keep = "auto"  # of quantized layers
+    adapters: Adapters | None = None  # beside linear layers
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
@@ -90,7 +94,10 @@ class Weights:
 
         Their weights become a single matrix when they share a format without shared tables.
         """
-        return together(self.parts(names, rows, columns, bias), self.dtype, self.keep)
+        layer = together(self.parts(names, rows, columns, bias), self.dtype, self.keep)
+        if self.adapters is None:
+            return layer
+        return self.adapters.beside(layer, names, rows, columns, self.device, self.dtype)
 
     def parts(
         self, names: list[str], rows: list[int], columns: int, bias: bool = False
@@ -107,7 +114,8 @@ class Weights:
         """The output layer, which shares the embedding's tensor when tied."""
         if tied:
             return Dense(embedding, None)
-        return self.linear([name], [embedding.shape[0]], embedding.shape[1])
+        parts = self.parts([name], [embedding.shape[0]], embedding.shape[1])
+        return together(parts, self.dtype, self.keep)  # it sees other tokens than the layers do
 
 
 def build(part: Part, dtype: torch.dtype, keep: Keep = "auto") -> nn.Module:
@@ -148,10 +156,11 @@ class Checkpoint(Weights):
         super().__init__(device, dtype)
         self.directory, self.formats, self.keep = directory, formats, keep
         self.config = model.config
+        self.quantizer: Quantizer = RTN()
         stored: Mapping[str, Tensors]
         schemes: Mapping[str, str] = {}
         if quantization is not None:
-            work = plan_quantization(directory, quantization, RTN(), as_in_model=True)
+            work = plan_quantization(directory, quantization, self.quantizer, as_in_model=True)
             stored, schemes, self.config = work.stored, work.schemes, work.model.config
             known = {*work.names, *work.unexpected}
         else:
@@ -176,7 +185,7 @@ class Checkpoint(Weights):
                 return weight, b, None
             check_finite(weight, name)
             fmt, activation = parse_scheme(self.schemes[name])
-            return quantize_tensor(weight, fmt), b, activation
+            return quantize_tensor(weight, fmt, self.quantizer), b, activation
         fmt, activation = parse_scheme(self._scheme(name))
         tensors = {}
         for key, (size, _) in tensor_shapes(fmt, shape).items():
@@ -232,20 +241,21 @@ class Checkpoint(Weights):
 
 
 class Rougher(Checkpoint):
-    """A quantized checkpoint whose quantized layers are all rounded again, to one format."""
+    """A checkpoint in one format, by HQQ; what is quantized already is rounded again."""
 
     def __init__(
         self, directory: Path, device: torch.device, dtype: torch.dtype, model: Any,
         formats: Mapping[str, str | None] | None, quantization: Any, keep: Keep,
     ):  # fmt: skip
-        super().__init__(directory, device, dtype, model, formats, None, keep)
-        self.format = get_format(quantization)
+        dense = quantization if formats is None else None
+        super().__init__(directory, device, dtype, model, formats, dense, keep)
+        self.format, self.quantizer = get_format(quantization), HQQ()
 
     def part(self, name: str, shape: tuple[int, int], bias: bool) -> Part:
-        weight, b, activation = super().part(name, shape, bias)
-        if isinstance(weight, Packed):
-            return quantize_tensor(weight.dequantize(), self.format), b, None
-        return weight, b, activation
+        weight, b, _ = super().part(name, shape, bias)
+        if isinstance(weight, Packed) and self.formats is not None:
+            weight = quantize_tensor(weight.dequantize(), self.format, self.quantizer)
+        return weight, b, None
 
 
 def plan_text(plan: Mapping[str, str | None]) -> str:

@@ -124,6 +124,10 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     if (directory / WEIGHTS).is_file():
         return read_header(directory / WEIGHTS)
     others = [p.name for p in sorted(directory.iterdir()) if p.suffix in OTHER_WEIGHTS]
+    if others and others[0].endswith(".gguf"):
+        raise InvalidInput(
+            f"{directory} has no safetensors, only {others[0]}; give the path of that file"
+        )
     if others:
         raise InvalidInput(
             f"{directory} has no safetensors, only {others[0]}; convert it first: "

@@ -122,7 +122,7 @@ class AnybitConfig(QuantizationConfig):
             self.formats = dict(work.formats)
             schemes = {name: layer.scheme for name, layer in work.layers.items()}
             self.source = Source(directory, schemes)
-            self._ignore_unexpected_suffixes += self.source.nested()
+            self.source.check()
         self._override(getattr(hf_config, OVERRIDE, None), model_name)
         stored = get_safetensors_params_metadata(model_name, revision=revision)
         shapes = {n: tuple(entry["shape"]) for n, entry in stored.items() if "shape" in entry}

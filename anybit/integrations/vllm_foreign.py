@@ -14,6 +14,7 @@ from torch import Tensor
 
 from anybit.checkpoint.foreign.convert import Conversion, plan_conversion
 from anybit.checkpoint.rewrite import SHARD_BYTES
+from anybit.errors import Unsupported
 
 
 def directory_of(model_name: str, revision: str | None) -> Path:
@@ -51,12 +52,17 @@ class Source:
     def keys(self, names: Iterable[str]) -> list[str]:
         """The last parts of the names of some layers' tensors, for which vLLM wants parameters."""
         each = (self._keys(self.names[n]) if self.has(n) else ["weight"] for n in names)
-        return list(dict.fromkeys(key for keys in each for key in keys if "." not in key))
+        return list(dict.fromkeys(key for keys in each for key in keys))
 
-    def nested(self) -> tuple[str, ...]:
-        """Ends of names that are no parameter's, such as bitsandbytes' `weight.absmax`."""
-        keys = {key for layer in self.schemes for key in self._keys(layer) if "." in key}
-        return tuple(sorted({f".{key.rpartition('.')[2]}" for key in keys}))
+    def check(self) -> None:
+        """Raise Unsupported when there are tensors that vLLM cannot hand over."""
+        for layer in self.schemes:
+            nested = next((key for key in self._keys(layer) if "." in key), None)
+            if nested is not None:
+                raise Unsupported(
+                    f"{self.directory}: vLLM has no parameters with names like {layer}.{nested}; "
+                    "make a checkpoint of anybit first, with `anybit convert`"
+                )
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """What a layer becomes: tensors by the names that they have in ours."""

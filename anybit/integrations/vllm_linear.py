@@ -6,7 +6,7 @@ differ in format and have codebooks of their own. When all are read, those of on
 weight, and the rest stay beside it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParamete
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput, Unsupported
 from anybit.integrations.vllm_foreign import Source
-from anybit.integrations.vllm_products import build
+from anybit.integrations.vllm_products import build, refill
 from anybit.nn.grouped import Weight
 from anybit.nn.linear import check_finite
 from anybit.nn.sharding import WHOLE, Piece, check_columns, share
@@ -52,6 +52,12 @@ class AnybitLinearMethod(LinearMethodBase):
                 f"{count} parts, which anybit does not know how to do"
             )
         return list(zip(self.names, self.schemes, strict=True))
+
+    def finish(self, layer: Any, weights: list[Weight]) -> None:
+        """Lay the weights out for the kernels."""
+        layer.parts = build(weights, self.backend, layer.params_dtype, self.names[0])
+        # vLLM's adapters look for the device of a weight, under one of a few names.
+        layer.qweight = next(layer.parts.parameters()).data
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., K) -> (..., N), for this rank's K and N."""
@@ -116,7 +122,7 @@ class Stored(AnybitLinearMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         if "parts" in layer._modules:
             return
-        pieces, dtype = layer.pieces, layer.params_dtype
+        pieces = layer.pieces
         receivers = {k: p for k, p in layer._parameters.items() if isinstance(p, Empty)}
         device = next(iter(receivers.values())).device
         for piece in pieces:
@@ -129,10 +135,11 @@ class Stored(AnybitLinearMethod):
             if is_dummy():
                 fill(piece, device)
         weights = [(piece.finish(), None if piece.apart else piece.activation) for piece in pieces]
+        self.finish(layer, weights)
         for key in receivers:
             delattr(layer, key)
+        layer.pieces.clear()  # which receivers take as a sign that all is read
         del layer.pieces
-        layer.parts = build(weights, self.backend, dtype, pieces[0].name)
 
 
 @register_weight_loader_v2_supported_method
@@ -175,7 +182,7 @@ class OnLoad(AnybitLinearMethod):
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if "parts" in layer._modules:
+        if "weight" not in layer._parameters:
             return
         rows = layer.weight.data.split(layer.sizes)
         del layer.weight
@@ -183,7 +190,10 @@ class OnLoad(AnybitLinearMethod):
             quantized(part, scheme, name)
             for part, (name, scheme) in zip(rows, self.each(len(rows)), strict=True)
         ]
-        layer.parts = build(weights, self.backend, layer.params_dtype, self.names[0])
+        if "parts" in layer._modules:
+            refill(layer.parts, weights, self.names[0])
+        else:
+            self.finish(layer, weights)
 
 
 class Empty(BasevLLMParameter):
@@ -220,6 +230,7 @@ class Receiver(Empty):
 
     def load(self, param: "Receiver", loaded: Tensor, shard_id: Any = None) -> None:
         """What a model calls with each tensor. shard_id: which part of a merged layer it is."""
+        check_open(self.pieces)
         if self._weight_loader.__name__ != "weight_loader_v2":  # a replicated layer, or a head
             self.take(self.pieces[0], loaded, self.first or 0)
         elif not isinstance(shard_id, int | str) and self.pieces[0].is_table(self.key):
@@ -281,6 +292,7 @@ class Foreign(Empty):
         self.receivers, self.seen = receivers, seen
 
     def load(self, param: "Foreign", loaded: Tensor, shard_id: Any = None) -> None:
+        check_open(next(iter(self.receivers.values())).pieces)
         at = PARTS.get(shard_id, shard_id) if len(self.names) > 1 else 0
         if not isinstance(at, int):
             raise Unsupported(
@@ -294,6 +306,15 @@ class Foreign(Empty):
         for key, tensor in tensors.items():
             receiver = self.receivers[key]
             receiver.load(receiver, tensor, *(() if shard_id is None else (shard_id,)))
+
+
+def check_open(pieces: Sized) -> None:
+    """Raise Unsupported when a layer is in use, and its pieces are gone."""
+    if not pieces:
+        raise Unsupported(
+            "a running engine takes new weights of a dense checkpoint only, which it quantizes "
+            "itself (quantization='anybit'); load this one in an engine of its own"
+        )
 
 
 def nothing(key: str, pieces: Iterable[Piece]) -> Tensor:

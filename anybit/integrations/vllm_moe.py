@@ -21,7 +21,15 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from anybit.errors import InvalidInput
 from anybit.integrations.vllm_foreign import Source
-from anybit.integrations.vllm_linear import Empty, check, fill, is_dummy, nothing, quantized
+from anybit.integrations.vllm_linear import (
+    Empty,
+    check,
+    check_open,
+    fill,
+    is_dummy,
+    nothing,
+    quantized,
+)
 from anybit.integrations.vllm_products import Experts, all_experts, one_by_one
 from anybit.nn.grouped import Weight
 from anybit.nn.sharding import WHOLE, Piece, share
@@ -168,7 +176,7 @@ class StoredExperts(AnybitMoEMethod):
         for kind in SHARDS:
             pieces = {at: piece for at, piece in layer.pieces.items() if at[1] in SHARDS[kind]}
             keys = dict.fromkeys(key for piece in pieces.values() for key in piece.keys())  # noqa: SIM118
-            receivers = {key: Receiver(key, pieces, to_local, rank) for key in keys}
+            receivers = {key: Receiver(key, layer.pieces, to_local, rank) for key in keys}
             if self.source is None:
                 for key, receiver in receivers.items():
                     layer.register_parameter(f"{kind}_{key}", receiver)
@@ -192,10 +200,11 @@ class StoredExperts(AnybitMoEMethod):
                     for piece in pieces:
                         fill(piece, device)
                 rows.append([(p.finish(), None if p.apart else p.activation) for p in pieces])
+        self.finish(layer, weights)
         for key in receivers:
             delattr(layer, key)
+        layer.pieces.clear()  # which receivers take as a sign that all is read
         del layer.pieces
-        self.finish(layer, weights)
 
 
 class OnLoadExperts(AnybitMoEMethod):
@@ -228,7 +237,7 @@ class OnLoadExperts(AnybitMoEMethod):
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if "w13" in layer._modules:
+        if "w13_weight" not in layer._parameters:
             return
         weights: dict[str, list[list[Weight]]] = {}
         for kind in SHARDS:
@@ -242,7 +251,11 @@ class OnLoadExperts(AnybitMoEMethod):
                 for at, expert in enumerate(self.local(layer))
             ]
             delattr(layer, f"{kind}_weight")
-        self.finish(layer, weights)
+        if "w13" in layer._modules:  # other weights for a running engine
+            for kind, experts in weights.items():
+                getattr(layer, kind).fill(experts)
+        else:
+            self.finish(layer, weights)
 
 
 class Receiver(Empty):
@@ -271,6 +284,7 @@ class Receiver(Empty):
         return_success: bool = False,
     ) -> bool:
         """What a model calls with each tensor; False for an expert of another rank."""
+        check_open(self.pieces)
         at = self.to_local(expert_id)
         if at < 0:
             return False
@@ -312,9 +326,11 @@ class Foreign(Empty):
         return_success: bool = False,
     ) -> bool:
         """What a model calls with each tensor; False for an expert of another rank."""
+        first = next(iter(self.receivers.values()))
+        check_open(first.pieces)
         at = expert_id, shard_id
         tensors, name = {self.key: loaded_weight}, self.names[at]
-        if next(iter(self.receivers.values())).to_local(expert_id) < 0:
+        if first.to_local(expert_id) < 0:
             return False
         if self.source.has(name):
             tensors = {} if at in self.seen else self.source.tensors(name)

@@ -16,7 +16,7 @@ from anybit.kernels.backend import LayerSpec
 from anybit.kernels.registry import choose, get_backend, refusals
 from anybit.nn import op as ops
 from anybit.nn.around import Around
-from anybit.nn.grouped import Weight, group, merge, parameters
+from anybit.nn.grouped import QuantExperts, Weight, group, merge, parameters
 
 
 class Multiply(nn.Module):
@@ -36,6 +36,7 @@ class Multiply(nn.Module):
         self.scheme = scheme_name(stored.format, activation)
         self.backend = chosen(stored, activation, backend, dtype, name)
         self.layout = parameters(get_backend(self.backend).prepare(stored, activation, dtype))
+        self.dtype, self.memory = dtype, tuple(tensor.data for tensor in self.layout)
         for key in LAYER:
             self.register_buffer(key, packed.grid.get(key))
 
@@ -45,6 +46,12 @@ class Multiply(nn.Module):
         y = ops.linear(x, list(self.layout), inside, self.scheme, self.n, self.backend)
         return around.after(y, bias)
 
+    def fill(self, packed: Packed, activation: str | None) -> None:
+        """Other codes in the memory of these, which compiled graphs know by its address."""
+        prepared = get_backend(self.backend).prepare(packed.stored(), activation, self.dtype)
+        for old, new in zip(self.memory, prepared.layout, strict=True):
+            old.copy_(new)
+
 
 class Dense(nn.Module):
     """A weight that is not quantized, beside others that are."""
@@ -53,6 +60,7 @@ class Dense(nn.Module):
         super().__init__()
         self.n = len(weight)
         self.weight = nn.Parameter(weight, requires_grad=False)
+        self.memory = (self.weight.data,)
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.weight, bias)
@@ -68,6 +76,20 @@ def build(
         else Dense(weight.to(dtype))
         for weight, activation in side_by_side(weights)
     )
+
+
+def refill(parts: nn.ModuleList, weights: list[Weight], name: str) -> None:
+    """Put other weights of the same kinds where those of `build` lie.
+
+    Modules' own tensors may be away meanwhile: vLLM takes them out while it reloads.
+    """
+    for part, (weight, activation) in zip(parts, side_by_side(weights), strict=True):
+        if isinstance(part, Multiply) and isinstance(weight, Packed):
+            part.fill(weight, activation)
+        elif isinstance(part, Dense) and isinstance(weight, Tensor):
+            part.memory[0].copy_(weight)
+        else:
+            raise InvalidInput(f"{name}: other weights than those in the engine; load them anew")
 
 
 def side_by_side(weights: list[Weight]) -> list[Weight]:
@@ -106,17 +128,37 @@ class Experts(nn.Module):
         self, weights: list[list[Weight]], backend: str | None, dtype: torch.dtype, name: str
     ):
         super().__init__()
-        self.count = len(weights)
-        merged = [one for parts in weights if (one := merge(parts))]
-        self.product = None
-        if len(merged) == len(weights):
-            self.product = group(
-                merged, dtype, lambda packed, kind: chosen(packed, kind, backend, dtype, name)
-            )
+        self.count, self.backend, self.dtype, self.name = len(weights), backend, dtype, name
+        self.product = self._grouped(weights)
         if self.product is None:
             self.experts = nn.ModuleList(
                 build(parts, backend, dtype, f"{name}.{at}") for at, parts in enumerate(weights)
             )
+        else:
+            self.memory = tuple(tensor.data for tensor in self.product.layout)
+
+    def _grouped(self, weights: list[list[Weight]]) -> QuantExperts | None:
+        """All experts as one product, if they can be."""
+        merged = [one for parts in weights if (one := merge(parts))]
+        if len(merged) < len(weights):
+            return None
+
+        def choose(packed: Packed, kind: str | None) -> str:
+            return chosen(packed, kind, self.backend, self.dtype, self.name)
+
+        return group(merged, self.dtype, choose)
+
+    def fill(self, weights: list[list[Weight]]) -> None:
+        """Other weights of the same kinds in the memory of these; as `refill`."""
+        if self.product is None:
+            for parts, own in zip(self.experts, weights, strict=True):
+                assert isinstance(parts, nn.ModuleList)
+                refill(parts, own, self.name)
+            return
+        fresh = self._grouped(weights)
+        assert fresh is not None
+        for old, new in zip(self.memory, fresh.layout, strict=True):
+            old.copy_(new)
 
     @property
     def grouped(self) -> bool:

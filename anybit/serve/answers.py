@@ -213,6 +213,10 @@ class OpenAI(Answer):
             "completion_tokens": written,
             "total_tokens": prompt + written,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(t.completion.accepted for t in self.texts),
+                "rejected_prediction_tokens": sum(t.completion.rejected for t in self.texts),
+            },
         }
 
 

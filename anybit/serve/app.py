@@ -101,7 +101,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
                 request,
                 lambda job: [p if isinstance(p, str) else job.llm.decode(p, shown) for p in asked],
             )
-        stream = server.submit([(prompt, params) for prompt in prompts])
+        stream = server.submit(name, [(prompt, params) for prompt in prompts])
         answer = CompletionsAnswer(
             Asked(
                 name, prompts, n, stream, server.texts.words, texts,
@@ -116,7 +116,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
     async def chat(body: protocol.ChatRequest, request: Request) -> Response:
         name = server.model(body.model)
         prepared = await server.prepare(request, body)
-        stream = server.submit([(prepared.prompt, prepared.params)])
+        stream = server.submit(name, [(prepared.prompt, prepared.params)])
         asked = Asked(
             name, [prepared.prompt], body.samples, stream, server.texts.words,
             usage=body.usage, token_ids=bool(body.return_token_ids), readers=prepared.readers,
@@ -148,7 +148,7 @@ def add_tokens(app: FastAPI, server: Server) -> None:
         name = server.model(body.model)
         prompts = await server.encode(request, protocol.listed(body.input))
         params = SamplingParams(max_tokens=0, embed=True)
-        stream = server.submit([(prompt, params) for prompt in prompts])
+        stream = server.submit(name, [(prompt, params) for prompt in prompts])
         answer = replies.EmbeddingsAnswer(
             Asked(name, prompts, 1, stream, server.texts.words), body.encoding_format == "base64"
         )
@@ -191,7 +191,7 @@ def add_information(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models", response_model=replies.Models, responses=protocol.ERRORS)
     async def models() -> replies.Models:
-        return replies.Models(data=[model(name) for name in server.settings.names])
+        return replies.Models(data=[model(name) for name in server.names])
 
     @app.get("/v1/models/{name:path}", response_model=replies.Model, responses=protocol.ERRORS)
     async def one_model(name: str) -> replies.Model:

@@ -85,12 +85,13 @@ def run(
     api_key: str | None,
     show: Callable[[str], object],
 ) -> None:
-    """Measure and print: throughput, and means and percentiles of latencies.
+    """Measure and print: throughput, means and percentiles of latencies, and how drafts went.
 
     Raises ConnectionError when there is no server, or none any more.
     """
     import httpx
 
+    before = drafts(url, api_key)
     start = time.perf_counter()
     try:
         seen = asyncio.run(load(url, streams, requests, prompt, output, largest_token, api_key))
@@ -120,3 +121,23 @@ def run(
                 f"{name:15} mean {mean(values) * 1e3:8.2f} ms   p50 {cuts[49] * 1e3:8.2f}   "
                 f"p99 {cuts[98] * 1e3:8.2f}"
             )
+    drafted, accepted = (b - a for a, b in zip(before, drafts(url, api_key), strict=True))
+    if drafted:
+        show(f"drafts          {accepted:,.0f} of {drafted:,.0f} tokens taken")
+
+
+def drafts(url: str, api_key: str | None) -> tuple[float, float]:
+    """Tokens that a server has drafted, and those taken; zeros where it does not say."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        lines = httpx.get(f"{url}/metrics", headers=headers).text.splitlines()
+    except httpx.TransportError:
+        return 0.0, 0.0
+    found = {line.partition("{")[0]: line.rpartition(" ")[2] for line in lines}
+    drafted, accepted = (
+        float(found.get(f"vllm:spec_decode_num_{what}_tokens_total", 0))
+        for what in ("draft", "accepted")
+    )
+    return drafted, accepted

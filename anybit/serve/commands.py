@@ -32,6 +32,15 @@ Length = Annotated[
     int | None, typer.Option(min=2, help="Tokens of the longest text, prompt included.")
 ]
 
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        help="Guess tokens to run together: ngram (what the text said before), auto (the model in "
+        "3 bits), or the directory of a smaller model with the same tokens."
+    ),
+]
+DraftTokens = Annotated[int, typer.Option(min=1, help="Tokens guessed at a time, at most.")]
+
 
 def serve(
     model: Model,
@@ -80,6 +89,12 @@ def serve(
         bool,
         typer.Option("--deterministic", help="The same text whatever else runs; costs some speed."),
     ] = False,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=DIRECTORY of a LoRA adapter, a model of its own for clients."),
+    ] = None,
+    draft: Draft = None,
+    draft_tokens: DraftTokens = 4,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds that requests have to finish at shutdown.")
     ] = 30.0,
@@ -105,8 +120,9 @@ def serve(
     logging.getLogger("anybit").setLevel(log_level.upper())
     listener = bind(host, port)
     llm = load(
-        model, quantization, kv_cache, keep, dtype, length, kv_gb, max_running, deterministic
-    )
+        model, quantization, kv_cache, keep, dtype, length, kv_gb, max_running, draft, draft_tokens,
+        deterministic, adapters_of(lora or []),
+    )  # fmt: skip
     if template is not None:
         if llm.tokenizer is None:
             raise InvalidInput("--chat-template: the model directory has no tokenizer")
@@ -125,9 +141,19 @@ def serve(
         f"{' = '.join(settings.names)} on {llm.device}, {short(llm.dtype)} with a KV cache of "
         f"{llm.kv_cache}: {tokens:,} tokens "
         f"of up to {scheduler.max_running} sequences, {llm.length:,} in one"
+        + (f"; drafts by {draft}, up to {draft_tokens} tokens" if draft else "")
     )
     typer.echo(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
     run(llm, settings, listener)
+
+
+def adapters_of(given: list[str]) -> dict[str, Path]:
+    """Directories by names, from NAME=DIRECTORY."""
+    pairs = [text.partition("=") for text in given]
+    complete = all(name and place for name, _, place in pairs)
+    if not complete or len({name for name, _, _ in pairs}) < len(pairs):
+        raise InvalidInput(f"--lora {' '.join(given)}: give NAME=DIRECTORY, each name once")
+    return {name: Path(place) for name, _, place in pairs}
 
 
 def choose(flag: str, value: str | None, choices: tuple[str, ...]) -> None:
@@ -149,6 +175,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token.")] = 0.7,
+    draft: Draft = None,
+    draft_tokens: DraftTokens = 4,
 ) -> None:
     """Talk to a model in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation.
 
@@ -157,7 +185,7 @@ def chat(
     from anybit.engine.sequence import SamplingParams
     from anybit.serve.chat import talk
 
-    llm = load(model, quantization, kv_cache, keep, dtype, length, None, 1)
+    llm = load(model, quantization, kv_cache, keep, dtype, length, None, 1, draft, draft_tokens)
     talk(llm, SamplingParams(max_tokens=max_tokens, temperature=temperature), system)
 
 
@@ -187,7 +215,10 @@ def load(
     length: int | None,
     kv_gb: float | None,
     max_running: int,
+    draft: str | None,
+    draft_tokens: int,
     deterministic: bool = False,
+    adapters: dict[str, Path] | None = None,
 ) -> "LLM":
     say(f"loading {model}")
     from anybit.engine.llm import LLM
@@ -202,4 +233,7 @@ def load(
         kv_bytes=None if kv_gb is None else int(kv_gb * 1e9),
         max_running=max_running,
         deterministic=deterministic,
+        draft=draft,
+        draft_tokens=draft_tokens,
+        adapters=adapters,
     )

@@ -60,6 +60,9 @@ class Metrics(Observer):
             ("prompt_tokens", "Prompt tokens of texts begun", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated", stats.generation_tokens),
             ("num_preemptions", "Texts that had to start over", scheduler.preemptions),
+            ("spec_decode_num_drafts", "Drafts of texts", stats.drafts),
+            ("spec_decode_num_draft_tokens", "Tokens in drafts", stats.draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Those taken", stats.accepted_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up", scheduler.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found", scheduler.prefix_hits),
         ):

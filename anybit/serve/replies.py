@@ -14,6 +14,7 @@ class Usage(BaseModel):
     completion_tokens: int = 0
     total_tokens: int
     prompt_tokens_details: dict[str, int] | None = None
+    completion_tokens_details: dict[str, int] | None = None
 
 
 class Response(BaseModel):

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from anybit.engine.async_engine import AsyncEngine, EngineStopped, Stream
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
-from anybit.errors import AnybitError
+from anybit.errors import AnybitError, InvalidInput
 from anybit.serve.answers import Answer, Asked, Failed
 from anybit.serve.conversation import Dialect, Prepared
 from anybit.serve.metrics import Metrics
@@ -51,6 +51,8 @@ class Server:
 
     def __init__(self, llm: LLM, settings: Settings):
         self.llm, self.settings = llm, settings
+        if twice := set(settings.names) & set(llm.engine.adapters):
+            raise InvalidInput(f"{twice.pop()!r} names the model and an adapter; rename one")
         self.engine = AsyncEngine(llm.engine)
         self.metrics = Metrics(llm.engine, settings.names[0])
         # Encoding changes a tokenizer's state, so the engine's thread keeps its own.
@@ -97,9 +99,14 @@ class Server:
         """The same, with all special tokens in the text."""
         return replace(params, shown=tuple(self.llm.special))
 
-    def submit(self, requests: list[tuple[list[int], SamplingParams]]) -> Stream:
-        """Queue prompts, or refuse: 400 for what cannot be served, 503 for too much at once."""
+    def submit(self, model: str, requests: list[tuple[list[int], SamplingParams]]) -> Stream:
+        """Queue prompts, or refuse: 400 for what cannot be served, 503 for too much at once.
+
+        model: as the client calls it, which may be an adapter.
+        """
         llm, settings = self.llm, self.settings
+        if model in llm.engine.adapters:
+            requests = [(prompt, replace(params, adapter=model)) for prompt, params in requests]
         texts = sum(params.n for _, params in requests)
         tokens = sum(len(prompt) for prompt, _ in requests)
         room = llm.engine.scheduler.max_running + settings.queue
@@ -125,7 +132,7 @@ class Server:
         """Submit a conversation for one answer. chat: makes it, once the model is known."""
         name = self.model(model)
         prepared = await self.prepare(request, chat())
-        stream = self.submit([(prepared.prompt, prepared.params)])
+        stream = self.submit(name, [(prepared.prompt, prepared.params)])
         return Asked(
             name, [prepared.prompt], 1, stream, self.texts.words, readers=prepared.readers,
             calls=prepared.calls, short_ids=prepared.short_ids,
@@ -135,9 +142,14 @@ class Server:
         headers = {"Retry-After": str(self.settings.retry_after)}
         return HTTPException(503, f"{message}; try again later", headers)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the model, and of its adapters."""
+        return *self.settings.names, *self.llm.engine.adapters
+
     def model(self, name: str | None) -> str:
         """The name under which a client asks for the model; 404 for another model."""
-        names = self.settings.names
+        names = self.names
         if name is not None and name not in names:
             known = " or ".join(repr(known) for known in names)
             raise HTTPException(404, f"the model {name!r} does not exist; this server has {known}")

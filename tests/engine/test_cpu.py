@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import anybit
+from anybit.checkpoint.save_load import load_dense
 from anybit.engine import attention, fused
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import MOST_RECORDED
 from anybit.engine.sequence import SamplingParams
+from anybit.nn.linear import QuantLinear
 from tests.engine.conftest import prompts
 
 pytestmark = [
@@ -66,3 +69,21 @@ def test_a_quantized_head_is_recorded(checkpoint: Checkpoint, head: str) -> None
     llm.engine.runner.graphs = None  # every step by the model itself
     want = llm.generate(prompts(2), GREEDY)
     assert [o.tokens for o in got] == [o.tokens for o in want]
+
+
+@pytest.mark.parametrize("spec", ["int4:group=32,rotate=k", "int8:rotate=kn@int8"])
+def test_rotations_are_recorded(checkpoint: Checkpoint, spec: str) -> None:
+    """Q, K and V are one layer, with one transform, unless blocks of outputs differ."""
+    llm = LLM(checkpoint("llama-round"), quantization=spec, max_running=1)
+    qkv = llm.engine.runner.model.layers[0].self_attn.qkv_proj
+    assert isinstance(qkv, QuantLinear) == ("kn" not in spec)
+    many = prompts(2)
+    got = llm.generate(many, GREEDY)
+    recording, _ = llm.engine.runner.graphs.graphs[1]
+    assert recording.refused is None
+    llm.engine.runner.graphs = None
+    assert [o.tokens for o in llm.generate(many, GREEDY)] == [o.tokens for o in got]
+    model = anybit.quantize_(load_dense(checkpoint("llama-round")), spec)
+    ids = torch.tensor(many[:1])
+    want = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert got[0].tokens[:8] == want[0, ids.shape[1] :].tolist()

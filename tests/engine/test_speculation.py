@@ -9,25 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-import anybit
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.detokenizer import Detokenizer
-from anybit.engine.draft_model import FORMAT, DraftModel
 from anybit.engine.engine import Engine
 from anybit.engine.llm import LLM, Output
-from anybit.engine.loader import load
 from anybit.engine.lookup import Lookup
 from anybit.engine.model_runner import Flight
-from anybit.engine.models.llama import Llama
 from anybit.engine.sampler import Row, rows_of, sample
 from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import SamplingParams, Sequence
-from anybit.engine.speculation import PLAIN, Costs, Drafter, Record, Speculation
+from anybit.engine.speculation import AHEAD, PLAIN, STALE, Costs, Drafter, Record, Speculation
 from anybit.engine.structured import Structured
 from anybit.errors import InvalidInput
-from anybit.nn.linear import QuantLinear
 from tests.engine.conftest import ARCHITECTURES, PICO, prompts
 from tests.engine.test_engine import assert_no_block_is_held, assert_same, mixed_params, tokens
 
@@ -84,6 +78,12 @@ def assert_taken(engine: Engine) -> None:
     stats = engine.stats
     assert 0 < stats.accepted_tokens < stats.draft_tokens
     assert stats.drafts < stats.draft_tokens
+
+
+def same(got: list[Output], want: list[Output]) -> bool:
+    """Whether all is equal but for the counts of drafts."""
+    texts = [replace(c, accepted=0, rejected=0) for output in got for c in output.completions]
+    return texts == [c for output in want for c in output.completions]
 
 
 MANY: dict[str, list[Output]] = {}
@@ -184,10 +184,10 @@ def test_ends_are_where_they_were(checkpoint: Checkpoint) -> None:
         *(replace(whole, max_tokens=n) for n in range(1, 8)),
         replace(whole, stop_token_ids=[stop], min_tokens=20, max_tokens=30),
     ):
-        assert llm.generate([[5, 7, 9]], params) == plain.generate([[5, 7, 9]], params)
+        assert same(llm.generate([[5, 7, 9]], params), plain.generate([[5, 7, 9]], params))
     plain.engine.eos = llm.engine.eos = frozenset([stop])
     ends = replace(whole, ignore_eos=False)
-    assert llm.generate([[5, 7, 9]], ends) == plain.generate([[5, 7, 9]], ends)
+    assert same(llm.generate([[5, 7, 9]], ends), plain.generate([[5, 7, 9]], ends))
     assert_no_block_is_held(llm.engine)
 
 
@@ -223,7 +223,7 @@ def test_look_up_changes_no_text(pico: LLM, looking: LLM, params: SamplingParams
     """Stop strings, penalties, biases and grammars see the tokens one by one."""
     before = looking.engine.stats.accepted_tokens
     got = looking.generate(REPETITIVE, params)
-    assert got == pico.generate(REPETITIVE, params)
+    assert same(got, pico.generate(REPETITIVE, params))
     assert looking.engine.stats.accepted_tokens > before
     assert_no_block_is_held(looking.engine)
 
@@ -297,8 +297,8 @@ def test_texts_follow_the_models_distribution() -> None:
     engine.speculation = Speculation(guess, 2)
     engine.speculation.costs = Free()
     texts: Counter[tuple[int, ...]] = Counter()
-    params = SamplingParams(n=128, max_tokens=4, temperature=0.5)
-    count = 30 * params.n
+    params = SamplingParams(n=64, max_tokens=4, temperature=0.5)  # as many as drafts are for
+    count = 60 * params.n
     for i in range(count // params.n):
         engine.add(str(i), [0], replace(params, seed=i))
         seqs = list(engine.requests[str(i)])
@@ -330,104 +330,6 @@ def drafting(llm: LLM) -> LLM:
     return speculating(llm, speculation.drafter, speculation.most)
 
 
-def assert_no_draft_is_held(llm: LLM) -> None:
-    drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
-    assert isinstance(drafter, DraftModel)
-    assert not drafter.texts
-    assert drafter.blocks is None or drafter.blocks.holders == [0] * drafter.blocks.count
-
-
-@pytest.mark.parametrize(
-    ("draft", "options", "same"),
-    [
-        ("llama", {}, True),
-        ("llama", {"max_tokens": 9, "block_size": 4}, True),
-        ("llama", {"kv_cache": "int8", "block_size": 4, "kv_bytes": 40 * 4 * 2 * 160}, True),
-        ("qwen2", {}, False),
-        ("auto", {}, False),
-        ("auto", {"kv_cache": "int8", "block_size": 4, "max_running": 3}, False),
-    ],
-)
-def test_a_draft_models_guesses_change_no_token(
-    checkpoint: Checkpoint, draft: str, options: dict, same: bool
-) -> None:
-    """The model itself guesses right, also when sampled, and after prompts in chunks."""
-    kind = {"kv_cache": options["kv_cache"]} if "kv_cache" in options else {}
-    want = alone(checkpoint, "llama", **kind)
-    directory = draft if draft == "auto" else checkpoint(draft)
-    llm = drafting(LLM(checkpoint("llama"), draft=directory, **options))
-    assert_same(llm.generate(prompts(15), mixed_params(15)), want)
-    stats = llm.engine.stats
-    assert stats.accepted_tokens > 0
-    assert (stats.accepted_tokens > 0.97 * stats.draft_tokens) == same
-    assert_no_block_is_held(llm.engine)
-    assert_no_draft_is_held(llm)
-    again = llm.generate(prompts(15), mixed_params(15))  # with what both caches know
-    assert_same(again, want)
-    assert (stats.accepted_tokens > 0.97 * stats.draft_tokens) == same
-
-
-@pytest.mark.parametrize("kind", ["fp6", "starcoder2"])
-def test_a_model_of_any_kind_drafts_for_itself(
-    checkpoint: Checkpoint, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that is quantized already, and one that transformers' modules run."""
-    directory = checkpoint("llama")
-    if kind == "fp6":
-        model = AutoModelForCausalLM.from_pretrained(directory)
-        anybit.save(anybit.quantize_(model, "fp6"), tmp_path / "fp6")
-        directory = tmp_path / "fp6"
-    else:
-        monkeypatch.setitem(ARCHITECTURES, kind, (kind, {"sliding_window": 12}))
-        directory = checkpoint(kind)
-    want = LLM(directory).generate(prompts(8), mixed_params(8))
-    llm = drafting(LLM(directory, draft="auto"))
-    assert_same(llm.generate(prompts(8), mixed_params(8)), want)
-    assert_taken(llm.engine)
-    drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
-    assert isinstance(drafter, DraftModel)
-    layers = [m for m in drafter.runner.model.modules() if isinstance(m, QuantLinear)]
-    assert {layer.scheme for layer in layers} == {FORMAT}
-
-
-def test_a_draft_follows_grammar_and_penalties(pico: LLM) -> None:
-    llm = drafting(LLM(PICO, dtype="float32", kv_bytes=1 << 24, draft="auto", draft_tokens=3))
-    for params in (
-        SamplingParams(temperature=0, max_tokens=30, repetition_penalty=1.2),
-        SamplingParams(seed=1, max_tokens=30, structured=Structured(json=True), n=2),
-    ):
-        assert llm.generate(REPETITIVE, params) == pico.generate(REPETITIVE, params)
-    assert_taken(llm.engine)
-
-
-def test_a_smaller_vocabulary_guesses_what_it_has(checkpoint: Checkpoint) -> None:
-    many = prompts(15, vocabulary=50)
-    want = LLM(checkpoint("llama")).generate(many, mixed_params(15))
-    loaded = load(checkpoint("llama"), torch.device("cpu"), torch.float32, None, None)
-    model = loaded.model
-    assert isinstance(model, Llama)
-    model.embed_tokens, model.lm_head.weight = model.embed_tokens[:50], model.lm_head.weight[:50]
-    llm = drafting(LLM(checkpoint("llama"), draft=loaded))
-    assert_same(llm.generate(many, mixed_params(15)), want)
-    assert_taken(llm.engine)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"draft": "ngram", "draft_tokens": 0}, "draft_tokens=0; give 1 or more"),
-        ({"draft": "auto", "deterministic": True}, "deterministic and draft exclude each other"),
-        ({"draft": PICO}, "pico' has other tokens than the model .4096 and 96.; give one"),
-        ({"draft": "nowhere"}, "nowhere"),
-    ],
-)
-def test_drafts_that_cannot_be_are_refused(
-    checkpoint: Checkpoint, options: dict, message: str
-) -> None:
-    with pytest.raises((InvalidInput, FileNotFoundError), match=message):
-        LLM(checkpoint("llama"), **options)
-
-
 def test_a_model_that_keeps_a_state_is_refused(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -437,26 +339,39 @@ def test_a_model_that_keeps_a_state_is_refused(
         LLM(checkpoint("mamba2"), draft="ngram")
 
 
-def measured(base: float, token: float, draft: float | None = None) -> Costs:
+def measured(base: float, token: float, draft: float | None = None, texts: int = 1) -> Costs:
     """Costs of a machine on which a step takes base + token * tokens seconds."""
     costs = Costs()
-    for count in [1, 5, 1, 5] * 40:
-        costs.add(count, base + token * count, count > 1)
+    for count in [*range(texts, 5 * texts + 1)] * 9:
+        costs.add(count, base + token * count, count > texts)
     for _ in range(3 if draft is not None else 0):
         costs.add_draft(draft)
     return costs
 
 
-def test_steps_are_a_line_through_what_was_measured() -> None:
-    costs = measured(3e-3, 1e-3)
-    assert costs.base == pytest.approx(3e-3, rel=0.1)
-    assert costs.token == pytest.approx(1e-3, rel=0.1)
+def test_times_of_steps_are_learnt_and_tried_again() -> None:
+    costs = Costs()
+    assert costs.depths([0.8], [4]) == [4]
+    for count in (1, 5):
+        costs.add(count, 60.0, count > 1)  # compiles
+        assert not costs.times
+    for _ in range(20):
+        costs.add(1, 2e-3, drafted=False)
+        costs.add(5, 8e-3, drafted=True)
+    assert costs.depths([0.8], [4]) == [3]  # three are not known, four are known to be slow
     costs.add(1, 1.0, drafted=False)  # a pause of the machine
-    assert costs.base + costs.token < 6e-3
-    for _ in range(2000):
-        costs.add(1, 5e-3, drafted=False)
-    assert costs.base + costs.token == pytest.approx(5e-3, rel=0.01)
-    assert costs.token < 1e-6  # forgotten, so drafts are tried again
+    assert costs.times[1][0] < 3e-3
+    for count in (2, 3, 4) * 2:
+        costs.add(count, 8e-3, drafted=True)
+    for _ in range(20):
+        costs.add(1, 2e-3, drafted=False)
+    assert costs.depths([0.8], [4]) == [0]
+    for _ in range(STALE):
+        costs.add(1, 2e-3, drafted=False)
+    assert costs.depths([0.8], [4]) == [4]  # it may have become faster
+    costs.add(200, 1.0, drafted=False)
+    costs.add(193, 1.0, drafted=False)  # runs like 200
+    assert 208 in costs.times
 
 
 @pytest.mark.parametrize(
@@ -468,13 +383,14 @@ def test_steps_are_a_line_through_what_was_measured() -> None:
         (1.0, 0.0, 2.0, [0.9], [0]),  # a guess takes longer than a step
         (1.0, 0.0, 0.2, [0.99], [4]),
         (1.0, 0.0, 0.2, [0.5], [1]),  # 1.5 tokens in 1.2 steps' time; a second one adds 0.25
-        (1.0, 0.1, 0.0, [0.7] * 40, [0] * 40),  # a large batch
+        (1.0, 0.4, 0.0, [0.5] * 16, [0] * 16),  # a large batch
     ],
 )
 def test_drafts_are_as_long_as_pays(
     base: float, token: float, draft: float | None, chances: list[float], want: list[int]
 ) -> None:
-    assert measured(base, token, draft).depths(chances, [4] * len(chances)) == want
+    costs = measured(base, token, draft, len(chances))
+    assert costs.depths(chances, [4] * len(chances)) == want
 
 
 class Slow(Costs):
@@ -509,6 +425,14 @@ def test_what_does_not_pay_is_hardly_drafted(checkpoint: Checkpoint) -> None:
     step = [Scheduled(seq, 0, 1, True)]
     assert not speculation.rests(step)
     speculation.records[seq] = Record(right=0.0, judged=50.0)
+    for count in [2, 3, 4] * 2:
+        speculation.costs.add(count, 0.0, True)
+    looks = [speculation.rests(step) for _ in range(2 * AHEAD)]
+    assert looks == [True] * AHEAD + [False] + [True] * (AHEAD - 1)
+    speculation.records[seq] = Record()
+    assert not speculation.rests(step * 64)
+    assert speculation.rests(step * 65)
+    speculation.records[seq] = Record(found=0.05)  # there was nothing to guess
     assert speculation.rests(step)
 
 

@@ -112,9 +112,9 @@ def write(
     arch = MODELS[config.model_type][0]
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=parts)
     for key, value in (keys(config, arch) | dict(metadata or {})).items():
-        kind = gguf.GGUFValueType.get_type(value)
-        kind = gguf.GGUFValueType.UINT32 if kind == gguf.GGUFValueType.INT32 else kind
-        writer.add_key_value(f"{arch}.{key}", value, kind)
+        found = gguf.GGUFValueType.get_type(value)
+        found = gguf.GGUFValueType.UINT32 if found == gguf.GGUFValueType.INT32 else found
+        writer.add_key_value(f"{arch}.{key}", value, found)
     if tokens:
         vocabulary(writer, tokens)
     number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
@@ -127,7 +127,7 @@ def write(
             if arch.startswith("gemma") and name.endswith("norm.weight"):
                 file = file + 1
             kind = next((k for p, k in kinds.items() if re.search(p, theirs)), "F32")
-            kind = kind if file.dim() > 1 else "F32"
+            kind = kind if file.dim() > 1 and "_inp" not in theirs else "F32"
             data, weight = quantized(file.flatten(0, -2) if file.dim() > 2 else file, kind)
             shape = (*file.shape[:-1], -1)
             raw = None if kind in ("F32", "F16") else GGMLQuantizationType[kind]

@@ -120,6 +120,7 @@ def test_the_tool_reads_it(theirs: Path, ours: Path) -> None:
         ("fp6", "14 of 14 layers .*: fp6 is not among the formats that compressed-tensors has"),
         ("nvfp4", "divides scales by the weight's number.*; quantize to nvfp4:divide for it"),
         ("nvfp4:group=32,divide", "groups of 32 columns, compressed-tensors's NVFP4 has 16"),
+        ("int4:group=64,rotate=k", "int4:group=64,rotate=k is rotated"),
         ("mxfp6:e3m2", "mxfp6:e3m2 is not among the MX formats"),
         ({"*": "int4", "*.layers.1.*.q_proj": "codebook"}, "1 of 14 layers .*q_proj: codebook is"),
         ("int1", "int1 is not among the integers"),
@@ -234,8 +235,8 @@ def test_fp8_with_activations_and_in_blocks(tmp_path: Path) -> None:
 
 
 def test_wrong_calls(ours: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot export to 'gguf'; known: compressed-tensors"):
-        export_checkpoint(ours, tmp_path / "out", "gguf")
+    with pytest.raises(ValueError, match="cannot export to 'marlin'; known: compressed-t"):
+        export_checkpoint(ours, tmp_path / "out", "marlin")
     with pytest.raises(ValueError, match="no checkpoint of anybit"):
         export_checkpoint(FIXTURES / "ct_4bit", tmp_path / "out")
     with pytest.raises(FileExistsError):

@@ -65,11 +65,11 @@ def test_a_file_is_loaded_and_run_by_its_path(
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "model.gguf"
     write(tiny("llama"), file, K_MIX, tokens=96)
-    model = anybit.load(file)
+    model = anybit.load(file, dtype=torch.float32)
     prompt = list(range(5, 25))
     with torch.no_grad():
         wanted = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
-    llm = anybit.LLM(file)
+    llm = anybit.LLM(file, dtype="float32")
     params = anybit.SamplingParams(max_tokens=8, temperature=0)
     [output] = llm.generate([prompt], params)
     assert output.tokens == wanted[0, len(prompt) :].tolist()[: len(output.tokens)]

@@ -3,6 +3,7 @@
 `python -m tests.foreign.test_table` writes it into the page.
 """
 
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import anybit
 from anybit.checkpoint.foreign.base import Layer
 from anybit.checkpoint.foreign.convert import read_layers
 from anybit.checkpoint.foreign.ct_layers import Written, written
+from anybit.checkpoint.foreign.gguf_export import kind_of
 from anybit.core.format import Format
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
+from anybit.errors import InvalidInput
 from anybit.files.directory import read_json
 from anybit.files.safetensors import stored_tensors
 from tests.foreign.make import FIXTURES
@@ -25,7 +28,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "foreign.md"
 BEGIN, END = "<!-- types, written by tests/foreign/test_table.py -->", "<!-- end -->"
 SHAPE = (256, 512)
 # Tool, what it stores, what that becomes, and a fixture that the tool made; "" where the layout is
-# checked by its formula, and "transformers" where its own decoder agrees, too.
+# checked by its formula, "transformers" where its own decoder agrees, too, and "gguf" for the
+# package of that name, in `test_ggml.py`.
 ROWS = (
     ("GPTQ, GPTQModel", "2, 3, 4, 8 bits, v1 and v2", "int4:group=16", "gptq_4bit_v1"),
     ("", "act-order", "int4:group=16,order", "gptq_4bit_act_order"),
@@ -56,6 +60,13 @@ ROWS = (
     ("", "NVFP4, MXFP4, MXFP8, FP8", "mxfp4", ""),
     ("EXL3", "1 to 8 bits, codes of mul1, mcg, 3inst", "trellis:code=mul1,rotate=kn", ""),
     ("BitNet", "ternary", "int2@int8", "transformers"),
+    ("GGUF (llama.cpp)", "Q4_0, Q5_0, Q8_0", "int4:group=32", "gguf"),
+    ("", "Q4_1, Q5_1", "q4_1", "gguf"),
+    ("", "Q2_K to Q6_K", "q4_k", "gguf"),
+    ("", "IQ4_NL", "iq4_nl:group=32", "gguf"),
+    ("", "IQ4_XS", "iq4_xs", "gguf"),
+    ("", "MXFP4", "mxfp4", "gguf"),
+    ("", "TQ2_0", "int2:group=256", "gguf"),
 )
 TOOLS = {path.name for path in FIXTURES.iterdir()}
 
@@ -68,16 +79,21 @@ def kernels(fmt: Format) -> str:
     return ", ".join(name for name, there in known.items() if there)
 
 
-def exported(scheme: str, fixture: str, place: Path) -> bool:
-    """Whether compressed-tensors can be written of such a layer: the fixture's, or one of ours."""
+def exported(scheme: str, fixture: str, place: Path) -> str:
+    """As what such a layer can be written: the fixture's, or one of ours."""
     fmt, activation = parse_scheme(scheme)
     packed = layers(fixture)[scheme].read() if fixture in TOOLS else None
     if not isinstance(packed, Packed):
         w = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
         packed = anybit.quantize_tensor(w, fmt)
     save_file(packed.tensors(), place / "model.safetensors")
-    found = written(fmt, activation, packed.shape, stored_tensors(place), "a")
-    return isinstance(found, Written)
+    stored = stored_tensors(place)
+    found = written(fmt, activation, packed.shape, stored, "a")
+    out = ["CT"] if isinstance(found, Written) else []
+    with suppress(InvalidInput):
+        kind_of(fmt, activation, stored)
+        out.append("GGUF")
+    return ", ".join(out)
 
 
 @cache
@@ -95,8 +111,9 @@ def table(place: Path) -> str:
     ]
     for tool, what, scheme, by in ROWS:
         fmt, _ = parse_scheme(scheme)
-        check = {"": "its formula", "transformers": "transformers' decoder"}.get(by, "the tool")
-        back = "yes" if exported(scheme, by, place) else ""
+        known = {"": "its formula", "transformers": "transformers' decoder", "gguf": "`gguf`"}
+        check = known.get(by, "the tool")
+        back = exported(scheme, by, place)
         lines.append(f"| {tool} | {what} | `{scheme}` | {check} | {kernels(fmt)} | {back} |")
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """Greedy tokens from vLLM and from transformers."""
 
 import gc
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def engine(path, eager=True, **options):
         **options,
     )
     try:
-        yield llm
+        yield weakref.proxy(llm)  # a reference would keep it alive beyond `cleanup`
     finally:
         del llm
         gc.collect()
@@ -45,7 +46,7 @@ def by_vllm(path, prompts=PROMPTS, **options):
 
 def tokens_of(llm, prompts=PROMPTS, **options):
     """Greedy tokens of each prompt, from an engine of vLLM's."""
-    sampling = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    sampling = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, min_tokens=TOKENS)
     given = [{"prompt_token_ids": ids} for ids in prompts]
     outputs = llm.generate(given, sampling, use_tqdm=False, **options)
     return [list(output.outputs[0].token_ids) for output in outputs]

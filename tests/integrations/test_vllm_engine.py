@@ -1,9 +1,8 @@
 """vLLM generates what transformers does, from the same checkpoint (`make test-vllm`)."""
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
+from transformers import AutoTokenizer
 
 import anybit
 from anybit.checkpoint.stream import quantize_checkpoint
@@ -60,26 +59,6 @@ def test_compiled_and_cached_graphs_follow_the_backend(tmp_path, monkeypatch):
         options = {"hf_overrides": {"anybit": {"backend": backend}}}
         assert by_vllm(tmp_path / "out", eager=False, **options) == wanted, backend
     assert by_vllm(tmp_path / "out", eager=False) == wanted  # the cpu backend again, unnamed
-
-
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory):
-    """A random mixture of 5 experts, dense, with a head of its own."""
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=4100,  # vLLM pads it
-        num_local_experts=5,  # so that two ranks hold 3 and 2
-        initializer_range=0.2,
-    )
-    path = tmp_path_factory.mktemp("mixtral")
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    AutoTokenizer.from_pretrained(PICO).save_pretrained(path)
-    return path
 
 
 MIXTURES = {

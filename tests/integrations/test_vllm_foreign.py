@@ -6,7 +6,12 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+import anybit
 from anybit.checkpoint.foreign.convert import convert_checkpoint
+from anybit.checkpoint.foreign.export import export_checkpoint
+from anybit.checkpoint.stream import quantize_checkpoint
+from anybit.errors import Unsupported
+from anybit.nn.model import dequantize_
 from tests.foreign.make import FIXTURES
 from tests.integrations.generate import by_transformers, by_vllm
 
@@ -19,6 +24,7 @@ def one_head(fixture, place):
     path = place / "config.json"
     config = json.loads(path.read_text())
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": config["hidden_size"]}
+    heads["eos_token_id"] = None  # which transformers would not choose, and vLLM would
     path.write_text(json.dumps(config | heads))
     return place
 
@@ -29,7 +35,21 @@ def test_checkpoint(name, tmp_path):
     convert_checkpoint(source, tmp_path / "out")
     wanted = by_transformers(tmp_path / "out", PROMPTS)
     options = {"skip_tokenizer_init": True, "quantization": "anybit"}
+    if name.startswith("bnb"):
+        with pytest.raises(Unsupported, match=r"names like .*\.weight\..*; make a checkpoint"):
+            by_vllm(source, PROMPTS, **options)
+        return
     assert by_vllm(source, PROMPTS, **options) == wanted
+
+
+def test_experts(tmp_path, mixtral):
+    plan = {"*": "int4:group=32", "*.w2": "int8:group=32", "*.w3": None}
+    quantize_checkpoint(mixtral, tmp_path / "ours", plan)
+    export_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+    dequantize_(anybit.load(tmp_path / "ours")).save_pretrained(tmp_path / "decoded")
+    shutil.copy(mixtral / "tokenizer.json", tmp_path / "theirs")
+    wanted = by_transformers(tmp_path / "decoded")
+    assert by_vllm(tmp_path / "theirs", quantization="anybit") == wanted
 
 
 def test_formats_of_a_quantized_checkpoint_are_its_own(tmp_path):

@@ -12,14 +12,18 @@ from vllm.model_executor.layers import vocab_parallel_embedding as vocabulary
 from vllm.model_executor.layers.quantization import get_quantization_config
 
 import anybit
+from anybit.core.packed import Packed
 from anybit.integrations.vllm import AnybitConfig, register
+from anybit.integrations.vllm_foreign import Source, planned
 from anybit.integrations.vllm_products import all_experts, one_by_one
 from anybit.kernels.reference import operand_weight
+from tests.foreign.make import FIXTURES
 from tests.specs import SPECS
 
 RANKS = (1, 2, 4)
 HEADS, KV_HEADS, HEAD, HIDDEN, MIDDLE, WORDS = 4, 2, 8, 512, 768, 200
 SMALL = [s for s in SPECS if "128" not in s]  # 512 / 4 and 768 / 4 columns hold whole groups
+NEAR = {"rtol": 1e-4, "atol": 1e-3}
 MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 SHAPES = {
     "q_proj": (HEADS * HEAD, HIDDEN),
@@ -215,6 +219,75 @@ def test_columns_in_an_order_of_their_own(play, caplog):
         load(column, stored, "down_proj")
         torch.testing.assert_close(run(column, x), wanted.chunk(2, 1)[rank], rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(down, wanted, rtol=1e-4, atol=1e-3)
+
+
+OTHERS = {  # and what its layers become; hidden sizes of 32 and 64
+    "aqlm_2x8": "codebook",
+    "awq_gemm": "int4",
+    "ct_activations": "int4",
+    "ct_floats": "nvfp4",
+    "gptq_4bit_act_order": "int4:group=16,order",
+    "hqq_4bit": "int4",
+    "hqq_axis0": None,
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", OTHERS)
+def test_layers_of_other_tools(name, ranks, play):
+    """Each rank's part of what `convert` makes of them."""
+    directory, block = FIXTURES / name, "model.layers.0"
+    work = planned(directory)
+    schemes = {n: layer.scheme for n, layer in work.layers.items()}
+    assert any((s or "dense").startswith(OTHERS[name] or "dense") for s in schemes.values())
+    own = AnybitConfig(dict(work.formats), foreign=True)
+    own.source = Source(directory, schemes)
+    own.packed_modules_mapping = MERGED
+    stored = {n: tensor.read() for n, tensor in work.stored.items()}
+    own._survey({n: tuple(tensor.shape) for n, tensor in stored.items()})
+    decoded = {n.removesuffix(".weight"): t.float() for n, t in stored.items()}
+    for n in schemes:
+        weight = work.layers[n].read()
+        decoded[n] = weight.dequantize() if isinstance(weight, Packed) else weight
+    hidden, middle = (decoded[f"{block}.mlp.{part}_proj"].shape[1] for part in ("up", "down"))
+    options = {"bias": False, "quant_config": own}
+    x, wide = torch.randn(3, hidden), torch.randn(3, middle)
+    loose = {"rtol": 0.05, "atol": 0.05} if any(s and "@" in s for s in schemes.values()) else {}
+    down = 0
+
+    def give(layer, part, shard=None):
+        owner = f"{block}.{part}."
+        for n, tensor in stored.items():
+            if n.startswith(owner):
+                param = getattr(layer, n.removeprefix(owner))
+                param.weight_loader(param, tensor, *(() if shard is None else (shard,)))
+
+    for rank in range(ranks):
+        play(rank, ranks)
+        qkv = layers.QKVParallelLinear(
+            hidden, hidden // 2, 2, 2, prefix=f"{block}.self_attn.qkv_proj", **options
+        )
+        for shard in "kqv":  # in any order
+            give(qkv, f"self_attn.{shard}_proj", shard)
+        gate_up = layers.MergedColumnParallelLinear(
+            hidden, [middle] * 2, prefix=f"{block}.mlp.gate_up_proj", **options
+        )
+        for shard, part in enumerate(("gate_proj", "up_proj")):
+            give(gate_up, f"mlp.{part}", shard)
+        row = layers.RowParallelLinear(
+            middle, hidden, prefix=f"{block}.mlp.down_proj", reduce_results=False, **options
+        )
+        give(row, "mlp.down_proj")
+        for layer, group, parts in (
+            (qkv, "self_attn", ("q_proj", "k_proj", "v_proj")),
+            (gate_up, "mlp", ("gate_proj", "up_proj")),
+        ):
+            rows = [decoded[f"{block}.{group}.{part}"].chunk(ranks)[rank] for part in parts]
+            wanted = linear(x, torch.cat(rows))
+            torch.testing.assert_close(run(layer, x), wanted, **(loose or NEAR))
+        down = down + run(row, wide.chunk(ranks, 1)[rank])
+    wanted = linear(wide, decoded[f"{block}.mlp.down_proj"])
+    torch.testing.assert_close(down, wanted, **(loose or NEAR))
 
 
 def test_a_divided_group_is_an_error_before_anything_is_loaded(play):

@@ -3,7 +3,6 @@
 import csv
 import ctypes
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +26,7 @@ from anybit.kernels.mma import backend, linear, selftest, tiles
 from anybit.kernels.mma.launch import POINTERS, MmaArguments, MmaLauncher
 from anybit.kernels.mma.tiles import Gpu, Kernel, Tile
 from tests.kernels.mma import GPUS
+from tests.needs import EVERY_KERNEL
 
 needs_dsl = pytest.mark.skipif(
     find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"
@@ -370,13 +370,11 @@ EVERY = [
 
 
 @needs_dsl
-@pytest.mark.parametrize(
-    ("name", "scheme", "m", "n"), EVERY if os.environ.get("ANYBIT_TEST_MMA") else FEW
-)
+@pytest.mark.parametrize(("name", "scheme", "m", "n"), EVERY if EVERY_KERNEL else FEW)
 def test_kernels_compile_without_spills(name: str, scheme: str, m: int, n: int) -> None:
     gpu = GPUS[name]
     kernels = [tiles.kernel_for(d, gpu, m, n, "bfloat16") for d in decoders(scheme)]
-    kernels = kernels if os.environ.get("ANYBIT_TEST_MMA") else kernels[:1]
+    kernels = kernels if EVERY_KERNEL else kernels[:1]
     for kernel in dict.fromkeys(kernels):
         assert kernel is not None
         made = kernel.generate()

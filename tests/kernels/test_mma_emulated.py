@@ -1,6 +1,5 @@
 """Kernels for `mma.sync` as compiled, run instruction by instruction, against the definition."""
 
-import os
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ from anybit.kernels.mma import tiles
 from anybit.kernels.mma.tiles import DECODE, Tile
 from anybit.kernels.reference import operand_weight
 from tests.kernels.mma import GPUS, Emulated, Tokens, kernel_of
+from tests.needs import EVERY_KERNEL
 from tests.ptx.machine import Machine
 from tests.ptx.parse import PtxError
 
@@ -43,7 +43,7 @@ FORMATS = {  # all kinds of decoders, and the architecture that their products n
 
 
 def every() -> Iterator[Case]:
-    """Each format in each kind of kernel, and each tile of the rule's families: `make test-mma`."""
+    """Each format in each kind of kernel, and each tile of the rule: `make test-emulated`."""
     for architecture, schemes in FORMATS.items():
         for scheme in schemes:
             for dtype in (HALF, BRAIN):
@@ -61,7 +61,7 @@ def every() -> Iterator[Case]:
                     yield scheme, BRAIN, k.tile, shape, 0, str(gpu.architecture), k.overlap
 
 
-if os.environ.get("ANYBIT_TEST_MMA"):
+if EVERY_KERNEL:
     CASES += [case for case in dict.fromkeys(every()) if case not in CASES]
 
 

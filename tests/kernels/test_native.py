@@ -238,6 +238,21 @@ def test_a_format_of_a_stranger(stranger: type[Format], spec: str) -> None:
         check(tokens(m, K, torch.bfloat16), weight, None)
 
 
+@pytest.mark.parametrize("spec", ["int4:group=64", "int4:group=64,zero", "fp8:group=32"])
+def test_scales_that_fp16_does_not_hold(level: isa.Isa, spec: str) -> None:
+    """Groups have fp32 scales then, as other tools' checkpoints do."""
+    plain = packed(spec, 19)
+    random = torch.Generator().manual_seed(3)
+    factor = 1 + torch.rand(plain.grid["scale"].shape, generator=random)
+    grid = plain.grid | {"scale": plain.grid["scale"].float() * factor}
+    weight = Packed.from_codes(plain.format, plain.shape, plain.codes(), grid)
+    found = table.probe(weight).scale
+    assert found is not None
+    assert found.dtype == torch.float32
+    for m in (1, 3, 11):
+        check(tokens(m, K, list(EPS)[m % 3]), weight, None)
+
+
 def test_what_is_no_table_is_left_to_others(
     stranger: type[Format], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -316,8 +316,7 @@ def job(arch: int, name: str, kind: str, more: dict, warps: int) -> tuple:
     constants = {k: v for k, v in (sizes | more).items() if k in arguments}
     if kind == "model":
         constants |= {k: None for k in ("k_scale", "v_scale") if k in arguments}
-    decode = kernels.TILES.get(kind, kernels.DECODE_INT8)
-    tile = kernels.PROMPT if more.get("ROWS") == 128 else decode
+    tile = kernels.PROMPT if more.get("ROWS") == 128 else kernels.TILES[kind]
     if "TOKENS" in constants:
         constants["TOKENS"] = tile.tokens
     return name, pointers, constants, warps, tile.stages, arch

@@ -1,8 +1,10 @@
 """The GEMM compiles for every supported architecture, on a machine without a GPU."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +31,8 @@ from anybit.kernels.triton.layout import layout_of
 
 POINTER = {16: "*i16", 8: "*i8"}
 for scheme in sys.argv[4:]:
+    if scheme == "ternary":
+        import ternary
     fmt, activation = parse_scheme(scheme)
     layout = layout_of(fmt, activation)
     x = "*i8" if layout.unit == 8 else "*fp16"
@@ -56,7 +60,8 @@ for scheme in sys.argv[4:]:
     text = made["ptx" if backend == "cuda" else "amdgcn"]
     lines = [line for line in text.splitlines() if '"' not in line]  # no names of files
     unit = [line for line in lines if "mma" in line or "mfma" in line]
-    print(scheme, len(unit), unit[0].strip() if unit else "")
+    count = sum(line.rstrip().endswith(";") for line in lines)
+    print(scheme, count, len(unit), unit[0].strip() if unit else "")
     if fmt.window:
         kinds = dict(x="*fp32", costs="*fp32", back="*u8", out="*i32", COUNT="i32")
         constants = dict(
@@ -68,6 +73,7 @@ for scheme in sys.argv[4:]:
         values = {(names.index(n),): v for n, v in constants.items()}
         triton.compile(ASTSource(viterbi._paths, signature, values), target=target)
 """
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "add_a_format.md"
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: str(target[1]))
@@ -80,3 +86,19 @@ def test_gemm_compiles_without_a_gpu(target: tuple[str, int | str, int]) -> None
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(SCHEMES)
     assert all(TARGETS[target] in line for line in lines), done.stdout
+
+
+def test_a_users_decoder_is_as_short_as_a_built_in_one(tmp_path: Path) -> None:
+    """The format of docs/add_a_format.md beside int2, whose codes have as many bits."""
+    source = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    assert source
+    (tmp_path / "ternary.py").write_text(source[1])
+    paths = os.pathsep.join([str(tmp_path), str(PAGE.parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "cuda", "90", "32", "ternary", "int2"],
+        capture_output=True, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    own, built_in = (int(line.split()[1]) for line in done.stdout.splitlines())
+    assert own == built_in > 100

@@ -11,6 +11,8 @@ import pytest
 
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
+from anybit.serve.bench import run as bench
+from tests.engine.test_speculation import drafting
 from tests.serve.conftest import Live, serving
 
 
@@ -389,3 +391,24 @@ def test_long_stops_and_penalties(live: Live) -> None:
     assert (cut["text"], cut["stop_reason"]) == (whole[: whole.index(stop)], stop)
     for field in ({"frequency_penalty": 2}, {"presence_penalty": 2}, {"logit_bias": {"77": 9}}):
         assert live.post("/v1/completions", body | field).json()["choices"][0]["text"] != whole
+
+
+def test_drafts_are_counted(tiny: Path) -> None:
+    """In metrics, in a request's usage, and by the bench of a server."""
+    with serving(drafting(LLM(tiny, block_size=8, draft=tiny, draft_tokens=3))) as live:
+        body = {"prompt": "def main(", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        usage = events(live.post("/v1/completions", body | streamed).text)[-1]["usage"]
+        details = usage["completion_tokens_details"]
+        accepted, rejected = (
+            details[f"{what}_prediction_tokens"] for what in ("accepted", "rejected")
+        )
+        assert usage["completion_tokens"] == 12
+        assert 0 < accepted < 12
+        text = httpx.get(live.url + "/metrics").text
+        for name, value in (("draft", accepted + rejected), ("accepted", accepted)):
+            name = f"vllm:spec_decode_num_{name}_tokens_total"
+            assert f'{name}{{model_name="tiny"}} {float(value)}' in text
+        shown: list[str] = []
+        bench(live.url, 2, 2, 8, 8, 4096, None, shown.append)
+        assert any("tokens taken" in line for line in shown)

@@ -190,6 +190,7 @@ class Conversion(Rewrite):
         unexpected: Layers that transformers' model does not have under their names.
     """
 
+    stored: Mapping[str, Stored | Made]
     formats: Mapping[str, str | None]
     method: str
     layers: Mapping[str, Layer]
@@ -230,11 +231,11 @@ class Conversion(Rewrite):
 
     def write(self, unit: str, shard: ShardWriter) -> None:
         if unit not in self.layers:
-            tensor = self.stored[unit]
-            if isinstance(tensor, Stored):
-                shard.copy(unit, tensor)
+            dense = self.stored[unit]
+            if isinstance(dense, Stored):
+                shard.copy(unit, dense)
             else:
-                shard.add(unit, tensor.read())
+                shard.add(unit, dense.read())
             return
         for key, tensor in self.tensors(unit).items():
             shard.add(f"{unit}.{key}", tensor)

@@ -87,6 +87,8 @@ def written(
         name: Of the layer, for errors.
     """
     Packed.from_tensors(fmt, shape, {key: tensor.meta() for key, tensor in stored.items()}, name)
+    if fmt.rotate:
+        return f"{fmt.spec} is rotated, which anybit does not write in {TOOL}"
     rows = (fmt.group or shape[1]) == shape[1]
     plain_fp8 = type(fmt) is Minifloat and (fmt.exponent, fmt.mantissa) == (4, 3)
     if activation is not None and not (plain_fp8 and rows and activation == "fp8"):

@@ -1,6 +1,6 @@
-"""`anybit export`: checkpoints of ours as compressed-tensors, which other engines read.
+"""`anybit export`: checkpoints of ours as compressed-tensors or GGUF, which other engines read.
 
-Only what that format says exactly is written; see `ct_layers.py`.
+Only what these formats say exactly is written; see `ct_layers.py` and `gguf_export.py`.
 """
 
 import os
@@ -25,6 +25,7 @@ from anybit.checkpoint.rewrite import (
     rewrite,
     unit_sizes,
 )
+from anybit.core.format import Format
 from anybit.core.packed import Packed, is_codes
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
@@ -34,7 +35,8 @@ from anybit.nn.experts import published
 from anybit.nn.plan import METHOD, patterns_for, stored_plan
 from anybit.version import __version__
 
-TARGETS = (TOOL,)
+GGUF = "gguf"
+TARGETS = (TOOL, GGUF)
 KV_SCALES = (".k_scale", ".v_scale")  # ours are per channel, and mean nothing there
 
 
@@ -43,7 +45,8 @@ class Exported:
     """What `export_checkpoint` did.
 
     Attributes:
-        out: The directory that was written.
+        out: The directory or file that was written.
+        tool: Whose layout it has.
         layers: Number of quantized layers, by their formats there.
         dropped: Tensors that the other layout has no place for.
         bytes_after: Of all tensors of the output.
@@ -51,6 +54,7 @@ class Exported:
     """
 
     out: Path
+    tool: str
     layers: Mapping[str, int]
     dropped: tuple[str, ...]
     bytes_after: int
@@ -59,7 +63,7 @@ class Exported:
     def __str__(self) -> str:
         left = f", {len(self.dropped)} scales of the KV cache left out" if self.dropped else ""
         return (
-            f"{self.out}: {sum(self.layers.values())} layers as {TOOL} "
+            f"{self.out}: {sum(self.layers.values())} layers as {self.tool} "
             f"({', '.join(self.layers)}){left}; "
             f"{megabytes(self.bytes_after)} in {self.seconds:.3g} s"
         )
@@ -80,10 +84,10 @@ def export_checkpoint(
 
     Args:
         source: Directory of a checkpoint of anybit.
-        out: Directory to write.
+        out: Directory to write; of GGUF, the file.
         to: The other tool, one of `TARGETS`.
         overwrite: As in `quantize_checkpoint`.
-        shard_bytes: As in `quantize_checkpoint`.
+        shard_bytes: As in `quantize_checkpoint`; a GGUF file holds everything.
         show_progress: As in `quantize_`.
 
     Returns:
@@ -100,11 +104,16 @@ def export_checkpoint(
     if to not in TARGETS:
         raise InvalidInput(f"cannot export to {to!r}; known: {', '.join(TARGETS)}")
     source, out = Path(source), Path(out).absolute()
+    if to == GGUF:
+        from anybit.checkpoint.foreign.gguf_export import export_gguf
+
+        counts, size = export_gguf(checkpoint_of(source), out, overwrite, show_progress)
+        return Exported(out, GGUF, counts, (), size, time.monotonic() - started)
     check_paths(source, out, overwrite)
     work = plan_export(source, shard_bytes)
     after, _ = rewrite(work, source, out, overwrite, show_progress, "exporting")
     layers = Counter(layer.name for layer in work.layers.values())
-    return Exported(out, layers, work.dropped, after, time.monotonic() - started)
+    return Exported(out, TOOL, layers, work.dropped, after, time.monotonic() - started)
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,7 @@ class Export(Rewrite):
         dropped: Tensors that are left out.
     """
 
+    stored: Mapping[str, Stored]
     layers: Mapping[str, Written]
     kept: tuple[str, ...]
     dropped: tuple[str, ...]
@@ -142,9 +152,7 @@ class Export(Rewrite):
     def write(self, unit: str, shard: ShardWriter) -> None:
         layer = self.layers.get(unit)
         if layer is None:
-            as_it_is = self.stored[unit]
-            assert isinstance(as_it_is, Stored)
-            shard.copy(unit, as_it_is)
+            shard.copy(unit, self.stored[unit])
             return
         keys = keys_of(layer.format, layer.shape)
         tensors = {key: self.stored[f"{unit}.{key}"].read() for key in keys}
@@ -153,18 +161,38 @@ class Export(Rewrite):
             shard.add(f"{unit}.{key}", tensor)
 
 
-def plan_export(source: Path, shard_bytes: int) -> Export:
-    """Which layer becomes what; InvalidInput when one of them cannot."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of ours, by its headers.
+
+    Attributes:
+        directory: Where it is.
+        config: Of config.json.
+        stored: Its tensors by name.
+        model: transformers' model, without memory.
+        linears: Its linear layers, by the names of checkpoints.
+        layers: Those that are quantized: format, activation and shape (N, K).
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    stored: Mapping[str, Stored]
+    model: nn.Module
+    linears: Mapping[str, nn.Linear]
+    layers: Mapping[str, tuple[Format, str | None, tuple[int, int]]]
+
+
+def checkpoint_of(source: Path) -> Checkpoint:
+    """What there is to export; InvalidInput when it is no checkpoint of ours."""
     stored, config = stored_tensors(source), read_json(source / "config.json")
     quantization = config.get("quantization_config") or {}
     if quantization.get("quant_method") != METHOD:
         raise InvalidInput(f"{source} is no checkpoint of anybit; quantize or convert it first")
-    plan = stored_plan(quantization)
-    modules = meta_model(source).named_modules()
+    plan, model = stored_plan(quantization), meta_model(source)
+    modules = model.named_modules()
     model_type = config.get("model_type")
     linears = {published(n, model_type): m for n, m in modules if isinstance(m, nn.Linear)}
-    layers: dict[str, Written] = {}
-    reasons: dict[str, str] = {}
+    layers = {}
     for name in dict.fromkeys(key.rpartition(".")[0] for key in stored if is_codes(key)):
         matches = patterns_for(name, plan)
         scheme = plan[matches[-1]] if matches else None
@@ -172,20 +200,25 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
             what = "its model has no such layer" if name not in linears else "it names no format"
             raise InvalidInput(f"{source}: has codes for {name}, but by config.json {what}")
         shape = (linears[name].out_features, linears[name].in_features)
-        fmt, activation = parse_scheme(scheme)
+        layers[name] = (*parse_scheme(scheme), shape)
+    return Checkpoint(source, config, stored, model, linears, layers)
+
+
+def plan_export(source: Path, shard_bytes: int) -> Export:
+    """Which layer becomes what; InvalidInput when one of them cannot."""
+    found = checkpoint_of(source)
+    stored, config, linears = found.stored, found.config, found.linears
+    layers: dict[str, Written] = {}
+    reasons: dict[str, str] = {}
+    for name, (fmt, activation, shape) in found.layers.items():
         keys = [key for key in keys_of(fmt, shape) if f"{name}.{key}" in stored]
         own = {key: stored[f"{name}.{key}"] for key in keys}
-        found = written(fmt, activation, shape, own, name)
-        if isinstance(found, Written):
-            layers[name] = found
+        layer = written(fmt, activation, shape, own, name)
+        if isinstance(layer, Written):
+            layers[name] = layer
         else:
-            reasons[name] = found
-    if reasons:
-        name = next(iter(reasons))
-        raise InvalidInput(
-            f"{source}: {len(reasons)} of {len(reasons) + len(layers)} layers cannot be exported "
-            f"exactly, the first is {name}: {reasons[name]}"
-        )
+            reasons[name] = layer
+    check_all(source, reasons, len(found.layers))
     dropped = tuple(name for name in stored if name.endswith(KV_SCALES))
     owner = {
         f"{name}.{key}": name
@@ -207,6 +240,16 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
         kept=tuple(name for name in linears if name not in layers),
         dropped=dropped,
     )
+
+
+def check_all(source: Path, reasons: Mapping[str, str], count: int) -> None:
+    """InvalidInput when some of `count` layers cannot be written, for the reasons given."""
+    if reasons:
+        name = next(iter(reasons))
+        raise InvalidInput(
+            f"{source}: {len(reasons)} of {count} layers cannot be exported exactly, the first is "
+            f"{name}: {reasons[name]}"
+        )
 
 
 def quantization_config(layers: Mapping[str, Written], kept: tuple[str, ...]) -> dict[str, Any]:

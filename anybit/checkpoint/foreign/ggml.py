@@ -40,18 +40,20 @@ class Field(NamedTuple):
 
     def read(self, part: Tensor) -> Tensor:
         """Bytes (..., nbytes) -> these bits of the codes (..., columns), in their place."""
-        runs = part.unflatten(-1, (self.runs, 1, self.width))
-        some = runs >> self._shifts() & ((1 << self.bits) - 1)
-        return some.flatten(-3) << self.low
+        runs = part.unflatten(-1, (self.runs, self.width))
+        out = part.new_empty(*runs.shape[:-1], 8 // self.bits, self.width)
+        for i in range(8 // self.bits):  # shifts by one number are faster than by a tensor
+            out[..., i, :] = runs >> i * self.bits
+        return (out.bitwise_and_((1 << self.bits) - 1) << self.low).flatten(-3)
 
     def write(self, codes: Tensor) -> Tensor:
         """The inverse of `read`."""
         some = codes >> self.low & ((1 << self.bits) - 1)
-        runs = some.unflatten(-1, (self.runs, 8 // self.bits, self.width)) << self._shifts()
-        return runs.sum(-2, dtype=torch.uint8).flatten(-2)
-
-    def _shifts(self) -> Tensor:
-        return torch.arange(0, 8, self.bits, dtype=torch.uint8)[:, None]
+        some = some.unflatten(-1, (self.runs, 8 // self.bits, self.width))
+        out = some[..., 0, :]
+        for i in range(1, 8 // self.bits):
+            out = out | some[..., i, :] << i * self.bits
+        return out.flatten(-2)
 
 
 class Scale(NamedTuple):
@@ -59,19 +61,19 @@ class Scale(NamedTuple):
 
     Attributes:
         name: In the grid.
-        count: Numbers in a block.
+        numbers: Of them in a block.
         dtype: Theirs.
         flip: XOR of their bytes: 128 makes int8 a uint8 that is 128 more.
     """
 
     name: str
-    count: int = 1
+    numbers: int = 1
     dtype: torch.dtype = torch.float16
     flip: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.count * self.dtype.itemsize
+        return self.numbers * self.dtype.itemsize
 
 
 class Steps(NamedTuple):
@@ -165,18 +167,17 @@ def _unpack(kind: Type, rows: Tensor, name: str) -> Packed:
         else:
             found = STEPS[part.name][0](some)
             grid |= {key: numbers.flatten(1) for key, numbers in found.items()}
-    if int(codes.max()) > kind.most:
+    if kind.most < 255 and int(codes.max()) > kind.most:
         raise InvalidInput(f"{name}: holds code {int(codes.max())}, above the largest, {kind.most}")
-    codes = (codes + kind.plus ^ kind.flip).flatten(1)
+    codes = codes.add_(kind.plus).bitwise_xor_(kind.flip).flatten(1)
     return Packed.from_codes(fmt, (n, codes.shape[1]), codes, {**constants(fmt, n), **grid})
 
 
 def constants(fmt: Format, n: int) -> Grid:
     """What the grid holds beside the numbers of blocks: a scale of 1, and tables."""
-    fitted = fmt.fit(torch.zeros(1, 256))
-    entries = fmt.entries()
-    tables = {key: t for key, t in fitted.items() if entries[key].table is not None}
-    return tables | {"scale": torch.ones(n, 1, dtype=torch.float16)}
+    named = [key for key, entry in fmt.entries().items() if entry.table is not None]
+    fitted = fmt.fit(torch.zeros(1, 256)) if named else {}
+    return {key: fitted[key] for key in named} | {"scale": torch.ones(n, 1, dtype=torch.float16)}
 
 
 def pack(kind: Type, packed: Packed, name: str) -> Tensor:
@@ -211,7 +212,8 @@ def _pack(kind: Type, packed: Packed, name: str) -> Tensor:
                 raise InvalidInput(f"{name}: {part.name} has numbers that are none of {part.dtype}")
             parts.append(numbers.view(torch.uint8).view(n, count, -1) ^ part.flip)
         else:
-            some = {key: grid[key].view(n, count, -1) for key in ("step", "low") if key in grid}
+            names: list[str] = [key for key in ("step", "low") if key in grid]
+            some = {key: grid[key].view(n, count, -1) for key in names}
             parts.append(STEPS[part.name][1](some))
     return torch.cat(parts, -1).flatten(1)
 

@@ -5,11 +5,16 @@ output without an error. Constants that llama.cpp has in its code are here, too.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from anybit.checkpoint.foreign.gguf_file import Contents
+import torch
+from torch import Tensor
+
+from anybit.checkpoint.foreign.gguf_file import Block, Contents
 from anybit.errors import InvalidInput
+from anybit.files.safetensors import Stored
 
 COMMON = {
     "context_length": "max_position_embeddings",
@@ -136,7 +141,8 @@ def config_of(contents: Contents) -> dict[str, Any]:
     if not config.get("sliding_window"):
         config["sliding_window"] = None
     for name, key in TOKENS.items():
-        config[key] = contents.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        token = contents.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        config[key] = token if isinstance(token, int) else None
     rope(own, config)
     if family.arch in GEMMA_27B:
         heads = config["hidden_size"] // config["num_attention_heads"]
@@ -163,14 +169,21 @@ class Own:
         self.known = {*COMMON, *family.keys, *ROPE, *OTHERS}
 
     def number(self, key: str, default: Any = None) -> Any:
-        """A value; of one for each layer, that of all."""
+        """A number that is not below 0; of one for each layer, that of all."""
         self.known.add(key)
         value = self.values.get(key, default)
         if isinstance(value, list):
             if len(set(value)) != 1:
                 raise InvalidInput(f"{self.path}: {self.arch}.{key} is not the same in all layers")
             value = value[0]
+        if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
+            raise InvalidInput(f"{self.path}: {self.arch}.{key} is {str(value)[:40]!r}, no number")
         return value
+
+    def text(self, key: str, default: str) -> str:
+        """A word."""
+        value = self.values.get(key, default)
+        return value if isinstance(value, str) else repr(value)
 
     def check_all_known(self) -> None:
         """InvalidInput when there is a key that nothing here understands."""
@@ -187,7 +200,9 @@ class Own:
 def rope(own: Own, config: dict[str, Any]) -> None:
     """Rotary embeddings: their base, how they are stretched, and how much of a head they turn."""
     tensors, path = own.contents.tensors, own.path
-    scaling = own.number("rope.scaling.type", "none")
+    scaling, factor = own.text("rope.scaling.type", "none"), own.number("rope.scaling.factor", 1.0)
+    if factor < 1:
+        raise InvalidInput(f"{path}: rotary embeddings stretched {factor} times cannot be read")
     factors = [name for name in tensors if name.startswith(("rope_freqs", "rope_factors"))]
     made = {"rope_type": "default", "rope_theta": own.number("rope.freq_base", 10000.0)}
     attention = own.number("rope.scaling.attn_factor", 1.0)
@@ -210,9 +225,8 @@ def rope(own: Own, config: dict[str, Any]) -> None:
         }
         config["original_max_position_embeddings"] = original
     elif scaling == "linear":
-        made |= {"rope_type": "linear", "factor": own.number("rope.scaling.factor", 1.0)}
+        made |= {"rope_type": "linear", "factor": factor}
     elif scaling == "yarn" and original:
-        factor = own.number("rope.scaling.factor", 1.0)
         made |= {
             "rope_type": "yarn",
             "factor": factor,
@@ -249,13 +263,127 @@ def gemma3(own: Own, config: dict[str, Any]) -> None:
     period = own.values.get("attention.sliding_window_pattern", GEMMA3_PERIOD)
     own.known.add("attention.sliding_window_pattern")
     local = own.number("rope.freq_base_swa", GEMMA3_LOCAL_BASE)
-    count = config["num_hidden_layers"]
-    near = period if isinstance(period, list) else [(i + 1) % period != 0 for i in range(count)]
+    near = period
+    if not isinstance(period, list):
+        count = config["num_hidden_layers"]
+        near = [
+            (i + 1) % max(1, own.number("attention.sliding_window_pattern", period)) != 0
+            for i in range(count)
+        ]
     config["layer_types"] = ["sliding_attention" if n else "full_attention" for n in near]
     config["rope_parameters"] = {
         "full_attention": config["rope_parameters"],
         "sliding_attention": {"rope_type": "default", "rope_theta": local},
     }
+
+
+# The way back.
+
+
+IDLE = {  # of a config.json, without effect on a model's outputs, or said by tensors
+    "architectures", "attention_dropout", "bos_token_id", "cache_implementation", "dtype",
+    "embd_pdrop", "eos_token_id", "head_dim", "initializer_range", "max_window_layers",
+    "original_max_position_embeddings", "output_router_logits", "pad_token_id", "pretraining_tp",
+    "quantization_config", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise",
+    "sliding_window_pattern", "_sliding_window_pattern", "torch_dtype", "transformers_version",
+    "use_cache", "_name_or_path", "_attn_implementation",
+}  # fmt: skip
+
+
+def metadata_of(
+    config: Any, family: Family, names: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The metadata that says what a configuration of transformers does; the inverse of `config_of`.
+
+    Args:
+        config: transformers' configuration.
+        family: Of its models.
+        names: ggml's names of the model's tensors.
+
+    Returns:
+        Values by key, and small tensors by name.
+
+    Raises:
+        InvalidInput: GGUF has no word for a setting.
+    """
+    arch, heads = family.arch, config.num_attention_heads
+    own = {
+        key: getattr(config, name)
+        for key, name in {**COMMON, **family.keys}.items()
+        if getattr(config, name, None) is not None
+    }
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    own |= {"attention.key_length": dim, "attention.value_length": dim}
+    own["vocab_size"] = config.vocab_size
+    given = config.rope_parameters
+    if family.arch == "gemma3":
+        own["rope.freq_base_swa"] = given["sliding_attention"]["rope_theta"]
+        given = given["full_attention"]
+    turned = int(dim * given.get("partial_rotary_factor", 1.0))
+    own |= {"rope.freq_base": given["rope_theta"], "rope.dimension_count": turned}
+    more, tensors = stretched(config, given, turned)
+    metadata = {f"{arch}.{key}": value for key, value in (own | more).items()}
+    metadata["general.architecture"] = arch
+    shape = (config.vocab_size, config.hidden_size)
+    nowhere = Stored(Path("the checkpoint"), "F32", shape, 0, 0)
+    blocks = {name: Block("F32", shape, nowhere) for name in names}
+    back = config_of(Contents((nowhere.file,), metadata, blocks))
+    again, before = type(config)(**back).to_dict(), config.to_dict()
+    idle = IDLE | ({"rope_parameters"} if tensors else set())
+    for key in before:
+        if key not in idle and not same(again.get(key), before[key]):
+            raise InvalidInput(
+                f"config.json: {key} is {str(before[key])[:60]}, and llama.cpp's {arch} would run "
+                f"with {str(again.get(key))[:60]}; this model cannot be written as GGUF"
+            )
+    return metadata, tensors
+
+
+def same(got: Any, wanted: Any) -> bool:
+    """Whether a setting says what another one does; of objects, every word of that."""
+    if isinstance(wanted, dict) and isinstance(got, dict):
+        return all(same(got.get(key), value) for key, value in wanted.items() if value is not None)
+    if isinstance(wanted, float) and isinstance(got, int | float):
+        return math.isclose(got, wanted, rel_tol=1e-6)
+    return bool(got == wanted)
+
+
+def stretched(
+    config: Any, given: Mapping[str, Any], turned: int
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Metadata and tensors of stretched rotary embeddings."""
+    kind = given["rope_type"]
+    if kind in ("linear", "yarn"):
+        out = {"rope.scaling.type": kind, "rope.scaling.factor": given["factor"]}
+        if kind == "yarn":
+            usual = 1 + 0.1 * math.log(given["factor"])
+            attention = given.get("attention_factor") or usual
+            out |= {
+                "rope.scaling.original_context_length": given["original_max_position_embeddings"],
+                "rope.scaling.attn_factor": attention / usual,
+            }
+            betas = {name: given.get(name) for name in ("beta_fast", "beta_slow")}
+            out |= {f"rope.scaling.yarn_{name}": float(b) for name, b in betas.items() if b}
+        return out, {}
+    if kind == "llama3":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        plain = given["rope_theta"] ** -(torch.arange(0, turned, 2).float() / turned)
+        return {}, {"rope_freqs.weight": plain / ROPE_INIT_FUNCTIONS[kind](config)[0].float()}
+    if kind == "longrope":
+        short, long = (torch.tensor(given[f"{name}_factor"]).float() for name in ("short", "long"))
+        attention = given.get("attention_factor")
+        if torch.equal(short, long) and attention == 1.0:
+            return {}, {"rope_freqs.weight": short}
+        known = config.original_max_position_embeddings
+        factor = config.max_position_embeddings / known
+        usual = math.sqrt(1 + math.log(factor) / math.log(known)) if factor > 1 else 1.0
+        out = {
+            "rope.scaling.original_context_length": known,
+            "rope.scaling.attn_factor": attention or usual,
+        }
+        return out, {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
+    return {}, {}
 
 
 def dtype_of(contents: Contents) -> str:

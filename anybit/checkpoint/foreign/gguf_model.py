@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from anybit.nn.experts import published
 
 log = logging.getLogger(__name__)
 
+HEAD = "lm_head.weight"
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 ENDS = ("eos", "eot", "eom")  # tokens that end a text
 LEFT = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # in config
@@ -119,9 +120,10 @@ def open_model(
     contents = read_model(path)
     family, config = family_of(contents), config_of(contents)
     write_json(directory / "config.json", config)
-    ends = {contents.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS} - {None}
-    if ends:
-        write_json(directory / "generation_config.json", {"eos_token_id": sorted(ends)})
+    ends = [contents.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS]
+    known = sorted({token for token in ends if isinstance(token, int)})
+    if known:
+        write_json(directory / "generation_config.json", {"eos_token_id": known})
     model = meta_model(directory, {n: block.stored for n, block in contents.tensors.items()})
     write_tokenizer(contents, directory)
     return config, *placed(contents, family, config, model), model
@@ -146,51 +148,76 @@ def write_tokenizer(contents: Contents, directory: Path) -> None:
         )  # fmt: skip
 
 
+class Named(NamedTuple):
+    """A tensor of a model, by several names.
+
+    Attributes:
+        own: In transformers' model.
+        name: In its checkpoints.
+        theirs: In GGUF files.
+        expert: Which part of the tensor there it is; None: all of it.
+    """
+
+    own: str
+    name: str
+    theirs: str
+    expert: int | None
+
+
+def named(path: Path, family: Family, layers: int, tied: bool, model: nn.Module) -> list[Named]:
+    """All tensors of a model, but a head that is tied.
+
+    Raises:
+        InvalidInput: The `gguf` package has no name for one.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == family.arch)
+    table, out = get_tensor_name_map(arch, layers), []
+    for own in model.state_dict():
+        name = published(own, family.model_type)
+        if name == HEAD and tied:
+            continue
+        expert = EXPERT.search(name)
+        theirs = table.get_name(EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
+        theirs = "output.weight" if name == HEAD else theirs
+        if theirs is None:
+            raise InvalidInput(f"{path}: ggml's {family.arch} has no tensor for {name}")
+        out.append(Named(own, name, theirs, int(expert[1]) if expert else None))
+    return out
+
+
 def placed(
     contents: Contents, family: Family, config: Mapping[str, Any], model: nn.Module
 ) -> tuple[dict[str, "Stored | Made"], dict[str, Layer]]:
     """Every tensor of the model, found in the file."""
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
     path = contents.files[0]
-    arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == family.arch)
-    table = get_tensor_name_map(arch, config["num_hidden_layers"])
     stored: dict[str, Stored | Made] = {}
     layers: dict[str, Layer] = {}
-    used = {*LEFT}
-    experts: dict[str, list[Stored]] = {}
-    for own, tensor in model.state_dict().items():
-        name = published(own, family.model_type)
-        if name == "lm_head.weight" and config["tie_word_embeddings"]:
-            continue
-        expert = EXPERT.search(name)
-        plain = EXPERT.sub(".experts.", name)
-        theirs = table.get_name(plain, try_suffixes=(".weight", ".bias"))
-        if name == "lm_head.weight":
-            theirs = "output.weight"
-        block = contents.tensors.get(theirs or "")
-        if theirs is None or block is None:
-            raise InvalidInput(f"{path}: has no tensor {theirs or '?'} for {name}")
+    used, experts, tensors = {*LEFT}, dict[str, list[Stored]](), model.state_dict()
+    tied = config["tie_word_embeddings"]
+    for own, name, theirs, expert in named(path, family, config["num_hidden_layers"], tied, model):
+        shape = tuple(tensors[own].shape)
+        block = contents.tensors.get(theirs)
+        if block is None:
+            raise InvalidInput(f"{path}: has no tensor {theirs} for {name}")
         used.add(theirs)
-        if expert:
+        if expert is not None:
             if theirs not in experts:
                 experts[theirs] = list(block.stored.each()) if len(block.shape) == 3 else []
-            if int(expert[1]) >= len(experts[theirs]):
+            if expert >= len(experts[theirs]):
                 raise InvalidInput(f"{path}: {theirs} of {block.shape} holds too few experts")
-            part = experts[theirs][int(expert[1])]
-            block = Block(block.kind, block.shape[1:], part)
-        if tuple(n for n in block.shape if n > 1) != tuple(n for n in tensor.shape if n > 1):
-            raise InvalidInput(
-                f"{path}: {theirs} has shape {block.shape}, and {name} {tuple(tensor.shape)}"
-            )
+            block = Block(block.kind, block.shape[1:], experts[theirs][expert])
+        if [n for n in block.shape if n > 1] != [n for n in shape if n > 1]:
+            raise InvalidInput(f"{path}: {theirs} has shape {block.shape}, and {name} {shape}")
+        rows = unpaired(name, family, config, block.shape[0])
         module = model.get_submodule(own.rpartition(".")[0])
-        rows = pairs(name, family, config, block.shape[0])
         if isinstance(module, nn.Linear) and block.kind not in DENSE and len(block.shape) == 2:
             layer = name.rpartition(".")[0]
             stored[name] = block.stored
             layers[layer] = linear(layer, block, rows)
         else:
-            stored[name] = dense(block, tuple(tensor.shape), rows, config, family, name)
+            stored[name] = dense(block, shape, rows, config, family, name)
     unknown = [name for name in contents.tensors if name not in used]
     if unknown:
         raise InvalidInput(
@@ -234,8 +261,11 @@ def dense(
     return Made(block.stored, block.kind, shape, dtype, rows, minus)
 
 
-def pairs(name: str, family: Family, config: Mapping[str, Any], n: int) -> Tensor | None:
-    """The order of rows of q and k, of which ggml rotates neighbours; None where it is the same."""
+def unpaired(name: str, family: Family, config: Mapping[str, Any], n: int) -> Tensor | None:
+    """Rows of q and k in the model's order, as the file has them; None where they are the same.
+
+    ggml rotates neighbours, transformers the two halves of a head.
+    """
     heads = {
         "q_proj": config["num_attention_heads"],
         "k_proj": config["num_key_value_heads"],

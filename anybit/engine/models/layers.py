@@ -10,11 +10,13 @@ from transformers.activations import ACT2FN
 
 from anybit.engine.attention import Batch, LayerCache, Scores, attention
 from anybit.engine.experts import OneByOne, biases_of, experts_of
-from anybit.engine.fused import add_norm, rms_norm, silu_mul
+from anybit.engine.fused import AS_IT_IS, Wanted, add_norm, rms_norm, silu_mul
+from anybit.engine.lora import Adapters
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.rope import Rope, head_dim
 from anybit.engine.weights import Weights
 from anybit.kernels.backend import Activations
+from anybit.nn.linear import QuantLinear
 
 SILU = ("silu", "swish")  # two names of one function
 
@@ -49,9 +51,9 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = norm_weight(weights, name, size, kind), eps
 
     def forward(
-        self, x: Tensor, delta: Tensor | None, activation: str | None
+        self, x: Tensor, delta: Tensor | None, wanted: Wanted = AS_IT_IS
     ) -> tuple[Tensor | Activations, Tensor]:
-        return add_norm(x, delta, self.weight, self.eps, activation)
+        return add_norm(x, delta, self.weight, self.eps, wanted)
 
 
 class Mixer(nn.Module):
@@ -176,7 +178,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor | Activations) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(gated(self.act, gate, up, notation(self.down_proj)))
+        return self.down_proj(gated(self.act, gate, up, wanted_by(self.down_proj)))
 
 
 class MoE(nn.Module):
@@ -262,23 +264,23 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, delta: Tensor | None, rope: Rope, cache: LayerCache, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        y, x = self._before(self.attention_norm, x, delta, notation(self.self_attn.qkv_proj))
+        y, x = self._before(self.attention_norm, x, delta, wanted_by(self.self_attn.qkv_proj))
         y = self._after(self.after_attention, self.self_attn(y, rope, cache, batch))
         first = getattr(self.mlp, "gate_up_proj", None)  # a router wants its input as it is
-        y, x = self._before(self.mlp_norm, x, y, notation(first))
+        y, x = self._before(self.mlp_norm, x, y, wanted_by(first))
         return x, self._after(self.after_mlp, self.mlp(y))
 
     def _before(
-        self, norm: RMSNorm | None, x: Tensor, delta: Tensor | None, activation: str | None
+        self, norm: RMSNorm | None, x: Tensor, delta: Tensor | None, wanted: Wanted
     ) -> tuple[Tensor | Activations, Tensor]:
         if norm is not None:
-            return norm(x, delta, activation)
+            return norm(x, delta, wanted)
         x = x if delta is None else x + delta
         return x, x
 
     def _after(self, norm: RMSNorm | None, y: Tensor) -> Tensor:
         if norm is not None:
-            y = norm(y, None, None)[0]
+            y = norm(y, None)[0]
         return y if self.multiplier == 1 else y * self.multiplier
 
 
@@ -289,10 +291,11 @@ class Decoder(nn.Module):
     """
 
     norm_kind: ClassVar[NormKind] = PLAIN
+    adapters: Adapters | None = None
 
     def __init__(self, config: PretrainedConfig, weights: Weights, length: int):
         super().__init__()
-        self.config, self.length = config, length
+        self.config, self.length, self.adapters = config, length, weights.adapters
         size, vocabulary, layers = config.hidden_size, config.vocab_size, config.num_hidden_layers
         self.ropes = self.rope_of_layers(length, weights.device)
         self.embed_tokens = weights.tensor("model.embed_tokens.weight", (vocabulary, size))
@@ -327,7 +330,7 @@ class Decoder(nn.Module):
             x = x * self.embedding_scale
         for layer, rope, cache in zip(self.layers, self.ropes, caches, strict=True):
             x, delta = layer(x, delta, rope, cache, batch)
-        return self.norm(x, delta, None)[0]
+        return self.norm(x, delta)[0]
 
     @property
     def capturable(self) -> bool:
@@ -366,18 +369,18 @@ def activation_of(config: PretrainedConfig) -> str:
     return str(name)
 
 
-def gated(
-    act: str, gate: Tensor, up: Tensor, activation: str | None = None
-) -> Tensor | Activations:
-    """act(gate) * up, in the notation that the next layer wants if that is made on the way."""
+def gated(act: str, gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tensor | Activations:
+    """act(gate) * up, as the next layer wants it if that is made on the way."""
     if act in SILU:
-        return silu_mul(gate, up, activation)
+        return silu_mul(gate, up, wanted)
     return ACT2FN[act](gate) * up
 
 
-def notation(layer: nn.Module | None) -> str | None:
-    """In what a layer wants its input quantized; None for the model's dtype."""
-    return getattr(layer, "activation", None)
+def wanted_by(layer: nn.Module | None) -> Wanted:
+    """How a layer wants its input."""
+    if not isinstance(layer, QuantLinear):
+        return AS_IT_IS
+    return Wanted(layer.activation, layer._buffers.get("rotate_in"))
 
 
 def window_of(config: PretrainedConfig, index: int) -> int | None:

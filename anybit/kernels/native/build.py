@@ -105,13 +105,11 @@ def _machine(isa: Isa) -> Any:
 
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    features = ["-prefer-256-bit", *(f"+{feature}" for feature in isa.features)]
-    if isa.bits == 512:
-        features.append("+evex512")  # or LLVM 20 aborts at an operator of 512 bits
+    # evex512: or LLVM 20 aborts at an operator of 512 bits.
+    own = ["-prefer-256-bit"] + ["+evex512"] * (isa.bits == 512)
+    features = ",".join([*own, *(f"+{feature}" for feature in isa.features)])
     target = binding.Target.from_default_triple()
-    return target.create_target_machine(
-        cpu="x86-64-v3", features=",".join(features), opt=3, jit=True
-    )
+    return target.create_target_machine(cpu="x86-64-v3", features=features, opt=3, jit=True)
 
 
 def compile_text(text: str, isa: Isa) -> bytes:

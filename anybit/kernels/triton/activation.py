@@ -12,10 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anybit.core.rotation import block
 from anybit.kernels.backend import CODES
 from anybit.kernels.triton.lang import INTERPRET
 
 LARGEST = {"int8": 127, "fp8": 448}
+BLOCKS = 16  # that one program rotates
+WIDEST = 8192  # columns of a token that is rotated in the registers of one program
 COLUMNS = 1024  # of a program that multiplies SiLU(gate) and up without quantizing
 
 
@@ -73,14 +76,50 @@ def _silu(gate, up, dtype):
 
 
 @triton.jit
+def _transformed(v, SIZE: tl.constexpr):
+    """v (blocks, SIZE) fp32 times Sylvester's Hadamard matrix, normalized, within fp32's rounding.
+
+    Its signs are the parities of the bits that row and column share.
+    """
+    i = tl.arange(0, SIZE)
+    p = i[:, None] & i[None, :]
+    p = p ^ (p >> 4)
+    p = p ^ (p >> 2)
+    p = p ^ (p >> 1)
+    h = (1 - 2 * (p & 1)).to(tl.float32)
+    return tl.dot(v, h, input_precision="tf32x3") * (1 / tl.sqrt(SIZE * 1.0))
+
+
+@triton.jit
+def _rotate(
+    x, vector, out, UNITS, ROW, X_STRIDE, AFTER: tl.constexpr, SIZE: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """H (vector * x), or vector * (H x), of TILE blocks of SIZE columns. A token has ROW."""
+    launch_next(PDL)
+    unit = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
+    k = (unit % ROW * SIZE)[:, None] + tl.arange(0, SIZE)[None, :]
+    live = (unit < UNITS)[:, None]
+    scale = tl.load(vector + k).to(tl.float32)
+    after_previous(PDL)
+    v = tl.load(x + (unit // ROW * X_STRIDE)[:, None] + k, mask=live, other=0)
+    dtype = v.dtype
+    v = v.to(tl.float32)
+    v = _transformed(v, SIZE) * scale if AFTER else _transformed(v * scale, SIZE)
+    at = unit[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(out + at, v.to(dtype), mask=live)
+
+
+@triton.jit
 def _token(
-    x, other, weight, out, scales, sums, residual, K, X_STRIDE, OTHER_STRIDE, EPS,
+    x, other, weight, vector, out, scales, sums, residual, K, X_STRIDE, OTHER_STRIDE, EPS,
     LARGEST: tl.constexpr, FUSE: tl.constexpr, HAS_SUMS: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A token: x, RMSNorm(x + other) * weight ("norm") or SiLU(other) * x ("silu").
 
-    LARGEST > 0: quantized to codes, scale and sum; 0: stored as it is. residual: gets x + other.
+    SIZE > 0: then rotated, in blocks of that size. LARGEST > 0: quantized to codes, scale and sum;
+    0: stored as it is. residual: gets x + other.
     """
     launch_next(PDL)
     m = tl.program_id(0).to(tl.int64)
@@ -102,6 +141,10 @@ def _token(
             v = v.to(tl.float32)
         v = (v * tl.rsqrt(tl.sum(v * v, axis=0) / K + EPS)).to(dtype).to(tl.float32)
         v = (v * w.to(tl.float32)).to(dtype).to(tl.float32)
+    if SIZE > 0:
+        v = v * tl.load(vector + k, mask=k < K, other=0).to(tl.float32)
+        v = tl.reshape(_transformed(tl.reshape(v, (WIDE // SIZE, SIZE)), SIZE), (WIDE,))
+        v = v.to(dtype).to(tl.float32)
     if LARGEST == 0:
         tl.store(out + m * K + k, v.to(dtype), mask=k < K)
     else:
@@ -134,9 +177,33 @@ def quantize_tokens(
     return quantize(x, activation, dtype)[:2]
 
 
-def silu_quantize(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """SiLU(gate) * up, both (M, K) -> codes (M, K), scale (M,) fp32, sums of int8 codes (M,)."""
-    return quantize(up, activation, gate=gate, sums=activation == "int8")[:3]
+def silu_quantize(
+    gate: Tensor, up: Tensor, activation: str, vector: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """SiLU(gate) * up, both (M, K) -> codes (M, K), scale (M,) fp32, sums of int8 codes (M,).
+
+    vector: as in `quantize`.
+    """
+    return quantize(up, activation, gate=gate, sums=activation == "int8", vector=vector)[:3]
+
+
+def rotate(x: Tensor, vector: Tensor, after: bool) -> Tensor:
+    """`anybit.kernels.rotation.rotate` of tokens (M, K)."""
+    m, k = x.shape
+    size, x = block(k), side_by_side(x)
+    out = torch.empty(m, k, dtype=x.dtype, device=x.device)
+    units = m * (k // size)
+    if m:
+        _rotate[(triton.cdiv(units, BLOCKS),)](
+            x, vector, out, units, k // size, x.stride(0), AFTER=after, SIZE=size, TILE=BLOCKS,
+            num_warps=4, **overlap(x.device),
+        )  # fmt: skip
+    return out
+
+
+def rotates(k: int) -> bool:
+    """Whether tokens of K = k fit into one program together with H."""
+    return k <= WIDEST
 
 
 def quantize(
@@ -146,18 +213,19 @@ def quantize(
     gate: Tensor | None = None,
     norm: tuple[Tensor | None, Tensor, float] | None = None,
     sums: bool = False,
+    vector: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (M, K), or what comes of it -> codes (M, K), scale (M,) fp32, sums (M,) int32, residual.
 
     gate (M, K): SiLU(gate) * x. norm: (delta, weight (K,), epsilon) for RMSNorm(x + delta) *
     weight; the residual is x + delta, or x where delta is None. sums: whether to add up the codes.
-    dtype: as in `quantize_tokens`.
+    dtype: as in `quantize_tokens`. vector (K,): of a rotation before that, where `rotates(K)`.
     """
     m, k = x.shape
     out = torch.empty(m, k, dtype=dtype or CODES[activation], device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
     total = torch.empty(m if sums else 0, dtype=torch.int32, device=x.device)
-    residual = _launch(x, out, LARGEST[activation], gate, norm, scale, total)
+    residual = _launch(x, out, LARGEST[activation], gate, norm, scale, total, vector)
     return out, scale, total, residual
 
 
@@ -188,6 +256,7 @@ def _launch(
     norm: tuple[Tensor | None, Tensor, float] | None = None,
     scale: Tensor | None = None,
     sums: Tensor | None = None,
+    vector: Tensor | None = None,
 ) -> Tensor:
     """Run `_token`; the residual."""
     m, k = x.shape
@@ -195,13 +264,16 @@ def _launch(
     other = gate if norm is None else delta
     x, other = side_by_side(x), None if other is None else side_by_side(other)
     residual = x if delta is None else torch.empty(m, k, dtype=x.dtype, device=x.device)
-    wide = triton.next_power_of_2(k)
+    wide, size = triton.next_power_of_2(k), 0
+    if vector is not None:  # a product of tensor cores has 16 rows or more
+        size = block(k)
+        wide = max(wide, 16 * size)
     if m:
         _token[(m,)](
-            x, other, weight, out, scale, sums, residual, k, x.stride(0),
+            x, other, weight, vector, out, scale, sums, residual, k, x.stride(0),
             0 if other is None else other.stride(0), eps, LARGEST=largest,
             FUSE="norm" if norm is not None else "silu" if gate is not None else "",
-            HAS_SUMS=sums is not None and len(sums) > 0, WIDE=wide,
+            HAS_SUMS=sums is not None and len(sums) > 0, WIDE=wide, SIZE=size,
             num_warps=max(1, min(32, wide // 256)), **overlap(x.device),
         )  # fmt: skip
     return residual

@@ -41,7 +41,9 @@ DECODE = Tile(64, 4, 3)
 DECODE_INT8 = Tile(64, 2, 2)  # at most two warps: Triton 3.9 does not compile it for four
 PROMPT = Tile(64, 8, 2)
 DECODE_INT4 = Tile(128, 2, 2)  # not measured: as many bytes as in int8
-TILES = {"model": DECODE, "int4": DECODE_INT4}
+TILES = {  # by the kind of cache
+    "model": DECODE, "static": DECODE_INT8, "dynamic": DECODE_INT8, "int4": DECODE_INT4,
+}  # fmt: skip
 
 
 @triton.jit
@@ -264,7 +266,7 @@ def attend(
     (_, heads, dim), batch, stored = q.shape, len(tables), kind(cache[2])
     group = heads // kv_heads
     rows = max(16, min(128, triton.next_power_of_2(longest * group)))
-    tile = tile or (PROMPT if rows == 128 else TILES.get(stored, DECODE_INT8))
+    tile = tile or (PROMPT if rows == 128 else TILES[stored])
     if q.element_size() > 2:  # within the shared memory of every GPU from sm_80 on
         tile = tile._replace(stages=2)
     single = longest == 1 and attention_int8.suits(group, dim, stored)

@@ -215,22 +215,26 @@ def _attend_int8(
         if WINDOW > 0:
             seen = seen & (t >= context - WINDOW)
         score = tl.where(seen[:, None], score, float("-inf"))
-        new = tl.maximum(most, tl.max(score, 0))
-        base = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(score - base[None, :])
-        fade = tl.exp2(most - base)
-        total = total * fade[None, :] + p
-        worth = 1.0 / (126 * 254)
+        # Weights are p times V's scale. p is divided by a power of two that makes them at most 1
+        # and the largest at least 1/2, so that one maximum does for p and for the scales.
+        bound = score
         if INT4:
             scale, offset = grid_of(tl.load(v_scale + row, inside, other=0))
-            lows = lows * fade[None, :] + p * offset[:, None]
         elif KIND == "dynamic":
             scale = tl.load(v_scale + row, inside, other=0)
+        if KIND != "static":
+            exponent = (scale.to(tl.int32, bitcast=True) >> 23) - 126
+            bound += exponent.to(tl.float32)[:, None]
+        new = tl.maximum(most, tl.max(bound, 0))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        fade = tl.exp2(most - base)
+        p = tl.exp2(score - base[None, :])
+        total = total * fade[None, :] + p
+        if INT4:
+            lows = lows * fade[None, :] + p * offset[:, None]
         p *= 126.0
         if KIND != "static":
-            most_scale = tl.maximum(tl.max(scale, 0), 1e-30)
-            p *= (scale / most_scale)[:, None]
-            worth *= most_scale
+            p *= scale[:, None]
         p_hi, p_lo = _digits(p)
         digits = tl.reshape(tl.join(p_hi, p_lo), [TOKENS, 2 * HEADS])
         side = block.to(tl.int64) * SIZE + t % BLOCK
@@ -238,9 +242,11 @@ def _attend_int8(
         values = tl.load(v_cache + d[:, None] * BLOCK + side[None, :])
         if INT4:
             values, values_high = nibbles(values)
-            acc_high = acc_high * fade[None, :] + _both(tl.dot(values_high, digits)) * worth
-        acc = acc * fade[None, :] + _both(tl.dot(values, digits)) * worth
+            acc_high = acc_high * fade[None, :] + _both(tl.dot(values_high, digits))
+        acc = acc * fade[None, :] + _both(tl.dot(values, digits))
         most = new
+    worth: tl.constexpr = 1.0 / (126 * 254)
+    acc *= worth
     if KIND == "static":
         acc *= tl.load(v_scale + kv_head * D + d)[:, None]
     total = tl.sum(total, 0)
@@ -259,6 +265,6 @@ def _attend_int8(
     if INT4:
         lows = tl.sum(lows, 0)[None, :]
         acc += lows
-        acc_high = ((acc_high + lows) / divisor).to(out.dtype.element_ty)
+        acc_high = ((acc_high * worth + lows) / divisor).to(out.dtype.element_ty)
         tl.store(at_out + SIZE, acc_high, live[None, :])
     tl.store(at_out, (acc / divisor).to(out.dtype.element_ty), live[None, :])

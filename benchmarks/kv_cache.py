@@ -1,0 +1,261 @@
+"""The KV cache in the model's dtype, int8 and int4: memory, accuracy, and time of attention.
+
+    python benchmarks/kv_cache.py time --out benchmarks/results/cpu_kv_cache.csv
+    python benchmarks/kv_cache.py time --device cuda --sequences 1,8,64,128,256 --out ...
+    python benchmarks/kv_cache.py accuracy models/pico --out benchmarks/results/kv_accuracy.csv
+
+`time` is of one layer: the write of a token's K and V, and attention over random contents. Layers
+take turns, as in a model, and together are more than caches hold. All kinds of cache run in each
+round, and the fastest round counts. On a GPU a round is a CUDA graph; on a CPU, time is that of the
+process over its threads, so that other processes count little. `--tiles 64x2x2,128x2x3` tries tiles
+of Triton's kernel (tokens, warps, stages) instead of the ones that it has.
+
+`accuracy` reads held-out text through the cache and compares with a cache in the model's dtype:
+KL divergence in nats a token, in all and in the second half of windows, where contexts are long.
+"""
+
+import argparse
+import csv
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.engine.attention import Batch, LayerCache, Scores, attention
+from anybit.engine.llm import KV_DTYPES, LLM
+from anybit.engine.model_runner import block_bytes, caches_of
+from anybit.engine.models.layers import Decoder
+from anybit.evaluate.corpus import held_out_text
+from anybit.kernels.native.isa import processor
+
+KINDS = ("model", *KV_DTYPES)
+BLOCK = 16
+COLD = {"cpu": 160 << 20, "cuda": 512 << 20}  # bytes of all layers' K and V, at least
+FACTS = ("device", "threads", "date", "versions")
+TIMES = (
+    *FACTS, "heads", "kv_heads", "dim", "kv", "sequences", "context", "tile", "us", "vs_bf16",
+    "bytes_a_token", "gbps",
+)  # fmt: skip
+SCORES = (*FACTS, "model", "kv", "tokens", "kl", "kl_late", "agreement", "bytes_a_token", "vs_bf16")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = parser.add_subparsers(required=True)
+    timing = parts.add_parser("time")
+    timing.add_argument("--sequences", default="1,8,64")
+    timing.add_argument("--contexts", default="512,1024,2048,4096")
+    timing.add_argument("--heads", default="32x8x128", help="of Q, of K, and their dimension")
+    timing.add_argument("--tiles", default="", help="TOKENSxWARPSxSTAGES,... to try, on a GPU")
+    timing.add_argument("--rounds", type=int, default=9)
+    timing.add_argument("--device", default="cpu")
+    timing.set_defaults(run=times, columns=TIMES)
+    scoring = parts.add_parser("accuracy")
+    scoring.add_argument("model", type=Path)
+    scoring.add_argument("--window", type=int, default=1024)
+    scoring.add_argument("--windows", type=int, default=24)
+    scoring.add_argument("--device", default="cpu")
+    scoring.set_defaults(run=scores, columns=SCORES)
+    for part in (timing, scoring):
+        part.add_argument("--kinds", default=",".join(KINDS))
+        part.add_argument("--out", type=Path, help="a CSV that is written anew")
+    given = parser.parse_args()
+    file = given.out.open("w", newline="") if given.out else None
+    rows = csv.DictWriter(file, given.columns, lineterminator="\n") if file else None
+    if rows is not None:
+        rows.writeheader()
+    cuda = given.device.startswith("cuda")
+    facts = {
+        "device": torch.cuda.get_device_name() if cuda else processor(),
+        "threads": "" if cuda else torch.get_num_threads(), "date": date.today(),
+        "versions": f"torch {torch.__version__}",
+    }  # fmt: skip
+    for row in given.run(given):
+        print(row, flush=True)
+        if rows is not None and file is not None:
+            rows.writerow(facts | row)
+            file.flush()
+
+
+def numbers(text: str, separator: str = ",") -> list[int]:
+    return [int(part) for part in text.split(separator)]
+
+
+# Time.
+
+
+@torch.inference_mode()
+def times(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    heads, kv_heads, dim = numbers(given.heads, "x")
+    device = torch.device(given.device)
+    tiles = [numbers(tile, "x") for tile in given.tiles.split(",") if tile] or [None]
+    for sequences, context in itertools.product(numbers(given.sequences), numbers(given.contexts)):
+        steps, sizes = {}, {}
+        for kind, tile in itertools.product(given.kinds.split(","), tiles):
+            layers = caches(kind, sequences, context, kv_heads, dim, device)
+            sizes[kind] = layers[0].nbytes / (layers[0].k.shape[0] * BLOCK)
+            step = Step(layers, sequences, context, heads, dim, tile, kind)
+            steps[kind, tile and "x".join(map(str, tile))] = recorded(step, device)
+        found = dict.fromkeys(steps, math.inf)
+        for _ in range(given.rounds):
+            for name, (step, layers_run) in steps.items():
+                found[name] = min(found[name], seconds(step, device) / layers_run)
+        dense = min((t for (kind, _), t in found.items() if kind == "model"), default=math.nan)
+        for (kind, tile), took in found.items():
+            yield {
+                "heads": heads, "kv_heads": kv_heads, "dim": dim, "kv": kind,
+                "sequences": sequences, "context": context, "tile": tile or "",
+                "us": round(took * 1e6, 1), "vs_bf16": round(took / dense, 3),
+                "bytes_a_token": round(sizes[kind]),
+                "gbps": round(sizes[kind] * sequences * context / took / 1e9, 1),
+            }  # fmt: skip
+
+
+def caches(
+    kind: str, sequences: int, context: int, heads: int, dim: int, device: torch.device
+) -> list[LayerCache]:
+    """Layers of a cache that is full of random contents."""
+    blocks = sequences * -(-context // BLOCK)
+    dtype = KV_DTYPES.get(kind, torch.bfloat16)
+
+    def layer() -> LayerCache:
+        cache = LayerCache.empty(blocks, heads, BLOCK, dim, dtype, device)
+        for t, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
+            if scale is None:
+                t.normal_()
+            else:
+                t.random_(*((0, 256) if cache.packed else (-127, 128)))
+                scale.fill_(0.02)
+        return cache
+
+    first = layer()
+    count = max(2, -(-COLD[device.type] // first.nbytes))
+    return [first, *(layer() for _ in range(count - 1))]
+
+
+class Step:
+    """A decode step of attention in all layers: every sequence writes a token and attends."""
+
+    def __init__(
+        self, layers: list[LayerCache], sequences: int, context: int, heads: int, dim: int,
+        tile: list[int] | None, kind: str,
+    ):  # fmt: skip
+        device, blocks = layers[0].k.device, -(-context // BLOCK)
+        self.layers, self.heads, self.scores = layers, heads, Scores(dim**-0.5)
+        tables = torch.randperm(sequences * blocks).view(sequences, blocks)
+        last = tables[:, (context - 1) // BLOCK] * BLOCK + (context - 1) % BLOCK
+        full = torch.full((sequences,), context, dtype=torch.int32, device=device)
+        self.batch = Batch(
+            full - 1, last.to(device, torch.int32), tables.to(device, torch.int32), full,
+            torch.arange(sequences + 1, dtype=torch.int32, device=device),
+            [1] * sequences, [context] * sequences, sequences,
+        )  # fmt: skip
+        width = (heads + 2 * layers[0].k.shape[1]) * dim
+        self.qkv = torch.randn(sequences, width, dtype=torch.bfloat16, device=device)
+        angles = torch.rand(context, dim // 2, device=device)
+        self.rope = angles.cos(), angles.sin()
+        self.tile, self.kind = tile, kind
+
+    def __call__(self) -> Tensor:
+        if self.tile is not None:
+            from anybit.kernels.triton import attention as kernels
+
+            stored = "dynamic" if self.kind == "int8" else self.kind
+            kernels.TILES[stored] = kernels.Tile(*self.tile)
+        for layer in self.layers:
+            out = attention(self.qkv, self.heads, layer, self.batch, self.rope, self.scores)
+        return out
+
+
+def recorded(step: Step, device: torch.device) -> tuple[Callable[[], object], int]:
+    """What runs a step, after a first one that compiles it; and its layers."""
+    out = step()
+    assert torch.isfinite(out).all()
+    if device.type == "cpu":
+        return step, len(step.layers)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    return graph.replay, len(step.layers)
+
+
+def seconds(step: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cpu":
+        start = time.process_time()
+        step()
+        return (time.process_time() - start) / torch.get_num_threads()
+    start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start_event.record()
+    step()
+    end_event.record()
+    torch.cuda.synchronize()
+    return start_event.elapsed_time(end_event) / 1e3
+
+
+# Accuracy.
+
+
+class Rounded(LayerCache):
+    """A cache in fp32 of what bf16 holds."""
+
+    def store(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        super().store(k.bfloat16().float(), v.bfloat16().float(), slots)
+
+
+@torch.inference_mode()
+def scores(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Everything in fp32 but K and V, so that nothing else differs."""
+    llm = LLM(given.model, dtype="float32", device=given.device, max_running=1)
+    model: Decoder = llm.engine.runner.model  # type: ignore[attr-defined]
+    device, size = model.embed_tokens.device, min(given.window, llm.length)
+    texts = [llm.encode(text)[:size] for _, text in held_out_text()]
+    texts = [text for text in texts if len(text) == size][: given.windows]
+    exact = [logits(model, text, caches_of(model, -(-size // BLOCK), BLOCK, torch.float32, device))
+             for text in texts]  # fmt: skip
+    dense = block_bytes(model, BLOCK, torch.bfloat16)
+    for kind in given.kinds.split(","):
+        dtype = KV_DTYPES.get(kind, torch.float32)
+        layers = caches_of(model, -(-size // BLOCK), BLOCK, dtype, device)
+        if kind == "model":
+            layers = [Rounded(layer.k, layer.v) for layer in layers]
+            for layer in layers:
+                layer.fused = layer.native = False
+        nbytes = dense if kind == "model" else block_bytes(model, BLOCK, dtype)
+        found = []
+        for text, want in zip(texts, exact, strict=True):
+            got = logits(model, text, layers)
+            kl = (want.exp() * (want - got)).sum(-1)
+            same = (want.argmax(-1) == got.argmax(-1)).float()
+            found.append(torch.stack((kl, same)))
+        kl, same = torch.stack(found).unbind(1)
+        yield {
+            "model": given.model.name, "kv": kind, "tokens": kl.numel(),
+            "kl": f"{kl.mean():.2e}", "kl_late": f"{kl[:, size // 2 :].mean():.2e}",
+            "agreement": round(float(same.mean()), 4), "bytes_a_token": nbytes // BLOCK,
+            "vs_bf16": round(nbytes / dense, 3),
+        }  # fmt: skip
+
+
+def logits(model: Decoder, text: list[int], layers: list[LayerCache]) -> Tensor:
+    """Log probabilities (T, vocabulary) of a text that is read at once."""
+    size, device = len(text), model.embed_tokens.device
+    at = torch.arange(size, dtype=torch.int32, device=device)
+    tables = torch.arange(layers[0].k.shape[0], dtype=torch.int32, device=device)[None]
+    length = torch.tensor([size], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, size], dtype=torch.int32, device=device)
+    batch = Batch(at, at, tables, length, starts, [size], [size], 0)
+    hidden = model(torch.tensor(text, device=device), layers, batch)
+    return model.logits(hidden).float().log_softmax(-1)
+
+
+if __name__ == "__main__":
+    main()

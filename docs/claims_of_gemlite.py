@@ -1,0 +1,105 @@
+"""What GemLite claims."""
+
+from claims import BIG, OUT, Claim, best, lost, span, speeds
+
+GEMM = "h200_gemm.csv: M=1; peer="
+HQQ = "h200_accuracy.csv: model=pico; spec=int4:group=128; method="
+ZERO = "cpu_accuracy.csv: model=pico; spec=int4:group=64,zero; method="
+
+
+def gemlite() -> list[Claim]:
+    square = {s: best(s, 1, OUT, column="vs_cublas_fp16") for s in ("int8", "int4:group=128")}
+    square["int2"] = best("int2:group=128", 1, OUT, column="vs_cublas_fp16")
+    triton = [
+        best("int4:group=128", 1, s, peer="gemlite")
+        / best("int4:group=128", 1, s, peer="anybit-triton")
+        for s in (BIG, OUT)
+    ]
+    return [
+        Claim(
+            "Decoding fused with the product",
+            "yes",
+            "yes",
+            "anybit/kernels/triton/gemm.py, anybit/kernels/hopper/gemm.py",
+        ),
+        Claim(
+            "One token, 8, 4 and 2 bits, over fp16",
+            "figures 2 and 3: squares of 4096 to 24576, RTX 3090 and 4090",
+            "4096x4096 on an H200: " + ", ".join(f"{v:.2f}x" for v in square.values()),
+            GEMM + "anybit-hopper; format=int8/int4:group=128/int2:group=128; N=4096; K=4096",
+        ),
+        Claim(
+            "... larger squares, consumer GPUs",
+            "the same figures",
+            "",
+            "not run: needs those GPUs, and larger squares on a GPU",
+        ),
+        Claim(
+            "On a par with the fastest kernels",
+            "yes",
+            f"time of the package over that of our Triton kernels: {span(triton)}",
+            GEMM + "gemlite/anybit-triton; format=int4:group=128",
+        ),
+        Claim(
+            "A warp for each output, x in shared memory",
+            "on CUDA cores",
+            "tensor cores are faster at one token, too",
+            "notes/triton.md",
+        ),
+        Claim(
+            "Any width in words of 32 bits",
+            "odd widths are padded",
+            "planes of 4, 2 and 1 bits, not padded",
+            "anybit/core/planes.py",
+        ),
+        Claim(
+            "Sums in fp16 are no faster, less exact",
+            "Ampere and Ada",
+            "",
+            "not run: sums are in fp32 or int32 everywhere",
+        ),
+        Claim(
+            "W = (q - zero) / scale",
+            "any zero point",
+            "for integers; `sparse` has its zero in the middle, 64",
+            "anybit/formats/integer.py, anybit/formats/sparse.py",
+        ),
+        Claim(
+            "1:2 sparsity and 7 bits, over fp16",
+            "up to 3.5x",
+            f"{span(speeds('sparse', 1))} with one token",
+            GEMM + "anybit-hopper; format=sparse; activation=fp16",
+        ),
+        Claim(
+            "Pairs 32 columns apart",
+            "for coalesced loads",
+            "neighbours: our layout is made when a layer is loaded, and the order of columns has "
+            "no meaning to the model",
+            "anybit/formats/sparse.py",
+        ),
+        Claim(
+            "The zero is skipped, half of the products",
+            "on CUDA cores",
+            "not skipped: tensor cores multiply both",
+            "anybit/formats/sparse.py",
+        ),
+        Claim(
+            "50 % sparsity costs little, with a mask in training",
+            "known from 2:4",
+            "",
+            "not run: no training with a mask has been measured yet",
+        ),
+        Claim(
+            "A new decoder is a few lines",
+            "the dot product's body",
+            "three lines",
+            "docs/add_a_format.md, tests/test_own_format.py",
+        ),
+        Claim(
+            "HQQ finds scales and zero points",
+            "its package's default",
+            f"int4 in groups of 64 with zero points, loss: rounding {lost(ZERO + 'rtn')}, HQQ "
+            f"{lost(ZERO + 'hqq')}",
+            ZERO + "rtn/hqq",
+        ),
+    ]

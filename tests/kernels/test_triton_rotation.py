@@ -1,0 +1,79 @@
+"""Rotation on GPUs: kernels against torch's definition, alone and before tokens are quantized."""
+
+import os
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from anybit.core.rotation import turned
+from anybit.engine import fused
+from anybit.kernels.backend import Activations
+from anybit.kernels.reference import quantize_tokens
+from anybit.kernels.triton import activation as kernel
+
+DEVICE = torch.device(os.environ.get("ANYBIT_TEST_DEVICE", "cpu"))
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def rotated(x: Tensor, vector: Tensor, after: bool) -> Tensor:
+    x, v = x.double(), vector.flatten().double()
+    return turned(x) * v if after else turned(x * v)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("size", [16, 96, 128, 640])
+def test_tokens(size: int, after: bool) -> None:
+    vector = random(size, 1, seed=1).half()
+    eye = torch.eye(size, device=DEVICE)
+    got = kernel.rotate(eye, vector, after)
+    assert torch.allclose(got.double(), rotated(eye, vector, after), rtol=1e-6, atol=0)
+    signs = vector.flatten().sign()
+    whole = torch.randint(-64, 65, (5, size), device=DEVICE).float()  # sums are exact
+    want = rotated(whole, signs, after)
+    assert torch.allclose(kernel.rotate(whole, signs, after).double(), want, rtol=1e-6)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = random(37, 2 * size)[:, :size].to(dtype)
+        want = rotated(x, vector, after)
+        error = (kernel.rotate(x, vector, after).double() - want).norm() / want.norm()
+        assert error < 2 * torch.finfo(dtype).eps
+    assert kernel.rotate(x[:0], vector, after).shape == (0, size)
+
+
+def close(got: Activations, want: Tensor) -> None:
+    """Codes of rotated tokens, which sums in another order may move to the next one."""
+    codes, scale = quantize_tokens(want, "int8")
+    assert got.rotated
+    assert torch.allclose(got.scale, scale[:, 0], rtol=2**-9)
+    assert int((got.codes.int() - codes.int()).abs().max()) <= 1
+    assert (got.codes == codes).float().mean() > 0.9
+    assert torch.equal(got.sums, got.codes.int().sum(1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("k", [96, 640])
+def test_norms_and_products_leave_rotated_and_quantized(k: int) -> None:
+    """The engine's path on a GPU; elsewhere Triton's interpreter runs the same kernels.
+
+    In float16, since the interpreter cuts bfloat16's last bits off.
+    """
+    x, delta, weight, vector = (random(*s).half() for s in ((7, k), (7, k), (k,), (k,)))
+    wanted = fused.Wanted("int8", vector)
+    with patch.object(fused, "usable", lambda x: True):
+        codes, total = fused.add_norm(x, delta, weight, 1e-5, wanted)
+        other = fused.silu_mul(x, delta, wanted)
+        assert not fused.Wanted("int8", vector).on_the_way(random(1, 16384))
+        plain, _ = fused.add_norm(x, delta, weight, 1e-5, fused.Wanted("int8"))
+    assert isinstance(codes, Activations)
+    assert isinstance(other, Activations)
+    assert isinstance(plain, Activations)
+    assert not plain.rotated
+    assert torch.equal(total, x + delta)
+    norm = fused.rms_norm(x + delta, weight, 1e-5)
+    close(codes, rotated(norm, vector, False).half())
+    close(other, rotated(torch.nn.functional.silu(x) * delta, vector, False).half())
