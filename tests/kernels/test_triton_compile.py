@@ -14,7 +14,7 @@ TARGETS = {
     ("cuda", 100, 32): "mma", ("cuda", 120, 32): "mma.sync",
     ("hip", "gfx942", 64): "v_mfma", ("hip", "gfx1100", 32): "v_wmma",
 }  # fmt: skip
-SCHEMES = ("int4:group=128", "fp6", "liquid@int8")
+SCHEMES = ("int4:group=128", "fp6", "q4_k", "liquid@int8")
 PROGRAM = """
 import sys
 import torch
@@ -28,13 +28,15 @@ from anybit.kernels.triton import gemm, lang
 from anybit.kernels.triton.layout import layout_of
 
 POINTER = {16: "*i16", 8: "*i8"}
+NUMBER = {torch.uint8: "*u8", torch.float16: "*fp16", torch.float32: "*fp32"}
 for scheme in sys.argv[4:]:
     fmt, activation = parse_scheme(scheme)
     layout = layout_of(fmt, activation)
     x = "*i8" if layout.unit == 8 else "*fp16"
     kinds = dict(
         x=x, words=(POINTER[layout.unit],) * len(layout.segments), scale="*fp16",
-        x_scale="*fp32", grid=("*u8",) * len(layout.grid), y="*fp16", partial="*fp32",
+        x_scale="*fp32", grid=tuple(NUMBER[entry.default_dtype] for _, entry in layout.grid),
+        y="*fp16", partial="*fp32",
         locks="*i32", M="i32", N="i32", K="i32", PADDED="i32", PIECES="i32", X_STRIDE="i32",
         SPLIT="i32",
     )
