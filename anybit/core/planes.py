@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from anybit.errors import InvalidInput
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
-_FIELD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BYTE = {4: torch.int16, 2: torch.int32, 1: torch.int64}  # the codes of a byte, in a byte each
 
 
 def segments(bits: int) -> tuple[int, ...]:
@@ -58,11 +58,12 @@ def _join(codes: Tensor, width: int) -> Tensor:
         return codes.to(torch.int16).view(torch.int32)
     if width == 8:
         return codes.to(torch.uint8).contiguous().view(torch.int32)
-    x = codes.to(torch.uint8).contiguous().view(torch.int64)  # 8 codes, one in each byte
-    gap = 8 - width
-    for step in (1, 2, 4):  # fields of 8, 16, 32 bits become one of twice the size
-        x = (x | (x >> (gap * step))) & _mask(step * width * 2, step * 16)
-    return x.to(_FIELD[width]).view(torch.int32)
+    x = codes.to(torch.uint8).contiguous().view(_BYTE[width])
+    gap, step = 8 - width, 1
+    while step * width < 8:  # fields of 8, 16, 32 bits become one of twice the size
+        x = (x | (x >> (gap * step))) & _mask(step * width * 2, step * 16, x.itemsize)
+        step *= 2
+    return x.to(torch.uint8).view(torch.int32)
 
 
 def _split(plane: Tensor, width: int) -> Tensor:
@@ -72,18 +73,14 @@ def _split(plane: Tensor, width: int) -> Tensor:
         return plane.view(torch.int16).to(torch.int32) & 0xFFFF
     if width == 8:
         return plane.view(torch.uint8)
-    x = plane.view(_FIELD[width]).to(torch.int64)
-    if width == 4:
-        x = x & 0xFFFFFFFF
-    elif width == 2:
-        x = x & 0xFFFF
-    gap = 8 - width
-    for step in (4, 2, 1):
-        x = (x | (x << (gap * step))) & _mask(step * width, step * 8)
+    x = plane.view(torch.uint8).to(_BYTE[width])
+    gap, step = 8 - width, 4 // width
+    while step:
+        x = (x | (x << (gap * step))) & _mask(step * width, step * 8, x.itemsize)
+        step //= 2
     return x.view(torch.uint8)
 
 
-def _mask(ones: int, field: int) -> int:
-    """A 64-bit mask, as a signed integer, with the low `ones` bits set in every `field` bits."""
-    value = sum(((1 << ones) - 1) << at for at in range(0, 64, field))
-    return value - (1 << 64) if value >= 1 << 63 else value
+def _mask(ones: int, field: int, size: int) -> int:
+    """A mask of `size` bytes with the low `ones` bits set in every `field` bits."""
+    return sum(((1 << ones) - 1) << at for at in range(0, 8 * size, field))

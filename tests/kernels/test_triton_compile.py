@@ -16,7 +16,9 @@ TARGETS = {
     ("cuda", 100, 32): "mma", ("cuda", 120, 32): "mma.sync",
     ("hip", "gfx942", 64): "v_mfma", ("hip", "gfx1100", 32): "v_wmma",
 }  # fmt: skip
-SCHEMES = ("int4:group=128", "fp6", "liquid@int8", "trellis", "trellis:bits=3,code=pair8@int8")
+SCHEMES = (
+    "int4:group=128", "fp6", "q4_k", "liquid@int8", "trellis", "trellis:bits=3,code=pair8@int8"
+)  # fmt: skip
 PROGRAM = """
 import sys
 import torch
@@ -30,6 +32,7 @@ from anybit.kernels.triton import gemm, lang, viterbi
 from anybit.kernels.triton.layout import layout_of
 
 POINTER = {16: "*i16", 8: "*i8"}
+NUMBER = {torch.uint8: "*u8", torch.float16: "*fp16", torch.float32: "*fp32"}
 for scheme in sys.argv[4:]:
     if scheme == "ternary":
         import ternary
@@ -39,7 +42,8 @@ for scheme in sys.argv[4:]:
     words = (POINTER[layout.unit],) * len(layout.segments) if not fmt.window else ("*i32",)
     kinds = dict(
         x=x, words=words, scale="*fp16",
-        x_scale="*fp32", grid=("*u8",) * len(layout.grid), y="*fp16", partial="*fp32",
+        x_scale="*fp32", grid=tuple(NUMBER[entry.default_dtype] for _, entry in layout.grid),
+        y="*fp16", partial="*fp32",
         locks="*i32", M="i32", N="i32", K="i32", PADDED="i32", PIECES="i32", X_STRIDE="i32",
         SPLIT="i32",
     )
