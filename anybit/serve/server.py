@@ -52,7 +52,7 @@ class Server:
     def __init__(self, llm: LLM, settings: Settings):
         self.llm, self.settings = llm, settings
         self.engine = AsyncEngine(llm.engine)
-        self.metrics = Metrics(llm.engine, settings.names[0])
+        self.metrics = Metrics(llm.engine, settings.names[0], llm.kv_cache)
         # Encoding changes a tokenizer's state, so the engine's thread keeps its own.
         self.texts = Texts(llm, llm.engine.scheduler.max_running + settings.queue)
         self.dialect = Dialect(llm, settings.tool_parser)
