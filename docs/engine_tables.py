@@ -34,6 +34,7 @@ def made() -> dict[str, str]:
         "engine_llama2": engine("llama-2-7b"),
         "engine_parts": parts(),
         "vllm": vllm(),
+        "kv_cache": kv_cache(),
         "cpu_model": cpu_model(),
         "drafts": drafts(),
         "drafted_steps": drafted_steps(),
@@ -55,7 +56,27 @@ def short(name: str) -> str:
 
 
 def cache(kv: str) -> str:
-    return "int8" if kv == "int8" else "bf16"
+    return "bf16" if kv == "model" else kv
+
+
+def kv_cache() -> str:
+    """What a KV cache of each kind saves and costs."""
+    times = read("cpu_kv_cache")
+    counts = sorted({int(row["sequences"]) for row in times})
+    longest = max((int(row["context"]) for row in times), default=0)
+    found = {
+        (row["kv"], int(row["sequences"])): row for row in times if int(row["context"]) == longest
+    }
+    lines = []
+    for row in read("kv_accuracy"):
+        own = [found[row["kv"], count] for count in counts]
+        dense = float(found["model", counts[0]]["bytes_a_token"])
+        memory = f"{float(own[0]['bytes_a_token']) / dense:.2f}"
+        kl, same = float(row["kl"]), float(row["agreement"])
+        speed = [f"{float(r['us']) / 1e3:,.1f} ms" for r in own]
+        lines.append([cache(row["kv"]), memory, f"{kl:.6f}", f"{same:.2%}", *speed])
+    titles = ["cache", "memory", "KL divergence", "same token"]
+    return markdown([*titles, *(f"{n} x {longest:,} tokens" for n in counts)], lines)
 
 
 # README.md.
@@ -196,7 +217,7 @@ def engine(model: str) -> str:
         row = ["transformers `generate`, bf16" if other else short(name), cache(kv)]
         row += [f"{int(rows[b]['step_us']):,}" if b in rows else "" for b in BATCHES]
         row += [rows[b]["vs_floor"] if b in rows else "" for b in (1, 64, 256)]
-        speed = "" if other or kv == "int8" else f"{int(first['prefill_tokens_per_s']):,}"
+        speed = "" if other or kv != "model" else f"{int(first['prefill_tokens_per_s']):,}"
         row += [speed, first["ttft_ms"] if speed else "", first["batch_in_80gb"]]
         out.append(row)
     return markdown(titles, out, words=2)

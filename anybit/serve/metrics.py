@@ -17,8 +17,8 @@ BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.
 class Metrics(Observer):
     """Times as histograms, filled while the engine runs; the rest is read when someone asks."""
 
-    def __init__(self, engine: Engine, model: str):
-        self.engine, self.model = engine, model
+    def __init__(self, engine: Engine, model: str, kv_cache: str):
+        self.engine, self.model, self.kv_cache = engine, model, kv_cache
         self.registry = CollectorRegistry()
         self.first = self._histogram("time_to_first_token_seconds", "Until the first token", FIRST)
         self.between = self._histogram("inter_token_latency_seconds", "Between tokens", BETWEEN)
@@ -56,6 +56,14 @@ class Metrics(Observer):
             gauge = GaugeMetricFamily(f"vllm:{name}", what, labels=["model_name"])
             gauge.add_metric([self.model], value)
             yield gauge
+        blocks = scheduler.blocks
+        labels = {
+            "model_name": self.model, "cache_dtype": self.kv_cache,
+            "block_size": str(blocks.block_size), "num_gpu_blocks": str(blocks.count),
+        }  # fmt: skip
+        info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=list(labels))
+        info.add_metric(list(labels.values()), 1)
+        yield info
         for name, what, value in (
             ("prompt_tokens", "Prompt tokens of texts begun", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated", stats.generation_tokens),

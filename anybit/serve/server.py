@@ -54,7 +54,7 @@ class Server:
         if twice := set(settings.names) & set(llm.engine.adapters):
             raise InvalidInput(f"{twice.pop()!r} names the model and an adapter; rename one")
         self.engine = AsyncEngine(llm.engine)
-        self.metrics = Metrics(llm.engine, settings.names[0])
+        self.metrics = Metrics(llm.engine, settings.names[0], llm.kv_cache)
         # Encoding changes a tokenizer's state, so the engine's thread keeps its own.
         self.texts = Texts(llm, llm.engine.scheduler.max_running + settings.queue)
         self.dialect = Dialect(llm, settings.tool_parser)

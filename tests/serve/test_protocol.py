@@ -173,6 +173,7 @@ def test_metrics_count_what_happened(live: Live) -> None:
     assert grown["vllm:e2e_request_latency_seconds_count"] == 2
     assert grown["vllm:request_queue_time_seconds_count"] == 2
     assert grown["vllm:prefix_cache_queries_total"] == 2 * usage["prompt_tokens"]
+    assert after["vllm:cache_config_info"] == 1
     for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert after[f"vllm:{gauge}"] == 0
     assert {"vllm:prefix_cache_hits_total", "vllm:num_preemptions_total"} <= set(after)
