@@ -26,10 +26,9 @@ from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.errors import InvalidInput
 from anybit.nn.linear import Keep
 
-# Of a model that guesses for itself: the first that fits its layers. With models/pico, 0.88 of the
-# greedy guesses of the first are right; in int2:group=32,zero, which has 3 bits with its grid
-# instead of 3.5, 0.75 are.
-FORMATS = ("int3:group=64,zero", "int3:group=32,zero", "int4")
+# Of a model that guesses for itself: the first that fits its layers. Fewer bits are not faster
+# where it counts, and their guesses are worse (notes/engine.md).
+FORMATS = ("int4:group=64", "int4:group=32", "int4")
 BEHIND = 4  # tokens that a text's first guess may have to run before it
 
 

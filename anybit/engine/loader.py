@@ -101,7 +101,7 @@ def load(
     model: Decoder | fallback.Generator
     try:
         kind = model_class(config, directory)
-        source = Rougher if rougher else Checkpoint
+        source = Rougher if rougher and formats is not None else Checkpoint
         weights = source(directory, device, dtype, bare, formats, quantization, keep)
         model = build(kind, config, weights, length)
         weights.check_all_read()
