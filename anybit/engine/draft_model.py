@@ -166,6 +166,25 @@ class DraftModel:
         return text
 
 
+def check_draft(draft: str | Path | Loaded | None, tokens: int, deterministic: bool) -> None:
+    """InvalidInput for what cannot be drafted, before anything is loaded."""
+    if tokens < 1:
+        raise InvalidInput(f"draft_tokens={tokens}; give 1 or more")
+    if draft is None:
+        return
+    if deterministic:
+        raise InvalidInput(
+            "deterministic and draft exclude each other: the shape of a step would depend on what "
+            "was guessed; leave out one"
+        )
+    if isinstance(draft, Loaded) or draft in ("ngram", "auto"):
+        return
+    if not (Path(draft) / "config.json").is_file():
+        raise InvalidInput(
+            f"draft={str(draft)!r} is neither ngram nor auto nor the directory of a model"
+        )
+
+
 def load_draft(
     draft: str | Path | Loaded,
     directory: Path | None,
