@@ -14,6 +14,7 @@ GPU unchanged.
 import argparse
 import csv
 import importlib.metadata
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,17 +66,15 @@ def main() -> None:
     parser.add_argument("--append", action="store_true", help="keep what the file has")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    rows = []
+    append = args.append and args.out is not None and args.out.exists()
+    file = args.out.open("a" if append else "w", newline="") if args.out else sys.stdout
+    rows = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    if not append:
+        rows.writeheader()
     for row in texts(args) if args.what == "texts" else steps(args):
-        rows.append(facts(args) | row)
-        print({k: v for k, v in rows[-1].items() if k in row}, flush=True)
-    if args.out:
-        new = not (args.append and args.out.exists())
-        with args.out.open("w" if new else "a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
+        rows.writerow(facts(args) | row)
+        file.flush()
+        print(row, file=sys.stderr, flush=True)
 
 
 def facts(args: argparse.Namespace) -> dict[str, Any]:

@@ -26,10 +26,9 @@ from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.errors import InvalidInput
 from anybit.nn.linear import Keep
 
-# Of a model that guesses for itself: the first that fits its layers. With models/pico, 0.88 of the
-# greedy guesses of the first are right; in int2:group=32,zero, which has 3 bits with its grid
-# instead of 3.5, 0.75 are.
-FORMATS = ("int3:group=64,zero", "int3:group=32,zero", "int4")
+# Of a model that guesses for itself: the first that fits its layers. Fewer bits are not faster
+# where it counts, and their guesses are worse (notes/engine.md).
+FORMATS = ("int4:group=64", "int4:group=32", "int4")
 BEHIND = 4  # tokens that a text's first guess may have to run before it
 
 
@@ -165,6 +164,25 @@ class DraftModel:
         self.blocks.computed(text, right)
         self.blocks.shrink(text)
         return text
+
+
+def check_draft(draft: str | Path | Loaded | None, tokens: int, deterministic: bool) -> None:
+    """InvalidInput for what cannot be drafted, before anything is loaded."""
+    if tokens < 1:
+        raise InvalidInput(f"draft_tokens={tokens}; give 1 or more")
+    if draft is None:
+        return
+    if deterministic:
+        raise InvalidInput(
+            "deterministic and draft exclude each other: the shape of a step would depend on what "
+            "was guessed; leave out one"
+        )
+    if isinstance(draft, Loaded) or draft in ("ngram", "auto"):
+        return
+    if not (Path(draft) / "config.json").is_file():
+        raise InvalidInput(
+            f"draft={str(draft)!r} is neither ngram nor auto nor the directory of a model"
+        )
 
 
 def load_draft(

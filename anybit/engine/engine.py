@@ -87,8 +87,9 @@ class Engine:
         self.grammars, self.speculation = grammars, speculation
         self.adapters: Collection[str] = ()  # names of those that requests may ask for
         self.requests: dict[str, list[Sequence]] = {}  # their texts that have not ended
-        # Output tokens that were sampled and are not yet text, by number; None: only a prompt.
-        self.unread: list[tuple[Sequence, int | None, Logprob | None]] = []
+        # Output tokens that were sampled and are not yet text, by number, and whether they were
+        # drafted; None: only a prompt.
+        self.unread: list[tuple[Sequence, int | None, Logprob | None, bool]] = []
         self.flight: Flight | None = None  # the next step, if it was started ahead
         self.begun = 0.0  # when the device turned to the step that runs
         self.stats, self.observer = Stats(), Observer()
@@ -232,7 +233,7 @@ class Engine:
             self.stats.prompt_tokens += len(seq.prompt)
         if found and seq.params.max_tokens == 0:  # only the prompt was to be read
             seq.finish = "length"
-            self.unread.append((seq, None, None))
+            self.unread.append((seq, None, None, False))
             found = []
         for i, (row, token, logprob) in enumerate(found):
             if row.matcher and row.matcher.error:
@@ -244,14 +245,13 @@ class Engine:
             self.stats.generation_tokens += 1
             since = seq.last_token
             seq.append(token, logprob)
-            self.unread.append((seq, seq.generated - 1, logprob))
             self.observer.token(seq, since)
             drafted = token in s.draft[i : i + 1]
+            self.unread.append((seq, seq.generated - 1, logprob, drafted))
             accepted += drafted
             if seq.finish or not drafted:
                 break
         if s.draft:
-            seq.accepted += accepted
             seq.rejected += len(s.draft) - accepted
             self.stats.drafts += 1
             self.stats.draft_tokens += len(s.draft)
@@ -268,10 +268,11 @@ class Engine:
     def _read(self) -> list[Delta]:
         """Turn tokens into text, and look for stop strings in it."""
         unread, self.unread, out = self.unread, [], []
-        for seq, at, logprob in unread:
+        for seq, at, logprob, drafted in unread:
             if seq not in self.requests.get(seq.request, ()):
                 continue
             released, running = seq.detokenizer.released, not seq.finish
+            seq.accepted += drafted
             token = None if at is None else seq.tokens[len(seq.prompt) + at]
             try:
                 stopped = at is not None and seq.read(at)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from anybit.engine.block_manager import BlockManager
-from anybit.engine.draft_model import DraftModel, load_draft
+from anybit.engine.draft_model import DraftModel, check_draft, load_draft
 from anybit.engine.engine import Delta, Engine
 from anybit.engine.fallback import Generator
 from anybit.engine.int4 import INT4
@@ -135,13 +135,7 @@ class LLM:
         check_choice("dtype", dtype, ("auto", *DTYPES))
         check_choice("kv_cache", kv_cache, ("auto", "model", *KV_DTYPES))
         check_keep(keep)
-        if draft_tokens < 1:
-            raise InvalidInput(f"draft_tokens={draft_tokens}; give 1 or more")
-        if deterministic and draft is not None:
-            raise InvalidInput(
-                "deterministic and draft exclude each other: the shape of a step would depend on "
-                "what was guessed; leave out one"
-            )
+        check_draft(draft, draft_tokens, deterministic)
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         adapters = {name: Path(directory) for name, directory in (adapters or {}).items()}
         if adapters and (deterministic or isinstance(model, Loaded)):

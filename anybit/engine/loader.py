@@ -103,7 +103,7 @@ def load(
     model: Decoder | fallback.Generator
     try:
         kind = model_class(config, directory)
-        source = Rougher if rougher else Checkpoint
+        source = Rougher if rougher and formats is not None else Checkpoint
         weights = source(directory, device, dtype, bare, formats, quantization, keep)
         if adapters:
             found = {name: read_adapter(d, config.model_type) for name, d in adapters.items()}

@@ -26,8 +26,6 @@ from anybit.nn.experts import published
 from anybit.nn.grouped import merge
 from anybit.nn.linear import Keep, QuantLinear, check_finite
 from anybit.nn.plan import Plan, Spec, patterns_for
-from anybit.quantizers.base import Quantizer
-from anybit.quantizers.hqq import HQQ
 from anybit.quantizers.quantize import quantize_tensor
 from anybit.quantizers.rtn import RTN
 
@@ -156,11 +154,10 @@ class Checkpoint(Weights):
         super().__init__(device, dtype)
         self.directory, self.formats, self.keep = directory, formats, keep
         self.config = model.config
-        self.quantizer: Quantizer = RTN()
         stored: Mapping[str, Tensors]
         schemes: Mapping[str, str] = {}
         if quantization is not None:
-            work = plan_quantization(directory, quantization, self.quantizer, as_in_model=True)
+            work = plan_quantization(directory, quantization, RTN(), as_in_model=True)
             stored, schemes, self.config = work.stored, work.schemes, work.model.config
             known = {*work.names, *work.unexpected}
         else:
@@ -185,7 +182,7 @@ class Checkpoint(Weights):
                 return weight, b, None
             check_finite(weight, name)
             fmt, activation = parse_scheme(self.schemes[name])
-            return quantize_tensor(weight, fmt, self.quantizer), b, activation
+            return quantize_tensor(weight, fmt), b, activation
         fmt, activation = parse_scheme(self._scheme(name))
         tensors = {}
         for key, (size, _) in tensor_shapes(fmt, shape).items():
@@ -241,20 +238,19 @@ class Checkpoint(Weights):
 
 
 class Rougher(Checkpoint):
-    """A checkpoint in one format, by HQQ; what is quantized already is rounded again."""
+    """A quantized checkpoint whose quantized layers are all rounded again, to one format."""
 
     def __init__(
         self, directory: Path, device: torch.device, dtype: torch.dtype, model: Any,
         formats: Mapping[str, str | None] | None, quantization: Any, keep: Keep,
     ):  # fmt: skip
-        dense = quantization if formats is None else None
-        super().__init__(directory, device, dtype, model, formats, dense, keep)
-        self.format, self.quantizer = get_format(quantization), HQQ()
+        super().__init__(directory, device, dtype, model, formats, None, keep)
+        self.format = get_format(quantization)
 
     def part(self, name: str, shape: tuple[int, int], bias: bool) -> Part:
         weight, b, _ = super().part(name, shape, bias)
-        if isinstance(weight, Packed) and self.formats is not None:
-            weight = quantize_tensor(weight.dequantize(), self.format, self.quantizer)
+        if isinstance(weight, Packed):
+            weight = quantize_tensor(weight.dequantize(), self.format)
         return weight, b, None
 
 

@@ -36,7 +36,7 @@ Draft = Annotated[
     str | None,
     typer.Option(
         help="Guess tokens to run together: ngram (what the text said before), auto (the model in "
-        "3 bits), or the directory of a smaller model with the same tokens."
+        "4 bits), or the directory of a smaller model with the same tokens."
     ),
 ]
 DraftTokens = Annotated[int, typer.Option(min=1, help="Tokens guessed at a time, at most.")]

@@ -274,7 +274,7 @@ def test_after_an_interrupt_nothing_of_it_is_left(
     engine.runner.overlaps = True
 
     def interrupted() -> list:
-        if any(seq.finish for seq, _, _ in engine.unread):
+        if any(seq.finish for seq, *_ in engine.unread):
             raise KeyboardInterrupt
         return step()
 

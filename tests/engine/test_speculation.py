@@ -225,6 +225,8 @@ def test_look_up_changes_no_text(pico: LLM, looking: LLM, params: SamplingParams
     got = looking.generate(REPETITIVE, params)
     assert same(got, pico.generate(REPETITIVE, params))
     assert looking.engine.stats.accepted_tokens > before
+    completions = [c for output in got for c in output.completions]
+    assert all(c.accepted <= len(c.tokens) for c in completions)
     assert_no_block_is_held(looking.engine)
 
 
