@@ -10,6 +10,8 @@ MODELS = {
     "study_105m_earlier": ("h200_accuracy", "study-105m-earlier"),
     "pico": ("h200_accuracy", "pico"),
     "pico_cpu": ("cpu_accuracy", "pico"),
+    "rotation_outliers": ("cpu_rotation", "pico-outliers"),
+    "rotation_pico": ("cpu_rotation", "pico"),
 }
 
 
@@ -37,7 +39,8 @@ def table(file: str, model: str) -> str:
 def short(spec: str) -> str:
     spec = re.sub(r"codebook:m=(\d+),v=(\d+)(,b=8)?", r"m\1v\2", spec)
     spec = re.sub(r"^plan:", "planned ", spec)
-    return re.sub(r"[:,]group=", " g", spec).replace(",zero", " zero")
+    spec = re.sub(r"[:,]group=", " g", spec).replace(",zero", " zero")
+    return re.sub(r"[:,]rotate=(\w+)", r" rotated \1", spec)
 
 
 def label(row: Row) -> str:
