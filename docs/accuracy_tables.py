@@ -12,6 +12,8 @@ MODELS = {
     "pico_cpu": ("cpu_accuracy", "pico"),
     "pico_trellis": ("cpu_trellis", "pico"),
     "pico_large_columns": ("cpu_accuracy", "pico-large-columns"),
+    "rotation_outliers": ("cpu_rotation", "pico-outliers"),
+    "rotation_pico": ("cpu_rotation", "pico"),
 }
 
 
@@ -43,7 +45,8 @@ def table(file: str, model: str) -> str:
 def short(spec: str) -> str:
     spec = re.sub(r"codebook:m=(\d+),v=(\d+)(,b=8)?", r"m\1v\2", spec)
     spec = re.sub(r"^plan:", "planned ", spec)
-    return re.sub(r"[:,]group=", " g", spec).replace(",zero", " zero")
+    spec = re.sub(r"[:,]group=", " g", spec).replace(",zero", " zero")
+    return re.sub(r"[:,]rotate=(\w+)", r" rotated \1", spec)
 
 
 def label(row: Row) -> str:

@@ -186,6 +186,8 @@ def test_what_cannot_be_done_says_so() -> None:
         anybit.get_format("int4:rotate=n")
     with pytest.raises(ValueError, match="not rotated"):
         anybit.get_format("int4:order,rotate=k")
+    with pytest.raises(ValueError, match="holds zeros"):
+        Rotation(torch.zeros(64)).rotated(random(32, 64))
     fmt = anybit.get_format("int4:rotate=k")
     with pytest.raises(ValueError, match="quantize_tensor"):
         anybit.RTN().quantize(random(32, 64), fmt)

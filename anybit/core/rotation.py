@@ -65,7 +65,16 @@ class Rotation(NamedTuple):
         return {"rotate_in": self.rotate_in} | ({} if out is None else {"rotate_out": out})
 
     def rotated(self, w: Tensor) -> Tensor:
-        """W (N, K) -> the weight V that the layer holds, fp32."""
+        """W (N, K) -> the weight V that the layer holds, fp32.
+
+        Raises:
+            InvalidInput: A vector holds a zero, so that no V gives W.
+        """
+        if not all(bool((vector != 0).all()) for vector in self.tensors().values()):
+            raise InvalidInput(
+                "a weight cannot be rotated by a vector that holds zeros; use random signs "
+                "(quantize_tensor)"
+            )
         v = turned(w.float() / self.rotate_in.float())
         return v if self.rotate_out is None else turned(v.T / self.rotate_out.float().T).T
 

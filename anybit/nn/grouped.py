@@ -42,11 +42,10 @@ class QuantExperts(nn.Module):
 
     def forward(self, x: Tensor, starts: Tensor) -> Tensor:
         """x (M, K), tokens starts[e] to starts[e + 1] for expert e -> (M, N)."""
-        prepared, around = (
-            self.prepared._replace(layout=tuple(self.layout)),
-            Around.of(self._buffers),
-        )
-        return around.after(self.kernels.linear_experts(around.before(x), starts, prepared), None)
+        prepared = self.prepared._replace(layout=tuple(self.layout))
+        around = Around.of(self._buffers)
+        y = self.kernels.linear_experts(around.before(x), starts, prepared)
+        return around.after(y, None)
 
 
 def group(

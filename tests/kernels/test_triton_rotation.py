@@ -1,6 +1,8 @@
 """Rotation on GPUs: kernels against torch's definition, alone and before tokens are quantized."""
 
 import os
+import subprocess
+import sys
 from unittest.mock import patch
 
 import pytest
@@ -77,3 +79,41 @@ def test_norms_and_products_leave_rotated_and_quantized(k: int) -> None:
     norm = fused.rms_norm(x + delta, weight, 1e-5)
     close(codes, rotated(norm, vector, False).half())
     close(other, rotated(torch.nn.functional.silu(x) * delta, vector, False).half())
+
+
+PROGRAM = """
+import sys
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+torch.version.hip = "6.4" if sys.argv[1] == "hip" else None  # as torch is built for AMD's GPUs
+from anybit.kernels.triton import activation
+
+kinds = dict(
+    x="*bf16", other="*bf16", weight="*bf16", vector="*fp16", scales="*fp32",
+    sums="*i32", residual="*bf16", K="i32", X_STRIDE="i32", OTHER_STRIDE="i32", EPS="fp32",
+    UNITS="i32", ROW="i32",
+)
+token = dict(LARGEST=127, FUSE="norm", HAS_SUMS=True, WIDE=activation.WIDEST, SIZE=128, PDL=False)
+alone = dict(AFTER=True, SIZE=128, TILE=activation.BLOCKS, PDL=False)
+for kernel, constants, warps in ((activation._token, token, 16), (activation._rotate, alone, 4)):
+    names = kernel.arg_names
+    signature = {n: kinds.get(n, "constexpr") for n in names}
+    signature["out"] = "*i8" if warps == 16 else "*bf16"
+    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()})
+    architecture = int(sys.argv[2]) if sys.argv[1] == "cuda" else sys.argv[2]
+    target = GPUTarget(sys.argv[1], architecture, int(sys.argv[3]))
+    made = triton.compile(source, target=target, options={"num_warps": warps})
+    print(made.metadata.shared)
+"""
+
+
+@pytest.mark.parametrize("target", [("cuda", 80, 32), ("hip", "gfx942", 64)])
+def test_they_compile_without_a_gpu(target: tuple[str, int | str, int]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *map(str, target)],
+        capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert all(int(line) <= 99 << 10 for line in done.stdout.split())  # as much as any has

@@ -18,7 +18,8 @@ from anybit.kernels.triton.lang import INTERPRET
 
 LARGEST = {"int8": 127, "fp8": 448}
 BLOCKS = 16  # that one program rotates
-WIDEST = 8192  # columns of a token that is rotated in the registers of one program
+WIDEST = 4096  # columns of a token that one program rotates: more take all of shared memory
+PRECISION = tl.constexpr("ieee" if torch.version.hip else "tf32x3")  # of fp32 products
 COLUMNS = 1024  # of a program that multiplies SiLU(gate) and up without quantizing
 
 
@@ -87,7 +88,7 @@ def _transformed(v, SIZE: tl.constexpr):
     p = p ^ (p >> 2)
     p = p ^ (p >> 1)
     h = (1 - 2 * (p & 1)).to(tl.float32)
-    return tl.dot(v, h, input_precision="tf32x3") * (1 / tl.sqrt(SIZE * 1.0))
+    return tl.dot(v, h, input_precision=PRECISION) * (1 / tl.sqrt(SIZE * 1.0))
 
 
 @triton.jit
