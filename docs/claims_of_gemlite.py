@@ -96,6 +96,13 @@ def gemlite() -> list[Claim]:
             "docs/add_a_format.md, tests/test_own_format.py",
         ),
         Claim(
+            "... and costs what?",
+            "perhaps memory accesses and registers",
+            "nothing with the accessors: a user's ternary format compiles to as many PTX "
+            "instructions as int2",
+            "tests/kernels/test_triton_compile.py",
+        ),
+        Claim(
             "HQQ finds scales and zero points",
             "its package's default",
             f"int4 in groups of 64 with zero points, loss: rounding {lost(ZERO + 'rtn')}, HQQ "
