@@ -19,6 +19,7 @@ def made() -> dict[str, str]:
     return scores | {
         "layer_time": layer_time(),
         "kv_scales": kv_scales(),
+        "sparse_trained": sparse_trained(),
     }
 
 
