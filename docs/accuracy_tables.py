@@ -23,6 +23,7 @@ def made() -> dict[str, str]:
         "layer_time": layer_time(),
         "kv_scales": kv_scales(),
         "trellis_codes": trellis_codes(),
+        "sparse_trained": sparse_trained(),
     }
 
 

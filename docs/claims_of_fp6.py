@@ -2,6 +2,8 @@
 
 from claims import WEIGHTS, Claim, best, found, layers, lost, one, span, speeds
 
+from anybit.planning.cost_model import instructions
+
 CPU = "cpu_accuracy.csv: model=pico; method=rtn; spec="
 WILD = "cpu_accuracy.csv: model=pico-large-columns; method=rtn; spec="
 H200 = "h200_accuracy.csv: samples=0/128; model="
@@ -36,28 +38,35 @@ def zeroquant() -> list[Claim]:
     def overfit(spec: str) -> str:
         return f"{text('prose', spec) / text('code', spec):.1f}x"
 
-    reach = "; ".join(f"{m} tokens {times(speeds('fp6', m))}" for m in (1, 16, 64))
+    reach = "; ".join(f"M = {m} {times(speeds('fp6', m))}" for m in (1, 16, 64))
     return [
         Claim(
             "FP6 (e3m2), rounded to nearest, one scale a row, equals FP16",
-            "the same scores from 406M to 65B parameters",
+            "StarCoder-15B and BART-406M match FP16",
             f"nearly: it loses {lost(H200 + 'study-105m; spec=fp6; method=rtn')} nats on "
             f"study-105m and {lost(H200 + 'pico; spec=fp6; method=rtn')} on pico: little, not zero",
             H200 + "study-105m/pico; spec=fp6; method=rtn",
         ),
         Claim(
             "FP6 is clearly better than FP5",
-            "on all tasks",
+            "on code and summaries",
             f"not on pico, whose rows have no outliers: KL {kl(CPU + 'fp5')} and "
             f"{kl(CPU + 'fp6')}; with outliers {kl(WILD + 'fp5')} and {kl(WILD + 'fp6')}",
             CPU + "fp5/fp6, " + WILD + "fp5/fp6",
         ),
         Claim(
-            "INT6 is as accurate, but dearer to convert",
+            "INT6 is as accurate",
             "no difference seen",
             f"it depends on outliers: KL of int6 and fp6 {kl(CPU + 'int6')} and "
             f"{kl(CPU + 'fp6')} on pico, {kl(WILD + 'int6')} and {kl(WILD + 'fp6')} with outliers",
             CPU + "int6/fp6, " + WILD + "int6/fp6",
+        ),
+        Claim(
+            "... but dearer to convert to FP16",
+            "yes",
+            f"yes: {instructions('int6'):.1f} instructions a weight, fp6 {instructions('fp6'):.1f} "
+            "(counted in the decoders)",
+            "anybit/kernels/cute/decode.py",
         ),
         Claim(
             "GPTQ overfits its calibration text",

@@ -247,6 +247,21 @@ def test_liquid_keeps_both_ends_of_a_group(span):
     assert (packed.values() - w).abs().max() <= step / 2
 
 
+def test_liquid_never_overflows_on_weights_that_the_grid_was_not_fitted_to():
+    """GPTQ compensates weights after the grid is fixed; no byte may carry into the next."""
+    w = weight(32, 256)
+    fmt = Liquid()
+    grid = fmt.fit(w)
+    moved = w + 0.5 * weight(32, 256).flip(0)  # some leave their group's range, and the row's
+    codes = fmt.encode(moved, grid).int()
+    step = grid["step"].int().repeat_interleave(64, 1)
+    total = codes * step + grid["offset"].int().repeat_interleave(64, 1)
+    assert (moved.abs().amax(1) > w.abs().amax(1)).any()
+    assert int(total.min()) >= 0
+    assert int(total.max()) <= 255
+    assert torch.equal(fmt.values(codes.to(torch.uint8), grid), total - 128.0)
+
+
 # Sparse and codebook.
 
 

@@ -1,7 +1,8 @@
 """1:2 sparsity with 7 bits (GemLite's case study): one weight of every two neighbours survives.
 
 A code is a byte for a pair along K: 7 bits for the larger weight, and the top bit for its place (1
-means the first of the two, as in GemLite). The cost is that of int4; what is kept, is kept well.
+means the first of the two, as in GemLite, whose pairs are 32 columns apart). The cost is that of
+int4; what is kept, is kept well.
 """
 
 from dataclasses import dataclass
