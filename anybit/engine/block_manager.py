@@ -85,6 +85,11 @@ class BlockManager:
         seq.blocks = []  # a new list: captured graphs know sequences' blocks by theirs
         seq.computed = 0
 
+    def forget(self) -> None:
+        """Find no prefix again that is in the cache now."""
+        self.known.clear()
+        self.digest = [None] * self.count
+
     def _give_back(self, block: int) -> None:
         self.holders[block] -= 1
         if not self.holders[block]:

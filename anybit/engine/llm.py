@@ -1,13 +1,14 @@
 """`LLM`: a model to generate with, in one process and one call."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.draft_model import DraftModel, check_draft, load_draft
@@ -18,6 +19,7 @@ from anybit.engine.loader import Loaded, load
 from anybit.engine.lookup import Lookup
 from anybit.engine.model_runner import ModelRunner, block_bytes
 from anybit.engine.models.layers import Decoder
+from anybit.engine.reload import again
 from anybit.engine.scheduler import Scheduler
 from anybit.engine.sequence import Logprob, SamplingParams
 from anybit.engine.speculation import Drafter, Speculation
@@ -155,6 +157,7 @@ class LLM:
             )
         self.tokenizer, self.config, self.dtype = loaded.tokenizer, loaded.config, loaded.dtype
         self.quantized, self.quantized_bytes = loaded.quantized, loaded.quantized_bytes
+        self.plan, self.keep = loaded.plan, keep
         vocabulary = loaded.config.get_text_config().vocab_size
         runner: ModelRunner | Generator
         drafter: Drafter | None = Lookup() if draft == "ngram" else None
@@ -207,6 +210,29 @@ class LLM:
         )
         self.engine.adapters = tuple(adapters)
         self._names = itertools.count()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights of the model, which stays in use as it is if that fails.
+
+        Layers that are quantized are quantized anew as they arrive, round to nearest, in the
+        formats that they have. The new model is laid out beside the old one: that takes the memory
+        of the quantized weights once more.
+
+        Args:
+            weights: Dense tensors by the names of checkpoints, in any order, such as
+                `safetensors.torch.load_file` gives them.
+
+        Raises:
+            InvalidInput: Tensors are missing, left over, of wrong shapes, or hold NaN or inf.
+            Unsupported: Requests are running, or the engine has not loaded this model itself.
+        """
+        runner = self.engine.runner
+        if self.engine.busy:
+            raise Unsupported("requests are running; load weights when they have ended")
+        if not isinstance(runner, ModelRunner) or self.plan is None:
+            raise Unsupported("only models that the engine knows take new weights; load it anew")
+        runner.replace(again(runner.model, weights, self.plan, self.keep))
+        self.engine.scheduler.blocks.forget()
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Tokens of a text, with the special ones that the tokenizer puts around a prompt."""

@@ -60,6 +60,8 @@ class Loaded:
         tokenizer: None when the directory has none.
         quantized: How many weights have each scheme.
         quantized_bytes: That these take, scales included.
+        plan: The scheme of each quantized layer, by the checkpoint's names; None where the engine
+            does not read the checkpoint itself.
     """
 
     model: Decoder | fallback.Generator
@@ -69,6 +71,7 @@ class Loaded:
     dtype: torch.dtype
     quantized: Mapping[str, int] = field(default_factory=dict)
     quantized_bytes: int = 0
+    plan: Mapping[str, str] | None = None
 
 
 def load(
@@ -101,6 +104,7 @@ def load(
     if dtype is None:
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     model: Decoder | fallback.Generator
+    plan = None
     try:
         kind = model_class(config, directory)
         source = Rougher if rougher and formats is not None else Checkpoint
@@ -112,7 +116,7 @@ def load(
         weights.check_all_read()
         if weights.adapters is not None:
             weights.adapters.check_all_read()
-        quantized, size = weights.quantized, weights.quantized_bytes
+        quantized, size, plan = weights.quantized, weights.quantized_bytes, weights.plan
     except UnknownModel as reason:
         if rougher and formats is not None:
             raise InvalidInput(
@@ -133,7 +137,8 @@ def load(
             quantized[layer.scheme] += layer.in_features * layer.out_features
     has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = AutoTokenizer.from_pretrained(directory) if has_tokenizer else None
-    return Loaded(model, tokenizer, config, end_tokens(directory, config), dtype, quantized, size)
+    eos = end_tokens(directory, config)
+    return Loaded(model, tokenizer, config, eos, dtype, quantized, size, plan)
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")

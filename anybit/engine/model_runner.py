@@ -129,6 +129,13 @@ class ModelRunner:
         rows = hidden if len(last) == len(hidden) else hidden[self.tensor(last)]
         return self.model.logits(rows)
 
+    def replace(self, model: Decoder) -> None:
+        """Go on with another model of the same shapes, on the same cache."""
+        self.model = model
+        if self.graphs is not None:  # they know the old one's memory
+            self.graphs.model = model
+            self.graphs.graphs.clear()
+
     def _continued(self, scheduled: list[Scheduled], previous: Flight) -> Tensor:
         """The tokens that a step samples, INVALID among them, for the sequences that go on."""
         assert previous.tokens is not None

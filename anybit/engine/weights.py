@@ -70,6 +70,7 @@ class Weights:
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
+        self.plan: dict[str, str] = {}  # the scheme of each quantized layer that was read
         self.quantized: Counter[str] = Counter()
         self.quantized_bytes = 0
 
@@ -182,8 +183,10 @@ class Checkpoint(Weights):
                 return weight, b, None
             check_finite(weight, name)
             fmt, activation = parse_scheme(self.schemes[name])
+            self.plan[name] = self.schemes[name]
             return quantize_tensor(weight, fmt), b, activation
-        fmt, activation = parse_scheme(self._scheme(name))
+        self.plan[name] = self._scheme(name)
+        fmt, activation = parse_scheme(self.plan[name])
         tensors = {}
         for key, (size, _) in tensor_shapes(fmt, shape).items():
             tensors[key] = self._read(f"{name}.{key}", size)

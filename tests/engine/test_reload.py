@@ -1,0 +1,90 @@
+"""New weights for a running engine are those that it would have loaded at first."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from anybit.checkpoint.stream import quantize_checkpoint
+from anybit.engine.llm import LLM
+from anybit.engine.sequence import SamplingParams
+from anybit.errors import InvalidInput, Unsupported
+from tests.engine.conftest import prompts
+
+Checkpoint = Callable[[str], Path]
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+PLAN = {"*": "int4:group=32", "*.k_proj": "fp6", "*.v_proj": None, "*.up_proj": "int8"}
+
+
+def changed(source: Path, directory: Path) -> Path:
+    """A copy of a model with other weights."""
+    model = AutoModelForCausalLM.from_pretrained(source)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 1 + 0.5 * torch.randn_like(parameter)
+    model.save_pretrained(directory)
+    return directory
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [output.tokens for output in llm.generate(prompts(3), GREEDY)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama-round", "gemma2", "mixtral", "deepseek_v3", "phi3"])
+def test_new_weights(checkpoint: Checkpoint, tmp_path: Path, name: str, dtype: str) -> None:
+    """In any order; steps that were recorded and prefixes that were cached are of no more use."""
+    plan = PLAN if name == "llama-round" else "int8"
+    source = checkpoint(name)
+    other = changed(source, tmp_path / "other")
+    llm = LLM(source, plan, dtype=dtype, block_size=4)  # type: ignore[arg-type]
+    wanted = tokens(LLM(other, plan, dtype=dtype, block_size=4))  # type: ignore[arg-type]
+    before = tokens(llm)
+    assert before != wanted
+    sent = load_file(other / "model.safetensors")
+    llm.load_weights(reversed(sent.items()))
+    for tensor in sent.values():
+        tensor.zero_()  # the engine has its own
+    assert tokens(llm) == wanted
+    llm.load_weights(load_file(source / "model.safetensors").items())
+    assert tokens(llm) == before
+
+
+def test_a_checkpoint_in_codes(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    other = changed(checkpoint("llama-round"), tmp_path / "other")
+    quantize_checkpoint(checkpoint("llama-round"), tmp_path / "out", PLAN)
+    llm = LLM(tmp_path / "out")
+    llm.load_weights(load_file(other / "model.safetensors").items())
+    assert tokens(llm) == tokens(LLM(other, PLAN))
+
+
+def test_what_is_wrong_changes_nothing(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    llm = LLM(checkpoint("llama-round"), "int4:group=32")
+    before = tokens(llm)
+    sent = load_file(changed(checkpoint("llama-round"), tmp_path / "other") / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    for wrong, message in (
+        ({k: v for k, v in sent.items() if k != name}, "'.*up_proj.weight' has not come"),
+        (sent | {"model.more": torch.ones(2)}, "1 tensors have no place .* model.more"),
+        (sent | {name: sent[name][:, :64]}, "up_proj.weight has shape"),
+        (sent | {name: sent[name][:, :63]}, "K=63 is not a multiple"),
+        (sent | {name: sent[name][0]}, "a matrix is wanted"),
+        (sent | {name: torch.full_like(sent[name], torch.nan)}, "values are NaN or inf"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            llm.load_weights(wrong.items())
+        assert tokens(llm) == before
+    llm.engine.add("running", [3, 4], GREEDY)
+    with pytest.raises(Unsupported, match="requests are running"):
+        llm.load_weights(sent.items())
+
+
+def test_models_that_the_engine_does_not_know(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(Unsupported, match="only models that the engine knows"):
+        LLM(tmp_path / "gpt2").load_weights([])
