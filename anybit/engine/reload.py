@@ -13,6 +13,7 @@ from anybit.engine.models.layers import Decoder
 from anybit.engine.weights import IGNORED, Part, Weights
 from anybit.errors import InvalidInput
 from anybit.nn.linear import Keep, check_finite
+from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.rtn import RTN
 
 
@@ -41,7 +42,7 @@ class Arrived(Weights):
         if own.ndim != 2:
             raise InvalidInput(f"{name}: a matrix is wanted, and shape {tuple(own.shape)} came")
         fmt.check(*own.shape)
-        self.held[name] = RTN().quantize(own, fmt)
+        self.held[name] = quantize_weight(RTN(), own, fmt)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         found = self._pop(name, shape)

@@ -17,6 +17,7 @@ from tests.engine.conftest import prompts
 Checkpoint = Callable[[str], Path]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PLAN = {"*": "int4:group=32", "*.k_proj": "fp6", "*.v_proj": None, "*.up_proj": "int8"}
+PLAN["*.o_proj"] = "int4:group=32,rotate=kn"
 
 
 def changed(source: Path, directory: Path) -> Path:
