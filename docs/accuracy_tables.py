@@ -20,6 +20,7 @@ def made() -> dict[str, str]:
         "layer_time": layer_time(),
         "kv_scales": kv_scales(),
         "sparse_trained": sparse_trained(),
+        "generation": generation(),
     }
 
 
