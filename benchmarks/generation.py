@@ -5,7 +5,7 @@ held-out function (ROUGE-L), its body (does it parse?), and which of four lines 
 engine writes greedily. Each score is compared with bf16's on the same documents, so that the error
 of the difference is smaller than that of the score.
 
-    python benchmarks/generation.py --limit 100 --out benchmarks/results/cpu_generation.csv
+    python benchmarks/generation.py --out benchmarks/results/cpu_generation.csv
 """
 
 import argparse
@@ -102,7 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--limit", type=int, default=100, help="documents of each task (100)")
+    parser.add_argument("--limit", type=int, default=48, help="documents of each task (48)")
     parser.add_argument("--out", type=Path, required=True, help="the .csv file to write")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()

@@ -24,6 +24,7 @@ def made() -> dict[str, str]:
         "kv_scales": kv_scales(),
         "trellis_codes": trellis_codes(),
         "sparse_trained": sparse_trained(),
+        "generation": generation(),
     }
 
 

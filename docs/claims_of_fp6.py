@@ -7,6 +7,7 @@ from anybit.planning.cost_model import instructions
 CPU = "cpu_accuracy.csv: model=pico; method=rtn; spec="
 WILD = "cpu_accuracy.csv: model=pico-large-columns; method=rtn; spec="
 H200 = "h200_accuracy.csv: samples=0/128; model="
+TASK = "cpu_generation.csv: method=rtn; task="
 GEMM = "h200_gemm.csv: peer=anybit-hopper; activation=fp16; format="
 STEP = "h200_engine.csv: kv=model; "
 
@@ -90,8 +91,9 @@ def zeroquant() -> list[Claim]:
         Claim(
             "INT4 loses code generation",
             "CodeLLaMA-34B, JavaScript pass@1: 45.05 to 43.45 (CGQ), 43.22 (FGQ)",
-            "",
-            "not run: no task has been measured yet",
+            "perhaps: bodies of functions that parse, int4 in groups of 128 minus bf16, "
+            f"{lost(TASK + 'python_parses; spec=int4:group=128', 'change', 3)}",
+            TASK + "python_parses; spec=int4:group=128",
         ),
         Claim(
             "... measured by tests that run the code (pass@k)",
@@ -102,8 +104,10 @@ def zeroquant() -> list[Claim]:
         Claim(
             "INT4 loses summaries, FP6 does not",
             "BART-406M, ROUGE on CNN and XSum",
-            "",
-            "not run: no task has been measured yet",
+            "not seen: docstrings, ROUGE-L minus bf16's: fp6 "
+            f"{lost(TASK + 'python_docstring; spec=fp6', 'change', 3)}, int4 in groups of 128 "
+            f"{lost(TASK + 'python_docstring; spec=int4:group=128', 'change', 3)}; BART not run",
+            TASK + "python_docstring; spec=fp6/int4:group=128",
         ),
         Claim("4+2 storage", "4 and 2 bits", "planes of 4, 2 and 1 bits", "anybit/core/planes.py"),
         Claim(
