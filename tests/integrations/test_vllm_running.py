@@ -21,7 +21,7 @@ from tests.integrations.generate import (
     tokens_of,
 )
 
-PLAN = {"*": "int4:group=64", "*.k_proj": "fp6", "*.v_proj": None, "*.up_proj": "codebook:m=1,v=4"}
+PLAN = {"*": "int4:group=64", "*.k_proj": "fp6", "*.v_proj": None, "*.up_proj": "int8"}
 RANK = 8
 
 
