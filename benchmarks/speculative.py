@@ -182,35 +182,35 @@ def steps(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         llm = LLM(loaded, device=device, max_running=most, prefix_caching=False, block_size=BLOCK,
                   draft="ngram", draft_tokens=8)  # fmt: skip
         for batch in args.batches:
-            for drafted in range(9):
-                seconds = median(step_times(llm, batch, drafted, args))
+            for drafted, seconds in enumerate(step_times(llm, batch, args)):
                 yield {
                     "format": scheme, "draft_tokens": drafted, "batch": batch,
                     "context": args.context, "rounds": args.rounds, "step_us": round(seconds * 1e6),
                 }  # fmt: skip
 
 
-def step_times(llm: LLM, batch: int, drafted: int, args: argparse.Namespace) -> list[float]:
-    """Seconds of steps with so many drafted tokens for each text."""
+def step_times(llm: LLM, batch: int, args: argparse.Namespace) -> list[float]:
+    """Seconds of steps with 0 to 8 drafted tokens for each text, which take turns."""
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     for i in range(batch):
         engine.add(f"{i}", [(i + t) % 256 + 1 for t in range(args.context)], params)
     while any(not seq.generated for seqs in engine.requests.values() for seq in seqs):
         engine.step()
-    scheduled = []
-    for seq in engine.scheduler.running:
-        engine.scheduler.blocks.grow(seq, len(seq.tokens) + drafted)
-        draft = tuple(range(300, 300 + drafted))
-        scheduled.append(Scheduled(seq, len(seq.tokens) - 1, 1, True, draft))
-    out = []
+    found: list[list[float]] = [[] for _ in range(9)]
     for _ in range(args.rounds + 2):
-        start = time.perf_counter()
-        engine.runner.launch(scheduled).wait()
-        out.append(time.perf_counter() - start)
+        for drafted, times in enumerate(found):
+            scheduled = []
+            for seq in engine.scheduler.running:
+                engine.scheduler.blocks.grow(seq, len(seq.tokens) + drafted)
+                draft = tuple(range(300, 300 + drafted))
+                scheduled.append(Scheduled(seq, len(seq.tokens) - 1, 1, True, draft))
+            start = time.perf_counter()
+            engine.runner.launch(scheduled).wait()
+            times.append(time.perf_counter() - start)
     for name in list(engine.requests):
         engine.abort(name)
-    return out[2:]
+    return [median(times[2:]) for times in found]
 
 
 if __name__ == "__main__":
