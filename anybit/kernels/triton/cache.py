@@ -78,9 +78,9 @@ def _write(
 def _spread(a, b):
     """Heads of two halves (heads, HALF), rotated as `anybit.engine.int4` has it."""
     HALF: tl.constexpr = a.shape[1]
-    STAGES: tl.constexpr = tl.standard._log2(a.shape[1])
-    for i in tl.static_range(STAGES):
-        a, b = _butterfly(a, 2**i), _butterfly(b, 2**i)
+    for i in tl.static_range(16):
+        if 2**i < HALF:
+            a, b = _butterfly(a, 2**i), _butterfly(b, 2**i)
     scale: tl.constexpr = (2 * HALF) ** -0.5
     return (a + b) * scale, (a - b) * scale
 
