@@ -166,7 +166,7 @@ class KQuant(Format):
         w = grouped(w * (1 / grid["scale"].float()), factor)
         if shift is not None:
             w = w - shift[..., None]
-        return ungroup(nearest(w, factor, numbers)).to(torch.uint8)
+        return ungroup(self._nearest(w, factor, numbers)).to(torch.uint8)
 
     def fit(self, w: Tensor) -> Grid:
         """The factor and shift of each group of least squared error among a few, then the d and
@@ -210,14 +210,45 @@ class KQuant(Format):
             if self.kind.steps:  # shifts are not above 0
                 low = low.clamp_max(0)
             tries = [(high - low) / (numbers[-1] + more) for more in MORE]
-            found = [least_squares(groups, a, low, numbers, bool(self.kind.steps)) for a in tries]
+            found = [self._least_squares(groups, a, low, numbers) for a in tries]
         else:  # the number of largest magnitude, the first, is for the largest weight
             largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
             tries = [largest / (numbers[0] * (1 + more / 2**self.bits)) for more in MORE]
-            found = [least_squares(groups, a, None, numbers) for a in tries]
+            found = [self._least_squares(groups, a, None, numbers) for a in tries]
         factors, shifts, errors = (torch.stack(some) for some in zip(*found, strict=True))
         best = errors.argmin(0, keepdim=True)
         return torch.cat((factors.gather(0, best)[0], shifts.gather(0, best)[0]), 1)
+
+    def _nearest(self, w: Tensor, factor: Tensor, numbers: Tensor) -> Tensor:
+        """Codes of the numbers nearest to w (N, groups, columns) in units of the factor."""
+        w = w * torch.where(factor == 0, 0.0, 1 / factor)[..., None]
+        if self.table:
+            return torch.bucketize(w, (numbers[1:] + numbers[:-1]) / 2)
+        return (w + self.kind.below).round_().clamp_(0, 2**self.bits - 1)
+
+    def _least_squares(
+        self, groups: Tensor, factor: Tensor, shift: Tensor | None, numbers: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The best factor and shift for the codes that a factor and a shift lead to.
+
+        groups: (N, groups, columns). shift: None for none.
+
+        Returns:
+            Factor, shift and squared error, (N, groups) each.
+        """
+        x = groups if shift is None else groups - shift[..., None]
+        q = numbers[self._nearest(x, factor, numbers).int()]
+        qq, qx = q.square().sum(-1), (q * groups).sum(-1)
+        best = torch.zeros_like(factor)
+        if shift is not None:
+            n, sq, sx = groups.shape[-1], q.sum(-1), groups.sum(-1)
+            determinant = n * qq - sq * sq
+            best = torch.where(determinant > 0, (qq * sx - sq * qx) / determinant, shift)
+            best = best.clamp_max(0) if self.kind.steps else best
+            qx = qx - best * sq
+        factor = torch.where(qq > 0, qx / qq, factor)
+        error = (q * factor[..., None] + best[..., None] - groups).square_().sum(-1)
+        return factor, best, error
 
     def triton_decode(self, at: Any) -> Any:
         if self.table:
@@ -244,39 +275,6 @@ class KQuant(Format):
     @classmethod
     def from_spec(cls, name: str, args: list[str]) -> "KQuant":
         return cls(name, **read_options(cls, name, args, ("name",)))
-
-
-def nearest(w: Tensor, factor: Tensor, numbers: Tensor) -> Tensor:
-    """Codes of the numbers nearest to w (N, groups, columns) in units of the factor."""
-    w = w * torch.where(factor == 0, 0.0, 1 / factor)[..., None]
-    if len(numbers) > 1 and bool((numbers.diff() == 1).all()):
-        return (w - numbers[0]).round_().clamp_(0, len(numbers) - 1)
-    return torch.bucketize(w, (numbers[1:] + numbers[:-1]) / 2)
-
-
-def least_squares(
-    groups: Tensor, factor: Tensor, shift: Tensor | None, numbers: Tensor, below: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The best factor and shift for the codes that a factor and a shift lead to.
-
-    groups: (N, groups, columns). shift: None for none. below: shifts are at most 0.
-
-    Returns:
-        Factor, shift and squared error, (N, groups) each.
-    """
-    x = groups if shift is None else groups - shift[..., None]
-    q = numbers[nearest(x, factor, numbers).int()]
-    qq, qx = q.square().sum(-1), (q * groups).sum(-1)
-    best = torch.zeros_like(factor)
-    if shift is not None:
-        n, sq, sx = groups.shape[-1], q.sum(-1), groups.sum(-1)
-        determinant = n * qq - sq * sq
-        best = torch.where(determinant > 0, (qq * sx - sq * qx) / determinant, shift)
-        best = best.clamp_max(0) if below else best
-        qx = qx - best * sq
-    factor = torch.where(qq > 0, qx / qq, factor)
-    error = (q * factor[..., None] + best[..., None] - groups).square_().sum(-1)
-    return factor, best, error
 
 
 def multiples(a: Tensor, per: int, low: int, high: int) -> tuple[Tensor, Tensor]:

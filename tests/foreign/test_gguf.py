@@ -237,6 +237,18 @@ def test_tensors_that_a_model_does_not_have_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_types_that_nobody_decodes_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(tiny("llama", num_hidden_layers=1), path, {"ffn_up": "Q8_0"})
+    data = path.read_bytes()
+    name, last = b"ffn_up.weight", 4 + 2 * 8  # dimensions follow the name, then the type
+    at = data.index(name) + len(name) + last
+    assert data[at : at + 4] == (8).to_bytes(4, "little")
+    path.write_bytes(data[:at] + (24).to_bytes(4, "little") + data[at + 4 :])
+    with pytest.raises(InvalidInput, match=r"ffn_up\.weight is I8, which cannot be read"):
+        convert_checkpoint(path, tmp_path / "out")
+
+
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "rwkv7")
     writer.add_tensor("token_embd.weight", np.zeros((8, 8), np.float32))

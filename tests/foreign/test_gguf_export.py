@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader, quants
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaTokenizer, PreTrainedModel
 
 import anybit
 from anybit.checkpoint.foreign.convert import convert_checkpoint
@@ -135,3 +135,29 @@ def test_settings_that_the_file_cannot_say_are_refused(
         export_checkpoint(tmp_path, tmp_path / "model.gguf", to="gguf")
     with pytest.raises(FileExistsError, match="exists; choose another file"):
         export_checkpoint(source, tmp_path / "config.json", to="gguf")
+
+
+def test_vocabularies_with_bytes_as_a_fallback(tmp_path: Path) -> None:
+    """SentencePiece's kind, whose merges become scores."""
+    letters = [chr(i) for i in range(97, 123)]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *letters]
+    merges = [("b", "c"), ("a", "bc"), ("a", "b"), ("▁", "a"), ("▁", "abc")]
+    names += ["".join(merge) for merge in merges]
+    vocab = {name: i for i, name in enumerate(names)}
+    tokenizer = LlamaTokenizer(vocab=vocab, merges=merges)
+    model = tiny("llama", vocab_size=len(names) + 3, num_hidden_layers=1)
+    anybit.quantize_(model, "int8:group=32")
+    anybit.save(model, tmp_path / "out")
+    tokenizer.save_pretrained(tmp_path / "out")
+    export_checkpoint(tmp_path / "out", tmp_path / "model.gguf", to="gguf")
+    fields = GGUFReader(tmp_path / "model.gguf").fields
+    assert fields["tokenizer.ggml.model"].contents() == "llama"
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    assert tokens == [*names, *(f"[PAD{i}]" for i in range(len(names), len(names) + 3))]
+    assert fields["tokenizer.ggml.token_type"].contents(slice(0, 4)) == [2, 3, 3, 6]
+    scores = dict(zip(tokens, fields["tokenizer.ggml.scores"].contents(), strict=True))
+    assert scores["bc"] > scores["abc"] > scores["ab"] > scores["z"]
+    again = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    for text in ("abc ab bca", "äbc"):
+        wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert again(text, add_special_tokens=False)["input_ids"] == wanted

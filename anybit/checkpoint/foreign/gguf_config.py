@@ -260,16 +260,12 @@ def numbers(own: Own, name: str) -> list[float]:
 
 def gemma3(own: Own, config: dict[str, Any]) -> None:
     """Layers with a window, and their own base."""
-    period = own.values.get("attention.sliding_window_pattern", GEMMA3_PERIOD)
-    own.known.add("attention.sliding_window_pattern")
     local = own.number("rope.freq_base_swa", GEMMA3_LOCAL_BASE)
-    near = period
-    if not isinstance(period, list):
-        count = config["num_hidden_layers"]
-        near = [
-            (i + 1) % max(1, own.number("attention.sliding_window_pattern", period)) != 0
-            for i in range(count)
-        ]
+    near = own.values.get("attention.sliding_window_pattern")  # one for each layer, or a period
+    if not isinstance(near, list):
+        period = max(1, own.number("attention.sliding_window_pattern", GEMMA3_PERIOD))
+        near = [(i + 1) % period != 0 for i in range(config["num_hidden_layers"])]
+    own.known.add("attention.sliding_window_pattern")
     config["layer_types"] = ["sliding_attention" if n else "full_attention" for n in near]
     config["rope_parameters"] = {
         "full_attention": config["rope_parameters"],

@@ -8,9 +8,11 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -97,6 +99,21 @@ def decoded(stored: Tensor, kind: str, dtype: torch.dtype, name: str) -> Tensor:
             some = torch.from_numpy(quants.dequantize(rows.numpy(), number))
         out[at : at + len(rows)] = some
     return out
+
+
+@cache
+def decodable(kind: str) -> bool:
+    """Whether tensors of a type can be read."""
+    if kind in DENSE or kind in TYPES:
+        return True
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+
+    number = GGMLQuantizationType[kind]
+    try:
+        quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[number][1]), np.uint8), number)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def open_model(
@@ -202,6 +219,8 @@ def placed(
         if block is None:
             raise InvalidInput(f"{path}: has no tensor {theirs} for {name}")
         used.add(theirs)
+        if not decodable(block.kind):
+            raise InvalidInput(f"{path}: {theirs} is {block.kind}, which cannot be read")
         if expert is not None:
             if theirs not in experts:
                 experts[theirs] = list(block.stored.each()) if len(block.shape) == 3 else []

@@ -47,6 +47,9 @@ def write_vocabulary(writer: Any, directory: Path, count: int) -> None:
         names[added["id"]] = added["content"]
         special = TokenType.CONTROL if added.get("special") else TokenType.USER_DEFINED
         types[added["id"]] = special
+    others = SpecialVocab(directory, load_merges=not sentences, n_vocab=count)
+    if sentences and "unk" in others.special_token_ids:
+        types[others.special_token_ids["unk"]] = TokenType.UNKNOWN
     writer.add_tokenizer_model(SENTENCES if sentences else BYTE_LEVEL)
     writer.add_token_list([names.get(i, f"[PAD{i}]") for i in range(count)])
     writer.add_token_types([types.get(i, TokenType.UNUSED) for i in range(count)])
@@ -59,9 +62,7 @@ def write_vocabulary(writer: Any, directory: Path, count: int) -> None:
         if pre == "gpt-2" and pattern(found):
             log.warning("%s: llama.cpp's way to split text may differ here", directory)
         writer.add_tokenizer_pre(pre)
-    SpecialVocab(directory, load_merges=not sentences, n_vocab=count).add_to_gguf(
-        writer, quiet=True
-    )
+    others.add_to_gguf(writer, quiet=True)
 
 
 def is_byte(token: str) -> bool:
