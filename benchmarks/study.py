@@ -131,21 +131,19 @@ trellis:bits=4 gptq
 """
 ROTATION = """
 bf16 dense
+int8@int8 rtn
+int8:rotate=k@int8 rtn
+liquid@int8 rtn gptq smooth+gptq
+liquid:rotate=k@int8 rtn gptq
 int4:group=128 rtn gptq
 int4:group=128,rotate=k rtn gptq
 int4:group=128,rotate=kn rtn gptq
 int3:group=128 rtn gptq
 int3:group=128,rotate=k rtn gptq
-int3:group=128,rotate=kn rtn gptq
+int3:group=128,rotate=kn rtn
 fp4 rtn gptq
 fp4:rotate=k rtn gptq
-fp4:rotate=kn rtn gptq
-liquid@int8 rtn gptq smooth+gptq
-liquid:rotate=k@int8 rtn gptq
-liquid:rotate=kn@int8 rtn gptq
-int4:group=128@int8 rtn gptq smooth+gptq
-int4:group=128,rotate=k@int8 rtn gptq
-int4:group=128,rotate=kn@int8 rtn gptq
+fp4:rotate=kn rtn
 """
 SMOKE = f"""
 bf16 dense

@@ -96,7 +96,7 @@ def quantize(
     method: Annotated[
         str | None,
         typer.Option(
-            help="Without text: rtn (the default), clip, hqq or rotate. With text: gptq (the "
+            help="Without text: rtn (the default), clip or hqq. With text: gptq (the "
             "default), additive (the default for codebooks), rotate+gptq, smooth, or smooth+gptq "
             "(the default where activations are quantized too)."
         ),

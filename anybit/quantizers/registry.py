@@ -17,7 +17,6 @@ DATA_FREE: dict[str, Callable[[], Quantizer]] = {
     "rtn": RTN,
     "clip": Clip,
     "hqq": HQQ,
-    "rotate": lambda: Rotate(then=Clip()),
 }
 CALIBRATED: dict[str, Callable[[Calibration], Quantizer]] = {
     "gptq": GPTQ,
