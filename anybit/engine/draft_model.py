@@ -192,11 +192,11 @@ def load_draft(
     device: torch.device,
     length: int | None,
     keep: Keep,
-) -> Decoder:
-    """The model that guesses for another.
+) -> Decoder | None:
+    """The model that guesses for another; None where none does ("ngram").
 
     Args:
-        draft: A directory, or "auto" for a version of the model itself in few bits.
+        draft: A directory, "auto" for a version of the model itself in few bits, or "ngram".
         directory: Of the other model.
         loaded: The other model.
         length: As for the other model.
@@ -204,6 +204,8 @@ def load_draft(
     Raises:
         InvalidInput: It has other tokens, or cannot be made of this model.
     """
+    if draft == "ngram":
+        return None
     if isinstance(draft, Loaded):
         own = draft
     elif draft == "auto":

@@ -160,33 +160,34 @@ class LLM:
         self.plan, self.keep = loaded.plan, keep
         vocabulary = loaded.config.get_text_config().vocab_size
         runner: ModelRunner | Generator
-        drafter: Drafter | None = Lookup() if draft == "ngram" else None
+        drafter: Drafter | None = None
         if isinstance(loaded.model, Generator):
+            if draft is not None:
+                raise InvalidInput("transformers' generate runs this model; leave out draft")
             runner, self.kv_dtype, kv_cache = loaded.model, loaded.dtype, "model"
             self.length = runner.length
             blocks, max_running, max_tokens = -(-self.length // block_size), 1, self.length
             prefix_caching = False
-            if draft is not None:
-                raise InvalidInput("transformers' generate runs this model; leave out draft")
         else:
-            decoder = loaded.model
-            has_scales = all(scales is not None for scales in decoder.kv_scales)
+            decoder, rows = loaded.model, max_running
             if kv_cache == "auto":
+                has_scales = all(scales is not None for scales in decoder.kv_scales)
                 kv_cache = "int8" if has_scales else "model"
             self.kv_dtype = KV_DTYPES.get(kv_cache, loaded.dtype)
-            models, rows = [decoder], max_running
+            smaller = None
             if draft is not None:
                 rows = max(max_running, min(max_running * (1 + draft_tokens), MOST_DRAFTED))
-            if draft is not None and drafter is None:
                 directory = None if isinstance(model, Loaded) else Path(model)
                 smaller = load_draft(draft, directory, loaded, device, length, keep)
-                models = [decoder, smaller] if draft != "auto" else [decoder]
+                drafter = Lookup()
+            apart = smaller is not None and draft != "auto"  # it has a cache of its own
+            models = [decoder, smaller] if smaller is not None and apart else [decoder]
             blocks = cache_blocks(models, block_size, self.kv_dtype, kv_bytes, max_running)
             self.length = min(decoder.length, blocks * block_size)
             runner = ModelRunner(decoder, blocks, block_size, self.kv_dtype, rows, deterministic)
-            if draft is not None and drafter is None:
-                own = BlockManager(blocks, block_size, prefix_caching) if draft != "auto" else None
-                caches = runner.caches if own is None else None
+            if smaller is not None:
+                own = BlockManager(blocks, block_size, prefix_caching) if apart else None
+                caches = None if apart else runner.caches
                 behind = ModelRunner(
                     smaller, blocks, block_size, self.kv_dtype, max_running, caches=caches
                 )
