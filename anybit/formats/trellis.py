@@ -99,19 +99,22 @@ class Trellis(Format):
 
     def triton_decode(self, at: Any) -> Any:
         s = lang.window(at)
+        # One return: Triton compiles what follows a branch that returns.
         if self.code == "sum8":
-            return (lang.dot4(s * 0x83DCD12D, 0x01010101, 4) >> 2) - 128
-        if self.code == "pair8":
+            value = (lang.dot4(s * 0x83DCD12D, 0x01010101, 4) >> 2) - 128
+        elif self.code == "pair8":
             x = s * 0xCBAC1FED
             first = lang.dot4(x, 0xC000405A, 128 - 11475) >> 8
-            return lang.pair(first, lang.dot4(x, 0x405A4000, 128 - 27795) >> 8)
-        if self.code == "mul1":  # in fp32, which rounds no product and no sum otherwise
+            value = lang.pair(first, lang.dot4(x, 0x405A4000, 128 - 27795) >> 8)
+        elif self.code == "mul1":  # in fp32, which rounds no product and no sum otherwise
             x = lang.dot4(s * 0x83DCD12D, 0x01010101, 1024).to(tl.float32)
-            return (x * 0.00676727294921875 - 10.3828125).to(tl.float16)
-        x = s * 0xCBAC1FED if self.code == "mcg" else s * 89226354 + 64248484
-        x = (x & 0x8FFF8FFF) ^ 0x3B603B60
-        low = (x & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-        return low + (x >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+            value = (x * 0.00676727294921875 - 10.3828125).to(tl.float16)
+        else:
+            x = s * 0xCBAC1FED if self.code == "mcg" else s * 89226354 + 64248484
+            x = (x & 0x8FFF8FFF) ^ 0x3B603B60
+            low = (x & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+            value = low + (x >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        return value
 
 
 @dataclass(frozen=True)
