@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from anybit.core.format import grouped, ungroup
+from anybit.core.groups import grouped, ungroup
 from anybit.kernels.reference import quantize_tokens
 from anybit.measure.bench import Case, Layer, Refused
 

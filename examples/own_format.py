@@ -3,7 +3,8 @@
 import torch
 
 import anybit
-from anybit.core.format import Format, register, store_scale
+from anybit.core.format import Format, register
+from anybit.core.groups import store_scale
 from anybit.evaluate.model import complete, load_text_model
 
 LEVELS = torch.special.ndtri(torch.linspace(0.03, 0.97, 16))  # the 16 values

@@ -17,16 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from anybit.core.format import (
-    Entry,
-    Format,
-    Grid,
-    grouped,
-    groups_of,
-    register,
-    store_scale,
-    ungroup,
-)
+from anybit.core.format import Entry, Format, Grid, register
+from anybit.core.groups import grouped, groups_of, store_scale, ungroup
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.formats.integer import Integer

@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anybit.core.format import (
-    Entry,
-    Format,
-    Grid,
-    grouped,
-    groups_of,
-    read_options,
-    register,
-    store_scale,
-    ungroup,
-)
+from anybit.core.format import Entry, Format, Grid, read_options, register
+from anybit.core.groups import grouped, groups_of, store_scale, ungroup
 from anybit.errors import InvalidInput
 from anybit.kernels.cute.decode import Decoder, number
 

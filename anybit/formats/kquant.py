@@ -17,18 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anybit.core.format import (
-    Entry,
-    Format,
-    Frame,
-    Grid,
-    grouped,
-    groups_of,
-    read_options,
-    register,
-    store_scale,
-    ungroup,
-)
+from anybit.core.format import Entry, Format, Frame, Grid, read_options, register
+from anybit.core.groups import grouped, groups_of, store_scale, ungroup
 from anybit.formats.microscaling import by_pieces
 from anybit.formats.table4 import IQ4
 

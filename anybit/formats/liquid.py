@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anybit.core.format import (
-    Entry,
-    Format,
-    Grid,
-    grouped,
-    groups_of,
-    register,
-    store_scale,
-    ungroup,
-)
+from anybit.core.format import Entry, Format, Grid, register
+from anybit.core.groups import grouped, groups_of, store_scale, ungroup
 from anybit.core.packed import Packed
 from anybit.kernels.cute.decode import Constants, Decoder
 from anybit.kernels.cute.lang import Word, bytes_of

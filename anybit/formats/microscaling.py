@@ -13,14 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.core.format import (
-    Entry,
-    Grid,
-    groups_of,
-    read_options,
-    register,
-    round_scale,
-)
+from anybit.core.format import Entry, Grid, read_options, register
+from anybit.core.groups import groups_of, round_scale
 from anybit.errors import InvalidInput
 from anybit.formats.minifloat import Minifloat
 

@@ -17,16 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anybit.core.format import (
-    Format,
-    Grid,
-    grouped,
-    groups_of,
-    read_options,
-    register,
-    store_scale,
-    ungroup,
-)
+from anybit.core.format import Format, Grid, read_options, register
+from anybit.core.groups import grouped, groups_of, store_scale, ungroup
 from anybit.errors import InvalidInput
 from anybit.kernels.cute.decode import BIAS, LIFT, MANTISSA, Decoder, HalfDecoder
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anybit.core.format import Format, Grid, grouped, groups_of, register, store_scale, ungroup
+from anybit.core.format import Format, Grid, register
+from anybit.core.groups import grouped, groups_of, store_scale, ungroup
 from anybit.kernels.cute.decode import BIAS, LIFT, MANTISSA, Decoder, HalfDecoder
 from anybit.kernels.cute.lang import LANES, Word, bytes_of
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.core.format import Entry, Grid, groups_of, read_options, register, store_scale
+from anybit.core.format import Entry, Grid, read_options, register
+from anybit.core.groups import groups_of, store_scale
 from anybit.formats.codebook import Codebook
 
 POSITIVE = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5,

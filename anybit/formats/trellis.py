@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from anybit.core import tiles
-from anybit.core.format import Format, Grid, groups_of, register, store_scale
+from anybit.core.format import Format, Grid, register
+from anybit.core.groups import groups_of, store_scale
 from anybit.errors import InvalidInput
 from anybit.formats.trellis_encoder import paths
 

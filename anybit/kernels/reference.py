@@ -7,7 +7,7 @@ multiplies), then scaled and summed in fp32. Every other backend is tested again
 import torch
 from torch import Tensor
 
-from anybit.core.format import grouped, ungroup
+from anybit.core.groups import grouped, ungroup
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from anybit.core.format import Format, Grid, grouped, store_scale, ungroup
+from anybit.core.format import Format, Grid
+from anybit.core.groups import grouped, store_scale, ungroup
 from anybit.core.packed import Packed
 from anybit.formats.kmeans import argmin, sums_at
 from anybit.quantizers.base import Quantizer

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.core.format import Format, Grid, groups_of, round_scale
+from anybit.core.format import Format, Grid
+from anybit.core.groups import groups_of, round_scale
 from anybit.quantizers.rtn import CHUNK, RTN
 
 FACTORS = tuple(1 - 0.05 * step for step in range(14))  # of the range: 1 down to 0.35

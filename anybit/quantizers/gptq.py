@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from anybit.core.format import Format, Grid, round_scale
+from anybit.core.format import Format, Grid
+from anybit.core.groups import round_scale
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.quantizers.base import Quantizer

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.core.format import Format, Grid, grouped, round_scale
+from anybit.core.format import Format, Grid
+from anybit.core.groups import grouped, round_scale
 from anybit.quantizers.rtn import RTN
 
 ROUNDS = 20

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from anybit.core.format import Format, Grid, store_scale
+from anybit.core.format import Format, Grid
+from anybit.core.groups import store_scale
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.nn.around import Around

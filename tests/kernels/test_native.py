@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import anybit
-from anybit.core.format import FORMATS, Format, Grid, groups_of, register, store_scale
+from anybit.core.format import FORMATS, Format, Grid, register
+from anybit.core.groups import groups_of, store_scale
 from anybit.core.packed import Packed
 from anybit.kernels import reference
 from anybit.kernels.backend import Activations, LayerSpec

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybit.core.format import Format, Grid, get_format, groups_of, known_formats, register
+from anybit.core.format import Format, Grid, get_format, known_formats, register
+from anybit.core.groups import groups_of
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.kernels import reference, registry
