@@ -44,6 +44,7 @@ PANELS = {
     "4 bits": ("int4", "nf4", "fp4bnb", "liquid", "fp4", "mxfp4", "nvfp4", "sparse"),
     "5 and 6 bits": ("int5", "int6", "fp5", "fp6", "mxfp6"),
     "7 and 8 bits": ("int7", "int8", "fp8", "mxfp8"),
+    "GGUF": ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_1", "q5_1", "iq4_nl", "iq4_xs"),
 }
 QUANTIZED = {
     "4 bits, 8-bit activations": ("int4", "liquid", "sparse"),
