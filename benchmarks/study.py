@@ -35,13 +35,13 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from study_cases import cases  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 import anybit  # noqa: E402
 from anybit import GPTQ, HQQ, RTN, Additive, Calibration, Clip, QuantLinear, Smooth  # noqa: E402
 from anybit.core.packed import Packed  # noqa: E402
-from anybit.core.scheme import parse_scheme  # noqa: E402
 from anybit.evaluate.corpus import calibration_text, held_out_text, module_path  # noqa: E402
 from anybit.evaluate.generation import function_prompts, parse_rate  # noqa: E402
 from anybit.evaluate.perplexity import Remembered, excerpts, score  # noqa: E402
@@ -53,104 +53,6 @@ WINDOW, STRIDE = 1024, 768
 SAMPLES = 128  # calibration windows, unless told
 PROMPTS, COMPLETION = 128, 96  # functions to complete, and tokens of each completion
 LONG = 90  # seconds that a case of calibrated codebooks wants before the time is up
-M2V8, M1V4, TABLE = (
-    "codebook:m=2,v=8,b=8,group=128",
-    "codebook:m=1,v=4,b=8,group=128",
-    "codebook:m=1,v=1,b=4,group=64",
-)
-PLAN = "plan:4.5"  # a format for each layer, chosen for so many bits on average
-# A line is a spec and its cases, in order of importance. A method is "quantizer[/text][:samples]";
-# "+" joins two, of which the second follows the first. Methods that a comma joins are one case: a
-# process measures "additive,additive+pv" with one calibration. The longest cases begin early.
-CORE = f"""
-bf16 dense
-{M2V8} additive,additive+pv
-int4:group=128 rtn
-int4:group=128@int8 rtn
-liquid@int8 smooth
-int4:group=128 gptq gptq/prose
-int3:group=128 rtn gptq gptq/prose
-fp6 rtn gptq
-liquid@int8 smooth+gptq
-int4 rtn gptq gptq/prose
-int2:group=128 rtn gptq,gptq+pv
-{PLAN} clip,gptq
-int4:group=32 clip gptq
-liquid@int8 rtn gptq
-int4:group=128 clip hqq
-int3:group=128 clip hqq
-int4 clip hqq
-fp6 clip hqq
-int2:group=128 clip hqq
-fp6:group=128 rtn gptq
-liquid@int8 clip
-int4:group=128@int8 smooth smooth+gptq
-int4:group=128 smooth smooth+gptq
-int8@int8 rtn smooth
-{M2V8} rtn gptq
-int2:group=128 gptq/prose
-liquid@int8 hqq smooth+gptq/prose
-fp6 smooth+gptq
-{M2V8} additive/prose
-"""
-MORE = f"""
-int4:group=64,zero rtn hqq gptq
-int2:group=32,zero rtn hqq gptq
-int3 rtn gptq gptq/prose
-fp5 rtn gptq
-fp5:group=128 rtn gptq
-fp4 rtn gptq
-fp4:group=128 rtn gptq
-sparse rtn gptq
-liquid rtn gptq
-int8 rtn
-{M1V4} rtn gptq additive
-{TABLE} rtn gptq additive
-{M2V8} additive:16 additive/train:512
-"""
-PV = f"""
-bf16 dense
-{M2V8} additive,additive+pv
-int2:group=128 gptq,gptq+pv
-"""
-TRELLIS = f"""
-bf16 dense
-trellis:bits=3,rotate=kn gptq
-int3:group=128 gptq
-trellis:rotate=kn gptq
-trellis:bits=4,rotate=kn gptq
-int4:group=128 gptq
-fp6 rtn
-int2:group=128 gptq
-trellis:code=pair8,rotate=kn gptq
-trellis:bits=3 gptq
-{M2V8} additive
-trellis:bits=3,rotate=kn@int8 gptq
-trellis gptq
-trellis:bits=4 gptq
-"""
-ROTATION = """
-bf16 dense
-int8@int8 rtn
-int8:rotate=k@int8 rtn
-liquid@int8 rtn gptq smooth+gptq
-liquid:rotate=k@int8 rtn gptq
-int4:group=128 rtn gptq
-int4:group=128,rotate=k rtn gptq
-int4:group=128,rotate=kn rtn gptq
-int3:group=128 rtn gptq
-int3:group=128,rotate=k rtn gptq
-int3:group=128,rotate=kn rtn
-fp4 rtn gptq
-fp4:rotate=k rtn gptq
-fp4:rotate=kn rtn
-"""
-SMOKE = f"""
-bf16 dense
-{PLAN} clip
-liquid@int8 smooth+gptq/prose
-{M2V8} additive/train:4,additive+pv/train:4
-"""
 
 
 @dataclass
@@ -403,20 +305,6 @@ def work(
             if own.device == "cuda":
                 torch.cuda.synchronize()  # an error that stays ends this process
     done.put(None)
-
-
-def cases(kind: str) -> list[tuple[str, str]]:
-    """(spec, methods) in the order in which they are measured."""
-    tables = {"rotation": ROTATION, "trellis": TRELLIS, "smoke": SMOKE, "pv": PV}
-    table = (tables | {"all": CORE + MORE}).get(kind, CORE)
-    found = []
-    for line in table.split("\n"):
-        spec, *methods = line.split() or [""]
-        if spec and spec not in ("bf16", PLAN):
-            parse_scheme(spec)
-        # A CPU can do the "light" ones.
-        found += [(spec, m.split(",")[0] if kind == "light" else m) for m in methods]
-    return found
 
 
 def main() -> None:

@@ -139,8 +139,8 @@ class LLM:
         check_keep(keep)
         check_draft(draft, draft_tokens, deterministic)
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        adapters = {name: Path(directory) for name, directory in (adapters or {}).items()}
-        if adapters and (deterministic or isinstance(model, Loaded)):
+        beside = {name: Path(directory) for name, directory in (adapters or {}).items()}
+        if beside and (deterministic or isinstance(model, Loaded)):
             what = "deterministic=True" if deterministic else "a model that is loaded already"
             raise InvalidInput(f"adapters do not go with {what}; leave out one of them")
         if isinstance(model, Loaded):
@@ -153,7 +153,7 @@ class LLM:
             }
             given = [option for option, is_given in options.items() if is_given]
             loaded = load(
-                Path(model), device, DTYPES.get(dtype), quantization, length, given, keep, adapters
+                Path(model), device, DTYPES.get(dtype), quantization, length, given, keep, beside
             )
         self.tokenizer, self.config, self.dtype = loaded.tokenizer, loaded.config, loaded.dtype
         self.quantized, self.quantized_bytes = loaded.quantized, loaded.quantized_bytes
@@ -209,7 +209,7 @@ class LLM:
             Grammars(self.tokenizer, vocabulary, loaded.eos) if self.tokenizer else None,
             Speculation(drafter, draft_tokens) if drafter else None,
         )
-        self.engine.adapters = tuple(adapters)
+        self.engine.adapters = tuple(beside)
         self._names = itertools.count()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

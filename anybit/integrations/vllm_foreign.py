@@ -12,7 +12,7 @@ from pathlib import Path
 import huggingface_hub
 from torch import Tensor
 
-from anybit.checkpoint.foreign.convert import Conversion, plan_conversion
+from anybit.checkpoint.foreign.convert import Conversion, opened, plan_conversion
 from anybit.checkpoint.rewrite import SHARD_BYTES
 from anybit.errors import Unsupported
 
@@ -29,7 +29,8 @@ def directory_of(model_name: str, revision: str | None) -> Path:
 @lru_cache(maxsize=2)  # a model and a draft for it
 def planned(directory: Path) -> Conversion:
     """How a checkpoint becomes one of ours; the headers are read once in each process."""
-    return plan_conversion(directory, SHARD_BYTES)
+    with opened(directory) as found:
+        return plan_conversion(found, SHARD_BYTES)
 
 
 @dataclass

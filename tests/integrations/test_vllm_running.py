@@ -1,6 +1,7 @@
 """A running vLLM: adapters beside quantized layers, and new weights (`make test-vllm`)."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_adapters(tmp_path, stored):
                 model.get_submodule(name).weight -= delta
     assert wanted[0] != wanted[1]
     # On a CPU, vLLM gives texts without an adapter the last one: room for a third stays empty.
-    options = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 3}
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 3}
     if not stored:
         options |= {"quantization": "anybit", "hf_overrides": {"anybit": {"formats": PLAN}}}
     with engine(tmp_path / "out" if stored else PICO, **options) as llm:
