@@ -170,7 +170,7 @@ def work(rank: int, cpu: bool, meet: str, schemes: tuple[str, ...]) -> None:
         device_id=None if cpu else device,
     )
     dtype = torch.float32 if cpu else torch.bfloat16
-    n, k, m, hidden = (32, 512, 3, 256) if cpu else (1024, 2048, 16, 1024)
+    n, k, m, hidden = (32, 512, 3, 512) if cpu else (1024, 2048, 16, 1024)
     problems = []
     with torch.inference_mode():
         for i, scheme in enumerate(schemes):

@@ -73,6 +73,7 @@ def doctor(schemes: Sequence[str] = (), console: Console | None = None) -> None:
     console.print(f"Python {platform.python_version()}, " + ", ".join(found), style="dim")
 
 
+FEW = 8  # names that a line may hold
 Answers = Mapping[str, Mapping[str, str | None]]  # scheme -> backend -> why it refuses; None: not
 
 
@@ -92,7 +93,10 @@ def in_short(console: Console, answers: Answers, kind: str) -> None:
                 reasons.setdefault((backend, reason), []).append(scheme)
     for backend in sorted(by_backend, key=list(registry.BACKENDS).index):
         mine = by_backend[backend]
-        which = "all formats" if len(mine) == len(answers) else ", ".join(mine)
+        others = [scheme for scheme in answers if scheme not in mine]
+        which = ", ".join(mine)
+        if len(others) < len(mine) > FEW:
+            which = "all formats" + (f" but {', '.join(others)}" if others else "")
         console.print(f"  runs on [bold]{backend}[/]: {which}", highlight=False)
     for (backend, reason), refused in reasons.items():
         which = "" if len(refused) == len(answers) else f" ({', '.join(refused)})"

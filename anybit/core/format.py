@@ -322,13 +322,13 @@ class Format:
     def _options(self, skip: tuple[str, ...] = ()) -> list[str]:
         """Fields that differ from their defaults, as they are written in a spec."""
         args = []
-        for field in options_of(type(self)):
+        for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in skip or value == field.default:
+            if field.name in (*skip, "rotate") or value == field.default:
                 continue
             name = field.metadata.get("option", field.name)
             args.append(name if value is True else f"{name}={value}")
-        return args
+        return [*args, f"rotate={self.rotate}"] if self.rotate else args  # of every format
 
 
 # Names.

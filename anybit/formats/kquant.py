@@ -213,7 +213,7 @@ class KQuant(Format):
         """Codes of the numbers nearest to w (N, groups, columns) in units of the factor."""
         w = w * torch.where(factor == 0, 0.0, 1 / factor)[..., None]
         if self.table:
-            return torch.bucketize(w, (numbers[1:] + numbers[:-1]) / 2)
+            return torch.bucketize(w.contiguous(), (numbers[1:] + numbers[:-1]) / 2)
         return (w + self.kind.below).round_().clamp_(0, 2**self.bits - 1)
 
     def _least_squares(
@@ -260,7 +260,7 @@ class KQuant(Format):
             return number * factor - lang.level(at, 1) * lang.level(at, 3).to(tl.float32)
 
     def _spec_parts(self) -> tuple[str, list[str]]:
-        return self.name, []
+        return self.name, self._options(skip=("name",))
 
     @classmethod
     def from_spec(cls, name: str, args: list[str]) -> "KQuant":

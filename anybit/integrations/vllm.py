@@ -78,6 +78,7 @@ class AnybitConfig(QuantizationConfig):
         self.coded: set[str] = set()  # layers that the checkpoint holds in codes
         self.dense: set[str] = set()  # layers and embeddings whose weight it holds
         self.on_load: dict[str, str] = {}  # schemes of layers to be quantized while loading
+        self.tied = False  # whether the head shares the embeddings' weight
 
     @classmethod
     def get_name(cls) -> str:
@@ -172,6 +173,7 @@ class AnybitConfig(QuantizationConfig):
             table, schemes = Names(model), linear_schemes(model, self.formats or {})
             stored = {table.stored(f"{layer}.weight"): s for layer, s in schemes.items()}
             self.on_load = {name.removesuffix(".weight"): s for name, s in stored.items()}
+            self.tied = bool(getattr(config, "tie_word_embeddings", False))
         self.names = {name: name for name in self.coded | self.dense | self.on_load.keys()}
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
@@ -223,7 +225,7 @@ class AnybitConfig(QuantizationConfig):
         if any(self.names.get(name, name) in self.coded for name in names):
             return Stored(names, schemes, self.backend, self.layers_of_others())
         if any(schemes):
-            return OnLoad(names, schemes, self.backend)
+            return OnLoad(names, schemes, self.backend, self.tied)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
 
     def layers_of_others(self) -> Source | None:

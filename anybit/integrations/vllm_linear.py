@@ -152,6 +152,12 @@ class OnLoad(AnybitLinearMethod):
 
     uses_meta_device = True  # vLLM makes room for one layer at a time
 
+    def __init__(
+        self, names: list[str], schemes: list[str | None], backend: str | None, tied: bool = False
+    ):
+        super().__init__(names, schemes, backend)
+        self.tied = tied  # whether the model's head shares the embeddings' weight
+
     def create_weights(
         self,
         layer: Any,
@@ -184,6 +190,11 @@ class OnLoad(AnybitLinearMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         if "weight" not in layer._parameters:
             return
+        if self.tied and "parts" in layer._modules:  # and the head would keep the old weights
+            raise Unsupported(
+                "vLLM does not reload an output head that shares the embeddings' weight; start the "
+                "engine with the new weights"
+            )
         rows = layer.weight.data.split(layer.sizes)
         del layer.weight
         weights = [

@@ -195,7 +195,8 @@ def quantize_weights(
         weights = [r.rotated(w) for r, w in zip(rotations, weights, strict=True)]
         statistics = statistics and statistics.rotated(rotations[0].rotate_in)
     whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-    packed, start = quantizer.quantize(whole, fmt.plain() if rotations else fmt, statistics), 0
+    given = () if statistics is None else (statistics,)  # data-free ones need not take any
+    packed, start = quantizer.quantize(whole, fmt.plain() if rotations else fmt, *given), 0
     out = [packed]
     if len(weights) > 1:  # copies, so that a checkpoint finds no tensors that share memory
         out = []

@@ -202,6 +202,7 @@ def test_the_longest_unused_blocks_are_forgotten_first() -> None:
 class FakeSequence:
     def __init__(self, tokens: list[int]):
         self.tokens, self.blocks, self.digests, self.computed = tokens, [], [], 0
+        self.params = SamplingParams()
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

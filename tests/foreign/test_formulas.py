@@ -38,7 +38,7 @@ def same(layer: Layer, weight: np.ndarray, spec: str) -> None:
     again = Packed.from_tensors(layer.format, layer.shape, packed.tensors())
     assert torch.equal(again.dequantize(), torch.from_numpy(weight))
     for name, tensor in packed.grid.items():  # the sizes that space on disk is checked with
-        wanted = layer.dtypes.get(name, layer.format.entries()[name].default_dtype)
+        wanted = layer.dtypes.get(name, layer.format.stored_entries()[name].default_dtype)
         assert tensor.dtype == wanted
 
 

@@ -11,6 +11,7 @@ from vllm.lora.request import LoRARequest
 
 import anybit
 from anybit.checkpoint.stream import quantize_checkpoint
+from anybit.errors import Unsupported
 from anybit.integrations.transformers import AnybitConfig
 from anybit.nn.model import dequantize_
 from tests.integrations.generate import (
@@ -85,18 +86,37 @@ def changed(source, directory):
     return directory
 
 
+def untied(directory):
+    """Pico with an output head of its own."""
+    model = AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    words = model.get_input_embeddings().weight.detach()
+    fresh = type(model)(model.config)
+    fresh.load_state_dict(model.state_dict() | {"lm_head.weight": words.clone()})
+    fresh.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(PICO).save_pretrained(directory)
+    return directory
+
+
 def test_new_weights_are_quantized_as_they_arrive(tmp_path):
-    other = changed(PICO, tmp_path / "other")
-    before = by_transformers(PICO, quantization_config=AnybitConfig(PLAN))
+    own = untied(tmp_path / "own")
+    other = changed(own, tmp_path / "other")
+    before = by_transformers(own, quantization_config=AnybitConfig(PLAN))
     after = by_transformers(other, quantization_config=AnybitConfig(PLAN))
     assert before != after
     options = {"quantization": "anybit", "hf_overrides": {"anybit": {"formats": PLAN}}}
-    with engine(PICO, **options) as llm:
+    with engine(own, **options) as llm:
         assert tokens_of(llm) == before
-        for path, wanted in ((other, after), (PICO, before)):
+        for path, wanted in ((other, after), (own, before)):
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
             llm.reset_prefix_cache()
             assert tokens_of(llm) == wanted
+
+
+def test_a_shared_head_is_not_reloaded():
+    options = {"quantization": "anybit", "hf_overrides": {"anybit": {"formats": PLAN}}}
+    with engine(PICO, **options) as llm, pytest.raises(Unsupported, match="shares the embeddings'"):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(PICO)})
 
 
 @pytest.mark.parametrize("plan", ["int4:group=32", {"*": "fp6", "*.w2": None}])

@@ -261,8 +261,9 @@ for name, pointers, constants, warps, stages, arch in eval(sys.argv[1]):
 
 
 WHOLE = {"SPLITS": 1, "WINDOW": 0, "sums": None, "maxima": None, "sinks": None}
-NORM = {"FUSE": "norm", "LARGEST": 127, "HAS_SUMS": True, "WIDE": 4096}
-SILU = {"FUSE": "silu", "LARGEST": 0, "HAS_SUMS": False, "WIDE": 16384}
+PLAIN = {"SIZE": 0, "vector": None}  # not rotated
+NORM = PLAIN | {"FUSE": "norm", "LARGEST": 127, "HAS_SUMS": True, "WIDE": 4096}
+SILU = PLAIN | {"FUSE": "silu", "LARGEST": 0, "HAS_SUMS": False, "WIDE": 16384}
 KERNELS = [  # arch, name, kind of cache, constants, warps
     (80, "_attend", "model", {"ROWS": 128} | WHOLE, 8),
     (80, "_attend_int8", "static", WHOLE, 2),

@@ -80,7 +80,7 @@ def _granule(
             c = tl.load(at, mask=(e < WIDTH)[:, None], other=0)
             table = lang.dot(xs, c.to(DTYPE), tl.zeros((LANES, COUNT), tl.float32))
             table = tl.reshape(table, (LANES * COUNT,))
-            code = lang.code((words_of(tiles, j, LAYOUT, 1), j, LAYOUT, DTYPE, ()), b)
+            code = lang.code((words_of(tiles, j, first, n, K, LAYOUT, 1), j, LAYOUT, DTYPE, ()), b)
             # Banks follow the code: three passes a gather on average. A table by lanes would make
             # eight, since neighbouring threads hold neighbouring rows of the same few lanes.
             index = tl.reshape(code + lane[None, :] * COUNT, (ROWS * LANES,))
