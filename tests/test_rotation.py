@@ -13,7 +13,7 @@ import anybit
 from anybit.checkpoint.calibrated import calibrate_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.core.packed import Packed, stack
-from anybit.core.rotation import Rotation, block, hadamard, turned
+from anybit.core.rotation import Rotation, block, hadamard, signs, turned
 from anybit.kernels import rotation
 from anybit.kernels.backend import Activations, LayerSpec
 from anybit.kernels.native import fused
@@ -308,3 +308,15 @@ def test_plans_may_choose_it() -> None:
     chosen = plan_formats(model, None, bits=4.9, candidates=candidates, quantizer=anybit.RTN())
     anybit.quantize_(model, chosen.plan)
     assert model.model.layers[0].mlp.down_proj.scheme == "int4:rotate=k"
+
+
+def test_defaults_of_torch_change_no_rotation() -> None:
+    hadamard.cache_clear()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            h, s = hadamard(64), signs(64)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (h.device.type, h.dtype, s.device.type) == ("cpu", torch.float32, "cpu")
+    assert torch.equal(h @ h, torch.eye(64))

@@ -93,7 +93,7 @@ def turned(x: Tensor) -> Tensor:
 @cache
 def hadamard(size: int) -> Tensor:
     """The normalized Hadamard matrix (size, size) fp32 of a power of two, in Sylvester's order."""
-    h = torch.ones(1, 1)
+    h = torch.ones(1, 1, dtype=torch.float32, device="cpu")  # whatever the defaults are meanwhile
     while len(h) < size:
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
     return h / size**0.5
@@ -101,8 +101,8 @@ def hadamard(size: int) -> Tensor:
 
 def signs(size: int) -> Tensor:
     """Random signs (size,) fp16, always the same for a size."""
-    random = torch.Generator().manual_seed(size)
-    return torch.randint(2, (size,), generator=random).mul_(2).sub_(1).half()
+    random = torch.Generator("cpu").manual_seed(size)
+    return torch.randint(2, (size,), generator=random, device="cpu").mul_(2).sub_(1).half()
 
 
 def block(size: int) -> int:

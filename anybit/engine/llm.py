@@ -140,6 +140,8 @@ class LLM:
         check_draft(draft, draft_tokens, deterministic)
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         beside = {name: Path(directory) for name, directory in (adapters or {}).items()}
+        if "" in beside:
+            raise InvalidInput(f"adapters: {beside['']} has an empty name; give it another")
         if beside and (deterministic or isinstance(model, Loaded)):
             what = "deterministic=True" if deterministic else "a model that is loaded already"
             raise InvalidInput(f"adapters do not go with {what}; leave out one of them")
@@ -228,10 +230,16 @@ class LLM:
             Unsupported: Requests are running, or the engine has not loaded this model itself.
         """
         runner = self.engine.runner
+        while self.engine.busy and not self.engine.requests:  # what an interrupt has left
+            self.engine.step()
         if self.engine.busy:
             raise Unsupported("requests are running; load weights when they have ended")
         if not isinstance(runner, ModelRunner) or self.plan is None:
             raise Unsupported("only models that the engine knows take new weights; load it anew")
+        if any(cache.k_scale is not None and cache.k_scale.ndim == 2 for cache in runner.caches):
+            raise Unsupported(
+                "the KV cache has scales that were made for the old weights; use kv_cache='model'"
+            )
         runner.replace(again(runner.model, weights, self.plan, self.keep))
         self.engine.scheduler.blocks.forget()
 

@@ -33,6 +33,7 @@ OTHER = (  # options of peft's that change what an adapter computes
     "use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "layer_replication",
     "alora_invocation_tokens", "trainable_token_indices", "arrow_config",
 )  # fmt: skip
+OWN_BASE = ("pissa", "olora", "corda", "loftq")  # ways to begin that change the model's own weights
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,9 @@ def read_adapter(directory: Path, model_type: str | None) -> Adapter:
     given = [option for option in OTHER if config.get(option)]
     if config.get("bias", "none") != "none":
         given.append(f"bias={config['bias']!r}")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(OWN_BASE):
+        given.append(f"init_lora_weights={start!r}")
     if kind != "LORA" or given:
         what = f"{', '.join(given)}" if kind == "LORA" else f"peft_type {kind!r}"
         raise InvalidInput(

@@ -17,7 +17,7 @@ def read_prompts(model: Decoder, hidden: Tensor, scheduled: list[Scheduled]) -> 
     start = 0
     for s in scheduled:
         states = hidden[start : start + s.tokens][: len(s.seq.prompt) - s.first]
-        start += s.tokens
+        start += s.tokens + len(s.draft)
         if not s.reads_prompt:
             continue
         if s.first == 0:  # the beginning, or a new one after a preemption

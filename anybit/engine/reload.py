@@ -32,17 +32,17 @@ class Arrived(Weights):
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Keep a tensor: a copy, since a trainer goes on changing its own."""
-        own = tensor.detach().to(self.device, self.dtype, copy=True)
+        own = tensor.detach().to(self.device, copy=True)
+        check_finite(own, name)
         scheme = self.plan.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         if scheme is None:
             self.held[name] = own
             return
-        check_finite(own, name)
         fmt = parse_scheme(scheme)[0]
         if own.ndim != 2:
             raise InvalidInput(f"{name}: a matrix is wanted, and shape {tuple(own.shape)} came")
         fmt.check(*own.shape)
-        self.held[name] = quantize_weight(RTN(), own, fmt)
+        self.held[name] = quantize_weight(RTN(), own.to(self.dtype), fmt)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         found = self._pop(name, shape)
@@ -53,7 +53,8 @@ class Arrived(Weights):
         b = self.tensor(f"{name}.bias", shape[:1]) if bias else None
         scheme = self.plan.get(name)
         activation = None if scheme is None else parse_scheme(scheme)[1]
-        return self._pop(f"{name}.weight", shape), b, activation
+        weight = self._pop(f"{name}.weight", shape)
+        return weight.to(self.dtype) if isinstance(weight, Tensor) else weight, b, activation
 
     def _pop(self, name: str, shape: tuple[int, ...]) -> Tensor | Packed:
         if name not in self.held:

@@ -96,6 +96,8 @@ class Scheduler:
         """
         if self.waiting and len(self.running) < self.max_running and not self.full:
             return []
+        if any(s.draft for s in scheduled):  # how many tokens these give is not known
+            return []
         going = [s for s in scheduled if not s.seq.finish]
         if len(going) < len(self.running) or not all(foreseeable(s) for s in going):
             return []

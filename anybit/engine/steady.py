@@ -45,7 +45,8 @@ class SteadyScheduler(Scheduler):
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_running:
             seq = self.waiting[0]
-            self.blocks.match(seq, self.max_tokens)
+            if not seq.params.reads_prompt:  # cached tokens run no more
+                self.blocks.match(seq, self.max_tokens)
             if not self.blocks.grow(seq, seq.limit):
                 self.blocks.release(seq)
                 return

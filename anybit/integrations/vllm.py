@@ -123,6 +123,8 @@ class AnybitConfig(QuantizationConfig):
             self.formats = dict(work.formats)
             schemes = {name: layer.scheme for name, layer in work.layers.items()}
             self.source = Source(directory, schemes)
+            if hf_config is not None and "tie_word_embeddings" in work.new_config:
+                hf_config.tie_word_embeddings = work.new_config["tie_word_embeddings"]
             self.source.check()
         self._override(getattr(hf_config, OVERRIDE, None), model_name)
         stored = get_safetensors_params_metadata(model_name, revision=revision)

@@ -279,17 +279,22 @@ class QuantLinear(nn.Module):
             device = self.prepared.layout[0].device
             if fn(torch.empty(0, device=device)).device != device:
                 _ = self.packed  # raises
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, old in before.items():  # undo casts, keep moves
-            new = self._buffers[name]
-            if old is not None and new is not None and new.dtype != old.dtype:
-                self._buffers[name] = old if old.device == new.device else old.to(new.device)
+            return self._moved(fn, recurse)
+        self._moved(fn, recurse)
         device = next(iter(self._buffers.values())).device  # type: ignore[union-attr]
         prepared = self.prepared
         if prepared and device.type != "meta" and device != prepared.layout[0].device:
             self.prepare()
+        return self
+
+    def _moved(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> Any:
+        """What `_apply` does, without its casts."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                self._buffers[name] = old if old.device == new.device else old.to(new.device)
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

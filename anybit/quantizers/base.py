@@ -188,6 +188,8 @@ def quantize_weights(
     Returns:
         Each weight, in memory of its own.
     """
+    for w in weights:
+        fmt.check(*w.shape)
     rotations: list[Rotation] = []
     if fmt.rotate:
         shapes = [(w.shape[0], w.shape[1], w.device) for w in weights]

@@ -75,6 +75,7 @@ def test_what_is_wrong_changes_nothing(checkpoint: Checkpoint, tmp_path: Path) -
         (sent | {name: sent[name][:, :63]}, "K=63 is not a multiple"),
         (sent | {name: sent[name][0]}, "a matrix is wanted"),
         (sent | {name: torch.full_like(sent[name], torch.nan)}, "values are NaN or inf"),
+        (sent | {"model.norm.weight": sent["model.norm.weight"] / 0}, "values are NaN or inf"),
     ):
         with pytest.raises(InvalidInput, match=message):
             llm.load_weights(wrong.items())

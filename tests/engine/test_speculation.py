@@ -458,3 +458,34 @@ def test_look_up_finds_what_followed_last() -> None:
     lookup.forget(seq)
     assert not lookup.places
     assert not lookup.guesses
+
+
+def test_prompts_are_read_beside_drafts(checkpoint: Checkpoint) -> None:
+    """Embeddings and scores of prompts that share a step with drafted texts."""
+    many = prompts(8)
+    asked = (
+        SamplingParams(max_tokens=20, temperature=0, ignore_eos=True),
+        SamplingParams(max_tokens=0, embed=True),
+        SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1),
+    )
+    each = [asked[(i - 1) % 3] for i in range(8)]
+    llm = LLM(checkpoint("llama"), block_size=4, max_running=3, prefix_caching=False)
+    want = llm.generate(many, each)
+    got = speculating(llm, Told(want)).generate(many, each)
+    assert_taken(llm.engine)
+    for a, b in zip(got, want, strict=True):
+        assert a.tokens == b.tokens
+        one, other = a.completions[0], b.completions[0]
+        assert (one.embedding is None) == (other.embedding is None)
+        if one.embedding is not None:
+            torch.testing.assert_close(torch.tensor(one.embedding), torch.tensor(other.embedding))
+        scores = [[p and p.logprob for p in x.prompt_logprobs or []] for x in (one, other)]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+
+
+def test_no_step_starts_ahead_of_one_with_drafts(checkpoint: Checkpoint) -> None:
+    engine = LLM(checkpoint("llama")).engine
+    engine.add("a", [5, 6, 7], SamplingParams(max_tokens=9, temperature=0))
+    (scheduled,) = engine.scheduler.schedule()
+    assert engine.scheduler.ahead([scheduled])
+    assert not engine.scheduler.ahead([replace(scheduled, draft=(5,))])

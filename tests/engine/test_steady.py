@@ -97,3 +97,11 @@ def test_texts_are_written_in_steps_of_one_shape(llm: LLM) -> None:
     runner = llm.engine.runner
     assert scheduler.rows == runner.rows == 4  # type: ignore[attr-defined]
     assert runner.graphs.sizes == [4]  # type: ignore[attr-defined]
+
+
+def test_prompts_are_scored_whole(llm: LLM) -> None:
+    prompt = texts()[LENGTHS.index(130)]
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+    for _ in range(2):  # the second time its prefix is known
+        (output,) = llm.generate([prompt], params)
+        assert len(output.completions[0].prompt_logprobs or []) == len(prompt)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaTokenizer, Pr
 import anybit
 from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.checkpoint.foreign.export import export_checkpoint
+from anybit.checkpoint.foreign.gguf_config import FAMILIES, metadata_of
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_json, write_json
 from anybit.nn.model import quantized_layers
@@ -161,3 +162,12 @@ def test_vocabularies_with_bytes_as_a_fallback(tmp_path: Path) -> None:
     for text in ("abc ab bca", "äbc"):
         wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert again(text, add_special_tokens=False)["input_ids"] == wanted
+
+
+def test_whole_numbers_where_llama_cpp_reads_floats() -> None:
+    config = tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": 10000}).config
+    (family,) = [f for f in FAMILIES if f.kind == "LlamaForCausalLM"]
+    names = ["token_embd.weight", "output.weight", *(f"blk.{i}.attn_norm.weight" for i in range(8))]
+    metadata, _ = metadata_of(config, family, names)
+    assert isinstance(metadata["llama.rope.freq_base"], float)
+    assert isinstance(metadata["llama.block_count"], int)

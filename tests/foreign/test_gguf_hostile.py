@@ -108,7 +108,9 @@ def test_a_header_is_no_longer_than_any_there_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        ({"block_count": 1 << 30}, "num_hidden_layers is 1073741824, but the files hold"),
+        ({"block_count": 1 << 30}, "1073741824 layers in its metadata, and"),
+        ({"attention.key_length": 0, "attention.value_length": 0}, "head_dim is 0 in its metadata"),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, "type 'none', 4.0 times"),
         ({"embedding_length": 0}, "no whole number of hidden_size"),
         ({"attention.head_count": 8}, "attn_q.weight has shape"),
         ({"attention.head_count": [4, 2]}, "head_count is not the same in all layers"),
@@ -151,3 +153,10 @@ def test_any_bytes_are_read_or_refused(tmp_path: Path) -> None:
             assert block.stored.start + block.stored.nbytes <= len(data)
             assert block.stored.read().dtype in (torch.uint8, torch.float32)
     assert 0 < refused < 300
+
+
+def test_a_part_that_there_cannot_be(tmp_path: Path) -> None:
+    path = tmp_path / "model-00001-of-00000.gguf"
+    path.write_bytes(file())
+    with pytest.raises(InvalidInput, match="there is no part 1 of 0"):
+        read_model(path)

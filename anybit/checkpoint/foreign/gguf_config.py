@@ -125,8 +125,16 @@ def config_of(contents: Contents) -> dict[str, Any]:
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
         if not isinstance(config.get(name), int) or config[name] < 1:
             raise InvalidInput(f"{path}: has no whole number of {name} in its metadata")
+    if config["num_hidden_layers"] > len(contents.tensors):
+        raise InvalidInput(
+            f"{path}: {config['num_hidden_layers']} layers in its metadata, and "
+            f"{len(contents.tensors)} tensors"
+        )
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    for name in ("num_key_value_heads", "head_dim"):
+        if not isinstance(config[name], int) or config[name] < 1:
+            raise InvalidInput(f"{path}: {name} is {config[name]!r} in its metadata")
     if own.number("attention.value_length", config["head_dim"]) != config["head_dim"]:
         raise InvalidInput(f"{path}: keys and values of different lengths cannot be read")
     embedding = contents.tensors.get("token_embd.weight")
@@ -200,7 +208,8 @@ class Own:
 def rope(own: Own, config: dict[str, Any]) -> None:
     """Rotary embeddings: their base, how they are stretched, and how much of a head they turn."""
     tensors, path = own.contents.tensors, own.path
-    scaling, factor = own.text("rope.scaling.type", "none"), own.number("rope.scaling.factor", 1.0)
+    factor = own.number("rope.scaling.factor", 1.0)
+    scaling = own.text("rope.scaling.type", "none" if factor == 1 else "linear")
     if factor < 1:
         raise InvalidInput(f"{path}: rotary embeddings stretched {factor} times cannot be read")
     factors = [name for name in tensors if name.startswith(("rope_freqs", "rope_factors"))]
@@ -235,8 +244,10 @@ def rope(own: Own, config: dict[str, Any]) -> None:
             "beta_slow": own.number("rope.scaling.yarn_beta_slow", 1.0),
             "original_max_position_embeddings": original,
         }
-    elif scaling != "none":
-        raise InvalidInput(f"{path}: rotary embeddings of type {scaling!r} cannot be read")
+    elif scaling != "none" or factor != 1:
+        raise InvalidInput(
+            f"{path}: rotary embeddings of type {scaling!r}, {factor} times, cannot be read"
+        )
     elif original and own.arch == "phi3":
         config["original_max_position_embeddings"] = original
     turned = own.number("rope.dimension_count", config["head_dim"])
@@ -286,6 +297,10 @@ IDLE = {  # of a config.json, without effect on a model's outputs, or said by te
 }  # fmt: skip
 
 
+# llama.cpp reads these as floats, and refuses whole numbers.
+REAL = ("freq_base", "freq_base_swa", "factor", "epsilon", "softcapping")
+
+
 def metadata_of(
     config: Any, family: Family, names: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -318,7 +333,10 @@ def metadata_of(
     turned = int(dim * given.get("partial_rotary_factor", 1.0))
     own |= {"rope.freq_base": given["rope_theta"], "rope.dimension_count": turned}
     more, tensors = stretched(config, given, turned)
-    metadata = {f"{arch}.{key}": value for key, value in (own | more).items()}
+    metadata = {
+        f"{arch}.{key}": float(value) if key.endswith(REAL) else value
+        for key, value in (own | more).items()
+    }
     metadata["general.architecture"] = arch
     shape = (config.vocab_size, config.hidden_size)
     nowhere = Stored(Path("the checkpoint"), "F32", shape, 0, 0)

@@ -19,6 +19,7 @@ from anybit.files.safetensors import Stored
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 LARGEST_HEADER = 1 << 28  # bytes; those of the largest vocabularies are some 20 MB
+MOST_NUMBERS = 1 << 22  # of an array in the metadata; vocabularies have fewer tokens
 MOST_DIMENSIONS = 4
 SCALARS = {
     0: "B",
@@ -81,7 +82,9 @@ def files_of(path: Path) -> list[Path]:
     found = SPLIT.search(path.name)
     paths = [path]
     if found:
-        stem, count = path.name[: found.start()], int(found[2])
+        stem, index, count = path.name[: found.start()], int(found[1]), int(found[2])
+        if not 1 <= index <= count:
+            raise InvalidInput(f"{path}: there is no part {index} of {count}")
         paths = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
     missing = [p for p in paths if not p.is_file()]
     if missing:
@@ -196,6 +199,8 @@ class _Header:
             raise self.error(f"an array of values of type {inner}")
         size = struct.calcsize(SCALARS[inner])
         count = self.count("numbers", size)
+        if count > MOST_NUMBERS:
+            raise self.error(f"an array of {count} numbers, more than {MOST_NUMBERS}")
         return list(struct.unpack(f"<{count}{SCALARS[inner]}", self.take(count * size)))
 
     def info(self) -> tuple[tuple[int, ...], int, int]:
@@ -217,6 +222,8 @@ class _Header:
             if number not in sizes:
                 raise InvalidInput(f"{self.path}: {name} has the unknown type {number} of ggml")
             kind, columns, nbytes = sizes[number]
+            if kind not in DENSE and len(shape) != (3 if "_exps." in name else 2):
+                raise self.error(f"{name} of type {kind} has {len(shape)} dimensions")
             if min(shape) < 1 or math.prod(shape) > self.size * 64 or shape[-1] % columns:
                 raise self.error(f"{name} cannot have shape {shape} in type {kind}")
             row = shape[-1] // columns * nbytes

@@ -10,10 +10,12 @@ from transformers import PretrainedConfig
 from anybit.core.packed import Packed
 from anybit.engine.attention import Batch, LayerCache, Scores, attention, rotate
 from anybit.engine.fused import rms_norm
+from anybit.engine.lora import Adapted
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import MLP, Attention, Block, Decoder, Mixer, MoE
 from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Weights
+from anybit.errors import InvalidInput
 from anybit.kernels.backend import Activations
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is
@@ -90,6 +92,11 @@ class GroupedMoE(MoE):
             weights, name, c, c.n_routed_experts, c.num_experts_per_tok, c.moe_intermediate_size,
             normalize=bool(c.norm_topk_prob),
         )  # fmt: skip
+        if isinstance(self.gate, Adapted):
+            raise InvalidInput(
+                f"an adapter changes {name}.gate, where the engine takes none; merge it into the "
+                "model"
+            )
         self.shared = MLP(
             weights, f"{name}.shared_experts", c, c.moe_intermediate_size * c.n_shared_experts
         )
