@@ -110,7 +110,10 @@ def test_a_header_is_no_longer_than_any_there_is(tmp_path: Path) -> None:
     [
         ({"block_count": 1 << 30}, "1073741824 layers in its metadata, and"),
         ({"attention.key_length": 0, "attention.value_length": 0}, "head_dim is 0 in its metadata"),
-        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, "type 'none', 4.0 times"),
+        (
+            {"rope.scaling.type": "none", "rope.scaling.factor": 4.0},
+            "stretched 4.0 times, but of no type",
+        ),
         ({"embedding_length": 0}, "no whole number of hidden_size"),
         ({"attention.head_count": 8}, "attn_q.weight has shape"),
         ({"attention.head_count": [4, 2]}, "head_count is not the same in all layers"),

@@ -244,10 +244,10 @@ def rope(own: Own, config: dict[str, Any]) -> None:
             "beta_slow": own.number("rope.scaling.yarn_beta_slow", 1.0),
             "original_max_position_embeddings": original,
         }
-    elif scaling != "none" or factor != 1:
-        raise InvalidInput(
-            f"{path}: rotary embeddings of type {scaling!r}, {factor} times, cannot be read"
-        )
+    elif scaling != "none":
+        raise InvalidInput(f"{path}: rotary embeddings of type {scaling!r} cannot be read")
+    elif factor != 1:
+        raise InvalidInput(f"{path}: rotary embeddings stretched {factor} times, but of no type")
     elif original and own.arch == "phi3":
         config["original_max_position_embeddings"] = original
     turned = own.number("rope.dimension_count", config["head_dim"])
