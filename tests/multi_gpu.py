@@ -157,6 +157,13 @@ def check_block(scheme: str, x: Tensor, rank: int) -> float:
     return float((y - exact).norm() / (reference - exact).norm())
 
 
+def small(scheme: str) -> int:
+    """Width of a block that a CPU quantizes soon, and whose halves hold whole groups."""
+    fmt = parse_scheme(scheme)[0]
+    wide = any(entry.group == 256 for entry in fmt.entries().values())
+    return 512 if wide else 128 if fmt.window else 256
+
+
 def work(rank: int, cpu: bool, meet: str, schemes: tuple[str, ...]) -> None:
     device = torch.device("cpu" if cpu else f"cuda:{rank}")
     if not cpu:
@@ -170,13 +177,14 @@ def work(rank: int, cpu: bool, meet: str, schemes: tuple[str, ...]) -> None:
         device_id=None if cpu else device,
     )
     dtype = torch.float32 if cpu else torch.bfloat16
-    n, k, m, hidden = (32, 512, 3, 512) if cpu else (1024, 2048, 16, 1024)
+    n, k, m = (32, 512, 3) if cpu else (1024, 2048, 16)
     problems = []
     with torch.inference_mode():
         for i, scheme in enumerate(schemes):
             torch.manual_seed(i)
             x = torch.randn(m, k, device=device).to(dtype)
             errors = check_layers(scheme, x, n, rank)
+            hidden = small(scheme) if cpu else 1024
             ratio = check_block(scheme, torch.randn(32, hidden, device=device).to(dtype), rank)
             if rank == 0:
                 print(
