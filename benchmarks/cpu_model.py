@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.measure.bench import current_commit, processor
 
 SHAPE = {
@@ -79,8 +80,6 @@ def make(folder: Path, node: Path | None, formats: list[str]) -> None:
     """Write what is not there yet."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    import anybit
-
     dense = folder / "bf16"
     if not dense.is_dir():
         torch.manual_seed(0)
@@ -90,7 +89,7 @@ def make(folder: Path, node: Path | None, formats: list[str]) -> None:
         if name in GGUFS and node and not (folder / f"{name}.gguf").is_file():
             write_gguf(dense, folder / f"{name}.gguf", name, node)
         elif name not in GGUFS and name != "bf16" and not (folder / name).is_dir():
-            anybit.quantize_checkpoint(dense, folder / name, name)
+            quantize_checkpoint(dense, folder / name, name)
 
 
 def write_gguf(dense: Path, path: Path, name: str, node: Path) -> None:
