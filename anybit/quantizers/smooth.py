@@ -6,20 +6,18 @@ the output error of the quantized layers (LiquidGEMM section 6, after Outlier Su
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from anybit.core.format import Format
-from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.rotation import seen_by
 from anybit.nn.experts import Expert, Experts
-from anybit.quantizers.base import Quantizer, quantize_weight
-from anybit.quantizers.calibration.data import Calibration, Source
+from anybit.quantizers.base import quantize_weight
+from anybit.quantizers.before import Before
 from anybit.quantizers.calibration.statistics import SAMPLE, Statistics
 from anybit.quantizers.rtn import RTN
 
@@ -41,7 +39,7 @@ STEPS = tuple(step / 10 for step in range(1, 10))
 
 
 @dataclass(frozen=True)
-class Smooth(Quantizer):
+class Smooth(Before):
     """Smooth the activations of a block, then quantize with another quantizer.
 
     The scale of every pair of `PAIRS` is searched among SmoothQuant's max|x|^a / max|w|^(1 - a),
@@ -54,36 +52,10 @@ class Smooth(Quantizer):
         then: Any other quantizer; one that is calibrated gets the same data.
     """
 
-    calibration: Source | Calibration | None = field(default=None, repr=False)
-    then: Quantizer = field(default_factory=RTN)
-
     @property
     def needs(self) -> tuple[str, ...]:
         """Of the search, and of `then`."""
-        return ("amax", "mean_abs", "sample", *self.then.needs)
-
-    @property
-    def whole_block(self) -> bool:
-        """As `then` has it."""
-        return self.then.whole_block
-
-    def format(self, fmt: Format, shape: tuple[int, int]) -> Format:
-        """As `then` does."""
-        return self.then.format(fmt, shape)
-
-    def quantize(self, w: Tensor, fmt: Format, statistics: Statistics | None = None) -> Packed:
-        """As `then` does; a weight is smoothed with its block."""
-        return self.then.quantize(w, fmt, statistics)
-
-    def quantize_block(
-        self,
-        block: nn.Module,
-        schemes: Mapping[str, str],
-        statistics: Mapping[str, Statistics],
-        outputs: Sequence[Callable[[], Tensor]],
-    ) -> None:
-        """As `then` does."""
-        self.then.quantize_block(block, schemes, statistics, outputs)
+        return ("amax", "mean_abs", "sample", *super().needs)
 
     def transform(
         self,
