@@ -9,8 +9,6 @@ of the difference is smaller than that of the score.
 """
 
 import argparse
-import csv
-import datetime
 import importlib.util
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from study import ROOT, Work, calibrated, parse
+from study import ROOT, Work, calibrated, parse, when, write_rows
 
 import anybit
 from anybit import LLM, SamplingParams
@@ -135,15 +133,11 @@ def main() -> None:
                 "score_error": error,
                 "change": change,
                 "change_error": change_error,
-                "date": str(datetime.datetime.now(datetime.UTC).date()),
-                "versions": f"anybit {anybit.__version__}, torch {torch.__version__}",
+                **when(),
             }
             rows.append(row)
             print(*row.values(), flush=True)
-        with args.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0]], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,13 @@ Weights are in fp32 but for the layers that a row names.
 """
 
 import argparse
-import csv
-import datetime
 import math
 import tempfile
 from pathlib import Path
 
 import torch
 import transformers
-from study import ROOT, Work
+from study import ROOT, Work, when, write_rows
 from torch import Tensor
 
 import anybit
@@ -79,15 +77,11 @@ def main() -> None:
                     "perplexity": round(math.exp(mean), 4),
                     "loss": round(loss, 6),
                     "loss_error": round(error, 6),
-                    "date": str(datetime.datetime.now(datetime.UTC).date()),
-                    "versions": f"anybit {anybit.__version__}, torch {torch.__version__}",
+                    **when(),
                 }
                 rows.append(row)
                 print(*row.values(), flush=True)
-    with args.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0]], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

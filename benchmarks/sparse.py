@@ -6,8 +6,6 @@ Trains by `examples/sparse_finetune.py`, and scores by the text and the columns 
 """
 
 import argparse
-import csv
-import datetime
 import os
 import runpy
 import sys
@@ -16,9 +14,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from study import ROOT, STRIDE, WINDOW, Work, decode
+from study import ROOT, STRIDE, WINDOW, Work, decode, when, write_rows
 
-import anybit
 from anybit.evaluate.perplexity import score
 
 TOKENS, SAMPLES = 24_000, 16
@@ -69,15 +66,11 @@ def main() -> None:
             "loss": round(got.loss or 0.0, 6),
             "loss_error": round(got.loss_error or 0.0, 6),
             "kl": round(got.kl or 0.0, 6),
-            "date": str(datetime.datetime.now(datetime.UTC).date()),
-            "versions": f"anybit {anybit.__version__}, torch {torch.__version__}",
+            **when(),
         }
         rows.append(row)
         print(*row.values(), flush=True)
-    with args.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0]], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -307,6 +307,22 @@ def work(
     done.put(None)
 
 
+def when() -> dict[str, str]:
+    """The columns that say when and with what a row was measured."""
+    return {
+        "date": str(datetime.datetime.now(datetime.UTC).date()),
+        "versions": f"anybit {anybit.__version__}, torch {torch.__version__}",
+    }
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows of the same columns as a CSV."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0]], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
