@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
-from anybit.kernels.cute.lang import planes
 from anybit.kernels.cute.pack import ROWS
 from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
 
@@ -244,7 +243,7 @@ def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
     # CTAs of one multiprocessor share its rates.
     together = min(tile.ctas, -(-clusters * tile.split // MULTIPROCESSORS))
     multiplied = tile.rows * tile.tokens * K_TILE / (32768 / decoder.slot)
-    decoded = DECODE * len(planes(decoder.places, decoder.slot))
+    decoded = DECODE * decoder.cost
     step = 1.1 * multiplied + decoded + staged(tile, decoder) / 400
     steps = k // K_TILE // tile.split
     return waves * steps * step * together + FIXED + EXCHANGE * (tile.split > 1)
