@@ -101,6 +101,7 @@ def hopper_kernels(schemes: list[str], counts: list[int]) -> list[hopper_tiles.K
     found = []
     for scheme in schemes:
         d = decoder_of(scheme)
+        found += scalar_linear.copy_kernels(d)
         for n, k in SHAPES:
             found += [
                 hopper_tiles.Kernel(d, hopper_tiles.choose(d, m, n, k), "bfloat16") for m in counts
@@ -336,12 +337,14 @@ def main() -> None:
     )
     parser.add_argument("mode", choices=["build", "check", "time"])
     parser.add_argument("--schemes", nargs="*", help="instead of the usual ones")
+    parser.add_argument("--shapes", nargs="+", type=bench.parse_shape, default=SHAPES)
     parser.add_argument("--m", type=bench.parse_counts, default=[1, 4, 16])
     parser.add_argument("--out", type=Path, default=Path("mma.csv"))
     parser.add_argument("--limit", type=float, default=1e9, help="seconds; then it ends early")
     parser.add_argument("--sweep", action="store_true", help="time more tiles of the mma kernels")
     parser.add_argument("--jobs", type=int, default=16, help="processes that compile")
     args = parser.parse_args()
+    SHAPES[:] = args.shapes
     scalar_linear.NARROW = False  # Hopper's own kernels are a contestant
     linear.built = lambda kernel: jit.built(kernel) if kernel.overlap else file_of(kernel)
     checked, timed = args.schemes or CHECKED, args.schemes or SCHEMES

@@ -12,9 +12,9 @@ def shuffle(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
     whole(active, i.op)
     if s.one(w, i.args[3], active) & 31 != 31:
         raise PtxError("shfl.sync of a segment")
-    operand = s.read(w, i.args[2])
-    source = LANES ^ operand if ".bfly" in i.op else operand % np.uint64(32)
-    s.write(w, i.args[0], s.read(w, i.args[1])[source.astype(np.int64)], active)
+    operand = s.read(w, i.args[2]).astype(np.int64) & 31
+    source = LANES ^ operand if ".bfly" in i.op else operand
+    s.write(w, i.args[0], s.read(w, i.args[1])[source], active)
 
 
 def elect(s: State, w: Warp, active: Lanes, i: Instruction) -> None:

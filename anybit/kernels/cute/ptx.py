@@ -99,9 +99,7 @@ def shuffle(word: Uint32, source: Uint32, *, loc: Any = None, ip: Any = None) ->
 @dsl_user_op
 def add_halves(word: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """The sum of two fp16 numbers, twice: one HADD2, which reads either half for both."""
-    text = (
-        "{ .reg .b16 l, h; mov.b32 {l, h}, $1; add.rn.f16 l, l, h; mov.b32 $0, {l, l}; }"
-    )
+    text = "{ .reg .b16 l, h; mov.b32 {l, h}, $1; add.rn.f16 l, l, h; mov.b32 $0, {l, l}; }"
     return Uint32(asm(T.i32(), [Uint32(word)], text, "=r,r", False, {"loc": loc, "ip": ip}))
 
 

@@ -16,6 +16,8 @@ MOST_EXPERTS = 256
 LEAST_STEPS = 14  # K tiles that a CTA of a cluster of 3 or 8 should have
 # Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange.
 DECODE, FIXED, EXCHANGE = 170, 6300, 3000
+# Of a decoded copy and the library's product with it: bytes written and multiply-adds, a cycle.
+WRITTEN, MULTIPLIED = 2200, 0.75 * 2048 * MULTIPROCESSORS
 
 
 @dataclass(frozen=True)
@@ -247,6 +249,23 @@ def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
     step = 1.1 * multiplied + decoded + staged(tile, decoder) / 400
     steps = k // K_TILE // tile.split
     return waves * steps * step * together + FIXED + EXCHANGE * (tile.split > 1)
+
+
+def may_copy(decoder: Decoder) -> bool:
+    """Whether a weight may be decoded once for the library's product; see `copies`.
+
+    The main loop decodes it again for every tile of tokens, but that costs formats of one or two
+    planes less than a copy.
+    """
+    return decoder.slot == 16 and decoder.cost > 2
+
+
+def copies(decoder: Decoder, m: int, n: int, k: int) -> bool:
+    """Whether a decoded copy and the library's product take less time; an estimate."""
+    if m <= 64 or not may_copy(decoder):
+        return False
+    copied = FIXED + 2 * n * k / WRITTEN + m * n * k / MULTIPLIED
+    return cycles(choose(decoder, m, n, k), decoder, m, n, k) > copied
 
 
 def choose_grouped(decoder: Decoder, m: int, experts: int) -> Tile:

@@ -156,11 +156,17 @@ class Problem:
     def __init__(self, layer: LayerSpec, tile: Tile):
         assert layer.dtype is not None
         self.dtype, self.device, self.activation = layer.dtype, layer.device, layer.activation
-        self.shape = tile.rows + 8, 128 * (tile.warps + tile.stages + 1)
+        fmt = layer.format
+        self.shape = tile.rows + max(8, fmt.tile[0]), 128 * (tile.warps + tile.stages + 1)
         random = torch.Generator().manual_seed(0)
         w = torch.randn(self.shape, generator=random) * 0.02
-        grid = layer.format.fit(w)
-        packed = Packed.from_codes(layer.format, self.shape, layer.format.encode(w, grid), grid)
+        grid = fmt.fit(w)
+        if fmt.window:  # its encoder takes long, and every code is some weight's
+            size = self.shape[0], self.shape[1] // fmt.width
+            codes = torch.randint(2**fmt.bits, size, generator=random, dtype=torch.uint8)
+        else:
+            codes = fmt.encode(w, grid)
+        packed = Packed.from_codes(fmt, self.shape, codes, grid)
         self.weight = operand_weight(packed, self.dtype).to(self.device).double()
         self.prepared = operands.prepare(packed.to(self.device), self.activation, self.dtype)
         self.operand = getattr(torch, operands.operand_of(self.activation, self.dtype))
