@@ -337,8 +337,14 @@ def main() -> None:
     )
     parser.add_argument("mode", choices=["build", "check", "time"])
     parser.add_argument("--schemes", nargs="*", help="instead of the usual ones")
-    parser.add_argument("--shapes", nargs="+", type=bench.parse_shape, default=SHAPES)
     parser.add_argument("--m", type=bench.parse_counts, default=[1, 4, 16])
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=bench.parse_shape,
+        default=list(SHAPES),
+        help="NxK, as 8192x28672",
+    )
     parser.add_argument("--out", type=Path, default=Path("mma.csv"))
     parser.add_argument("--limit", type=float, default=1e9, help="seconds; then it ends early")
     parser.add_argument("--sweep", action="store_true", help="time more tiles of the mma kernels")
