@@ -39,7 +39,8 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     outs = [d.operand] if activation is None else NAMES.values()
     kernels = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
     kernels += [Kernel(d, t, o, grouped=True) for t in tiles.family_grouped(d) for o in outs]
-    files = [kernel_file(kernel) for kernel in (*kernels, *copy_kernels(d))]
+    files = [kernel_file(kernel) for kernel in kernels]
+    files += [kernel_file(kernel) for kernel in copy_kernels(d)]
     if narrow(1, n := layer.shape[0], d.operand):
         gpu = mma_tiles.gpu_of(layer.device)
         few = [mma_tiles.kernel_for(d, gpu, m, n, o) for m in (1, mma_tiles.NARROW) for o in outs]
