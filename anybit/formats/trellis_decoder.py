@@ -99,6 +99,7 @@ class TrellisDecoder(HalfDecoder):
 
     @property
     def instructions(self) -> int:
+        """About as many, if a line's bytes are in two words at most."""
         plan = windows(self.bits, self.step)
         lines, shifts = {w.line for w in plan}, {w[:2] for w in plan if w.left}
         tile = len(lines) * (2 if self.bits in (1, 3) else 1) + len(shifts) + 2 * len(plan)
@@ -121,9 +122,9 @@ class TrellisDecoder(HalfDecoder):
         return tiles.from_sequences(each.flatten(1), len(codes))
 
     def order(self) -> Tensor:
-        # Weight 4 tile + 8 ... of `fragment`: register (tile, half h, row v), element e.
+        # `fragment` has registers (tile, half h, row v) of elements e; a run goes by (v, h, e).
         tile, h, v, e = torch.meshgrid(*map(torch.arange, (TILES, 2, 2, 2)), indexing="ij")
-        weight = tile * RUN + v * 4 + h * 2 + e  # in the order of the string
+        weight = tile * RUN + v * 4 + h * 2 + e
         bit = weight.flatten()[:, None] * self.bits + torch.arange(self.bits - 1, -1, -1)
         place = bit // LANES * LANES + LANES - 1 - bit % LANES  # first bits are a word's highest
         return torch.argsort(place.flatten())

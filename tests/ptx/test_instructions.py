@@ -434,5 +434,5 @@ def test_warpgroup_products(types: str, n: int, size: int) -> None:
 def test_names_have_one_meaning() -> None:
     for name in ("mul.hi.s32", "mul.wide.u16", "cvt.s8.s32", "bar.warp.sync", "st.async.weak"):
         assert sum(bool(re.fullmatch(pattern, name)) for pattern in HANDLERS) <= 1
-    with pytest.raises(PtxError, match="does not know lop3"):
-        handler("lop3.b32")
+    with pytest.raises(PtxError, match="does not know bfind"):
+        handler("bfind.u32")
