@@ -11,7 +11,7 @@ from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.cute.decode import Decoder, decoder
-from anybit.kernels.cute.jit import built, kernel_file, missing_kernels
+from anybit.kernels.cute.jit import KernelSpec, built, kernel_file, missing_kernels
 from anybit.kernels.cute.operands import (
     NAMES,
     decoder_for,
@@ -39,8 +39,7 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     outs = [d.operand] if activation is None else NAMES.values()
     kernels = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
     kernels += [Kernel(d, t, o, grouped=True) for t in tiles.family_grouped(d) for o in outs]
-    files = [kernel_file(kernel) for kernel in kernels]
-    files += [kernel_file(kernel) for kernel in copy_kernels(d)]
+    files = [kernel_file(kernel) for kernel in (*kernels, *copy_kernels(d))]
     if narrow(1, n := layer.shape[0], d.operand):
         gpu = mma_tiles.gpu_of(layer.device)
         few = [mma_tiles.kernel_for(d, gpu, m, n, o) for m in (1, mma_tiles.NARROW) for o in outs]
@@ -48,9 +47,13 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     return missing_kernels(files)
 
 
-def copy_kernels(d: Decoder) -> list[mma_tiles.Kernel]:
+def copy_kernels(d: Decoder) -> list[KernelSpec]:
     """What decodes a weight for the library's product, where `tiles.copies` may ask for it."""
-    return [mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")] * tiles.may_copy(d)
+    return [copy_kernel(d)] if tiles.may_copy(d) else []
+
+
+def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
+    return mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")
 
 
 def narrow(m: int, n: int, operand: str) -> bool:
@@ -149,7 +152,7 @@ def multiply(
 def copied(fmt: Format, x_dtype: torch.dtype, m: int, n: int, k: int) -> mma_tiles.Kernel | None:
     """The kernel that decodes a weight for the library's product, where that is faster."""
     d = decoder_for(fmt, x_dtype)
-    return copy_kernels(d)[0] if tiles.copies(d, m, n, k) else None
+    return copy_kernel(d) if tiles.copies(d, m, n, k) else None
 
 
 @cache
