@@ -7,6 +7,7 @@ Loads of a table that no longer changes are free to move.
 
 from typing import Any
 
+import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int8, Int32, Uint8, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import CuTeDSL, T, dsl_user_op
@@ -91,9 +92,9 @@ def dp4a(word: Uint32, weights: int, plus: int, *, loc: Any = None, ip: Any = No
     return Uint32(asm(T.i32(), args, text, "=r,r,r,r", False, {"loc": loc, "ip": ip}))
 
 
-@dsl_user_op
-def lane(*, loc: Any = None, ip: Any = None) -> Uint32:
-    return Uint32(asm(T.i32(), [], "mov.u32 $0, %laneid;", "=r", False, {"loc": loc, "ip": ip}))
+def lane() -> Uint32:
+    """The thread's number in its warp; no assembly, so that it is read once, before loops."""
+    return Uint32(cute.arch.lane_idx())
 
 
 @dsl_user_op
