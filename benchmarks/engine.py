@@ -253,7 +253,7 @@ def stored(model: torch.nn.Module) -> list[Tensor]:
     found = {}
     for module in model.modules():
         own = [v for v in vars(module).values() if isinstance(v, Tensor)]
-        own += getattr(module, "prepared", [])
+        own += getattr(getattr(module, "prepared", None), "layout", ())
         for t in (*own, *module._buffers.values(), *module._parameters.values()):
             if t is not None:
                 found[t.data_ptr()] = t
@@ -326,7 +326,7 @@ def kernel_shares(llm: LLM) -> dict[str, Any]:
 def kind_of(kernel: str) -> str:
     if any(part in kernel for part in ("_attend", "_combine", "_write")):
         return "attention_us"
-    parts = ("gemm", "gemv", "nvjet", "cutlass", "psum", "splitk", "dense")
+    parts = ("gemm", "gemv", "narrow", "nvjet", "cutlass", "psum", "splitk", "dense")
     return "gemm_us" if any(part in kernel for part in parts) else "rest_us"
 
 
