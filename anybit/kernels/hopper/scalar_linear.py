@@ -26,11 +26,6 @@ from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.mma import linear as mma
 from anybit.kernels.mma import tiles as mma_tiles
 
-# Whether few tokens go to the kernels of `kernels/mma`, which read the same blobs. With the tiles
-# that their rule names, they were 1.13 to 1.6 times as fast as these on three of four weights
-# (benchmarks/results/h200_mma.csv); no engine has run on them yet.
-NARROW = False
-
 
 def refuse_kernels(layer: LayerSpec) -> str | None:
     activation = layer.activation
@@ -42,21 +37,20 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     files = [kernel_file(kernel) for kernel in kernels]
     if narrow(1, n := layer.shape[0], d.operand):
         gpu = mma_tiles.gpu_of(layer.device)
-        counts = [m for m in (1, mma_tiles.NARROW) if narrow(m, n, d.operand)]
-        few = [mma_tiles.kernel_for(d, gpu, m, n, o) for m in counts for o in outs]
+        few = [mma_tiles.kernel_for(d, gpu, m, n, o) for m in (1, mma_tiles.NARROW) for o in outs]
         files += [kernel_file(kernel) for kernel in few if kernel]
     return missing_kernels(files)
 
 
 def narrow(m: int, n: int, operand: str) -> bool:
-    """Whether a product goes to `kernels/mma`.
+    """Whether a product goes to `kernels/mma`, which read the same blobs: if all CTAs fit at once.
 
-    Up to 8 tokens always. Up to 16 where two CTAs of 32 rows and eight warps on a multiprocessor
-    hold all rows: with more, a tile of 128 rows reads the tokens less often. On sm_90, `mma.sync`
-    has no products of fp8: the assembler converts to fp16, and spills.
+    Two of 32 rows and eight warps find room on a multiprocessor. They are 1.1 to 1.6 times as fast
+    as these kernels then (benchmarks/results/h200_mma.csv), but slower where they take turns (28672
+    rows). On sm_90, `mma.sync` has no products of fp8: the assembler converts to fp16, and spills.
     """
-    few = m <= 8 or (m <= mma_tiles.NARROW and -(-n // 32) <= 2 * tiles.MULTIPROCESSORS)
-    return NARROW and few and operand != "float8_e4m3fn"
+    few = m <= mma_tiles.NARROW and -(-n // 32) <= 2 * tiles.MULTIPROCESSORS
+    return few and operand != "float8_e4m3fn"
 
 
 def prepare_experts(
