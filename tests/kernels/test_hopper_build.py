@@ -14,7 +14,9 @@ from anybit.kernels.cute import jit
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.hopper import backend, build, scalar_linear, tiles
 from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.mma.tiles import kernel_for
 from anybit.planning.cost_model import instructions
+from tests.kernels.mma import GPUS
 
 
 def decoder_of(spec: str, operand: str) -> Decoder:
@@ -28,7 +30,8 @@ SCALAR = [scheme for scheme in HOPPER if parse_scheme(scheme)[0].lookup is None]
 
 @pytest.mark.parametrize("scheme", SCALAR)
 def test_the_family_holds_every_choice(scheme: str) -> None:
-    kernels = {kernel for kernel in build.kernels_of(scheme) if isinstance(kernel, Kernel)}
+    every = set(build.kernels_of(scheme))
+    kernels = {kernel for kernel in every if isinstance(kernel, Kernel)}
     assert instructions(scheme) < 5.07
     for d in {kernel.decoder for kernel in kernels}:
         output = "bfloat16" if d.operand in ("uint8", "float8_e4m3fn") else d.operand
@@ -38,6 +41,8 @@ def test_the_family_holds_every_choice(scheme: str) -> None:
                 assert Kernel(d, tile, output) in kernels
                 assert tile.split <= k // 128
                 assert tile.stages >= 2
+                if scalar_linear.narrow(m, n, d.operand):
+                    assert kernel_for(d, GPUS["H200"], m, n, output) in every
                 assert tiles.grid(tile, m, n) % tile.split == 0
                 assert tiles.shared_bytes(tile, d) <= tiles.MAX_SHARED
         for m in (1, 16, 32, 64, 100, 128, 256, 512, 4096):
@@ -84,9 +89,7 @@ def test_launches_overlap_where_that_was_faster() -> None:
 
 
 def test_few_tokens_may_go_to_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all their CTAs are resident at once, and only when that is switched on."""
-    assert not scalar_linear.narrow(1, 4096, "uint8")
-    monkeypatch.setattr(scalar_linear, "NARROW", True)
+    """Where all their CTAs are resident at once."""
     assert [scalar_linear.narrow(m, 4096, "int8") for m in (1, 16, 17)] == [True, True, False]
     rows = (6144, 8448, 14336)
     assert [scalar_linear.narrow(1, n, "bfloat16") for n in rows] == [True, True, False]
@@ -104,6 +107,7 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "NVIDIA GPU")
+    monkeypatch.setattr(scalar_linear.mma_tiles, "gpu_of", lambda device: GPUS["H200"])
 
     def refuse(spec: str, activation: str | None, shape: tuple[int, int]) -> str:
         return backend.refuse(LayerSpec(get_format(spec), activation, shape, device)) or ""
