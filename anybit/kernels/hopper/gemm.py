@@ -100,7 +100,7 @@ class Gemm(Epilogue):
         grid: Int32,
         stream: cuda.CUstream,
     ):
-        k_known = cute.assume(k, K_TILE)
+        k_known = cute.assume(k, 128 // self.b.width)  # rows of whole 16 bytes
         x_all = cute.make_tensor(x, cute.make_layout((m, k_known), stride=(k_known, 1)))
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.b)
         x_layout = cute.tile_to_shape(atom, (self.tokens, K_TILE, self.stages), order=(0, 1, 2))
@@ -177,7 +177,7 @@ class Gemm(Epilogue):
         cute.arch.griddepcontrol_launch_dependents()
 
         # A CTA takes every so many tiles, see `locate`; or a cluster splits one along K.
-        k_tiles = k // K_TILE
+        k_tiles = (k + (K_TILE - 1)) // K_TILE
         table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(MOST_EXPERTS + 1))
         m_tiles = (m + (self.tokens - 1)) // self.tokens
         if const_expr(self.grouped):

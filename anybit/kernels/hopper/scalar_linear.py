@@ -14,10 +14,13 @@ from anybit.kernels.cute.decode import decoder
 from anybit.kernels.cute.jit import built, kernel_file, missing_kernels
 from anybit.kernels.cute.operands import (
     NAMES,
+    cut,
     decoder_for,
+    offsets,
     operand_of,
     prepare,
     tokens,
+    whole,
 )
 from anybit.kernels.cute.operands import refuse_format as refuse_format  # of this family too
 from anybit.kernels.hopper import tiles
@@ -109,11 +112,11 @@ def multiply(
             return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
     if starts is None and tile is None and narrow(m, n, str(x.dtype).removeprefix("torch.")):
         return mma.multiply(x, scale, sums, prepared, bias, dtype)
-    y = torch.empty(m, n, dtype=dtype, device=x.device)
+    wide = whole(n)
+    y = torch.empty(m, wide, dtype=dtype, device=x.device)
     if not m:
-        return y
-    if bias is not None and bias.dtype != dtype:
-        bias = bias.to(dtype)
+        return cut(y, n)
+    bias = offsets(bias, wide, dtype)
     experts = 0 if starts is None else len(starts) - 1
     function, grid, best = chosen(prepared.format, x.dtype, m, n, k, dtype, device, tile, experts)
     blobs, row_scale, row_zero = prepared.layout
@@ -129,12 +132,12 @@ def multiply(
             y.data_ptr(),
             0 if starts is None else starts.data_ptr(),
         ),
-        n,
+        wide,
         grid,
         best if overlap is None else overlap,
         experts,
     )
-    return y
+    return cut(y, n)
 
 
 @cache

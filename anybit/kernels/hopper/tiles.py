@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.cute.lang import planes
-from anybit.kernels.cute.pack import ROWS
+from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
 
 MULTIPROCESSORS = 132  # of an H100 or H200; the tables below were measured there
@@ -229,7 +229,7 @@ def fits_once(tile: Tile, m: int, n: int, k: int) -> bool:
     if tile.split > 4:  # they do not fill the processor's parts
         room = room * 7 // 8
     least = tile.split * (LEAST_STEPS if tile.split in (3, 8) else 1)
-    return ctas <= room and k // K_TILE >= least
+    return ctas <= room and k_tiles(k) >= least
 
 
 def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
@@ -246,7 +246,7 @@ def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
     multiplied = tile.rows * tile.tokens * K_TILE / (32768 / decoder.slot)
     decoded = DECODE * len(planes(decoder.places, decoder.slot))
     step = 1.1 * multiplied + decoded + staged(tile, decoder) / 400
-    steps = k // K_TILE // tile.split
+    steps = k_tiles(k) // tile.split
     return waves * steps * step * together + FIXED + EXCHANGE * (tile.split > 1)
 
 
