@@ -6,8 +6,9 @@ from anybit.kernels.cute.decode import decoder
 from anybit.kernels.cute.jit import KernelSpec
 from anybit.kernels.hopper import codebook_tiles
 from anybit.kernels.hopper.cells import Cells, cells_of
+from anybit.kernels.hopper.expert_tiles import family_grouped
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
-from anybit.kernels.hopper.tiles import Kernel, family, family_grouped
+from anybit.kernels.hopper.tiles import Kernel, family
 
 
 def kernels_of(scheme: str) -> list[KernelSpec]:

@@ -24,6 +24,7 @@ from anybit.kernels.cute.operands import (
 )
 from anybit.kernels.cute.operands import refuse_format as refuse_format  # of this family too
 from anybit.kernels.hopper import tiles
+from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.launch import GemmLauncher
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.mma import linear as mma
@@ -41,7 +42,7 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     assert not isinstance(d, str)
     outs = [d.operand] if activation is None else NAMES.values()
     kernels = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
-    kernels += [Kernel(d, t, o, grouped=True) for t in tiles.family_grouped(d) for o in outs]
+    kernels += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
     files = [kernel_file(kernel) for kernel in kernels]
     if narrow(1, n := layer.shape[0], d.operand):
         gpu = mma_tiles.gpu_of(layer.device)
@@ -155,8 +156,8 @@ def chosen(
     """The loaded kernel for a problem, its grid, and whether launches should overlap."""
     d = decoder_for(fmt, x_dtype)
     if tile is None:
-        tile = tiles.choose(d, m, n, k) if not experts else tiles.choose_grouped(d, m, experts)
-    tile = tiles.fitted(tile, d)
+        tile = choose_grouped(d, m, n, k, experts) if experts else tiles.choose(d, m, n, k)
+    tile = tiles.fitted(tile, d, experts > 0)
     function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device)
     return function, tiles.grid(tile, m, n, experts), tiles.overlaps(tile, d, m, n, experts)
 
