@@ -66,7 +66,7 @@ class Emulated:
         self.dtype = dtype
         self.operand = operands.operand_of(self.activation, dtype)
         decoder = decoder_for(self.fmt, getattr(torch, self.operand))
-        self.tile = tiles.fitted(tile, decoder)
+        self.tile = tiles.fitted(tile, decoder, grouped)
         kernel = Kernel(decoder, self.tile, operands.NAMES[dtype], grouped=grouped)
         self.ptx, _, self.shared = kernel.generate()
         self.machine = Machine(self.ptx)

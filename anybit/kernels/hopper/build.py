@@ -6,6 +6,7 @@ from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import KernelSpec
 from anybit.kernels.hopper import codebook_tiles
 from anybit.kernels.hopper.cells import Cells, cells_of
+from anybit.kernels.hopper.expert_tiles import family_grouped
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
 from anybit.kernels.hopper.scalar_linear import narrow
 from anybit.kernels.hopper.tiles import (
@@ -14,7 +15,6 @@ from anybit.kernels.hopper.tiles import (
     SHARED_OF_SM,
     Kernel,
     family,
-    family_grouped,
 )
 from anybit.kernels.mma import tiles as mma
 

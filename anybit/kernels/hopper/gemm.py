@@ -27,7 +27,7 @@ from anybit.kernels.cute.ptx import TYPES
 from anybit.kernels.hopper.epilogue import Epilogue
 from anybit.kernels.hopper.launch import ARCHITECTURE
 from anybit.kernels.hopper.ptx import arrive_if, bulk_load
-from anybit.kernels.hopper.tiles import MOST_EXPERTS, Kernel
+from anybit.kernels.hopper.tiles import EXPERT_WORDS, MOST_EXPERTS, Kernel
 
 NEAR = 1024  # tokens whose tiles are neighbours in the order of tiles
 # Registers of a producer and a consumer thread when four producer warps give theirs away.
@@ -100,7 +100,7 @@ class Gemm(Epilogue):
         grid: Int32,
         stream: cuda.CUstream,
     ):
-        k_known = cute.assume(k, K_TILE)
+        k_known = cute.assume(k, 128 // self.b.width)  # rows of whole 16 bytes
         x_all = cute.make_tensor(x, cute.make_layout((m, k_known), stride=(k_known, 1)))
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.b)
         x_layout = cute.tile_to_shape(atom, (self.tokens, K_TILE, self.stages), order=(0, 1, 2))
@@ -123,7 +123,7 @@ class Gemm(Epilogue):
             ]
             outputs: cute.struct.Align[cute.struct.MemRange[Uint8, 8 * 48 * self.batch], 128]
             token: cute.struct.Align[cute.struct.MemRange[Int32, 2 * 2 * self.tokens], 16]
-            starts: cute.struct.MemRange[Int32, MOST_EXPERTS + 1 if self.grouped else 1]
+            starts: cute.struct.MemRange[Int32, EXPERT_WORDS if self.grouped else 1]
 
         self.shared = Shared
         self.kernel(
@@ -177,17 +177,12 @@ class Gemm(Epilogue):
         cute.arch.griddepcontrol_launch_dependents()
 
         # A CTA takes every so many tiles, see `locate`; or a cluster splits one along K.
-        k_tiles = k // K_TILE
-        table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(MOST_EXPERTS + 1))
+        k_tiles = (k + (K_TILE - 1)) // K_TILE
+        table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(EXPERT_WORDS))
         m_tiles = (m + (self.tokens - 1)) // self.tokens
         if const_expr(self.grouped):
             cute.arch.griddepcontrol_wait()
-            if thread <= experts:
-                table[thread] = cute.make_tensor(starts, cute.make_layout(experts + 1))[thread]
-            cute.arch.sync_threads()
-            m_tiles = Int32(0)
-            for e in cutlass.range(experts, unroll=1):
-                m_tiles += self.tiles_between(table[e], table[e + 1])
+            m_tiles = self.count_tiles(starts, table, experts, thread)
         # What does not change from tile to tile.
         rows = const_expr(self.tile.rows)
         n_tiles = (n + (rows - 1)) // rows
@@ -224,9 +219,29 @@ class Gemm(Epilogue):
         """What consumers do before the previous kernel has finished."""
 
     @cute.jit
-    def tiles_between(self, start, end):
-        """Token tiles of the tokens from `start` to `end`."""
-        return (end - start + (self.tokens - 1)) // self.tokens
+    def count_tiles(self, starts, table, experts, thread):
+        """Fill the table: where each expert's tokens start, then where its token tiles end.
+
+        Returns how many token tiles there are. The sums are made in eight steps by all threads: one
+        after the other, 256 experts took longer than many a product.
+        """
+        total = Int32(0)
+        if thread <= experts:
+            given = cute.make_tensor(starts, cute.make_layout(experts + 1))
+            table[thread] = given[thread]
+            if thread < experts:
+                total = (given[thread + 1] - given[thread] + (self.tokens - 1)) // self.tokens
+        for i in cutlass.range_constexpr((MOST_EXPERTS - 1).bit_length()):
+            if thread < MOST_EXPERTS:
+                table[MOST_EXPERTS + 1 + thread] = total
+            cute.arch.sync_threads()
+            if (thread < MOST_EXPERTS) & (thread >= 1 << i):
+                total += table[MOST_EXPERTS + 1 + thread - (1 << i)]
+            cute.arch.sync_threads()
+        if thread < MOST_EXPERTS:
+            table[MOST_EXPERTS + 1 + thread] = total
+        cute.arch.sync_threads()
+        return table[2 * MOST_EXPERTS]
 
     @cute.jit
     def locate(self, tile, problem):
@@ -245,11 +260,14 @@ class Gemm(Epilogue):
             row_tile, index = tile // m_tiles, tile % m_tiles
         expert, start, end = Int32(0), index * self.tokens, m
         if const_expr(self.grouped):
-            count = self.tiles_between(table[0], table[1])
-            while index >= count:
-                index -= count
-                expert += 1
-                count = self.tiles_between(table[expert], table[expert + 1])
+            before = Int32(0)
+            for i in cutlass.range_constexpr((MOST_EXPERTS - 1).bit_length() - 1, -1, -1):
+                step = const_expr(1 << i)
+                tiles = table[MOST_EXPERTS + expert + step]  # up to that expert's end
+                if tiles <= index:
+                    expert += step
+                    before = tiles
+            index -= before
             start, end = table[expert] + index * self.tokens, table[expert + 1]
         blobs = expert * (expert_tiles * (ROW_MULTIPLE // ROWS)) + row_tile * self.blocks
         return row_tile, blobs, expert, start, end

@@ -14,13 +14,17 @@ from anybit.kernels.cute.decode import decoder
 from anybit.kernels.cute.jit import built, kernel_file, missing_kernels
 from anybit.kernels.cute.operands import (
     NAMES,
+    cut,
     decoder_for,
+    offsets,
     operand_of,
     prepare,
     tokens,
+    whole,
 )
 from anybit.kernels.cute.operands import refuse_format as refuse_format  # of this family too
 from anybit.kernels.hopper import tiles
+from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.launch import GemmLauncher
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.mma import linear as mma
@@ -33,7 +37,7 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     assert not isinstance(d, str)
     outs = [d.operand] if activation is None else NAMES.values()
     kernels = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
-    kernels += [Kernel(d, t, o, grouped=True) for t in tiles.family_grouped(d) for o in outs]
+    kernels += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
     files = [kernel_file(kernel) for kernel in kernels]
     if narrow(1, n := layer.shape[0], d.operand):
         gpu = mma_tiles.gpu_of(layer.device)
@@ -104,11 +108,11 @@ def multiply(
             return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
     if starts is None and tile is None and narrow(m, n, str(x.dtype).removeprefix("torch.")):
         return mma.multiply(x, scale, sums, prepared, bias, dtype)
-    y = torch.empty(m, n, dtype=dtype, device=x.device)
+    wide = whole(n)
+    y = torch.empty(m, wide, dtype=dtype, device=x.device)
     if not m:
-        return y
-    if bias is not None and bias.dtype != dtype:
-        bias = bias.to(dtype)
+        return cut(y, n)
+    bias = offsets(bias, wide, dtype)
     experts = 0 if starts is None else len(starts) - 1
     function, grid, best = chosen(prepared.format, x.dtype, m, n, k, dtype, device, tile, experts)
     blobs, row_scale, row_zero = prepared.layout
@@ -124,12 +128,12 @@ def multiply(
             y.data_ptr(),
             0 if starts is None else starts.data_ptr(),
         ),
-        n,
+        wide,
         grid,
         best if overlap is None else overlap,
         experts,
     )
-    return y
+    return cut(y, n)
 
 
 @cache
@@ -147,8 +151,8 @@ def chosen(
     """The loaded kernel for a problem, its grid, and whether launches should overlap."""
     d = decoder_for(fmt, x_dtype)
     if tile is None:
-        tile = tiles.choose(d, m, n, k) if not experts else tiles.choose_grouped(d, m, experts)
-    tile = tiles.fitted(tile, d)
+        tile = choose_grouped(d, m, n, k, experts) if experts else tiles.choose(d, m, n, k)
+    tile = tiles.fitted(tile, d, experts > 0)
     function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device)
     return function, tiles.grid(tile, m, n, experts), tiles.overlaps(tile, d, m, n, experts)
 

@@ -11,6 +11,7 @@ import torch
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
+from anybit.kernels.cute.pack import k_tiles
 from anybit.kernels.mma.launch import MmaArguments
 
 RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
@@ -279,4 +280,4 @@ def grid(tile: Tile, gpu: Gpu, m: int, n: int, k: int) -> int:
     waves = -(-tiles // places)
     if tile.kind != "gemm" or tiles >= 0.8 * waves * places or tiles > COUNTERS:
         return tiles
-    return max(1, min(places, tiles * (k // K_TILE) // LEAST_UNITS))
+    return max(1, min(places, tiles * k_tiles(k) // LEAST_UNITS))
