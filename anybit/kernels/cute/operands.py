@@ -1,5 +1,6 @@
 """What products of scalar formats share: the layout of weights, and the operand that X becomes."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -12,6 +13,7 @@ from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.pack import ROW_MULTIPLE, pack
 
+MOST_EXPERTS = 256  # of one product
 OPERANDS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # of activation notations
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 WHOLE = 8  # outputs of a token that kernels store at once
@@ -38,6 +40,22 @@ def prepare(packed: Packed, activation: str | None, dtype: torch.dtype | None = 
     tensors = tuple(layout(packed, operand_of(activation, dtype)))
     made_for = None if activation else dtype
     return Prepared(packed.format, packed.shape, activation, tensors, made_for)
+
+
+def prepare_experts(
+    experts: Sequence[Packed], activation: str | None, dtype: torch.dtype | None = None
+) -> Prepared:
+    """The layouts of all experts' weights, one behind the other."""
+    if len(experts) > MOST_EXPERTS:
+        raise InvalidInput(f"{len(experts)} experts; the kernels take {MOST_EXPERTS} at once")
+    kinds = {(e.format, e.shape) for e in experts}
+    if len(kinds) != 1:
+        raise InvalidInput(f"experts must have one format and shape, not {len(kinds)}")
+    parts = [prepare(e, activation, dtype) for e in experts]
+    blobs, *rows = zip(*(p.layout for p in parts), strict=True)
+    # torch cannot join fp8 tensors; their bytes are the same.
+    joined = torch.cat([b.view(torch.uint8) for b in blobs]).view(blobs[0].dtype)
+    return parts[0]._replace(layout=(joined, *(torch.cat(r) for r in rows)))
 
 
 def layout(packed: Packed, operand: str) -> list[Tensor]:

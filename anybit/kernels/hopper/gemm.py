@@ -22,12 +22,13 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
 from anybit.kernels.cute.lang import Word
+from anybit.kernels.cute.operands import MOST_EXPERTS
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.cute.ptx import TYPES
 from anybit.kernels.hopper.epilogue import Epilogue
 from anybit.kernels.hopper.launch import ARCHITECTURE
 from anybit.kernels.hopper.ptx import arrive_if, bulk_load
-from anybit.kernels.hopper.tiles import EXPERT_WORDS, MOST_EXPERTS, Kernel
+from anybit.kernels.hopper.tiles import EXPERT_WORDS, Kernel
 
 NEAR = 1024  # tokens whose tiles are neighbours in the order of tiles
 # Registers of a producer and a consumer thread when four producer warps give theirs away.

@@ -1,14 +1,11 @@
 """Hopper products of formats whose codes are numbers, and of many experts at once."""
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from anybit.core.format import Format
-from anybit.core.packed import Packed
-from anybit.errors import InvalidInput
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.cute.decode import decoder
 from anybit.kernels.cute.jit import built, kernel_file, missing_kernels
@@ -18,11 +15,12 @@ from anybit.kernels.cute.operands import (
     decoder_for,
     offsets,
     operand_of,
-    prepare,
     tokens,
     whole,
 )
-from anybit.kernels.cute.operands import refuse_format as refuse_format  # of this family too
+from anybit.kernels.cute.operands import prepare as prepare  # these three of this family too
+from anybit.kernels.cute.operands import prepare_experts as prepare_experts
+from anybit.kernels.cute.operands import refuse_format as refuse_format
 from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.launch import GemmLauncher
@@ -55,22 +53,6 @@ def narrow(m: int, n: int, operand: str) -> bool:
     """
     few = m <= mma_tiles.NARROW and -(-n // 32) <= 2 * tiles.MULTIPROCESSORS
     return few and operand != "float8_e4m3fn"
-
-
-def prepare_experts(
-    experts: Sequence[Packed], activation: str | None, dtype: torch.dtype | None = None
-) -> Prepared:
-    """The layouts of all experts' weights, one behind the other."""
-    if len(experts) > tiles.MOST_EXPERTS:
-        raise InvalidInput(f"{len(experts)} experts; the hopper kernels take {tiles.MOST_EXPERTS}")
-    kinds = {(e.format, e.shape) for e in experts}
-    if len(kinds) != 1:
-        raise InvalidInput(f"experts must have one format and shape, not {len(kinds)}")
-    parts = [prepare(e, activation, dtype) for e in experts]
-    blobs, *rows = zip(*(p.layout for p in parts), strict=True)
-    # torch cannot join fp8 tensors; their bytes are the same.
-    joined = torch.cat([b.view(torch.uint8) for b in blobs]).view(blobs[0].dtype)
-    return parts[0]._replace(layout=(joined, *(torch.cat(r) for r in rows)))
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:

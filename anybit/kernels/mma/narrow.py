@@ -34,9 +34,11 @@ class Narrow(Product):
         y: cute.Pointer,
         work: cute.Pointer,
         counters: cute.Pointer,
+        starts: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
+        experts: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
