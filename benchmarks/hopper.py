@@ -30,7 +30,7 @@ from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import kernel_file
 from anybit.kernels.hopper import scalar_linear, tiles
 from anybit.kernels.hopper.tiles import Kernel, Tile
-from anybit.kernels.reference import quantize_tokens
+from anybit.kernels.reference import operand_weight, quantize_tokens
 from anybit.measure import bench
 from anybit.measure.timing import ReadFloor, median_us, rotated
 
@@ -150,8 +150,9 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def exact_weight(p: Problem) -> Tensor:
-    """(N, K) fp64: the format's own decoded values times the scale."""
-    return p.packed.dequantize().double()
+    """(N, K) fp64: the format's own values, as the operand's dtype has them, times the scale."""
+    dtype = torch.bfloat16 if p.operand == "bfloat16" else torch.float32
+    return operand_weight(p.packed, dtype).double()
 
 
 def exact_product(p: Problem, weight: Tensor, x, scale, sums) -> Tensor:

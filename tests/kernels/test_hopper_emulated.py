@@ -39,6 +39,7 @@ CASES = [
     ("fp6@fp8", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
     ("mxfp4", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
     ("sparse@int8", HALF, Tile(8, ctas=2), (8, 128, 384), 2),
+    ("trellis@int8", BRAIN, Tile(64, rows=256, stages=2), (9, 144, 256), 1),
 ]
 if EVERY_KERNEL:
     CASES += [
@@ -55,7 +56,18 @@ if EVERY_KERNEL:
         ("nvfp4", HALF, Tile(8, ctas=2, split=2), (3, 128, 256), 1),
         ("sparse:group=64", BRAIN, Tile(16, ctas=2, split=2), (9, 128, 384), 1),
         ("sparse", HALF, Tile(8, ctas=2), (5, 128, 256), 1),
+        ("trellis", HALF, Tile(16, ctas=2, split=2), (16, 144, 384), 2),
+        ("trellis:bits=4,code=mul1", BRAIN, Tile(128, rows=256, stages=2), (130, 144, 128), 1),
+        ("trellis:bits=3@int8", HALF, Tile(256, stages=2), (64, 144, 256), 1),
     ]
+
+
+CODES = ("sum8", "pair8", "mul1", "mcg", "3inst")
+READ = ["fp6", "trellis"]
+if EVERY_KERNEL:
+    READ += [f"trellis:bits={bits}" for bits in (1, 3, 4, 5, 6, 7, 8)]
+    READ += [f"trellis:bits={bits}@int8" for bits in range(1, 9)]
+    READ += [f"trellis:code={code}" for code in CODES]
 
 
 class Emulated:
@@ -176,15 +188,15 @@ def test_int8_sums_are_exact() -> None:
     assert torch.equal(emulated.run(x, prepared, 128, 1), want)
 
 
-def test_one_hot_tokens_read_weights_back() -> None:
-    emulated = Emulated("fp6", HALF, Tile(32, ctas=2))
-    packed = packed_weight("fp6", 128, 128)
-    prepared = operands.layout(packed, "float16")
-    for start in range(0, 128, 32):
-        x = torch.zeros(32, 128, dtype=HALF)
-        x[torch.arange(32), start + torch.arange(32)] = 1
-        y = emulated.run((x, None, None), prepared, 128, 1)
-        assert torch.equal(y, packed.dequantize()[:, start : start + 32].T.to(HALF))
+@pytest.mark.parametrize("scheme", READ)
+def test_one_hot_tokens_read_weights_back(scheme: str) -> None:
+    emulated = Emulated(scheme, HALF, Tile(32, ctas=2))
+    packed = packed_weight(scheme, 128, 128)
+    prepared = operands.layout(packed, emulated.operand)
+    x = torch.eye(128, dtype=getattr(torch, emulated.operand))[::4]
+    ones = (torch.ones(32), torch.ones(32, dtype=torch.int32))
+    y = emulated.run((x, *(ones if emulated.activation else (None, None))), prepared, 128, 1)
+    assert torch.equal(y, packed.dequantize()[:, ::4].T.to(HALF))
 
 
 def test_experts() -> None:

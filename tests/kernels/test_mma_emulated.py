@@ -33,6 +33,7 @@ CASES: list[Case] = [
     ("fp6@fp8", BRAIN, Tile(16, 2, 4, 3, kind="narrow"), (16, 32, 512), 0, "sm_89", False),
     ("liquid@int8", BRAIN, Tile(16, 2, 4, 3), (17, 136, 384), 2, "sm_80", False),
     ("int3:group=32,zero", HALF, Tile(32, 2, 4, 3), (20, 136, 256), 3, "sm_86", False),
+    ("trellis@int8", HALF, NARROW, (1, 48, 256), 0, "sm_80", False),
 ]
 FORMATS = {  # all kinds of decoders, and the architecture that their products need
     "sm_80": [
@@ -49,8 +50,8 @@ def every() -> Iterator[Case]:
     for architecture, schemes in FORMATS.items():
         for scheme in schemes:
             for dtype in (HALF, BRAIN):
-                yield scheme, dtype, NARROW, (5, 40, 896), 0, architecture, False
-                yield scheme, dtype, Tile(32, 2, 4, 3), (33, 136, 384), 5, architecture, False
+                yield scheme, dtype, NARROW, (5, 48, 896), 0, architecture, False
+                yield scheme, dtype, Tile(32, 2, 4, 3), (33, 144, 384), 5, architecture, False
     for scheme in ("liquid@int8", "int4:group=64,zero", "fp6"):
         d = kernel_of(scheme, BRAIN, NARROW).decoder
         for gpu in GPUS.values():

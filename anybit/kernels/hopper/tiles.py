@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
-from anybit.kernels.cute.lang import planes
 from anybit.kernels.cute.operands import MOST_EXPERTS
 from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
@@ -18,6 +17,8 @@ EXPERT_WORDS = 2 * MOST_EXPERTS + 1  # starts of their tokens, ends of their til
 LEAST_STEPS = 14  # K tiles that a CTA of a cluster of 3 or 8 should have
 # Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange.
 DECODE, FIXED, EXCHANGE = 170, 6300, 3000
+# Of a decoded copy and the library's product with it: bytes written and multiply-adds, a cycle.
+WRITTEN, MULTIPLIED = 2200, 0.75 * 2048 * MULTIPROCESSORS
 
 
 @dataclass(frozen=True)
@@ -253,5 +254,22 @@ def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
 def step_cycles(tile: Tile, decoder: Decoder) -> float:
     """Clock cycles of a K tile of one CTA alone, its copies there in time."""
     multiplied = tile.rows * tile.tokens * K_TILE / (32768 / decoder.slot)
-    decoded = DECODE * len(planes(decoder.places, decoder.slot))
+    decoded = DECODE * decoder.cost
     return 1.1 * multiplied + decoded + staged(tile, decoder) / 400
+
+
+def may_copy(decoder: Decoder) -> bool:
+    """Whether a weight may be decoded once for the library's product; see `copies`.
+
+    The main loop decodes it again for every tile of tokens, but that costs formats of one or two
+    planes less than a copy.
+    """
+    return decoder.slot == 16 and decoder.cost > 2
+
+
+def copies(decoder: Decoder, m: int, n: int, k: int) -> bool:
+    """Whether a decoded copy and the library's product take less time; an estimate."""
+    if m <= 64 or not may_copy(decoder):
+        return False
+    copied = FIXED + 2 * n * k / WRITTEN + m * n * k / MULTIPLIED
+    return cycles(choose(decoder, m, n, k), decoder, m, n, k) > copied
