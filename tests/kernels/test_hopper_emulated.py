@@ -38,6 +38,7 @@ CASES = [
     ("int4:group=128", BRAIN, Tile(128, rows=256, stages=2), (130, 200, 256), 1),
     ("fp6@fp8", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
     ("mxfp4", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
+    ("mxfp4@fp8", BRAIN, Tile(16, ctas=2, split=2), (11, 200, 512), 2),
     ("sparse@int8", HALF, Tile(8, ctas=2), (8, 128, 384), 2),
 ]
 if EVERY_KERNEL:

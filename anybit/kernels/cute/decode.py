@@ -70,6 +70,7 @@ class Decoder:
     grid_words = 0  # 32-bit words for each group of two rows, g and g + 8 of a fragment
     finishing = 0  # instructions of `finish`
     preparing = 0  # instructions of `constants`
+    octaves = 1 << 10  # powers of two that the scales of a row may lie apart
     table_bytes = 0  # of a table in shared memory, for `begin` of a main loop of its own
 
     @property

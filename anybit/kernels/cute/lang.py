@@ -85,22 +85,25 @@ def rotate(word: Word, left: int, mask: int) -> Word:
     return (word << left) | (word >> (LANES - left))
 
 
-def bytes_of(word: Word, selector: int, other: Word | None = None) -> Word:
+def bytes_of(word: Word, selector: "int | Word", other: Word | None = None) -> Word:
     """PRMT: byte i of the result is byte (selector >> 4 i) & 7 of `word`; 4 to 7 are `other`'s.
 
     Where bit 3 of a digit is set, the byte's top bit fills the whole byte. Without `other`, digits
-    4 to 7 give zero.
+    4 to 7 give zero. With a register as the selector, of which the lower half counts, this looks
+    four bytes up in a table of eight.
     """
     if not word.emulated:
-        return Word(_dsl().prmt(word.bits, selector, 0 if other is None else other.bits))
+        digits = selector.bits if isinstance(selector, Word) else selector
+        return Word(_dsl().prmt(word.bits, digits, 0 if other is None else other.bits))
+    digits = selector.bits if isinstance(selector, Word) else np.uint32(selector)
+    high = np.zeros_like(word.bits) if other is None else other.bits
     out = np.zeros_like(word.bits)
     for i in range(4):
-        digit = selector >> (4 * i)
-        source = word if not digit & 4 else other
-        if source is not None:
-            byte = source.bits >> np.uint32(8 * (digit & 3)) & np.uint32(255)
-            byte = (byte >> np.uint32(7)) * np.uint32(255) if digit & 8 else byte
-            out |= byte << np.uint32(8 * i)
+        digit = digits >> np.uint32(4 * i)
+        source = np.where(digit & np.uint32(4), high, word.bits)
+        byte = source >> (np.uint32(8) * (digit & np.uint32(3))) & np.uint32(255)
+        byte = np.where(digit & np.uint32(8), (byte >> np.uint32(7)) * np.uint32(255), byte)
+        out |= byte << np.uint32(8 * i)
     return Word(out)
 
 

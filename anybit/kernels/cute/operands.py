@@ -23,6 +23,11 @@ def refuse_format(layer: LayerSpec) -> str | None:
         d = decoder(layer.format, operand_of(layer.activation, dtype))
         if isinstance(d, str):
             return d
+        if layer.octaves > d.octaves:
+            return (
+                f"scales of a row are {layer.octaves} powers of two apart; {d.octaves} fit into "
+                "8-bit weights"
+            )
     if k % K_TILE or n % 8:
         return f"K must be a multiple of {K_TILE} and N of 8, not (N, K) = {layer.shape}"
     if layer.activation is not None:

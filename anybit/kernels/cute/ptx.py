@@ -64,14 +64,16 @@ def unsigned(value: int) -> Uint32:
 
 
 @dsl_user_op
-def prmt(word: Uint32, selector: int, other: Any = 0, *, loc: Any = None, ip: Any = None) -> Uint32:
+def prmt(word: Uint32, selector: Any, other: Any = 0, *, loc: Any = None, ip: Any = None) -> Uint32:
     """Bytes of `word` (0 to 3) and of `other` (4 to 7), by the selector's digits."""
-    at = {"loc": loc, "ip": ip}
-    if isinstance(other, int):
-        text = f"prmt.b32 $0, $1, {other}, {selector};"
-        return Uint32(asm(T.i32(), [Uint32(word)], text, "=r,r", False, at))
-    text = f"prmt.b32 $0, $1, $2, {selector};"
-    return Uint32(asm(T.i32(), [Uint32(word), Uint32(other)], text, "=r,r,r", False, at))
+    args, names = [Uint32(word)], []
+    for value in (other, selector):
+        if not isinstance(value, int):
+            args.append(Uint32(value))
+        names.append(str(value) if isinstance(value, int) else f"${len(args)}")
+    text = f"prmt.b32 $0, $1, {names[0]}, {names[1]};"
+    constraints = ",".join(["=r", *["r"] * len(args)])
+    return Uint32(asm(T.i32(), args, text, constraints, False, {"loc": loc, "ip": ip}))
 
 
 @dsl_user_op
