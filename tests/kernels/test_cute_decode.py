@@ -11,6 +11,7 @@ from torch import Tensor
 
 import anybit
 from anybit.core.format import Format, get_format
+from anybit.core.groups import ungroup
 from anybit.formats.integer import Integer
 from anybit.formats.minifloat import Minifloat
 from anybit.kernels.backend import LayerSpec
@@ -91,11 +92,15 @@ def test_threads_hold_the_weights(spec: str, operand: str) -> None:
     got = got * d.row_scale(packed)[:, None].double()
     want = packed.dequantize().double()
     if d.grid_words and d.operand in MANTISSA:
-        # One rounding of the scale (if the operand has fewer bits than fp16) and one of the
-        # product; below the smallest normal number the error stops shrinking.
+        # One rounding of the scale (if the operand has fewer bits than it), one of a table's
+        # number and one of the product; below the smallest normal number the error stops shrinking.
         info = torch.finfo(getattr(torch, d.operand))
-        relative = info.eps / 2 * (1 if d.operand == "float16" else 2.01)
-        bound = want.abs() * relative
+        frame = packed.format.frame(packed.grid)
+        rounded = 1 + (d.operand == "bfloat16" or frame is not None) + ("codebook" in packed.grid)
+        bound = want.abs() * info.eps / 2 * rounded * 1.005
+        if frame is not None and frame.shift is not None:  # each is rounded
+            parts = frame.numbers.abs().max() * frame.factor.abs() + frame.shift.abs()
+            bound += ungroup(parts[..., None].expand(-1, -1, 512 // parts.shape[1])) * info.eps / 2
         bound += d.row_scale(packed)[:, None].double() * info.smallest_normal * info.eps
         assert bool(((got - want).abs() <= bound).all())
     else:

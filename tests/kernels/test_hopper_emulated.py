@@ -39,6 +39,8 @@ CASES = [
     ("fp6@fp8", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
     ("mxfp4", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
     ("mxfp4@fp8", BRAIN, Tile(16, ctas=2, split=2), (11, 200, 512), 2),
+    ("q4_k", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
+    ("iq4_xs", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
     ("sparse@int8", HALF, Tile(8, ctas=2), (8, 128, 384), 2),
 ]
 if EVERY_KERNEL:
@@ -53,6 +55,9 @@ if EVERY_KERNEL:
         ("int4:group=128", BRAIN, Tile(8, ctas=2), (8, 128, 384), 1),
         ("fp6", HALF, Tile(128, rows=256, stages=2), (9, 256, 384), 1),
         ("int4@fp8", BRAIN, Tile(8, ctas=2), (6, 128, 256), 1),
+        ("q2_k", HALF, Tile(8, ctas=2), (3, 128, 256), 1),
+        ("q6_k", BRAIN, Tile(8, ctas=2), (3, 128, 256), 1),
+        ("nf4", BRAIN, Tile(8, ctas=2), (3, 128, 256), 1),
         ("nvfp4", HALF, Tile(8, ctas=2, split=2), (3, 128, 256), 1),
         ("sparse:group=64", BRAIN, Tile(16, ctas=2, split=2), (9, 128, 384), 1),
         ("sparse", HALF, Tile(8, ctas=2), (5, 128, 256), 1),
