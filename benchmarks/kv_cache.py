@@ -184,8 +184,12 @@ def recorded(step: Step, device: torch.device) -> tuple[Callable[[], object], in
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    graph.replay()
-    return graph.replay, len(step.layers)
+
+    def replay(_: Step = step) -> None:  # what the graph reads lives as long
+        graph.replay()
+
+    replay()
+    return replay, len(step.layers)
 
 
 def seconds(step: Callable[[], object], device: torch.device) -> float:

@@ -43,7 +43,7 @@ RTX4090 = Gpu((8, 9), 128, 99 * KB, 100 * KB)
 H200 = Gpu((9, 0), 132, 227 * KB, 228 * KB)
 SCHEMES = ["liquid@int8", "int4:group=128", "fp6"]
 CHECKED = [*SCHEMES, "int8@int8", "int3:group=64,zero", "int8", "sparse", "int4@fp8", "fp6@fp8"]
-SHAPES = [(4096, 14336), (6144, 4096), (4096, 4096), (28672, 4096)]
+SHAPES = [(4096, 14336), (6144, 4096), (4096, 4096), (28672, 4096), (8192, 28672)]
 DTYPE = torch.bfloat16
 CHAINED = 4096  # rows and columns of the weight that chains multiply by
 start = time.perf_counter()
@@ -65,7 +65,7 @@ def checked_kernels(schemes: list[str]) -> Iterator[tuple[str, Kernel]]:
         gpus += [RTX4090] * (scheme in SCHEMES)
         kernels = [k for gpu in gpus for k in tiles.family(d, gpu, CHAINED, "bfloat16")]
         if scheme in SCHEMES:
-            kernels += [narrow(d, m, n) for m in (1, 16) for n in (CHAINED, 6144)]
+            kernels += [narrow(d, m, n) for m in (1, 16) for n in (CHAINED, 6144, 28672)]
         yield from ((scheme, kernel) for kernel in dict.fromkeys(kernels))
 
 
@@ -91,6 +91,8 @@ def candidates(d, m: int) -> list[Kernel]:
     shapes = [(2, 8, 1), (2, 8, 2), (1, 8, 2), (1, 8, 3), (2, 4, 2), (2, 4, 3), (1, 4, 4)]
     tokens = 8 if m <= 8 else 16
     wanted = [tiles.Tile(tokens, s, w, ctas=c, kind="narrow") for s, w, c in shapes]
+    stay = [(2, 8, 2), (2, 4, 3), (2, 4, 2), (1, 4, 4), (4, 8, 1), (4, 6, 1), (4, 4, 2), (4, 4, 1)]
+    wanted += [tiles.Tile(tokens, s, w, ctas=c, kind="narrow", stay=True) for s, w, c in stay]
     fit = [tiles.fitted(tile, d, H200, 3, 5) for tile in wanted]
     found = [narrow(d, m, n) for n, _ in SHAPES]
     found += [Kernel(d, tile, "bfloat16", "sm_90", overlap=True) for tile in fit if tile]
@@ -207,7 +209,9 @@ def ragged(scheme: str, kernel: Kernel) -> str | None:
             count = tiles.tiles_of(kernel.tile, m, n)
             units = count * (k // 128)
             grids = {count, min(37, units), max(1, units // 5)} if count != units else {count}
-            for grid in sorted(grids) if kernel.tile.kind == "gemm" else [count]:
+            if kernel.tile.kind == "narrow":
+                grids = {-(-count // 2), -(-count // 3), 2 * count} if kernel.tile.stay else {count}
+            for grid in sorted(grids):
                 y, again, shifted = (
                     linear.multiply(*x, p.prepared, b, DTYPE, kernel, grid)
                     for b in (None, None, bias)
@@ -337,11 +341,19 @@ def main() -> None:
     parser.add_argument("mode", choices=["build", "check", "time"])
     parser.add_argument("--schemes", nargs="*", help="instead of the usual ones")
     parser.add_argument("--m", type=bench.parse_counts, default=[1, 4, 16])
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=bench.parse_shape,
+        default=list(SHAPES),
+        help="NxK, as 8192x28672",
+    )
     parser.add_argument("--out", type=Path, default=Path("mma.csv"))
     parser.add_argument("--limit", type=float, default=1e9, help="seconds; then it ends early")
     parser.add_argument("--sweep", action="store_true", help="time more tiles of the mma kernels")
     parser.add_argument("--jobs", type=int, default=16, help="processes that compile")
     args = parser.parse_args()
+    SHAPES[:] = args.shapes
     scalar_linear.NARROW = False  # Hopper's own kernels are a contestant
     linear.built = lambda kernel: jit.built(kernel) if kernel.overlap else file_of(kernel)
     checked, timed = args.schemes or CHECKED, args.schemes or SCHEMES

@@ -75,7 +75,7 @@ class Emulated:
         grid = grid or tiles.tiles_of(tile, m, n)
         y = torch.full((m, n), torch.nan, dtype=self.dtype)
         work = torch.full((2 * grid * tile.rows * tile.tokens,), torch.nan)
-        counters = torch.zeros(tiles.tiles_of(tile, m, n), dtype=torch.int32)
+        counters = torch.zeros(tiles.counters_of(tile, m, n, grid) or 1, dtype=torch.int32)
         arguments = [
             self.used(codes),
             *(array(t) for t in layout),

@@ -84,12 +84,13 @@ def test_launches_overlap_where_that_was_faster() -> None:
 
 
 def test_few_tokens_may_go_to_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all their CTAs are resident at once, and only when that is switched on."""
+    """Only when that is switched on, and with more than 8 only where rows are few."""
     assert not scalar_linear.narrow(1, 4096, "uint8")
     monkeypatch.setattr(scalar_linear, "NARROW", True)
     assert [scalar_linear.narrow(m, 4096, "int8") for m in (1, 16, 17)] == [True, True, False]
     rows = (6144, 8448, 14336)
-    assert [scalar_linear.narrow(1, n, "bfloat16") for n in rows] == [True, True, False]
+    assert [scalar_linear.narrow(16, n, "bfloat16") for n in rows] == [True, True, False]
+    assert scalar_linear.narrow(8, 128256, "bfloat16")
     assert not scalar_linear.narrow(1, 4096, "float8_e4m3fn")
     device, seen = torch.device("cuda", 0), []
     monkeypatch.setattr(scalar_linear.mma_tiles, "gpu_of", seen.append)

@@ -84,8 +84,12 @@ def test_tiles_follow_the_problem() -> None:
     assert shape(1, 1024) == (16, 8, 1)
     assert shape(1, 4096) == (16, 8, 2)
     assert shape(1, 6144) == (32, 8, 2)  # of 16 rows, three would be needed: 24 warps
-    assert shape(1, 28672) == (32, 4, 3)  # CTAs take turns
+    assert shape(1, 28672) == (32, 8, 2)  # CTAs stay
+    assert shape(16, 8192) == (64, 8, 1)  # the tokens are as many bytes as the codes of 32 rows
     assert tiles.grid(tile(1, 4096), gpu, 1, 4096, 4096) == 256
+    assert tiles.grid(tile(1, 28672), gpu, 1, 28672, 4096) == 264
+    assert tiles.shared_tiles(tile(1, 4096), 1, 4096, 256) == 0
+    assert tiles.shared_tiles(tile(1, 28672), 1, 28672, 264) == 896 - 3 * 264
     # 48 tiles leave most places empty: CTAs share their K tiles, LEAST_UNITS or more each.
     assert tiles.grid(tile(64, 6144), gpu, 64, 6144, 4096) == 264
     assert tiles.grid(tile(64, 6144), gpu, 64, 6144, 512) == 48

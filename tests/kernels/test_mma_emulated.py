@@ -1,6 +1,7 @@
 """Kernels for `mma.sync` as compiled, run instruction by instruction, against the definition."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 
@@ -22,6 +23,8 @@ pytestmark = pytest.mark.skipif(
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 NARROW = Tile(8, 2, 4, 3, kind="narrow")
+STAY = replace(NARROW, stay=True)
+TALL = Tile(16, 4, 3, 3, 1, "narrow", stay=True)
 # scheme, dtype of y, tile, (M, N, K), CTAs (0: one a tile), architecture, overlap
 Case = tuple[str, torch.dtype, Tile, tuple[int, int, int], int, str, bool]
 CASES: list[Case] = [
@@ -30,6 +33,10 @@ CASES: list[Case] = [
     ("fp6", HALF, NARROW, (3, 32, 640), 0, "sm_90", True),
     ("fp6@fp8", BRAIN, Tile(16, 2, 4, 3, kind="narrow"), (16, 32, 512), 0, "sm_89", False),
     ("mxfp4@fp8", BRAIN, NARROW, (5, 40, 384), 0, "sm_89", False),
+    # CTAs that stay: shared tiles and whole ones; 64 rows; fewer tiles than CTAs, two of tokens.
+    ("liquid@int8", HALF, STAY, (8, 168, 384), 4, "sm_80", False),
+    ("int4:group=128", BRAIN, TALL, (9, 72, 384), 3, "sm_90", True),
+    ("fp5", HALF, replace(STAY, slices=1), (11, 24, 128), 5, "sm_90", True),
     ("liquid@int8", BRAIN, Tile(16, 2, 4, 3), (17, 136, 384), 2, "sm_80", False),
     ("int3:group=32,zero", HALF, Tile(32, 2, 4, 3), (20, 136, 256), 3, "sm_86", False),
 ]
@@ -49,6 +56,7 @@ def every() -> Iterator[Case]:
         for scheme in schemes:
             for dtype in (HALF, BRAIN):
                 yield scheme, dtype, NARROW, (5, 40, 896), 0, architecture, False
+                yield scheme, dtype, STAY, (5, 104, 512), 3, architecture, False
                 yield scheme, dtype, Tile(32, 2, 4, 3), (33, 136, 384), 5, architecture, False
     for scheme in ("liquid@int8", "int4:group=64,zero", "fp6"):
         d = kernel_of(scheme, BRAIN, NARROW).decoder
@@ -124,11 +132,11 @@ def test_int8_sums_are_exact() -> None:
         assert torch.equal(emulated.run(x, layout, 72, grid=grid), want)
 
 
-MUTANTS = {  # in a narrow kernel and in one whose CTAs share a tile: what is broken
+MUTANTS = {  # in two narrow kernels and in one whose CTAs share a tile: what is broken
     "the loop does not wait for its stage": ("wait_group 1;", "wait_group 2;", ""),
     "lanes do not meet before they refill": ("bar.warp.sync", "// bar.warp.sync", "narrow"),
     "sums meet before all rings are idle": ("bar.sync", "// bar.sync", ""),
-    "counters are left": ("st.global.b32 [%rd", "// st.global.b32 [%rd", "gemm"),
+    "counters are left": ("st.global.b32 [%rd", "// st.global.b32 [%rd", "shared"),
 }
 
 
@@ -136,15 +144,16 @@ MUTANTS = {  # in a narrow kernel and in one whose CTAs share a tile: what is br
 def test_mutants_do_not_pass(what: str) -> None:
     old, new, only = MUTANTS[what]
     torch.manual_seed(0)
-    for kind, tile in (("narrow", NARROW), ("gemm", Tile(16, 2, 4, 3))):
-        if only and kind != only:
+    cases = [("narrow", NARROW, 0), ("narrow shared", STAY, 3), ("shared", Tile(16, 2, 4, 3), 3)]
+    for kind, tile, grid in cases:
+        if only not in kind:
             continue
         emulated = case_of(tile)
         packed, x = emulated.weight(40, 768), emulated.tokens(8, 768)
         assert old in emulated.ptx
         emulated.machine = Machine(emulated.ptx.replace(old, new))
         with pytest.raises((PtxError, AssertionError)):
-            emulated.run(x, emulated.layout(packed), 40, grid=0 if kind == "narrow" else 3)
+            emulated.run(x, emulated.layout(packed), 40, grid=grid)
 
 
 @cache

@@ -65,6 +65,7 @@ class Folded(Decoder):
             )
         steps = 8 * (more.clamp(LEAST, MOST) - LEAST)
         steps = steps.repeat_interleave(packed.shape[1] // GROUP // steps.shape[1], 1)
+        steps = torch.nn.functional.pad(steps, (0, steps.shape[1] % 2))
         return (steps[:, ::2] | steps[:, 1::2] << 8)[..., None]
 
     def row_scale(self, packed: Packed) -> Tensor:

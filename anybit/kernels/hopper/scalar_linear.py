@@ -42,19 +42,20 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     files = [kernel_file(kernel) for kernel in kernels]
     if narrow(1, n := layer.shape[0], d.operand):
         gpu = mma_tiles.gpu_of(layer.device)
-        few = [mma_tiles.kernel_for(d, gpu, m, n, o) for m in (1, mma_tiles.NARROW) for o in outs]
+        counts = [m for m in (1, mma_tiles.NARROW) if narrow(m, n, d.operand)]
+        few = [mma_tiles.kernel_for(d, gpu, m, n, o) for m in counts for o in outs]
         files += [kernel_file(kernel) for kernel in few if kernel]
     return missing_kernels(files)
 
 
 def narrow(m: int, n: int, operand: str) -> bool:
-    """Whether a product goes to `kernels/mma`: its CTAs must all be resident at once.
+    """Whether a product goes to `kernels/mma`.
 
-    Two of 32 rows and eight warps find room on a multiprocessor. Where they take turns (28672
-    rows), a prototype was 4 to 10 % slower than these kernels. On sm_90, `mma.sync` has no products
-    of fp8: the assembler converts to fp16, and spills.
+    Up to 8 tokens always. Up to 16 where two CTAs of 32 rows and eight warps on a multiprocessor
+    hold all rows: with more, a tile of 128 rows reads the tokens less often. On sm_90, `mma.sync`
+    has no products of fp8: the assembler converts to fp16, and spills.
     """
-    few = m <= mma_tiles.NARROW and -(-n // 32) <= 2 * tiles.MULTIPROCESSORS
+    few = m <= 8 or (m <= mma_tiles.NARROW and -(-n // 32) <= 2 * tiles.MULTIPROCESSORS)
     return NARROW and few and operand != "float8_e4m3fn"
 
 

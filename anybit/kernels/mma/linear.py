@@ -59,7 +59,7 @@ def multiply(
         return y
     tile, work, counters = kernel.tile, None, None
     grid = grid or tiles.grid(tile, gpu_of(device), m, n, k)
-    if tile.kind == "gemm" and grid != tiles.tiles_of(tile, m, n):
+    if tiles.shared_tiles(tile, m, n, grid):
         work = torch.empty(2 * grid * tile.rows * tile.tokens, dtype=torch.float32, device=device)
         counters = zeros(device)
     tensors = (*prepared.layout, scale, sums, bias, y, work, counters)

@@ -176,6 +176,7 @@ class Problem:
             return [(codes.double() @ w.double().T).to(self.dtype)]
         tiles_, steps = tiles.tiles_of(kernel.tile, len(x), self.shape[0]), self.shape[1] // 128
         grids = [tiles_, tiles_ * steps // 3] if kernel.tile.kind == "gemm" else [tiles_]
+        grids = [-(-tiles_ // 2), 2 * tiles_] if kernel.tile.stay else grids
         found = [
             linear.multiply(codes, scale, sums, self.prepared, None, self.dtype, kernel, grid)
             for grid in grids * 2

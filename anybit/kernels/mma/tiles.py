@@ -73,6 +73,7 @@ class Tile:
         ctas: that should fit a multiprocessor.
         kind: "narrow", whose warps split K; "gemm", whose warps split rows; "decode", whose warps
             write 16 decoded rows each and multiply nothing.
+        stay: A narrow tile's CTAs may take several tiles each.
     """
 
     tokens: int
@@ -81,6 +82,7 @@ class Tile:
     stages: int = 4
     ctas: int = 2
     kind: str = "gemm"
+    stay: bool = False
 
     @property
     def rows(self) -> int:
@@ -94,7 +96,7 @@ class Tile:
     def name(self) -> str:
         return (
             f"{self.kind}_{self.rows}x{self.tokens}_{self.warps}warps_{self.stages}stages_"
-            f"{self.ctas}ctas"
+            f"{self.ctas}ctas{'_stay' * self.stay}"
         )
 
 
@@ -178,8 +180,10 @@ def shared_bytes(tile: Tile, decoder: Decoder) -> int:
     """Of a CTA."""
     if tile.kind == "decode":
         return 0
-    rings, flag = (tile.warps, 0) if tile.kind == "narrow" else (1, FLAG)
-    return rings * tile.stages * stage_bytes(tile, decoder) + flag
+    rings, beside = (tile.warps, 0) if tile.kind == "narrow" else (1, FLAG)
+    if tile.stay:  # sums of all warps, which meet while the rings are in use
+        beside = 4 * tile.warps * tile.rows * tile.tokens
+    return rings * tile.stages * stage_bytes(tile, decoder) + beside
 
 
 # Choices.
@@ -237,22 +241,31 @@ def family(decoder: Decoder, gpu: Gpu, n: int, output: str) -> list[Kernel]:
 def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     """Up to 16 tokens: of the tiles whose CTAs are all resident at once, the one with most warps.
 
-    Its rows are read without a pause, and its ring is what memory is left. More rows win a tie: the
-    tokens are read less often. Where CTAs must take turns, three of four warps hide their ends.
+    Its ring is what memory is left. More rows win a tie: the tokens are read less often. With more
+    rows, CTAs stay and take several tiles. 9 to 16 tokens are about as many bytes as the codes of
+    32 rows: where there are enough rows, 64 read them at a time.
     """
     tokens = 8 if m <= 8 else 16
-    at_once = []
-    for slices, warps in ((2, 8), (1, 8), (2, 4), (1, 4)):
-        ctas = -(-n // (16 * slices * gpu.multiprocessors))
-        tile = Tile(tokens, slices, warps, ctas=ctas, kind="narrow")
-        found = fitted(tile, decoder, gpu, 3, 5) if ctas * warps <= NARROW_WARPS else None
+    shapes = [(2, 8, 2), (2, 4, 3), (2, 4, 2), (2, 4, 1)]  # of CTAs that stay
+    tall = [(4, 8, 1), (4, 6, 1), (4, 4, 1)]
+    if tokens == 16 and n >= 0.9 * 64 * gpu.multiprocessors:
+        shapes = tall + shapes
+    else:
+        at_once = []
+        for slices, warps in ((2, 8), (1, 8), (2, 4), (1, 4)):
+            ctas = -(-n // (16 * slices * gpu.multiprocessors))
+            tile = Tile(tokens, slices, warps, ctas=ctas, kind="narrow")
+            found = fitted(tile, decoder, gpu, 3, 5) if ctas * warps <= NARROW_WARPS else None
+            if found and found.ctas == ctas:
+                at_once.append(found)
+        if at_once:
+            return max(at_once, key=lambda tile: tiles_of(tile, m, n) * tile.warps)
+    for slices, warps, ctas in shapes:
+        tile = Tile(tokens, slices, warps, ctas=ctas, kind="narrow", stay=True)
+        found = fitted(tile, decoder, gpu, 3, 5)
         if found and found.ctas == ctas:
-            at_once.append(found)
-    if at_once:
-        return max(at_once, key=lambda tile: tiles_of(tile, m, n) * tile.warps)
-    turns = [Tile(tokens, slices, 4, ctas=3, kind="narrow") for slices in (2, 1)]
-    fit = (fitted(tile, decoder, gpu, least, 4) for least in (3, 2) for tile in turns)
-    return next((tile for tile in fit if tile), None)
+            return found
+    return fitted(Tile(tokens, 1, 4, ctas=2, kind="narrow", stay=True), decoder, gpu, 2, 4)
 
 
 def wide(decoder: Decoder, gpu: Gpu, m: int) -> Tile | None:
@@ -272,11 +285,28 @@ def grid(tile: Tile, gpu: Gpu, m: int, n: int, k: int) -> int:
     """CTAs to launch.
 
     One a tile; but where `gemm.py`'s would leave more than a fifth of the last wave's places empty,
-    as many as there are places, which share the K tiles of all tiles evenly.
+    as many as there are places, which share the K tiles of all tiles evenly. `narrow.py`'s stay on
+    their places, however many tiles there are.
     """
     tiles = tiles_of(tile, m, n)
     places = gpu.multiprocessors * tile.ctas
+    if tile.stay:
+        return min(tiles, places)
     waves = -(-tiles // places)
     if tile.kind != "gemm" or tiles >= 0.8 * waves * places or tiles > COUNTERS:
         return tiles
     return max(1, min(places, tiles * (k // K_TILE) // LEAST_UNITS))
+
+
+def shared_tiles(tile: Tile, m: int, n: int, grid: int) -> int:
+    """Tiles that CTAs may share: `gemm.py` divides all of them, `narrow.py` what leaves a rest."""
+    tiles = tiles_of(tile, m, n)
+    if tile.stay:
+        return tiles % grid
+    return tiles if grid != tiles else 0
+
+
+def counters_of(tile: Tile, m: int, n: int, grid: int) -> int:
+    """Counters of CTAs that have arrived: of a tile, or of each warp that finishes a part of it."""
+    parts = tile.slices * tile.tokens // 8 if tile.stay else 1
+    return shared_tiles(tile, m, n, grid) * parts
