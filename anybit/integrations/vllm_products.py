@@ -102,8 +102,7 @@ def chosen(
     packed: Packed, activation: str | None, backend: str | None, dtype: torch.dtype, name: str
 ) -> str:
     """The backend of a weight: the configured one, or the first that takes it."""
-    device, decoded = packed.planes[0].device, backend == "dense"
-    layer = LayerSpec(packed.format, activation, packed.shape, device, dtype, decoded)
+    layer = LayerSpec.of(packed, activation, dtype, decoded=backend == "dense")
     if backend is None:
         backend = choose(layer)
     else:

@@ -115,18 +115,26 @@ def shared(decoder: Decoder) -> list[Tile]:
     return [Tile(64, ctas=ctas, split=s) for s in (2, 3)]
 
 
+def crowded(decoder: Decoder) -> bool:
+    """Whether a K tile's scales take registers that CTAs of 64 tokens by two, or tiles of 256 rows
+    of 16-bit operands, need for sums: they would spill.
+    """
+    return decoder.slot == 16 and decoder.entries * decoder.preparing >= 32
+
+
 def few(decoder: Decoder) -> list[Tile]:
     """Tiles for up to 64 tokens."""
     small = [Tile(tokens, ctas=2, split=s) for tokens in (8, 16, 32) for s in (1, 2, 4, 6)]
     if decoder.slot == 8 and decoder.bits <= 6:  # others would leave three CTAs too few stages
         small += [Tile(tokens, ctas=3, split=8) for tokens in (8, 16)]
     tall = [Tile(64, rows=256)] if decoder.slot == 8 else []
-    return [*small, Tile(64, ctas=2), *tall, *shared(decoder)]
+    return [*small, Tile(64, ctas=1 if crowded(decoder) else 2), *tall, *shared(decoder)]
 
 
 def many(decoder: Decoder) -> list[Tile]:
     """Tiles for more than 64 tokens. 256 tokens of 16-bit operands would leave two stages."""
-    large = [*(Tile(128, split=s) for s in (1, 2, 3)), Tile(128, rows=256)]
+    large = [Tile(128, split=s) for s in (1, 2, 3)]
+    large += [] if crowded(decoder) else [Tile(128, rows=256)]
     if decoder.slot == 16:
         return [*shared(decoder), *large]
     pairs = [Tile(64, ctas=2)] if decoder.bits <= 6 else []

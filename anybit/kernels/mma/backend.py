@@ -31,7 +31,8 @@ own_layout = True
 
 
 def refuse(layer: LayerSpec) -> str | None:
-    if any(entry.table for entry in layer.format.entries().values()):
+    tables = any(entry.table for entry in layer.format.entries().values())
+    if tables and layer.format.hopper_decode is None:
         return "multiplies codes that are numbers, not rows of a table"
     if reason := refuse_vendor() or refuse_dtype(layer.dtype) or operands.refuse_format(layer):
         return reason
