@@ -80,7 +80,8 @@ def group(
     stored = [one.stored() for one in packed]
     widest = max(stored, key=partial(octaves, activation=activation))  # the hardest to multiply
     kernels = grouped(choose(widest, activation))
-    spec = LayerSpec(stored[0].format, activation, stored[0].shape, first.planes[0].device, dtype)
-    if kernels is None or len(stored) > kernels.most_experts(spec):
+    if kernels is None or len(stored) > kernels.most_experts(
+        LayerSpec.of(widest, activation, dtype)
+    ):
         return None
     return QuantExperts(kernels, kernels.prepare_experts(stored, activation, dtype), around)
