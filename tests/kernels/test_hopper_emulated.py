@@ -91,7 +91,9 @@ class Emulated:
         codes, scale, sums = x
         m, k = codes.shape
         y = torch.full((m, n), torch.nan, dtype=self.dtype)
-        size = codes.element_size()
+        size, places = codes.element_size(), grid if self.tile.shared else 0
+        work = torch.full((2 * places * self.tile.rows * self.tile.tokens,), torch.nan)
+        counters = torch.zeros(8 * places, dtype=torch.int32)
         rows = codes.view(torch.uint8).numpy().reshape(m, k * size)
         arguments = [
             TensorMap(rows, self.tile.tokens, size, in_use=True),
@@ -99,10 +101,11 @@ class Emulated:
             *(array(t) for t in prepared[:3]),
             *(in_use(t) for t in (scale, sums)),
             array(bias),
-            *(in_use(t) for t in (y, starts)),
+            *(in_use(t) for t in (y, starts, work, counters)),
             *(m, n, k, 1 if starts is None else len(starts) - 1, 1),
         ]
         self.machine.launch(arguments, grid, self.tile.threads, self.shared, self.tile.split, seed)
+        assert not counters.any()
         return y
 
 

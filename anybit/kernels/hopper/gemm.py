@@ -5,6 +5,7 @@ One producer warp keeps a ring of K tiles full: packed weights and their scales 
 decode their own A fragments and multiply them at once, so that the decoding of one warpgroup runs
 under the products of the other (LiquidGEMM's implicit fine-grained pipeline, section 5.1). A tile's
 K range may be split over the CTAs of a cluster; their sums meet in shared memory, in a fixed order.
+Or CTAs have equal shares, and sums of tiles that they share meet in memory (`shares.py`).
 
 Launches may overlap the previous kernel (programmatic dependent launch): weights are fetched at
 once, and everything else after that kernel has finished.
@@ -27,6 +28,7 @@ from anybit.kernels.cute.ptx import TYPES
 from anybit.kernels.hopper.epilogue import Epilogue
 from anybit.kernels.hopper.launch import ARCHITECTURE
 from anybit.kernels.hopper.ptx import arrive_if, bulk_load
+from anybit.kernels.hopper.shares import join, share_of, unit_of
 from anybit.kernels.hopper.tiles import MOST_EXPERTS, Kernel
 
 NEAR = 1024  # tokens whose tiles are neighbours in the order of tiles
@@ -69,7 +71,7 @@ class Gemm(Epilogue):
         """For sm_90a."""
         out = TYPES[self.out]
         pointers = [(self.b, 16), (Uint8, 128), (Float32, 4), (Int32, 4), (Float32, 4), (Int32, 4),
-                    (out, 2), (out, 16), (Int32, 4)]  # fmt: skip
+                    (out, 2), (out, 16), (Int32, 4), (Float32, 16), (Int32, 4)]  # fmt: skip
         return compile_program(self, pointers, 5, ARCHITECTURE)
 
     def mma_op(self) -> Any:
@@ -93,6 +95,8 @@ class Gemm(Epilogue):
         bias: cute.Pointer,
         y: cute.Pointer,
         starts: cute.Pointer,
+        work: cute.Pointer,
+        counters: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
@@ -128,7 +132,7 @@ class Gemm(Epilogue):
         self.shared = Shared
         self.kernel(
             x_copy, x_tma, w, row_scale, zero_or_book, token_scale, token_sum, bias, y, starts,
-            m, n, k, experts, mma, x_layout,
+            work, counters, m, n, k, experts, mma, x_layout,
         ).launch(
             grid=(grid, 1, 1),
             block=(self.tile.threads, 1, 1),
@@ -152,6 +156,8 @@ class Gemm(Epilogue):
         bias: cute.Pointer,
         y: cute.Pointer,
         starts: cute.Pointer,
+        work: cute.Pointer,
+        counters: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
@@ -176,7 +182,7 @@ class Gemm(Epilogue):
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
 
-        # A CTA takes every so many tiles, see `locate`; or a cluster splits one along K.
+        # A CTA takes every so many tiles, or a list of units; or a cluster splits a tile along K.
         k_tiles = k // K_TILE
         table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(MOST_EXPERTS + 1))
         m_tiles = (m + (self.tokens - 1)) // self.tokens
@@ -192,12 +198,17 @@ class Gemm(Epilogue):
         rows = const_expr(self.tile.rows)
         n_tiles = (n + (rows - 1)) // rows
         problem = (table, m, n, m_tiles, n_tiles, (n + (ROW_MULTIPLE - 1)) // ROW_MULTIPLE)
-        rank, first, tiles = cta % self.split, cta // self.split, n_tiles * m_tiles
+        rank, first, last = cta % self.split, cta // self.split, n_tiles * m_tiles
+        share = (cta, ctas)
         if const_expr(self.split > 1):
             k_first = k_tiles * rank // self.split
             k_last = k_tiles * (rank + 1) // self.split
         else:
             k_first, k_last = Int32(0), k_tiles
+        if const_expr(self.tile.shared):
+            share, last = share_of(cta, ctas, n_tiles * m_tiles, k_tiles)
+            first = Int32(0)
+        turns = (first, last, share, k_first, k_last)
 
         if warp >= 8:
             if const_expr(self.tile.wide):
@@ -205,7 +216,7 @@ class Gemm(Epilogue):
             if warp == 8:
                 self.produce(
                     x_copy, x_tma, s_x, w, shared.w.data_ptr().toint(), full, empty,
-                    problem, k_tiles, first, tiles, ctas, k_first, k_last,
+                    problem, k_tiles, turns,
                 )  # fmt: skip
             if const_expr(self.split > 1):  # as in `exchange`
                 self.meet()
@@ -217,11 +228,21 @@ class Gemm(Epilogue):
             cute.arch.griddepcontrol_wait()
             self.consume(
                 mma, s_x, shared, row_scale, zero_or_book, token_scale, token_sum, bias, y,
-                problem, first, tiles, ctas, k_first, k_last, rank, thread,
+                (work, counters), problem, turns, rank, thread,
             )  # fmt: skip
 
     def begin(self, shared: Any, book: Any, thread: Any) -> None:
         """What consumers do before the previous kernel has finished."""
+
+    @cute.jit
+    def turn(self, at, turns):
+        """What a CTA multiplies: (tile, its first K tile, its last + 1, the next turn)."""
+        _, _, share, k_first, k_last = turns
+        tile, after = at, at + share[1]
+        if const_expr(self.tile.shared):
+            tile, k_first, after = unit_of(at, share)
+            k_last = k_first + (after - at)
+        return tile, k_first, k_last, after
 
     @cute.jit
     def tiles_between(self, start, end):
@@ -255,22 +276,20 @@ class Gemm(Epilogue):
         return row_tile, blobs, expert, start, end
 
     @cute.jit
-    def produce(
-        self, x_copy, x_tma, s_x, w, s_w, full, empty, problem, k_tiles, first, tiles, ctas,
-        k_first, k_last,
-    ):  # fmt: skip
+    def produce(self, x_copy, x_tma, s_x, w, s_w, full, empty, problem, k_tiles, turns):
         """Fill the ring. Weights of the first stages do not wait for the previous kernel."""
-        early = cutlass.min(k_last - k_first, Int32(self.stages))
-        if first >= tiles:
-            early = Int32(0)
-        else:
-            _, row_blob, _, _, _ = self.locate(first, problem)
+        at, last = turns[0], turns[1]
+        early = Int32(0)
+        if at < last:
+            tile, k_first, k_last, _ = self.turn(at, turns)
+            early = cutlass.min(k_last - k_first, Int32(self.stages))
+            _, row_blob, _, _, _ = self.locate(tile, problem)
             for i in cutlass.range(early, unroll=1):
                 self.load_weights(w, s_w, full, i, row_blob, k_first + i, k_tiles)
         cute.arch.griddepcontrol_wait()
         stage, phase = Int32(0), Int32(1)
-        tile = first
-        while tile < tiles:
+        while at < last:
+            tile, k, k_last, at = self.turn(at, turns)
             _, row_blob, _, start, _ = self.locate(tile, problem)
             g_x = cute.local_tile(
                 cute.domain_offset((start, 0), x_tma), (self.tokens, K_TILE), (0, None)
@@ -282,7 +301,6 @@ class Gemm(Epilogue):
                 cute.group_modes(s_x, 0, 2),
                 cute.group_modes(g_x, 0, 2),
             )
-            k = k_first
             while k < k_last:
                 if early > 0:
                     early -= 1
@@ -300,7 +318,6 @@ class Gemm(Epilogue):
                 if stage == self.stages:
                     stage = Int32(0)
                     phase ^= 1
-            tile += ctas
 
     @cute.jit
     def load_weights(self, w, s_w, full, stage, row_blob, k, k_tiles):
@@ -319,8 +336,8 @@ class Gemm(Epilogue):
 
     @cute.jit
     def consume(
-        self, mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y,
-        problem, first, tiles, ctas, k_first, k_last, rank, thread,
+        self, mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y, workspace,
+        problem, turns, rank, thread,
     ):  # fmt: skip
         """Two warpgroups: 64 rows each of every 128, all tokens of the tile."""
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -337,29 +354,27 @@ class Gemm(Epilogue):
         if const_expr(self.split > 1):
             slice_of_16 = cutlass.min(rank * self.finishers + warp % self.finishers, Int32(7))
         place = (group, warp, slice_of_16, rank, t)
-        tensors = (row_scale, row_zero, token_scale, token_sum, bias, y)
+        tensors = (row_scale, row_zero, token_scale, token_sum, bias, y, workspace)
         fragments = (mma, operand, registers, x_fragment, acc)
         stage, phase = Int32(0), Int32(0)
+        at, last = turns[0], turns[1]
         if const_expr(self.split > 1):
-            self.multiply(
-                fragments, shared, tensors, problem, first, k_first, k_last, stage, phase, place,
-            )  # fmt: skip
+            self.multiply(fragments, shared, tensors, problem, at, turns, stage, phase, place)
         else:
-            tile = first
-            while tile < tiles:
-                stage, phase = self.multiply(
-                    fragments, shared, tensors, problem, tile, k_first, k_last, stage, phase,
-                    place,
-                )  # fmt: skip
-                tile += ctas
+            while at < last:
+                stage, phase, at = self.multiply(
+                    fragments, shared, tensors, problem, at, turns, stage, phase, place
+                )
 
     @cute.jit
-    def multiply(
-        self, fragments, shared, tensors, problem, tile, k_first, k_last, stage, phase, place
-    ):  # fmt: skip
-        """One tile: its K range, the cluster's exchange, the epilogue. Returns the ring's state."""
+    def multiply(self, fragments, shared, tensors, problem, at, turns, stage, phase, place):
+        """One tile: a range of K, other CTAs' sums, the epilogue.
+
+        Returns the ring's state and the next turn.
+        """
         mma, operand, registers, x_fragment, acc = fragments
-        row_scale, row_zero, token_scale, token_sum, bias, y = tensors
+        row_scale, row_zero, token_scale, token_sum, bias, y, workspace = tensors
+        tile, k_first, k_last, after = self.turn(at, turns)
         group, warp, slice_of_16, rank, t = place
         full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
         rows = self.tile.rows
@@ -403,6 +418,11 @@ class Gemm(Epilogue):
         if const_expr(self.split > 1):
             self.exchange(acc, shared, warp, rank, t % 32)
             finishes = (warp < self.finishers) & (rank * self.finishers + warp < 8)
+        if const_expr(self.tile.shared):
+            finishes = join(
+                acc, self.acc, workspace[0].toint(), workspace[1].toint(), 8, warp, turns[2],
+                tile, k_first, k_last, t % 32,
+            ) > 0  # fmt: skip
         if finishes:
             for i in cutlass.range_constexpr(self.blocks):
                 self.store(
@@ -411,7 +431,7 @@ class Gemm(Epilogue):
                     shared.outputs.data_ptr() + warp * (48 * self.batch), t % 32,
                 )  # fmt: skip
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)  # the table is read
-        return stage, phase
+        return stage, phase, after
 
     def sums_of(self, acc, mma, block):
         """The accumulators of one block of 128 rows."""

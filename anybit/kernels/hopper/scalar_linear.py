@@ -110,8 +110,14 @@ def multiply(
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
     experts = 0 if starts is None else len(starts) - 1
-    function, grid, best = chosen(prepared.format, x.dtype, m, n, k, dtype, device, tile, experts)
+    function, grid, best, shared = chosen(
+        prepared.format, x.dtype, m, n, k, dtype, device, tile, experts
+    )
     blobs, row_scale, row_zero = prepared.layout
+    workspace = 0, 0
+    if shared:
+        work = torch.empty(shared, dtype=torch.float32, device=x.device)
+        workspace = work.data_ptr(), mma.zeros(x.device).data_ptr()
     function.launch(
         x,
         (
@@ -128,6 +134,7 @@ def multiply(
         grid,
         best if overlap is None else overlap,
         experts,
+        workspace,
     )
     return y
 
@@ -143,14 +150,16 @@ def chosen(
     device: int,
     tile: Tile | None,
     experts: int,
-) -> tuple[GemmLauncher, int, bool]:
-    """The loaded kernel for a problem, its grid, and whether launches should overlap."""
+) -> tuple[GemmLauncher, int, bool, int]:
+    """The loaded kernel for a problem, its grid, whether launches should overlap, its workspace."""
     d = decoder_for(fmt, x_dtype)
     if tile is None:
         tile = tiles.choose(d, m, n, k) if not experts else tiles.choose_grouped(d, m, experts)
     tile = tiles.fitted(tile, d)
     function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device)
-    return function, tiles.grid(tile, m, n, experts), tiles.overlaps(tile, d, m, n, experts)
+    grid = tiles.grid(tile, m, n, experts)
+    shared = tiles.workspace(tile, m, n, grid)
+    return function, grid, tiles.overlaps(tile, d, m, n, experts), shared
 
 
 @cache
