@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.core.packed import Packed, stack
-from anybit.kernels.backend import Grouped, Prepared
+from anybit.kernels.backend import Grouped, LayerSpec, Prepared
 from anybit.kernels.registry import grouped
 from anybit.nn.around import Around
 from anybit.nn.sharding import same
@@ -78,6 +78,7 @@ def group(
         return None
     stored = [one.stored() for one in packed]
     kernels = grouped(choose(stored[0], activation))
-    if kernels is None or len(stored) > kernels.most_experts(stored[0].format):
+    spec = LayerSpec(stored[0].format, activation, stored[0].shape, first.planes[0].device, dtype)
+    if kernels is None or len(stored) > kernels.most_experts(spec):
         return None
     return QuantExperts(kernels, kernels.prepare_experts(stored, activation, dtype), around)

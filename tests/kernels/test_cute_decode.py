@@ -70,12 +70,20 @@ def emulate(blobs: torch.Tensor, d: Decoder) -> torch.Tensor:
     return unfragment(bits.view(getattr(torch, d.operand)).to(torch.float64), d.slot)
 
 
+def columns_of(fmt: Format) -> int:
+    """The fewest columns of a weight; two at least."""
+    return max(2, fmt.tile[1], *(entry.group for entry in fmt.entries().values()))
+
+
 @pytest.mark.parametrize(("spec", "operand"), PAIRS)
-def test_threads_hold_the_weights(spec: str, operand: str) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_threads_hold_the_weights(spec: str, operand: str, whole: bool) -> None:
+    """In whole K tiles, and where the last has a group of columns."""
     d = decoder(get_format(spec), operand)
     assert isinstance(d, Decoder)
     torch.manual_seed(0)
-    packed = anybit.quantize_tensor(torch.randn(130, 512), spec)
+    k = 512 if whole else 256 + columns_of(get_format(spec))
+    packed = anybit.quantize_tensor(torch.randn(130, k), spec)
     codes = torch.randint_like(packed.codes(), 2**packed.format.bits)  # every code, not likely ones
     if isinstance(packed.format, Minifloat) and packed.format.bits == 8:  # no NaN, no infinity
         codes = codes & 0x80 | (codes & 0x7F).clamp_max(packed.format.largest_code)
@@ -85,6 +93,8 @@ def test_threads_hold_the_weights(spec: str, operand: str) -> None:
 
     blobs = pack(packed, d)
     operands = emulate(blobs, d)[:130]
+    assert operands[:, k:].isfinite().all()  # meets zeros
+    operands = operands[:, :k]
     got = (operands - d.row_zero(packed)[:, None]) if d.operand == "uint8" else operands
     got = got * d.row_scale(packed)[:, None].double()
     want = packed.dequantize().double()

@@ -66,7 +66,7 @@ class Emulated:
         self.dtype = dtype
         self.operand = operands.operand_of(self.activation, dtype)
         decoder = decoder_for(self.fmt, getattr(torch, self.operand))
-        self.tile = tiles.fitted(tile, decoder)
+        self.tile = tiles.fitted(tile, decoder, grouped)
         kernel = Kernel(decoder, self.tile, operands.NAMES[dtype], grouped=grouped)
         self.ptx, _, self.shared = kernel.generate()
         self.machine = Machine(self.ptx)
@@ -157,9 +157,9 @@ def test_products(
 
 def test_token_tiles_come_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five tiles of tokens in groups of two, three of rows, over four CTAs."""
-    from anybit.kernels.hopper import gemm
+    from anybit.kernels.hopper import order
 
-    monkeypatch.setattr(gemm, "NEAR", 256)
+    monkeypatch.setattr(order, "NEAR", 256)
     emulated = Emulated("int8@int8", BRAIN, Tile(128, stages=2))
     packed, x = packed_weight("int8@int8", 264, 128), emulated.tokens(520, 128)
     y = emulated.run(x, operands.layout(packed, "int8"), 264, 4)

@@ -25,18 +25,19 @@ from anybit.kernels.cute.jit import Compiled, compile_program
 from anybit.kernels.cute.lang import Word
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.cute.ptx import TYPES
+from anybit.kernels.hopper import order
 from anybit.kernels.hopper.epilogue import Epilogue
 from anybit.kernels.hopper.launch import ARCHITECTURE
+from anybit.kernels.hopper.order import Order
 from anybit.kernels.hopper.ptx import arrive_if, bulk_load
-from anybit.kernels.hopper.shares import join, share_of, unit_of
-from anybit.kernels.hopper.tiles import MOST_EXPERTS, Kernel
+from anybit.kernels.hopper.shares import join, share_of
+from anybit.kernels.hopper.tiles import EXPERT_WORDS, Kernel
 
-NEAR = 1024  # tokens whose tiles are neighbours in the order of tiles
 # Registers of a producer and a consumer thread when four producer warps give theirs away.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
-class Gemm(Epilogue):
+class Gemm(Order, Epilogue):
     """The main loop of a kernel; what is not a parameter is known when it is compiled."""
 
     source = warpgroup.OperandSource.RMEM  # of the decoded weights
@@ -49,7 +50,7 @@ class Gemm(Epilogue):
         self.out, self.grouped = kernel.output, kernel.grouped
         self.tokens, self.stages = tile.tokens, tile.stages
         self.split = tile.split
-        self.near = NEAR // tile.tokens if tile.tokens >= 128 else 0  # token tiles
+        self.near = order.NEAR // tile.tokens if tile.tokens >= 128 else 0  # token tiles
         self.blocks = tile.rows // ROWS  # blobs a stage
         self.table_bytes = decoder.table_bytes
         self.a, self.b = TYPES[decoder.operand], TYPES[kernel.activation]
@@ -104,7 +105,7 @@ class Gemm(Epilogue):
         grid: Int32,
         stream: cuda.CUstream,
     ):
-        k_known = cute.assume(k, K_TILE)
+        k_known = cute.assume(k, 128 // self.b.width)  # rows of whole 16 bytes
         x_all = cute.make_tensor(x, cute.make_layout((m, k_known), stride=(k_known, 1)))
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.b)
         x_layout = cute.tile_to_shape(atom, (self.tokens, K_TILE, self.stages), order=(0, 1, 2))
@@ -127,7 +128,7 @@ class Gemm(Epilogue):
             ]
             outputs: cute.struct.Align[cute.struct.MemRange[Uint8, 8 * 48 * self.batch], 128]
             token: cute.struct.Align[cute.struct.MemRange[Int32, 2 * 2 * self.tokens], 16]
-            starts: cute.struct.MemRange[Int32, MOST_EXPERTS + 1 if self.grouped else 1]
+            starts: cute.struct.MemRange[Int32, EXPERT_WORDS if self.grouped else 1]
 
         self.shared = Shared
         self.kernel(
@@ -183,17 +184,12 @@ class Gemm(Epilogue):
         cute.arch.griddepcontrol_launch_dependents()
 
         # A CTA takes every so many tiles, or a list of units; or a cluster splits a tile along K.
-        k_tiles = k // K_TILE
-        table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(MOST_EXPERTS + 1))
+        k_tiles = (k + (K_TILE - 1)) // K_TILE
+        table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(EXPERT_WORDS))
         m_tiles = (m + (self.tokens - 1)) // self.tokens
         if const_expr(self.grouped):
             cute.arch.griddepcontrol_wait()
-            if thread <= experts:
-                table[thread] = cute.make_tensor(starts, cute.make_layout(experts + 1))[thread]
-            cute.arch.sync_threads()
-            m_tiles = Int32(0)
-            for e in cutlass.range(experts, unroll=1):
-                m_tiles += self.tiles_between(table[e], table[e + 1])
+            m_tiles = self.count_tiles(starts, table, experts, thread)
         # What does not change from tile to tile.
         rows = const_expr(self.tile.rows)
         n_tiles = (n + (rows - 1)) // rows
@@ -233,47 +229,6 @@ class Gemm(Epilogue):
 
     def begin(self, shared: Any, book: Any, thread: Any) -> None:
         """What consumers do before the previous kernel has finished."""
-
-    @cute.jit
-    def turn(self, at, turns):
-        """What a CTA multiplies: (tile, its first K tile, its last + 1, the next turn)."""
-        _, _, share, k_first, k_last = turns
-        tile, after = at, at + share[1]
-        if const_expr(self.tile.shared):
-            tile, k_first, after = unit_of(at, share)
-            k_last = k_first + (after - at)
-        return tile, k_first, k_last, after
-
-    @cute.jit
-    def tiles_between(self, start, end):
-        """Token tiles of the tokens from `start` to `end`."""
-        return (end - start + (self.tokens - 1)) // self.tokens
-
-    @cute.jit
-    def locate(self, tile, problem):
-        """A tile's (row tile, its first row of blobs, expert, first token, last token + 1).
-
-        Token tiles are innermost, so CTAs at work at the same time share weights and tokens in the
-        L2: `NEAR` tokens at most, or the weights of a wave would not fit beside them.
-        """
-        table, m, _, m_tiles, n_tiles, expert_tiles = problem
-        if const_expr(self.near and not self.grouped):
-            before = tile // (self.near * n_tiles) * self.near
-            tile -= before * n_tiles
-            width = cutlass.min(m_tiles - before, Int32(self.near))
-            row_tile, index = tile // width, before + tile % width
-        else:
-            row_tile, index = tile // m_tiles, tile % m_tiles
-        expert, start, end = Int32(0), index * self.tokens, m
-        if const_expr(self.grouped):
-            count = self.tiles_between(table[0], table[1])
-            while index >= count:
-                index -= count
-                expert += 1
-                count = self.tiles_between(table[expert], table[expert + 1])
-            start, end = table[expert] + index * self.tokens, table[expert + 1]
-        blobs = expert * (expert_tiles * (ROW_MULTIPLE // ROWS)) + row_tile * self.blocks
-        return row_tile, blobs, expert, start, end
 
     @cute.jit
     def produce(self, x_copy, x_tma, s_x, w, s_w, full, empty, problem, k_tiles, turns):

@@ -1,26 +1,28 @@
 """Hopper products of formats whose codes are numbers, and of many experts at once."""
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from anybit.core.format import Format
-from anybit.core.packed import Packed
-from anybit.errors import InvalidInput
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.cute.decode import decoder
 from anybit.kernels.cute.jit import built, kernel_file, missing_kernels
 from anybit.kernels.cute.operands import (
     NAMES,
+    cut,
     decoder_for,
+    offsets,
     operand_of,
-    prepare,
     tokens,
+    whole,
 )
-from anybit.kernels.cute.operands import refuse_format as refuse_format  # of this family too
+from anybit.kernels.cute.operands import prepare as prepare  # these three of this family too
+from anybit.kernels.cute.operands import prepare_experts as prepare_experts
+from anybit.kernels.cute.operands import refuse_format as refuse_format
 from anybit.kernels.hopper import tiles
+from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.launch import GemmLauncher
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.mma import linear as mma
@@ -33,7 +35,7 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     assert not isinstance(d, str)
     outs = [d.operand] if activation is None else NAMES.values()
     kernels = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
-    kernels += [Kernel(d, t, o, grouped=True) for t in tiles.family_grouped(d) for o in outs]
+    kernels += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
     files = [kernel_file(kernel) for kernel in kernels]
     if narrow(1, n := layer.shape[0], d.operand):
         gpu = mma_tiles.gpu_of(layer.device)
@@ -51,22 +53,6 @@ def narrow(m: int, n: int, operand: str) -> bool:
     """
     few = m <= mma_tiles.NARROW and -(-n // 32) <= 2 * tiles.MULTIPROCESSORS
     return few and operand != "float8_e4m3fn"
-
-
-def prepare_experts(
-    experts: Sequence[Packed], activation: str | None, dtype: torch.dtype | None = None
-) -> Prepared:
-    """The layouts of all experts' weights, one behind the other."""
-    if len(experts) > tiles.MOST_EXPERTS:
-        raise InvalidInput(f"{len(experts)} experts; the hopper kernels take {tiles.MOST_EXPERTS}")
-    kinds = {(e.format, e.shape) for e in experts}
-    if len(kinds) != 1:
-        raise InvalidInput(f"experts must have one format and shape, not {len(kinds)}")
-    parts = [prepare(e, activation, dtype) for e in experts]
-    blobs, *rows = zip(*(p.layout for p in parts), strict=True)
-    # torch cannot join fp8 tensors; their bytes are the same.
-    joined = torch.cat([b.view(torch.uint8) for b in blobs]).view(blobs[0].dtype)
-    return parts[0]._replace(layout=(joined, *(torch.cat(r) for r in rows)))
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
@@ -104,11 +90,11 @@ def multiply(
             return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
     if starts is None and tile is None and narrow(m, n, str(x.dtype).removeprefix("torch.")):
         return mma.multiply(x, scale, sums, prepared, bias, dtype)
-    y = torch.empty(m, n, dtype=dtype, device=x.device)
+    wide = whole(n)
+    y = torch.empty(m, wide, dtype=dtype, device=x.device)
     if not m:
-        return y
-    if bias is not None and bias.dtype != dtype:
-        bias = bias.to(dtype)
+        return cut(y, n)
+    bias = offsets(bias, wide, dtype)
     experts = 0 if starts is None else len(starts) - 1
     function, grid, best, shared = chosen(
         prepared.format, x.dtype, m, n, k, dtype, device, tile, experts
@@ -130,13 +116,13 @@ def multiply(
             y.data_ptr(),
             0 if starts is None else starts.data_ptr(),
         ),
-        n,
+        wide,
         grid,
         best if overlap is None else overlap,
         experts,
         workspace,
     )
-    return y
+    return cut(y, n)
 
 
 @cache
@@ -154,8 +140,8 @@ def chosen(
     """The loaded kernel for a problem, its grid, whether launches should overlap, its workspace."""
     d = decoder_for(fmt, x_dtype)
     if tile is None:
-        tile = tiles.choose(d, m, n, k) if not experts else tiles.choose_grouped(d, m, experts)
-    tile = tiles.fitted(tile, d)
+        tile = choose_grouped(d, m, n, k, experts) if experts else tiles.choose(d, m, n, k)
+    tile = tiles.fitted(tile, d, experts > 0)
     function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device)
     grid = tiles.grid(tile, m, n, experts)
     shared = tiles.workspace(tile, m, n, grid)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.cute.lang import planes
-from anybit.kernels.cute.pack import ROWS
+from anybit.kernels.cute.operands import MOST_EXPERTS
+from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
 
 MULTIPROCESSORS = 132  # of an H100 or H200; the tables below were measured there
@@ -13,7 +14,7 @@ MAX_SHARED = 232_448  # bytes of shared memory that one CTA may have
 SHARED_OF_SM = 233_472  # bytes that all CTAs of a multiprocessor share
 RESERVED = 1024  # bytes of it that each CTA costs beside its own
 MOST_STAGES = 12
-MOST_EXPERTS = 256
+EXPERT_WORDS = 2 * MOST_EXPERTS + 1  # starts of their tokens, ends of their tiles of tokens
 LEAST_STEPS = 14  # K tiles that a CTA of a cluster of 3 or 8 should have
 LEAST_UNITS = 4  # K tiles that a CTA should have where shares are equal
 # Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange, of waiting for the
@@ -151,27 +152,28 @@ def family(decoder: Decoder) -> list[Tile]:
     return [fitted(tile, decoder) for tile in dict.fromkeys(every)]
 
 
-def fitted(tile: Tile, decoder: Decoder) -> Tile:
+def fitted(tile: Tile, decoder: Decoder, grouped: bool = False) -> Tile:
     """The tile with as many stages as fit into shared memory; but see `places`."""
     if tile.stages:
         return tile
     room = min(MAX_SHARED, SHARED_OF_SM // tile.ctas - RESERVED) // 1024 * 1024
-    room -= decoder.table_bytes + 1024 + beside(tile)
+    room -= decoder.table_bytes + 1024 + beside(tile) + (4 * EXPERT_WORDS if grouped else 0)
     return replace(tile, stages=min(MOST_STAGES, room // staged(tile, decoder)))
 
 
-def places(tile: Tile, decoder: Decoder) -> int:
+def places(tile: Tile, decoder: Decoder, grouped: bool = False) -> int:
     """CTAs of a fitted tile that find room on a multiprocessor: `tile.ctas`, with few exceptions.
 
-    `fitted` does not count `starts`. So liquid's tiles of 64 tokens are 1 KB too large for two.
+    For dense weights, `fitted` does not count `starts`. So liquid's tiles of 64 tokens are 1 KB too
+    large for two.
     """
-    return min(tile.ctas, SHARED_OF_SM // (shared_bytes(tile, decoder) + RESERVED))
+    return min(tile.ctas, SHARED_OF_SM // (shared_bytes(tile, decoder, grouped) + RESERVED))
 
 
 def shared_bytes(tile: Tile, decoder: Decoder, grouped: bool = False) -> int:
     """Shared memory of a CTA: the size of `gemm.py`'s struct, in whole KB."""
     barriers = -(-(decoder.table_bytes + 16 * tile.stages) // 1024) * 1024
-    starts = 4 * (MOST_EXPERTS + 1 if grouped else 1)
+    starts = 4 * (EXPERT_WORDS if grouped else 1)
     size = barriers + tile.stages * staged(tile, decoder) + beside(tile) + starts
     return -(-size // 1024) * 1024
 
@@ -262,14 +264,14 @@ def fits_once(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> bool:
     """Whether every cluster can be resident at once, and every CTA gets enough of K."""
     if tile.split == 1 and not tile.shared:
         return True
-    tiles, k_tiles = -(-n // tile.rows) * -(-m // tile.tokens), k // K_TILE
+    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
     room = MULTIPROCESSORS * places(fitted(tile, decoder), decoder)
     if tile.shared:
-        return tiles * k_tiles >= LEAST_UNITS * room
+        return tiles * k_tiles(k) >= LEAST_UNITS * room
     if tile.split > 2:  # they do not fill the processor's parts: 40 of three took two turns
         room = room * 7 // 8
     least = tile.split * (LEAST_STEPS if tile.split in (3, 8) else 1)
-    return tiles * tile.split <= room and k_tiles >= least
+    return tiles * tile.split <= room and k_tiles(k) >= least
 
 
 def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
@@ -279,22 +281,20 @@ def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
     fit times of these kernels on an H200, most of them within 10 %.
     """
     ctas = grid(tile, m, n)
-    tiles, k_tiles = -(-n // tile.rows) * -(-m // tile.tokens), k // K_TILE
-    steps = -(-tiles * tile.split // ctas) * (k_tiles // tile.split)
-    steps = -(-tiles * k_tiles // ctas) if tile.shared else steps
+    tiles, each = -(-n // tile.rows) * -(-m // tile.tokens), k_tiles(k)
+    steps = -(-tiles * tile.split // ctas) * (each // tile.split)
+    steps = -(-tiles * each // ctas) if tile.shared else steps
     # CTAs of one multiprocessor share its rates.
     together = min(tile.ctas, -(-ctas // MULTIPROCESSORS))
-    multiplied = tile.rows * tile.tokens * K_TILE / (32768 / decoder.slot)
-    decoded = DECODE * len(planes(decoder.places, decoder.slot))
-    step = 1.1 * multiplied + decoded + staged(tile, decoder) / 400
+    step = step_cycles(tile, decoder)
     return steps * step * together + FIXED + meeting(tile, tiles, ctas)
 
 
 def reading(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
     """Clock cycles of a launch that waits for nothing but the memory, and the L2."""
-    tiles, k_tiles = -(-n // tile.rows) * -(-m // tile.tokens), k // K_TILE
-    weights = -(-n // ROWS) * k_tiles * decoder.blob_bytes
-    return max(weights / MEMORY, tiles * k_tiles * staged(tile, decoder) / L2) + FIXED
+    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
+    weights = -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes
+    return max(weights / MEMORY, tiles * k_tiles(k) * staged(tile, decoder) / L2) + FIXED
 
 
 def meeting(tile: Tile, tiles: int, ctas: int) -> float:
@@ -308,22 +308,8 @@ def meeting(tile: Tile, tiles: int, ctas: int) -> float:
     return JOIN + sums * (2 + ctas / common)
 
 
-def choose_grouped(decoder: Decoder, m: int, experts: int) -> Tile:
-    """The tile for tokens of which an expert gets m / experts on average.
-
-    Two standard deviations more fit: an expert's second tile reads its weights once more. On an
-    H200 that took liquid's 8 experts of 14336x4096 from 86 to 66 us (m = 64), 116 to 99 (512). But
-    128 tokens of 16 bits cost more than some second tiles (int4, m = 512: 193 us against 159).
-    """
-    average = m / experts
-    most = average + 2 * average**0.5
-    if decoder.slot == 16 and average <= 64:
-        most = min(most, 64)
-    tokens = next((t for t in (8, 16, 32, 64) if most <= t), 128)
-    same = (t for t in few(decoder) if t.tokens == tokens and t.rows == ROWS)
-    return fitted(next(same, Tile(128)), decoder)
-
-
-def family_grouped(decoder: Decoder) -> list[Tile]:
-    """The tiles that `choose_grouped` may name."""
-    return [choose_grouped(decoder, m, 1) for m in (1, 8, 16, 32, 128)]
+def step_cycles(tile: Tile, decoder: Decoder) -> float:
+    """Clock cycles of a K tile of one CTA alone, its copies there in time."""
+    multiplied = tile.rows * tile.tokens * K_TILE / (32768 / decoder.slot)
+    decoded = DECODE * len(planes(decoder.places, decoder.slot))
+    return 1.1 * multiplied + decoded + staged(tile, decoder) / 400
