@@ -8,7 +8,7 @@ import torch
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import Decoder
-from anybit.kernels.hopper import shares, tiles
+from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.tiles import Tile
 from anybit.kernels.mma.tiles import COUNTERS
 from anybit.kernels.reference import operand_weight
@@ -25,6 +25,8 @@ Case = tuple[str, torch.dtype, Tile, tuple[int, int, int], tuple[int, ...]]
 CASES: list[Case] = [  # scheme, dtype of y, tile, (M, N, K), CTAs
     ("liquid@int8", BRAIN, SMALL, (5, 264, 256), (2, 5)),  # a whole tile too; a tile of three CTAs
     ("fp6", HALF, SMALL, (11, 128, 128), (3,)),  # two tiles of tokens, and a CTA with nothing
+    # Eight chunks of sums, of which four are added at a time.
+    ("int8@int8", BRAIN, Tile(64, ctas=2, stages=2, shared=True), (9, 128, 256), (2,)),
 ]
 if EVERY_KERNEL:
     for scheme in ("liquid@int8", "int4:group=128", "fp6", "sparse"):
@@ -61,12 +63,6 @@ def check(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[2].name}")
 def test_shared_tiles(case: Case) -> None:
     check(*case)
-
-
-@needs_dsl
-def test_sums_are_added_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "MOST_CHUNKS", 1)
-    check("int8@int8", BRAIN, Tile(16, ctas=2, stages=2, shared=True), (9, 128, 256), (2,))
 
 
 @needs_dsl

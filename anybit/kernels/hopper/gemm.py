@@ -66,6 +66,7 @@ class Gemm(Order, Epilogue):
         # Warps of a CTA that finish outputs, 16 channels each; the last CTA may have fewer.
         self.finishers = -(-8 // tile.split)
         self.arrivals = 1  # of the producer's threads, when a stage is loaded
+        self.joined = 16 if tile.ctas == 1 else 4  # chunks of sums, as registers allow
         self.batch = min(tile.tokens, 32)  # tokens that a warp stages for its stores at a time
 
     def compile(self) -> Compiled:
@@ -375,8 +376,8 @@ class Gemm(Order, Epilogue):
             finishes = (warp < self.finishers) & (rank * self.finishers + warp < 8)
         if const_expr(self.tile.shared):
             finishes = join(
-                acc, self.acc, workspace[0].toint(), workspace[1].toint(), 8, warp, turns[2],
-                tile, k_first, k_last, t % 32,
+                acc, self.acc, self.joined, workspace[0].toint(), workspace[1].toint(),
+                8, warp, turns[2], tile, k_first, k_last, t % 32,
             ) > 0  # fmt: skip
         if finishes:
             for i in cutlass.range_constexpr(self.blocks):

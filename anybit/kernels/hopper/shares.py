@@ -16,8 +16,6 @@ from cutlass import Int32, Int64, Uint32
 
 from anybit.kernels.mma.ptx import count_up, fence, load_l2, store_global
 
-MOST_CHUNKS = 16  # of 4 numbers, that a lane loads before it adds them
-
 
 @cute.jit
 def share_of(cta, ctas, tiles, k_tiles):
@@ -56,12 +54,13 @@ def owner(unit, each, more):
 
 
 @cute.jit
-def join(sums, kind, work, counters, parts, part, share, tile, start, end, lane):
+def join(sums, kind, most, work, counters, parts, part, share, tile, start, end, lane):
     """Whether this warp finishes its part of a tile, as an Int32; then `sums` are those of all K.
 
     Args:
         sums: This lane's, a multiple of 4; of K tiles `start` to `end`.
         kind: Their type.
+        most: Of them / 4, that a lane loads before it adds them.
         work: Address of the workspace: parts * 32 lanes' sums for each of two places of a CTA.
         counters: Address of one word for each part of a tile.
         parts: Of a tile, and `part` that of this warp.
@@ -91,11 +90,11 @@ def join(sums, kind, work, counters, parts, part, share, tile, start, end, lane)
             if lane == 0:
                 store_global(counter, [Uint32(0)])
             sums.fill(0)
-            for b in cutlass.range_constexpr(0, chunks, MOST_CHUNKS):
+            for b in cutlass.range_constexpr(0, chunks, most):
                 for c in cutlass.range(low, high + 1, unroll=1):
                     there = at + Int64(c * 2 + (1 if c == low else 0)) * place
                     found = []
-                    for i in cutlass.range_constexpr(b, min(b + MOST_CHUNKS, chunks)):
+                    for i in cutlass.range_constexpr(b, min(b + most, chunks)):
                         found += load_l2(there + i * 512, 4, kind)
                     for i in cutlass.range_constexpr(len(found)):
                         sums[4 * b + i] = sums[4 * b + i] + found[i]
