@@ -331,8 +331,8 @@ def emulate_lookups(
     y = torch.full((m, n), torch.nan, dtype=x.dtype)
     arguments: list[Parameter] = [
         TensorMap(x.view(torch.uint8).numpy().reshape(m, 2 * k), tile.tokens, 2, in_use=True), 0,
-        array(blocks), array(row_scale), array(book.to(x.dtype)), 0, 0, array(bias), in_use(y), 0,
-        m, n, k, 1, 1,
+        array(blocks), array(row_scale), array(book.to(x.dtype)), 0, 0, array(bias), in_use(y),
+        0, 0, 0, m, n, k, 1, 1,
     ]  # fmt: skip
     grid = grid or tiles.grid(tile, m, n)
     Machine(ptx).launch(arguments, grid, tile.threads, shared, tile.split, seed)

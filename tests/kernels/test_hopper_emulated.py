@@ -109,7 +109,9 @@ class Emulated:
         codes, scale, sums = x
         m, k = codes.shape
         y = torch.full((m, n), torch.nan, dtype=self.dtype)
-        size = codes.element_size()
+        size, places = codes.element_size(), grid if self.tile.shared else 0
+        work = torch.full((2 * places * self.tile.rows * self.tile.tokens,), torch.nan)
+        counters = torch.zeros(8 * places, dtype=torch.int32)
         rows = codes.view(torch.uint8).numpy().reshape(m, k * size)
         arguments = [
             TensorMap(rows, self.tile.tokens, size, in_use=True),
@@ -117,10 +119,11 @@ class Emulated:
             *(array(t) for t in prepared[:3]),
             *(in_use(t) for t in (scale, sums)),
             array(bias),
-            *(in_use(t) for t in (y, starts)),
+            *(in_use(t) for t in (y, starts, work, counters)),
             *(m, n, k, 1 if starts is None else len(starts) - 1, 1),
         ]
         self.machine.launch(arguments, grid, self.tile.threads, self.shared, self.tile.split, seed)
+        assert not counters.any()
         return y
 
 
@@ -172,9 +175,9 @@ def test_products(
 
 def test_token_tiles_come_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five tiles of tokens in groups of two, three of rows, over four CTAs."""
-    from anybit.kernels.hopper import gemm
+    from anybit.kernels.hopper import order
 
-    monkeypatch.setattr(gemm, "NEAR", 256)
+    monkeypatch.setattr(order, "NEAR", 256)
     emulated = Emulated("int8@int8", BRAIN, Tile(128, stages=2))
     packed, x = packed_weight("int8@int8", 264, 128), emulated.tokens(520, 128)
     y = emulated.run(x, operands.layout(packed, "int8"), 264, 4)

@@ -99,7 +99,7 @@ def choose(d: LookupDecoder, m: int, n: int, k: int) -> Tile | None:
         return None
     every = candidates(d)
     least = min(m, MOST_HELD, max((tile.tokens for tile in every), default=0))
-    found = [tile for tile in every if tile.tokens >= least and fits_once(tile, m, n, k)]
+    found = [tile for tile in every if tile.tokens >= least and fits_once(tile, d, m, n, k)]
     return min(found, key=lambda tile: cycles(tile, d, m, n, k), default=None)
 
 

@@ -104,8 +104,14 @@ def multiply(
         return cut(y, n)
     bias = offsets(bias, wide, dtype)
     experts = 0 if starts is None else len(starts) - 1
-    function, grid, best = chosen(prepared.format, x.dtype, m, n, k, dtype, device, tile, experts)
+    function, grid, best, shared = chosen(
+        prepared.format, x.dtype, m, n, k, dtype, device, tile, experts
+    )
     blobs, row_scale, row_zero = prepared.layout
+    workspace = 0, 0
+    if shared:
+        work = torch.empty(shared, dtype=torch.float32, device=x.device)
+        workspace = work.data_ptr(), mma.zeros(x.device).data_ptr()
     function.launch(
         x,
         (
@@ -122,6 +128,7 @@ def multiply(
         grid,
         best if overlap is None else overlap,
         experts,
+        workspace,
     )
     return cut(y, n)
 
@@ -144,14 +151,16 @@ def chosen(
     device: int,
     tile: Tile | None,
     experts: int,
-) -> tuple[GemmLauncher, int, bool]:
-    """The loaded kernel for a problem, its grid, and whether launches should overlap."""
+) -> tuple[GemmLauncher, int, bool, int]:
+    """The loaded kernel for a problem, its grid, whether launches should overlap, its workspace."""
     d = decoder_for(fmt, x_dtype)
     if tile is None:
         tile = choose_grouped(d, m, n, k, experts) if experts else tiles.choose(d, m, n, k)
     tile = tiles.fitted(tile, d, experts > 0)
     function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device)
-    return function, tiles.grid(tile, m, n, experts), tiles.overlaps(tile, d, m, n, experts)
+    grid = tiles.grid(tile, m, n, experts)
+    shared = tiles.workspace(tile, m, n, grid)
+    return function, grid, tiles.overlaps(tile, d, m, n, experts), shared
 
 
 @cache
