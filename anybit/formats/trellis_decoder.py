@@ -28,6 +28,7 @@ from anybit.kernels.cute.lang import (
     from_lane,
     half_bits,
     lane,
+    mask_flip,
     to_brain,
 )
 
@@ -190,7 +191,7 @@ class TrellisDecoder(HalfDecoder):
             hashes = [s * 0xCBAC1FED for s in states]
         else:
             hashes = [s * 89226354 + 64248484 for s in states]
-        return [add_halves((x & 0x8FFF8FFF) ^ 0x3B603B60) for x in hashes]
+        return [add_halves(mask_flip(x, 0x8FFF8FFF, 0x3B603B60)) for x in hashes]
 
     def pair(self, low: Word, high: Word) -> Word:
         """A register of two weights of a row."""

@@ -166,6 +166,9 @@ def test_known_words() -> None:
     assert bench.register("r")[0] == 0x7780FF11  # digit 8: the sign of byte 0
     assert bench.register("f")[0] == 0x66554433  # by 40 modulo 32
     assert bench.register("s")[0] == 0
+    bench.run("lop3.b32 %l, %a, %b, %n, 0x6a; lop3.b32 %m, %a, %b, %n, 0x1;")
+    assert bench.register("l")[0] == (0x33221180 & 0x77665544) ^ 40
+    assert bench.register("m")[0] == ~(0x33221180 | 0x77665544 | 40) & 0xFFFFFFFF
     bench.run("mov.b32 {%low, %high}, %a; mov.b32 %back, {%high, %low}; not.b32 %n, %a;")
     assert (bench.register("low")[0], bench.register("high")[0]) == (0x1180, 0x3322)
     assert bench.register("back")[0] == 0x11803322

@@ -106,6 +106,13 @@ def bytes_of(word: Word, selector: int | Word, other: Word | None = None) -> Wor
     return Word(out)
 
 
+def mask_flip(word: Word, mask: int, flip: int) -> Word:
+    """(word & mask) ^ flip in one LOP3; of constants, ptxas would make two."""
+    if not word.emulated:
+        return Word(_dsl().mask_flip(word.bits, mask, flip))
+    return (word & mask) ^ flip
+
+
 def dot4(word: Word, weights: int, plus: int) -> Word:
     """DP4A: the four bytes of `word` times the signed bytes of `weights`, added up, plus `plus`."""
     if not word.emulated:

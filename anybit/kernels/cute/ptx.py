@@ -76,6 +76,14 @@ def prmt(word: Uint32, selector: Any, other: Any = 0, *, loc: Any = None, ip: An
 
 
 @dsl_user_op
+def mask_flip(word: Uint32, mask: int, flip: int, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """(word & mask) ^ flip."""
+    text = "lop3.b32 $0, $1, $2, $3, 0x6a;"
+    args = [Uint32(word), unsigned(mask), unsigned(flip)]
+    return Uint32(asm(T.i32(), args, text, "=r,r,r,r", False, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
 def dp4a(word: Uint32, weights: int, plus: int, *, loc: Any = None, ip: Any = None) -> Uint32:
     """The sum of unsigned bytes times signed ones, plus a number."""
     text = "dp4a.u32.s32 $0, $1, $2, $3;"
