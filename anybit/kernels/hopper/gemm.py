@@ -23,7 +23,7 @@ from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
 from anybit.kernels.cute.lang import Word
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
-from anybit.kernels.cute.ptx import TYPES
+from anybit.kernels.cute.ptx import TYPES, as_float
 from anybit.kernels.hopper.epilogue import Epilogue
 from anybit.kernels.hopper.launch import ARCHITECTURE
 from anybit.kernels.hopper.ptx import arrive_if, bulk_load
@@ -330,6 +330,9 @@ class Gemm(Epilogue):
         registers = cute.recast_tensor(operand, Uint32)
         x_fragment = mma.make_fragment_B(mma.get_slice(thread).partition_B(s_x))
         acc = cute.make_rmem_tensor(mma.partition_shape_C((rows, self.tokens)), self.acc)
+        total = acc  # or what sums of a K tile are added to, times their scales
+        if const_expr(self.decoder.sums):
+            total = cute.make_rmem_tensor_like(acc)
         mma.set(warpgroup.Field.ACCUMULATE, True)
 
         warp = group * 4 + t // 32
@@ -338,7 +341,7 @@ class Gemm(Epilogue):
             slice_of_16 = cutlass.min(rank * self.finishers + warp % self.finishers, Int32(7))
         place = (group, warp, slice_of_16, rank, t)
         tensors = (row_scale, row_zero, token_scale, token_sum, bias, y)
-        fragments = (mma, operand, registers, x_fragment, acc)
+        fragments = (mma, operand, registers, x_fragment, acc, total)
         stage, phase = Int32(0), Int32(0)
         if const_expr(self.split > 1):
             self.multiply(
@@ -358,7 +361,7 @@ class Gemm(Epilogue):
         self, fragments, shared, tensors, problem, tile, k_first, k_last, stage, phase, place
     ):  # fmt: skip
         """One tile: its K range, the cluster's exchange, the epilogue. Returns the ring's state."""
-        mma, operand, registers, x_fragment, acc = fragments
+        mma, operand, registers, x_fragment, acc, total = fragments
         row_scale, row_zero, token_scale, token_sum, bias, y = tensors
         group, warp, slice_of_16, rank, t = place
         full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
@@ -370,7 +373,7 @@ class Gemm(Epilogue):
         channel = row_tile * rows + slice_of_16 * 16 + t % 32 // 4
         row = expert * expert_rows + channel
         channels = self.fetch_channels(row_scale, row_zero, bias, row, channel, n)
-        acc.fill(0)
+        total.fill(0)
         previous, k = Int32(0), k_first
         while k < k_last:
             cute.arch.mbarrier_wait(full + stage, phase)
@@ -379,7 +382,8 @@ class Gemm(Epilogue):
                 half, block = const_expr(batch // self.blocks), const_expr(batch % self.blocks)
                 sums, place_a = self.sums_of(acc, mma, block), const_expr(batch % 2 * self.per_half)
                 # The batch before may still run; the registers of the one before it are free.
-                warpgroup.wait_group(self.running)
+                if const_expr(batch or not self.decoder.sums):
+                    warpgroup.wait_group(self.running)
                 if const_expr(batch == 1):
                     self.release(empty + previous, k > k_first)
                 self.decode_half(words, grid, registers, half, block, place_a)
@@ -387,8 +391,13 @@ class Gemm(Epilogue):
                 for j in cutlass.range_constexpr(self.per_half):
                     a = operand[None, None, place_a + j]
                     b = x_fragment[None, None, half * self.per_half + j, stage]
+                    if const_expr(self.decoder.sums):
+                        mma.set(warpgroup.Field.ACCUMULATE, (half, j) != (0, 0))
                     cute.gemm(mma, sums, a, b, sums)
                 warpgroup.commit_group()
+            if const_expr(self.decoder.sums):
+                warpgroup.wait_group(0)
+                self.add_up(acc, total, grid)
             previous = stage
             k += 1
             stage += 1
@@ -397,6 +406,7 @@ class Gemm(Epilogue):
                 phase ^= 1
         warpgroup.wait_group(0)
         self.release(empty + previous, k_last > k_first)
+        acc = total
 
         table = self.share_tokens(shared, tokens, group, t)
         finishes = True
@@ -412,6 +422,15 @@ class Gemm(Epilogue):
                 )  # fmt: skip
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)  # the table is read
         return stage, phase
+
+    def add_up(self, acc: Any, total: Any, grid: Any) -> None:
+        """Add a K tile's sums to the total, times the scales of the thread's two rows."""
+        each = cute.size(acc) // self.blocks
+        for block in range(self.blocks):
+            found = self.decoder.scales([Word(grid[j, block]) for j in range(2)])
+            scales = [as_float(word.bits) for word in found]
+            for i in range(block * each, (block + 1) * each):
+                total[i] = total[i] + acc[i] * scales[i // 2 % 2]
 
     def sums_of(self, acc, mma, block):
         """The accumulators of one block of 128 rows."""
