@@ -31,7 +31,14 @@ TRELLIS = (
 )
 PAIRS = [
     (spec, operand)
-    for spec in (*SPECS, "int4:group=256", "int8:zero", "int8:group=128,zero", *TRELLIS)
+    for spec in (
+        *SPECS,
+        "int4:group=256",
+        "fp8:group=128",
+        "int8:zero",
+        "int8:group=128,zero",
+        *TRELLIS,
+    )
     for operand in OPERANDS
     if not isinstance(decoder(get_format(spec), operand), str)
 ]
@@ -77,7 +84,12 @@ def emulate(blobs: torch.Tensor, d: Decoder) -> torch.Tensor:
         registers = np.stack([r.bits for r in d.registers(codes, constants)], -1)
         out.append(torch.from_numpy(registers.view(np.int32).copy()))
     bits = torch.stack(out, -2)  # tile, K tile, warpgroup, thread, half, register
-    return unfragment(bits.view(getattr(torch, d.operand)).to(torch.float64), d.slot)
+    values = bits.view(getattr(torch, d.operand)).to(torch.float64)
+    if d.sums:
+        found = d.scales([Word(grid[:, :, :, pair, 0, i].copy()) for i in range(2)])
+        rows = torch.stack([torch.from_numpy(w.bits.view(np.float32)) for w in found], -1)
+        values = values * rows[..., None, torch.arange(32) // (32 // d.slot) % 2]
+    return unfragment(values, d.slot)
 
 
 def columns_of(fmt: Format) -> int:

@@ -176,7 +176,7 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert "liquid@int8" in refuse("liquid", None, (4096, 4096))
     assert "group scales" in refuse("int4:group=128", "int8", (4096, 4096))
     assert "group scales" in refuse("sparse:group=64", "int8", (4096, 4096))
-    assert "zero points" in refuse("int4:group=128", "fp8", (4096, 4096))
+    assert "zero points" in refuse("int4:group=64", "fp8", (4096, 4096))
     assert "it takes 2 to 5" in refuse("int8", "fp8", (4096, 4096))
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
     monkeypatch.setattr(jit, "dsl_version", lambda: None)

@@ -38,6 +38,7 @@ CASES = [
     ("int4:group=128", BRAIN, Tile(128, rows=256, stages=2), (130, 200, 256), 1),
     ("fp6@fp8", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
     ("mxfp4", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
+    ("fp8:group=128@fp8", BRAIN, Tile(16, ctas=2, split=2), (11, 136, 512), 2),
     ("mxfp4@fp8", BRAIN, Tile(16, ctas=2, split=2), (11, 200, 512), 2),
     ("q4_k", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
     ("iq4_xs", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
@@ -46,6 +47,8 @@ CASES = [
 ]
 if EVERY_KERNEL:
     CASES += [
+        ("int4:group=128@fp8", HALF, Tile(64), (70, 200, 384), 1),
+        ("int4:group=256@fp8", HALF, Tile(8, ctas=2), (3, 128, 512), 1),
         ("liquid@int8", HALF, Tile(16, ctas=2, split=2), (17, 128, 640), 2),
         ("liquid@int8", BRAIN, Tile(32, stages=2), (40, 256, 512), 2),
         ("liquid@int8", BRAIN, Tile(128, rows=256, stages=2), (9, 256, 384), 1),
@@ -66,6 +69,9 @@ if EVERY_KERNEL:
         ("trellis:bits=4,code=mul1", BRAIN, Tile(128, rows=256, stages=2), (130, 144, 128), 1),
         ("trellis:bits=3@int8", HALF, Tile(256, stages=2), (64, 144, 256), 1),
     ]
+EXPERTS = ["liquid@int8"]
+if EVERY_KERNEL:
+    EXPERTS += ["mxfp4@fp8", "fp8:group=128@fp8", "fp8:group=128", "mxfp4"]
 
 
 CODES = ("sum8", "pair8", "mul1", "mcg", "3inst")
@@ -208,17 +214,17 @@ def test_one_hot_tokens_read_weights_back(scheme: str) -> None:
     assert torch.equal(y, packed.dequantize()[:, ::4].T.to(HALF))
 
 
-def test_experts() -> None:
+@pytest.mark.parametrize("scheme", EXPERTS)
+def test_experts(scheme: str) -> None:
     """Tokens sorted by expert: some experts have none, some have more than a tile."""
     n, k, starts = 136, 256, torch.tensor([0, 3, 3, 14, 15], dtype=torch.int32)
-    emulated = Emulated("liquid@int8", BRAIN, Tile(8, ctas=2), grouped=True)
-    experts = [packed_weight("liquid@int8", n, k) for _ in range(4)]
-    prepared = list(scalar_linear.prepare_experts(experts, "int8").layout)
+    emulated = Emulated(scheme, BRAIN, Tile(8, ctas=2), grouped=True)
+    experts = [packed_weight(scheme, n, k) for _ in range(4)]
+    prepared = list(scalar_linear.prepare_experts(experts, emulated.activation, BRAIN).layout)
     x = emulated.tokens(15, k)
     codes, scale, _ = x
-    assert scale is not None
     want = torch.cat([
-        product(operand_weight(e, BRAIN), (codes[a:b], scale[a:b], None))
+        product(operand_weight(e, BRAIN), (codes[a:b], None if scale is None else scale[a:b], None))
         for e, a, b in zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True)
     ])  # fmt: skip
     grid = tiles.grid(emulated.tile, 15, n, experts=4)

@@ -59,6 +59,7 @@ class Decoder:
         shift: operand = value * 2**-shift; joins the row's scale.
         group: Columns that share grid words, a divisor or a multiple of 128; 0 when there are none.
         middle: What the epilogue subtracts from unsigned codes, times the sum of the activations.
+        sums: Scales of groups multiply the sums of a K tile, in fp32; grid words hold them.
     """
 
     operand: str
@@ -66,8 +67,8 @@ class Decoder:
     shift: int = 0
     group: int = 0
     middle: int = 0
+    sums: bool = False
 
-    grid_words = 0  # 32-bit words for each group of two rows, g and g + 8 of a fragment
     finishing = 0  # instructions of `finish`
     preparing = 0  # instructions of `constants`
     octaves = 1 << 10  # powers of two that the scales of a row may lie apart
@@ -76,6 +77,11 @@ class Decoder:
     @property
     def bits(self) -> int:
         return len(self.places)
+
+    @property
+    def grid_words(self) -> int:
+        """32-bit words for each group of two rows, g and g + 8 of a fragment."""
+        return 2 * self.sums
 
     @property
     def slot(self) -> int:
@@ -164,10 +170,17 @@ class Decoder:
 
     def grid(self, packed: Packed) -> Tensor | None:
         """Grid words (N, groups, grid_words) of 16 bits for each row, as int32."""
-        return None
+        if not self.sums:
+            return None
+        bits = packed.grid["scale"].float().contiguous().view(torch.int32)
+        return torch.stack((bits & 0xFFFF, bits >> 16 & 0xFFFF), -1)
 
     def row_scale(self, packed: Packed) -> Tensor:
         """(N,) fp32: what an output is multiplied by."""
+        if self.sums:
+            factor = packed.format.row_factor(packed.grid)
+            rows = torch.ones(packed.shape[0], device=packed.planes[0].device)
+            return (rows if factor is None else factor.flatten()) * 2.0**self.shift
         return packed.format.scales(packed.grid).flatten() * 2.0**self.shift
 
     def row_zero(self, packed: Packed) -> Tensor:
@@ -226,6 +239,11 @@ class Decoder:
         """A group's grid words -> what `finish` wants for row g and for row g + 8."""
         return (), ()
 
+    def scales(self, words: list[Word]) -> tuple[Word, Word]:
+        """A K tile's grid words -> scales of its sums, fp32, for row g and for row g + 8."""
+        low, high = words
+        return bytes_of(low, 0x5410, high), bytes_of(low, 0x7632, high)
+
     def finish(self, register: Word, row: Constants) -> Word:
         return register
 
@@ -245,7 +263,7 @@ class HalfDecoder(Decoder):
     zeros: bool = False
 
     @property
-    def grid_words(self) -> int:  # type: ignore[override]
+    def grid_words(self) -> int:
         return (1 + self.zeros) if self.group or self.zeros else 0
 
     @property
@@ -321,7 +339,7 @@ class Levels(HalfDecoder):
     shifts: bool = False
 
     @property
-    def grid_words(self) -> int:  # type: ignore[override]
+    def grid_words(self) -> int:
         return (1 + self.shifts) if self.group else 0
 
     @property
@@ -433,13 +451,14 @@ def number(fmt: Format, operand: str, minus: int = 0, times: int = 1) -> Decoder
             return f"whole numbers of {width} bits do not fit into bytes"
         return Decoder("uint8", tuple(range(low, width)), middle=minus)
     if operand not in MANTISSA:
-        if fmt.group or zeros:
-            return "group scales and zero points cannot be multiplied into fp8 weights"
+        if fmt.group % K_TILE or zeros:
+            return "zero points and scales of small groups cannot be multiplied into fp8 weights"
         if not 2 <= fmt.bits <= 5:
             return f"whole numbers of {fmt.bits} bits do not fit into e4m3; it takes 2 to 5"
         if (minus, times) != (2 ** (fmt.bits - 1), 1):
             return f"e4m3 takes codes of {fmt.bits} bits minus {2 ** (fmt.bits - 1)} only"
-        return SignedDecoder(operand, (*range(fmt.bits - 1), 7), shift=9)
+        places = (*range(fmt.bits - 1), 7)
+        return SignedDecoder(operand, places, shift=9, group=fmt.group, sums=fmt.group > 0)
     # As a subnormal, a code is the code times 2**(1 - bias - mantissa bits); one bit more than the
     # mantissa still is, since the exponent's first step continues it without a gap.
     if width > MANTISSA[operand] + 1:

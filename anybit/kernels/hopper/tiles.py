@@ -110,21 +110,21 @@ class Kernel:
         return compiled
 
 
+def crowded(decoder: Decoder) -> bool:
+    """Whether two CTAs of 64 tokens, or tiles of more sums, would spill: beside scales of 16
+    columns, or beside sums of a K tile.
+    """
+    return decoder.sums or (decoder.slot == 16 and decoder.entries * decoder.preparing >= 32)
+
+
 def shared(decoder: Decoder) -> list[Tile]:
     """Tiles of 64 tokens that two or three CTAs share. Four were slower on every shape.
 
     Where two CTAs of 16-bit operands (or 8-bit codes) share a multiprocessor, each has 3 or 4
     stages, and a kernel that starts early finds places for two CTAs on some and none on others.
     """
-    ctas = 2 if decoder.slot == 8 and decoder.bits <= 6 else 1
+    ctas = 2 if decoder.slot == 8 and decoder.bits <= 6 and not crowded(decoder) else 1
     return [Tile(64, ctas=ctas, split=s) for s in (2, 3)]
-
-
-def crowded(decoder: Decoder) -> bool:
-    """Whether a K tile's scales take registers that CTAs of 64 tokens by two, or tiles of 256 rows
-    of 16-bit operands, need for sums: they would spill.
-    """
-    return decoder.slot == 16 and decoder.entries * decoder.preparing >= 32
 
 
 def few(decoder: Decoder) -> list[Tile]:
@@ -132,14 +132,18 @@ def few(decoder: Decoder) -> list[Tile]:
     small = [Tile(tokens, ctas=2, split=s) for tokens in (8, 16, 32) for s in (1, 2, 4, 6)]
     if decoder.slot == 8 and decoder.bits <= 6:  # others would leave three CTAs too few stages
         small += [Tile(tokens, ctas=3, split=8) for tokens in (8, 16)]
+    if crowded(decoder):
+        return [*small, Tile(64), *shared(decoder)]
     tall = [Tile(64, rows=256)] if decoder.slot == 8 else []
-    return [*small, Tile(64, ctas=1 if crowded(decoder) else 2), *tall, *shared(decoder)]
+    return [*small, Tile(64, ctas=2), *tall, *shared(decoder)]
 
 
 def many(decoder: Decoder) -> list[Tile]:
     """Tiles for more than 64 tokens. 256 tokens of 16-bit operands would leave two stages."""
     large = [Tile(128, split=s) for s in (1, 2, 3)]
-    large += [] if crowded(decoder) else [Tile(128, rows=256)]
+    if crowded(decoder):
+        return [*shared(decoder), *large]
+    large.append(Tile(128, rows=256))
     if decoder.slot == 16:
         return [*shared(decoder), *large]
     pairs = [Tile(64, ctas=2)] if decoder.bits <= 6 else []
