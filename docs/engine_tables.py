@@ -38,6 +38,7 @@ def made() -> dict[str, str]:
         "cpu_model": cpu_model(),
         "drafts": drafts(),
         "drafted_steps": drafted_steps(),
+        "deterministic": deterministic(),
         "cpu_speeds": cpu_speeds(),
     }
 
@@ -178,6 +179,18 @@ def drafted_steps() -> str:
             found[row["format"]].append(f"{float(row['step_us']) / 1e3:.0f}")
     counts = [str(1 + i) for i in range(max(map(len, found.values()), default=0))]
     return markdown(["", *counts], [[f"`{name}`", *times] for name, times in found.items()])
+
+
+def deterministic() -> str:
+    """Tokens a second with steps of one shape and without, by texts at once."""
+    found: dict[str, list[str]] = {"0": [], "1": []}
+    counts = []
+    for row in read("cpu_deterministic"):
+        if row["what"] == "speed":
+            found[row["deterministic"]].append(f"{float(row['tokens_per_s']):.0f}")
+            counts += [row["batch"]] if row["deterministic"] == "0" else []
+    names = {"0": "as it is", "1": "`--deterministic`"}
+    return markdown(["texts at once", *counts], [[names[k], *v] for k, v in found.items()])
 
 
 def cpu_speeds() -> str:
