@@ -41,6 +41,7 @@ def made() -> dict[str, str]:
         "drafts_gpu": drafts("h200_speculative"),
         "drafted_steps": drafted_steps("cpu_speculative", 0),
         "drafted_steps_gpu": drafted_steps("h200_speculative", 2),
+        "deterministic": deterministic(),
         "cpu_speeds": cpu_speeds(),
     }
 
@@ -195,6 +196,18 @@ def drafted_steps(name: str, digits: int) -> str:
             found[title].append(f"{float(row['step_us']) / 1e3:.{digits}f}")
     counts = [str(1 + i) for i in range(max(map(len, found.values()), default=0))]
     return markdown(["", *counts], [[title, *times] for title, times in found.items()])
+
+
+def deterministic() -> str:
+    """Tokens a second with steps of one shape and without, by texts at once."""
+    found: dict[str, list[str]] = {"0": [], "1": []}
+    counts = []
+    for row in read("cpu_deterministic"):
+        if row["what"] == "speed":
+            found[row["deterministic"]].append(f"{float(row['tokens_per_s']):.0f}")
+            counts += [row["batch"]] if row["deterministic"] == "0" else []
+    names = {"0": "as it is", "1": "`--deterministic`"}
+    return markdown(["texts at once", *counts], [[names[k], *v] for k, v in found.items()])
 
 
 def cpu_speeds() -> str:
