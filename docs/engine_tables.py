@@ -269,8 +269,8 @@ def parts() -> str:
 ENGINES = {  # quantization in the CSV: name
     "bf16": "vLLM, bf16",
     "fp8": "vLLM, fp8 (CUTLASS)",
-    "gptq-default": "vLLM, GPTQ int4 g128 (Machete)",
-    "gptq-marlin": "vLLM, GPTQ int4 g128 (Marlin)",
+    "gptq": "vLLM, GPTQ int4 g128 (Machete)",
+    "marlin": "vLLM, GPTQ int4 g128 (Marlin)",
     "int4:group=128": "vLLM, anybit int4 g128",
     "liquid@int8": "vLLM, anybit liquid@int8",
     "codebook:m=1,v=4,group=128": "vLLM, anybit m1v4 g128",
@@ -282,6 +282,7 @@ def vllm() -> str:
     found = {
         (r["quantization"], r["what"], int(r["batch"])): float(r["value"])
         for r in read("h200_vllm")
+        if (r["head"], r["kv"], r["ranks"]) == ("bf16", "auto", "1")
     }
     out = []
     for key, name in ENGINES.items():
