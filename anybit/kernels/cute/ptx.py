@@ -123,6 +123,13 @@ def half_to_brain(word: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
 
 
 @dsl_user_op
+def as_float(word: Uint32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The fp32 number of these bits."""
+    at = {"loc": loc, "ip": ip}
+    return Float32(asm(T.f32(), [Uint32(word)], "mov.b32 $0, $1;", "=f,r", False, at))
+
+
+@dsl_user_op
 def half2(name: str, dtype: str, args: tuple, *, loc: Any = None, ip: Any = None) -> Uint32:
     """A packed operation such as "fma.rn" on two fp16 or bf16 numbers.
 
