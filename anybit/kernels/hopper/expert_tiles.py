@@ -17,6 +17,7 @@ from anybit.kernels.hopper.tiles import (
     Tile,
     fitted,
     places,
+    slow,
     staged,
     step_cycles,
 )
@@ -29,8 +30,9 @@ DEVIATIONS = 9  # of a binomial distribution beyond which nothing is counted
 
 def family_grouped(decoder: Decoder) -> list[Tile]:
     """The tiles that experts' kernels are compiled for."""
-    every = [Tile(tokens, ctas=2) for tokens in (8, 16, 32, 64)]
-    every += [Tile(128), Tile(128, rows=256)]
+    ctas = 1 if slow(decoder) else 2  # more would spill, as 256 rows would
+    every = [Tile(tokens, ctas=ctas) for tokens in (8, 16, 32, 64)]
+    every += [Tile(128), *[Tile(128, rows=256)] * (ctas > 1)]
     every += [Tile(256)] if decoder.slot == 8 else []  # 16-bit operands would leave two stages
     return [fitted(tile, decoder, grouped=True) for tile in every]
 

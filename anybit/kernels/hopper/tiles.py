@@ -112,9 +112,15 @@ class Kernel:
 
 def crowded(decoder: Decoder) -> bool:
     """Whether two CTAs of 64 tokens, or tiles of more sums, would spill: beside scales of 16
-    columns, or beside sums of a K tile.
+    columns, beside sums of a K tile, or while values are computed that take long.
     """
-    return decoder.sums or (decoder.slot == 16 and decoder.entries * decoder.preparing >= 32)
+    scales = decoder.slot == 16 and decoder.entries * decoder.preparing >= 32
+    return decoder.sums or scales or slow(decoder)
+
+
+def slow(decoder: Decoder) -> bool:
+    """Whether decoding, and not reading, is what few tokens wait for."""
+    return decoder.cost > 2
 
 
 def shared(decoder: Decoder) -> list[Tile]:
@@ -129,8 +135,11 @@ def shared(decoder: Decoder) -> list[Tile]:
 
 def few(decoder: Decoder) -> list[Tile]:
     """Tiles for up to 64 tokens."""
-    small = [Tile(tokens, ctas=2, split=s) for tokens in (8, 16, 32) for s in (1, 2, 4, 6)]
-    if decoder.slot == 8 and decoder.bits <= 6:  # others would leave three CTAs too few stages
+    ctas = 1 if slow(decoder) else 2  # more would spill
+    small = [Tile(tokens, ctas=ctas, split=s) for tokens in (8, 16, 32) for s in (1, 2, 4, 6)]
+    if (
+        decoder.slot == 8 and decoder.bits <= 6 and ctas > 1
+    ):  # others would leave three CTAs too few stages
         small += [Tile(tokens, ctas=3, split=8) for tokens in (8, 16)]
     if crowded(decoder):
         return [*small, Tile(64), *shared(decoder)]
@@ -142,7 +151,8 @@ def many(decoder: Decoder) -> list[Tile]:
     """Tiles for more than 64 tokens. 256 tokens of 16-bit operands would leave two stages."""
     large = [Tile(128, split=s) for s in (1, 2, 3)]
     if crowded(decoder):
-        return [*shared(decoder), *large]
+        # 256 tokens halve the decoding, where they do not leave two stages.
+        return [*shared(decoder), *large, *[Tile(256)] * (decoder.slot == 8 and slow(decoder))]
     large.append(Tile(128, rows=256))
     if decoder.slot == 16:
         return [*shared(decoder), *large]
@@ -152,6 +162,9 @@ def many(decoder: Decoder) -> list[Tile]:
 
 def equal(decoder: Decoder) -> list[Tile]:
     """Tiles whose CTAs have equal shares."""
+    if slow(decoder):
+        alone = [Tile(32), Tile(64), Tile(128), *[Tile(256)] * (decoder.slot == 8)]
+        return [replace(tile, shared=True) for tile in alone]
     small = [Tile(tokens, ctas=2, shared=True) for tokens in (16, 32)]
     pair = fitted(Tile(64, ctas=2), decoder)
     large = [Tile(64, ctas=places(pair, decoder)), Tile(128), Tile(128, rows=256)]
@@ -324,7 +337,7 @@ def meeting(tile: Tile, tiles: int, ctas: int) -> float:
 def step_cycles(tile: Tile, decoder: Decoder) -> float:
     """Clock cycles of a K tile of one CTA alone, its copies there in time."""
     multiplied = tile.rows * tile.tokens * K_TILE / (32768 / decoder.slot)
-    decoded = DECODE * decoder.cost
+    decoded = DECODE * decoder.cost * (tile.rows // ROWS if slow(decoder) else 1)
     return 1.1 * multiplied + decoded + staged(tile, decoder) / 400
 
 
@@ -334,7 +347,7 @@ def may_copy(decoder: Decoder) -> bool:
     The main loop decodes it again for every tile of tokens, but that costs formats of one or two
     planes less than a copy.
     """
-    return decoder.slot == 16 and decoder.cost > 2
+    return decoder.slot == 16 and slow(decoder)
 
 
 def copies(decoder: Decoder, m: int, n: int, k: int) -> bool:
