@@ -37,8 +37,8 @@ TILES = 4  # of a thread's half K tile
 STATE_BYTES = 2
 PLANE = 33  # instructions for 32 weights that take as long as a plane of other codes
 HALVES = ("mcg", "3inst")
-# What states are multiplied by; weights of the product's bytes, and what is added. Of "sum8", one is
-# missing, which `MIDDLE` makes good: zeros cost a product no registers.
+# What states are multiplied by; weights of the product's bytes, and what is added. Of "sum8" a one
+# is missing, which `MIDDLE` makes good: zeros cost a product no registers.
 SUMS = {
     "sum8": (0x83DCD12D, (0x40404040, 0)),
     "pair8": (0xCBAC1FED, (0xC000405A, 128 * 257 - 11475), (0x405A4000, 128 * 257 - 27795)),
@@ -184,7 +184,8 @@ class TrellisDecoder(HalfDecoder):
     def values(self, states: list[Word]) -> list[Word]:
         """What `pair` and `four_bytes` take: of two rows four columns, as operands want them.
 
-        Whole numbers are in byte 1, plus `MIDDLE`, and byte 2 is zero; others are fp16 in the low half.
+        Whole numbers are in byte 1, plus `MIDDLE`, and byte 2 is zero; others are fp16 in the low
+        half.
         """
         if self.code in HALVES:
             times, plus = (0xCBAC1FED, 0) if self.code == "mcg" else (89226354, 64248484)
