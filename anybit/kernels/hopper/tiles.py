@@ -137,9 +137,8 @@ def few(decoder: Decoder) -> list[Tile]:
     """Tiles for up to 64 tokens."""
     ctas = 1 if slow(decoder) else 2  # more would spill
     small = [Tile(tokens, ctas=ctas, split=s) for tokens in (8, 16, 32) for s in (1, 2, 4, 6)]
-    if (
-        decoder.slot == 8 and decoder.bits <= 6 and ctas > 1
-    ):  # others would leave three CTAs too few stages
+    # Others would spill, or leave three CTAs too few stages.
+    if decoder.slot == 8 and decoder.bits <= 6 and ctas > 1:
         small += [Tile(tokens, ctas=3, split=8) for tokens in (8, 16)]
     if crowded(decoder):
         return [*small, Tile(64), *shared(decoder)]
