@@ -39,10 +39,10 @@ PLANE = 33  # instructions for 32 weights that take as long as a plane of other 
 HALVES = ("mcg", "3inst")
 # What states are multiplied by; weights of the product's bytes, and what is added. Of "sum8" a one
 # is missing, which `MIDDLE` makes good: zeros cost a product no registers.
-SUMS = {
-    "sum8": (0x83DCD12D, (0x40404040, 0)),
-    "pair8": (0xCBAC1FED, (0xC000405A, 128 * 257 - 11475), (0x405A4000, 128 * 257 - 27795)),
-    "mul1": (0x83DCD12D, (0x01010101, 0x6400)),  # under fp16's exponent of 1024
+SUMS: dict[str, tuple[int, tuple[tuple[int, int], ...]]] = {
+    "sum8": (0x83DCD12D, ((0x40404040, 0),)),
+    "pair8": (0xCBAC1FED, ((0xC000405A, 128 * 257 - 11475), (0x405A4000, 128 * 257 - 27795))),
+    "mul1": (0x83DCD12D, ((0x01010101, 0x6400),)),  # under fp16's exponent of 1024
 }
 MIDDLE = {"sum8": 127, "pair8": 128}  # what bytes of whole values are too large by
 PAIRS = {"pair8": 2}  # weights of a step
@@ -191,7 +191,7 @@ class TrellisDecoder(HalfDecoder):
             times, plus = (0xCBAC1FED, 0) if self.code == "mcg" else (89226354, 64248484)
             hashes = [s * times + plus if plus else s * times for s in states]
             return [add_halves(mask_flip(x, 0x8FFF8FFF, 0x3B603B60)) for x in hashes]
-        times, *sums = SUMS[self.code]
+        times, sums = SUMS[self.code]
         hashes = [s * times for s in states]
         width, out = PAIRS.get(self.code, 1), []
         for e in (0, 1):  # the first and the second of two columns
