@@ -14,6 +14,8 @@ from pathlib import Path
 import peers
 import torch
 
+from anybit.kernels.backend import CODES, Activations, Prepared
+from anybit.kernels.reference import quantize_tokens
 from anybit.kernels.registry import BACKENDS
 from anybit.measure import bench
 from anybit.measure.timing import ReadFloor
@@ -93,10 +95,32 @@ def all_cases(
     ours = [
         bench.anybit_case(scheme, torch.float16, backend) for scheme in schemes for backend in gpu
     ]
+    ours += [given(case) for case in ours if case.activation in CODES]
     others, missing = peers.cases()
     others = [case for case in others if not formats or case.format in formats]
     cases = [c for c in (*others, *ours) if not only or c.peer in only]
     return cases, missing
+
+
+def given(case: bench.Case) -> bench.Case:
+    """The same product of activations that are quantized before, as a model's norms do it."""
+    activation = case.activation
+
+    def prepare(w: torch.Tensor) -> bench.Layer:
+        layer = case.prepare(w)
+
+        def inputs(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            codes, scale = quantize_tokens(x, activation)
+            whole = activation == "int8"
+            sums = codes.sum(1, dtype=torch.int32) if whole else scale.new_empty(0).int()
+            return codes, scale.flatten(), sums
+
+        def run(weight: Prepared, *quantized: torch.Tensor) -> torch.Tensor:
+            return layer.run(weight, Activations(*quantized, case.dtype))
+
+        return dataclasses.replace(layer, run=run, inputs=inputs)
+
+    return dataclasses.replace(case, activation=f"{activation}-given", prepare=prepare)
 
 
 Crashes = dict[tuple[int, int], str]  # shape (N, K): how a case ended there
