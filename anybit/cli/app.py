@@ -209,6 +209,9 @@ def plan(
     candidates: Annotated[
         str | None, typer.Option(help="Formats to choose from, separated by ';'.")
     ] = None,
+    head: Annotated[
+        str, typer.Option(help="Format of the output head, beside the budget; none keeps it.")
+    ] = "int8",
     samples: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 32,
     length: Annotated[int, typer.Option(min=1, help="Tokens in each, at most.")] = 2048,
     out: Annotated[
@@ -260,6 +263,7 @@ def plan(
         seconds=None if latency_us is None else latency_us * 1e-6,
         candidates=chosen_formats or CANDIDATES,
         device=device,
+        head=None if head == "none" else head,
     )
     typer.echo(chosen.table())
     if out:
