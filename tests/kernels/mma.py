@@ -92,7 +92,7 @@ class Emulated:
         """W (N, K)."""
         n, k = shape
         y = torch.full(shape, torch.nan, dtype=self.dtype)
-        grid = -(-n // self.kernel.tile.rows) * k // 128
+        grid = -(-n // self.kernel.tile.rows) * -(-k // 128)
         arguments = [0, *(array(t) for t in layout), 0, 0, 0, array(y), 0, 0, 0, 1, n, k, 0]
         self.machine.launch(arguments, grid, self.kernel.tile.threads, self.shared)
         return y

@@ -21,6 +21,7 @@ from anybit.kernels.mma.ptx import (
     commit,
     copy,
     copy_if,
+    copy_or_zero,
     count_up,
     fence,
     load_l2,
@@ -68,7 +69,7 @@ class Gemm(Product):
         shared = cutlass.memory.SmemAllocator().allocate(self.shared)
         base = Int32(shared.data.data_ptr().toint())
 
-        k_tiles = k // K_TILE
+        k_tiles = (k + (K_TILE - 1)) // K_TILE
         table = base + self.stage_bytes * self.stages + FLAG
         m_tiles = self.begin(starts, experts, m, table, thread)
         n_tiles = (n + (self.rows - 1)) // self.rows
@@ -183,12 +184,14 @@ class Gemm(Product):
         column, row = thread % self.columns, thread // self.columns
         step = const_expr(self.threads // self.columns)  # tokens apart: a multiple of 8
         into = to + (self.x_at + row * self.token_bytes + (column ^ (row & 7)) * 16)
-        at = Int64(operands[0]) + (kt * self.token_bytes + column * 16)
+        at = kt * self.token_bytes + column * 16
+        inside = at < k * self.width  # numbers past K are zeros
+        at += Int64(operands[0])
         for i in cutlass.range_constexpr(-(-self.tokens // step)):
             token = first + i * step
-            copy_if(
+            copy_or_zero(
                 into, i * step * self.token_bytes, at + Int64(token) * (k * self.width), 0,
-                (token < last) & (row + i * step < self.tokens),
+                inside, (token < last) & (row + i * step < self.tokens),
             )  # fmt: skip
 
     # Finishing.

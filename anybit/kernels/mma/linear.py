@@ -9,9 +9,10 @@ from anybit.core.scheme import scheme_name
 from anybit.errors import Unsupported
 from anybit.kernels import tuned
 from anybit.kernels.backend import Activations, Prepared
-from anybit.kernels.cute.decode import K_TILE, Decoder
+from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.cute.jit import built
-from anybit.kernels.cute.operands import NAMES, decoder_for, tokens
+from anybit.kernels.cute.operands import NAMES, cut, decoder_for, offsets, tokens, whole
+from anybit.kernels.cute.pack import k_tiles
 from anybit.kernels.mma import tiles
 from anybit.kernels.mma.launch import MmaLauncher
 from anybit.kernels.mma.tiles import COUNTERS, Kernel, Tile, gpu_of
@@ -57,8 +58,6 @@ def multiply(
         with torch.cuda.device(device):
             return multiply(x, scale, sums, prepared, bias, dtype, kernel, grid, starts)
     experts = 0 if starts is None else len(starts) - 1
-    if bias is not None and bias.dtype != dtype:
-        bias = bias.to(dtype)
     if kernel is None:
         scheme = scheme_name(prepared.format, prepared.activation)
         kernel, count = chosen(
@@ -66,26 +65,28 @@ def multiply(
         )
         grid = grid or count
     if kernel.tile.kind == "decode":
-        return torch.nn.functional.linear(x, decoded(x, kernel, prepared), bias)
-    y = torch.empty(m, n, dtype=dtype, device=device)
+        return torch.nn.functional.linear(x, decoded(x, kernel, prepared), offsets(bias, n, dtype))
+    wide = whole(n)
+    y = torch.empty(m, wide, dtype=dtype, device=device)
     if not m:
-        return y
+        return cut(y, n)
+    bias = offsets(bias, wide, dtype)
     tile, work, counters = kernel.tile, None, None
     grid = grid or tiles.grid(tile, gpu_of(device), m, n, k, experts)
     if experts or (tile.kind == "gemm" and grid != tiles.tiles_of(tile, m, n)):
         work = torch.empty(2 * grid * tile.rows * tile.tokens, dtype=torch.float32, device=device)
         counters = zeros(device)
     tensors = (*prepared.layout, scale, sums, bias, y, work, counters, starts)
-    loaded(kernel, device.index).launch(x, tensors, n, grid, kernel.overlap, experts)
-    return y
+    loaded(kernel, device.index).launch(x, tensors, wide, grid, kernel.overlap, experts)
+    return cut(y, n)
 
 
 def decoded(x: Tensor, kernel: Kernel, prepared: Prepared) -> Tensor:
-    """The weight (N, K) in the dtype of x."""
-    n, k = prepared.shape
+    """The weight (N, K of x) in the dtype of x."""
+    n, k = prepared.shape[0], x.shape[1]
     w = torch.empty(n, k, dtype=x.dtype, device=x.device)
     tensors = (*prepared.layout, None, None, None, w, None, None, None)
-    grid = -(-n // kernel.tile.rows) * (k // K_TILE)
+    grid = -(-n // kernel.tile.rows) * k_tiles(k)
     loaded(kernel, x.device.index).launch(x[:1], tensors, n, grid, False)
     return w
 

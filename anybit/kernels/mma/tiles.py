@@ -12,6 +12,7 @@ import torch
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.cute.operands import MOST_EXPERTS
+from anybit.kernels.cute.pack import k_tiles
 from anybit.kernels.mma.launch import MmaArguments
 
 RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
@@ -317,9 +318,9 @@ def grid(tile: Tile, gpu: Gpu, m: int, n: int, k: int, experts: int = 0) -> int:
     places = gpu.multiprocessors * tile.ctas
     if experts:  # an expert's last tile may hold one token
         most = -(-n // tile.rows) * (m // tile.tokens + min(m, experts))
-        return max(1, min(places, most * (k // K_TILE) // LEAST_UNITS))
+        return max(1, min(places, most * k_tiles(k) // LEAST_UNITS))
     tiles = tiles_of(tile, m, n)
     waves = -(-tiles // places)
     if tile.kind != "gemm" or tiles >= 0.8 * waves * places:
         return tiles
-    return max(1, min(places, tiles * (k // K_TILE) // LEAST_UNITS))
+    return max(1, min(places, tiles * k_tiles(k) // LEAST_UNITS))
