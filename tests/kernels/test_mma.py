@@ -279,6 +279,30 @@ def test_a_process_that_dies_is_a_verdict(gpu: Gpu, monkeypatch: pytest.MonkeyPa
     assert "illegal instruction" in (backend.refuse(layer) or "")
 
 
+def test_experts_have_a_self_test_of_their_own(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where their kernels are wrong, experts are multiplied one after the other."""
+    layer = spec_of("int4:group=128", dtype=torch.bfloat16)
+    kernels = selftest.kernels_of(layer, torch.bfloat16, gpu, experts=True)
+    verdict = ["right"]
+
+    def run(command: list[str], **kwargs: Any) -> SimpleNamespace:
+        assert command[-2:] == ["cuda:0", "experts"]
+        selftest.record(CUDA, {jit.kernel_file(k).name: verdict[0] for k in kernels})
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert backend.most_experts(layer) == operands.MOST_EXPERTS
+    assert "experts of int4:group=128" in caplog.text
+    assert f"{len(kernels)} of {len(kernels)} are right" in caplog.text
+    assert backend.most_experts(layer._replace(shape=(768, 2048))) == operands.MOST_EXPERTS
+    selftest.record(CUDA, {jit.kernel_file(kernels[0]).name: "two runs differ"})
+    assert backend.most_experts(layer) == 0
+    assert backend.most_experts(spec_of("codebook:m=1,v=4", dtype=torch.bfloat16)) == 0
+    assert backend.most_experts(layer._replace(dtype=torch.float32)) == 0
+
+
 class Exact:
     """Stands for kernels: the definition, or something wrong."""
 
