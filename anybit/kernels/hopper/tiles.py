@@ -138,12 +138,10 @@ def many(decoder: Decoder) -> list[Tile]:
 
 
 def equal(decoder: Decoder) -> list[Tile]:
-    """Tiles whose CTAs have equal shares."""
-    small = [Tile(tokens, ctas=2, shared=True) for tokens in (16, 32)]
-    pair = fitted(Tile(64, ctas=2), decoder)
-    large = [Tile(64, ctas=places(pair, decoder)), Tile(128), Tile(128, rows=256)]
-    large += [Tile(256)] if decoder.slot == 8 else []
-    return [*small, *(replace(tile, shared=True) for tile in large)]
+    """Tiles whose CTAs have equal shares. Two of 64 tokens on a multiprocessor would spill."""
+    every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128), Tile(128, rows=256)]
+    every += [Tile(256)] if decoder.slot == 8 else []
+    return [replace(tile, shared=True) for tile in every]
 
 
 def family(decoder: Decoder) -> list[Tile]:
