@@ -29,8 +29,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme
+from anybit.engine.assemble import KV_DTYPES
 from anybit.engine.attention import LayerCache
-from anybit.engine.llm import KV_DTYPES, LLM
+from anybit.engine.llm import LLM
 from anybit.engine.loader import Loaded, build, model_class
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.weights import Part, Weights

@@ -41,6 +41,7 @@ def made() -> dict[str, str]:
         "drafts_gpu": drafts("h200_speculative"),
         "drafted_steps": drafted_steps("cpu_speculative", 0),
         "drafted_steps_gpu": drafted_steps("h200_speculative", 2),
+        "deterministic": deterministic(),
         "cpu_speeds": cpu_speeds(),
     }
 
@@ -197,6 +198,18 @@ def drafted_steps(name: str, digits: int) -> str:
     return markdown(["", *counts], [[title, *times] for title, times in found.items()])
 
 
+def deterministic() -> str:
+    """Tokens a second with steps of one shape and without, by texts at once."""
+    found: dict[str, list[str]] = {"0": [], "1": []}
+    counts = []
+    for row in read("cpu_deterministic"):
+        if row["what"] == "speed":
+            found[row["deterministic"]].append(f"{float(row['tokens_per_s']):.0f}")
+            counts += [row["batch"]] if row["deterministic"] == "0" else []
+    names = {"0": "as it is", "1": "`--deterministic`"}
+    return markdown(["texts at once", *counts], [[names[k], *v] for k, v in found.items()])
+
+
 def cpu_speeds() -> str:
     """README.md."""
     out = [
@@ -256,8 +269,8 @@ def parts() -> str:
 ENGINES = {  # quantization in the CSV: name
     "bf16": "vLLM, bf16",
     "fp8": "vLLM, fp8 (CUTLASS)",
-    "gptq-default": "vLLM, GPTQ int4 g128 (Machete)",
-    "gptq-marlin": "vLLM, GPTQ int4 g128 (Marlin)",
+    "gptq": "vLLM, GPTQ int4 g128 (Machete)",
+    "marlin": "vLLM, GPTQ int4 g128 (Marlin)",
     "int4:group=128": "vLLM, anybit int4 g128",
     "liquid@int8": "vLLM, anybit liquid@int8",
     "codebook:m=1,v=4,group=128": "vLLM, anybit m1v4 g128",
@@ -269,6 +282,7 @@ def vllm() -> str:
     found = {
         (r["quantization"], r["what"], int(r["batch"])): float(r["value"])
         for r in read("h200_vllm")
+        if (r["head"], r["kv"], r["ranks"]) == ("bf16", "auto", "1")
     }
     out = []
     for key, name in ENGINES.items():

@@ -26,7 +26,9 @@ def decoder_of(spec: str, operand: str) -> Decoder:
     return d
 
 
+HALF = torch.float16
 SCALAR = [scheme for scheme in HOPPER if parse_scheme(scheme)[0].lookup is None]
+SCALAR += ["trellis", "trellis:bits=4,code=pair8@int8"]
 
 
 @pytest.mark.parametrize("scheme", SCALAR)
@@ -50,6 +52,40 @@ def test_the_family_holds_every_choice(scheme: str) -> None:
             tile = choose_grouped(d, m, 4096, 1024, 8)
             assert Kernel(d, tile, output, grouped=True) in kernels
             assert tiles.shared_bytes(tile, d, grouped=True) <= tiles.MAX_SHARED
+
+
+def test_formats_that_decode_slowly_are_copied_for_many_tokens() -> None:
+    """And then only; the kernel for it is among those that are built."""
+    trellis, fp6 = (decoder_of(spec, "float16") for spec in ("trellis", "fp6"))
+    copied = [tiles.copies(trellis, m, 28672, 4096) for m in (1, 64, 128, 4096)]
+    assert copied == [False, False, False, True]
+    assert not tiles.copies(fp6, 4096, 28672, 4096)
+    assert not tiles.copies(decoder_of("trellis", "int8"), 4096, 28672, 4096)
+    wanted = scalar_linear.copied(trellis_format := get_format("trellis"), HALF, 4096, 28672, 4096)
+    assert wanted in build.kernels_of(trellis_format.spec)
+    assert scalar_linear.copied(get_format("fp6"), HALF, 4096, 28672, 4096) is None
+
+
+def test_a_copy_is_multiplied_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    import anybit
+
+    packed = anybit.quantize_tensor(torch.randn(16, 128), "trellis:bits=1")
+    prepared = backend.prepare(packed, None, HALF)
+    seen: list[Any] = []
+
+    def decoded(x: torch.Tensor, kernel: Any, given: Any) -> torch.Tensor:
+        seen.append((kernel.tile.kind, kernel.output, given))
+        return packed.dequantize().half()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(scalar_linear.mma, "decoded", decoded)
+    monkeypatch.setattr(tiles, "copies", lambda *args: True)
+    scalar_linear.copied.cache_clear()
+    x, bias = torch.randn(100, 128).half(), torch.randn(16)
+    y = backend.linear(x, prepared, bias)
+    scalar_linear.copied.cache_clear()
+    assert torch.equal(y, torch.nn.functional.linear(x, packed.dequantize().half(), bias.half()))
+    assert seen == [("decode", "float16", prepared)]
 
 
 @pytest.mark.parametrize(("spec", "operand"), [("liquid", "int8"), ("int4:group=128", "bfloat16")])
@@ -140,7 +176,7 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert "liquid@int8" in refuse("liquid", None, (4096, 4096))
     assert "group scales" in refuse("int4:group=128", "int8", (4096, 4096))
     assert "group scales" in refuse("sparse:group=64", "int8", (4096, 4096))
-    assert "zero points" in refuse("int4:group=128", "fp8", (4096, 4096))
+    assert "zero points" in refuse("int4:group=64", "fp8", (4096, 4096))
     assert "it takes 2 to 5" in refuse("int8", "fp8", (4096, 4096))
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
     monkeypatch.setattr(jit, "dsl_version", lambda: None)

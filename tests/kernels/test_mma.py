@@ -187,6 +187,7 @@ def test_refusals_say_why(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not torch.float32" in refuse("fp6", (4096, 4096), torch.float32)
     assert refuse("fp6", (4097, 1001)) == ""
     assert "sm_89" in refuse("fp6@fp8")
+    assert "nor into sums here" in refuse("fp6:group=128@fp8")
     for capability, words in (((9, 0), "hopper"), ((7, 5), "sm_80"), ((13, 0), "sm_80")):
         other = replace(gpu, capability=capability)
         monkeypatch.setattr(backend, "gpu_of", lambda device, other=other: other)

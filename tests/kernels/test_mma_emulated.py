@@ -31,8 +31,10 @@ CASES: list[Case] = [
     ("int4:group=128", BRAIN, Tile(16, 1, 8, 2, kind="narrow"), (13, 24, 1152), 0, "sm_80", False),
     ("fp6", HALF, NARROW, (3, 32, 640), 0, "sm_90", True),
     ("fp6@fp8", BRAIN, Tile(16, 2, 4, 3, kind="narrow"), (16, 32, 512), 0, "sm_89", False),
+    ("mxfp4@fp8", BRAIN, NARROW, (5, 40, 384), 0, "sm_89", False),
     ("liquid@int8", BRAIN, Tile(16, 2, 4, 3), (17, 136, 384), 2, "sm_80", False),
     ("int3:group=32,zero", HALF, Tile(32, 2, 4, 3), (20, 136, 256), 3, "sm_86", False),
+    ("trellis@int8", HALF, NARROW, (1, 48, 256), 0, "sm_80", False),
 ]
 FORMATS = {  # all kinds of decoders, and the architecture that their products need
     "sm_80": [
@@ -40,7 +42,7 @@ FORMATS = {  # all kinds of decoders, and the architecture that their products n
         "int8:zero", "int5:group=64", "int4:group=128", "int3:group=32,zero", "int1", "fp8", "fp6",
         "fp5:group=64", "fp4", "fp:e2m1", "sparse", "sparse:group=64",
     ],
-    "sm_89": ["int4@fp8", "fp6@fp8"],
+    "sm_89": ["int4@fp8", "fp6@fp8", "mxfp4@fp8"],
 }  # fmt: skip
 
 
@@ -49,8 +51,8 @@ def every() -> Iterator[Case]:
     for architecture, schemes in FORMATS.items():
         for scheme in schemes:
             for dtype in (HALF, BRAIN):
-                yield scheme, dtype, NARROW, (5, 40, 896), 0, architecture, False
-                yield scheme, dtype, Tile(32, 2, 4, 3), (33, 136, 384), 5, architecture, False
+                yield scheme, dtype, NARROW, (5, 48, 896), 0, architecture, False
+                yield scheme, dtype, Tile(32, 2, 4, 3), (33, 144, 384), 5, architecture, False
     for scheme in ("liquid@int8", "int4:group=64,zero", "fp6"):
         d = kernel_of(scheme, BRAIN, NARROW).decoder
         for gpu in GPUS.values():

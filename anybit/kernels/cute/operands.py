@@ -25,6 +25,11 @@ def refuse_format(layer: LayerSpec) -> str | None:
         d = decoder(layer.format, operand_of(layer.activation, dtype))
         if isinstance(d, str):
             return d
+        if layer.octaves > d.octaves:
+            return (
+                f"scales of a row are {layer.octaves} powers of two apart; {d.octaves} fit into "
+                "8-bit weights"
+            )
     if layer.activation is not None:
         try:
             import triton  # noqa: F401

@@ -46,7 +46,7 @@ def pack(packed: Packed, decoder: Decoder) -> Tensor:
 
 def pack_codes(codes: Tensor, decoder: Decoder) -> Tensor:
     """(rows, K) -> (row tiles, K tiles, bytes of codes)."""
-    f = fragment(codes, decoder.slot)
+    f = fragment(codes, decoder.held)
     b = torch.arange(decoder.bits, device=codes.device, dtype=torch.uint8)
     bits = ((f[..., None] >> b) & 1).flatten(-2)  # (..., 32 * bits): bit of code innermost
     stored = bits[..., decoder.order().to(codes.device)]

@@ -32,7 +32,7 @@ own_layout = True
 def family(fmt: Format) -> ModuleType:
     """The kernels for a format."""
     tables = any(entry.table for entry in fmt.entries().values())
-    return codebook_linear if tables else scalar_linear
+    return codebook_linear if tables and fmt.hopper_decode is None else scalar_linear
 
 
 def refuse(layer: LayerSpec) -> str | None:

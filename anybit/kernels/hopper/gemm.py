@@ -24,7 +24,7 @@ from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
 from anybit.kernels.cute.lang import Word
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
-from anybit.kernels.cute.ptx import TYPES
+from anybit.kernels.cute.ptx import TYPES, as_float
 from anybit.kernels.hopper import order
 from anybit.kernels.hopper.epilogue import Epilogue
 from anybit.kernels.hopper.launch import ARCHITECTURE
@@ -303,6 +303,9 @@ class Gemm(Order, Epilogue):
         registers = cute.recast_tensor(operand, Uint32)
         x_fragment = mma.make_fragment_B(mma.get_slice(thread).partition_B(s_x))
         acc = cute.make_rmem_tensor(mma.partition_shape_C((rows, self.tokens)), self.acc)
+        total = acc  # or what sums of a K tile are added to, times their scales
+        if const_expr(self.decoder.sums):
+            total = cute.make_rmem_tensor_like(acc)
         mma.set(warpgroup.Field.ACCUMULATE, True)
 
         warp = group * 4 + t // 32
@@ -311,7 +314,7 @@ class Gemm(Order, Epilogue):
             slice_of_16 = cutlass.min(rank * self.finishers + warp % self.finishers, Int32(7))
         place = (group, warp, slice_of_16, rank, t)
         tensors = (row_scale, row_zero, token_scale, token_sum, bias, y, workspace)
-        fragments = (mma, operand, registers, x_fragment, acc)
+        fragments = (mma, operand, registers, x_fragment, acc, total)
         stage, phase = Int32(0), Int32(0)
         at, last = turns[0], turns[1]
         if const_expr(self.split > 1):
@@ -328,7 +331,7 @@ class Gemm(Order, Epilogue):
 
         Returns the ring's state and the next turn.
         """
-        mma, operand, registers, x_fragment, acc = fragments
+        mma, operand, registers, x_fragment, acc, total = fragments
         row_scale, row_zero, token_scale, token_sum, bias, y, workspace = tensors
         tile, k_first, k_last, after = self.turn(at, turns)
         group, warp, slice_of_16, rank, t = place
@@ -341,7 +344,7 @@ class Gemm(Order, Epilogue):
         channel = row_tile * rows + slice_of_16 * 16 + t % 32 // 4
         row = expert * expert_rows + channel
         channels = self.fetch_channels(row_scale, row_zero, bias, row, channel, n)
-        acc.fill(0)
+        total.fill(0)
         previous, k = Int32(0), k_first
         while k < k_last:
             cute.arch.mbarrier_wait(full + stage, phase)
@@ -350,7 +353,8 @@ class Gemm(Order, Epilogue):
                 half, block = const_expr(batch // self.blocks), const_expr(batch % self.blocks)
                 sums, place_a = self.sums_of(acc, mma, block), const_expr(batch % 2 * self.per_half)
                 # The batch before may still run; the registers of the one before it are free.
-                warpgroup.wait_group(self.running)
+                if const_expr(batch or not self.decoder.sums):
+                    warpgroup.wait_group(self.running)
                 if const_expr(batch == 1):
                     self.release(empty + previous, k > k_first)
                 self.decode_half(words, grid, registers, half, block, place_a)
@@ -358,8 +362,13 @@ class Gemm(Order, Epilogue):
                 for j in cutlass.range_constexpr(self.per_half):
                     a = operand[None, None, place_a + j]
                     b = x_fragment[None, None, half * self.per_half + j, stage]
+                    if const_expr(self.decoder.sums):
+                        mma.set(warpgroup.Field.ACCUMULATE, (half, j) != (0, 0))
                     cute.gemm(mma, sums, a, b, sums)
                 warpgroup.commit_group()
+            if const_expr(self.decoder.sums):
+                warpgroup.wait_group(0)
+                self.add_up(acc, total, grid)
             previous = stage
             k += 1
             stage += 1
@@ -368,6 +377,7 @@ class Gemm(Order, Epilogue):
                 phase ^= 1
         warpgroup.wait_group(0)
         self.release(empty + previous, k_last > k_first)
+        acc = total
 
         table = self.share_tokens(shared, tokens, group, t)
         finishes = True
@@ -388,6 +398,15 @@ class Gemm(Order, Epilogue):
                 )  # fmt: skip
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)  # the table is read
         return stage, phase, after
+
+    def add_up(self, acc: Any, total: Any, grid: Any) -> None:
+        """Add a K tile's sums to the total, times the scales of the thread's two rows."""
+        each = cute.size(acc) // self.blocks
+        for block in range(self.blocks):
+            found = self.decoder.scales([Word(grid[j, block]) for j in range(2)])
+            scales = [as_float(word.bits) for word in found]
+            for i in range(block * each, (block + 1) * each):
+                total[i] = total[i] + acc[i] * scales[i // 2 % 2]
 
     def sums_of(self, acc, mma, block):
         """The accumulators of one block of 128 rows."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from anybit.core.format import Format
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
-from anybit.kernels.cute.decode import decoder
+from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import built, kernel_file, missing_kernels
 from anybit.kernels.cute.operands import (
     NAMES,
@@ -36,12 +36,17 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     outs = [d.operand] if activation is None else NAMES.values()
     kernels = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
     kernels += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
-    files = [kernel_file(kernel) for kernel in kernels]
+    files = [kernel_file(kernel) for kernel in (*kernels, *copy_kernels(d))]
     if narrow(1, n := layer.shape[0], d.operand):
         gpu = mma_tiles.gpu_of(layer.device)
         few = [mma_tiles.kernel_for(d, gpu, m, n, o) for m in (1, mma_tiles.NARROW) for o in outs]
         files += [kernel_file(kernel) for kernel in few if kernel]
     return missing_kernels(files)
+
+
+def copy_kernels(d: Decoder) -> list[mma_tiles.Kernel]:
+    """What decodes a weight for the library's product, where `tiles.copies` may ask for it."""
+    return [mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")] * tiles.may_copy(d)
 
 
 def narrow(m: int, n: int, operand: str) -> bool:
@@ -90,6 +95,9 @@ def multiply(
             return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
     if starts is None and tile is None and narrow(m, n, str(x.dtype).removeprefix("torch.")):
         return mma.multiply(x, scale, sums, prepared, bias, dtype)
+    if starts is None and tile is None and (copy := copied(prepared.format, x.dtype, m, n, k)):
+        w = mma.decoded(x, copy, prepared)
+        return torch.nn.functional.linear(x, w, offsets(bias, n, dtype))
     wide = whole(n)
     y = torch.empty(m, wide, dtype=dtype, device=x.device)
     if not m:
@@ -123,6 +131,13 @@ def multiply(
         workspace,
     )
     return cut(y, n)
+
+
+@cache
+def copied(fmt: Format, x_dtype: torch.dtype, m: int, n: int, k: int) -> mma_tiles.Kernel | None:
+    """The kernel that decodes a weight for the library's product, where that is faster."""
+    d = decoder_for(fmt, x_dtype)
+    return copy_kernels(d)[0] if tiles.copies(d, m, n, k) else None
 
 
 @cache

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
-from anybit.kernels.cute.lang import planes
 from anybit.kernels.cute.operands import MOST_EXPERTS
 from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
@@ -22,6 +21,8 @@ LEAST_UNITS = 4  # K tiles that a CTA should have where shares are equal
 DECODE, FIXED, EXCHANGE, JOIN = 170, 6300, 3000, 2500
 # Bytes a cycle: of the memory, of the L2, of sums that a multiprocessor writes or reads.
 MEMORY, L2, SUMS = 2400, 5000, 40
+# Of a decoded copy and the library's product with it: bytes written and multiply-adds, a cycle.
+WRITTEN, MULTIPLIED = 2200, 0.75 * 2048 * MULTIPROCESSORS
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,20 @@ class Kernel:
         return compiled
 
 
+def crowded(decoder: Decoder) -> bool:
+    """Whether two CTAs of 64 tokens, or tiles of more sums, would spill: beside scales of 16
+    columns, or beside sums of a K tile.
+    """
+    return decoder.sums or (decoder.slot == 16 and decoder.entries * decoder.preparing >= 32)
+
+
 def shared(decoder: Decoder) -> list[Tile]:
     """Tiles of 64 tokens that two or three CTAs share. Four were slower on every shape.
 
     Where two CTAs of 16-bit operands (or 8-bit codes) share a multiprocessor, each has 3 or 4
     stages, and a kernel that starts early finds places for two CTAs on some and none on others.
     """
-    ctas = 2 if decoder.slot == 8 and decoder.bits <= 6 else 1
+    ctas = 2 if decoder.slot == 8 and decoder.bits <= 6 and not crowded(decoder) else 1
     return [Tile(64, ctas=ctas, split=s) for s in (2, 3)]
 
 
@@ -124,13 +132,18 @@ def few(decoder: Decoder) -> list[Tile]:
     small = [Tile(tokens, ctas=2, split=s) for tokens in (8, 16, 32) for s in (1, 2, 4, 6)]
     if decoder.slot == 8 and decoder.bits <= 6:  # others would leave three CTAs too few stages
         small += [Tile(tokens, ctas=3, split=8) for tokens in (8, 16)]
+    if crowded(decoder):
+        return [*small, Tile(64), *shared(decoder)]
     tall = [Tile(64, rows=256)] if decoder.slot == 8 else []
     return [*small, Tile(64, ctas=2), *tall, *shared(decoder)]
 
 
 def many(decoder: Decoder) -> list[Tile]:
     """Tiles for more than 64 tokens. 256 tokens of 16-bit operands would leave two stages."""
-    large = [*(Tile(128, split=s) for s in (1, 2, 3)), Tile(128, rows=256)]
+    large = [Tile(128, split=s) for s in (1, 2, 3)]
+    if crowded(decoder):
+        return [*shared(decoder), *large]
+    large.append(Tile(128, rows=256))
     if decoder.slot == 16:
         return [*shared(decoder), *large]
     pairs = [Tile(64, ctas=2)] if decoder.bits <= 6 else []
@@ -309,5 +322,22 @@ def meeting(tile: Tile, tiles: int, ctas: int) -> float:
 def step_cycles(tile: Tile, decoder: Decoder) -> float:
     """Clock cycles of a K tile of one CTA alone, its copies there in time."""
     multiplied = tile.rows * tile.tokens * K_TILE / (32768 / decoder.slot)
-    decoded = DECODE * len(planes(decoder.places, decoder.slot))
+    decoded = DECODE * decoder.cost
     return 1.1 * multiplied + decoded + staged(tile, decoder) / 400
+
+
+def may_copy(decoder: Decoder) -> bool:
+    """Whether a weight may be decoded once for the library's product; see `copies`.
+
+    The main loop decodes it again for every tile of tokens, but that costs formats of one or two
+    planes less than a copy.
+    """
+    return decoder.slot == 16 and decoder.cost > 2
+
+
+def copies(decoder: Decoder, m: int, n: int, k: int) -> bool:
+    """Whether a decoded copy and the library's product take less time; an estimate."""
+    if m <= 64 or not may_copy(decoder):
+        return False
+    copied = FIXED + 2 * n * k / WRITTEN + m * n * k / MULTIPLIED
+    return cycles(choose(decoder, m, n, k), decoder, m, n, k) > copied

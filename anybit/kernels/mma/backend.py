@@ -31,10 +31,15 @@ own_layout = True
 
 
 def refuse(layer: LayerSpec) -> str | None:
-    if any(entry.table for entry in layer.format.entries().values()):
+    tables = any(entry.table for entry in layer.format.entries().values())
+    if tables and layer.format.hopper_decode is None:
         return "multiplies codes that are numbers, not rows of a table"
     if reason := refuse_vendor() or refuse_dtype(layer.dtype) or operands.refuse_format(layer):
         return reason
+    for dtype in operands.NAMES if layer.dtype is None else [layer.dtype]:
+        operand = getattr(torch, operands.operand_of(layer.activation, dtype))
+        if operands.decoder_for(layer.format, operand).sums:
+            return "scales of groups cannot be multiplied into fp8 weights, nor into sums here"
     gpu, name = gpu_of(layer.device), torch.cuda.get_device_name(layer.device)
     if gpu.capability[0] == 9:
         return "on an H100 or H200, `hopper` has kernels of its own"

@@ -168,7 +168,8 @@ class Problem:
     def __init__(self, layer: LayerSpec, tile: Tile):
         assert layer.dtype is not None
         self.dtype, self.device, self.activation = layer.dtype, layer.device, layer.activation
-        self.shape = tile.rows + 8, 128 * (tile.warps + tile.stages + 1)
+        fmt = layer.format
+        self.shape = tile.rows + max(8, fmt.tile[0]), 128 * (tile.warps + tile.stages + 1)
         random = torch.Generator().manual_seed(0)
         several = tile.kind == "experts"
         packed = [self.weight(layer.format, random) for _ in range(3 if several else 1)]
@@ -183,7 +184,11 @@ class Problem:
     def weight(self, fmt: Format, random: torch.Generator) -> Packed:
         w = torch.randn(self.shape, generator=random) * 0.02
         grid = fmt.fit(w)
-        return Packed.from_codes(fmt, self.shape, fmt.encode(w, grid), grid)
+        if not fmt.window:
+            return Packed.from_codes(fmt, self.shape, fmt.encode(w, grid), grid)
+        size = self.shape[0], self.shape[1] // fmt.width  # every code is some weight's
+        codes = torch.randint(2**fmt.bits, size, generator=random, dtype=torch.uint8)
+        return Packed.from_codes(fmt, self.shape, codes, grid)  # its encoder would take long
 
     def run(self, kernel: Kernel, x: Tensor, ends: Sequence[int]) -> list[Tensor]:
         """x (M, K) of small integers -> y (M, N), by each grid; twice, or it is an error.
