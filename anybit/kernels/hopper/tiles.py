@@ -152,8 +152,9 @@ def many(decoder: Decoder) -> list[Tile]:
 
 def equal(decoder: Decoder) -> list[Tile]:
     """Tiles whose CTAs have equal shares. Two of 64 tokens on a multiprocessor would spill."""
-    every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128), Tile(128, rows=256)]
-    every += [Tile(256)] if decoder.slot == 8 else []
+    every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128)]
+    if not crowded(decoder):
+        every += [Tile(128, rows=256), *([Tile(256)] if decoder.slot == 8 else [])]
     return [replace(tile, shared=True) for tile in every]
 
 
