@@ -25,7 +25,8 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 SMALL = Tile(8, ctas=2, stages=3, shared=True)
 Case = tuple[str, torch.dtype, Tile, tuple[int, int, int], tuple[int, ...]]
 CASES: list[Case] = [  # scheme, dtype of y, tile, (M, N, K), CTAs
-    ("liquid@int8", BRAIN, SMALL, (5, 264, 256), (2, 5)),  # a whole tile too; a tile of three CTAs
+    # A whole tile each, and one that both share; unevenly; two CTAs for each tile, and one left.
+    ("liquid@int8", BRAIN, SMALL, (5, 264, 256), (2, 5, 7)),
     ("fp6", HALF, SMALL, (11, 128, 128), (3,)),  # two tiles of tokens, and a CTA with nothing
     # Eight chunks of sums, of which four are added at a time.
     ("int8@int8", BRAIN, Tile(64, ctas=2, stages=2, shared=True), (9, 128, 256), (2,)),
@@ -59,6 +60,12 @@ def check(
         assert torch.equal(first, second)
         if emulated.operand == "int8":  # sums are exact, however CTAs share a tile
             assert torch.equal(first, results[0])
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CTAs share tiles of two K tiles already."""
+    monkeypatch.setattr("anybit.kernels.hopper.shares.LEAST_UNITS", 1)
 
 
 @needs_dsl
@@ -95,6 +102,29 @@ def test_the_rule_shares_where_waves_are_wasted(scheme: str) -> None:
     # 40 clusters of three did not fit at once.
     assert tiles.choose(d, 64, 5120, 17408).split < 3
     assert tiles.choose(d, 16, 8192, 28672).split < 4
+
+
+def test_tiles_are_shared_evenly_where_few_ctas_are_left_over() -> None:
+    assert tiles.sharers(40, 136, 132) == 120
+    assert tiles.sharers(80, 136, 132) == 132
+    assert tiles.sharers(1, 136, 132) == 8
+    assert tiles.sharers(1, 20, 132) == 5
+    assert tiles.sharers(0, 136, 132) == 0
+
+
+@pytest.mark.parametrize("steps", [1, 3, 32, 136])
+def test_every_unit_has_one_owner(steps: int) -> None:
+    """The kernel's arithmetic, in Python: whoever is waited for has a part of the tile."""
+    for common in (1, 2, 5, 40, 80, 131):
+        ctas = tiles.sharers(common, steps, 132)
+        units = common * steps
+        owners = [c for c in range(ctas) for _ in range(c * units // ctas, (c + 1) * units // ctas)]
+        assert len(owners) == units
+        for tile in range(common):
+            low = ((tile * steps + 1) * ctas - 1) // units
+            high = ((tile + 1) * steps * ctas - 1) // units
+            found = owners[tile * steps : (tile + 1) * steps]
+            assert sorted(set(found)) == list(range(low, high + 1))
 
 
 def test_the_workspace_holds_all_sums() -> None:

@@ -15,12 +15,13 @@ RESERVED = 1024  # bytes of it that each CTA costs beside its own
 MOST_STAGES = 12
 EXPERT_WORDS = 2 * MOST_EXPERTS + 1  # starts of their tokens, ends of their tiles of tokens
 LEAST_STEPS = 14  # K tiles that a CTA of a cluster of 3 or 8 should have
-LEAST_UNITS = 4  # K tiles that a CTA should have where shares are equal
-# Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange, of waiting for the
-# sums of other CTAs.
-DECODE, FIXED, EXCHANGE, JOIN = 170, 6300, 3000, 2500
-# Bytes a cycle: of the memory, of the L2, of sums that a multiprocessor writes or reads.
-MEMORY, L2, SUMS = 2400, 5000, 40
+EVEN = 85  # percent of the CTAs at least that share tiles
+LEAST_UNITS, MOST_SHARERS = 4, 8  # K tiles that a CTA should have of a shared tile, and its CTAs
+# Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange, of the sums of a
+# tile's part that go through the memory.
+DECODE, FIXED, EXCHANGE, JOIN = 170, 6300, 3000, 5500
+# Bytes a cycle: of the memory, of the L2, of such sums of a multiprocessor.
+MEMORY, L2, SUMS = 2400, 5000, 10
 DENSE = 0.8  # of the matrix units' peak that the library reaches with many tokens
 DENSE_FROM = 1024  # tokens; with fewer, a copy costs more than decoding anew for each tile
 COPY = 32 << 20  # bytes of decoded rows: less than the L2 holds
@@ -222,6 +223,17 @@ def grid(tile: Tile, m: int, n: int, experts: int = 0) -> int:
     return -(-tiles // waves)
 
 
+def sharers(common: int, steps: int, ctas: int) -> int:
+    """CTAs that share the tiles which do not divide, of `steps` K tiles.
+
+    All; or, if few are left over, as many for each tile: then no CTA has parts of two. But few for
+    each tile: one of them adds the sums of all, and each should have some K tiles.
+    """
+    even = ctas // max(common, 1) * common
+    most = common * min(max(steps // LEAST_UNITS, 1), MOST_SHARERS)
+    return min(even if even * 100 >= ctas * EVEN else ctas, most)
+
+
 def workspace(tile: Tile, m: int, n: int, ctas: int) -> int:
     """Numbers of the workspace where `ctas` share tiles, see `shares.py`; else 0."""
     tiles = -(-n // tile.rows) * -(-m // tile.tokens)
@@ -248,7 +260,7 @@ def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
 
     Up to 32 tokens K is split until the multiprocessors are busy, but not over 8 CTAs if they are
     soon done. Up to 64 one tile holds all tokens. What counts is the time of launches that overlap.
-    Equal shares, and smaller tiles, where the model says that they take a tenth less.
+    Equal shares, and clusters of fewer tokens, where the model says that they take 7 % less.
     """
     if m > 64:
         candidates = many(decoder)
@@ -269,10 +281,18 @@ def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
     others = [t for t in equal(decoder) if t.tokens < 2 * max(m, 9)]
     if decoder.slot == 16 and m < 512:
         others = [t for t in others if t.rows == ROWS]
-    others += [t for t in few(decoder) if 16 <= t.tokens < m <= 128]
-    others = [t for t in others if fits_once(t, decoder, m, n, k)]
+    others += [t for t in few(decoder) if 16 <= t.tokens < m <= 128 and t.split > 1 and t.ctas == 2]
+    others = [t for t in others if fits_once(t, decoder, m, n, k) and not piles(t, m, n)]
     best = min([usual, *others], key=lambda t: (time(t), busy(t)))
-    return fitted(best if time(best) < 0.9 * time(usual) else usual, decoder)
+    return fitted(best if time(best) < 0.93 * time(usual) else usual, decoder)
+
+
+def piles(tile: Tile, m: int, n: int) -> bool:
+    """Whether CTAs that overlap the previous kernel share multiprocessors while others have none:
+    where two find room, and all could be alone, unless most multiprocessors are free.
+    """
+    ctas = -(-n // tile.rows) * -(-m // tile.tokens) * tile.split
+    return not tile.shared and tile.ctas == 2 and MULTIPROCESSORS // 2 < ctas <= MULTIPROCESSORS
 
 
 def decodes(decoder: Decoder, m: int, n: int, k: int) -> bool:
@@ -317,11 +337,14 @@ def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
     ctas = grid(tile, m, n)
     tiles, each = -(-n // tile.rows) * -(-m // tile.tokens), k_tiles(k)
     steps = -(-tiles * tile.split // ctas) * (each // tile.split)
-    steps = -(-tiles * each // ctas) if tile.shared else steps
+    if tile.shared:
+        common = tiles % ctas
+        steps = tiles // ctas * each
+        steps += -(-common * each // max(1, sharers(common, each, ctas)))
     # CTAs of one multiprocessor share its rates.
     together = min(tile.ctas, -(-ctas // MULTIPROCESSORS))
     step = step_cycles(tile, decoder)
-    return steps * step * together + FIXED + meeting(tile, tiles, ctas)
+    return steps * step * together + FIXED + meeting(tile, tiles, each, ctas)
 
 
 def reading(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
@@ -331,15 +354,15 @@ def reading(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
     return max(weights / MEMORY, tiles * k_tiles(k) * staged(tile, decoder) / L2) + FIXED
 
 
-def meeting(tile: Tile, tiles: int, ctas: int) -> float:
-    """Cycles until CTAs' sums of a tile are one; the last CTA of equal shares reads all of them."""
+def meeting(tile: Tile, tiles: int, steps: int, ctas: int) -> float:
+    """Cycles until CTAs' sums of a tile are one; with equal shares, most CTAs have two parts."""
     if tile.split > 1:
         return EXCHANGE
     common = tiles % ctas
     if not tile.shared or not common:
         return 0
-    sums = 4 * tile.rows * tile.tokens * tile.ctas / SUMS
-    return JOIN + sums * (2 + ctas / common)
+    parts = 2 if sharers(common, steps, ctas) % common else 1
+    return parts * (JOIN + 4 * tile.rows * tile.tokens * tile.ctas / SUMS)
 
 
 def step_cycles(tile: Tile, decoder: Decoder) -> float:
