@@ -3,6 +3,7 @@
 import ctypes
 from ctypes import c_int32, c_uint64
 from pathlib import Path
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,8 +14,14 @@ POINTERS = (
 )  # fmt: skip
 
 
+OF_CODEBOOKS = "x", "w", "book", "row_scale", "bias", "y", "work", "counters"
+
+
 class MmaArguments(ctypes.Structure):
-    """The parameters of every kernel; work and counters are `gemm.py`'s alone."""
+    """The parameters of `narrow.py`, `gemm.py` and `decode.py`.
+
+    work and counters are `gemm.py`'s alone.
+    """
 
     _fields_ = [
         *((name, c_uint64) for name in POINTERS),
@@ -24,27 +31,56 @@ class MmaArguments(ctypes.Structure):
     ]
 
 
-class MmaLauncher(Launcher):
-    """A kernel of `narrow.py` or `gemm.py`."""
+class CodebookArguments(ctypes.Structure):
+    """The parameters of `codebook.py`; splits: CTAs that share K."""
 
-    arguments = MmaArguments
+    _fields_ = [
+        *((name, c_uint64) for name in OF_CODEBOOKS),
+        ("m", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("splits", c_int32),
+    ]
+
+
+class MmaLauncher(Launcher):
+    """A kernel with `MmaArguments`."""
+
+    arguments: ClassVar[type[ctypes.Structure]] = MmaArguments
+    pointers: ClassVar[tuple[str, ...]] = POINTERS
 
     def __init__(self, path: Path, device: int):
         super().__init__(path, device)
         call("cuKernelSetAttribute", CARVEOUT, 100, self.kernel, device)
 
     def launch(
-        self, x: Tensor, tensors: tuple[Tensor | None, ...], n: int, grid: int, overlap: bool
+        self,
+        x: Tensor,
+        tensors: tuple[Tensor | None, ...],
+        n: int,
+        grid: int,
+        overlap: bool,
+        **numbers: int,
     ) -> None:
         """Launch on the current stream of x's device.
 
-        tensors: those of `POINTERS` behind x, None for none. overlap: begin before the previous
-        kernel of the stream has finished; the kernel must be made for that.
+        tensors: those of `pointers` behind x, None for none. overlap: begin before the previous
+        kernel of the stream has finished; the kernel must be made for that. numbers: that these
+        parameters have besides.
         """
         frame = self.frame()
         a = frame.arguments
         a.m, a.k = x.shape
         a.n = n
-        for name, tensor in zip(POINTERS, (x, *tensors), strict=True):
+        for name, tensor in zip(self.pointers, (x, *tensors), strict=True):
             setattr(a, name, 0 if tensor is None else tensor.data_ptr())
+        for name, number in numbers.items():
+            setattr(a, name, number)
         frame.start(grid, overlap, x.device.index)
+
+
+class CodebookLauncher(MmaLauncher):
+    """A kernel of `codebook.py`."""
+
+    arguments = CodebookArguments
+    pointers = OF_CODEBOOKS
