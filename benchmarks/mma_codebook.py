@@ -51,7 +51,9 @@ def tiles(scheme: str, tokens: int, gpus: tuple[Gpu, ...] = (SMALL, LARGE)) -> l
     c = cells(scheme)
     found = [codebook_tiles.choose(c, gpu, tokens) for gpu in gpus]
     for gpu in gpus:
-        for tile in codebook_tiles.shapes(c, tokens):
+        shapes = codebook_tiles.shapes(c, tokens)
+        shapes += [replace(tile, warps=16) for tile in shapes[1:]]
+        for tile in shapes:
             for ctas in (1, 2) if tile.warps == 8 and tile.blocks * c.v <= 8 else (1,):
                 room = min(gpu.shared, gpu.shared_of_sm // ctas - codebook_tiles.RESERVED)
                 fit = [replace(tile, stages=s, ctas=ctas) for s in (4, 3, 2)]

@@ -1,7 +1,8 @@
 """The backend for NVIDIA GPUs from Ampere on that have no kernels of their own: CuTe DSL, mma.sync.
 
-It takes the formats whose codes are numbers, in Hopper's layout. Its kernels were measured on few
-GPUs, so each must pass a self-test on the GPU at hand before it is used (`selftest.py`).
+It takes formats whose codes are numbers, or rows of a codebook, in Hopper's layouts. Its kernels
+were measured on few GPUs, so each must pass a self-test on the GPU at hand before it is used
+(`selftest.py`).
 """
 
 import torch
@@ -18,6 +19,7 @@ from anybit.kernels.backend import (
 )
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.jit import kernel_file, missing_kernels
+from anybit.kernels.mma import codebook_linear as codebooks
 from anybit.kernels.mma import linear as products
 from anybit.kernels.mma import selftest
 from anybit.kernels.mma.tiles import gpu_of
@@ -29,9 +31,9 @@ own_layout = True
 
 
 def refuse(layer: LayerSpec) -> str | None:
-    if any(entry.table for entry in layer.format.entries().values()):
-        return "multiplies codes that are numbers, not rows of a table"
-    if reason := refuse_vendor() or refuse_dtype(layer.dtype) or operands.refuse_format(layer):
+    books = layer.format.lookup is not None
+    refuse_format = codebooks.refuse_format if books else operands.refuse_format
+    if reason := refuse_vendor() or refuse_dtype(layer.dtype) or refuse_format(layer):
         return reason
     gpu, name = gpu_of(layer.device), torch.cuda.get_device_name(layer.device)
     if gpu.capability[0] == 9:
@@ -59,11 +61,13 @@ def prepare(
     dtype: torch.dtype | None = None,
     decoded: bool = False,
 ) -> Prepared:
-    """See `operands.prepare`."""
-    return operands.prepare(packed, activation, dtype)
+    """See `operands.prepare` and `cells.prepare`."""
+    make = operands.prepare if packed.format.lookup is None else codebooks.prepare
+    return make(packed, activation, dtype)
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """x (M, K) in fp16 or bf16 -> (M, N)."""
     check_half(x, "mma")
-    return products.linear(x, prepared, bias)
+    family = products if prepared.format.lookup is None else codebooks
+    return family.linear(x, prepared, bias)

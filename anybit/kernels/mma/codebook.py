@@ -147,7 +147,7 @@ class Codebook:
         first = some * self.tokens
         row_tiles = (n + (ROWS - 1)) // ROWS
         tiles = (row_tiles - team + (teams - 1)) // teams
-        blocks = k // self.cells.columns
+        blocks = (k + (self.cells.columns - 1)) // self.cells.columns
         worker, workers = part * self.warps + warp, splits * self.warps
         begin = blocks * worker // workers
         count = blocks * (worker + 1) // workers - begin
@@ -240,7 +240,10 @@ class Codebook:
                     token = first + h * 8 + (lane >> 2)
                     wanted = Int32(u < count) & Int32(token < m)
                     at = Int64(x) + (Int64(token) * k + column) * 2
-                    words = [load_global(at + p * 16, 4, wanted) for p in range(v // 4)]
+                    words = [
+                        load_global(at + p * 16, 4, wanted & Int32(column + p * 8 < k))
+                        for p in range(v // 4)
+                    ]
                     halves.append([word for four in words for word in four])
                 low, high = (*halves, [zero] * v)[:2]
                 operands = [[low[j], high[j], low[j + 1], high[j + 1]] for j in range(0, v, 2)]

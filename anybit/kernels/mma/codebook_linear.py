@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from anybit.core.format import Format
+from anybit.core.packed import Packed
 from anybit.errors import Unsupported
-from anybit.kernels.backend import Activations, Prepared
+from anybit.kernels.backend import Activations, LayerSpec, Prepared
+from anybit.kernels.cute import cells as layout
 from anybit.kernels.cute.cells import ROWS, Cells, cells_of, dense
 from anybit.kernels.cute.jit import built
 from anybit.kernels.cute.operands import NAMES, aligned
@@ -15,7 +17,24 @@ from anybit.kernels.mma import codebook_tiles
 from anybit.kernels.mma.codebook_tiles import CodebookKernel
 from anybit.kernels.mma.launch import CodebookLauncher
 from anybit.kernels.mma.linear import zeros
-from anybit.kernels.mma.tiles import gpu_of
+from anybit.kernels.mma.tiles import Gpu, gpu_of
+
+
+def refuse_format(layer: LayerSpec) -> str | None:
+    """Why no kernel multiplies a layer of this format and shape, or None."""
+    return layout.refuse(layer) or layout.refuse_dense()
+
+
+def prepare(packed: Packed, activation: str | None, dtype: torch.dtype | None = None) -> Prepared:
+    """See `cells.prepare`."""
+    return layout.prepare(packed, activation, dtype)
+
+
+def kernels_of(layer: LayerSpec, dtype: torch.dtype, gpu: Gpu) -> list[CodebookKernel]:
+    """Every kernel that a layer may launch; none where one does not fit."""
+    cells = cells_of(layer.format)
+    assert isinstance(cells, Cells)
+    return codebook_tiles.family(cells, gpu, NAMES[dtype])
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:

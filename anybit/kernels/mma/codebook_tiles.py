@@ -17,7 +17,10 @@ ALIGNED = 128  # bytes
 MOST_TOKENS = 16  # of a CTA
 # Warps of a CTA, and registers of a thread for tokens: the others are all taken. More warps hide
 # more of a look-up's latency, more tokens bring fewer sums together.
-SHAPES = (16, 64), (8, 128), (8, 64)
+SHAPES = (8, 128), (8, 64)
+# Vectors of 16 fill all registers with tokens: more tokens, or more copies, spill.
+WIDE = 16
+WIDE_COPIES = 4
 # Tokens from which a weight is decoded once, by codebook. Sixteen tokens more cost all look-ups
 # again: two bytes of shared memory a weight and codebook. See `notes/mma.md`.
 DENSE_FROM = 256
@@ -107,8 +110,8 @@ def piece_bytes(cells: Cells) -> int:
 
 
 def most_copies(cells: Cells) -> int:
-    """With so many, lanes of one pass through shared memory (128 bytes) never share a bank."""
-    return 128 // piece_bytes(cells)
+    """With 128 bytes of them, lanes of one pass through shared memory never share a bank."""
+    return WIDE_COPIES if cells.v == WIDE else 128 // piece_bytes(cells)
 
 
 def plane_bytes(tile: CodebookTile, cells: Cells) -> int:
@@ -170,7 +173,8 @@ def choose(cells: Cells, gpu: Gpu, tokens: int) -> CodebookTile | None:
 
 def kernel_for(cells: Cells, gpu: Gpu, m: int, dtype: str) -> CodebookKernel | None:
     """The kernel for M tokens and their dtype; None where there is none."""
-    tile, architecture = choose(cells, gpu, 8 if m <= 8 else MOST_TOKENS), gpu.architecture
+    tokens = 8 if m <= 8 or cells.v == WIDE else MOST_TOKENS
+    tile, architecture = choose(cells, gpu, tokens), gpu.architecture
     if tile is None or architecture is None:
         return None
     return CodebookKernel(cells, tile, dtype, architecture, gpu.capability[0] == 9)
@@ -179,7 +183,7 @@ def kernel_for(cells: Cells, gpu: Gpu, m: int, dtype: str) -> CodebookKernel | N
 def family(cells: Cells, gpu: Gpu, dtype: str) -> list[CodebookKernel]:
     """The kernels that any number of tokens takes; none if one is missing."""
     found = [kernel_for(cells, gpu, m, dtype) for m in (8, MOST_TOKENS)]
-    return [] if None in found else [kernel for kernel in found if kernel]
+    return [] if None in found else [kernel for kernel in dict.fromkeys(found) if kernel]
 
 
 def decodes(cells: Cells, m: int) -> bool:
@@ -195,7 +199,7 @@ def grid(
     Of all ways to share K, the one whose busiest warp has the least to do.
     """
     m, n, k = shape
-    blocks, rows, slices = k // cells.columns, -(-n // ROWS), -(-m // tile.tokens)
+    blocks, rows, slices = -(-k // cells.columns), -(-n // ROWS), -(-m // tile.tokens)
     places = gpu.multiprocessors * tile.ctas
     least = -(-blocks // (tile.warps * tile.blocks))
 
