@@ -182,6 +182,8 @@ class Codebook:
                 self.fetch(ring + empty * self.chunk_bytes, address, pieces, lane)
             address += step
             commit()
+            # For the end of this turn: the latency hides under the look-ups.
+            row = self.row_values(out, (team + it * teams) * ROWS + (lane & (ROWS - 1)), n)
             acc.fill(0.0)
             for u in cutlass.range_constexpr(self.blocks):
                 if u < count:
@@ -194,7 +196,7 @@ class Codebook:
             sums = base + self.sums_at + (it & 1) * (self.warps * self.part)
             self.meet(sums, acc, sizes, where)
             cute.arch.sync_threads()
-            self.finish(sums, it, team + it * teams, out, sizes, some, part)
+            self.finish(sums, it, team + it * teams, row, out, sizes, some, part)
         if splits > 1:
             counter = counters.toint() + Int64(some * teams + team) * 4
             self.join(base + self.sums_at, counter, (team, teams, tiles), out, sizes, some, thread)
@@ -260,7 +262,8 @@ class Codebook:
         scales = at + (m * CELL + (lane & 3) * 8)
         each = EIGHTS // c.groups  # eights of vectors that share a scale
         for group in range(c.groups):
-            sums = [[Float32(0.0)] * 4 for _ in range(2)]
+            # By side, and by vector of a lane's two: twice as many chains of products.
+            sums = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2)]
             for i in range(group * each, (group + 1) * each):
                 for book in range(m):
                     self.add(codes[book][i], book, tokens[i], sums, place)
@@ -268,7 +271,7 @@ class Codebook:
             pairs = [halves_to_float(w) for w in load_shared(scales, 2, 2 * ROWS * group, True)]
             for side in range(2):
                 for j in range(self.tokens // 4):
-                    more = sums[side][j] * pairs[j % 2][side]
+                    more = (sums[side][0][j] + sums[side][1][j]) * pairs[j % 2][side]
                     acc[4 * side + j] = acc[4 * side + j] + more
 
     def add(self, word: Any, book: int, tokens: list, sums: list, place: Any) -> None:
@@ -279,7 +282,7 @@ class Codebook:
                 centroid = self.look_up(place + code * self.entry, book)
                 for p, token in enumerate(tokens[s]):
                     b = centroid[2 * p : 2 * p + 2]
-                    sums[side] = mma(sums[side], token, b, self.dtype)
+                    sums[side][s] = mma(sums[side][s], token, b, self.dtype)
 
     def look_up(self, address: Any, book: int) -> list:
         """The words of a centroid."""
@@ -303,7 +306,7 @@ class Codebook:
                 store_shared(at + h * 512, values)
 
     @cute.jit
-    def finish(self, sums, it, tile, out, sizes, some, part):
+    def finish(self, sums, it, tile, row_values, out, sizes, some, part):
         """Add up one output a lane; a warp has two tokens, and spare warps take turns."""
         thread = thread_again()
         m, n, row_tiles, splits = sizes
@@ -313,7 +316,6 @@ class Codebook:
         first = some * self.tokens
         if (thread - output == (it & (turns - 1)) * (self.tokens * ROWS)) & (first + token < m):
             at = sums + token * 64 + ((row & 6) * 8 + (row >> 3) * 8 + (row & 1) * 4)
-            row_values = self.row_values(out, tile * ROWS + row, n)
             total = Float32(0.0)
             for i in cutlass.range_constexpr(self.warps):
                 total += load_shared(at, 1, i * self.part, True, Float32)[0]
