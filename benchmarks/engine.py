@@ -29,29 +29,33 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme
+from anybit.engine.assemble import KV_DTYPES
 from anybit.engine.attention import LayerCache
-from anybit.engine.llm import KV_DTYPES, LLM
+from anybit.engine.llm import LLM
 from anybit.engine.loader import Loaded, build, model_class
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.weights import Part, Weights
 
+
+def llama(
+    vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        max_position_embeddings=8192, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+
+
 MODELS = {
-    "llama-3-8b": LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
-        architectures=["LlamaForCausalLM"],
-    ),
-    "llama-2-7b": LlamaConfig(
-        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=4096,
-        architectures=["LlamaForCausalLM"],
-    ),
-    "tiny": LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
-        architectures=["LlamaForCausalLM"],
-    ),
-}  # fmt: skip
+    "llama-3-8b": llama(128256, 4096, 14336, 32, 32, 8),
+    "llama-3-70b": llama(128256, 8192, 28672, 80, 64, 8),
+    "llama-2-7b": llama(32000, 4096, 11008, 32, 32, 32),
+    "llama-2-13b": llama(32000, 5120, 13824, 40, 40, 40),
+    "mistral-7b": llama(32000, 4096, 14336, 32, 32, 8),
+    "yi-34b": llama(64000, 7168, 20480, 60, 56, 8),
+    "tiny": llama(512, 128, 256, 2, 4, 2),
+}
 FORMATS = ["bf16", "fp6", "int4:group=128", "liquid@int8", "codebook:m=1,v=4,b=8,group=128"]
 PEER = "transformers"  # a "format": its own generate, in bf16
 PROMPT, OUTPUT = 1024, 512
@@ -68,7 +72,7 @@ COLUMNS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-3-8b"])
-    parser.add_argument("--formats", nargs="+", default=FORMATS)
+    parser.add_argument("--formats", nargs="+", default=FORMATS, help="+FORMAT names the head's")
     parser.add_argument("--kv", default="model,int8")
     parser.add_argument("--batches", default="1,16,64,128,256")
     parser.add_argument("--context", type=int, default=PROMPT + OUTPUT // 2)
@@ -138,7 +142,8 @@ def measure(scheme: str, config: LlamaConfig, args: argparse.Namespace) -> Itera
         return
     device = torch.device(args.device)
     torch.manual_seed(0)
-    weights = RandomWeights(device, None if scheme == "bf16" else scheme)
+    given, _, head = scheme.partition("+")
+    weights = RandomWeights(device, None if given == "bf16" else given, head or None)
     length = PROMPT + OUTPUT
     model = build(model_class(config), config, weights, length)
     size = sum(t.nbytes for t in stored(model))
@@ -200,9 +205,9 @@ def config_of(model: str, layers: int | None) -> LlamaConfig:
 class RandomWeights(Weights):
     """Weights for a benchmark: random codes, so that nothing has to be quantized."""
 
-    def __init__(self, device: torch.device, scheme: str | None):
+    def __init__(self, device: torch.device, scheme: str | None, head: str | None = None):
         super().__init__(device, torch.bfloat16)
-        self.scheme = scheme
+        self.scheme, self.head_scheme = scheme, head
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or self.dtype
@@ -211,9 +216,10 @@ class RandomWeights(Weights):
         return torch.randn(shape, dtype=dtype, device=self.device).mul_(0.02)
 
     def part(self, name: str, shape: tuple[int, int], bias: bool) -> Part:
-        if self.scheme is None or name == "lm_head":
+        scheme = self.head_scheme if name == "lm_head" else self.scheme
+        if scheme is None:
             return self.tensor(name, shape), None, None
-        fmt, activation = parse_scheme(self.scheme)
+        fmt, activation = parse_scheme(scheme)
         tensors = {}
         for key, (size, entry) in tensor_shapes(fmt, shape).items():
             if entry is None:
@@ -253,7 +259,7 @@ def stored(model: torch.nn.Module) -> list[Tensor]:
     found = {}
     for module in model.modules():
         own = [v for v in vars(module).values() if isinstance(v, Tensor)]
-        own += getattr(module, "prepared", [])
+        own += getattr(getattr(module, "prepared", None), "layout", ())
         for t in (*own, *module._buffers.values(), *module._parameters.values()):
             if t is not None:
                 found[t.data_ptr()] = t
@@ -326,7 +332,7 @@ def kernel_shares(llm: LLM) -> dict[str, Any]:
 def kind_of(kernel: str) -> str:
     if any(part in kernel for part in ("_attend", "_combine", "_write")):
         return "attention_us"
-    parts = ("gemm", "gemv", "nvjet", "cutlass", "psum", "splitk", "dense")
+    parts = ("gemm", "gemv", "narrow", "nvjet", "cutlass", "psum", "splitk", "dense")
     return "gemm_us" if any(part in kernel for part in parts) else "rest_us"
 
 

@@ -5,9 +5,11 @@
     python benchmarks/hopper.py table --out h200_gemm.csv
 
 `check` reads weights back bit for bit and compares random products with exact ones; `stress`
-repeats them under load; `experts` compares and times the grouped product. `sweep` times every
-tile, for the rules in `kernels/hopper/tiles.py`. `table` times what they choose beside cuBLAS and
-the read floor, plain and with programmatic dependent launch (pdl); `host`, what a launch costs the
+repeats them under load; `experts` compares and times the grouped product. `brief` does a little of
+each with the tiles that the rules choose, and compiles what is missing. `sweep` times every tile,
+for the rules in `kernels/hopper/tiles.py`; `compare` those that its model ranks first, as they are
+launched, beside cuBLAS. `table` times what they choose beside cuBLAS and the read floor, plain and
+with programmatic dependent launch (pdl); `host`, what a launch costs the
 host. Activations are quantized beforehand. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels.
 """
 
@@ -22,15 +24,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from anybit import quantize_tensor
 from anybit.core.format import get_format
-from anybit.core.packed import Packed, tensor_shapes
+from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
+from anybit.formats.minifloat import Minifloat
 from anybit.kernels.cute import operands
-from anybit.kernels.cute.decode import K_TILE
+from anybit.kernels.cute.build import build
+from anybit.kernels.cute.decode import K_TILE, MANTISSA
 from anybit.kernels.cute.jit import kernel_file
 from anybit.kernels.hopper import scalar_linear, tiles
 from anybit.kernels.hopper.tiles import Kernel, Tile
-from anybit.kernels.reference import quantize_tokens
+from anybit.kernels.reference import operand_weight, quantize_tokens
 from anybit.measure import bench
 from anybit.measure.timing import ReadFloor, median_us, rotated
 
@@ -81,27 +86,16 @@ class Problem:
 
 
 def random_packed(scheme: str, n: int, k: int) -> Packed:
-    """Random codes (finite ones), scales about 0.01."""
+    """Random codes (finite ones) on the grid of random weights."""
     fmt = parse_scheme(scheme)[0]
-    tensors = {}
-    for name, (size, entry) in tensor_shapes(fmt, (n, k)).items():
-        if entry is None:
-            tensors[name] = torch.randint(-(2**31), 2**31 - 1, size, device="cuda").int()
-        elif name == "step":
-            tensors[name] = torch.randint(1, 17, size, device="cuda").to(torch.uint8)
-        elif name == "offset":  # the largest code must stay within a byte
-            room = 256 - 15 * tensors["step"].float()
-            tensors[name] = (torch.rand(size, device="cuda") * room).floor().to(torch.uint8)
-        elif name == "zero":
-            tensors[name] = torch.randint(0, 2**fmt.bits, size, device="cuda").to(torch.uint8)
-        else:
-            tensors[name] = (torch.rand(size, device="cuda") * 0.01 + 0.005).half()
-    packed = Packed.from_tensors(fmt, (n, k), tensors)
-    if fmt.spec.startswith("fp") and fmt.bits == 8:
-        codes = packed.codes()
-        codes = codes & 0x80 | (codes & 0x7F).clamp_max(fmt.largest_code)
-        packed = Packed.from_codes(fmt, (n, k), codes, packed.grid)
-    return packed
+    packed = quantize_tensor(torch.randn(n, k, device="cuda") * 0.02, fmt)
+    if fmt.operand == "int8" and "step" in packed.grid:  # sums must stay within a byte
+        return packed
+    codes = torch.randint_like(packed.codes(), 2**fmt.bits)
+    if isinstance(fmt, Minifloat):
+        half = 1 << (fmt.bits - 1)
+        codes = codes & half | (codes & (half - 1)).clamp_max(fmt.largest_code)
+    return Packed.from_codes(fmt, (n, k), codes, packed.grid)
 
 
 def outputs(scheme: str) -> list[torch.dtype]:
@@ -115,6 +109,9 @@ def check(schemes: list[str]) -> int:
     bad = total = 0
     for scheme in schemes:
         for dtype in outputs(scheme):
+            if not Problem(scheme, dtype, 128, 1024).tiles():
+                print(f"check {scheme} {dtype}: no kernels are compiled", flush=True)
+                continue
             wrong, done = check_scheme(scheme, dtype)
             bad, total = bad + wrong, total + done
             print(f"check {scheme} {dtype}: {wrong} of {done} wrong", flush=True)
@@ -150,8 +147,9 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def exact_weight(p: Problem) -> Tensor:
-    """(N, K) fp64: the format's own decoded values times the scale."""
-    return p.packed.dequantize().double()
+    """(N, K) fp64: the format's own values, as the operand's dtype has them, times the scale."""
+    dtype = torch.bfloat16 if p.operand == "bfloat16" else torch.float32
+    return operand_weight(p.packed, dtype).double()
 
 
 def exact_product(p: Problem, weight: Tensor, x, scale, sums) -> Tensor:
@@ -183,14 +181,51 @@ def one_hot(p: Problem, weight: Tensor) -> bool:
         x[torch.arange(len(x)), start + torch.arange(len(x))] = 1
         scale = torch.ones(len(x), device="cuda") if p.activation else None
         sums = torch.ones(len(x), device="cuda", dtype=torch.int32) if p.activation else None
-        y = p.run(x.to(getattr(torch, p.operand)), scale, sums, tile=p.tiles()[-1])
+        tile = (p.tiles() or [None])[-1]
+        y = p.run(x.to(getattr(torch, p.operand)), scale, sums, tile=tile)
         want = weight[:, start : start + len(x)].T
-        if p.decoder.grid_words and p.operand != "int8":
-            step = torch.finfo(p.dtype).eps * 1.51 * want.abs() + 1e-7
+        if p.decoder.grid_words and p.operand in MANTISSA:
+            step = torch.finfo(p.dtype).eps * (1.51 * want.abs() + rounded(p)) + 1e-7
             ok &= bool(((y.double() - want).abs() <= step).all())
         else:
             ok &= torch.equal(y, want.float().to(p.dtype))
     return ok
+
+
+def rounded(p: Problem) -> float:
+    """What else is rounded in a weight: a group's factor times a code, and its shift."""
+    frame = p.fmt.frame(p.packed.grid)
+    if frame is None:
+        return 0.0
+    shift = 0 if frame.shift is None else frame.shift.abs()
+    most = frame.numbers.abs().max() * frame.factor.abs() + shift
+    return float((most * p.packed.grid["scale"].float()).max())
+
+
+def brief(schemes: list[str]) -> None:
+    """Of each scheme: all weights read back, random products, times beside cuBLAS; experts."""
+    n, k, counts = 4096, 4096, (1, 16, 64, 256, 1024)
+    kernels = []
+    for scheme in schemes:
+        p = Problem(scheme, torch.bfloat16, 256, 256)
+        every = [(tiles.choose(p.decoder, m, n, k), False) for m in counts]
+        every += [(tiles.choose_grouped(p.decoder, m, 8), True) for m in (64, 128, 256, 512)]
+        kernels += [Kernel(p.decoder, t, "bfloat16", grouped) for t, grouped in every]
+    errors = build(kernels)
+    print(f"{len(set(kernels))} kernels, {len(errors)} not compiled", *errors, sep="\n")
+    dense = [dense_us(n, k, m, torch.bfloat16) for m in counts]
+    print("us, M =", *counts, "\ncublas bf16", *(f"{us:.1f}" for us in dense), flush=True)
+    for scheme in schemes:
+        p = Problem(scheme, torch.bfloat16, n, k, cold=True)
+        weight = exact_weight(p)
+        marks, times = [one_hot(p, weight)], []
+        for m in counts:
+            x = p.tokens(m)
+            marks.append(right(p, p.run(*x), exact_product(p, weight, *x)))
+            times.append(time_tile(p, m, None, True))
+        print(scheme, *(f"{us:.1f}" for us in times), "right" if all(marks) else f"WRONG {marks}")
+    for scheme in schemes:
+        check_experts(scheme)
 
 
 def stress(schemes: list[str], rounds: int = 100) -> int:
@@ -283,6 +318,39 @@ def sweep(args: argparse.Namespace) -> None:
                         "pdl": {t.name: v for t, v in pdl.items()},
                     })  # fmt: skip
                     args.out.write_text(json.dumps(out))
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Time the tiles that the model ranks first, as launched, beside what it says and cuBLAS."""
+    out = []
+    for n, k in args.shapes:
+        dense = {m: dense_us(n, k, m, torch.bfloat16) for m in args.m}
+        for scheme in args.schemes:
+            p = Problem(scheme, torch.bfloat16, n, k, cold=True)
+            for m in args.m:
+                chosen, said = tiles.choose(p.decoder, m, n, k), {}
+                for tile in [chosen, *p.tiles()]:
+                    if tile.tokens < 4 * max(m, 8) and tiles.fits_once(tile, p.decoder, m, n, k):
+                        busy = tiles.cycles(tile, p.decoder, m, n, k)
+                        said[tile] = max(busy, tiles.reading(tile, p.decoder, m, n, k)), busy
+                first = sorted(said, key=said.__getitem__)[: args.most]
+                times = {}
+                for tile in dict.fromkeys([chosen, *first]):
+                    overlap = tiles.overlaps(tile, p.decoder, m, n)
+                    times[tile] = time_tile(p, m, tile, overlap)
+                    out.append({
+                        "scheme": scheme, "n": n, "k": k, "m": m, "tile": tile.name,
+                        "us": times[tile], "cycles": said[tile][0], "dense": dense[m],
+                    })  # fmt: skip
+                best = min(times, key=times.__getitem__)
+                text = " ".join(f"{t.name}={us:.1f}" for t, us in times.items() if t != chosen)
+                print(
+                    f"{scheme} {n}x{k} M={m} dense {dense[m]:.1f} chosen {times[chosen]:.1f} "
+                    f"(x{dense[m] / times[chosen]:.2f}) {chosen.name} best {times[best]:.1f} "
+                    f"| {text}",
+                    flush=True,
+                )
+                args.out.write_text(json.dumps(out))
 
 
 def plausible(tile: Tile, m: int, n: int) -> bool:
@@ -381,8 +449,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "modes", nargs="+", choices=["check", "stress", "experts", "sweep", "table", "host"]
+        "modes",
+        nargs="+",
+        choices=["check", "brief", "stress", "experts", "sweep", "compare", "table", "host"],
     )
+    parser.add_argument("--most", type=int, default=6, help="tiles of a cell that `compare` times")
     parser.add_argument("--schemes", nargs="*", default=SCHEMES)
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--m", type=bench.parse_counts, default=bench.parse_counts(MS))
@@ -397,6 +468,8 @@ def main() -> None:
         start = time.perf_counter()
         if mode == "check":
             check(args.schemes)
+        elif mode == "brief":
+            brief(args.schemes)
         elif mode == "stress":
             stress(args.schemes)
         elif mode == "experts":
@@ -404,6 +477,8 @@ def main() -> None:
                 check_experts(scheme)
         elif mode == "sweep":
             sweep(args)
+        elif mode == "compare":
+            compare(args)
         elif mode == "table":
             table(args)
         else:

@@ -11,6 +11,7 @@ Kernels lie in $ANYBIT_CACHE, so that they can be built elsewhere and carried.
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,7 @@ RTX4090 = Gpu((8, 9), 128, 99 * KB, 100 * KB)
 H200 = Gpu((9, 0), 132, 227 * KB, 228 * KB)
 SCHEMES = ["liquid@int8", "int4:group=128", "fp6"]
 CHECKED = [*SCHEMES, "int8@int8", "int3:group=64,zero", "int8", "sparse", "int4@fp8", "fp6@fp8"]
-SHAPES = [(4096, 14336), (6144, 4096), (4096, 4096), (28672, 4096)]
+SHAPES = [(4096, 14336), (6144, 4096), (4096, 4096), (28672, 4096), (8192, 28672)]
 DTYPE = torch.bfloat16
 CHAINED = 4096  # rows and columns of the weight that chains multiply by
 start = time.perf_counter()
@@ -65,7 +66,7 @@ def checked_kernels(schemes: list[str]) -> Iterator[tuple[str, Kernel]]:
         gpus += [RTX4090] * (scheme in SCHEMES)
         kernels = [k for gpu in gpus for k in tiles.family(d, gpu, CHAINED, "bfloat16")]
         if scheme in SCHEMES:
-            kernels += [narrow(d, m, n) for m in (1, 16) for n in (CHAINED, 6144)]
+            kernels += [narrow(d, m, n) for m in (1, 16) for n in (CHAINED, 6144, 28672)]
         yield from ((scheme, kernel) for kernel in dict.fromkeys(kernels))
 
 
@@ -101,6 +102,7 @@ def hopper_kernels(schemes: list[str], counts: list[int]) -> list[hopper_tiles.K
     found = []
     for scheme in schemes:
         d = decoder_of(scheme)
+        found += scalar_linear.copy_kernels(d)
         for n, k in SHAPES:
             found += [
                 hopper_tiles.Kernel(d, hopper_tiles.choose(d, m, n, k), "bfloat16") for m in counts
@@ -136,15 +138,17 @@ def made(kernel) -> str:
 
 
 def assembled(ptx: str) -> bytes:
-    """A cubin for sm_90 of PTX for an older architecture."""
+    """A cubin for sm_90 of PTX for an older architecture, by CUDA's ptxas or else Triton's."""
     import triton
 
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    ptxas = shutil.which("ptxas") or Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder, "a.ptx"), Path(folder, "a.cubin")
         source.write_text(ptx)
         command = [ptxas, "-arch=sm_90", source, "-o", out]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{ptxas}: {done.stderr}")
         return out.read_bytes()
 
 
@@ -337,12 +341,20 @@ def main() -> None:
     parser.add_argument("mode", choices=["build", "check", "time"])
     parser.add_argument("--schemes", nargs="*", help="instead of the usual ones")
     parser.add_argument("--m", type=bench.parse_counts, default=[1, 4, 16])
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=bench.parse_shape,
+        default=list(SHAPES),
+        help="NxK, as 8192x28672",
+    )
     parser.add_argument("--out", type=Path, default=Path("mma.csv"))
     parser.add_argument("--limit", type=float, default=1e9, help="seconds; then it ends early")
     parser.add_argument("--sweep", action="store_true", help="time more tiles of the mma kernels")
     parser.add_argument("--jobs", type=int, default=16, help="processes that compile")
     args = parser.parse_args()
-    scalar_linear.NARROW = False  # Hopper's own kernels are a contestant
+    SHAPES[:] = args.shapes
+    scalar_linear.narrow = lambda *_: False  # Hopper's own kernels are a contestant
     linear.built = lambda kernel: jit.built(kernel) if kernel.overlap else file_of(kernel)
     checked, timed = args.schemes or CHECKED, args.schemes or SCHEMES
     kernels: list = []

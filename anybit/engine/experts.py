@@ -67,8 +67,7 @@ def experts_of(
 
 
 def backend_of(packed: Packed, activation: str | None, dtype: torch.dtype) -> str:
-    device = packed.planes[0].device
-    return choose(LayerSpec(packed.format, activation, packed.shape, device, dtype))
+    return choose(LayerSpec.of(packed, activation, dtype))
 
 
 def dense(weights: list[Weight]) -> nn.Module | None:

@@ -21,6 +21,8 @@ from anybit.core.format import Entry, Format, Frame, Grid, read_options, registe
 from anybit.core.groups import grouped, groups_of, store_scale, ungroup
 from anybit.formats.microscaling import by_pieces
 from anybit.formats.table4 import IQ4
+from anybit.kernels.cute.decode import Decoder, levels
+from anybit.kernels.cute.tables import looked
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -258,6 +260,12 @@ class KQuant(Format):
         else:
             factor = lang.level(at, 0) * lang.level(at, 2).to(tl.float32)
             return number * factor - lang.level(at, 1) * lang.level(at, 3).to(tl.float32)
+
+    def hopper_decode(self, operand: str) -> Decoder | str:
+        kind = self.kind
+        if self.table:
+            return looked(IQ4, kind.group, operand)
+        return levels(kind.bits, kind.group, operand, kind.below, kind.base)
 
     def _spec_parts(self) -> tuple[str, list[str]]:
         return self.name, self._options(skip=("name",))

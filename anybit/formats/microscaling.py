@@ -17,6 +17,8 @@ from anybit.core.format import Entry, Grid, read_options, register
 from anybit.core.groups import groups_of, round_scale
 from anybit.errors import InvalidInput
 from anybit.formats.minifloat import Minifloat
+from anybit.kernels.cute.decode import Decoder
+from anybit.kernels.cute.tables import folded
 
 ELEMENTS = {"mxfp4": ((2, 1),), "mxfp6": ((2, 3), (3, 2)), "mxfp8": ((4, 3), (5, 2))}
 E4M3_REACH = 256  # of NVFP4's scales: 1.5 times as much, for a group that ends at 4, is below 448
@@ -63,6 +65,12 @@ class Microscaling(Minifloat):
             errors.append((rounded * scale[..., None] - groups).square_().sum(-1))
         first, second = (scale.view(torch.uint8) for scale in stored)  # `where` takes any bytes
         return torch.where(errors[0] <= errors[1], first, second).view(stored[0].dtype)
+
+    def hopper_decode(self, operand: str) -> Decoder | str:
+        e2m1 = (self.exponent, self.mantissa) == (2, 1)
+        if operand == "float8_e4m3fn" and self.group and e2m1:
+            return folded(self.group)
+        return super().hopper_decode(operand)
 
     def _spec_parts(self) -> tuple[str, list[str]]:
         shape = (self.exponent, self.mantissa)
@@ -137,6 +145,11 @@ class NVFP4(Microscaling):
         wanted = torch.where(largest == 0, 1.0, wanted)
         two = [round_scale(wanted / top, torch.float8_e4m3fn) for top in (6, 4)]
         return self._better(groups, two, [self.scales({"scale": s, "row_scale": one}) for s in two])
+
+    def hopper_decode(self, operand: str) -> Decoder | str:
+        if operand == "float8_e4m3fn":
+            return "products of e2m1 and scales in e4m3 have five bits, too many for fp8 weights"
+        return super().hopper_decode(operand)
 
     def _spec_parts(self) -> tuple[str, list[str]]:
         return "nvfp4", self._options(skip=("exponent", "mantissa"))

@@ -20,7 +20,7 @@ from torch import Tensor
 from anybit.core.format import Format, Grid, read_options, register
 from anybit.core.groups import grouped, groups_of, store_scale, ungroup
 from anybit.errors import InvalidInput
-from anybit.kernels.cute.decode import BIAS, LIFT, MANTISSA, Decoder, HalfDecoder
+from anybit.kernels.cute.decode import BIAS, K_TILE, LIFT, MANTISSA, Decoder, HalfDecoder
 
 if TYPE_CHECKING:
     from anybit.kernels.triton import lang
@@ -122,9 +122,11 @@ class Minifloat(Format):
         if operand == "float8_e4m3fn":
             if x > 4 or y > 3:
                 return f"{self.spec!r} does not fit into e4m3"
-            if self.group:
-                return "group scales cannot be multiplied into fp8 weights"
-            return Decoder(operand, (*range(3 - y, 3 + x), 7), shift=7 - self.bias)
+            if self.group % K_TILE:
+                return "scales of small groups cannot be multiplied into fp8 weights"
+            places = (*range(3 - y, 3 + x), 7)
+            shift = 7 - self.bias
+            return Decoder(operand, places, shift, group=self.group, sums=self.group > 0)
         if operand not in MANTISSA:
             return "floating-point weights have no decoder to int8"
         shift = BIAS[operand] - self.bias

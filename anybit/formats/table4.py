@@ -13,6 +13,8 @@ from torch import Tensor
 from anybit.core.format import Entry, Grid, read_options, register
 from anybit.core.groups import groups_of, store_scale
 from anybit.formats.codebook import Codebook
+from anybit.kernels.cute.decode import Decoder
+from anybit.kernels.cute.tables import looked
 
 POSITIVE = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5,
             0.1666666716337204, 0.25)  # fmt: skip
@@ -58,6 +60,9 @@ class Table4(Codebook):
         numbers = torch.tensor(TABLES[self.table], device=w.device).view(1, 16, 1)
         scale = groups_of(w, self.group).abs().amax(-1) / numbers.abs().max()
         return {"scale": store_scale(scale), "codebook": numbers}
+
+    def hopper_decode(self, operand: str) -> Decoder | str:
+        return looked(TABLES[self.table], self.group, operand)
 
     def _spec_parts(self) -> tuple[str, list[str]]:
         return self.table, self._options(skip=("m", "v", "b", "table"))

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from anybit.core.format import Format
+from anybit.core.groups import grouped
 from anybit.core.packed import Packed
 from anybit.errors import InvalidType
 
 HALVES = (torch.float16, torch.bfloat16)  # activations that kernels for GPUs multiply
+ROWS_AT_ONCE = 1 << 24  # weights whose groups are looked at together
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # codes of quantized activations
 
 
@@ -24,6 +26,7 @@ class LayerSpec(NamedTuple):
         device: where the layer is.
         dtype: of the activations; None: not known yet.
         decoded: whether a decoded copy of the weight may be held.
+        octaves: of the weight, see `octaves`; 0: not known.
     """
 
     format: Format
@@ -32,6 +35,19 @@ class LayerSpec(NamedTuple):
     device: torch.device
     dtype: torch.dtype | None = None
     decoded: bool = True
+    octaves: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        packed: Packed,
+        activation: str | None,
+        dtype: torch.dtype | None = None,
+        decoded: bool = True,
+    ) -> "LayerSpec":
+        """A layer with this weight."""
+        device, most = packed.planes[0].device, octaves(packed, activation)
+        return cls(packed.format, activation, packed.shape, device, dtype, decoded, most)
 
 
 class Prepared(NamedTuple):
@@ -120,8 +136,8 @@ class Backend(Protocol):
 class Grouped(Protocol):
     """What a backend has besides if it multiplies many experts at once."""
 
-    def most_experts(self, fmt: Format) -> int:
-        """How many weights of a format it multiplies at once; 0: it does not."""
+    def most_experts(self, layer: LayerSpec) -> int:
+        """How many such weights, which it takes, it multiplies at once; 0: one by one."""
 
     def prepare_experts(
         self, experts: Sequence[Packed], activation: str | None, dtype: torch.dtype | None = None
@@ -144,6 +160,26 @@ class Grouped(Protocol):
         Returns:
             (M, N) in x's dtype; rows that are no expert's hold anything.
         """
+
+
+def octaves(packed: Packed, activation: str | None) -> int:
+    """Powers of two that the scales of a row's groups lie apart, where 8-bit weights hold them.
+
+    Groups without a weight other than 0 do not count. 0 where scales are applied to sums.
+    """
+    scale = packed.grid["scale"]
+    if activation != "fp8" or not packed.format.group or scale.is_meta:
+        return 0
+    most, step = 0, max(1, ROWS_AT_ONCE // packed.shape[1])
+    for first in range(0, packed.shape[0], step):
+        rows = packed.rows(slice(first, first + step))
+        scales = rows.grid["scale"].float().abs()
+        live = grouped(rows.values() != 0, scales).any(-1)
+        _, exponent = torch.frexp(scales)
+        high = torch.where(live, exponent, -(1 << 10)).amax(1)
+        low = torch.where(live, exponent, 1 << 10).amin(1)
+        most = max(most, int((high - low).max()))
+    return most
 
 
 def check_half(x: Tensor | Activations, backend: str) -> None:

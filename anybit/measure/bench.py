@@ -140,7 +140,7 @@ def anybit_case(scheme: str, dtype: torch.dtype, backend: str | None = None) -> 
             weight = QuantLinear(packed, None, activation, dtype)
             run = lambda layer, x: layer(x)  # noqa: E731
         else:
-            reason = refusals(LayerSpec(packed.format, activation, packed.shape, w.device))[backend]
+            reason = refusals(LayerSpec.of(packed, activation))[backend]
             if reason is not None:
                 raise Refused(reason)
             module = get_backend(backend)

@@ -1,12 +1,13 @@
 """Weights that are multiplied together: side by side as one, or of many experts in one product."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from anybit.core.packed import Packed, stack
-from anybit.kernels.backend import Grouped, Prepared
+from anybit.kernels.backend import Grouped, LayerSpec, Prepared, octaves
 from anybit.kernels.registry import grouped
 from anybit.nn.around import Around
 from anybit.nn.sharding import same
@@ -77,7 +78,10 @@ def group(
     ):
         return None
     stored = [one.stored() for one in packed]
-    kernels = grouped(choose(stored[0], activation))
-    if kernels is None or len(stored) > kernels.most_experts(stored[0].format):
+    widest = max(stored, key=partial(octaves, activation=activation))  # the hardest to multiply
+    kernels = grouped(choose(widest, activation))
+    if kernels is None or len(stored) > kernels.most_experts(
+        LayerSpec.of(widest, activation, dtype)
+    ):
         return None
     return QuantExperts(kernels, kernels.prepare_experts(stored, activation, dtype), around)

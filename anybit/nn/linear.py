@@ -161,7 +161,7 @@ class QuantLinear(nn.Module):
         self.kernel_scheme = scheme_name(packed.format, self.activation)
         dtype = dtype or self.dtype
         decoded = self._may_decode(dtype or torch.get_default_dtype(), device)
-        layer = LayerSpec(packed.format, self.activation, packed.shape, device, self.dtype, decoded)
+        layer = LayerSpec.of(packed, self.activation, self.dtype, decoded)
         self.backend = "dense" if self.keep == "decoded" else choose(layer)
         kernels = get_backend(self.backend)
         if decoded and dtype is None and kernels.decodes(self.activation):

@@ -11,17 +11,34 @@ from torch import Tensor
 
 import anybit
 from anybit.core.format import Format, get_format
+from anybit.core.groups import ungroup
 from anybit.formats.integer import Integer
 from anybit.formats.minifloat import Minifloat
+from anybit.kernels.backend import LayerSpec
+from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder, decoder, number
 from anybit.kernels.cute.lang import Word, planes, tiling
 from anybit.kernels.cute.pack import ROWS, fragment, pack
+from anybit.kernels.reference import operand_weight
 from tests.specs import SPECS
 
 OPERANDS = ("int8", "float16", "bfloat16", "float8_e4m3fn")
+TRELLIS = (
+    *(f"trellis:bits={bits}" for bits in (1, 3, 4, 5, 6, 7, 8)),
+    *(f"trellis:bits={bits},code=pair8" for bits in (1, 2, 3)),
+    "trellis:bits=1,code=mul1",
+    "trellis:bits=4,code=3inst",
+)
 PAIRS = [
     (spec, operand)
-    for spec in (*SPECS, "int4:group=256", "int8:zero", "int8:group=128,zero")
+    for spec in (
+        *SPECS,
+        "int4:group=256",
+        "fp8:group=128",
+        "int8:zero",
+        "int8:group=128,zero",
+        *TRELLIS,
+    )
     for operand in OPERANDS
     if not isinstance(decoder(get_format(spec), operand), str)
 ]
@@ -67,33 +84,56 @@ def emulate(blobs: torch.Tensor, d: Decoder) -> torch.Tensor:
         registers = np.stack([r.bits for r in d.registers(codes, constants)], -1)
         out.append(torch.from_numpy(registers.view(np.int32).copy()))
     bits = torch.stack(out, -2)  # tile, K tile, warpgroup, thread, half, register
-    return unfragment(bits.view(getattr(torch, d.operand)).to(torch.float64), d.slot)
+    values = bits.view(getattr(torch, d.operand)).to(torch.float64)
+    if d.sums:
+        found = d.scales([Word(grid[:, :, :, pair, 0, i].copy()) for i in range(2)])
+        rows = torch.stack([torch.from_numpy(w.bits.view(np.float32)) for w in found], -1)
+        values = values * rows[..., None, torch.arange(32) // (32 // d.slot) % 2]
+    return unfragment(values, d.slot)
+
+
+def columns_of(fmt: Format) -> int:
+    """The fewest columns of a weight; two at least."""
+    return max(2, fmt.tile[1], *(entry.group for entry in fmt.entries().values()))
 
 
 @pytest.mark.parametrize(("spec", "operand"), PAIRS)
-def test_threads_hold_the_weights(spec: str, operand: str) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_threads_hold_the_weights(spec: str, operand: str, whole: bool) -> None:
+    """In whole K tiles, and where the last has a group of columns."""
     d = decoder(get_format(spec), operand)
     assert isinstance(d, Decoder)
     torch.manual_seed(0)
-    packed = anybit.quantize_tensor(torch.randn(130, 512), spec)
-    codes = torch.randint_like(packed.codes(), 2**packed.format.bits)  # every code, not likely ones
-    if isinstance(packed.format, Minifloat) and packed.format.bits == 8:  # no NaN, no infinity
-        codes = codes & 0x80 | (codes & 0x7F).clamp_max(packed.format.largest_code)
+    fmt = get_format(spec)
+    k = 512 if whole else 256 + columns_of(fmt)
+    shape = 144, k
+    w = torch.randn(shape)
+    grid = fmt.fit(w)
+    codes = torch.randint(2**fmt.bits, (144, k // fmt.width * fmt.books), dtype=torch.uint8)
+    if isinstance(fmt, Minifloat) and fmt.bits == 8:  # no NaN, no infinity
+        codes = codes & 0x80 | (codes & 0x7F).clamp_max(fmt.largest_code)
     if spec.startswith("liquid"):  # codes that quantization makes: sums stay within a byte
-        codes = packed.codes()
-    packed = anybit.Packed.from_codes(packed.format, packed.shape, codes, packed.grid)
+        codes = fmt.encode(w, grid)
+    packed = anybit.Packed.from_codes(fmt, shape, codes, grid)
 
     blobs = pack(packed, d)
-    operands = emulate(blobs, d)[:130]
+    operands = emulate(blobs, d)[:144]
+    assert operands[:, k:].isfinite().all()  # meets zeros
+    operands = operands[:, :k]
     got = (operands - d.row_zero(packed)[:, None]) if d.operand == "uint8" else operands
     got = got * d.row_scale(packed)[:, None].double()
-    want = packed.dequantize().double()
+    dtype = torch.bfloat16 if d.operand == "bfloat16" else torch.float32
+    want = operand_weight(packed, dtype).double()  # few values are no bf16 numbers
     if d.grid_words and d.operand in MANTISSA:
-        # One rounding of the scale (if the operand has fewer bits than fp16) and one of the
-        # product; below the smallest normal number the error stops shrinking.
+        # One rounding of the scale (if the operand has fewer bits than it), one of a table's
+        # number and one of the product; below the smallest normal number the error stops shrinking.
         info = torch.finfo(getattr(torch, d.operand))
-        relative = info.eps / 2 * (1 if d.operand == "float16" else 2.01)
-        bound = want.abs() * relative
+        frame = packed.format.frame(packed.grid)
+        rounded = 1 + (d.operand == "bfloat16" or frame is not None) + ("codebook" in packed.grid)
+        bound = want.abs() * info.eps / 2 * rounded * 1.005
+        if frame is not None and frame.shift is not None:  # each is rounded
+            parts = frame.numbers.abs().max() * frame.factor.abs() + frame.shift.abs()
+            bound += ungroup(parts[..., None].expand(-1, -1, 512 // parts.shape[1])) * info.eps / 2
         bound += d.row_scale(packed)[:, None].double() * info.smallest_normal * info.eps
         assert bool(((got - want).abs() <= bound).all())
     else:
@@ -143,6 +183,8 @@ def test_formats_without_a_decoder_say_why() -> None:
     assert refusal("codebook", "float16") == "Codebook has no hopper_decode"
     assert "takes 16, 32, 64 and multiples of 128" in refusal("int4:group=8", "float16")
     assert "takes 32, 64 and multiples of 128" in refusal("nvfp4", "float8_e4m3fn")
+    assert "have five bits" in refusal("nvfp4:group=32", "float8_e4m3fn")
+    assert "no decoder to int8" in refusal("mxfp4", "int8")
     assert "2 to 5" in refusal("int8", "float8_e4m3fn")
     assert "use a scale per row" in refusal("int4:group=64", "int8")
 
@@ -159,3 +201,39 @@ def test_numbers_are_refused_where_they_do_not_fit() -> None:
     assert "one code per weight" in refusal(get_format("sparse"), "float16")
     with pytest.raises(ValueError, match=r"has zero points, so .* leave out minus=8"):
         number(get_format("int4:zero"), "float16", minus=8)
+
+
+def spread(octaves: int) -> anybit.Packed:
+    """mxfp4 whose rows have groups so many powers of two apart; and one without a weight."""
+    fmt = get_format("mxfp4")
+    codes = torch.arange(16, dtype=torch.uint8).repeat(128, 8 * 2)
+    scale = torch.full((128, 8), 120, dtype=torch.uint8)
+    scale[:, 3] += octaves
+    scale[:, 5], codes[:, 5 * 32 : 6 * 32] = 0, 8  # -0
+    return anybit.Packed.from_codes(
+        fmt, (128, 256), codes, {"scale": scale.view(torch.float8_e8m0fnu)}
+    )
+
+
+def test_powers_of_two_are_folded_as_far_as_fp8_reaches() -> None:
+    d = decoder(get_format("mxfp4"), "float8_e4m3fn")
+    assert isinstance(d, Decoder)
+    for octaves in range(12):
+        packed = spread(octaves)
+        got = emulate(pack(packed, d), d)[:128] * d.row_scale(packed)[:, None].double()
+        assert torch.equal(got, packed.dequantize().double())
+    with pytest.raises(ValueError, match="more than 11 powers of two apart"):
+        pack(spread(12), d)
+
+
+def test_a_layer_whose_scales_lie_too_far_apart_is_refused() -> None:
+    def refusal(octaves: int, activation: str | None) -> str:
+        layer = LayerSpec.of(spread(octaves), activation, torch.bfloat16)
+        return operands.refuse_format(layer) or ""
+
+    assert "powers" not in refusal(40, None)
+    assert "powers" not in refusal(11, "fp8")
+    assert (
+        refusal(12, "fp8")
+        == "scales of a row are 12 powers of two apart; 11 fit into 8-bit weights"
+    )

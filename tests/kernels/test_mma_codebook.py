@@ -76,7 +76,7 @@ class Case:
 
 CASES = [
     Case(4, 1, 128, HALF, CodebookTile(8, 4, 2, 16, 3), (5, 40, 896), teams=2),
-    Case(4, 1, 0, BRAIN, CodebookTile(16, 8, 1, 8, 2), (17, 24, 640), splits=2),
+    Case(4, 1, 0, BRAIN, CodebookTile(16, 8, 1, 8, 2), (17, 24, 616), splits=2),
     Case(8, 2, 128, BRAIN, CodebookTile(8, 8, 1, 8, 2), (7, 16, 1280), splits=2),
     Case(16, 3, 128, HALF, CodebookTile(8, 4, 1, 2, 2), (1, 24, 1024)),
     Case(8, 1, 1024, HALF, CodebookTile(8, 4, 1, 4, 2), (9, 24, 1024), 1, 1, "sm_90", True),

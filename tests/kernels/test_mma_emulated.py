@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
+from anybit.kernels.cute import operands
 from anybit.kernels.mma import tiles
 from anybit.kernels.mma.tiles import DECODE, Tile
 from anybit.kernels.reference import operand_weight
@@ -29,8 +31,10 @@ CASES: list[Case] = [
     ("int4:group=128", BRAIN, Tile(16, 1, 8, 2, kind="narrow"), (13, 24, 1152), 0, "sm_80", False),
     ("fp6", HALF, NARROW, (3, 32, 640), 0, "sm_90", True),
     ("fp6@fp8", BRAIN, Tile(16, 2, 4, 3, kind="narrow"), (16, 32, 512), 0, "sm_89", False),
+    ("mxfp4@fp8", BRAIN, NARROW, (5, 40, 384), 0, "sm_89", False),
     ("liquid@int8", BRAIN, Tile(16, 2, 4, 3), (17, 136, 384), 2, "sm_80", False),
     ("int3:group=32,zero", HALF, Tile(32, 2, 4, 3), (20, 136, 256), 3, "sm_86", False),
+    ("trellis@int8", HALF, NARROW, (1, 48, 256), 0, "sm_80", False),
 ]
 FORMATS = {  # all kinds of decoders, and the architecture that their products need
     "sm_80": [
@@ -38,7 +42,7 @@ FORMATS = {  # all kinds of decoders, and the architecture that their products n
         "int8:zero", "int5:group=64", "int4:group=128", "int3:group=32,zero", "int1", "fp8", "fp6",
         "fp5:group=64", "fp4", "fp:e2m1", "sparse", "sparse:group=64",
     ],
-    "sm_89": ["int4@fp8", "fp6@fp8"],
+    "sm_89": ["int4@fp8", "fp6@fp8", "mxfp4@fp8"],
 }  # fmt: skip
 
 
@@ -47,8 +51,8 @@ def every() -> Iterator[Case]:
     for architecture, schemes in FORMATS.items():
         for scheme in schemes:
             for dtype in (HALF, BRAIN):
-                yield scheme, dtype, NARROW, (5, 40, 896), 0, architecture, False
-                yield scheme, dtype, Tile(32, 2, 4, 3), (33, 136, 384), 5, architecture, False
+                yield scheme, dtype, NARROW, (5, 48, 896), 0, architecture, False
+                yield scheme, dtype, Tile(32, 2, 4, 3), (33, 144, 384), 5, architecture, False
     for scheme in ("liquid@int8", "int4:group=64,zero", "fp6"):
         d = kernel_of(scheme, BRAIN, NARROW).decoder
         for gpu in GPUS.values():
@@ -121,6 +125,58 @@ def test_int8_sums_are_exact() -> None:
     want = (total.float() * (layout[1][:72] * scale[:, None])).to(BRAIN)
     for grid in (1, 3):
         assert torch.equal(emulated.run(x, layout, 72, grid=grid), want)
+
+
+EXPERTS = [  # scheme, tile, (N, K), tokens of each expert, CTAs
+    ("liquid@int8", Tile(8, 2, 4, 3, kind="experts"), (136, 256), (0, 3, 0, 9, 0), 3),
+    ("int4:group=128", Tile(16, 2, 4, 2, kind="experts"), (40, 256), (2, 0, 17), 9),
+]  # fmt: skip
+if EVERY_KERNEL:
+    EXPERTS += [
+        (scheme, Tile(tokens, 2, 4, 2, kind="experts"), (264, 384), (0, 70, 3, 0), 5)
+        for scheme in FORMATS["sm_80"] for tokens in (8, 16, 32, 64)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXPERTS, ids=lambda c: f"{c[0]}-{c[1].name}")
+def test_experts(case: tuple[str, Tile, tuple[int, int], tuple[int, ...], int]) -> None:
+    """Tokens sorted by expert: some experts have none, some have more than a tile.
+
+    Rows behind the last expert's are nobody's, and nobody writes them.
+    """
+    scheme, tile, (n, k), counts, grid = case
+    torch.manual_seed(0)
+    emulated = Emulated(scheme, BRAIN, kernel_of(scheme, BRAIN, tile))
+    experts = [emulated.weight(n, k) for _ in counts]
+    given = operands.prepare_experts(experts, emulated.activation, BRAIN)
+    ends = [*accumulate(counts)]
+    x = emulated.tokens(ends[-1] + 2, k)
+    starts = torch.tensor([0, *ends], dtype=torch.int32)
+    y = emulated.run(x, list(given.layout), n, grid=grid, starts=starts)
+    want = torch.cat([
+        product(operand_weight(e, BRAIN), tuple(t if t is None else t[a:b] for t in x))
+        for e, (a, b) in zip(experts, pairwise([0, *ends]), strict=True)
+    ])  # fmt: skip
+    assert not y[: ends[-1]].isnan().any()
+    assert y[ends[-1] :].isnan().all()
+    assert (y[: ends[-1]].double() - want).norm() / want.norm() < 5e-3
+    if scheme == "liquid@int8":  # whatever the order of events
+        again = emulated.run(x, list(given.layout), n, grid=grid, seed=1, starts=starts)
+        assert torch.equal(y[: ends[-1]], again[: ends[-1]])
+
+
+def test_no_expert_has_tokens() -> None:
+    tile = Tile(8, 2, 4, 3, kind="experts")
+    emulated = case_of(tile)
+    experts = [emulated.weight(8, 128) for _ in range(256)]
+    given = operands.prepare_experts(experts, "int8", BRAIN)
+    x = emulated.tokens(2, 128)
+    starts = torch.zeros(257, dtype=torch.int32)
+    assert emulated.run(x, list(given.layout), 8, grid=1, starts=starts).isnan().all()
+    starts[256] = 2  # all are the last one's
+    y = emulated.run(x, list(given.layout), 8, grid=1, starts=starts)
+    want = product(operand_weight(experts[-1], BRAIN), x)
+    assert (y.double() - want).norm() / want.norm() < 5e-3
 
 
 MUTANTS = {  # in a narrow kernel and in one whose CTAs share a tile: what is broken

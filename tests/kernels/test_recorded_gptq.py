@@ -16,7 +16,7 @@ from tests.conftest import DEVICE
 from tests.specs import SCALAR
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="graphs are recorded on GPUs only")
-N, K = 96, 384  # three blocks of columns
+N, K = 96, 512  # four blocks of columns
 
 
 @dataclass(frozen=True)

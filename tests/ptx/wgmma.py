@@ -41,8 +41,9 @@ def multiply(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
     a_type, b_type = i.op.split(".")[-2:]
     d = names(i.args[0])
     a = names(i.args[1]) if i.args[1].startswith("{") else []
-    if (s.read(w, i.args[3]) == 0).any():
-        raise PtxError("only accumulating WGMMAs are known")
+    adds = s.read(w, i.args[3]) != 0
+    if adds.any() != adds.all():
+        raise PtxError("a WGMMA adds to what it finds in some lanes only")
     if any(int(x) != int(k < 2) for k, x in enumerate(i.args[4:])):
         raise PtxError("only plain WGMMAs are known: no negation, no transposition")
     if unfenced := w.touched.intersection([*d, *a]):
@@ -68,7 +69,8 @@ def multiply(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
         product = left @ numbers(w.cta, tiles[0], b_type).T  # (16, n), exactly
         for at, name in enumerate(d):
             row, column = LANES // 4 + 8 * (at // 2 % 2), LANES % 4 * 2 + at % 2
-            part, old = product[row, at // 4 * 8 + column], w.registers[name]
+            part = product[row, at // 4 * 8 + column]
+            old = w.registers[name] if adds.all() else np.zeros(len(LANES), np.uint64)
             if ".s32." in i.op:
                 total = np.clip(signed(old, 32) + part.astype(np.int64), -(1 << 31), (1 << 31) - 1)
                 w.registers[name] = total.astype(np.uint64) & MASK[32]

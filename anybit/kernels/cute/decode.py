@@ -59,6 +59,7 @@ class Decoder:
         shift: operand = value * 2**-shift; joins the row's scale.
         group: Columns that share grid words, a divisor or a multiple of 128; 0 when there are none.
         middle: What the epilogue subtracts from unsigned codes, times the sum of the activations.
+        sums: Scales of groups multiply the sums of a K tile, in fp32; grid words hold them.
     """
 
     operand: str
@@ -66,10 +67,11 @@ class Decoder:
     shift: int = 0
     group: int = 0
     middle: int = 0
+    sums: bool = False
 
-    grid_words = 0  # 32-bit words for each group of two rows, g and g + 8 of a fragment
     finishing = 0  # instructions of `finish`
     preparing = 0  # instructions of `constants`
+    octaves = 1 << 10  # powers of two that the scales of a row may lie apart
     table_bytes = 0  # of a table in shared memory, for `begin` of a main loop of its own
 
     @property
@@ -77,9 +79,24 @@ class Decoder:
         return len(self.places)
 
     @property
+    def grid_words(self) -> int:
+        """32-bit words for each group of two rows, g and g + 8 of a fragment."""
+        return 2 * self.sums
+
+    @property
     def slot(self) -> int:
         """Bits of an operand element."""
         return 16 if self.operand in MANTISSA else 8
+
+    @property
+    def held(self) -> int:
+        """Bits of the element in whose fragments (`pack.fragment`) threads hold stored codes."""
+        return self.slot
+
+    @property
+    def cost(self) -> float:
+        """Time of decoding, in that of a code of one plane."""
+        return len(planes(self.places, self.slot))
 
     @property
     def verbatim(self) -> bool:
@@ -153,10 +170,17 @@ class Decoder:
 
     def grid(self, packed: Packed) -> Tensor | None:
         """Grid words (N, groups, grid_words) of 16 bits for each row, as int32."""
-        return None
+        if not self.sums:
+            return None
+        bits = packed.grid["scale"].float().contiguous().view(torch.int32)
+        return torch.stack((bits & 0xFFFF, bits >> 16 & 0xFFFF), -1)
 
     def row_scale(self, packed: Packed) -> Tensor:
         """(N,) fp32: what an output is multiplied by."""
+        if self.sums:
+            factor = packed.format.row_factor(packed.grid)
+            rows = torch.ones(packed.shape[0], device=packed.planes[0].device)
+            return (rows if factor is None else factor.flatten()) * 2.0**self.shift
         return packed.format.scales(packed.grid).flatten() * 2.0**self.shift
 
     def row_zero(self, packed: Packed) -> Tensor:
@@ -215,6 +239,11 @@ class Decoder:
         """A group's grid words -> what `finish` wants for row g and for row g + 8."""
         return (), ()
 
+    def scales(self, words: list[Word]) -> tuple[Word, Word]:
+        """A K tile's grid words -> scales of its sums, fp32, for row g and for row g + 8."""
+        low, high = words
+        return bytes_of(low, 0x5410, high), bytes_of(low, 0x7632, high)
+
     def finish(self, register: Word, row: Constants) -> Word:
         return register
 
@@ -234,7 +263,7 @@ class HalfDecoder(Decoder):
     zeros: bool = False
 
     @property
-    def grid_words(self) -> int:  # type: ignore[override]
+    def grid_words(self) -> int:
         return (1 + self.zeros) if self.group or self.zeros else 0
 
     @property
@@ -294,6 +323,67 @@ class HalfDecoder(Decoder):
         if self.center:
             return fma2(register, row[0], row[1], dtype)
         return mul2(register, row[0], dtype)
+
+
+@dataclass(frozen=True)
+class Levels(HalfDecoder):
+    """fp16 or bf16: code * factor + shift, as a format's `frame` has them, or code * scale.
+
+    Both are rounded to the operand's dtype, in units of a power of two of the row, and the sum once
+    more.
+
+    Attributes:
+        shifts: Groups have shifts; without, codes have a center.
+    """
+
+    shifts: bool = False
+
+    @property
+    def grid_words(self) -> int:
+        return (1 + self.shifts) if self.group else 0
+
+    @property
+    def finishing(self) -> int:  # type: ignore[override]
+        return 1
+
+    def grid(self, packed: Packed) -> Tensor | None:
+        if not self.group:
+            return None
+        factor, shift, unit = self._frame(packed)
+        parts = [factor / unit * 2.0**self.lift]
+        if shift is not None:
+            parts.append(shift / unit * 2.0 ** (self.lift - self.shift))
+        dtype = getattr(torch, self.operand)
+        words = torch.stack(parts, -1).to(dtype).view(torch.int16)
+        return words.to(torch.int32) & 0xFFFF
+
+    def row_scale(self, packed: Packed) -> Tensor:
+        fmt, grid = packed.format, packed.grid
+        if not self.group:
+            return super().row_scale(packed)
+        more = fmt.row_factor(grid) if fmt.frame(grid) is None else fmt.scales(grid)
+        unit = self._frame(packed)[2]
+        unit = unit if more is None else unit * more
+        return unit.flatten() * 2.0 ** (self.shift - self.lift)
+
+    def _frame(self, packed: Packed) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Factors and shifts (N, groups), and the unit of each row (N, 1)."""
+        frame = packed.format.frame(packed.grid)
+        factor, shift = packed.grid["scale"].float(), None
+        if frame is not None:
+            factor, shift = frame.factor, frame.shift
+        largest = factor.abs().amax(1, keepdim=True)
+        if shift is not None:
+            low = shift.abs().amax(1, keepdim=True) * 2.0**-self.bits
+            largest = torch.maximum(largest, low)
+        _, exponent = torch.frexp(largest)
+        unit = torch.ldexp(torch.ones_like(largest), torch.where(largest == 0, 0, exponent))
+        return factor, shift, unit
+
+    def finish(self, register: Word, row: Constants) -> Word:
+        if self.shifts:
+            return fma2(register, row[0], row[1], self.operand)
+        return super().finish(register, row)
 
 
 @dataclass(frozen=True)
@@ -361,13 +451,14 @@ def number(fmt: Format, operand: str, minus: int = 0, times: int = 1) -> Decoder
             return f"whole numbers of {width} bits do not fit into bytes"
         return Decoder("uint8", tuple(range(low, width)), middle=minus)
     if operand not in MANTISSA:
-        if fmt.group or zeros:
-            return "group scales and zero points cannot be multiplied into fp8 weights"
+        if fmt.group % K_TILE or zeros:
+            return "zero points and scales of small groups cannot be multiplied into fp8 weights"
         if not 2 <= fmt.bits <= 5:
             return f"whole numbers of {fmt.bits} bits do not fit into e4m3; it takes 2 to 5"
         if (minus, times) != (2 ** (fmt.bits - 1), 1):
             return f"e4m3 takes codes of {fmt.bits} bits minus {2 ** (fmt.bits - 1)} only"
-        return SignedDecoder(operand, (*range(fmt.bits - 1), 7), shift=9)
+        places = (*range(fmt.bits - 1), 7)
+        return SignedDecoder(operand, places, shift=9, group=fmt.group, sums=fmt.group > 0)
     # As a subnormal, a code is the code times 2**(1 - bias - mantissa bits); one bit more than the
     # mantissa still is, since the exponent's first step continues it without a gap.
     if width > MANTISSA[operand] + 1:
@@ -382,6 +473,31 @@ def number(fmt: Format, operand: str, minus: int = 0, times: int = 1) -> Decoder
         lift=min(shift, LIFT[operand]),
         center=minus,
         zeros=zeros,
+    )
+
+
+def levels(bits: int, group: int, operand: str, below: int, shifts: bool) -> Decoder | str:
+    """The decoder of whole numbers with a factor for each group, and a shift or none.
+
+    Args:
+        bits: Of a code.
+        group: Columns that share them.
+        operand: As in `decoder`.
+        below: What is subtracted from codes that have no shifts.
+        shifts: Whether `Format.frame` has shifts.
+    """
+    if operand not in MANTISSA:
+        return f"factors of groups cannot be multiplied into weights for {operand}"
+    first = MANTISSA[operand] - bits  # as in `number`
+    shift = BIAS[operand] - 1 + bits
+    return Levels(
+        operand,
+        tuple(range(first, first + bits)),
+        shift=shift,
+        group=group,
+        lift=min(shift, LIFT[operand]),
+        center=0 if shifts else below,
+        shifts=shifts,
     )
 
 

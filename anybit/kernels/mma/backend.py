@@ -5,6 +5,8 @@ were measured on few GPUs, so each must pass a self-test on the GPU at hand befo
 (`selftest.py`).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,10 +33,14 @@ own_layout = True
 
 
 def refuse(layer: LayerSpec) -> str | None:
-    books = layer.format.lookup is not None
+    books = codebooks.takes(layer.format)
     refuse_format = codebooks.refuse_format if books else operands.refuse_format
     if reason := refuse_vendor() or refuse_dtype(layer.dtype) or refuse_format(layer):
         return reason
+    for dtype in () if books else operands.NAMES if layer.dtype is None else [layer.dtype]:
+        operand = getattr(torch, operands.operand_of(layer.activation, dtype))
+        if operands.decoder_for(layer.format, operand).sums:
+            return "scales of groups cannot be multiplied into fp8 weights, nor into sums here"
     gpu, name = gpu_of(layer.device), torch.cuda.get_device_name(layer.device)
     if gpu.capability[0] == 9:
         return "on an H100 or H200, `hopper` has kernels of its own"
@@ -62,12 +68,35 @@ def prepare(
     decoded: bool = False,
 ) -> Prepared:
     """See `operands.prepare` and `cells.prepare`."""
-    make = operands.prepare if packed.format.lookup is None else codebooks.prepare
+    make = codebooks.prepare if codebooks.takes(packed.format) else operands.prepare
     return make(packed, activation, dtype)
+
+
+def most_experts(layer: LayerSpec) -> int:
+    """None where their kernels do not fit, or fail their own self-test."""
+    if layer.dtype not in operands.NAMES or operands.refuse_format(layer):  # codebooks as well
+        return 0
+    kernels = selftest.kernels_of(layer, layer.dtype, gpu_of(layer.device), experts=True)
+    missing = missing_kernels([kernel_file(kernel) for kernel in kernels])
+    usable = kernels and not missing and not selftest.refuse(layer, kernels, experts=True)
+    return operands.MOST_EXPERTS if usable else 0
+
+
+def prepare_experts(
+    experts: Sequence[Packed], activation: str | None, dtype: torch.dtype | None = None
+) -> Prepared:
+    """See `operands.prepare_experts`."""
+    return operands.prepare_experts(experts, activation, dtype)
+
+
+def linear_experts(x: Tensor, starts: Tensor, prepared: Prepared) -> Tensor:
+    """x (M, K) in fp16 or bf16, sorted by expert -> (M, N)."""
+    check_half(x, "mma")
+    return products.linear_experts(x, starts, prepared)
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """x (M, K) in fp16 or bf16 -> (M, N)."""
     check_half(x, "mma")
-    family = products if prepared.format.lookup is None else codebooks
+    family = codebooks if codebooks.takes(prepared.format) else products
     return family.linear(x, prepared, bias)

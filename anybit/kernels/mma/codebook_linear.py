@@ -20,6 +20,12 @@ from anybit.kernels.mma.linear import zeros
 from anybit.kernels.mma.tiles import Gpu, gpu_of
 
 
+@cache
+def takes(fmt: Format) -> bool:
+    """Whether a format's values are rows of a table, and it has no decoder."""
+    return fmt.hopper_decode is None and any(entry.table for entry in fmt.entries().values())
+
+
 def refuse_format(layer: LayerSpec) -> str | None:
     """Why no kernel multiplies a layer of this format and shape, or None."""
     return layout.refuse(layer) or layout.refuse_dense()
@@ -86,7 +92,7 @@ def multiply(
     book = books[x.dtype == torch.bfloat16]
     tensors = (blocks, book, row_scale, bias, y, work, counters)
     found = loaded(kernel, device.index)
-    found.launch(x, tensors, n, grid, kernel.overlap, splits=splits)
+    found.launch(x, tensors, n, grid, kernel.overlap, splits)
     return y
 
 

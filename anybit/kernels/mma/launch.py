@@ -11,6 +11,7 @@ from anybit.kernels.cute.driver import CARVEOUT, Launcher, call
 
 POINTERS = (
     "x", "w", "row_scale", "row_zero", "token_scale", "token_sum", "bias", "y", "work", "counters",
+    "starts",
 )  # fmt: skip
 
 
@@ -18,16 +19,14 @@ OF_CODEBOOKS = "x", "w", "book", "row_scale", "bias", "y", "work", "counters"
 
 
 class MmaArguments(ctypes.Structure):
-    """The parameters of `narrow.py`, `gemm.py` and `decode.py`.
-
-    work and counters are `gemm.py`'s alone.
-    """
+    """The parameters of all but `codebook.py`; work and what follows it are `gemm.py`'s alone."""
 
     _fields_ = [
         *((name, c_uint64) for name in POINTERS),
         ("m", c_int32),
         ("n", c_int32),
         ("k", c_int32),
+        ("experts", c_int32),
     ]
 
 
@@ -48,6 +47,7 @@ class MmaLauncher(Launcher):
 
     arguments: ClassVar[type[ctypes.Structure]] = MmaArguments
     pointers: ClassVar[tuple[str, ...]] = POINTERS
+    last: ClassVar[str] = "experts"
 
     def __init__(self, path: Path, device: int):
         super().__init__(path, device)
@@ -60,22 +60,21 @@ class MmaLauncher(Launcher):
         n: int,
         grid: int,
         overlap: bool,
-        **numbers: int,
+        last: int = 0,
     ) -> None:
         """Launch on the current stream of x's device.
 
         tensors: those of `pointers` behind x, None for none. overlap: begin before the previous
-        kernel of the stream has finished; the kernel must be made for that. numbers: that these
-        parameters have besides.
+        kernel of the stream has finished; the kernel must be made for that. last: the last
+        parameter.
         """
         frame = self.frame()
         a = frame.arguments
         a.m, a.k = x.shape
         a.n = n
+        setattr(a, self.last, last)
         for name, tensor in zip(self.pointers, (x, *tensors), strict=True):
             setattr(a, name, 0 if tensor is None else tensor.data_ptr())
-        for name, number in numbers.items():
-            setattr(a, name, number)
         frame.start(grid, overlap, x.device.index)
 
 
@@ -84,3 +83,4 @@ class CodebookLauncher(MmaLauncher):
 
     arguments = CodebookArguments
     pointers = OF_CODEBOOKS
+    last = "splits"

@@ -15,7 +15,7 @@ from cutlass import Int32, Int64, const_expr
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.ptx import load_shared, store_shared
 from anybit.kernels.mma.product import Product
-from anybit.kernels.mma.ptx import commit, copy, copy_if, wait
+from anybit.kernels.mma.ptx import commit, copy, copy_if, copy_or_zero, wait
 
 
 class Narrow(Product):
@@ -34,9 +34,11 @@ class Narrow(Product):
         y: cute.Pointer,
         work: cute.Pointer,
         counters: cute.Pointer,
+        starts: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
+        experts: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
@@ -45,7 +47,7 @@ class Narrow(Product):
         shared = cutlass.memory.SmemAllocator().allocate(self.shared)
         base = Int32(shared.data.data_ptr().toint())
         ring = base + warp * (self.stages * self.stage_bytes)
-        k_tiles = k // K_TILE
+        k_tiles = (k + (K_TILE - 1)) // K_TILE
         m_tiles = (m + (self.tokens - 1)) // self.tokens
         row_tile, first = tile // m_tiles, tile % m_tiles * self.tokens
 
@@ -158,8 +160,11 @@ class Narrow(Product):
         x, first, m, k = source
         column, row = lane % self.columns, lane // self.columns
         step = const_expr(32 // self.columns)
-        at = Int64(x) + (kt * self.token_bytes + column * 16)
+        at = kt * self.token_bytes + column * 16
+        inside = at < k * self.width  # numbers past K are zeros
+        at += Int64(x)
         for i in cutlass.range_constexpr(-(-self.tokens // step)):
             token = row + i * step
             into = to + self.x_at + token * self.token_bytes + (column ^ (token & 7)) * 16
-            copy_if(into, 0, at + Int64(first + token) * (k * self.width), 0, first + token < m)
+            source = at + Int64(first + token) * (k * self.width)
+            copy_or_zero(into, 0, source, 0, inside, first + token < m)

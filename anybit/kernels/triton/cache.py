@@ -231,8 +231,9 @@ def arguments(cache: Planes) -> Planes:
 def refuse(cache: Tensor) -> str | None:
     """None when these kernels can be used on K (blocks, kv_heads, block_size, D), or why not."""
     block, dim = cache.shape[2], head_dim(cache)
-    if dim < 16 or dim & (dim - 1):
-        return f"the head dimension is {dim}, not a power of two of at least 16"
+    least = 32 if cache.dtype == torch.uint8 else 16  # the matrix unit takes 16 numbers at a time
+    if dim < least or dim & (dim - 1):
+        return f"the head dimension is {dim}, not a power of two of at least {least}"
     if block & (block - 1):
         return f"the block size is {block}, not a power of two"
     if (heads := cache.shape[:3].numel()) >= 2**31:
