@@ -183,7 +183,9 @@ def test_refusals_say_why(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
         return backend.refuse(spec_of(*args)) or ""
 
     assert refuse("fp6") == ""
-    assert "rows of a table" in refuse("codebook:m=1,v=4")
+    assert refuse("codebook:m=1,v=4") == ""
+    assert "8 bits here, not of 4" in refuse("codebook:m=1,v=4,b=4")
+    assert "not by int8" in refuse("codebook:m=1,v=4@int8")
     assert "not torch.float32" in refuse("fp6", (4096, 4096), torch.float32)
     assert refuse("fp6", (4097, 1001)) == ""
     assert "sm_89" in refuse("fp6@fp8")

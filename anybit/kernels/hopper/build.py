@@ -2,10 +2,10 @@
 
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
+from anybit.kernels.cute.cells import Cells, cells_of
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import KernelSpec
 from anybit.kernels.hopper import codebook_tiles, scalar_linear
-from anybit.kernels.hopper.cells import Cells, cells_of
 from anybit.kernels.hopper.expert_tiles import family_grouped
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
 from anybit.kernels.hopper.scalar_linear import copies, narrow
