@@ -8,7 +8,7 @@ from torch import Tensor
 from anybit.core.format import Format
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.cute.decode import Decoder, decoder
-from anybit.kernels.cute.jit import built, kernel_file, missing_kernels
+from anybit.kernels.cute.jit import KernelSpec, built, kernel_file, missing_kernels
 from anybit.kernels.cute.operands import (
     NAMES,
     cut,
@@ -37,7 +37,8 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     outs = [d.operand] if activation is None else NAMES.values()
     kernels = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
     kernels += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
-    files = [kernel_file(kernel) for kernel in (*kernels, *copy_kernels(d))]
+    every: list[KernelSpec] = [*kernels, *copy_kernels(d)]
+    files = [kernel_file(kernel) for kernel in every]
     if narrow(1, n := layer.shape[0], d.operand):
         gpu = mma_tiles.gpu_of(layer.device)
         few = [mma_tiles.kernel_for(d, gpu, m, n, o) for m in (1, mma_tiles.NARROW) for o in outs]
