@@ -37,10 +37,11 @@ def prepare(packed: Packed, activation: str | None, dtype: torch.dtype | None = 
 
 
 def kernels_of(layer: LayerSpec, dtype: torch.dtype, gpu: Gpu) -> list[CodebookKernel]:
-    """Every kernel that a layer may launch; none where one does not fit."""
+    """The kernel that a layer may launch; none where it does not fit."""
     cells = cells_of(layer.format)
     assert isinstance(cells, Cells)
-    return codebook_tiles.family(cells, gpu, NAMES[dtype])
+    kernel = codebook_tiles.kernel_for(cells, gpu, NAMES[dtype])
+    return [kernel] if kernel else []
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
@@ -80,7 +81,7 @@ def multiply(
     if not m:
         return y
     if kernel is None:
-        kernel = chosen(prepared.format, m, x.dtype, device)
+        kernel = chosen(prepared.format, x.dtype, device)
     grid, splits = launch or launch_of(kernel, device, (m, n, k))
     work = counters = None
     if splits > 1:
@@ -97,13 +98,13 @@ def multiply(
 
 
 @cache
-def chosen(fmt: Format, m: int, dtype: torch.dtype, device: torch.device) -> CodebookKernel:
-    """The kernel for M tokens by the rule."""
+def chosen(fmt: Format, dtype: torch.dtype, device: torch.device) -> CodebookKernel:
+    """The kernel by the rule."""
     cells, gpu = cells_of(fmt), gpu_of(device)
     assert isinstance(cells, Cells)
-    kernel = codebook_tiles.kernel_for(cells, gpu, m, NAMES[dtype])
+    kernel = codebook_tiles.kernel_for(cells, gpu, NAMES[dtype])
     if kernel is None:
-        raise Unsupported(f"{fmt.spec}: no mma kernel for {m} tokens fits this GPU: {gpu}")
+        raise Unsupported(f"{fmt.spec}: no mma kernel fits this GPU: {gpu}")
     return kernel
 
 

@@ -14,13 +14,12 @@ from anybit.kernels.mma.tiles import RESERVED, Gpu
 
 CENTROIDS = 256
 ALIGNED = 128  # bytes
-MOST_TOKENS = 16  # of a CTA
+MOST_TOKENS = 16  # of a CTA; fewer take as many products, and as many registers
 # Warps of a CTA, and registers of a thread for tokens: the others are all taken. More warps hide
 # more of a look-up's latency, more tokens bring fewer sums together.
 SHAPES = (8, 128), (8, 64)
-# Vectors of 16 fill all registers with tokens: more tokens, or more copies, spill.
-WIDE = 16
-WIDE_COPIES = 4
+# Vectors of 16 fill all registers: with more tokens, or more copies of centroids, they spill.
+WIDE, WIDE_TOKENS, WIDE_COPIES = 16, 8, 4
 # Tokens from which a weight is decoded once, by codebook. Sixteen tokens more cost all look-ups
 # again: two bytes of shared memory a weight and codebook. See `notes/mma.md`.
 DENSE_FROM = 256
@@ -143,8 +142,9 @@ def shared_bytes(tile: CodebookTile, cells: Cells) -> int:
 # Choices.
 
 
-def shapes(cells: Cells, tokens: int) -> list[CodebookTile]:
+def shapes(cells: Cells) -> list[CodebookTile]:
     """Tiles with a full table."""
+    tokens = WIDE_TOKENS if cells.v == WIDE else MOST_TOKENS
     each = VECTORS * cells.v // 4  # registers for the tokens of a block
     return [
         CodebookTile(tokens, warps, registers // each, most_copies(cells))
@@ -154,15 +154,15 @@ def shapes(cells: Cells, tokens: int) -> list[CodebookTile]:
 
 
 @cache
-def choose(cells: Cells, gpu: Gpu, tokens: int) -> CodebookTile | None:
-    """The tile for so many tokens of a CTA; None where shared memory is too small for any.
+def choose(cells: Cells, gpu: Gpu) -> CodebookTile | None:
+    """The tile for a GPU; None where its shared memory is too small for any.
 
     A table with fewer copies, whose lanes meet in banks, only where a full one does not fit.
     """
     room = min(gpu.shared, gpu.shared_of_sm - RESERVED)
     copies = most_copies(cells)
     while copies > 1:
-        for tile in shapes(cells, tokens):
+        for tile in shapes(cells):
             for stages in (4, 3, 2):
                 found = replace(tile, copies=copies, stages=stages)
                 if shared_bytes(found, cells) <= room:
@@ -171,19 +171,12 @@ def choose(cells: Cells, gpu: Gpu, tokens: int) -> CodebookTile | None:
     return None
 
 
-def kernel_for(cells: Cells, gpu: Gpu, m: int, dtype: str) -> CodebookKernel | None:
-    """The kernel for M tokens and their dtype; None where there is none."""
-    tokens = 8 if m <= 8 or cells.v == WIDE else MOST_TOKENS
-    tile, architecture = choose(cells, gpu, tokens), gpu.architecture
+def kernel_for(cells: Cells, gpu: Gpu, dtype: str) -> CodebookKernel | None:
+    """The kernel for tokens of this dtype; None where there is none."""
+    tile, architecture = choose(cells, gpu), gpu.architecture
     if tile is None or architecture is None:
         return None
     return CodebookKernel(cells, tile, dtype, architecture, gpu.capability[0] == 9)
-
-
-def family(cells: Cells, gpu: Gpu, dtype: str) -> list[CodebookKernel]:
-    """The kernels that any number of tokens takes; none if one is missing."""
-    found = [kernel_for(cells, gpu, m, dtype) for m in (8, MOST_TOKENS)]
-    return [] if None in found else [kernel for kernel in dict.fromkeys(found) if kernel]
 
 
 def decodes(cells: Cells, m: int) -> bool:
