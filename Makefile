@@ -75,6 +75,11 @@ test-vllm: $(VLLM)/.installed  ## Compare vLLM's tokens with transformers', in a
 	@echo "== vLLM 0.33"
 	@PYTHONPATH=$(VLLM)/0.33 $(VLLM)/bin/python -m pytest -W ignore tests/integrations
 
+test-vllm-gpu:  ## Compare vLLM's tokens with transformers' on the GPU of this machine, with the python in PATH.
+	@$(PYTHON) -m pytest -W ignore -p no:cacheprovider tests/integrations/test_vllm_gpu.py \
+		tests/integrations/test_vllm_engine.py tests/integrations/test_vllm_foreign.py \
+		tests/integrations/test_vllm_running.py
+
 RELEASE := .venv-release
 
 # The wheel is tried in an environment that holds nothing but what it asks for.
@@ -96,5 +101,5 @@ soak: .venv/.installed  ## Ten minutes of mixed load on a server: no token lost,
 clean:  ## Remove the environment and what was made.
 	rm -rf .venv .venv-vllm .venv-release out build dist site *.egg-info
 
-.PHONY: help demo test lint pytest docs test-models test-emulated test-gpu test-2gpu test-vllm release soak clean
+.PHONY: help demo test lint pytest docs test-models test-emulated test-gpu test-2gpu test-vllm test-vllm-gpu release soak clean
 .DEFAULT_GOAL := help

@@ -254,7 +254,8 @@ def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
             times = {}
             for tile, kernel in tiles_of(scheme).items():
                 small, large = tile.tokens < min(m, 64), tile.tokens >= 2 * max(m, 32)
-                if kernel_file(kernel).exists() and fits_once(tile, m, n, k) and not small | large:
+                fits = fits_once(tile, kernel.decoder, m, n, k)
+                if kernel_file(kernel).exists() and fits and not small | large:
                     times[tile.name] = p.us(m, True, tile)
             dense = dense_us(n, k, m, torch.float16)
             chosen = codebook_linear.lookup_tile(p.fmt, m, n, k, torch.float16)

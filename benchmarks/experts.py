@@ -1,6 +1,10 @@
 """Time the products of a mixture of experts in one run: anybit, humming and torch.
 
     python benchmarks/experts.py --out benchmarks/results/h200_experts.csv
+    python benchmarks/experts.py --models --peers anybit --out h200_models.csv
+
+The second one takes the experts of four models, both projections, from 1 to 4096 tokens, and prints
+beside each time what `hopper/expert_tiles.py` expects. `--sweep` times every tile instead.
 
 Tokens are sorted by expert beforehand, and quantized beforehand where they are 8 bits. Every result
 is compared with one product for each expert before it is timed. Compiling (humming's kernels) comes
@@ -22,8 +26,11 @@ from torch import Tensor
 
 from anybit import quantize_tensor
 from anybit.core.scheme import parse_scheme
+from anybit.errors import InvalidInput
 from anybit.kernels.cute import operands
-from anybit.kernels.hopper import scalar_linear, tiles
+from anybit.kernels.cute.decode import Decoder
+from anybit.kernels.hopper import scalar_linear
+from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped, microseconds
 from anybit.kernels.hopper.tiles import Tile
 from anybit.kernels.reference import quantize_tokens
 from anybit.measure import bench
@@ -33,6 +40,28 @@ DEVICE = torch.device("cuda")
 SCHEMES = ["liquid@int8", "int8@int8", "int4:group=128", "fp6"]
 HUMMING = [("int4:group=64", 4, 64, "int8"), ("int4:group=128", 4, 128, None)]
 GROUPED = ("grouped_contiguous", "indexed")  # humming's two ways
+DIFFERENT = 8  # experts of different weights; the others are copies, which lie elsewhere
+PEERS = ("torch", "anybit", "humming")
+MODEL_SCHEMES = ["liquid@int8", "int4:group=64", "fp6"]
+MODEL_TOKENS = [1, 4, 16, 64, 256, 1024, 4096]
+
+
+@dataclass
+class Problem:
+    """Experts (n, k), of which each token meets `top`."""
+
+    experts: int
+    top: int
+    n: int
+    k: int
+
+
+MODELS = {  # gate and up together, and down
+    "Mixtral-8x7B": (Problem(8, 2, 28672, 4096), Problem(8, 2, 4096, 14336)),
+    "Qwen3-30B-A3B": (Problem(128, 8, 1536, 2048), Problem(128, 8, 2048, 768)),
+    "DeepSeek-V3": (Problem(256, 8, 4096, 7168), Problem(256, 8, 7168, 2048)),
+    "GPT-OSS-20B": (Problem(32, 4, 5760, 2880), Problem(32, 4, 2880, 2880)),
+}
 
 
 @dataclass
@@ -62,6 +91,8 @@ class Experts:
     run: (x (M, K), routing) -> how to multiply them with copies of the weight.
     seen: x -> the activation that is really multiplied, fp32.
     by_token: outputs come in the order of tokens and their choices, not sorted by expert.
+    decoded: of each different weight.
+    expected: rows -> microseconds that the rule for tiles expects.
     """
 
     peer: str
@@ -74,29 +105,62 @@ class Experts:
     seen: Callable[[Tensor], Tensor] = lambda x: x.float()
     note: str = ""
     by_token: bool = False
+    expected: Callable[[int], float] | None = None
 
 
-def dense(w: Tensor) -> Iterator[Experts]:
+def dense(w: Tensor, experts: int) -> Iterator[Experts]:
     """torch's grouped product in bf16."""
-    weight = w.bfloat16()
+    weight = w.bfloat16()[owners(w, experts)]
 
     def run(x: Tensor, routing: Routing) -> Run:
         rows, ends = routing.sort(x), routing.starts[1:]
         return lambda weight: torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
     yield Experts(
-        "torch", "bf16", "bf16", weight, weight.nbytes, weight.float(), run, note="_grouped_mm"
+        "torch",
+        "bf16",
+        "bf16",
+        weight,
+        weight.nbytes,
+        w.bfloat16().float(),
+        run,
+        note="_grouped_mm",
     )
 
 
-def anybit(w: Tensor, schemes: list[str], sweep: bool) -> Iterator[Experts]:
+def owners(w: Tensor, experts: int) -> list[int]:
+    """Which of the different weights each expert has."""
+    return [expert % len(w) for expert in range(experts)]
+
+
+def of_all(tensor: Tensor, index: Tensor, different: int) -> Tensor:
+    """A tensor of the different experts, one behind the other -> of all."""
+    parts = tensor.view(torch.uint8).unflatten(0, (different, -1))
+    return parts[index].flatten(0, 1).view(tensor.dtype)
+
+
+def anybit(w: Tensor, experts: int, schemes: list[str], sweep: bool) -> Iterator[Experts]:
     """anybit's Hopper kernels, as a layer of the engine launches them; or with every tile."""
-    dtype = torch.bfloat16
+    dtype, (_, n, k) = torch.bfloat16, w.shape
     for scheme in schemes:
         fmt, activation = parse_scheme(scheme)
-        packed = [quantize_tensor(expert, fmt) for expert in w]
-        prepared = scalar_linear.prepare_experts(packed, activation, dtype)
-        decoded = torch.stack([p.dequantize() for p in packed])
+        try:
+            made = [quantize_tensor(expert, fmt) for expert in w]
+        except InvalidInput as error:
+            print(f"left out: {scheme}: {error}", flush=True)
+            continue
+        prepared = scalar_linear.prepare_experts(made, activation, dtype)
+        index = torch.tensor(owners(w, experts), device=w.device)
+        prepared = prepared._replace(
+            layout=tuple(of_all(t, index, len(w)) for t in prepared.layout)
+        )
+        decoded = torch.stack([p.dequantize() for p in made])
+        operand = getattr(torch, operands.operand_of(activation, dtype))
+        d = operands.decoder_for(fmt, operand)
+
+        def expected(m: int, tile: Tile | None, d: Decoder = d) -> float:
+            tile = tile or choose_grouped(d, m, n, k, experts)
+            return microseconds(tile, d, m, n, k, experts)
 
         def launch(
             x: Tensor,
@@ -116,24 +180,23 @@ def anybit(w: Tensor, schemes: list[str], sweep: bool) -> Iterator[Experts]:
 
         plans: list[tuple[Tile | None, bool | None]] = [(None, None)]
         if sweep:
-            operand = getattr(torch, operands.operand_of(activation, dtype))
-            family = tiles.family_grouped(operands.decoder_for(fmt, operand))
-            plans = [*product(family, (False, True))]
+            plans = [*product(family_grouped(d), (False, True))]
         for tile, overlap in plans:
             yield Experts(
                 "anybit-hopper",
                 fmt.spec,
                 given(activation),
                 prepared,
-                sum(p.nbytes() for p in packed),
+                experts * made[0].nbytes(),
                 decoded,
                 partial(launch, tile=tile, overlap=overlap),
                 seen_as(activation),
                 f"{'pdl' if overlap else 'plain'} sweep: {tile.name}" if tile else "",
+                expected=partial(expected, tile=tile),
             )
 
 
-def humming(w: Tensor, tokens: list[int], top: int) -> Iterator[Experts]:
+def humming(w: Tensor, experts: int, tokens: list[int], top: int) -> Iterator[Experts]:
     """humming's kernels over experts in both ways; tiles by its rules for each number of tokens."""
     from humming.forward import may_quant_input
     from humming.kernel.humming import HummingKernel
@@ -141,7 +204,8 @@ def humming(w: Tensor, tokens: list[int], top: int) -> Iterator[Experts]:
     from humming.schema import HummingWeightSchema
     from humming.tune import get_heuristics_config
 
-    experts, n, k = w.shape
+    different, n, k = w.shape
+    w = w[owners(w, experts)]
     made = []
     for name, bits, group, activation in HUMMING:
         weight = {"dtype": f"uint{bits}", "group_size": group}
@@ -150,7 +214,7 @@ def humming(w: Tensor, tokens: list[int], top: int) -> Iterator[Experts]:
         layer = layer.to(w.device)
         schema = layer.weight_schema
         tensors = HummingWeightSchema.quant_tensor(w.bfloat16(), schema, torch.bfloat16)
-        decoded = schema.dequant_tensors(tensors).float()
+        decoded = schema.dequant_tensors(tensors)[:different].float()
         layer.load_from_tensors(tensors)
         layer.transform()
         made.append((name, activation, layer, decoded))
@@ -245,7 +309,8 @@ def seen_as(activation: str | None) -> Callable[[Tensor], Tensor]:
 def reference(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
     """One product for each expert, fp32."""
     rows, starts = routing.sort(experts.seen(x)), routing.starts.tolist()
-    parts = zip(starts[:-1], starts[1:], experts.decoded, strict=True)
+    weights = (experts.decoded[i] for i in owners(experts.decoded, routing.experts))
+    parts = zip(starts[:-1], starts[1:], weights, strict=True)
     return torch.cat([rows[a:b] @ w.T for a, b, w in parts])
 
 
@@ -268,8 +333,36 @@ def measure(
         check(copies[-1])
     except Exception as error:  # what other packages raise is a note, not an end
         return replace(label, note=f"{experts.note} {bench.failure(error)}".strip())
-    row = bench.finish(replace(label, us=us, note=experts.note), experts.nbytes, floor)
+    # Of the weights, those of experts that no token meets are not read.
+    busy = int((routing.starts.diff() > 0).sum()) / routing.experts
+    note = experts.note
+    if experts.expected is not None:
+        note = f"{note} expected {experts.expected(routing.chosen.numel()):.1f}".strip()
+    row = bench.finish(replace(label, us=us, note=note), round(experts.nbytes * busy), floor)
     return replace(row, tflops=row.tflops * routing.chosen.shape[1])
+
+
+def run(problem: Problem, args: argparse.Namespace, floor: ReadFloor) -> Iterator[bench.Row]:
+    """Rows of one problem, for every contestant and number of tokens."""
+    experts, top, n, k = problem.experts, problem.top, problem.n, problem.k
+    w = torch.randn(min(experts, DIFFERENT), n, k, device=DEVICE) * 0.02
+    inputs = []
+    for m in args.m:
+        chosen = torch.rand(m, experts, device=DEVICE).topk(top).indices
+        inputs.append((torch.randn(m, k, device=DEVICE).bfloat16(), Routing(chosen, experts)))
+    every = {
+        "torch": lambda: dense(w, experts),
+        "anybit": lambda: anybit(w, experts, args.schemes, args.sweep),
+        "humming": lambda: humming(w, experts, args.m, top),
+    }
+    blank = replace(bench.blank(DEVICE, args.commit), N=n, K=k)
+    for peer in ["anybit"] if args.sweep else args.peers:
+        try:
+            for contestant in every[peer]():
+                for x, routing in inputs:
+                    yield measure(contestant, x, routing, replace(blank, M=len(x)), floor)
+        except Exception as error:  # a package that is not there
+            print(f"left out: {peer}: {type(error).__name__}: {error}", flush=True)
 
 
 def main() -> None:
@@ -280,42 +373,28 @@ def main() -> None:
     parser.add_argument("--shape", default="14336x4096", metavar="NxK", help="of an expert")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top", type=int, default=2, help="experts of a token")
-    parser.add_argument("--m", type=bench.parse_counts, default=[32, 64, 128, 256])
-    parser.add_argument("--schemes", nargs="*", default=SCHEMES)
+    parser.add_argument("--m", type=bench.parse_counts)
+    parser.add_argument("--schemes", nargs="*")
+    parser.add_argument("--models", nargs="*", choices=MODELS, help="instead of a shape; all")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument(
         "--sweep", action="store_true", help="time anybit's tiles, and nothing else"
     )
     parser.add_argument("--commit")
     args = parser.parse_args()
-    n, k = bench.parse_shape(args.shape)
+    problems = [Problem(args.experts, args.top, *bench.parse_shape(args.shape))]
+    if args.models is not None:
+        problems = [p for name in args.models or MODELS for p in MODELS[name]]
+    args.m = args.m or ([32, 64, 128, 256] if args.models is None else MODEL_TOKENS)
+    args.schemes = args.schemes or (SCHEMES if args.models is None else MODEL_SCHEMES)
     torch.manual_seed(0)
-    w = torch.randn(args.experts, n, k, device=DEVICE) * 0.02
     floor = ReadFloor.measure(DEVICE)
-    blank = replace(bench.blank(DEVICE, args.commit), N=n, K=k)
-    problems = []
-    for m in args.m:
-        scores = torch.rand(m, args.experts, device=DEVICE)
-        problems.append(
-            (
-                torch.randn(m, k, device=DEVICE).bfloat16(),
-                Routing(scores.topk(args.top).indices, args.experts),
-            )
-        )
     rows: list[bench.Row] = []
-    every = [
-        lambda: dense(w),
-        lambda: anybit(w, args.schemes, args.sweep),
-        lambda: humming(w, args.m, args.top),
-    ]
-    for contestants in every[1:2] if args.sweep else every:
-        try:
-            for experts in contestants():
-                for x, routing in problems:
-                    rows.append(measure(experts, x, routing, replace(blank, M=len(x)), floor))
-                    print(bench.line(rows[-1]), flush=True)
-                bench.write_csv(args.out, rows)
-        except Exception as error:  # a package that is not there
-            print(f"left out: {type(error).__name__}: {error}", flush=True)
+    for problem in problems:
+        for row in run(problem, args, floor):
+            rows.append(row)
+            print(bench.line(row), flush=True)
+            bench.write_csv(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -41,9 +41,10 @@ class Explicit(Gemm):
 
     @cute.jit
     def consume(
-        self, mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y,
-        problem, first, tiles, ctas, k_first, k_last, rank, thread,
+        self, mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y, workspace,
+        problem, turns, rank, thread,
     ):  # fmt: skip
+        first, tiles, (_, ctas), _, k_last = turns
         group = cute.arch.make_warp_uniform(thread // 128)
         t = thread % 128
         start = shared.table.data_ptr().align(1024)

@@ -7,8 +7,9 @@
 `check` reads weights back bit for bit and compares random products with exact ones; `stress`
 repeats them under load; `experts` compares and times the grouped product. `brief` does a little of
 each with the tiles that the rules choose, and compiles what is missing. `sweep` times every tile,
-for the rules in `kernels/hopper/tiles.py`. `table` times what they choose beside cuBLAS and the
-read floor, plain and with programmatic dependent launch (pdl); `host`, what a launch costs the
+for the rules in `kernels/hopper/tiles.py`; `compare` those that its model ranks first, as they are
+launched, beside cuBLAS. `table` times what they choose beside cuBLAS and the read floor, plain and
+with programmatic dependent launch (pdl); `host`, what a launch costs the
 host. Activations are quantized beforehand. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels.
 """
 
@@ -34,7 +35,7 @@ from anybit.kernels.cute.decode import K_TILE, MANTISSA
 from anybit.kernels.cute.jit import kernel_file
 from anybit.kernels.hopper import scalar_linear, tiles
 from anybit.kernels.hopper.tiles import Kernel, Tile
-from anybit.kernels.reference import quantize_tokens
+from anybit.kernels.reference import operand_weight, quantize_tokens
 from anybit.measure import bench
 from anybit.measure.timing import ReadFloor, median_us, rotated
 
@@ -108,6 +109,9 @@ def check(schemes: list[str]) -> int:
     bad = total = 0
     for scheme in schemes:
         for dtype in outputs(scheme):
+            if not Problem(scheme, dtype, 128, 1024).tiles():
+                print(f"check {scheme} {dtype}: no kernels are compiled", flush=True)
+                continue
             wrong, done = check_scheme(scheme, dtype)
             bad, total = bad + wrong, total + done
             print(f"check {scheme} {dtype}: {wrong} of {done} wrong", flush=True)
@@ -143,8 +147,9 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def exact_weight(p: Problem) -> Tensor:
-    """(N, K) fp64: the format's own decoded values times the scale."""
-    return p.packed.dequantize().double()
+    """(N, K) fp64: the format's own values, as the operand's dtype has them, times the scale."""
+    dtype = torch.bfloat16 if p.operand == "bfloat16" else torch.float32
+    return operand_weight(p.packed, dtype).double()
 
 
 def exact_product(p: Problem, weight: Tensor, x, scale, sums) -> Tensor:
@@ -315,6 +320,39 @@ def sweep(args: argparse.Namespace) -> None:
                     args.out.write_text(json.dumps(out))
 
 
+def compare(args: argparse.Namespace) -> None:
+    """Time the tiles that the model ranks first, as launched, beside what it says and cuBLAS."""
+    out = []
+    for n, k in args.shapes:
+        dense = {m: dense_us(n, k, m, torch.bfloat16) for m in args.m}
+        for scheme in args.schemes:
+            p = Problem(scheme, torch.bfloat16, n, k, cold=True)
+            for m in args.m:
+                chosen, said = tiles.choose(p.decoder, m, n, k), {}
+                for tile in [chosen, *p.tiles()]:
+                    if tile.tokens < 4 * max(m, 8) and tiles.fits_once(tile, p.decoder, m, n, k):
+                        busy = tiles.cycles(tile, p.decoder, m, n, k)
+                        said[tile] = max(busy, tiles.reading(tile, p.decoder, m, n, k)), busy
+                first = sorted(said, key=said.__getitem__)[: args.most]
+                times = {}
+                for tile in dict.fromkeys([chosen, *first]):
+                    overlap = tiles.overlaps(tile, p.decoder, m, n)
+                    times[tile] = time_tile(p, m, tile, overlap)
+                    out.append({
+                        "scheme": scheme, "n": n, "k": k, "m": m, "tile": tile.name,
+                        "us": times[tile], "cycles": said[tile][0], "dense": dense[m],
+                    })  # fmt: skip
+                best = min(times, key=times.__getitem__)
+                text = " ".join(f"{t.name}={us:.1f}" for t, us in times.items() if t != chosen)
+                print(
+                    f"{scheme} {n}x{k} M={m} dense {dense[m]:.1f} chosen {times[chosen]:.1f} "
+                    f"(x{dense[m] / times[chosen]:.2f}) {chosen.name} best {times[best]:.1f} "
+                    f"| {text}",
+                    flush=True,
+                )
+                args.out.write_text(json.dumps(out))
+
+
 def plausible(tile: Tile, m: int, n: int) -> bool:
     """Whether a tile is worth timing for m tokens: neither mostly empty, nor far too small."""
     if tile.tokens >= 2 * max(m, 8) or (tile.tokens < 64 and m > tile.tokens):
@@ -413,8 +451,9 @@ def main() -> None:
     parser.add_argument(
         "modes",
         nargs="+",
-        choices=["check", "brief", "stress", "experts", "sweep", "table", "host"],
+        choices=["check", "brief", "stress", "experts", "sweep", "compare", "table", "host"],
     )
+    parser.add_argument("--most", type=int, default=6, help="tiles of a cell that `compare` times")
     parser.add_argument("--schemes", nargs="*", default=SCHEMES)
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--m", type=bench.parse_counts, default=bench.parse_counts(MS))
@@ -438,6 +477,8 @@ def main() -> None:
                 check_experts(scheme)
         elif mode == "sweep":
             sweep(args)
+        elif mode == "compare":
+            compare(args)
         elif mode == "table":
             table(args)
         else:

@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.engine.assemble import KV_DTYPES
 from anybit.engine.attention import Batch, LayerCache, Scores, attention
-from anybit.engine.llm import KV_DTYPES, LLM
+from anybit.engine.llm import LLM
 from anybit.engine.model_runner import block_bytes, caches_of
 from anybit.engine.models.layers import Decoder
 from anybit.evaluate.corpus import held_out_text

@@ -11,6 +11,7 @@ Kernels lie in $ANYBIT_CACHE, so that they can be built elsewhere and carried.
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -91,8 +92,6 @@ def candidates(d, m: int) -> list[Kernel]:
     shapes = [(2, 8, 1), (2, 8, 2), (1, 8, 2), (1, 8, 3), (2, 4, 2), (2, 4, 3), (1, 4, 4)]
     tokens = 8 if m <= 8 else 16
     wanted = [tiles.Tile(tokens, s, w, ctas=c, kind="narrow") for s, w, c in shapes]
-    stay = [(2, 8, 2), (2, 4, 3), (2, 4, 2), (1, 4, 4), (4, 8, 1), (4, 6, 1), (4, 4, 2), (4, 4, 1)]
-    wanted += [tiles.Tile(tokens, s, w, ctas=c, kind="narrow", stay=True) for s, w, c in stay]
     fit = [tiles.fitted(tile, d, H200, 3, 5) for tile in wanted]
     found = [narrow(d, m, n) for n, _ in SHAPES]
     found += [Kernel(d, tile, "bfloat16", "sm_90", overlap=True) for tile in fit if tile]
@@ -103,6 +102,7 @@ def hopper_kernels(schemes: list[str], counts: list[int]) -> list[hopper_tiles.K
     found = []
     for scheme in schemes:
         d = decoder_of(scheme)
+        found += scalar_linear.copy_kernels(d)
         for n, k in SHAPES:
             found += [
                 hopper_tiles.Kernel(d, hopper_tiles.choose(d, m, n, k), "bfloat16") for m in counts
@@ -138,15 +138,17 @@ def made(kernel) -> str:
 
 
 def assembled(ptx: str) -> bytes:
-    """A cubin for sm_90 of PTX for an older architecture."""
+    """A cubin for sm_90 of PTX for an older architecture, by CUDA's ptxas or else Triton's."""
     import triton
 
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    ptxas = shutil.which("ptxas") or Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder, "a.ptx"), Path(folder, "a.cubin")
         source.write_text(ptx)
         command = [ptxas, "-arch=sm_90", source, "-o", out]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{ptxas}: {done.stderr}")
         return out.read_bytes()
 
 
@@ -209,9 +211,7 @@ def ragged(scheme: str, kernel: Kernel) -> str | None:
             count = tiles.tiles_of(kernel.tile, m, n)
             units = count * (k // 128)
             grids = {count, min(37, units), max(1, units // 5)} if count != units else {count}
-            if kernel.tile.kind == "narrow":
-                grids = {-(-count // 2), -(-count // 3), 2 * count} if kernel.tile.stay else {count}
-            for grid in sorted(grids):
+            for grid in sorted(grids) if kernel.tile.kind == "gemm" else [count]:
                 y, again, shifted = (
                     linear.multiply(*x, p.prepared, b, DTYPE, kernel, grid)
                     for b in (None, None, bias)
@@ -354,7 +354,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=16, help="processes that compile")
     args = parser.parse_args()
     SHAPES[:] = args.shapes
-    scalar_linear.NARROW = False  # Hopper's own kernels are a contestant
+    scalar_linear.narrow = lambda *_: False  # Hopper's own kernels are a contestant
     linear.built = lambda kernel: jit.built(kernel) if kernel.overlap else file_of(kernel)
     checked, timed = args.schemes or CHECKED, args.schemes or SCHEMES
     kernels: list = []

@@ -35,9 +35,13 @@ def made() -> dict[str, str]:
         "engine_parts": parts(),
         "vllm": vllm(),
         "kv_cache": kv_cache(),
+        "kv_cache_gpu": kv_cache_gpu(),
         "cpu_model": cpu_model(),
-        "drafts": drafts(),
-        "drafted_steps": drafted_steps(),
+        "drafts": drafts("cpu_speculative"),
+        "drafts_gpu": drafts("h200_speculative"),
+        "drafted_steps": drafted_steps("cpu_speculative", 0),
+        "drafted_steps_gpu": drafted_steps("h200_speculative", 2),
+        "deterministic": deterministic(),
         "cpu_speeds": cpu_speeds(),
     }
 
@@ -77,6 +81,18 @@ def kv_cache() -> str:
         lines.append([cache(row["kv"]), memory, f"{kl:.6f}", f"{same:.2%}", *speed])
     titles = ["cache", "memory", "KL divergence", "same token"]
     return markdown([*titles, *(f"{n} x {longest:,} tokens" for n in counts)], lines)
+
+
+def kv_cache_gpu() -> str:
+    """Microseconds of a layer's attention on a GPU, by sequences and context."""
+    found: dict[tuple[int, int], dict[str, Row]] = defaultdict(dict)
+    for row in read("h200_kv_cache"):
+        found[int(row["sequences"]), int(row["context"])][row["kv"]] = row
+    out = []
+    for (count, context), rows in found.items():
+        few = [f"{float(r['us']):.0f} ({float(r['vs_bf16']):.2f})" for r in rows.values()][1:]
+        out.append([f"{count} x {context:,}", f"{float(rows['model']['us']):.0f}", *few])
+    return markdown(["sequences x tokens", "bf16", "int8", "int4"], out)
 
 
 # README.md.
@@ -152,10 +168,10 @@ def cpu_model() -> str:
     return markdown([*titles, "llama.cpp", "", "anybit's step / read floor"], out, 2)
 
 
-def drafts() -> str:
+def drafts(name: str) -> str:
     """Tokens a second without drafts and with those of the text itself."""
     found: dict[tuple[str, ...], dict[str, Row]] = defaultdict(dict)
-    for row in read("cpu_speculative"):
+    for row in read(name):
         if row["what"] == "texts":
             found[row["text"], row["temperature"], row["batch"]][row["draft"]] = row
     out = []
@@ -164,20 +180,34 @@ def drafts() -> str:
         a, b = float(none["tokens_per_s"]), float(ngram["tokens_per_s"])
         out.append(
             [text, f"{float(temperature):g}", batch, f"{a:.0f}", f"{b:.0f}", f"{b / a:.2f}x",
-             ngram["tokens_per_step"], f"{float(ngram['taken']):.2f}"]
+             ngram["tokens_per_step"], f"{float(ngram['taken'] or 0):.2f}" * bool(ngram["taken"])]
         )  # fmt: skip
     titles = ["text", "temperature", "texts", "none", "`ngram`", "", "tokens in a step"]
     return markdown([*titles, "guesses taken"], out)
 
 
-def drafted_steps() -> str:
-    """Time of a step by the tokens of a text in it."""
+def drafted_steps(name: str, digits: int) -> str:
+    """Milliseconds of a step by the tokens of a text in it."""
     found: dict[str, list[str]] = defaultdict(list)
-    for row in read("cpu_speculative"):
+    for row in read(name):
         if row["what"] == "steps":
-            found[row["format"]].append(f"{float(row['step_us']) / 1e3:.0f}")
+            texts = "" if row["batch"] == "1" else f", {row['batch']} texts"
+            title = f"`{row['format']}`{texts}"
+            found[title].append(f"{float(row['step_us']) / 1e3:.{digits}f}")
     counts = [str(1 + i) for i in range(max(map(len, found.values()), default=0))]
-    return markdown(["", *counts], [[f"`{name}`", *times] for name, times in found.items()])
+    return markdown(["", *counts], [[title, *times] for title, times in found.items()])
+
+
+def deterministic() -> str:
+    """Tokens a second with steps of one shape and without, by texts at once."""
+    found: dict[str, list[str]] = {"0": [], "1": []}
+    counts = []
+    for row in read("cpu_deterministic"):
+        if row["what"] == "speed":
+            found[row["deterministic"]].append(f"{float(row['tokens_per_s']):.0f}")
+            counts += [row["batch"]] if row["deterministic"] == "0" else []
+    names = {"0": "as it is", "1": "`--deterministic`"}
+    return markdown(["texts at once", *counts], [[names[k], *v] for k, v in found.items()])
 
 
 def cpu_speeds() -> str:
@@ -239,8 +269,8 @@ def parts() -> str:
 ENGINES = {  # quantization in the CSV: name
     "bf16": "vLLM, bf16",
     "fp8": "vLLM, fp8 (CUTLASS)",
-    "gptq-default": "vLLM, GPTQ int4 g128 (Machete)",
-    "gptq-marlin": "vLLM, GPTQ int4 g128 (Marlin)",
+    "gptq": "vLLM, GPTQ int4 g128 (Machete)",
+    "marlin": "vLLM, GPTQ int4 g128 (Marlin)",
     "int4:group=128": "vLLM, anybit int4 g128",
     "liquid@int8": "vLLM, anybit liquid@int8",
     "codebook:m=1,v=4,group=128": "vLLM, anybit m1v4 g128",
@@ -252,6 +282,7 @@ def vllm() -> str:
     found = {
         (r["quantization"], r["what"], int(r["batch"])): float(r["value"])
         for r in read("h200_vllm")
+        if (r["head"], r["kv"], r["ranks"]) == ("bf16", "auto", "1")
     }
     out = []
     for key, name in ENGINES.items():

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import anybit
 import anybit.checkpoint.stream
 from anybit.cli.app import app
+from anybit.cli.build import schemes_of
 from anybit.core.format import known_formats
 from anybit.errors import InvalidInput, InvalidType, Unsupported
 from anybit.evaluate.corpus import held_out_text
@@ -335,3 +336,15 @@ def test_convert_and_export(tmp_path: Path) -> None:
     assert "is not quantized" in stderr
     _, stderr = run("export", ours, "-o", theirs, code=1)
     assert "--overwrite" in stderr
+
+
+def test_build_takes_the_formats_of_a_checkpoint(tmp_path: Path) -> None:
+    formats = {"*": "int4:group=128,rotate=k", "*.down_proj": "liquid@int8", "lm_head": None}
+    method = {"quant_method": "anybit", "version": 1, "formats": formats}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"quantization_config": method}))
+    for given in (tmp_path, path):  # kernels know nothing of rotations
+        assert schemes_of(str(given)) == ["int4:group=128", "liquid@int8"]
+    assert schemes_of("fp6") == ["fp6"]
+    _, error = run("build", PICO, code=1)
+    assert "names no formats of anybit's" in error

@@ -424,10 +424,13 @@ def tune(
     typer.echo(f"wrote {path}")
 
 
-@app.command(epilog=examples("anybit build liquid@int8 fp6", "anybit build --cache DIR --jobs 8"))
+@app.command(
+    epilog=examples("anybit build liquid@int8 fp6", "anybit build OUT", "anybit build --cache DIR")
+)
 def build(
     formats: Annotated[
-        list[str] | None, typer.Argument(help="Formats, with @int8 or @fp8; none: the usual ones.")
+        list[str] | None,
+        typer.Argument(help="Formats, with @int8 or @fp8, or a checkpoint; none: the usual ones."),
     ] = None,
     cache: Annotated[
         Path | None, typer.Option(help="A folder instead of the user's cache.")

@@ -186,14 +186,14 @@ def check_draft(draft: str | Path | Loaded | None, tokens: int, deterministic: b
 
 
 def load_draft(
-    draft: str | Path | Loaded,
+    draft: str | Path | Loaded | None,
     directory: Path | None,
     loaded: Loaded,
     device: torch.device,
     length: int | None,
     keep: Keep,
-) -> Decoder | None:
-    """The model that guesses for another; None where none does ("ngram").
+) -> Loaded | None:
+    """The model that guesses for another; None where none does (None, "ngram").
 
     Args:
         draft: A directory, "auto" for a version of the model itself in few bits, or "ngram".
@@ -204,8 +204,10 @@ def load_draft(
     Raises:
         InvalidInput: It has other tokens, or cannot be made of this model.
     """
-    if draft == "ngram":
+    if draft is None or draft == "ngram":
         return None
+    if isinstance(loaded.model, Generator):
+        raise InvalidInput("transformers' generate runs this model; leave out draft")
     if isinstance(draft, Loaded):
         own = draft
     elif draft == "auto":
@@ -214,7 +216,7 @@ def load_draft(
         own = itself(directory, device, loaded.dtype, length, keep)
         large, small = loaded.model, own.model
         if not isinstance(large, Generator) and not isinstance(small, Generator | Hosted):
-            small.embed_tokens, small.lm_head = large.embed_tokens, large.lm_head
+            share(large, small)
     else:
         own = load(Path(draft), device, loaded.dtype, None, length, keep=keep)
     if isinstance(own.model, Generator):
@@ -229,7 +231,12 @@ def load_draft(
             f"draft={str(draft)!r} has other tokens than the model ({sizes[1]} and {sizes[0]}); "
             "give one with the same tokenizer"
         )
-    return own.model
+    return own
+
+
+def share(large: Decoder, small: Decoder) -> None:
+    """Give a version of a model that model's embeddings and head."""
+    small.embed_tokens, small.lm_head = large.embed_tokens, large.lm_head
 
 
 def itself(

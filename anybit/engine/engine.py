@@ -260,7 +260,8 @@ class Engine:
             self.speculation.judge(seq, before)
         self.scheduler.done(s, accepted)
         if failure:
-            return [self._end(seq, "error", failure)]
+            out = self._read()  # tokens of this step that came before
+            return [*out, self._end(seq, "error", failure)] if seq in self._texts(seq) else out
         if seq.finish:
             self.scheduler.remove(seq)
         return []
@@ -269,7 +270,7 @@ class Engine:
         """Turn tokens into text, and look for stop strings in it."""
         unread, self.unread, out = self.unread, [], []
         for seq, at, logprob, drafted in unread:
-            if seq not in self.requests.get(seq.request, ()):
+            if seq not in self._texts(seq):
                 continue
             released, running = seq.detokenizer.released, not seq.finish
             seq.accepted += drafted
@@ -299,6 +300,10 @@ class Engine:
                 delta = replace(delta, finish=end.finish, stop_reason=end.stop_reason)
             out.append(delta)
         return out
+
+    def _texts(self, seq: Sequence) -> Items[Sequence]:
+        """The texts of a sequence's request that have not ended."""
+        return self.requests.get(seq.request, ())
 
     def _end(self, seq: Sequence, reason: str, error: str = "", running: bool = True) -> Delta:
         """Forget a sequence; running: whether the scheduler still has it."""

@@ -10,32 +10,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from anybit.engine.block_manager import BlockManager
-from anybit.engine.draft_model import DraftModel, check_draft, load_draft
-from anybit.engine.engine import Delta, Engine
-from anybit.engine.fallback import Generator
-from anybit.engine.int4 import INT4
+from anybit.engine.assemble import KV_DTYPES, Settings, assemble, kv_kind
+from anybit.engine.draft_model import DraftModel, check_draft, load_draft, share
+from anybit.engine.engine import Delta
 from anybit.engine.loader import Loaded, load
-from anybit.engine.lookup import Lookup
-from anybit.engine.model_runner import ModelRunner, block_bytes
-from anybit.engine.models.layers import Decoder
+from anybit.engine.model_runner import ModelRunner
 from anybit.engine.reload import again
-from anybit.engine.scheduler import Scheduler
 from anybit.engine.sequence import Logprob, SamplingParams
-from anybit.engine.speculation import Drafter, Speculation
-from anybit.engine.steady import SteadyScheduler
-from anybit.engine.structured import Grammars
 from anybit.errors import InvalidInput, Unsupported
 from anybit.nn.linear import Keep, check_keep
 from anybit.nn.plan import Plan, Spec
 from anybit.progress import progress
 
 Prompt = str | Items[int]
-CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU at most, unless said otherwise
-GPU_FRACTION = 0.9  # of the free memory, likewise
-MOST_DRAFTED = 128  # tokens of a captured step with drafts
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-KV_DTYPES = {"int8": torch.int8, "int4": INT4}
 
 
 @dataclass
@@ -138,16 +126,12 @@ class LLM:
         check_choice("kv_cache", kv_cache, ("auto", "model", *KV_DTYPES))
         check_keep(keep)
         check_draft(draft, draft_tokens, deterministic)
+        beside = checked(adapters, model, deterministic)
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        beside = {name: Path(directory) for name, directory in (adapters or {}).items()}
-        if "" in beside:
-            raise InvalidInput(f"adapters: {beside['']} has an empty name; give it another")
-        if beside and (deterministic or isinstance(model, Loaded)):
-            what = "deterministic=True" if deterministic else "a model that is loaded already"
-            raise InvalidInput(f"adapters do not go with {what}; leave out one of them")
         if isinstance(model, Loaded):
-            loaded = model
+            loaded, directory = model, None
         else:
+            directory = Path(model)
             options = {
                 f"kv_cache={kv_cache!r}": kv_cache in KV_DTYPES,
                 "kv_bytes": kv_bytes is not None,
@@ -155,71 +139,32 @@ class LLM:
             }
             given = [option for option, is_given in options.items() if is_given]
             loaded = load(
-                Path(model), device, DTYPES.get(dtype), quantization, length, given, keep, beside
+                directory, device, DTYPES.get(dtype), quantization, length, given, keep, beside
             )
+        small = load_draft(draft, directory, loaded, device, length, keep)
+        kv_cache = kv_kind(loaded.model, kv_cache)
+        self.kv_dtype = KV_DTYPES.get(kv_cache, loaded.dtype)
+        settings = Settings(
+            self.kv_dtype, kv_bytes, max_running, max_tokens, block_size, prefix_caching,
+            deterministic, draft, draft_tokens,
+        )  # fmt: skip
         self.tokenizer, self.config, self.dtype = loaded.tokenizer, loaded.config, loaded.dtype
         self.quantized, self.quantized_bytes = loaded.quantized, loaded.quantized_bytes
         self.plan, self.keep = loaded.plan, keep
-        vocabulary = loaded.config.get_text_config().vocab_size
-        runner: ModelRunner | Generator
-        drafter: Drafter | None = None
-        if isinstance(loaded.model, Generator):
-            if draft is not None:
-                raise InvalidInput("transformers' generate runs this model; leave out draft")
-            runner, self.kv_dtype, kv_cache = loaded.model, loaded.dtype, "model"
-            self.length = runner.length
-            blocks, max_running, max_tokens = -(-self.length // block_size), 1, self.length
-            prefix_caching = False
-        else:
-            decoder, rows = loaded.model, max_running
-            if kv_cache == "auto":
-                has_scales = all(scales is not None for scales in decoder.kv_scales)
-                kv_cache = "int8" if has_scales else "model"
-            self.kv_dtype = KV_DTYPES.get(kv_cache, loaded.dtype)
-            smaller = None
-            if draft is not None:
-                rows = max(max_running, min(max_running * (1 + draft_tokens), MOST_DRAFTED))
-                directory = None if isinstance(model, Loaded) else Path(model)
-                smaller = load_draft(draft, directory, loaded, device, length, keep)
-                drafter = Lookup()
-            apart = smaller is not None and draft != "auto"  # it has a cache of its own
-            models = [decoder, smaller] if smaller is not None and apart else [decoder]
-            blocks = cache_blocks(models, block_size, self.kv_dtype, kv_bytes, max_running)
-            self.length = min(decoder.length, blocks * block_size)
-            runner = ModelRunner(decoder, blocks, block_size, self.kv_dtype, rows, deterministic)
-            if smaller is not None:
-                own = BlockManager(blocks, block_size, prefix_caching) if apart else None
-                caches = None if apart else runner.caches
-                behind = ModelRunner(
-                    smaller, blocks, block_size, self.kv_dtype, max_running, caches=caches
-                )
-                drafter = DraftModel(behind, vocabulary, own, max_tokens)
+        self.draft_plan = small.plan if small is not None and draft == "auto" else None
         self.kv_cache = kv_cache if kv_cache in KV_DTYPES else str(loaded.dtype)[len("torch.") :]
-        self.device = runner.device
         self.special = special_tokens(self.tokenizer)
-        manager = BlockManager(blocks, block_size, prefix_caching)
-        scheduler = Scheduler(manager, max_running, max_tokens)
-        if deterministic and isinstance(runner, ModelRunner):  # a Generator runs one text at a time
-            scheduler = SteadyScheduler(manager, max_running, max_tokens, runner.rows)
-        self.engine = Engine(
-            runner,
-            scheduler,
-            self.length,
-            self.decode if self.tokenizer else None,
-            loaded.eos,
-            vocabulary,
-            Grammars(self.tokenizer, vocabulary, loaded.eos) if self.tokenizer else None,
-            Speculation(drafter, draft_tokens) if drafter else None,
-        )
+        self.engine = assemble(loaded, small, settings, self.decode if self.tokenizer else None)
         self.engine.adapters = tuple(beside)
+        self.length, self.device = self.engine.length, self.engine.runner.device
         self._names = itertools.count()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights of the model, which stays in use as it is if that fails.
 
         Layers that are quantized are quantized anew as they arrive, round to nearest, in the
-        formats that they have. The new model is laid out beside the old one: that takes the memory
-        of the quantized weights once more.
+        formats that they have, and so is what `draft="auto"` has made of them. The new model is
+        laid out beside the old one: that takes the memory of the quantized weights once more.
 
         Args:
             weights: Dense tensors by the names of checkpoints, in any order, such as
@@ -240,7 +185,18 @@ class LLM:
             raise Unsupported(
                 "the KV cache has scales that were made for the old weights; use kv_cache='model'"
             )
-        runner.replace(again(runner.model, weights, self.plan, self.keep))
+        runners, plans = [runner], [self.plan]
+        if self.draft_plan is not None and self.engine.speculation is not None:
+            drafter = self.engine.speculation.drafter
+            assert isinstance(drafter, DraftModel)
+            runners.append(drafter.runner)
+            plans.append(self.draft_plan)
+        models = [runner.model for runner in runners]
+        fresh = again(models, weights, plans, self.keep)
+        for small in fresh[1:]:
+            share(fresh[0], small)
+        for each, model in zip(runners, fresh, strict=True):
+            each.replace(model)
         self.engine.scheduler.blocks.forget()
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -326,29 +282,17 @@ class LLM:
         return list(out.values())
 
 
-def cache_blocks(
-    models: list[Decoder], block_size: int, kv_dtype: torch.dtype, kv_bytes: int | None,
-    max_running: int,
-) -> int:  # fmt: skip
-    """Blocks of the KV cache; InvalidInput when kv_bytes, or what is free, does not hold two.
-
-    models: that have caches of so many blocks, the one that decides how many are needed first.
-    """
-    model = models[0]
-    each = sum(block_bytes(m, block_size, kv_dtype) for m in models)
-    if kv_bytes is None:
-        free, device = CPU_CACHE, model.embed_tokens.device
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # what laying out the weights took and gave back
-            free = int(torch.cuda.mem_get_info(device)[0] * GPU_FRACTION)
-        kv_bytes = min(free, -(-model.length // block_size) * max_running * each)
-    blocks = kv_bytes // each
-    if blocks < 2:
-        raise InvalidInput(
-            f"a KV cache of {kv_bytes} bytes holds {blocks} blocks of {block_size} tokens "
-            f"({each} bytes each), and at least 2 are needed; raise kv_bytes"
-        )
-    return blocks
+def checked(
+    adapters: Mapping[str, str | Path] | None, model: str | Path | Loaded, deterministic: bool
+) -> dict[str, Path]:
+    """Directories of adapters by names; InvalidInput where they cannot be."""
+    beside = {name: Path(directory) for name, directory in (adapters or {}).items()}
+    if "" in beside:
+        raise InvalidInput(f"adapters: {beside['']} has an empty name; give it another")
+    if beside and (deterministic or isinstance(model, Loaded)):
+        what = "deterministic=True" if deterministic else "a model that is loaded already"
+        raise InvalidInput(f"adapters do not go with {what}; leave out one of them")
+    return beside
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:

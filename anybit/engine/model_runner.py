@@ -46,6 +46,9 @@ class Runner(Protocol):
     @property
     def reads_prompts(self) -> bool: ...
 
+    @property
+    def device(self) -> torch.device: ...
+
     def launch(self, scheduled: list[Scheduled], previous: Flight | None = None) -> Flight:
         """Start a step over sequences, after `previous` if that still runs."""
 

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
@@ -20,20 +21,19 @@ from anybit.quantizers.rtn import RTN
 class Arrived(Weights):
     """Dense tensors that a trainer has sent, those of quantized layers as codes already.
 
-    plan: the scheme of each quantized layer, by the checkpoint's names.
+    plan: the scheme of each quantized layer, by the checkpoint's names. shares_head: whether the
+    head may be made of the embeddings, if no weight of its own has come.
     """
 
-    def __init__(
-        self, device: torch.device, dtype: torch.dtype, plan: Mapping[str, str], keep: Keep
-    ):
-        super().__init__(device, dtype)
-        self.plan, self.keep = dict(plan), keep
+    def __init__(self, model: Decoder, plan: Mapping[str, str], keep: Keep, shares_head: bool):
+        super().__init__(model.embed_tokens.device, model.embed_tokens.dtype)
+        self.plan, self.keep, self.shares_head = dict(plan), keep, shares_head
+        if model.adapters is not None:
+            self.adapters = Adapters(model.adapters.found)
         self.held: dict[str, Tensor | Packed] = {}
 
-    def take(self, name: str, tensor: Tensor) -> None:
-        """Keep a tensor: a copy, since a trainer goes on changing its own."""
-        own = tensor.detach().to(self.device, copy=True)
-        check_finite(own, name)
+    def take(self, name: str, own: Tensor) -> None:
+        """Keep a tensor that nobody else changes, as codes where the plan says so."""
         scheme = self.plan.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         if scheme is None:
             self.held[name] = own
@@ -56,6 +56,11 @@ class Arrived(Weights):
         weight = self._pop(f"{name}.weight", shape)
         return weight.to(self.dtype) if isinstance(weight, Tensor) else weight, b, activation
 
+    def head(self, name: str, embedding: Tensor, tied: bool) -> nn.Module:
+        if self.shares_head and f"{name}.weight" not in self.held:
+            self.take(f"{name}.weight", embedding)
+        return super().head(name, embedding, tied)
+
     def _pop(self, name: str, shape: tuple[int, ...]) -> Tensor | Packed:
         if name not in self.held:
             raise InvalidInput(f"tensor {name!r} has not come; send all of the model's")
@@ -67,24 +72,35 @@ class Arrived(Weights):
 
 @torch.inference_mode()
 def again(
-    model: Decoder, weights: Iterable[tuple[str, Tensor]], plan: Mapping[str, str], keep: Keep
-) -> Decoder:
-    """The same model with other weights; the one that runs stays as it is.
+    models: list[Decoder],
+    weights: Iterable[tuple[str, Tensor]],
+    plans: list[Mapping[str, str]],
+    keep: Keep,
+) -> list[Decoder]:
+    """The same models with other weights; those that run stay as they are.
 
     Args:
-        model: The one that runs.
+        models: Those that run: one, and what has been made of it in fewer bits.
         weights: Dense tensors by the names of checkpoints, in any order.
-        plan: The scheme of each quantized layer.
+        plans: The scheme of each quantized layer, for each model.
         keep: As in `anybit.load`.
 
     Raises:
         InvalidInput: Tensors are missing, left over, of wrong shapes, or hold NaN or inf.
     """
-    source = Arrived(model.embed_tokens.device, model.embed_tokens.dtype, plan, keep)
-    if model.adapters is not None:
-        source.adapters = Adapters(model.adapters.found)
+    main = models[0]
+    shares = not main.config.tie_word_embeddings and repeats_embeddings(main)
+    sources = [Arrived(m, plan, keep, shares) for m, plan in zip(models, plans, strict=True)]
     for name, tensor in weights:
-        source.take(name, tensor)
+        own = tensor.detach().to(main.embed_tokens.device, copy=True)  # a trainer changes its own
+        check_finite(own, name)
+        for source in sources:
+            source.take(name, own)
+    return [rebuilt(model, source) for model, source in zip(models, sources, strict=True)]
+
+
+def rebuilt(model: Decoder, source: Arrived) -> Decoder:
+    """A model of the same kind from what has come."""
     if model.config.tie_word_embeddings:
         source.held.pop("lm_head.weight", None)
     fresh = type(model)(model.config, source, model.length).eval()
@@ -95,3 +111,16 @@ def again(
             "them under the names that checkpoints of the model have"
         )
     return fresh
+
+
+def repeats_embeddings(model: Decoder) -> bool:
+    """Whether a head of its own says what the embeddings say.
+
+    So it is where a shared head has got codes of its own: config.json then calls it untied, and a
+    trainer has no tensor for it. One bit a weight leaves an error of 0.6; others are unlike by 1.4.
+    """
+    generator = torch.Generator().manual_seed(0)
+    embedding = model.embed_tokens
+    x = torch.randn(4, embedding.shape[1], generator=generator).to(embedding)
+    wanted = F.linear(x, embedding).float()
+    return bool((model.lm_head(x).float() - wanted).norm() < 0.8 * wanted.norm())

@@ -5,6 +5,7 @@ each, and the text takes its choices up to the first that differs from the guess
 tokens that it would get one by one, and a step gives it several where guesses are right.
 """
 
+import logging
 import time
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from typing import Protocol
 from anybit.engine.sampler import Row
 from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import Sequence
+
+log = logging.getLogger("anybit.engine")
 
 MEMORY = 0.98  # weight of what is known of a text's drafts when it has one more token
 # What is thought of a text's drafts before anything is known: 3 of 4 tokens are right.
@@ -135,9 +138,20 @@ class Speculation:
         self.drafter, self.most, self.costs = drafter, most, Costs()
         self.records: dict[Sequence, Record] = {}
         self.ahead = 0  # steps that were started without looking for guesses
+        self.failed = False  # the drafter; then there are no more drafts
 
     def drafted(self, scheduled: list[Scheduled], scheduler: Scheduler) -> list[Scheduled]:
-        """A step with drafts behind the texts that are being written."""
+        """A step with drafts behind the texts that are being written, while the drafter works."""
+        if self.failed:
+            return scheduled
+        try:
+            return self._drafted(scheduled, scheduler)
+        except Exception:  # texts do not need it
+            self.failed = True
+            log.exception("guessing has failed; texts go on without drafts until a restart")
+            return scheduled
+
+    def _drafted(self, scheduled: list[Scheduled], scheduler: Scheduler) -> list[Scheduled]:
         at = [i for i, s in enumerate(scheduled) if s.tokens == 1 and s.samples and s.seq.generated]
         seqs = [scheduled[i].seq for i in at]
         if not 0 < len(seqs) <= TEXTS or self.costs.plain >= PLAIN:
@@ -171,7 +185,7 @@ class Speculation:
 
     def rests(self, scheduled: list[Scheduled]) -> bool:
         """Whether the next step will have no drafts, by what is known before this one's end."""
-        if len(scheduled) > TEXTS:
+        if self.failed or len(scheduled) > TEXTS:
             return True
         records = [self.records.get(s.seq, Record()) for s in scheduled]
         reach = [self.most if record.found > FOUND else 0 for record in records]

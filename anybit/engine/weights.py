@@ -254,6 +254,7 @@ class Rougher(Checkpoint):
         weight, b, _ = super().part(name, shape, bias)
         if isinstance(weight, Packed):
             weight = quantize_tensor(weight.dequantize(), self.format)
+            self.plan[name] = scheme_name(self.format, None)
         return weight, b, None
 
 

@@ -26,7 +26,9 @@ from anybit.core import tiles
 from anybit.core.format import Format, Grid, register
 from anybit.core.groups import groups_of, store_scale
 from anybit.errors import InvalidInput
+from anybit.formats.trellis_decoder import decoder_of
 from anybit.formats.trellis_encoder import paths
+from anybit.kernels.cute.decode import Decoder
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -116,6 +118,9 @@ class Trellis(Format):
             low = (x & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
             value = low + (x >> 16).to(tl.int16).to(tl.float16, bitcast=True)
         return value
+
+    def hopper_decode(self, operand: str) -> Decoder | str:
+        return decoder_of(self.code, self.rate, operand)
 
 
 @dataclass(frozen=True)

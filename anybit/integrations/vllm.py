@@ -220,8 +220,10 @@ class AnybitConfig(QuantizationConfig):
             return method_for(self, layer, prefix)
         if not isinstance(layer, LinearBase | ParallelLMHead):
             return None
+        from anybit.integrations import vllm_fusion
         from anybit.integrations.vllm_linear import OnLoad, Stored
 
+        vllm_fusion.enable()
         names = self.parts(prefix)
         schemes = [self.scheme(name) for name in names]
         if any(self.names.get(name, name) in self.coded for name in names):

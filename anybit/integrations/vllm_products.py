@@ -12,6 +12,7 @@ from anybit.core.format import LAYER
 from anybit.core.packed import Packed
 from anybit.core.scheme import scheme_name
 from anybit.errors import InvalidInput
+from anybit.integrations.vllm_fusion import quantize
 from anybit.kernels.backend import LayerSpec
 from anybit.kernels.registry import choose, get_backend, refusals
 from anybit.nn import op as ops
@@ -33,7 +34,7 @@ class Multiply(nn.Module):
         super().__init__()
         stored = packed.stored()
         self.n = packed.shape[0]
-        self.scheme = scheme_name(stored.format, activation)
+        self.scheme, self.activation = scheme_name(stored.format, activation), activation
         self.backend = chosen(stored, activation, backend, dtype, name)
         self.layout = parameters(get_backend(self.backend).prepare(stored, activation, dtype))
         self.dtype, self.memory = dtype, tuple(tensor.data for tensor in self.layout)
@@ -43,7 +44,12 @@ class Multiply(nn.Module):
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         around = Around.of(self._buffers)
         x, inside = around.before(x), around.inside(bias)
-        y = ops.linear(x, list(self.layout), inside, self.scheme, self.n, self.backend)
+        given = (list(self.layout), inside, self.scheme, self.n, self.backend)
+        if self.activation is None:
+            y = ops.linear(x, *given)
+        else:  # apart, so that compiled graphs can quantize earlier
+            codes, scale, sums = quantize(x, self.activation)
+            y = ops.linear(codes, *given, scale, sums, x.dtype)
         return around.after(y, bias)
 
     def fill(self, packed: Packed, activation: str | None) -> None:

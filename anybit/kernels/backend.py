@@ -136,8 +136,8 @@ class Backend(Protocol):
 class Grouped(Protocol):
     """What a backend has besides if it multiplies many experts at once."""
 
-    def most_experts(self, fmt: Format) -> int:
-        """How many weights of a format it multiplies at once; 0: it does not."""
+    def most_experts(self, layer: LayerSpec) -> int:
+        """How many such weights, which it takes, it multiplies at once; 0: one by one."""
 
     def prepare_experts(
         self, experts: Sequence[Packed], activation: str | None, dtype: torch.dtype | None = None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.core.packed import Packed, stack
-from anybit.kernels.backend import Grouped, Prepared, octaves
+from anybit.kernels.backend import Grouped, LayerSpec, Prepared, octaves
 from anybit.kernels.registry import grouped
 from anybit.nn.around import Around
 from anybit.nn.sharding import same
@@ -80,6 +80,8 @@ def group(
     stored = [one.stored() for one in packed]
     widest = max(stored, key=partial(octaves, activation=activation))  # the hardest to multiply
     kernels = grouped(choose(widest, activation))
-    if kernels is None or len(stored) > kernels.most_experts(stored[0].format):
+    if kernels is None or len(stored) > kernels.most_experts(
+        LayerSpec.of(widest, activation, dtype)
+    ):
         return None
     return QuantExperts(kernels, kernels.prepare_experts(stored, activation, dtype), around)

@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -120,9 +120,19 @@ def serve(
     logging.getLogger("anybit").setLevel(log_level.upper())
     listener = bind(host, port)
     llm = load(
-        model, quantization, kv_cache, keep, dtype, length, kv_gb, max_running, draft, draft_tokens,
-        deterministic, adapters_of(lora or []),
-    )  # fmt: skip
+        model,
+        quantization,
+        kv_cache=kv_cache,
+        keep=keep,
+        dtype=dtype,
+        length=length,
+        kv_bytes=None if kv_gb is None else int(kv_gb * 1e9),
+        max_running=max_running,
+        deterministic=deterministic,
+        adapters=adapters_of(lora or []),
+        draft=draft,
+        draft_tokens=draft_tokens,
+    )
     if template is not None:
         if llm.tokenizer is None:
             raise InvalidInput("--chat-template: the model directory has no tokenizer")
@@ -135,14 +145,8 @@ def serve(
         origins=tuple(origins or ()),
         tool_parser=tool_parser,
     )
-    scheduler = llm.engine.scheduler
-    tokens = scheduler.blocks.count * scheduler.blocks.block_size
-    typer.echo(
-        f"{' = '.join(settings.names)} on {llm.device}, {short(llm.dtype)} with a KV cache of "
-        f"{llm.kv_cache}: {tokens:,} tokens "
-        f"of up to {scheduler.max_running} sequences, {llm.length:,} in one"
-        + (f"; drafts by {draft}, up to {draft_tokens} tokens" if draft else "")
-    )
+    drafts = f"; drafts by {draft}, up to {draft_tokens} tokens" if draft else ""
+    typer.echo(f"{' = '.join(settings.names)} {summary(llm)}{drafts}")
     typer.echo(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
     run(llm, settings, listener)
 
@@ -161,8 +165,14 @@ def choose(flag: str, value: str | None, choices: tuple[str, ...]) -> None:
         raise InvalidInput(f"{flag} {value!r}: choose one of {', '.join(choices)}")
 
 
-def short(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
+def summary(llm: "LLM") -> str:
+    """What is served, in a line."""
+    scheduler, dtype = llm.engine.scheduler, str(llm.dtype).removeprefix("torch.")
+    tokens = scheduler.blocks.count * scheduler.blocks.block_size
+    return (
+        f"on {llm.device}, {dtype} with a KV cache of {llm.kv_cache}: {tokens:,} tokens of up to "
+        f"{scheduler.max_running} sequences, {llm.length:,} in one"
+    )
 
 
 def chat(
@@ -185,7 +195,17 @@ def chat(
     from anybit.engine.sequence import SamplingParams
     from anybit.serve.chat import talk
 
-    llm = load(model, quantization, kv_cache, keep, dtype, length, None, 1, draft, draft_tokens)
+    llm = load(
+        model,
+        quantization,
+        kv_cache=kv_cache,
+        keep=keep,
+        dtype=dtype,
+        length=length,
+        max_running=1,
+        draft=draft,
+        draft_tokens=draft_tokens,
+    )
     talk(llm, SamplingParams(max_tokens=max_tokens, temperature=temperature), system)
 
 
@@ -206,34 +226,9 @@ def bench_serve(
     run(url, streams, requests, prompt, output, largest_token, api_key, typer.echo)
 
 
-def load(
-    model: Path,
-    quantization: str | None,
-    kv_cache: str,
-    keep: str,
-    dtype: str,
-    length: int | None,
-    kv_gb: float | None,
-    max_running: int,
-    draft: str | None,
-    draft_tokens: int,
-    deterministic: bool = False,
-    adapters: dict[str, Path] | None = None,
-) -> "LLM":
+def load(model: Path, quantization: str | None, **options: Any) -> "LLM":
+    """The model with options of `LLM`, which says what is wrong with them."""
     say(f"loading {model}")
     from anybit.engine.llm import LLM
 
-    return LLM(
-        model,
-        quantization,
-        dtype=dtype,  # type: ignore[arg-type]  # checked there, with an error that lists them
-        kv_cache=kv_cache,  # type: ignore[arg-type]
-        keep=keep,  # type: ignore[arg-type]
-        length=length,
-        kv_bytes=None if kv_gb is None else int(kv_gb * 1e9),
-        max_running=max_running,
-        deterministic=deterministic,
-        draft=draft,
-        draft_tokens=draft_tokens,
-        adapters=adapters,
-    )
+    return LLM(model, quantization, **options)

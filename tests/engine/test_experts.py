@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybit.core.format import Format
 from anybit.core.packed import Packed
 from anybit.engine import experts
 from anybit.engine.weights import Part, Weights
@@ -28,7 +27,7 @@ class Kernels:
     def __init__(self, most: int = 256):
         self.most = most
 
-    def most_experts(self, fmt: Format) -> int:
+    def most_experts(self, layer: LayerSpec) -> int:
         return self.most
 
     def prepare_experts(

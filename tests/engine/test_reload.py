@@ -13,6 +13,7 @@ from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput, Unsupported
 from tests.engine.conftest import prompts
+from tests.engine.test_speculation import drafting
 
 Checkpoint = Callable[[str], Path]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -61,6 +62,46 @@ def test_a_checkpoint_in_codes(checkpoint: Checkpoint, tmp_path: Path) -> None:
     llm = LLM(tmp_path / "out")
     llm.load_weights(load_file(other / "model.safetensors").items())
     assert tokens(llm) == tokens(LLM(other, PLAN))
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_head_in_codes_of_its_own_takes_the_embeddings(
+    checkpoint: Checkpoint, tmp_path: Path, stored: bool
+) -> None:
+    """A trainer of a model whose head is shared has no tensor for it."""
+    plan = PLAN | {"lm_head": "int4:group=32"}
+    source = checkpoint("llama-biases-tied")
+    other = changed(source, tmp_path / "other")
+    sent = load_file(other / "model.safetensors")
+    assert "lm_head.weight" not in sent
+    if stored:
+        quantize_checkpoint(source, tmp_path / "out", plan)
+    llm = LLM(tmp_path / "out") if stored else LLM(source, plan)
+    for _ in range(2):
+        llm.load_weights(sent.items())
+        assert tokens(llm) == tokens(LLM(other, plan))
+    llm.load_weights((sent | {"lm_head.weight": sent["model.embed_tokens.weight"] * -1}).items())
+    assert tokens(llm) != tokens(LLM(other, plan))
+    with pytest.raises(InvalidInput, match=r"lm_head\.weight' has not come"):
+        llm.load_weights(sent.items())
+
+
+@pytest.mark.parametrize("quantized", [None, "int8"])
+def test_a_draft_of_the_model_itself_is_made_anew(
+    checkpoint: Checkpoint, tmp_path: Path, quantized: str | None
+) -> None:
+    """It guesses what one guesses that was loaded with the new weights."""
+    other = changed(checkpoint("llama-round"), tmp_path / "other")
+    source = checkpoint("llama-round")
+    if quantized:
+        quantize_checkpoint(source, tmp_path / "codes", quantized)
+        source = tmp_path / "codes"
+    llms = [LLM(source, draft="auto"), LLM(other, quantized, draft="auto")]
+    llms[0].load_weights(load_file(other / "model.safetensors").items())
+    assert tokens(drafting(llms[0])) == tokens(drafting(llms[1]))
+    stats, wanted = (llm.engine.stats for llm in llms)
+    assert 0 < stats.accepted_tokens == wanted.accepted_tokens
+    assert stats.draft_tokens == wanted.draft_tokens
 
 
 def test_what_is_wrong_changes_nothing(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import gc
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import vllm
@@ -20,15 +21,17 @@ PROMPTS = [
 
 @contextmanager
 def engine(path, eager=True, **options):
-    """vLLM in fp32."""
+    """vLLM, in fp32 unless the options say otherwise."""
+    given: dict[str, Any] = {"dtype": "float32"}
+    if torch.cuda.is_available():  # the default takes nearly all memory, each time anew
+        given["gpu_memory_utilization"] = 0.1
     llm = vllm.LLM(
         str(path),
-        dtype="float32",
         enforce_eager=eager,
         max_model_len=128,
         max_num_seqs=4,
         seed=0,
-        **options,
+        **(given | options),
     )
     try:
         yield weakref.proxy(llm)  # a reference would keep it alive beyond `cleanup`

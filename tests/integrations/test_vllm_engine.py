@@ -1,6 +1,7 @@
 """vLLM generates what transformers does, from the same checkpoint (`make test-vllm`)."""
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -37,7 +38,9 @@ def test_dense_checkpoint_quantized_while_it_is_loaded(plan):
 
 @pytest.fixture
 def two_ranks(monkeypatch):
-    """Options of vLLM for two processes, a core each."""
+    """Options of vLLM for two processes, a core or a GPU each."""
+    if torch.cuda.device_count() == 1:
+        pytest.skip("one GPU")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     return {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}

@@ -67,21 +67,22 @@ class Emulated:
         bias: Tensor | None = None,
         grid: int = 0,
         seed: int = 0,
+        starts: Tensor | None = None,
     ) -> Tensor:
-        """y (M, N). grid: CTAs; 0: one a tile."""
+        """y (M, N). grid: CTAs; 0: one a tile. starts: of the tokens of each expert."""
         codes, scale, sums = x
         m, k = codes.shape
         tile = self.kernel.tile
         grid = grid or tiles.tiles_of(tile, m, n)
         y = torch.full((m, n), torch.nan, dtype=self.dtype)
         work = torch.full((2 * grid * tile.rows * tile.tokens,), torch.nan)
-        counters = torch.zeros(tiles.counters_of(tile, m, n, grid) or 1, dtype=torch.int32)
+        counters = torch.zeros(grid, dtype=torch.int32)
         arguments = [
             self.used(codes),
             *(array(t) for t in layout),
             *(self.used(t) for t in (scale, sums, bias, y)),
-            *(array(t) for t in (work, counters)),
-            *(m, n, k),
+            *(array(t) for t in (work, counters, starts)),
+            *(m, n, k, 0 if starts is None else len(starts) - 1),
         ]
         self.machine.launch(arguments, grid, tile.threads, self.shared, seed=seed)
         assert not counters.any()
@@ -91,8 +92,8 @@ class Emulated:
         """W (N, K)."""
         n, k = shape
         y = torch.full(shape, torch.nan, dtype=self.dtype)
-        grid = -(-n // self.kernel.tile.rows) * k // 128
-        arguments = [0, *(array(t) for t in layout), 0, 0, 0, array(y), 0, 0, 1, n, k]
+        grid = -(-n // self.kernel.tile.rows) * -(-k // 128)
+        arguments = [0, *(array(t) for t in layout), 0, 0, 0, array(y), 0, 0, 0, 1, n, k, 0]
         self.machine.launch(arguments, grid, self.kernel.tile.threads, self.shared)
         return y
 

@@ -19,12 +19,26 @@ from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder, decoder, number
 from anybit.kernels.cute.lang import Word, planes, tiling
 from anybit.kernels.cute.pack import ROWS, fragment, pack
+from anybit.kernels.reference import operand_weight
 from tests.specs import SPECS
 
 OPERANDS = ("int8", "float16", "bfloat16", "float8_e4m3fn")
+TRELLIS = (
+    *(f"trellis:bits={bits}" for bits in (1, 3, 4, 5, 6, 7, 8)),
+    *(f"trellis:bits={bits},code=pair8" for bits in (1, 2, 3)),
+    "trellis:bits=1,code=mul1",
+    "trellis:bits=4,code=3inst",
+)
 PAIRS = [
     (spec, operand)
-    for spec in (*SPECS, "int4:group=256", "fp8:group=128", "int8:zero", "int8:group=128,zero")
+    for spec in (
+        *SPECS,
+        "int4:group=256",
+        "fp8:group=128",
+        "int8:zero",
+        "int8:group=128,zero",
+        *TRELLIS,
+    )
     for operand in OPERANDS
     if not isinstance(decoder(get_format(spec), operand), str)
 ]
@@ -78,24 +92,38 @@ def emulate(blobs: torch.Tensor, d: Decoder) -> torch.Tensor:
     return unfragment(values, d.slot)
 
 
+def columns_of(fmt: Format) -> int:
+    """The fewest columns of a weight; two at least."""
+    return max(2, fmt.tile[1], *(entry.group for entry in fmt.entries().values()))
+
+
 @pytest.mark.parametrize(("spec", "operand"), PAIRS)
-def test_threads_hold_the_weights(spec: str, operand: str) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_threads_hold_the_weights(spec: str, operand: str, whole: bool) -> None:
+    """In whole K tiles, and where the last has a group of columns."""
     d = decoder(get_format(spec), operand)
     assert isinstance(d, Decoder)
     torch.manual_seed(0)
-    packed = anybit.quantize_tensor(torch.randn(130, 512), spec)
-    codes = torch.randint_like(packed.codes(), 2**packed.format.bits)  # every code, not likely ones
-    if isinstance(packed.format, Minifloat) and packed.format.bits == 8:  # no NaN, no infinity
-        codes = codes & 0x80 | (codes & 0x7F).clamp_max(packed.format.largest_code)
+    fmt = get_format(spec)
+    k = 512 if whole else 256 + columns_of(fmt)
+    shape = 144, k
+    w = torch.randn(shape)
+    grid = fmt.fit(w)
+    codes = torch.randint(2**fmt.bits, (144, k // fmt.width * fmt.books), dtype=torch.uint8)
+    if isinstance(fmt, Minifloat) and fmt.bits == 8:  # no NaN, no infinity
+        codes = codes & 0x80 | (codes & 0x7F).clamp_max(fmt.largest_code)
     if spec.startswith("liquid"):  # codes that quantization makes: sums stay within a byte
-        codes = packed.codes()
-    packed = anybit.Packed.from_codes(packed.format, packed.shape, codes, packed.grid)
+        codes = fmt.encode(w, grid)
+    packed = anybit.Packed.from_codes(fmt, shape, codes, grid)
 
     blobs = pack(packed, d)
-    operands = emulate(blobs, d)[:130]
+    operands = emulate(blobs, d)[:144]
+    assert operands[:, k:].isfinite().all()  # meets zeros
+    operands = operands[:, :k]
     got = (operands - d.row_zero(packed)[:, None]) if d.operand == "uint8" else operands
     got = got * d.row_scale(packed)[:, None].double()
-    want = packed.dequantize().double()
+    dtype = torch.bfloat16 if d.operand == "bfloat16" else torch.float32
+    want = operand_weight(packed, dtype).double()  # few values are no bf16 numbers
     if d.grid_words and d.operand in MANTISSA:
         # One rounding of the scale (if the operand has fewer bits than it), one of a table's
         # number and one of the product; below the smallest normal number the error stops shrinking.

@@ -12,9 +12,12 @@ from anybit.formats.presets import HOPPER
 from anybit.kernels.backend import Activations, LayerSpec
 from anybit.kernels.cute import jit
 from anybit.kernels.cute.decode import Decoder, decoder
-from anybit.kernels.hopper import backend, build, scalar_linear, tiles
+from anybit.kernels.hopper import backend, build, expert_tiles, scalar_linear, tiles
+from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.mma.tiles import kernel_for
 from anybit.planning.cost_model import instructions
+from tests.kernels.mma import GPUS
 
 
 def decoder_of(spec: str, operand: str) -> Decoder:
@@ -23,12 +26,15 @@ def decoder_of(spec: str, operand: str) -> Decoder:
     return d
 
 
+HALF = torch.float16
 SCALAR = [scheme for scheme in HOPPER if parse_scheme(scheme)[0].lookup is None]
+SCALAR += ["trellis", "trellis:bits=4,code=pair8@int8"]
 
 
 @pytest.mark.parametrize("scheme", SCALAR)
 def test_the_family_holds_every_choice(scheme: str) -> None:
-    kernels = {kernel for kernel in build.kernels_of(scheme) if isinstance(kernel, Kernel)}
+    every = set(build.kernels_of(scheme))
+    kernels = {kernel for kernel in every if isinstance(kernel, Kernel)}
     assert instructions(scheme) < 5.07
     for d in {kernel.decoder for kernel in kernels}:
         output = "bfloat16" if d.operand in ("uint8", "float8_e4m3fn") else d.operand
@@ -38,12 +44,48 @@ def test_the_family_holds_every_choice(scheme: str) -> None:
                 assert Kernel(d, tile, output) in kernels
                 assert tile.split <= k // 128
                 assert tile.stages >= 2
+                if scalar_linear.narrow(m, n, d.operand):
+                    assert kernel_for(d, GPUS["H200"], m, n, output) in every
                 assert tiles.grid(tile, m, n) % tile.split == 0
                 assert tiles.shared_bytes(tile, d) <= tiles.MAX_SHARED
         for m in (1, 16, 32, 64, 100, 128, 256, 512, 4096):
-            tile = tiles.choose_grouped(d, m, 8)
+            tile = choose_grouped(d, m, 4096, 1024, 8)
             assert Kernel(d, tile, output, grouped=True) in kernels
             assert tiles.shared_bytes(tile, d, grouped=True) <= tiles.MAX_SHARED
+
+
+def test_formats_that_decode_slowly_are_copied_for_many_tokens() -> None:
+    """And then only; the kernel for it is among those that are built."""
+    trellis, fp6 = (decoder_of(spec, "float16") for spec in ("trellis", "fp6"))
+    copied = [tiles.copies(trellis, m, 28672, 4096) for m in (1, 64, 128, 4096)]
+    assert copied == [False, False, False, True]
+    assert not tiles.copies(fp6, 4096, 28672, 4096)
+    assert not tiles.copies(decoder_of("trellis", "int8"), 4096, 28672, 4096)
+    wanted = scalar_linear.copied(trellis_format := get_format("trellis"), HALF, 4096, 28672, 4096)
+    assert wanted in build.kernels_of(trellis_format.spec)
+    assert scalar_linear.copied(get_format("fp6"), HALF, 4096, 28672, 4096) is None
+
+
+def test_a_copy_is_multiplied_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    import anybit
+
+    packed = anybit.quantize_tensor(torch.randn(16, 128), "trellis:bits=1")
+    prepared = backend.prepare(packed, None, HALF)
+    seen: list[Any] = []
+
+    def decoded(x: torch.Tensor, kernel: Any, given: Any) -> torch.Tensor:
+        seen.append((kernel.tile.kind, kernel.output, given))
+        return packed.dequantize().half()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(scalar_linear.mma, "decoded", decoded)
+    monkeypatch.setattr(tiles, "copies", lambda *args: True)
+    scalar_linear.copied.cache_clear()
+    x, bias = torch.randn(100, 128).half(), torch.randn(16)
+    y = backend.linear(x, prepared, bias)
+    scalar_linear.copied.cache_clear()
+    assert torch.equal(y, torch.nn.functional.linear(x, packed.dequantize().half(), bias.half()))
+    assert seen == [("decode", "float16", prepared)]
 
 
 @pytest.mark.parametrize(("spec", "operand"), [("liquid", "int8"), ("int4:group=128", "bfloat16")])
@@ -51,12 +93,34 @@ def test_tiles_of_experts_hold_more_than_the_average(spec: str, operand: str) ->
     """Routed by chance, few experts may need a second tile, which reads their weights again."""
     d = decoder_of(spec, operand)
     random = torch.Generator().manual_seed(0)
-    for m in (8, 24, 64, 128, 256, 400):
-        tile = tiles.choose_grouped(d, m, 8)
-        assert tile in tiles.family_grouped(d)
+    for m in (8, 24, 64, 128):
+        tile = choose_grouped(d, m, 14336, 4096, 8)
+        assert tile in family_grouped(d)
         counts = torch.randint(8, (1000, m), generator=random)
         counts = torch.nn.functional.one_hot(counts, 8).sum(1)
         assert (counts > tile.tokens).float().mean() < 0.08
+
+
+@pytest.mark.parametrize(("m", "experts"), [(1, 8), (30, 8), (300, 8), (64, 128), (4096, 256)])
+def test_costs_of_experts_expect_what_random_routing_does(m: int, experts: int) -> None:
+    counts = torch.randint(experts, (500, m), generator=torch.Generator().manual_seed(m))
+    counts = torch.zeros(500, experts).scatter_add_(1, counts, torch.ones(500, m))
+    busy = (counts > 0).sum(1).float().mean()
+    assert abs(expert_tiles.touched(m, experts) / float(busy) - 1) < 0.02
+    for tokens in (8, 64):
+        found = (counts / tokens).ceil().sum(1).mean()
+        assert abs(expert_tiles.token_tiles(tokens, m, experts) / float(found) - 1) < 0.02
+
+
+def test_one_token_reads_the_experts_that_it_meets() -> None:
+    """Of 128 small ones 8: the time follows what is touched, and few tokens take small tiles."""
+    d = decoder_of("liquid", "int8")
+    tile = choose_grouped(d, 8, 1536, 2048, 128)
+    assert tile.tokens == 8
+    few, all_of_them = (
+        expert_tiles.microseconds(tile, d, m, 1536, 2048, 128) for m in (8, 8 * 128)
+    )
+    assert few < all_of_them / 5
 
 
 def test_grid_covers_every_tile() -> None:
@@ -75,7 +139,9 @@ def test_launches_overlap_where_that_was_faster() -> None:
     assert all(overlaps(d, 1, 28672) and overlaps(d, 256, 28672) for d in (liquid, int8, sparse))
     assert overlaps(liquid, 1024, 4096)  # 128 tiles: all at once
     assert not overlaps(liquid, 1024, 28672)
-    assert not tiles.overlaps(tiles.choose_grouped(liquid, 32, 8), liquid, 32, 14336, experts=8)
+    assert not tiles.overlaps(
+        choose_grouped(liquid, 32, 14336, 4096, 8), liquid, 32, 14336, experts=8
+    )
     # 96 CTAs of 64 tokens: of sparse two share a multiprocessor, of the others none.
     assert not overlaps(sparse, 64, 4096, 14336)
     assert overlaps(liquid, 64, 4096, 14336)
@@ -84,13 +150,10 @@ def test_launches_overlap_where_that_was_faster() -> None:
 
 
 def test_few_tokens_may_go_to_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only when that is switched on, and with more than 8 only where rows are few."""
-    assert not scalar_linear.narrow(1, 4096, "uint8")
-    monkeypatch.setattr(scalar_linear, "NARROW", True)
+    """Where all their CTAs are resident at once."""
     assert [scalar_linear.narrow(m, 4096, "int8") for m in (1, 16, 17)] == [True, True, False]
     rows = (6144, 8448, 14336)
-    assert [scalar_linear.narrow(16, n, "bfloat16") for n in rows] == [True, True, False]
-    assert scalar_linear.narrow(8, 128256, "bfloat16")
+    assert [scalar_linear.narrow(1, n, "bfloat16") for n in rows] == [True, True, False]
     assert not scalar_linear.narrow(1, 4096, "float8_e4m3fn")
     device, seen = torch.device("cuda", 0), []
     monkeypatch.setattr(scalar_linear.mma_tiles, "gpu_of", seen.append)
@@ -105,12 +168,11 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "NVIDIA GPU")
+    monkeypatch.setattr(scalar_linear.mma_tiles, "gpu_of", lambda device: GPUS["H200"])
 
     def refuse(spec: str, activation: str | None, shape: tuple[int, int]) -> str:
         return backend.refuse(LayerSpec(get_format(spec), activation, shape, device)) or ""
 
-    assert "K must be a multiple of 128" in refuse("fp6", None, (4096, 1000))
-    assert "N of 8" in refuse("fp6", None, (4097, 1024))
     assert "liquid@int8" in refuse("liquid", None, (4096, 4096))
     assert "group scales" in refuse("int4:group=128", "int8", (4096, 4096))
     assert "group scales" in refuse("sparse:group=64", "int8", (4096, 4096))
@@ -121,6 +183,7 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert "anybit[hopper]" in refuse("fp6", None, (4096, 4096))
     monkeypatch.setattr(jit, "dsl_version", lambda: "4.8.1")
     assert refuse("fp6", None, (4096, 4096)) == ""
+    assert refuse("fp6", None, (4097, 1001)) == ""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (8, 0))
     assert "needs an H100 or H200" in refuse("fp6", None, (4096, 4096))
 

@@ -119,12 +119,12 @@ def test_thousands_of_tokens_meet_a_dense_weight(
     monkeypatch.setattr(codebook_linear, "lookup_tile", lambda *problem: None)
     torch.manual_seed(v)
     fmt = codebook(v, m)
-    packed = random_packed(fmt, 24, 512).to(DEVICE)
+    packed = random_packed(fmt, 24, 384).to(DEVICE)  # of the last blocks, a part
     prepared = codebook_linear.prepare(packed, None)
     weight = codebook_linear.dense(prepared, dtype)
     assert weight.dtype == dtype
     assert error(weight, packed.dequantize().double()) < (4e-4 if dtype == HALF else 4e-3)
-    x, bias = (torch.randn(*size).to(DEVICE, dtype) for size in ((75, 512), (24,)))
+    x, bias = (torch.randn(*size).to(DEVICE, dtype) for size in ((75, 384), (24,)))
     y = codebook_linear.linear(x, prepared, bias)
     want = x.double() @ weight.double().T + bias.double()
     assert error(y, want) < (1e-3 if dtype == HALF else 5e-3)
@@ -149,19 +149,19 @@ class Case:
 
 
 CASES = [
-    Case(4, 1, 128, 1, HALF, (1, 40, 1024), 2, 1),
+    Case(4, 1, 64, 1, HALF, (1, 40, 960), 2, 1),  # the last block is not full, as in others
     Case(8, 2, 128, 1, HALF, (1, 24, 768), 2, 1),
-    Case(8, 2, 128, 2, BRAIN, (2, 40, 768), 2, 1),
+    Case(8, 2, 128, 2, BRAIN, (2, 40, 640), 2, 1),
     Case(4, 1, 128, 8, HALF, (5, 101, 1408), 1, 2),
-    Case(4, 1, 128, 16, BRAIN, (13, 40, 640), 2, 1),
-    Case(16, 3, 128, 8, BRAIN, (4, 24, 512), 1, 1),
+    Case(4, 1, 0, 16, BRAIN, (13, 40, 600), 2, 1),
+    Case(16, 3, 128, 8, BRAIN, (4, 24, 384), 1, 1),
 ]
 if EVERY_KERNEL:
     CASES += [
         Case(4, 1, 0, 1, BRAIN, (1, 150, 896), 1, 2, chunks=2),
         Case(8, 2, 128, 1, HALF, (1, 24, 8192), 16, 1),
         Case(8, 1, 1024, 2, HALF, (2, 24, 1024), 2, 1),
-        Case(16, 3, 128, 1, HALF, (1, 24, 1024), 2, 1),
+        Case(16, 3, 0, 1, HALF, (1, 24, 976), 2, 1),
         Case(8, 4, 128, 1, HALF, (1, 24, 512), 1, 1),
         Case(8, 2, 128, 8, HALF, (8, 72, 768), 2, 1, chunks=2),
         Case(8, 2, 128, 16, HALF, (16, 24, 512), 1, 1),
@@ -300,15 +300,15 @@ def test_uniform_and_binary_weights_are_codebooks(v: int, values: list[float]) -
 
 LOOKUPS = [
     (4, 1, 32, BRAIN, Tile(64, split=2), (17, 128, 384), 2),
-    (8, 2, 64, BRAIN, Tile(32), (18, 128, 256), 1),
-    (16, 3, 128, BRAIN, Tile(32), (7, 128, 512), 1),
+    (8, 2, 64, BRAIN, Tile(32), (18, 128, 320), 1),
+    (16, 3, 128, BRAIN, Tile(32), (7, 128, 384), 1),
     (4, 1, 128, HALF, Tile(32, rows=256, split=3), (9, 392, 384), 1),
 ]
 if EVERY_KERNEL:
     LOOKUPS += [
         (4, 1, 128, HALF, Tile(32), (40, 264, 256), 2),
         (8, 2, 128, HALF, Tile(64), (20, 136, 512), 1),
-        (8, 1, 0, HALF, Tile(64, split=4), (70, 128, 512), 1),
+        (8, 1, 0, HALF, Tile(64, split=4), (70, 128, 456), 1),
         (8, 4, 512, HALF, Tile(32, split=2), (19, 128, 512), 1),
     ]
 
@@ -331,8 +331,8 @@ def emulate_lookups(
     y = torch.full((m, n), torch.nan, dtype=x.dtype)
     arguments: list[Parameter] = [
         TensorMap(x.view(torch.uint8).numpy().reshape(m, 2 * k), tile.tokens, 2, in_use=True), 0,
-        array(blocks), array(row_scale), array(book.to(x.dtype)), 0, 0, array(bias), in_use(y), 0,
-        m, n, k, 1, 1,
+        array(blocks), array(row_scale), array(book.to(x.dtype)), 0, 0, array(bias), in_use(y),
+        0, 0, 0, m, n, k, 1, 1,
     ]  # fmt: skip
     grid = grid or tiles.grid(tile, m, n)
     Machine(ptx).launch(arguments, grid, tile.threads, shared, tile.split, seed)
@@ -447,7 +447,7 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert "4, 8 or 16 weights here, not of 2" in refuse("codebook:m=1,v=2")
     assert "128, 256 or 512 columns here" in refuse("codebook:m=3,v=16,group=32")
     assert "not by int8" in refuse("codebook", "int8")
-    assert "multiple of 256" in refuse("codebook", None, 4224)
+    assert refuse("codebook", None, 4240) == ""
     assert "do not fit" in refuse("codebook:m=9,v=4")
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
     monkeypatch.setattr(jit, "dsl_version", lambda: "4.8.1")

@@ -43,6 +43,7 @@ CASES = [
     ("q4_k", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
     ("iq4_xs", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
     ("sparse@int8", HALF, Tile(8, ctas=2), (8, 128, 384), 2),
+    ("trellis@int8", BRAIN, Tile(64, rows=256, stages=2), (9, 144, 256), 1),
 ]
 if EVERY_KERNEL:
     CASES += [
@@ -64,10 +65,21 @@ if EVERY_KERNEL:
         ("nvfp4", HALF, Tile(8, ctas=2, split=2), (3, 128, 256), 1),
         ("sparse:group=64", BRAIN, Tile(16, ctas=2, split=2), (9, 128, 384), 1),
         ("sparse", HALF, Tile(8, ctas=2), (5, 128, 256), 1),
+        ("trellis", HALF, Tile(16, ctas=2, split=2), (16, 144, 384), 2),
+        ("trellis:bits=4,code=mul1", BRAIN, Tile(128, rows=256, stages=2), (130, 144, 128), 1),
+        ("trellis:bits=3@int8", HALF, Tile(256, stages=2), (64, 144, 256), 1),
     ]
 EXPERTS = ["liquid@int8"]
 if EVERY_KERNEL:
     EXPERTS += ["mxfp4@fp8", "fp8:group=128@fp8", "fp8:group=128", "mxfp4"]
+
+
+CODES = ("sum8", "pair8", "mul1", "mcg", "3inst")
+READ = ["fp6", "trellis"]
+if EVERY_KERNEL:
+    READ += [f"trellis:bits={bits}" for bits in (1, 3, 4, 5, 6, 7, 8)]
+    READ += [f"trellis:bits={bits}@int8" for bits in range(1, 9)]
+    READ += [f"trellis:code={code}" for code in CODES]
 
 
 class Emulated:
@@ -78,7 +90,7 @@ class Emulated:
         self.dtype = dtype
         self.operand = operands.operand_of(self.activation, dtype)
         decoder = decoder_for(self.fmt, getattr(torch, self.operand))
-        self.tile = tiles.fitted(tile, decoder)
+        self.tile = tiles.fitted(tile, decoder, grouped)
         kernel = Kernel(decoder, self.tile, operands.NAMES[dtype], grouped=grouped)
         self.ptx, _, self.shared = kernel.generate()
         self.machine = Machine(self.ptx)
@@ -103,7 +115,9 @@ class Emulated:
         codes, scale, sums = x
         m, k = codes.shape
         y = torch.full((m, n), torch.nan, dtype=self.dtype)
-        size = codes.element_size()
+        size, places = codes.element_size(), grid if self.tile.shared else 0
+        work = torch.full((2 * places * self.tile.rows * self.tile.tokens,), torch.nan)
+        counters = torch.zeros(8 * places, dtype=torch.int32)
         rows = codes.view(torch.uint8).numpy().reshape(m, k * size)
         arguments = [
             TensorMap(rows, self.tile.tokens, size, in_use=True),
@@ -111,10 +125,11 @@ class Emulated:
             *(array(t) for t in prepared[:3]),
             *(in_use(t) for t in (scale, sums)),
             array(bias),
-            *(in_use(t) for t in (y, starts)),
+            *(in_use(t) for t in (y, starts, work, counters)),
             *(m, n, k, 1 if starts is None else len(starts) - 1, 1),
         ]
         self.machine.launch(arguments, grid, self.tile.threads, self.shared, self.tile.split, seed)
+        assert not counters.any()
         return y
 
 
@@ -166,9 +181,9 @@ def test_products(
 
 def test_token_tiles_come_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five tiles of tokens in groups of two, three of rows, over four CTAs."""
-    from anybit.kernels.hopper import gemm
+    from anybit.kernels.hopper import order
 
-    monkeypatch.setattr(gemm, "NEAR", 256)
+    monkeypatch.setattr(order, "NEAR", 256)
     emulated = Emulated("int8@int8", BRAIN, Tile(128, stages=2))
     packed, x = packed_weight("int8@int8", 264, 128), emulated.tokens(520, 128)
     y = emulated.run(x, operands.layout(packed, "int8"), 264, 4)
@@ -188,15 +203,15 @@ def test_int8_sums_are_exact() -> None:
     assert torch.equal(emulated.run(x, prepared, 128, 1), want)
 
 
-def test_one_hot_tokens_read_weights_back() -> None:
-    emulated = Emulated("fp6", HALF, Tile(32, ctas=2))
-    packed = packed_weight("fp6", 128, 128)
-    prepared = operands.layout(packed, "float16")
-    for start in range(0, 128, 32):
-        x = torch.zeros(32, 128, dtype=HALF)
-        x[torch.arange(32), start + torch.arange(32)] = 1
-        y = emulated.run((x, None, None), prepared, 128, 1)
-        assert torch.equal(y, packed.dequantize()[:, start : start + 32].T.to(HALF))
+@pytest.mark.parametrize("scheme", READ)
+def test_one_hot_tokens_read_weights_back(scheme: str) -> None:
+    emulated = Emulated(scheme, HALF, Tile(32, ctas=2))
+    packed = packed_weight(scheme, 128, 128)
+    prepared = operands.layout(packed, emulated.operand)
+    x = torch.eye(128, dtype=getattr(torch, emulated.operand))[::4]
+    ones = (torch.ones(32), torch.ones(32, dtype=torch.int32))
+    y = emulated.run((x, *(ones if emulated.activation else (None, None))), prepared, 128, 1)
+    assert torch.equal(y, packed.dequantize()[:, ::4].T.to(HALF))
 
 
 @pytest.mark.parametrize("scheme", EXPERTS)

@@ -92,23 +92,25 @@ def use(monkeypatch: pytest.MonkeyPatch, arguments: type[ctypes.Structure]) -> D
 
 
 def test_structs_are_those_of_cuda_and_of_the_kernels() -> None:
-    assert sizes(GemmArguments) == [128, 8, *[8] * 8, 4, 4, 4, 4, 1]
+    assert sizes(GemmArguments) == [128, 8, *[8] * 10, 4, 4, 4, 4, 1]
     assert sizes(CodebookArguments) == [*[8] * 6, *[4] * 5]
     assert ctypes.sizeof(Config) == 56  # CUlaunchConfig and CUlaunchAttribute, by cuda.h
     assert ctypes.sizeof(Attribute) == 72
     assert Config.stream.offset == 32
 
 
-def gemm_launch(i: int) -> tuple[Activations, tuple[int, ...], dict[str, int]]:
+def gemm_launch(i: int) -> tuple[Activations, tuple[int, ...], dict[str, Any]]:
     """The i-th launch's tokens, pointers, and further numbers: all of them different."""
     pointers = tuple(i * 1000 + 16 * j for j in range(8))
-    return Activations(i << 20, i, 128 * i), pointers, {"n": 8 * i, "grid": 3 * i, "experts": 5 * i}
+    numbers = {"n": 8 * i, "grid": 3 * i, "experts": 5 * i, "workspace": (7 * i, 9 * i)}
+    return Activations(i << 20, i, 128 * i), pointers, numbers
 
 
 def belongs(found: dict[str, Any], i: int) -> bool:
     """Whether everything that the driver saw is of the i-th launch."""
     x, pointers, numbers = gemm_launch(i)
     m, k = x.shape
+    found = found | {"workspace": (found["work"], found["counters"])}
     seen_map = (c_uint64 * 16).from_buffer_copy(bytes(found["x_map"]))
     names = [name for name, _ in GemmArguments._fields_[2:10]]  # type: ignore[misc]
     return (

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,12 +85,8 @@ def test_tiles_follow_the_problem() -> None:
     assert shape(1, 1024) == (16, 8, 1)
     assert shape(1, 4096) == (16, 8, 2)
     assert shape(1, 6144) == (32, 8, 2)  # of 16 rows, three would be needed: 24 warps
-    assert shape(1, 28672) == (32, 8, 2)  # CTAs stay
-    assert shape(16, 8192) == (64, 8, 1)  # the tokens are as many bytes as the codes of 32 rows
+    assert shape(1, 28672) == (32, 4, 3)  # CTAs take turns
     assert tiles.grid(tile(1, 4096), gpu, 1, 4096, 4096) == 256
-    assert tiles.grid(tile(1, 28672), gpu, 1, 28672, 4096) == 264
-    assert tiles.shared_tiles(tile(1, 4096), 1, 4096, 256) == 0
-    assert tiles.shared_tiles(tile(1, 28672), 1, 28672, 264) == 896 - 3 * 264
     # 48 tiles leave most places empty: CTAs share their K tiles, LEAST_UNITS or more each.
     assert tiles.grid(tile(64, 6144), gpu, 64, 6144, 4096) == 264
     assert tiles.grid(tile(64, 6144), gpu, 64, 6144, 512) == 48
@@ -120,6 +117,35 @@ def test_the_rule_finds_the_best_tile_of_an_h200() -> None:
             assert time <= 1.05 * min(times.values()), (scheme, m, n, found.name)
             compared += 1
     assert compared == 27
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
+@pytest.mark.parametrize("scheme", [*SCALAR, "int8:group=32,zero", "int3:group=64"])
+def test_experts_have_tiles_that_fit(gpu: Gpu, scheme: str) -> None:
+    for d in decoders(scheme):
+        family = tiles.family_experts(d, gpu, "bfloat16")
+        assert family
+        for experts in (1, 8, 128):
+            for m in (1, 8, 64, 1000, 8000):
+                kernel = tiles.kernel_for(d, gpu, m, 768, "bfloat16", experts)
+                assert kernel in family
+                tile = kernel.tile
+                size = tiles.shared_bytes(tile, d)
+                assert size <= gpu.shared
+                assert tile.ctas * (size + tiles.RESERVED) <= gpu.shared_of_sm
+                assert (tile.kind, tile.rows) == ("experts", 128)
+                ctas = tiles.grid(tile, gpu, m, 768, 2048, experts)
+                assert 0 < ctas <= tile.ctas * gpu.multiprocessors
+
+
+def test_few_tokens_of_many_experts_keep_the_gpu_busy() -> None:
+    """Eight tokens with 8 of 128 experts each: most experts have none, the others one or two."""
+    d, gpu = next(decoders("int4:group=128")), GPUS["A100"]
+    tile = tiles.choose_experts(d, gpu, 64, 128)
+    assert tile is not None
+    assert (tile.tokens, tile.ctas) == (8, 3)
+    assert tiles.grid(tile, gpu, 64, 768, 2048, 128) == 3 * gpu.multiprocessors
+    assert tiles.grid(tile, gpu, 1, 128, 512, 128) == 1  # four K tiles
 
 
 def test_an_unknown_gpu_runs_what_its_generation_runs() -> None:
@@ -159,7 +185,7 @@ def test_refusals_say_why(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refuse("fp6") == ""
     assert "rows of a table" in refuse("codebook:m=1,v=4")
     assert "not torch.float32" in refuse("fp6", (4096, 4096), torch.float32)
-    assert "K must be a multiple of 128" in refuse("fp6", (4096, 1000))
+    assert refuse("fp6", (4097, 1001)) == ""
     assert "sm_89" in refuse("fp6@fp8")
     assert "nor into sums here" in refuse("fp6:group=128@fp8")
     for capability, words in (((9, 0), "hopper"), ((7, 5), "sm_80"), ((13, 0), "sm_80")):
@@ -259,16 +285,18 @@ class Exact:
     def __init__(self, wrong: str = ""):
         self.wrong, self.calls = wrong, 0
 
-    def __call__(self, x, scale, sums, prepared, bias, dtype, kernel, grid):
+    def __call__(self, x, scale, sums, prepared, bias, dtype, kernel, grid, starts):
         self.calls += 1
-        weight = self.weight.clone()
+        weights = [weight.clone() for weight in self.weights]
         if self.wrong == "weight":
-            weight[3, 5] += 0.01
+            weights[-1][3, 5] += 0.01
         if self.wrong == "repeat":
-            weight[0, 0] += self.calls * 0.01
+            weights[0][0, 0] += self.calls * 0.01
         if self.wrong == "sum" and x.abs().sum(1).max() > 1:
-            weight *= 1.1
-        y = x.double() @ weight.T
+            weights[0] *= 1.1
+        each = [0, len(x)] if starts is None else starts.tolist()
+        parts = zip(pairwise(each), weights, strict=True)
+        y = torch.cat([x[a:b].double() @ weight.T for (a, b), weight in parts])
         return y.to(dtype)
 
 
@@ -281,7 +309,11 @@ class Exact:
         ("sum", "a relative error of"),
     ],
 )
-@pytest.mark.parametrize("tile", [Tile(8, 1, 4, 2, kind="narrow"), Tile(32, 2, 4, 2)])
+@pytest.mark.parametrize(
+    "tile",
+    [Tile(8, 1, 4, 2, kind="narrow"), Tile(32, 2, 4, 2), Tile(8, 2, 4, 2, kind="experts")],
+    ids=lambda tile: tile.kind,
+)
 def test_the_test_finds_what_is_wrong(
     wrong: str, verdict: str, tile: Tile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +322,7 @@ def test_the_test_finds_what_is_wrong(
     )
     kernel = Kernel(next(decoders("int4:group=128")), tile, "float16", "sm_80")
     exact = Exact(wrong)
-    exact.weight = selftest.Problem(layer, tile).weight
+    exact.weights = selftest.Problem(layer, tile).weights
     monkeypatch.setattr(linear, "multiply", exact)
     assert verdict in selftest.verdict(layer, kernel)
 
@@ -322,19 +354,16 @@ def test_a_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path.write_bytes(json.dumps({"entry": "k", "shared": 4096, "threads": 128}).encode() + b"\nx")
     launcher = MmaLauncher(path, 0)
     x = SimpleNamespace(shape=(3, 256), data_ptr=lambda: 16, device=CUDA)
-    tensors = [SimpleNamespace(data_ptr=lambda i=i: 32 * i) for i in range(1, 10)]
+    tensors = [SimpleNamespace(data_ptr=lambda i=i: 32 * i) for i in range(1, 11)]
     launcher.launch(x, tuple(tensors), 64, 5, False)
-    launcher.launch(x, (*tensors[:3], None, None, None, *tensors[6:]), 64, 5, True)
+    launcher.launch(x, (*tensors[:3], None, None, None, *tensors[6:]), 64, 5, True, 7)
     first, second = seen
-    assert [first[name] for name in (*POINTERS, "m", "n", "k")] == [
-        16,
-        *range(32, 320, 32),
-        3,
-        64,
-        256,
-    ]
+    assert [first[name] for name in (*POINTERS, "m", "n", "k", "experts")] == [
+        16, *range(32, 352, 32), 3, 64, 256, 0,
+    ]  # fmt: skip
     assert (first["grid"], first["block"], first["shared"], first["count"]) == (5, 128, 4096, 0)
     assert [second[name] for name in ("token_scale", "token_sum", "bias")] == [0, 0, 0]
+    assert second["experts"] == 7
     assert (second["count"], second["attribute"]) == (1, driver.SERIALIZATION)
 
 
@@ -363,7 +392,11 @@ def test_each_stream_has_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
 # Compiling.
 
 
-FEW = [("A100", "liquid@int8", 1, 4096), ("RTX 5090", "int4:group=128", 600, 4096)]
+FEW = [
+    ("A100", "liquid@int8", 1, 4096),
+    ("RTX 5090", "liquid@int8", 128, 4096),
+    ("RTX 5090", "int4:group=128", 600, 4096),
+]
 EVERY = [
     (name, scheme, m, n)
     for name in GPUS

@@ -261,7 +261,7 @@ for name, pointers, constants, warps, stages, arch in eval(sys.argv[1]):
     source = ASTSource(kernel, signature, values)
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = built.asm["ptx"]
-    print(name, built.metadata.shared, "mma" in ptx, "griddepcontrol.wait" in ptx)
+    print(name, built.metadata.shared, "mma." in ptx, "griddepcontrol.wait" in ptx)
 """
 
 

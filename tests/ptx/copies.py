@@ -87,15 +87,18 @@ def tensor(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
 
 
 def copy(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
-    """`cp.async`: every lane its own bytes, in the generic proxy."""
+    """`cp.async`: every lane its own bytes, in the generic proxy; zeros behind those it reads."""
     to, source, size = s.address(w, i.args[0]), s.address(w, i.args[1]), int(i.args[2])
+    read = s.read(w, i.args[3]) if len(i.args) > 3 else np.full(32, size)
     for lane in numbers(active):
-        at = int(to[lane])
+        at, data = int(to[lane]), np.zeros(size, np.uint8)
+        if count := int(read[lane]):
+            data[:count] = s.global_at(int(source[lane]), count)
         s.shared_at(w.cta, at, size)
         words = slice(at // 4, (at + size) // 4)
         w.cta.shadow.may_write(w.place, lane, np.arange(words.start, words.stop))
         w.cta.shadow.land(words, NEVER, unfenced=True)  # on its way: nobody may use these words
-        w.copies.append((at, lane, s.global_at(int(source[lane]), size).copy()))
+        w.copies.append((at, lane, data))
 
 
 def commit(s: State, w: Warp, active: Lanes, i: Instruction) -> None:

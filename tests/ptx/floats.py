@@ -81,7 +81,7 @@ def narrow(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
 
 HANDLERS: dict[str, Handler] = {
     r"(add|mul|add\.rn|mul\.rn|fma\.rn)\.f32": single,
-    r"(add|mul|fma)\.rn\.(bf16x2|f16x2)": pair,
+    r"(add|mul|fma)\.rn\.(bf16x2|f16x2|f16)": pair,
     r"cvt\.rn\.f32\.s32": from_int,
     r"cvt\.f32\.(bf16|f16)": widen,
     r"cvt\.rn\.(bf16x2|f16x2|bf16|f16)\.f32": narrow,

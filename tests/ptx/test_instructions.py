@@ -104,6 +104,10 @@ def of_width(n: int) -> list[tuple[str, int, Definition]]:
     return [(f"{name}{n}", n, define) for name, define in table]
 
 
+def dotted(a: int, b: int, c: int) -> int:
+    return c + sum((a >> i & 255) * signed(b >> i & 255, 8) for i in (0, 8, 16, 24))
+
+
 INTEGER: list[tuple[str, int, Definition]] = [
     *(case for n in (16, 32, 64) for case in of_width(n)),
     ("min.relu.s32", 32, lambda a, b: max(min(signed(a, 32), signed(b, 32)), 0)),
@@ -117,6 +121,7 @@ INTEGER: list[tuple[str, int, Definition]] = [
     ("mul.wide.s16", 16, lambda a, b: signed(a, 16) * signed(b, 16)),
     ("shf.l.wrap.b32", 32, lambda a, b, c: (b << 32 | a) << (c & 31) >> 32),
     ("prmt.b32", 32, permuted),
+    ("dp4a.u32.s32", 32, dotted),
     ("setp.lt.s32", 32, lambda a, b: signed(a, 32) < signed(b, 32)),
     ("setp.gt.u16", 16, lambda a, b: a > b),
     ("setp.ge.s64", 64, lambda a, b: signed(a, 64) >= signed(b, 64)),
@@ -143,7 +148,7 @@ def width(op: str, bits: int) -> int:
 
 @pytest.mark.parametrize(("op", "bits", "define"), INTEGER, ids=[case[0] for case in INTEGER])
 def test_integers(op: str, bits: int, define: Callable[..., int]) -> None:
-    count = {"mad": 3, "shf": 3, "prm": 3, "neg": 1, "not": 1, "cvt": 1}.get(op[:3], 2)
+    count = {"mad": 3, "shf": 3, "prm": 3, "dp4": 3, "neg": 1, "not": 1, "cvt": 1}.get(op[:3], 2)
     values = [samples(bits, seed) for seed in range(count)]
     if op[:3] in ("div", "rem"):
         values[1] = [b or 7 for b in values[1]]
@@ -161,6 +166,9 @@ def test_known_words() -> None:
     assert bench.register("r")[0] == 0x7780FF11  # digit 8: the sign of byte 0
     assert bench.register("f")[0] == 0x66554433  # by 40 modulo 32
     assert bench.register("s")[0] == 0
+    bench.run("lop3.b32 %l, %a, %b, %n, 0x6a; lop3.b32 %m, %a, %b, %n, 0x1;")
+    assert bench.register("l")[0] == (0x33221180 & 0x77665544) ^ 40
+    assert bench.register("m")[0] == ~(0x33221180 | 0x77665544 | 40) & 0xFFFFFFFF
     bench.run("mov.b32 {%low, %high}, %a; mov.b32 %back, {%high, %low}; not.b32 %n, %a;")
     assert (bench.register("low")[0], bench.register("high")[0]) == (0x1180, 0x3322)
     assert bench.register("back")[0] == 0x11803322
@@ -279,6 +287,9 @@ def test_shuffles() -> None:
     bench.run("shfl.sync.idx.b32 %i, %a, 5, 31, -1; shfl.sync.bfly.b32 %x, %a, 3, 0x1f, -1;")
     assert bench.register("i") == [105] * WARP
     assert bench.register("x") == [100 + (lane ^ 3) for lane in range(WARP)]
+    bench = Bench(a=list(range(100, 132)), n=[7 * lane for lane in range(WARP)])
+    bench.run("shfl.sync.idx.b32 %i, %a, %n, 31, -1;")
+    assert bench.register("i") == [100 + 7 * lane % 32 for lane in range(WARP)]
     bench.run("elect.sync %l|%p, -1;")
     assert bench.register("p") == [1] + [0] * 31
 

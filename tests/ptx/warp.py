@@ -1,17 +1,19 @@
 """What lanes of a warp tell each other."""
 
+import numpy as np
+
 from tests.ptx.control import whole
 from tests.ptx.parse import Instruction, PtxError
 from tests.ptx.state import LANES, Handler, Lanes, State, Warp
 
 
 def shuffle(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
-    """From one lane, or from the lane whose number differs in some bits."""
+    """From a lane that each names, or from the lane whose number differs in some bits."""
     whole(active, i.op)
     if s.one(w, i.args[3], active) & 31 != 31:
         raise PtxError("shfl.sync of a segment")
-    operand = s.one(w, i.args[2], active)
-    source = LANES ^ operand if ".bfly" in i.op else LANES * 0 + operand % 32
+    operand = s.read(w, i.args[2]).astype(np.int64) & 31
+    source = LANES ^ operand if ".bfly" in i.op else operand
     s.write(w, i.args[0], s.read(w, i.args[1])[source], active)
 
 

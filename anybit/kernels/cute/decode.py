@@ -89,6 +89,16 @@ class Decoder:
         return 16 if self.operand in MANTISSA else 8
 
     @property
+    def held(self) -> int:
+        """Bits of the element in whose fragments (`pack.fragment`) threads hold stored codes."""
+        return self.slot
+
+    @property
+    def cost(self) -> float:
+        """Time of decoding, in that of a code of one plane."""
+        return len(planes(self.places, self.slot))
+
+    @property
     def verbatim(self) -> bool:
         """Whether code words are operand registers; they are stored inverted then.
 

@@ -85,26 +85,73 @@ def rotate(word: Word, left: int, mask: int) -> Word:
     return (word << left) | (word >> (LANES - left))
 
 
-def bytes_of(word: Word, selector: "int | Word", other: Word | None = None) -> Word:
+def bytes_of(word: Word, selector: int | Word, other: Word | None = None) -> Word:
     """PRMT: byte i of the result is byte (selector >> 4 i) & 7 of `word`; 4 to 7 are `other`'s.
 
     Where bit 3 of a digit is set, the byte's top bit fills the whole byte. Without `other`, digits
-    4 to 7 give zero. With a register as the selector, of which the lower half counts, this looks
-    four bytes up in a table of eight.
+    4 to 7 give zero. A selector that is a word may differ from thread to thread.
     """
     if not word.emulated:
         digits = selector.bits if isinstance(selector, Word) else selector
         return Word(_dsl().prmt(word.bits, digits, 0 if other is None else other.bits))
     digits = selector.bits if isinstance(selector, Word) else np.uint32(selector)
-    high = np.zeros_like(word.bits) if other is None else other.bits
     out = np.zeros_like(word.bits)
     for i in range(4):
         digit = digits >> np.uint32(4 * i)
+        high = np.zeros_like(word.bits) if other is None else other.bits
         source = np.where(digit & np.uint32(4), high, word.bits)
-        byte = source >> (np.uint32(8) * (digit & np.uint32(3))) & np.uint32(255)
+        byte = source >> np.uint32(8) * (digit & np.uint32(3)) & np.uint32(255)
         byte = np.where(digit & np.uint32(8), (byte >> np.uint32(7)) * np.uint32(255), byte)
         out |= byte << np.uint32(8 * i)
     return Word(out)
+
+
+def mask_flip(word: Word, mask: int, flip: int) -> Word:
+    """(word & mask) ^ flip in one LOP3; of constants, ptxas would make two."""
+    if not word.emulated:
+        return Word(_dsl().mask_flip(word.bits, mask, flip))
+    return (word & mask) ^ flip
+
+
+def dot4(word: Word, weights: int, plus: int) -> Word:
+    """DP4A: the four bytes of `word` times the signed bytes of `weights`, added up, plus `plus`."""
+    if not word.emulated:
+        return Word(_dsl().dp4a(word.bits, weights, plus))
+    total = np.full(word.bits.shape, plus, np.int64)
+    for i in range(4):
+        weight = ((weights >> 8 * i & 255) ^ 128) - 128
+        total += (word.bits >> np.uint32(8 * i) & np.uint32(255)).astype(np.int64) * weight
+    return Word(total.astype(np.uint32))
+
+
+def lane(like: Word) -> Word:
+    """The thread's number in its warp; the last axis of emulated words is that of threads."""
+    if not like.emulated:
+        return Word(_dsl().lane())
+    count = like.bits.shape[-1]
+    return Word(np.broadcast_to(np.arange(count, dtype=np.uint32) % np.uint32(32), like.bits.shape))
+
+
+def from_lane(word: Word, source: Word) -> Word:
+    """SHFL: what the lane `source` (0 to 31) of the warp has in `word`; all lanes must ask."""
+    if not word.emulated:
+        return Word(_dsl().shuffle(word.bits, source.bits))
+    first = np.arange(word.bits.shape[-1]) // 32 * 32
+    return Word(np.take_along_axis(word.bits, first + source.bits, -1))
+
+
+def add_halves(word: Word) -> Word:
+    """The sum of a word's two fp16 numbers, in both halves."""
+    if not word.emulated:
+        return Word(_dsl().add_halves(word.bits))
+    return add2(bytes_of(word, 0x1010), bytes_of(word, 0x3232), "float16")
+
+
+def to_brain(word: Word) -> Word:
+    """Two fp16 numbers as bf16, rounded to nearest even."""
+    if not word.emulated:
+        return Word(_dsl().half_to_brain(word.bits))
+    return Word(_join_halves(_halves(word, "float16"), "bfloat16"))
 
 
 def mul2(a: Word, b: Word, dtype: str) -> Word:

@@ -1,5 +1,6 @@
 """What products of scalar formats share: the layout of weights, and the operand that X becomes."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -9,16 +10,17 @@ from anybit.core.format import Format
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput, InvalidType
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
-from anybit.kernels.cute.decode import K_TILE, Decoder, decoder
+from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.pack import ROW_MULTIPLE, pack
 
+MOST_EXPERTS = 256  # of one product
 OPERANDS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # of activation notations
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+WHOLE = 8  # outputs of a token that kernels store at once
 
 
 def refuse_format(layer: LayerSpec) -> str | None:
-    """Why no kernel multiplies a layer of this format and shape, or None."""
-    n, k = layer.shape
+    """Why no kernel multiplies a layer of this format, or None."""
     for dtype in NAMES if layer.dtype is None else [layer.dtype]:
         d = decoder(layer.format, operand_of(layer.activation, dtype))
         if isinstance(d, str):
@@ -28,8 +30,6 @@ def refuse_format(layer: LayerSpec) -> str | None:
                 f"scales of a row are {layer.octaves} powers of two apart; {d.octaves} fit into "
                 "8-bit weights"
             )
-    if k % K_TILE or n % 8:
-        return f"K must be a multiple of {K_TILE} and N of 8, not (N, K) = {layer.shape}"
     if layer.activation is not None:
         try:
             import triton  # noqa: F401
@@ -45,6 +45,22 @@ def prepare(packed: Packed, activation: str | None, dtype: torch.dtype | None = 
     tensors = tuple(layout(packed, operand_of(activation, dtype)))
     made_for = None if activation else dtype
     return Prepared(packed.format, packed.shape, activation, tensors, made_for)
+
+
+def prepare_experts(
+    experts: Sequence[Packed], activation: str | None, dtype: torch.dtype | None = None
+) -> Prepared:
+    """The layouts of all experts' weights, one behind the other."""
+    if len(experts) > MOST_EXPERTS:
+        raise InvalidInput(f"{len(experts)} experts; the kernels take {MOST_EXPERTS} at once")
+    kinds = {(e.format, e.shape) for e in experts}
+    if len(kinds) != 1:
+        raise InvalidInput(f"experts must have one format and shape, not {len(kinds)}")
+    parts = [prepare(e, activation, dtype) for e in experts]
+    blobs, *rows = zip(*(p.layout for p in parts), strict=True)
+    # torch cannot join fp8 tensors; their bytes are the same.
+    joined = torch.cat([b.view(torch.uint8) for b in blobs]).view(blobs[0].dtype)
+    return parts[0]._replace(layout=(joined, *(torch.cat(r) for r in rows)))
 
 
 def layout(packed: Packed, operand: str) -> list[Tensor]:
@@ -73,7 +89,7 @@ def tokens(
         from anybit.kernels.triton.activation import quantize
 
         codes, scale, sums, _ = quantize(x, prepared.activation, sums=prepared.activation == "int8")
-        return codes, scale, sums
+        return aligned(codes), scale, sums
     if x.dtype != prepared.layout[0].dtype:
         raise InvalidType(
             f"x is {x.dtype}, and the weights are laid out for {prepared.layout[0].dtype}: give "
@@ -83,10 +99,31 @@ def tokens(
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, or a copy, contiguous and on whole 16 bytes: what the copy engine reads."""
+    """x (M, K), or a copy, contiguous and in rows of whole 16 bytes: what the copy engine reads."""
+    size = x.element_size()
+    if missing := -x.shape[1] * size % 16:  # as bytes, since torch pads no fp8 numbers
+        return torch.nn.functional.pad(x.contiguous().view(torch.uint8), (0, missing)).view(x.dtype)
     if x.is_contiguous() and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def whole(n: int) -> int:
+    """Outputs of a token as kernels store them; the weight's rows are padded further."""
+    return -(-n // WHOLE) * WHOLE
+
+
+def offsets(bias: Tensor | None, n: int, dtype: torch.dtype) -> Tensor | None:
+    """A bias (..., N) in the dtype of y, for n outputs."""
+    if bias is None:
+        return None
+    missing = n - bias.shape[-1]
+    return torch.nn.functional.pad(bias.to(dtype), (0, missing)) if missing else bias.to(dtype)
+
+
+def cut(y: Tensor, n: int) -> Tensor:
+    """The first n outputs of each token."""
+    return y if y.shape[1] == n else y[:, :n].contiguous()
 
 
 @cache

@@ -22,19 +22,21 @@ CHUNK_BYTES = 1 << 28  # of temporaries
 
 
 def pack(packed: Packed, decoder: Decoder) -> Tensor:
-    """(row tiles, K tiles, bytes) uint8; rows past N hold zeros. K must be a multiple of 128."""
+    """(row tiles, K tiles, bytes) uint8; rows past N and columns past K hold zeros.
+
+    Whatever number a zero code is, it meets activations that are zero there.
+    """
     n, k = packed.shape
     codes = packed.codes()
     grid = decoder.grid(packed)
     tiles = -(-n // ROW_MULTIPLE) * ROW_MULTIPLE // ROWS
-    blobs = torch.zeros(
-        tiles, k // K_TILE, decoder.blob_bytes, dtype=torch.uint8, device=codes.device
-    )
+    shape = tiles, k_tiles(k), decoder.blob_bytes
+    blobs = torch.zeros(shape, dtype=torch.uint8, device=codes.device)
     step = max(1, CHUNK_BYTES // (ROWS * k * decoder.bits))
     size = K_TILE * K_TILE * decoder.bits // 8
     for start in range(0, -(-n // ROWS), step):
         rows = slice(start * ROWS, min(n, (start + step) * ROWS))
-        part = decoder.stored(pad_rows(codes[rows]))
+        part = pad_columns(decoder.stored(pad_rows(codes[rows])))
         out = blobs[start : start + len(part) // ROWS]
         out[..., :size] = pack_codes(part, decoder)
         if grid is not None:
@@ -44,7 +46,7 @@ def pack(packed: Packed, decoder: Decoder) -> Tensor:
 
 def pack_codes(codes: Tensor, decoder: Decoder) -> Tensor:
     """(rows, K) -> (row tiles, K tiles, bytes of codes)."""
-    f = fragment(codes, decoder.slot)
+    f = fragment(codes, decoder.held)
     b = torch.arange(decoder.bits, device=codes.device, dtype=torch.uint8)
     bits = ((f[..., None] >> b) & 1).flatten(-2)  # (..., 32 * bits): bit of code innermost
     stored = bits[..., decoder.order().to(codes.device)]
@@ -55,10 +57,12 @@ def pack_codes(codes: Tensor, decoder: Decoder) -> Tensor:
 
 def pack_grid(grid: Tensor, decoder: Decoder, k: int) -> Tensor:
     """(rows, groups, words) of 16 bits -> (row tiles, K tiles, bytes of the grid)."""
-    rows, groups, _ = grid.shape
-    tiles = k // K_TILE
-    if groups < tiles * decoder.entries:  # one group spans several K tiles
-        grid = grid.repeat_interleave(tiles // groups, 1)
+    rows, groups, words = grid.shape
+    tiles = k_tiles(k)
+    if groups == 1 or decoder.group > K_TILE:  # one group spans several K tiles
+        grid = grid.repeat_interleave(-(-tiles // groups), 1)
+    missing = tiles * decoder.entries - grid.shape[1]
+    grid = torch.cat((grid, grid.new_zeros(rows, missing, words)), 1) if missing else grid
     g = grid.view(rows // ROWS, 2, 4, 2, 8, tiles, decoder.entries, decoder.grid_words)
     g = g.permute(0, 5, 1, 2, 4, 6, 7, 3)  # row tile, K tile, warpgroup, warp, g, entry, word, v
     both = g[..., 0] | g[..., 1] << 16
@@ -88,6 +92,17 @@ def chunk(words: Tensor) -> Tensor:
     if count > whole:
         parts.append(flat[..., whole:].flatten(-2))
     return torch.cat(parts, -1).flatten(2)
+
+
+def k_tiles(k: int) -> int:
+    """K tiles of a weight; the last may have fewer columns."""
+    return -(-k // K_TILE)
+
+
+def pad_columns(rows: Tensor) -> Tensor:
+    """Zero columns at the end, up to whole K tiles."""
+    missing = -rows.shape[1] % K_TILE
+    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows
 
 
 def pad_rows(rows: Tensor) -> Tensor:

@@ -66,14 +66,59 @@ def unsigned(value: int) -> Uint32:
 @dsl_user_op
 def prmt(word: Uint32, selector: Any, other: Any = 0, *, loc: Any = None, ip: Any = None) -> Uint32:
     """Bytes of `word` (0 to 3) and of `other` (4 to 7), by the selector's digits."""
-    args, names = [Uint32(word)], []
+    args, texts = [Uint32(word)], []
     for value in (other, selector):
-        if not isinstance(value, int):
-            args.append(Uint32(value))
-        names.append(str(value) if isinstance(value, int) else f"${len(args)}")
-    text = f"prmt.b32 $0, $1, {names[0]}, {names[1]};"
-    constraints = ",".join(["=r", *["r"] * len(args)])
+        texts.append(str(value) if isinstance(value, int) else f"${len(args) + 1}")
+        args += [] if isinstance(value, int) else [Uint32(value)]
+    text = f"prmt.b32 $0, $1, {texts[0]}, {texts[1]};"
+    constraints = ",".join(["=r"] + ["r"] * len(args))
     return Uint32(asm(T.i32(), args, text, constraints, False, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
+def mask_flip(word: Uint32, mask: int, flip: int, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """(word & mask) ^ flip."""
+    text = "lop3.b32 $0, $1, $2, $3, 0x6a;"
+    args = [Uint32(word), unsigned(mask), unsigned(flip)]
+    return Uint32(asm(T.i32(), args, text, "=r,r,r,r", False, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
+def dp4a(word: Uint32, weights: int, plus: int, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """The sum of unsigned bytes times signed ones, plus a number."""
+    text = "dp4a.u32.s32 $0, $1, $2, $3;"
+    args = [Uint32(word), unsigned(weights), unsigned(plus)]
+    return Uint32(asm(T.i32(), args, text, "=r,r,r,r", False, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
+def lane(*, loc: Any = None, ip: Any = None) -> Uint32:
+    return Uint32(asm(T.i32(), [], "mov.u32 $0, %laneid;", "=r", False, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
+def shuffle(word: Uint32, source: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """What lane `source` of the warp has."""
+    text = "shfl.sync.idx.b32 $0, $1, $2, 31, -1;"
+    args = [Uint32(word), Uint32(source)]
+    return Uint32(asm(T.i32(), args, text, "=r,r,r", True, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
+def add_halves(word: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """The sum of two fp16 numbers, twice: one HADD2, which reads either half for both."""
+    text = "{ .reg .b16 l, h; mov.b32 {l, h}, $1; add.rn.f16 l, l, h; mov.b32 $0, {l, l}; }"
+    return Uint32(asm(T.i32(), [Uint32(word)], text, "=r,r", False, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
+def half_to_brain(word: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Two fp16 numbers as bf16."""
+    text = (
+        "{ .reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; "
+        "cvt.f32.f16 b, h; cvt.rn.bf16x2.f32 $0, b, a; }"
+    )
+    return Uint32(asm(T.i32(), [Uint32(word)], text, "=r,r", False, {"loc": loc, "ip": ip}))
 
 
 @dsl_user_op

@@ -22,7 +22,8 @@ from anybit.kernels.backend import (
     refuse_dtype,
     refuse_vendor,
 )
-from anybit.kernels.hopper import codebook_linear, scalar_linear, tiles
+from anybit.kernels.cute.operands import MOST_EXPERTS
+from anybit.kernels.hopper import codebook_linear, scalar_linear
 
 own_layout = True
 
@@ -62,8 +63,8 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     return family(prepared.format).linear(x, prepared, bias)
 
 
-def most_experts(fmt: Format) -> int:
-    return tiles.MOST_EXPERTS if family(fmt) is scalar_linear else 0
+def most_experts(layer: LayerSpec) -> int:
+    return MOST_EXPERTS if family(layer.format) is scalar_linear else 0
 
 
 def prepare_experts(

@@ -2,12 +2,21 @@
 
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
-from anybit.kernels.cute.decode import decoder
+from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import KernelSpec
-from anybit.kernels.hopper import codebook_tiles
+from anybit.kernels.hopper import codebook_tiles, scalar_linear
 from anybit.kernels.hopper.cells import Cells, cells_of
+from anybit.kernels.hopper.expert_tiles import family_grouped
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
-from anybit.kernels.hopper.tiles import Kernel, family, family_grouped
+from anybit.kernels.hopper.scalar_linear import narrow
+from anybit.kernels.hopper.tiles import (
+    MAX_SHARED,
+    MULTIPROCESSORS,
+    SHARED_OF_SM,
+    Kernel,
+    family,
+)
+from anybit.kernels.mma import tiles as mma
 
 
 def kernels_of(scheme: str) -> list[KernelSpec]:
@@ -22,7 +31,22 @@ def kernels_of(scheme: str) -> list[KernelSpec]:
         d = decoder(fmt, operand)
         if isinstance(d, str):
             raise InvalidInput(f"{scheme}: {d}")
+        out += scalar_linear.copy_kernels(d)
         outputs = [operand] if activation is None else ["float16", "bfloat16"]
         out += [Kernel(d, tile, o) for tile in family(d) for o in outputs]
+        out += narrow_kernels(d, outputs)
         out += [Kernel(d, tile, o, grouped=True) for tile in family_grouped(d) for o in outputs]
     return out
+
+
+def narrow_kernels(d: Decoder, outputs: list[str]) -> list[mma.Kernel]:
+    """Those of `kernels/mma` that few tokens go to, whatever the number of rows."""
+    gpu = mma.Gpu((9, 0), MULTIPROCESSORS, MAX_SHARED, SHARED_OF_SM)
+    found = [
+        mma.kernel_for(d, gpu, m, n, output)
+        for m in (1, mma.NARROW)
+        for n in range(8, 32 * 2 * MULTIPROCESSORS + 1, 8)
+        if narrow(m, n, d.operand)
+        for output in outputs
+    ]
+    return [kernel for kernel in dict.fromkeys(found) if kernel is not None]

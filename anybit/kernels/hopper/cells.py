@@ -72,8 +72,7 @@ def pack(packed: Packed) -> list[Tensor]:
     W = cells' centroids * their scale * row scale. The codebook is divided by a power of two that
     no sum of a centroid's magnitudes exceeds, which the row scale gives back: so an inner product
     with v numbers is never larger than they are, and does not overflow their dtype. Rows past N are
-    zeros, as the tiles of `lookup.py` want them.
-    K must be a multiple of 32 v.
+    zeros, as the tiles of `lookup.py` want them, and so are the scales of columns past K.
     """
     cells = cells_of(packed.format)
     if isinstance(cells, str):
@@ -89,11 +88,12 @@ def pack(packed: Packed) -> list[Tensor]:
         largest = scale.abs().amax(1, keepdim=True)
         unit = torch.exp2(torch.where(largest == 0, 1.0, largest).log2().ceil())
         scale = scale / unit
-    count = k // cells.columns
-    if scale.shape[1] < count * cells.groups:  # one group spans several blocks
-        scale = scale.repeat_interleave(count * cells.groups // scale.shape[1], 1)
+    count = -(-k // cells.columns)
+    if scale.shape[1] == 1 or packed.format.group > cells.columns:  # one for several blocks
+        scale = scale.repeat_interleave(-(-count // scale.shape[1]), 1)
+    scale = torch.nn.functional.pad(scale, (0, count * cells.groups - scale.shape[1]))
     tiles = -(-n // ROWS)
-    codes = packed.codes()
+    codes, of_row = packed.codes(), count * VECTORS * cells.m
     shape = -(-n // ROW_MULTIPLE) * ROW_MULTIPLE // ROWS, count, cells.block_bytes
     blocks = torch.zeros(shape, dtype=torch.uint8, device=codes.device)
     step = max(1, CHUNK_BYTES // (ROWS * k))
@@ -101,7 +101,8 @@ def pack(packed: Packed) -> list[Tensor]:
     for start in range(0, tiles, step):
         rows = slice(start * ROWS, min(n, (start + step) * ROWS))
         out = blocks[start : min(tiles, start + step)]
-        c = pad(codes[rows]).view(-1, 2, 8, count, VECTORS, cells.m)
+        part = torch.nn.functional.pad(codes[rows], (0, of_row - codes.shape[1]))
+        c = pad(part).view(-1, 2, 8, count, VECTORS, cells.m)
         out[..., :size] = c.permute(0, 3, 5, 4, 2, 1).reshape(-1, count, size)
         s = pad(scale[rows].half()).view(-1, 2, 8, count, cells.groups)
         s = s.permute(0, 3, 4, 2, 1).reshape(-1, count, cells.groups * ROWS)

@@ -74,7 +74,7 @@ class Codebook(Program):
         # This worker's chunks of K, and its cluster's row tiles: every `teams`-th.
         rank, team, teams = cta % cluster, cta // cluster, ctas // cluster
         worker, workers = rank * self.warps + warp, cluster * self.warps
-        blocks = k // self.cells.columns
+        blocks = (k + (self.cells.columns - 1)) // self.cells.columns
         chunks = (k + (self.spec.columns - 1)) // self.spec.columns
         first = chunks * worker // workers
         chunks = chunks * (worker + 1) // workers - first
@@ -263,7 +263,9 @@ class Codebook(Program):
                     tokens.append([
                         word
                         for piece in range(v // 4)
-                        for word in load_global(address + piece * 16, 4, wanted)
+                        for word in load_global(
+                            address + piece * 16, 4, wanted & Int32(column + piece * 8 < k)
+                        )
                     ])  # fmt: skip
                 rows.append(tokens)
             out.append(rows)

@@ -15,7 +15,7 @@ from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.cute.jit import built, kernel_file, missing_kernels
-from anybit.kernels.cute.operands import NAMES, aligned
+from anybit.kernels.cute.operands import NAMES, aligned, cut, offsets, whole
 from anybit.kernels.hopper import codebook_tiles, scalar_linear, tiles
 from anybit.kernels.hopper.cells import ROWS, Cells, CodebookKernel, cells_of, pack
 from anybit.kernels.hopper.launch import CodebookLauncher
@@ -33,10 +33,8 @@ def refuse_format(layer: LayerSpec) -> str | None:
         return cells
     if layer.activation is not None:
         return f"codebooks are multiplied by fp16 and bf16 activations, not by {layer.activation}"
-    k = layer.shape[1]
-    if k % cells.columns:
-        return f"{layer.format.spec}: K must be a multiple of {cells.columns}, not {k}"
     if None in plans(cells, layer.shape):
+        k = layer.shape[1]
         return f"{layer.format.spec}: its tables do not fit into shared memory for K={k}"
     return None
 
@@ -138,11 +136,11 @@ def multiply_many(
 ) -> Tensor:
     """One launch: x (M, K), contiguous -> (M, N), of any M. tile: instead of `lookup.choose`'s."""
     fmt, (n, k), m = prepared.format, prepared.shape, len(x)
-    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    wide = whole(n)
+    y = torch.empty(m, wide, dtype=x.dtype, device=x.device)
     if not m:
-        return y
-    if bias is not None and bias.dtype != x.dtype:
-        bias = bias.to(x.dtype)
+        return cut(y, n)
+    bias = offsets(bias, wide, x.dtype)
     kernel = lookup_kernel(fmt, x.dtype, tile or lookup_tile(fmt, m, n, k, x.dtype))
     blocks, row_scale, *books = prepared.layout
     scalar_linear.loaded(kernel, x.device.index).launch(
@@ -157,11 +155,11 @@ def multiply_many(
             y.data_ptr(),
             0,
         ),
-        n,
+        wide,
         tiles.grid(kernel.tile, m, n),
         tiles.overlaps(kernel.tile, kernel.decoder, m, n) if overlap is None else overlap,
     )
-    return y
+    return cut(y, n)
 
 
 @cache

@@ -5,6 +5,7 @@ One producer warp keeps a ring of K tiles full: packed weights and their scales 
 decode their own A fragments and multiply them at once, so that the decoding of one warpgroup runs
 under the products of the other (LiquidGEMM's implicit fine-grained pipeline, section 5.1). A tile's
 K range may be split over the CTAs of a cluster; their sums meet in shared memory, in a fixed order.
+Or CTAs have equal shares, and sums of tiles that they share meet in memory (`shares.py`).
 
 Launches may overlap the previous kernel (programmatic dependent launch): weights are fetched at
 once, and everything else after that kernel has finished.
@@ -24,17 +25,19 @@ from anybit.kernels.cute.jit import Compiled, compile_program
 from anybit.kernels.cute.lang import Word
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.cute.ptx import TYPES, as_float
+from anybit.kernels.hopper import order
 from anybit.kernels.hopper.epilogue import Epilogue
 from anybit.kernels.hopper.launch import ARCHITECTURE
+from anybit.kernels.hopper.order import Order
 from anybit.kernels.hopper.ptx import arrive_if, bulk_load
-from anybit.kernels.hopper.tiles import MOST_EXPERTS, Kernel
+from anybit.kernels.hopper.shares import join, share_of
+from anybit.kernels.hopper.tiles import EXPERT_WORDS, Kernel
 
-NEAR = 1024  # tokens whose tiles are neighbours in the order of tiles
 # Registers of a producer and a consumer thread when four producer warps give theirs away.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
-class Gemm(Epilogue):
+class Gemm(Order, Epilogue):
     """The main loop of a kernel; what is not a parameter is known when it is compiled."""
 
     source = warpgroup.OperandSource.RMEM  # of the decoded weights
@@ -47,7 +50,7 @@ class Gemm(Epilogue):
         self.out, self.grouped = kernel.output, kernel.grouped
         self.tokens, self.stages = tile.tokens, tile.stages
         self.split = tile.split
-        self.near = NEAR // tile.tokens if tile.tokens >= 128 else 0  # token tiles
+        self.near = order.NEAR // tile.tokens if tile.tokens >= 128 else 0  # token tiles
         self.blocks = tile.rows // ROWS  # blobs a stage
         self.table_bytes = decoder.table_bytes
         self.a, self.b = TYPES[decoder.operand], TYPES[kernel.activation]
@@ -63,13 +66,14 @@ class Gemm(Epilogue):
         # Warps of a CTA that finish outputs, 16 channels each; the last CTA may have fewer.
         self.finishers = -(-8 // tile.split)
         self.arrivals = 1  # of the producer's threads, when a stage is loaded
+        self.joined = 16 if tile.ctas == 1 else 4  # chunks of sums, as registers allow
         self.batch = min(tile.tokens, 32)  # tokens that a warp stages for its stores at a time
 
     def compile(self) -> Compiled:
         """For sm_90a."""
         out = TYPES[self.out]
         pointers = [(self.b, 16), (Uint8, 128), (Float32, 4), (Int32, 4), (Float32, 4), (Int32, 4),
-                    (out, 2), (out, 16), (Int32, 4)]  # fmt: skip
+                    (out, 2), (out, 16), (Int32, 4), (Float32, 16), (Int32, 4)]  # fmt: skip
         return compile_program(self, pointers, 5, ARCHITECTURE)
 
     def mma_op(self) -> Any:
@@ -93,6 +97,8 @@ class Gemm(Epilogue):
         bias: cute.Pointer,
         y: cute.Pointer,
         starts: cute.Pointer,
+        work: cute.Pointer,
+        counters: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
@@ -100,7 +106,7 @@ class Gemm(Epilogue):
         grid: Int32,
         stream: cuda.CUstream,
     ):
-        k_known = cute.assume(k, K_TILE)
+        k_known = cute.assume(k, 128 // self.b.width)  # rows of whole 16 bytes
         x_all = cute.make_tensor(x, cute.make_layout((m, k_known), stride=(k_known, 1)))
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.b)
         x_layout = cute.tile_to_shape(atom, (self.tokens, K_TILE, self.stages), order=(0, 1, 2))
@@ -123,12 +129,12 @@ class Gemm(Epilogue):
             ]
             outputs: cute.struct.Align[cute.struct.MemRange[Uint8, 8 * 48 * self.batch], 128]
             token: cute.struct.Align[cute.struct.MemRange[Int32, 2 * 2 * self.tokens], 16]
-            starts: cute.struct.MemRange[Int32, MOST_EXPERTS + 1 if self.grouped else 1]
+            starts: cute.struct.MemRange[Int32, EXPERT_WORDS if self.grouped else 1]
 
         self.shared = Shared
         self.kernel(
             x_copy, x_tma, w, row_scale, zero_or_book, token_scale, token_sum, bias, y, starts,
-            m, n, k, experts, mma, x_layout,
+            work, counters, m, n, k, experts, mma, x_layout,
         ).launch(
             grid=(grid, 1, 1),
             block=(self.tile.threads, 1, 1),
@@ -152,6 +158,8 @@ class Gemm(Epilogue):
         bias: cute.Pointer,
         y: cute.Pointer,
         starts: cute.Pointer,
+        work: cute.Pointer,
+        counters: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
@@ -176,28 +184,28 @@ class Gemm(Epilogue):
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
 
-        # A CTA takes every so many tiles, see `locate`; or a cluster splits one along K.
-        k_tiles = k // K_TILE
-        table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(MOST_EXPERTS + 1))
+        # A CTA takes every so many tiles, or a list of units; or a cluster splits a tile along K.
+        k_tiles = (k + (K_TILE - 1)) // K_TILE
+        table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(EXPERT_WORDS))
         m_tiles = (m + (self.tokens - 1)) // self.tokens
         if const_expr(self.grouped):
             cute.arch.griddepcontrol_wait()
-            if thread <= experts:
-                table[thread] = cute.make_tensor(starts, cute.make_layout(experts + 1))[thread]
-            cute.arch.sync_threads()
-            m_tiles = Int32(0)
-            for e in cutlass.range(experts, unroll=1):
-                m_tiles += self.tiles_between(table[e], table[e + 1])
+            m_tiles = self.count_tiles(starts, table, experts, thread)
         # What does not change from tile to tile.
         rows = const_expr(self.tile.rows)
         n_tiles = (n + (rows - 1)) // rows
         problem = (table, m, n, m_tiles, n_tiles, (n + (ROW_MULTIPLE - 1)) // ROW_MULTIPLE)
-        rank, first, tiles = cta % self.split, cta // self.split, n_tiles * m_tiles
+        rank, first, last = cta % self.split, cta // self.split, n_tiles * m_tiles
+        share = (cta, ctas)
         if const_expr(self.split > 1):
             k_first = k_tiles * rank // self.split
             k_last = k_tiles * (rank + 1) // self.split
         else:
             k_first, k_last = Int32(0), k_tiles
+        if const_expr(self.tile.shared):
+            share, last = share_of(cta, ctas, n_tiles * m_tiles, k_tiles)
+            first = Int32(0)
+        turns = (first, last, share, k_first, k_last)
 
         if warp >= 8:
             if const_expr(self.tile.wide):
@@ -205,7 +213,7 @@ class Gemm(Epilogue):
             if warp == 8:
                 self.produce(
                     x_copy, x_tma, s_x, w, shared.w.data_ptr().toint(), full, empty,
-                    problem, k_tiles, first, tiles, ctas, k_first, k_last,
+                    problem, k_tiles, turns,
                 )  # fmt: skip
             if const_expr(self.split > 1):  # as in `exchange`
                 self.meet()
@@ -217,60 +225,27 @@ class Gemm(Epilogue):
             cute.arch.griddepcontrol_wait()
             self.consume(
                 mma, s_x, shared, row_scale, zero_or_book, token_scale, token_sum, bias, y,
-                problem, first, tiles, ctas, k_first, k_last, rank, thread,
+                (work, counters), problem, turns, rank, thread,
             )  # fmt: skip
 
     def begin(self, shared: Any, book: Any, thread: Any) -> None:
         """What consumers do before the previous kernel has finished."""
 
     @cute.jit
-    def tiles_between(self, start, end):
-        """Token tiles of the tokens from `start` to `end`."""
-        return (end - start + (self.tokens - 1)) // self.tokens
-
-    @cute.jit
-    def locate(self, tile, problem):
-        """A tile's (row tile, its first row of blobs, expert, first token, last token + 1).
-
-        Token tiles are innermost, so CTAs at work at the same time share weights and tokens in the
-        L2: `NEAR` tokens at most, or the weights of a wave would not fit beside them.
-        """
-        table, m, _, m_tiles, n_tiles, expert_tiles = problem
-        if const_expr(self.near and not self.grouped):
-            before = tile // (self.near * n_tiles) * self.near
-            tile -= before * n_tiles
-            width = cutlass.min(m_tiles - before, Int32(self.near))
-            row_tile, index = tile // width, before + tile % width
-        else:
-            row_tile, index = tile // m_tiles, tile % m_tiles
-        expert, start, end = Int32(0), index * self.tokens, m
-        if const_expr(self.grouped):
-            count = self.tiles_between(table[0], table[1])
-            while index >= count:
-                index -= count
-                expert += 1
-                count = self.tiles_between(table[expert], table[expert + 1])
-            start, end = table[expert] + index * self.tokens, table[expert + 1]
-        blobs = expert * (expert_tiles * (ROW_MULTIPLE // ROWS)) + row_tile * self.blocks
-        return row_tile, blobs, expert, start, end
-
-    @cute.jit
-    def produce(
-        self, x_copy, x_tma, s_x, w, s_w, full, empty, problem, k_tiles, first, tiles, ctas,
-        k_first, k_last,
-    ):  # fmt: skip
+    def produce(self, x_copy, x_tma, s_x, w, s_w, full, empty, problem, k_tiles, turns):
         """Fill the ring. Weights of the first stages do not wait for the previous kernel."""
-        early = cutlass.min(k_last - k_first, Int32(self.stages))
-        if first >= tiles:
-            early = Int32(0)
-        else:
-            _, row_blob, _, _, _ = self.locate(first, problem)
+        at, last = turns[0], turns[1]
+        early = Int32(0)
+        if at < last:
+            tile, k_first, k_last, _ = self.turn(at, turns)
+            early = cutlass.min(k_last - k_first, Int32(self.stages))
+            _, row_blob, _, _, _ = self.locate(tile, problem)
             for i in cutlass.range(early, unroll=1):
                 self.load_weights(w, s_w, full, i, row_blob, k_first + i, k_tiles)
         cute.arch.griddepcontrol_wait()
         stage, phase = Int32(0), Int32(1)
-        tile = first
-        while tile < tiles:
+        while at < last:
+            tile, k, k_last, at = self.turn(at, turns)
             _, row_blob, _, start, _ = self.locate(tile, problem)
             g_x = cute.local_tile(
                 cute.domain_offset((start, 0), x_tma), (self.tokens, K_TILE), (0, None)
@@ -282,7 +257,6 @@ class Gemm(Epilogue):
                 cute.group_modes(s_x, 0, 2),
                 cute.group_modes(g_x, 0, 2),
             )
-            k = k_first
             while k < k_last:
                 if early > 0:
                     early -= 1
@@ -300,7 +274,6 @@ class Gemm(Epilogue):
                 if stage == self.stages:
                     stage = Int32(0)
                     phase ^= 1
-            tile += ctas
 
     @cute.jit
     def load_weights(self, w, s_w, full, stage, row_blob, k, k_tiles):
@@ -319,8 +292,8 @@ class Gemm(Epilogue):
 
     @cute.jit
     def consume(
-        self, mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y,
-        problem, first, tiles, ctas, k_first, k_last, rank, thread,
+        self, mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y, workspace,
+        problem, turns, rank, thread,
     ):  # fmt: skip
         """Two warpgroups: 64 rows each of every 128, all tokens of the tile."""
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -340,29 +313,27 @@ class Gemm(Epilogue):
         if const_expr(self.split > 1):
             slice_of_16 = cutlass.min(rank * self.finishers + warp % self.finishers, Int32(7))
         place = (group, warp, slice_of_16, rank, t)
-        tensors = (row_scale, row_zero, token_scale, token_sum, bias, y)
+        tensors = (row_scale, row_zero, token_scale, token_sum, bias, y, workspace)
         fragments = (mma, operand, registers, x_fragment, acc, total)
         stage, phase = Int32(0), Int32(0)
+        at, last = turns[0], turns[1]
         if const_expr(self.split > 1):
-            self.multiply(
-                fragments, shared, tensors, problem, first, k_first, k_last, stage, phase, place,
-            )  # fmt: skip
+            self.multiply(fragments, shared, tensors, problem, at, turns, stage, phase, place)
         else:
-            tile = first
-            while tile < tiles:
-                stage, phase = self.multiply(
-                    fragments, shared, tensors, problem, tile, k_first, k_last, stage, phase,
-                    place,
-                )  # fmt: skip
-                tile += ctas
+            while at < last:
+                stage, phase, at = self.multiply(
+                    fragments, shared, tensors, problem, at, turns, stage, phase, place
+                )
 
     @cute.jit
-    def multiply(
-        self, fragments, shared, tensors, problem, tile, k_first, k_last, stage, phase, place
-    ):  # fmt: skip
-        """One tile: its K range, the cluster's exchange, the epilogue. Returns the ring's state."""
+    def multiply(self, fragments, shared, tensors, problem, at, turns, stage, phase, place):
+        """One tile: a range of K, other CTAs' sums, the epilogue.
+
+        Returns the ring's state and the next turn.
+        """
         mma, operand, registers, x_fragment, acc, total = fragments
-        row_scale, row_zero, token_scale, token_sum, bias, y = tensors
+        row_scale, row_zero, token_scale, token_sum, bias, y, workspace = tensors
+        tile, k_first, k_last, after = self.turn(at, turns)
         group, warp, slice_of_16, rank, t = place
         full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
         rows = self.tile.rows
@@ -413,6 +384,11 @@ class Gemm(Epilogue):
         if const_expr(self.split > 1):
             self.exchange(acc, shared, warp, rank, t % 32)
             finishes = (warp < self.finishers) & (rank * self.finishers + warp < 8)
+        if const_expr(self.tile.shared):
+            finishes = join(
+                acc, self.acc, self.joined, workspace[0].toint(), workspace[1].toint(),
+                8, warp, turns[2], tile, k_first, k_last, t % 32,
+            ) > 0  # fmt: skip
         if finishes:
             for i in cutlass.range_constexpr(self.blocks):
                 self.store(
@@ -421,7 +397,7 @@ class Gemm(Epilogue):
                     shared.outputs.data_ptr() + warp * (48 * self.batch), t % 32,
                 )  # fmt: skip
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)  # the table is read
-        return stage, phase
+        return stage, phase, after
 
     def add_up(self, acc: Any, total: Any, grid: Any) -> None:
         """Add a K tile's sums to the total, times the scales of the thread's two rows."""

@@ -37,6 +37,8 @@ class GemmArguments(ctypes.Structure):
         ("bias", c_uint64),
         ("y", c_uint64),
         ("starts", c_uint64),
+        ("work", c_uint64),
+        ("counters", c_uint64),
         ("m", c_int32),
         ("n", c_int32),
         ("k", c_int32),
@@ -80,11 +82,13 @@ class GemmLauncher(Launcher):
         grid: int,
         overlap: bool = True,
         experts: int = 1,
+        workspace: tuple[int, int] = (0, 0),
     ) -> None:
         """Launch on the current stream of x's device.
 
         pointers: w, row_scale, zero_or_book, token_scale, token_sum, bias, y and starts, 0 for
-        none. overlap: begin before the previous kernel of the stream has finished.
+        none. overlap: begin before the previous kernel of the stream has finished. workspace: of
+        tiles that CTAs share, and counters (see `shares.py`).
         """
         frame = self.frame()
         a = frame.arguments
@@ -96,6 +100,7 @@ class GemmLauncher(Launcher):
         (
             a.w, a.row_scale, a.zero_or_book, a.token_scale, a.token_sum, a.bias, a.y, a.starts,
         ) = pointers  # fmt: skip
+        a.work, a.counters = workspace
         a.experts = experts
         a.accumulate = 1
         frame.start(grid, overlap, x.device.index)

@@ -16,6 +16,7 @@ import torch
 
 from anybit.core.format import Format
 from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder
+from anybit.kernels.cute.pack import k_tiles
 from anybit.kernels.hopper.cells import CELL, ROWS, TABLE, Cells, cells_of
 from anybit.kernels.hopper.tiles import EXCHANGE, Kernel, Tile, fits_once, fitted, grid
 
@@ -98,7 +99,7 @@ def choose(d: LookupDecoder, m: int, n: int, k: int) -> Tile | None:
         return None
     every = candidates(d)
     least = min(m, MOST_HELD, max((tile.tokens for tile in every), default=0))
-    found = [tile for tile in every if tile.tokens >= least and fits_once(tile, m, n, k)]
+    found = [tile for tile in every if tile.tokens >= least and fits_once(tile, d, m, n, k)]
     return min(found, key=lambda tile: cycles(tile, d, m, n, k), default=None)
 
 
@@ -111,7 +112,7 @@ def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int) -> float:
     looked_up = (512 if d.cells.v == 4 else 400) * d.cells.m + 500 * (tile.stages == 2)
     clusters = grid(tile, m, n) // tile.split
     waves = -(-(-(-n // tile.rows) * -(-m // tile.tokens)) // clusters)
-    steps = k // K_TILE // tile.split
+    steps = k_tiles(k) // tile.split
     return waves * steps * (looked_up + 7 * tile.tokens) + EXCHANGE * (tile.split > 1)
 
 

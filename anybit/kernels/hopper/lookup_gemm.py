@@ -69,7 +69,7 @@ class LookupGemm(Gemm):
                 full + stage, self.tokens * K_TILE * self.b.width // 8
             )
         each, of_codes = const_expr(d.tile_bytes // 16), const_expr(cells.m * d.piece // 16)
-        row_stride = k_tiles // d.k_tiles * cells.block_bytes
+        row_stride = (k_tiles + (d.k_tiles - 1)) // d.k_tiles * cells.block_bytes
         part = k % d.k_tiles
         tiles = const_expr(TILES_OF_BLOB * self.blocks)
         source = w.toint() + Int64(row_blob * TILES_OF_BLOB) * row_stride

@@ -77,7 +77,7 @@ class Psumbook(Program):
 
         # This CTA's chunks, its cluster's row tiles, this warp's tiles among them.
         rank, team, teams = cta % cluster, cta // cluster, ctas // cluster
-        blocks = k // self.cells.columns
+        blocks = (k + (self.cells.columns - 1)) // self.cells.columns
         chunks = (k + (self.spec.columns - 1)) // self.spec.columns
         first = chunks * rank // cluster
         chunks = chunks * (rank + 1) // cluster - first
@@ -233,8 +233,8 @@ class Psumbook(Program):
         address = Int64(x.toint()) + (Int64(token * k) + column) * 2
         return [
             [
-                load_global(address + (i * 8 * v + half * 8) * 2, 1, wanted)[0]
-                for half in range(self.registers)
+                load_global(address + further * 2, 1, wanted & Int32(column + further < k))[0]
+                for further in range(i * 8 * v, i * 8 * v + 8 * self.registers, 8)
             ]
             for i in range(4)
         ]

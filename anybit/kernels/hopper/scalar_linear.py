@@ -1,35 +1,32 @@
 """Hopper products of formats whose codes are numbers, and of many experts at once."""
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from anybit.core.format import Format
-from anybit.core.packed import Packed
-from anybit.errors import InvalidInput
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
-from anybit.kernels.cute.decode import decoder
+from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import built, kernel_file, missing_kernels
 from anybit.kernels.cute.operands import (
     NAMES,
+    cut,
     decoder_for,
+    offsets,
     operand_of,
-    prepare,
     tokens,
+    whole,
 )
-from anybit.kernels.cute.operands import refuse_format as refuse_format  # of this family too
+from anybit.kernels.cute.operands import prepare as prepare  # these three of this family too
+from anybit.kernels.cute.operands import prepare_experts as prepare_experts
+from anybit.kernels.cute.operands import refuse_format as refuse_format
 from anybit.kernels.hopper import tiles
+from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.launch import GemmLauncher
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.mma import linear as mma
 from anybit.kernels.mma import tiles as mma_tiles
-
-# Whether few tokens go to the kernels of `kernels/mma`, which read the same blobs. With the tiles
-# that their rule names, they were 1.13 to 1.6 times as fast as these on three of four weights
-# (benchmarks/results/h200_mma.csv); no engine has run on them yet.
-NARROW = False
 
 
 def refuse_kernels(layer: LayerSpec) -> str | None:
@@ -38,41 +35,29 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     assert not isinstance(d, str)
     outs = [d.operand] if activation is None else NAMES.values()
     kernels = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
-    kernels += [Kernel(d, t, o, grouped=True) for t in tiles.family_grouped(d) for o in outs]
-    files = [kernel_file(kernel) for kernel in kernels]
+    kernels += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
+    files = [kernel_file(kernel) for kernel in (*kernels, *copy_kernels(d))]
     if narrow(1, n := layer.shape[0], d.operand):
         gpu = mma_tiles.gpu_of(layer.device)
-        counts = [m for m in (1, mma_tiles.NARROW) if narrow(m, n, d.operand)]
-        few = [mma_tiles.kernel_for(d, gpu, m, n, o) for m in counts for o in outs]
+        few = [mma_tiles.kernel_for(d, gpu, m, n, o) for m in (1, mma_tiles.NARROW) for o in outs]
         files += [kernel_file(kernel) for kernel in few if kernel]
     return missing_kernels(files)
 
 
+def copy_kernels(d: Decoder) -> list[mma_tiles.Kernel]:
+    """What decodes a weight for the library's product, where `tiles.copies` may ask for it."""
+    return [mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")] * tiles.may_copy(d)
+
+
 def narrow(m: int, n: int, operand: str) -> bool:
-    """Whether a product goes to `kernels/mma`.
+    """Whether a product goes to `kernels/mma`, which read the same blobs: if all CTAs fit at once.
 
-    Up to 8 tokens always. Up to 16 where two CTAs of 32 rows and eight warps on a multiprocessor
-    hold all rows: with more, a tile of 128 rows reads the tokens less often. On sm_90, `mma.sync`
-    has no products of fp8: the assembler converts to fp16, and spills.
+    Two of 32 rows and eight warps find room on a multiprocessor. They are 1.1 to 1.6 times as fast
+    as these kernels then (benchmarks/results/h200_mma.csv), but slower where they take turns (28672
+    rows). On sm_90, `mma.sync` has no products of fp8: the assembler converts to fp16, and spills.
     """
-    few = m <= 8 or (m <= mma_tiles.NARROW and -(-n // 32) <= 2 * tiles.MULTIPROCESSORS)
-    return NARROW and few and operand != "float8_e4m3fn"
-
-
-def prepare_experts(
-    experts: Sequence[Packed], activation: str | None, dtype: torch.dtype | None = None
-) -> Prepared:
-    """The layouts of all experts' weights, one behind the other."""
-    if len(experts) > tiles.MOST_EXPERTS:
-        raise InvalidInput(f"{len(experts)} experts; the hopper kernels take {tiles.MOST_EXPERTS}")
-    kinds = {(e.format, e.shape) for e in experts}
-    if len(kinds) != 1:
-        raise InvalidInput(f"experts must have one format and shape, not {len(kinds)}")
-    parts = [prepare(e, activation, dtype) for e in experts]
-    blobs, *rows = zip(*(p.layout for p in parts), strict=True)
-    # torch cannot join fp8 tensors; their bytes are the same.
-    joined = torch.cat([b.view(torch.uint8) for b in blobs]).view(blobs[0].dtype)
-    return parts[0]._replace(layout=(joined, *(torch.cat(r) for r in rows)))
+    few = m <= mma_tiles.NARROW and -(-n // 32) <= 2 * tiles.MULTIPROCESSORS
+    return few and operand != "float8_e4m3fn"
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
@@ -110,14 +95,23 @@ def multiply(
             return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
     if starts is None and tile is None and narrow(m, n, str(x.dtype).removeprefix("torch.")):
         return mma.multiply(x, scale, sums, prepared, bias, dtype)
-    y = torch.empty(m, n, dtype=dtype, device=x.device)
+    if starts is None and tile is None and (copy := copied(prepared.format, x.dtype, m, n, k)):
+        w = mma.decoded(x, copy, prepared)
+        return torch.nn.functional.linear(x, w, offsets(bias, n, dtype))
+    wide = whole(n)
+    y = torch.empty(m, wide, dtype=dtype, device=x.device)
     if not m:
-        return y
-    if bias is not None and bias.dtype != dtype:
-        bias = bias.to(dtype)
+        return cut(y, n)
+    bias = offsets(bias, wide, dtype)
     experts = 0 if starts is None else len(starts) - 1
-    function, grid, best = chosen(prepared.format, x.dtype, m, n, k, dtype, device, tile, experts)
+    function, grid, best, shared = chosen(
+        prepared.format, x.dtype, m, n, k, dtype, device, tile, experts
+    )
     blobs, row_scale, row_zero = prepared.layout
+    workspace = 0, 0
+    if shared:
+        work = torch.empty(shared, dtype=torch.float32, device=x.device)
+        workspace = work.data_ptr(), mma.zeros(x.device).data_ptr()
     function.launch(
         x,
         (
@@ -130,12 +124,20 @@ def multiply(
             y.data_ptr(),
             0 if starts is None else starts.data_ptr(),
         ),
-        n,
+        wide,
         grid,
         best if overlap is None else overlap,
         experts,
+        workspace,
     )
-    return y
+    return cut(y, n)
+
+
+@cache
+def copied(fmt: Format, x_dtype: torch.dtype, m: int, n: int, k: int) -> mma_tiles.Kernel | None:
+    """The kernel that decodes a weight for the library's product, where that is faster."""
+    d = decoder_for(fmt, x_dtype)
+    return copy_kernels(d)[0] if tiles.copies(d, m, n, k) else None
 
 
 @cache
@@ -149,14 +151,16 @@ def chosen(
     device: int,
     tile: Tile | None,
     experts: int,
-) -> tuple[GemmLauncher, int, bool]:
-    """The loaded kernel for a problem, its grid, and whether launches should overlap."""
+) -> tuple[GemmLauncher, int, bool, int]:
+    """The loaded kernel for a problem, its grid, whether launches should overlap, its workspace."""
     d = decoder_for(fmt, x_dtype)
     if tile is None:
-        tile = tiles.choose(d, m, n, k) if not experts else tiles.choose_grouped(d, m, experts)
-    tile = tiles.fitted(tile, d)
+        tile = choose_grouped(d, m, n, k, experts) if experts else tiles.choose(d, m, n, k)
+    tile = tiles.fitted(tile, d, experts > 0)
     function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device)
-    return function, tiles.grid(tile, m, n, experts), tiles.overlaps(tile, d, m, n, experts)
+    grid = tiles.grid(tile, m, n, experts)
+    shared = tiles.workspace(tile, m, n, grid)
+    return function, grid, tiles.overlaps(tile, d, m, n, experts), shared
 
 
 @cache

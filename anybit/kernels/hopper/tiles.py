@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
-from anybit.kernels.cute.lang import planes
-from anybit.kernels.cute.pack import ROWS
+from anybit.kernels.cute.operands import MOST_EXPERTS
+from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
 
 MULTIPROCESSORS = 132  # of an H100 or H200; the tables below were measured there
@@ -13,10 +13,16 @@ MAX_SHARED = 232_448  # bytes of shared memory that one CTA may have
 SHARED_OF_SM = 233_472  # bytes that all CTAs of a multiprocessor share
 RESERVED = 1024  # bytes of it that each CTA costs beside its own
 MOST_STAGES = 12
-MOST_EXPERTS = 256
+EXPERT_WORDS = 2 * MOST_EXPERTS + 1  # starts of their tokens, ends of their tiles of tokens
 LEAST_STEPS = 14  # K tiles that a CTA of a cluster of 3 or 8 should have
-# Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange.
-DECODE, FIXED, EXCHANGE = 170, 6300, 3000
+LEAST_UNITS = 4  # K tiles that a CTA should have where shares are equal
+# Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange, of waiting for the
+# sums of other CTAs.
+DECODE, FIXED, EXCHANGE, JOIN = 170, 6300, 3000, 2500
+# Bytes a cycle: of the memory, of the L2, of sums that a multiprocessor writes or reads.
+MEMORY, L2, SUMS = 2400, 5000, 40
+# Of a decoded copy and the library's product with it: bytes written and multiply-adds, a cycle.
+WRITTEN, MULTIPLIED = 2200, 0.75 * 2048 * MULTIPROCESSORS
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class Tile:
 
     tokens: 8 to 256. rows: weight rows, 128 or 256. ctas: resident on a multiprocessor.
     split: CTAs of a cluster that split the K of one tile.
-    stages: K tiles in flight; 0 means all that fit.
+    stages: K tiles in flight; 0 means all that fit. shared: CTAs have equal shares of all K tiles.
     """
 
     tokens: int
@@ -33,6 +39,7 @@ class Tile:
     ctas: int = 1
     split: int = 1
     stages: int = 0
+    shared: bool = False
 
     @property
     def wide(self) -> bool:
@@ -50,7 +57,7 @@ class Tile:
 
     @property
     def name(self) -> str:
-        split = f"_split{self.split}" if self.split > 1 else ""
+        split = f"_split{self.split}" if self.split > 1 else "_shared" * self.shared
         return f"{self.rows}x{self.tokens}_{self.stages}stages_{self.ctas}ctas{split}"
 
 
@@ -143,32 +150,43 @@ def many(decoder: Decoder) -> list[Tile]:
     return [*pairs, *shared(decoder), *large, Tile(256)]
 
 
+def equal(decoder: Decoder) -> list[Tile]:
+    """Tiles whose CTAs have equal shares."""
+    small = [Tile(tokens, ctas=2, shared=True) for tokens in (16, 32)]
+    pair = fitted(Tile(64, ctas=2), decoder)
+    large = [Tile(64, ctas=places(pair, decoder)), Tile(128), Tile(128, rows=256)]
+    large += [Tile(256)] if decoder.slot == 8 else []
+    return [*small, *(replace(tile, shared=True) for tile in large)]
+
+
 def family(decoder: Decoder) -> list[Tile]:
     """The tiles that a decoder is compiled for."""
-    return [fitted(tile, decoder) for tile in dict.fromkeys(few(decoder) + many(decoder))]
+    every = few(decoder) + many(decoder) + equal(decoder)
+    return [fitted(tile, decoder) for tile in dict.fromkeys(every)]
 
 
-def fitted(tile: Tile, decoder: Decoder) -> Tile:
+def fitted(tile: Tile, decoder: Decoder, grouped: bool = False) -> Tile:
     """The tile with as many stages as fit into shared memory; but see `places`."""
     if tile.stages:
         return tile
     room = min(MAX_SHARED, SHARED_OF_SM // tile.ctas - RESERVED) // 1024 * 1024
-    room -= decoder.table_bytes + 1024 + beside(tile)
+    room -= decoder.table_bytes + 1024 + beside(tile) + (4 * EXPERT_WORDS if grouped else 0)
     return replace(tile, stages=min(MOST_STAGES, room // staged(tile, decoder)))
 
 
-def places(tile: Tile, decoder: Decoder) -> int:
+def places(tile: Tile, decoder: Decoder, grouped: bool = False) -> int:
     """CTAs of a fitted tile that find room on a multiprocessor: `tile.ctas`, with few exceptions.
 
-    `fitted` does not count `starts`. So liquid's tiles of 64 tokens are 1 KB too large for two.
+    For dense weights, `fitted` does not count `starts`. So liquid's tiles of 64 tokens are 1 KB too
+    large for two.
     """
-    return min(tile.ctas, SHARED_OF_SM // (shared_bytes(tile, decoder) + RESERVED))
+    return min(tile.ctas, SHARED_OF_SM // (shared_bytes(tile, decoder, grouped) + RESERVED))
 
 
 def shared_bytes(tile: Tile, decoder: Decoder, grouped: bool = False) -> int:
     """Shared memory of a CTA: the size of `gemm.py`'s struct, in whole KB."""
     barriers = -(-(decoder.table_bytes + 16 * tile.stages) // 1024) * 1024
-    starts = 4 * (MOST_EXPERTS + 1 if grouped else 1)
+    starts = 4 * (EXPERT_WORDS if grouped else 1)
     size = barriers + tile.stages * staged(tile, decoder) + beside(tile) + starts
     return -(-size // 1024) * 1024
 
@@ -186,6 +204,8 @@ def beside(tile: Tile) -> int:
 def grid(tile: Tile, m: int, n: int, experts: int = 0) -> int:
     """CTAs to launch: one cluster a tile, or, when tiles are many, as few waves as can be.
 
+    With equal shares, all that are resident at once.
+
     How many tiles of tokens `experts` make is known on the device only; here it is the most.
     """
     tokens = -(-m // tile.tokens) if not experts else m // tile.tokens + min(m, experts)
@@ -194,8 +214,16 @@ def grid(tile: Tile, m: int, n: int, experts: int = 0) -> int:
         return min(tiles, MULTIPROCESSORS * tile.ctas)
     if tile.split > 1:  # a cluster does one tile
         return tiles * tile.split
+    if tile.shared:
+        return MULTIPROCESSORS * tile.ctas
     waves = -(-tiles // (MULTIPROCESSORS * tile.ctas))
     return -(-tiles // waves)
+
+
+def workspace(tile: Tile, m: int, n: int, ctas: int) -> int:
+    """Numbers of the workspace where `ctas` share tiles, see `shares.py`; else 0."""
+    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
+    return 2 * ctas * tile.rows * tile.tokens if tile.shared and tiles % ctas else 0
 
 
 def overlaps(tile: Tile, decoder: Decoder, m: int, n: int, experts: int = 0) -> bool:
@@ -218,6 +246,7 @@ def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
 
     Up to 32 tokens K is split until the multiprocessors are busy, but not over 8 CTAs if they are
     soon done. Up to 64 one tile holds all tokens. What counts is the time of launches that overlap.
+    Equal shares, and smaller tiles, where the model says that they take a tenth less.
     """
     if m > 64:
         candidates = many(decoder)
@@ -226,22 +255,36 @@ def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
     else:
         tokens = next(t for t in (8, 16, 32, 64) if m <= t)
         candidates = [t for t in few(decoder) if t.tokens == tokens]
-    candidates = [t for t in candidates if fits_once(t, m, n, k)]
-    if m <= 32:
-        return fitted(max(candidates, key=lambda t: t.split), decoder)
-    return fitted(min(candidates, key=lambda t: cycles(t, decoder, m, n, k)), decoder)
+    candidates = [t for t in candidates if fits_once(t, decoder, m, n, k)]
+
+    def busy(tile: Tile) -> float:
+        return cycles(tile, decoder, m, n, k)
+
+    def time(tile: Tile) -> float:
+        return max(busy(tile), reading(tile, decoder, m, n, k))
+
+    usual = max(candidates, key=lambda t: t.split) if m <= 32 else min(candidates, key=busy)
+    others = [t for t in equal(decoder) if t.tokens < 2 * max(m, 9)]
+    if decoder.slot == 16 and m < 512:
+        others = [t for t in others if t.rows == ROWS]
+    others += [t for t in few(decoder) if 16 <= t.tokens < m <= 128]
+    others = [t for t in others if fits_once(t, decoder, m, n, k)]
+    best = min([usual, *others], key=lambda t: (time(t), busy(t)))
+    return fitted(best if time(best) < 0.9 * time(usual) else usual, decoder)
 
 
-def fits_once(tile: Tile, m: int, n: int, k: int) -> bool:
+def fits_once(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> bool:
     """Whether every cluster can be resident at once, and every CTA gets enough of K."""
-    if tile.split == 1:
+    if tile.split == 1 and not tile.shared:
         return True
-    ctas = -(-n // tile.rows) * -(-m // tile.tokens) * tile.split
-    room = MULTIPROCESSORS * tile.ctas
-    if tile.split > 4:  # they do not fill the processor's parts
+    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
+    room = MULTIPROCESSORS * places(fitted(tile, decoder), decoder)
+    if tile.shared:
+        return tiles * k_tiles(k) >= LEAST_UNITS * room
+    if tile.split > 2:  # they do not fill the processor's parts: 40 of three took two turns
         room = room * 7 // 8
     least = tile.split * (LEAST_STEPS if tile.split in (3, 8) else 1)
-    return ctas <= room and k // K_TILE >= least
+    return tiles * tile.split <= room and k_tiles(k) >= least
 
 
 def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
@@ -250,34 +293,53 @@ def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
     The matrix unit does 4096 multiply-adds of bytes or 2048 of 16 bits in a clock; the other rates
     fit times of these kernels on an H200, most of them within 10 %.
     """
-    clusters = grid(tile, m, n) // tile.split
-    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
-    waves = -(-tiles // clusters)
+    ctas = grid(tile, m, n)
+    tiles, each = -(-n // tile.rows) * -(-m // tile.tokens), k_tiles(k)
+    steps = -(-tiles * tile.split // ctas) * (each // tile.split)
+    steps = -(-tiles * each // ctas) if tile.shared else steps
     # CTAs of one multiprocessor share its rates.
-    together = min(tile.ctas, -(-clusters * tile.split // MULTIPROCESSORS))
+    together = min(tile.ctas, -(-ctas // MULTIPROCESSORS))
+    step = step_cycles(tile, decoder)
+    return steps * step * together + FIXED + meeting(tile, tiles, ctas)
+
+
+def reading(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
+    """Clock cycles of a launch that waits for nothing but the memory, and the L2."""
+    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
+    weights = -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes
+    return max(weights / MEMORY, tiles * k_tiles(k) * staged(tile, decoder) / L2) + FIXED
+
+
+def meeting(tile: Tile, tiles: int, ctas: int) -> float:
+    """Cycles until CTAs' sums of a tile are one; the last CTA of equal shares reads all of them."""
+    if tile.split > 1:
+        return EXCHANGE
+    common = tiles % ctas
+    if not tile.shared or not common:
+        return 0
+    sums = 4 * tile.rows * tile.tokens * tile.ctas / SUMS
+    return JOIN + sums * (2 + ctas / common)
+
+
+def step_cycles(tile: Tile, decoder: Decoder) -> float:
+    """Clock cycles of a K tile of one CTA alone, its copies there in time."""
     multiplied = tile.rows * tile.tokens * K_TILE / (32768 / decoder.slot)
-    decoded = DECODE * len(planes(decoder.places, decoder.slot))
-    step = 1.1 * multiplied + decoded + staged(tile, decoder) / 400
-    steps = k // K_TILE // tile.split
-    return waves * steps * step * together + FIXED + EXCHANGE * (tile.split > 1)
+    decoded = DECODE * decoder.cost
+    return 1.1 * multiplied + decoded + staged(tile, decoder) / 400
 
 
-def choose_grouped(decoder: Decoder, m: int, experts: int) -> Tile:
-    """The tile for tokens of which an expert gets m / experts on average.
+def may_copy(decoder: Decoder) -> bool:
+    """Whether a weight may be decoded once for the library's product; see `copies`.
 
-    Two standard deviations more fit: an expert's second tile reads its weights once more. On an
-    H200 that took liquid's 8 experts of 14336x4096 from 86 to 66 us (m = 64), 116 to 99 (512). But
-    128 tokens of 16 bits cost more than some second tiles (int4, m = 512: 193 us against 159).
+    The main loop decodes it again for every tile of tokens, but that costs formats of one or two
+    planes less than a copy.
     """
-    average = m / experts
-    most = average + 2 * average**0.5
-    if decoder.slot == 16 and average <= 64:
-        most = min(most, 64)
-    tokens = next((t for t in (8, 16, 32, 64) if most <= t), 128)
-    same = (t for t in few(decoder) if t.tokens == tokens and t.rows == ROWS)
-    return fitted(next(same, Tile(128)), decoder)
+    return decoder.slot == 16 and decoder.cost > 2
 
 
-def family_grouped(decoder: Decoder) -> list[Tile]:
-    """The tiles that `choose_grouped` may name."""
-    return [choose_grouped(decoder, m, 1) for m in (1, 8, 16, 32, 128)]
+def copies(decoder: Decoder, m: int, n: int, k: int) -> bool:
+    """Whether a decoded copy and the library's product take less time; an estimate."""
+    if m <= 64 or not may_copy(decoder):
+        return False
+    copied = FIXED + 2 * n * k / WRITTEN + m * n * k / MULTIPLIED
+    return cycles(choose(decoder, m, n, k), decoder, m, n, k) > copied

@@ -4,6 +4,8 @@ It takes the formats whose codes are numbers, in Hopper's layout. Its kernels we
 GPUs, so each must pass a self-test on the GPU at hand before it is used (`selftest.py`).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -66,6 +68,29 @@ def prepare(
 ) -> Prepared:
     """See `operands.prepare`."""
     return operands.prepare(packed, activation, dtype)
+
+
+def most_experts(layer: LayerSpec) -> int:
+    """None where their kernels do not fit, or fail their own self-test."""
+    if layer.dtype not in operands.NAMES or operands.refuse_format(layer):
+        return 0
+    kernels = selftest.kernels_of(layer, layer.dtype, gpu_of(layer.device), experts=True)
+    missing = missing_kernels([kernel_file(kernel) for kernel in kernels])
+    usable = kernels and not missing and not selftest.refuse(layer, kernels, experts=True)
+    return operands.MOST_EXPERTS if usable else 0
+
+
+def prepare_experts(
+    experts: Sequence[Packed], activation: str | None, dtype: torch.dtype | None = None
+) -> Prepared:
+    """See `operands.prepare_experts`."""
+    return operands.prepare_experts(experts, activation, dtype)
+
+
+def linear_experts(x: Tensor, starts: Tensor, prepared: Prepared) -> Tensor:
+    """x (M, K) in fp16 or bf16, sorted by expert -> (M, N)."""
+    check_half(x, "mma")
+    return products.linear_experts(x, starts, prepared)
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:

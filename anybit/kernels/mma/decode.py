@@ -25,13 +25,15 @@ class Decode(Product):
         y: cute.Pointer,
         work: cute.Pointer,
         counters: cute.Pointer,
+        starts: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
+        experts: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        k_tiles = k // K_TILE
+        k_tiles = (k + (K_TILE - 1)) // K_TILE
         slot, kt = cta // k_tiles * self.warps + thread // 32, cta % k_tiles
         lane = thread % 32
         group, quarter = slot // 4 % 2, slot % 4
@@ -54,6 +56,6 @@ class Decode(Product):
             registers = self.decode_half(words, grid, half)
             for r in cutlass.range_constexpr(len(registers)):
                 v, column = const_expr(r % 2), const_expr(half * 64 + r // 4 * 16 + r // 2 % 2 * 8)
-                if row + v * 8 < n:
+                if (row + v * 8 < n) & (kt * K_TILE + column + lane % 4 * 2 < k):
                     word = scale_pair(Uint32(registers[r]), scales[v], self.out)
                     store_global(to + Int64(v * 8) * k * 2 + column * 2, [word])

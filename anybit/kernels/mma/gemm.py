@@ -14,19 +14,26 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from anybit.kernels.cute.decode import K_TILE
+from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.cute.ptx import load_shared, store_shared
 from anybit.kernels.mma.product import Product
 from anybit.kernels.mma.ptx import (
     commit,
     copy,
     copy_if,
+    copy_or_zero,
     count_up,
     fence,
     load_l2,
     store_global,
     wait,
 )
-from anybit.kernels.mma.tiles import Kernel
+from anybit.kernels.mma.tiles import FLAG, Kernel
+
+
+def padded(n):
+    """Rows of a packed weight."""
+    return (n + (ROW_MULTIPLE - 1)) // ROW_MULTIPLE * ROW_MULTIPLE
 
 
 class Gemm(Product):
@@ -48,9 +55,11 @@ class Gemm(Product):
         y: cute.Pointer,
         work: cute.Pointer,
         counters: cute.Pointer,
+        starts: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
+        experts: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -60,29 +69,34 @@ class Gemm(Product):
         shared = cutlass.memory.SmemAllocator().allocate(self.shared)
         base = Int32(shared.data.data_ptr().toint())
 
-        k_tiles = k // K_TILE
-        m_tiles = (m + (self.tokens - 1)) // self.tokens
+        k_tiles = (k + (K_TILE - 1)) // K_TILE
+        table = base + self.stage_bytes * self.stages + FLAG
+        m_tiles = self.begin(starts, experts, m, table, thread)
         n_tiles = (n + (self.rows - 1)) // self.rows
         units = m_tiles * n_tiles * k_tiles
+        ctas = self.busy(units, ctas)
         each, more = units // ctas, units % ctas
         unit = cta * each + cutlass.min(cta, more)
         count = each + (1 if cta < more else 0)
+        if cta >= ctas:
+            count = Int32(0)
         tile, start = unit // k_tiles, unit % k_tiles
 
-        sizes = (m, n, k, k_tiles, m_tiles)
+        sizes = (m, n, k, k_tiles, m_tiles, experts, table)
         operands = (x.toint(), w.toint())
         results = (row_scale.toint(), row_zero.toint(), token_scale.toint(), token_sum.toint(),
                    bias.toint(), y.toint(), work.toint(), counters.toint())  # fmt: skip
         acc = cute.make_rmem_tensor((4, self.blocks, self.slices), self.acc)
         acc.fill(0)
-        # What is fetched next: tile, K tile, blob of this warp, first token of this thread.
+        # What is fetched next: tile, K tile, blob of this warp, tokens from this thread's first on.
         next_tile, next_k = tile, start
-        blob, token = self.source(operands, sizes, place, next_tile, next_k)
+        blob, token, last = self.source(operands, sizes, place, next_tile, next_k)
         for s in cutlass.range_constexpr(self.stages - 1):
             if s < count:
-                self.fetch(base + s * self.stage_bytes, blob, token, next_k, operands, sizes, place)
-                next_tile, next_k, blob, token = self.following(
-                    next_tile, next_k, blob, token, operands, sizes, place
+                to = base + s * self.stage_bytes
+                self.fetch(to, blob, token, last, next_k, operands, sizes, place)
+                next_tile, next_k, blob, token, last = self.following(
+                    next_tile, next_k, blob, token, last, operands, sizes, place
                 )
             commit()
 
@@ -94,9 +108,9 @@ class Gemm(Product):
             cute.arch.sync_threads()
             if i + (self.stages - 1) < count:
                 to = base + empty * self.stage_bytes
-                self.fetch(to, blob, token, next_k, operands, sizes, place)
-                next_tile, next_k, blob, token = self.following(
-                    next_tile, next_k, blob, token, operands, sizes, place
+                self.fetch(to, blob, token, last, next_k, operands, sizes, place)
+                next_tile, next_k, blob, token, last = self.following(
+                    next_tile, next_k, blob, token, last, operands, sizes, place
                 )
             commit()
             at = stage * self.stage_bytes
@@ -113,33 +127,50 @@ class Gemm(Product):
                 start, at_k = Int32(0), Int32(0)
                 tile += 1
 
+    # Tiles: here of one weight, in `experts.py` of many.
+
+    def begin(self, starts, experts, m, table, thread):
+        """How many tiles the tokens make."""
+        return (m + (self.tokens - 1)) // self.tokens
+
+    def busy(self, units, ctas):
+        """CTAs that share the units."""
+        return ctas
+
+    def locate(self, tile, sizes):
+        """A tile's (row tile, expert, first token, last token + 1)."""
+        m, _, _, _, m_tiles, _, _ = sizes
+        return tile // m_tiles, 0, tile % m_tiles * self.tokens, m
+
     # Fetching.
 
     @cute.jit
     def source(self, operands, sizes, place, tile, kt):
-        """(address of the warp's blob, first token of this thread) of a unit."""
+        """(address of the warp's blob, first token of this thread, last + 1) of a unit."""
         thread, warp, _ = place
-        _, _, _, k_tiles, m_tiles = sizes
-        row = tile // m_tiles * (self.rows // 128) + warp * self.slices // 8
+        _, n, _, k_tiles, _, _, _ = sizes
+        row_tile, expert, first, last = self.locate(tile, sizes)
+        row = row_tile * (self.rows // ROWS) + warp * self.slices // 8
+        row += expert * (padded(n) // ROWS)
         blob = Int64(operands[1]) + Int64(row * k_tiles + kt) * self.decoder.blob_bytes
-        return blob, tile % m_tiles * self.tokens + thread // self.columns
+        return blob, first + thread // self.columns, last
 
     @cute.jit
-    def following(self, tile, kt, blob, token, operands, sizes, place):
-        """The unit after this one: (tile, K tile, blob, token)."""
+    def following(self, tile, kt, blob, token, last, operands, sizes, place):
+        """The unit after this one: (tile, K tile, blob, token, last)."""
         kt += 1
         blob += self.decoder.blob_bytes
         if kt == sizes[3]:
             kt = Int32(0)
             tile += 1
-            blob, token = self.source(operands, sizes, place, tile, kt)
-        return tile, kt, blob, token
+            blob, token, last = self.source(operands, sizes, place, tile, kt)
+        return tile, kt, blob, token, last
 
     @cute.jit
-    def fetch(self, to, blob, first, kt, operands, sizes, place):
+    def fetch(self, to, blob, first, last, kt, operands, sizes, place):
         """Start the copies of a K tile: this thread's words, its share of grids and of tokens."""
         thread, warp, lane = place
-        m, _, k, _, _ = sizes
+        k = sizes[2]
         group, quarter = warp * self.slices // 4 % 2, warp * self.slices % 4
         codes = blob + group * (512 * self.words)
         rest = codes + self.whole * 2048 + (quarter * 256 + lane * 8)
@@ -153,12 +184,14 @@ class Gemm(Product):
         column, row = thread % self.columns, thread // self.columns
         step = const_expr(self.threads // self.columns)  # tokens apart: a multiple of 8
         into = to + (self.x_at + row * self.token_bytes + (column ^ (row & 7)) * 16)
-        at = Int64(operands[0]) + (kt * self.token_bytes + column * 16)
+        at = kt * self.token_bytes + column * 16
+        inside = at < k * self.width  # numbers past K are zeros
+        at += Int64(operands[0])
         for i in cutlass.range_constexpr(-(-self.tokens // step)):
             token = first + i * step
-            copy_if(
+            copy_or_zero(
                 into, i * step * self.token_bytes, at + Int64(token) * (k * self.width), 0,
-                (token < m) & (row + i * step < self.tokens),
+                inside, (token < last) & (row + i * step < self.tokens),
             )  # fmt: skip
 
     # Finishing.
@@ -176,14 +209,15 @@ class Gemm(Product):
     def finish(self, acc, results, sizes, place, base, tile, split):
         """Share a tile's sums if need be; the last CTA that has some finishes it."""
         thread, _, _ = place
-        _, _, _, k_tiles, _ = sizes
+        k_tiles = sizes[3]
         cta, each, more, start, end = split
         mine = Int32(1)
         if (start > 0) | (end < k_tiles):
-            work, counter = Int64(results[6]), Int64(results[7]) + tile * 4
             size = const_expr(self.threads * self.blocks * self.slices * 16)
             low = self.owner(tile * k_tiles, each, more)
             high = self.owner((tile + 1) * k_tiles - 1, each, more)
+            # A CTA begins one tile at most that others end: the counter is that of the first.
+            work, counter = Int64(results[6]), Int64(results[7]) + low * 4
             # Two places a CTA: for the tile that it begins, and for one that began before it.
             slot = cta * 2 + (1 if start == 0 else 0)
             into = work + Int64(slot) * size + thread * 16
@@ -224,10 +258,12 @@ class Gemm(Product):
     def store(self, acc, results, sizes, place, tile):
         """Finish this warp's rows of every token."""
         _, warp, lane = place
-        m, n, _, _, m_tiles = sizes
+        m, n, _, _, _, _, _ = sizes
         row_scale, row_zero, token_scale, token_sum, bias, y, _, _ = results
-        channel = tile // m_tiles * self.rows + warp * (16 * self.slices)
-        first = tile % m_tiles * self.tokens
+        row_tile, expert, first, last = self.locate(tile, sizes)
+        channel = row_tile * self.rows + warp * (16 * self.slices)
+        before = Int64(expert * padded(n)) * 4  # bytes of a number of each row
+        row_scale, row_zero = row_scale + before, row_zero + before
         rows = [
             self.row_values(row_scale, row_zero, bias, channel + i * 8 + lane // 4, n)
             for i in range(2 * self.slices)
@@ -242,5 +278,5 @@ class Gemm(Product):
                 sums = [acc[2 * (i % 2) + c, b, i // 2] for c in range(2)]
                 self.store_pair(
                     sums, rows[i], tokens, y, token + lane // 4,
-                    channel + i * 8 + lane % 4 * 2, m, n,
+                    channel + i * 8 + lane % 4 * 2, last, n,
                 )  # fmt: skip

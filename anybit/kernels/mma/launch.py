@@ -10,17 +10,19 @@ from anybit.kernels.cute.driver import CARVEOUT, Launcher, call
 
 POINTERS = (
     "x", "w", "row_scale", "row_zero", "token_scale", "token_sum", "bias", "y", "work", "counters",
+    "starts",
 )  # fmt: skip
 
 
 class MmaArguments(ctypes.Structure):
-    """The parameters of every kernel; work and counters are `gemm.py`'s alone."""
+    """The parameters of every kernel; work and what follows it are `gemm.py`'s alone."""
 
     _fields_ = [
         *((name, c_uint64) for name in POINTERS),
         ("m", c_int32),
         ("n", c_int32),
         ("k", c_int32),
+        ("experts", c_int32),
     ]
 
 
@@ -34,7 +36,13 @@ class MmaLauncher(Launcher):
         call("cuKernelSetAttribute", CARVEOUT, 100, self.kernel, device)
 
     def launch(
-        self, x: Tensor, tensors: tuple[Tensor | None, ...], n: int, grid: int, overlap: bool
+        self,
+        x: Tensor,
+        tensors: tuple[Tensor | None, ...],
+        n: int,
+        grid: int,
+        overlap: bool,
+        experts: int = 0,
     ) -> None:
         """Launch on the current stream of x's device.
 
@@ -44,7 +52,7 @@ class MmaLauncher(Launcher):
         frame = self.frame()
         a = frame.arguments
         a.m, a.k = x.shape
-        a.n = n
+        a.n, a.experts = n, experts
         for name, tensor in zip(POINTERS, (x, *tensors), strict=True):
             setattr(a, name, 0 if tensor is None else tensor.data_ptr())
         frame.start(grid, overlap, x.device.index)

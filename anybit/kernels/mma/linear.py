@@ -8,9 +8,9 @@ from torch import Tensor
 from anybit.core.format import Format
 from anybit.errors import Unsupported
 from anybit.kernels.backend import Activations, Prepared
-from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import built
-from anybit.kernels.cute.operands import NAMES, decoder_for, tokens
+from anybit.kernels.cute.operands import NAMES, cut, decoder_for, offsets, tokens, whole
+from anybit.kernels.cute.pack import k_tiles
 from anybit.kernels.mma import tiles
 from anybit.kernels.mma.launch import MmaLauncher
 from anybit.kernels.mma.tiles import COUNTERS, Kernel, gpu_of
@@ -19,6 +19,11 @@ from anybit.kernels.mma.tiles import COUNTERS, Kernel, gpu_of
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """x (M, K) in fp16 or bf16 -> (M, N)."""
     return multiply(*tokens(x, prepared), prepared, bias, x.dtype)
+
+
+def linear_experts(x: Tensor, starts: Tensor, prepared: Prepared) -> Tensor:
+    """x (M, K) in fp16 or bf16, sorted by expert -> (M, N)."""
+    return multiply(*tokens(x, prepared), prepared, None, x.dtype, starts=starts)
 
 
 def multiply(
@@ -30,6 +35,7 @@ def multiply(
     dtype: torch.dtype,
     kernel: Kernel | None = None,
     grid: int = 0,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """One product: x (M, K) as the tensor core takes it -> (M, N) in `dtype`.
 
@@ -41,38 +47,41 @@ def multiply(
         dtype: Of y.
         kernel: Instead of the rule's.
         grid: CTAs, instead of the rule's; 0: the rule's.
+        starts: (experts + 1,) int32, on the device: tokens starts[e] to starts[e + 1] meet the
+            weights of expert e. `prepared` is `operands.prepare_experts`'s then.
     """
     m, (n, k) = len(x), prepared.shape
     device = x.device
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return multiply(x, scale, sums, prepared, bias, dtype, kernel, grid)
-    if bias is not None and bias.dtype != dtype:
-        bias = bias.to(dtype)
+            return multiply(x, scale, sums, prepared, bias, dtype, kernel, grid, starts)
+    experts = 0 if starts is None else len(starts) - 1
     if kernel is None:
-        kernel, count = chosen(prepared.format, x.dtype, m, n, k, dtype, device)
+        kernel, count = chosen(prepared.format, x.dtype, m, n, k, dtype, device, experts)
         grid = grid or count
     if kernel.tile.kind == "decode":
-        return torch.nn.functional.linear(x, decoded(x, kernel, prepared), bias)
-    y = torch.empty(m, n, dtype=dtype, device=device)
+        return torch.nn.functional.linear(x, decoded(x, kernel, prepared), offsets(bias, n, dtype))
+    wide = whole(n)
+    y = torch.empty(m, wide, dtype=dtype, device=device)
     if not m:
-        return y
+        return cut(y, n)
+    bias = offsets(bias, wide, dtype)
     tile, work, counters = kernel.tile, None, None
-    grid = grid or tiles.grid(tile, gpu_of(device), m, n, k)
-    if tiles.shared_tiles(tile, m, n, grid):
+    grid = grid or tiles.grid(tile, gpu_of(device), m, n, k, experts)
+    if experts or (tile.kind == "gemm" and grid != tiles.tiles_of(tile, m, n)):
         work = torch.empty(2 * grid * tile.rows * tile.tokens, dtype=torch.float32, device=device)
         counters = zeros(device)
-    tensors = (*prepared.layout, scale, sums, bias, y, work, counters)
-    loaded(kernel, device.index).launch(x, tensors, n, grid, kernel.overlap)
-    return y
+    tensors = (*prepared.layout, scale, sums, bias, y, work, counters, starts)
+    loaded(kernel, device.index).launch(x, tensors, wide, grid, kernel.overlap, experts)
+    return cut(y, n)
 
 
 def decoded(x: Tensor, kernel: Kernel, prepared: Prepared) -> Tensor:
-    """The weight (N, K) in the dtype of x."""
-    n, k = prepared.shape
+    """The weight (N, K of x) in the dtype of x."""
+    n, k = prepared.shape[0], x.shape[1]
     w = torch.empty(n, k, dtype=x.dtype, device=x.device)
-    tensors = (*prepared.layout, None, None, None, w, None, None)
-    grid = -(-n // kernel.tile.rows) * (k // K_TILE)
+    tensors = (*prepared.layout, None, None, None, w, None, None, None)
+    grid = -(-n // kernel.tile.rows) * k_tiles(k)
     loaded(kernel, x.device.index).launch(x[:1], tensors, n, grid, False)
     return w
 
@@ -86,13 +95,14 @@ def chosen(
     k: int,
     dtype: torch.dtype,
     device: torch.device,
+    experts: int,
 ) -> tuple[Kernel, int]:
     """The kernel for a problem by the rule, and its grid."""
     decoder, gpu = decoder_for(fmt, x_dtype), gpu_of(device)
-    kernel = tiles.kernel_for(decoder, gpu, m, n, NAMES[dtype])
+    kernel = tiles.kernel_for(decoder, gpu, m, n, NAMES[dtype], experts)
     if kernel is None:
         raise Unsupported(f"{fmt.spec}: no mma kernel for {m} tokens fits this GPU: {gpu}")
-    return kernel, tiles.grid(kernel.tile, gpu, m, n, k)
+    return kernel, tiles.grid(kernel.tile, gpu, m, n, k, experts)
 
 
 @cache
@@ -103,7 +113,7 @@ def loaded(kernel: Kernel, device: int) -> MmaLauncher:
         return MmaLauncher(path, device)
 
 
-# Counters of tiles that CTAs share: zeros, which every launch leaves as zeros. Launches that run at
+# Counters of CTAs that share tiles: zeros, which every launch leaves as zeros. Launches that run at
 # the same time must not share them, so each stream has its own. A graph that is being captured can
 # make none: zeros would be written when it is replayed only. So there is always a spare.
 _counters: dict[tuple[torch.device, int], Tensor] = {}

@@ -61,8 +61,8 @@ class Product:
         out = TYPES[self.out]
         pointers = [(TYPES[self.activation], 16), (Uint8, 128), (Float32, 4), (Int32, 4),
                     (Float32, 4), (Int32, 4), (out, 2), (out, 16), (Float32, 16),
-                    (Int32, 4)]  # fmt: skip
-        return compile_program(self, pointers, 4, self.spec.architecture)
+                    (Int32, 4), (Int32, 4)]  # fmt: skip
+        return compile_program(self, pointers, 5, self.spec.architecture)
 
     @cute.jit
     def __call__(
@@ -77,9 +77,11 @@ class Product:
         y: cute.Pointer,
         work: cute.Pointer,
         counters: cute.Pointer,
+        starts: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
+        experts: Int32,
         grid: Int32,
         stream: cuda.CUstream,
     ):
@@ -89,7 +91,8 @@ class Product:
 
         self.shared = Shared
         self.kernel(
-            x, w, row_scale, row_zero, token_scale, token_sum, bias, y, work, counters, m, n, k
+            x, w, row_scale, row_zero, token_scale, token_sum, bias, y, work, counters, starts,
+            m, n, k, experts,
         ).launch(
             grid=(grid, 1, 1),
             block=(self.threads, 1, 1),
@@ -97,7 +100,7 @@ class Product:
             preferred_smem_carveout=100,
             use_pdl=self.spec.overlap,
             stream=stream,
-        )
+        )  # fmt: skip
 
     # Multiplying.
 

@@ -44,6 +44,27 @@ def copy_if(
 
 
 @dsl_user_op
+def copy_or_zero(
+    to: Int32,
+    into: int,
+    source: Int64,
+    at: int,
+    there: Any,
+    when: Any,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
+    """`copy_if` of 16 bytes that are zeros where nothing is `there`; `source` is not read then."""
+    text = (
+        "{ .reg .pred p; .reg .b32 n; setp.ne.s32 p, $3, 0; shl.b32 n, $2, 4; "
+        f"@p cp.async.cg.shared.global [$0+{into}], [$1+{at}], 16, n; }}"
+    )
+    args = [Int32(to), Int64(source), Int32(there), Int32(when)]
+    asm(None, args, text, "r,l,r,r,~{memory}", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
 def commit(*, loc: Any = None, ip: Any = None) -> None:
     """This thread's copies since the last `commit` become a group."""
     asm(None, [], "cp.async.commit_group;", "~{memory}", True, {"loc": loc, "ip": ip})

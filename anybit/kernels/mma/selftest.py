@@ -14,12 +14,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from anybit.core.format import get_format
+from anybit.core.format import Format, get_format
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.files.directory import write_json
@@ -36,19 +37,24 @@ RIGHT = "right"
 LIMIT = 900  # seconds, compilation included
 
 
-def kernels_of(layer: LayerSpec, dtype: torch.dtype, gpu: Gpu) -> list[Kernel]:
-    """Every kernel that a layer may launch; none where one does not fit."""
+def kernels_of(
+    layer: LayerSpec, dtype: torch.dtype, gpu: Gpu, experts: bool = False
+) -> list[Kernel]:
+    """Every kernel that a layer, or many as experts, may launch; none where one does not fit."""
     operand = getattr(torch, operands.operand_of(layer.activation, dtype))
     decoder = operands.decoder_for(layer.format, operand)
-    return tiles.family(decoder, gpu, layer.shape[0], operands.NAMES[dtype])
+    output = operands.NAMES[dtype]
+    if experts:
+        return tiles.family_experts(decoder, gpu, output)
+    return tiles.family(decoder, gpu, layer.shape[0], output)
 
 
-def refuse(layer: LayerSpec, kernels: Sequence[Kernel]) -> str | None:
+def refuse(layer: LayerSpec, kernels: Sequence[Kernel], experts: bool = False) -> str | None:
     """None if all kernels are right, or not tested yet while the dtype is unknown; else why not."""
     known = verdicts(layer.device)
     names = [kernel_file(kernel).name for kernel in kernels]
     if layer.dtype is not None and not known.keys() >= set(names):
-        known = tested(layer)
+        known = tested(layer, experts)
     wrong = [name for name in names if known.get(name, RIGHT) != RIGHT]
     if not wrong:
         return None
@@ -97,12 +103,13 @@ def record(device: torch.device, new: dict[str, str]) -> dict[str, str]:
     return known
 
 
-def tested(layer: LayerSpec) -> dict[str, str]:
-    """Run the test of a layer's kernels in another process; all verdicts."""
+def tested(layer: LayerSpec, experts: bool) -> dict[str, str]:
+    """Run the test of `kernels_of` in another process; all verdicts."""
     assert layer.dtype is not None
     name = torch.cuda.get_device_name(layer.device)
     facts = (layer.format.spec, layer.activation or "", *map(str, layer.shape),
-             operands.NAMES[layer.dtype], str(layer.device))  # fmt: skip
+             operands.NAMES[layer.dtype], str(layer.device),
+             *["experts"] * experts)  # fmt: skip
     command = [sys.executable, "-m", __name__, *facts]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
@@ -111,13 +118,15 @@ def tested(layer: LayerSpec) -> dict[str, str]:
     except subprocess.TimeoutExpired:
         failed = f"no answer in {LIMIT} s"
     known = verdicts(layer.device)
-    wanted = [kernel_file(k).name for k in kernels_of(layer, layer.dtype, gpu_of(layer.device))]
+    kernels = kernels_of(layer, layer.dtype, gpu_of(layer.device), experts)
+    wanted = [kernel_file(kernel).name for kernel in kernels]
     if missing := {name: failed or "not tested" for name in wanted if name not in known}:
         known = record(layer.device, missing)
     wrong = sum(known[name] != RIGHT for name in wanted)
     log.warning(
-        "self-test of the mma kernels for %s %s on %s: %d of %d are right; %s",
-        layer.format.spec, layer.shape, name, len(wanted) - wrong, len(wanted),
+        "self-test of the mma kernels for %s%s %s on %s: %d of %d are right; %s",
+        "experts of " * experts, layer.format.spec, layer.shape, name, len(wanted) - wrong,
+        len(wanted),
         "they are used" if not wrong else f"they are not used, see {verdict_file(layer.device)}",
     )  # fmt: skip
     return known
@@ -125,13 +134,13 @@ def tested(layer: LayerSpec) -> dict[str, str]:
 
 def main(facts: Sequence[str]) -> None:
     """Test every kernel of a layer, and record each verdict at once."""
-    spec, activation, n, k, dtype, device = facts
+    spec, activation, n, k, dtype, device, *experts = facts
     where = torch.device(device)
     layer = LayerSpec(
         get_format(spec), activation or None, (int(n), int(k)), where, getattr(torch, dtype)
     )
     assert layer.dtype is not None
-    for kernel in kernels_of(layer, layer.dtype, gpu_of(where)):
+    for kernel in kernels_of(layer, layer.dtype, gpu_of(where), bool(experts)):
         name = kernel_file(kernel).name
         if name not in verdicts(where):
             record(where, {name: "its process died"})
@@ -151,34 +160,58 @@ def verdict(layer: LayerSpec, kernel: Kernel) -> str:
 
 
 class Problem:
-    """A small weight: two tiles of rows and some, more K tiles than warps and stages."""
+    """A small weight: two tiles of rows and some, more K tiles than warps and stages.
+
+    Kernels for experts get three such weights.
+    """
 
     def __init__(self, layer: LayerSpec, tile: Tile):
         assert layer.dtype is not None
         self.dtype, self.device, self.activation = layer.dtype, layer.device, layer.activation
-        self.shape = tile.rows + 8, 128 * (tile.warps + tile.stages + 1)
+        fmt = layer.format
+        self.shape = tile.rows + max(8, fmt.tile[0]), 128 * (tile.warps + tile.stages + 1)
         random = torch.Generator().manual_seed(0)
-        w = torch.randn(self.shape, generator=random) * 0.02
-        grid = layer.format.fit(w)
-        packed = Packed.from_codes(layer.format, self.shape, layer.format.encode(w, grid), grid)
-        self.weight = operand_weight(packed, self.dtype).to(self.device).double()
-        self.prepared = operands.prepare(packed.to(self.device), self.activation, self.dtype)
+        several = tile.kind == "experts"
+        packed = [self.weight(layer.format, random) for _ in range(3 if several else 1)]
+        self.weights = [operand_weight(p, self.dtype).to(self.device).double() for p in packed]
+        given = [p.to(self.device) for p in packed]
+        args = self.activation, self.dtype
+        self.prepared = (
+            operands.prepare_experts(given, *args) if several else operands.prepare(given[0], *args)
+        )
         self.operand = getattr(torch, operands.operand_of(self.activation, self.dtype))
 
-    def run(self, kernel: Kernel, x: Tensor) -> list[Tensor]:
-        """x (M, K) of small integers -> y (M, N), by each grid; twice, or it is an error."""
-        ones = torch.ones(len(x), device=self.device)
+    def weight(self, fmt: Format, random: torch.Generator) -> Packed:
+        w = torch.randn(self.shape, generator=random) * 0.02
+        grid = fmt.fit(w)
+        if not fmt.window:
+            return Packed.from_codes(fmt, self.shape, fmt.encode(w, grid), grid)
+        size = self.shape[0], self.shape[1] // fmt.width  # every code is some weight's
+        codes = torch.randint(2**fmt.bits, size, generator=random, dtype=torch.uint8)
+        return Packed.from_codes(fmt, self.shape, codes, grid)  # its encoder would take long
+
+    def run(self, kernel: Kernel, x: Tensor, ends: Sequence[int]) -> list[Tensor]:
+        """x (M, K) of small integers -> y (M, N), by each grid; twice, or it is an error.
+
+        ends: where the tokens of each weight end.
+        """
+        tile, device = kernel.tile, self.device
+        ones = torch.ones(len(x), device=device)
         scale = ones if self.activation else None
         sums = x.sum(1).int() if self.activation == "int8" else None
         codes = x.to(self.operand)
-        if kernel.tile.kind == "decode":
+        if tile.kind == "decode":
             w = linear.decoded(codes, kernel, self.prepared)
             return [(codes.double() @ w.double().T).to(self.dtype)]
-        tiles_, steps = tiles.tiles_of(kernel.tile, len(x), self.shape[0]), self.shape[1] // 128
-        grids = [tiles_, tiles_ * steps // 3] if kernel.tile.kind == "gemm" else [tiles_]
-        grids = [-(-tiles_ // 2), 2 * tiles_] if kernel.tile.stay else grids
+        starts = None
+        if tile.kind == "experts":
+            starts = torch.tensor([0, *ends], dtype=torch.int32, device=device)
+        tiles_, steps = tiles.tiles_of(tile, len(x), self.shape[0]), self.shape[1] // 128
+        grids = [tiles_] if tile.kind == "narrow" else [tiles_, tiles_ * steps // 3]
         found = [
-            linear.multiply(codes, scale, sums, self.prepared, None, self.dtype, kernel, grid)
+            linear.multiply(
+                codes, scale, sums, self.prepared, None, self.dtype, kernel, grid, starts
+            )
             for grid in grids * 2
         ]
         once, again = found[: len(grids)], found[len(grids) :]
@@ -189,22 +222,33 @@ class Problem:
     def one_hot(self, kernel: Kernel) -> str | None:
         """Each token has a single 1: y is the weight, up to the roundings of scale and output."""
         eye = torch.eye(self.shape[1], device=self.device)
-        runs = [self.run(kernel, x) for x in eye.split(kernel.tile.tokens)]
-        step = torch.finfo(self.dtype).eps * 1.51 * self.weight.abs() + 1e-7
-        for parts in zip(*runs, strict=True):
-            read = torch.cat(parts).double().T
-            wrong = int((~((read - self.weight).abs() <= step)).sum())
-            if wrong:
-                return f"{wrong} of {read.numel()} weights are wrong"
+        for i, weight in enumerate(self.weights):
+            runs = [
+                self.run(kernel, x, [0] * i + [len(x)] * (len(self.weights) - i))
+                for x in eye.split(kernel.tile.tokens)
+            ]
+            step = torch.finfo(self.dtype).eps * 1.51 * weight.abs() + 1e-7
+            for parts in zip(*runs, strict=True):
+                read = torch.cat(parts).double().T
+                wrong = int((~((read - weight).abs() <= step)).sum())
+                if wrong:
+                    return f"{wrong} of {read.numel()} weights are wrong"
         return None
 
     def integers(self, kernel: Kernel) -> str | None:
-        """Random integers from -3 to 3, in one token more than a tile has."""
+        """Random integers from -3 to 3, in more tokens than a tile has.
+
+        Of three experts one gets two tiles of them, one nothing, one a single token.
+        """
         random = torch.Generator().manual_seed(1)
-        x = torch.randint(-3, 4, (kernel.tile.tokens + 1, self.shape[1]), generator=random)
+        ends = [kernel.tile.tokens + 1]
+        ends += [ends[0], ends[0] + 1] if len(self.weights) > 1 else []
+        x = torch.randint(-3, 4, (ends[-1], self.shape[1]), generator=random)
         x = x.to(self.device).double()
-        want = x @ self.weight.T
-        errors = [(y.double() - want).norm() / want.norm() for y in self.run(kernel, x)]
+        want = torch.cat(
+            [x[a:b] @ w.T for (a, b), w in zip(pairwise([0, *ends]), self.weights, strict=True)]
+        )
+        errors = [(y.double() - want).norm() / want.norm() for y in self.run(kernel, x, ends)]
         error = float(torch.stack(errors).max())
         bound = 1e-3 if self.dtype == torch.float16 else 6e-3
         bound = 2e-2 if self.activation == "fp8" else bound  # some tensor cores keep 14 bits

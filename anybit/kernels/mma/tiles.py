@@ -11,13 +11,16 @@ import torch
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
+from anybit.kernels.cute.operands import MOST_EXPERTS
+from anybit.kernels.cute.pack import k_tiles
 from anybit.kernels.mma.launch import MmaArguments
 
 RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
 NARROW = 16  # most tokens of `narrow.py`
 NARROW_WARPS = 16  # of its CTAs on a multiprocessor: each may keep 128 registers a thread
 FLAG = 256  # bytes behind the ring of `gemm.py`, for one word
-COUNTERS = 1 << 16  # tiles that CTAs may share
+TABLE = -(-8 * (MOST_EXPERTS + 1) // 256) * 256  # bytes behind that, of `experts.py`
+COUNTERS = 1 << 16  # CTAs that may share tiles
 DENSE_FROM = 512  # tokens; an estimate, see `decodes`
 LEAST_UNITS = 4  # K tiles that a CTA of `gemm.py` should have
 # What CuTe DSL compiles for. A GPU runs what is made for a smaller second number.
@@ -71,9 +74,9 @@ class Tile:
         warps: of a CTA.
         stages: K tiles of a ring.
         ctas: that should fit a multiprocessor.
-        kind: "narrow", whose warps split K; "gemm", whose warps split rows; "decode", whose warps
-            write 16 decoded rows each and multiply nothing.
-        stay: A narrow tile's CTAs may take several tiles each.
+        kind: "narrow", whose warps split K; "gemm", whose warps split rows; "experts", which is
+            "gemm" for tokens sorted by expert; "decode", whose warps write 16 decoded rows each and
+            multiply nothing.
     """
 
     tokens: int
@@ -82,7 +85,6 @@ class Tile:
     stages: int = 4
     ctas: int = 2
     kind: str = "gemm"
-    stay: bool = False
 
     @property
     def rows(self) -> int:
@@ -96,7 +98,7 @@ class Tile:
     def name(self) -> str:
         return (
             f"{self.kind}_{self.rows}x{self.tokens}_{self.warps}warps_{self.stages}stages_"
-            f"{self.ctas}ctas{'_stay' * self.stay}"
+            f"{self.ctas}ctas"
         )
 
 
@@ -146,9 +148,12 @@ class Kernel:
 
     def generate(self) -> Compiled:
         """The kernel, compiled for its architecture; needs CuTe DSL."""
-        from anybit.kernels.mma import decode, gemm, narrow
+        from anybit.kernels.mma import decode, experts, gemm, narrow
 
-        programs = {"narrow": narrow.Narrow, "gemm": gemm.Gemm, "decode": decode.Decode}
+        programs = {
+            "narrow": narrow.Narrow, "gemm": gemm.Gemm, "experts": experts.Experts,
+            "decode": decode.Decode,
+        }  # fmt: skip
         compiled: Compiled = programs[self.tile.kind](self).compile()
         return compiled
 
@@ -180,9 +185,8 @@ def shared_bytes(tile: Tile, decoder: Decoder) -> int:
     """Of a CTA."""
     if tile.kind == "decode":
         return 0
-    rings, beside = (tile.warps, 0) if tile.kind == "narrow" else (1, FLAG)
-    if tile.stay:  # sums of all warps, which meet while the rings are in use
-        beside = 4 * tile.warps * tile.rows * tile.tokens
+    rings = tile.warps if tile.kind == "narrow" else 1
+    beside = {"narrow": 0, "gemm": FLAG, "experts": FLAG + TABLE}[tile.kind]
     return rings * tile.stages * stage_bytes(tile, decoder) + beside
 
 
@@ -208,7 +212,7 @@ def choose(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     """The tile for M tokens and N rows; None where shared memory is too small for any."""
     if decodes(decoder, m):
         return DECODE
-    return narrow(decoder, gpu, m, n) if m <= NARROW else wide(decoder, gpu, m)
+    return narrow(decoder, gpu, m, n) if m <= NARROW else wide(decoder, gpu, m, "gemm")
 
 
 def decodes(decoder: Decoder, m: int) -> bool:
@@ -222,9 +226,15 @@ def decodes(decoder: Decoder, m: int) -> bool:
     return decoder.slot == 16 and m >= DENSE_FROM
 
 
-def kernel_for(decoder: Decoder, gpu: Gpu, m: int, n: int, output: str) -> Kernel | None:
-    """The kernel for M tokens, N rows and a dtype of y; None where there is none."""
-    tile, architecture = choose(decoder, gpu, m, n), gpu.architecture
+def kernel_for(
+    decoder: Decoder, gpu: Gpu, m: int, n: int, output: str, experts: int = 0
+) -> Kernel | None:
+    """The kernel for M tokens, N rows and a dtype of y; None where there is none.
+
+    experts: that share the tokens; 0: the weight is one.
+    """
+    tile = choose_experts(decoder, gpu, m, experts) if experts else choose(decoder, gpu, m, n)
+    architecture = gpu.architecture
     if tile is None or architecture is None:
         return None
     overlap = tile.kind == "narrow" and gpu.capability[0] == 9  # not tried on others
@@ -241,72 +251,71 @@ def family(decoder: Decoder, gpu: Gpu, n: int, output: str) -> list[Kernel]:
 def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     """Up to 16 tokens: of the tiles whose CTAs are all resident at once, the one with most warps.
 
-    Its ring is what memory is left. More rows win a tie: the tokens are read less often. With more
-    rows, CTAs stay and take several tiles. 9 to 16 tokens are about as many bytes as the codes of
-    32 rows: where there are enough rows, 64 read them at a time.
+    Its rows are read without a pause, and its ring is what memory is left. More rows win a tie: the
+    tokens are read less often. Where CTAs must take turns, three of four warps hide their ends.
     """
     tokens = 8 if m <= 8 else 16
-    shapes = [(2, 8, 2), (2, 4, 3), (2, 4, 2), (2, 4, 1)]  # of CTAs that stay
-    tall = [(4, 8, 1), (4, 6, 1), (4, 4, 1)]
-    if tokens == 16 and n >= 0.9 * 64 * gpu.multiprocessors:
-        shapes = tall + shapes
-    else:
-        at_once = []
-        for slices, warps in ((2, 8), (1, 8), (2, 4), (1, 4)):
-            ctas = -(-n // (16 * slices * gpu.multiprocessors))
-            tile = Tile(tokens, slices, warps, ctas=ctas, kind="narrow")
-            found = fitted(tile, decoder, gpu, 3, 5) if ctas * warps <= NARROW_WARPS else None
-            if found and found.ctas == ctas:
-                at_once.append(found)
-        if at_once:
-            return max(at_once, key=lambda tile: tiles_of(tile, m, n) * tile.warps)
-    for slices, warps, ctas in shapes:
-        tile = Tile(tokens, slices, warps, ctas=ctas, kind="narrow", stay=True)
-        found = fitted(tile, decoder, gpu, 3, 5)
+    at_once = []
+    for slices, warps in ((2, 8), (1, 8), (2, 4), (1, 4)):
+        ctas = -(-n // (16 * slices * gpu.multiprocessors))
+        tile = Tile(tokens, slices, warps, ctas=ctas, kind="narrow")
+        found = fitted(tile, decoder, gpu, 3, 5) if ctas * warps <= NARROW_WARPS else None
         if found and found.ctas == ctas:
-            return found
-    return fitted(Tile(tokens, 1, 4, ctas=2, kind="narrow", stay=True), decoder, gpu, 2, 4)
+            at_once.append(found)
+    if at_once:
+        return max(at_once, key=lambda tile: tiles_of(tile, m, n) * tile.warps)
+    turns = [Tile(tokens, slices, 4, ctas=3, kind="narrow") for slices in (2, 1)]
+    fit = (fitted(tile, decoder, gpu, least, 4) for least in (3, 2) for tile in turns)
+    return next((tile for tile in fit if tile), None)
 
 
-def wide(decoder: Decoder, gpu: Gpu, m: int) -> Tile | None:
+def wide(decoder: Decoder, gpu: Gpu, m: float, kind: str) -> Tile | None:
     """More tokens: 128 rows, and as many tokens as registers hold the sums of."""
-    most = 128 if decoder.slot == 8 else 64  # more 16-bit operands spill
-    tokens = next((t for t in (16, 32, 64) if m <= t), most)
-    shapes = [Tile(t, ctas=3 if t <= 32 else 2) for t in (tokens, 64, 32, 16) if t <= tokens]
+    # More 16-bit operands spill, and from sm_100 on 8-bit ones too.
+    most = 128 if decoder.slot == 8 and gpu.capability < (10, 0) else 64
+    sizes = (8, 16, 32, 64)
+    tokens = next((t for t in sizes if m <= t), most)
+    fewer = [t for t in (tokens, *reversed(sizes)) if t <= tokens]
+    shapes = [Tile(t, ctas=3 if t <= 32 else 2, kind=kind) for t in fewer]
     found = (fitted(t, decoder, gpu, least, 4) for t in shapes for least in (3, 2))
     return next((tile for tile in found if tile), None)
+
+
+@cache
+def choose_experts(decoder: Decoder, gpu: Gpu, m: int, experts: int) -> Tile | None:
+    """The tile for tokens of which an expert gets m / experts on average.
+
+    Two standard deviations more fit: an expert's second tile reads its weights once more.
+    """
+    average = m / experts
+    return wide(decoder, gpu, average + 2 * average**0.5, "experts")
+
+
+def family_experts(decoder: Decoder, gpu: Gpu, output: str) -> list[Kernel]:
+    """The kernels that many experts take, whatever their tokens; none if one is missing."""
+    found = [choose_experts(decoder, gpu, m, 1) for m in (1, 8, 16, 32, 128)]
+    if None in found or gpu.architecture is None:
+        return []
+    return [Kernel(decoder, t, output, gpu.architecture) for t in dict.fromkeys(found) if t]
 
 
 def tiles_of(tile: Tile, m: int, n: int) -> int:
     return -(-n // tile.rows) * -(-m // tile.tokens)
 
 
-def grid(tile: Tile, gpu: Gpu, m: int, n: int, k: int) -> int:
+def grid(tile: Tile, gpu: Gpu, m: int, n: int, k: int, experts: int = 0) -> int:
     """CTAs to launch.
 
     One a tile; but where `gemm.py`'s would leave more than a fifth of the last wave's places empty,
-    as many as there are places, which share the K tiles of all tiles evenly. `narrow.py`'s stay on
-    their places, however many tiles there are.
+    as many as there are places, which share the K tiles of all tiles evenly. For experts as many as
+    there are places, unless there cannot be so much to do.
     """
-    tiles = tiles_of(tile, m, n)
     places = gpu.multiprocessors * tile.ctas
-    if tile.stay:
-        return min(tiles, places)
-    waves = -(-tiles // places)
-    if tile.kind != "gemm" or tiles >= 0.8 * waves * places or tiles > COUNTERS:
-        return tiles
-    return max(1, min(places, tiles * (k // K_TILE) // LEAST_UNITS))
-
-
-def shared_tiles(tile: Tile, m: int, n: int, grid: int) -> int:
-    """Tiles that CTAs may share: `gemm.py` divides all of them, `narrow.py` what leaves a rest."""
+    if experts:  # an expert's last tile may hold one token
+        most = -(-n // tile.rows) * (m // tile.tokens + min(m, experts))
+        return max(1, min(places, most * k_tiles(k) // LEAST_UNITS))
     tiles = tiles_of(tile, m, n)
-    if tile.stay:
-        return tiles % grid
-    return tiles if grid != tiles else 0
-
-
-def counters_of(tile: Tile, m: int, n: int, grid: int) -> int:
-    """Counters of CTAs that have arrived: of a tile, or of each warp that finishes a part of it."""
-    parts = tile.slices * tile.tokens // 8 if tile.stay else 1
-    return shared_tiles(tile, m, n, grid) * parts
+    waves = -(-tiles // places)
+    if tile.kind != "gemm" or tiles >= 0.8 * waves * places:
+        return tiles
+    return max(1, min(places, tiles * k_tiles(k) // LEAST_UNITS))

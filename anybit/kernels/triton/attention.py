@@ -18,22 +18,31 @@ from torch import Tensor
 from anybit.kernels.triton import attention_int8
 from anybit.kernels.triton.activation import after_previous, launch_next, overlap
 from anybit.kernels.triton.attention_int8 import fetch, grid_of, nibbles, of_tokens, pages, sunk
-from anybit.kernels.triton.cache import Planes, arguments, kind, refuse, write
+from anybit.kernels.triton.cache import Planes, arguments, head_dim, kind, write
+from anybit.kernels.triton.cache import refuse as refuse_cache
+from anybit.kernels.triton.gpu import shared_memory
 from anybit.kernels.triton.lang import NO_PTX
 
 __all__ = ["attend", "refuse", "write"]
 
 MOST_SPLITS = 32
+LEAST_TOKENS = 32  # what the int8 matrix unit multiplies at a time
+FEW_ROWS, LEAST_ROWS = 32, 16
 # Programs that fill a GPU of 132 multiprocessors, by bytes of a number in the cache.
 PROGRAMS = {1: 512, 2: 256, 4: 256}
 
 
 class Tile(NamedTuple):
-    """Keys that a program looks at together, its warps, and loads in flight."""
+    """Keys that a program looks at together, its warps, and loads in flight.
+
+    rows: queries of a program, tokens times the heads of one K head; 0: as many as there are, 128
+    at most.
+    """
 
     tokens: int
     warps: int
     stages: int
+    rows: int = 0
 
 
 # Measured on an H200: one query of 4 heads (of 8 K heads), 1280 tokens, 1 to 256 sequences.
@@ -239,6 +248,18 @@ def _combine(
     tl.store(out + head * D + d, acc)
 
 
+def refuse(cache: Tensor) -> str | None:
+    """None when these kernels can be used on K (blocks, kv_heads, block_size, D), or why not."""
+    if reason := refuse_cache(cache):
+        return reason
+    dim, room = head_dim(cache), shared_memory(cache.device)
+    size = max(2, cache.element_size())  # of queries
+    least = Tile(LEAST_TOKENS, 1, 1, LEAST_ROWS)
+    if (need := shared_bytes(least, dim, size, cache.element_size() * cache.shape[3])) > room:
+        return f"a head dimension of {dim} takes {need} bytes of shared memory, and it has {room}"
+    return None
+
+
 def attend(
     q: Tensor,
     cache: Planes,
@@ -267,8 +288,11 @@ def attend(
     group = heads // kv_heads
     rows = max(16, min(128, triton.next_power_of_2(longest * group)))
     tile = tile or (PROMPT if rows == 128 else TILES[stored])
-    if q.element_size() > 2:  # within the shared memory of every GPU from sm_80 on
-        tile = tile._replace(stages=2)
+    tile = fitted(
+        tile._replace(rows=tile.rows or rows), dim, q.element_size(), k.element_size() * k.shape[3],
+        shared_memory(q.device),
+    )  # fmt: skip
+    rows = tile.rows
     single = longest == 1 and attention_int8.suits(group, dim, stored)
     if splits is None:
         enough = PROGRAMS[k.element_size()]
@@ -301,6 +325,40 @@ def attend(
             **overlap(q.device),
         )  # fmt: skip
     return out
+
+
+def fitted(tile: Tile, dim: int, size: int, head: int, room: int) -> Tile:
+    """The tile within `room` bytes of shared memory, or the smallest.
+
+    Fewer keys at a time cost least, then fewer queries, for which the cache is read again; then no
+    loads ahead.
+
+    Args:
+        tile: With its rows.
+        dim: Of a head.
+        size: Bytes of a query's number.
+        head: Bytes of a head of K or V in the cache.
+        room: Bytes.
+    """
+    while shared_bytes(tile, dim, size, head) > room:
+        if tile.tokens > LEAST_TOKENS:
+            tile = tile._replace(tokens=tile.tokens // 2)
+        elif tile.rows > FEW_ROWS:
+            tile = tile._replace(rows=tile.rows // 2)
+        elif tile.stages > 1:
+            tile = tile._replace(stages=tile.stages - 1)
+        elif tile.rows > LEAST_ROWS:
+            tile = tile._replace(rows=tile.rows // 2)
+        else:
+            break
+    return tile
+
+
+def shared_bytes(tile: Tile, dim: int, size: int, head: int) -> int:
+    """Of a program, at most: queries, tiles of K and V, probabilities, scales of tokens."""
+    tiles = max(1, 2 * (tile.stages - 1))
+    keys = tiles * (head + 8) + tile.rows * size
+    return tile.rows * dim * size + tile.tokens * keys + 1024
 
 
 def choose_splits(programs: int, enough: int) -> int:

@@ -33,7 +33,8 @@ def _decode(
     n = tile * ROWS + row
     scale *= tl.load(row_scale + n)[:, None]
     to = out + n.to(tl.int64)[:, None] * K + (block * COLUMNS + column)[None, :]
-    tl.store(to, (total * scale).to(out.dtype.element_ty), mask=n[:, None] < N)
+    inside = (n[:, None] < N) & ((block * COLUMNS + column)[None, :] < K)
+    tl.store(to, (total * scale).to(out.dtype.element_ty), mask=inside)
 
 
 def decode(

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anybit.kernels.triton import lang
+from anybit.kernels.triton.gpu import shared_memory
 from anybit.kernels.triton.layout import LOCKS, Layout, split
 from anybit.kernels.triton.tiles import Tile
 
@@ -342,11 +343,7 @@ def launch(
 
 def fitted(tile: Tile, layout: Layout, x: Tensor) -> Tile:
     """The tile with as many stages and as large pieces as shared memory holds."""
-    room = 1 << 30
-    if x.is_cuda:
-        facts = torch.cuda.get_device_properties(x.device)
-        room = getattr(facts, "shared_memory_per_block_optin", facts.shared_memory_per_block)
-        room -= RESERVED
+    room = shared_memory(x.device) - RESERVED
     words = tile.rows * layout.lanes * layout.unit // 8 * layout.fmt.books
 
     def size(tile: Tile) -> int:

@@ -1,0 +1,156 @@
+"""From a loaded model to an engine: its KV cache, what runs its steps, and what guesses for it."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from anybit.engine.block_manager import BlockManager
+from anybit.engine.draft_model import DraftModel
+from anybit.engine.engine import Decode, Engine
+from anybit.engine.fallback import Generator
+from anybit.engine.int4 import INT4
+from anybit.engine.loader import Loaded
+from anybit.engine.lookup import Lookup
+from anybit.engine.model_runner import ModelRunner, Runner, block_bytes
+from anybit.engine.models.layers import Decoder
+from anybit.engine.scheduler import Scheduler
+from anybit.engine.speculation import Drafter, Speculation
+from anybit.engine.steady import SteadyScheduler
+from anybit.engine.structured import Grammars
+from anybit.errors import InvalidInput
+
+CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU at most, unless said otherwise
+GPU_FRACTION = 0.9  # of the free memory, likewise
+MOST_DRAFTED = 128  # tokens of a captured step with drafts
+KV_DTYPES = {"int8": torch.int8, "int4": INT4}
+Kv = Literal["auto", "model", "int8", "int4"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an engine runs, as `LLM` has it. draft: None, "ngram", "auto" or another model."""
+
+    kv_dtype: torch.dtype
+    kv_bytes: int | None
+    max_running: int
+    max_tokens: int
+    block_size: int
+    prefix_caching: bool
+    deterministic: bool
+    draft: str | Path | Loaded | None
+    draft_tokens: int
+
+
+def kv_kind(model: Decoder | Generator, asked: Kv) -> Kv:
+    """What a model's KV cache holds: "model" (the model's dtype), "int8" or "int4"."""
+    if isinstance(model, Generator):
+        return "model"
+    if asked != "auto":
+        return asked
+    return "int8" if all(scales is not None for scales in model.kv_scales) else "model"
+
+
+def assemble(
+    loaded: Loaded, small: Loaded | None, settings: Settings, decode: Decode | None
+) -> Engine:
+    """The engine of a model.
+
+    Args:
+        loaded: The model.
+        small: One that guesses for it, as `load_draft` gives it.
+        settings: With the `kv_dtype` that `kv_kind` stands for.
+        decode: Text of tokens; None without a tokenizer.
+
+    Raises:
+        InvalidInput: The KV cache has no room for two blocks.
+    """
+    vocabulary = loaded.config.get_text_config().vocab_size
+    runner: Runner
+    drafter: Drafter | None = None
+    if isinstance(loaded.model, Generator):
+        runner, length = loaded.model, loaded.model.length
+        blocks = -(-length // settings.block_size)
+        settings = replace(settings, max_running=1, max_tokens=length, prefix_caching=False)
+    else:
+        runner, blocks = runner_of(loaded, small, settings)
+        length = min(loaded.model.length, blocks * settings.block_size)
+        if small is not None:
+            drafter = draft_model(runner, small, blocks, vocabulary, settings)
+        elif settings.draft is not None:
+            drafter = Lookup()
+    manager = BlockManager(blocks, settings.block_size, settings.prefix_caching)
+    scheduler = Scheduler(manager, settings.max_running, settings.max_tokens)
+    if settings.deterministic and isinstance(runner, ModelRunner):  # else one text runs at a time
+        steps = settings.max_running, settings.max_tokens
+        scheduler = SteadyScheduler(manager, *steps, runner.rows)
+    return Engine(
+        runner,
+        scheduler,
+        length,
+        decode,
+        loaded.eos,
+        vocabulary,
+        Grammars(loaded.tokenizer, vocabulary, loaded.eos) if loaded.tokenizer else None,
+        Speculation(drafter, settings.draft_tokens) if drafter else None,
+    )
+
+
+def runner_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> tuple[ModelRunner, int]:
+    """What runs the steps of a model that the engine runs itself, and the blocks of its cache."""
+    model, most = loaded.model, settings.max_running
+    assert not isinstance(model, Generator)
+    models, rows = [model], most
+    if settings.draft is not None:
+        rows = max(most, min(most * (1 + settings.draft_tokens), MOST_DRAFTED))
+    if small is not None and has_own_cache(settings):
+        assert not isinstance(small.model, Generator)
+        models.append(small.model)
+    size, kind = settings.block_size, settings.kv_dtype
+    blocks = cache_blocks(models, size, kind, settings.kv_bytes, most)
+    return ModelRunner(model, blocks, size, kind, rows, settings.deterministic), blocks
+
+
+def draft_model(
+    runner: ModelRunner, small: Loaded, blocks: int, vocabulary: int, settings: Settings
+) -> DraftModel:
+    """Guesses by a smaller model for the one that a runner runs."""
+    assert not isinstance(small.model, Generator)
+    apart, size = has_own_cache(settings), settings.block_size
+    caches = None if apart else runner.caches
+    behind = ModelRunner(
+        small.model, blocks, size, settings.kv_dtype, settings.max_running, caches=caches
+    )
+    own = BlockManager(blocks, size, settings.prefix_caching) if apart else None
+    return DraftModel(behind, vocabulary, own, settings.max_tokens)
+
+
+def has_own_cache(settings: Settings) -> bool:
+    """Whether the model that guesses has a cache of its own: another one has."""
+    return settings.draft != "auto"
+
+
+def cache_blocks(
+    models: list[Decoder], block_size: int, kv_dtype: torch.dtype, kv_bytes: int | None,
+    max_running: int,
+) -> int:  # fmt: skip
+    """Blocks of the KV cache; InvalidInput when kv_bytes, or what is free, does not hold two.
+
+    models: that have caches of so many blocks, the one that decides how many are needed first.
+    """
+    model = models[0]
+    each = sum(block_bytes(m, block_size, kv_dtype) for m in models)
+    if kv_bytes is None:
+        free, device = CPU_CACHE, model.embed_tokens.device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what laying out the weights took and gave back
+            free = int(torch.cuda.mem_get_info(device)[0] * GPU_FRACTION)
+        kv_bytes = min(free, -(-model.length // block_size) * max_running * each)
+    blocks = kv_bytes // each
+    if blocks < 2:
+        raise InvalidInput(
+            f"a KV cache of {kv_bytes} bytes holds {blocks} blocks of {block_size} tokens "
+            f"({each} bytes each), and at least 2 are needed; raise kv_bytes"
+        )
+    return blocks

@@ -1,0 +1,262 @@
+"""Trellis codes as operands of tensor cores: windows of a string of bits, hashed in registers.
+
+The 8 weights of a 16x16 tile that follow each other in its sequence are those that one lane holds
+as fp16 or bf16 operands (`core/tiles.py`). So a lane stores its own 8 weights' bits as they follow
+each other, byte by byte, and what it lacks for its first windows are the last two bytes of the lane
+before it, around the warp's end: a shuffle or two for 32 weights. Nothing is stored twice.
+
+Operands of int8 are held in another order, four columns to a lane: there, the lanes of a quad
+exchange their finished bytes.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anybit.core import tiles
+from anybit.kernels.cute.decode import BIAS, LIFT, MANTISSA, Constants, Decoder, HalfDecoder
+from anybit.kernels.cute.lang import (
+    LANES,
+    Word,
+    add_halves,
+    bytes_of,
+    dot4,
+    fma2,
+    from_lane,
+    half_bits,
+    lane,
+    mask_flip,
+    to_brain,
+)
+
+RUN = 8  # weights of a tile that follow each other in a lane
+TILES = 4  # of a thread's half K tile
+STATE_BYTES = 2
+PLANE = 50  # instructions for 32 weights: those of int4 with groups of 128, which is one plane
+WHOLE = ("sum8", "pair8")
+HALVES = ("mcg", "3inst")
+PAIRS = {"pair8": 2}  # weights of a step
+
+
+class Window(NamedTuple):
+    """Where a lane's window lies: 16 bits of a line that is shifted left, from a byte on.
+
+    A line is four bytes of the string of a tile: the two before the lane's own, and its own.
+    """
+
+    line: int
+    left: int
+    byte: int
+
+
+@cache
+def windows(rate: int, bits: int) -> tuple[Window, ...]:
+    """The windows of 8 weights of `rate` bits, by steps of `bits`, in few lines and shifts."""
+    found: list[Window] = []
+    last = max(0, rate + STATE_BYTES - 4)  # the last line
+    for end in range(bits, RUN * rate + 1, bits):
+        first, left = divmod(end, 8)
+        size = STATE_BYTES + (left > 0)
+        lines = [w.line for w in found if w.left == left] + [w.line for w in found]
+        fit = [at for at in lines if at <= first and first + size <= at + 4]
+        found.append(Window(at := fit[0] if fit else min(first, last), left, first - at))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class TrellisDecoder(HalfDecoder):
+    """A code's values as fp16, bf16 or, if they are whole, as bytes that are 128 too large.
+
+    Attributes:
+        code: As in `trellis.Trellis`.
+    """
+
+    code: str = "sum8"
+
+    @property
+    def held(self) -> int:
+        return 16
+
+    @property
+    def finishing(self) -> int:  # type: ignore[override]
+        return 1 if self.slot == 16 else 0
+
+    @property
+    def verbatim(self) -> bool:
+        return False
+
+    @property
+    def cost(self) -> float:
+        return self.instructions / PLANE
+
+    @property
+    def step(self) -> int:
+        """Bits of a step."""
+        return self.bits * PAIRS.get(self.code, 1)
+
+    @property
+    def instructions(self) -> int:
+        plan = windows(self.bits, self.step)
+        lines, shifts = {w.line for w in plan}, {w[:2] for w in plan if w.left}
+        tile = len(lines) * (2 if self.bits in (1, 3) else 1) + len(shifts) + 2 * len(plan)
+        tile += RUN * (2 if self.code in HALVES else 1)  # sums
+        if self.slot == 8:
+            tile += 6 + 2 + 4  # packed, and exchanged
+        else:
+            tile += RUN // 2 * (1 + (self.code not in HALVES))  # packed, and finished
+        if self.operand == "bfloat16" and self.code not in WHOLE:
+            tile += RUN // 2 * 3
+        return TILES * tile + min(self.bits, TILES)
+
+    # What is stored.
+
+    def stored(self, codes: Tensor) -> Tensor:
+        width = PAIRS.get(self.code, 1)
+        steps = tiles.cut(codes, tiles.SIDE // width)
+        shifts = torch.arange(width - 1, -1, -1, device=codes.device) * self.bits
+        each = (steps[..., None] >> shifts) & (1 << self.bits) - 1
+        return tiles.from_sequences(each.flatten(1), len(codes))
+
+    def order(self) -> Tensor:
+        # Weight 4 tile + 8 ... of `fragment`: register (tile, half h, row v), element e.
+        tile, h, v, e = torch.meshgrid(*map(torch.arange, (TILES, 2, 2, 2)), indexing="ij")
+        weight = tile * RUN + v * 4 + h * 2 + e  # in the order of the string
+        bit = weight.flatten()[:, None] * self.bits + torch.arange(self.bits - 1, -1, -1)
+        place = bit // LANES * LANES + LANES - 1 - bit % LANES  # first bits are a word's highest
+        return torch.argsort(place.flatten())
+
+    # What a thread computes.
+
+    def registers(
+        self, words: list[Word], constants: list[tuple[Constants, Constants]]
+    ) -> list[Word]:
+        out: list[Word] = []
+        previous = self.previous(words)
+        number = lane(words[0])
+        for tile in range(TILES):
+            values = self.values(self.states(words, previous, tile))
+            if self.slot == 8:
+                out += quad(values, number)
+                continue
+            # Of the string: rows g and g + 8, columns c, c + 1 and c + 8, c + 9.
+            pairs = [self.pair(*values[i : i + 2]) for i in range(0, RUN, 2)]
+            out += [pairs[i] for i in (0, 2, 1, 3)]
+        return out
+
+    def previous(self, words: list[Word]) -> list[dict[int, Word]]:
+        """Words, by number, of the lanes that hold the first and the second byte before each."""
+        if self.bits == 1:
+            return [from_before(words, [0], lanes) for lanes in (2, 1)]
+        ends = (tile * self.bits - i for tile in range(1, TILES + 1) for i in (2, 1))
+        found = from_before(words, sorted({at // 4 for at in ends}), 1)
+        return [found, found]
+
+    def states(self, words: list[Word], previous: list[dict[int, Word]], tile: int) -> list[Word]:
+        """The states of the lane's steps in a tile: 16 bits, zeros above."""
+        rate = self.bits
+        places: list[tuple[Word, int]] = []
+        for i in range(-STATE_BYTES, rate):
+            at = tile * rate + (i if i >= 0 else max(rate + i, 0))
+            source = words[at // 4] if i >= 0 else previous[i + STATE_BYTES][at // 4]
+            places.append((source, 3 - at % 4))
+        lines: dict[int, Word] = {}
+        shifted: dict[tuple[int, int], Word] = {}
+        out = []
+        for at, left, byte in windows(rate, self.step):
+            if at not in lines:
+                lines[at] = line(places[at : at + 4])
+            if (at, left) not in shifted:
+                shifted[at, left] = lines[at] << left if left else lines[at]
+            low = STATE_BYTES - byte
+            out.append(bytes_of(shifted[at, left], 0x4400 | low + 1 << 4 | low))
+        return out
+
+    def values(self, states: list[Word]) -> list[Word]:
+        """What `pair` and `quad` take, for each weight.
+
+        Whole numbers are in byte 1, plus 128, and byte 2 is zero; others are fp16 in the low half.
+        """
+        if self.code == "sum8":
+            return [dot4(s * 0x83DCD12D, 0x40404040, 256) for s in states]
+        if self.code == "pair8":
+            hashes = [s * 0xCBAC1FED for s in states]
+            sums = ((0xC000405A, 11475), (0x405A4000, 27795))
+            return [dot4(x, w, 128 * 257 - minus) for x in hashes for w, minus in sums]
+        if self.code == "mul1":  # the sum under fp16's exponent of 1024
+            return [dot4(s * 0x83DCD12D, 0x01010101, 0x6400) for s in states]
+        if self.code == "mcg":
+            hashes = [s * 0xCBAC1FED for s in states]
+        else:
+            hashes = [s * 89226354 + 64248484 for s in states]
+        return [add_halves(mask_flip(x, 0x8FFF8FFF, 0x3B603B60)) for x in hashes]
+
+    def pair(self, low: Word, high: Word) -> Word:
+        """A register of two weights of a row."""
+        if self.code in WHOLE:
+            return self.finish(bytes_of(low, 0x6521, high), ())
+        both = bytes_of(low, 0x5410, high)
+        if self.code == "mul1":
+            slope, offset = (half_bits(v, "float16") for v in (0.00676727294921875, -10.3828125))
+            both = fma2(both, both.constant(slope), both.constant(offset), "float16")
+        return both if self.operand == "float16" else to_brain(both)
+
+
+def from_before(words: list[Word], wanted: list[int], lanes: int) -> dict[int, Word]:
+    """Some of the words as the lane so many before this one has them."""
+    source = (lane(words[0]) + (LANES - lanes)) & LANES - 1
+    return {i: from_lane(words[i], source) for i in wanted}
+
+
+def line(places: list[tuple[Word, int]]) -> Word:
+    """Bytes (word, byte), the highest first; what is left below three is anything."""
+    sources = list(dict.fromkeys(word for word, _ in places))
+    out = sources[0]
+    if len(sources) == 1 and [byte for _, byte in places] == list(range(3, 3 - len(places), -1)):
+        return out
+    inside: set[Word] = {out}
+    taken = {3 - i: byte for i, (word, byte) in enumerate(places) if word is out}
+    for other in sources[1:] or [out]:
+        selector = 0
+        for place, (word, byte) in zip((3, 2, 1, 0), places, strict=False):
+            digit = 4 + byte if word is other else taken.get(place, 0)
+            selector |= digit << 4 * place
+        out = bytes_of(out, selector, other)
+        inside.add(other)
+        taken = {3 - i: 3 - i for i, (word, _) in enumerate(places) if word in inside}
+    return out
+
+
+def quad(values: list[Word], number: Word) -> list[Word]:
+    """The lane's 8 bytes, of its own columns -> four columns of rows g and g + 8 for each lane.
+
+    A lane has columns c, c + 1, c + 8 and c + 9 with c = 2 (lane % 4), and wants 4 (lane % 4) to
+    4 (lane % 4) + 3: the first or the last two bytes of two neighbours in its quad.
+    """
+    even = (number & 28) | (number << 1 & 2)
+    odd = even | 1
+    last = (number >> 1 & 1) * 0x2222 + 0x5410  # bytes 2 and 3 of both, if lane % 4 > 1
+    out = []
+    for v in range(2):
+        a, b, c, d = values[4 * v : 4 * v + 4]
+        row = bytes_of(bytes_of(a, 0x51, b), 0x5410, bytes_of(c, 0x51, d))
+        out.append(bytes_of(from_lane(row, even), last, from_lane(row, odd)))
+    return out
+
+
+def decoder_of(code: str, rate: int, operand: str) -> Decoder | str:
+    """The decoder of a code with so many bits a weight, or the reason why there is none."""
+    places = tuple(range(rate))
+    if operand == "int8":
+        if code not in WHOLE:
+            return f"the values of code={code} are no whole numbers; it takes 16-bit activations"
+        return TrellisDecoder("uint8", places, middle=128, code=code)
+    if operand not in MANTISSA:
+        return "trellis codes have no decoder to fp8"
+    if code not in WHOLE:
+        return TrellisDecoder(operand, places, code=code)
+    shift = BIAS[operand] - 1 + MANTISSA[operand]
+    lift = min(shift, LIFT[operand])
+    return TrellisDecoder(operand, places, shift=shift, lift=lift, center=128, code=code)

@@ -1,0 +1,101 @@
+"""Equal shares of tiles (stream-K): what a CTA multiplies, and how CTAs' sums of a tile meet.
+
+A CTA has a list of units (tile, K tile). With as many CTAs as tiles, or a divisor of that, it is
+whole tiles. Else the tiles that do not divide come first, and their units are divided evenly, so
+that a tile may belong to several CTAs. The last of them to arrive adds their sums in the order of
+CTAs: results do not change from run to run. While it waits for memory, others of its warps go on
+with whole tiles.
+
+Counters are zeros, which every launch leaves as zeros (`mma/linear.py`). Sums lie in a workspace
+with two places for each CTA: for the tile that it begins, and for one that began before it.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from anybit.kernels.mma.ptx import count_up, fence, load_l2, store_global
+
+
+@cute.jit
+def share_of(cta, ctas, tiles, k_tiles):
+    """(what `unit_of` and `join` want to know of a CTA's list, number of its units)."""
+    common = tiles % ctas  # tiles whose units are divided
+    each, more = common * k_tiles // ctas, common * k_tiles % ctas
+    piece = each + (1 if cta < more else 0)
+    first = cta * each + cutlass.min(cta, more)
+    share = (cta, ctas, k_tiles, common, first, piece, each, more)
+    return share, piece + tiles // ctas * k_tiles
+
+
+@cute.jit
+def unit_of(unit, share):
+    """(tile, K tile, the list's first unit behind that tile) of a unit of the list."""
+    cta, ctas, k_tiles, common, first, piece, _, _ = share
+    tile, kt, end = Int32(0), Int32(0), piece
+    if unit < piece:
+        tile, kt = (first + unit) // k_tiles, (first + unit) % k_tiles
+        end = cutlass.min(piece, unit + (k_tiles - kt))
+    else:
+        whole = unit - piece
+        tile, kt = common + cta + whole // k_tiles * ctas, whole % k_tiles
+        end = unit + (k_tiles - kt)
+    return tile, kt, end
+
+
+@cute.jit
+def owner(unit, each, more):
+    """The CTA that multiplies a unit of the divided tiles."""
+    edge = more * (each + 1)
+    out = unit // (each + 1)
+    if unit >= edge:
+        out = more + (unit - edge) // each
+    return out
+
+
+@cute.jit
+def join(sums, kind, most, work, counters, parts, part, share, tile, start, end, lane):
+    """Whether this warp finishes its part of a tile, as an Int32; then `sums` are those of all K.
+
+    Args:
+        sums: This lane's, a multiple of 4; of K tiles `start` to `end`.
+        kind: Their type.
+        most: Of them / 4, that a lane loads before it adds them.
+        work: Address of the workspace: parts * 32 lanes' sums for each of two places of a CTA.
+        counters: Address of one word for each part of a tile.
+        parts: Of a tile, and `part` that of this warp.
+    """
+    cta, _, k_tiles, _, _, _, each, more = share
+    whole = Int32(1)
+    if (start > 0) | (end < k_tiles):
+        chunks = cutlass.const_expr(cute.size(sums) // 4)
+        place = cutlass.const_expr(parts * chunks * 512)
+        counter = Int64(counters) + (tile * parts + part) * 4
+        at = Int64(work) + (part * (chunks * 512) + lane * 16)
+        to = at + Int64(cta * 2 + (1 if start == 0 else 0)) * place
+        for i in cutlass.range_constexpr(chunks):
+            store_global(to + i * 512, [sums[4 * i + j] for j in range(4)])
+        fence()
+        cute.arch.sync_warp()
+        before = Int32(0)
+        if lane == 0:
+            before = count_up(counter)
+        before = cute.arch.make_warp_uniform(before)
+        low = owner(tile * k_tiles, each, more)
+        high = owner((tile + 1) * k_tiles - 1, each, more)
+        whole = Int32(0)
+        if before == high - low:
+            whole = Int32(1)
+            fence()
+            if lane == 0:
+                store_global(counter, [Uint32(0)])
+            sums.fill(0)
+            for b in cutlass.range_constexpr(0, chunks, most):
+                for c in cutlass.range(low, high + 1, unroll=1):
+                    there = at + Int64(c * 2 + (1 if c == low else 0)) * place
+                    found = []
+                    for i in cutlass.range_constexpr(b, min(b + most, chunks)):
+                        found += load_l2(there + i * 512, 4, kind)
+                    for i in cutlass.range_constexpr(len(found)):
+                        sums[4 * b + i] = sums[4 * b + i] + found[i]
+    return whole

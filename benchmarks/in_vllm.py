@@ -1,0 +1,321 @@
+"""anybit inside vLLM, beside vLLM's own kernels: start, prompts, decode steps; one case a process.
+
+    python benchmarks/in_vllm.py liquid@int8 --kv fp8 --out vllm.csv  # random weights, Llama-3-8B
+    python benchmarks/in_vllm.py int4:group=128 --profile 1           # kernels of a step, batch 1
+    python benchmarks/in_vllm.py fp6 --check models/pico --ranks 2    # tokens beside transformers'
+
+A case is bf16, fp8 (vLLM's own), gptq (int4 in groups of 128, through Machete), marlin (the same
+through Marlin), or a scheme of anybit's. Every decoder layer is a copy of the first. README.md says
+what the rows are.
+"""
+
+import argparse
+import csv
+import gc
+import json
+import math
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine import MODELS
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import anybit
+from anybit.checkpoint.stream import quantize_checkpoint
+from anybit.core.scheme import parse_scheme
+from anybit.nn.plan import quantization_config
+
+GPTQ = {
+    "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True,
+    "lm_head": False, "damp_percent": 0.01,
+}  # fmt: skip
+NOT_MARLIN = "MacheteLinearKernel,CutlassW4A8LinearKernel"
+PROMPT, OUTPUT, LONGEST = 1024, 128, 2048
+CHECKED = 24  # tokens
+PROMPTS = [[317, 952, 261, 8], [695, 1449, 321, 578, 221], [758, 396, 363, 297, 1129, 8]]
+COLUMNS = (
+    "gpu", "date", "commit", "quantization", "head", "kv", "ranks", "what", "batch", "context",
+    "value", "unit", "vllm", "torch",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("case")
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
+    parser.add_argument("--head", help="a scheme of anybit's for the output head")
+    parser.add_argument("--kv", default="auto", help="vLLM's kv_cache_dtype: fp8, ...")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--batches", default="1,16,64,128,256")
+    parser.add_argument("--eager", action="store_true", help="neither compiled nor in graphs")
+    parser.add_argument("--profile", type=int, default=0, metavar="BATCH", help="list kernels")
+    parser.add_argument("--check", type=Path, metavar="MODEL", help="compare greedy tokens")
+    parser.add_argument("--folder", type=Path, help="where checkpoints are kept")
+    parser.add_argument("--commit", default="", help="what is measured, for the rows")
+    parser.add_argument("--out", type=Path, help="a CSV file that rows are added to")
+    args = parser.parse_args()
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if args.case == "marlin":
+        os.environ["VLLM_DISABLED_KERNELS"] = NOT_MARLIN
+    if args.profile:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # kernels are this process's
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.folder or Path(scratch)
+        run = compare if args.check else profile if args.profile else measure
+        run(args, folder)
+
+
+def measure(args: argparse.Namespace, folder: Path) -> None:
+    """Write a row for each figure, as they are measured."""
+    start = time.perf_counter()
+    made = checkpoint(args, folder)
+    making, batches = time.perf_counter() - start, [int(b) for b in args.batches.split(",")]
+    start = time.perf_counter()
+    llm = engine(args, made, batches)
+    write(args, "make", 0, making, "s")
+    write(args, "startup", 0, time.perf_counter() - start, "s")
+    cache = llm.llm_engine.vllm_config.cache_config
+    write(args, "room", 0, cache.num_gpu_blocks * cache.block_size, "tokens of KV")
+    for batch in (1, min(8, max(batches))):
+        seconds(llm, args, batch, 8)
+    for batch in batches:
+        repeats = 3 if batch <= 16 else 2 if batch <= 64 else 1
+        first, half, whole = (
+            min(seconds(llm, args, batch, tokens) for _ in range(repeats))
+            for tokens in (1, OUTPUT // 2, OUTPUT)
+        )
+        write(args, "prefill", batch, batch * PROMPT / first, "tokens/s")
+        # Between these two, all prompts are read, and every step is one of the whole batch.
+        write(args, "steady", batch, (whole - half) / (OUTPUT - OUTPUT // 2) * 1e3, "ms/step")
+
+
+def seconds(llm: Any, args: argparse.Namespace, batch: int, tokens: int) -> float:
+    """Of a batch's prompts and this many tokens of each."""
+    import vllm
+
+    words = MODELS[args.model].vocab_size
+    prompt = min(PROMPT, length(args) - OUTPUT)
+    ids = torch.randint(0, words, (batch, prompt)).tolist()
+    params = vllm.SamplingParams(
+        temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
+    )
+    start = time.perf_counter()
+    out = llm.generate([{"prompt_token_ids": line} for line in ids], params, use_tqdm=False)
+    took = time.perf_counter() - start
+    assert all(len(o.outputs[0].token_ids) == tokens for o in out)
+    return took
+
+
+def write(args: argparse.Namespace, what: str, batch: int, value: float, unit: str) -> None:
+    import vllm
+
+    gpu = torch.cuda.get_device_name() if on_gpu() else "cpu"
+    row = (
+        gpu, time.strftime("%Y-%m-%d", time.gmtime()), args.commit, args.case,
+        args.head or "bf16", args.kv, args.ranks, what, batch, PROMPT, f"{value:.5g}", unit,
+        vllm.__version__, torch.__version__,
+    )  # fmt: skip
+    print("ROW", *row[3:12], flush=True)
+    if args.out:
+        new = not args.out.exists()
+        with args.out.open("a", newline="") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerows([COLUMNS, row] if new else [row])
+
+
+def profile(args: argparse.Namespace, folder: Path) -> None:
+    """Print each kernel of a decode step: how often it runs, and microseconds.
+
+    A kernel that was launched early waits for the one before, whose time it is then.
+    """
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as recorded
+
+    llm, steps = engine(args, checkpoint(args, folder), [args.profile]), 32
+    torch.manual_seed(0)
+    for tokens in (8, steps):
+        times = seconds(llm, args, args.profile, tokens)
+    with recorded(activities=[ProfilerActivity.CUDA]) as found:
+        seconds(llm, args, args.profile, steps)
+        torch.cuda.synchronize()
+    kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in kernels)
+    begin, end = spans[0][0], spans[-1][1]
+    spans = [span for span in spans if span[0] > (begin + end) / 2]  # prompts are read by then
+    count, busy, last = defaultdict(int), defaultdict(float), -math.inf
+    for start, stop, name in spans:
+        count[name] += 1
+        busy[name] += max(0.0, stop - max(start, last))
+        last = max(last, stop)
+    layers = MODELS[args.model].num_hidden_layers
+    # What runs once for every layer says how many steps there were.
+    made = max(n for name, n in count.items() if "flash" in name.lower() or "attn" in name) / layers
+    span = (end - spans[0][0]) / made
+    print(f"PROFILE {args.case} batch {args.profile}: {made:.1f} steps of {span:.0f} us, kernels "
+          f"{sum(busy.values()) / made:.0f} us; whole run {times:.3f} s")  # fmt: skip
+    for name in sorted(busy, key=lambda name: -busy[name])[:40]:
+        print(f"PROFILE {count[name] / made:7.1f} times {busy[name] / made:8.1f} us  {name[:90]}")
+
+
+def compare(args: argparse.Namespace, folder: Path) -> None:
+    """Greedy tokens of a model by vLLM and by transformers, from one checkpoint.
+
+    In bf16 both may round a near tie apart: what is asked is that first tokens are equal, and the
+    row says how many.
+    """
+    import vllm
+
+    made = folder / name_of(args.case, args.check.name)
+    if args.case == "bf16":
+        made = args.check
+    elif not made.exists():
+        plan = {"*": args.case} | ({"lm_head": args.head} if args.head else {})
+        quantize_checkpoint(args.check, made, plan)
+    device = "cuda" if on_gpu() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.bfloat16).eval().to(device)
+    wanted = []
+    for ids in PROMPTS:
+        given = torch.tensor([ids], device=device)
+        text = model.generate(
+            given, attention_mask=torch.ones_like(given), min_new_tokens=CHECKED,
+            max_new_tokens=CHECKED, do_sample=False,
+        )  # fmt: skip
+        wanted.append(text[0, len(ids) :].tolist())
+    del model
+    gc.collect()
+    llm = engine(args, made, [1, 2, 4])
+    params = vllm.SamplingParams(temperature=0, max_tokens=CHECKED, ignore_eos=True,
+                                 detokenize=False)  # fmt: skip
+    given = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    got = [o.outputs[0].token_ids for o in llm.generate(given, params, use_tqdm=False)]
+    pairs = [[*zip(a, b, strict=True)] for a, b in zip(got, wanted, strict=True)]
+    same = [next((i for i, (a, b) in enumerate(p) if a != b), CHECKED) for p in pairs]
+    write(args, "tokens equal to transformers'", len(PROMPTS), min(same), f"of {CHECKED}")
+    print("EQUAL" if min(same) == CHECKED else f"DIFFER from {same}", flush=True)
+
+
+def engine(args: argparse.Namespace, made: Path, batches: list[int]) -> Any:
+    """vLLM with a model."""
+    import vllm
+
+    sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= max(batches)})
+    options: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
+    if args.eager:
+        options = {"enforce_eager": True}
+    if args.case in ("bf16", "fp8") and not args.check:
+        options["load_format"] = "dummy"
+    if args.case == "fp8":
+        options["quantization"] = "fp8"
+    if args.ranks > 1:
+        options |= {"tensor_parallel_size": args.ranks, "disable_custom_all_reduce": True}
+    return vllm.LLM(
+        str(made), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=length(args),
+        max_num_seqs=max(batches), max_num_batched_tokens=max(8192, length(args)),
+        kv_cache_dtype=args.kv, gpu_memory_utilization=0.2 if args.check else 0.85,
+        enable_prefix_caching=False, seed=0, **options,
+    )  # fmt: skip
+
+
+def length(args: argparse.Namespace) -> int:
+    config = MODELS[args.model]
+    return 256 if args.check else min(LONGEST, config.max_position_embeddings)
+
+
+def checkpoint(args: argparse.Namespace, folder: Path) -> Path:
+    """A model of random weights; only its configuration for what vLLM fills in by itself."""
+    config, out = MODELS[args.model], folder / name_of(args.case, args.model, args.head or "")
+    if (out / "config.json").exists():
+        return out
+    out.mkdir(parents=True, exist_ok=True)
+    settings = config.to_dict() | {"dtype": "bfloat16"}
+    (out / "generation_config.json").write_text("{}")
+    if args.case not in ("bf16", "fp8"):
+        plan = {"*": args.case, "lm_head": args.head}
+        gptq = args.case in ("gptq", "marlin")
+        settings["quantization_config"] = GPTQ if gptq else quantization_config(plan)
+        save(config, dict(layer(config, args.case)), dict(outside(config, args.head)), out)
+    (out / "config.json").write_text(json.dumps(settings, indent=1))
+    return out
+
+
+def name_of(*words: str) -> str:
+    """A name for a folder."""
+    return "".join(c if c.isalnum() else "_" for c in "-".join(words))
+
+
+def layer(config: LlamaConfig, case: str) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a decoder layer by the last parts of their names."""
+    h, i, d = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_attention_heads * d, config.num_key_value_heads * d
+    shapes = {
+        "self_attn.q_proj": (q, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
+        "self_attn.o_proj": (h, q), "mlp.gate_proj": (i, h), "mlp.up_proj": (i, h),
+        "mlp.down_proj": (h, i),
+    }  # fmt: skip
+    for name, (n, k) in shapes.items():
+        tensors = gptq(n, k) if case in ("gptq", "marlin") else quantized(n, k, case)
+        yield from ((f"{name}.{key}", tensor) for key, tensor in tensors.items())
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield f"{name}.weight", torch.ones(h, dtype=torch.bfloat16)
+
+
+def outside(config: LlamaConfig, head: str | None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model that are no decoder layer's."""
+    table = random(config.vocab_size, config.hidden_size)
+    yield "model.embed_tokens.weight", table
+    yield "model.norm.weight", torch.ones(config.hidden_size, dtype=torch.bfloat16)
+    tensors = {"weight": table} if head is None else quantized(*table.shape, head)
+    yield from ((f"lm_head.{key}", tensor) for key, tensor in tensors.items())
+
+
+def random(n: int, k: int) -> Tensor:
+    return torch.randn(n, k, device="cuda" if on_gpu() else "cpu", dtype=torch.bfloat16) * 0.02
+
+
+def quantized(n: int, k: int, scheme: str) -> dict[str, Tensor]:
+    return anybit.quantize_tensor(random(n, k), parse_scheme(scheme)[0]).tensors()
+
+
+def gptq(n: int, k: int) -> dict[str, Tensor]:
+    """A layer as GPTQ's tools write it."""
+    group = GPTQ["group_size"]
+    return {
+        "qweight": torch.randint(-(2**31), 2**31, (k // 8, n), dtype=torch.int64).int(),
+        "qzeros": torch.full((k // group, n // 8), 0x77777777, dtype=torch.int32),
+        "scales": (torch.rand(k // group, n) * 0.002 + 0.004).half(),
+        "g_idx": (torch.arange(k) // group).int(),
+    }
+
+
+def save(config: LlamaConfig, one: dict[str, Tensor], rest: dict[str, Tensor], out: Path) -> None:
+    """Write a checkpoint whose decoder layers are all the same."""
+    index = {}
+
+    def put(tensors: dict[str, Tensor]) -> None:
+        file = f"model-{len(set(index.values())):05d}.safetensors"
+        whole = {name: t.clone().contiguous().cpu() for name, t in tensors.items()}
+        save_file(whole, out / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(tensors, file))
+
+    put(rest)
+    one = {name: tensor.cpu() for name, tensor in one.items()}
+    for i in range(config.num_hidden_layers):
+        put({f"model.layers.{i}.{name}": tensor for name, tensor in one.items()})
+    text = json.dumps({"metadata": {}, "weight_map": index})
+    (out / "model.safetensors.index.json").write_text(text)
+
+
+def on_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Equal shares of Hopper's main loop: emulated with few CTAs, and where the rule chooses them."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from anybit.core.scheme import parse_scheme
+from anybit.kernels.cute import operands
+from anybit.kernels.cute.decode import Decoder
+from anybit.kernels.hopper import tiles
+from anybit.kernels.hopper.tiles import Tile
+from anybit.kernels.mma.tiles import COUNTERS
+from anybit.kernels.reference import operand_weight
+from tests.kernels.test_hopper_emulated import Emulated, assert_close, packed_weight, product
+from tests.needs import EVERY_KERNEL
+from tests.ptx.machine import Machine
+
+needs_dsl = pytest.mark.skipif(
+    find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"
+)
+HALF, BRAIN = torch.float16, torch.bfloat16
+SMALL = Tile(8, ctas=2, stages=3, shared=True)
+Case = tuple[str, torch.dtype, Tile, tuple[int, int, int], tuple[int, ...]]
+CASES: list[Case] = [  # scheme, dtype of y, tile, (M, N, K), CTAs
+    ("liquid@int8", BRAIN, SMALL, (5, 264, 256), (2, 5)),  # a whole tile too; a tile of three CTAs
+    ("fp6", HALF, SMALL, (11, 128, 128), (3,)),  # two tiles of tokens, and a CTA with nothing
+    # Eight chunks of sums, of which four are added at a time.
+    ("int8@int8", BRAIN, Tile(64, ctas=2, stages=2, shared=True), (9, 128, 256), (2,)),
+]
+if EVERY_KERNEL:
+    for scheme in ("liquid@int8", "int4:group=128", "fp6", "sparse"):
+        for t in (64, 128):
+            CASES.append((scheme, BRAIN, Tile(t, stages=2, shared=True), (t - 1, 200, 384), (3, 5)))
+        tall = Tile(128, rows=256, stages=2, shared=True)
+        CASES.append((scheme, BRAIN, tall, (9, 264, 384), (3,)))
+
+
+def check(
+    scheme: str,
+    dtype: torch.dtype,
+    tile: Tile,
+    shape: tuple[int, int, int],
+    grids: tuple[int, ...],
+) -> None:
+    """Seeds run CTAs from the first to the last, and the other way round."""
+    m, n, k = shape
+    torch.manual_seed(m * n)
+    emulated = Emulated(scheme, dtype, tile)
+    packed = packed_weight(scheme, n, k)
+    prepared = operands.layout(packed, emulated.operand)
+    x, bias = emulated.tokens(m, k), torch.randn(n).to(dtype)
+    want = product(operand_weight(packed, dtype), x) + bias.double()
+    results = [emulated.run(x, prepared, n, g, bias, seed=s) for g in grids for s in range(2)]
+    for first, second in zip(results[::2], results[1::2], strict=True):
+        assert_close(first, want, dtype)
+        assert torch.equal(first, second)
+        if emulated.operand == "int8":  # sums are exact, however CTAs share a tile
+            assert torch.equal(first, results[0])
+
+
+@needs_dsl
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[2].name}")
+def test_shared_tiles(case: Case) -> None:
+    check(*case)
+
+
+@needs_dsl
+def test_counters_must_be_left_as_zeros() -> None:
+    emulated = Emulated("int8@int8", BRAIN, SMALL)
+    prepared = operands.layout(packed_weight("int8@int8", 128, 256), "int8")
+    old = "st.global.b32 [%rd"
+    assert old in emulated.ptx
+    emulated.machine = Machine(emulated.ptx.replace(old, f"// {old}"))
+    with pytest.raises(AssertionError):
+        emulated.run(emulated.tokens(8, 256), prepared, 128, 2)
+
+
+def decoder_of(scheme: str) -> Decoder:
+    fmt, activation = parse_scheme(scheme)
+    return operands.decoder_for(fmt, getattr(torch, operands.operand_of(activation, BRAIN)))
+
+
+@pytest.mark.parametrize("scheme", ["liquid@int8", "int4:group=128", "fp6"])
+def test_the_rule_shares_where_waves_are_wasted(scheme: str) -> None:
+    d = decoder_of(scheme)
+    # 80 and 172 tiles of 128 rows and tokens: one wave of 61 %, two of 65 %.
+    for m, n, k in ((256, 5120, 17408), (128, 5120, 17408)):
+        assert tiles.choose(d, m, n, k).shared
+    # Whole waves, or too few K tiles for every CTA to have some.
+    for m, n, k in ((256, 16896, 4096), (64, 1000, 4096), (256, 256, 512), (1024, 4096, 4096)):
+        assert not tiles.choose(d, m, n, k).shared
+    # 40 clusters of three did not fit at once.
+    assert tiles.choose(d, 64, 5120, 17408).split < 3
+    assert tiles.choose(d, 16, 8192, 28672).split < 4
+
+
+def test_the_workspace_holds_all_sums() -> None:
+    tile = Tile(128, shared=True)
+    ctas = tiles.grid(tile, 256, 5120)
+    assert ctas == tiles.MULTIPROCESSORS
+    assert tiles.workspace(tile, 256, 5120, ctas) == 2 * ctas * 128 * 128
+    assert tiles.workspace(tile, 256, 128 * 132, ctas) == 0  # whole tiles
+    assert tiles.workspace(Tile(128), 256, 5120, 80) == 0
+    # Tiles that are divided are fewer than CTAs, and have a counter for each of eight warps.
+    assert 8 * max(tiles.grid(t, 64, 128256) for t in tiles.equal(decoder_of("fp6"))) <= COUNTERS
