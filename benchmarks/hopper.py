@@ -283,6 +283,13 @@ def time_tile(p: Problem, m: int, tile: Tile | None, overlap: bool) -> float:
     return median_us(calls, torch.device("cuda"))
 
 
+def time_copy(p: Problem, m: int) -> float:
+    """The weight decoded a slice at a time, and cuBLAS's products."""
+    x = p.tokens(m)[0]
+    calls = [lambda w=w: scalar_linear.dense(x, w, None) for w in p.copies]
+    return median_us(calls, torch.device("cuda"))
+
+
 def dense_us(n: int, k: int, m: int, dtype: torch.dtype) -> float:
     """cuBLAS, with cold weights."""
     w, x = (torch.randn(rows, k, device="cuda").to(dtype) for rows in (n, m))
@@ -344,8 +351,13 @@ def compare(args: argparse.Namespace) -> None:
                         "scheme": scheme, "n": n, "k": k, "m": m, "tile": tile.name,
                         "us": times[tile], "cycles": said[tile][0], "dense": dense[m],
                     })  # fmt: skip
+                copied = ""
+                if p.activation is None and m >= tiles.DENSE_FROM:
+                    copied = f"copy={time_copy(p, m):.1f} "
                 best = min(times, key=times.__getitem__)
-                text = " ".join(f"{t.name}={us:.1f}" for t, us in times.items() if t != chosen)
+                text = copied + " ".join(
+                    f"{t.name}={us:.1f}" for t, us in times.items() if t != chosen
+                )
                 print(
                     f"{scheme} {n}x{k} M={m} dense {dense[m]:.1f} chosen {times[chosen]:.1f} "
                     f"(x{dense[m] / times[chosen]:.2f}) {chosen.name} best {times[best]:.1f} "

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 
 import anybit
 from anybit.core.packed import Packed
+from anybit.errors import InvalidInput
 from anybit.integrations.vllm import AnybitConfig, register
 from anybit.integrations.vllm_foreign import Source, planned
 from anybit.integrations.vllm_products import all_experts, one_by_one
@@ -156,7 +157,16 @@ def check(plan, ranks, play):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("spec", SMALL)
 def test_every_kind_of_layer(spec, ranks, play):
-    check({"*": spec, "lm_head": spec}, ranks, play)
+    fmt = anybit.get_format(spec)
+    groups = [entry.group for entry in fmt.entries().values() if entry.group]
+    if fmt.tile[0] > 1:  # layers of few rows
+        with pytest.raises(InvalidInput, match="is not a multiple of tiles"):
+            check({"*": spec, "lm_head": spec}, ranks, play)
+    elif any(MIDDLE // ranks % group for group in groups):
+        with pytest.raises(InvalidInput, match=r"down_proj: K=768 over .* which splits group"):
+            check({"*": spec, "lm_head": spec}, ranks, play)
+    else:
+        check({"*": spec, "lm_head": spec}, ranks, play)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -21,6 +21,7 @@ from anybit.kernels.cute.operands import (
 from anybit.kernels.cute.operands import prepare as prepare  # these three of this family too
 from anybit.kernels.cute.operands import prepare_experts as prepare_experts
 from anybit.kernels.cute.operands import refuse_format as refuse_format
+from anybit.kernels.cute.pack import ROWS
 from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.launch import GemmLauncher
@@ -58,6 +59,39 @@ def narrow(m: int, n: int, operand: str) -> bool:
     """
     few = m <= mma_tiles.NARROW and -(-n // 32) <= 2 * tiles.MULTIPROCESSORS
     return few and operand != "float8_e4m3fn"
+
+
+def copies(d: Decoder) -> list[mma_tiles.Kernel]:
+    """What decodes a weight for the library's product, see `tiles.decodes`."""
+    if d.slot != 16:
+        return []
+    return [mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")]
+
+
+def dense(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
+    """The library's product with a weight that is decoded a slice of rows at a time.
+
+    Each slice's copy stays in the L2, and takes the place of the one before.
+    """
+    n, k = prepared.shape
+    (copy,) = copies(decoder_for(prepared.format, x.dtype))
+    y = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
+    blobs, *values = prepared.layout
+    for first, last in tiles.slices(n, k):
+        layout = blobs[first // ROWS :], *(t[first:] for t in values)
+        part = prepared._replace(shape=(last - first, k), layout=layout)
+        w = mma.decoded(x, copy, part)
+        if bias is None:
+            torch.mm(x, w.T, out=y[:, first:last])
+        else:
+            torch.addmm(bias[first:last].to(x.dtype), x, w.T, out=y[:, first:last])
+    return y
+
+
+@cache
+def decodes(fmt: Format, x_dtype: torch.dtype, m: int, n: int, k: int) -> bool:
+    """See `tiles.decodes`."""
+    return tiles.decodes(decoder_for(fmt, x_dtype), m, n, k)
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.cute.operands import MOST_EXPERTS
-from anybit.kernels.cute.pack import ROWS, k_tiles
+from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS, k_tiles
 from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
 
 MULTIPROCESSORS = 132  # of an H100 or H200; the tables below were measured there
@@ -15,12 +15,16 @@ RESERVED = 1024  # bytes of it that each CTA costs beside its own
 MOST_STAGES = 12
 EXPERT_WORDS = 2 * MOST_EXPERTS + 1  # starts of their tokens, ends of their tiles of tokens
 LEAST_STEPS = 14  # K tiles that a CTA of a cluster of 3 or 8 should have
-LEAST_UNITS = 4  # K tiles that a CTA should have where shares are equal
-# Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange, of waiting for the
-# sums of other CTAs.
-DECODE, FIXED, EXCHANGE, JOIN = 170, 6300, 3000, 2500
-# Bytes a cycle: of the memory, of the L2, of sums that a multiprocessor writes or reads.
-MEMORY, L2, SUMS = 2400, 5000, 40
+EVEN = 85  # percent of the CTAs at least that share tiles
+LEAST_UNITS, MOST_SHARERS = 4, 8  # K tiles that a CTA should have of a shared tile, and its CTAs
+# Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange, of the sums of a
+# tile's part that go through the memory.
+DECODE, FIXED, EXCHANGE, JOIN = 170, 6300, 3000, 5500
+# Bytes a cycle: of the memory, of the L2, of such sums of a multiprocessor.
+MEMORY, L2, SUMS = 2400, 5000, 10
+DENSE = 0.8  # of the matrix units' peak that the library reaches with many tokens
+DENSE_FROM = 1024  # tokens; with fewer, a copy costs more than decoding anew for each tile
+COPY = 32 << 20  # bytes of decoded rows: less than the L2 holds
 # Of a decoded copy and the library's product with it: bytes written and multiply-adds, a cycle.
 WRITTEN, MULTIPLIED = 2200, 0.75 * 2048 * MULTIPROCESSORS
 
@@ -147,14 +151,10 @@ def many(decoder: Decoder) -> list[Tile]:
 
 
 def equal(decoder: Decoder) -> list[Tile]:
-    """Tiles whose CTAs have equal shares."""
-    small = [Tile(tokens, ctas=2, shared=True) for tokens in (16, 32)]
-    pair = fitted(Tile(64, ctas=2), decoder)
-    # Beside scales of 32 columns, two would spill: shares take registers as well.
-    scales = decoder.slot == 16 and decoder.entries * decoder.preparing >= 16
-    large = [Tile(64, ctas=1 if scales else places(pair, decoder)), Tile(128), Tile(128, rows=256)]
-    large += [Tile(256)] if decoder.slot == 8 else []
-    return suited([*small, *(replace(tile, shared=True) for tile in large)], decoder)
+    """Tiles whose CTAs have equal shares. Two of 64 tokens on a multiprocessor would spill."""
+    every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128), Tile(128, rows=256)]
+    every += [Tile(256)] if decoder.slot == 8 else []
+    return [replace(tile, shared=True) for tile in suited(every, decoder)]
 
 
 def family(decoder: Decoder) -> list[Tile]:
@@ -218,6 +218,17 @@ def grid(tile: Tile, m: int, n: int, experts: int = 0) -> int:
     return -(-tiles // waves)
 
 
+def sharers(common: int, steps: int, ctas: int) -> int:
+    """CTAs that share the tiles which do not divide, of `steps` K tiles.
+
+    All; or, if few are left over, as many for each tile: then no CTA has parts of two. But few for
+    each tile: one of them adds the sums of all, and each should have some K tiles.
+    """
+    even = ctas // max(common, 1) * common
+    most = common * min(max(steps // LEAST_UNITS, 1), MOST_SHARERS)
+    return min(even if even * 100 >= ctas * EVEN else ctas, most)
+
+
 def workspace(tile: Tile, m: int, n: int, ctas: int) -> int:
     """Numbers of the workspace where `ctas` share tiles, see `shares.py`; else 0."""
     tiles = -(-n // tile.rows) * -(-m // tile.tokens)
@@ -244,7 +255,8 @@ def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
 
     Up to 32 tokens K is split until the multiprocessors are busy, but not over 8 CTAs if they are
     soon done. Up to 64 one tile holds all tokens. What counts is the time of launches that overlap.
-    Equal shares, and smaller tiles, where the model says that they take a tenth less.
+    Equal shares where the model says that they take a tenth less, and clusters of fewer tokens
+    where it says a fifth.
     """
     if m > 64:
         candidates = many(decoder)
@@ -254,6 +266,7 @@ def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
         tokens = next(t for t in (8, 16, 32, 64) if m <= t)
         candidates = [t for t in few(decoder) if t.tokens == tokens]
     candidates = [t for t in candidates if fits_once(t, decoder, m, n, k)]
+    candidates = [t for t in candidates if not piles(t, m, n)] or candidates
 
     def busy(tile: Tile) -> float:
         return cycles(tile, decoder, m, n, k)
@@ -262,13 +275,45 @@ def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
         return max(busy(tile), reading(tile, decoder, m, n, k))
 
     usual = max(candidates, key=lambda t: t.split) if m <= 32 else min(candidates, key=busy)
-    others = [t for t in equal(decoder) if t.tokens < 2 * max(m, 9)]
+    others = [(t, 0.9) for t in equal(decoder) if t.tokens < 2 * max(m, 9)]
     if decoder.slot == 16 and m < 512:
-        others = [t for t in others if t.rows == ROWS]
-    others += [t for t in few(decoder) if 16 <= t.tokens < m <= 128]
-    others = [t for t in others if fits_once(t, decoder, m, n, k)]
-    best = min([usual, *others], key=lambda t: (time(t), busy(t)))
-    return fitted(best if time(best) < 0.9 * time(usual) else usual, decoder)
+        others = [(t, part) for t, part in others if t.rows == ROWS]
+    fewer = (t for t in few(decoder) if 16 <= t.tokens < min(m, 64) and t.split > 1)
+    others += [(t, 0.8) for t in fewer if m <= 128 and not piles(t, m, n)]
+    better = [
+        t for t, part in others if fits_once(t, decoder, m, n, k) and time(t) < part * time(usual)
+    ]
+    return fitted(min([usual, *better], key=lambda t: (time(t), busy(t))), decoder)
+
+
+def piles(tile: Tile, m: int, n: int) -> bool:
+    """Whether CTAs that overlap the previous kernel share multiprocessors while others have none.
+
+    That is where two find room and all could be alone, unless most multiprocessors are free: 80
+    CTAs of 16 tokens took 34.6 us where 160 took 22.2. For 64 tokens see `overlaps`.
+    """
+    ctas = -(-n // tile.rows) * -(-m // tile.tokens) * tile.split
+    half = MULTIPROCESSORS // 2 < ctas <= MULTIPROCESSORS
+    return half and tile.ctas > 1 and tile.tokens < 64 and not tile.shared
+
+
+def decodes(decoder: Decoder, m: int, n: int, k: int) -> bool:
+    """Whether the weight is decoded once, for the library's product: where that is 5 % faster.
+
+    A copy costs as much as reading the codes and writing 16 bits for each. The library has no
+    faster products of 8-bit operands.
+    """
+    if decoder.slot != 16 or m < DENSE_FROM:
+        return False
+    blobs = -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes
+    dense = n * m * k / (2048 * MULTIPROCESSORS * DENSE) + (2 * n * k + blobs) / MEMORY + FIXED
+    return dense < 0.95 * cycles(choose(decoder, m, n, k), decoder, m, n, k)
+
+
+def slices(n: int, k: int) -> list[tuple[int, int]]:
+    """Ranges of rows that are decoded and multiplied in turn."""
+    step = max(2048, COPY // (2 * k) // ROW_MULTIPLE * ROW_MULTIPLE)
+    return [(start, min(n, start + step)) for start in range(0, n, step)]
 
 
 def fits_once(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> bool:
@@ -294,11 +339,14 @@ def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
     ctas = grid(tile, m, n)
     tiles, each = -(-n // tile.rows) * -(-m // tile.tokens), k_tiles(k)
     steps = -(-tiles * tile.split // ctas) * (each // tile.split)
-    steps = -(-tiles * each // ctas) if tile.shared else steps
+    if tile.shared:
+        common = tiles % ctas
+        steps = tiles // ctas * each
+        steps += -(-common * each // max(1, sharers(common, each, ctas)))
     # CTAs of one multiprocessor share its rates.
     together = min(tile.ctas, -(-ctas // MULTIPROCESSORS))
     step = step_cycles(tile, decoder)
-    return steps * step * together + FIXED + meeting(tile, tiles, ctas)
+    return steps * step * together + FIXED + meeting(tile, tiles, each, ctas)
 
 
 def reading(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
@@ -308,15 +356,15 @@ def reading(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
     return max(weights / MEMORY, tiles * k_tiles(k) * staged(tile, decoder) / L2) + FIXED
 
 
-def meeting(tile: Tile, tiles: int, ctas: int) -> float:
-    """Cycles until CTAs' sums of a tile are one; the last CTA of equal shares reads all of them."""
+def meeting(tile: Tile, tiles: int, steps: int, ctas: int) -> float:
+    """Cycles until CTAs' sums of a tile are one; with equal shares, most CTAs have two parts."""
     if tile.split > 1:
         return EXCHANGE
     common = tiles % ctas
     if not tile.shared or not common:
         return 0
-    sums = 4 * tile.rows * tile.tokens * tile.ctas / SUMS
-    return JOIN + sums * (2 + ctas / common)
+    parts = 2 if sharers(common, steps, ctas) % common else 1
+    return parts * (JOIN + 4 * tile.rows * tile.tokens * tile.ctas / SUMS)
 
 
 def step_cycles(tile: Tile, decoder: Decoder) -> float:
