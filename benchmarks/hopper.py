@@ -34,6 +34,7 @@ from anybit.kernels.cute.build import build
 from anybit.kernels.cute.decode import K_TILE, MANTISSA
 from anybit.kernels.cute.jit import kernel_file
 from anybit.kernels.hopper import scalar_linear, tiles
+from anybit.kernels.hopper.expert_tiles import choose_grouped
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.reference import operand_weight, quantize_tokens
 from anybit.measure import bench
@@ -209,7 +210,8 @@ def brief(schemes: list[str]) -> None:
     for scheme in schemes:
         p = Problem(scheme, torch.bfloat16, 256, 256)
         every = [(tiles.choose(p.decoder, m, n, k), False) for m in counts]
-        every += [(tiles.choose_grouped(p.decoder, m, 8), True) for m in (64, 128, 256, 512)]
+        every += [(choose_grouped(p.decoder, m, 14336, 4096, 8), True) for m in (64, 128, 256, 512)]
+        every += [(tiles.choose(p.decoder, m, 14336, 4096), False) for m in (16, 32, 64, 128)]
         kernels += [Kernel(p.decoder, t, "bfloat16", grouped) for t, grouped in every]
     errors = build(kernels)
     print(f"{len(set(kernels))} kernels, {len(errors)} not compiled", *errors, sep="\n")

@@ -19,6 +19,7 @@ from anybit.kernels.hopper.tiles import (
     places,
     staged,
     step_cycles,
+    suited,
 )
 
 CLOCK = 1.755e3  # cycles in a microsecond
@@ -32,7 +33,7 @@ def family_grouped(decoder: Decoder) -> list[Tile]:
     every = [Tile(tokens, ctas=2) for tokens in (8, 16, 32, 64)]
     every += [Tile(128), Tile(128, rows=256)]
     every += [Tile(256)] if decoder.slot == 8 else []  # 16-bit operands would leave two stages
-    return [fitted(tile, decoder, grouped=True) for tile in every]
+    return [fitted(tile, decoder, grouped=True) for tile in suited(every, decoder)]
 
 
 @cache

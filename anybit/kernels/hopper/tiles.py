@@ -114,11 +114,12 @@ class Kernel:
         return compiled
 
 
-def crowded(decoder: Decoder) -> bool:
-    """Whether two CTAs of 64 tokens, or tiles of more sums, would spill: beside scales of 16
-    columns, or beside sums of a K tile.
-    """
-    return decoder.sums or (decoder.slot == 16 and decoder.entries * decoder.preparing >= 32)
+def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
+    """The tiles without those that would spill beside a crowded decoder."""
+    if not decoder.crowded:
+        return tiles
+    small = [t for t in tiles if t.tokens <= 128 and t.rows == ROWS]
+    return [replace(t, ctas=1) if t.tokens == 64 else t for t in small]
 
 
 def shared(decoder: Decoder) -> list[Tile]:
@@ -127,7 +128,7 @@ def shared(decoder: Decoder) -> list[Tile]:
     Where two CTAs of 16-bit operands (or 8-bit codes) share a multiprocessor, each has 3 or 4
     stages, and a kernel that starts early finds places for two CTAs on some and none on others.
     """
-    ctas = 2 if decoder.slot == 8 and decoder.bits <= 6 and not crowded(decoder) else 1
+    ctas = 2 if decoder.slot == 8 and decoder.bits <= 6 else 1
     return [Tile(64, ctas=ctas, split=s) for s in (2, 3)]
 
 
@@ -136,30 +137,24 @@ def few(decoder: Decoder) -> list[Tile]:
     small = [Tile(tokens, ctas=2, split=s) for tokens in (8, 16, 32) for s in (1, 2, 4, 6)]
     if decoder.slot == 8 and decoder.bits <= 6:  # others would leave three CTAs too few stages
         small += [Tile(tokens, ctas=3, split=8) for tokens in (8, 16)]
-    if crowded(decoder):
-        return [*small, Tile(64), *shared(decoder)]
     tall = [Tile(64, rows=256)] if decoder.slot == 8 else []
-    return [*small, Tile(64, ctas=2), *tall, *shared(decoder)]
+    return suited([*small, Tile(64, ctas=2), *tall, *shared(decoder)], decoder)
 
 
 def many(decoder: Decoder) -> list[Tile]:
     """Tiles for more than 64 tokens. 256 tokens of 16-bit operands would leave two stages."""
-    large = [Tile(128, split=s) for s in (1, 2, 3)]
-    if crowded(decoder):
-        return [*shared(decoder), *large]
-    large.append(Tile(128, rows=256))
+    large = [*(Tile(128, split=s) for s in (1, 2, 3)), Tile(128, rows=256)]
     if decoder.slot == 16:
-        return [*shared(decoder), *large]
+        return suited([*shared(decoder), *large], decoder)
     pairs = [Tile(64, ctas=2)] if decoder.bits <= 6 else []
-    return [*pairs, *shared(decoder), *large, Tile(256)]
+    return suited([*pairs, *shared(decoder), *large, Tile(256)], decoder)
 
 
 def equal(decoder: Decoder) -> list[Tile]:
     """Tiles whose CTAs have equal shares. Two of 64 tokens on a multiprocessor would spill."""
-    every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128)]
-    if not crowded(decoder):
-        every += [Tile(128, rows=256), *([Tile(256)] if decoder.slot == 8 else [])]
-    return [replace(tile, shared=True) for tile in every]
+    every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128), Tile(128, rows=256)]
+    every += [Tile(256)] if decoder.slot == 8 else []
+    return [replace(tile, shared=True) for tile in suited(every, decoder)]
 
 
 def family(decoder: Decoder) -> list[Tile]:
