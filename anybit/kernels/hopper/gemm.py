@@ -202,9 +202,10 @@ class Gemm(Epilogue):
                     x_copy, x_tma, s_x, w, shared.w.data_ptr().toint(), full, empty,
                     problem, k_tiles, first, tiles, ctas, k_first, k_last,
                 )  # fmt: skip
-            if const_expr(self.split > 1):  # as in `exchange`
-                self.meet()
-                self.meet()
+            if const_expr(self.split > 1):  # noqa: SIM102 - as in `exchange`, known now
+                if first < n_tiles * m_tiles:  # experts may have fewer tiles than clusters
+                    self.meet()
+                    self.meet()
         else:
             if const_expr(self.tile.wide):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -359,9 +360,11 @@ class Gemm(Epilogue):
         fragments = (mma, operand, registers, x_fragment, acc)
         stage, phase = Int32(0), Int32(0)
         if const_expr(self.split > 1):
-            self.multiply(
-                fragments, shared, tensors, problem, first, k_first, k_last, stage, phase, place,
-            )  # fmt: skip
+            if first < tiles:
+                self.multiply(
+                    fragments, shared, tensors, problem, first, k_first, k_last, stage, phase,
+                    place,
+                )  # fmt: skip
         else:
             tile = first
             while tile < tiles:
