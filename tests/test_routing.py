@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybit.kernels.backend import Activations
-from anybit.nn import routing
+from anybit.nn import grouped, routing
 from anybit.nn.grouped import QuantExperts
 from anybit.nn.routing import Routing, mixture
 from anybit.quantizers.quantize import quantize_tensor
@@ -72,7 +72,8 @@ class Launches:
         ):
             for name in names:
                 monkeypatch.setattr(module, name, self.kernel(name))
-        monkeypatch.setattr(routing, "kernels", lambda *tensors: kernels)
+        for place in (routing, grouped):  # as on a GPU
+            monkeypatch.setattr(place, "kernels", lambda *tensors: kernels)
 
     def kernel(self, name: str) -> Any:
         def launch(*args: Any, **options: Any) -> None:
@@ -110,7 +111,7 @@ class Counted(Kernels):
         return torch.empty(len(rows), prepared.shape[0], dtype=x.dtype)
 
 
-@pytest.mark.parametrize("scheme", ["int4:group=32", "liquid@int8", "int8:rotate=k@int8"])
+@pytest.mark.parametrize("scheme", ["int4:group=32", "liquid:group=32@int8", "int8:rotate=k@int8"])
 def test_five_launches_around_two_products(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the router's logits to the sum, quantization, SiLU and up included."""
     pytest.importorskip("triton")

@@ -88,7 +88,7 @@ def test_outputs_are_combined(case: tuple[int, int, int, bool], biased: bool) ->
         y.to(DEVICE), where.rows.to(DEVICE), where.starts.to(DEVICE), where.owners.to(DEVICE),
         weight.to(DEVICE), None if bias is None else bias.to(DEVICE),
     )  # fmt: skip
-    torch.testing.assert_close(got.cpu(), wanted, rtol=2**-10, atol=2**-12)
+    torch.testing.assert_close(got.cpu(), wanted, rtol=2**-9, atol=2**-10)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -99,7 +99,7 @@ def test_experts_are_chosen(experts: int, top: int, normalize: bool) -> None:
     logits[0, 3] = logits[0, 5] = 9  # the first of equal ones is first
     weight, chosen = routing.choose(logits, top, normalize)
     got, at = kernel.choose(logits.to(DEVICE), top, normalize)
-    torch.testing.assert_close(got.cpu(), weight)
+    torch.testing.assert_close(got.cpu(), weight, rtol=1e-5, atol=1e-6)
     assert torch.equal(logits.gather(1, at.cpu().long()), logits.gather(1, chosen))
     assert at[0, :2].tolist() == [3, 5]
 
