@@ -13,6 +13,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 
 import anybit
 from anybit.core.packed import Packed
+from anybit.engine.experts import Apart
 from anybit.errors import InvalidInput
 from anybit.integrations.vllm import AnybitConfig, register
 from anybit.integrations.vllm_foreign import Source, planned
@@ -308,17 +309,24 @@ def test_a_divided_group_is_an_error_before_anything_is_loaded(play):
 
 
 class Squared:
-    """Experts that multiply by matrices, one by one or all at once."""
-
-    grouped = True
+    """Experts that multiply by matrices, one by one."""
 
     def __init__(self, n, k):
         self.count, self.weights = 4, torch.randn(4, n, k)
+        self.product = AtOnce(self.weights)
 
     def __call__(self, x, expert):
         return linear(x, self.weights[expert])
 
-    def all(self, x, starts):
+
+class AtOnce(Apart):
+    """The same, all at once."""
+
+    def __init__(self, weights):
+        super().__init__()
+        self.weights = weights
+
+    def forward(self, x, starts):
         y = torch.full((len(x), self.weights.shape[1]), torch.nan)  # rows beyond are not written
         for expert, (first, last) in enumerate(pairwise(starts)):
             y[first:last] = linear(x[first:last], self.weights[expert])

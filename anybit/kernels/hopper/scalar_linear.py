@@ -100,7 +100,7 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     return multiply(*tokens(x, prepared), prepared, bias, x.dtype)
 
 
-def linear_experts(x: Tensor, starts: Tensor, prepared: Prepared) -> Tensor:
+def linear_experts(x: Tensor | Activations, starts: Tensor, prepared: Prepared) -> Tensor:
     """x (M, K) in fp16 or bf16, sorted by expert -> (M, N)."""
     return multiply(*tokens(x, prepared), prepared, None, x.dtype, starts=starts)
 

@@ -206,9 +206,9 @@ def grid(tile: Tile, m: int, n: int, experts: int = 0) -> int:
 
     How many tiles of tokens `experts` make is known on the device only; here it is the most.
     """
-    tokens = -(-m // tile.tokens) if not experts else m // tile.tokens + min(m, experts)
+    tokens = -(-m // tile.tokens) if not experts else most_tiles(tile, m, experts)
     tiles = -(-n // tile.rows) * tokens
-    if experts:
+    if experts and tile.split == 1:
         return min(tiles, MULTIPROCESSORS * tile.ctas)
     if tile.split > 1:  # a cluster does one tile
         return tiles * tile.split
@@ -235,11 +235,17 @@ def workspace(tile: Tile, m: int, n: int, ctas: int) -> int:
     return 2 * ctas * tile.rows * tile.tokens if tile.shared and tiles % ctas else 0
 
 
+def most_tiles(tile: Tile, m: int, experts: int) -> int:
+    """Tiles of tokens of all experts at most: each has some full ones and one token more."""
+    busy = min(m, experts)
+    return busy + (m - busy) // tile.tokens
+
+
 def overlaps(tile: Tile, decoder: Decoder, m: int, n: int, experts: int = 0) -> bool:
     """Whether a launch of a fitted tile should begin while the kernel before it ends; measured.
 
     Not where CTAs take many tiles in turn: the next kernel's would take places from them (4 to 13 %
-    slower at 28672x4096 from 1024 tokens on), and not with experts (up to 15 %). Nor where two
+    slower at 28672x4096 from 1024 tokens on, up to 15 % with experts). Nor where two
     CTAs of 64 tokens share a multiprocessor, unless most of those are free: they would pile up on
     some of them (8 to 45 % slower with 96 or 128 CTAs of sparse@int8, int4@fp8 and fp6@fp8).
     """
@@ -247,7 +253,10 @@ def overlaps(tile: Tile, decoder: Decoder, m: int, n: int, experts: int = 0) -> 
     half = MULTIPROCESSORS // 2 < count * tile.split <= MULTIPROCESSORS
     if half and tile.tokens == 64 and places(tile, decoder) == 2:
         return False
-    return not experts and (m < 1024 or count <= MULTIPROCESSORS * tile.ctas)
+    if experts:
+        count = -(-n // tile.rows) * most_tiles(tile, m, experts) * tile.split
+        return tile.tokens < 64 and count <= MULTIPROCESSORS * tile.ctas
+    return m < 1024 or count <= MULTIPROCESSORS * tile.ctas
 
 
 def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
