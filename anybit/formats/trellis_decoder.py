@@ -5,8 +5,8 @@ as fp16 or bf16 operands (`core/tiles.py`). So a lane stores its own 8 weights' 
 each other, byte by byte, and what it lacks for its first windows are the last two bytes of the lane
 before it, around the warp's end: a shuffle or two for 32 weights. Nothing is stored twice.
 
-Operands of int8 are held in another order, four columns to a lane: there, the lanes of a quad
-exchange their finished bytes.
+Operands of int8 are held in another order, four columns to a lane. The product that adds the bytes
+of hashes up leaves its sums with the lanes that want them.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ from anybit.kernels.cute.lang import (
     LANES,
     Word,
     add_halves,
+    byte_sums,
     bytes_of,
-    dot4,
     fma2,
     from_lane,
     half_bits,
@@ -35,9 +35,16 @@ from anybit.kernels.cute.lang import (
 RUN = 8  # weights of a tile that follow each other in a lane
 TILES = 4  # of a thread's half K tile
 STATE_BYTES = 2
-PLANE = 50  # instructions for 32 weights: those of int4 with groups of 128, which is one plane
-WHOLE = ("sum8", "pair8")
+PLANE = 33  # instructions for 32 weights that take as long as a plane of other codes
 HALVES = ("mcg", "3inst")
+# What states are multiplied by; weights of the bytes of the product, and what is added. Of "sum8",
+# one is missing, which `MIDDLE` makes good: zeros cost a product no registers.
+SUMS = {
+    "sum8": (0x83DCD12D, (0x40404040, 0)),
+    "pair8": (0xCBAC1FED, (0xC000405A, 128 * 257 - 11475), (0x405A4000, 128 * 257 - 27795)),
+    "mul1": (0x83DCD12D, (0x01010101, 0x6400)),  # under fp16's exponent of 1024
+}
+MIDDLE = {"sum8": 127, "pair8": 128}  # what bytes of whole values are too large by
 PAIRS = {"pair8": 2}  # weights of a step
 
 
@@ -68,7 +75,7 @@ def windows(rate: int, bits: int) -> tuple[Window, ...]:
 
 @dataclass(frozen=True)
 class TrellisDecoder(HalfDecoder):
-    """A code's values as fp16, bf16 or, if they are whole, as bytes that are 128 too large.
+    """A code's values as fp16, bf16 or, if they are whole, as bytes that are `MIDDLE` too large.
 
     Attributes:
         code: As in `trellis.Trellis`.
@@ -99,15 +106,16 @@ class TrellisDecoder(HalfDecoder):
 
     @property
     def instructions(self) -> int:
+        """About as many, if a line's bytes are in two words at most."""
         plan = windows(self.bits, self.step)
         lines, shifts = {w.line for w in plan}, {w[:2] for w in plan if w.left}
         tile = len(lines) * (2 if self.bits in (1, 3) else 1) + len(shifts) + 2 * len(plan)
-        tile += RUN * (2 if self.code in HALVES else 1)  # sums
+        tile += 2 * RUN if self.code in HALVES else 2  # sums
         if self.slot == 8:
-            tile += 6 + 2 + 4  # packed, and exchanged
+            tile += 6  # packed
         else:
             tile += RUN // 2 * (1 + (self.code not in HALVES))  # packed, and finished
-        if self.operand == "bfloat16" and self.code not in WHOLE:
+        if self.operand == "bfloat16" and self.code not in MIDDLE:
             tile += RUN // 2 * 3
         return TILES * tile + min(self.bits, TILES)
 
@@ -121,9 +129,9 @@ class TrellisDecoder(HalfDecoder):
         return tiles.from_sequences(each.flatten(1), len(codes))
 
     def order(self) -> Tensor:
-        # Weight 4 tile + 8 ... of `fragment`: register (tile, half h, row v), element e.
+        # `fragment` has registers (tile, half h, row v) of elements e; a run goes by (v, h, e).
         tile, h, v, e = torch.meshgrid(*map(torch.arange, (TILES, 2, 2, 2)), indexing="ij")
-        weight = tile * RUN + v * 4 + h * 2 + e  # in the order of the string
+        weight = tile * RUN + v * 4 + h * 2 + e
         bit = weight.flatten()[:, None] * self.bits + torch.arange(self.bits - 1, -1, -1)
         place = bit // LANES * LANES + LANES - 1 - bit % LANES  # first bits are a word's highest
         return torch.argsort(place.flatten())
@@ -135,11 +143,10 @@ class TrellisDecoder(HalfDecoder):
     ) -> list[Word]:
         out: list[Word] = []
         previous = self.previous(words)
-        number = lane(words[0])
         for tile in range(TILES):
             values = self.values(self.states(words, previous, tile))
-            if self.slot == 8:
-                out += quad(values, number)
+            if self.slot == 8:  # four columns of row g, and of row g + 8
+                out += [four_bytes(values[i : i + 4]) for i in (0, 4)]
                 continue
             # Of the string: rows g and g + 8, columns c, c + 1 and c + 8, c + 9.
             pairs = [self.pair(*values[i : i + 2]) for i in range(0, RUN, 2)]
@@ -175,27 +182,28 @@ class TrellisDecoder(HalfDecoder):
         return out
 
     def values(self, states: list[Word]) -> list[Word]:
-        """What `pair` and `quad` take, for each weight.
+        """What `pair` and `four_bytes` take: of two rows four columns, as operands want them.
 
-        Whole numbers are in byte 1, plus 128, and byte 2 is zero; others are fp16 in the low half.
+        Whole numbers are in byte 1, plus `MIDDLE`, and byte 2 is zero; others are fp16 in the low
+        half.
         """
-        if self.code == "sum8":
-            return [dot4(s * 0x83DCD12D, 0x40404040, 256) for s in states]
-        if self.code == "pair8":
-            hashes = [s * 0xCBAC1FED for s in states]
-            sums = ((0xC000405A, 11475), (0x405A4000, 27795))
-            return [dot4(x, w, 128 * 257 - minus) for x in hashes for w, minus in sums]
-        if self.code == "mul1":  # the sum under fp16's exponent of 1024
-            return [dot4(s * 0x83DCD12D, 0x01010101, 0x6400) for s in states]
-        if self.code == "mcg":
-            hashes = [s * 0xCBAC1FED for s in states]
-        else:
-            hashes = [s * 89226354 + 64248484 for s in states]
-        return [add_halves(mask_flip(x, 0x8FFF8FFF, 0x3B603B60)) for x in hashes]
+        if self.code in HALVES:
+            times, plus = (0xCBAC1FED, 0) if self.code == "mcg" else (89226354, 64248484)
+            hashes = [s * times + plus if plus else s * times for s in states]
+            return [add_halves(mask_flip(x, 0x8FFF8FFF, 0x3B603B60)) for x in hashes]
+        times, *sums = SUMS[self.code]
+        hashes = [s * times for s in states]
+        width, out = PAIRS.get(self.code, 1), []
+        for e in (0, 1):  # the first and the second of two columns
+            of_columns = hashes if width == 2 else hashes[e::2]
+            weights, plus = sums[e % len(sums)]
+            a = [of_columns[i] for i in (0, 2, 1, 3)]
+            out.append(byte_sums(a, weights, plus, across=self.slot == 8))
+        return [word for both in zip(*out, strict=True) for word in both]
 
     def pair(self, low: Word, high: Word) -> Word:
         """A register of two weights of a row."""
-        if self.code in WHOLE:
+        if self.code in MIDDLE:
             return self.finish(bytes_of(low, 0x6521, high), ())
         both = bytes_of(low, 0x5410, high)
         if self.code == "mul1":
@@ -229,34 +237,23 @@ def line(places: list[tuple[Word, int]]) -> Word:
     return out
 
 
-def quad(values: list[Word], number: Word) -> list[Word]:
-    """The lane's 8 bytes, of its own columns -> four columns of rows g and g + 8 for each lane.
-
-    A lane has columns c, c + 1, c + 8 and c + 9 with c = 2 (lane % 4), and wants 4 (lane % 4) to
-    4 (lane % 4) + 3: the first or the last two bytes of two neighbours in its quad.
-    """
-    even = (number & 28) | (number << 1 & 2)
-    odd = even | 1
-    last = (number >> 1 & 1) * 0x2222 + 0x5410  # bytes 2 and 3 of both, if lane % 4 > 1
-    out = []
-    for v in range(2):
-        a, b, c, d = values[4 * v : 4 * v + 4]
-        row = bytes_of(bytes_of(a, 0x51, b), 0x5410, bytes_of(c, 0x51, d))
-        out.append(bytes_of(from_lane(row, even), last, from_lane(row, odd)))
-    return out
+def four_bytes(values: list[Word]) -> Word:
+    """Byte 1 of each."""
+    a, b, c, d = values
+    return bytes_of(bytes_of(a, 0x51, b), 0x5410, bytes_of(c, 0x51, d))
 
 
 def decoder_of(code: str, rate: int, operand: str) -> Decoder | str:
     """The decoder of a code with so many bits a weight, or the reason why there is none."""
     places = tuple(range(rate))
     if operand == "int8":
-        if code not in WHOLE:
+        if code not in MIDDLE:
             return f"the values of code={code} are no whole numbers; it takes 16-bit activations"
-        return TrellisDecoder("uint8", places, middle=128, code=code)
+        return TrellisDecoder("uint8", places, middle=MIDDLE[code], code=code)
     if operand not in MANTISSA:
         return "trellis codes have no decoder to fp8"
-    if code not in WHOLE:
+    if code not in MIDDLE:
         return TrellisDecoder(operand, places, code=code)
     shift = BIAS[operand] - 1 + MANTISSA[operand]
     lift = min(shift, LIFT[operand])
-    return TrellisDecoder(operand, places, shift=shift, lift=lift, center=128, code=code)
+    return TrellisDecoder(operand, places, shift=shift, lift=lift, center=MIDDLE[code], code=code)

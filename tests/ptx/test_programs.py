@@ -267,7 +267,7 @@ def test_clusters_meet_before_they_share() -> None:
 @pytest.mark.parametrize(
     ("body", "fact"),
     [
-        ("lop3.b32 %a, %t, %t, %t, 1;", r"does not know lop3\.b32"),
+        ("bfind.u32 %a, %t;", r"does not know bfind\.u32"),
         ("add.s32 %a, %never, 1;", "%never is read before it is written"),
         ("add.s32 %a, %m, 2; ld.shared.b32 %v, [%a];", "shared address 1026 for 4 bytes"),
         ("ld.shared.b32 %v, [%m+8192];", "shared address 9216 for 4 bytes"),

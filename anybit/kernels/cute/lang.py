@@ -113,15 +113,41 @@ def mask_flip(word: Word, mask: int, flip: int) -> Word:
     return (word & mask) ^ flip
 
 
-def dot4(word: Word, weights: int, plus: int) -> Word:
-    """DP4A: the four bytes of `word` times the signed bytes of `weights`, added up, plus `plus`."""
-    if not word.emulated:
-        return Word(_dsl().dp4a(word.bits, weights, plus))
-    total = np.full(word.bits.shape, plus, np.int64)
-    for i in range(4):
-        weight = ((weights >> 8 * i & 255) ^ 128) - 128
-        total += (word.bits >> np.uint32(8 * i) & np.uint32(255)).astype(np.int64) * weight
-    return Word(total.astype(np.uint32))
+def byte_sums(words: list[Word], weights: int, plus: int, across: bool) -> list[Word]:
+    """Of each of four words: its bytes times signed bytes, added up, plus a number.
+
+    One product on the tensor core: as the A operand of m16n8k32, words 0 and 2 are rows g of 16
+    bytes from each quad, and 1 and 3 are rows g + 8; B has a column for each sum. DP4A is slower.
+
+    Args:
+        words: Those of a lane.
+        weights: Four signed bytes.
+        plus: What is added.
+        across: Lane t of a quad gets the sums of lanes 2 t % 4 and 2 t % 4 + 1: of their words 0
+            and, of the next row, 1 if t < 2, else of 2 and 3. Otherwise of its own: of words
+            0, 2, 1 and 3.
+    """
+    number = lane(words[0])
+    column, t = number >> 2, number & 3
+    wanted = (t, t + 4) if across else (t << 1, (t << 1) + 1)
+    b = [(((column ^ n) + 0xFFFFFFFF) >> 31) * weights for n in wanted]  # else 0
+    if not words[0].emulated:
+        found = _dsl().mma_bytes([w.bits for w in words], [w.bits for w in b], plus)
+        return [Word(bits) for bits in found]
+    rows = [np.concatenate([_quads(words[i]), _quads(words[i + 2])], -1) for i in (0, 1)]
+    columns = np.concatenate([_quads(w) for w in b], -1)
+    columns = (columns ^ 128) - 128
+    out = []
+    for row in rows:
+        sums = row @ np.swapaxes(columns, -1, -2) + plus  # (..., warp, g, column)
+        out += [sums[..., i::2].reshape(number.bits.shape).astype(np.uint32) for i in (0, 1)]
+    return [Word(bits) for bits in out]
+
+
+def _quads(word: Word) -> np.ndarray:
+    """(..., warp, quad 8, bytes 16) int64."""
+    bits = np.ascontiguousarray(word.bits)
+    return bits.view(np.uint8).reshape(*bits.shape[:-1], -1, 8, 16).astype(np.int64)
 
 
 def lane(like: Word) -> Word:

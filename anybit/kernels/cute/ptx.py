@@ -7,6 +7,7 @@ Loads of a table that no longer changes are free to move.
 
 from typing import Any
 
+import cutlass.cute as cute
 from cutlass import (
     BFloat16,
     Float8E4M3FN,
@@ -94,16 +95,19 @@ def mask_flip(word: Uint32, mask: int, flip: int, *, loc: Any = None, ip: Any = 
 
 
 @dsl_user_op
-def dp4a(word: Uint32, weights: int, plus: int, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """The sum of unsigned bytes times signed ones, plus a number."""
-    text = "dp4a.u32.s32 $0, $1, $2, $3;"
-    args = [Uint32(word), unsigned(weights), unsigned(plus)]
-    return Uint32(asm(T.i32(), args, text, "=r,r,r,r", False, {"loc": loc, "ip": ip}))
+def mma_bytes(a: list, b: list, plus: int, *, loc: Any = None, ip: Any = None) -> list:
+    """m16n8k32: a b of unsigned and of signed bytes, plus a number."""
+    text = (
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+        f"{slots(0, 4)}, {slots(4, 4)}, {slots(8, 2)}, {{{plus}, {plus}, {plus}, {plus}}};"
+    )
+    args = [Uint32(word) for word in [*a, *b]]
+    return several(4, Uint32, args, text, ",".join(["r"] * 6), True, {"loc": loc, "ip": ip})
 
 
-@dsl_user_op
-def lane(*, loc: Any = None, ip: Any = None) -> Uint32:
-    return Uint32(asm(T.i32(), [], "mov.u32 $0, %laneid;", "=r", False, {"loc": loc, "ip": ip}))
+def lane() -> Uint32:
+    """The thread's number in its warp; no assembly, so that it is read once, before loops."""
+    return Uint32(cute.arch.lane_idx())
 
 
 @dsl_user_op

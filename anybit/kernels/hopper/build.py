@@ -15,6 +15,7 @@ from anybit.kernels.hopper.tiles import (
     SHARED_OF_SM,
     Kernel,
     family,
+    slow,
 )
 from anybit.kernels.mma import tiles as mma
 
@@ -45,8 +46,8 @@ def narrow_kernels(d: Decoder, outputs: list[str]) -> list[mma.Kernel]:
     found = [
         mma.kernel_for(d, gpu, m, n, output)
         for m in (1, mma.NARROW)
-        for n in range(8, 32 * 2 * MULTIPROCESSORS + 1, 8)
-        if narrow(m, n, d.operand)
+        for n in (*range(8, 32 * 2 * MULTIPROCESSORS + 1, 8), 1 << 20)
+        if narrow(m, n, d.operand, slow(d))
         for output in outputs
     ]
     return [kernel for kernel in dict.fromkeys(found) if kernel is not None]

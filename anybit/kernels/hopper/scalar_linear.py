@@ -39,26 +39,31 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     kernels += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
     every: list[KernelSpec] = [*kernels, *copy_kernels(d)]
     files = [kernel_file(kernel) for kernel in every]
-    if narrow(1, n := layer.shape[0], d.operand):
+    if narrow(1, n := layer.shape[0], d.operand, tiles.slow(d)):
         gpu = mma_tiles.gpu_of(layer.device)
         few = [mma_tiles.kernel_for(d, gpu, m, n, o) for m in (1, mma_tiles.NARROW) for o in outs]
         files += [kernel_file(kernel) for kernel in few if kernel]
     return missing_kernels(files)
 
 
-def copy_kernels(d: Decoder) -> list[mma_tiles.Kernel]:
+def copy_kernels(d: Decoder) -> list[KernelSpec]:
     """What decodes a weight for the library's product, where `tiles.copies` may ask for it."""
-    return [mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")] * tiles.may_copy(d)
+    return [copy_kernel(d)] if tiles.may_copy(d) else []
 
 
-def narrow(m: int, n: int, operand: str) -> bool:
+def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
+    return mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")
+
+
+def narrow(m: int, n: int, operand: str, slow: bool = False) -> bool:
     """Whether a product goes to `kernels/mma`, which read the same blobs: if all CTAs fit at once.
 
     Two of 32 rows and eight warps find room on a multiprocessor. They are 1.1 to 1.6 times as fast
     as these kernels then (benchmarks/results/h200_mma.csv), but slower where they take turns (28672
-    rows). On sm_90, `mma.sync` has no products of fp8: the assembler converts to fp16, and spills.
+    rows), unless `tiles.slow`: a trellis of 28672 rows took 29 us there and 35 here. On sm_90,
+    `mma.sync` has no products of fp8: the assembler converts to fp16, and spills.
     """
-    few = m <= mma_tiles.NARROW and -(-n // 32) <= 2 * tiles.MULTIPROCESSORS
+    few = m <= mma_tiles.NARROW and (slow or -(-n // 32) <= 2 * tiles.MULTIPROCESSORS)
     return few and operand != "float8_e4m3fn"
 
 
@@ -128,7 +133,9 @@ def multiply(
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
-    if starts is None and tile is None and narrow(m, n, str(x.dtype).removeprefix("torch.")):
+    slow = tiles.slow(decoder_for(prepared.format, x.dtype))
+    operand = str(x.dtype).removeprefix("torch.")
+    if starts is None and tile is None and narrow(m, n, operand, slow):
         return mma.multiply(x, scale, sums, prepared, bias, dtype)
     if starts is None and tile is None and (copy := copied(prepared.format, x.dtype, m, n, k)):
         w = mma.decoded(x, copy, prepared)
@@ -172,7 +179,7 @@ def multiply(
 def copied(fmt: Format, x_dtype: torch.dtype, m: int, n: int, k: int) -> mma_tiles.Kernel | None:
     """The kernel that decodes a weight for the library's product, where that is faster."""
     d = decoder_for(fmt, x_dtype)
-    return copy_kernels(d)[0] if tiles.copies(d, m, n, k) else None
+    return copy_kernel(d) if tiles.copies(d, m, n, k) else None
 
 
 @cache

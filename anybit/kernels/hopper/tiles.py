@@ -115,11 +115,19 @@ class Kernel:
 
 
 def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
-    """The tiles without those that would spill beside a crowded decoder."""
+    """The tiles without those that would spill beside a crowded decoder, or a slow one."""
+    if slow(decoder):  # 256 tokens of bytes halve the decoding
+        alone = [replace(t, ctas=1) for t in tiles if t.rows == ROWS and t.ctas < 3]
+        return list(dict.fromkeys(alone))
     if not decoder.crowded:
         return tiles
     small = [t for t in tiles if t.tokens <= 128 and t.rows == ROWS]
     return [replace(t, ctas=1) if t.tokens == 64 else t for t in small]
+
+
+def slow(decoder: Decoder) -> bool:
+    """Whether decoding, and not reading, is what few tokens wait for."""
+    return decoder.cost > 2
 
 
 def shared(decoder: Decoder) -> list[Tile]:
@@ -379,7 +387,7 @@ def meeting(tile: Tile, tiles: int, steps: int, ctas: int) -> float:
 def step_cycles(tile: Tile, decoder: Decoder) -> float:
     """Clock cycles of a K tile of one CTA alone, its copies there in time."""
     multiplied = tile.rows * tile.tokens * K_TILE / (32768 / decoder.slot)
-    decoded = DECODE * decoder.cost
+    decoded = DECODE * decoder.cost * (tile.rows // ROWS if slow(decoder) else 1)
     return 1.1 * multiplied + decoded + staged(tile, decoder) / 400
 
 
@@ -389,7 +397,7 @@ def may_copy(decoder: Decoder) -> bool:
     The main loop decodes it again for every tile of tokens, but that costs formats of one or two
     planes less than a copy.
     """
-    return decoder.slot == 16 and decoder.cost > 2
+    return decoder.slot == 16 and slow(decoder)
 
 
 def copies(decoder: Decoder, m: int, n: int, k: int) -> bool:
