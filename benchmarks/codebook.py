@@ -28,11 +28,11 @@ from anybit.core.packed import Packed
 from anybit.kernels import registry
 from anybit.kernels.backend import LayerSpec, Prepared
 from anybit.kernels.cute.build import build
+from anybit.kernels.cute.cells import ROWS, Cells, cells_of
 from anybit.kernels.cute.jit import kernel_file
 from anybit.kernels.hopper import codebook_linear, lookup
 from anybit.kernels.hopper.build import kernels_of
-from anybit.kernels.hopper.cells import ROWS, Cells, CodebookKernel, cells_of
-from anybit.kernels.hopper.codebook_tiles import choose
+from anybit.kernels.hopper.codebook_tiles import CodebookKernel, choose
 from anybit.kernels.hopper.tiles import MAX_SHARED, Kernel, Tile, fits_once, fitted
 from anybit.measure import bench, timing
 from anybit.measure.timing import median_us, rotated

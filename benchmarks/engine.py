@@ -72,7 +72,7 @@ COLUMNS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-3-8b"])
-    parser.add_argument("--formats", nargs="+", default=FORMATS)
+    parser.add_argument("--formats", nargs="+", default=FORMATS, help="+FORMAT names the head's")
     parser.add_argument("--kv", default="model,int8")
     parser.add_argument("--batches", default="1,16,64,128,256")
     parser.add_argument("--context", type=int, default=PROMPT + OUTPUT // 2)
@@ -142,7 +142,8 @@ def measure(scheme: str, config: LlamaConfig, args: argparse.Namespace) -> Itera
         return
     device = torch.device(args.device)
     torch.manual_seed(0)
-    weights = RandomWeights(device, None if scheme == "bf16" else scheme)
+    given, _, head = scheme.partition("+")
+    weights = RandomWeights(device, None if given == "bf16" else given, head or None)
     length = PROMPT + OUTPUT
     model = build(model_class(config), config, weights, length)
     size = sum(t.nbytes for t in stored(model))
@@ -204,9 +205,9 @@ def config_of(model: str, layers: int | None) -> LlamaConfig:
 class RandomWeights(Weights):
     """Weights for a benchmark: random codes, so that nothing has to be quantized."""
 
-    def __init__(self, device: torch.device, scheme: str | None):
+    def __init__(self, device: torch.device, scheme: str | None, head: str | None = None):
         super().__init__(device, torch.bfloat16)
-        self.scheme = scheme
+        self.scheme, self.head_scheme = scheme, head
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or self.dtype
@@ -215,9 +216,10 @@ class RandomWeights(Weights):
         return torch.randn(shape, dtype=dtype, device=self.device).mul_(0.02)
 
     def part(self, name: str, shape: tuple[int, int], bias: bool) -> Part:
-        if self.scheme is None or name == "lm_head":
+        scheme = self.head_scheme if name == "lm_head" else self.scheme
+        if scheme is None:
             return self.tensor(name, shape), None, None
-        fmt, activation = parse_scheme(self.scheme)
+        fmt, activation = parse_scheme(scheme)
         tensors = {}
         for key, (size, entry) in tensor_shapes(fmt, shape).items():
             if entry is None:

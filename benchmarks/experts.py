@@ -4,7 +4,8 @@
     python benchmarks/experts.py --models --peers anybit --out h200_models.csv
 
 The second one takes the experts of four models, both projections, from 1 to 4096 tokens, and prints
-beside each time what `hopper/expert_tiles.py` expects. `--sweep` times every tile instead.
+beside each time what `hopper/expert_tiles.py` expects. `--sweep` times every tile instead;
+`--around` what happens to tokens around the two products, beside torch's operators that define it.
 
 Tokens are sorted by expert beforehand, and quantized beforehand where they are 8 bits. Every result
 is compared with one product for each expert before it is timed. Compiling (humming's kernels) comes
@@ -20,6 +21,7 @@ from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -35,6 +37,7 @@ from anybit.kernels.hopper.tiles import Tile
 from anybit.kernels.reference import quantize_tokens
 from anybit.measure import bench
 from anybit.measure.timing import ReadFloor, median_us, rotated
+from anybit.nn import routing
 
 DEVICE = torch.device("cuda")
 SCHEMES = ["liquid@int8", "int8@int8", "int4:group=128", "fp6"]
@@ -365,6 +368,33 @@ def run(problem: Problem, args: argparse.Namespace, floor: ReadFloor) -> Iterato
             print(f"left out: {peer}: {type(error).__name__}: {error}", flush=True)
 
 
+def around(problem: Problem, m: int) -> tuple[float, float]:
+    """Microseconds of choosing, sorting, spreading as int8 and combining: by kernels, by torch.
+
+    Torch's operators spread tokens without quantizing them.
+    """
+    experts, top, k = problem.experts, problem.top, problem.k
+    logits = torch.randn(m, experts, device=DEVICE)  # fp32: no two are equal
+    x = torch.randn(m, k, device=DEVICE).bfloat16()
+    y = torch.randn(m * top, k, device=DEVICE).bfloat16()
+
+    def run(kind: str | None) -> Tensor:
+        weight, chosen = routing.choose(logits, top, True)
+        where = routing.sort(chosen, experts)
+        routing.spread(x, where, kind)
+        return routing.combine(y, where, weight)
+
+    times, outputs = [], []
+    for find, kind in ((routing.kernels, "int8"), (lambda *tensors: None, None)):
+        with mock.patch.object(routing, "kernels", find), torch.no_grad():
+            outputs.append(run(kind).float())
+            times.append(median_us([lambda kind=kind: run(kind)], DEVICE))
+    error = (outputs[0] - outputs[1]).norm() / outputs[1].norm()
+    if float(error) > 0.01:
+        print(f"WRONG: an error of {float(error):.3f}, {problem}, {m} tokens", flush=True)
+    return times[0], times[1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -380,14 +410,22 @@ def main() -> None:
     parser.add_argument(
         "--sweep", action="store_true", help="time anybit's tiles, and nothing else"
     )
+    parser.add_argument("--around", action="store_true", help="time what is around the products")
     parser.add_argument("--commit")
     args = parser.parse_args()
     problems = [Problem(args.experts, args.top, *bench.parse_shape(args.shape))]
     if args.models is not None:
         problems = [p for name in args.models or MODELS for p in MODELS[name]]
-    args.m = args.m or ([32, 64, 128, 256] if args.models is None else MODEL_TOKENS)
+    many = args.models is not None or args.around
+    args.m = args.m or (MODEL_TOKENS if many else [32, 64, 128, 256])
     args.schemes = args.schemes or (SCHEMES if args.models is None else MODEL_SCHEMES)
     torch.manual_seed(0)
+    if args.around:
+        for name, (problem, _) in MODELS.items():
+            for m in args.m:
+                ours, torchs = around(problem, m)
+                print(f"{name} {m} tokens: {ours:.1f} us, torch {torchs:.1f} us", flush=True)
+        return
     floor = ReadFloor.measure(DEVICE)
     rows: list[bench.Row] = []
     for problem in problems:

@@ -14,6 +14,8 @@ from pathlib import Path
 import peers
 import torch
 
+from anybit.kernels.backend import CODES, Activations, Prepared
+from anybit.kernels.reference import quantize_tokens
 from anybit.kernels.registry import BACKENDS
 from anybit.measure import bench
 from anybit.measure.timing import ReadFloor
@@ -42,7 +44,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU; `anybit bench` measures on a CPU too")
     device = torch.device("cuda")
-    cases, missing = all_cases(args.schemes, args.only)
+    cases, missing = all_cases(args.schemes, args.only, args.formats)
     for name, reason in missing.items():
         say(f"{name} is left out: {reason}")
     shapes = [bench.parse_shape(text) for text in args.shapes]
@@ -79,22 +81,46 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--m", type=bench.parse_counts, default=bench.parse_counts(MS), help=MS)
     parser.add_argument("--schemes", nargs="*", default=SCHEMES, help="anybit's formats")
     parser.add_argument("--only", nargs="+", help="peers, such as anybit-triton or humming")
+    parser.add_argument("--formats", nargs="+", help="of other packages, such as fp6; all")
     parser.add_argument("--commit", help="written into the CSV; by default git is asked")
     parser.add_argument("--workers", type=int, default=1, help="processes that compile beforehand")
     return parser.parse_args()
 
 
 def all_cases(
-    schemes: list[str], only: list[str] | None
+    schemes: list[str], only: list[str] | None, formats: list[str] | None
 ) -> tuple[list[bench.Case], dict[str, str]]:
     """anybit's GPU backends, and the peers."""
     gpu = [name for name, (_, devices) in BACKENDS.items() if "cuda" in devices]
     ours = [
         bench.anybit_case(scheme, torch.float16, backend) for scheme in schemes for backend in gpu
     ]
+    ours += [given(case) for case in ours if case.activation in CODES]
     others, missing = peers.cases()
+    others = [case for case in others if not formats or case.format in formats]
     cases = [c for c in (*others, *ours) if not only or c.peer in only]
     return cases, missing
+
+
+def given(case: bench.Case) -> bench.Case:
+    """The same product of activations that are quantized before, as a model's norms do it."""
+    activation = case.activation
+
+    def prepare(w: torch.Tensor) -> bench.Layer:
+        layer = case.prepare(w)
+
+        def inputs(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            codes, scale = quantize_tokens(x, activation)
+            whole = activation == "int8"
+            sums = codes.sum(1, dtype=torch.int32) if whole else scale.new_empty(0).int()
+            return codes, scale.flatten(), sums
+
+        def run(weight: Prepared, *quantized: torch.Tensor) -> torch.Tensor:
+            return layer.run(weight, Activations(*quantized, case.dtype))
+
+        return dataclasses.replace(layer, run=run, inputs=inputs)
+
+    return dataclasses.replace(case, activation=f"{activation}-given", prepare=prepare)
 
 
 Crashes = dict[tuple[int, int], str]  # shape (N, K): how a case ended there
@@ -105,9 +131,10 @@ def warm(args: argparse.Namespace, shapes: list[tuple[int, int]]) -> list[Crashe
 
     A kernel that reads where it must not ends CUDA for its process; better there than here.
     """
-    count = len(all_cases(args.schemes, args.only)[0])
+    count = len(all_cases(args.schemes, args.only, args.formats)[0])
     say(f"compiling in {args.workers} processes")
-    jobs = [(args.schemes, args.only, i, shape, args.m) for shape in shapes for i in range(count)]
+    given = (args.schemes, args.only, args.formats)
+    jobs = [(given, i, shape, args.m) for shape in shapes for i in range(count)]
     found: list[Crashes] = [{} for _ in range(count)]
     with multiprocessing.get_context("spawn").Pool(args.workers, maxtasksperchild=6) as pool:
         for index, shape, text, crash in pool.imap_unordered(compile_case, jobs):
@@ -119,11 +146,13 @@ def warm(args: argparse.Namespace, shapes: list[tuple[int, int]]) -> list[Crashe
 
 
 def compile_case(
-    job: tuple[list[str], list[str] | None, int, tuple[int, int], list[int]],
+    job: tuple[
+        tuple[list[str], list[str] | None, list[str] | None], int, tuple[int, int], list[int]
+    ],
 ) -> tuple[int, tuple[int, int], str, bool]:
     """Run one case once for every M: its index and shape, what to say, whether CUDA broke."""
-    schemes, only, index, shape, ms = job
-    case = all_cases(schemes, only)[0][index]
+    given, index, shape, ms = job
+    case = all_cases(*given)[0][index]
     name = f"{case.peer} {case.format} {case.activation} {shape[0]}x{shape[1]}"
     start = time.perf_counter()
     try:

@@ -34,6 +34,7 @@ from anybit.kernels.cute.build import build
 from anybit.kernels.cute.decode import K_TILE, MANTISSA
 from anybit.kernels.cute.jit import kernel_file
 from anybit.kernels.hopper import scalar_linear, tiles
+from anybit.kernels.hopper.expert_tiles import choose_grouped
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.reference import operand_weight, quantize_tokens
 from anybit.measure import bench
@@ -209,7 +210,8 @@ def brief(schemes: list[str]) -> None:
     for scheme in schemes:
         p = Problem(scheme, torch.bfloat16, 256, 256)
         every = [(tiles.choose(p.decoder, m, n, k), False) for m in counts]
-        every += [(tiles.choose_grouped(p.decoder, m, 8), True) for m in (64, 128, 256, 512)]
+        every += [(choose_grouped(p.decoder, m, 14336, 4096, 8), True) for m in (64, 128, 256, 512)]
+        every += [(tiles.choose(p.decoder, m, 14336, 4096), False) for m in (16, 32, 64, 128)]
         kernels += [Kernel(p.decoder, t, "bfloat16", grouped) for t, grouped in every]
     errors = build(kernels)
     print(f"{len(set(kernels))} kernels, {len(errors)} not compiled", *errors, sep="\n")
@@ -281,6 +283,13 @@ def time_tile(p: Problem, m: int, tile: Tile | None, overlap: bool) -> float:
     return median_us(calls, torch.device("cuda"))
 
 
+def time_copy(p: Problem, m: int) -> float:
+    """The weight decoded a slice at a time, and cuBLAS's products."""
+    x = p.tokens(m)[0]
+    calls = [lambda w=w: scalar_linear.dense(x, w, None) for w in p.copies]
+    return median_us(calls, torch.device("cuda"))
+
+
 def dense_us(n: int, k: int, m: int, dtype: torch.dtype) -> float:
     """cuBLAS, with cold weights."""
     w, x = (torch.randn(rows, k, device="cuda").to(dtype) for rows in (n, m))
@@ -342,8 +351,13 @@ def compare(args: argparse.Namespace) -> None:
                         "scheme": scheme, "n": n, "k": k, "m": m, "tile": tile.name,
                         "us": times[tile], "cycles": said[tile][0], "dense": dense[m],
                     })  # fmt: skip
+                copied = ""
+                if p.activation is None and m >= tiles.DENSE_FROM:
+                    copied = f"copy={time_copy(p, m):.1f} "
                 best = min(times, key=times.__getitem__)
-                text = " ".join(f"{t.name}={us:.1f}" for t, us in times.items() if t != chosen)
+                text = copied + " ".join(
+                    f"{t.name}={us:.1f}" for t, us in times.items() if t != chosen
+                )
                 print(
                     f"{scheme} {n}x{k} M={m} dense {dense[m]:.1f} chosen {times[chosen]:.1f} "
                     f"(x{dense[m] / times[chosen]:.2f}) {chosen.name} best {times[best]:.1f} "

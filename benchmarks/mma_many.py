@@ -24,7 +24,7 @@ from torch import Tensor
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.backend import LayerSpec, Prepared
 from anybit.kernels.cute import jit
-from anybit.kernels.hopper import scalar_linear
+from anybit.kernels.hopper import expert_tiles, scalar_linear
 from anybit.kernels.hopper import tiles as hopper_tiles
 from anybit.kernels.mma import linear, selftest, tiles
 from anybit.kernels.mma.tiles import Gpu, Kernel, Tile
@@ -63,7 +63,7 @@ def wide_kernels(scheme: str, m: int) -> list[Kernel]:
 
 def hopper_experts(scheme: str) -> list[hopper_tiles.Kernel]:
     d = mma.decoder_of(scheme)
-    family = hopper_tiles.family_grouped(d)
+    family = expert_tiles.family_grouped(d)
     return [hopper_tiles.Kernel(d, tile, "bfloat16", grouped=True) for tile in family]
 
 

@@ -25,9 +25,10 @@ from anybit.core.format import get_format
 from anybit.files.directory import cache_folder
 from anybit.kernels import registry
 from anybit.kernels.backend import LayerSpec
+from anybit.kernels.cute.cells import cells_of
 from anybit.kernels.cute.jit import compile_kernel, kernel_file
 from anybit.kernels.hopper import codebook_linear
-from anybit.kernels.hopper.cells import CodebookKernel, cells_of
+from anybit.kernels.hopper.codebook_tiles import CodebookKernel
 from anybit.kernels.hopper.launch import CodebookLauncher
 from anybit.measure import bench
 from anybit.measure.timing import rotated

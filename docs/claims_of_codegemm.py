@@ -52,7 +52,7 @@ def codegemm() -> list[Claim]:
             "all",
             "of a family on Hopper, for b = 8 and groups that are not too fine; others run on "
             "Triton ([which](#which-kernel-runs))",
-            "anybit/kernels/hopper/cells.py",
+            "anybit/kernels/cute/cells.py",
         ),
         Claim(
             "Products shrink by m / v",

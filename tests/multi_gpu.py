@@ -23,7 +23,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import anybit
-from anybit.core.packed import Packed
+from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.reference import INT8_LARGEST, operand_weight
 from anybit.nn.linear import QuantLinear
@@ -72,9 +72,16 @@ def reduced(y: Tensor) -> Tensor:
 
 
 def weight(n: int, k: int, scheme: str, device: torch.device) -> Packed:
-    """A random weight, the same on all ranks: k-means adds up in another order on every GPU."""
-    w = torch.randn(n, k, device=device) / k**0.5
-    packed = anybit.quantize_tensor(w, parse_scheme(scheme)[0])
+    """A random weight that rank 0 quantizes: k-means adds up in another order on every GPU."""
+    fmt = parse_scheme(scheme)[0]
+    if dist.get_rank() == 0:
+        packed = anybit.quantize_tensor(torch.randn(n, k, device=device) / k**0.5, fmt)
+    else:
+        empty = {}
+        for name, (size, entry) in tensor_shapes(fmt, (n, k)).items():
+            dtype = torch.int32 if entry is None else entry.default_dtype
+            empty[name] = torch.empty(size, dtype=dtype, device=device)
+        packed = Packed.from_tensors(fmt, (n, k), empty, scheme)
     for tensor in packed.tensors().values():
         dist.broadcast(tensor.view(torch.uint8), 0)  # gloo knows no floats of 8 bits
     return packed
@@ -182,10 +189,11 @@ def work(rank: int, cpu: bool, meet: str, schemes: tuple[str, ...]) -> None:
     with torch.inference_mode():
         for i, scheme in enumerate(schemes):
             torch.manual_seed(i)
-            x = torch.randn(m, k, device=device).to(dtype)
-            errors = check_layers(scheme, x, n, rank)
             hidden = small(scheme) if cpu else 1024
-            ratio = check_block(scheme, torch.randn(32, hidden, device=device).to(dtype), rank)
+            x = torch.randn(m, k, device=device).to(dtype)
+            h = torch.randn(32, hidden, device=device).to(dtype)
+            errors = check_layers(scheme, x, n, rank)
+            ratio = check_block(scheme, h, rank)
             if rank == 0:
                 print(
                     f"{scheme}: column {errors['column']:.3f}, row {errors['row']:.3f} of the "

@@ -119,6 +119,7 @@ def test_plan_is_what_quantize_takes_and_costs_what_it_says(
     plan.save(tmp_path / "plan.json")
     model = anybit.quantize_(make(), json.loads((tmp_path / "plan.json").read_text()))
     layers = dict(quantized_layers(model))
+    assert layers.pop("lm_head").scheme == "int8"  # its bits are beside the budget
     for group, option in zip(plan.groups, plan.chosen, strict=True):
         assert {layers[name].scheme for name in group.names} == {option.scheme}
     weights = sum(layer.in_features * layer.out_features for layer in layers.values())
@@ -190,9 +191,22 @@ def test_table_and_plot(plan: Allocation, tmp_path: Path) -> None:
     table = plan.table()
     assert "model.layers.1.self_attn.q_proj, k_proj, v_proj" in table
     assert f"{plan.bits:.3f}" in table
+    assert "lm_head" in table
     assert all(option.scheme in table for option in plan.groups[0].options)
     plan.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_heads_that_are_kept() -> None:
+    """Where none is asked for, and where the embeddings' weight would still be needed."""
+    given = {"candidates": ["int4"], "quantizer": anybit.RTN()}
+    assert plan_formats(make(), None, 4.5, head=None, **given).heads == ()
+    model = make()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    assert plan_formats(model, None, 4.5, **given).heads == ()
+    with pytest.raises(ValueError, match="int4:group=48"):
+        plan_formats(make(), None, 4.5, head="int4:group=48", **given)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -297,29 +298,25 @@ def test_an_unknown_error_is_null_in_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_ctrl_c_is_a_plain_message_and_130() -> None:
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "anybit.cli",
-            "generate",
-            str(PICO),
-            "x",
-            "--max-tokens",
-            "1000",
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # The children of a background job ignore SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stdout
-    assert process.stdout.read(1) == "x"  # it has begun to write
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stderr.splitlines()[-1]) == (130, "interrupted")
+def test_ctrl_c_is_a_plain_message_and_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes when the first piece has been written."""
+
+    def interrupted(*args: object, show: Callable[[str], None], **options: object) -> None:
+        def and_interrupt(piece: str) -> None:
+            show(piece)
+            signal.raise_signal(signal.SIGINT)
+
+        complete(*args, show=and_interrupt, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(anybit.evaluate.model, "complete", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        stdout, stderr = run("generate", PICO, "x", "--max-tokens", "1000", code=130)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stdout.startswith("x")
+    assert len(stdout) < 100
+    assert stderr.splitlines()[-1] == "interrupted"
 
 
 def test_convert_and_export(tmp_path: Path) -> None:

@@ -2,14 +2,28 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import anybit
-from anybit.kernels.triton import tiles, tuned
+from anybit.core.packed import Packed
+from anybit.kernels import tuned
+from anybit.kernels.backend import LayerSpec
+from anybit.kernels.cute import operands
+from anybit.kernels.cute.decode import Decoder
+from anybit.kernels.cute.jit import BuildError
+from anybit.kernels.mma import linear
+from anybit.kernels.mma import tiles as mma_tiles
+from anybit.kernels.mma.tiles import Gpu
+from anybit.kernels.mma.tiles import Tile as MmaTile
+from anybit.kernels.triton import tiles
 from anybit.kernels.triton.tiles import Tile
 
 pytest.importorskip("triton")
@@ -17,6 +31,7 @@ pytest.importorskip("triton")
 from anybit.kernels.triton import backend
 from anybit.kernels.triton.layout import layout_of
 from anybit.measure import timing, tune
+from tests.kernels.mma import GPUS
 
 GPU = "NVIDIA Something 90"
 FEW, MANY = Tile(rows=32, tokens=8, split=2), Tile(rows=128, tokens=64, warps=8)
@@ -69,13 +84,14 @@ def test_every_candidate_is_right_and_timed(scheme: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(tune, "candidates", lambda *args: iter(some))
     fmt, activation = anybit.core.scheme.parse_scheme(scheme)
     packed = anybit.quantize_tensor(torch.randn(40, 256), fmt)
-    times = tune.time_tiles(packed, activation, 3)
+    [(name, times)] = tune.time_triton(packed, activation, 3)
+    assert name == scheme
     assert list(times) == some
     assert all(us > 0 for us in times.values())
 
     monkeypatch.setattr(backend, "multiply", lambda x, *args: x.new_zeros(3, 40))
     with pytest.raises(RuntimeError, match="wrong by 1"):
-        tune.time_tiles(packed, activation, 3)
+        list(tune.time_triton(packed, activation, 3))
 
 
 @pytest.mark.parametrize("family", ["rows", "groups", "planes", "tables", "psumbook"])
@@ -100,8 +116,114 @@ def test_quantized_activations_are_never_left_out(
 
     candidates = tune.candidates
     monkeypatch.setattr(tune, "candidates", listed)
-    tune.time_tiles(anybit.quantize_tensor(torch.randn(40, 256), fmt), activation, 100)
+    list(tune.time_triton(anybit.quantize_tensor(torch.randn(40, 256), fmt), activation, 100))
     assert (Tile("dense") in offered) == (activation is None)
+
+
+# The kernels for `mma.sync`, on a GPU that is only described.
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    found = GPUS["RTX 3090"]
+    monkeypatch.setattr(mma_tiles, "gpu_of", lambda device: found)
+    monkeypatch.setattr(linear, "gpu_of", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
+    linear.chosen.cache_clear()
+    yield found
+    linear.chosen.cache_clear()
+
+
+def exact(packed: Packed, spilling: MmaTile, wrong: float = 0.0) -> Callable[..., Tensor]:
+    """Stands for the kernels; one tile does not compile."""
+
+    def multiply(x: Tensor, scale: Any, sums: Any, weight: Any, bias: Any, dtype: Any, kernel: Any):
+        if kernel.tile == spilling:
+            raise BuildError("it spills")
+        y = x.double() @ packed.dequantize().double().T * (1 + wrong)
+        return (y if scale is None else y * scale[:, None]).to(dtype)
+
+    return multiply
+
+
+@pytest.mark.parametrize("scheme", ["int4:group=128", "liquid@int8"])
+def test_the_fastest_kernel_comes_before_the_rule(
+    scheme: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fmt, activation = anybit.core.scheme.parse_scheme(scheme)
+    packed = anybit.quantize_tensor(torch.randn(40, 256), fmt)
+    device = torch.device("cpu")
+
+    def choose(dtype: torch.dtype, m: int) -> MmaTile:
+        operand = torch.int8 if activation else dtype
+        decoder = operands.decoder_for(fmt, operand)
+        return linear.chosen(scheme, decoder, m, 40, 256, dtype, device, 0)[0].tile
+
+    rule = {m: choose(torch.bfloat16, m) for m in (3, 64)}
+    others = tune.candidates_mma(decoder_of(scheme), gpu, 3, 40)[1:]
+    fast, spilling = others[0], others[1]
+    monkeypatch.setattr(linear, "multiply", exact(packed, spilling))
+    # A stub timer: by the tile, and the rule's is never the best.
+    monkeypatch.setattr(
+        tune, "median_us", lambda calls, device: 1.0 if calls[0].args[1] == fast else 2.0
+    )
+    found = dict(tune.time_mma(packed, activation, 3))
+    assert list(found) == [f"{scheme} in float16", f"{scheme} in bfloat16"]
+    for times in found.values():
+        assert rule[3] in times
+        assert spilling not in times
+        assert min(times, key=times.__getitem__) == fast
+    tuned.save(GPU, {(f"{scheme} in bfloat16", 40, 256): [(16, fast)]})
+    linear.chosen.cache_clear()
+    assert [choose(torch.bfloat16, m) for m in (1, 3, 16)] == [fast] * 3
+    assert choose(torch.bfloat16, 64) == rule[64]  # beyond what was tuned
+    assert choose(torch.float16, 3) == rule[3]  # another dtype
+
+    monkeypatch.setattr(linear, "multiply", exact(packed, spilling, wrong=0.1))
+    with pytest.raises(RuntimeError, match="wrong by 1"):
+        list(tune.time_mma(packed, activation, 3))
+
+
+def decoder_of(scheme: str) -> Decoder:
+    fmt, activation = anybit.core.scheme.parse_scheme(scheme)
+    return operands.decoder_for(fmt, torch.int8 if activation else torch.bfloat16)
+
+
+@pytest.mark.parametrize("m", [1, 16, 17, 64, 100, 1024])
+@pytest.mark.parametrize("name", GPUS)
+def test_candidates_fit_the_gpu(name: str, m: int) -> None:
+    gpu = GPUS[name]
+    for scheme in ("int4:group=128", "liquid@int8", "fp6"):
+        d = decoder_of(scheme)
+        found = tune.candidates_mma(d, gpu, m, 4096)
+        assert found[0] == mma_tiles.choose(d, gpu, m, 4096)
+        assert 3 <= len(set(found)) == len(found) <= 14
+        assert all(mma_tiles.shared_bytes(tile, d) <= gpu.shared for tile in found)
+
+
+def test_both_families_share_a_file() -> None:
+    cell, other = ("int4", 256, 512), MmaTile(16, kind="narrow")
+    tuned.save(GPU, {cell: [(4, FEW)]})
+    tuned.save(GPU, {cell: [(8, other)]})
+    assert tuned.tile_for(Tile, GPU, *("int4", 1, 256, 512)) == FEW
+    assert tuned.tile_for(MmaTile, GPU, *("int4", 1, 256, 512)) == other
+    tuned.save(GPU, {cell: [(8, replace(other, warps=8))]})  # tuned again
+    assert tuned.load(GPU)[cell] == [(4, FEW), (8, replace(other, warps=8))]
+
+
+def test_tune_asks_the_backend_that_multiplies(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = LayerSpec(anybit.get_format("int4"), None, (8, 128), torch.device("cuda"))
+    answers: dict[str, str | None] = {"mma": None, "triton": None}
+    monkeypatch.setattr(
+        tune, "get_backend",
+        lambda name: SimpleNamespace(refuse=lambda layer: answers[name]),
+    )  # fmt: skip
+    assert tune.backend_for(layer) == "mma"
+    answers["mma"] = "takes no such layer"
+    assert tune.backend_for(layer) == "triton"
+    answers["triton"] = "is not installed"
+    with pytest.raises(ValueError, match="mma takes no such layer; triton is not installed"):
+        tune.backend_for(layer)
 
 
 def test_without_a_gpu() -> None:

@@ -209,6 +209,9 @@ def plan(
     candidates: Annotated[
         str | None, typer.Option(help="Formats to choose from, separated by ';'.")
     ] = None,
+    head: Annotated[
+        str, typer.Option(help="Format of the output head, beside the budget; none keeps it.")
+    ] = "int8",
     samples: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 32,
     length: Annotated[int, typer.Option(min=1, help="Tokens in each, at most.")] = 2048,
     out: Annotated[
@@ -260,6 +263,7 @@ def plan(
         seconds=None if latency_us is None else latency_us * 1e-6,
         candidates=chosen_formats or CANDIDATES,
         device=device,
+        head=None if head == "none" else head,
     )
     typer.echo(chosen.table())
     if out:
@@ -412,10 +416,11 @@ def tune(
     shape: Annotated[list[str], typer.Option(help="Outputs x inputs of a layer, NxK. Repeatable.")],
     m: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,4,16,64,256,1024",
 ) -> None:
-    """Find the fastest tiles of the Triton kernels for this GPU, and use them from now on.
+    """Find the fastest tiles for this GPU, and use them from now on.
 
-    The shipped tiles were measured on an H200. Takes about a minute for each format and shape; what
-    is found is kept in the cache folder ($ANYBIT_CACHE), for this GPU and version of anybit.
+    Of the kernels for mma.sync where they take the layer, else of Triton's. The shipped tiles were
+    measured on an H200. Takes a minute or more for each format and shape; what is found is kept in
+    the cache folder ($ANYBIT_CACHE), for this GPU and version of anybit.
     """
     from anybit.measure.bench import parse_counts, parse_shape
     from anybit.measure.tune import tune as run

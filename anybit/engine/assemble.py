@@ -13,6 +13,7 @@ from anybit.engine.fallback import Generator
 from anybit.engine.int4 import INT4
 from anybit.engine.loader import Loaded
 from anybit.engine.lookup import Lookup
+from anybit.engine.memory import cache_room, step_bytes
 from anybit.engine.model_runner import ModelRunner, Runner, block_bytes
 from anybit.engine.models.layers import Decoder
 from anybit.engine.scheduler import Scheduler
@@ -22,7 +23,6 @@ from anybit.engine.structured import Grammars
 from anybit.errors import InvalidInput
 
 CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU at most, unless said otherwise
-GPU_FRACTION = 0.9  # of the free memory, likewise
 MOST_DRAFTED = 128  # tokens of a captured step with drafts
 KV_DTYPES = {"int8": torch.int8, "int4": INT4}
 Kv = Literal["auto", "model", "int8", "int4"]
@@ -108,7 +108,8 @@ def runner_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> tuple
         assert not isinstance(small.model, Generator)
         models.append(small.model)
     size, kind = settings.block_size, settings.kv_dtype
-    blocks = cache_blocks(models, size, kind, settings.kv_bytes, most)
+    step = step_bytes(loaded.config.get_text_config(), settings.max_tokens, most)
+    blocks = cache_blocks(models, size, kind, settings.kv_bytes, most, step)
     return ModelRunner(model, blocks, size, kind, rows, settings.deterministic), blocks
 
 
@@ -133,20 +134,26 @@ def has_own_cache(settings: Settings) -> bool:
 
 def cache_blocks(
     models: list[Decoder], block_size: int, kv_dtype: torch.dtype, kv_bytes: int | None,
-    max_running: int,
+    max_running: int, step: int,
 ) -> int:  # fmt: skip
     """Blocks of the KV cache; InvalidInput when kv_bytes, or what is free, does not hold two.
 
     models: that have caches of so many blocks, the one that decides how many are needed first.
+    step: bytes that a step of theirs takes on a GPU.
     """
     model = models[0]
     each = sum(block_bytes(m, block_size, kv_dtype) for m in models)
+    room = cache_room(model.embed_tokens.device, step if kv_bytes is None else None)
+    if room is not None and room < (kv_bytes or 2 * each):
+        asked = f"two blocks of {each} bytes" if kv_bytes is None else f"kv_bytes={kv_bytes}"
+        raise InvalidInput(
+            f"a KV cache of {asked} does not fit: beside the weights and about {step} bytes that a "
+            f"step takes, the GPU has {room} bytes left; use fewer bits for weights, kv_cache="
+            "'int8' or 'int4', or smaller kv_bytes, max_tokens or max_running"
+        )
     if kv_bytes is None:
-        free, device = CPU_CACHE, model.embed_tokens.device
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # what laying out the weights took and gave back
-            free = int(torch.cuda.mem_get_info(device)[0] * GPU_FRACTION)
-        kv_bytes = min(free, -(-model.length // block_size) * max_running * each)
+        most = CPU_CACHE if room is None else room
+        kv_bytes = min(most, -(-model.length // block_size) * max_running * each)
     blocks = kv_bytes // each
     if blocks < 2:
         raise InvalidInput(

@@ -8,12 +8,21 @@ from torch import Tensor, nn
 
 from anybit.core.packed import Packed
 from anybit.engine.weights import Weights, together
-from anybit.kernels.backend import LayerSpec
+from anybit.kernels.backend import Activations, LayerSpec
 from anybit.kernels.registry import choose
-from anybit.nn.grouped import Weight, group, merge
+from anybit.nn.grouped import QuantExperts, Weight, group, merge
+from anybit.nn.routing import Routing, spread
 
 
-class OneByOne(nn.Module):
+class Apart(nn.Module):
+    """A product of experts that takes tokens as they are."""
+
+    def take(self, x: Tensor, routing: Routing) -> Tensor | Activations:
+        """A row for each choice of x (T, K)."""
+        return spread(x, routing)
+
+
+class OneByOne(Apart):
     """Experts of any kind, one after the other; waits for the device, so no graph captures it."""
 
     def __init__(self, layers: list[nn.Module]):
@@ -27,7 +36,7 @@ class OneByOne(nn.Module):
         return torch.cat([self.layers[e](x[a:b]) for e, a, b in busy])
 
 
-class DenseExperts(nn.Module):
+class DenseExperts(Apart):
     """bf16 experts as one product of torch, weight (experts, N, K)."""
 
     def __init__(self, weight: Tensor):
@@ -50,7 +59,7 @@ def biases_of(weights: Weights, names: list[list[str]], rows: list[int]) -> Tens
 
 def experts_of(
     weights: Weights, names: list[list[str]], rows: list[int], columns: int
-) -> nn.Module:
+) -> Apart | QuantExperts:
     """A module for the experts' layers: one product if their kind and their device allow.
 
     names: of each expert, layers (rows[i], columns) that are merged as in `Weights.linear`.
@@ -70,7 +79,7 @@ def backend_of(packed: Packed, activation: str | None, dtype: torch.dtype) -> st
     return choose(LayerSpec.of(packed, activation, dtype))
 
 
-def dense(weights: list[Weight]) -> nn.Module | None:
+def dense(weights: list[Weight]) -> DenseExperts | None:
     """Dense experts as one product of torch, where it takes them."""
     found = [w for w, _ in weights if isinstance(w, Tensor)]
     if len(found) < len(weights) or not found[0].is_cuda or found[0].dtype != torch.bfloat16:

@@ -88,7 +88,8 @@ class LLM:
     keep: whether layers that no kernel multiplies may hold decoded copies, as in `anybit.load`.
     length: tokens of the longest text, prompt included; the model's own limit by default.
     kv_bytes: size of the KV cache. By default, what the longest texts of max_running requests
-        need, but at most 1 GiB on a CPU and 90 % of the free memory on a GPU.
+        need, but at most 1 GiB on a CPU and, on a GPU, 90 % of the free memory, or less where a
+        step takes the rest.
     max_running: texts written at the same time. max_tokens: tokens in one step.
     deterministic: an answer has the same tokens whatever else runs, at some cost in speed; see
         `anybit.engine.steady`.

@@ -14,6 +14,7 @@ from anybit.checkpoint.architecture import bare_model
 from anybit.checkpoint.foreign.ready import ready
 from anybit.engine import fallback
 from anybit.engine.lora import Adapters, read_adapter
+from anybit.engine.memory import check_weights
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import Decoder
 from anybit.engine.weights import Checkpoint, Rougher, Weights
@@ -109,6 +110,7 @@ def load(
         kind = model_class(config, directory)
         source = Rougher if rougher and formats is not None else Checkpoint
         weights = source(directory, device, dtype, bare, formats, quantization, keep)
+        check_weights(directory, weights.least_bytes(), device)
         if adapters:
             found = {name: read_adapter(d, config.model_type) for name, d in adapters.items()}
             weights.adapters = Adapters(found)

@@ -4,6 +4,7 @@ A model asks for what it needs by name and shape while it is built, so nothing i
 and whatever is missing, misshapen or left over is an error that names it.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -160,17 +161,34 @@ class Checkpoint(Weights):
         if quantization is not None:
             work = plan_quantization(directory, quantization, RTN(), as_in_model=True)
             stored, schemes, self.config = work.stored, work.schemes, work.model.config
-            known = {*work.names, *work.unexpected}
+            known, read = {*work.names, *work.unexpected}, set(work.names)
         else:
             found = layout(stored_tensors(directory), model, lambda name: True)
             if formats is None:
                 check_missing(directory, found.missing, found.unexpected)
             stored, known = found.stored, {*found.names, *found.unexpected}
+            read = set(found.names if formats is None else stored)
         kind = model.config.model_type
         self.stored = {published(name, kind): tensor for name, tensor in stored.items()}
         self.schemes = {published(n.removesuffix(".weight"), kind): s for n, s in schemes.items()}
         # What transformers leaves out without a word, such as layers for further tokens, may stay.
         self.unread = {published(name, kind) for name in known}
+        self.certain = {published(name, kind) for name in read}  # to be read
+
+    def least_bytes(self) -> int:
+        """What the weights take on the device, at least: what may be left unread does not count."""
+        total = 0
+        for name, tensor in self.stored.items():
+            count = math.prod(tensor.shape)
+            scheme = self.schemes.get(name.removesuffix(".weight"))
+            if scheme is not None:
+                fmt = parse_scheme(scheme)[0]
+                total += (
+                    count // tensor.shape[-1] * fmt.code_count(tensor.shape[-1]) * fmt.bits // 8
+                )
+            elif name in self.certain and name != "lm_head.weight":  # which may be the embeddings
+                total += count * min(tensor.torch_dtype.itemsize, self.dtype.itemsize)
+        return total
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         return self._read(name, shape).to(self.device, dtype or self.dtype)
@@ -249,6 +267,9 @@ class Rougher(Checkpoint):
     ):  # fmt: skip
         super().__init__(directory, device, dtype, model, formats, None, keep)
         self.format = get_format(quantization)
+
+    def least_bytes(self) -> int:
+        return 0  # its layers become smaller
 
     def part(self, name: str, shape: tuple[int, int], bias: bool) -> Part:
         weight, b, _ = super().part(name, shape, bias)

@@ -115,11 +115,11 @@ class NVFP4(Microscaling):
         }
 
     def scales(self, grid: Grid) -> Tensor:
-        scale, row = grid["scale"].float(), grid["row_scale"]
-        return scale / row if self.divide else scale * row
+        scale = grid["scale"].float()
+        return scale / divisor(grid) if self.divide else scale * grid["row_scale"]
 
     def row_factor(self, grid: Grid) -> Tensor | None:
-        return 1 / grid["row_scale"] if self.divide else grid["row_scale"]
+        return 1 / divisor(grid) if self.divide else grid["row_scale"]
 
     def fit(self, w: Tensor) -> Grid:
         """Four over six (https://arxiv.org/abs/2512.02010): a group's largest weight becomes 6, or
@@ -163,3 +163,9 @@ def by_pieces(w: Tensor, fit: Callable[[Tensor], Tensor]) -> Tensor:
     """Scales of all rows, fitted to a few rows at a time, so that temporaries stay small."""
     step = max(1, PIECE // max(1, w.shape[1]))
     return torch.cat([fit(rows) for rows in w.split(step)])
+
+
+def divisor(grid: Grid) -> Tensor:
+    """The numbers that scales are divided by; padding has 0 in place of everything."""
+    row = grid["row_scale"]
+    return torch.where(row == 0, 1.0, row)

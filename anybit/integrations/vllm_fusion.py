@@ -206,14 +206,12 @@ def activations() -> PatternMatcherPass:
     def ours(x: Tensor) -> Tensor:
         return silu_mul(x, None)[0]
 
+    def enter(dtype: torch.dtype) -> None:
+        example = torch.empty(5, 64, dtype=dtype, device=current_platform.device_type)
+        register_replacement(written, ours, [example], fwd_only, patterns, extra_check=matched)
+
     for dtype in (torch.bfloat16, torch.float32):  # float16 is traced as bfloat16 is
-
-        @enable_fake_mode
-        def enter(dtype: torch.dtype = dtype) -> None:
-            example = torch.empty(5, 64, dtype=dtype, device=current_platform.device_type)
-            register_replacement(written, ours, [example], fwd_only, patterns, extra_check=matched)
-
-        enter()
+        enable_fake_mode(enter)(dtype)
     return patterns
 
 

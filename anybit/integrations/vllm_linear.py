@@ -135,9 +135,9 @@ class Stored(AnybitLinearMethod):
             if is_dummy():
                 fill(piece, device)
         weights = [(piece.finish(), None if piece.apart else piece.activation) for piece in pieces]
-        self.finish(layer, weights)
-        for key in receivers:
+        for key in receivers:  # first: other tools' tensors may have the name that `finish` gives
             delattr(layer, key)
+        self.finish(layer, weights)
         layer.pieces.clear()  # which receivers take as a sign that all is read
         del layer.pieces
 

@@ -18,6 +18,7 @@ from anybit.kernels.registry import choose, get_backend, refusals
 from anybit.nn import op as ops
 from anybit.nn.around import Around
 from anybit.nn.grouped import QuantExperts, Weight, group, merge, parameters
+from anybit.nn.routing import Routing, mixture
 
 
 class Multiply(nn.Module):
@@ -178,11 +179,6 @@ class Experts(nn.Module):
         parts: Any = self.experts[expert]
         return torch.cat([part(x, None) for part in parts], -1)
 
-    def all(self, x: Tensor, starts: Tensor) -> Tensor:
-        """x (M, K), sorted by expert, -> (M, N); expert e has rows starts[e] to starts[e + 1]."""
-        assert self.product is not None
-        return self.product(x, starts)
-
 
 def one_by_one(
     x: Tensor,
@@ -216,14 +212,11 @@ def all_experts(
     w2: Experts,
     activate: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """All experts in two launches, over tokens sorted by expert; other ranks' come last."""
-    m, count = ids.shape
-    experts = w13.count
-    flat = torch.where(ids < 0, experts, ids).flatten()
-    flat, order = flat.sort(stable=True)
-    starts = torch.searchsorted(flat, torch.arange(experts + 1, device=x.device)).int()
-    y = w2.all(activate(w13.all(x[order // count], starts)), starts)
-    y = torch.where((flat < experts)[:, None], y.float(), 0)  # other ranks' rows were not written
-    each = torch.empty_like(y)
-    each[order] = y
-    return (each.view(m, count, -1) * weights.float()[..., None]).sum(1).to(x.dtype)
+    """All experts at once, over tokens sorted by expert; those of other ranks count nothing."""
+    assert w13.product is not None
+    assert w2.product is not None
+
+    def between(y: Tensor, routing: Routing) -> Tensor:
+        return activate(y)
+
+    return mixture(x, weights, ids, w13.count, w13.product, w2.product, between)

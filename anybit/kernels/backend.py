@@ -148,11 +148,11 @@ class Grouped(Protocol):
             ValueError: formats or shapes differ, or there are more than `most_experts`.
         """
 
-    def linear_experts(self, x: Tensor, starts: Tensor, prepared: Prepared) -> Tensor:
+    def linear_experts(self, x: Tensor | Activations, starts: Tensor, prepared: Prepared) -> Tensor:
         """Multiply tokens that lie sorted by expert.
 
         Args:
-            x: (M, K).
+            x: (M, K), or `Activations` of M rows, as `Backend.linear` takes them.
             starts: (experts + 1,) int32, on x's device. Tokens starts[e] to starts[e + 1] meet
                 the weight of expert e; those after the last are no expert's.
             prepared: by `prepare_experts`.

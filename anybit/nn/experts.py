@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from anybit.nn.routing import combine, sort, spread
 from anybit.nn.weight import DecodedWeight
 
 FUSED = ("gate_up_proj", "down_proj")
@@ -143,16 +144,15 @@ class Experts(nn.ModuleList):
         if top_k_index is None or top_k_weights is None:
             parts = hidden_states.chunk(len(self))
             return torch.cat([one(x) for one, x in zip(self, parts, strict=True)])
-        out, top_k = torch.zeros_like(hidden_states), top_k_index.shape[1]
-        expert, order = top_k_index.flatten().sort(stable=True)
-        ids = torch.arange(len(self) + 1, device=expert.device)
-        for e, (first, last) in enumerate(pairwise(torch.searchsorted(expert, ids).tolist())):
-            if first < last:
-                chosen = order[first:last]
-                tokens = chosen // top_k
-                y = self[e](hidden_states[tokens]) * top_k_weights.flatten()[chosen, None]
-                out.index_add_(0, tokens, y.to(out.dtype))
-        return out
+        routing = sort(top_k_index, len(self))
+        rows = spread(hidden_states, routing)
+        parts = [
+            one(rows[first:last])
+            for one, (first, last) in zip(self, pairwise(routing.starts.tolist()), strict=True)
+            if first < last
+        ]
+        y = torch.cat(parts) if parts else rows
+        return combine(y, routing, top_k_weights).to(hidden_states.dtype)
 
 
 def linear(weight: Tensor) -> nn.Linear:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from anybit.core.packed import Packed, stack
-from anybit.kernels.backend import Grouped, LayerSpec, Prepared, octaves
+from anybit.kernels.backend import Activations, Grouped, LayerSpec, Prepared, octaves
 from anybit.kernels.registry import grouped
 from anybit.nn.around import Around
+from anybit.nn.routing import Routing, kernels, spread
 from anybit.nn.sharding import same
 
 Weight = tuple[Tensor | Packed, str | None]  # and what its activations are quantized to
@@ -41,12 +42,28 @@ class QuantExperts(nn.Module):
         for name, tensor in around._asdict().items():
             self.register_buffer(name, tensor)
 
-    def forward(self, x: Tensor, starts: Tensor) -> Tensor:
-        """x (M, K), tokens starts[e] to starts[e + 1] for expert e -> (M, N)."""
+    @property
+    def activation(self) -> str | None:
+        return self.prepared.activation
+
+    def take(self, x: Tensor, routing: Routing) -> Tensor | Activations:
+        """A row for each choice of x (T, K); where kernels can, rotated and quantized before."""
+        if self.activation is None or kernels(x) is None:
+            return spread(x, routing)
+        around = Around.of(self._buffers)
+        rows = spread(x if around.order is not None else around.before(x), routing, self.activation)
+        assert isinstance(rows, Activations)
+        return rows._replace(rotated=around.rotate_in is not None)
+
+    def forward(self, x: Tensor | Activations, starts: Tensor) -> Tensor:
+        """x (M, K), rows starts[e] to starts[e + 1] for expert e -> (M, N)."""
         prepared = self.prepared._replace(layout=tuple(self.layout))
         around = Around.of(self._buffers)
-        y = self.kernels.linear_experts(around.before(x), starts, prepared)
-        return around.after(y, None)
+        if isinstance(x, Tensor):
+            x = around.before(x)
+        elif around.order is not None:
+            x = x._replace(codes=around.before(x.codes))
+        return around.after(self.kernels.linear_experts(x, starts, prepared), None)
 
 
 def group(

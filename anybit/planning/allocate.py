@@ -30,6 +30,7 @@ from anybit.formats.presets import CANDIDATES
 from anybit.nn.experts import Experts, of_all_experts
 from anybit.nn.model import dense_layers, linear_at, taken_apart
 from anybit.nn.plan import is_head
+from anybit.nn.tied import tied_to_embeddings
 from anybit.planning.allocation import Allocation, Group, Option
 from anybit.planning.cost_model import DEVICES, cost, instructions, operand_of
 from anybit.progress import progress
@@ -42,6 +43,7 @@ from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.clip import Clip
 
 BINS = 1 << 16  # of the budget; rounding up to whole bins wastes less than layers / BINS of it
+HEAD = "int8"  # see docs/accuracy.md for what it costs
 PROBE = 16  # tokens that show, without text, which layers read the same input
 
 # (layer, its weight (N, K), format, statistics of its inputs) -> loss
@@ -58,11 +60,12 @@ def plan_formats(
     quantizer: Quantizer | None = None,
     device: str = "h200",
     tokens: int = 1,
+    head: str | None = HEAD,
     show_progress: bool | None = None,
 ) -> Allocation:
     """Choose a format per layer of least predicted loss under a budget: bits, or seconds.
 
-    The error of quantized activations (`@int8`) is not predicted. The output head is kept.
+    The error of quantized activations (`@int8`) is not predicted.
 
     Args:
         model: A dense transformers model.
@@ -75,6 +78,8 @@ def plan_formats(
         quantizer: The one that will be used, whose own data is ignored; `Clip()` by default.
         device: A name of `cost_model.DEVICES`.
         tokens: In one forward pass, for predicted times.
+        head: The output head's format, which the budget does not count; None keeps it. A head that
+            shares the embeddings' weight is kept: codes of its own would take more memory.
         show_progress: As in `quantize_`.
 
     Returns:
@@ -96,7 +101,9 @@ def plan_formats(
     if device not in DEVICES:
         raise InvalidInput(f"unknown device {device!r}; known: {', '.join(DEVICES)}")
     with taken_apart(model):
-        names = [name for name in dense_layers(model) if not is_head(name)]
+        dense = dense_layers(model)
+        names = [name for name in dense if not is_head(name)]
+        heads = () if head is None else heads_of(model, dense, head)
         needs: tuple[str, ...] = ()
         if calibration is None:
             ids, loss = probe(model), partial(weight_error, quantizer)
@@ -142,7 +149,20 @@ def plan_formats(
         tuple(g.options[c] for g, c in zip(groups, chosen, strict=True)),
         name,
         "weight error" if calibration is None else "KL",
+        heads,
     )
+
+
+def heads_of(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], scheme: str
+) -> tuple[tuple[str, str], ...]:
+    """Output heads with a weight of their own, and the scheme that they get."""
+    fmt, _ = parse_scheme(scheme)
+    tied = tied_to_embeddings(model)
+    own = [name for name in shapes if is_head(name) and name not in tied]
+    for name in own:
+        fmt.check(*shapes[name])
+    return tuple((name, scheme) for name in own)
 
 
 def probe(model: nn.Module) -> Tensor:

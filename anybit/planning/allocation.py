@@ -49,12 +49,14 @@ class Allocation:
         budget: In words, for tables and plots.
         measure: What losses are: "KL", predicted nats per token, or "weight error", squared errors
             of the weights over their squares, summed over layers.
+        heads: Output heads and their formats, which the budget does not count.
     """
 
     groups: tuple[Group, ...]
     chosen: tuple[Option, ...]
     budget: str
     measure: str
+    heads: tuple[tuple[str, str], ...] = ()
 
     @property
     def plan(self) -> dict[str, str | None]:
@@ -67,7 +69,7 @@ class Allocation:
         for group, option in zip(self.groups, self.chosen, strict=True):
             if option.scheme != common:
                 out |= dict.fromkeys(group.names, option.scheme)
-        return out
+        return out | dict(self.heads)
 
     @property
     def bits(self) -> float:
@@ -105,6 +107,7 @@ class Allocation:
                 f"{name:48} {option.scheme:22} {option.bits / group.weights:6.3f} "
                 f"{option.loss * 1000:{wide}.4f}"
             )
+        lines += [f"{name:48} {scheme:22} (beside the budget)" for name, scheme in self.heads]
         lines.append("")
         lines.append(f"{'whole model, predicted':48} {'':22} {'bits':>6} {loss} {'us':>9}")
         for name, it in [

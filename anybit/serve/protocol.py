@@ -366,9 +366,7 @@ class Error(BaseModel):
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error} for status in (400, 401, 404, 408, 413, 500, 503)
 }
-STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
-}
+STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 

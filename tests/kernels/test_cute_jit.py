@@ -18,11 +18,12 @@ import pytest
 
 from anybit.core.format import get_format
 from anybit.kernels.cute import build, cubin, jit
+from anybit.kernels.cute.cells import Cells
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.build import kernels_of
-from anybit.kernels.hopper.cells import Cells, CodebookKernel
+from anybit.kernels.hopper.codebook_tiles import CodebookKernel
 from anybit.kernels.hopper.launch import CodebookArguments
 from anybit.kernels.hopper.tiles import Kernel, Tile
 

@@ -124,6 +124,10 @@ def test_one_token_reads_the_experts_that_it_meets() -> None:
 
 
 def test_grid_covers_every_tile() -> None:
+    split = Tile(8, ctas=2, split=2)
+    assert tiles.grid(split, 8, 1536, experts=128) == 12 * 8 * 2  # each row an expert of its own
+    assert tiles.grid(split, 20, 256, experts=4) == 2 * (4 + 2) * 2  # of 9, 9, 1 and 1 rows
+    assert tiles.grid(Tile(8, ctas=2), 8192, 1536, experts=128) == 264
     tile = Tile(64, ctas=2, split=4)
     assert tiles.grid(tile, 64, 6144) == 48 * 4
     assert tiles.grid(Tile(256), 1024, 28672) == 128  # 896 tiles: seven full waves
@@ -139,9 +143,11 @@ def test_launches_overlap_where_that_was_faster() -> None:
     assert all(overlaps(d, 1, 28672) and overlaps(d, 256, 28672) for d in (liquid, int8, sparse))
     assert overlaps(liquid, 1024, 4096)  # 128 tiles: all at once
     assert not overlaps(liquid, 1024, 28672)
-    assert not tiles.overlaps(
-        choose_grouped(liquid, 32, 14336, 4096, 8), liquid, 32, 14336, experts=8
-    )
+    # Experts: where each CTA has one tile.
+    many = choose_grouped(liquid, 32, 14336, 4096, 8)
+    few = choose_grouped(liquid, 8, 1536, 2048, 128)
+    assert not tiles.overlaps(many, liquid, 32, 14336, experts=8)
+    assert tiles.overlaps(few, liquid, 8, 1536, experts=128)
     # 96 CTAs of 64 tokens: of sparse two share a multiprocessor, of the others none.
     assert not overlaps(sparse, 64, 4096, 14336)
     assert overlaps(liquid, 64, 4096, 14336)

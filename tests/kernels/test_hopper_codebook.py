@@ -17,9 +17,9 @@ from anybit.core.packed import Packed
 from anybit.formats.codebook import Codebook
 from anybit.kernels.backend import LayerSpec
 from anybit.kernels.cute import cubin, jit
+from anybit.kernels.cute.cells import CELL, ROWS, VECTORS, Cells, cells_of, pack
 from anybit.kernels.hopper import backend, build, codebook_linear, tiles
-from anybit.kernels.hopper.cells import CELL, ROWS, VECTORS, Cells, CodebookKernel, cells_of, pack
-from anybit.kernels.hopper.codebook_tiles import candidates, choose, family
+from anybit.kernels.hopper.codebook_tiles import CodebookKernel, candidates, choose, family
 from anybit.kernels.hopper.lookup import LookupDecoder, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
 from anybit.kernels.hopper.tiles import MAX_SHARED, RESERVED, SHARED_OF_SM, Kernel, Tile

@@ -231,3 +231,25 @@ def test_experts(scheme: str) -> None:
     y = emulated.run(x, prepared, n, grid, starts=starts)
     assert_close(y, want, BRAIN)
     assert torch.equal(emulated.run(x, prepared, n, 3, starts=starts, seed=1), y)
+
+
+def test_experts_split_along_k() -> None:
+    """Clusters, of which the last ones find no tile; and where no expert has a token."""
+    n, k, starts = 24, 320, torch.tensor([0, 2, 2, 5, 5, 6], dtype=torch.int32)
+    emulated = Emulated("liquid@int8", BRAIN, Tile(8, ctas=2, split=2, stages=2), grouped=True)
+    experts = [packed_weight("liquid@int8", n, k) for _ in range(5)]
+    prepared = list(scalar_linear.prepare_experts(experts, "int8").layout)
+    x = emulated.tokens(6, k)
+    codes, scale, _ = x
+    assert scale is not None
+    want = torch.cat([
+        product(operand_weight(e, BRAIN), (codes[a:b], scale[a:b], None))
+        for e, a, b in zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+    ])  # fmt: skip
+    grid = tiles.grid(emulated.tile, 6, n, experts=5)
+    assert grid == 2 * 5  # three have tokens
+    y = emulated.run(x, prepared, n, grid, starts=starts)
+    assert_close(y, want, BRAIN)
+    assert torch.equal(emulated.run(x, prepared, n, grid, starts=starts, seed=1), y)
+    none = emulated.run(x, prepared, n, 2, starts=torch.zeros(6, dtype=torch.int32))
+    assert none.isnan().all()  # nothing is written

@@ -1,14 +1,16 @@
-"""Equal shares of Hopper's main loop: emulated with few CTAs, and where the rule chooses them."""
+"""Equal shares of Hopper's main loop, emulated with few CTAs; when they and copies are chosen."""
 
 from importlib.util import find_spec
 
 import pytest
 import torch
 
+from anybit.core.format import get_format
 from anybit.core.scheme import parse_scheme
+from anybit.kernels.backend import Prepared
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import Decoder
-from anybit.kernels.hopper import tiles
+from anybit.kernels.hopper import scalar_linear, tiles
 from anybit.kernels.hopper.tiles import Tile
 from anybit.kernels.mma.tiles import COUNTERS
 from anybit.kernels.reference import operand_weight
@@ -23,7 +25,8 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 SMALL = Tile(8, ctas=2, stages=3, shared=True)
 Case = tuple[str, torch.dtype, Tile, tuple[int, int, int], tuple[int, ...]]
 CASES: list[Case] = [  # scheme, dtype of y, tile, (M, N, K), CTAs
-    ("liquid@int8", BRAIN, SMALL, (5, 264, 256), (2, 5)),  # a whole tile too; a tile of three CTAs
+    # A whole tile each, and one that both share; unevenly; two CTAs for each tile, and one left.
+    ("liquid@int8", BRAIN, SMALL, (5, 264, 256), (2, 5, 7)),
     ("fp6", HALF, SMALL, (11, 128, 128), (3,)),  # two tiles of tokens, and a CTA with nothing
     # Eight chunks of sums, of which four are added at a time.
     ("int8@int8", BRAIN, Tile(64, ctas=2, stages=2, shared=True), (9, 128, 256), (2,)),
@@ -57,6 +60,12 @@ def check(
         assert torch.equal(first, second)
         if emulated.operand == "int8":  # sums are exact, however CTAs share a tile
             assert torch.equal(first, results[0])
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CTAs share tiles of two K tiles already."""
+    monkeypatch.setattr("anybit.kernels.hopper.shares.LEAST_UNITS", 1)
 
 
 @needs_dsl
@@ -95,6 +104,29 @@ def test_the_rule_shares_where_waves_are_wasted(scheme: str) -> None:
     assert tiles.choose(d, 16, 8192, 28672).split < 4
 
 
+def test_tiles_are_shared_evenly_where_few_ctas_are_left_over() -> None:
+    assert tiles.sharers(40, 136, 132) == 120
+    assert tiles.sharers(80, 136, 132) == 132
+    assert tiles.sharers(1, 136, 132) == 8
+    assert tiles.sharers(1, 20, 132) == 5
+    assert tiles.sharers(0, 136, 132) == 0
+
+
+@pytest.mark.parametrize("steps", [1, 3, 32, 136])
+def test_every_unit_has_one_owner(steps: int) -> None:
+    """The kernel's arithmetic, in Python: whoever is waited for has a part of the tile."""
+    for common in (1, 2, 5, 40, 80, 131):
+        ctas = tiles.sharers(common, steps, 132)
+        units = common * steps
+        owners = [c for c in range(ctas) for _ in range(c * units // ctas, (c + 1) * units // ctas)]
+        assert len(owners) == units
+        for tile in range(common):
+            low = ((tile * steps + 1) * ctas - 1) // units
+            high = ((tile + 1) * steps * ctas - 1) // units
+            found = owners[tile * steps : (tile + 1) * steps]
+            assert sorted(set(found)) == list(range(low, high + 1))
+
+
 def test_the_workspace_holds_all_sums() -> None:
     tile = Tile(128, shared=True)
     ctas = tiles.grid(tile, 256, 5120)
@@ -104,3 +136,36 @@ def test_the_workspace_holds_all_sums() -> None:
     assert tiles.workspace(Tile(128), 256, 5120, 80) == 0
     # Tiles that are divided are fewer than CTAs, and have a counter for each of eight warps.
     assert 8 * max(tiles.grid(t, 64, 128256) for t in tiles.equal(decoder_of("fp6"))) <= COUNTERS
+
+
+def test_copies_are_for_many_tokens_of_16_bits() -> None:
+    """Of formats that take long to decode: int7 is three planes in a register of 16 bits."""
+    assert tiles.decodes(decoder_of("int7"), 8192, 28672, 4096)
+    assert not tiles.decodes(decoder_of("int7"), 512, 28672, 4096)
+    assert not tiles.decodes(decoder_of("int4:group=128"), 8192, 28672, 4096)
+    assert not tiles.decodes(decoder_of("liquid@int8"), 8192, 28672, 4096)
+
+
+@pytest.mark.parametrize("n", [1000, 4352])
+def test_slices_are_decoded_in_turn(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    k = 4096
+    weight, x, bias = torch.randn(n, k), torch.randn(3, k), torch.randn(n)
+    rows = torch.nn.functional.pad(torch.arange(n), (0, 56))
+    blobs = torch.arange(-(-n // 256) * 2)[:, None, None]
+    seen = []
+
+    def decoded(x: torch.Tensor, kernel: object, part: Prepared) -> torch.Tensor:
+        first, count = int(part.layout[1][0]), part.shape[0]
+        assert int(part.layout[0][0]) == first // 128
+        seen.append((first, first + count))
+        return weight[first : first + count]
+
+    monkeypatch.setattr(scalar_linear.mma, "decoded", decoded)
+    monkeypatch.setattr(scalar_linear, "copies", lambda d: [None])
+    monkeypatch.setattr(scalar_linear, "decoder_for", lambda *args: None)
+    monkeypatch.setattr(tiles, "COPY", 1 << 20)
+    prepared = Prepared(get_format("fp6"), (n, k), None, (blobs, rows), None)
+    for given in (None, bias):
+        want = torch.nn.functional.linear(x, weight, given)
+        torch.testing.assert_close(scalar_linear.dense(x, prepared, given), want)
+    assert seen[: len(seen) // 2] == [(i, min(n, i + 2048)) for i in range(0, n, 2048)]

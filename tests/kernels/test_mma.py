@@ -183,7 +183,9 @@ def test_refusals_say_why(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
         return backend.refuse(spec_of(*args)) or ""
 
     assert refuse("fp6") == ""
-    assert "rows of a table" in refuse("codebook:m=1,v=4")
+    assert refuse("codebook:m=1,v=4") == ""
+    assert "8 bits here, not of 4" in refuse("codebook:m=1,v=4,b=4")
+    assert "not by int8" in refuse("codebook:m=1,v=4@int8")
     assert "not torch.float32" in refuse("fp6", (4096, 4096), torch.float32)
     assert refuse("fp6", (4097, 1001)) == ""
     assert "sm_89" in refuse("fp6@fp8")
@@ -277,6 +279,30 @@ def test_a_process_that_dies_is_a_verdict(gpu: Gpu, monkeypatch: pytest.MonkeyPa
     layer = spec_of("int4:group=128", dtype=torch.bfloat16)
     monkeypatch.setattr(subprocess, "run", answered({"narrow": "right"}, code=1))
     assert "illegal instruction" in (backend.refuse(layer) or "")
+
+
+def test_experts_have_a_self_test_of_their_own(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where their kernels are wrong, experts are multiplied one after the other."""
+    layer = spec_of("int4:group=128", dtype=torch.bfloat16)
+    kernels = selftest.kernels_of(layer, torch.bfloat16, gpu, experts=True)
+    verdict = ["right"]
+
+    def run(command: list[str], **kwargs: Any) -> SimpleNamespace:
+        assert command[-2:] == ["cuda:0", "experts"]
+        selftest.record(CUDA, {jit.kernel_file(k).name: verdict[0] for k in kernels})
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert backend.most_experts(layer) == operands.MOST_EXPERTS
+    assert "experts of int4:group=128" in caplog.text
+    assert f"{len(kernels)} of {len(kernels)} are right" in caplog.text
+    assert backend.most_experts(layer._replace(shape=(768, 2048))) == operands.MOST_EXPERTS
+    selftest.record(CUDA, {jit.kernel_file(kernels[0]).name: "two runs differ"})
+    assert backend.most_experts(layer) == 0
+    assert backend.most_experts(spec_of("codebook:m=1,v=4", dtype=torch.bfloat16)) == 0
+    assert backend.most_experts(layer._replace(dtype=torch.float32)) == 0
 
 
 class Exact:

@@ -53,7 +53,9 @@ def every() -> Iterator[Case]:
             for dtype in (HALF, BRAIN):
                 yield scheme, dtype, NARROW, (5, 48, 896), 0, architecture, False
                 yield scheme, dtype, Tile(32, 2, 4, 3), (33, 144, 384), 5, architecture, False
-    for scheme in ("liquid@int8", "int4:group=64,zero", "fp6"):
+    for scheme in ("liquid@int8", "int4:group=64,zero", "fp6"):  # what `anybit tune` may choose
+        for tile in (Tile(32, 2, 8, 2), Tile(64, 4, 4, 2), Tile(8, 2, 4, 5)):
+            yield scheme, BRAIN, tile, (tile.tokens - 1, tile.rows + 8, 384), 5, "sm_80", False
         d = kernel_of(scheme, BRAIN, NARROW).decoder
         for gpu in GPUS.values():
             for n in (1024, 4096, 28672):

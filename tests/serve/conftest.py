@@ -25,11 +25,12 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 @dataclass(frozen=True)
 class Live:
-    """A running server, from outside (url) and inside (server)."""
+    """A running server, from outside (url) and inside (server). end: asks it to end."""
 
     url: str
     server: Server
     port: int
+    end: Callable[[], None]
 
     def post(self, path: str, body: object, **options: object) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, **options)  # type: ignore[arg-type]
@@ -82,13 +83,18 @@ def serving(llm: LLM, **settings: object) -> Iterator[Live]:
         port = listener.getsockname()[1]
         listener.listen()
         server = Uvicorn(configured)
+
+        def end() -> None:
+            server.should_exit = True
+
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
             assert wait_for(lambda: server.started)
-            yield Live(f"http://127.0.0.1:{port}", configured.app.state.server, port)  # type: ignore[union-attr]
+            inside = configured.app.state.server  # type: ignore[union-attr]
+            yield Live(f"http://127.0.0.1:{port}", inside, port, end)
         finally:
-            server.should_exit = True
+            end()
             thread.join(30)
             assert not thread.is_alive()
 

@@ -263,10 +263,17 @@ def test_kill_restart_and_graceful_shutdown(
     short = ended(second, LONG | {"max_tokens": 20, "stream": True})
     assert '"finish_reason":"length"' in short[-2]
 
-    third = start(port, 0)  # and here it is not
-    long = ended(third, LONG | {"n": 128, "logprobs": 20, "stream": True})
-    assert any("shutting down" in line for line in long)
-    assert short[-1] == long[-1] == "data: [DONE]"
+    assert short[-1] == "data: [DONE]"
+
+
+def test_what_the_grace_does_not_suffice_for_is_told(tiny: Path) -> None:
+    with serving(LLM(tiny, block_size=8), grace=0.0) as live:
+        stream = lines(live.url, LONG | {"n": 128, "logprobs": 20, "stream": True})
+        first = next(stream)
+        live.end()
+        rest = [line for line in (first, *stream) if line]
+    assert any("shutting down" in line for line in rest)
+    assert rest[-1] == "data: [DONE]"
 
 
 def ended(server: Process, body: dict) -> list[str]:

@@ -5,6 +5,7 @@ from transformers import PretrainedConfig
 
 from anybit.engine.models.layers import Attention, Block, Decoder, MoE, NormKind, window_of
 from anybit.engine.weights import Weights
+from anybit.nn.routing import Routing, kernels
 
 
 class ClampedMoE(MoE):
@@ -19,7 +20,12 @@ class ClampedMoE(MoE):
         # Constants before transformers 5.23.
         self.alpha, self.limit = getattr(c, "swiglu_alpha", 1.702), getattr(c, "swiglu_limit", 7.0)
 
-    def between(self, x: Tensor) -> Tensor:
+    def between(self, x: Tensor, routing: Routing) -> Tensor:
+        assert self.biases is not None
+        if (fused := kernels(x)) is not None:
+            made: Tensor = fused.clamped(x, routing.owners, self.biases[0], self.alpha, self.limit)
+            return made
+        x = x + self.biases[0][routing.owners.long()]
         gate, up = x[..., ::2].clamp(max=self.limit), x[..., 1::2].clamp(-self.limit, self.limit)
         return (up + 1) * (gate * (gate * self.alpha).sigmoid())
 

@@ -1,6 +1,6 @@
 """The parts that decoder-only language models are made of; each model's file says which."""
 
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,9 @@ from anybit.engine.models import UnknownModel
 from anybit.engine.models.rope import Rope, head_dim
 from anybit.engine.weights import Weights
 from anybit.kernels.backend import Activations
+from anybit.nn.grouped import QuantExperts
 from anybit.nn.linear import QuantLinear
+from anybit.nn.routing import Routing, choose, mixture
 
 SILU = ("silu", "swish")  # two names of one function
 
@@ -188,8 +190,6 @@ class MoE(nn.Module):
     up merged if there are two. router: its name. bias: of the router and of all projections.
     """
 
-    ids: Tensor
-
     def __init__(
         self,
         weights: Weights,
@@ -205,7 +205,8 @@ class MoE(nn.Module):
     ):
         super().__init__()
         self.act = activation_of(config)
-        self.top_k, self.normalize, hidden = top_k, normalize, config.hidden_size
+        self.experts, self.top_k, self.normalize = experts, top_k, normalize
+        hidden = config.hidden_size
         self.gate = weights.linear([f"{name}.{router}"], [experts], hidden, bias)
         *first, down = names
         both = [[f"{name}.experts.{i}.{part}" for part in first] for i in range(experts)]
@@ -216,30 +217,22 @@ class MoE(nn.Module):
         self.biases = (
             (biases_of(weights, both, rows), biases_of(weights, last, [hidden])) if bias else None
         )
-        ids = torch.arange(experts + 1, device=weights.device)
-        self.register_buffer("ids", ids, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         weight, chosen = self.route(x)
-        expert, order = chosen.flatten().sort(stable=True)
-        starts = torch.searchsorted(expert, self.ids, out_int32=True)
-        y = self.gate_up_projs(x[order // self.top_k], starts)
-        y = y if self.biases is None else y + self.biases[0][expert]
-        y = self.down_projs(self.between(y), starts)
-        y = y if self.biases is None else y + self.biases[1][expert]
-        out = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
-        out[order] = y
-        return (out.view(*chosen.shape, -1) * weight[..., None].to(x.dtype)).sum(1)
+        bias = None if self.biases is None else self.biases[1]
+        return mixture(
+            x, weight, chosen, self.experts, self.gate_up_projs, self.down_projs, self.between, bias
+        )
 
-    def between(self, x: Tensor) -> Tensor:
+    def between(self, x: Tensor, routing: Routing) -> Tensor | Activations:
         """From gate and up (M, 2 I) to the input of the down projection (M, I)."""
         gate, up = x.chunk(2, -1)
-        return cast(Tensor, gated(self.act, gate, up))
+        return gated(self.act, gate, up, wanted_by(self.down_projs))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen experts' weights in fp32 and their indices, both (T, top_k)."""
-        weight, chosen = self.gate(x).float().softmax(-1).topk(self.top_k, -1)
-        return weight / weight.sum(-1, keepdim=True) if self.normalize else weight, chosen
+        return choose(self.gate(x), self.top_k, self.normalize)
 
 
 class Block(nn.Module):
@@ -378,7 +371,7 @@ def gated(act: str, gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tens
 
 def wanted_by(layer: nn.Module | None) -> Wanted:
     """How a layer wants its input."""
-    if not isinstance(layer, QuantLinear):
+    if not isinstance(layer, QuantLinear | QuantExperts):
         return AS_IT_IS
     return Wanted(layer.activation, layer._buffers.get("rotate_in"))
 

@@ -120,6 +120,11 @@ class Decoder:
         return K_TILE * K_TILE * self.bits // 8 + 64 * 4 * self.entries * self.grid_words
 
     @property
+    def crowded(self) -> bool:
+        """Whether it takes many registers: for scales of 16 columns, or a second set of sums."""
+        return self.sums or (self.slot == 16 and self.entries * self.preparing >= 32)
+
+    @property
     def instructions(self) -> int:
         """Of `registers` and `constants`: to decode a thread's 32 weights of half a K tile.
 

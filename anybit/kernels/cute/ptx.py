@@ -8,7 +8,17 @@ Loads of a table that no longer changes are free to move.
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int8, Int32, Uint8, Uint32
+from cutlass import (
+    BFloat16,
+    Float8E4M3FN,
+    Float16,
+    Float32,
+    Int8,
+    Int32,
+    Int64,
+    Uint8,
+    Uint32,
+)
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import CuTeDSL, T, dsl_user_op
 
@@ -160,6 +170,16 @@ def pack2(low: Float32, high: Float32, dtype: str, *, loc: Any = None, ip: Any =
     return Uint32(asm(T.i32(), [Float32(high), Float32(low)], text, "=r,f,f", False, at))
 
 
+@dsl_user_op
+def halves_to_float(word: Uint32, *, loc: Any = None, ip: Any = None) -> list:
+    """Two fp16 numbers in fp32, low first."""
+    text = (
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
+        "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+    )
+    return several(2, Float32, [Uint32(word)], text, "r", False, {"loc": loc, "ip": ip})
+
+
 # Shared memory.
 
 
@@ -191,3 +211,35 @@ def load_matrices(
     kind = "trans.shared" if transposed else "shared"
     text = f"ldmatrix.sync.aligned.m8n8.x4.{kind}.b16 {{$0, $1, $2, $3}}, [$4+{offset}];"
     return several(4, Uint32, [Int32(address)], text, "r", True, {"loc": loc, "ip": ip})
+
+
+# Global memory.
+
+
+@dsl_user_op
+def load_global(address: Int64, n: int, wanted: Any, *, loc: Any = None, ip: Any = None) -> list:
+    """n consecutive 32-bit words; zeros unless `wanted`."""
+    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(n))
+    text = (
+        f"{{ .reg .pred p; setp.ne.s32 p, ${n + 1}, 0; {zeros} "
+        f"@p ld.global{width(n)}.b32 {slots(0, n)}, [${n}]; }}"
+    )
+    args = [Int64(address), Int32(wanted)]
+    at = {"loc": loc, "ip": ip}
+    struct = llvm.StructType.get_literal([T.i32()] * n) if n > 1 else T.i32()
+    constraints = ",".join(["=&r"] * n + ["l", "r"])
+    result = asm(struct, args, text, constraints, True, at)
+    if n == 1:
+        return [Uint32(result)]
+    return [Uint32(llvm.extractvalue(T.i32(), result, [i], **at)) for i in range(n)]
+
+
+@dsl_user_op
+def store_half(
+    address: Int64, value: Float32, dtype: str, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Round to fp16 or bf16, and store to global memory."""
+    kind = PAIR[dtype].removesuffix("x2")
+    text = f"{{ .reg .b16 h; cvt.rn.{kind}.f32 h, $1; st.global.b16 [$0], h; }}"
+    args = [Int64(address), Float32(value)]
+    asm(None, args, text, "l,f", True, {"loc": loc, "ip": ip})

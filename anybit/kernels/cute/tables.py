@@ -111,6 +111,8 @@ class Looked(Levels):
 
     numbers: tuple[float, ...] = ()
 
+    crowded = True  # by the table
+
     @property
     def instructions(self) -> int:
         """25 for each of four words, and the factors."""

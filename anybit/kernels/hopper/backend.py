@@ -73,7 +73,7 @@ def prepare_experts(
     return scalar_linear.prepare_experts(experts, activation, dtype)
 
 
-def linear_experts(x: Tensor, starts: Tensor, prepared: Prepared) -> Tensor:
+def linear_experts(x: Tensor | Activations, starts: Tensor, prepared: Prepared) -> Tensor:
     """x (M, K) in fp16 or bf16, sorted by expert -> (M, N)."""
     check_half(x, "hopper")
     return scalar_linear.linear_experts(x, starts, prepared)

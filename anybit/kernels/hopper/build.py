@@ -2,13 +2,13 @@
 
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
+from anybit.kernels.cute.cells import Cells, cells_of
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import KernelSpec
 from anybit.kernels.hopper import codebook_tiles, scalar_linear
-from anybit.kernels.hopper.cells import Cells, cells_of
 from anybit.kernels.hopper.expert_tiles import family_grouped
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
-from anybit.kernels.hopper.scalar_linear import narrow
+from anybit.kernels.hopper.scalar_linear import copies, narrow
 from anybit.kernels.hopper.tiles import (
     MAX_SHARED,
     MULTIPROCESSORS,
@@ -35,7 +35,7 @@ def kernels_of(scheme: str) -> list[KernelSpec]:
         out += scalar_linear.copy_kernels(d)
         outputs = [operand] if activation is None else ["float16", "bfloat16"]
         out += [Kernel(d, tile, o) for tile in family(d) for o in outputs]
-        out += narrow_kernels(d, outputs)
+        out += [*narrow_kernels(d, outputs), *copies(d)]
         out += [Kernel(d, tile, o, grouped=True) for tile in family_grouped(d) for o in outputs]
     return out
 

@@ -17,18 +17,23 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from anybit.kernels.cute.ptx import load_matrices, load_shared, store_shared
-from anybit.kernels.hopper.cells import CELL, MET, ROWS, TABLE, WINDOW, CodebookKernel
+from anybit.kernels.cute.cells import CELL, ROWS
+from anybit.kernels.cute.ptx import (
+    halves_to_float,
+    load_global,
+    load_matrices,
+    load_shared,
+    store_half,
+    store_shared,
+)
+from anybit.kernels.hopper.codebook_tiles import MET, TABLE, WINDOW, CodebookKernel
 from anybit.kernels.hopper.fragments import (
     arrive,
     arrive_and_expect,
-    halves_to_float,
     init_barrier,
     insert_code,
-    load_global,
     mma,
     send,
-    store_half,
     wait_barrier,
 )
 from anybit.kernels.hopper.ring import Program

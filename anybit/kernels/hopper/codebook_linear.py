@@ -11,13 +11,23 @@ import torch
 from torch import Tensor
 
 from anybit.core.format import Format
-from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
+from anybit.kernels.cute.cells import (
+    ROWS,
+    Cells,
+    cells_of,
+    dense,
+    refuse,
+    refuse_dense,
+)
+from anybit.kernels.cute.cells import (
+    prepare as prepare,
+)
 from anybit.kernels.cute.jit import built, kernel_file, missing_kernels
 from anybit.kernels.cute.operands import NAMES, aligned, cut, offsets, whole
 from anybit.kernels.hopper import codebook_tiles, scalar_linear, tiles
-from anybit.kernels.hopper.cells import ROWS, Cells, CodebookKernel, cells_of, pack
+from anybit.kernels.hopper.codebook_tiles import CodebookKernel
 from anybit.kernels.hopper.launch import CodebookLauncher
 from anybit.kernels.hopper.lookup import LookupDecoder, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
@@ -28,11 +38,10 @@ MOST_TOKENS = 16  # of one launch
 
 
 def refuse_format(layer: LayerSpec) -> str | None:
+    if reason := refuse(layer):
+        return reason
     cells = cells_of(layer.format)
-    if isinstance(cells, str):
-        return cells
-    if layer.activation is not None:
-        return f"codebooks are multiplied by fp16 and bf16 activations, not by {layer.activation}"
+    assert isinstance(cells, Cells)
     if None in plans(cells, layer.shape):
         k = layer.shape[1]
         return f"{layer.format.spec}: its tables do not fit into shared memory for K={k}"
@@ -40,10 +49,8 @@ def refuse_format(layer: LayerSpec) -> str | None:
 
 
 def refuse_kernels(layer: LayerSpec) -> str | None:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "triton decodes its weights for many tokens; pip install 'anybit[gpu]'"
+    if reason := refuse_dense():
+        return reason
     cells = cells_of(layer.format)
     assert isinstance(cells, Cells)
     files = [kernel_file(plan[0]) for plan in plans(cells, layer.shape) if plan]
@@ -60,13 +67,6 @@ def plans(cells: Cells, shape: tuple[int, int]) -> list[tuple[CodebookKernel, in
     ]
 
 
-def prepare(packed: Packed, activation: str | None, dtype: torch.dtype | None = None) -> Prepared:
-    """The layout is [blocks, row scale fp32, codebook fp16, codebook bf16]; see `cells.pack`."""
-    blocks, row_scale, book = pack(packed)
-    layout = blocks, row_scale, book.half(), book.bfloat16()
-    return Prepared(packed.format, packed.shape, activation, layout)
-
-
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """x (M, K) in fp16 or bf16 -> (M, N); there are no quantized activations here."""
     assert isinstance(x, Tensor)
@@ -77,16 +77,6 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     return torch.nn.functional.linear(
         x, dense(prepared, x.dtype), None if bias is None else bias.to(x.dtype)
     )
-
-
-def dense(prepared: Prepared, dtype: torch.dtype) -> Tensor:
-    """The weight (N, K)."""
-    from anybit.kernels.triton.cells import decode
-
-    cells = cells_of(prepared.format)
-    assert isinstance(cells, Cells)
-    blocks, row_scale, *books = prepared.layout
-    return decode(blocks, row_scale, books[dtype == torch.bfloat16], prepared.shape, cells.groups)
 
 
 def multiply(

@@ -1,6 +1,10 @@
-"""Which codebook kernels there are, and which one a problem gets: data, not code."""
+"""Which codebook kernels there are, and which one a problem gets: no DSL needed."""
 
-from anybit.kernels.hopper.cells import ROWS, Cells, CodebookKernel
+from dataclasses import dataclass
+
+from anybit.kernels.cute.cells import ROWS, Cells
+from anybit.kernels.cute.jit import Compiled
+from anybit.kernels.hopper.launch import ARCHITECTURE, CodebookArguments
 from anybit.kernels.hopper.tiles import MAX_SHARED, MULTIPROCESSORS
 
 MOST_CTAS, PORTABLE_CTAS = 16, 8  # of a cluster; fewer of the largest find room at once
@@ -8,6 +12,112 @@ FEW_TILES = 2 * MULTIPROCESSORS  # of rows: then a kernel's start counts more th
 # Up to so many a smaller Psumbook, sooner built, saves more than one cluster of 16 instead of two
 # of 8 loses. Lines through times at 512 and 3584 cross at 1630 (m2v8) and 2560 (m1v4).
 SOME_TILES = 12 * MULTIPROCESSORS
+
+WINDOW = 1024  # where a CTA's dynamic shared memory starts in its window of shared addresses
+BARRIERS = 1024  # bytes in front of everything else
+MET = BARRIERS - 32  # barriers of sums that arrive; those of the rings come first
+TABLE = 65536  # 256 entries of 256 bytes: a code is the second byte of its entry's address
+
+
+@dataclass(frozen=True)
+class CodebookKernel:
+    """One compiled member of the family.
+
+    tokens: 1 or 2 make a Psumbook of them; 8 or 16 are multiplied on the matrix unit.
+    dtype: of x, y and the tables, "float16" or "bfloat16". columns: of a chunk, which a warp reads
+    at once. chunks: of K that one CTA (Psumbook) or one warp holds at most. stages: chunks in
+    flight for every warp. ctas: resident on a
+    multiprocessor; the second one is the next kernel's, and starts while this one ends.
+    """
+
+    cells: Cells
+    tokens: int
+    dtype: str
+    columns: int = 512
+    chunks: int = 1
+    warps: int = 16
+    stages: int = 2
+    ctas: int = 1
+
+    architecture = ARCHITECTURE
+    arguments = CodebookArguments
+    batch = 0  # it has no WGMMAs
+    classes = ()
+
+    @property
+    def psumbook(self) -> bool:
+        return self.tokens <= 2
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def blocks(self) -> int:
+        """Of a chunk."""
+        return self.columns // self.cells.columns
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.blocks * self.cells.block_bytes
+
+    @property
+    def reach(self) -> int:
+        """Columns that a CTA can hold."""
+        return self.columns * self.chunks * (1 if self.psumbook else self.warps)
+
+    @property
+    def planes(self) -> int:
+        """Half tables of 256 x 32 words: all cells and tokens of the chunks, two to a word."""
+        return -(-self.chunks * self.blocks * self.cells.m * self.tokens // 2)
+
+    @property
+    def tables(self) -> int:
+        """Tables of 64 KB: Psumbook's planes, or copies of the centroids for every lane."""
+        if self.psumbook:
+            return -(-self.planes // 2)
+        return -(-self.cells.m // 2) if self.cells.v == 8 else self.cells.m
+
+    @property
+    def table_at(self) -> int:
+        return WINDOW + BARRIERS
+
+    @property
+    def ring_at(self) -> int:
+        return self.table_at + self.tables * TABLE
+
+    @property
+    def sums_at(self) -> int:
+        return self.ring_at + self.warps * self.stages * self.chunk_bytes
+
+    def shared(self, cluster: int = 1, tiles: int = 1) -> int:
+        """Bytes of dynamic shared memory, for clusters with `tiles` row tiles each."""
+        if self.psumbook:  # sums of a tile from every CTA, in the one that owns it
+            sums = -(-tiles // cluster) * cluster * 4 * ROWS * self.tokens
+        else:  # of two tiles from every warp, and from every CTA
+            parts = self.warps + (cluster if cluster > 1 else 0)
+            sums = 2 * parts * 4 * ROWS * self.tokens
+        return self.sums_at + sums - WINDOW
+
+    @property
+    def name(self) -> str:
+        c = self.cells
+        kind = "psumbook" if self.psumbook else "codebook"
+        return (
+            f"{kind}_m{c.m}v{c.v}x{c.groups}_{self.dtype}_{self.tokens}tokens_{self.chunks}x{self.columns}_"
+            f"{self.warps}warps_{self.stages}stages_{self.ctas}ctas"
+        )
+
+    @property
+    def header(self) -> dict[str, int]:
+        return {"threads": self.threads, "cluster": 1}
+
+    def generate(self) -> Compiled:
+        """The kernel, compiled for sm_90a; needs CuTe DSL."""
+        from anybit.kernels.hopper import codebook, psumbook
+
+        program = psumbook.Psumbook if self.psumbook else codebook.Codebook
+        return program(self).compile()
 
 
 def family(cells: Cells) -> list[CodebookKernel]:

@@ -2,45 +2,60 @@
 
 How many tokens an expert gets is known on the device only. If each of M rows meets one of E experts
 at random, an expert's number of rows is binomial: that gives the experts that are read at all, and
-the tiles of tokens that they have together, of which each reads its expert's weights again.
+the tiles of tokens that they have together.
 """
 
 import math
 from collections.abc import Iterator
 from functools import cache
 
-from anybit.kernels.cute.decode import Decoder
+from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper.tiles import (
-    FIXED,
+    EXCHANGE,
     MULTIPROCESSORS,
     Tile,
     fitted,
+    grid,
     places,
-    slow,
-    staged,
-    step_cycles,
+    suited,
 )
 
 CLOCK = 1.755e3  # cycles in a microsecond
-READ, SHARED = 2390, 3300  # bytes in a cycle: from memory, and from the L2
-TOGETHER = 4  # how sharply the slowest of reading, sharing and multiplying decides
+READ = 2570  # bytes of weights in a cycle
+LAUNCH = 11_300  # cycles of a launch: of the first copies and the last outputs, too
+# Cycles of a K tile: for each of its products and of the instructions that decode, and others.
+PRODUCT, INSTRUCTION, STEP = 0.85, 4.7, 169
+# Cycles of a tile beside its K tiles: any, and for each of its outputs.
+TILE, OUTPUT = 200, 0.137
+START = 2000  # cycles of a CTA of a cluster: an estimate
+MOST_CLUSTERED = 4 * MULTIPROCESSORS  # CTAs of clusters that are launched
+WHOLE = 0.6  # how far the last wave of tiles counts as a whole one
+SHARPNESS = 9  # of the maximum of reading and multiplying
 DEVIATIONS = 9  # of a binomial distribution beyond which nothing is counted
 
 
 def family_grouped(decoder: Decoder) -> list[Tile]:
     """The tiles that experts' kernels are compiled for."""
-    ctas = 1 if slow(decoder) else 2  # more would spill, as 256 rows would
-    every = [Tile(tokens, ctas=ctas) for tokens in (8, 16, 32, 64)]
-    every += [Tile(128), *[Tile(128, rows=256)] * (ctas > 1)]
+    every = [Tile(8, ctas=2, split=split) for split in (4, 2)]
+    every += [Tile(tokens, ctas=2) for tokens in (8, 16, 32, 64)]
+    every += [Tile(128), Tile(128, rows=256)]
     every += [Tile(256)] if decoder.slot == 8 else []  # 16-bit operands would leave two stages
-    return [fitted(tile, decoder, grouped=True) for tile in every]
+    return [fitted(tile, decoder, grouped=True) for tile in suited(every, decoder)]
 
 
 @cache
 def choose_grouped(decoder: Decoder, m: int, n: int, k: int, experts: int) -> Tile:
-    """The tile for m rows of tokens, each for one of the experts (n, k)."""
-    return min(family_grouped(decoder), key=lambda tile: cycles(tile, decoder, m, n, k, experts))
+    """The tile for m rows of tokens, each for one of the experts (n, k).
+
+    K is split where there are few tiles: a cluster multiplies one, so nothing hides its beginning.
+    """
+    found = [
+        tile
+        for tile in family_grouped(decoder)
+        if tile.split == 1 or grid(tile, m, n, experts) <= MOST_CLUSTERED
+    ]
+    return min(found, key=lambda tile: cycles(tile, decoder, m, n, k, experts))
 
 
 def microseconds(tile: Tile, decoder: Decoder, m: int, n: int, k: int, experts: int) -> float:
@@ -49,20 +64,26 @@ def microseconds(tile: Tile, decoder: Decoder, m: int, n: int, k: int, experts: 
 
 
 def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int, experts: int) -> float:
-    """Clock cycles: of reading what is touched, of every tile's copies, of decoding and products.
+    """Clock cycles: of reading what is touched, and of every tile's decoding and products.
 
-    The three run at the same time, so the slowest counts most.
+    Both run at the same time, so the slower counts. The constants fit 168 times of an H200 (models'
+    experts in `benchmarks/experts.py`) with an error of 8 %. That a tile reads weights which
+    another one has read shows in none of them.
     """
-    rows, steps = -(-n // tile.rows), k_tiles(k)
-    count = rows * token_tiles(tile.tokens, m, experts)
+    count = -(-n // tile.rows) * token_tiles(tile.tokens, m, experts) * tile.split
     room = MULTIPROCESSORS * places(tile, decoder, grouped=True)
-    waves, busy = math.ceil(count / room), min(count, room)
-    weights = touched(m, experts) * -(-n // ROWS) * steps * decoder.blob_bytes
+    waves = max(1, WHOLE * math.ceil(count / room) + (1 - WHOLE) * count / room)
+    together = math.ceil(min(count, room) / MULTIPROCESSORS)  # CTAs share a multiprocessor's rates
+    steps = -(-k_tiles(k) // tile.split)
+    products = tile.rows * tile.tokens * K_TILE * decoder.slot / 32768
+    decoded = decoder.instructions * tile.rows / ROWS
+    step = PRODUCT * products + INSTRUCTION * decoded + STEP
+    beside = TILE + START * (tile.split > 1)
+    multiplying = waves * together * (steps * step + beside + OUTPUT * tile.tokens * tile.rows)
+    weights = touched(m, experts) * -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes
     reading = (weights + m * (k * decoder.slot // 8 + 2 * n)) / READ
-    sharing = count * steps * staged(tile, decoder) / SHARED
-    multiplying = waves * steps * step_cycles(tile, decoder) * math.ceil(busy / MULTIPROCESSORS)
-    parts = (reading, sharing, multiplying)
-    return FIXED + math.fsum(part**TOGETHER for part in parts) ** (1 / TOGETHER)
+    both = math.fsum(part**SHARPNESS for part in (reading, multiplying)) ** (1 / SHARPNESS)
+    return LAUNCH + both + EXCHANGE * (tile.split > 1)
 
 
 def touched(m: int, experts: int) -> float:

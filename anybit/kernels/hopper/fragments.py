@@ -3,10 +3,9 @@
 from typing import Any
 
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from anybit.kernels.cute.ptx import asm, several, slots, width
+from anybit.kernels.cute.ptx import asm, several, slots
 from anybit.kernels.hopper.ptx import EVICT_FIRST
 
 MMA = {"float16": "f16", "bfloat16": "bf16"}
@@ -37,24 +36,6 @@ def send(
 
 
 @dsl_user_op
-def load_global(address: Int64, n: int, wanted: Any, *, loc: Any = None, ip: Any = None) -> list:
-    """n consecutive 32-bit words; zeros unless `wanted`."""
-    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(n))
-    text = (
-        f"{{ .reg .pred p; setp.ne.s32 p, ${n + 1}, 0; {zeros} "
-        f"@p ld.global{width(n)}.b32 {slots(0, n)}, [${n}]; }}"
-    )
-    args = [Int64(address), Int32(wanted)]
-    at = {"loc": loc, "ip": ip}
-    struct = llvm.StructType.get_literal([T.i32()] * n) if n > 1 else T.i32()
-    constraints = ",".join(["=&r"] * n + ["l", "r"])
-    result = asm(struct, args, text, constraints, True, at)
-    if n == 1:
-        return [Uint32(result)]
-    return [Uint32(llvm.extractvalue(T.i32(), result, [i], **at)) for i in range(n)]
-
-
-@dsl_user_op
 def insert_code(word: Uint32, base: Uint32, byte: int, *, loc: Any = None, ip: Any = None) -> Int32:
     """`base` with byte 1 taken from `word`: the address of that code's entry of 256 bytes."""
     at = {"loc": loc, "ip": ip}
@@ -79,32 +60,11 @@ def mma(d: list, a: list, b: list, dtype: str, *, loc: Any = None, ip: Any = Non
 
 
 @dsl_user_op
-def halves_to_float(word: Uint32, *, loc: Any = None, ip: Any = None) -> list:
-    """Two fp16 numbers in fp32, low first."""
-    text = (
-        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
-        "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
-    )
-    return several(2, Float32, [Uint32(word)], text, "r", False, {"loc": loc, "ip": ip})
-
-
-@dsl_user_op
 def swap_lanes(value: Float32, mask: int, *, loc: Any = None, ip: Any = None) -> Float32:
     """The value of the lane whose number differs in the bits of `mask`."""
     at = {"loc": loc, "ip": ip}
     text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 0x1f, 0xffffffff;"
     return Float32(asm(T.f32(), [Float32(value)], text, "=f,f", True, at))
-
-
-@dsl_user_op
-def store_half(
-    address: Int64, value: Float32, dtype: str, *, loc: Any = None, ip: Any = None
-) -> None:
-    """Round to fp16 or bf16, and store to global memory."""
-    kind = MMA[dtype]
-    text = f"{{ .reg .b16 h; cvt.rn.{kind}.f32 h, $1; st.global.b16 [$0], h; }}"
-    args = [Int64(address), Float32(value)]
-    asm(None, args, text, "l,f", True, {"loc": loc, "ip": ip})
 
 
 # Barriers by address.

@@ -215,9 +215,10 @@ class Gemm(Order, Epilogue):
                     x_copy, x_tma, s_x, w, shared.w.data_ptr().toint(), full, empty,
                     problem, k_tiles, turns,
                 )  # fmt: skip
-            if const_expr(self.split > 1):  # as in `exchange`
-                self.meet()
-                self.meet()
+            if const_expr(self.split > 1):  # noqa: SIM102 - as in `exchange`, known now
+                if first < n_tiles * m_tiles:  # experts may have fewer tiles than clusters
+                    self.meet()
+                    self.meet()
         else:
             if const_expr(self.tile.wide):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -318,7 +319,8 @@ class Gemm(Order, Epilogue):
         stage, phase = Int32(0), Int32(0)
         at, last = turns[0], turns[1]
         if const_expr(self.split > 1):
-            self.multiply(fragments, shared, tensors, problem, at, turns, stage, phase, place)
+            if at < last:
+                self.multiply(fragments, shared, tensors, problem, at, turns, stage, phase, place)
         else:
             while at < last:
                 stage, phase, at = self.multiply(

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from anybit.core.format import Format
+from anybit.kernels.cute.cells import CELL, ROWS, Cells, cells_of
 from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder
 from anybit.kernels.cute.pack import k_tiles
-from anybit.kernels.hopper.cells import CELL, ROWS, TABLE, Cells, cells_of
+from anybit.kernels.hopper.codebook_tiles import TABLE
 from anybit.kernels.hopper.tiles import EXCHANGE, Kernel, Tile, fits_once, fitted, grid
 
 TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM

@@ -9,17 +9,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
+from anybit.kernels.cute.cells import CELL, ROWS
 from anybit.kernels.cute.decode import K_TILE
-from anybit.kernels.cute.ptx import half2, load_matrices, load_shared, pack2, prmt, store_shared
-from anybit.kernels.hopper.cells import CELL, ROWS, TABLE, WINDOW
-from anybit.kernels.hopper.fragments import (
-    arrive_after_copies,
-    copy_async,
+from anybit.kernels.cute.ptx import (
+    half2,
     halves_to_float,
-    insert_code,
-    load_bytes,
     load_global,
+    load_matrices,
+    load_shared,
+    pack2,
+    prmt,
+    store_shared,
 )
+from anybit.kernels.hopper.codebook_tiles import TABLE, WINDOW
+from anybit.kernels.hopper.fragments import arrive_after_copies, copy_async, insert_code, load_bytes
 from anybit.kernels.hopper.gemm import Gemm
 from anybit.kernels.hopper.lookup import TILES_OF_BLOB, LookupDecoder
 from anybit.kernels.hopper.tiles import Kernel

@@ -21,17 +21,22 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cutlass_dsl import select_
 
-from anybit.kernels.cute.ptx import load_shared, pack2, store_shared
-from anybit.kernels.hopper.cells import CELL, MET, ROWS, TABLE, WINDOW, CodebookKernel
+from anybit.kernels.cute.cells import CELL, ROWS
+from anybit.kernels.cute.ptx import (
+    halves_to_float,
+    load_global,
+    load_shared,
+    pack2,
+    store_half,
+    store_shared,
+)
+from anybit.kernels.hopper.codebook_tiles import MET, TABLE, WINDOW, CodebookKernel
 from anybit.kernels.hopper.fragments import (
     arrive_and_expect,
-    halves_to_float,
     init_barrier,
     insert_code,
-    load_global,
     mma,
     send,
-    store_half,
     swap_lanes,
     wait_barrier,
 )

@@ -14,8 +14,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, const_expr
 
+from anybit.kernels.cute.cells import ROWS
 from anybit.kernels.cute.jit import Compiled, compile_program
-from anybit.kernels.hopper.cells import ROWS, CodebookKernel
+from anybit.kernels.hopper.codebook_tiles import CodebookKernel
 from anybit.kernels.hopper.fragments import bulk_load_bytes, init_barrier
 from anybit.kernels.hopper.launch import ARCHITECTURE
 from anybit.kernels.hopper.tiles import MAX_SHARED

@@ -1,10 +1,11 @@
 """Equal shares of tiles (stream-K): what a CTA multiplies, and how CTAs' sums of a tile meet.
 
 A CTA has a list of units (tile, K tile). With as many CTAs as tiles, or a divisor of that, it is
-whole tiles. Else the tiles that do not divide come first, and their units are divided evenly, so
-that a tile may belong to several CTAs. The last of them to arrive adds their sums in the order of
-CTAs: results do not change from run to run. While it waits for memory, others of its warps go on
-with whole tiles.
+whole tiles. Else the tiles that do not divide come first, and their units are divided evenly among
+the CTAs that share: CTA c of C begins at unit c / C of all (`tiles.sharers`).
+
+The last CTA to arrive at a tile adds the sums of all in the order of CTAs: results do not change
+from run to run.
 
 Counters are zeros, which every launch leaves as zeros (`mma/linear.py`). Sums lie in a workspace
 with two places for each CTA: for the tile that it begins, and for one that began before it.
@@ -14,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
+from anybit.kernels.hopper.tiles import EVEN, LEAST_UNITS, MOST_SHARERS
 from anybit.kernels.mma.ptx import count_up, fence, load_l2, store_global
 
 
@@ -21,17 +23,24 @@ from anybit.kernels.mma.ptx import count_up, fence, load_l2, store_global
 def share_of(cta, ctas, tiles, k_tiles):
     """(what `unit_of` and `join` want to know of a CTA's list, number of its units)."""
     common = tiles % ctas  # tiles whose units are divided
-    each, more = common * k_tiles // ctas, common * k_tiles % ctas
-    piece = each + (1 if cta < more else 0)
-    first = cta * each + cutlass.min(cta, more)
-    share = (cta, ctas, k_tiles, common, first, piece, each, more)
+    units, sharers = common * k_tiles, ctas
+    even = ctas // cutlass.max(common, 1) * common
+    if even * 100 >= ctas * EVEN:
+        sharers = even
+    each = cutlass.min(cutlass.max(k_tiles // LEAST_UNITS, 1), Int32(MOST_SHARERS))
+    sharers = cutlass.min(sharers, common * each)
+    first, piece = Int32(0), Int32(0)
+    if cta < sharers:
+        first = cta * units // sharers
+        piece = (cta + 1) * units // sharers - first
+    share = (cta, ctas, sharers, k_tiles, common, first, piece)
     return share, piece + tiles // ctas * k_tiles
 
 
 @cute.jit
 def unit_of(unit, share):
     """(tile, K tile, the list's first unit behind that tile) of a unit of the list."""
-    cta, ctas, k_tiles, common, first, piece, _, _ = share
+    cta, ctas, _, k_tiles, common, first, piece = share
     tile, kt, end = Int32(0), Int32(0), piece
     if unit < piece:
         tile, kt = (first + unit) // k_tiles, (first + unit) % k_tiles
@@ -41,16 +50,6 @@ def unit_of(unit, share):
         tile, kt = common + cta + whole // k_tiles * ctas, whole % k_tiles
         end = unit + (k_tiles - kt)
     return tile, kt, end
-
-
-@cute.jit
-def owner(unit, each, more):
-    """The CTA that multiplies a unit of the divided tiles."""
-    edge = more * (each + 1)
-    out = unit // (each + 1)
-    if unit >= edge:
-        out = more + (unit - edge) // each
-    return out
 
 
 @cute.jit
@@ -65,7 +64,7 @@ def join(sums, kind, most, work, counters, parts, part, share, tile, start, end,
         counters: Address of one word for each part of a tile.
         parts: Of a tile, and `part` that of this warp.
     """
-    cta, _, k_tiles, _, _, _, each, more = share
+    cta, _, sharers, k_tiles, common, _, _ = share
     whole = Int32(1)
     if (start > 0) | (end < k_tiles):
         chunks = cutlass.const_expr(cute.size(sums) // 4)
@@ -81,8 +80,9 @@ def join(sums, kind, most, work, counters, parts, part, share, tile, start, end,
         if lane == 0:
             before = count_up(counter)
         before = cute.arch.make_warp_uniform(before)
-        low = owner(tile * k_tiles, each, more)
-        high = owner((tile + 1) * k_tiles - 1, each, more)
+        # The CTAs of the tile's first and last unit: the largest c with c / C up to there.
+        low = ((tile * k_tiles + 1) * sharers - 1) // (common * k_tiles)
+        high = ((tile + 1) * k_tiles * sharers - 1) // (common * k_tiles)
         whole = Int32(0)
         if before == high - low:
             whole = Int32(1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.cute.operands import MOST_EXPERTS
-from anybit.kernels.cute.pack import ROWS, k_tiles
+from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS, k_tiles
 from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
 
 MULTIPROCESSORS = 132  # of an H100 or H200; the tables below were measured there
@@ -15,12 +15,16 @@ RESERVED = 1024  # bytes of it that each CTA costs beside its own
 MOST_STAGES = 12
 EXPERT_WORDS = 2 * MOST_EXPERTS + 1  # starts of their tokens, ends of their tiles of tokens
 LEAST_STEPS = 14  # K tiles that a CTA of a cluster of 3 or 8 should have
-LEAST_UNITS = 4  # K tiles that a CTA should have where shares are equal
-# Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange, of waiting for the
-# sums of other CTAs.
-DECODE, FIXED, EXCHANGE, JOIN = 170, 6300, 3000, 2500
-# Bytes a cycle: of the memory, of the L2, of sums that a multiprocessor writes or reads.
-MEMORY, L2, SUMS = 2400, 5000, 40
+EVEN = 85  # percent of the CTAs at least that share tiles
+LEAST_UNITS, MOST_SHARERS = 4, 8  # K tiles that a CTA should have of a shared tile, and its CTAs
+# Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange, of the sums of a
+# tile's part that go through the memory.
+DECODE, FIXED, EXCHANGE, JOIN = 170, 6300, 3000, 5500
+# Bytes a cycle: of the memory, of the L2, of such sums of a multiprocessor.
+MEMORY, L2, SUMS = 2400, 5000, 10
+DENSE = 0.8  # of the matrix units' peak that the library reaches with many tokens
+DENSE_FROM = 1024  # tokens; with fewer, a copy costs more than decoding anew for each tile
+COPY = 32 << 20  # bytes of decoded rows: less than the L2 holds
 # Of a decoded copy and the library's product with it: bytes written and multiply-adds, a cycle.
 WRITTEN, MULTIPLIED = 2200, 0.75 * 2048 * MULTIPROCESSORS
 
@@ -110,12 +114,15 @@ class Kernel:
         return compiled
 
 
-def crowded(decoder: Decoder) -> bool:
-    """Whether two CTAs of 64 tokens, or tiles of more sums, would spill: beside scales of 16
-    columns, beside sums of a K tile, or while values are computed that take long.
-    """
-    scales = decoder.slot == 16 and decoder.entries * decoder.preparing >= 32
-    return decoder.sums or scales or slow(decoder)
+def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
+    """The tiles without those that would spill beside a crowded decoder, or a slow one."""
+    if slow(decoder):  # 256 tokens of bytes halve the decoding
+        alone = [replace(t, ctas=1) for t in tiles if t.rows == ROWS and t.ctas < 3]
+        return list(dict.fromkeys(alone))
+    if not decoder.crowded:
+        return tiles
+    small = [t for t in tiles if t.tokens <= 128 and t.rows == ROWS]
+    return [replace(t, ctas=1) if t.tokens == 64 else t for t in small]
 
 
 def slow(decoder: Decoder) -> bool:
@@ -129,46 +136,33 @@ def shared(decoder: Decoder) -> list[Tile]:
     Where two CTAs of 16-bit operands (or 8-bit codes) share a multiprocessor, each has 3 or 4
     stages, and a kernel that starts early finds places for two CTAs on some and none on others.
     """
-    ctas = 2 if decoder.slot == 8 and decoder.bits <= 6 and not crowded(decoder) else 1
+    ctas = 2 if decoder.slot == 8 and decoder.bits <= 6 else 1
     return [Tile(64, ctas=ctas, split=s) for s in (2, 3)]
 
 
 def few(decoder: Decoder) -> list[Tile]:
     """Tiles for up to 64 tokens."""
-    ctas = 1 if slow(decoder) else 2  # more would spill
-    small = [Tile(tokens, ctas=ctas, split=s) for tokens in (8, 16, 32) for s in (1, 2, 4, 6)]
-    # Others would spill, or leave three CTAs too few stages.
-    if decoder.slot == 8 and decoder.bits <= 6 and ctas > 1:
+    small = [Tile(tokens, ctas=2, split=s) for tokens in (8, 16, 32) for s in (1, 2, 4, 6)]
+    if decoder.slot == 8 and decoder.bits <= 6:  # others would leave three CTAs too few stages
         small += [Tile(tokens, ctas=3, split=8) for tokens in (8, 16)]
-    if crowded(decoder):
-        return [*small, Tile(64), *shared(decoder)]
     tall = [Tile(64, rows=256)] if decoder.slot == 8 else []
-    return [*small, Tile(64, ctas=2), *tall, *shared(decoder)]
+    return suited([*small, Tile(64, ctas=2), *tall, *shared(decoder)], decoder)
 
 
 def many(decoder: Decoder) -> list[Tile]:
     """Tiles for more than 64 tokens. 256 tokens of 16-bit operands would leave two stages."""
-    large = [Tile(128, split=s) for s in (1, 2, 3)]
-    if crowded(decoder):
-        # 256 tokens halve the decoding, where they do not leave two stages.
-        return [*shared(decoder), *large, *[Tile(256)] * (decoder.slot == 8 and slow(decoder))]
-    large.append(Tile(128, rows=256))
+    large = [*(Tile(128, split=s) for s in (1, 2, 3)), Tile(128, rows=256)]
     if decoder.slot == 16:
-        return [*shared(decoder), *large]
+        return suited([*shared(decoder), *large], decoder)
     pairs = [Tile(64, ctas=2)] if decoder.bits <= 6 else []
-    return [*pairs, *shared(decoder), *large, Tile(256)]
+    return suited([*pairs, *shared(decoder), *large, Tile(256)], decoder)
 
 
 def equal(decoder: Decoder) -> list[Tile]:
-    """Tiles whose CTAs have equal shares."""
-    if slow(decoder):
-        alone = [Tile(32), Tile(64), Tile(128), *[Tile(256)] * (decoder.slot == 8)]
-        return [replace(tile, shared=True) for tile in alone]
-    small = [Tile(tokens, ctas=2, shared=True) for tokens in (16, 32)]
-    pair = fitted(Tile(64, ctas=2), decoder)
-    large = [Tile(64, ctas=places(pair, decoder)), Tile(128), Tile(128, rows=256)]
-    large += [Tile(256)] if decoder.slot == 8 else []
-    return [*small, *(replace(tile, shared=True) for tile in large)]
+    """Tiles whose CTAs have equal shares. Two of 64 tokens on a multiprocessor would spill."""
+    every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128), Tile(128, rows=256)]
+    every += [Tile(256)] if decoder.slot == 8 else []
+    return [replace(tile, shared=True) for tile in suited(every, decoder)]
 
 
 def family(decoder: Decoder) -> list[Tile]:
@@ -220,9 +214,9 @@ def grid(tile: Tile, m: int, n: int, experts: int = 0) -> int:
 
     How many tiles of tokens `experts` make is known on the device only; here it is the most.
     """
-    tokens = -(-m // tile.tokens) if not experts else m // tile.tokens + min(m, experts)
+    tokens = -(-m // tile.tokens) if not experts else most_tiles(tile, m, experts)
     tiles = -(-n // tile.rows) * tokens
-    if experts:
+    if experts and tile.split == 1:
         return min(tiles, MULTIPROCESSORS * tile.ctas)
     if tile.split > 1:  # a cluster does one tile
         return tiles * tile.split
@@ -232,17 +226,34 @@ def grid(tile: Tile, m: int, n: int, experts: int = 0) -> int:
     return -(-tiles // waves)
 
 
+def sharers(common: int, steps: int, ctas: int) -> int:
+    """CTAs that share the tiles which do not divide, of `steps` K tiles.
+
+    All; or, if few are left over, as many for each tile: then no CTA has parts of two. But few for
+    each tile: one of them adds the sums of all, and each should have some K tiles.
+    """
+    even = ctas // max(common, 1) * common
+    most = common * min(max(steps // LEAST_UNITS, 1), MOST_SHARERS)
+    return min(even if even * 100 >= ctas * EVEN else ctas, most)
+
+
 def workspace(tile: Tile, m: int, n: int, ctas: int) -> int:
     """Numbers of the workspace where `ctas` share tiles, see `shares.py`; else 0."""
     tiles = -(-n // tile.rows) * -(-m // tile.tokens)
     return 2 * ctas * tile.rows * tile.tokens if tile.shared and tiles % ctas else 0
 
 
+def most_tiles(tile: Tile, m: int, experts: int) -> int:
+    """Tiles of tokens of all experts at most: each has some full ones and one token more."""
+    busy = min(m, experts)
+    return busy + (m - busy) // tile.tokens
+
+
 def overlaps(tile: Tile, decoder: Decoder, m: int, n: int, experts: int = 0) -> bool:
     """Whether a launch of a fitted tile should begin while the kernel before it ends; measured.
 
     Not where CTAs take many tiles in turn: the next kernel's would take places from them (4 to 13 %
-    slower at 28672x4096 from 1024 tokens on), and not with experts (up to 15 %). Nor where two
+    slower at 28672x4096 from 1024 tokens on, up to 15 % with experts). Nor where two
     CTAs of 64 tokens share a multiprocessor, unless most of those are free: they would pile up on
     some of them (8 to 45 % slower with 96 or 128 CTAs of sparse@int8, int4@fp8 and fp6@fp8).
     """
@@ -250,7 +261,10 @@ def overlaps(tile: Tile, decoder: Decoder, m: int, n: int, experts: int = 0) -> 
     half = MULTIPROCESSORS // 2 < count * tile.split <= MULTIPROCESSORS
     if half and tile.tokens == 64 and places(tile, decoder) == 2:
         return False
-    return not experts and (m < 1024 or count <= MULTIPROCESSORS * tile.ctas)
+    if experts:
+        count = -(-n // tile.rows) * most_tiles(tile, m, experts) * tile.split
+        return tile.tokens < 64 and count <= MULTIPROCESSORS * tile.ctas
+    return m < 1024 or count <= MULTIPROCESSORS * tile.ctas
 
 
 def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
@@ -258,7 +272,8 @@ def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
 
     Up to 32 tokens K is split until the multiprocessors are busy, but not over 8 CTAs if they are
     soon done. Up to 64 one tile holds all tokens. What counts is the time of launches that overlap.
-    Equal shares, and smaller tiles, where the model says that they take a tenth less.
+    Equal shares where the model says that they take a tenth less, and clusters of fewer tokens
+    where it says a fifth.
     """
     if m > 64:
         candidates = many(decoder)
@@ -268,6 +283,7 @@ def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
         tokens = next(t for t in (8, 16, 32, 64) if m <= t)
         candidates = [t for t in few(decoder) if t.tokens == tokens]
     candidates = [t for t in candidates if fits_once(t, decoder, m, n, k)]
+    candidates = [t for t in candidates if not piles(t, m, n)] or candidates
 
     def busy(tile: Tile) -> float:
         return cycles(tile, decoder, m, n, k)
@@ -276,13 +292,45 @@ def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
         return max(busy(tile), reading(tile, decoder, m, n, k))
 
     usual = max(candidates, key=lambda t: t.split) if m <= 32 else min(candidates, key=busy)
-    others = [t for t in equal(decoder) if t.tokens < 2 * max(m, 9)]
+    others = [(t, 0.9) for t in equal(decoder) if t.tokens < 2 * max(m, 9)]
     if decoder.slot == 16 and m < 512:
-        others = [t for t in others if t.rows == ROWS]
-    others += [t for t in few(decoder) if 16 <= t.tokens < m <= 128]
-    others = [t for t in others if fits_once(t, decoder, m, n, k)]
-    best = min([usual, *others], key=lambda t: (time(t), busy(t)))
-    return fitted(best if time(best) < 0.9 * time(usual) else usual, decoder)
+        others = [(t, part) for t, part in others if t.rows == ROWS]
+    fewer = (t for t in few(decoder) if 16 <= t.tokens < min(m, 64) and t.split > 1)
+    others += [(t, 0.8) for t in fewer if m <= 128 and not piles(t, m, n)]
+    better = [
+        t for t, part in others if fits_once(t, decoder, m, n, k) and time(t) < part * time(usual)
+    ]
+    return fitted(min([usual, *better], key=lambda t: (time(t), busy(t))), decoder)
+
+
+def piles(tile: Tile, m: int, n: int) -> bool:
+    """Whether CTAs that overlap the previous kernel share multiprocessors while others have none.
+
+    That is where two find room and all could be alone, unless most multiprocessors are free: 80
+    CTAs of 16 tokens took 34.6 us where 160 took 22.2. For 64 tokens see `overlaps`.
+    """
+    ctas = -(-n // tile.rows) * -(-m // tile.tokens) * tile.split
+    half = MULTIPROCESSORS // 2 < ctas <= MULTIPROCESSORS
+    return half and tile.ctas > 1 and tile.tokens < 64 and not tile.shared
+
+
+def decodes(decoder: Decoder, m: int, n: int, k: int) -> bool:
+    """Whether the weight is decoded once, for the library's product: where that is 5 % faster.
+
+    A copy costs as much as reading the codes and writing 16 bits for each. The library has no
+    faster products of 8-bit operands.
+    """
+    if decoder.slot != 16 or m < DENSE_FROM:
+        return False
+    blobs = -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes
+    dense = n * m * k / (2048 * MULTIPROCESSORS * DENSE) + (2 * n * k + blobs) / MEMORY + FIXED
+    return dense < 0.95 * cycles(choose(decoder, m, n, k), decoder, m, n, k)
+
+
+def slices(n: int, k: int) -> list[tuple[int, int]]:
+    """Ranges of rows that are decoded and multiplied in turn."""
+    step = max(2048, COPY // (2 * k) // ROW_MULTIPLE * ROW_MULTIPLE)
+    return [(start, min(n, start + step)) for start in range(0, n, step)]
 
 
 def fits_once(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> bool:
@@ -308,11 +356,14 @@ def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
     ctas = grid(tile, m, n)
     tiles, each = -(-n // tile.rows) * -(-m // tile.tokens), k_tiles(k)
     steps = -(-tiles * tile.split // ctas) * (each // tile.split)
-    steps = -(-tiles * each // ctas) if tile.shared else steps
+    if tile.shared:
+        common = tiles % ctas
+        steps = tiles // ctas * each
+        steps += -(-common * each // max(1, sharers(common, each, ctas)))
     # CTAs of one multiprocessor share its rates.
     together = min(tile.ctas, -(-ctas // MULTIPROCESSORS))
     step = step_cycles(tile, decoder)
-    return steps * step * together + FIXED + meeting(tile, tiles, ctas)
+    return steps * step * together + FIXED + meeting(tile, tiles, each, ctas)
 
 
 def reading(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
@@ -322,15 +373,15 @@ def reading(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
     return max(weights / MEMORY, tiles * k_tiles(k) * staged(tile, decoder) / L2) + FIXED
 
 
-def meeting(tile: Tile, tiles: int, ctas: int) -> float:
-    """Cycles until CTAs' sums of a tile are one; the last CTA of equal shares reads all of them."""
+def meeting(tile: Tile, tiles: int, steps: int, ctas: int) -> float:
+    """Cycles until CTAs' sums of a tile are one; with equal shares, most CTAs have two parts."""
     if tile.split > 1:
         return EXCHANGE
     common = tiles % ctas
     if not tile.shared or not common:
         return 0
-    sums = 4 * tile.rows * tile.tokens * tile.ctas / SUMS
-    return JOIN + sums * (2 + ctas / common)
+    parts = 2 if sharers(common, steps, ctas) % common else 1
+    return parts * (JOIN + 4 * tile.rows * tile.tokens * tile.ctas / SUMS)
 
 
 def step_cycles(tile: Tile, decoder: Decoder) -> float:

@@ -1,7 +1,8 @@
 """The backend for NVIDIA GPUs from Ampere on that have no kernels of their own: CuTe DSL, mma.sync.
 
-It takes the formats whose codes are numbers, in Hopper's layout. Its kernels were measured on few
-GPUs, so each must pass a self-test on the GPU at hand before it is used (`selftest.py`).
+It takes formats whose codes are numbers, or rows of a codebook, in Hopper's layouts. Its kernels
+were measured on few GPUs, so each must pass a self-test on the GPU at hand before it is used
+(`selftest.py`).
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from anybit.kernels.backend import (
 )
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.jit import kernel_file, missing_kernels
+from anybit.kernels.mma import codebook_linear as codebooks
 from anybit.kernels.mma import linear as products
 from anybit.kernels.mma import selftest
 from anybit.kernels.mma.tiles import gpu_of
@@ -31,12 +33,11 @@ own_layout = True
 
 
 def refuse(layer: LayerSpec) -> str | None:
-    tables = any(entry.table for entry in layer.format.entries().values())
-    if tables and layer.format.hopper_decode is None:
-        return "multiplies codes that are numbers, not rows of a table"
-    if reason := refuse_vendor() or refuse_dtype(layer.dtype) or operands.refuse_format(layer):
+    books = codebooks.takes(layer.format)
+    refuse_format = codebooks.refuse_format if books else operands.refuse_format
+    if reason := refuse_vendor() or refuse_dtype(layer.dtype) or refuse_format(layer):
         return reason
-    for dtype in operands.NAMES if layer.dtype is None else [layer.dtype]:
+    for dtype in () if books else operands.NAMES if layer.dtype is None else [layer.dtype]:
         operand = getattr(torch, operands.operand_of(layer.activation, dtype))
         if operands.decoder_for(layer.format, operand).sums:
             return "scales of groups cannot be multiplied into fp8 weights, nor into sums here"
@@ -66,13 +67,14 @@ def prepare(
     dtype: torch.dtype | None = None,
     decoded: bool = False,
 ) -> Prepared:
-    """See `operands.prepare`."""
-    return operands.prepare(packed, activation, dtype)
+    """See `operands.prepare` and `cells.prepare`."""
+    make = codebooks.prepare if codebooks.takes(packed.format) else operands.prepare
+    return make(packed, activation, dtype)
 
 
 def most_experts(layer: LayerSpec) -> int:
     """None where their kernels do not fit, or fail their own self-test."""
-    if layer.dtype not in operands.NAMES or operands.refuse_format(layer):
+    if layer.dtype not in operands.NAMES or operands.refuse_format(layer):  # codebooks as well
         return 0
     kernels = selftest.kernels_of(layer, layer.dtype, gpu_of(layer.device), experts=True)
     missing = missing_kernels([kernel_file(kernel) for kernel in kernels])
@@ -96,4 +98,5 @@ def linear_experts(x: Tensor, starts: Tensor, prepared: Prepared) -> Tensor:
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """x (M, K) in fp16 or bf16 -> (M, N)."""
     check_half(x, "mma")
-    return products.linear(x, prepared, bias)
+    family = codebooks if codebooks.takes(prepared.format) else products
+    return family.linear(x, prepared, bias)

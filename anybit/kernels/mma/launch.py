@@ -3,6 +3,7 @@
 import ctypes
 from ctypes import c_int32, c_uint64
 from pathlib import Path
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -14,8 +15,11 @@ POINTERS = (
 )  # fmt: skip
 
 
+OF_CODEBOOKS = "x", "w", "book", "row_scale", "bias", "y", "work", "counters"
+
+
 class MmaArguments(ctypes.Structure):
-    """The parameters of every kernel; work and what follows it are `gemm.py`'s alone."""
+    """The parameters of all but `codebook.py`; work and what follows it are `gemm.py`'s alone."""
 
     _fields_ = [
         *((name, c_uint64) for name in POINTERS),
@@ -26,10 +30,24 @@ class MmaArguments(ctypes.Structure):
     ]
 
 
-class MmaLauncher(Launcher):
-    """A kernel of `narrow.py` or `gemm.py`."""
+class CodebookArguments(ctypes.Structure):
+    """The parameters of `codebook.py`; splits: CTAs that share K."""
 
-    arguments = MmaArguments
+    _fields_ = [
+        *((name, c_uint64) for name in OF_CODEBOOKS),
+        ("m", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("splits", c_int32),
+    ]
+
+
+class MmaLauncher(Launcher):
+    """A kernel with `MmaArguments`."""
+
+    arguments: ClassVar[type[ctypes.Structure]] = MmaArguments
+    pointers: ClassVar[tuple[str, ...]] = POINTERS
+    last: ClassVar[str] = "experts"
 
     def __init__(self, path: Path, device: int):
         super().__init__(path, device)
@@ -42,17 +60,27 @@ class MmaLauncher(Launcher):
         n: int,
         grid: int,
         overlap: bool,
-        experts: int = 0,
+        last: int = 0,
     ) -> None:
         """Launch on the current stream of x's device.
 
-        tensors: those of `POINTERS` behind x, None for none. overlap: begin before the previous
-        kernel of the stream has finished; the kernel must be made for that.
+        tensors: those of `pointers` behind x, None for none. overlap: begin before the previous
+        kernel of the stream has finished; the kernel must be made for that. last: the last
+        parameter.
         """
         frame = self.frame()
         a = frame.arguments
         a.m, a.k = x.shape
-        a.n, a.experts = n, experts
-        for name, tensor in zip(POINTERS, (x, *tensors), strict=True):
+        a.n = n
+        setattr(a, self.last, last)
+        for name, tensor in zip(self.pointers, (x, *tensors), strict=True):
             setattr(a, name, 0 if tensor is None else tensor.data_ptr())
         frame.start(grid, overlap, x.device.index)
+
+
+class CodebookLauncher(MmaLauncher):
+    """A kernel of `codebook.py`."""
+
+    arguments = CodebookArguments
+    pointers = OF_CODEBOOKS
+    last = "splits"

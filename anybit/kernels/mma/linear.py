@@ -5,15 +5,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from anybit.core.format import Format
+from anybit.core.scheme import scheme_name
 from anybit.errors import Unsupported
+from anybit.kernels import tuned
 from anybit.kernels.backend import Activations, Prepared
+from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.cute.jit import built
 from anybit.kernels.cute.operands import NAMES, cut, decoder_for, offsets, tokens, whole
 from anybit.kernels.cute.pack import k_tiles
 from anybit.kernels.mma import tiles
 from anybit.kernels.mma.launch import MmaLauncher
-from anybit.kernels.mma.tiles import COUNTERS, Kernel, gpu_of
+from anybit.kernels.mma.tiles import COUNTERS, Kernel, Tile, gpu_of
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
@@ -57,7 +59,10 @@ def multiply(
             return multiply(x, scale, sums, prepared, bias, dtype, kernel, grid, starts)
     experts = 0 if starts is None else len(starts) - 1
     if kernel is None:
-        kernel, count = chosen(prepared.format, x.dtype, m, n, k, dtype, device, experts)
+        scheme = scheme_name(prepared.format, prepared.activation)
+        kernel, count = chosen(
+            scheme, decoder_for(prepared.format, x.dtype), m, n, k, dtype, device, experts
+        )
         grid = grid or count
     if kernel.tile.kind == "decode":
         return torch.nn.functional.linear(x, decoded(x, kernel, prepared), offsets(bias, n, dtype))
@@ -88,8 +93,8 @@ def decoded(x: Tensor, kernel: Kernel, prepared: Prepared) -> Tensor:
 
 @cache
 def chosen(
-    fmt: Format,
-    x_dtype: torch.dtype,
+    scheme: str,
+    decoder: Decoder,
     m: int,
     n: int,
     k: int,
@@ -97,12 +102,20 @@ def chosen(
     device: torch.device,
     experts: int,
 ) -> tuple[Kernel, int]:
-    """The kernel for a problem by the rule, and its grid."""
-    decoder, gpu = decoder_for(fmt, x_dtype), gpu_of(device)
-    kernel = tiles.kernel_for(decoder, gpu, m, n, NAMES[dtype], experts)
+    """The kernel for a problem, as tuned or by the rule, and its grid."""
+    gpu, kernel, cell = gpu_of(device), None, tuned_as(scheme, dtype)
+    tile = tuned.tile_for(Tile, torch.cuda.get_device_name(device), cell, m, n, k)
+    if tile is not None and not experts:
+        kernel = tiles.kernel_of(decoder, gpu, tile, NAMES[dtype])
+    kernel = kernel or tiles.kernel_for(decoder, gpu, m, n, NAMES[dtype], experts)
     if kernel is None:
-        raise Unsupported(f"{fmt.spec}: no mma kernel for {m} tokens fits this GPU: {gpu}")
+        raise Unsupported(f"{scheme}: no mma kernel for {m} tokens fits this GPU: {gpu}")
     return kernel, tiles.grid(kernel.tile, gpu, m, n, k, experts)
+
+
+def tuned_as(scheme: str, dtype: torch.dtype) -> str:
+    """What `tuned.py` calls a scheme: a tile that does for one dtype may spill for another."""
+    return f"{scheme} in {NAMES[dtype]}"
 
 
 @cache

@@ -98,6 +98,12 @@ def transpose(word: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
 
 
 @dsl_user_op
+def thread_again(*, loc: Any = None, ip: Any = None) -> Int32:
+    """This thread's number, read here: what is computed from it holds no register before."""
+    return Int32(asm(T.i32(), [], "mov.u32 $0, %tid.x;", "=r", True, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
 def load_once(address: Int64, kind: Any = Uint32, *, loc: Any = None, ip: Any = None) -> Any:
     """A word that nobody writes while this kernel runs."""
     text = "ld.global.nc.b32 $0, [$1];"

@@ -28,7 +28,8 @@ from anybit.kernels.backend import LayerSpec
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.driver import driver_version
 from anybit.kernels.cute.jit import kernel_file, kernel_folder
-from anybit.kernels.mma import linear, tiles
+from anybit.kernels.mma import codebook_linear, codebook_selftest, linear, tiles
+from anybit.kernels.mma.codebook_tiles import CodebookKernel
 from anybit.kernels.mma.tiles import Gpu, Kernel, Tile, gpu_of
 from anybit.kernels.reference import operand_weight
 
@@ -39,8 +40,10 @@ LIMIT = 900  # seconds, compilation included
 
 def kernels_of(
     layer: LayerSpec, dtype: torch.dtype, gpu: Gpu, experts: bool = False
-) -> list[Kernel]:
+) -> Sequence[Kernel | CodebookKernel]:
     """Every kernel that a layer, or many as experts, may launch; none where one does not fit."""
+    if codebook_linear.takes(layer.format):
+        return codebook_linear.kernels_of(layer, dtype, gpu)
     operand = getattr(torch, operands.operand_of(layer.activation, dtype))
     decoder = operands.decoder_for(layer.format, operand)
     output = operands.NAMES[dtype]
@@ -49,7 +52,9 @@ def kernels_of(
     return tiles.family(decoder, gpu, layer.shape[0], output)
 
 
-def refuse(layer: LayerSpec, kernels: Sequence[Kernel], experts: bool = False) -> str | None:
+def refuse(
+    layer: LayerSpec, kernels: Sequence[Kernel | CodebookKernel], experts: bool = False
+) -> str | None:
     """None if all kernels are right, or not tested yet while the dtype is unknown; else why not."""
     known = verdicts(layer.device)
     names = [kernel_file(kernel).name for kernel in kernels]
@@ -150,9 +155,11 @@ def main(facts: Sequence[str]) -> None:
 # The test itself.
 
 
-def verdict(layer: LayerSpec, kernel: Kernel) -> str:
+def verdict(layer: LayerSpec, kernel: Kernel | CodebookKernel) -> str:
     """`RIGHT`, or what is wrong."""
     try:
+        if isinstance(kernel, CodebookKernel):
+            return codebook_selftest.wrong(layer, kernel) or RIGHT
         problem = Problem(layer, kernel.tile)
         return problem.one_hot(kernel) or problem.integers(kernel) or RIGHT
     except Exception as error:

@@ -234,8 +234,13 @@ def kernel_for(
     experts: that share the tokens; 0: the weight is one.
     """
     tile = choose_experts(decoder, gpu, m, experts) if experts else choose(decoder, gpu, m, n)
+    return None if tile is None else kernel_of(decoder, gpu, tile, output)
+
+
+def kernel_of(decoder: Decoder, gpu: Gpu, tile: Tile, output: str) -> Kernel | None:
+    """The kernel of a tile; None where nothing is compiled for such a GPU."""
     architecture = gpu.architecture
-    if tile is None or architecture is None:
+    if architecture is None:
         return None
     overlap = tile.kind == "narrow" and gpu.capability[0] == 9  # not tried on others
     return Kernel(decoder, tile, output, architecture, overlap)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from anybit.core.packed import Packed
 from anybit.core.scheme import scheme_name
+from anybit.kernels import tuned
 from anybit.kernels.backend import Activations, LayerSpec, Prepared, check_half, refuse_dtype
 from anybit.kernels.triton import layout as layouts
-from anybit.kernels.triton import tiles, tuned
+from anybit.kernels.triton import tiles
 from anybit.kernels.triton.layout import Layout, layout_of
 from anybit.kernels.triton.tiles import Tile
 
@@ -115,7 +116,8 @@ def tile_for(
     """The tile that was tuned on this GPU, else the shipped one."""
     if device.type == "cuda":
         scheme = scheme_name(layout.fmt, activation)
-        tile = tuned.tile_for(torch.cuda.get_device_name(device), scheme, m, n, k)
+        gpu = torch.cuda.get_device_name(device)
+        tile = tuned.tile_for(Tile, gpu, scheme, m, n, k)
         if tile is not None:
             return tile
     return tiles.choose(family(layout, m, activation), m, n, dense=activation is None)

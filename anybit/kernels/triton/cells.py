@@ -1,4 +1,4 @@
-"""Codebook weights in the Hopper kernels' layout -> a dense weight, for products of many tokens."""
+"""Codebook weights as kernels in CuTe DSL read them -> a dense weight, for many tokens."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ def _decode(
     blocks, row_scale, book, out, N, K,
     BOOKS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """One block: 16 rows x 32 vectors of WIDTH columns; see `hopper/cells.py`."""
+    """One block: 16 rows x 32 vectors of WIDTH columns; see `cute/cells.py`."""
     COLUMNS: tl.constexpr = 32 * WIDTH
     BYTES: tl.constexpr = BOOKS * CELL + GROUPS * 32
     tile, block = tl.program_id(1), tl.program_id(0)
@@ -40,7 +40,7 @@ def _decode(
 def decode(
     blocks: Tensor, row_scale: Tensor, book: Tensor, shape: tuple[int, int], groups: int
 ) -> Tensor:
-    """The weight (N, K) in the codebook's dtype; `hopper.cells.pack` made the tensors."""
+    """The weight (N, K) in the codebook's dtype; `cute.cells.pack` made the tensors."""
     n, k = shape
     books, _, width = book.shape
     out = torch.empty(n, k, dtype=book.dtype, device=book.device)

@@ -1,4 +1,4 @@
-"""Tiles that `anybit tune` found on this machine's GPU; they come before the shipped tables."""
+"""Tiles that `anybit tune` found on this machine's GPU; they come before the shipped rules."""
 
 import json
 import os
@@ -6,12 +6,17 @@ import re
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from anybit.errors import InvalidInput
 from anybit.files.directory import cache_folder, write_json
-from anybit.kernels.triton.tiles import Tile
+from anybit.kernels.mma.tiles import Tile as MmaTile
+from anybit.kernels.triton.tiles import Tile as TritonTile
 from anybit.version import __version__
 
+FAMILIES = {"mma": MmaTile, "triton": TritonTile}  # backends that are tuned, best first
+Tile = MmaTile | TritonTile
+T = TypeVar("T", MmaTile, TritonTile)
 Cell = tuple[str, int, int]  # scheme, N, K
 Tuned = dict[Cell, list[tuple[int, Tile]]]  # most tokens of a tile's range, in rising order
 
@@ -22,12 +27,17 @@ def tuned_file(gpu: str) -> Path:
 
 
 def save(gpu: str, tiles: Tuned) -> Path:
-    """Add the tiles of some cells to the GPU's file."""
+    """Add the tiles of some cells to the GPU's file, in the place of their family's."""
     path = tuned_file(gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
-    merged = load(gpu) | tiles
+    merged = dict(load(gpu))
+    for cell, found in tiles.items():
+        fresh = {type(tile) for _, tile in found}
+        kept = [row for row in merged.get(cell, ()) if type(row[1]) not in fresh]
+        merged[cell] = [*kept, *found]
+    names = {kind: name for name, kind in FAMILIES.items()}
     cells = [
-        {"scheme": s, "n": n, "k": k, "m": m, "tile": asdict(tile)}
+        {"scheme": s, "n": n, "k": k, "m": m, "backend": names[type(tile)], "tile": asdict(tile)}
         for (s, n, k), found in merged.items()
         for m, tile in found
     ]
@@ -52,7 +62,8 @@ def load(gpu: str) -> Tuned:
         data = json.loads(path.read_text(encoding="utf-8"))
         for cell in data["tiles"] if data["version"] == __version__ else ():
             key = (cell["scheme"], cell["n"], cell["k"])
-            out.setdefault(key, []).append((cell["m"], Tile(**cell["tile"])))
+            tile = FAMILIES[cell["backend"]](**cell["tile"])
+            out.setdefault(key, []).append((cell["m"], tile))
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidInput(
             f"{path} is damaged ({type(error).__name__}: {error}); delete it, and run `anybit "
@@ -61,7 +72,8 @@ def load(gpu: str) -> Tuned:
     return {key: sorted(found, key=lambda row: row[0]) for key, found in out.items()}
 
 
-def tile_for(gpu: str, scheme: str, m: int, n: int, k: int) -> Tile | None:
-    """The tile tuned for the next larger number of tokens, or None."""
+def tile_for(kind: type[T], gpu: str, scheme: str, m: int, n: int, k: int) -> T | None:
+    """The tile of this kind tuned for the next larger number of tokens, or None."""
     found = load(gpu).get((scheme, n, k), ())
-    return next((tile for most, tile in found if m <= most), None)
+    tiles = (tile for most, tile in found if m <= most and isinstance(tile, kind))
+    return next(tiles, None)

@@ -1,7 +1,7 @@
-"""Codebook weights as the Hopper kernels read them, and which kernels there are: no DSL needed.
+"""Codebook weights as kernels in CuTe DSL read them: how they lie in memory; no DSL needed.
 
 A cell is 16 rows x 32 vectors of one codebook: 512 bytes, vector by vector, and of each vector the
-codes of rows (0, 8), (1, 9), ..., (7, 15). Two kernels read the same bytes:
+codes of rows (0, 8), (1, 9), ..., (7, 15). All kernels read the same bytes:
 
 - lane l takes 16 bytes: all rows of vector l, the position that is lane l's in a Psumbook;
 - `ldmatrix.trans` hands lane 4 g + t the codes of rows g and g + 8 and of vectors 2 t and 2 t + 1
@@ -21,9 +21,8 @@ from torch import Tensor
 from anybit.core.format import Format
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
-from anybit.kernels.cute.jit import Compiled
+from anybit.kernels.backend import LayerSpec, Prepared
 from anybit.kernels.cute.pack import ROW_MULTIPLE
-from anybit.kernels.hopper.launch import ARCHITECTURE, CodebookArguments
 
 ROWS, VECTORS, CELL = 16, 32, 512
 CHUNK_BYTES = 1 << 28  # of temporaries while packing
@@ -64,6 +63,42 @@ def cells_of(fmt: Format) -> Cells | str:
             f"{2 * least} or {columns} columns here, a multiple of {columns}, or a row, not {group}"
         )
     return Cells(fmt.books, fmt.width, max(1, columns // group))
+
+
+def refuse(layer: LayerSpec) -> str | None:
+    """Why no kernel multiplies a layer of this format and shape, or None."""
+    cells = cells_of(layer.format)
+    if isinstance(cells, str):
+        return cells
+    if layer.activation is not None:
+        return f"codebooks are multiplied by fp16 and bf16 activations, not by {layer.activation}"
+    return None
+
+
+def refuse_dense() -> str | None:
+    """Why `dense` does not run here, or None."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "triton decodes its weights for many tokens; pip install 'anybit[gpu]'"
+    return None
+
+
+def prepare(packed: Packed, activation: str | None, dtype: torch.dtype | None = None) -> Prepared:
+    """The layout is [blocks, row scale fp32, codebook fp16, codebook bf16]; see `pack`."""
+    blocks, row_scale, book = pack(packed)
+    layout = blocks, row_scale, book.half(), book.bfloat16()
+    return Prepared(packed.format, packed.shape, activation, layout)
+
+
+def dense(prepared: Prepared, dtype: torch.dtype) -> Tensor:
+    """The weight (N, K)."""
+    from anybit.kernels.triton.cells import decode
+
+    cells = cells_of(prepared.format)
+    assert isinstance(cells, Cells)
+    blocks, row_scale, *books = prepared.layout
+    return decode(blocks, row_scale, books[dtype == torch.bfloat16], prepared.shape, cells.groups)
 
 
 def pack(packed: Packed) -> list[Tensor]:
@@ -114,110 +149,3 @@ def pad(rows: Tensor, multiple: int = ROWS) -> Tensor:
     """Zero rows at the end, up to whole tiles."""
     missing = -rows.shape[0] % multiple
     return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
-
-
-WINDOW = 1024  # where a CTA's dynamic shared memory starts in its window of shared addresses
-BARRIERS = 1024  # bytes in front of everything else
-MET = BARRIERS - 32  # barriers of sums that arrive; those of the rings come first
-TABLE = 65536  # 256 entries of 256 bytes: a code is the second byte of its entry's address
-
-
-@dataclass(frozen=True)
-class CodebookKernel:
-    """One compiled member of the family.
-
-    tokens: 1 or 2 make a Psumbook of them; 8 or 16 are multiplied on the matrix unit.
-    dtype: of x, y and the tables, "float16" or "bfloat16". columns: of a chunk, which a warp reads
-    at once. chunks: of K that one CTA (Psumbook) or one warp holds at most. stages: chunks in
-    flight for every warp. ctas: resident on a
-    multiprocessor; the second one is the next kernel's, and starts while this one ends.
-    """
-
-    cells: Cells
-    tokens: int
-    dtype: str
-    columns: int = 512
-    chunks: int = 1
-    warps: int = 16
-    stages: int = 2
-    ctas: int = 1
-
-    architecture = ARCHITECTURE
-    arguments = CodebookArguments
-    batch = 0  # it has no WGMMAs
-    classes = ()
-
-    @property
-    def psumbook(self) -> bool:
-        return self.tokens <= 2
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def blocks(self) -> int:
-        """Of a chunk."""
-        return self.columns // self.cells.columns
-
-    @property
-    def chunk_bytes(self) -> int:
-        return self.blocks * self.cells.block_bytes
-
-    @property
-    def reach(self) -> int:
-        """Columns that a CTA can hold."""
-        return self.columns * self.chunks * (1 if self.psumbook else self.warps)
-
-    @property
-    def planes(self) -> int:
-        """Half tables of 256 x 32 words: all cells and tokens of the chunks, two to a word."""
-        return -(-self.chunks * self.blocks * self.cells.m * self.tokens // 2)
-
-    @property
-    def tables(self) -> int:
-        """Tables of 64 KB: Psumbook's planes, or copies of the centroids for every lane."""
-        if self.psumbook:
-            return -(-self.planes // 2)
-        return -(-self.cells.m // 2) if self.cells.v == 8 else self.cells.m
-
-    @property
-    def table_at(self) -> int:
-        return WINDOW + BARRIERS
-
-    @property
-    def ring_at(self) -> int:
-        return self.table_at + self.tables * TABLE
-
-    @property
-    def sums_at(self) -> int:
-        return self.ring_at + self.warps * self.stages * self.chunk_bytes
-
-    def shared(self, cluster: int = 1, tiles: int = 1) -> int:
-        """Bytes of dynamic shared memory, for clusters with `tiles` row tiles each."""
-        if self.psumbook:  # sums of a tile from every CTA, in the one that owns it
-            sums = -(-tiles // cluster) * cluster * 4 * ROWS * self.tokens
-        else:  # of two tiles from every warp, and from every CTA
-            parts = self.warps + (cluster if cluster > 1 else 0)
-            sums = 2 * parts * 4 * ROWS * self.tokens
-        return self.sums_at + sums - WINDOW
-
-    @property
-    def name(self) -> str:
-        c = self.cells
-        kind = "psumbook" if self.psumbook else "codebook"
-        return (
-            f"{kind}_m{c.m}v{c.v}x{c.groups}_{self.dtype}_{self.tokens}tokens_{self.chunks}x{self.columns}_"
-            f"{self.warps}warps_{self.stages}stages_{self.ctas}ctas"
-        )
-
-    @property
-    def header(self) -> dict[str, int]:
-        return {"threads": self.threads, "cluster": 1}
-
-    def generate(self) -> Compiled:
-        """The kernel, compiled for sm_90a; needs CuTe DSL."""
-        from anybit.kernels.hopper import codebook, psumbook
-
-        program = psumbook.Psumbook if self.psumbook else codebook.Codebook
-        return program(self).compile()

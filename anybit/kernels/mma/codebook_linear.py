@@ -1,0 +1,124 @@
+"""Products of codebook formats by `mma.sync`: which kernel, its workspace, its launch."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit.core.format import Format
+from anybit.core.packed import Packed
+from anybit.errors import Unsupported
+from anybit.kernels.backend import Activations, LayerSpec, Prepared
+from anybit.kernels.cute import cells as layout
+from anybit.kernels.cute.cells import ROWS, Cells, cells_of, dense
+from anybit.kernels.cute.jit import built
+from anybit.kernels.cute.operands import NAMES, aligned
+from anybit.kernels.mma import codebook_tiles
+from anybit.kernels.mma.codebook_tiles import CodebookKernel
+from anybit.kernels.mma.launch import CodebookLauncher
+from anybit.kernels.mma.linear import zeros
+from anybit.kernels.mma.tiles import Gpu, gpu_of
+
+
+@cache
+def takes(fmt: Format) -> bool:
+    """Whether a format's values are rows of a table, and it has no decoder."""
+    return fmt.hopper_decode is None and any(entry.table for entry in fmt.entries().values())
+
+
+def refuse_format(layer: LayerSpec) -> str | None:
+    """Why no kernel multiplies a layer of this format and shape, or None."""
+    return layout.refuse(layer) or layout.refuse_dense()
+
+
+def prepare(packed: Packed, activation: str | None, dtype: torch.dtype | None = None) -> Prepared:
+    """See `cells.prepare`."""
+    return layout.prepare(packed, activation, dtype)
+
+
+def kernels_of(layer: LayerSpec, dtype: torch.dtype, gpu: Gpu) -> list[CodebookKernel]:
+    """The kernel that a layer may launch; none where it does not fit."""
+    cells = cells_of(layer.format)
+    assert isinstance(cells, Cells)
+    kernel = codebook_tiles.kernel_for(cells, gpu, NAMES[dtype])
+    return [kernel] if kernel else []
+
+
+def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
+    """x (M, K) in fp16 or bf16 -> (M, N); there are no quantized activations here."""
+    assert isinstance(x, Tensor)
+    cells = cells_of(prepared.format)
+    assert isinstance(cells, Cells)
+    if codebook_tiles.decodes(cells, len(x)):
+        bias = None if bias is None else bias.to(x.dtype)
+        return torch.nn.functional.linear(x, dense(prepared, x.dtype), bias)
+    return multiply(aligned(x), prepared, bias)
+
+
+def multiply(
+    x: Tensor,
+    prepared: Prepared,
+    bias: Tensor | None,
+    kernel: CodebookKernel | None = None,
+    launch: tuple[int, int] | None = None,
+) -> Tensor:
+    """One product: x (M, K), contiguous -> (M, N).
+
+    Args:
+        x: Contiguous.
+        prepared: By `cells.prepare`.
+        bias: (N,), or None.
+        kernel: Instead of the rule's.
+        launch: CTAs, and how many share K, instead of the rule's.
+    """
+    m, (n, k), device = len(x), prepared.shape, x.device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return multiply(x, prepared, bias, kernel, launch)
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
+    y = torch.empty(m, n, dtype=x.dtype, device=device)
+    if not m:
+        return y
+    if kernel is None:
+        kernel = chosen(prepared.format, x.dtype, device)
+    grid, splits = launch or launch_of(kernel, device, (m, n, k))
+    work = counters = None
+    if splits > 1:
+        slices = -(-m // kernel.tile.tokens)
+        size = slices * splits * -(-n // ROWS) * ROWS * kernel.tile.tokens
+        work = torch.empty(size, dtype=torch.float32, device=device)
+        counters = zeros(device)
+    blocks, row_scale, *books = prepared.layout
+    book = books[x.dtype == torch.bfloat16]
+    tensors = (blocks, book, row_scale, bias, y, work, counters)
+    found = loaded(kernel, device.index)
+    found.launch(x, tensors, n, grid, kernel.overlap, splits)
+    return y
+
+
+@cache
+def chosen(fmt: Format, dtype: torch.dtype, device: torch.device) -> CodebookKernel:
+    """The kernel by the rule."""
+    cells, gpu = cells_of(fmt), gpu_of(device)
+    assert isinstance(cells, Cells)
+    kernel = codebook_tiles.kernel_for(cells, gpu, NAMES[dtype])
+    if kernel is None:
+        raise Unsupported(f"{fmt.spec}: no mma kernel fits this GPU: {gpu}")
+    return kernel
+
+
+@cache
+def launch_of(
+    kernel: CodebookKernel, device: torch.device, shape: tuple[int, int, int]
+) -> tuple[int, int]:
+    """CTAs for (M, N, K), and how many share K."""
+    return codebook_tiles.grid(kernel.tile, kernel.cells, gpu_of(device), shape)
+
+
+@cache
+def loaded(kernel: CodebookKernel, device: int) -> CodebookLauncher:
+    """A kernel on a device."""
+    path = built(kernel)
+    with torch.cuda.device(device):
+        return CodebookLauncher(path, device)
