@@ -1,5 +1,6 @@
 """Codebook kernels for `mma.sync`: which there are; as compiled, in a PTX machine on the CPU."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -81,6 +82,22 @@ CASES = [
     Case(16, 3, 128, HALF, CodebookTile(8, 4, 1, 2, 2), (1, 24, 1024)),
     Case(8, 1, 1024, HALF, CodebookTile(8, 4, 1, 4, 2), (9, 24, 1024), 1, 1, "sm_90", True),
 ]
+
+
+def every() -> Iterator[Case]:
+    """The rule's tile of each kind of codebook and GPU, with tails of M, N and K."""
+    for gpu, (v, m), group in product(GPUS.values(), VARIANTS, (0, 128)):
+        fmt = Codebook(m=m, v=v, group=group)
+        kernel = tiles.kernel_for(cut(fmt), gpu, "bfloat16")
+        assert kernel is not None
+        tile = kernel.tile
+        k = 32 * v * (tile.warps * tile.blocks - 3) - (0 if group else 8 * v)
+        shape = tile.tokens + 1, 56, k
+        yield Case(v, m, group, BRAIN, tile, shape, 2, 2, kernel.architecture, kernel.overlap)
+
+
+if EVERY_KERNEL:
+    CASES += list(every())
 
 
 @cache
