@@ -75,21 +75,6 @@ class Weights:
         self.quantized: Counter[str] = Counter()
         self.quantized_bytes = 0
 
-    def least_bytes(self) -> int:
-        """What the weights take on the device, at least: what may be left unread does not count."""
-        total = 0
-        for name, tensor in self.stored.items():
-            count = math.prod(tensor.shape)
-            scheme = self.schemes.get(name.removesuffix(".weight"))
-            if scheme is not None:
-                fmt = parse_scheme(scheme)[0]
-                total += (
-                    count // tensor.shape[-1] * fmt.code_count(tensor.shape[-1]) * fmt.bits // 8
-                )
-            elif name in self.certain and name != "lm_head.weight":  # which may be the embeddings
-                total += count * min(tensor.torch_dtype.itemsize, self.dtype.itemsize)
-        return total
-
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A dense tensor of this shape, in the model's dtype by default, or ValueError."""
         raise NotImplementedError

@@ -20,6 +20,7 @@ from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.errors import InvalidInput, Unsupported
 from anybit.kernels import tuned
 from anybit.kernels.backend import LayerSpec, Prepared
+from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.mma import tiles as mma_tiles
 from anybit.kernels.reference import quantized_activation
 from anybit.kernels.registry import get_backend
@@ -127,7 +128,7 @@ def time_mma(packed: Packed, activation: str | None, m: int) -> Iterator[tuple[s
             weight: Prepared,
             tile: tuned.Tile,
             given: tuple[Tensor, Tensor | None, Tensor | None] = given,
-            decoder: mma_tiles.Decoder = decoder,
+            decoder: Decoder = decoder,
             dtype: torch.dtype = dtype,
             output: str = output,
         ) -> Tensor:
@@ -171,9 +172,7 @@ def time_tiles(
     return times
 
 
-def candidates_mma(
-    decoder: mma_tiles.Decoder, gpu: mma_tiles.Gpu, m: int, n: int
-) -> list[mma_tiles.Tile]:
+def candidates_mma(decoder: Decoder, gpu: mma_tiles.Gpu, m: int, n: int) -> list[mma_tiles.Tile]:
     """The rule's tile and a short list of others that fit."""
     tile, kind = mma_tiles.Tile, "gemm"
     if m <= mma_tiles.NARROW:
