@@ -219,6 +219,8 @@ def test_tune_asks_the_backend_that_multiplies(gpu: Gpu, monkeypatch: pytest.Mon
         lambda name: SimpleNamespace(refuse=lambda layer: answers[name]),
     )  # fmt: skip
     assert tune.backend_for(layer) == "mma"
+    books = layer._replace(format=anybit.get_format("codebook:m=1,v=4"))
+    assert tune.backend_for(books) == "triton"  # the other has no tiles to choose from
     answers["mma"] = "takes no such layer"
     assert tune.backend_for(layer) == "triton"
     answers["triton"] = "is not installed"

@@ -20,6 +20,7 @@ from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.errors import InvalidInput, Unsupported
 from anybit.kernels import tuned
 from anybit.kernels.backend import LayerSpec, Prepared
+from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.mma import tiles as mma_tiles
 from anybit.kernels.reference import quantized_activation
@@ -77,7 +78,10 @@ def tune(
 
 def backend_for(layer: LayerSpec) -> str:
     """The first of those that can be tuned that takes a layer."""
-    reasons = {name: get_backend(name).refuse(layer) for name in tuned.FAMILIES}
+    reasons = {
+        "mma": operands.refuse_format(layer) or get_backend("mma").refuse(layer),  # it has others
+        "triton": get_backend("triton").refuse(layer),
+    }
     for name, reason in reasons.items():
         if reason is None:
             return name
@@ -111,7 +115,6 @@ def time_triton(packed: Packed, activation: str | None, m: int) -> Iterator[tupl
 
 def time_mma(packed: Packed, activation: str | None, m: int) -> Iterator[tuple[str, Times]]:
     """(scheme, times) of the candidates that run here, for fp16 and for bf16."""
-    from anybit.kernels.cute import operands
     from anybit.kernels.cute.jit import BuildError
     from anybit.kernels.mma import linear
 
