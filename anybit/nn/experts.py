@@ -146,12 +146,13 @@ class Experts(nn.ModuleList):
             return torch.cat([one(x) for one, x in zip(self, parts, strict=True)])
         routing = sort(top_k_index, len(self))
         rows = spread(hidden_states, routing)
-        parts = [
+        assert isinstance(rows, Tensor)
+        outputs = [
             one(rows[first:last])
             for one, (first, last) in zip(self, pairwise(routing.starts.tolist()), strict=True)
             if first < last
         ]
-        y = torch.cat(parts) if parts else rows
+        y = torch.cat(outputs) if outputs else rows
         return combine(y, routing, top_k_weights).to(hidden_states.dtype)
 
 
