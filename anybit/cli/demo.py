@@ -115,8 +115,8 @@ def demo(
     )
     reference = Remembered(copy.deepcopy(dense).float())
     with Board(console, total * (1 + len(formats))) as board:
-        for spec in (None, *formats):
-            board.add(measure(dense, tokenizer, spec, reference, documents, window, board.step))
+        for each in (None, *formats):
+            board.add(measure(dense, tokenizer, each, reference, documents, window, board.step))
 
     checkpoint = out / SAVED
     anybit.save(anybit.quantize_(copy.deepcopy(dense), SAVED), checkpoint, overwrite=True)
