@@ -203,7 +203,7 @@ def deterministic() -> str:
     found: dict[str, list[str]] = {"0": [], "1": []}
     counts = []
     for row in read("cpu_deterministic"):
-        if row["what"] == "speed":
+        if row["what"] == "speed" and row["model"] == "pico":
             found[row["deterministic"]].append(f"{float(row['tokens_per_s']):.0f}")
             counts += [row["batch"]] if row["deterministic"] == "0" else []
     names = {"0": "as it is", "1": "`--deterministic`"}

@@ -13,7 +13,7 @@ from rich.console import Console
 import anybit
 from anybit.cli import demo as demo_module
 from anybit.cli.demo import FORMATS, PROMPT, demo
-from anybit.cli.report import Results, Row, plot, summary
+from anybit.cli.report import Results, Row, plot, summary, texts
 from anybit.evaluate.corpus import held_out_text
 from anybit.evaluate.model import encode, load_text_model
 from anybit.evaluate.perplexity import excerpts, score
@@ -84,6 +84,18 @@ def test_it_shows_saves_and_completes(run: tuple[Results, Path, str]) -> None:
     assert len(results.completion) > len(PROMPT) + 20
     model, _ = load_text_model(out / "fp6")
     assert model.model.layers[0].mlp.up_proj.scheme == "fp6"
+
+
+def test_formats_write_the_same_beginning_on(run: tuple[Results, Path, str]) -> None:
+    results, out, terminal = run
+    groups = texts(results.rows)
+    assert sorted(name for names, _ in groups for name in names) == sorted(rows(results))
+    assert groups[0][0][:2] == ["bf16", "int8"]  # what rounding to 8 bits leaves as it was
+    assert "ValueError" in groups[0][1]
+    page = (out / "report.html").read_text()
+    for names, text in groups:
+        assert f"<h3>{', '.join(names)}</h3>" in page
+        assert text.strip().splitlines()[0] in terminal
 
 
 def test_the_report_stands_alone(run: tuple[Results, Path, str]) -> None:

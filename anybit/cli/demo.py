@@ -27,6 +27,7 @@ from torch.nn import Linear
 import anybit
 from anybit.cli import report
 from anybit.cli.report import COLUMNS, Results, Row, cells
+from anybit.engine.engine import Engine
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.evaluate.corpus import held_out_text
@@ -56,18 +57,24 @@ FORMATS = (
 TOKENS = 16384
 SAVED = "fp6"  # the format of the checkpoint that is kept
 PROMPT_TOKENS, STEPS = 16, 64  # for the speed
-PROMPT = "def fibonacci(n):"
+WRITTEN = 20  # tokens of the example
+PROMPT = '''\
+import json
+
+def load_config(path):
+    """Load the configuration from a JSON file."""
+    if not os.path.exists(path):'''
 
 FRESH = """\
 import sys
 import anybit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-path, prompt = sys.argv[1:]
+path, prompt, tokens = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(path)
 tokenizer = AutoTokenizer.from_pretrained(path)
 inputs = tokenizer(tokenizer.bos_token + prompt, return_tensors="pt")
-ids = model.generate(**inputs, max_new_tokens=96, do_sample=False)
+ids = model.generate(**inputs, max_new_tokens=int(tokens), do_sample=False)
 print(tokenizer.decode(ids[0], skip_special_tokens=True))
 """
 
@@ -108,16 +115,20 @@ def demo(
     )
     reference = Remembered(copy.deepcopy(dense).float())
     with Board(console, total * (1 + len(formats))) as board:
-        board.add(measure(dense, None, reference, documents, window, board.step))
-        for spec in formats:
-            board.add(measure(dense, spec, reference, documents, window, board.step))
+        for each in (None, *formats):
+            board.add(measure(dense, tokenizer, each, reference, documents, window, board.step))
 
     checkpoint = out / SAVED
     anybit.save(anybit.quantize_(copy.deepcopy(dense), SAVED), checkpoint, overwrite=True)
     tokenizer.save_pretrained(checkpoint)
-    console.print(f"\nSaved {checkpoint}. A fresh process loads it and completes {PROMPT!r}:\n")
+    console.print("\nWhat each writes behind the same beginning, greedily:\n")
+    console.print(code(PROMPT))
+    for names, text in report.texts(board.rows):
+        console.print(f"\n[bold]{', '.join(names)}[/]")
+        console.print(code(text))
+    console.print(f"\nSaved {checkpoint}. A fresh process loads it and writes:\n")
     completion = complete_afresh(checkpoint)
-    console.print(Syntax(completion, "python", background_color="default"))
+    console.print(code(completion))
 
     console.print(f"\n{report.summary(board.rows)}")
     results = Results(
@@ -131,6 +142,7 @@ def demo(
         processor=processor(),
         threads=torch.get_num_threads(),
         rows=board.rows,
+        prompt=PROMPT,
         saved=SAVED,
         completion=completion,
     )
@@ -142,6 +154,7 @@ def demo(
 
 def measure(
     dense: Any,
+    tokenizer: Any,
     spec: str | None,
     reference: Remembered,
     documents: Sequence[Tensor],
@@ -162,17 +175,21 @@ def measure(
         bits = (
             sum(p.nbytes() for p in layers) * 8 / sum(n * k for n, k in (p.shape for p in layers))
         )
-    size, speed = stored(model, documents[0][:PROMPT_TOKENS].tolist())
+    beginning = encode(tokenizer, PROMPT).tolist()
+    size, speed, tokens = stored(model, documents[0][:PROMPT_TOKENS].tolist(), beginning)
     got = score(
         model.float(), documents, window=window, dense=reference, step=lambda n: step(name, n)
     )
     assert got.kl is not None
     assert got.agreement is not None
-    return Row(name, bits, size, got.perplexity, got.perplexity_error, got.kl, got.agreement, speed)
+    return Row(
+        name, bits, size, got.perplexity, got.perplexity_error, got.kl, got.agreement, speed,
+        tokenizer.decode(tokens, skip_special_tokens=True),
+    )  # fmt: skip
 
 
-def stored(model: Any, prompt: list[int]) -> tuple[int, float]:
-    """Bytes of the model's tensors when it is saved, and the speed of the engine with them."""
+def stored(model: Any, prompt: list[int], beginning: list[int]) -> tuple[int, float, list[int]]:
+    """Bytes of the model's tensors when it is saved, and the engine's speed and text with them."""
     with TemporaryDirectory(prefix="anybit-") as folder:
         target = Path(folder, "model")
         if any(quantized_layers(model)):
@@ -180,15 +197,17 @@ def stored(model: Any, prompt: list[int]) -> tuple[int, float]:
         else:
             model.save_pretrained(target)
         size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-        return size, engine_speed(target, prompt)
+        llm = LLM(target, max_running=1)
+        greedy = SamplingParams(max_tokens=WRITTEN, temperature=0)
+        (output,) = llm.generate(beginning, greedy, show_progress=False)
+        return size, engine_speed(llm.engine, prompt), output.tokens
 
 
-def engine_speed(directory: Path, prompt: list[int]) -> float:
+def engine_speed(engine: Engine, prompt: list[int]) -> float:
     """Tokens a second of greedy decoding at batch 1, after the prompt has been read.
 
     From the median time of a step, so that a pause of the machine does not count.
     """
-    engine = LLM(directory, max_running=1).engine
     params = SamplingParams(max_tokens=STEPS + 1, temperature=0, ignore_eos=True)
     engine.add("speed", prompt, params)
     times = []
@@ -202,7 +221,7 @@ def engine_speed(directory: Path, prompt: list[int]) -> float:
 def complete_afresh(checkpoint: Path) -> str:
     """The prompt and its completion, by a new Python process that knows only the directory."""
     done = subprocess.run(
-        [sys.executable, "-c", FRESH, str(checkpoint.resolve()), PROMPT],
+        [sys.executable, "-c", FRESH, str(checkpoint.resolve()), PROMPT, str(WRITTEN)],
         capture_output=True,
         text=True,
         env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"},
@@ -214,6 +233,10 @@ def complete_afresh(checkpoint: Path) -> str:
             f"{done.stderr[-2000:]}"
         )
     return done.stdout.strip("\n")
+
+
+def code(text: str) -> Syntax:
+    return Syntax(text.strip("\n"), "python", background_color="default", word_wrap=True)
 
 
 def pico() -> Path:

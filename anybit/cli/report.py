@@ -18,6 +18,7 @@ class Row:
 
     bits: stored bits per weight over the quantized layers, scales and tables included. bytes: size
     of the checkpoint's tensors on disk. kl: nats per token. speed: tokens/s on the CPU, batch 1.
+    text: what the model writes behind the prompt of `Results`, greedily.
     """
 
     spec: str
@@ -28,6 +29,7 @@ class Row:
     kl: float
     agreement: float
     speed: float
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Results:
     processor: str
     threads: int
     rows: list[Row]
+    prompt: str
     saved: str
     completion: str
 
@@ -69,6 +72,14 @@ def write(results: Results, out: Path) -> None:
     light, dark = (plot(results.rows, dark=dark) for dark in (False, True))
     (out / "size_vs_kl.png").write_bytes(light)
     (out / "report.html").write_text(page(results, light, dark), encoding="utf-8")
+
+
+def texts(rows: Sequence[Row]) -> list[tuple[list[str], str]]:
+    """Which formats have written each text, the dense model's first."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row.text, []).append(row.spec)
+    return [(names, text) for text, names in found.items()]
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -200,6 +211,10 @@ def label(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
 def page(results: Results, light: bytes, dark: bytes) -> str:
     """One HTML file with everything in it."""
     code, styles = highlighted(results.completion)
+    written = "".join(
+        f"<h3>{escape(', '.join(names))}</h3>\n{highlighted(text)[0]}"
+        for names, text in texts(results.rows)
+    )
     dense = results.rows[0]
     return PAGE.format(
         styles=STYLE + styles,
@@ -215,6 +230,8 @@ def page(results: Results, light: bytes, dark: bytes) -> str:
         body="\n".join(map(table_row, results.rows)),
         light=base64.b64encode(light).decode(),
         dark=base64.b64encode(dark).decode(),
+        prompt=highlighted(results.prompt)[0],
+        written=written,
         saved=escape(results.saved),
         code=code,
         python=escape(results.python),
@@ -253,6 +270,7 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground);
   max-width: 60rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
+h3 { font: 600 .9rem/1.4 ui-monospace, monospace; margin: 1rem 0 .3rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .6rem; text-align: right; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; }
@@ -305,6 +323,10 @@ KL(dense || quantized) over the whole vocabulary, nats per token. top-1: positio
 find the same token most likely. tokens/s: greedy decoding at batch 1 on the CPU, in {dense}.
 A name without options has one scale for a whole row, which is little for 3 bits or fewer: compare
 the rows with groups of 64.</p>
+<h2>What each writes behind the same beginning</h2>
+{prompt}
+<p class="note">Greedily, by the engine. Formats under one heading write the same.</p>
+{written}
 <h2>Saved as {saved}, loaded in a fresh process through transformers</h2>
 {code}
 <p class="note">Python {python}, torch {torch}, {processor}, {threads} threads.</p>
