@@ -53,6 +53,7 @@ def quantize(source: Path, out: Path, kind: str) -> None:
     """What `llama-quantize SOURCE OUT KIND` does."""
     params = library().llama_model_quantize_default_params()
     params.words[0], params.words[1] = 1, FILES[kind]  # nthread, ftype
+    params.words[4] |= 1  # allow_requantize
     failed = library().llama_model_quantize(
         str(source).encode(), str(out).encode(), ctypes.byref(params)
     )
@@ -69,6 +70,7 @@ def logits(file: Path, tokens: list[int]) -> Tensor:
     params = llama.llama_context_default_params()
     params.words[0] = 256  # n_ctx
     context = ctypes.c_void_p(llama.llama_init_from_model(model, params))
+    llama.llama_set_n_threads(context, 1, 1)  # they spin
     size = llama.llama_vocab_n_tokens(ctypes.c_void_p(llama.llama_model_get_vocab(model)))
     out = torch.empty(len(tokens), size)
     for row, token in zip(out, tokens, strict=True):  # only the last token of a batch has logits

@@ -404,6 +404,8 @@ def torchao() -> None:
     """Layers of the classes that the tool stores as bytes."""
     from safetensors.torch import save_file
     from torchao import __version__
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
     from torchao.quantization import (
         Float8WeightOnlyConfig,
@@ -429,6 +431,17 @@ def torchao() -> None:
             layer = f"model.layers.0.{name}"
             quantize_(model, scheme, filter_fn=lambda m, full, layer=layer: full == layer)
             expected[layer] = model.get_submodule(layer).weight.dequantize()
+        floats = {
+            "mlp.gate_proj": lambda w: MXTensor.to_mx(w, torch.float4_e2m1fn_x2, 32),
+            "mlp.up_proj": lambda w: MXTensor.to_mx(w, torch.float8_e4m3fn, 32),
+            "self_attn.o_proj": lambda w: NVFP4Tensor.to_nvfp4(
+                w, per_tensor_scale=per_tensor_amax_to_scale(w.abs().max())
+            ),
+        }
+        for name, pack in floats.items():
+            module = model.get_submodule(f"model.layers.0.{name}")
+            module.weight = nn.Parameter(pack(module.weight.data), requires_grad=False)
+            expected[f"model.layers.0.{name}"] = module.weight.dequantize()
         model.config.quantization_config = {"quant_method": "torchao", "quant_type": {}}
         model.config.to_json_file(Path(place) / "config.json")
         state = {k: v.contiguous() for k, v in model.state_dict().items()}

@@ -49,6 +49,8 @@ ROWS = (
     ("", "FP8 in blocks", "fp8:group=32", "ct_floats"),
     ("torchao", "fp8", "fp8", "torchao"),
     ("", "int8, and fewer bits in bytes", "int8:group=16", "torchao"),
+    ("", "MXFP4, MXFP8", "mxfp4", "torchao"),
+    ("", "NVFP4", "nvfp4", "torchao"),
     ("GPT-OSS", "MXFP4 experts", "mxfp4", "transformers"),
     ("DeepSeek-V3 and others", "FP8 in 128 x 128 blocks", "fp8:group=128", "transformers"),
     ("DeepSeek-V4", "MXFP4 experts, FP8 blocks with e8m0", "mxfp4", "transformers"),

@@ -1,9 +1,9 @@
-"""torchao checkpoints in safetensors: fp8, int8, and fewer bits in bytes.
+"""torchao checkpoints in safetensors: fp8, int8, fewer bits in bytes, MX and NVFP4.
 
     W[n, k] = weight_scale[n, g] * (weight_qdata[n, k] - weight_zero_point[n, g])
 
 A tensor of torchao is stored by its parts, `<layer>._weight_qdata` and so on. Which class it was is
-said by their dtypes and shapes; packed and swizzled ones cannot be read.
+said by their dtypes and shapes; packed integers and swizzled scales cannot be read.
 """
 
 from collections.abc import Mapping
@@ -20,6 +20,7 @@ from anybit.files.safetensors import Stored
 
 BITS = 8
 DATA, SCALE, ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
+NUMBER = "_weight_per_tensor_scale"
 NOTE = "activations were quantized there, and stay in 16 bits here"
 
 
@@ -30,16 +31,21 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
 
 
 def layer(part: Part) -> Layer:
-    data = part.find(DATA, (*FP8, torch.int8), (ANY, ANY))
+    data = part.find(DATA, (*FP8, torch.int8, torch.uint8), (ANY, ANY))
     scale = part.stored.get(f"{part.name}.{SCALE}")
-    if scale is None or scale.torch_dtype in (*POWERS, torch.float8_e4m3fn):
+    kind = scale.torch_dtype if scale else None
+    nvfp4 = kind == torch.float8_e4m3fn and part.has(NUMBER)
+    packed = data.torch_dtype == torch.uint8 and not (nvfp4 or kind in POWERS)
+    if kind is None or packed or (kind == torch.float8_e4m3fn and not nvfp4):
         raise InvalidInput(
-            f"torchao: {part.name} is packed with scales of {scale and scale.dtype}; only fp8, "
-            "int8 and IntxUnpackedToInt8Tensor can be read"
+            f"torchao: {part.name} is {data.dtype} with scales of {scale and scale.dtype}; only "
+            "fp8, int8, IntxUnpackedToInt8Tensor, MXTensor, and NVFP4Tensor with a number for the "
+            "tensor can be read"
         )
-    if data.torch_dtype in FP8:
+    if data.torch_dtype in FP8 or nvfp4 or kind in POWERS:
         part.used.clear()
-        return float_layer(part, DATA, SCALE)
+        part.skip(f"_weight_act{NUMBER.removeprefix('_weight')}")
+        return float_layer(part, DATA, SCALE, number=NUMBER if nvfp4 else None)
     n, k = data.shape
     found = part.find(SCALE, FLOATS)
     groups = found.shape[-1] if found.shape[:1] == (n,) and len(found.shape) == 2 else 1

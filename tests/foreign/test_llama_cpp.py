@@ -1,0 +1,80 @@
+"""llama.cpp itself reads what is exported here, and what its quantizer writes is read bit for bit.
+
+Skipped unless ANYBIT_LLAMA_CPP names the folder of its library, see `llama_cpp.py`.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGUFReader, quants
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import anybit
+from anybit.checkpoint.foreign.convert import convert_checkpoint
+from anybit.checkpoint.foreign.export import export_checkpoint
+from anybit.nn.model import quantized_layers
+from tests.foreign import llama_cpp
+
+pytestmark = pytest.mark.skipif(not llama_cpp.FOLDER, reason="ANYBIT_LLAMA_CPP is not set")
+
+PICO = Path(__file__).parents[2] / "models" / "pico"
+TEXT = "def fibonacci(n):\n    if n < 2:\n        return n\n    return"
+LAYERS = {  # of llama.cpp and of transformers
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+
+
+def exported(plan: dict[str, str | None], folder: Path) -> tuple[Path, PreTrainedModel]:
+    """Pico in these formats, as a file and as a model."""
+    model = AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32)
+    anybit.quantize_(model, plan)
+    anybit.save(model, folder / "own")
+    AutoTokenizer.from_pretrained(PICO).save_pretrained(folder / "own")
+    export_checkpoint(folder / "own", folder / "pico.gguf", to="gguf")
+    return folder / "pico.gguf", model.eval()
+
+
+def agree(file: Path, model: PreTrainedModel, bound: float) -> None:
+    ids = AutoTokenizer.from_pretrained(PICO)(TEXT)["input_ids"]
+    with torch.no_grad():
+        want = model(torch.tensor([ids])).logits[0].float()
+    error = (llama_cpp.logits(file, ids) - want).norm() / want.norm()
+    assert error < bound, error
+
+
+def test_an_export_runs_in_llama_cpp(tmp_path: Path) -> None:
+    """It rounds activations to 8 bits where weights have few, and to bf16 elsewhere."""
+    file, model = exported({"*": None, "*.layers.7.mlp.down_proj": "q6_k"}, tmp_path)
+    agree(file, model, 0.01)
+
+
+def test_an_export_of_k_quants_runs_in_llama_cpp(tmp_path: Path) -> None:
+    file, model = exported({"*": "q4_k", "*_proj": "q6_k", "*.layers.[01].*": None}, tmp_path)
+    agree(file, model, 0.03)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K_M", "Q2_K", "IQ4_XS", "Q5_1"])
+def test_what_its_quantizer_writes_is_read(kind: str, tmp_path: Path) -> None:
+    """All weights are those of the `gguf` package."""
+    dense, _ = exported({"*": None, "*.layers.7.mlp.down_proj": "q6_k"}, tmp_path)
+    llama_cpp.quantize(dense, tmp_path / "file.gguf", kind)
+    convert_checkpoint(tmp_path / "file.gguf", tmp_path / "out")
+    model = anybit.load(tmp_path / "out", dtype=torch.float32)
+    found = dict(quantized_layers(model))
+    compared = 0
+    for tensor in GGUFReader(tmp_path / "file.gguf").tensors:
+        _, _, rest = tensor.name.partition("blk.")
+        number, _, layer = rest.removesuffix(".weight").partition(".")
+        own = found.get(f"model.layers.{number}.{LAYERS.get(layer)}")
+        if own is None:
+            continue
+        w = torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        if layer in ("attn_q", "attn_k"):  # its pairs of rows, put apart
+            w = w.unflatten(0, (-1, 32, 2)).transpose(1, 2).flatten(0, 2)
+        assert torch.equal(own.dequantize(), w), tensor.name
+        compared += 1
+    assert compared >= 50
+    agree(tmp_path / "file.gguf", model.eval(), 0.06)
