@@ -147,7 +147,8 @@ def test_launches_overlap_where_that_was_faster() -> None:
     many = choose_grouped(liquid, 32, 14336, 4096, 8)
     few = choose_grouped(liquid, 8, 1536, 2048, 128)
     assert not tiles.overlaps(many, liquid, 32, 14336, experts=8)
-    assert tiles.overlaps(few, liquid, 8, 1536, experts=128)
+    assert not tiles.overlaps(few, liquid, 8, 1536, experts=128)
+    assert tiles.overlaps(tiles.Tile(8, ctas=2, split=2), liquid, 2, 4096, experts=8)
     # 96 CTAs of 64 tokens: of sparse two share a multiprocessor, of the others none.
     assert not overlaps(sparse, 64, 4096, 14336)
     assert overlaps(liquid, 64, 4096, 14336)

@@ -2,7 +2,8 @@
 
 Addresses of shared memory are 32-bit ones of the CTA's own window. Loads of data that another
 thread or a copy has just written are `fresh`: they stay behind the barrier that they wait for.
-Loads of a table that no longer changes are free to move.
+Loads of a table that no longer changes are free to move. The last functions are for memory that
+CTAs share.
 """
 
 from typing import Any
@@ -243,3 +244,34 @@ def store_half(
     text = f"{{ .reg .b16 h; cvt.rn.{kind}.f32 h, $1; st.global.b16 [$0], h; }}"
     args = [Int64(address), Float32(value)]
     asm(None, args, text, "l,f", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def store_global(address: Int64, values: list, *, loc: Any = None, ip: Any = None) -> None:
+    """1, 2 or 4 consecutive words."""
+    n = len(values)
+    kind = "f" if isinstance(values[0], Float32) else "r"
+    text = f"st.global{width(n)}.b32 [$0], {slots(1, n)};"
+    constraints = ",".join(["l"] + [kind] * n)
+    asm(None, [Int64(address), *values], text, constraints, True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def load_l2(address: Int64, n: int, kind: Any, *, loc: Any = None, ip: Any = None) -> list:
+    """n words that other CTAs of this launch wrote."""
+    text = f"ld.global.cg{width(n)}.b32 {slots(0, n)}, [${n}];"
+    return several(n, kind, [Int64(address)], text, "l", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def count_up(address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Adds 1; returns what was there."""
+    text = "atom.add.acq_rel.gpu.global.u32 $0, [$1], 1;"
+    at = {"loc": loc, "ip": ip}
+    return Int32(asm(T.i32(), [Int64(address)], text, "=r,l,~{memory}", True, at))
+
+
+@dsl_user_op
+def fence(*, loc: Any = None, ip: Any = None) -> None:
+    """What this thread wrote is seen before what it writes from now on, by every CTA."""
+    asm(None, [], "fence.acq_rel.gpu;", "~{memory}", True, {"loc": loc, "ip": ip})

@@ -15,8 +15,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
+from anybit.kernels.cute.ptx import count_up, fence, load_l2, store_global
 from anybit.kernels.hopper.tiles import EVEN, LEAST_UNITS, MOST_SHARERS
-from anybit.kernels.mma.ptx import count_up, fence, load_l2, store_global
 
 
 @cute.jit

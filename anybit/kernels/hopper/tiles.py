@@ -253,9 +253,10 @@ def overlaps(tile: Tile, decoder: Decoder, m: int, n: int, experts: int = 0) -> 
     """Whether a launch of a fitted tile should begin while the kernel before it ends; measured.
 
     Not where CTAs take many tiles in turn: the next kernel's would take places from them (4 to 13 %
-    slower at 28672x4096 from 1024 tokens on, up to 15 % with experts). Nor where two
-    CTAs of 64 tokens share a multiprocessor, unless most of those are free: they would pile up on
-    some of them (8 to 45 % slower with 96 or 128 CTAs of sparse@int8, int4@fp8 and fp6@fp8).
+    slower at 28672x4096 from 1024 tokens on). Not with experts, up to 46 % slower at one token,
+    unless clusters split K. Nor where two CTAs of 64 tokens share a multiprocessor, unless most of
+    those are free: they would pile up on some of them (8 to 45 % slower with 96 or 128 CTAs of
+    sparse@int8, int4@fp8 and fp6@fp8).
     """
     count = -(-n // tile.rows) * -(-m // tile.tokens)
     half = MULTIPROCESSORS // 2 < count * tile.split <= MULTIPROCESSORS
@@ -263,7 +264,7 @@ def overlaps(tile: Tile, decoder: Decoder, m: int, n: int, experts: int = 0) -> 
         return False
     if experts:
         count = -(-n // tile.rows) * most_tiles(tile, m, experts) * tile.split
-        return tile.tokens < 64 and count <= MULTIPROCESSORS * tile.ctas
+        return tile.split > 1 and count <= MULTIPROCESSORS * tile.ctas
     return m < 1024 or count <= MULTIPROCESSORS * tile.ctas
 
 

@@ -23,11 +23,15 @@ from anybit.kernels.cute.cells import CELL, ROWS, VECTORS
 from anybit.kernels.cute.jit import Compiled, compile_program
 from anybit.kernels.cute.ptx import (
     TYPES,
+    count_up,
+    fence,
     halves_to_float,
     load_global,
+    load_l2,
     load_matrices,
     load_shared,
     prmt,
+    store_global,
     store_half,
     store_shared,
 )
@@ -42,19 +46,7 @@ from anybit.kernels.mma.codebook_tiles import (
     shared_bytes,
     table_bytes,
 )
-from anybit.kernels.mma.ptx import (
-    commit,
-    copy_if,
-    count_up,
-    fence,
-    load_half,
-    load_l2,
-    load_late,
-    mma,
-    store_global,
-    thread_again,
-    wait,
-)
+from anybit.kernels.mma.ptx import commit, copy_if, load_half, load_late, mma, thread_again, wait
 
 EIGHTS = VECTORS // 8  # of a block's vectors: a register of `ldmatrix` has the codes of one
 

@@ -5,8 +5,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from anybit.kernels.cute.decode import K_TILE
+from anybit.kernels.cute.ptx import store_global
 from anybit.kernels.mma.product import Product
-from anybit.kernels.mma.ptx import load_once, load_words, scale_pair, store_global
+from anybit.kernels.mma.ptx import load_once, load_words, scale_pair
 
 
 class Decode(Product):

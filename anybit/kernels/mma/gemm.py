@@ -15,19 +15,16 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
-from anybit.kernels.cute.ptx import load_shared, store_shared
-from anybit.kernels.mma.product import Product
-from anybit.kernels.mma.ptx import (
-    commit,
-    copy,
-    copy_if,
-    copy_or_zero,
+from anybit.kernels.cute.ptx import (
     count_up,
     fence,
     load_l2,
+    load_shared,
     store_global,
-    wait,
+    store_shared,
 )
+from anybit.kernels.mma.product import Product
+from anybit.kernels.mma.ptx import commit, copy, copy_if, copy_or_zero, wait
 from anybit.kernels.mma.tiles import FLAG, Kernel
 
 

@@ -16,15 +16,8 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
 from anybit.kernels.cute.lang import Word
-from anybit.kernels.cute.ptx import TYPES, load_matrices, load_shared, pack2
-from anybit.kernels.mma.ptx import (
-    load_half,
-    load_late,
-    load_once,
-    mma,
-    store_global,
-    transpose,
-)
+from anybit.kernels.cute.ptx import TYPES, load_matrices, load_shared, pack2, store_global
+from anybit.kernels.mma.ptx import load_half, load_late, load_once, mma, transpose
 from anybit.kernels.mma.tiles import Kernel, grid_bytes, shared_bytes, stage_bytes, token_bytes
 
 

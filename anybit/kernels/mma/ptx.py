@@ -1,4 +1,4 @@
-"""Inline PTX of sm_80: `cp.async`, `mma.sync`, `movmatrix`, and memory that CTAs share.
+"""Inline PTX of sm_80: `cp.async`, `mma.sync`, `movmatrix`.
 
 No copy has an L2 policy: ptxas of CUDA 13.0 takes wrong registers for it, which ends in an illegal
 instruction.
@@ -149,34 +149,3 @@ def scale_pair(
     )
     args = [Uint32(word), Float32(scale)]
     return Uint32(asm(T.i32(), args, text, "=r,r,f", False, {"loc": loc, "ip": ip}))
-
-
-@dsl_user_op
-def store_global(address: Int64, values: list, *, loc: Any = None, ip: Any = None) -> None:
-    """1, 2 or 4 consecutive words."""
-    n = len(values)
-    kind = "f" if isinstance(values[0], Float32) else "r"
-    text = f"st.global{width(n)}.b32 [$0], {slots(1, n)};"
-    constraints = ",".join(["l"] + [kind] * n)
-    asm(None, [Int64(address), *values], text, constraints, True, {"loc": loc, "ip": ip})
-
-
-@dsl_user_op
-def load_l2(address: Int64, n: int, kind: Any, *, loc: Any = None, ip: Any = None) -> list:
-    """n words that other CTAs of this launch wrote."""
-    text = f"ld.global.cg{width(n)}.b32 {slots(0, n)}, [${n}];"
-    return several(n, kind, [Int64(address)], text, "l", True, {"loc": loc, "ip": ip})
-
-
-@dsl_user_op
-def count_up(address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Adds 1; returns what was there."""
-    text = "atom.add.acq_rel.gpu.global.u32 $0, [$1], 1;"
-    at = {"loc": loc, "ip": ip}
-    return Int32(asm(T.i32(), [Int64(address)], text, "=r,l,~{memory}", True, at))
-
-
-@dsl_user_op
-def fence(*, loc: Any = None, ip: Any = None) -> None:
-    """What this thread wrote is seen before what it writes from now on, by every CTA."""
-    asm(None, [], "fence.acq_rel.gpu;", "~{memory}", True, {"loc": loc, "ip": ip})
