@@ -22,6 +22,7 @@ def made() -> dict[str, str]:
     return scores | {
         "layer_time": layer_time(),
         "kv_scales": kv_scales(),
+        "heads": heads(),
         "trellis_codes": trellis_codes(),
         "sparse_trained": sparse_trained(),
         "generation": generation(),
@@ -85,6 +86,15 @@ def kv_scales() -> str:
         for key, r in rows.items()
     ]
     return markdown(["weights", "KV cache", "perplexity", "loss, nats"], out, words=2)
+
+
+def heads() -> str:
+    out = [
+        [f"`{row['head']}`", row["perplexity"], changes(row, "loss", 5), row["kl"],
+         f"{float(row['agreement']):.2%}"]
+        for row in read("cpu_heads")
+    ]  # fmt: skip
+    return markdown(["head", "perplexity", "loss, nats", "KL", "same token"], out)
 
 
 TASKS = {

@@ -33,6 +33,7 @@ def made() -> dict[str, str]:
         "engine_llama3": engine(LLAMA),
         "engine_llama2": engine("llama-2-7b"),
         "engine_parts": parts(),
+        "engine_steps": engine_steps(),
         "vllm": vllm(),
         "kv_cache": kv_cache(),
         "kv_cache_gpu": kv_cache_gpu(),
@@ -61,6 +62,20 @@ def short(name: str) -> str:
 
 def cache(kv: str) -> str:
     return "bf16" if kv == "model" else kv
+
+
+def engine_steps() -> str:
+    """Decode steps with an int8 cache, by format and the head's format, and bf16's over them."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in read("h200_engine_steps"):
+        found[row["format"]][int(row["batch"])] = float(row["step_us"]) / 1e3
+    counts, dense = sorted(found["bf16"]), found["bf16"]
+    lines = []
+    for name, steps in found.items():
+        spec, _, head = name.partition("+")
+        cells = [f"{steps[m]:.2f} ({dense[m] / steps[m]:.2f}x)" for m in counts]
+        lines.append([f"`{spec}`" if spec != "bf16" else spec, head or "bf16", *cells])
+    return markdown(["layers", "head", *(f"batch {m}, ms" for m in counts)], lines, 2)
 
 
 def kv_cache() -> str:
