@@ -23,7 +23,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import anybit
-from anybit.core.packed import Packed, tensor_shapes
+from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.reference import INT8_LARGEST, operand_weight
 from anybit.nn.linear import QuantLinear
@@ -73,18 +73,14 @@ def reduced(y: Tensor) -> Tensor:
 
 def weight(n: int, k: int, scheme: str, device: torch.device) -> Packed:
     """A random weight that rank 0 quantizes: k-means adds up in another order on every GPU."""
-    fmt = parse_scheme(scheme)[0]
+    fmt, held = parse_scheme(scheme)[0], [{}]
     if dist.get_rank() == 0:
         packed = anybit.quantize_tensor(torch.randn(n, k, device=device) / k**0.5, fmt)
-    else:
-        empty = {}
-        for name, (size, entry) in tensor_shapes(fmt, (n, k)).items():
-            dtype = torch.int32 if entry is None else entry.default_dtype
-            empty[name] = torch.empty(size, dtype=dtype, device=device)
-        packed = Packed.from_tensors(fmt, (n, k), empty, scheme)
-    for tensor in packed.tensors().values():
-        dist.broadcast(tensor.view(torch.uint8), 0)  # gloo knows no floats of 8 bits
-    return packed
+        found = packed.tensors().items()
+        held = [{name: (tensor.view(torch.uint8).cpu(), tensor.dtype) for name, tensor in found}]
+    dist.broadcast_object_list(held, 0)  # with their dtypes: a scale's is what its value needs
+    tensors = {name: data.to(device).view(dtype) for name, (data, dtype) in held[0].items()}
+    return Packed.from_tensors(fmt, (n, k), tensors, scheme)
 
 
 def check_layers(scheme: str, x: Tensor, n: int, rank: int) -> dict[str, float]:
