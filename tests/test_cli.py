@@ -341,7 +341,9 @@ def test_build_takes_the_formats_of_a_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"quantization_config": method}))
     for given in (tmp_path, path):  # kernels know nothing of rotations
-        assert schemes_of(str(given)) == ["int4:group=128", "liquid@int8"]
-    assert schemes_of("fp6") == ["fp6"]
+        assert schemes_of(str(given)) == [("int4:group=128", False), ("liquid@int8", False)]
+    assert schemes_of("fp6") == [("fp6", True)]
+    with pytest.raises(InvalidInput, match="no such directory or file: nowhere/OUT"):
+        schemes_of("nowhere/OUT")
     _, error = run("build", PICO, code=1)
     assert "names no formats of anybit's" in error

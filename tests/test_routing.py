@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from anybit.engine.experts import OneByOne
 from anybit.kernels.backend import Activations
 from anybit.nn import grouped, routing
 from anybit.nn.grouped import QuantExperts
@@ -109,6 +110,17 @@ class Counted(Kernels):
         assert isinstance(x, Activations) == (prepared.activation is not None)
         rows = x.codes if isinstance(x, Activations) else x
         return torch.empty(len(rows), prepared.shape[0], dtype=x.dtype)
+
+
+def test_choices_that_are_no_experts_have_no_rows() -> None:
+    """Products may return the rows of experts alone."""
+    where = routing.sort(torch.tensor([[0, 4], [1, 2], [4, 4]]), 4)
+    y, weight = torch.arange(1.0, 7).view(3, 2), torch.ones(3, 2)
+    assert routing.combine(y, where, weight).tolist() == [[1, 2], [8, 10], [0, 0]]
+    none = routing.sort(torch.full((3, 2), 4), 4)
+    assert routing.combine(y[:0], none, weight).tolist() == [[0, 0]] * 3
+    layers = [torch.nn.Linear(2, 5) for _ in range(4)]
+    assert OneByOne(layers)(torch.ones(6, 2), none.starts).shape == (0, 5)
 
 
 @pytest.mark.parametrize("scheme", ["int4:group=32", "liquid:group=32@int8", "int8:rotate=k@int8"])

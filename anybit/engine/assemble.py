@@ -108,7 +108,8 @@ def runner_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> tuple
         assert not isinstance(small.model, Generator)
         models.append(small.model)
     size, kind = settings.block_size, settings.kv_dtype
-    step = step_bytes(loaded.config.get_text_config(), settings.max_tokens, most)
+    tokens = min(settings.max_tokens, most * model.length)
+    step = step_bytes(loaded.config.get_text_config(), tokens, most)
     blocks = cache_blocks(models, size, kind, settings.kv_bytes, most, step)
     return ModelRunner(model, blocks, size, kind, rows, settings.deterministic), blocks
 
@@ -144,12 +145,16 @@ def cache_blocks(
     model = models[0]
     each = sum(block_bytes(m, block_size, kv_dtype) for m in models)
     room = cache_room(model.embed_tokens.device, step if kv_bytes is None else None)
-    if room is not None and room < (kv_bytes or 2 * each):
-        asked = f"two blocks of {each} bytes" if kv_bytes is None else f"kv_bytes={kv_bytes}"
+    if room is not None and kv_bytes is not None and room < kv_bytes:
         raise InvalidInput(
-            f"a KV cache of {asked} does not fit: beside the weights and about {step} bytes that a "
-            f"step takes, the GPU has {room} bytes left; use fewer bits for weights, kv_cache="
-            "'int8' or 'int4', or smaller kv_bytes, max_tokens or max_running"
+            f"kv_bytes={kv_bytes} does not fit: beside the weights the GPU has {room} bytes left, "
+            f"of which a step takes about {step}; give at most {max(0, room - step)}, or none"
+        )
+    if room is not None and room < (kv_bytes or 2 * each):
+        raise InvalidInput(
+            f"a KV cache of two blocks of {each} bytes does not fit: beside the weights and about "
+            f"{step} bytes that a step takes, the GPU has {room} bytes left; use fewer bits for "
+            "weights, kv_cache='int8' or 'int4', or smaller max_tokens or max_running"
         )
     if kv_bytes is None:
         most = CPU_CACHE if room is None else room

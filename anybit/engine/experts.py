@@ -33,7 +33,8 @@ class OneByOne(Apart):
         """x (M, K), tokens starts[e] to starts[e + 1] for expert e -> (M, N)."""
         bounds = starts.tolist()
         busy = [(e, a, b) for e, (a, b) in enumerate(pairwise(bounds)) if a < b]
-        return torch.cat([self.layers[e](x[a:b]) for e, a, b in busy])
+        parts = [self.layers[e](x[a:b]) for e, a, b in busy]
+        return torch.cat(parts or [self.layers[0](x[:0])])
 
 
 class DenseExperts(Apart):

@@ -12,8 +12,12 @@ FRACTION = 0.9  # of the free memory that a KV cache may have at most
 
 
 def gpu_memory(device: torch.device) -> tuple[int, int] | None:
-    """Free bytes of a GPU and all it has; None for other devices, whose memory can grow."""
-    if device.type != "cuda":
+    """Free bytes of a GPU and all it has; None where nobody knows.
+
+    That is on other devices, whose memory can grow, and on GPUs that share the host's, of which
+    files that were read count as used.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_properties(device).is_integrated:
         return None
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -63,7 +67,8 @@ def step_bytes(config: Any, tokens: int, rows: int) -> int:
         return int(max(found) if isinstance(found, list | tuple) else found)
 
     each = max(1, size("num_experts_per_tok"))  # rows that a token becomes
-    hidden = size("hidden_size")
-    inner = max(size("intermediate_size"), each * size("moe_intermediate_size"))
+    hidden, own = size("hidden_size"), size("moe_intermediate_size")
+    inner = size("intermediate_size")  # of an expert, where experts have no key of their own
+    inner = max(inner, each * own) if own else each * inner
     inside = tokens * (4 * each * hidden + 4 * inner) * 2
     return inside + 2 * rows * size("vocab_size") * 4 + 2 * inner * hidden * 2

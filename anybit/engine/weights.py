@@ -167,7 +167,7 @@ class Checkpoint(Weights):
             if formats is None:
                 check_missing(directory, found.missing, found.unexpected)
             stored, known = found.stored, {*found.names, *found.unexpected}
-            read = set(found.names if formats is None else stored)
+            read = set(found.names if formats is None else stored.keys() - found.unexpected)
         kind = model.config.model_type
         self.stored = {published(name, kind): tensor for name, tensor in stored.items()}
         self.schemes = {published(n.removesuffix(".weight"), kind): s for n, s in schemes.items()}

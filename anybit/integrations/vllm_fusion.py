@@ -177,7 +177,9 @@ def join(graph: fx.Graph, node: fx.Node) -> None:
         isinstance(maker, fx.Node)
         and maker.target in (add_norm, silu_mul)
         and tokens.args[1] == 0
+        and maker.args[-1] is None
         and len(same) == len(tokens.users)  # nobody reads the tokens themselves
+        and sum(user.args[1] == 0 for user in maker.users) == 1
     ):
         maker.args = (*maker.args[:-1], activation)
         maker.meta["val"] = evaluated(maker)

@@ -68,6 +68,9 @@ def tune(
             for m in sorted(counts):
                 step(0, f"{name} {n}x{k} M={m}")
                 for cell, times in BACKENDS[backend](packed, activation, m):
+                    if not times:
+                        say(f"{cell} {n}x{k} M={m}: no tile can be used; the rule's stays")
+                        continue
                     best = min(times, key=times.__getitem__)
                     say(f"{cell} {n}x{k} M={m}: {times[best]:.1f} us, {best}")
                     found.setdefault((cell, n, k), []).append((m, best))

@@ -71,8 +71,13 @@ def mixture(
 
 
 def kernels(*tensors: Tensor) -> Any:
-    """The module whose kernels take these, or None: torch's operators also have gradients."""
+    """The module whose kernels take these, or None: torch's operators also have gradients.
+
+    And run on any GPU; Triton launches on the current one.
+    """
     if not tensors[0].is_cuda or find_spec("triton") is None:
+        return None
+    if tensors[0].device.index != torch.cuda.current_device():
         return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return None
@@ -127,5 +132,7 @@ def combine(y: Tensor, routing: Routing, weight: Tensor, bias: Tensor | None = N
     if bias is not None:
         y = y + bias.float()[owners.clamp(max=len(bias) - 1).long()]
     here = (rows < starts[-1])[..., None]
-    each = torch.where(here, y[rows.long()], 0)
+    if not len(y):  # no choice is an expert's
+        return y.new_zeros(len(rows), y.shape[1]).to(dtype)
+    each = torch.where(here, y[rows.long().clamp(max=len(y) - 1)], 0)
     return (each * weight.float()[..., None]).sum(1).to(dtype)

@@ -69,6 +69,7 @@ def test_a_draft_model_that_fails(checkpoint: Checkpoint, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(drafter.runner, "logits", fail)  # type: ignore[attr-defined]
     assert_same(llm.generate(prompts(15), mixed_params(15)), want)
+    assert llm.engine.speculation.failed  # type: ignore[union-attr]
     assert_no_block_is_held(llm.engine)
     own = drafter.blocks  # type: ignore[attr-defined]
     assert own.holders == [0] * own.count

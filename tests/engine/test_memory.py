@@ -60,7 +60,8 @@ def test_a_cache_that_does_not_fit_is_refused(free: list[int]) -> None:
     """Beside what a step takes, which follows from max_tokens and max_running."""
     free[0] = 20 << 20
     with pytest.raises(InvalidInput, match=r"two blocks of .* bytes does not fit: .* max_tokens"):
-        load(max_tokens=8192)
+        load(max_tokens=8192, max_running=64)
+    assert blocks_of(load(max_tokens=8192, max_running=1)) > 2  # a step has a text's tokens at most
     blocks = blocks_of(load(max_running=8))
     assert blocks > 2
     with pytest.raises(InvalidInput, match=rf"kv_bytes={21 << 20} does not fit"):
@@ -70,17 +71,23 @@ def test_a_cache_that_does_not_fit_is_refused(free: list[int]) -> None:
 
 
 def test_a_step_of_llama_3_8b_on_a_card_of_24_gib() -> None:
-    """Weights in 4 bits leave 18 GiB, of which the cache gets nine tenths."""
+    """About 0.8 GB: activations, logits, the largest weight decoded."""
     config = SimpleNamespace(hidden_size=4096, intermediate_size=14336, vocab_size=128256)
     step = memory.step_bytes(config, 2048, 256)
     assert 0.6e9 < step < 1.2e9
     experts = vars(config) | {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
     assert memory.step_bytes(SimpleNamespace(**experts), 2048, 256) > step
+    mixtral = vars(config) | {"num_experts_per_tok": 2}  # `intermediate_size` is an expert's
+    assert memory.step_bytes(SimpleNamespace(**mixtral), 2048, 256) > 1.5 * step
 
 
 def test_only_gpus_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.gpu_memory(torch.device("cpu")) is None
+    shared = SimpleNamespace(is_integrated=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: shared)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, CARD))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10)
     assert memory.gpu_memory(torch.device("cuda")) == (25, CARD)  # what torch would reuse is free
+    shared.is_integrated = True  # files that were read count as used there
+    assert memory.gpu_memory(torch.device("cuda")) is None

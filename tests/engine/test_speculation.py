@@ -76,6 +76,8 @@ def speculating(llm: LLM, drafter: Drafter, most: int = 4) -> LLM:
 def assert_taken(engine: Engine) -> None:
     """Some drafted tokens were taken and some were not, in fewer steps than tokens."""
     stats = engine.stats
+    assert engine.speculation is not None
+    assert not engine.speculation.failed
     assert 0 < stats.accepted_tokens < stats.draft_tokens
     assert stats.drafts < stats.draft_tokens
 

@@ -22,6 +22,8 @@ from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_json
 from anybit.files.safetensors import stored_tensors
+from anybit.kernels.cute.decode import decoder
+from anybit.kernels.cute.operands import operand_of
 from tests.foreign.make import FIXTURES
 
 PAGE = Path(__file__).parents[2] / "docs" / "foreign.md"
@@ -73,9 +75,10 @@ ROWS = (
 TOOLS = {path.name for path in FIXTURES.iterdir()}
 
 
-def kernels(fmt: Format) -> str:
+def kernels(fmt: Format, activation: str | None) -> str:
     """Which kernels of GPUs multiply the format in its few bits."""
-    hopper = fmt.hopper_decode is not None and not isinstance(fmt.hopper_decode("bfloat16"), str)
+    operand = operand_of(activation, torch.bfloat16)
+    hopper = fmt.hopper_decode is not None and not isinstance(decoder(fmt, operand), str)
     hopper = hopper or (fmt.lookup is not None and fmt.bits == 8)
     known = {"Hopper": hopper, "Triton": fmt.triton_decode is not None}
     return ", ".join(name for name, there in known.items() if there)
@@ -112,11 +115,12 @@ def table(place: Path) -> str:
         "|---|---|---|---|---|---|",
     ]
     for tool, what, scheme, by in ROWS:
-        fmt, _ = parse_scheme(scheme)
+        fmt, activation = parse_scheme(scheme)
         known = {"": "its formula", "transformers": "transformers' decoder", "gguf": "`gguf`"}
         check = known.get(by, "the tool")
         back = exported(scheme, by, place)
-        lines.append(f"| {tool} | {what} | `{scheme}` | {check} | {kernels(fmt)} | {back} |")
+        ours = kernels(fmt, activation)
+        lines.append(f"| {tool} | {what} | `{scheme}` | {check} | {ours} | {back} |")
     return "\n".join(lines)
 
 

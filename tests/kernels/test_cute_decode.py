@@ -237,3 +237,16 @@ def test_a_layer_whose_scales_lie_too_far_apart_is_refused() -> None:
         refusal(12, "fp8")
         == "scales of a row are 12 powers of two apart; 11 fit into 8-bit weights"
     )
+
+
+@pytest.mark.parametrize("spec", ["int4:group=128", "int3:group=64", "nvfp4", "fp8:group=128"])
+def test_a_row_of_zeros_is_zeros(spec: str) -> None:
+    """Padding of a slice, or a channel that was pruned."""
+    packed = anybit.quantize_tensor(torch.randn(16, 256), spec)
+    for tensor in packed.tensors().values():
+        tensor.view(torch.uint8)[3:4] = 0  # planes are (N, words), scales (N, groups)
+    d = decoder(packed.format, "bfloat16")
+    assert isinstance(d, Decoder)
+    got = emulate(pack(packed, d), d)[:16, :256] * d.row_scale(packed)[:, None].double()
+    assert got[3].count_nonzero() == 0
+    assert got.isfinite().all()

@@ -5,12 +5,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from anybit.core.format import get_format
 from anybit.core.scheme import parse_scheme
-from anybit.kernels.backend import Prepared
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import Decoder
-from anybit.kernels.hopper import scalar_linear, tiles
+from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.tiles import Tile
 from anybit.kernels.mma.tiles import COUNTERS
 from anybit.kernels.reference import operand_weight
@@ -136,36 +134,3 @@ def test_the_workspace_holds_all_sums() -> None:
     assert tiles.workspace(Tile(128), 256, 5120, 80) == 0
     # Tiles that are divided are fewer than CTAs, and have a counter for each of eight warps.
     assert 8 * max(tiles.grid(t, 64, 128256) for t in tiles.equal(decoder_of("fp6"))) <= COUNTERS
-
-
-def test_copies_are_for_many_tokens_of_16_bits() -> None:
-    """Of formats that take long to decode: int7 is three planes in a register of 16 bits."""
-    assert tiles.decodes(decoder_of("int7"), 8192, 28672, 4096)
-    assert not tiles.decodes(decoder_of("int7"), 512, 28672, 4096)
-    assert not tiles.decodes(decoder_of("int4:group=128"), 8192, 28672, 4096)
-    assert not tiles.decodes(decoder_of("liquid@int8"), 8192, 28672, 4096)
-
-
-@pytest.mark.parametrize("n", [1000, 4352])
-def test_slices_are_decoded_in_turn(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    k = 4096
-    weight, x, bias = torch.randn(n, k), torch.randn(3, k), torch.randn(n)
-    rows = torch.nn.functional.pad(torch.arange(n), (0, 56))
-    blobs = torch.arange(-(-n // 256) * 2)[:, None, None]
-    seen = []
-
-    def decoded(x: torch.Tensor, kernel: object, part: Prepared) -> torch.Tensor:
-        first, count = int(part.layout[1][0]), part.shape[0]
-        assert int(part.layout[0][0]) == first // 128
-        seen.append((first, first + count))
-        return weight[first : first + count]
-
-    monkeypatch.setattr(scalar_linear.mma, "decoded", decoded)
-    monkeypatch.setattr(scalar_linear, "copies", lambda d: [None])
-    monkeypatch.setattr(scalar_linear, "decoder_for", lambda *args: None)
-    monkeypatch.setattr(tiles, "COPY", 1 << 20)
-    prepared = Prepared(get_format("fp6"), (n, k), None, (blobs, rows), None)
-    for given in (None, bias):
-        want = torch.nn.functional.linear(x, weight, given)
-        torch.testing.assert_close(scalar_linear.dense(x, prepared, given), want)
-    assert seen[: len(seen) // 2] == [(i, min(n, i + 2048)) for i in range(0, n, 2048)]

@@ -248,7 +248,8 @@ def check_all(source: Path, reasons: Mapping[str, str], count: int) -> None:
         name = next(iter(reasons))
         raise InvalidInput(
             f"{source}: {len(reasons)} of {count} layers cannot be exported exactly, the first is "
-            f"{name}: {reasons[name]}"
+            f"{name}: {reasons[name]}; quantize with other formats (`anybit plan --head` names the "
+            "output head's)"
         )
 
 

@@ -300,8 +300,9 @@ class HalfDecoder(Decoder):
         return unit.flatten() * 2.0 ** (self.shift - self.lift)
 
     def _unit(self, scale: Tensor) -> Tensor:
-        """(N, 1): the power of two that bounds the row's scales."""
-        return torch.exp2(scale.abs().amax(1, keepdim=True).log2().ceil())
+        """(N, 1): the power of two that bounds the row's scales; 1 where all are zero."""
+        largest = scale.abs().amax(1, keepdim=True)
+        return torch.exp2(torch.where(largest == 0, 1.0, largest).log2().ceil())
 
     def constants(self, words: list[Word]) -> tuple[Constants, Constants]:
         low, high = ([bytes_of(w, s) for w in words] for s in (0x1010, 0x3232))

@@ -114,11 +114,11 @@ def whole(n: int) -> int:
 
 
 def offsets(bias: Tensor | None, n: int, dtype: torch.dtype) -> Tensor | None:
-    """A bias (..., N) in the dtype of y, for n outputs."""
+    """A bias (..., N) in the dtype of y, for n outputs, contiguous."""
     if bias is None:
         return None
-    missing = n - bias.shape[-1]
-    return torch.nn.functional.pad(bias.to(dtype), (0, missing)) if missing else bias.to(dtype)
+    bias, missing = bias.to(dtype).contiguous(), n - bias.shape[-1]
+    return torch.nn.functional.pad(bias, (0, missing)) if missing else bias
 
 
 def cut(y: Tensor, n: int) -> Tensor:

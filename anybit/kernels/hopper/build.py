@@ -8,7 +8,7 @@ from anybit.kernels.cute.jit import KernelSpec
 from anybit.kernels.hopper import codebook_tiles, scalar_linear
 from anybit.kernels.hopper.expert_tiles import family_grouped
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
-from anybit.kernels.hopper.scalar_linear import copies, narrow
+from anybit.kernels.hopper.scalar_linear import narrow
 from anybit.kernels.hopper.tiles import (
     MAX_SHARED,
     MULTIPROCESSORS,
@@ -35,7 +35,7 @@ def kernels_of(scheme: str) -> list[KernelSpec]:
         out += scalar_linear.copy_kernels(d)
         outputs = [operand] if activation is None else ["float16", "bfloat16"]
         out += [Kernel(d, tile, o) for tile in family(d) for o in outputs]
-        out += [*narrow_kernels(d, outputs), *copies(d)]
+        out += narrow_kernels(d, outputs)
         out += [Kernel(d, tile, o, grouped=True) for tile in family_grouped(d) for o in outputs]
     return out
 
@@ -46,7 +46,7 @@ def narrow_kernels(d: Decoder, outputs: list[str]) -> list[mma.Kernel]:
     found = [
         mma.kernel_for(d, gpu, m, n, output)
         for m in (1, mma.NARROW)
-        for n in (*range(8, 32 * 2 * MULTIPROCESSORS + 1, 8), 1 << 20)
+        for n in (*range(8, 32 * mma.NARROW_WARPS * MULTIPROCESSORS + 1, 8), 1 << 20)
         if narrow(m, n, d.operand, slow(d))
         for output in outputs
     ]

@@ -21,7 +21,6 @@ from anybit.kernels.cute.operands import (
 from anybit.kernels.cute.operands import prepare as prepare  # these three of this family too
 from anybit.kernels.cute.operands import prepare_experts as prepare_experts
 from anybit.kernels.cute.operands import refuse_format as refuse_format
-from anybit.kernels.cute.pack import ROWS
 from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.launch import GemmLauncher
@@ -31,18 +30,22 @@ from anybit.kernels.mma import tiles as mma_tiles
 
 
 def refuse_kernels(layer: LayerSpec) -> str | None:
-    activation = layer.activation
-    d = decoder(layer.format, operand_of(activation, torch.bfloat16))
-    assert not isinstance(d, str)
-    outs = [d.operand] if activation is None else NAMES.values()
-    kernels = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
-    kernels += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
-    every: list[KernelSpec] = [*kernels, *copy_kernels(d)]
-    files = [kernel_file(kernel) for kernel in every]
-    if narrow(1, n := layer.shape[0], d.operand, tiles.slow(d)):
-        gpu = mma_tiles.gpu_of(layer.device)
-        few = [mma_tiles.kernel_for(d, gpu, m, n, o) for m in (1, mma_tiles.NARROW) for o in outs]
-        files += [kernel_file(kernel) for kernel in few if kernel]
+    operands = NAMES if layer.dtype is None else [layer.dtype]
+    decoders = {decoder(layer.format, operand_of(layer.activation, dtype)) for dtype in operands}
+    files = []
+    for d in decoders:
+        assert not isinstance(d, str)
+        outs = [d.operand] if layer.activation is None else list(NAMES.values())
+        every: list[KernelSpec] = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
+        every += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
+        every += copy_kernels(d)
+        if narrow(1, n := layer.shape[0], d.operand, tiles.slow(d)):
+            gpu = mma_tiles.gpu_of(layer.device)
+            few = (
+                mma_tiles.kernel_for(d, gpu, m, n, o) for m in (1, mma_tiles.NARROW) for o in outs
+            )
+            every += [kernel for kernel in few if kernel]
+        files += [kernel_file(kernel) for kernel in every]
     return missing_kernels(files)
 
 
@@ -65,39 +68,6 @@ def narrow(m: int, n: int, operand: str, slow: bool = False) -> bool:
     """
     few = m <= mma_tiles.NARROW and (slow or -(-n // 32) <= 2 * tiles.MULTIPROCESSORS)
     return few and operand != "float8_e4m3fn"
-
-
-def copies(d: Decoder) -> list[mma_tiles.Kernel]:
-    """What decodes a weight for the library's product, see `tiles.decodes`."""
-    if d.slot != 16:
-        return []
-    return [mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")]
-
-
-def dense(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
-    """The library's product with a weight that is decoded a slice of rows at a time.
-
-    Each slice's copy stays in the L2, and takes the place of the one before.
-    """
-    n, k = prepared.shape
-    (copy,) = copies(decoder_for(prepared.format, x.dtype))
-    y = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
-    blobs, *values = prepared.layout
-    for first, last in tiles.slices(n, k):
-        layout = blobs[first // ROWS :], *(t[first:] for t in values)
-        part = prepared._replace(shape=(last - first, k), layout=layout)
-        w = mma.decoded(x, copy, part)
-        if bias is None:
-            torch.mm(x, w.T, out=y[:, first:last])
-        else:
-            torch.addmm(bias[first:last].to(x.dtype), x, w.T, out=y[:, first:last])
-    return y
-
-
-@cache
-def decodes(fmt: Format, x_dtype: torch.dtype, m: int, n: int, k: int) -> bool:
-    """See `tiles.decodes`."""
-    return tiles.decodes(decoder_for(fmt, x_dtype), m, n, k)
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:

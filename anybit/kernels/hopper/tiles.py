@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.cute.operands import MOST_EXPERTS
-from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS, k_tiles
+from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
 
 MULTIPROCESSORS = 132  # of an H100 or H200; the tables below were measured there
@@ -22,9 +22,6 @@ LEAST_UNITS, MOST_SHARERS = 4, 8  # K tiles that a CTA should have of a shared t
 DECODE, FIXED, EXCHANGE, JOIN = 170, 6300, 3000, 5500
 # Bytes a cycle: of the memory, of the L2, of such sums of a multiprocessor.
 MEMORY, L2, SUMS = 2400, 5000, 10
-DENSE = 0.8  # of the matrix units' peak that the library reaches with many tokens
-DENSE_FROM = 1024  # tokens; with fewer, a copy costs more than decoding anew for each tile
-COPY = 32 << 20  # bytes of decoded rows: less than the L2 holds
 # Of a decoded copy and the library's product with it: bytes written and multiply-adds, a cycle.
 WRITTEN, MULTIPLIED = 2200, 0.75 * 2048 * MULTIPROCESSORS
 
@@ -313,25 +310,6 @@ def piles(tile: Tile, m: int, n: int) -> bool:
     ctas = -(-n // tile.rows) * -(-m // tile.tokens) * tile.split
     half = MULTIPROCESSORS // 2 < ctas <= MULTIPROCESSORS
     return half and tile.ctas > 1 and tile.tokens < 64 and not tile.shared
-
-
-def decodes(decoder: Decoder, m: int, n: int, k: int) -> bool:
-    """Whether the weight is decoded once, for the library's product: where that is 5 % faster.
-
-    A copy costs as much as reading the codes and writing 16 bits for each. The library has no
-    faster products of 8-bit operands.
-    """
-    if decoder.slot != 16 or m < DENSE_FROM:
-        return False
-    blobs = -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes
-    dense = n * m * k / (2048 * MULTIPROCESSORS * DENSE) + (2 * n * k + blobs) / MEMORY + FIXED
-    return dense < 0.95 * cycles(choose(decoder, m, n, k), decoder, m, n, k)
-
-
-def slices(n: int, k: int) -> list[tuple[int, int]]:
-    """Ranges of rows that are decoded and multiplied in turn."""
-    step = max(2048, COPY // (2 * k) // ROW_MULTIPLE * ROW_MULTIPLE)
-    return [(start, min(n, start + step)) for start in range(0, n, step)]
 
 
 def fits_once(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> bool:

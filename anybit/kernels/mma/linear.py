@@ -123,12 +123,14 @@ def loaded(kernel: Kernel, device: int) -> MmaLauncher:
     """A kernel on a device."""
     path = built(kernel)
     with torch.cuda.device(device):
+        keep_spare(torch.device("cuda", device))  # another number of tokens may be captured next
         return MmaLauncher(path, device)
 
 
 # Counters of CTAs that share tiles: zeros, which every launch leaves as zeros. Launches that run at
 # the same time must not share them, so each stream has its own. A graph that is being captured can
-# make none: zeros would be written when it is replayed only. So there is always a spare.
+# make none: zeros would be written when it is replayed only. So there is always a spare. Graphs
+# that were captured on one stream share theirs, and must not be replayed on two at the same time.
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 _spare: dict[torch.device, Tensor] = {}
 
@@ -138,14 +140,18 @@ def zeros(device: torch.device) -> Tensor:
     key = device, torch._C._cuda_getCurrentRawStream(device.index)
     found = _counters.get(key)
     if found is None:
-        capturing = torch.cuda.is_current_stream_capturing()
-        if capturing and device not in _spare:
+        if torch.cuda.is_current_stream_capturing() and device not in _spare:
             raise Unsupported("run the layer once before its CUDA graph is captured")
         found = _spare.pop(device) if device in _spare else fresh(device)
         _counters[key] = found
-        if not capturing:
-            _spare.setdefault(device, fresh(device))
+    keep_spare(device)
     return found
+
+
+def keep_spare(device: torch.device) -> None:
+    """Have counters ready for the next stream, unless this one is being captured."""
+    if device not in _spare and not torch.cuda.is_current_stream_capturing():
+        _spare[device] = fresh(device)
 
 
 def fresh(device: torch.device) -> Tensor:

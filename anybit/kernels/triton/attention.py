@@ -49,7 +49,7 @@ class Tile(NamedTuple):
 DECODE = Tile(64, 4, 3)
 DECODE_INT8 = Tile(64, 2, 2)  # at most two warps: Triton 3.9 does not compile it for four
 PROMPT = Tile(64, 8, 2)
-DECODE_INT4 = Tile(128, 2, 2)  # not measured: as many bytes as in int8
+DECODE_INT4 = Tile(128, 2, 2)  # as many bytes as in int8; others were not tried
 TILES = {  # by the kind of cache
     "model": DECODE, "static": DECODE_INT8, "dynamic": DECODE_INT8, "int4": DECODE_INT4,
 }  # fmt: skip
