@@ -35,7 +35,7 @@ CODEBOOK = "codebook:m=1,v=4,b=4,group=32"
 FORMATS = [
     ("int6:group=32,rotate=kn", False),
     ("int4:group=32", False), ("int4:group=32", True), ("fp6", False), ("liquid@int8", True),
-    (CODEBOOK, False), ("sparse", True),
+    (CODEBOOK, False), ("sparse", True), ("mxfp4", False), ("nvfp4", False), ("q4_1", False),
 ]  # fmt: skip
 
 

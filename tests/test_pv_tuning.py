@@ -1,5 +1,6 @@
 """Tuning of grids, norms and codes: gradients against autograd, and what is promised of each."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,6 +155,27 @@ def test_what_is_stored_is_what_was_tuned() -> None:
     with torch.no_grad():
         stored = logits_of(model, tokens(2))
     assert (stored - tuned).norm() < 5e-3 * tuned.norm()  # fp16 grids
+
+
+OF_CHECKPOINTS = (
+    "mxfp4", "nvfp4", "mxfp6:e3m2", "mxfp8:e4m3", "fp8:group=32", "nf4", "q4_1", "iq4_nl:group=32",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", OF_CHECKPOINTS)
+def test_what_was_tuned_is_saved_in_the_formats_of_checkpoints(spec: str, tmp_path: Path) -> None:
+    """Microscaling formats have no scales that move, and codes that do."""
+    model = quantized(spec)
+    before = codes_of(model)
+    pv_tune(model, dense(), tokens(), steps=4, share=0.02)
+    moved = any(not torch.equal(a, b) for a, b in zip(before, codes_of(model), strict=True))
+    anybit.save(model, tmp_path)
+    again = anybit.load(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(logits_of(again, tokens(2)), logits_of(model, tokens(2)))
+        assert moved or not torch.equal(
+            logits_of(model, tokens()), logits_of(quantized(spec), tokens())
+        )
 
 
 def test_an_error_leaves_the_model_as_it_was() -> None:

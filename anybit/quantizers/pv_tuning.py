@@ -50,9 +50,10 @@ def pv_tune(
     """Tune a quantized model's grids, norms and codes in place, to predict what a dense one does.
 
     Minimizes the mean KL(dense || model) over all tokens, end to end. Any format's floating-point
-    grid is tuned (scales, codebooks); activations are not quantized meanwhile. An error or an
-    interrupt leaves the model as it was. Memory, on top of both models, for every weight: the
-    decoded one, its gradient and, with share > 0, its accumulated change.
+    grid is tuned (scales, codebooks, but no powers of two, nor scales in 8 bits); activations are
+    not quantized meanwhile. An error or an interrupt leaves the model as it was. Memory, on top of
+    both models, for every weight: the decoded one, its gradient and, with share > 0, its
+    accumulated change.
 
     Args:
         model: A quantized model.
@@ -301,12 +302,13 @@ class TunedLayer(nn.Module):
 
     def learn(self, gradient: Tensor, keep: bool) -> None:
         """Pass the weight's gradient (N, K) on to the grid, and add it up for `move_codes`."""
-        with torch.enable_grad():
-            weight = self.format.decode(self.codes, self.grid())
-            masters = list(self.masters.values())
-            parts = torch.autograd.grad(weight, masters, gradient)
-        for master, part in zip(masters, parts, strict=True):
-            master.grad = part
+        masters = list(self.masters.values())
+        if masters:  # powers of two and the like are not tuned
+            with torch.enable_grad():
+                weight = self.format.decode(self.codes, self.grid())
+                parts = torch.autograd.grad(weight, masters, gradient)
+            for master, part in zip(masters, parts, strict=True):
+                master.grad = part
         if not keep:
             return
         square = gradient.square()
