@@ -81,6 +81,7 @@ CONFIGS = [
     ({"architectures": ["Trainer"]}, "'Trainer', which is no model of transformers"),
     ({"architectures": "LlamaForCausalLM"}, "not a list of names"),
     ({"model_type": "nobody"}, "nobody"),
+    ({"quantization_config": "x"}, "quantization_config is 'x', and must be an object"),
 ]
 FILES = [
     ("pickle", "no safetensors, only pytorch_model.bin"),

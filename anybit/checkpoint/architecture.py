@@ -9,7 +9,7 @@ from torch import nn
 
 from anybit.checkpoint.names import check_missing, layout
 from anybit.errors import AnybitError, InvalidInput, loading
-from anybit.files.directory import read_json
+from anybit.files.directory import quantization_of, read_json
 from anybit.files.safetensors import Stored, stored_tensors
 from anybit.nn.experts import split
 
@@ -78,6 +78,7 @@ def model_class(source: Path, stored: Mapping[str, Stored] | None = None) -> tup
             transformers' models.
     """
     raw = read_json(source / "config.json")
+    quantization_of(raw, source)
     stored = stored_tensors(source) if stored is None else stored
     try:
         check_sizes(raw, stored)
@@ -161,7 +162,7 @@ def check_model(source: Path) -> Any:
         InvalidInput: As `bare_model` does; a dense model's tensors are missing.
     """
     model = bare_model(source)
-    if not read_json(source / "config.json").get("quantization_config"):
+    if not quantization_of(read_json(source / "config.json"), source):
         found = layout(stored_tensors(source), model, lambda name: False)
         check_missing(source, found.missing, found.unexpected)
     return type(model)

@@ -18,7 +18,7 @@ from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.checkpoint.foreign.ready import ready
 from anybit.checkpoint.names import codes_as_they_are
 from anybit.errors import InvalidInput, InvalidType
-from anybit.files.directory import copy_others, new_directory, read_json
+from anybit.files.directory import copy_others, new_directory, quantization_of, read_json
 from anybit.files.safetensors import stored_tensors
 from anybit.nn.linear import Keep
 from anybit.nn.model import plan_in, quantized_layers, record, set_keep
@@ -92,7 +92,7 @@ def load(
     if not is_gguf(path):
         stored_tensors(path)
     path = ready(path)
-    method = (read_json(path / "config.json").get("quantization_config") or {}).get("quant_method")
+    method = quantization_of(read_json(path / "config.json"), path).get("quant_method")
     if method != METHOD:
         raise InvalidInput(
             f"{path} is {f'quantized with {method}' if method else 'not quantized'}, not a "

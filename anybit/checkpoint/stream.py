@@ -24,7 +24,7 @@ from anybit.checkpoint.rewrite import (
 from anybit.core.packed import tensor_shapes
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
-from anybit.files.directory import megabytes, read_json
+from anybit.files.directory import megabytes, quantization_of, read_json
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import expert_layers
 from anybit.nn.linear import check_finite, is_conv1d
@@ -212,8 +212,8 @@ def plan_quantization(
             layers, or its tensors do not fit its config.json.
     """
     config = read_json(source / "config.json")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "an unknown method")
+    if quantization := quantization_of(config, source):
+        method = quantization.get("quant_method", "an unknown method")
         raise InvalidInput(
             f"{source} is quantized already, with {method}; start from the dense one"
         )

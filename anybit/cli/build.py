@@ -5,7 +5,7 @@ from pathlib import Path
 
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.errors import InvalidInput, Unsupported
-from anybit.files.directory import read_json
+from anybit.files.directory import quantization_of, read_json
 from anybit.formats.presets import HOPPER
 from anybit.kernels.cute.build import build as compile_missing
 from anybit.kernels.cute.jit import KernelSpec, dsl_version, kernel_folder
@@ -63,7 +63,7 @@ def schemes_of(given: str) -> list[tuple[str, bool]]:
     else:
         return [(given, True)]
     path = path / "config.json" if path.is_dir() else path
-    config = read_json(path).get("quantization_config") or {}
+    config = quantization_of(read_json(path), path)
     if config.get("quant_method") != METHOD:
         raise InvalidInput(f"{path} names no formats of anybit's; name those that it will have")
     pairs = [parse_scheme(scheme) for scheme in stored_plan(config).values() if scheme]

@@ -19,7 +19,7 @@ from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import Decoder
 from anybit.engine.weights import Checkpoint, Rougher, Weights
 from anybit.errors import InvalidInput, Unsupported
-from anybit.files.directory import read_json
+from anybit.files.directory import quantization_of, read_json
 from anybit.nn.linear import Keep
 from anybit.nn.model import quantized_layers
 from anybit.nn.plan import Plan, Spec, plan_of
@@ -169,8 +169,8 @@ def model_class(config: PretrainedConfig, directory: Path | str = "the model") -
 
 def formats_of(raw: dict[str, Any], directory: Path) -> dict[str, str | None] | None:
     """The plan {glob: format} of an anybit checkpoint, or None for a dense one."""
-    quantization = raw.get("quantization_config")
-    if quantization is None:
+    quantization = quantization_of(raw, directory)
+    if not quantization:
         return None
     method = quantization.get("quant_method")
     if method != "anybit":

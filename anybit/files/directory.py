@@ -49,6 +49,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def quantization_of(config: dict[str, Any], source: Path) -> dict[str, Any]:
+    """What a config.json says of how the model is quantized; {} when nothing."""
+    found = config.get("quantization_config") or {}
+    if not isinstance(found, dict):
+        raise InvalidInput(
+            f"{source}: config.json: quantization_config is {found!r}, and must be an object; "
+            "repair it, or remove it from a dense model"
+        )
+    return found
+
+
 @contextmanager
 def new_directory(out: Path, overwrite: bool, needed: int) -> Iterator[Path]:
     """A directory to fill with `needed` bytes that becomes `out` on a clean exit, or vanishes."""

@@ -29,7 +29,7 @@ from anybit.core.format import Format
 from anybit.core.packed import Packed, is_codes
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
-from anybit.files.directory import megabytes, read_json
+from anybit.files.directory import megabytes, quantization_of, read_json
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import published
 from anybit.nn.plan import METHOD, patterns_for, stored_plan
@@ -185,7 +185,7 @@ class Checkpoint:
 def checkpoint_of(source: Path) -> Checkpoint:
     """What there is to export; InvalidInput when it is no checkpoint of ours."""
     stored, config = stored_tensors(source), read_json(source / "config.json")
-    quantization = config.get("quantization_config") or {}
+    quantization = quantization_of(config, source)
     if quantization.get("quant_method") != METHOD:
         raise InvalidInput(f"{source} is no checkpoint of anybit; quantize or convert it first")
     plan, model = stored_plan(quantization), meta_model(source)
