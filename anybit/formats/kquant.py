@@ -21,7 +21,8 @@ from anybit.core.format import Entry, Format, Frame, Grid, read_options, registe
 from anybit.core.groups import grouped, groups_of, store_scale, ungroup
 from anybit.formats.microscaling import by_pieces
 from anybit.formats.table4 import IQ4
-from anybit.kernels.cute.decode import Decoder, levels
+from anybit.kernels.cute.decode import Decoder
+from anybit.kernels.cute.levels import levels
 from anybit.kernels.cute.tables import looked
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from torch import Tensor
 from anybit.core.groups import grouped
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
-from anybit.kernels.cute.decode import MANTISSA, Constants, Decoder, Levels
+from anybit.kernels.cute.decode import MANTISSA, Constants, Decoder
 from anybit.kernels.cute.lang import Word, bytes_of, mul2
+from anybit.kernels.cute.levels import Levels
 
 GROUP = 32  # columns of a WGMMA of bytes
 LEAST, MOST = -5, 6  # exponents that a group may add: 0.5 stays a normal e4m3, 6 below 448

@@ -103,13 +103,12 @@ def multiply(
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
-    slow = tiles.slow(decoder_for(prepared.format, x.dtype))
-    operand = str(x.dtype).removeprefix("torch.")
-    if starts is None and tile is None and narrow(m, n, operand, slow):
-        return mma.multiply(x, scale, sums, prepared, bias, dtype)
-    if starts is None and tile is None and (copy := copied(prepared.format, x.dtype, m, n, k)):
-        w = mma.decoded(x, copy, prepared)
-        return torch.nn.functional.linear(x, w, offsets(bias, n, dtype))
+    if starts is None and tile is None:
+        if is_narrow(prepared.format, x.dtype, m, n):
+            return mma.multiply(x, scale, sums, prepared, bias, dtype)
+        if copy := copied(prepared.format, x.dtype, m, n, k):
+            w = mma.decoded(x, copy, prepared)
+            return torch.nn.functional.linear(x, w, offsets(bias, n, dtype))
     wide = whole(n)
     y = torch.empty(m, wide, dtype=dtype, device=x.device)
     if not m:
@@ -143,6 +142,13 @@ def multiply(
         workspace,
     )
     return cut(y, n)
+
+
+@cache
+def is_narrow(fmt: Format, x_dtype: torch.dtype, m: int, n: int) -> bool:
+    """`narrow`, which every launch asks."""
+    d = decoder_for(fmt, x_dtype)
+    return narrow(m, n, d.operand, tiles.slow(d))
 
 
 @cache
