@@ -64,7 +64,7 @@ def parse(scheme: str) -> tuple:
 
 
 def measure(out: Path) -> None:
-    from hopper import Problem
+    from hopper_layers import Problem
 
     from anybit.kernels.hopper import scalar_linear, tiles
     from anybit.kernels.hopper.launch import GemmLauncher

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import peers
 import torch
-from hopper import dense_us
+from hopper_layers import dense_us
 from torch import Tensor
 
 from anybit.core.format import get_format

@@ -13,7 +13,6 @@ GPU unchanged.
 
 import argparse
 import asyncio
-import csv
 import random
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 
 import httpx
 import torch
-from engine import BLOCK, RandomWeights
+from engine import BLOCK, RandomWeights, writer
 from speculative import SHAPES, facts
 
 from anybit.engine.llm import LLM
@@ -60,11 +59,7 @@ def main() -> int:
     parser.add_argument("--append", action="store_true", help="keep what the file has")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    append = args.append and args.out is not None and args.out.exists()
-    file = args.out.open("a" if append else "w", newline="") if args.out else sys.stdout
-    rows = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-    if not append:
-        rows.writeheader()
+    rows, file = writer(args.out, args.append, COLUMNS)
     wrong = 0
     for row in speed(args) if args.what == "speed" else answers(args):
         rows.writerow(facts(args) | row)

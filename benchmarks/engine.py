@@ -19,9 +19,9 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -89,11 +89,7 @@ def main() -> None:
     args.end = time.monotonic() + args.seconds
     if args.workers:
         compile_all(args)
-    append = args.append and args.out is not None and args.out.exists()
-    file = args.out.open("a" if append else "w", newline="") if args.out else sys.stdout
-    rows = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-    if not append:
-        rows.writeheader()
+    rows, file = writer(args.out, args.append, COLUMNS)
     facts = facts_of(args)
     for model, scheme in itertools.product(args.models, args.formats):
         config = config_of(model, args.layers)
@@ -104,6 +100,18 @@ def main() -> None:
         gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()
+
+
+def writer(
+    out: Path | None, append: bool, columns: Sequence[str]
+) -> tuple["csv.DictWriter[str]", TextIO]:
+    """A CSV and its file, or what is printed; append: keep what the file has."""
+    append = append and out is not None and out.exists()
+    file = out.open("a" if append else "w", newline="") if out else sys.stdout
+    rows = csv.DictWriter(file, columns, lineterminator="\n")
+    if not append:
+        rows.writeheader()
+    return rows, file
 
 
 def compile_all(args: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-import hopper
+import hopper_layers
 import torch
 from torch import Tensor
 
@@ -35,6 +35,7 @@ from anybit.kernels.hopper import scalar_linear
 from anybit.kernels.hopper import tiles as hopper_tiles
 from anybit.kernels.mma import linear, selftest, tiles
 from anybit.kernels.mma.tiles import Gpu, Kernel
+from anybit.kernels.reference import quantize_tokens
 from anybit.measure import bench
 from anybit.measure.timing import median_us, rotated
 
@@ -197,15 +198,15 @@ def check(schemes: list[str], limit: float) -> int:
 def ragged(scheme: str, kernel: Kernel) -> str | None:
     """Random numbers, a bias, tails of N, K and M, several grids; twice the same bits."""
     for n, k in ((208, 512), (1024, 1152)):
-        p = hopper.Problem(scheme, DTYPE, n, k)
+        p = hopper_layers.Problem(scheme, DTYPE, n, k)
         bias = torch.randn(n, device="cuda").to(DTYPE)
-        weight = hopper.exact_weight(p)
+        weight = hopper_layers.exact_weight(p)
         for m in (kernel.tile.tokens // 2 + 1, kernel.tile.tokens, 2 * kernel.tile.tokens + 3):
             x = p.tokens(m)
-            want = hopper.exact_product(p, weight, *x)
+            want = hopper_layers.exact_product(p, weight, *x)
             if kernel.tile.kind == "decode":
                 y = x[0] @ linear.decoded(x[0], kernel, p.prepared).T
-                if not hopper.right(p, y, want):
+                if not hopper_layers.right(p, y, want):
                     return f"wrong at {(m, n, k)}"
                 continue
             count = tiles.tiles_of(kernel.tile, m, n)
@@ -217,14 +218,16 @@ def ragged(scheme: str, kernel: Kernel) -> str | None:
                     for b in (None, None, bias)
                 )
                 error = (shifted.float() - want.float() - bias.float()).norm() / want.norm()
-                if not (hopper.right(p, y, want) and torch.equal(y, again) and error <= 1e-2):
+                if not (
+                    hopper_layers.right(p, y, want) and torch.equal(y, again) and error <= 1e-2
+                ):
                     return f"wrong at {(m, n, k)}, {grid} CTAs"
     return None
 
 
 def chain(scheme: str, kernel: Kernel, rounds: int = 40) -> str | None:
     """Products of products, in launches that overlap and in such that do not: the same bits."""
-    p = hopper.Problem(scheme, DTYPE, CHAINED, CHAINED)
+    p = hopper_layers.Problem(scheme, DTYPE, CHAINED, CHAINED)
     first = torch.randn(kernel.tile.tokens, CHAINED, device="cuda").to(DTYPE)
 
     def last(overlapping: bool) -> Tensor:
@@ -271,9 +274,9 @@ def times(schemes: list[str], counts: list[int], out: Path, limit: float, sweep:
     late: list[tuple] = []  # Triton compiles while it is timed: last
     for n, k in SHAPES:
         for m in counts:
-            note("bf16", n, k, m, "cublas", partial(hopper.dense_us, n, k, m, DTYPE))
+            note("bf16", n, k, m, "cublas", partial(hopper_layers.dense_us, n, k, m, DTYPE))
         for scheme in schemes:
-            p = hopper.Problem(scheme, DTYPE, n, k, cold=True)
+            p = hopper_layers.Problem(scheme, DTYPE, n, k, cold=True)
             for m in counts:
                 x = p.tokens(m)
                 note(scheme, n, k, m, "hopper", partial(hopper_us, p, x))
@@ -306,14 +309,14 @@ def times(schemes: list[str], counts: list[int], out: Path, limit: float, sweep:
     print(f"time: {elapsed():.0f} s, {len(rows)} rows in {out}", flush=True)
 
 
-def mma_us(p: hopper.Problem, x: tuple, kernel: Kernel) -> float:
+def mma_us(p: hopper_layers.Problem, x: tuple, kernel: Kernel) -> float:
     calls = [
         lambda w=w: linear.multiply(*x, w, None, DTYPE, kernel) for w in p.copies
     ]  # fmt: skip
     return median_us(calls, torch.device("cuda"))
 
 
-def hopper_us(p: hopper.Problem, x: tuple) -> float:
+def hopper_us(p: hopper_layers.Problem, x: tuple) -> float:
     calls = [lambda w=w: scalar_linear.multiply(*x, w, None, DTYPE) for w in p.copies]
     return median_us(calls, torch.device("cuda"))
 
@@ -327,7 +330,7 @@ def triton_us(packed, scheme: str, m: int) -> float:
     copies = rotated(prepared, sum(t.nbytes for t in prepared.layout))
     x = torch.randn(m, packed.shape[1], device="cuda").to(DTYPE)
     if activation:
-        codes, scale = hopper.quantize_tokens(x, activation)
+        codes, scale = quantize_tokens(x, activation)
         sums = codes.sum(1, dtype=torch.int32)
         x = Activations(codes, scale.flatten(), sums, DTYPE)
     calls = [lambda w=w: backend.linear(x, w, None) for w in copies]

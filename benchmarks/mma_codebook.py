@@ -18,7 +18,7 @@ from itertools import product
 import mma
 import torch
 from codebook import Problem
-from hopper import dense_us
+from hopper_layers import dense_us
 from mma import A100, H200, KB, file_of
 
 from anybit.core.format import get_format

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import hopper
+import hopper_layers
 import mma
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class Routed:
         self.n, self.k, self.experts = n, k, experts
         # Of whole blobs: the layout of all rows is that of one expert behind the other.
         assert n % 256 == 0
-        self.all = hopper.Problem(scheme, DTYPE, experts * n, k)
+        self.all = hopper_layers.Problem(scheme, DTYPE, experts * n, k)
         self.prepared = self.all.prepared._replace(shape=(n, k))
         self.copies = rotated(self.prepared, self.all.nbytes) if cold else [self.prepared]
 
@@ -103,7 +103,7 @@ class Routed:
         return linear.multiply(*x, w, None, DTYPE, kernel, starts=starts)
 
     def right(self, x: tuple, starts: Tensor, y: Tensor) -> bool:
-        weight = hopper.exact_weight(self.all)
+        weight = hopper_layers.exact_weight(self.all)
         for e, (a, b) in enumerate(pairwise(starts.tolist())):
             rows = slice(e * self.n, (e + 1) * self.n)
             part = weight[rows]
@@ -201,7 +201,7 @@ def shared_by(x: tuple, kernel: Kernel, grid: int, w: Prepared) -> Tensor:
 def time_wide(schemes: list[str], m: int, times: Times) -> None:
     for n, k in SHAPES:
         for scheme in schemes:
-            p = hopper.Problem(scheme, DTYPE, n, k, cold=True)
+            p = hopper_layers.Problem(scheme, DTYPE, n, k, cold=True)
             x = p.tokens(m)
             calls = {"hopper": partial(mma.hopper_us, p, x)}
             for kernel in wide_kernels(scheme, m):

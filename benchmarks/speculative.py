@@ -12,7 +12,6 @@ GPU unchanged.
 """
 
 import argparse
-import csv
 import importlib.metadata
 import sys
 import time
@@ -22,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from engine import BLOCK, MODELS, RandomWeights
+from engine import BLOCK, MODELS, RandomWeights, writer
 from transformers import LlamaConfig
 
 from anybit.engine.llm import LLM
@@ -66,11 +65,7 @@ def main() -> None:
     parser.add_argument("--append", action="store_true", help="keep what the file has")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    append = args.append and args.out is not None and args.out.exists()
-    file = args.out.open("a" if append else "w", newline="") if args.out else sys.stdout
-    rows = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-    if not append:
-        rows.writeheader()
+    rows, file = writer(args.out, args.append, COLUMNS)
     for row in texts(args) if args.what == "texts" else steps(args):
         rows.writerow(facts(args) | row)
         file.flush()

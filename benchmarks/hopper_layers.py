@@ -1,0 +1,126 @@
+"""Random layers for checks and times of kernels: exact products of theirs, and times of ours."""
+
+import torch
+from torch import Tensor
+
+from anybit import quantize_tensor
+from anybit.core.packed import Packed
+from anybit.core.scheme import parse_scheme
+from anybit.formats.minifloat import Minifloat
+from anybit.kernels.cute import operands
+from anybit.kernels.cute.decode import K_TILE
+from anybit.kernels.cute.jit import kernel_file
+from anybit.kernels.hopper import scalar_linear, tiles
+from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.mma import linear as mma
+from anybit.kernels.reference import operand_weight, quantize_tokens
+from anybit.measure.timing import median_us, rotated
+
+MORE_TILES = [
+    *(Tile(tokens, ctas=2, split=c) for tokens in (8, 16, 32, 64) for c in (1, 2, 4)),
+    *(Tile(tokens, split=c) for tokens in (8, 16, 64) for c in (1, 2, 3)),
+    Tile(256),
+]  # tried by `sweep` beside the family
+
+
+class Problem:
+    """A random layer of one scheme, its tokens as the matrix unit takes them, and copies."""
+
+    def __init__(self, scheme: str, dtype: torch.dtype, n: int, k: int, cold: bool = False):
+        self.fmt, self.activation = parse_scheme(scheme)
+        self.dtype, self.n, self.k = dtype, n, k
+        self.operand = operands.operand_of(self.activation, dtype)
+        self.packed = random_packed(scheme, n, k)
+        self.prepared = operands.prepare(self.packed, self.activation, dtype)
+        self.decoder = operands.decoder_for(self.fmt, getattr(torch, self.operand))
+        self.nbytes = -(-n // 128) * (k // K_TILE) * self.decoder.blob_bytes
+        self.copies = rotated(self.prepared, self.nbytes) if cold else [self.prepared]
+
+    def tokens(self, m: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        x = torch.randn(m, self.k, device="cuda").to(self.dtype)
+        if self.activation is None:
+            return x, None, None
+        codes, scale = quantize_tokens(x, self.activation)
+        sums = codes.sum(1, dtype=torch.int32) if self.activation == "int8" else None
+        return codes, scale.flatten(), sums
+
+    def run(self, x, scale, sums, tile=None, overlap=True, prepared=None, bias=None) -> Tensor:
+        return scalar_linear.multiply(
+            x, scale, sums, prepared or self.prepared, bias, self.dtype, tile, overlap
+        )
+
+    def tiles(self) -> list[Tile]:
+        """All that are compiled."""
+        every = dict.fromkeys(
+            tiles.fitted(t, self.decoder) for t in [*tiles.family(self.decoder), *MORE_TILES]
+        )
+        name = operands.NAMES[self.dtype]
+        found = [t for t in every if kernel_file(Kernel(self.decoder, t, name)).exists()]
+        return [t for t in found if self.k // K_TILE >= t.split]
+
+
+def random_packed(scheme: str, n: int, k: int) -> Packed:
+    """Random codes (finite ones) on the grid of random weights."""
+    fmt = parse_scheme(scheme)[0]
+    packed = quantize_tensor(torch.randn(n, k, device="cuda") * 0.02, fmt)
+    if fmt.operand == "int8" and "step" in packed.grid:  # sums must stay within a byte
+        return packed
+    codes = torch.randint_like(packed.codes(), 2**fmt.bits)
+    if isinstance(fmt, Minifloat):
+        half = 1 << (fmt.bits - 1)
+        codes = codes & half | (codes & (half - 1)).clamp_max(fmt.largest_code)
+    return Packed.from_codes(fmt, (n, k), codes, packed.grid)
+
+
+def outputs(scheme: str) -> list[torch.dtype]:
+    return [torch.bfloat16] if parse_scheme(scheme)[1] else [torch.float16, torch.bfloat16]
+
+
+def exact_weight(p: Problem) -> Tensor:
+    """(N, K) fp64: the format's own values, as the operand's dtype has them, times the scale."""
+    dtype = torch.bfloat16 if p.operand == "bfloat16" else torch.float32
+    return operand_weight(p.packed, dtype).double()
+
+
+def exact_product(p: Problem, weight: Tensor, x, scale, sums) -> Tensor:
+    """(M, N): int8 bit for bit as the kernel must round it, others in fp64."""
+    if p.operand == "int8":
+        row_scale = p.prepared.layout[1][: p.n]
+        values = (weight / row_scale[:, None].double()).round()  # exactly
+        total = x.double() @ values.T
+        return (total.float() * (row_scale * scale[:, None])).to(p.dtype)
+    y = x.double() @ weight.T
+    return y if scale is None else y * scale[:, None].double()
+
+
+def right(p: Problem, y: Tensor, want: Tensor) -> bool:
+    if p.operand == "int8":
+        return torch.equal(y, want)
+    # Rounding of the output, and of scaled weights where scales belong to groups; fp8 matrix
+    # units keep 14 bits of a sum.
+    bound = 1e-3 if p.dtype == torch.float16 else 6e-3
+    bound = 2e-2 if p.operand == "float8_e4m3fn" else bound
+    return bool((y.double() - want).norm() <= bound * want.norm())
+
+
+# Times.
+
+
+def time_tile(p: Problem, m: int, tile: Tile | None, overlap: bool) -> float:
+    x = p.tokens(m)
+    calls = [lambda w=w: p.run(*x, tile=tile, overlap=overlap, prepared=w) for w in p.copies]
+    return median_us(calls, torch.device("cuda"))
+
+
+def time_copy(p: Problem, m: int) -> float:
+    """The weight decoded, and cuBLAS's product with it."""
+    x, copy = p.tokens(m)[0], scalar_linear.copy_kernel(p.decoder)
+    calls = [lambda w=w: x @ mma.decoded(x, copy, w).T for w in p.copies]
+    return median_us(calls, torch.device("cuda"))
+
+
+def dense_us(n: int, k: int, m: int, dtype: torch.dtype) -> float:
+    """cuBLAS, with cold weights."""
+    w, x = (torch.randn(rows, k, device="cuda").to(dtype) for rows in (n, m))
+    calls = [lambda w=w: x @ w.T for w in rotated(w, w.nbytes)]
+    return median_us(calls, torch.device("cuda"))
