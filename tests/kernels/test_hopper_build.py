@@ -152,23 +152,26 @@ def test_formats_that_decode_slowly_are_copied_for_many_tokens() -> None:
 def test_a_copy_is_multiplied_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     import anybit
 
-    packed = anybit.quantize_tensor(torch.randn(16, 128), "trellis:bits=1")
+    packed = anybit.quantize_tensor(torch.randn(144, 128), "trellis:bits=1")
     prepared = backend.prepare(packed, None, HALF)
     seen: list[Any] = []
 
     def decoded(x: torch.Tensor, kernel: Any, given: Any) -> torch.Tensor:
-        seen.append((kernel.tile.kind, kernel.output, given))
-        return packed.dequantize().half()
+        seen.append((kernel.tile.kind, kernel.output, given.shape, len(given.layout[0])))
+        return packed.dequantize()[len(seen) * 128 - 128 :][: given.shape[0]].half()
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(scalar_linear.mma, "decoded", decoded)
     monkeypatch.setattr(tiles, "copies", lambda *args: True)
     scalar_linear.copied.cache_clear()
-    x, bias = torch.randn(100, 128).half(), torch.randn(16)
+    monkeypatch.setattr(tiles, "decoded_rows", lambda k, chip: 128)
+    x, bias = torch.randn(100, 128).half(), torch.randn(144)
     y = backend.linear(x, prepared, bias)
     scalar_linear.copied.cache_clear()
     assert torch.equal(y, torch.nn.functional.linear(x, packed.dequantize().half(), bias.half()))
-    assert seen == [("decode", "float16", prepared)]
+    assert seen == [("decode", "float16", (128, 128), 1), ("decode", "float16", (16, 128), 1)]
+    assert tiles.decoded_rows(4096, H200) * 4096 * 2 <= H200.l2 // 2
+    assert tiles.decoded_rows(1 << 20, H200) == 128
 
 
 @pytest.mark.parametrize(("spec", "operand"), [("liquid", "int8"), ("int4:group=128", "bfloat16")])

@@ -139,6 +139,11 @@ def multiply_many(
         return cut(y, n)
     bias = offsets(bias, wide, x.dtype)
     kernel = lookup_kernel(fmt, x.dtype, tile or lookup_tile(fmt, m, n, k, x.dtype, x.device))
+    grid = tiles.grid(kernel.tile, m, n, chip=chip)
+    sums = tiles.workspace(kernel.tile, m, n, grid)
+    _work, workspace = scalar_linear.meeting_place(sums, x.device)
+    if overlap is None:
+        overlap = tiles.overlaps(kernel.tile, kernel.decoder, m, n, chip=chip)
     blocks, row_scale, *books = prepared.layout
     scalar_linear.loaded(kernel, x.device.index).launch(
         x,
@@ -153,10 +158,9 @@ def multiply_many(
             0,
         ),
         wide,
-        tiles.grid(kernel.tile, m, n, chip=chip),
-        tiles.overlaps(kernel.tile, kernel.decoder, m, n, chip=chip)
-        if overlap is None
-        else overlap,
+        grid,
+        overlap,
+        workspace=workspace,
     )
     return cut(y, n)
 

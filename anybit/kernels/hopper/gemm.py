@@ -191,13 +191,15 @@ class Gemm(Order, Epilogue):
         k_tiles = (k + (K_TILE - 1)) // K_TILE
         table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(EXPERT_WORDS))
         m_tiles = (m + (self.tokens - 1)) // self.tokens
+        spans = (table, table, experts)
         if const_expr(self.grouped):
             cute.arch.griddepcontrol_wait()
-            m_tiles = self.count_tiles(starts, table, experts, thread)
+            m_tiles, given, each = self.count_tiles(starts, table, experts, thread)
+            spans = (table, given, each)
         # What does not change from tile to tile.
         rows = const_expr(self.tile.rows)
         n_tiles = (n + (rows - 1)) // rows
-        problem = (table, m, n, m_tiles, n_tiles, (n + (ROW_MULTIPLE - 1)) // ROW_MULTIPLE)
+        problem = (spans, m, n, m_tiles, n_tiles, (n + (ROW_MULTIPLE - 1)) // ROW_MULTIPLE)
         rank, first, last = cta % self.split, cta // self.split, n_tiles * m_tiles
         share = (cta, ctas)
         if const_expr(self.split > 1):

@@ -17,10 +17,9 @@ import torch
 from anybit.core.format import Format
 from anybit.kernels.cute.cells import CELL, ROWS, Cells, cells_of
 from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder
-from anybit.kernels.cute.pack import k_tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.codebook_tiles import TABLE
-from anybit.kernels.hopper.tiles import EXCHANGE, Kernel, Tile, fits_once, fitted, grid
+from anybit.kernels.hopper.tiles import Kernel, Tile, fits_once, fitted, meeting, most_steps
 
 TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
 DENSE_FROM = 2048  # tokens; half as many with more than two codebooks
@@ -91,6 +90,7 @@ def candidates(d: LookupDecoder) -> list[Tile]:
     were slower than those of two everywhere.
     """
     every = [Tile(tokens, split=split) for tokens in (32, 64, 128) for split in (1, 2)]
+    every += [Tile(tokens, shared=True) for tokens in (32, 64, 128)]  # 256 would spill
     every += [Tile(256)] * (d.cells.m == 1)
     return [tile for tile in (fitted(tile, d) for tile in every) if tile.stages >= 2]
 
@@ -112,10 +112,8 @@ def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int, chip: Chip) -> 
     more. The numbers fit times of an H200; two stages do not hide the copies' latency.
     """
     looked_up = (512 if d.cells.v == 4 else 400) * d.cells.m + 500 * (tile.stages == 2)
-    clusters = grid(tile, m, n, chip=chip) // tile.split
-    waves = -(-(-(-n // tile.rows) * -(-m // tile.tokens)) // clusters)
-    steps = k_tiles(k) // tile.split
-    return waves * steps * (looked_up + 7 * tile.tokens) + EXCHANGE * (tile.split > 1)
+    steps = most_steps(tile, m, n, k, chip)
+    return steps * (looked_up + 7 * tile.tokens) + meeting(tile, m, n, k, chip)
 
 
 def kernels_of(cells: Cells) -> list[Kernel]:

@@ -21,6 +21,7 @@ from anybit.kernels.cute.operands import (
 from anybit.kernels.cute.operands import prepare as prepare  # these three of this family too
 from anybit.kernels.cute.operands import prepare_experts as prepare_experts
 from anybit.kernels.cute.operands import refuse_format as refuse_format
+from anybit.kernels.cute.pack import ROWS
 from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.chip import H200, Chip, chip_of
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
@@ -109,8 +110,7 @@ def multiply(
         if is_narrow(prepared.format, x.dtype, m, n, x.device):
             return mma.multiply(x, scale, sums, prepared, bias, dtype)
         if copy := copied(prepared.format, x.dtype, m, n, k, x.device):
-            w = mma.decoded(x, copy, prepared)
-            return torch.nn.functional.linear(x, w, offsets(bias, n, dtype))
+            return multiply_decoded(x, copy, prepared, offsets(bias, n, dtype))
     wide = whole(n)
     y = torch.empty(m, wide, dtype=dtype, device=x.device)
     if not m:
@@ -121,10 +121,7 @@ def multiply(
         prepared.format, x.dtype, m, n, k, dtype, x.device, tile, experts
     )
     blobs, row_scale, row_zero = prepared.layout
-    workspace = 0, 0
-    if shared:
-        work = torch.empty(shared, dtype=torch.float32, device=x.device)
-        workspace = work.data_ptr(), mma.zeros(x.device).data_ptr()
+    _work, workspace = meeting_place(shared, x.device)
     function.launch(
         x,
         (
@@ -144,6 +141,34 @@ def multiply(
         workspace,
     )
     return cut(y, n)
+
+
+def multiply_decoded(
+    x: Tensor, kernel: mma_tiles.Kernel, prepared: Prepared, bias: Tensor | None
+) -> Tensor:
+    """The library's products with rows of the weight, decoded as many at a time as the L2 keeps."""
+    n, k = prepared.shape
+    rows = tiles.decoded_rows(k, chip_of(x.device))
+    y = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
+    blobs, *of_rows = prepared.layout
+    for start in range(0, n, rows):
+        end = min(start + rows, n)
+        layout = (blobs[start // ROWS : -(-end // ROWS)], *(r[start:end] for r in of_rows))
+        part = prepared._replace(shape=(end - start, k), layout=layout)
+        w, out = mma.decoded(x, kernel, part).T, y[:, start:end]
+        if bias is None:
+            torch.mm(x, w, out=out)
+        else:
+            torch.addmm(bias[start:end], x, w, out=out)
+    return y
+
+
+def meeting_place(numbers: int, device: torch.device) -> tuple[Tensor | None, tuple[int, int]]:
+    """Where sums of `shares.py` meet, to be kept for the launch; its address and the counters'."""
+    if not numbers:
+        return None, (0, 0)
+    work = torch.empty(numbers, dtype=torch.float32, device=device)
+    return work, (work.data_ptr(), mma.zeros(device).data_ptr())
 
 
 @cache

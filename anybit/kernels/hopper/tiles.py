@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
-from anybit.kernels.cute.operands import MOST_EXPERTS
+from anybit.kernels.cute.operands import SPANS
 from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
@@ -13,7 +13,7 @@ MAX_SHARED = 232_448  # bytes of shared memory that one CTA may have
 SHARED_OF_SM = 233_472  # bytes that all CTAs of a multiprocessor share
 RESERVED = 1024  # bytes of it that each CTA costs beside its own
 MOST_STAGES = 12
-EXPERT_WORDS = 2 * MOST_EXPERTS + 1  # starts of their tokens, ends of their tiles of tokens
+EXPERT_WORDS = 2 * SPANS + 1  # of spans of experts: starts of tokens, ends of tiles of tokens
 LEAST_STEPS = 14  # K tiles that a CTA of a cluster of 3 or 8 should have
 EVEN = 85  # percent of the CTAs at least that share tiles
 LEAST_UNITS, MOST_SHARERS = 4, 8  # K tiles that a CTA should have of a shared tile, and its CTAs
@@ -24,6 +24,7 @@ DECODE, FIXED, EXCHANGE, JOIN = 170, 6300, 3000, 5500
 READ, WRITTEN = 0.967, 0.886
 # Bytes a cycle of a multiprocessor: from the L2, of such sums.
 L2, SUMS = 38, 10
+HELD = 0.4  # of the L2, that decoded rows take
 # Multiply-adds a cycle of a multiprocessor in the library's product with a decoded copy.
 MULTIPLIED = 0.75 * 2048
 
@@ -343,17 +344,20 @@ def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H2
     The matrix unit does 4096 multiply-adds of bytes or 2048 of 16 bits in a clock; the other rates
     fit times of these kernels on an H200, most of them within 10 %.
     """
+    # CTAs of one multiprocessor share its rates.
+    together = min(tile.ctas, -(-grid(tile, m, n, chip=chip) // chip.multiprocessors))
+    steps = most_steps(tile, m, n, k, chip) * step_cycles(tile, decoder)
+    return steps * together + FIXED + meeting(tile, m, n, k, chip)
+
+
+def most_steps(tile: Tile, m: int, n: int, k: int, chip: Chip) -> int:
+    """K tiles of the CTA that has most."""
     ctas = grid(tile, m, n, chip=chip)
     tiles, each = -(-n // tile.rows) * -(-m // tile.tokens), k_tiles(k)
-    steps = -(-tiles * tile.split // ctas) * (each // tile.split)
-    if tile.shared:
-        common = tiles % ctas
-        steps = tiles // ctas * each
-        steps += -(-common * each // max(1, sharers(common, each, ctas)))
-    # CTAs of one multiprocessor share its rates.
-    together = min(tile.ctas, -(-ctas // chip.multiprocessors))
-    step = step_cycles(tile, decoder)
-    return steps * step * together + FIXED + meeting(tile, tiles, each, ctas)
+    if not tile.shared:
+        return -(-tiles * tile.split // ctas) * (each // tile.split)
+    common = tiles % ctas
+    return tiles // ctas * each + -(-common * each // max(1, sharers(common, each, ctas)))
 
 
 def reading(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> float:
@@ -364,14 +368,15 @@ def reading(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H
     return max(weights / (READ * chip.read), copied / (L2 * chip.multiprocessors)) + FIXED
 
 
-def meeting(tile: Tile, tiles: int, steps: int, ctas: int) -> float:
+def meeting(tile: Tile, m: int, n: int, k: int, chip: Chip) -> float:
     """Cycles until CTAs' sums of a tile are one; with equal shares, most CTAs have two parts."""
     if tile.split > 1:
         return EXCHANGE
-    common = tiles % ctas
+    ctas = grid(tile, m, n, chip=chip)
+    common = -(-n // tile.rows) * -(-m // tile.tokens) % ctas
     if not tile.shared or not common:
         return 0
-    parts = 2 if sharers(common, steps, ctas) % common else 1
+    parts = 2 if sharers(common, k_tiles(k), ctas) % common else 1
     return parts * (JOIN + 4 * tile.rows * tile.tokens * tile.ctas / SUMS)
 
 
@@ -389,6 +394,11 @@ def may_copy(decoder: Decoder) -> bool:
     planes less than a copy.
     """
     return decoder.slot == 16 and slow(decoder)
+
+
+def decoded_rows(k: int, chip: Chip) -> int:
+    """Rows of a weight that are decoded at a time: part of the L2, where they are read again."""
+    return max(1, int(HELD * chip.l2) // (2 * k * ROWS)) * ROWS
 
 
 def copies(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
-from anybit.kernels.cute.operands import MOST_EXPERTS
+from anybit.kernels.cute.operands import SPANS
 from anybit.kernels.cute.pack import k_tiles
 from anybit.kernels.mma.launch import MmaArguments
 
@@ -19,7 +19,7 @@ RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
 NARROW = 16  # most tokens of `narrow.py`
 NARROW_WARPS = 16  # of its CTAs on a multiprocessor: each may keep 128 registers a thread
 FLAG = 256  # bytes behind the ring of `gemm.py`, for one word
-TABLE = -(-8 * (MOST_EXPERTS + 1) // 256) * 256  # bytes behind that, of `experts.py`
+TABLE = -(-8 * (SPANS + 1) // 256) * 256  # bytes behind that, of `experts.py`
 COUNTERS = 1 << 16  # CTAs that may share tiles
 DENSE_FROM = 512  # tokens; an estimate, see `decodes`
 LEAST_UNITS = 4  # K tiles that a CTA of `gemm.py` should have
