@@ -24,6 +24,8 @@ def kernels_of(scheme: str) -> list[KernelSpec]:
     """Every kernel that a layer of this scheme may launch. ValueError when there is none."""
     fmt, activation = parse_scheme(scheme)
     cells = cells_of(fmt)
+    if activation is None and isinstance(cells, str) and fmt.lookup and not fmt.hopper_decode:
+        raise InvalidInput(cells)
     if activation is None and isinstance(cells, Cells):
         return [*codebook_tiles.family(cells), *lookup_kernels(cells)]
     operands = {"int8": ["int8"], "fp8": ["float8_e4m3fn"], None: ["float16", "bfloat16"]}
