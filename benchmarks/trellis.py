@@ -7,7 +7,8 @@
 
 `check` compares products of small layers with exact ones and reads weights back. `time` prints a
 table of microseconds last: cold weights, CUDA graphs, launches that may overlap. In 16 bits from 65
-tokens on, the weight's decoded copy with cuBLAS and the main loop are both timed. `one` launches
+tokens on, the weight's decoded copy with cuBLAS and the main loop are both timed. `tiles` times
+other tiles of `kernels/mma` for few tokens, the rule's first. `one` launches
 each product once with the profiler on. Kernels lie in $ANYBIT_CACHE, so that they can be built
 elsewhere and carried.
 """
@@ -26,11 +27,12 @@ from hopper_layers import (
     time_copy,
     time_tile,
 )
+from mma import mma_us
 
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.cute.build import build
-from anybit.kernels.cute.decode import decoder
-from anybit.kernels.cute.jit import KernelSpec
+from anybit.kernels.cute.decode import Decoder, decoder
+from anybit.kernels.cute.jit import KernelSpec, kernel_file
 from anybit.kernels.cute.operands import operand_of
 from anybit.kernels.hopper import scalar_linear, tiles
 from anybit.kernels.mma import tiles as mma
@@ -58,10 +60,10 @@ def kernels(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]
         for n, k in [*shapes, *CHECKED]:
             for m in [*counts, *COUNTS]:
                 if scalar_linear.narrow(m, n, d.operand, tiles.slow(d)):
-                    found[mma.kernel_for(d, H200, m, n, "bfloat16")] = None
+                    found |= dict.fromkeys(narrow_kernels(d, m, n))
                 else:
                     found[tiles.Kernel(d, tiles.choose(d, m, n, k), "bfloat16")] = None
-    return list(found)
+    return [kernel for kernel in found if kernel]
 
 
 def check(schemes: list[str]) -> int:
@@ -83,6 +85,28 @@ def check(schemes: list[str]) -> int:
                 print(f"WRONG one-hot {scheme} {(n, k)}", flush=True)
     print(f"check: {bad} of {total} wrong", flush=True)
     return bad
+
+
+def narrow_kernels(d: Decoder, m: int, n: int) -> list[mma.Kernel]:
+    """Tiles for few tokens, the rule's first."""
+    rule = mma.kernel_for(d, H200, m, n, "bfloat16")
+    shapes = [(1, 4, 4), (1, 4, 3), (2, 4, 4), (2, 4, 3), (1, 8, 2), (2, 8, 2)]
+    wanted = [mma.Tile(8 if m <= 8 else 16, s, w, ctas=c, kind="narrow") for s, w, c in shapes]
+    fit = [mma.fitted(tile, d, H200, 2, 5) for tile in wanted]
+    found = [mma.kernel_of(d, H200, tile, "bfloat16") for tile in fit if tile]
+    return [kernel for kernel in dict.fromkeys([rule, *found]) if kernel]
+
+
+def narrow_times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
+    for n, k in shapes:
+        for scheme in schemes:
+            p = Problem(scheme, DTYPE, n, k, cold=True)
+            for m in counts:
+                x, texts = p.tokens(m), []
+                for kernel in narrow_kernels(p.decoder, m, n):
+                    if kernel_file(kernel).exists():
+                        texts.append(f"{kernel.tile.name[7:]} {mma_us(p, x, kernel):.1f}")
+                print(f"{n}x{k} {scheme} M={m}:", *texts, sep="  ", flush=True)
 
 
 def times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
@@ -127,7 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("modes", nargs="+", choices=["build", "check", "time", "one"])
+    parser.add_argument("modes", nargs="+", choices=["build", "check", "time", "tiles", "one"])
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--m", type=bench.parse_counts, default=bench.parse_counts(MS))
@@ -143,6 +167,8 @@ def main() -> None:
             check(args.schemes)
         elif mode == "time":
             times(args.schemes, shapes, args.m)
+        elif mode == "tiles":
+            narrow_times(args.schemes, shapes, [m for m in args.m if m <= mma.NARROW])
         else:
             one(args.schemes, shapes, args.m)
         print(f"{mode}: {time.perf_counter() - start:.0f} s", flush=True)
