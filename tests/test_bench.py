@@ -367,6 +367,19 @@ def test_the_adapters_of_torch_are_right_where_they_run(name):
     assert [row.us is not None for row in rows] == [True, True], rows
 
 
+def test_int4_weights_are_packed_as_gptq_does():
+    peers = script("peers")
+    w = torch.randn(6, 256)
+    codes, scale, decoded = peers.int4(w, torch.float32)
+    groups = (codes.float().view(6, 2, 128) - 8) * scale[..., None]
+    assert torch.allclose(groups.view(6, 256), decoded)
+    assert float((decoded - w).abs().max()) <= float(scale.max()) * 0.51
+    words = peers.gptq_words(codes)
+    assert words.shape == (32, 6)
+    for place in (0, 3, 7):
+        assert torch.equal((words >> 4 * place & 15).T, codes[:, place::8].int())
+
+
 def test_missing_packages_are_named(monkeypatch):
     def gone():
         import a_package_that_nobody_has  # noqa: F401
