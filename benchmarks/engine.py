@@ -1,7 +1,7 @@
 """The engine on random weights: decode and prefill, by format, KV cache and batch.
 
     python benchmarks/engine.py --case llama-3-8b bf16 int4:group=128 --batches 1,64
-    python benchmarks/engine.py --case llama-3-70b fp6 --case llama-3-70b-half bf16 --contexts 640,1280
+    python benchmarks/engine.py --case llama-3-70b fp6 --case llama-2-13b bf16 --contexts 640,1280
 
 Every decode step goes through the whole engine: scheduler, graph, sampling, the tokens' way back
 to the host. A model is made once for each format, of random codes. Contexts are filled with random
@@ -203,8 +203,10 @@ def measure(
             torch.cuda.reset_peak_memory_stats()
         cache_bytes = (most * -(-length // BLOCK) + 1) * BLOCK * per_token
         loaded = Loaded(model, None, config, frozenset(), torch.bfloat16)
-        llm = LLM(loaded, kv_cache="int8" if kv == STATIC else kv, max_running=most, prefix_caching=False,
-                  block_size=BLOCK, kv_bytes=cache_bytes)  # fmt: skip
+        llm = LLM(
+            loaded, kv_cache="int8" if kv == STATIC else kv, max_running=most,
+            prefix_caching=False, block_size=BLOCK, kv_bytes=cache_bytes,
+        )  # fmt: skip
         randomize(llm)
         if kv == args.kv.split(",")[0]:
             prefill, ttft = prefill_speed(llm, config)
