@@ -122,8 +122,9 @@ def write(args: argparse.Namespace, what: str, batch: int, value: float, unit: s
     import vllm
 
     gpu = torch.cuda.get_device_name() if on_gpu() else "cpu"
+    case = args.case + " unfused" * args.unfused + " eager" * args.eager
     row = (
-        gpu, time.strftime("%Y-%m-%d", time.gmtime()), args.commit, args.case,
+        gpu, time.strftime("%Y-%m-%d", time.gmtime()), args.commit, case,
         args.head or "bf16", args.kv, args.ranks, what, batch, PROMPT, f"{value:.5g}", unit,
         vllm.__version__, torch.__version__,
     )  # fmt: skip
