@@ -5,13 +5,18 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from anybit.kernels.cute.decode import K_TILE
-from anybit.kernels.cute.ptx import store_global
+from anybit.kernels.cute.ptx import load_shared, store_global, store_shared
 from anybit.kernels.mma.product import Product
 from anybit.kernels.mma.ptx import load_once, load_words, scale_pair
+from anybit.kernels.mma.tiles import DECODED_ROW
 
 
 class Decode(Product):
-    """y (N, K) = W, in fp16 or bf16; a warp writes 16 rows of a K tile."""
+    """y (N, K) = W, in fp16 or bf16; a warp writes 16 rows of a K tile.
+
+    A lane holds two columns of a row here and there. Written at once, they would be 16 bytes at
+    most side by side, half a sector; so rows are put together in shared memory.
+    """
 
     @cute.kernel
     def kernel(
@@ -52,11 +57,21 @@ class Decode(Product):
         row = slot * 16 + lane // 4
         scales = [load_once(row_scale.toint() + Int64(row + v * 8) * 4, cutlass.Float32)
                   for v in range(2)]  # fmt: skip
-        to = y.toint() + (Int64(row) * k + (kt * K_TILE + lane % 4 * 2)) * 2
+        shared = cutlass.memory.SmemAllocator().allocate(self.shared)
+        base = Int32(shared.data.data_ptr().toint()) + thread // 32 * (16 * DECODED_ROW)
+        to = base + lane // 4 * DECODED_ROW + lane % 4 * 4
         for half in cutlass.range_constexpr(2):
             registers = self.decode_half(words, grid, half)
             for r in cutlass.range_constexpr(len(registers)):
                 v, column = const_expr(r % 2), const_expr(half * 64 + r // 4 * 16 + r // 2 % 2 * 8)
-                if (row + v * 8 < n) & (kt * K_TILE + column + lane % 4 * 2 < k):
-                    word = scale_pair(Uint32(registers[r]), scales[v], self.out)
-                    store_global(to + Int64(v * 8) * k * 2 + column * 2, [word])
+                word = scale_pair(Uint32(registers[r]), scales[v], self.out)
+                store_shared(to + (v * 8 * DECODED_ROW + column * 2), [word])
+        cute.arch.sync_warp()
+        # Two rows at a time: a lane has 8 columns, which K is a multiple of.
+        row, column = slot * 16 + lane // 16, kt * K_TILE + lane % 16 * 8
+        found = base + lane // 16 * DECODED_ROW + lane % 16 * 16
+        out = y.toint() + (Int64(row) * k + column) * 2
+        for i in cutlass.range_constexpr(8):
+            if (row + 2 * i < n) & (column < k):
+                piece = load_shared(found, 4, 2 * i * DECODED_ROW, True)
+                store_global(out + Int64(2 * i) * k * 2, piece)

@@ -103,6 +103,7 @@ class Tile:
 
 
 DECODE = Tile(8, 1, 4, 1, 1, "decode")
+DECODED_ROW = 2 * K_TILE + 16  # bytes: rows of 16 bytes more meet in no bank
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def stage_bytes(tile: Tile, decoder: Decoder) -> int:
 def shared_bytes(tile: Tile, decoder: Decoder) -> int:
     """Of a CTA."""
     if tile.kind == "decode":
-        return 0
+        return tile.warps * 16 * DECODED_ROW
     rings = tile.warps if tile.kind == "narrow" else 1
     beside = {"narrow": 0, "gemm": FLAG, "experts": FLAG + TABLE}[tile.kind]
     return rings * tile.stages * stage_bytes(tile, decoder) + beside
