@@ -34,7 +34,7 @@ from anybit.kernels.cute.build import build
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import KernelSpec, kernel_file
 from anybit.kernels.cute.operands import operand_of
-from anybit.kernels.hopper import scalar_linear, tiles
+from anybit.kernels.hopper import chip, scalar_linear, tiles
 from anybit.kernels.mma import tiles as mma
 from anybit.measure import bench
 
@@ -46,7 +46,7 @@ SHAPES = ["28672x4096", "4096x14336", "6144x4096", "4096x4096"]
 MS = "1,4,16,64,256,1024"
 CHECKED = (208, 512), (4096, 1152)
 COUNTS = 1, 4, 9, 16, 17, 33, 64, 100, 256, 1024
-H200 = mma.Gpu((9, 0), tiles.MULTIPROCESSORS, tiles.MAX_SHARED, tiles.SHARED_OF_SM)
+H200 = mma.Gpu((9, 0), chip.H200.multiprocessors, tiles.MAX_SHARED, tiles.SHARED_OF_SM)
 
 
 def kernels(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> list:

@@ -1,4 +1,4 @@
-"""A weight's decoded copy, for the library's product of many tokens."""
+"""A weight's decoded copy, for products of many tokens."""
 
 import cutlass
 import cutlass.cute as cute
@@ -11,7 +11,10 @@ from anybit.kernels.mma.ptx import load_once, load_words, scale_pair
 
 
 class Decode(Product):
-    """y (N, K) = W, in fp16 or bf16; a warp writes 16 rows of a K tile."""
+    """y (N, K) = W, in fp16 or bf16; a warp writes 16 rows of a K tile.
+
+    Or y is W in blobs of whole bytes, as `pack` makes them of codes of 8 bits (`Decoder.verbatim`).
+    """
 
     @cute.kernel
     def kernel(
@@ -49,7 +52,20 @@ class Decode(Product):
         pairs = blob + self.code_bytes + (group * 4 + quarter) * self.grid_bytes
         for c in cutlass.range_constexpr(0, size, 4):
             grid += load_words(pairs + lane // 4 * (4 * size), min(size, 4), 4 * c)
-        row = slot * 16 + lane // 4
+        if const_expr(self.integer):
+            into = y.toint() + Int64(slot // 8 * k_tiles + kt) * (K_TILE * K_TILE)
+            into += group * (K_TILE * K_TILE // 2) + quarter * 512 + lane * 16
+            for half in cutlass.range_constexpr(2):
+                registers = [Uint32(r) ^ 0xFFFFFFFF for r in self.decode_half(words, grid, half)]
+                for c in cutlass.range_constexpr(2):
+                    store_global(into + (half * 2 + c) * 2048, registers[4 * c : 4 * c + 4])
+        else:
+            self.write_numbers(words, grid, row_scale, y, slot * 16, kt, lane, n, k)
+
+    @cute.jit
+    def write_numbers(self, words, grid, row_scale, y, row, kt, lane, n, k):
+        """16 rows of a K tile, times their scales."""
+        row += lane // 4
         scales = [load_once(row_scale.toint() + Int64(row + v * 8) * 4, cutlass.Float32)
                   for v in range(2)]  # fmt: skip
         to = y.toint() + (Int64(row) * k + (kt * K_TILE + lane % 4 * 2)) * 2
