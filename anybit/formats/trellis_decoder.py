@@ -37,9 +37,9 @@ TILES = 4  # of a thread's half K tile
 STATE_BYTES = 2
 PLANE = 33  # instructions for 32 weights that take as long as a plane of other codes
 HALVES = ("mcg", "3inst")
-# What states are multiplied by; weights of the product's bytes, and what is added, for the one or
-# two weights of a step. Of "sum8" a one is missing, which `MIDDLE` makes good: zeros cost a product
-# no registers.
+# What states are multiplied by; signed weights of the product's bytes, and what is added, for a
+# step's first and second weight. Of "sum8" a one is missing, which `MIDDLE` makes good: zeros cost
+# a product no registers.
 SUMS = {
     "sum8": (0x83DCD12D, (0x40404040, 0x40404040), (0, 0)),
     "pair8": (0xCBAC1FED, (0xC000405A, 0x405A4000), (128 * 257 - 11475, 128 * 257 - 27795)),

@@ -5,6 +5,7 @@ all read the same layout. For thousands of tokens, or where a table leaves no ro
 Triton kernel decodes it to a dense weight for the library's product.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -28,12 +29,13 @@ from anybit.kernels.cute.jit import built, kernel_file, missing_kernels
 from anybit.kernels.cute.operands import NAMES, aligned, cut, offsets, whole
 from anybit.kernels.hopper import codebook_tiles, scalar_linear, tiles
 from anybit.kernels.hopper.chip import H200, Chip, chip_of
-from anybit.kernels.hopper.codebook_tiles import CodebookKernel
+from anybit.kernels.hopper.codebook_tiles import CodebookKernel, Plan
 from anybit.kernels.hopper.launch import CodebookLauncher
 from anybit.kernels.hopper.lookup import LookupDecoder, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
 from anybit.kernels.hopper.tiles import MAX_SHARED, Kernel, Tile
+from anybit.kernels.mma.linear import zeros
 
 MOST_TOKENS = 16  # of one launch
 
@@ -55,21 +57,19 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     cells = cells_of(layer.format)
     assert isinstance(cells, Cells)
     chip = chip_of(layer.device)
-    files = [kernel_file(plan[0]) for plan in plans(cells, layer.shape, chip) if plan]
+    files = [kernel_file(plan.kernel) for plan in plans(cells, layer.shape, chip) if plan]
     files += [kernel_file(kernel) for kernel in lookup_kernels(cells)]
     return missing_kernels(files, layer.format.spec)
 
 
-def plans(
-    cells: Cells, shape: tuple[int, int], chip: Chip = H200
-) -> list[tuple[CodebookKernel, int] | None]:
-    """Kernels for few tokens and the CTAs of their clusters; None where a table does not fit.
+def plans(cells: Cells, shape: tuple[int, int], chip: Chip = H200) -> list[Plan | None]:
+    """Launches for few tokens; None where a table does not fit.
 
     Which of them it is depends on the chip; whether there is one, does not.
     """
     return [
         codebook_tiles.choose(cells, m, *shape, name, chip)
-        for m in (1, 2, 8, 16)
+        for m in codebook_tiles.TOKENS
         for name in NAMES.values()
     ]
 
@@ -90,13 +90,12 @@ def multiply(
     x: Tensor,
     prepared: Prepared,
     bias: Tensor | None,
-    plan: tuple[CodebookKernel, int, int] | None = None,
+    plan: Plan | None = None,
     overlap: bool = True,
 ) -> Tensor:
-    """One launch: x (M <= 16, K), contiguous -> (M, N).
+    """x (M <= 16, K), contiguous -> (M, N); one launch, or two where only 8 tokens' tables fit.
 
-    plan: kernel, CTAs of a cluster, clusters; chosen by `launch_of` if None. overlap: programmatic
-    dependent launch.
+    plan: instead of the rule's. overlap: programmatic dependent launch.
     """
     fmt, (n, k), m = prepared.format, prepared.shape, len(x)
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
@@ -104,23 +103,19 @@ def multiply(
         return y
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
-    function, cluster, teams, shared = launch_of(fmt, m, n, k, x.dtype, x.device, plan)
+    plan, shared = launch_of(fmt, m, n, k, x.dtype, x.device, plan)
+    tokens, work, counters = plan.kernel.tokens, None, None
+    if plan.splits > 1:
+        size = -(-n // ROWS) * plan.splits * ROWS * tokens
+        work = torch.empty(size, dtype=torch.float32, device=x.device)
+        counters = zeros(x.device)
     blocks, row_scale, *books = prepared.layout
-    function.launch(
-        x,
-        (
-            blocks.data_ptr(),
-            books[x.dtype == torch.bfloat16].data_ptr(),
-            row_scale.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-        ),
-        n,
-        cluster,
-        teams,
-        shared,
-        overlap,
-    )
+    book = books[x.dtype == torch.bfloat16]
+    for some, to in zip(x.split(tokens), y.split(tokens), strict=True):
+        tensors = (blocks, book, row_scale, bias, to, work, counters)
+        loaded(plan.kernel, x.device.index).launch(
+            some, tensors, n, plan.cluster, plan.splits, plan.teams, shared, overlap
+        )
     return y
 
 
@@ -185,39 +180,36 @@ def launch_of(
     k: int,
     dtype: torch.dtype,
     device: torch.device,
-    plan: tuple[CodebookKernel, int, int] | None,
-) -> tuple[CodebookLauncher, int, int, int]:
-    """The loaded kernel for a problem, CTAs of a cluster, clusters, bytes of shared memory."""
+    plan: Plan | None,
+) -> tuple[Plan, int]:
+    """The plan for a problem with its teams, and bytes of shared memory."""
     chip = chip_of(device)
     if plan is None:
         cells = cells_of(fmt)
         assert isinstance(cells, Cells)
-        found = codebook_tiles.choose(cells, m, n, k, NAMES[dtype], chip)
-        if found is None:
+        plan = codebook_tiles.choose(cells, m, n, k, NAMES[dtype], chip)
+        if plan is None:
             raise InvalidInput(f"{fmt.spec}: no kernel for K={k} and {m} tokens")
-        plan = (*found, 0)
-    kernel, cluster, teams = plan
-    function = loaded(kernel, device.index)
-    row_tiles = -(-n // ROWS)
-    waves = 1
-    teams = teams or max(1, min(chip.multiprocessors // cluster, row_tiles))
-    while plan[2] == 0 and cluster > 1:
+    kernel, cluster = plan.kernel, plan.cluster
+    row_tiles, waves = -(-n // ROWS), 1
+    teams = plan.teams or max(1, min(chip.multiprocessors // (cluster * plan.splits), row_tiles))
+    while plan.teams == 0 and cluster > 1:
         shared = kernel.shared(cluster, -(-row_tiles // (teams * waves)))
         if shared > MAX_SHARED:  # too many sums: fewer tiles for each cluster, one after another
             waves += 1
             continue
-        resident = function.most_clusters(cluster, shared)
+        resident = loaded(kernel, device.index).most_clusters(cluster, shared)
         if not resident:
             raise Unsupported(
                 f"{fmt.spec}: {cluster} multiprocessors must work together for K={k}, and this GPU "
                 "or slice of one has no such group; use another format, or a larger slice"
             )
+        resident //= plan.splits
         if resident >= teams:
             break
-        teams = resident
-    teams *= waves
-    teams = min(teams, row_tiles)
-    return function, cluster, teams, kernel.shared(cluster, -(-row_tiles // teams))
+        teams = max(1, resident)
+    teams = min(teams * waves, row_tiles)
+    return replace(plan, teams=teams), kernel.shared(cluster, -(-row_tiles // teams))
 
 
 @cache
