@@ -95,7 +95,7 @@ class Emulated:
         if self.activation == "int8":
             n = len(layout[0]) * 128
             y = torch.zeros(*layout[0].shape[:2], 128 * 128, dtype=torch.uint8)
-        grid = -(-n // self.kernel.tile.rows) * -(-k // 128)
+        grid = tiles.copy_grid(self.kernel.tile, n, k)
         arguments = [0, *(array(t) for t in layout), 0, 0, 0, array(y), 0, 0, 0, 1, n, k, 0]
         self.machine.launch(arguments, grid, self.kernel.tile.threads, self.shared)
         return y

@@ -100,8 +100,8 @@ def test_a_weight_is_decoded() -> None:
     """In fp16 and bf16, with what no whole tile covers."""
     for scheme, dtype in (("fp6", HALF), ("int3:group=32,zero", BRAIN)):
         emulated = Emulated(scheme, dtype, kernel_of(scheme, dtype, DECODE))
-        packed = emulated.weight(72, 256)
-        y = emulated.decode(emulated.layout(packed), (72, 256))
+        packed = emulated.weight(72, 640)  # more K tiles than a CTA takes
+        y = emulated.decode(emulated.layout(packed), (72, 640))
         want = operand_weight(packed, dtype)
         assert (y.float() - want).abs().max() <= torch.finfo(dtype).eps * 1.51 * want.abs().max()
         if scheme == "fp6":

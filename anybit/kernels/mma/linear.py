@@ -90,7 +90,7 @@ def decoded(x: Tensor, kernel: Kernel, prepared: Prepared) -> Tensor:
     else:
         w = torch.empty(n, k, dtype=x.dtype, device=x.device)
     tensors = (*prepared.layout, None, None, None, w, None, None, None)
-    grid = -(-n // kernel.tile.rows) * k_tiles(k)
+    grid = tiles.copy_grid(kernel.tile, n, k)
     loaded(kernel, x.device.index).launch(x[:1], tensors, n, grid, False)
     return w
 
