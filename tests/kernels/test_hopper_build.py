@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,7 +69,8 @@ def test_the_family_holds_every_choice(scheme: str) -> None:
     every = set(build.kernels_of(scheme))
     kernels = {kernel for kernel in every if isinstance(kernel, Kernel)}
     assert instructions(scheme) < 5.07
-    for d in {kernel.decoder for kernel in kernels}:
+    copied = {tiles.BYTES} if "trellis" in scheme else set()  # whose products are few
+    for d in {kernel.decoder for kernel in kernels} - copied:
         output = "bfloat16" if d.operand in ("uint8", "float8_e4m3fn") else d.operand
         for n, k in ((4096, 4096), (28672, 4096), (4096, 14336), (256, 128), (6144, 512)):
             for m in (1, 7, 8, 9, 16, 33, 64, 65, 128, 200, 256, 1000, 1024, 5000):
@@ -143,7 +145,11 @@ def test_formats_that_decode_slowly_are_copied_for_many_tokens() -> None:
     copied = [tiles.copies(trellis, m, 28672, 4096) for m in (1, 64, 128, 4096)]
     assert copied == [False, False, False, True]
     assert not tiles.copies(fp6, 4096, 28672, 4096)
-    assert not tiles.copies(decoder_of("trellis", "int8"), 4096, 28672, 4096)
+    whole = decoder_of("trellis", "int8")
+    assert [tiles.copies(whole, m, 28672, 4096) for m in (64, 256, 4096)] == [False, False, True]
+    for m, n, k in ((4096, 28672, 4096), (1000, 48, 128), (600, 4096, 14336)):
+        product = Kernel(tiles.BYTES, tiles.choose_copied(m, n, k), "float16")
+        assert product in build.kernels_of("trellis@int8")
     trellis_format = get_format("trellis")
     wanted = scalar_linear.copied(trellis_format, HALF, 4096, 28672, 4096, CUDA)
     assert wanted in build.kernels_of(trellis_format.spec)
@@ -173,6 +179,27 @@ def test_a_copy_is_multiplied_by_the_library(monkeypatch: pytest.MonkeyPatch) ->
     assert seen == [("decode", "float16", (128, 128), 1), ("decode", "float16", (16, 128), 1)]
     assert tiles.decoded_rows(4096, H200) * 4096 * 2 <= H200.l2 // 2
     assert tiles.decoded_rows(1 << 20, H200) == 128
+
+
+def test_a_copy_in_bytes_is_multiplied_by_the_main_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    import anybit
+
+    packed = anybit.quantize_tensor(torch.randn(16, 128), "trellis:bits=1")
+    prepared = backend.prepare(packed, "int8", HALF)
+    copy, seen = torch.zeros(2, 1, 128 * 128, dtype=torch.uint8), []
+    launcher = SimpleNamespace(launch=lambda x, pointers, *rest: seen.append(pointers[:3]))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(scalar_linear.mma, "decoded", lambda *args: copy)
+    monkeypatch.setattr(scalar_linear, "copied", lambda *args: "a kernel")
+    monkeypatch.setattr(scalar_linear, "is_narrow", lambda *args: False)
+    monkeypatch.setattr(
+        scalar_linear, "chosen", lambda *args: (launcher, seen.append(args[-1]), False, 0)
+    )
+    codes = torch.ones(100, 128, dtype=torch.int8)
+    scalar_linear.multiply(
+        codes, torch.ones(100), codes.sum(1).int(), prepared, None, torch.float16
+    )
+    assert seen == [True, tuple(t.data_ptr() for t in (copy, *prepared.layout[1:]))]
 
 
 @pytest.mark.parametrize(("spec", "operand"), [("liquid", "int8"), ("int4:group=128", "bfloat16")])

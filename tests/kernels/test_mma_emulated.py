@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from anybit.kernels.cute import operands
+from anybit.kernels.cute.pack import pack_codes
+from anybit.kernels.hopper.scalar_linear import copy_kernel
+from anybit.kernels.hopper.tiles import BYTES
 from anybit.kernels.mma import tiles
 from anybit.kernels.mma.tiles import DECODE, Tile
 from anybit.kernels.reference import operand_weight
@@ -97,12 +100,22 @@ def test_a_weight_is_decoded() -> None:
     """In fp16 and bf16, with what no whole tile covers."""
     for scheme, dtype in (("fp6", HALF), ("int3:group=32,zero", BRAIN)):
         emulated = Emulated(scheme, dtype, kernel_of(scheme, dtype, DECODE))
-        packed = emulated.weight(72, 256)
-        y = emulated.decode(emulated.layout(packed), (72, 256))
+        packed = emulated.weight(72, 640)  # more K tiles than a CTA takes
+        y = emulated.decode(emulated.layout(packed), (72, 640))
         want = operand_weight(packed, dtype)
         assert (y.float() - want).abs().max() <= torch.finfo(dtype).eps * 1.51 * want.abs().max()
         if scheme == "fp6":
             assert torch.equal(y, packed.dequantize().to(dtype))
+
+
+def test_a_weight_is_decoded_to_bytes() -> None:
+    """As the main loop takes weights of 8 bits."""
+    d = kernel_of("trellis@int8", HALF, DECODE).decoder
+    emulated = Emulated("trellis@int8", HALF, copy_kernel(d))
+    packed = emulated.weight(128, 256)
+    y = emulated.decode(emulated.layout(packed), (128, 256))
+    want = pack_codes((packed.values() + d.middle).byte(), BYTES)
+    assert torch.equal(y[:1], want)  # rows are padded
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}-{c[2].name}-{c[3]}-{c[5]}")

@@ -40,7 +40,7 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
         outs = [d.operand] if layer.activation is None else list(NAMES.values())
         every: list[KernelSpec] = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
         every += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
-        every += copy_kernels(d)
+        every += copy_kernels(d, outs)
         n, chip = layer.shape[0], chip_of(layer.device)
         if narrow(1, n, d, chip):
             gpu = mma_tiles.gpu_of(layer.device)
@@ -52,9 +52,12 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     return missing_kernels(files)
 
 
-def copy_kernels(d: Decoder) -> list[KernelSpec]:
-    """What decodes a weight for the library's product, where `tiles.copies` may ask for it."""
-    return [copy_kernel(d)] if tiles.may_copy(d) else []
+def copy_kernels(d: Decoder, outputs: list[str]) -> list[KernelSpec]:
+    """What decodes a weight once, where `tiles.copies` may ask for it, and multiplies bytes."""
+    if not tiles.may_copy(d):
+        return []
+    products = tiles.copied_tiles() if d.slot == 8 else []
+    return [copy_kernel(d), *(Kernel(tiles.BYTES, t, o) for t in products for o in outputs)]
 
 
 def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
@@ -106,11 +109,14 @@ def multiply(
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
+    decoded = None
     if starts is None and tile is None:
         if is_narrow(prepared.format, x.dtype, m, n, x.device):
             return mma.multiply(x, scale, sums, prepared, bias, dtype)
         if copy := copied(prepared.format, x.dtype, m, n, k, x.device):
-            return multiply_decoded(x, copy, prepared, offsets(bias, n, dtype))
+            if scale is None:
+                return multiply_decoded(x, copy, prepared, offsets(bias, n, dtype))
+            decoded = mma.decoded(x, copy, prepared)
     wide = whole(n)
     y = torch.empty(m, wide, dtype=dtype, device=x.device)
     if not m:
@@ -118,9 +124,10 @@ def multiply(
     bias = offsets(bias, wide, dtype)
     experts = 0 if starts is None else len(starts) - 1
     function, grid, best, shared = chosen(
-        prepared.format, x.dtype, m, n, k, dtype, x.device, tile, experts
+        prepared.format, x.dtype, m, n, k, dtype, x.device, tile, experts, decoded is not None
     )
     blobs, row_scale, row_zero = prepared.layout
+    blobs = blobs if decoded is None else decoded
     _work, workspace = meeting_place(shared, x.device)
     function.launch(
         x,
@@ -181,7 +188,7 @@ def is_narrow(fmt: Format, x_dtype: torch.dtype, m: int, n: int, device: torch.d
 def copied(
     fmt: Format, x_dtype: torch.dtype, m: int, n: int, k: int, device: torch.device
 ) -> mma_tiles.Kernel | None:
-    """The kernel that decodes a weight for the library's product, where that is faster."""
+    """The kernel that decodes a weight for a product of many tokens, where that is faster."""
     d = decoder_for(fmt, x_dtype)
     return copy_kernel(d) if tiles.copies(d, m, n, k, chip_of(device)) else None
 
@@ -197,9 +204,15 @@ def chosen(
     device: torch.device,
     tile: Tile | None,
     experts: int,
+    decoded: bool = False,
 ) -> tuple[GemmLauncher, int, bool, int]:
-    """The loaded kernel for a problem, its grid, whether launches should overlap, its workspace."""
-    d, chip = decoder_for(fmt, x_dtype), chip_of(device)
+    """The loaded kernel for a problem, its grid, whether launches should overlap, its workspace.
+
+    decoded: the weight is a copy in bytes.
+    """
+    d, chip = tiles.BYTES if decoded else decoder_for(fmt, x_dtype), chip_of(device)
+    if decoded:
+        tile = tiles.choose_copied(m, n, k, chip)
     if tile is None and experts:
         tile = choose_grouped(d, m, n, k, experts, chip)
     tile = tile or tiles.choose(d, m, n, k, chip)

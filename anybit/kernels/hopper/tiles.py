@@ -27,6 +27,7 @@ L2, SUMS = 38, 10
 HELD = 0.4  # of the L2, that decoded rows take
 # Multiply-adds a cycle of a multiprocessor in the library's product with a decoded copy.
 MULTIPLIED = 0.75 * 2048
+BYTES = Decoder("uint8", tuple(range(8)), middle=128)  # of a weight's copy in bytes
 
 
 @dataclass(frozen=True)
@@ -400,12 +401,12 @@ def scaled(tile: Tile, decoder: Decoder) -> int:
 
 
 def may_copy(decoder: Decoder) -> bool:
-    """Whether a weight may be decoded once for the library's product; see `copies`.
+    """Whether a weight may be decoded once for the product of many tokens; see `copies`.
 
     The main loop decodes it again for every tile of tokens, but that costs formats of one or two
     planes less than a copy.
     """
-    return decoder.slot == 16 and slow(decoder)
+    return decoder.operand != "float8_e4m3fn" and slow(decoder)
 
 
 def decoded_rows(k: int, chip: Chip) -> int:
@@ -414,9 +415,27 @@ def decoded_rows(k: int, chip: Chip) -> int:
 
 
 def copies(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> bool:
-    """Whether a decoded copy and the library's product take less time; an estimate."""
+    """Whether a decoded copy and its product take less time; an estimate.
+
+    16-bit copies are multiplied by the library, bytes by a kernel of this family.
+    """
     if m <= 64 or not may_copy(decoder):
         return False
-    copied = FIXED + 2 * n * k / (WRITTEN * chip.read)
-    copied += m * n * k / (MULTIPLIED * chip.multiprocessors)
+    copied = FIXED + decoder.slot // 8 * n * k / (WRITTEN * chip.read)
+    if decoder.slot == 8:
+        copied += cycles(choose_copied(m, n, k, chip), BYTES, m, n, k, chip)
+    else:
+        copied += m * n * k / (MULTIPLIED * chip.multiprocessors)
     return cycles(choose(decoder, m, n, k, chip), decoder, m, n, k, chip) > copied
+
+
+def copied_tiles() -> list[Tile]:
+    """Tiles for the product of a copy in bytes."""
+    tiles = [Tile(128), Tile(128, rows=256)]
+    return [fitted(t, BYTES) for t in (*tiles, *(replace(t, shared=True) for t in tiles))]
+
+
+def choose_copied(m: int, n: int, k: int, chip: Chip = H200) -> Tile:
+    """The tile for the product of a copy in bytes."""
+    fit = [t for t in copied_tiles() if fits_once(t, BYTES, m, n, k, chip)]
+    return min(fit, key=lambda t: cycles(t, BYTES, m, n, k, chip))
