@@ -5,10 +5,10 @@
 
 `check` reads centroids back bit for bit, compares random products with exact ones, repeats them,
 and drives outliers through. `table` times the kernels that `codebook_tiles.choose` names, plain and
-with programmatic dependent launch (pdl), beside cuBLAS, anybit's integers and fp6, and AQLM's
-kernels where the package is installed. `sweep` times many kernels for a problem; its rows are
-added to the table's. `tiles` times tiles for more than 16 tokens. Needs no CuTe DSL when
-ANYBIT_CACHE holds the kernels; `compile` fills it.
+with programmatic dependent launch (pdl), beside cuBLAS, anybit's integers and fp6, AQLM's kernels
+where the package is installed, and CodeGEMM's where CODEGEMM names a checkout. `sweep` times many
+kernels for a problem; its rows are added to the table's. `tiles` times tiles for more than 16
+tokens. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels; `compile` fills it.
 """
 
 import argparse
@@ -291,6 +291,33 @@ def case(
     return bench.Case("anybit-hopper", spec, half, dtype, prepare, note)
 
 
+def decoded_case(scheme: str) -> bench.Case:
+    """The weight decoded in every product, for cuBLAS (the paper's table 9)."""
+
+    def prepare(w: Tensor) -> bench.Layer:
+        p = problem(scheme, w.shape[0], w.shape[1])
+
+        def run(prepared: Prepared, x: Tensor) -> Tensor:
+            return x @ codebook_linear.dense(prepared, x.dtype).T
+
+        return bench.Layer(p.prepared, run, p.nbytes, p.packed.dequantize(), random=True)
+
+    return bench.Case(
+        "anybit-hopper", get_format(scheme).spec, "fp16", torch.float16, prepare, "decoded, cuBLAS"
+    )
+
+
+def rivals() -> list[bench.Case]:
+    """AQLM's kernels and CodeGEMM's, where they are."""
+    found = []
+    for adapter in (peers.aqlm, peers.codegemm):
+        try:
+            found += adapter()
+        except Exception as error:  # what is compiled at import fails in any way
+            print(f"{adapter.__name__} is left out: {type(error).__name__}: {error}", flush=True)
+    return found
+
+
 def table(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> None:
     timing.LAUNCHES = LAUNCHES
     floor = timing.ReadFloor.measure(DEVICE)
@@ -302,10 +329,8 @@ def table(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
     dtypes, overlaps = (fp16, torch.bfloat16), (False, True)
     cases += [case(*some) for some in product(args.schemes, dtypes, overlaps)]
     cases += [case(scheme, fp16, True, name, v) for name, (scheme, v) in DIGITS.items()]
-    try:
-        cases += peers.aqlm()
-    except Exception as error:  # a package that is compiled at import fails in any way
-        print(f"AQLM is left out: {type(error).__name__}: {error}", flush=True)
+    cases += [decoded_case(scheme) for scheme in args.schemes]
+    cases += rivals()
     runs = [(cases, [shape], args.m) for shape in args.shapes]
     bits = [case(scheme, fp16, True) for scheme in BITS]
     runs += [(bits, [shape], [1]) for shape in map(bench.parse_shape, SQUARE) if args.bits]

@@ -22,7 +22,7 @@ from anybit.kernels.hopper.codebook_tiles import TABLE
 from anybit.kernels.hopper.tiles import EXCHANGE, Kernel, Tile, fits_once, fitted, grid
 
 TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
-DENSE_FROM = 2048  # tokens; half as many with more than two codebooks
+DENSE_FROM = 2048  # tokens, by codebook
 MOST_HELD = 64  # tokens that one tile holds, if it may
 
 
@@ -96,7 +96,7 @@ def candidates(d: LookupDecoder) -> list[Tile]:
 
 def choose(d: LookupDecoder, m: int, n: int, k: int) -> Tile | None:
     """The tile for m tokens; None where there is none, or a dense weight is faster."""
-    if m >= (DENSE_FROM if d.cells.m <= 2 else DENSE_FROM // 2):
+    if m * d.cells.m >= DENSE_FROM:
         return None
     every = candidates(d)
     least = min(m, MOST_HELD, max((tile.tokens for tile in every), default=0))
