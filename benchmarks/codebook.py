@@ -51,6 +51,11 @@ BITS = [  # 0.5 to 4 bits a weight, and a scale a row
     "codebook:m=3,v=8,group=128", "codebook:m=2,v=4,group=128", "codebook:m=4,v=8,group=128",
     "codebook", "codebook:m=1,v=4",
 ]  # fmt: skip
+GROUPS = [  # the paper's figure 4: from a scale for every vector to one a row, and its table 1
+    *(f"codebook:m=1,v=4,group={g}" for g in (4, 8, 16, 32, 64, 128)),
+    *(f"codebook:m=2,v=8,group={g}" for g in (8, 16, 32, 64, 128)),
+    "codebook:m=1,v=4", "codebook", "codebook:m=3,v=16,group=32", "codebook:m=1,v=8,group=32",
+]  # fmt: skip
 # The paper's uniform and binary weights as codebooks, section 5: vectors of all their values.
 DIGITS = {
     "binary": ("codebook:m=1,v=8,group=128", (-1, 1)),
@@ -332,7 +337,7 @@ def table(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
     cases += [decoded_case(scheme) for scheme in args.schemes]
     cases += rivals()
     runs = [(cases, [shape], args.m) for shape in args.shapes]
-    bits = [case(scheme, fp16, True) for scheme in BITS]
+    bits = [case(scheme, fp16, True) for scheme in dict.fromkeys([*BITS, *GROUPS])]
     runs += [(bits, [shape], [1]) for shape in map(bench.parse_shape, SQUARE) if args.bits]
     seen = set()
     for some, shapes, ms in runs:
@@ -354,7 +359,7 @@ def compile_all(args: argparse.Namespace) -> None:
         for m, shape in product((1, 2, 8, 16), SWEPT):
             k = bench.parse_shape(shape)[1]
             kernels += [plan.kernel for plan in variants(cells_of(get_format(scheme)), m, k)]
-    for scheme, (n, k) in product(BITS, map(bench.parse_shape, SQUARE)):
+    for scheme, (n, k) in product(BITS + GROUPS, map(bench.parse_shape, SQUARE)):
         plan = choose(cells_of(get_format(scheme)), 1, n, k, "float16")
         kernels += [plan.kernel] if plan else []
     kernels += [kernel for scheme in args.schemes for kernel in tiles_of(scheme).values()]
