@@ -111,7 +111,8 @@ class Problem:
         args = (x, prepared or self.prepared, bias)
         if len(x) <= codebook_linear.MOST_TOKENS:
             return codebook_linear.multiply(*args, plan, overlap)
-        if codebook_linear.lookup_tile(self.fmt, len(x), self.n, self.k, x.dtype) is None:
+        problem = self.fmt, len(x), self.n, self.k, x.dtype, x.device
+        if codebook_linear.lookup_tile(*problem) is None:
             return codebook_linear.linear(*args)
         return codebook_linear.multiply_many(*args, plan, overlap)
 
@@ -267,7 +268,9 @@ def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
                 if kernel_file(kernel).exists() and fits and not small | large:
                     times[tile.name] = p.us(m, True, tile)
             dense = dense_us(n, k, m, torch.float16)
-            chosen = codebook_linear.lookup_tile(p.fmt, m, n, k, torch.float16)
+            chosen = codebook_linear.lookup_tile(
+                p.fmt, m, n, k, torch.float16, torch.device("cuda", 0)
+            )
             text = " ".join(f"{name}={times[name]:.1f}" for name in sorted(times, key=times.get))
             name = chosen.name if chosen else "dense"
             print(f"{scheme} {n}x{k} M={m} cublas {dense:.1f} chosen {name} | {text}", flush=True)

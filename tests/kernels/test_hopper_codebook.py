@@ -19,6 +19,7 @@ from anybit.kernels.backend import LayerSpec
 from anybit.kernels.cute import cubin, jit
 from anybit.kernels.cute.cells import CELL, ROWS, VECTORS, Cells, cells_of, pack
 from anybit.kernels.hopper import backend, build, codebook_linear, tiles
+from anybit.kernels.hopper.chip import H200
 from anybit.kernels.hopper.codebook_tiles import CodebookKernel, candidates, choose, family
 from anybit.kernels.hopper.lookup import LookupDecoder, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
@@ -130,7 +131,9 @@ def test_a_row_whose_scales_are_zero_is_zero() -> None:
 def test_thousands_of_tokens_meet_a_dense_weight(
     v: int, m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert codebook_linear.lookup_tile(codebook(v, m), 4096, 4096, 4096, dtype) is None
+    monkeypatch.setattr(codebook_linear, "chip_of", lambda device: H200)
+    problem = codebook(v, m), 4096, 4096, 4096, dtype, torch.device(DEVICE)
+    assert codebook_linear.lookup_tile(*problem) is None
     monkeypatch.setattr(codebook_linear, "lookup_tile", lambda *problem: None)
     torch.manual_seed(v)
     fmt = codebook(v, m)
@@ -474,6 +477,7 @@ def test_clusters_share_long_columns() -> None:
 def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "NVIDIA GPU")
+    monkeypatch.setattr(codebook_linear, "chip_of", lambda device: H200)
 
     def refuse(spec: str, activation: str | None = None, k: int = 4096) -> str:
         device = torch.device("cuda", 0)

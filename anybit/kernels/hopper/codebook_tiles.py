@@ -4,14 +4,16 @@ from dataclasses import dataclass
 
 from anybit.kernels.cute.cells import ROWS, Cells
 from anybit.kernels.cute.jit import Compiled
+from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.launch import ARCHITECTURE, CodebookArguments
-from anybit.kernels.hopper.tiles import MAX_SHARED, MULTIPROCESSORS
+from anybit.kernels.hopper.tiles import MAX_SHARED
 
 MOST_CTAS, PORTABLE_CTAS = 16, 8  # of a cluster; fewer of the largest find room at once
-FEW_TILES = 2 * MULTIPROCESSORS  # of rows: then a kernel's start counts more than its loop
+# Row tiles of a multiprocessor: up to so many, a kernel's start counts more than its loop.
+FEW_TILES = 2
 # Up to so many a smaller Psumbook, sooner built, saves more than one cluster of 16 instead of two
 # of 8 loses. Lines through times at 512 and 3584 cross at 1630 (m2v8) and 2560 (m1v4).
-SOME_TILES = 12 * MULTIPROCESSORS
+SOME_TILES = 12
 
 SHARING = 4  # CTAs of a cluster, where several share K: small ones find room on nearly all SMs
 
@@ -171,13 +173,14 @@ class Plan:
     teams: int = 0
 
 
-def choose(cells: Cells, m: int, n: int, k: int, dtype: str) -> Plan | None:
+def choose(cells: Cells, m: int, n: int, k: int, dtype: str, chip: Chip = H200) -> Plan | None:
     """How to multiply m <= 16 tokens; None if no kernel fits.
 
     Where the tables of 16 tokens do not fit, the kernel of 8 takes them in two launches.
     """
     row_tiles = -(-n // ROWS)
-    few = row_tiles <= FEW_TILES
+    few = row_tiles <= FEW_TILES * chip.multiprocessors
+    some = row_tiles <= SOME_TILES * chip.multiprocessors
     for tokens in (*(t for t in TOKENS if t >= m), TOKENS[-2]):
         if tokens <= 2 and few and cells.v * cells.m == 4 and k <= 4096:
             continue  # one Psumbook a CTA takes longer than it saves
@@ -187,13 +190,13 @@ def choose(cells: Cells, m: int, n: int, k: int, dtype: str) -> Plan | None:
         for kernel in kernels:
             cluster = -(-k // kernel.reach)
             most = PORTABLE_CTAS if kernel.psumbook else 1  # the next kernel splits K less
-            full = kernel.psumbook and cluster == MOST_CTAS and row_tiles <= SOME_TILES
+            full = kernel.psumbook and cluster == MOST_CTAS and some
             if full or kernel is kernels[-1]:
                 most = MOST_CTAS
             if cluster <= most and kernel.shared(cluster) <= MAX_SHARED:
                 return Plan(kernel, cluster)
         if kernels and kernels[-1].psumbook:
             splits = -(-k // (SHARING * kernels[-1].reach))
-            if splits * SHARING <= MULTIPROCESSORS:
+            if splits * SHARING <= chip.multiprocessors:
                 return Plan(kernels[-1], SHARING, splits)
     return None
