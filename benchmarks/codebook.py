@@ -76,7 +76,7 @@ CHECKED = [
 DEVICE = torch.device("cuda")
 MORE_TILES = [
     *(Tile(tokens, split=3) for tokens in (32, 64, 128)),
-    Tile(64, rows=256), Tile(128, rows=256), Tile(256),
+    Tile(64, rows=256), Tile(128, rows=256), Tile(256), Tile(32, shared=True),
 ]  # fmt: skip
 LAUNCHES = 48  # in a graph: its own start is a few microseconds
 

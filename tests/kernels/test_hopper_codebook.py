@@ -364,14 +364,17 @@ def emulate_lookups(
     assert cubin.resources(made)[1] == 0  # no spills
     blocks, row_scale, book = pack(packed)
     y = torch.full((m, n), torch.nan, dtype=x.dtype)
+    grid = grid or tiles.grid(tile, m, n)
+    work = torch.full((tiles.workspace(tile, m, n, grid),), torch.nan)
+    counters = torch.zeros(64, dtype=torch.int32)
     arguments: list[Parameter] = [
         TensorMap(x.view(torch.uint8).numpy().reshape(m, 2 * k), tile.tokens, 2, in_use=True), 0,
         array(blocks), array(row_scale), array(book.to(x.dtype)), 0, 0, array(bias), in_use(y),
-        0, 0, 0, m, n, k, 1, 1,
+        0, array(work), array(counters), m, n, k, 1, 1,
     ]  # fmt: skip
-    grid = grid or tiles.grid(tile, m, n)
     Machine(ptx).launch(arguments, grid, tile.threads, shared, tile.split, seed)
     assert not y.isnan().any(), "outputs that nobody wrote"
+    assert not counters.any()
     return y
 
 
@@ -398,6 +401,15 @@ def test_lookups_of_many_tokens(
         assert torch.equal(emulate_lookups(packed, x, bias, tile, seed), y)
     if seeds > 1 and tile.split == 1:  # fewer CTAs than tiles: each does several
         assert torch.equal(emulate_lookups(packed, x, bias, tile, grid=1), y)
+
+
+@needs_dsl
+def test_lookups_in_equal_shares() -> None:
+    """Four CTAs for three tiles: each has parts of two, and sums meet in the workspace."""
+    torch.manual_seed(0)
+    packed, x = random_packed(codebook(4, 1), 384, 1024), torch.randn(40, 1024).half()
+    y = emulate_lookups(packed, x, None, Tile(64, shared=True), grid=4)
+    assert error(y, x.double() @ operand_weight(packed, HALF).double().T) < 7e-4
 
 
 @needs_dsl

@@ -134,6 +134,13 @@ def multiply_many(
         return cut(y, n)
     bias = offsets(bias, wide, x.dtype)
     kernel = lookup_kernel(fmt, x.dtype, tile or lookup_tile(fmt, m, n, k, x.dtype, x.device))
+    grid = tiles.grid(kernel.tile, m, n, chip=chip)
+    if overlap is None:
+        overlap = tiles.overlaps(kernel.tile, kernel.decoder, m, n, chip=chip)
+    workspace = 0, 0
+    if shared := tiles.workspace(kernel.tile, m, n, grid):
+        work = torch.empty(shared, dtype=torch.float32, device=x.device)
+        workspace = work.data_ptr(), zeros(x.device).data_ptr()
     blocks, row_scale, *books = prepared.layout
     scalar_linear.loaded(kernel, x.device.index).launch(
         x,
@@ -148,10 +155,9 @@ def multiply_many(
             0,
         ),
         wide,
-        tiles.grid(kernel.tile, m, n, chip=chip),
-        tiles.overlaps(kernel.tile, kernel.decoder, m, n, chip=chip)
-        if overlap is None
-        else overlap,
+        grid,
+        overlap,
+        workspace=workspace,
     )
     return cut(y, n)
 

@@ -337,11 +337,14 @@ def fits_once(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip =
     return tiles * tile.split <= room and k_tiles(k) >= least
 
 
-def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> float:
+def cycles(
+    tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200, step: float = 0
+) -> float:
     """Clock cycles of a product: waves of tiles, of K tiles, of products and decoding.
 
     The matrix unit does 4096 multiply-adds of bytes or 2048 of 16 bits in a clock; the other rates
-    fit times of these kernels on an H200, most of them within 10 %.
+    fit times of these kernels on an H200, most of them within 10 %. step: cycles of a K tile, if
+    not those of `step_cycles`.
     """
     ctas = grid(tile, m, n, chip=chip)
     tiles, each = -(-n // tile.rows) * -(-m // tile.tokens), k_tiles(k)
@@ -352,7 +355,7 @@ def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H2
         steps += -(-common * each // max(1, sharers(common, each, ctas)))
     # CTAs of one multiprocessor share its rates.
     together = min(tile.ctas, -(-ctas // chip.multiprocessors))
-    step = step_cycles(tile, decoder)
+    step = step or step_cycles(tile, decoder)
     return steps * step * together + FIXED + meeting(tile, tiles, each, ctas)
 
 
