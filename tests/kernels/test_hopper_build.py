@@ -13,6 +13,7 @@ from anybit.formats.presets import HOPPER
 from anybit.kernels.backend import Activations, LayerSpec
 from anybit.kernels.cute import jit
 from anybit.kernels.cute.decode import Decoder, decoder
+from anybit.kernels.cute.operands import decoder_for
 from anybit.kernels.hopper import backend, build, chip, expert_tiles, scalar_linear, tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
@@ -75,7 +76,7 @@ def test_the_family_holds_every_choice(scheme: str) -> None:
                 assert Kernel(d, tile, output) in kernels
                 assert tile.split <= k // 128
                 assert tile.stages >= 2
-                if scalar_linear.narrow(m, n, d.operand):
+                if scalar_linear.narrow(m, n, d):
                     assert kernel_for(d, GPUS["H200"], m, n, output) in every
                 assert tiles.grid(tile, m, n) % tile.split == 0
                 assert tiles.shared_bytes(tile, d) <= tiles.MAX_SHARED
@@ -109,7 +110,7 @@ def test_any_chip_has_the_same_kernels_and_all_of_its_multiprocessors(
                 grid = tiles.grid(tile, m, n, chip=found)
                 room = found.multiprocessors * tile.ctas
                 assert grid == room if tile.shared else tile.split > 1 or grid <= room
-                if scalar_linear.narrow(m, n, d.operand, tiles.slow(d), found):
+                if scalar_linear.narrow(m, n, d, found):
                     assert kernel_for(d, gpu, m, n, output) in narrow
                 for experts in (8, 128):
                     grouped = choose_grouped(d, m, n, k, experts, found)
@@ -241,10 +242,12 @@ def test_launches_overlap_where_that_was_faster() -> None:
 
 def test_few_tokens_may_go_to_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all their CTAs are resident at once."""
-    assert [scalar_linear.narrow(m, 4096, "int8") for m in (1, 16, 17)] == [True, True, False]
+    whole, half = (decoder_for(get_format("int4"), x) for x in (torch.int8, torch.bfloat16))
+    assert [scalar_linear.narrow(m, 4096, whole) for m in (1, 16, 17)] == [True, True, False]
     rows = (6144, 8448, 14336)
-    assert [scalar_linear.narrow(1, n, "bfloat16") for n in rows] == [True, True, False]
-    assert not scalar_linear.narrow(1, 4096, "float8_e4m3fn")
+    assert [scalar_linear.narrow(1, n, half) for n in rows] == [True, True, False]
+    assert not scalar_linear.narrow(1, 4096, decoder_for(get_format("fp6"), torch.float8_e4m3fn))
+    assert not scalar_linear.narrow(1, 4096, decoder_for(get_format("int4:group=128"), torch.int8))
     device, seen = torch.device("cuda", 0), []
     monkeypatch.setattr(scalar_linear.mma_tiles, "gpu_of", seen.append)
     monkeypatch.setattr(scalar_linear.mma_tiles, "kernel_for", lambda *args: None)
@@ -264,9 +267,9 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         return backend.refuse(LayerSpec(get_format(spec), activation, shape, device)) or ""
 
     assert "liquid@int8" in refuse("liquid", None, (4096, 4096))
-    assert "group scales" in refuse("int4:group=128", "int8", (4096, 4096))
+    assert "no zero points" in refuse("int4:group=128,zero", "int8", (4096, 4096))
     assert "group scales" in refuse("sparse:group=64", "int8", (4096, 4096))
-    assert "zero points" in refuse("int4:group=64", "fp8", (4096, 4096))
+    assert "zero points" in refuse("int4:group=64,zero", "fp8", (4096, 4096))
     assert "it takes 2 to 5" in refuse("int8", "fp8", (4096, 4096))
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
     monkeypatch.setattr(jit, "dsl_version", lambda: None)

@@ -18,6 +18,7 @@ from anybit.kernels.hopper.tiles import (
     fitted,
     grid,
     places,
+    scaled,
     suited,
 )
 
@@ -84,7 +85,7 @@ def cycles(
     steps = -(-k_tiles(k) // tile.split)
     products = tile.rows * tile.tokens * K_TILE * decoder.slot / 32768
     decoded = decoder.instructions * tile.rows / ROWS
-    step = PRODUCT * products + INSTRUCTION * decoded + STEP
+    step = PRODUCT * products + INSTRUCTION * decoded + scaled(tile, decoder) + STEP
     beside = TILE + START * (tile.split > 1)
     multiplying = waves * together * (steps * step + beside + OUTPUT * tile.tokens * tile.rows)
     weights = touched(m, experts) * -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes

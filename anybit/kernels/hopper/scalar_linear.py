@@ -41,7 +41,7 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
         every += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
         every += copy_kernels(d)
         n, chip = layer.shape[0], chip_of(layer.device)
-        if narrow(1, n, d.operand, tiles.slow(d), chip):
+        if narrow(1, n, d, chip):
             gpu = mma_tiles.gpu_of(layer.device)
             few = (
                 mma_tiles.kernel_for(d, gpu, m, n, o) for m in (1, mma_tiles.NARROW) for o in outs
@@ -60,7 +60,7 @@ def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
     return mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")
 
 
-def narrow(m: int, n: int, operand: str, slow: bool = False, chip: Chip = H200) -> bool:
+def narrow(m: int, n: int, d: Decoder, chip: Chip = H200) -> bool:
     """Whether a product goes to `kernels/mma`, which read the same blobs: if all CTAs fit at once.
 
     Two of 32 rows and eight warps find room on a multiprocessor. They are 1.1 to 1.6 times as fast
@@ -68,8 +68,8 @@ def narrow(m: int, n: int, operand: str, slow: bool = False, chip: Chip = H200) 
     rows), unless `tiles.slow`: a trellis of 28672 rows took 29 us there and 35 here. On sm_90,
     `mma.sync` has no products of fp8: the assembler converts to fp16, and spills.
     """
-    few = m <= mma_tiles.NARROW and (slow or -(-n // 32) <= 2 * chip.multiprocessors)
-    return few and operand != "float8_e4m3fn"
+    few = m <= mma_tiles.NARROW and (tiles.slow(d) or -(-n // 32) <= 2 * chip.multiprocessors)
+    return few and d.operand != "float8_e4m3fn" and not d.sums
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
@@ -149,8 +149,7 @@ def multiply(
 @cache
 def is_narrow(fmt: Format, x_dtype: torch.dtype, m: int, n: int, device: torch.device) -> bool:
     """`narrow`, which every launch asks."""
-    d = decoder_for(fmt, x_dtype)
-    return narrow(m, n, d.operand, tiles.slow(d), chip_of(device))
+    return narrow(m, n, decoder_for(fmt, x_dtype), chip_of(device))
 
 
 @cache

@@ -101,8 +101,9 @@ class Kernel:
 
     @property
     def batch(self) -> int:
-        """WGMMAs of 64 columns."""
-        return self.decoder.slot // 4
+        """WGMMAs of 64 columns, or of a group whose sums get a scale."""
+        d = self.decoder
+        return min(d.slot // 4, 4 // d.entries) if d.sums else d.slot // 4
 
     @property
     def classes(self) -> tuple[type, ...]:
@@ -124,7 +125,8 @@ def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
         return list(dict.fromkeys(alone))
     if not decoder.crowded:
         return tiles
-    small = [t for t in tiles if t.tokens <= 128 and t.rows == ROWS]
+    most = 64 if decoder.operand == "int8" and decoder.entries > 1 else 128  # as sums are converted
+    small = [t for t in tiles if t.tokens <= most and t.rows == ROWS]
     return [replace(t, ctas=1) if t.tokens == 64 else t for t in small]
 
 
@@ -382,7 +384,17 @@ def step_cycles(tile: Tile, decoder: Decoder) -> float:
     """Clock cycles of a K tile of one CTA alone, its copies there in time."""
     multiplied = tile.rows * tile.tokens * K_TILE / (32768 / decoder.slot)
     decoded = DECODE * decoder.cost * (tile.rows // ROWS if slow(decoder) else 1)
-    return 1.1 * multiplied + decoded + staged(tile, decoder) / 400
+    return 1.1 * multiplied + decoded + scaled(tile, decoder) + staged(tile, decoder) / 400
+
+
+def scaled(tile: Tile, decoder: Decoder) -> int:
+    """Cycles in which a K tile's sums are multiplied by scales: an estimate, one lane each.
+
+    int8's have to become fp32 numbers first, at half that rate.
+    """
+    whole = decoder.operand == "int8"
+    groups = decoder.entries if decoder.sums else 0
+    return groups * tile.tokens * tile.rows // ROWS * (3 if whole else 1)
 
 
 def may_copy(decoder: Decoder) -> bool:
