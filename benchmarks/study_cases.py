@@ -62,6 +62,16 @@ bf16 dense
 {M2V8} additive,additive+pv
 int2:group=128 gptq,gptq+pv
 """
+BOOKS = f"""
+bf16 dense
+{M1V4} additive
+{M2V8} additive
+codebook:m=1,v=4,b=8,group=16 additive
+codebook:m=2,v=8,b=8,group=16 additive
+codebook:m=1,v=4,b=8 additive
+codebook:m=2,v=8,b=8 additive
+codebook:m=3,v=16,b=8,group=32 additive
+"""  # CodeGEMM's figure 4
 TRELLIS = f"""
 bf16 dense
 trellis:bits=3,rotate=kn gptq
@@ -104,7 +114,7 @@ liquid@int8 smooth+gptq/prose
 
 def cases(kind: str) -> list[tuple[str, str]]:
     """(spec, methods) in the order in which they are measured."""
-    tables = {"rotation": ROTATION, "trellis": TRELLIS, "smoke": SMOKE, "pv": PV}
+    tables = {"rotation": ROTATION, "trellis": TRELLIS, "smoke": SMOKE, "pv": PV, "books": BOOKS}
     table = (tables | {"all": CORE + MORE}).get(kind, CORE)
     found = []
     for line in table.split("\n"):

@@ -366,7 +366,7 @@ def emulate_lookups(
     blocks, row_scale, book = pack(packed)
     y = torch.full((m, n), torch.nan, dtype=x.dtype)
     grid = grid or (2 if tile.shared else tiles.grid(tile, m, n))
-    work = torch.full((2 * grid * tile.rows * tile.tokens * tile.shared,), torch.nan)
+    work = torch.full((tiles.workspace(tile, m, n, grid),), torch.nan)
     counters = torch.zeros(8 * grid, dtype=torch.int32)
     arguments: list[Parameter] = [
         TensorMap(x.view(torch.uint8).numpy().reshape(m, 2 * k), tile.tokens, 2, in_use=True), 0,
@@ -403,6 +403,15 @@ def test_lookups_of_many_tokens(
     if seeds > 1 and tile.split == 1:  # fewer CTAs than tiles: each does several
         alone = emulate_lookups(packed, x, bias, tile, grid=1)
         assert error(alone, y.double()) < 4e-4 if tile.shared else torch.equal(alone, y)
+
+
+@needs_dsl
+def test_lookups_in_equal_shares() -> None:
+    """Four CTAs for three tiles: each has parts of two, and sums meet in the workspace."""
+    torch.manual_seed(0)
+    packed, x = random_packed(codebook(4, 1), 384, 1024), torch.randn(40, 1024).half()
+    y = emulate_lookups(packed, x, None, Tile(64, shared=True), grid=4)
+    assert error(y, x.double() @ operand_weight(packed, HALF).double().T) < 7e-4
 
 
 @needs_dsl
