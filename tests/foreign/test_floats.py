@@ -407,7 +407,7 @@ def test_modelopts_own_file(tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps(text))
     with pytest.raises(ValueError, match="is not quantized"):
         convert_checkpoint(source, tmp_path / "out")
-    own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A8_AWQ"}}
+    own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4_SVD"}}
     (source / "hf_quant_config.json").write_text(json.dumps(own))
-    with pytest.raises(ValueError, match="modelopt: quant_algo is 'W4A8_AWQ', and only 'NVFP4'"):
+    with pytest.raises(ValueError, match="modelopt: quant_algo is 'NVFP4_SVD', and only 'NVFP4'"):
         convert_checkpoint(source, tmp_path / "out")
