@@ -47,7 +47,8 @@ MXFP4 = E2M1 | {"group_size": 32, "scale_dtype": "float8e8m0"}
 NVFP4 = E2M1 | {"group_size": 16, "scale_dtype": "float8e4m3", "scale_2_type": "tensor"}
 HUMMING = [  # formats as ours are called and as humming's, and what tokens are
     ("int4:group=64", {"dtype": "uint4", "group_size": 64}, "int8"),
-    ("int4:group=128", {"dtype": "uint4", "group_size": 128}, None),
+    ("int4:group=64", {"dtype": "uint4", "group_size": 64}, None),
+    ("fp6", {"dtype": "float6e3m2", "group_size": 0}, None),
     ("mxfp4", MXFP4, None),
     ("mxfp4", MXFP4, "fp8"),
     ("nvfp4", NVFP4, None),
@@ -450,7 +451,7 @@ def main() -> None:
     usual = SCHEMES if args.models is None else MODEL_SCHEMES
     args.schemes = args.schemes or (MICRO if args.micro else usual)
     micro = [s.partition("@")[0] for s in MICRO]
-    args.formats = args.formats or (micro if args.micro else ["int4:group=64", "int4:group=128"])
+    args.formats = args.formats or (micro if args.micro else ["int4:group=64", "fp6"])
     torch.manual_seed(0)
     if args.around:
         for name, (problem, _) in MODELS.items():
