@@ -24,7 +24,7 @@ from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
 from anybit.kernels.cute.lang import Word
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
-from anybit.kernels.cute.ptx import TYPES, as_float
+from anybit.kernels.cute.ptx import TYPES
 from anybit.kernels.hopper import order
 from anybit.kernels.hopper.epilogue import Epilogue
 from anybit.kernels.hopper.launch import ARCHITECTURE
@@ -35,9 +35,6 @@ from anybit.kernels.hopper.tiles import EXPERT_WORDS, Kernel
 
 # Registers of a producer and a consumer thread when four producer warps give theirs away.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
-# A whole number below 2**22, which no sum of 128 products of bytes reaches, added to these bits is
-# the number added to this fp32 number.
-MAGIC_BITS, MAGIC = 0x4B400000, 1.5 * 2**23
 
 
 class Gemm(Order, Epilogue):
@@ -428,17 +425,6 @@ class Gemm(Order, Epilogue):
             self.add_up(acc, total, grid, step // self.per_group - 1)
             warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, not begins)
-
-    def add_up(self, acc: Any, total: Any, grid: Any, group: int) -> None:
-        """Add a group's sums to the total, times the scales of the thread's two rows."""
-        first = group * self.decoder.sums
-        found = self.decoder.scales([Word(grid[first + j, 0]) for j in range(self.decoder.sums)])
-        scales = [as_float(word.bits) for word in found]
-        for i in range(cute.size(acc)):
-            added = acc[i]
-            if self.products is Int32:  # a conversion takes twice as long
-                added = as_float(Uint32(added + Int32(MAGIC_BITS))) - Float32(MAGIC)
-            total[i] = total[i] + added * scales[i // 2 % 2]
 
     def sums_of(self, acc, mma, block):
         """The accumulators of one block of 128 rows."""
