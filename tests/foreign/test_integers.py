@@ -100,6 +100,27 @@ def test_int4_of_torchao(layout: str, shift: bool, tmp_path: Path) -> None:
     assert torch.equal(found, torch.from_numpy(weight))
 
 
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [
+        ("Float8DynamicActivationFloat8WeightConfig", "fp8@fp8"),
+        ("Int8DynamicActivationInt8WeightConfig", "int8"),
+        ("Float8WeightOnlyConfig", "fp8"),
+    ],
+)
+def test_tokens_of_torchao(kind: str, scheme: str, tmp_path: Path) -> None:
+    """fp8 rows; the settings of int8 weights say nothing about them."""
+    data = torch.randint(1, 126, (N, K), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    tensors = {"_weight_qdata": data, "_weight_scale": scales(N, 1, dtype=torch.float32)[0]}
+    granularity = [{"_type": "PerRow", "_data": {"dim": -1}}] * 2
+    config = {"quant_type": {"default": {"_type": kind, "_data": {"granularity": granularity}}}}
+    layer = read("torchao", config, tmp_path, tensors)
+    assert layer.scheme == scheme.replace("int8", "fp8")
+    assert ("stay in 16 bits" in layer.note) == (scheme == "int8")
+    config["quant_type"] = {"default": {"_type": "FqnToConfig", "_data": config["quant_type"]}}
+    assert read("torchao", config, tmp_path, tensors).scheme == "fp8"
+
+
 def test_quark_needs_zero_points_of_unsigned_numbers(tmp_path: Path) -> None:
     tensors = {"weight": numbers(8, N, K).astype(np.uint8), "weight_scale": scales(N)[0]}
     weight = {"dtype": "uint8", "qscheme": "per_channel", "ch_axis": 0}

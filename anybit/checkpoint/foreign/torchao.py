@@ -31,14 +31,31 @@ DATA, SCALE, ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 NUMBER = "_weight_per_tensor_scale"
 TILED = "_weight_scale_and_zero"
 NOTE = "activations were quantized there, and stay in 16 bits here"
+PER_TOKEN = (  # settings, a part of them, our format, and what activations are
+    ("Float8DynamicActivationFloat8WeightConfig", "PerRow", "fp8", "fp8"),
+    ("Int8DynamicActivationInt8WeightConfig", "", "int8", "int8"),
+)
+OTHERS = ("FqnToConfig", "ASYMMETRIC", "PerTensor", "PerBlock")  # settings that are not as ours
 SHIFTED = "its groups have a float added to them (tinygemm's zero points)"
 NIBBLES = (0, 8, 16, 24, 1, 9, 17, 25)  # columns of a word's eight, beside 2 t of lane t
 
 
 def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
     """The quantized layers of a torchao checkpoint."""
-    note = NOTE if "DynamicActivation" in str(config.get("quant_type")) else ""
-    return {part.name: replace(layer(part), note=note) for part in parts(DATA, stored)}
+    how = str(config.get("quant_type"))
+    return {part.name: with_tokens(layer(part), how) for part in parts(DATA, stored)}
+
+
+def with_tokens(found: Layer, how: str) -> Layer:
+    """The layer with what its activations are quantized to as we do it, per token.
+
+    how: the tool's settings, of all layers or of some.
+    """
+    for name, text, spec, activation in PER_TOKEN:
+        own = found.format is not None and found.format.spec == spec
+        if own and name in how and text in how and not any(other in how for other in OTHERS):
+            return replace(found, activation=activation)
+    return replace(found, note=NOTE if "DynamicActivation" in how else "")
 
 
 def layer(part: Part) -> Layer:
