@@ -24,7 +24,7 @@ from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
 from anybit.kernels.cute.lang import Word
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
-from anybit.kernels.cute.ptx import TYPES, as_float
+from anybit.kernels.cute.ptx import TYPES
 from anybit.kernels.hopper import order
 from anybit.kernels.hopper.epilogue import Epilogue
 from anybit.kernels.hopper.launch import ARCHITECTURE
@@ -427,14 +427,6 @@ class Gemm(Order, Epilogue):
             self.add_up(acc, total, grid, step // self.per_group - 1)
             warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, not begins)
-
-    def add_up(self, acc: Any, total: Any, grid: Any, group: int) -> None:
-        """Add a group's sums to the total, times the scales of the thread's two rows."""
-        first = group * self.decoder.sums
-        found = self.decoder.scales([Word(grid[first + j, 0]) for j in range(self.decoder.sums)])
-        scales = [as_float(word.bits) for word in found]
-        for i in range(cute.size(acc)):
-            total[i] = total[i] + acc[i].to(Float32) * scales[i // 2 % 2]
 
     def sums_of(self, acc, mma, block):
         """The accumulators of one block of 128 rows."""

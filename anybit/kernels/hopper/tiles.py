@@ -396,11 +396,11 @@ def step_cycles(tile: Tile, decoder: Decoder) -> float:
 def scaled(tile: Tile, decoder: Decoder) -> int:
     """Cycles in which a K tile's sums are multiplied by scales: an estimate, one lane each.
 
-    int8's have to become fp32 numbers first, at half that rate.
+    int8's have to become fp32 numbers first, in two instructions, one of half that rate.
     """
     whole = decoder.operand == "int8"
     groups = decoder.entries if decoder.sums else 0
-    return groups * tile.tokens * tile.rows // ROWS * (3 if whole else 1)
+    return groups * tile.tokens * tile.rows // ROWS * (4 if whole else 1)
 
 
 def may_copy(decoder: Decoder) -> bool:
