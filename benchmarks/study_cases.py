@@ -78,6 +78,16 @@ trellis:bits=3,rotate=kn@int8 gptq
 trellis gptq
 trellis:bits=4 gptq
 """
+FOLLOW = f"""
+bf16 dense
+trellis:rotate=kn gptq,gptq+tune
+{M2V8} additive,additive+tune
+trellis:rotate=kn follow,follow+tune
+int3:group=128 gptq follow
+trellis:bits=3,rotate=kn gptq,gptq+tune follow
+int2:group=128 gptq follow
+trellis:bits=4,rotate=kn gptq follow
+"""
 ROTATION = """
 bf16 dense
 int8@int8 rtn
@@ -104,7 +114,7 @@ liquid@int8 smooth+gptq/prose
 
 def cases(kind: str) -> list[tuple[str, str]]:
     """(spec, methods) in the order in which they are measured."""
-    tables = {"rotation": ROTATION, "trellis": TRELLIS, "smoke": SMOKE, "pv": PV}
+    tables = {"follow": FOLLOW, "rotation": ROTATION, "trellis": TRELLIS, "smoke": SMOKE, "pv": PV}
     table = (tables | {"all": CORE + MORE}).get(kind, CORE)
     found = []
     for line in table.split("\n"):
