@@ -82,6 +82,7 @@ FOLLOW = f"""
 bf16 dense
 trellis:rotate=kn gptq,gptq+tune
 {M2V8} additive,additive+tune
+trellis:rotate=kn additive
 trellis:rotate=k gptq
 trellis:rotate=kn follow,follow+tune
 int3:group=128 gptq follow
