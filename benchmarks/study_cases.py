@@ -64,19 +64,31 @@ int2:group=128 gptq,gptq+pv
 """
 TRELLIS = f"""
 bf16 dense
+{M2V8} additive,additive+tune
+trellis:rotate=kn gptq,gptq+tune
 trellis:bits=3,rotate=kn gptq
-int3:group=128 gptq
-trellis:rotate=kn gptq
 trellis:bits=4,rotate=kn gptq
-int4:group=128 gptq
-fp6 rtn
-int2:group=128 gptq
-trellis:code=pair8,rotate=kn gptq
-trellis:bits=3 gptq
-{M2V8} additive
 trellis:bits=3,rotate=kn@int8 gptq
+int4:group=128 gptq
+int3:group=128 gptq
+int2:group=128 gptq
+fp6 rtn gptq
+trellis:rotate=kn additive
+trellis:rotate=k gptq
+trellis:bits=3,rotate=k gptq
+trellis:code=pair8,rotate=kn gptq
+int4:group=128,rotate=k gptq
+int3:group=128,rotate=k gptq
+int2:group=128,rotate=k gptq
+int5:group=128 gptq
+fp5 gptq
+fp4 gptq
+nvfp4 gptq
+int4:group=32 gptq
+int3:group=32 gptq
+trellis:bits=5,rotate=kn gptq
 trellis gptq
-trellis:bits=4 gptq
+trellis:bits=3 gptq
 """
 FOLLOW = f"""
 bf16 dense
