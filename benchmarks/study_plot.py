@@ -121,7 +121,7 @@ def by_family(axis: plt.Axes, rows: list[Row]) -> None:
 
 def family(spec: str) -> str:
     """What a line of the plot joins."""
-    kinds = {"trellis": "trellis", "codebook": "codebooks", "int": "integers", "liquid": "integers"}
+    kinds = {"trellis": "trellis", "codebook": "codebooks", "int": "integers", "plan": "plans"}
     found = next((name for start, name in kinds.items() if spec.startswith(start)), "floats")
     return f"{found}, rotated" if "rotate" in spec and found != "trellis" else found
 
