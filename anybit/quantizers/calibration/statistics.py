@@ -10,6 +10,15 @@ from anybit.core.rotation import turned
 SAMPLE = 512  # input rows that `Statistics.sample` keeps
 
 
+def products(x: Tensor) -> Tensor:
+    """x^T x (K, K) fp32, of x (T, K)."""
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+        # Of 16-bit numbers tensor cores find exact products, and add them up in fp32.
+        return torch.mm(x.T, x, out_dtype=torch.float32)
+    wide = x.float()
+    return wide.T @ wide
+
+
 @dataclass
 class Statistics:
     """Statistics of the inputs x (T, K) of a linear layer, on the device of x.
@@ -53,7 +62,7 @@ class Statistics:
         if "hessian" in needs:
             if not self.hessian.numel():
                 self.hessian = wide.new_zeros(x.shape[1], x.shape[1])
-            self.hessian.addmm_(wide.T, wide, beta=1 - share, alpha=share / len(x))
+            self.hessian.mul_(1 - share).add_(products(x), alpha=share / len(x))
         if "drift" in needs:
             if not self.drift.numel():
                 self.drift = wide.new_zeros(x.shape[1], x.shape[1])
