@@ -337,7 +337,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
     parser.add_argument(
         "--cases",
-        choices=("all", "core", "follow", "light", "pv", "rotation", "smoke", "trellis"),
+        choices=("all", "core", "light", "pv", "rotation", "smoke", "trellis"),
         default="all",
     )
     parser.add_argument("--out", type=Path, required=True, help="the .csv file to add rows to")

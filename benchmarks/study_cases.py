@@ -64,43 +64,36 @@ int2:group=128 gptq,gptq+pv
 """
 TRELLIS = f"""
 bf16 dense
-{M2V8} additive,additive+tune
-trellis:rotate=kn gptq,gptq+tune
+{M2V8} additive
+trellis:rotate=kn gptq
 trellis:bits=3,rotate=kn gptq
 trellis:bits=4,rotate=kn gptq
-trellis:bits=3,rotate=kn@int8 gptq
 int4:group=128 gptq
 int3:group=128 gptq
-int2:group=128 gptq
-fp6 rtn gptq
 trellis:rotate=kn additive
+int2:group=128 gptq
+fp6 rtn
+trellis:bits=3,rotate=kn@int8 gptq
 trellis:rotate=k gptq
-trellis:bits=3,rotate=k gptq
-trellis:code=pair8,rotate=kn gptq
-int4:group=128,rotate=k gptq
-int3:group=128,rotate=k gptq
-int2:group=128,rotate=k gptq
+fp6 gptq
+trellis:rotate=kn follow
 int5:group=128 gptq
 fp5 gptq
 fp4 gptq
 nvfp4 gptq
+int3:group=128 follow
+trellis:bits=3,rotate=k gptq
+trellis:bits=3,rotate=kn follow
+int4:group=128,rotate=k gptq
+int3:group=128,rotate=k gptq
+trellis:code=pair8,rotate=kn gptq
 int4:group=32 gptq
 int3:group=32 gptq
 trellis:bits=5,rotate=kn gptq
 trellis gptq
 trellis:bits=3 gptq
-"""
-FOLLOW = f"""
-bf16 dense
 trellis:rotate=kn gptq,gptq+tune
 {M2V8} additive,additive+tune
-trellis:rotate=kn additive
-trellis:rotate=k gptq
-trellis:rotate=kn follow,follow+tune
-int3:group=128 gptq follow
-trellis:bits=3,rotate=kn gptq,gptq+tune follow
-int2:group=128 gptq follow
-trellis:bits=4,rotate=kn gptq follow
 """
 ROTATION = """
 bf16 dense
@@ -128,7 +121,7 @@ liquid@int8 smooth+gptq/prose
 
 def cases(kind: str) -> list[tuple[str, str]]:
     """(spec, methods) in the order in which they are measured."""
-    tables = {"follow": FOLLOW, "rotation": ROTATION, "trellis": TRELLIS, "smoke": SMOKE, "pv": PV}
+    tables = {"rotation": ROTATION, "trellis": TRELLIS, "smoke": SMOKE, "pv": PV}
     table = (tables | {"all": CORE + MORE}).get(kind, CORE)
     found = []
     for line in table.split("\n"):
