@@ -9,6 +9,7 @@ cells, and draws a heat map for each format.
 """
 
 import argparse
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ def worst(found: Sequence[Cell], count: int = 3) -> list[str]:
     """Sentences on the worst cells: against cuBLAS, reading, fewer tokens, and both floors."""
     out = []
     for cell in slower(found)[:count]:
-        out.append(f"{cell}: {cell.speed:.2f} times the speed of cuBLAS")
+        out.append(f"{cell}: {cell.speed:.3g} times the speed of cuBLAS")
     for cell in short(found)[:count]:
         out.append(f"{cell}: {cell.reading:.0%} of the read floor, {cell.nbytes / 1e6:.0f} MB")
     for ratio, cell in steps(found)[:count]:
@@ -148,39 +149,35 @@ def worst(found: Sequence[Cell], count: int = 3) -> list[str]:
     return out
 
 
+def picture(scheme: str) -> str:
+    """The file of a scheme's heat map."""
+    return "efficiency_" + re.sub(r"[^a-z0-9]+", "_", scheme) + ".png"
+
+
 def draw(found: Sequence[Cell], title: str, path: Path) -> None:
-    """A heat map for each scheme, but for those that quantize tokens: floors are of the product."""
+    """The heat map of one scheme."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
     import numpy as np
 
-    found = [cell for cell in found if not cell.quantizes]
-    names = sorted({cell.scheme for cell in found})
-    shapes = sorted({cell.shape for cell in found}, key=prod)
+    shapes = sorted({cell.shape for cell in found}, key=lambda shape: (prod(shape), shape))
     counts = sorted({cell.m for cell in found})
-    columns = min(4, len(names))
-    lines = -(-len(names) // columns)
-    size = (0.9 + 0.3 * len(counts)) * columns + 0.6, (1.1 + 0.2 * len(shapes)) * lines + 0.4
-    figure, grid = plt.subplots(lines, columns, figsize=size, squeeze=False, sharey=True)
-    for axis in grid.flat[len(names) :]:
-        axis.set_visible(False)
-    for axis, name in zip(grid.flat, names, strict=False):
-        values = np.full((len(shapes), len(counts)), np.nan)
-        for cell in found:
-            if cell.scheme == name:
-                at = shapes.index(cell.shape), counts.index(cell.m)
-                values[at] = cell.efficiency
-                text = f"{100 * cell.efficiency:.0f}"
-                axis.text(at[1], at[0], text, ha="center", va="center", fontsize=6)
-        axis.imshow(values, cmap="RdYlGn", vmin=0.3, vmax=1, aspect="auto")
-        axis.set_title(name, fontsize=9)
-        axis.set_xticks(range(len(counts)), [str(m) for m in counts], fontsize=6, rotation=60)
-        axis.set_yticks(range(len(shapes)), [f"{n}x{k}" for n, k in shapes], fontsize=6)
-    figure.suptitle(f"Floor over time, %, by weight and tokens: {title}", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    values = np.full((len(shapes), len(counts)), np.nan)
+    size = 1.6 + 0.36 * len(counts), 1.2 + 0.17 * len(shapes)
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    for cell in found:
+        row, column = shapes.index(cell.shape), counts.index(cell.m)
+        values[row, column] = cell.efficiency
+        number = f"{100 * cell.efficiency:.0f}"
+        axis.text(column, row, number, ha="center", va="center", fontsize=7)
+    axis.imshow(values, cmap="RdYlGn", vmin=0.3, vmax=1, aspect="auto")
+    axis.set_title(title, fontsize=9)
+    axis.set_xlabel("tokens", fontsize=8)
+    axis.set_xticks(range(len(counts)), [str(m) for m in counts], fontsize=7, rotation=60)
+    axis.set_yticks(range(len(shapes)), [f"{n}x{k}" for n, k in shapes], fontsize=7)
+    figure.savefig(path, dpi=90, metadata={"Software": None})
     plt.close(figure)
 
 
@@ -207,10 +204,12 @@ def main() -> None:
     args = parser.parse_args()
     rows = [row for path in args.csv for row in read_csv(path)]
     print(report(rows, args.peer))
-    if found := cells(rows, args.peer):
-        args.out.mkdir(parents=True, exist_ok=True)
-        path = args.out / "efficiency.png"
-        draw(found, f"{rows[0].gpu}, {max(row.date for row in rows)}", path)
+    found = [cell for cell in cells(rows, args.peer) if not cell.quantizes]
+    args.out.mkdir(parents=True, exist_ok=True)
+    for scheme in sorted({cell.scheme for cell in found}):
+        path = args.out / picture(scheme)
+        mine = [cell for cell in found if cell.scheme == scheme]
+        draw(mine, f"{scheme}: floor over time, %, {rows[0].gpu}", path)
         print(path)
 
 

@@ -1,0 +1,86 @@
+"""Tables of the weights of many models, and of one process with other packages' kernels."""
+
+import sys
+from pathlib import Path
+from statistics import geometric_mean
+
+from results import CUBLAS, FOUR, HALVES, OURS, RESULTS, Column, Row, cells, fastest, find, markdown
+
+from anybit.measure.bench import read_csv
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import efficiency
+import weights_of_models
+
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+WORST = 5  # of each kind that are named
+INT8 = ("int8-given",)
+OTHERS = "humming", "quack", "marlin", "machete"  # with integers of 4 bits in groups of 128
+# Title, ours, and the kernels of as many bits that the fastest is taken from.
+KINDS: tuple[tuple[Column, tuple[Column, ...]], ...] = (
+    (
+        ("int4 g128", OURS, (FOUR,), HALVES, ""),
+        (
+            *(
+                ("", peer, (FOUR,), HALVES, "")
+                for peer in ("humming", "quack", "marlin", "machete")
+            ),
+            ("", "tinygemm", (f"{FOUR},zero",), HALVES, ""),
+        ),
+    ),
+    (("fp6", OURS, ("fp6",), HALVES, ""), (("", "humming", ("fp6",), HALVES, ""),)),
+    (
+        ("liquid@int8", OURS, ("liquid",), INT8, ""),
+        (("", "humming", ("int4:group=64",), INT8, ""),),
+    ),
+)
+
+
+def made() -> dict[str, str]:
+    path = RESULTS / "h200_shapes.csv"
+    rows = read_csv(path) if path.exists() else []
+    found = efficiency.cells(rows)
+    shapes = {cell.shape for cell in found}
+    models = [m for m, parts in weights_of_models.MODELS.items() if shapes & {*parts.values()}]
+    counted = sorted({cell.m for cell in found})
+    titles, lines = efficiency.table(found, [m for m in TOKENS if m in counted])
+    return {
+        "one_process": one_process(),
+        "shapes_about": f"{len(shapes)} weights of {len(models)} models ({', '.join(models)}), "
+        f"{len(found)} products of ours, on one {rows[0].gpu}, {max(row.date for row in rows)}."
+        if rows
+        else "",
+        "shapes": markdown(titles, lines),
+        "shapes_worst": "\n".join(f"- {text}." for text in efficiency.worst(found, WORST)),
+        "shapes_maps": "\n".join(
+            f"![{scheme}: floor over time](img/{efficiency.picture(scheme)})"
+            for scheme in sorted({cell.scheme for cell in found if not cell.quantizes})
+        ),
+    }
+
+
+def one_process() -> str:
+    """Ours and the fastest other kernel of as many bits, by weight and tokens."""
+    lines, ratios = [], [[] for _ in KINDS]
+    for (n, k, m), rows in sorted(cells("h200_peers").items()):
+        line = [f"{n}x{k}", str(m), text(find(rows, CUBLAS))]
+        for (ours, others), kept in zip(KINDS, ratios, strict=True):
+            mine, other = find(rows, ours), fastest(rows, others)
+            ratio = float(other["us"]) / float(mine["us"]) if mine and other else None
+            if ratio:
+                kept.append(ratio)
+            named = f"{text(other)} {other['peer']}" if other else ""
+            line += [text(mine), named, f"{ratio:.2f}x" if ratio else ""]
+        lines.append(line)
+    if not lines:
+        return ""
+    means = [["", "", f"**{geometric_mean(kept):.2f}x**" if kept else ""] for kept in ratios]
+    lines.append(["geometric mean", "", "", *(cell for mean in means for cell in mean)])
+    titles = ["weight", "M", "cuBLAS"]
+    return markdown(
+        [*titles, *(t for ours, _ in KINDS for t in (ours[0], "fastest other", ""))], lines
+    )
+
+
+def text(row: Row | None) -> str:
+    return f"{float(row['us']):.1f}" if row else ""
