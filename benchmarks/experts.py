@@ -44,7 +44,6 @@ SCHEMES = ["liquid@int8", "int8@int8", "int4:group=128", "fp6"]
 HUMMING = [  # format, its dtype and group there, activations
     ("int4:group=64", "uint4", 64, "int8"),
     ("int4:group=64", "uint4", 64, None),
-    ("fp6", "float6e3m2", 0, None),
 ]
 GROUPED = ("grouped_contiguous", "indexed")  # humming's two ways
 DIFFERENT = 8  # experts of different weights; the others are copies, which lie elsewhere

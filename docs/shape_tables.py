@@ -13,7 +13,6 @@ import efficiency
 import weights_of_models
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
-WORST = 5  # of each kind that are named
 INT8 = ("int8-given",)
 OTHERS = "humming", "quack", "marlin", "machete"  # with integers of 4 bits in groups of 128
 # Title, ours, and the kernels of as many bits that the fastest is taken from.
@@ -43,15 +42,17 @@ def made() -> dict[str, str]:
     shapes = {cell.shape for cell in found}
     models = [m for m, parts in weights_of_models.MODELS.items() if shapes & {*parts.values()}]
     counted = sorted({cell.m for cell in found})
-    titles, lines = efficiency.table(found, [m for m in TOKENS if m in counted])
+    some = [m for m in TOKENS if m in counted]
     return {
         "one_process": one_process(),
         "shapes_about": f"{len(shapes)} weights of {len(models)} models ({', '.join(models)}), "
-        f"{len(found)} products of ours, on one {rows[0].gpu}, {max(row.date for row in rows)}."
+        f"{len(found)} products of ours, {rows[0].gpu}, {max(row.date for row in rows)}. "
+        + efficiency.spread(rows)
         if rows
         else "",
-        "shapes": markdown(titles, lines),
-        "shapes_worst": "\n".join(f"- {text}." for text in efficiency.worst(found, WORST)),
+        "shapes": markdown(*efficiency.table(found, some)),
+        "shapes_slower": markdown(*efficiency.slower_by_tokens(found, counted)),
+        "shapes_worst": "\n".join(f"- {text}." for text in efficiency.worst(found)),
         "shapes_maps": "\n".join(
             f"![{scheme}: floor over time](img/{efficiency.picture(scheme)})"
             for scheme in sorted({cell.scheme for cell in found if not cell.quantizes})
