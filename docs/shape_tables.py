@@ -45,6 +45,7 @@ def made() -> dict[str, str]:
     some = [m for m in TOKENS if m in counted]
     return {
         "one_process": one_process(),
+        "expert_peers": expert_peers(),
         "shapes_about": f"{len(shapes)} weights of {len(models)} models ({', '.join(models)}), "
         f"{len(found)} products of ours, {rows[0].gpu}, {max(row.date for row in rows)}. "
         + efficiency.spread(rows)
@@ -81,6 +82,37 @@ def one_process() -> str:
     return markdown(
         [*titles, *(t for ours, _ in KINDS for t in (ours[0], "fastest other", ""))], lines
     )
+
+
+# A format of ours, and humming's with activations: its experts.
+EXPERTS = (
+    ("liquid@int8", ("liquid", INT8), ("int4:group=64", INT8)),
+    ("int4:group=64", ("int4:group=64", HALVES), ("int4:group=64", HALVES)),
+    ("int4:group=128", (FOUR, HALVES), (FOUR, HALVES)),
+)
+
+
+def expert_peers() -> str:
+    """Humming's experts, the faster of its two ways, over ours of the same process."""
+    found = cells("h200_experts", "h200_expert_peers")
+    counts = sorted({m for _, _, m in found})
+    lines, ratios = [], []
+    for n, k in dict.fromkeys((n, k) for n, k, _ in found):
+        for name, ours, theirs in EXPERTS:
+            line = []
+            for m in counts:
+                rows = found.get((n, k, m), [])
+                mine = find(rows, ("", OURS, (ours[0],), ours[1], ""))
+                other = find(rows, ("", "humming", (theirs[0],), theirs[1], ""))
+                ratio = float(other["us"]) / float(mine["us"]) if mine and other else None
+                ratios += [ratio] if ratio else []
+                line.append(f"{ratio:.2f}x" if ratio else "")
+            if any(line):
+                lines.append([f"{n}x{k}", name, *line])
+    if not ratios:
+        return ""
+    mean = [f"geometric mean {geometric_mean(ratios):.2f}x", "", *[""] * len(counts)]
+    return markdown(["expert", "format", *map(str, counts)], [*lines, mean], words=2)
 
 
 def text(row: Row | None) -> str:
