@@ -74,7 +74,7 @@ def main() -> None:
         shapes, formats, counts = MODELS[model]
         for n, k in shapes:
             for row in product(n, k, formats, counts):
-                rows.append({"model": model, **row, **facts})
+                rows.append({"model": model, **row, "us": round(row["us"], 2), **facts})
         print(model, *summary(rows, model), sep="\n", flush=True)
         with args.out.open("w", newline="") as file:
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")
