@@ -1,8 +1,8 @@
 """anybit inside vLLM, beside vLLM's own kernels: start, prompts, decode steps; one case a process.
 
     python benchmarks/in_vllm.py liquid@int8 --kv fp8 --out vllm.csv  # random weights, Llama-3-8B
-    python benchmarks/in_vllm.py int4:group=128 --profile 1           # kernels of a step, batch 1
-    python benchmarks/in_vllm.py fp6 --check models/pico --ranks 2    # tokens beside transformers'
+    python benchmarks/in_vllm.py int4:group=128 --profile 1,64        # kernels of steps
+    python benchmarks/in_vllm.py fp6 --check models/pico --ranks 2    # tokens, text: transformers'
 
 A case is bf16, fp8 (vLLM's own), gptq (int4 in groups of 128, through Machete), marlin (the same
 through Marlin), or a scheme of anybit's. Every decoder layer is a copy of the first. README.md says
@@ -11,7 +11,6 @@ what the rows are.
 
 import argparse
 import csv
-import gc
 import json
 import math
 import os
@@ -23,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine import MODELS
+from engine import MODELS, RandomWeights
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-import anybit
 from anybit.checkpoint.stream import quantize_checkpoint
-from anybit.core.scheme import parse_scheme
+from anybit.core.packed import Packed
 from anybit.nn.plan import quantization_config
 
 GPTQ = {
@@ -39,7 +37,7 @@ GPTQ = {
 }  # fmt: skip
 NOT_MARLIN = "MacheteLinearKernel,CutlassW4A8LinearKernel"
 PROMPT, OUTPUT, LONGEST = 1024, 128, 2048
-CHECKED = 24  # tokens
+CHECKED, WINDOW = 24, 200  # tokens written, and scored at once
 PROMPTS = [[317, 952, 261, 8], [695, 1449, 321, 578, 221], [758, 396, 363, 297, 1129, 8]]
 COLUMNS = (
     "gpu", "date", "commit", "quantization", "head", "kv", "ranks", "what", "batch", "context",
@@ -56,8 +54,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--batches", default="1,16,64,128,256")
     parser.add_argument("--eager", action="store_true", help="neither compiled nor in graphs")
-    parser.add_argument("--profile", type=int, default=0, metavar="BATCH", help="list kernels")
-    parser.add_argument("--check", type=Path, metavar="MODEL", help="compare greedy tokens")
+    parser.add_argument("--unfused", action="store_true", help="without anybit's pass over graphs")
+    parser.add_argument("--profile", metavar="BATCHES", help="list kernels")
+    parser.add_argument("--check", type=Path, metavar="MODEL", help="compare tokens and a text's")
+    parser.add_argument(
+        "--together", action="store_true",
+        help="share the GPU with other processes: measure after a line on standard input",
+    )  # fmt: skip
     parser.add_argument("--folder", type=Path, help="where checkpoints are kept")
     parser.add_argument("--commit", default="", help="what is measured, for the rows")
     parser.add_argument("--out", type=Path, help="a CSV file that rows are added to")
@@ -77,13 +80,14 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     """Write a row for each figure, as they are measured."""
     start = time.perf_counter()
     made = checkpoint(args, folder)
-    making, batches = time.perf_counter() - start, [int(b) for b in args.batches.split(",")]
+    making, batches = time.perf_counter() - start, numbers(args.batches)
     start = time.perf_counter()
     llm = engine(args, made, batches)
     write(args, "make", 0, making, "s")
-    write(args, "startup", 0, time.perf_counter() - start, "s")
-    cache = llm.llm_engine.vllm_config.cache_config
-    write(args, "room", 0, cache.num_gpu_blocks * cache.block_size, "tokens of KV")
+    if not args.together:
+        write(args, "startup", 0, time.perf_counter() - start, "s")
+        cache = llm.llm_engine.vllm_config.cache_config
+        write(args, "room", 0, cache.num_gpu_blocks * cache.block_size, "tokens of KV")
     for batch in (1, min(8, max(batches))):
         seconds(llm, args, batch, 8)
     for batch in batches:
@@ -118,8 +122,9 @@ def write(args: argparse.Namespace, what: str, batch: int, value: float, unit: s
     import vllm
 
     gpu = torch.cuda.get_device_name() if on_gpu() else "cpu"
+    case = args.case + " unfused" * args.unfused + " eager" * args.eager
     row = (
-        gpu, time.strftime("%Y-%m-%d", time.gmtime()), args.commit, args.case,
+        gpu, time.strftime("%Y-%m-%d", time.gmtime()), args.commit, case,
         args.head or "bf16", args.kv, args.ranks, what, batch, PROMPT, f"{value:.5g}", unit,
         vllm.__version__, torch.__version__,
     )  # fmt: skip
@@ -136,15 +141,21 @@ def profile(args: argparse.Namespace, folder: Path) -> None:
 
     A kernel that was launched early waits for the one before, whose time it is then.
     """
+    batches = numbers(args.profile)
+    llm = engine(args, checkpoint(args, folder), batches)
+    torch.manual_seed(0)
+    for batch in batches:
+        print_kernels(llm, args, batch)
+
+
+def print_kernels(llm: Any, args: argparse.Namespace, batch: int, steps: int = 32) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recorded
 
-    llm, steps = engine(args, checkpoint(args, folder), [args.profile]), 32
-    torch.manual_seed(0)
     for tokens in (8, steps):
-        times = seconds(llm, args, args.profile, tokens)
+        times = seconds(llm, args, batch, tokens)
     with recorded(activities=[ProfilerActivity.CUDA]) as found:
-        seconds(llm, args, args.profile, steps)
+        seconds(llm, args, batch, steps)
         torch.cuda.synchronize()
     kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in kernels)
@@ -159,17 +170,19 @@ def profile(args: argparse.Namespace, folder: Path) -> None:
     # What runs once for every layer says how many steps there were.
     made = max(n for name, n in count.items() if "flash" in name.lower() or "attn" in name) / layers
     span = (end - spans[0][0]) / made
-    print(f"PROFILE {args.case} batch {args.profile}: {made:.1f} steps of {span:.0f} us, kernels "
+    print(f"PROFILE {args.case} batch {batch}: {made:.1f} steps of {span:.0f} us, kernels "
           f"{sum(busy.values()) / made:.0f} us; whole run {times:.3f} s")  # fmt: skip
     for name in sorted(busy, key=lambda name: -busy[name])[:40]:
         print(f"PROFILE {count[name] / made:7.1f} times {busy[name] / made:8.1f} us  {name[:90]}")
+    for start, stop, name in spans[len(spans) // 2 :][: 3 * len(spans) // round(made * layers)]:
+        print(f"ORDER {start - begin:10.1f} {stop - start:7.1f} us  {name[:90]}")  # of some layers
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
-    """Greedy tokens of a model by vLLM and by transformers, from one checkpoint.
+    """Greedy tokens of a model, and perplexity, by vLLM and by transformers, from one checkpoint.
 
-    In bf16 both may round a near tie apart: what is asked is that first tokens are equal, and the
-    row says how many.
+    In bf16 both may round a near tie apart. So each of vLLM's tokens is also judged by
+    transformers' logits after the tokens before it: how far it is from the likeliest.
     """
     import vllm
 
@@ -189,25 +202,55 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
             max_new_tokens=CHECKED, do_sample=False,
         )  # fmt: skip
         wanted.append(text[0, len(ids) :].tolist())
-    del model
-    gc.collect()
+    windows = text_of(args.check)
+    with torch.no_grad():
+        logits = model(torch.tensor(windows, device=device)).logits[:, :-1].float()
+    targets = torch.tensor(windows, device=device)[:, 1:]
+    theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).exp().item()
+    del logits
     llm = engine(args, made, [1, 2, 4])
     params = vllm.SamplingParams(temperature=0, max_tokens=CHECKED, ignore_eos=True,
                                  detokenize=False)  # fmt: skip
     given = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    got = [o.outputs[0].token_ids for o in llm.generate(given, params, use_tqdm=False)]
+    got = [list(o.outputs[0].token_ids) for o in llm.generate(given, params, use_tqdm=False)]
     pairs = [[*zip(a, b, strict=True)] for a, b in zip(got, wanted, strict=True)]
     same = [next((i for i, (a, b) in enumerate(p) if a != b), CHECKED) for p in pairs]
     write(args, "tokens equal to transformers'", len(PROMPTS), min(same), f"of {CHECKED}")
     print("EQUAL" if min(same) == CHECKED else f"DIFFER from {same}", flush=True)
+    gaps = []
+    for ids, tokens in zip(PROMPTS, got, strict=True):
+        with torch.no_grad():
+            whole = torch.tensor([ids + tokens], device=device)
+            logits = model(whole).logits[0, len(ids) - 1 : -1].float().cpu()
+        gaps += [logits.amax(1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]]
+    write(args, "gap to the likeliest token", len(PROMPTS), torch.cat(gaps).max().item(), "logits")
+    params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    scored = llm.generate([{"prompt_token_ids": w} for w in windows], params, use_tqdm=False)
+    each = [
+        place[token].logprob
+        for out, window in zip(scored, windows, strict=True)
+        for place, token in zip(out.prompt_logprobs[1:], window[1:], strict=True)
+    ]
+    write(args, "perplexity", len(windows), math.exp(-sum(each) / len(each)), "")
+    write(args, "perplexity by transformers", len(windows), theirs, "")
+
+
+def text_of(model: Path) -> list[list[int]]:
+    """A text in windows: the page about this library's design."""
+    text = (Path(__file__).parents[1] / "docs" / "design.md").read_text()
+    ids = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    return [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)]
 
 
 def engine(args: argparse.Namespace, made: Path, batches: list[int]) -> Any:
-    """vLLM with a model."""
+    """vLLM with a model, when it is this process's turn."""
     import vllm
 
     sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= max(batches)})
-    options: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
+    compilation: dict[str, Any] = {"cudagraph_capture_sizes": sizes}
+    options: dict[str, Any] = {"compilation_config": compilation}
+    if args.unfused:
+        compilation["inductor_compile_config"] = {"post_grad_custom_post_pass": no_pass()}
     if args.eager:
         options = {"enforce_eager": True}
     if args.case in ("bf16", "fp8") and not args.check:
@@ -216,12 +259,42 @@ def engine(args: argparse.Namespace, made: Path, batches: list[int]) -> Any:
         options["quantization"] = "fp8"
     if args.ranks > 1:
         options |= {"tensor_parallel_size": args.ranks, "disable_custom_all_reduce": True}
-    return vllm.LLM(
+    share = 0.2 if args.check else 0.85
+    if args.together:
+        share, options["kv_cache_memory_bytes"] = 0.01, memory(args, max(batches))
+    llm = vllm.LLM(
         str(made), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=length(args),
         max_num_seqs=max(batches), max_num_batched_tokens=max(8192, length(args)),
-        kv_cache_dtype=args.kv, gpu_memory_utilization=0.2 if args.check else 0.85,
+        kv_cache_dtype=args.kv, gpu_memory_utilization=share,
         enable_prefix_caching=False, seed=0, **options,
     )  # fmt: skip
+    if args.together:
+        print("READY", flush=True)
+        input()
+    return llm
+
+
+def no_pass() -> Any:
+    """A pass that changes nothing, in the place that anybit's would take."""
+    from vllm.compilation.passes.inductor_pass import CallableInductorPass
+
+    return CallableInductorPass(leave, uuid="nothing")
+
+
+def leave(graph: Any) -> None:
+    """Leave a graph as it is; not in `no_pass`, since vLLM's processes look it up by name."""
+
+
+def memory(args: argparse.Namespace, batch: int) -> int:
+    """Bytes of K and V of a batch in 16 bits, and a few blocks."""
+    config = LlamaConfig.from_pretrained(args.check) if args.check else MODELS[args.model]
+    width = config.num_key_value_heads * config.head_dim
+    each = 4 * config.num_hidden_layers * width
+    return (batch + 2) * (length(args) if args.check else PROMPT + OUTPUT + 64) * each
+
+
+def numbers(given: str) -> list[int]:
+    return [int(each) for each in given.split(",")]
 
 
 def length(args: argparse.Namespace) -> int:
@@ -281,7 +354,10 @@ def random(n: int, k: int) -> Tensor:
 
 
 def quantized(n: int, k: int, scheme: str) -> dict[str, Tensor]:
-    return anybit.quantize_tensor(random(n, k), parse_scheme(scheme)[0]).tensors()
+    weights = RandomWeights(torch.device("cuda" if on_gpu() else "cpu"), scheme)
+    packed = weights.part("", (n, k), bias=False)[0]
+    assert isinstance(packed, Packed)
+    return packed.tensors()
 
 
 def gptq(n: int, k: int) -> dict[str, Tensor]:

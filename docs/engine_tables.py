@@ -281,32 +281,38 @@ def parts() -> str:
 
 # docs/vllm.md.
 
-ENGINES = {  # quantization in the CSV: name
-    "bf16": "vLLM, bf16",
-    "fp8": "vLLM, fp8 (CUTLASS)",
-    "gptq": "vLLM, GPTQ int4 g128 (Machete)",
-    "marlin": "vLLM, GPTQ int4 g128 (Marlin)",
-    "int4:group=128": "vLLM, anybit int4 g128",
-    "liquid@int8": "vLLM, anybit liquid@int8",
-    "codebook:m=1,v=4,group=128": "vLLM, anybit m1v4 g128",
+ENGINES = {  # quantization, head and KV cache in the CSV: name
+    ("bf16", "bf16", "auto"): "vLLM, bf16",
+    ("fp8", "bf16", "auto"): "vLLM, fp8 (CUTLASS)",
+    ("gptq", "bf16", "auto"): "vLLM, GPTQ int4 g128 (Machete)",
+    ("marlin", "bf16", "auto"): "vLLM, GPTQ int4 g128 (Marlin)",
+    ("int4:group=128", "bf16", "auto"): "vLLM, anybit int4 g128",
+    ("liquid@int8", "bf16", "auto"): "vLLM, anybit liquid@int8",
+    ("liquid@int8", "liquid@int8", "auto"): "vLLM, anybit liquid@int8, head too",
+    ("codebook:m=1,v=4,group=128", "bf16", "auto"): "vLLM, anybit m1v4 g128",
+    ("fp8", "bf16", "fp8"): "vLLM, fp8 (CUTLASS), FP8 KV cache",
+    ("gptq", "bf16", "fp8"): "vLLM, GPTQ int4 g128 (Machete), FP8 KV cache",
+    ("int4:group=128", "bf16", "fp8"): "vLLM, anybit int4 g128, FP8 KV cache",
+    ("liquid@int8", "bf16", "fp8"): "vLLM, anybit liquid@int8, FP8 KV cache",
 }
 
 
 def vllm() -> str:
     """Milliseconds of a decode step and prompt speed inside vLLM, and of our own engine."""
-    found = {
-        (r["quantization"], r["what"], int(r["batch"])): float(r["value"])
-        for r in read("h200_vllm")
-        if (r["head"], r["kv"], r["ranks"]) == ("bf16", "auto", "1")
-    }
+    found: dict[tuple[str, str, str], dict[tuple[str, int], float]] = defaultdict(dict)
+    for r in read("h200_vllm"):
+        if r["ranks"] == "1":
+            key = r["quantization"], r["head"], r["kv"]
+            found[key][r["what"], int(r["batch"])] = float(r["value"])
     out = []
     for key, name in ENGINES.items():
+        rows = found[key]
         # Of the second half of the output; all of it where halves were not timed (batch 1).
-        values = [found.get((key, "steady", b), found.get((key, "decode", b))) for b in BATCHES]
-        prompt = found.get((key, "prefill", 64))
-        if prompt and all(values):
-            row = [milliseconds(v) for v in values if v]
-            out.append([name, *row, f"{prompt:,.0f}"])
+        values = [rows.get(("steady", b), rows.get(("decode", b))) for b in BATCHES]
+        if any(values):
+            prompt = rows.get(("prefill", 64))
+            row = [milliseconds(v) if v else "" for v in values]
+            out.append([name, *row, f"{prompt:,.0f}" if prompt else ""])
     if own := steps(LLAMA).get(("liquid@int8", "model")):
         row = [milliseconds(float(own[b]["step_us"]) / 1e3) for b in BATCHES]
         out.append(
