@@ -15,7 +15,9 @@ compiled for this benchmark alone, and lies beside the others in ANYBIT_CACHE.
 import argparse
 import csv
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -100,8 +102,8 @@ def compile_all() -> None:
         (p.kernel(decoder, m), pipeline) for p in PROBLEMS for decoder, pipeline in p.ways
         for m in COUNTS
     }  # fmt: skip
-    for done, (kernel, pipeline) in enumerate(needed, 1):
-        print(f"{done} of {len(needed)}: {compiled(kernel, pipeline)}", flush=True)
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        print(len(list(pool.map(compiled, *zip(*needed, strict=True)))), "kernels")
 
 
 class Weights:

@@ -1,17 +1,15 @@
 """Products of a decoder layer on this GPU, by model, format and number of tokens.
 
-    python benchmarks/layers.py --compile                  what it launches; needs CuTe DSL, no GPU
     python benchmarks/layers.py --out benchmarks/results/h200_layers.csv
 
 What LiquidGEMM shows in figures 5 and 12, FP6-LLM in its table of linear layers, and GemLite on
 square weights. Q, K and V are one product, and gate and up. A time is that of one product as a
 layer launches it, with cold weights and 16-bit or quantized tokens; each is compared with the
-product of the decoded weight first.
+product of the decoded weight first. Build the formats' kernels beforehand (`anybit build`).
 """
 
 import argparse
 import csv
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,12 +19,6 @@ import torch
 from hopper_layers import Problem, dense_us, time_tile
 from torch import Tensor
 
-from anybit.core.scheme import parse_scheme
-from anybit.kernels.cute import operands
-from anybit.kernels.cute.build import build
-from anybit.kernels.cute.jit import KernelSpec
-from anybit.kernels.hopper import scalar_linear, tiles
-from anybit.kernels.mma import tiles as mma
 from anybit.kernels.reference import quantize_tokens
 from anybit.measure.timing import median_us, rotated
 
@@ -68,12 +60,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no model after that")
     parser.add_argument("--commit", default="", help="what is measured, for the rows")
     parser.add_argument("--out", type=Path, default=Path("h200_layers.csv"))
-    parser.add_argument("--compile", action="store_true", help="the kernels, and measure nothing")
     args = parser.parse_args()
-    if args.compile:
-        needed = kernels(args.models)
-        print(f"{len(needed)} kernels", *build(needed), sep="\n")
-        return
     facts = {
         "gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": args.commit,
@@ -93,28 +80,6 @@ def main() -> None:
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-
-
-def kernels(models: list[str]) -> list[KernelSpec]:
-    """What products of these models launch on an H200."""
-    gpu = mma.Gpu((9, 0), tiles.MULTIPROCESSORS, tiles.MAX_SHARED, tiles.SHARED_OF_SM)
-    found: dict[KernelSpec, None] = {}
-    for shapes, formats, counts in (MODELS[name] for name in models):
-        for name, (n, k), m in itertools.product(formats, shapes, counts):
-            fmt, activation = parse_scheme(name)
-            operand = operands.operand_of(activation, torch.bfloat16)
-            d = operands.decoder_for(fmt, getattr(torch, operand))
-            kernel: KernelSpec | None
-            if scalar_linear.is_narrow(fmt, getattr(torch, operand), m, n):
-                kernel = mma.kernel_for(d, gpu, m, n, "bfloat16")
-            elif activation is None and tiles.copies(d, m, n, k):
-                kernel = scalar_linear.copy_kernel(d)
-            else:
-                tile = tiles.fitted(tiles.choose(d, m, n, k), d)
-                kernel = tiles.Kernel(d, tile, "bfloat16")
-            assert kernel is not None, (name, n, k, m)
-            found[kernel] = None
-    return list(found)
 
 
 def product(
