@@ -28,7 +28,7 @@ Key = tuple[str, ...]
 
 
 def made() -> dict[str, str]:
-    return {
+    tables = {
         "llama70b": llama70b(),
         "dense_models": dense_models(),
         "w4a8_system": w4a8_system(),
@@ -38,6 +38,7 @@ def made() -> dict[str, str]:
         "squares": squares(),
         "pipelines": pipelines(),
     }
+    return {name: table for name, table in tables.items() if table}
 
 
 def grouped(rows: Iterable[Row], *columns: str) -> dict[Key, Row]:
@@ -46,8 +47,9 @@ def grouped(rows: Iterable[Row], *columns: str) -> dict[Key, Row]:
 
 
 def steps() -> dict[Key, Row]:
-    """Decode steps by model, format, cache, batch and context."""
-    return grouped(read(ENGINE), "model", "format", "kv", "batch", "context")
+    """Decode steps by model, format, cache, batch and context; not those without our kernels."""
+    rows = (row for row in read(ENGINE) if row["backends"] != "triton")
+    return grouped(rows, "model", "format", "kv", "batch", "context")
 
 
 def llama70b() -> str:
@@ -66,6 +68,68 @@ def llama70b() -> str:
         )  # fmt: skip
     titles = ["context", "batch", "fp6, ms a step", "half of bf16, ms"]
     return markdown([*titles, "fp6, tokens/s and GPU", "bf16 on two, at most", ""], out)
+
+
+def gains() -> list[float]:
+    """Of fp6 on one GPU over bf16 on two, for all batches and contexts."""
+    return [x for batch in ("1", "4", "16", "64") for x in gains_at(batch).values()]
+
+
+def gains_at(batch: str) -> dict[str, float]:
+    """Of one batch, by context."""
+    found, out = steps(), {}
+    for context in sorted({key[4] for key in found}, key=int):
+        keys = (
+            (*m, batch, context) for m in (("llama-3-70b", "fp6", "model"), (HALF, "bf16", "model"))
+        )
+        ours, half = (found.get(key) for key in keys)
+        if ours and half:
+            out[context] = 2 * float(half["step_us"]) / float(ours["step_us"])
+    if not out:
+        raise LookupError(f"70B, batch {batch}")
+    return out
+
+
+def gains_of(model: str) -> dict[str, float]:
+    """Speed of fp6's steps over bf16's, by batch."""
+    found, out = steps(), {}
+    for (name, spec, kv, batch, context), row in found.items():
+        dense = found.get((model, "bf16", kv, batch, context))
+        if (name, spec, kv) == (model, "fp6", "model") and dense:
+            out[batch] = float(dense["step_us"]) / float(row["step_us"])
+    if not out:
+        raise LookupError(model)
+    return dict(sorted(out.items(), key=lambda item: int(item[0])))
+
+
+def ratios_of(model: str, other: str, spec: str, m: int) -> float:
+    """Time of all products of a layer over that of another format."""
+    formats = sums().get(model, {})
+    return formats[other][m] / formats[spec][m]
+
+
+def ablation(scheme: str, way: Key, other: Key, experts: int = 0) -> list[float]:
+    """Times of one way to decode and multiply over those of another, for all numbers of tokens."""
+    times: dict[Key, list[float]] = defaultdict(list)
+    for r in read(ABLATION):
+        if (r["scheme"], int(r["experts"])) == (scheme, experts):
+            times[r["decoder"], r["pipeline"]].append(float(r["us"]))
+    if not times[way] or not times[other]:
+        raise LookupError(f"{scheme}: {way}, {other}")
+    return [a / b for a, b in zip(times[way], times[other], strict=True)]
+
+
+SHIPPED = ("ours", "implicit")
+
+
+def slower(scheme: str, way: Key, experts: int = 0) -> list[float]:
+    """Times of a way over those of what is shipped."""
+    return ablation(scheme, way, SHIPPED, experts)
+
+
+def faster(scheme: str, way: Key, experts: int = 0) -> list[float]:
+    """Speed of a way over that of what is shipped."""
+    return ablation(scheme, SHIPPED, way, experts)
 
 
 def by_size(item: tuple[Key, Row]) -> tuple[int, int]:
@@ -166,10 +230,20 @@ def layers(of: str) -> str:
 
 def squares() -> str:
     """Speed over cuBLAS bf16 with one token on square weights."""
-    found = {m.removeprefix("square-"): f for m, f in sums().items() if m.startswith("square-")}
-    specs = [s for s in next(iter(found.values()), {}) if s != "bf16"]
-    out = [[spec, *(f"{f['bf16'][1] / f[spec][1]:.2f}x" for f in found.values())] for spec in specs]
-    return markdown(["format", *(f"{int(size):,}" for size in found)], out)
+    sizes = [m.removeprefix("square-") for m in sums() if m.startswith("square-")]
+    specs = (
+        [spec for spec in sums().get(f"square-{sizes[0]}", {}) if spec != "bf16"] if sizes else []
+    )
+    out = [[f"`{spec}`", *(f"{x:.2f}x" for x in squares_of(spec))] for spec in specs]
+    return markdown(["format", *(f"{int(size):,}" for size in sizes)], out)
+
+
+def squares_of(spec: str) -> list[float]:
+    """Of one format, by size."""
+    found = [m for m in sums() if m.startswith("square-")]
+    if not found:
+        raise LookupError("no squares")
+    return [ratios_of(model, "bf16", spec, 1) for model in found]
 
 
 def pipelines() -> str:
@@ -182,3 +256,38 @@ def pipelines() -> str:
         found[what, WAYS[r["decoder"], r["pipeline"]]][int(r["M"])] = us(r)
     out = [[*key, *(times[m] for m in tokens)] for key, times in found.items()]
     return markdown(["scheme", "kernel", *(f"M={m}" for m in tokens)], out, words=2)
+
+
+def system(other: str, kv: str = "int8") -> list[float]:
+    """Speed of liquid's decode steps over another format's, Llama-3-8B, by batch."""
+    found, out = steps(), []
+    for (model, spec, cache, batch, context), row in sorted(found.items(), key=by_size):
+        theirs = found.get((model, other, cache, batch, context))
+        if (model, spec, cache, context) == ("llama-3-8b", "liquid@int8", kv, "1280") and theirs:
+            out.append(float(theirs["step_us"]) / float(row["step_us"]))
+    if not out:
+        raise LookupError(f"{other}, {kv}")
+    return out
+
+
+def caches(of: str, to: str, part: str = "attention_us") -> list[float]:
+    """Time of attention with a cache over that with another, liquid, Llama-3-8B."""
+    found, out = steps(), []
+    for (model, spec, kv, batch, context), row in sorted(found.items(), key=by_size):
+        other = found.get((model, spec, to, batch, context))
+        if (model, spec, kv, context) == ("llama-3-8b", "liquid@int8", of, "1280") and other:
+            out.append(float(row[part]) / float(other[part]))
+    if not out:
+        raise LookupError(f"{of}, {to}")
+    return out
+
+
+def without() -> list[float]:
+    """Steps of liquid by Triton's kernels over those by Hopper's, Llama-3-8B, INT8 cache."""
+    times: dict[bool, dict[str, float]] = {True: {}, False: {}}
+    for row in read(ENGINE):
+        if (row["model"], row["format"], row["kv"]) == ("llama-3-8b", "liquid@int8", "int8"):
+            times["hopper" in row["backends"]][row["batch"]] = float(row["step_us"])
+    if not times[False]:
+        raise LookupError("no steps by Triton's kernels")
+    return [us / times[True][batch] for batch, us in times[False].items()]
