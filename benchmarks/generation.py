@@ -5,7 +5,7 @@ held-out function (ROUGE-L), its body (does it parse?), and which of four lines 
 engine writes greedily. Each score is compared with bf16's on the same documents, so that the error
 of the difference is smaller than that of the score.
 
-    python benchmarks/generation.py --device cuda --out benchmarks/results/pico_generation.csv
+    python benchmarks/generation.py --out benchmarks/results/cpu_generation.csv
 """
 
 import argparse
