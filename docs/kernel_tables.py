@@ -22,7 +22,6 @@ from results import (
     loss,
     markdown,
     number,
-    read,
     score,
     us,
 )
@@ -30,19 +29,6 @@ from results import (
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 LEVEL = 0.03  # a smaller difference counts as equal
 INT8, FP8 = ("int8-given",), ("fp8-given",)
-
-
-def pipelines() -> str:
-    """LiquidGEMM's figure 13: times of a kernel by how decoding overlaps with products."""
-    rows = read("h200_ablation")
-    kinds, tokens = ("turns", "explicit", "implicit"), sorted({int(r["M"]) for r in rows})
-    found = {(r["scheme"], r["pipeline"], int(r["M"])): us(r) for r in rows}
-    out = [
-        [scheme, kind.replace("turns", "in turns"), *(found[scheme, kind, m] for m in tokens)]
-        for scheme in dict.fromkeys(r["scheme"] for r in rows)
-        for kind in kinds
-    ]
-    return markdown(["scheme", "pipeline", *(f"M={m}" for m in tokens)], out, words=2)
 
 
 def ours(title: str, spec: str, activation: tuple[str, ...] = HALVES) -> Column:
@@ -133,7 +119,6 @@ def made() -> dict[str, str]:
         "liquid": liquid(),
         "experts": experts(),
         "expert_models": expert_models(),
-        "pipelines": pipelines(),
         "fp6": times(
             [ours("anybit", "fp6"), other("humming", "fp6"), CUBLAS],
             [(*shape, m) for shape in (BIG, DOWN, OUT) for m in one],

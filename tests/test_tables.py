@@ -11,6 +11,7 @@ sys.path.insert(0, str(DOCS))
 
 import codebook_tables  # noqa: E402
 import kernel_tables  # noqa: E402
+import paper_tables  # noqa: E402
 import results  # noqa: E402
 import shape_tables  # noqa: E402
 import tables  # noqa: E402
@@ -74,6 +75,24 @@ def test_a_page_follows_the_results(folder):
     assert new.endswith("<!-- end -->\nb")
     assert "| 28672x4096 | 1 | 20.0 |  | 50.0 | 2.50x |" in new
     assert "old" not in new
+
+
+def test_half_of_a_model_is_what_two_gpus_take_at_least(folder):
+    steps = "model,format,kv,batch,context,step_us,tokens_per_s,backends\n"
+    steps += "llama-3-70b,fp6,model,4,1280,20000,200,hopper\n"
+    steps += "llama-3-70b-half,bf16,model,4,1280,25000,160,\n"
+    (folder / "h200_papers_engine.csv").write_text(steps)
+    assert paper_tables.gains_at("4") == {"1280": 2.5}
+    assert "| 1,280 | 4 | 20.0 | 25.0 | 200 | 80 | 2.50x |" in paper_tables.llama70b()
+    with pytest.raises(LookupError, match="batch 16"):
+        paper_tables.gains_at("16")
+
+
+def test_a_layer_is_the_sum_of_its_products(folder):
+    rows = "model,format,N,K,M,us\n"
+    rows += "".join(f"a,{f},{n},1,8,{us}\n" for n, f, us in ((1, "bf16", 9), (2, "bf16", 6)))
+    (folder / "h200_layers.csv").write_text(rows + "a,fp6,1,1,8,3\na,fp6,2,1,8,2\n")
+    assert paper_tables.ratios_of("a", "bf16", "fp6", 8) == 3
 
 
 def test_losses_are_counted(folder):
