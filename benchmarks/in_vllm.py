@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--unfused", action="store_true", help="without anybit's pass over graphs")
     parser.add_argument("--profile", metavar="BATCHES", help="list kernels")
     parser.add_argument("--check", type=Path, metavar="MODEL", help="compare tokens and a text's")
+    parser.add_argument("--reload", action="store_true", help="quantize dense weights, and anew")
     parser.add_argument(
         "--together", action="store_true",
         help="share the GPU with other processes: measure after a line on standard input",
@@ -72,7 +73,8 @@ def main() -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # kernels are this process's
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
-        run = compare if args.check else profile if args.profile else measure
+        run = profile if args.profile else reload if args.reload else measure
+        run = compare if args.check else run
         run(args, folder)
 
 
@@ -146,6 +148,17 @@ def profile(args: argparse.Namespace, folder: Path) -> None:
     torch.manual_seed(0)
     for batch in batches:
         print_kernels(llm, args, batch)
+
+
+def reload(args: argparse.Namespace, folder: Path) -> None:
+    """Seconds until a running engine has other dense weights, quantized as they are read."""
+    made = checkpoint(args, folder)
+    llm = engine(args, made, [1])
+    for _ in range(3):
+        start = time.perf_counter()
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(made)})
+        write(args, "reload", 0, time.perf_counter() - start, "s")
+    seconds(llm, args, 1, 8)
 
 
 def print_kernels(llm: Any, args: argparse.Namespace, batch: int, steps: int = 32) -> None:
@@ -257,6 +270,9 @@ def engine(args: argparse.Namespace, made: Path, batches: list[int]) -> Any:
         options["load_format"] = "dummy"
     if args.case == "fp8":
         options["quantization"] = "fp8"
+    if args.reload:
+        overrides = {"anybit": {"formats": {"*": args.case, "lm_head": args.head}}}
+        options |= {"quantization": "anybit", "hf_overrides": overrides}
     if args.ranks > 1:
         options |= {"tensor_parallel_size": args.ranks, "disable_custom_all_reduce": True}
     share = 0.2 if args.check else 0.85
@@ -304,17 +320,20 @@ def length(args: argparse.Namespace) -> int:
 
 def checkpoint(args: argparse.Namespace, folder: Path) -> Path:
     """A model of random weights; only its configuration for what vLLM fills in by itself."""
-    config, out = MODELS[args.model], folder / name_of(args.case, args.model, args.head or "")
+    config, case = MODELS[args.model], "dense" if args.reload else args.case
+    out = folder / name_of(case, args.model, args.head or "")
     if (out / "config.json").exists():
         return out
     out.mkdir(parents=True, exist_ok=True)
     settings = config.to_dict() | {"dtype": "bfloat16"}
     (out / "generation_config.json").write_text("{}")
-    if args.case not in ("bf16", "fp8"):
-        plan = {"*": args.case, "lm_head": args.head}
-        gptq = args.case in ("gptq", "marlin")
-        settings["quantization_config"] = GPTQ if gptq else quantization_config(plan)
-        save(config, dict(layer(config, args.case)), dict(outside(config, args.head)), out)
+    if case not in ("bf16", "fp8"):
+        plan = {"*": case, "lm_head": args.head}
+        if case in ("gptq", "marlin"):
+            settings["quantization_config"] = GPTQ
+        elif case != "dense":
+            settings["quantization_config"] = quantization_config(plan)
+        save(config, dict(layer(config, case)), dict(outside(config, args.head)), out)
     (out / "config.json").write_text(json.dumps(settings, indent=1))
     return out
 
@@ -334,7 +353,10 @@ def layer(config: LlamaConfig, case: str) -> Iterator[tuple[str, Tensor]]:
         "mlp.down_proj": (h, i),
     }  # fmt: skip
     for name, (n, k) in shapes.items():
-        tensors = gptq(n, k) if case in ("gptq", "marlin") else quantized(n, k, case)
+        if case == "dense":
+            tensors = {"weight": random(n, k)}
+        else:
+            tensors = gptq(n, k) if case in ("gptq", "marlin") else quantized(n, k, case)
         yield from ((f"{name}.{key}", tensor) for key, tensor in tensors.items())
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield f"{name}.weight", torch.ones(h, dtype=torch.bfloat16)
