@@ -1,12 +1,13 @@
 """The engine on random weights: decode and prefill, by format, KV cache and batch.
 
-    python benchmarks/engine.py --models llama-3-8b --formats bf16 int4:group=128 --batches 1,64
+    python benchmarks/engine.py --case llama-3-8b bf16 int4:group=128 --batches 1,64
+    python benchmarks/engine.py --case llama-3-70b fp6 --case llama-2-13b bf16 --contexts 640,1280
 
 Every decode step goes through the whole engine: scheduler, graph, sampling, the tokens' way back
 to the host. A model is made once for each format, of random codes. Contexts are filled with random
 K and V instead of being computed, each sequence with blocks of its own, and steps are timed at the
-middle of the output (1024 in, 256 of 512 out). Rows are written as they are measured; README.md
-says what the columns are.
+middle of the output (1024 in, 256 of 512 out) or at other contexts. Rows are written as they are
+measured; README.md says what the columns are.
 """
 
 import argparse
@@ -25,7 +26,13 @@ from typing import Any, TextIO
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    OPTConfig,
+    PretrainedConfig,
+)
 
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme
@@ -33,6 +40,7 @@ from anybit.engine.assemble import KV_DTYPES
 from anybit.engine.attention import LayerCache
 from anybit.engine.llm import LLM
 from anybit.engine.loader import Loaded, build, model_class
+from anybit.engine.models.layers import Decoder
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.weights import Part, Weights
 
@@ -47,19 +55,37 @@ def llama(
     )  # fmt: skip
 
 
+def opt(hidden: int, layers: int, heads: int) -> OPTConfig:
+    return OPTConfig(
+        hidden_size=hidden, ffn_dim=4 * hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, architectures=["OPTForCausalLM"],
+    )  # fmt: skip
+
+
 MODELS = {
     "llama-3-8b": llama(128256, 4096, 14336, 32, 32, 8),
     "llama-3-70b": llama(128256, 8192, 28672, 80, 64, 8),
+    "llama-3-70b-half": llama(128256, 8192, 28672, 40, 64, 8),  # what one of two GPUs holds
+    "llama-2-70b": llama(32000, 8192, 28672, 80, 64, 8),
+    "llama-30b": llama(32000, 6656, 17920, 60, 52, 52),
     "llama-2-7b": llama(32000, 4096, 11008, 32, 32, 32),
     "llama-2-13b": llama(32000, 5120, 13824, 40, 40, 40),
     "mistral-7b": llama(32000, 4096, 14336, 32, 32, 8),
     "yi-34b": llama(64000, 7168, 20480, 60, 56, 8),
+    "mixtral-8x7b": MixtralConfig(
+        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
+        sliding_window=None, architectures=["MixtralForCausalLM"],
+    ),
+    "opt-30b": opt(7168, 48, 56),
     "tiny": llama(512, 128, 256, 2, 4, 2),
-}
+    "tiny-opt": opt(128, 2, 4),
+}  # fmt: skip
 FORMATS = ["bf16", "fp6", "int4:group=128", "liquid@int8", "codebook:m=1,v=4,b=8,group=128"]
 PEER = "transformers"  # a "format": its own generate, in bf16
 PROMPT, OUTPUT = 1024, 512
 BLOCK = 16
+STATIC = "int8-static"  # a cache in int8 whose scales were known before, one for each channel
 BUDGET, RESERVE = 80e9, 1e9  # bytes of a GPU, and those that the runtime takes
 COLUMNS = (
     "model", "format", "kv", "batch", "step_us", "tokens_per_s", "floor_us", "vs_floor", "idle",
@@ -71,11 +97,13 @@ COLUMNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-3-8b"])
-    parser.add_argument("--formats", nargs="+", default=FORMATS, help="+FORMAT names the head's")
-    parser.add_argument("--kv", default="model,int8")
+    parser.add_argument(
+        "--case", nargs="+", action="append", metavar=("MODEL", "FORMAT"),
+        help=f"a model ({', '.join(MODELS)}) and formats for it; +FORMAT names the head's",
+    )  # fmt: skip
+    parser.add_argument("--kv", default="model,int8", help=f"model, int8, int4, {STATIC}")
     parser.add_argument("--batches", default="1,16,64,128,256")
-    parser.add_argument("--context", type=int, default=PROMPT + OUTPUT // 2)
+    parser.add_argument("--contexts", default=f"{PROMPT + OUTPUT // 2}")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--layers", type=int, help="instead of the model's")
     parser.add_argument("--device", default="cuda")
@@ -86,12 +114,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--append", action="store_true", help="keep what the file has")
     args = parser.parse_args()
+    args.case = args.case or [["llama-3-8b"]]
+    for model, *_ in args.case:
+        if model not in MODELS:
+            parser.error(f"unknown model {model}; known: {', '.join(MODELS)}")
     args.end = time.monotonic() + args.seconds
     if args.workers:
         compile_all(args)
     rows, file = writer(args.out, args.append, COLUMNS)
     facts = facts_of(args)
-    for model, scheme in itertools.product(args.models, args.formats):
+    for model, scheme in ((m, f) for m, *formats in args.case for f in formats or FORMATS):
         config = config_of(model, args.layers)
         for row in peer(config, args) if scheme == PEER else measure(scheme, config, args):
             rows.writerow(facts | {"model": model} | row)
@@ -116,17 +148,17 @@ def writer(
 
 def compile_all(args: argparse.Namespace) -> None:
     """Fill Triton's cache: each format in a process of its own, on a model of one layer."""
-    start, formats = time.monotonic(), [f for f in args.formats if f != PEER]
-    command = [sys.executable, __file__, "--layers", "1", "--steps", "1", "--models", *args.models]
-    command += ["--batches", args.batches, "--kv", args.kv, "--context", str(args.context)]
+    start = time.monotonic()
+    names = [(m, f) for m, *formats in args.case for f in formats or FORMATS if f != PEER]
+    command = [sys.executable, __file__, "--layers", "1", "--steps", "1", "--device", args.device]
+    command += ["--batches", args.batches, "--kv", args.kv, "--contexts", args.contexts]
     waiting = [
         subprocess.Popen(
-            [*command, "--formats", f, "--device", args.device],
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            [*command, "--case", *name], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
-        for f in formats
-    ]  # fmt: skip
-    for name, process in zip(formats, waiting, strict=True):
+        for name in names
+    ]
+    for name, process in zip(names, waiting, strict=True):
         _, errors = process.communicate()
         if process.returncode:
             print(f"{name} did not compile:\n{errors.decode()[-2000:]}", file=sys.stderr)
@@ -139,42 +171,51 @@ def facts_of(args: argparse.Namespace) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return {
-        "context": args.context, "gpu": gpu, "commit": args.commit,
+        "gpu": gpu, "commit": args.commit,
         "date": time.strftime("%Y-%m-%d", time.gmtime()), "versions": versions,
     }  # fmt: skip
 
 
-def measure(scheme: str, config: LlamaConfig, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows of one format: each cache, each batch."""
+def measure(
+    scheme: str, config: PretrainedConfig, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Rows of one format: each cache, each context, each batch."""
     if time.monotonic() > args.end:
         return
     device = torch.device(args.device)
     torch.manual_seed(0)
     given, _, head = scheme.partition("+")
     weights = RandomWeights(device, None if given == "bf16" else given, head or None)
-    length = PROMPT + OUTPUT
+    contexts = sorted(int(c) for c in args.contexts.split(","))
+    length = max(PROMPT + OUTPUT, contexts[-1] + 2 * args.steps)
     model = build(model_class(config), config, weights, length)
     size = sum(t.nbytes for t in stored(model))
     backends = sorted({m.backend for m in model.modules() if hasattr(m, "backend")})
     batches = sorted((int(b) for b in args.batches.split(",")), reverse=True)
     prefill = ttft = 0.0
     for kv in args.kv.split(","):
-        per_token, most = kv_bytes(config, kv), room_for(config, kv, size, batches, device)
+        per_token = kv_bytes(model, kv)
+        most = room_for(per_token * length, size, batches, device)
+        model.kv_scales = static_scales(model) if kv == STATIC else [None] * len(model.layers)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         cache_bytes = (most * -(-length // BLOCK) + 1) * BLOCK * per_token
         loaded = Loaded(model, None, config, frozenset(), torch.bfloat16)
-        llm = LLM(loaded, kv_cache=kv, max_running=most, prefix_caching=False,
-                  block_size=BLOCK, kv_bytes=cache_bytes)  # fmt: skip
+        llm = LLM(
+            loaded, kv_cache="int8" if kv == STATIC else kv, max_running=most,
+            prefix_caching=False, block_size=BLOCK, kv_bytes=cache_bytes,
+        )  # fmt: skip
         randomize(llm)
         if kv == args.kv.split(",")[0]:
             prefill, ttft = prefill_speed(llm, config)
-        for batch in (b for b in batches if b <= most):
+        for context, batch in itertools.product(contexts, batches):
+            if batch > most:
+                continue
             if time.monotonic() > args.end:
                 return
-            fill(llm, batch, args.context)
+            fill(llm, batch, context)
             step = decode_time(llm, args.steps)
             shares = kernel_shares(llm) if device.type == "cuda" else {}
             busy = shares.pop("busy", None)
@@ -182,13 +223,13 @@ def measure(scheme: str, config: LlamaConfig, args: argparse.Namespace) -> Itera
                 llm.engine.abort(name)
             while llm.engine.busy:
                 llm.engine.step()
-            read = size - model.embed_tokens.nbytes + batch * args.context * per_token
+            read = size - model.embed_tokens.nbytes + batch * context * per_token
             working = torch.cuda.max_memory_allocated() - size - cache_bytes if shares else 0
             free = BUDGET - RESERVE - size - working
             whole = batch * (PROMPT / prefill + OUTPUT * step / batch / 1e6)
             yield {
-                "format": scheme, "kv": kv, "batch": batch, "step_us": round(step),
-                "tokens_per_s": round(batch / step * 1e6),
+                "format": scheme, "kv": kv, "batch": batch, "context": context,
+                "step_us": round(step), "tokens_per_s": round(batch / step * 1e6),
                 **compared(step, read / args.bandwidth / 1e6), **shares,
                 "idle": "" if busy is None else round(1 - busy / step, 4),
                 "prefill_tokens_per_s": round(prefill), "ttft_ms": round(ttft * 1e3, 1),
@@ -204,7 +245,7 @@ def compared(step: float, floor: float) -> dict[str, Any]:
     return {"floor_us": round(floor), "vs_floor": round(step / floor, 2)}
 
 
-def config_of(model: str, layers: int | None) -> LlamaConfig:
+def config_of(model: str, layers: int | None) -> PretrainedConfig:
     config = copy.deepcopy(MODELS[model])
     config.num_hidden_layers = layers or config.num_hidden_layers
     return config
@@ -244,22 +285,28 @@ class RandomWeights(Weights):
         return Packed.from_tensors(fmt, shape, tensors, name), None, activation
 
 
-def room_for(
-    config: LlamaConfig, kv: str, weights: int, batches: list[int], device: torch.device
-) -> int:
-    """The largest of the batches whose cache fits beside the weights."""
+def room_for(each: int, weights: int, batches: list[int], device: torch.device) -> int:
+    """The largest of the batches whose cache, `each` bytes a sequence, fits beside the weights."""
     if device.type != "cuda":
         return batches[0]
     free = torch.cuda.get_device_properties(device).total_memory * 0.92 - weights - 4e9
-    each = kv_bytes(config, kv) * (PROMPT + OUTPUT)
-    return next(b for b in batches if b * each < free)
+    return next((b for b in batches if b * each < free), 0)
 
 
-def kv_bytes(config: LlamaConfig, kv: str) -> int:
+def kv_bytes(model: Decoder, kv: str) -> int:
     """Bytes of one token in the cache."""
-    heads, dtype = config.num_key_value_heads, KV_DTYPES.get(kv, torch.bfloat16)
-    layer = LayerCache.empty(1, heads, 1, config.head_dim, dtype, torch.device("meta"))
-    return config.num_hidden_layers * layer.nbytes
+    meta, dtype = torch.device("meta"), KV_DTYPES.get(kv.removesuffix("-static"), torch.bfloat16)
+    scales = static_scales(model)[0] if kv == STATIC else None
+    return sum(
+        LayerCache.empty(1, heads, 1, dim, dtype, meta, scales).nbytes
+        for heads, dim in model.cache_shapes
+    )
+
+
+def static_scales(model: Decoder) -> list[tuple[Tensor, Tensor]]:
+    """Scales of each channel of K and V, as calibration leaves them."""
+    scale = torch.full(model.cache_shape, 0.02, device=model.embed_tokens.device)
+    return [(scale, scale)] * len(model.layers)
 
 
 def stored(model: torch.nn.Module) -> list[Tensor]:
@@ -344,7 +391,7 @@ def kind_of(kernel: str) -> str:
     return "gemm_us" if any(part in kernel for part in parts) else "rest_us"
 
 
-def prefill_speed(llm: LLM, config: LlamaConfig) -> tuple[float, float]:
+def prefill_speed(llm: LLM, config: PretrainedConfig) -> tuple[float, float]:
     """Prompt tokens per second over 4096 tokens, and seconds to the first token of one prompt."""
     size = min(PROMPT, llm.length - 2)
     params = SamplingParams(temperature=0, max_tokens=1)
@@ -362,18 +409,20 @@ def prefill_speed(llm: LLM, config: LlamaConfig) -> tuple[float, float]:
     return 4 * size / whole, time.perf_counter() - start
 
 
-def peer(config: LlamaConfig, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def peer(config: PretrainedConfig, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """transformers' own `generate` in bf16: time of a step by the difference of two lengths."""
     device = torch.device(args.device)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.eval()
     size = sum(p.nbytes for p in model.parameters())
-    per_token = kv_bytes(config, "model")
+    heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    per_token = 4 * heads * dim * config.num_hidden_layers
+    context = int(args.contexts.split(",")[0])
     for batch in (int(b) for b in args.batches.split(",")):
         if time.monotonic() > args.end or batch > 64:
             continue
-        tokens = torch.randint(1, config.vocab_size, (batch, args.context), device=device)
+        tokens = torch.randint(1, config.vocab_size, (batch, context), device=device)
         times = []
         for new in (4, 4, 20):
             start = time.perf_counter()
@@ -385,9 +434,10 @@ def peer(config: LlamaConfig, args: argparse.Namespace) -> Iterator[dict[str, An
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
         step = (times[2] - times[1]) / 16 * 1e6
-        read = size - config.vocab_size * config.hidden_size * 2 + batch * args.context * per_token
+        read = size - config.vocab_size * config.hidden_size * 2 + batch * context * per_token
         yield {
-            "format": "transformers bf16", "kv": "model", "batch": batch, "step_us": round(step),
+            "format": "transformers bf16", "kv": "model", "batch": batch, "context": context,
+            "step_us": round(step),
             "tokens_per_s": round(batch / step * 1e6),
             **compared(step, read / args.bandwidth / 1e6), "weights_gb": round(size / 1e9, 2),
         }  # fmt: skip

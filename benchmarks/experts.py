@@ -41,7 +41,11 @@ from anybit.nn import routing
 
 DEVICE = torch.device("cuda")
 SCHEMES = ["liquid@int8", "int8@int8", "int4:group=128", "fp6"]
-HUMMING = [("int4:group=64", 4, 64, "int8"), ("int4:group=128", 4, 128, None)]
+HUMMING = [  # format, its dtype and group there, activations
+    ("int4:group=64", "uint4", 64, "int8"),
+    ("int4:group=64", "uint4", 64, None),
+    ("fp6", "float6e3m2", 0, None),
+]
 GROUPED = ("grouped_contiguous", "indexed")  # humming's two ways
 DIFFERENT = 8  # experts of different weights; the others are copies, which lie elsewhere
 PEERS = ("torch", "anybit", "humming")
@@ -207,31 +211,30 @@ def humming(w: Tensor, experts: int, tokens: list[int], top: int) -> Iterator[Ex
     from humming.schema import HummingWeightSchema
     from humming.tune import get_heuristics_config
 
-    different, n, k = w.shape
-    w = w[owners(w, experts)]
+    _, n, k = w.shape
     made = []
-    for name, bits, group, activation in HUMMING:
-        weight = {"dtype": f"uint{bits}", "group_size": group}
+    for name, kind, group, activation in HUMMING:
+        weight = {"dtype": kind, "group_size": group}
         inputs = {"dtype": activation} if activation else None
         layer = HummingLayer(n, k, weight, inputs, num_experts=experts, torch_dtype=torch.bfloat16)
         layer = layer.to(w.device)
         schema = layer.weight_schema
         tensors = HummingWeightSchema.quant_tensor(w.bfloat16(), schema, torch.bfloat16)
-        decoded = schema.dequant_tensors(tensors)[:different].float()
-        layer.load_from_tensors(tensors)
+        decoded = schema.dequant_tensors(tensors).float()
+        layer.load_from_tensors({name: t[owners(w, experts)] for name, t in tensors.items()})
         layer.transform()
         made.append((name, activation, layer, decoded))
     configs = {
-        (name, way, m): get_heuristics_config(
+        (i, way, m): get_heuristics_config(
             layer.humming_config, shape_m=m * top, gemm_type=way, device=w.device
         )
-        for name, _, layer, _ in made
+        for i, (_, _, layer, _) in enumerate(made)
         for way in GROUPED
         for m in tokens
     }
 
-    def compiled(key: tuple[str, str, int]) -> None:
-        layer = next(layer for name, _, layer, _ in made if name == key[0])
+    def compiled(key: tuple[int, str, int]) -> None:
+        layer = made[key[0]][2]
         how = json.dumps({"gemm_type": key[1]})
         HummingKernel.prepare_kernels(
             layer.humming_config.to_str(), how, json.dumps(configs[key]), w.device
@@ -240,11 +243,11 @@ def humming(w: Tensor, experts: int, tokens: list[int], top: int) -> Iterator[Ex
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(compiled, configs))
 
-    for name, activation, layer, decoded in made:
+    for i, (name, activation, layer, decoded) in enumerate(made):
         for way in GROUPED:
 
-            def run(x: Tensor, routing: Routing, layer=layer, name=name, way=way) -> Run:
-                config = configs[name, way, len(x)]
+            def run(x: Tensor, routing: Routing, layer=layer, i=i, way=way) -> Run:
+                config = configs[i, way, len(x)]
                 rows, scale = may_quant_input(layer.humming_config, x)
                 if way == "indexed":
                     more = indexed(routing, config["block_shape"][0]) | {"top_k": top}

@@ -1,18 +1,25 @@
 """Time anybit's kernels, cuBLAS and the kernels of other packages in one run, and write a CSV.
 
     python benchmarks/gemm.py --out benchmarks/results/h200_gemm.csv
+    python benchmarks/gemm.py --models --seconds 500 --out benchmarks/results/h200_shapes.csv
 
-Needs a GPU. Peers that are not installed are named and left out. See README.md beside this file.
+The second one takes the weights of many models (weights_of_models.py), our formats and cuBLAS. With
+`--part 1/2` on one GPU and `--part 2/2` on another, each measures half of the weights; `--append`
+joins them. Needs a GPU. Peers that are not installed are named and left out. See README.md beside
+this file.
 """
 
 import argparse
 import dataclasses
 import multiprocessing
+import signal
 import time
 from pathlib import Path
 
+import efficiency
 import peers
 import torch
+from weights_of_models import MODELS, weights
 
 from anybit.kernels.backend import CODES, Activations, Prepared
 from anybit.kernels.reference import quantize_tokens
@@ -37,38 +44,62 @@ SCHEMES = [
     "int8@int8",
     "int4:group=128@fp8",
 ]
+# With --models.
+MODEL_MS = "1,2,4,8,16,32,48,64,96,128,192,256,512,1024,2048,4096"
+MODEL_SCHEMES = [
+    "int4:group=128",
+    "fp6",
+    "liquid@int8",
+    "codebook:m=1,v=4,group=128",
+    "int8",
+    "fp5",
+]
 
 
 def main() -> None:
-    args = arguments()
+    args, start = arguments(), time.perf_counter()
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU; `anybit bench` measures on a CPU too")
     device = torch.device("cuda")
-    cases, missing = all_cases(args.schemes, args.only, args.formats)
-    for name, reason in missing.items():
+    for name, reason in all_cases(args, 0)[1].items():
         say(f"{name} is left out: {reason}")
-    shapes = [bench.parse_shape(text) for text in args.shapes]
-    if args.workers > 1:
-        cases = [
-            without(case, crashes) for case, crashes in zip(cases, warm(args, shapes), strict=True)
-        ]
+    crashes = warm(args) if args.workers > 1 else {}
     say("measuring the read floor")
     floor = ReadFloor.measure(device)
     say("read floor: " + ", ".join(f"{b / 1e6:.0f} MB {us:.2f} us" for b, us in floor.points))
     rows = bench.read_csv(args.out) if args.append and args.out.exists() else []
-    rows = [row for row in rows if (row.N, row.K) not in shapes]
+    rows = [row for row in rows if (row.N, row.K) not in args.shapes]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     commit = args.commit or bench.current_commit()
-    for row in bench.measure(cases, shapes, args.m, device, commit, floor):
-        say(bench.line(row))
-        if row.note.startswith("refused"):
-            continue  # such a layer is not for that kernel, and there is nothing to measure
-        rows.append(row)
-        if len(rows) % 20 == 0:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    group: list[bench.Row] = []  # of one weight and number of tokens
+    done = 0
+    try:
+        for shape in args.shapes:
+            cases = [without(c, crashes) for c in all_cases(args, shape[1])[0]]
+            for row in bench.measure(cases, [shape], args.m, device, commit, floor):
+                if group and row.M != group[0].M:
+                    rows, group = rows + group, []
+                say(bench.line(row))
+                if not row.note.startswith("refused"):  # else the layer is not for that kernel
+                    group.append(row)
+                if args.seconds and time.perf_counter() > start + args.seconds:
+                    raise KeyboardInterrupt
+            rows, group, done = rows + group, [], done + 1
             bench.write_csv(args.out, rows)
+    except KeyboardInterrupt:
+        say("stopped: groups that were not measured to the end are left out")
     bench.write_csv(args.out, rows)
-    bad = [row for row in rows if row.us is None]
-    say(f"{len(rows) - len(bad)} measurements in {args.out}, {len(bad)} failures")
+    print(efficiency.report(rows))
+    for row in rows:
+        if row.us is None:
+            print(bench.line(row))
+    bad = sum(row.us is None for row in rows)
+    seconds = time.perf_counter() - start
+    say(
+        f"{done} of {len(args.shapes)} weights in {seconds:.0f} s, {len(rows) - bad} measurements "
+        f"in {args.out}, {bad} failures"
+    )
 
 
 def arguments() -> argparse.Namespace:
@@ -78,27 +109,38 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("h200_gemm.csv"), help="the CSV to write")
     parser.add_argument("--append", action="store_true", help="keep its rows of other shapes")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="NxK")
-    parser.add_argument("--m", type=bench.parse_counts, default=bench.parse_counts(MS), help=MS)
-    parser.add_argument("--schemes", nargs="*", default=SCHEMES, help="anybit's formats")
+    parser.add_argument("--models", nargs="*", choices=MODELS, help="instead of shapes; all")
+    parser.add_argument("--part", default="1/1", metavar="I/PARTS", help="of the shapes")
+    parser.add_argument("--m", type=bench.parse_counts, help=f"{MS}; of models {MODEL_MS}")
+    parser.add_argument("--schemes", nargs="*", help="anybit's formats")
     parser.add_argument("--only", nargs="+", help="peers, such as anybit-triton or humming")
     parser.add_argument("--formats", nargs="+", help="of other packages, such as fp6; all")
+    parser.add_argument("--seconds", type=int, default=0, help="when to stop; 0: at the end")
     parser.add_argument("--commit", help="written into the CSV; by default git is asked")
     parser.add_argument("--workers", type=int, default=1, help="processes that compile beforehand")
-    return parser.parse_args()
+    args = parser.parse_args()
+    many = args.models is not None
+    args.m = args.m or bench.parse_counts(MODEL_MS if many else MS)
+    if args.schemes is None:
+        args.schemes = MODEL_SCHEMES if many else SCHEMES
+    if many:
+        args.only = args.only or [efficiency.PEER, "cublas"]
+        args.formats = args.formats or ["bf16"]
+    part, parts = (int(number) for number in args.part.split("/"))
+    shapes = weights(args.models) if many else [bench.parse_shape(text) for text in args.shapes]
+    args.shapes = shapes[part - 1 :: parts]
+    return args
 
 
-def all_cases(
-    schemes: list[str], only: list[str] | None, formats: list[str] | None
-) -> tuple[list[bench.Case], dict[str, str]]:
-    """anybit's GPU backends, and the peers."""
+def all_cases(args: argparse.Namespace, k: int) -> tuple[list[bench.Case], dict[str, str]]:
+    """anybit's GPU backends and the peers for K columns, and the peers that are missing."""
     gpu = [name for name, (_, devices) in BACKENDS.items() if "cuda" in devices]
-    ours = [
-        bench.anybit_case(scheme, torch.float16, backend) for scheme in schemes for backend in gpu
-    ]
+    schemes = [s.replace("group=128", "group=64") if k % 128 else s for s in args.schemes]
+    ours = [bench.anybit_case(s, torch.float16, backend) for s in schemes for backend in gpu]
     ours += [given(case) for case in ours if case.activation in CODES]
     others, missing = peers.cases()
-    others = [case for case in others if not formats or case.format in formats]
-    cases = [c for c in (*others, *ours) if not only or c.peer in only]
+    others = [case for case in others if not args.formats or case.format in args.formats]
+    cases = [c for c in (*others, *ours) if not args.only or c.peer in args.only]
     return cases, missing
 
 
@@ -123,63 +165,63 @@ def given(case: bench.Case) -> bench.Case:
     return dataclasses.replace(case, activation=f"{activation}-given", prepare=prepare)
 
 
-Crashes = dict[tuple[int, int], str]  # shape (N, K): how a case ended there
+Crashes = dict[tuple[str, str, str, tuple[int, int]], str]  # how a case ended at a shape
 
 
-def warm(args: argparse.Namespace, shapes: list[tuple[int, int]]) -> list[Crashes]:
+def warm(args: argparse.Namespace) -> Crashes:
     """Run every case once in other processes: fills the compilers' caches and finds crashes.
 
     A kernel that reads where it must not ends CUDA for its process; better there than here.
     """
-    count = len(all_cases(args.schemes, args.only, args.formats)[0])
     say(f"compiling in {args.workers} processes")
-    given = (args.schemes, args.only, args.formats)
-    jobs = [(given, i, shape, args.m) for shape in shapes for i in range(count)]
-    found: list[Crashes] = [{} for _ in range(count)]
+    jobs = [
+        (args, i, shape) for shape in args.shapes for i in range(len(all_cases(args, shape[1])[0]))
+    ]
+    found: Crashes = {}
     with multiprocessing.get_context("spawn").Pool(args.workers, maxtasksperchild=6) as pool:
-        for index, shape, text, crash in pool.imap_unordered(compile_case, jobs):
+        for case, text, crash in pool.imap_unordered(compile_case, jobs):
             if text:
                 say(text)
             if crash:
-                found[index][shape] = text
+                found[case] = text
     return found
 
 
 def compile_case(
-    job: tuple[
-        tuple[list[str], list[str] | None, list[str] | None], int, tuple[int, int], list[int]
-    ],
-) -> tuple[int, tuple[int, int], str, bool]:
-    """Run one case once for every M: its index and shape, what to say, whether CUDA broke."""
-    given, index, shape, ms = job
-    case = all_cases(*given)[0][index]
+    job: tuple[argparse.Namespace, int, tuple[int, int]],
+) -> tuple[tuple[str, str, str, tuple[int, int]], str, bool]:
+    """Run one case once for every M: which one, what to say, whether CUDA broke."""
+    args, index, shape = job
+    case = all_cases(args, shape[1])[0][index]
+    key = case.peer, case.format, case.activation, shape
     name = f"{case.peer} {case.format} {case.activation} {shape[0]}x{shape[1]}"
     start = time.perf_counter()
     try:
         torch.cuda.synchronize()
     except Exception:  # an earlier case has ended CUDA in this process; this one is compiled later
-        return index, shape, "", False
+        return key, "", False
     try:
         w = torch.randn(shape, device="cuda") * 0.02
         layer = case.prepare(w)
-        for m in ms:
+        for m in args.m:
             x = torch.randn(m, shape[1], device="cuda").to(case.dtype)
             layer.run(layer.weight, *layer.inputs(x))
         torch.cuda.synchronize()
     except bench.Refused:
-        return index, shape, "", False
+        return key, "", False
     except Exception as error:
         crash = "CUDA error" in str(error) or "illegal" in str(error)
-        return index, shape, f"{name}: {bench.failure(error)}", crash
+        return key, f"{name}: {bench.failure(error)}", crash
     seconds = time.perf_counter() - start
-    return index, shape, f"{name}: compiled in {seconds:.0f} s" if seconds > 10 else "", False
+    return key, f"{name}: compiled in {seconds:.0f} s" if seconds > 10 else "", False
 
 
 def without(case: bench.Case, crashes: Crashes) -> bench.Case:
     """The same case, which is not run again at the shapes at which it crashed."""
 
     def prepare(w: torch.Tensor) -> bench.Layer:
-        crash = crashes.get((w.shape[0], w.shape[1]))
+        shape = w.shape[0], w.shape[1]
+        crash = crashes.get((case.peer, case.format, case.activation, shape))
         if crash is not None:
             raise RuntimeError(crash)
         return case.prepare(w)

@@ -1,5 +1,7 @@
 """Random layers for checks and times of kernels: exact products of theirs, and times of ours."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -7,9 +9,11 @@ from anybit import quantize_tensor
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.formats.minifloat import Minifloat
+from anybit.kernels.backend import Prepared
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import kernel_file
+from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.hopper import scalar_linear, tiles
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.mma import linear as mma
@@ -20,18 +24,34 @@ MORE_TILES = [
     *(Tile(tokens, ctas=2, split=c) for tokens in (8, 16, 32, 64) for c in (1, 2, 4)),
     *(Tile(tokens, split=c) for tokens in (8, 16, 64) for c in (1, 2, 3)),
     Tile(256),
-]  # tried by `sweep` beside the family
+    *(Tile(tokens, shared=shared) for tokens in (96, 192) for shared in (False, True)),
+    Tile(96, split=2),
+    Tile(192, lag=2),
+    *(
+        Tile(128, rows=rows, lag=lag, shared=shared)
+        for rows in (128, 256)
+        for lag in (2, 3)
+        for shared in (False, True)
+    ),
+]  # tried by `sweep` and `compare` beside the family
 
 
 class Problem:
     """A random layer of one scheme, its tokens as the matrix unit takes them, and copies."""
 
-    def __init__(self, scheme: str, dtype: torch.dtype, n: int, k: int, cold: bool = False):
+    def __init__(
+        self, scheme: str, dtype: torch.dtype, n: int, k: int, cold: bool = False, few: bool = False
+    ):
+        """few: the weight repeats 256 rows, which is soon made, and does for times."""
         self.fmt, self.activation = parse_scheme(scheme)
         self.dtype, self.n, self.k = dtype, n, k
         self.operand = operands.operand_of(self.activation, dtype)
-        self.packed = random_packed(scheme, n, k)
+        self.packed = random_packed(scheme, min(n, ROW_MULTIPLE) if few else n, k)
         self.prepared = operands.prepare(self.packed, self.activation, dtype)
+        if few:
+            times = -(-n // ROW_MULTIPLE)
+            layout = tuple(repeated(part, times) for part in self.prepared.layout)
+            self.prepared = self.prepared._replace(shape=(n, k), layout=layout)
         self.decoder = operands.decoder_for(self.fmt, getattr(torch, self.operand))
         self.nbytes = -(-n // 128) * (k // K_TILE) * self.decoder.blob_bytes
         self.copies = rotated(self.prepared, self.nbytes) if cold else [self.prepared]
@@ -59,17 +79,25 @@ class Problem:
         return [t for t in found if self.k // K_TILE >= t.split]
 
 
+def repeated(part: Tensor, times: int) -> Tensor:
+    """The rows of a layout again and again; torch repeats no fp8 numbers, but their bytes."""
+    several = part.view(torch.uint8) if part.element_size() == 1 else part
+    return several.repeat(times, *[1] * (part.dim() - 1)).view(part.dtype)
+
+
 def random_packed(scheme: str, n: int, k: int) -> Packed:
-    """Random codes (finite ones) on the grid of random weights."""
+    """Random codes (finite ones) on the grid of random weights; nothing is encoded."""
     fmt = parse_scheme(scheme)[0]
-    packed = quantize_tensor(torch.randn(n, k, device="cuda") * 0.02, fmt)
-    if fmt.operand == "int8" and "step" in packed.grid:  # sums must stay within a byte
-        return packed
-    codes = torch.randint_like(packed.codes(), 2**fmt.bits)
+    w = torch.randn(n, k, device="cuda") * 0.02
+    grid = fmt.fit(w)
+    if fmt.operand == "int8" and "step" in grid:  # sums must stay within a byte
+        return quantize_tensor(w, fmt)
+    shape = n, fmt.code_count(k)
+    codes = torch.randint(2**fmt.bits, shape, dtype=torch.uint8, device="cuda")
     if isinstance(fmt, Minifloat):
         half = 1 << (fmt.bits - 1)
         codes = codes & half | (codes & (half - 1)).clamp_max(fmt.largest_code)
-    return Packed.from_codes(fmt, (n, k), codes, packed.grid)
+    return Packed.from_codes(fmt, (n, k), codes, grid)
 
 
 def outputs(scheme: str) -> list[torch.dtype]:
@@ -84,7 +112,7 @@ def exact_weight(p: Problem) -> Tensor:
 
 def exact_product(p: Problem, weight: Tensor, x, scale, sums) -> Tensor:
     """(M, N): int8 bit for bit as the kernel must round it, others in fp64."""
-    if p.operand == "int8":
+    if p.operand == "int8" and not p.decoder.sums:
         row_scale = p.prepared.layout[1][: p.n]
         values = (weight / row_scale[:, None].double()).round()  # exactly
         total = x.double() @ values.T
@@ -94,7 +122,7 @@ def exact_product(p: Problem, weight: Tensor, x, scale, sums) -> Tensor:
 
 
 def right(p: Problem, y: Tensor, want: Tensor) -> bool:
-    if p.operand == "int8":
+    if p.operand == "int8" and not p.decoder.sums:
         return torch.equal(y, want)
     # Rounding of the output, and of scaled weights where scales belong to groups; fp8 matrix
     # units keep 14 bits of a sum.
@@ -112,11 +140,20 @@ def time_tile(p: Problem, m: int, tile: Tile | None, overlap: bool) -> float:
     return median_us(calls, torch.device("cuda"))
 
 
-def time_copy(p: Problem, m: int) -> float:
-    """The weight decoded, and cuBLAS's product with it."""
+def time_copy(p: Problem, m: int, rows: int = 0) -> float:
+    """The weight decoded, so many rows at once (0: all), and cuBLAS's products with them."""
     x, copy = p.tokens(m)[0], scalar_linear.copy_kernel(p.decoder)
-    calls = [lambda w=w: x @ mma.decoded(x, copy, w).T for w in p.copies]
-    return median_us(calls, torch.device("cuda"))
+    y = torch.empty(m, p.n, dtype=p.dtype, device="cuda")
+
+    def run(prepared: Prepared) -> None:
+        for start in range(0, p.n, rows or p.n):
+            end = min(p.n, start + (rows or p.n))
+            blobs, *per_row = prepared.layout
+            layout = (blobs[start // ROWS : -(-end // ROWS)], *(r[start:end] for r in per_row))
+            part = prepared._replace(shape=(end - start, p.k), layout=layout)
+            torch.mm(x, mma.decoded(x, copy, part).T, out=y[:, start:end])
+
+    return median_us([partial(run, w) for w in p.copies], torch.device("cuda"))
 
 
 def dense_us(n: int, k: int, m: int, dtype: torch.dtype) -> float:

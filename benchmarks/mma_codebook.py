@@ -30,6 +30,7 @@ from anybit.kernels.mma import codebook_linear, codebook_tiles
 from anybit.kernels.mma.codebook_tiles import CodebookKernel, CodebookTile
 from anybit.kernels.mma.tiles import Gpu
 from anybit.kernels.reference import operand_weight
+from anybit.measure import bench
 from anybit.measure.timing import median_us
 
 SMALL = Gpu((8, 0), H200.multiprocessors, 99 * KB, 100 * KB)
@@ -39,9 +40,10 @@ MORE = [
     "codebook:m=1,v=8,group=128",
     "codebook:m=1,v=4",
     "codebook:m=4,v=8,group=128",
-    "codebook:m=3,v=16,group=128",
+    "codebook:m=3,v=16,group=32",
+    "codebook:m=1,v=4,group=4",
 ]
-SHAPES = [(28672, 4096), (4096, 14336), (4096, 4096)]
+SHAPES = [(28672, 4096), (8192, 28672), (4096, 14336), (4096, 4096), (11008, 4096)]
 DTYPE = torch.bfloat16
 LAUNCHES = 48  # in a graph: its own start is a few microseconds
 start = time.perf_counter()
@@ -118,9 +120,9 @@ def wrong(p: Problem, kernel: CodebookKernel) -> str | None:
     return None
 
 
-def times(counts: list[int], limit: float) -> None:
+def times(shapes: list[tuple[int, int]], counts: list[int], limit: float) -> None:
     """Microseconds: a line for every kernel, the rule's for 99 KB first."""
-    for (n, k), scheme in product(SHAPES, SCHEMES):
+    for (n, k), scheme in product(shapes, SCHEMES):
         p = Problem(scheme, n, k, cold=True)
         floor = p.nbytes / 4.8e6  # H200's memory, bytes a us
         for m in counts:
@@ -130,11 +132,10 @@ def times(counts: list[int], limit: float) -> None:
             x = torch.randn(m, k, device="cuda").to(DTYPE)
             line = f"{n}x{k} {scheme} M={m}: bytes alone {floor:.1f}"
             line += f", cuBLAS {dense_us(n, k, m, DTYPE):.1f}"
-            if m <= on_hopper.MOST_TOKENS:
-                line += ", Hopper" + "".join(
-                    f" {p.us(m, overlap, dtype=DTYPE):.1f} {name}"
-                    for overlap, name in ((True, "pdl"), (False, "plain"))
-                )
+            line += ", Hopper" + "".join(
+                f" {p.us(m, overlap, dtype=DTYPE):.1f} {name}"
+                for overlap, name in ((True, "pdl"), (False, "plain"))
+            )
             print(line, flush=True)
             for kernel in there(scheme):
                 launch = codebook_tiles.grid(kernel.tile, kernel.cells, H200, (m, n, k))
@@ -151,6 +152,7 @@ def main() -> None:
     )
     parser.add_argument("modes", nargs="+", choices=["build", "check", "time"])
     parser.add_argument("--m", type=int, nargs="*", default=[1, 16, 64])
+    parser.add_argument("--shapes", type=bench.parse_shape, nargs="*", default=SHAPES)
     parser.add_argument("--limit", type=float, default=1e9, help="seconds; then it ends early")
     parser.add_argument("--jobs", type=int, default=16, help="processes that compile")
     args = parser.parse_args()
@@ -162,12 +164,12 @@ def main() -> None:
             for s in SCHEMES
             for m in args.m
             if m <= on_hopper.MOST_TOKENS
-            for n, k in SHAPES
+            for n, k in args.shapes
         ]
-        mma.build([*made, *dict.fromkeys(plan[0] for plan in found if plan)], args.jobs)
+        mma.build([*made, *dict.fromkeys(plan.kernel for plan in found if plan)], args.jobs)
     bad = check(args.limit) if "check" in args.modes else 0
     if "time" in args.modes:
-        times(args.m, args.limit)
+        times(args.shapes, args.m, args.limit)
     sys.exit(bad > 0)
 
 

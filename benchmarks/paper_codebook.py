@@ -28,7 +28,7 @@ from anybit.kernels.backend import LayerSpec
 from anybit.kernels.cute.cells import cells_of
 from anybit.kernels.cute.jit import compile_kernel, kernel_file
 from anybit.kernels.hopper import codebook_linear
-from anybit.kernels.hopper.codebook_tiles import CodebookKernel
+from anybit.kernels.hopper.codebook_tiles import CodebookKernel, Plan
 from anybit.kernels.hopper.launch import CodebookLauncher
 from anybit.measure import bench
 from anybit.measure.timing import rotated
@@ -94,7 +94,8 @@ def share(about: dict[str, Any]) -> Iterator[dict[str, Any]]:
                         lambda k, device, file=file: CodebookLauncher(file, device),
                     ):
                         codebook_linear.launch_of.cache_clear()
-                        times[part] = p.us(kernel.tokens, False, (kernel, cluster, teams))
+                        plan = Plan(kernel, cluster, teams=teams)
+                        times[part] = p.us(kernel.tokens, False, plan)
                 codebook_linear.launch_of.cache_clear()
                 build = max(0.0, times["unread"] - times["neither"])
                 read = max(0.0, times["unbuilt"] - times["neither"])

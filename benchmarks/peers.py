@@ -6,6 +6,7 @@ own rules, so that its product can be checked before it is timed. Compiling and 
 first calls, which are not timed.
 """
 
+import importlib.util
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,17 @@ def as_given(activation: str) -> Callable[[Tensor], Tensor]:
         return codes.float() * scale
 
     return values
+
+
+def int4(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (N, K) uint8 of which 8 is zero, scales (N, groups), and what they stand for."""
+    n, k = w.shape
+    if k % GROUP:
+        raise Refused(f"K={k} is not a multiple of {GROUP}")
+    rows = w.view(n, -1, GROUP)
+    scale = (rows.abs().amax(-1, keepdim=True) / 7).to(dtype)
+    q = (rows / scale.float()).round().clamp(-8, 7)
+    return ungroup(q + 8).to(torch.uint8), scale[..., 0], ungroup(q * scale.float())
 
 
 # cuBLAS through torch.
@@ -266,14 +278,10 @@ def gemlite() -> list[Case]:
         raise RuntimeError(f"{tuned} was not loaded; its kernels would be tuned for minutes")
 
     def prepare(w: Tensor) -> Layer:
-        if w.shape[1] % GROUP:
-            raise Refused(f"K={w.shape[1]} is not a multiple of {GROUP}")
-        rows = w.view(w.shape[0], -1, GROUP)
-        scale = (rows.abs().amax(-1, keepdim=True) / 7).half()
-        q = (rows / scale.float()).round().clamp(-8, 7) + 8
-        codes, zero = ungroup(q).to(torch.uint8), torch.full_like(scale, 8)
+        codes, scale, decoded = int4(w, torch.float16)
+        zero = torch.full_like(scale, 8)
         layer = A16Wn(device=w.device, dtype=torch.float16).from_weights(
-            codes, scale.view(-1, 1), zero.view(-1, 1), 4, GROUP
+            codes, scale.reshape(-1, 1), zero.view(-1, 1), 4, GROUP
         )
         meta = layer.get_meta_args()
 
@@ -281,7 +289,7 @@ def gemlite() -> list[Case]:
             return forward_functional(x, None, weight, meta)
 
         weight = [t.data for t in layer.get_tensor_args()]
-        return Layer(weight, run, sum(t.nbytes for t in weight), ungroup((q - 8) * scale.float()))
+        return Layer(weight, run, sum(t.nbytes for t in weight), decoded)
 
     return [Case("gemlite", f"int4:group={GROUP}", "fp16", torch.float16, prepare)]
 
@@ -301,6 +309,75 @@ def bitsandbytes() -> list[Case]:
         return Layer((codes, state), run, codes.nbytes + state.absmax.nbytes, decoded)
 
     return [Case("bitsandbytes", "nf4:group=64", "fp16", torch.float16, prepare)]
+
+
+UINT4_LESS_8 = 4 << 8 | 8 << 17 | 1 << 50  # vLLM's number for codes of 4 bits of which 8 is zero
+MARLIN_CTAS = 4  # of a multiprocessor at most, each with a lock
+
+
+def gptq_words(codes: Tensor) -> Tensor:
+    """Codes (N, K) -> (K / 8, N) int32: eight neighbours along K, the first in the lowest bits."""
+    n, k = codes.shape
+    eight = codes.T.reshape(k // 8, 8, n).int()
+    words = eight[:, 0].clone()
+    for i in range(1, 8):
+        words |= eight[:, i] << 4 * i
+    return words
+
+
+def vllm() -> list[Case]:
+    """vLLM's Marlin and Machete. Only its library of operators is loaded, not its Python."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        raise ImportError("vllm is not installed")
+    folder = Path(next(iter(found.submodule_search_locations)))
+    torch.ops.load_library(folder / "_C_stable_libtorch.abi3.so")
+    operators, dtype = torch.ops._C, torch.bfloat16
+
+    def marlin(w: Tensor) -> Layer:
+        n, k = w.shape
+        if n % 64:
+            raise Refused(f"N={n} is not a multiple of 64")
+        codes, scale, decoded = int4(w, dtype)
+        words = operators.gptq_marlin_repack(gptq_words(codes), k, n, 4, False)
+        # As each thread reads them; one group of all K is in another order.
+        order = [i + 8 * j for i in range(8) for j in range(8)]
+        if k == GROUP:
+            order = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
+        scales = scale.T.reshape(-1, len(order))[:, order].reshape(-1, n).contiguous()
+        ctas = torch.cuda.get_device_properties(w.device).multi_processor_count * MARLIN_CTAS
+        locks = torch.zeros(ctas, dtype=torch.int32, device=w.device)
+        none = locks.new_empty(0)  # zero points
+
+        def run(weight: tuple[Tensor, Tensor, Tensor, Tensor], x: Tensor) -> Tensor:
+            words, scales, none, locks = weight
+            return operators.marlin_gemm(
+                x, None, words, None, scales, None, None, none, locks, UINT4_LESS_8, len(x), n, k,
+                False, True, False,
+            )  # fmt: skip
+
+        weight = words, scales, none, locks
+        return Layer(weight, run, words.nbytes + scales.nbytes, decoded)
+
+    def machete(w: Tensor) -> Layer:
+        if w.shape[0] % 128:
+            raise Refused(f"N={w.shape[0]} is not a multiple of 128")
+        codes, scale, decoded = int4(w, dtype)
+        columns = gptq_words(codes).t().contiguous().t()
+        words = operators.machete_prepack_B(columns, dtype, UINT4_LESS_8, dtype)
+        scales = scale.T.contiguous()
+
+        def run(weight: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+            return operators.machete_mm(
+                x, weight[0], UINT4_LESS_8, None, weight[1], None, GROUP, None, None, None
+            )
+
+        return Layer((words, scales), run, words.nbytes + scales.nbytes, decoded)
+
+    return [
+        Case(name, f"int4:group={GROUP}", "bf16", dtype, prepare)
+        for name, prepare in (("marlin", marlin), ("machete", machete))
+    ]
 
 
 def aqlm() -> list[Case]:
@@ -329,4 +406,6 @@ def aqlm() -> list[Case]:
     return [case(2, 8, "codebook"), case(1, 16, "codebook:m=1,b=16")]
 
 
-PEERS = {f.__name__: f for f in (cublas, tinygemm, humming, quack, gemlite, bitsandbytes, aqlm)}
+PEERS = {
+    f.__name__: f for f in (cublas, tinygemm, humming, quack, vllm, gemlite, bitsandbytes, aqlm)
+}

@@ -50,7 +50,7 @@ def codegemm() -> list[Claim]:
         Claim(
             "m v b g are parameters of one kernel",
             "all",
-            "of a family on Hopper, for b = 8 and groups that are not too fine; others run on "
+            "of a family on Hopper, for b up to 8, v of 4, 8 and 16, and any g; others run on "
             "Triton ([which](#which-kernel-runs))",
             "anybit/kernels/cute/cells.py",
         ),

@@ -47,6 +47,7 @@ MODELS = {
     "MinistralForCausalLM": "mistral.Mistral",
     "Olmo2ForCausalLM": "olmo2.Olmo2",
     "Olmo3ForCausalLM": "olmo2.Olmo2",
+    "OPTForCausalLM": "opt.OPT",
     "Phi3ForCausalLM": "phi3.Phi3",
     "SeedOssForCausalLM": "llama.SeedOss",
     "SmolLM3ForCausalLM": "smollm3.SmolLM3",

@@ -68,7 +68,8 @@ def step_bytes(config: Any, tokens: int, rows: int) -> int:
 
     each = max(1, size("num_experts_per_tok"))  # rows that a token becomes
     hidden, own = size("hidden_size"), size("moe_intermediate_size")
-    inner = size("intermediate_size")  # of an expert, where experts have no key of their own
+    # Of an expert, where experts have no key of their own; OPT has another name.
+    inner = size("intermediate_size") or size("ffn_dim")
     inner = max(inner, each * own) if own else each * inner
     inside = tokens * (4 * each * hidden + 4 * inner) * 2
     return inside + 2 * rows * size("vocab_size") * 4 + 2 * inner * hidden * 2

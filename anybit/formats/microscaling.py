@@ -72,6 +72,10 @@ class Microscaling(Minifloat):
             return folded(self.group)
         return super().hopper_decode(operand)
 
+    @property
+    def _scale_words(self) -> int:
+        return int(self.group > 0)  # e8m0 and e4m3 are bf16 numbers
+
     def _spec_parts(self) -> tuple[str, list[str]]:
         shape = (self.exponent, self.mantissa)
         name = next(name for name, shapes in ELEMENTS.items() if shape in shapes)
@@ -147,9 +151,7 @@ class NVFP4(Microscaling):
         return self._better(groups, two, [self.scales({"scale": s, "row_scale": one}) for s in two])
 
     def hopper_decode(self, operand: str) -> Decoder | str:
-        if operand == "float8_e4m3fn":
-            return "products of e2m1 and scales in e4m3 have five bits, too many for fp8 weights"
-        return super().hopper_decode(operand)
+        return Minifloat.hopper_decode(self, operand)
 
     def _spec_parts(self) -> tuple[str, list[str]]:
         return "nvfp4", self._options(skip=("exponent", "mantissa"))

@@ -11,7 +11,7 @@ are the value times 2**(bias - 15), subnormals included, and that power of two j
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor
 from anybit.core.format import Format, Grid, read_options, register
 from anybit.core.groups import grouped, groups_of, store_scale, ungroup
 from anybit.errors import InvalidInput
-from anybit.kernels.cute.decode import BIAS, K_TILE, LIFT, MANTISSA, Decoder, HalfDecoder
+from anybit.kernels.cute.decode import BIAS, LIFT, MANTISSA, Decoder, HalfDecoder
+from anybit.kernels.cute.tables import looked
 
 if TYPE_CHECKING:
     from anybit.kernels.triton import lang
@@ -122,13 +123,16 @@ class Minifloat(Format):
         if operand == "float8_e4m3fn":
             if x > 4 or y > 3:
                 return f"{self.spec!r} does not fit into e4m3"
-            if self.group % K_TILE:
-                return "scales of small groups cannot be multiplied into fp8 weights"
             places = (*range(3 - y, 3 + x), 7)
             shift = 7 - self.bias
-            return Decoder(operand, places, shift, group=self.group, sums=self.group > 0)
+            return Decoder(operand, places, shift, group=self.group, sums=self._scale_words)
+        if operand not in MANTISSA and (x, y) == (2, 1):  # twice e2m1 are whole numbers
+            twice = (2 * self.to_float(torch.arange(16))).tolist()
+            found = looked(twice, self.group, operand)
+            assert isinstance(found, Decoder)
+            return replace(found, shift=-1, sums=self._scale_words or 2)
         if operand not in MANTISSA:
-            return "floating-point weights have no decoder to int8"
+            return "floating-point weights but e2m1 have no decoder to int8"
         shift = BIAS[operand] - self.bias
         lift = 0
         if operand == "bfloat16":
@@ -138,6 +142,11 @@ class Minifloat(Format):
         first = MANTISSA[operand] - y
         places = (*range(first, first + y + x), 15)
         return HalfDecoder(operand, places, shift=shift, group=self.group, lift=lift)
+
+    @property
+    def _scale_words(self) -> int:
+        """16-bit words that hold a group's scale as it is, see `Decoder.sums`."""
+        return 2 * (self.group > 0)
 
     def _spec_parts(self) -> tuple[str, list[str]]:
         shape = (self.exponent, self.mantissa)

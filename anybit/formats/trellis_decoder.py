@@ -37,12 +37,13 @@ TILES = 4  # of a thread's half K tile
 STATE_BYTES = 2
 PLANE = 33  # instructions for 32 weights that take as long as a plane of other codes
 HALVES = ("mcg", "3inst")
-# What states are multiplied by; weights of the product's bytes, and what is added. Of "sum8" a one
-# is missing, which `MIDDLE` makes good: zeros cost a product no registers.
-SUMS: dict[str, tuple[int, tuple[tuple[int, int], ...]]] = {
-    "sum8": (0x83DCD12D, ((0x40404040, 0),)),
-    "pair8": (0xCBAC1FED, ((0xC000405A, 128 * 257 - 11475), (0x405A4000, 128 * 257 - 27795))),
-    "mul1": (0x83DCD12D, ((0x01010101, 0x6400),)),  # under fp16's exponent of 1024
+# What states are multiplied by; signed weights of the product's bytes, and what is added, for a
+# step's first and second weight. Of "sum8" a one is missing, which `MIDDLE` makes good: zeros cost
+# a product no registers.
+SUMS = {
+    "sum8": (0x83DCD12D, (0x40404040, 0x40404040), (0, 0)),
+    "pair8": (0xCBAC1FED, (0xC000405A, 0x405A4000), (128 * 257 - 11475, 128 * 257 - 27795)),
+    "mul1": (0x83DCD12D, (0x01010101, 0x01010101), (0x6400, 0x6400)),  # fp16's exponent of 1024
 }
 MIDDLE = {"sum8": 127, "pair8": 128}  # what bytes of whole values are too large by
 PAIRS = {"pair8": 2}  # weights of a step
@@ -191,15 +192,20 @@ class TrellisDecoder(HalfDecoder):
             times, plus = (0xCBAC1FED, 0) if self.code == "mcg" else (89226354, 64248484)
             hashes = [s * times + plus if plus else s * times for s in states]
             return [add_halves(mask_flip(x, 0x8FFF8FFF, 0x3B603B60)) for x in hashes]
-        times, sums = SUMS[self.code]
-        hashes = [s * times for s in states]
-        width, out = PAIRS.get(self.code, 1), []
-        for e in (0, 1):  # the first and the second of two columns
-            of_columns = hashes if width == 2 else hashes[e::2]
-            weights, plus = sums[e % len(sums)]
-            a = [of_columns[i] for i in (0, 2, 1, 3)]
-            out.append(byte_sums(a, weights, plus, across=self.slot == 8))
-        return [word for both in zip(*out, strict=True) for word in both]
+        times, weights, plus = SUMS[self.code]
+        hashes, across = [s * times for s in states], self.slot == 8
+        if self.code in PAIRS:
+            a, b, c, d = hashes  # columns c and c + 8 of row g, and of row g + 8
+            rows = [[a, c, b, d]] * 2 if across else [[a, c], [b, d]]
+            found = [
+                byte_sums(r, of_steps(a, weights, across, i * across), plus)
+                for i, r in enumerate(rows)
+            ]
+            return [found[i][2 * v + e] for v in (0, 1) for i in (0, 1) for e in (0, 1)]
+        b = of_words(hashes[0], weights[0], across)
+        first, second = ([hashes[e + i] for i in (0, 4, 2, 6)] for e in (0, 1))
+        both = zip(byte_sums(first, b, plus), byte_sums(second, b, plus), strict=True)
+        return [word for two in both for word in two]
 
     def pair(self, low: Word, high: Word) -> Word:
         """A register of two weights of a row."""
@@ -210,6 +216,38 @@ class TrellisDecoder(HalfDecoder):
             slope, offset = (half_bits(v, "float16") for v in (0.00676727294921875, -10.3828125))
             both = fma2(both, both.constant(slope), both.constant(offset), "float16")
         return both if self.operand == "float16" else to_brain(both)
+
+
+def of_words(like: Word, weights: int, across: bool) -> list[Word]:
+    """What makes `byte_sums` add each word of four up, times the same bytes.
+
+    Sums 2 t and 2 t + 1 are those of lane t's own two words of a row; or, `across`, of two lanes of
+    the quad: lanes 2 t and 2 t + 1 of the first words, then 2 t - 4 and 2 t - 3 of the second.
+    """
+    number = lane(like)
+    column, t = number >> 2, number & 3
+    wanted = (t, t + 4) if across else (t << 1, (t << 1) + 1)
+    return [where(column ^ n, weights) for n in wanted]
+
+
+def of_steps(like: Word, weights: tuple[int, int], across: bool, second: int) -> list[Word]:
+    """What makes `byte_sums` add words up in two ways, for sums 2 t and 2 t + 1.
+
+    Of lane t's own word of a row; or, `across`, of a lane of the quad: of lanes 2 t or, if
+    `second`, 2 t + 1 of the first words, then 2 t - 4 or 2 t - 3 of the second.
+    """
+    number = lane(like)
+    column, t = number >> 2, number & 3
+    each = (column & 1) * (weights[1] - weights[0]) + weights[0]
+    step = column >> 1
+    first = (step << 1) + second
+    wanted = (first, first + 0xFFFFFFFC) if across else (step,)
+    return [where(n ^ t, each) for n in wanted]
+
+
+def where(zero: Word, weights: int | Word) -> Word:
+    """The weights where a number's low bits are zero, else zero."""
+    return (((zero & 31) + 0xFFFFFFFF) >> 31) * weights
 
 
 def from_before(words: list[Word], wanted: list[int], lanes: int) -> dict[int, Word]:

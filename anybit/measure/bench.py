@@ -132,6 +132,10 @@ def anybit_case(scheme: str, dtype: torch.dtype, backend: str | None = None) -> 
     fmt, activation = parse_scheme(scheme)
 
     def prepare(w: Tensor) -> Layer:
+        try:
+            fmt.check(*w.shape)
+        except InvalidInput as error:
+            raise Refused(str(error)) from None
         packed = quantize_tensor(w, fmt)
         packed = packed if backend is None else packed.stored()  # kernels see no rotation
         weight: Any
@@ -222,6 +226,8 @@ def measure(
         entries = [_Entry(case, w, x, ms) for case in [baseline, *others]]
         for m in ms:
             dense = None
+            if device.type == "cuda":  # what graphs took
+                torch.cuda.empty_cache()
             for entry in entries:
                 row = entry.row(replace(about, M=m, N=n, K=k), x[:m], floor)
                 if entry is entries[0]:

@@ -23,6 +23,7 @@ COLD_BYTES = 160 << 20  # copies of a weight fill at least this: over twice the 
 LAUNCHES = 20  # matrix products in one graph, at least
 SLOW_US = 500  # a product that takes longer is launched once for each copy
 REPLAYS = 9  # graph replays, of which the median counts
+ENOUGH_US = 50_000  # of replays, from the third on
 CPU_SECONDS = 0.5  # for one measurement on a CPU
 FLOOR_MEGABYTES = {
     "cuda": (1, 2, 4, 8, 12, 16, 25, 33, 50, 67, 117, 235, 470),
@@ -53,12 +54,21 @@ def _graph_us(calls: Sequence[Callable[[], Any]]) -> float:
     rounds = math.ceil(launches / len(calls))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    times = [_event_us(graph.replay) for _ in range(REPLAYS + 2)]
-    return median(times[2:]) / (rounds * len(calls))  # the first two warm up
+    # Not `torch.cuda.graph`, which gives torch's free memory back to the driver each time.
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        try:
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+        finally:
+            graph.capture_end()
+    for _ in range(2):  # warm up
+        graph.replay()
+    times: list[float] = []
+    while len(times) < 3 or (len(times) < REPLAYS and sum(times) < ENOUGH_US):
+        times.append(_event_us(graph.replay))
+    return median(times) / (rounds * len(calls))
 
 
 def _event_us(call: Callable[[], Any]) -> float:

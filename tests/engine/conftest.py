@@ -29,6 +29,7 @@ LATENT |= {"qk_nope_head_dim": 8}
 LATENT |= {"v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4}
 LATENT |= {"topk_group": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
 LATENT |= {"first_k_dense_replace": 1, "num_key_value_heads": 4, "routed_scaling_factor": 1.7}
+OPT = {"ffn_dim": 96, "pad_token_id": 3}
 GEMMA = {"head_dim": 16, "sliding_window": 12, "tie_word_embeddings": False}
 GEMMA |= {"query_pre_attn_scalar": 9}
 
@@ -191,6 +192,18 @@ ARCHITECTURES = {
             "intermediate_size": 32,
         }
         | ({"swiglu_limit": 1.0} if hasattr(GptOssConfig, "swiglu_limit") else {}),
+    ),
+    "opt": ("opt", OPT | {"activation_function": "gelu"}),
+    "opt-norms-after": ("opt", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "opt-bare": (
+        "opt",
+        OPT
+        | {
+            "_remove_final_layer_norm": True,
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "tie_word_embeddings": False,
+        },
     ),
     "glm": ("glm", {"head_dim": 16, "attention_bias": True}),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": True, "partial_rotary_factor": 0.25}),

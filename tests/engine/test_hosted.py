@@ -40,7 +40,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "ministral3": {"head_dim": 16},
     "nemotron": {},
     "phi": {},
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "starcoder2": WINDOW,
 }  # fmt: skip
 

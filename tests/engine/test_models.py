@@ -13,6 +13,7 @@ import anybit
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.sequence import SamplingParams
+from anybit.errors import InvalidInput
 from anybit.nn.linear import QuantLinear
 from tests.engine.conftest import ARCHITECTURES, PICO, prompts, random_model, reference
 from tests.specs import NAMES, columns_of_a_group
@@ -249,3 +250,8 @@ def test_keep_reaches_every_layer(checkpoint: Checkpoint, tmp_path: Path, kind: 
         assert backends == {"dense"}
     with pytest.raises(ValueError, match="keep='some'; choose one of"):
         LLM(source, keep="some")  # type: ignore[arg-type]
+
+
+def test_learned_positions_are_not_exceeded(checkpoint: Checkpoint) -> None:
+    with pytest.raises(InvalidInput, match="256 positions, and length=257"):
+        LLM(checkpoint("opt"), length=257)

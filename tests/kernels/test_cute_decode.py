@@ -86,9 +86,15 @@ def emulate(blobs: torch.Tensor, d: Decoder) -> torch.Tensor:
     bits = torch.stack(out, -2)  # tile, K tile, warpgroup, thread, half, register
     values = bits.view(getattr(torch, d.operand)).to(torch.float64)
     if d.sums:
-        found = d.scales([Word(grid[:, :, :, pair, 0, i].copy()) for i in range(2)])
-        rows = torch.stack([torch.from_numpy(w.bits.view(np.float32)) for w in found], -1)
-        values = values * rows[..., None, torch.arange(32) // (32 // d.slot) % 2]
+        row = torch.arange(32) // (32 // d.slot) % 2
+        column = 2 * torch.arange(2)[:, None] + torch.arange(32) // 16  # of four WGMMAs
+        scales = []
+        for e in range(d.entries):
+            words = [Word(grid[:, :, :, pair, e, i].copy()) for i in range(d.grid_words)]
+            found = [w.bits.view(np.float32) for w in d.scales(words)]
+            scales.append(torch.stack([torch.from_numpy(f) for f in found], -1))
+        each = torch.stack(scales, -1)  # tile, K tile, warpgroup, thread, row, group
+        values = values * each[..., row, column * d.entries // 4]
     return unfragment(values, d.slot)
 
 
@@ -136,6 +142,8 @@ def test_threads_hold_the_weights(spec: str, operand: str, whole: bool) -> None:
             bound += ungroup(parts[..., None].expand(-1, -1, k // parts.shape[1])) * info.eps / 2
         bound += d.row_scale(packed)[:, None].double() * info.smallest_normal * info.eps
         assert bool(((got - want).abs() <= bound).all())
+    elif d.sums and packed.format.row_factor(packed.grid) is not None:  # multiplied in the end
+        torch.testing.assert_close(got, want, rtol=2.0**-23, atol=0)
     else:
         assert torch.equal(got, want)
 
@@ -183,10 +191,11 @@ def test_formats_without_a_decoder_say_why() -> None:
     assert refusal("codebook", "float16") == "Codebook has no hopper_decode"
     assert "takes 16, 32, 64 and multiples of 128" in refusal("int4:group=8", "float16")
     assert "takes 32, 64 and multiples of 128" in refusal("nvfp4", "float8_e4m3fn")
-    assert "have five bits" in refusal("nvfp4:group=32", "float8_e4m3fn")
-    assert "no decoder to int8" in refusal("mxfp4", "int8")
+    assert "have no decoder to int8" in refusal("mxfp6", "int8")
+    assert "not whole" in refusal("nf4", "int8")
     assert "2 to 5" in refusal("int8", "float8_e4m3fn")
-    assert "use a scale per row" in refusal("int4:group=64", "int8")
+    assert "no zero points for groups" in refusal("int4:group=64,zero", "int8")
+    assert "zero points cannot be subtracted" in refusal("int4:group=64,zero", "float8_e4m3fn")
 
 
 def test_numbers_are_refused_where_they_do_not_fit() -> None:

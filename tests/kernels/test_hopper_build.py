@@ -1,5 +1,6 @@
 """The Hopper family: which kernels there are, that they compile, and who is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from anybit.formats.presets import HOPPER
 from anybit.kernels.backend import Activations, LayerSpec
 from anybit.kernels.cute import jit
 from anybit.kernels.cute.decode import Decoder, decoder
-from anybit.kernels.hopper import backend, build, expert_tiles, scalar_linear, tiles
+from anybit.kernels.cute.operands import decoder_for
+from anybit.kernels.hopper import backend, build, chip, expert_tiles, scalar_linear, tiles
+from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.mma.tiles import kernel_for
@@ -26,7 +29,36 @@ def decoder_of(spec: str, operand: str) -> Decoder:
     return d
 
 
-HALF = torch.float16
+HALF, CUDA = torch.float16, torch.device("cuda", 0)
+# As `cuDeviceGetAttribute` has it: multiprocessors, clock and memory's clock in kHz, bits of its
+# bus, bytes of the L2.
+CHIPS = {
+    "H200": (132, 1_980_000, 3_201_000, 6144, 60 << 20),
+    "H100 PCIe": (114, 1_755_000, 1_593_000, 5120, 50 << 20),
+    "H20": (78, 1_980_000, 2_619_000, 6144, 60 << 20),
+    "an eighth of an H200": (16, 1_980_000, 3_201_000, 768, 8 << 20),
+    "a virtual one": (66, 0, 0, 0, 30 << 20),
+}
+
+
+@pytest.fixture(autouse=True)
+def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scalar_linear, "chip_of", lambda device: H200)
+
+
+def chip_named(name: str, monkeypatch: pytest.MonkeyPatch) -> Chip:
+    """What `chip_of` makes of such a device."""
+    which = chip.MULTIPROCESSORS, chip.CLOCK, chip.MEMORY_CLOCK, chip.BUS, chip.L2_CACHE
+    said = dict(zip(which, CHIPS[name], strict=True))
+
+    def call(function: str, value: Any, attribute: int, device: int) -> None:
+        assert (function, device) == ("cuDeviceGetAttribute", 1)
+        value._obj.value = said[attribute]
+
+    monkeypatch.setattr(chip, "call", call)
+    return chip.chip_of.__wrapped__(torch.device("cuda", 1))
+
+
 SCALAR = [scheme for scheme in HOPPER if parse_scheme(scheme)[0].lookup is None]
 SCALAR += ["trellis", "trellis:bits=4,code=pair8@int8"]
 
@@ -44,7 +76,7 @@ def test_the_family_holds_every_choice(scheme: str) -> None:
                 assert Kernel(d, tile, output) in kernels
                 assert tile.split <= k // 128
                 assert tile.stages >= 2
-                if scalar_linear.narrow(m, n, d.operand):
+                if scalar_linear.narrow(m, n, d):
                     assert kernel_for(d, GPUS["H200"], m, n, output) in every
                 assert tiles.grid(tile, m, n) % tile.split == 0
                 assert tiles.shared_bytes(tile, d) <= tiles.MAX_SHARED
@@ -54,6 +86,57 @@ def test_the_family_holds_every_choice(scheme: str) -> None:
             assert tiles.shared_bytes(tile, d, grouped=True) <= tiles.MAX_SHARED
 
 
+@pytest.mark.parametrize("name", CHIPS)
+def test_any_chip_has_the_same_kernels_and_all_of_its_multiprocessors(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is compiled for another number of them; grids follow the number."""
+    found = chip_named(name, monkeypatch)
+    assert found.multiprocessors == CHIPS[name][0]
+    assert 0.3 < found.read / H200.read * 132 / found.multiprocessors < 1.5
+    if name == "H200":
+        assert (found.l2, round(found.read)) == (H200.l2, H200.read)
+    for spec, operand in (("liquid", "int8"), ("fp6", "float16"), ("trellis", "bfloat16")):
+        d, output = decoder_of(spec, operand), "float16" if operand == "float16" else "bfloat16"
+        narrow = build.narrow_kernels(d, [output], found)
+        if name == "H20":
+            assert set(narrow) == set(build.narrow_kernels(d, [output]))
+        gpu = replace(GPUS["H200"], multiprocessors=found.multiprocessors)
+        for n, k in ((4096, 4096), (5120, 17408), (256, 512)):
+            for m in (1, 16, 64, 256, 1024):
+                tile = tiles.choose(d, m, n, k, found)
+                assert tile in tiles.family(d)
+                assert tiles.fits_once(tile, d, m, n, k, found)
+                grid = tiles.grid(tile, m, n, chip=found)
+                room = found.multiprocessors * tile.ctas
+                assert grid == room if tile.shared else tile.split > 1 or grid <= room
+                if scalar_linear.narrow(m, n, d, found):
+                    assert kernel_for(d, gpu, m, n, output) in narrow
+                for experts in (8, 128):
+                    grouped = choose_grouped(d, m, n, k, experts, found)
+                    assert grouped in family_grouped(d)
+
+
+def test_launches_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    def chip_of(device: torch.device) -> Chip:
+        asked.append(device)
+        return Chip(78, H200.read, H200.l2)
+
+    monkeypatch.setattr(scalar_linear, "chip_of", chip_of)
+    monkeypatch.setattr(scalar_linear, "loaded", lambda kernel, device: (kernel, device))
+    device = torch.device("cuda", 1)
+    chosen = scalar_linear.chosen.__wrapped__
+    for experts in (0, 8):
+        problem = get_format("fp6"), HALF, 4096, 28672, 4096, HALF, device, None, experts
+        (_, index), grid, *_ = chosen(*problem)
+        assert (index, grid) == (1, 78)
+    assert not scalar_linear.is_narrow.__wrapped__(get_format("fp6"), HALF, 1, 8192, device)
+    assert scalar_linear.is_narrow.__wrapped__(get_format("fp6"), HALF, 1, 4096, device)
+    assert asked == [device] * 4
+
+
 def test_formats_that_decode_slowly_are_copied_for_many_tokens() -> None:
     """And then only; the kernel for it is among those that are built."""
     trellis, fp6 = (decoder_of(spec, "float16") for spec in ("trellis", "fp6"))
@@ -61,9 +144,10 @@ def test_formats_that_decode_slowly_are_copied_for_many_tokens() -> None:
     assert copied == [False, False, False, True]
     assert not tiles.copies(fp6, 4096, 28672, 4096)
     assert not tiles.copies(decoder_of("trellis", "int8"), 4096, 28672, 4096)
-    wanted = scalar_linear.copied(trellis_format := get_format("trellis"), HALF, 4096, 28672, 4096)
+    trellis_format = get_format("trellis")
+    wanted = scalar_linear.copied(trellis_format, HALF, 4096, 28672, 4096, CUDA)
     assert wanted in build.kernels_of(trellis_format.spec)
-    assert scalar_linear.copied(get_format("fp6"), HALF, 4096, 28672, 4096) is None
+    assert scalar_linear.copied(get_format("fp6"), HALF, 4096, 28672, 4096, CUDA) is None
 
 
 def test_a_copy_is_multiplied_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,10 +242,12 @@ def test_launches_overlap_where_that_was_faster() -> None:
 
 def test_few_tokens_may_go_to_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all their CTAs are resident at once."""
-    assert [scalar_linear.narrow(m, 4096, "int8") for m in (1, 16, 17)] == [True, True, False]
+    whole, half = (decoder_for(get_format("int4"), x) for x in (torch.int8, torch.bfloat16))
+    assert [scalar_linear.narrow(m, 4096, whole) for m in (1, 16, 17)] == [True, True, False]
     rows = (6144, 8448, 14336)
-    assert [scalar_linear.narrow(1, n, "bfloat16") for n in rows] == [True, True, False]
-    assert not scalar_linear.narrow(1, 4096, "float8_e4m3fn")
+    assert [scalar_linear.narrow(1, n, half) for n in rows] == [True, True, False]
+    assert not scalar_linear.narrow(1, 4096, decoder_for(get_format("fp6"), torch.float8_e4m3fn))
+    assert not scalar_linear.narrow(1, 4096, decoder_for(get_format("int4:group=128"), torch.int8))
     device, seen = torch.device("cuda", 0), []
     monkeypatch.setattr(scalar_linear.mma_tiles, "gpu_of", seen.append)
     monkeypatch.setattr(scalar_linear.mma_tiles, "kernel_for", lambda *args: None)
@@ -181,9 +267,9 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         return backend.refuse(LayerSpec(get_format(spec), activation, shape, device)) or ""
 
     assert "liquid@int8" in refuse("liquid", None, (4096, 4096))
-    assert "group scales" in refuse("int4:group=128", "int8", (4096, 4096))
+    assert "no zero points" in refuse("int4:group=128,zero", "int8", (4096, 4096))
     assert "group scales" in refuse("sparse:group=64", "int8", (4096, 4096))
-    assert "zero points" in refuse("int4:group=64", "fp8", (4096, 4096))
+    assert "zero points" in refuse("int4:group=64,zero", "fp8", (4096, 4096))
     assert "it takes 2 to 5" in refuse("int8", "fp8", (4096, 4096))
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
     monkeypatch.setattr(jit, "dsl_version", lambda: None)

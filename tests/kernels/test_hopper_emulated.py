@@ -40,6 +40,8 @@ CASES = [
     ("mxfp4", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
     ("fp8:group=128@fp8", BRAIN, Tile(16, ctas=2, split=2), (11, 136, 512), 2),
     ("mxfp4@fp8", BRAIN, Tile(16, ctas=2, split=2), (11, 200, 512), 2),
+    ("mxfp6@fp8", BRAIN, Tile(16, ctas=2, split=2), (11, 200, 512), 2),
+    ("int4:group=32@int8", BRAIN, Tile(16, ctas=2, split=2), (11, 200, 384), 2),
     ("q4_k", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
     ("iq4_xs", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
     ("sparse@int8", HALF, Tile(8, ctas=2), (8, 128, 384), 2),
@@ -49,6 +51,14 @@ if EVERY_KERNEL:
     CASES += [
         ("int4:group=128@fp8", HALF, Tile(64), (70, 200, 384), 1),
         ("int4:group=256@fp8", HALF, Tile(8, ctas=2), (3, 128, 512), 1),
+        ("mxfp8@fp8", BRAIN, Tile(128), (130, 136, 352), 1),
+        ("int4:group=64@fp8", HALF, Tile(8, ctas=2), (3, 128, 320), 1),
+        ("nvfp4:group=64@fp8", HALF, Tile(16, ctas=2), (9, 128, 256), 1),
+        ("mxfp4@int8", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
+        ("iq4_xs@int8", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
+        ("fp4@int8", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
+        ("int8:group=256@int8", HALF, Tile(64), (9, 128, 512), 1),
+        ("int3:group=128@int8", BRAIN, Tile(32, ctas=2), (9, 136, 384), 2),
         ("liquid@int8", HALF, Tile(16, ctas=2, split=2), (17, 128, 640), 2),
         ("liquid@int8", BRAIN, Tile(32, stages=2), (40, 256, 512), 2),
         ("liquid@int8", BRAIN, Tile(128, rows=256, stages=2), (9, 256, 384), 1),
@@ -71,7 +81,14 @@ if EVERY_KERNEL:
     ]
 EXPERTS = ["liquid@int8"]
 if EVERY_KERNEL:
-    EXPERTS += ["mxfp4@fp8", "fp8:group=128@fp8", "fp8:group=128", "mxfp4"]
+    EXPERTS += [
+        "mxfp4@fp8",
+        "mxfp8@fp8",
+        "int4:group=128@int8",
+        "fp8:group=128@fp8",
+        "fp8:group=128",
+        "mxfp4",
+    ]
 
 
 CODES = ("sum8", "pair8", "mul1", "mcg", "3inst")

@@ -93,7 +93,7 @@ def use(monkeypatch: pytest.MonkeyPatch, arguments: type[ctypes.Structure]) -> D
 
 def test_structs_are_those_of_cuda_and_of_the_kernels() -> None:
     assert sizes(GemmArguments) == [128, 8, *[8] * 10, 4, 4, 4, 4, 1]
-    assert sizes(CodebookArguments) == [*[8] * 6, *[4] * 5]
+    assert sizes(CodebookArguments) == [*[8] * 8, *[4] * 6]
     assert ctypes.sizeof(Config) == 56  # CUlaunchConfig and CUlaunchAttribute, by cuda.h
     assert ctypes.sizeof(Attribute) == 72
     assert Config.stream.offset == 32
@@ -138,14 +138,17 @@ def test_a_gemm_launch(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
 def test_a_codebook_launch(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     fake = use(monkeypatch, CodebookArguments)
     launcher = CodebookLauncher(path, 0)
-    launcher.launch(Activations(16, 2, 512), (1, 2, 3, 4, 5), 640, 8, 3, 9000)  # type: ignore[arg-type]
-    launcher.launch(Activations(32, 1, 256), (6, 7, 8, 9, 10), 64, 1, 4, 800, False)  # type: ignore[arg-type]
+    given = [Activations(i, 1, 8) for i in range(1, 6)]
+    work, counters = Activations(6, 1, 8), Activations(7, 1, 8)
+    launcher.launch(Activations(16, 2, 512), (*given, None, None), 640, 8, 1, 3, 9000)  # type: ignore[arg-type]
+    tensors = (*given[:3], None, given[4], work, counters)
+    launcher.launch(Activations(32, 1, 256), tensors, 64, 1, 2, 4, 800, False)  # type: ignore[arg-type]
     names = [name for name, _ in CodebookArguments._fields_]  # type: ignore[misc]
     first, second = ([found[name] for name in names] for found in fake.launches)
-    assert first == [16, 1, 2, 3, 4, 5, 2, 640, 512, 8, 1]
-    assert second == [32, 6, 7, 8, 9, 10, 1, 64, 256, 1, 0]
+    assert first == [16, 1, 2, 3, 4, 5, 0, 0, 2, 640, 512, 8, 1, 1]
+    assert second == [32, 1, 2, 3, 0, 5, 6, 7, 1, 64, 256, 1, 2, 0]
     rest = [[found[name] for name in ("grid", "cluster", "shared")] for found in fake.launches]
-    assert rest == [[24, 8, 9000], [4, 1, 800]]
+    assert rest == [[24, 8, 9000], [8, 1, 800]]
 
 
 def test_threads_launch_the_same_kernel(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:

@@ -1,5 +1,6 @@
 """Equal shares of Hopper's main loop, emulated with few CTAs; when they and copies are chosen."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -73,6 +74,24 @@ def test_shared_tiles(case: Case) -> None:
 
 
 @needs_dsl
+@pytest.mark.parametrize("shared", [False, True])
+def test_one_warpgroup_stays_behind(shared: bool) -> None:
+    """Whole tiles of three K tiles and of one, and shares: the same bits as side by side."""
+    beside = Tile(8, ctas=2, stages=3, shared=shared)
+    kernels = [Emulated("liquid@int8", BRAIN, replace(beside, lag=lag)) for lag in (0, 2)]
+    for k in (384, 128):
+        packed = packed_weight("liquid@int8", 264, k)
+        x, prepared = kernels[0].tokens(11, k), operands.layout(packed, "int8")
+        for grid in (1, 4, 5):
+            want, *found = (
+                kernel.run(x, prepared, 264, grid, seed=seed)
+                for kernel, seed in ((kernels[0], 0), (kernels[1], 0), (kernels[1], 1))
+            )
+            assert_close(want, product(operand_weight(packed, BRAIN), x), BRAIN)
+            assert all(torch.equal(y, want) for y in found)
+
+
+@needs_dsl
 def test_counters_must_be_left_as_zeros() -> None:
     emulated = Emulated("int8@int8", BRAIN, SMALL)
     prepared = operands.layout(packed_weight("int8@int8", 128, 256), "int8")
@@ -128,7 +147,7 @@ def test_every_unit_has_one_owner(steps: int) -> None:
 def test_the_workspace_holds_all_sums() -> None:
     tile = Tile(128, shared=True)
     ctas = tiles.grid(tile, 256, 5120)
-    assert ctas == tiles.MULTIPROCESSORS
+    assert ctas == 132
     assert tiles.workspace(tile, 256, 5120, ctas) == 2 * ctas * 128 * 128
     assert tiles.workspace(tile, 256, 128 * 132, ctas) == 0  # whole tiles
     assert tiles.workspace(Tile(128), 256, 5120, 80) == 0

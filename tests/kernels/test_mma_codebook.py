@@ -81,12 +81,15 @@ CASES = [
     Case(8, 2, 128, BRAIN, CodebookTile(8, 8, 1, 8, 2), (7, 16, 1280), splits=2),
     Case(16, 3, 128, HALF, CodebookTile(8, 4, 1, 2, 2), (1, 24, 1024)),
     Case(8, 1, 1024, HALF, CodebookTile(8, 4, 1, 4, 2), (9, 24, 1024), 1, 1, "sm_90", True),
+    Case(4, 1, 4, BRAIN, CodebookTile(16, 8, 1, 16, 2), (11, 24, 472)),
+    Case(16, 3, 32, HALF, CodebookTile(8, 4, 1, 4, 2), (3, 24, 1056)),
+    Case(8, 2, 8, HALF, CodebookTile(8, 4, 1, 8, 2), (5, 24, 776)),
 ]
 
 
 def every() -> Iterator[Case]:
     """The rule's tile of each kind of codebook and GPU, with tails of M, N and K."""
-    for gpu, (v, m), group in product(GPUS.values(), VARIANTS, (0, 128)):
+    for gpu, (v, m), group in product(GPUS.values(), VARIANTS, (0, 16, 128)):
         fmt = Codebook(m=m, v=v, group=group)
         kernel = tiles.kernel_for(cut(fmt), gpu, "bfloat16")
         assert kernel is not None
@@ -190,7 +193,7 @@ def test_mutants_do_not_pass(what: str) -> None:
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
 @pytest.mark.parametrize(("v", "m"), VARIANTS)
 def test_every_problem_has_a_kernel_that_fits(gpu: Gpu, v: int, m: int) -> None:
-    for group in (0, 8 * v, 32 * v, 1024):
+    for group in (0, v, 4 * v, 8 * v, 32 * v, 1024):
         cells = cut(Codebook(m=m, v=v, group=group))
         kernel = tiles.kernel_for(cells, gpu, "float16")
         assert kernel is not None
@@ -305,7 +308,7 @@ EVERY = [(name, v, m) for name in GPUS for v, m in VARIANTS]
 @needs_dsl
 @pytest.mark.parametrize(("name", "v", "m"), EVERY if EVERY_KERNEL else FEW)
 def test_kernels_compile_without_spills(name: str, v: int, m: int) -> None:
-    for group in (0, 8 * v, 128) if EVERY_KERNEL else (128,):
+    for group in (0, v, 2 * v, 8 * v, 128) if EVERY_KERNEL else (128,):
         for dtype in ("float16", "bfloat16") if EVERY_KERNEL else ("bfloat16",):
             cells = cut(Codebook(m=m, v=v, group=group))
             kernel = tiles.kernel_for(cells, GPUS[name], dtype)

@@ -35,6 +35,7 @@ CASES: list[Case] = [
     ("liquid@int8", BRAIN, Tile(16, 2, 4, 3), (17, 136, 384), 2, "sm_80", False),
     ("int3:group=32,zero", HALF, Tile(32, 2, 4, 3), (20, 136, 256), 3, "sm_86", False),
     ("trellis@int8", HALF, NARROW, (1, 48, 256), 0, "sm_80", False),
+    ("trellis:code=pair8", BRAIN, NARROW, (3, 32, 128), 0, "sm_80", False),
 ]
 FORMATS = {  # all kinds of decoders, and the architecture that their products need
     "sm_80": [

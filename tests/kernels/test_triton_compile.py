@@ -67,15 +67,20 @@ for scheme in sys.argv[4:]:
     count = sum(line.rstrip().endswith(";") for line in lines)
     print(scheme, count, len(unit), unit[0].strip() if unit else "")
     if fmt.window:
-        kinds = dict(x="*fp32", costs="*fp32", back="*u8", out="*i32", COUNT="i32")
-        constants = dict(
-            LAYOUT=layout, DECODE=lang.jit(type(fmt).triton_decode), STATE=fmt.window, STEPS=256,
-            LEAD=64, BLOCK=1024,
+        kinds = dict(
+            x="*fp32", ends="*i32", back="*u8", FIRST="i32", COUNT="i32", KEPT="i32", ZERO="i32"
         )
-        names = viterbi._paths.arg_names
+        constants = dict(
+            PINNED=True, LAYOUT=layout, DECODE=lang.jit(type(fmt).triton_decode), STATE=fmt.window,
+            STEPS=256,
+        )
+        names = viterbi._forward.arg_names
         signature = {n: kinds.get(n, "constexpr") for n in names}
         values = {(names.index(n),): v for n, v in constants.items()}
-        triton.compile(ASTSource(viterbi._paths, signature, values), target=target)
+        options = {"num_warps": viterbi.warps(fmt)}
+        triton.compile(
+            ASTSource(viterbi._forward, signature, values), target=target, options=options
+        )
 """
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "add_a_format.md"
 

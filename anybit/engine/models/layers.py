@@ -84,6 +84,8 @@ class Attention(Mixer):
         scale: Of the scores; 1 / sqrt(head_dim) if None.
         softcap: Scores are softcap * tanh(score / softcap).
         names: Of the projections that are merged; a checkpoint may hold them merged already.
+        output: Name of the output's projection.
+        every_head: Each head of Q has its own K and V, whatever config.json says.
         norm: Kind of qk_norm.
         sinks: Each head has a score for a key without a value.
     """
@@ -100,12 +102,15 @@ class Attention(Mixer):
         scale: float | None = None,
         softcap: float | None = None,
         names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+        output: str = "o_proj",
+        every_head: bool = False,
         norm: NormKind = PLAIN,
         sinks: bool = False,
     ):
         super().__init__()
         hidden, dim = config.hidden_size, head_dim(config)
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads = config.num_attention_heads
+        kv_heads = heads if every_head else config.num_key_value_heads
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
         own = weights.tensor(f"{name}.sinks", (heads,)) if sinks else None
         self.scores = Scores(dim**-0.5 if scale is None else scale, window, softcap, own)
@@ -114,7 +119,7 @@ class Attention(Mixer):
         rows = rows if len(names) > 1 else [sum(rows)]
         merged = [f"{name}.{part}" for part in names]
         self.qkv_proj = weights.linear(merged, rows, hidden, bias)
-        self.o_proj = weights.linear([f"{name}.o_proj"], [hidden], heads * dim, output_bias)
+        self.o_proj = weights.linear([f"{name}.{output}"], [hidden], heads * dim, output_bias)
         self.norms = self.whole_norms = None
         if qk_norm:
             sizes = (heads * dim, kv_heads * dim) if qk_norm == "whole" else (dim, dim)
@@ -280,28 +285,41 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only language model. A subclass says what a layer is (`block`).
 
-    length: positions that it is prepared for.
+    length: positions that it is prepared for. prefix: of its tensors' names.
     """
 
+    prefix: ClassVar[str] = "model"
     norm_kind: ClassVar[NormKind] = PLAIN
     adapters: Adapters | None = None
 
     def __init__(self, config: PretrainedConfig, weights: Weights, length: int):
         super().__init__()
         self.config, self.length, self.adapters = config, length, weights.adapters
-        size, vocabulary, layers = config.hidden_size, config.vocab_size, config.num_hidden_layers
+        vocabulary, layers = config.vocab_size, config.num_hidden_layers
         self.ropes = self.rope_of_layers(length, weights.device)
-        self.embed_tokens = weights.tensor("model.embed_tokens.weight", (vocabulary, size))
-        blocks = [self.block(weights, f"model.layers.{i}", i) for i in range(layers)]
+        self.embed_tokens = weights.tensor(
+            f"{self.prefix}.embed_tokens.weight", (vocabulary, self.embedding_size)
+        )
+        blocks = [self.block(weights, f"{self.prefix}.layers.{i}", i) for i in range(layers)]
         self.layers = nn.ModuleList(blocks)
         for block, rope in zip(blocks, self.ropes, strict=True):
             block.self_attn.arrange(rope.order)
         self.kv_scales = [block.self_attn.scales for block in blocks]
-        self.norm = RMSNorm(weights, "model.norm", size, config.rms_norm_eps, self.norm_kind)
+        self.norm = self.last_norm(weights)
         self.lm_head = weights.head("lm_head", self.embed_tokens, config.tie_word_embeddings)
 
-    def block(self, weights: Weights, name: str, index: int) -> Block:
+    def block(self, weights: Weights, name: str, index: int) -> nn.Module:
         raise NotImplementedError(f"{type(self).__name__}.block")
+
+    def last_norm(self, weights: Weights) -> nn.Module:
+        c = self.config
+        return RMSNorm(
+            weights, f"{self.prefix}.norm", c.hidden_size, c.rms_norm_eps, self.norm_kind
+        )
+
+    @property
+    def embedding_size(self) -> int:
+        return int(self.config.hidden_size)
 
     @property
     def embedding_scale(self) -> float:
@@ -356,7 +374,8 @@ def norm_weight(weights: Weights, name: str, size: int, kind: NormKind) -> Tenso
 
 def activation_of(config: PretrainedConfig) -> str:
     """The name of an MLP's activation function."""
-    name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    keys = ("hidden_act", "hidden_activation", "activation_function")
+    name = next((found for key in keys if (found := getattr(config, key, None))), None)
     if name not in ACT2FN:
         raise UnknownModel(f"hidden_act={name!r} is unknown; known: {', '.join(ACT2FN)}")
     return str(name)

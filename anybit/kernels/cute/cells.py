@@ -10,6 +10,9 @@ codes of rows (0, 8), (1, 9), ..., (7, 15). All kernels read the same bytes:
 A block is the cells of all codebooks for 32 v columns, then the scales of its rows, group by group
 in the same order of rows: fp16, in units of a power of two for the row. Blocks of a row tile are
 contiguous, so a bulk copy brings any number of them: a chunk.
+
+A block has 1, 2, 4, 8, 16 or 32 scales a row, enough for groups of any number of vectors: scales
+are repeated where a group ends inside a block. Codes of fewer than 8 bits are bytes, too.
 """
 
 import math
@@ -25,12 +28,13 @@ from anybit.kernels.backend import LayerSpec, Prepared
 from anybit.kernels.cute.pack import ROW_MULTIPLE
 
 ROWS, VECTORS, CELL = 16, 32, 512
+CENTROIDS = 256  # of a table; those beyond 2^b are zeros
 CHUNK_BYTES = 1 << 28  # of temporaries while packing
 
 
 @dataclass(frozen=True)
 class Cells:
-    """m codebooks of 256 centroids, v weights a vector, `groups` scales in a block."""
+    """m codebooks of 256 centroids, v weights a vector, `groups` scales of a row in a block."""
 
     m: int
     v: int
@@ -50,19 +54,15 @@ def cells_of(fmt: Format) -> Cells | str:
     """How a format with a `lookup` is cut into cells, or the reason why it cannot be."""
     if fmt.lookup is None:
         return f"{fmt.spec}: its values are not looked up in a table"
-    if fmt.bits != 8:
-        return f"{fmt.spec}: codebooks have codes of 8 bits here, not of {fmt.bits}"
+    if fmt.bits > 8:
+        return (
+            f"{fmt.spec}: a table of 2^{fmt.bits} centroids does not fit into shared memory, where "
+            "kernels look centroids up"
+        )
     if fmt.width not in (4, 8, 16):
         return f"{fmt.spec}: codebooks have vectors of 4, 8 or 16 weights here, not of {fmt.width}"
     columns = VECTORS * fmt.width
-    least = columns // 4  # columns that one register of `ldmatrix` and all lanes stand for
-    group = fmt.group or columns
-    if group < least or (columns % group and group % columns):
-        return (
-            f"{fmt.spec}: codebooks with vectors of {fmt.width} share scales among {least}, "
-            f"{2 * least} or {columns} columns here, a multiple of {columns}, or a row, not {group}"
-        )
-    return Cells(fmt.books, fmt.width, max(1, columns // group))
+    return Cells(fmt.books, fmt.width, columns // math.gcd(fmt.group, columns))
 
 
 def refuse(layer: LayerSpec) -> str | None:
@@ -115,6 +115,7 @@ def pack(packed: Packed) -> list[Tensor]:
     assert packed.format.lookup is not None
     n, k = packed.shape
     book = packed.grid[packed.format.lookup].float()
+    book = torch.nn.functional.pad(book, (0, 0, 0, CENTROIDS - book.shape[1]))
     reach = 2.0 ** math.ceil(math.log2(max(float(book.abs().sum(-1).max()), 2.0**-24)))
     scale = packed.grid["scale"].float()
     if packed.format.group == 0:
@@ -124,8 +125,8 @@ def pack(packed: Packed) -> list[Tensor]:
         unit = torch.exp2(torch.where(largest == 0, 1.0, largest).log2().ceil())
         scale = scale / unit
     count = -(-k // cells.columns)
-    if scale.shape[1] == 1 or packed.format.group > cells.columns:  # one for several blocks
-        scale = scale.repeat_interleave(-(-count // scale.shape[1]), 1)
+    unit_columns = cells.columns // cells.groups
+    scale = scale.repeat_interleave(-(-k // scale.shape[1] // unit_columns), 1)
     scale = torch.nn.functional.pad(scale, (0, count * cells.groups - scale.shape[1]))
     tiles = -(-n // ROWS)
     codes, of_row = packed.codes(), count * VECTORS * cells.m

@@ -10,12 +10,15 @@ with at most one multiply-add for all elements of a register:
                              2**-shift
     integers @ int8          nothing: codes are an unsigned operand, and the epilogue subtracts the
                              zero point times the sum of the activations
+    integers with scales of  nothing: codes minus the middle are the upper bits of a signed byte
+    groups @ int8
     floats @ fp8             nothing: the bits under e4m3's exponent
     integers @ fp8           one sum: whole numbers are subnormals of e4m3, whose exponent goes on
                              without a gap
 
 Scales of groups are multiplied in registers, in units of a power of two of the row so that nothing
-overflows; scales of rows, and what the bit moves left out, are applied to the output in fp32.
+overflows; for 8-bit operands, which have no room for them, they multiply the sums of a group's
+products. Scales of rows, and what the bit moves left out, are applied to the output in fp32.
 
 This module is what a format's `hopper_decode` is written with: it returns one of these decoders, a
 subclass of its own, or the reason why there is none for this operand.
@@ -54,12 +57,14 @@ class Decoder:
     """Codes to operand registers, with nothing to finish.
 
     Attributes:
-        operand: Dtype of the A operand: uint8, float16, bfloat16 or float8_e4m3fn.
+        operand: Dtype of the A operand: uint8, int8, float16, bfloat16 or float8_e4m3fn.
         places: Bit i of a code belongs at places[i] of an operand element.
         shift: operand = value * 2**-shift; joins the row's scale.
         group: Columns that share grid words, a divisor or a multiple of 128; 0 when there are none.
+            32 at least for 8-bit operands, the columns of one WGMMA.
         middle: What the epilogue subtracts from unsigned codes, times the sum of the activations.
-        sums: Scales of groups multiply the sums of a K tile, in fp32; grid words hold them.
+        sums: Scales of groups multiply sums of products, in fp32: the grid words of one, 2 for any
+            scale, 1 where bf16 holds them; 0 where no sums are multiplied.
     """
 
     operand: str
@@ -67,7 +72,7 @@ class Decoder:
     shift: int = 0
     group: int = 0
     middle: int = 0
-    sums: bool = False
+    sums: int = 0
 
     finishing = 0  # instructions of `finish`
     preparing = 0  # instructions of `constants`
@@ -81,7 +86,7 @@ class Decoder:
     @property
     def grid_words(self) -> int:
         """32-bit words for each group of two rows, g and g + 8 of a fragment."""
-        return 2 * self.sums
+        return self.sums
 
     @property
     def slot(self) -> int:
@@ -122,7 +127,7 @@ class Decoder:
     @property
     def crowded(self) -> bool:
         """Whether it takes many registers: for scales of 16 columns, or a second set of sums."""
-        return self.sums or (self.slot == 16 and self.entries * self.preparing >= 32)
+        return self.sums > 0 or (self.slot == 16 and self.entries * self.preparing >= 32)
 
     @property
     def instructions(self) -> int:
@@ -177,13 +182,16 @@ class Decoder:
         """Grid words (N, groups, grid_words) of 16 bits for each row, as int32."""
         if not self.sums:
             return None
-        bits = packed.grid["scale"].float().contiguous().view(torch.int32)
-        return torch.stack((bits & 0xFFFF, bits >> 16 & 0xFFFF), -1)
+        frame = packed.format.frame(packed.grid)
+        scale = packed.grid["scale"].float() if frame is None else frame.factor
+        bits = scale.contiguous().view(torch.int32)
+        return torch.stack((bits & 0xFFFF, bits >> 16 & 0xFFFF)[-self.sums :], -1)
 
     def row_scale(self, packed: Packed) -> Tensor:
         """(N,) fp32: what an output is multiplied by."""
         if self.sums:
-            factor = packed.format.row_factor(packed.grid)
+            fmt, grid = packed.format, packed.grid
+            factor = fmt.row_factor(grid) if fmt.frame(grid) is None else fmt.scales(grid)
             rows = torch.ones(packed.shape[0], device=packed.planes[0].device)
             return (rows if factor is None else factor.flatten()) * 2.0**self.shift
         return packed.format.scales(packed.grid).flatten() * 2.0**self.shift
@@ -245,7 +253,9 @@ class Decoder:
         return (), ()
 
     def scales(self, words: list[Word]) -> tuple[Word, Word]:
-        """A K tile's grid words -> scales of its sums, fp32, for row g and for row g + 8."""
+        """A group's grid words -> scales of its sums, fp32, for row g and for row g + 8."""
+        if len(words) == 1:
+            return words[0] << 16, words[0] & 0xFFFF0000
         low, high = words
         return bytes_of(low, 0x5410, high), bytes_of(low, 0x7632, high)
 
@@ -348,6 +358,14 @@ class SignedDecoder(Decoder):
         return register + ((register >> 7) & 0x01010101)
 
 
+@dataclass(frozen=True)
+class UpperDecoder(Decoder):
+    """int8 from codes that stand for code - 2**(bits - 1): as its upper bits, they are signed."""
+
+    def stored(self, codes: Tensor) -> Tensor:
+        return codes ^ 2 ** (self.bits - 1)
+
+
 def decoder(fmt: Format, operand: str) -> Decoder | str:
     """The decoder of a format for an operand, or the reason why there is none.
 
@@ -390,20 +408,23 @@ def number(fmt: Format, operand: str, minus: int = 0, times: int = 1) -> Decoder
     low = times - 1  # twice the code is the code one place higher
     width = fmt.bits + low
     if operand == "int8":
+        if fmt.group and (zeros or times != 1 or minus != 2 ** (fmt.bits - 1)):
+            return "int8 products have no zero points for groups of columns, and no single bits"
         if fmt.group:
-            return "group scales cannot be multiplied into int8 products; use a scale per row"
+            places = tuple(range(8 - fmt.bits, 8))
+            return UpperDecoder("int8", places, shift=fmt.bits - 8, group=fmt.group, sums=2)
         if width > 8:
             return f"whole numbers of {width} bits do not fit into bytes"
         return Decoder("uint8", tuple(range(low, width)), middle=minus)
     if operand not in MANTISSA:
-        if fmt.group % K_TILE or zeros:
-            return "zero points and scales of small groups cannot be multiplied into fp8 weights"
+        if zeros:
+            return "zero points cannot be subtracted from fp8 weights"
         if not 2 <= fmt.bits <= 5:
             return f"whole numbers of {fmt.bits} bits do not fit into e4m3; it takes 2 to 5"
         if (minus, times) != (2 ** (fmt.bits - 1), 1):
             return f"e4m3 takes codes of {fmt.bits} bits minus {2 ** (fmt.bits - 1)} only"
         places = (*range(fmt.bits - 1), 7)
-        return SignedDecoder(operand, places, shift=9, group=fmt.group, sums=fmt.group > 0)
+        return SignedDecoder(operand, places, shift=9, group=fmt.group, sums=2 * (fmt.group > 0))
     # As a subnormal, a code is the code times 2**(1 - bias - mantissa bits); one bit more than the
     # mantissa still is, since the exponent's first step continues it without a gap.
     if width > MANTISSA[operand] + 1:

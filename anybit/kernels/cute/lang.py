@@ -113,35 +113,34 @@ def mask_flip(word: Word, mask: int, flip: int) -> Word:
     return (word & mask) ^ flip
 
 
-def byte_sums(words: list[Word], weights: int, plus: int, across: bool) -> list[Word]:
-    """Of each of four words: its bytes times signed bytes, added up, plus a number.
+def byte_sums(rows: list[Word], columns: list[Word], plus: tuple[int, int]) -> list[Word]:
+    """Bytes of a quad of lanes times signed bytes, added up: one product on the tensor core.
 
-    One product on the tensor core: as the A operand of m16n8k32, words 0 and 2 are rows g of 16
-    bytes from each quad, and 1 and 3 are rows g + 8; B has a column for each sum. DP4A is slower.
+    DP4A does the same for one word, but four of them are slower.
 
     Args:
-        words: Those of a lane.
-        weights: Four signed bytes.
-        plus: What is added.
-        across: Lane t of a quad gets the sums of lanes 2 t % 4 and 2 t % 4 + 1: of their words 0
-            and, of the next row, 1 if t < 2, else of 2 and 3. Otherwise of its own: of words
-            0, 2, 1 and 3.
+        rows: The A operand of m16n8k16, two words, or of m16n8k32, four: words 0 and 2 are row g,
+            4 or 8 bytes from each lane of the quad, words 1 and 3 row g + 8.
+        columns: The B operand, half as many words: what lane 4 n + t has is multiplied with the
+            bytes of lane t, and added to the sum n; the second word goes with words 2 and 3.
+        plus: What is added to even and to odd sums.
+
+    Returns:
+        Sums 2 t and 2 t + 1 of row g, and of row g + 8, for lane t of a quad.
     """
-    number = lane(words[0])
-    column, t = number >> 2, number & 3
-    wanted = (t, t + 4) if across else (t << 1, (t << 1) + 1)
-    b = [(((column ^ n) + 0xFFFFFFFF) >> 31) * weights for n in wanted]  # else 0
-    if not words[0].emulated:
-        found = _dsl().mma_bytes([w.bits for w in words], [w.bits for w in b], plus)
+    if not rows[0].emulated:
+        found = _dsl().mma_bytes([w.bits for w in rows], [w.bits for w in columns], plus)
         return [Word(bits) for bits in found]
-    rows = [np.concatenate([_quads(words[i]), _quads(words[i + 2])], -1) for i in (0, 1)]
-    columns = np.concatenate([_quads(w) for w in b], -1)
-    columns = (columns ^ 128) - 128
+    matrix = np.concatenate([_quads(w) for w in columns], -1)
+    matrix = (matrix ^ 128) - 128
     out = []
-    for row in rows:
-        sums = row @ np.swapaxes(columns, -1, -2) + plus  # (..., warp, g, column)
-        out += [sums[..., i::2].reshape(number.bits.shape).astype(np.uint32) for i in (0, 1)]
-    return [Word(bits) for bits in out]
+    for v in (0, 1):
+        row = np.concatenate([_quads(w) for w in rows[v::2]], -1)
+        sums = row @ np.swapaxes(matrix, -1, -2)  # (..., warp, g, column)
+        for i in (0, 1):
+            found = sums[..., i::2].reshape(rows[0].bits.shape) + plus[i]
+            out.append(Word(found.astype(np.uint32)))
+    return out
 
 
 def _quads(word: Word) -> np.ndarray:

@@ -4,6 +4,7 @@ e2m1 @ fp8           e2m1 has eight magnitudes, so with the exponent of its grou
                      it is a table of e4m3 numbers in two registers. The groups of a row share
                      one power of two, by which the outputs are multiplied, as long as they lie
                      close enough to each other; then no product is rounded.
+tables @ int8        sixteen whole numbers are two tables of eight bytes
 tables @ fp16/bf16   sixteen numbers of 16 bits are four tables of eight bytes
 """
 
@@ -27,21 +28,13 @@ SMALLEST = -126  # exponent of an fp32 number that no processor takes for zero
 
 
 @dataclass(frozen=True)
-class Folded(Decoder):
-    """e2m1 with powers of two for groups of 32 or more, as e4m3.
+class Digits(Decoder):
+    """Codes of four bits, as bytes.
 
-    A word holds the codes of two registers. Its digits are magnitudes, which PRMT takes as they
-    are; the fourth bits of the digits are the signs, those of the first register in every second
-    digit.
+    A word holds the codes of two registers. Its digits are three bits of them, which PRMT takes as
+    they are; the fourth bits of the digits are those of the codes, of the first register in every
+    second digit.
     """
-
-    grid_words = 1
-    octaves = MOST - LEAST
-
-    @property
-    def instructions(self) -> int:
-        """Seven for each of four words, three for each of two rows and groups."""
-        return 4 * 7 + 4 * 3
 
     def order(self) -> Tensor:
         out = torch.empty(4, 32, dtype=torch.int64)
@@ -53,6 +46,47 @@ class Folded(Decoder):
                     out[word, digit : digit + 3] = torch.arange(code, code + 3)
                     out[word, 8 * element + (3 if second else 7)] = code + 3
         return out.flatten()
+
+
+@dataclass(frozen=True)
+class Numbers(Digits):
+    """Sixteen whole numbers of a table, as int8; sums are multiplied by scales.
+
+    Attributes:
+        numbers: the table.
+    """
+
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def instructions(self) -> int:
+        """Thirteen for each of four words."""
+        return 4 * 13
+
+    def registers(
+        self, words: list[Word], constants: list[tuple[Constants, Constants]]
+    ) -> list[Word]:
+        four = torch.tensor(self.numbers, dtype=torch.int8).view(torch.int32).tolist()
+        table, out = [words[0].constant(word) for word in four], []
+        for word in words:
+            digits = word & 0x77777777
+            for second, halves in enumerate((word, word << 4)):
+                upper = bytes_of(halves, 0xBA98)
+                out.append(look_up(table, digits >> 16 if second else digits, upper))
+        return out
+
+
+@dataclass(frozen=True)
+class Folded(Digits):
+    """e2m1 with powers of two for groups of 32 or more, as e4m3."""
+
+    grid_words = 1
+    octaves = MOST - LEAST
+
+    @property
+    def instructions(self) -> int:
+        """Seven for each of four words, three for each of two rows and groups."""
+        return 4 * 7 + 4 * 3
 
     def grid(self, packed: Packed) -> Tensor:
         """What is added to the tables of both groups of 64 columns: a byte each."""
@@ -182,12 +216,19 @@ def folded(group: int) -> Decoder | str:
 def looked(numbers: Sequence[float], group: int, operand: str) -> Decoder | str:
     """The decoder of a table of sixteen numbers with a factor for each group, or why not.
 
+    int8 takes whole numbers from -128 to 127.
+
     Args:
         numbers: The table.
         group: Columns that share a factor; 0 means the whole row.
         operand: As in `decode.decoder`.
     """
+    places = tuple(range(4))
+    if operand == "int8":
+        if any(number != round(number) for number in numbers):
+            return "its table has numbers that are not whole, as int8 products need"
+        whole = tuple(round(number) for number in numbers)
+        return Numbers("int8", places, group=group, sums=2, numbers=whole)
     if operand not in MANTISSA:
         return f"numbers of a table are multiplied by 16-bit activations, not by {operand}"
-    places = tuple(range(4))
     return Looked(operand, places, group=group, numbers=tuple(numbers))

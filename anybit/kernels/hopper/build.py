@@ -6,16 +6,15 @@ from anybit.kernels.cute.cells import Cells, cells_of
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import KernelSpec
 from anybit.kernels.hopper import codebook_tiles, scalar_linear
+from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.expert_tiles import family_grouped
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
 from anybit.kernels.hopper.scalar_linear import narrow
 from anybit.kernels.hopper.tiles import (
     MAX_SHARED,
-    MULTIPROCESSORS,
     SHARED_OF_SM,
     Kernel,
     family,
-    slow,
 )
 from anybit.kernels.mma import tiles as mma
 
@@ -24,6 +23,8 @@ def kernels_of(scheme: str) -> list[KernelSpec]:
     """Every kernel that a layer of this scheme may launch. ValueError when there is none."""
     fmt, activation = parse_scheme(scheme)
     cells = cells_of(fmt)
+    if activation is None and isinstance(cells, str) and fmt.lookup and not fmt.hopper_decode:
+        raise InvalidInput(cells)
     if activation is None and isinstance(cells, Cells):
         return [*codebook_tiles.family(cells), *lookup_kernels(cells)]
     operands = {"int8": ["int8"], "fp8": ["float8_e4m3fn"], None: ["float16", "bfloat16"]}
@@ -40,14 +41,18 @@ def kernels_of(scheme: str) -> list[KernelSpec]:
     return out
 
 
-def narrow_kernels(d: Decoder, outputs: list[str]) -> list[mma.Kernel]:
-    """Those of `kernels/mma` that few tokens go to, whatever the number of rows."""
-    gpu = mma.Gpu((9, 0), MULTIPROCESSORS, MAX_SHARED, SHARED_OF_SM)
+def narrow_kernels(d: Decoder, outputs: list[str], chip: Chip = H200) -> list[mma.Kernel]:
+    """Those of `kernels/mma` that few tokens go to, whatever the number of rows.
+
+    Any chip has the same ones: a tile follows from the rows of a multiprocessor, and all numbers of
+    rows are asked for.
+    """
+    gpu = mma.Gpu((9, 0), chip.multiprocessors, MAX_SHARED, SHARED_OF_SM)
     found = [
         mma.kernel_for(d, gpu, m, n, output)
         for m in (1, mma.NARROW)
-        for n in (*range(8, 32 * mma.NARROW_WARPS * MULTIPROCESSORS + 1, 8), 1 << 20)
-        if narrow(m, n, d.operand, slow(d))
+        for n in (*range(8, 32 * mma.NARROW_WARPS * chip.multiprocessors + 1, 8), 1 << 24)
+        if narrow(m, n, d, chip)
         for output in outputs
     ]
     return [kernel for kernel in dict.fromkeys(found) if kernel is not None]

@@ -17,6 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
+from anybit.kernels.cute import factors
 from anybit.kernels.cute.cells import CELL, ROWS
 from anybit.kernels.cute.ptx import (
     halves_to_float,
@@ -45,6 +46,7 @@ class Codebook(Program):
     def __init__(self, kernel: CodebookKernel):
         super().__init__(kernel)
         self.words = self.cells.v // 2  # registers of a centroid
+        self.fine = factors.fine(self.cells)
         self.part = ROWS * kernel.tokens * 4  # bytes of one warp's sums
         self.sums_at = kernel.sums_at - WINDOW
 
@@ -57,10 +59,13 @@ class Codebook(Program):
         row_scale: cute.Pointer,
         bias: cute.Pointer,
         y: cute.Pointer,
+        work: cute.Pointer,
+        counters: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
         cluster: Int32,
+        splits: Int32,
         early: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
@@ -282,8 +287,12 @@ class Codebook(Program):
         for u in range(self.spec.blocks):
             at = slot + u * self.cells.block_bytes
             codes = [load_matrices(at + c * CELL + lane * 16, 0, True) for c in range(self.cells.m)]
-            scales = at + self.cells.m * CELL + g * 4
-            words = [load_shared(scales, 1, 32 * i, True)[0] for i in range(self.cells.groups)]
+            scales = at + self.cells.m * CELL
+            if self.fine:
+                words = factors.of_fragment(scales, lane, self.cells.groups)
+            else:
+                groups = range(self.cells.groups)
+                words = [load_shared(scales + g * 4, 1, 32 * i, True)[0] for i in groups]
             out.append((codes, words))
         return out
 
@@ -291,25 +300,35 @@ class Codebook(Program):
         self, words: list, acc: Any, vectors: list, lookup: Any, missing: Any, j: int
     ) -> None:
         """acc += scale * centroids x, for every block of chunk j."""
-        each = 4 // self.cells.groups  # eights of vectors that share a scale
+        groups = 1 if self.fine else self.cells.groups
+        each = 4 // groups  # eights of vectors that share a scale
         for u, (codes, scales) in enumerate(words):
             here = Uint32(0) - Uint32(Int32(missing + u < 0))  # behind the end of K lie no scales
-            for group in range(self.cells.groups):
+            scales = [word & here for word in scales]
+            for group in range(groups):
                 sums = [[Float32(0.0)] * 4 for _ in range(self.tokens // 8)]
                 for i in range(group * each, (group + 1) * each):
+                    tokens = vectors[j * self.spec.blocks + u][i]
+                    scaled = factors.of_eight(scales, i, self.dtype) if self.fine else []
                     for c in range(self.cells.m):
-                        self.add(codes[c][i], c, vectors[j * self.spec.blocks + u][i], sums, lookup)
-                low, high = halves_to_float(scales[group] & here)
+                        self.add(codes[c][i], c, tokens, sums, lookup, scaled)
+                rows = [] if self.fine else halves_to_float(scales[group])
                 for n in range(self.tokens // 8):
                     for r in range(4):
-                        factor = high if r // 2 else low
-                        acc[4 * n + r] = acc[4 * n + r] + sums[n][r] * factor
+                        more = sums[n][r] * rows[r // 2] if rows else sums[n][r]
+                        acc[4 * n + r] = acc[4 * n + r] + more
 
-    def add(self, word: Any, c: int, tokens: list, sums: list, lookup: Any) -> None:
-        """sums += the products of the four codes in a word: two vectors of rows g and g + 8."""
+    def add(self, word: Any, c: int, tokens: list, sums: list, lookup: Any, scaled: list) -> None:
+        """sums += the products of the four codes in a word: two vectors of rows g and g + 8.
+
+        scaled: by vector, the factors of the two rows; none where sums are multiplied.
+        """
         n = self.words
         for s in range(2):
             upper, lower = (self.look_up(insert_code(word, lookup, 2 * s + h), c) for h in range(2))
+            if scaled:
+                upper = factors.times(upper, scaled[s][0], self.dtype)
+                lower = factors.times(lower, scaled[s][1], self.dtype)
             for p in range(0, n, 2):
                 a = [upper[p], lower[p], upper[p + 1], lower[p + 1]]
                 for i, token in enumerate(tokens):

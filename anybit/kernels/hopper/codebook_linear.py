@@ -5,13 +5,14 @@ all read the same layout. For thousands of tokens, or where a table leaves no ro
 Triton kernel decodes it to a dense weight for the library's product.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from anybit.core.format import Format
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, Unsupported
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.cute.cells import (
     ROWS,
@@ -27,12 +28,14 @@ from anybit.kernels.cute.cells import (
 from anybit.kernels.cute.jit import built, kernel_file, missing_kernels
 from anybit.kernels.cute.operands import NAMES, aligned, cut, offsets, whole
 from anybit.kernels.hopper import codebook_tiles, scalar_linear, tiles
-from anybit.kernels.hopper.codebook_tiles import CodebookKernel
+from anybit.kernels.hopper.chip import H200, Chip, chip_of
+from anybit.kernels.hopper.codebook_tiles import CodebookKernel, Plan
 from anybit.kernels.hopper.launch import CodebookLauncher
 from anybit.kernels.hopper.lookup import LookupDecoder, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
-from anybit.kernels.hopper.tiles import MAX_SHARED, MULTIPROCESSORS, Kernel, Tile
+from anybit.kernels.hopper.tiles import MAX_SHARED, Kernel, Tile
+from anybit.kernels.mma.linear import zeros
 
 MOST_TOKENS = 16  # of one launch
 
@@ -53,16 +56,20 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
         return reason
     cells = cells_of(layer.format)
     assert isinstance(cells, Cells)
-    files = [kernel_file(plan[0]) for plan in plans(cells, layer.shape) if plan]
+    chip = chip_of(layer.device)
+    files = [kernel_file(plan.kernel) for plan in plans(cells, layer.shape, chip) if plan]
     files += [kernel_file(kernel) for kernel in lookup_kernels(cells)]
     return missing_kernels(files, layer.format.spec)
 
 
-def plans(cells: Cells, shape: tuple[int, int]) -> list[tuple[CodebookKernel, int] | None]:
-    """Kernels for few tokens and the CTAs of their clusters; None where a table does not fit."""
+def plans(cells: Cells, shape: tuple[int, int], chip: Chip = H200) -> list[Plan | None]:
+    """Launches for few tokens; None where a table does not fit.
+
+    Which of them it is depends on the chip; whether there is one, does not.
+    """
     return [
-        codebook_tiles.choose(cells, m, *shape, name)
-        for m in (1, 2, 8, 16)
+        codebook_tiles.choose(cells, m, *shape, name, chip)
+        for m in codebook_tiles.TOKENS
         for name in NAMES.values()
     ]
 
@@ -72,7 +79,7 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     assert isinstance(x, Tensor)
     if len(x) <= MOST_TOKENS:
         return multiply(aligned(x), prepared, bias)
-    if lookup_tile(prepared.format, len(x), *prepared.shape, x.dtype) is not None:
+    if lookup_tile(prepared.format, len(x), *prepared.shape, x.dtype, x.device) is not None:
         return multiply_many(aligned(x), prepared, bias)
     return torch.nn.functional.linear(
         x, dense(prepared, x.dtype), None if bias is None else bias.to(x.dtype)
@@ -83,13 +90,12 @@ def multiply(
     x: Tensor,
     prepared: Prepared,
     bias: Tensor | None,
-    plan: tuple[CodebookKernel, int, int] | None = None,
+    plan: Plan | None = None,
     overlap: bool = True,
 ) -> Tensor:
-    """One launch: x (M <= 16, K), contiguous -> (M, N).
+    """x (M <= 16, K), contiguous -> (M, N); one launch, or two where only 8 tokens' tables fit.
 
-    plan: kernel, CTAs of a cluster, clusters; chosen by `launch_of` if None. overlap: programmatic
-    dependent launch.
+    plan: instead of the rule's. overlap: programmatic dependent launch.
     """
     fmt, (n, k), m = prepared.format, prepared.shape, len(x)
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
@@ -97,23 +103,19 @@ def multiply(
         return y
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
-    function, cluster, teams, shared = launch_of(fmt, m, n, k, x.dtype, x.device.index, plan)
+    plan, shared = launch_of(fmt, m, n, k, x.dtype, x.device, plan)
+    tokens, work, counters = plan.kernel.tokens, None, None
+    if plan.splits > 1:
+        size = -(-n // ROWS) * plan.splits * ROWS * tokens
+        work = torch.empty(size, dtype=torch.float32, device=x.device)
+        counters = zeros(x.device)
     blocks, row_scale, *books = prepared.layout
-    function.launch(
-        x,
-        (
-            blocks.data_ptr(),
-            books[x.dtype == torch.bfloat16].data_ptr(),
-            row_scale.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-        ),
-        n,
-        cluster,
-        teams,
-        shared,
-        overlap,
-    )
+    book = books[x.dtype == torch.bfloat16]
+    for some, to in zip(x.split(tokens), y.split(tokens), strict=True):
+        tensors = (blocks, book, row_scale, bias, to, work, counters)
+        loaded(plan.kernel, x.device.index).launch(
+            some, tensors, n, plan.cluster, plan.splits, plan.teams, shared, overlap
+        )
     return y
 
 
@@ -125,13 +127,13 @@ def multiply_many(
     overlap: bool | None = None,
 ) -> Tensor:
     """One launch: x (M, K), contiguous -> (M, N), of any M. tile: instead of `lookup.choose`'s."""
-    fmt, (n, k), m = prepared.format, prepared.shape, len(x)
+    fmt, (n, k), m, chip = prepared.format, prepared.shape, len(x), chip_of(x.device)
     wide = whole(n)
     y = torch.empty(m, wide, dtype=x.dtype, device=x.device)
     if not m:
         return cut(y, n)
     bias = offsets(bias, wide, x.dtype)
-    kernel = lookup_kernel(fmt, x.dtype, tile or lookup_tile(fmt, m, n, k, x.dtype))
+    kernel = lookup_kernel(fmt, x.dtype, tile or lookup_tile(fmt, m, n, k, x.dtype, x.device))
     blocks, row_scale, *books = prepared.layout
     scalar_linear.loaded(kernel, x.device.index).launch(
         x,
@@ -146,17 +148,21 @@ def multiply_many(
             0,
         ),
         wide,
-        tiles.grid(kernel.tile, m, n),
-        tiles.overlaps(kernel.tile, kernel.decoder, m, n) if overlap is None else overlap,
+        tiles.grid(kernel.tile, m, n, chip=chip),
+        tiles.overlaps(kernel.tile, kernel.decoder, m, n, chip=chip)
+        if overlap is None
+        else overlap,
     )
     return cut(y, n)
 
 
 @cache
-def lookup_tile(fmt: Format, m: int, n: int, k: int, dtype: torch.dtype) -> Tile | None:
+def lookup_tile(
+    fmt: Format, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device
+) -> Tile | None:
     """The tile of a look-up product; None where the table leaves no room."""
     d = lookup(fmt, dtype)
-    return choose_lookup(d, m, n, k) if isinstance(d, LookupDecoder) else None
+    return choose_lookup(d, m, n, k, chip_of(device)) if isinstance(d, LookupDecoder) else None
 
 
 @cache
@@ -173,34 +179,37 @@ def launch_of(
     n: int,
     k: int,
     dtype: torch.dtype,
-    device: int,
-    plan: tuple[CodebookKernel, int, int] | None,
-) -> tuple[CodebookLauncher, int, int, int]:
-    """The loaded kernel for a problem, CTAs of a cluster, clusters, bytes of shared memory."""
+    device: torch.device,
+    plan: Plan | None,
+) -> tuple[Plan, int]:
+    """The plan for a problem with its teams, and bytes of shared memory."""
+    chip = chip_of(device)
     if plan is None:
         cells = cells_of(fmt)
         assert isinstance(cells, Cells)
-        found = codebook_tiles.choose(cells, m, n, k, NAMES[dtype])
-        if found is None:
+        plan = codebook_tiles.choose(cells, m, n, k, NAMES[dtype], chip)
+        if plan is None:
             raise InvalidInput(f"{fmt.spec}: no kernel for K={k} and {m} tokens")
-        plan = (*found, 0)
-    kernel, cluster, teams = plan
-    function = loaded(kernel, device)
-    row_tiles = -(-n // ROWS)
-    waves = 1
-    teams = teams or min(MULTIPROCESSORS // cluster, row_tiles)
-    while plan[2] == 0 and cluster > 1:
+    kernel, cluster = plan.kernel, plan.cluster
+    row_tiles, waves = -(-n // ROWS), 1
+    teams = plan.teams or max(1, min(chip.multiprocessors // (cluster * plan.splits), row_tiles))
+    while plan.teams == 0 and cluster > 1:
         shared = kernel.shared(cluster, -(-row_tiles // (teams * waves)))
         if shared > MAX_SHARED:  # too many sums: fewer tiles for each cluster, one after another
             waves += 1
             continue
-        resident = function.most_clusters(cluster, shared)
+        resident = loaded(kernel, device.index).most_clusters(cluster, shared)
+        if not resident:
+            raise Unsupported(
+                f"{fmt.spec}: {cluster} multiprocessors must work together for K={k}, and this GPU "
+                "or slice of one has no such group; use another format, or a larger slice"
+            )
+        resident //= plan.splits
         if resident >= teams:
             break
-        teams = resident
-    teams *= waves
-    teams = min(teams, row_tiles)
-    return function, cluster, teams, kernel.shared(cluster, -(-row_tiles // teams))
+        teams = max(1, resident)
+    teams = min(teams * waves, row_tiles)
+    return replace(plan, teams=teams), kernel.shared(cluster, -(-row_tiles // teams))
 
 
 @cache

@@ -4,15 +4,20 @@ from dataclasses import dataclass
 
 from anybit.kernels.cute.cells import ROWS, Cells
 from anybit.kernels.cute.jit import Compiled
+from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.launch import ARCHITECTURE, CodebookArguments
-from anybit.kernels.hopper.tiles import MAX_SHARED, MULTIPROCESSORS
+from anybit.kernels.hopper.tiles import MAX_SHARED
 
 MOST_CTAS, PORTABLE_CTAS = 16, 8  # of a cluster; fewer of the largest find room at once
-FEW_TILES = 2 * MULTIPROCESSORS  # of rows: then a kernel's start counts more than its loop
+# Row tiles of a multiprocessor: up to so many, a kernel's start counts more than its loop.
+FEW_TILES = 2
 # Up to so many a smaller Psumbook, sooner built, saves more than one cluster of 16 instead of two
 # of 8 loses. Lines through times at 512 and 3584 cross at 1630 (m2v8) and 2560 (m1v4).
-SOME_TILES = 12 * MULTIPROCESSORS
+SOME_TILES = 12
 
+SHARING = 4  # CTAs of a cluster, where several share K: small ones find room on nearly all SMs
+
+TOKENS = 1, 2, 8, 16  # that one launch multiplies
 WINDOW = 1024  # where a CTA's dynamic shared memory starts in its window of shared addresses
 BARRIERS = 1024  # bytes in front of everything else
 MET = BARRIERS - 32  # barriers of sums that arrive; those of the rings come first
@@ -125,7 +130,7 @@ def family(cells: Cells) -> list[CodebookKernel]:
     return [
         kernel
         for dtype in ("float16", "bfloat16")
-        for tokens in (1, 2, 8, 16)
+        for tokens in TOKENS
         for kernel in candidates(cells, tokens, dtype)
     ]
 
@@ -151,11 +156,32 @@ def candidates(cells: Cells, tokens: int, dtype: str) -> list[CodebookKernel]:
     return [kernel for kernel in every if kernel.shared() <= MAX_SHARED]
 
 
-def choose(cells: Cells, m: int, n: int, k: int, dtype: str) -> tuple[CodebookKernel, int] | None:
-    """The kernel for m <= 16 tokens, and the CTAs of a cluster that split K; None if none fits."""
+@dataclass(frozen=True)
+class Plan:
+    """How a problem is launched.
+
+    Attributes:
+        kernel: What is launched.
+        cluster: CTAs of a cluster, which split K.
+        splits: Clusters that share K.
+        teams: Times `splits` clusters; 0 for as many as the GPU holds.
+    """
+
+    kernel: CodebookKernel
+    cluster: int
+    splits: int = 1
+    teams: int = 0
+
+
+def choose(cells: Cells, m: int, n: int, k: int, dtype: str, chip: Chip = H200) -> Plan | None:
+    """How to multiply m <= 16 tokens; None if no kernel fits.
+
+    Where the tables of 16 tokens do not fit, the kernel of 8 takes them in two launches.
+    """
     row_tiles = -(-n // ROWS)
-    few = row_tiles <= FEW_TILES
-    for tokens in (t for t in (1, 2, 8, 16) if t >= m):
+    few = row_tiles <= FEW_TILES * chip.multiprocessors
+    some = row_tiles <= SOME_TILES * chip.multiprocessors
+    for tokens in (*(t for t in TOKENS if t >= m), TOKENS[-2]):
         if tokens <= 2 and few and cells.v * cells.m == 4 and k <= 4096:
             continue  # one Psumbook a CTA takes longer than it saves
         kernels = candidates(cells, tokens, dtype)
@@ -164,9 +190,13 @@ def choose(cells: Cells, m: int, n: int, k: int, dtype: str) -> tuple[CodebookKe
         for kernel in kernels:
             cluster = -(-k // kernel.reach)
             most = PORTABLE_CTAS if kernel.psumbook else 1  # the next kernel splits K less
-            full = kernel.psumbook and cluster == MOST_CTAS and row_tiles <= SOME_TILES
+            full = kernel.psumbook and cluster == MOST_CTAS and some
             if full or kernel is kernels[-1]:
                 most = MOST_CTAS
             if cluster <= most and kernel.shared(cluster) <= MAX_SHARED:
-                return kernel, cluster
+                return Plan(kernel, cluster)
+        if kernels and kernels[-1].psumbook:
+            splits = -(-k // (SHARING * kernels[-1].reach))
+            if splits * SHARING <= chip.multiprocessors:
+                return Plan(kernels[-1], SHARING, splits)
     return None

@@ -11,25 +11,26 @@ from functools import cache
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.pack import ROWS, k_tiles
+from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.tiles import (
     EXCHANGE,
-    MULTIPROCESSORS,
     Tile,
     fitted,
     grid,
     places,
+    scaled,
     suited,
 )
 
 CLOCK = 1.755e3  # cycles in a microsecond
-READ = 2570  # bytes of weights in a cycle
+READ = 1.035  # weights in a cycle, of what the memory can bring: at a clock below the highest
 LAUNCH = 11_300  # cycles of a launch: of the first copies and the last outputs, too
 # Cycles of a K tile: for each of its products and of the instructions that decode, and others.
 PRODUCT, INSTRUCTION, STEP = 0.85, 4.7, 169
 # Cycles of a tile beside its K tiles: any, and for each of its outputs.
 TILE, OUTPUT = 200, 0.137
 START = 2000  # cycles of a CTA of a cluster: an estimate
-MOST_CLUSTERED = 4 * MULTIPROCESSORS  # CTAs of clusters that are launched
+MOST_CLUSTERED = 4  # CTAs of clusters that are launched, for each multiprocessor
 WHOLE = 0.6  # how far the last wave of tiles counts as a whole one
 SHARPNESS = 9  # of the maximum of reading and multiplying
 DEVIATIONS = 9  # of a binomial distribution beyond which nothing is counted
@@ -45,7 +46,9 @@ def family_grouped(decoder: Decoder) -> list[Tile]:
 
 
 @cache
-def choose_grouped(decoder: Decoder, m: int, n: int, k: int, experts: int) -> Tile:
+def choose_grouped(
+    decoder: Decoder, m: int, n: int, k: int, experts: int, chip: Chip = H200
+) -> Tile:
     """The tile for m rows of tokens, each for one of the experts (n, k).
 
     K is split where there are few tiles: a cluster multiplies one, so nothing hides its beginning.
@@ -53,9 +56,10 @@ def choose_grouped(decoder: Decoder, m: int, n: int, k: int, experts: int) -> Ti
     found = [
         tile
         for tile in family_grouped(decoder)
-        if tile.split == 1 or grid(tile, m, n, experts) <= MOST_CLUSTERED
+        if tile.split == 1
+        or grid(tile, m, n, experts, chip) <= MOST_CLUSTERED * chip.multiprocessors
     ]
-    return min(found, key=lambda tile: cycles(tile, decoder, m, n, k, experts))
+    return min(found, key=lambda tile: cycles(tile, decoder, m, n, k, experts, chip))
 
 
 def microseconds(tile: Tile, decoder: Decoder, m: int, n: int, k: int, experts: int) -> float:
@@ -63,7 +67,9 @@ def microseconds(tile: Tile, decoder: Decoder, m: int, n: int, k: int, experts: 
     return cycles(tile, decoder, m, n, k, experts) / CLOCK
 
 
-def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int, experts: int) -> float:
+def cycles(
+    tile: Tile, decoder: Decoder, m: int, n: int, k: int, experts: int, chip: Chip = H200
+) -> float:
     """Clock cycles: of reading what is touched, and of every tile's decoding and products.
 
     Both run at the same time, so the slower counts. The constants fit 168 times of an H200 (models'
@@ -71,17 +77,19 @@ def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int, experts: int) -
     another one has read shows in none of them.
     """
     count = -(-n // tile.rows) * token_tiles(tile.tokens, m, experts) * tile.split
-    room = MULTIPROCESSORS * places(tile, decoder, grouped=True)
+    room = chip.multiprocessors * places(tile, decoder, grouped=True)
     waves = max(1, WHOLE * math.ceil(count / room) + (1 - WHOLE) * count / room)
-    together = math.ceil(min(count, room) / MULTIPROCESSORS)  # CTAs share a multiprocessor's rates
+    together = math.ceil(
+        min(count, room) / chip.multiprocessors
+    )  # CTAs share a multiprocessor's rates
     steps = -(-k_tiles(k) // tile.split)
     products = tile.rows * tile.tokens * K_TILE * decoder.slot / 32768
     decoded = decoder.instructions * tile.rows / ROWS
-    step = PRODUCT * products + INSTRUCTION * decoded + STEP
+    step = PRODUCT * products + INSTRUCTION * decoded + scaled(tile, decoder) + STEP
     beside = TILE + START * (tile.split > 1)
     multiplying = waves * together * (steps * step + beside + OUTPUT * tile.tokens * tile.rows)
     weights = touched(m, experts) * -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes
-    reading = (weights + m * (k * decoder.slot // 8 + 2 * n)) / READ
+    reading = (weights + m * (k * decoder.slot // 8 + 2 * n)) / (READ * chip.read)
     both = math.fsum(part**SHARPNESS for part in (reading, multiplying)) ** (1 / SHARPNESS)
     return LAUNCH + both + EXCHANGE * (tile.split > 1)
 

@@ -54,11 +54,14 @@ class Gemm(Order, Epilogue):
         self.blocks = tile.rows // ROWS  # blobs a stage
         self.table_bytes = decoder.table_bytes
         self.a, self.b = TYPES[decoder.operand], TYPES[kernel.activation]
-        self.integer = kernel.activation == "int8"
         self.quantized = kernel.activation in ("int8", "float8_e4m3fn")
-        self.acc = Int32 if self.integer else Float32
+        self.products = Int32 if kernel.activation == "int8" else Float32
+        self.acc = Float32 if decoder.sums else self.products
+        self.integer = self.acc is Int32
         self.k_mma = 256 // self.b.width  # columns of one WGMMA
         self.per_half = K_TILE // 2 // self.k_mma
+        # WGMMAs whose sums have one scale.
+        self.per_group = 2 * self.per_half // decoder.entries if decoder.sums else 0
         self.words = 2 * decoder.bits  # code words of a thread and stage
         self.whole = self.words // 4  # chunks of 4 words; 2 words may remain
         self.grid_words = decoder.entries * decoder.grid_words
@@ -79,7 +82,7 @@ class Gemm(Order, Epilogue):
     def mma_op(self) -> Any:
         shape = (64, self.tokens, self.k_mma)
         where = (self.source, OperandMajorMode.K, OperandMajorMode.K)
-        if self.integer:
+        if self.products is Int32:
             return warpgroup.MmaI8Op(self.a, self.b, Int32, shape, *where)
         if self.quantized:
             return warpgroup.MmaF8Op(self.a, self.b, Float32, shape, *where)
@@ -123,6 +126,7 @@ class Gemm(Order, Epilogue):
             table: cute.struct.Align[cute.struct.MemRange[Uint8, self.table_bytes], 128]
             full: cute.struct.MemRange[Int64, self.stages]
             empty: cute.struct.MemRange[Int64, self.stages]
+            ahead: cute.struct.MemRange[Int64, 1]
             x: cute.struct.Align[cute.struct.MemRange[self.b, cute.cosize(x_layout)], 1024]
             w: cute.struct.Align[
                 cute.struct.MemRange[Uint8, self.stages * self.blob * self.blocks], 128
@@ -180,6 +184,8 @@ class Gemm(Order, Epilogue):
             if thread % 32 < self.stages:
                 cute.arch.mbarrier_init(full + thread % 32, self.arrivals)
                 cute.arch.mbarrier_init(empty + thread % 32, 256)  # all consumers
+            if const_expr(self.tile.lag) and thread % 32 == 0:
+                cute.arch.mbarrier_init(shared.ahead.data_ptr(), 128)  # the first warpgroup
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
@@ -303,10 +309,10 @@ class Gemm(Order, Epilogue):
         operand = mma.make_fragment_A(mma.partition_shape_A((ROWS, K_TILE)))
         registers = cute.recast_tensor(operand, Uint32)
         x_fragment = mma.make_fragment_B(mma.get_slice(thread).partition_B(s_x))
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((rows, self.tokens)), self.acc)
-        total = acc  # or what sums of a K tile are added to, times their scales
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((rows, self.tokens)), self.products)
+        total = acc  # or what sums of a group are added to, times their scales
         if const_expr(self.decoder.sums):
-            total = cute.make_rmem_tensor_like(acc)
+            total = cute.make_rmem_tensor_like(acc, self.acc)
         mma.set(warpgroup.Field.ACCUMULATE, True)
 
         warp = group * 4 + t // 32
@@ -322,6 +328,9 @@ class Gemm(Order, Epilogue):
             if at < last:
                 self.multiply(fragments, shared, tensors, problem, at, turns, stage, phase, place)
         else:
+            if const_expr(self.tile.lag) and at < last:  # noqa: SIM102
+                if (group == 1) & (self.turn(at, turns)[3] < last):
+                    cute.arch.mbarrier_wait(shared.ahead.data_ptr(), 0)
             while at < last:
                 stage, phase, at = self.multiply(
                     fragments, shared, tensors, problem, at, turns, stage, phase, place
@@ -348,6 +357,10 @@ class Gemm(Order, Epilogue):
         channels = self.fetch_channels(row_scale, row_zero, bias, row, channel, n)
         total.fill(0)
         previous, k = Int32(0), k_first
+        if const_expr(self.tile.lag):  # the K tile at which the other warpgroup may begin
+            ahead = Int32(-1)
+            if (group == 0) & (at == turns[0]):
+                ahead = cutlass.min(k_first + self.tile.lag, k_last) - 1
         while k < k_last:
             cute.arch.mbarrier_wait(full + stage, phase)
             words, grid = self.read_words(shared, group, t, stage)
@@ -355,22 +368,24 @@ class Gemm(Order, Epilogue):
                 half, block = const_expr(batch // self.blocks), const_expr(batch % self.blocks)
                 sums, place_a = self.sums_of(acc, mma, block), const_expr(batch % 2 * self.per_half)
                 # The batch before may still run; the registers of the one before it are free.
-                if const_expr(batch or not self.decoder.sums):
+                if const_expr(not self.decoder.sums):
                     warpgroup.wait_group(self.running)
                 if const_expr(batch == 1):
                     self.release(empty + previous, k > k_first)
+                    if const_expr(self.tile.lag):
+                        arrive_if(shared.ahead.data_ptr().toint(), k == ahead)
                 self.decode_half(words, grid, registers, half, block, place_a)
                 warpgroup.fence()
                 for j in cutlass.range_constexpr(self.per_half):
                     a = operand[None, None, place_a + j]
                     b = x_fragment[None, None, half * self.per_half + j, stage]
                     if const_expr(self.decoder.sums):
-                        mma.set(warpgroup.Field.ACCUMULATE, (half, j) != (0, 0))
+                        self.next_group(mma, half * self.per_half + j, acc, total, grid)
                     cute.gemm(mma, sums, a, b, sums)
                 warpgroup.commit_group()
             if const_expr(self.decoder.sums):
                 warpgroup.wait_group(0)
-                self.add_up(acc, total, grid)
+                self.add_up(acc, total, grid, self.decoder.entries - 1)
             previous = stage
             k += 1
             stage += 1
@@ -401,14 +416,23 @@ class Gemm(Order, Epilogue):
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)  # the table is read
         return stage, phase, after
 
-    def add_up(self, acc: Any, total: Any, grid: Any) -> None:
-        """Add a K tile's sums to the total, times the scales of the thread's two rows."""
-        each = cute.size(acc) // self.blocks
-        for block in range(self.blocks):
-            found = self.decoder.scales([Word(grid[j, block]) for j in range(2)])
-            scales = [as_float(word.bits) for word in found]
-            for i in range(block * each, (block + 1) * each):
-                total[i] = total[i] + acc[i] * scales[i // 2 % 2]
+    def next_group(self, mma: Any, step: int, acc: Any, total: Any, grid: Any) -> None:
+        """Before WGMMA `step` of a K tile: where a group begins, its sums do, too."""
+        begins = step % self.per_group == 0
+        if begins and step:
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            self.add_up(acc, total, grid, step // self.per_group - 1)
+            warpgroup.fence()
+        mma.set(warpgroup.Field.ACCUMULATE, not begins)
+
+    def add_up(self, acc: Any, total: Any, grid: Any, group: int) -> None:
+        """Add a group's sums to the total, times the scales of the thread's two rows."""
+        first = group * self.decoder.sums
+        found = self.decoder.scales([Word(grid[first + j, 0]) for j in range(self.decoder.sums)])
+        scales = [as_float(word.bits) for word in found]
+        for i in range(cute.size(acc)):
+            total[i] = total[i] + acc[i].to(Float32) * scales[i // 2 % 2]
 
     def sums_of(self, acc, mma, block):
         """The accumulators of one block of 128 rows."""

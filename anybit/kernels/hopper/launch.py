@@ -48,7 +48,7 @@ class GemmArguments(ctypes.Structure):
 
 
 class CodebookArguments(ctypes.Structure):
-    """The parameters of every kernel of `ring.py`."""
+    """The parameters of every kernel of `ring.py`; splits: clusters that share K."""
 
     _fields_ = [
         ("x", c_uint64),
@@ -57,10 +57,13 @@ class CodebookArguments(ctypes.Structure):
         ("row_scale", c_uint64),
         ("bias", c_uint64),
         ("y", c_uint64),
+        ("work", c_uint64),
+        ("counters", c_uint64),
         ("m", c_int32),
         ("n", c_int32),
         ("k", c_int32),
         ("cluster", c_int32),
+        ("splits", c_int32),
         ("early", c_int32),
     ]
 
@@ -132,26 +135,30 @@ class CodebookLauncher(Launcher):
     def launch(
         self,
         x: Tensor,
-        pointers: tuple[int, int, int, int, int],
+        tensors: tuple[Tensor | None, ...],
         n: int,
         cluster: int,
+        splits: int,
         teams: int,
         shared: int,
         overlap: bool = True,
     ) -> None:
-        """Launch `teams` clusters on the current stream of x's device.
+        """Launch `teams` times `splits` clusters on the current stream of x's device.
 
-        pointers: w, codebook, row_scale, bias and y, 0 for none. shared: bytes of shared memory.
+        tensors: w, codebook, row_scale, bias, y, and what clusters that share K want: a workspace
+        and counters; None for none. shared: bytes of shared memory.
         """
         frame = self.frame()
         a = frame.arguments
         a.x = x.data_ptr()
-        a.w, a.book, a.row_scale, a.bias, a.y = pointers
+        (
+            a.w, a.book, a.row_scale, a.bias, a.y, a.work, a.counters,
+        ) = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)  # fmt: skip
         a.m, a.k = x.shape
-        a.n, a.cluster, a.early = n, cluster, overlap
+        a.n, a.cluster, a.splits, a.early = n, cluster, splits, overlap
         frame.set_cluster(cluster)
         frame.config.shared = shared
-        frame.start(teams * cluster, overlap, x.device.index)
+        frame.start(teams * splits * cluster, overlap, x.device.index)
 
 
 @lru_cache(4096)

@@ -18,6 +18,7 @@ from anybit.core.format import Format
 from anybit.kernels.cute.cells import CELL, ROWS, Cells, cells_of
 from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder
 from anybit.kernels.cute.pack import k_tiles
+from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.codebook_tiles import TABLE
 from anybit.kernels.hopper.tiles import EXCHANGE, Kernel, Tile, fits_once, fitted, grid
 
@@ -94,24 +95,24 @@ def candidates(d: LookupDecoder) -> list[Tile]:
     return [tile for tile in (fitted(tile, d) for tile in every) if tile.stages >= 2]
 
 
-def choose(d: LookupDecoder, m: int, n: int, k: int) -> Tile | None:
+def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile | None:
     """The tile for m tokens; None where there is none, or a dense weight is faster."""
     if m >= (DENSE_FROM if d.cells.m <= 2 else DENSE_FROM // 2):
         return None
     every = candidates(d)
     least = min(m, MOST_HELD, max((tile.tokens for tile in every), default=0))
-    found = [tile for tile in every if tile.tokens >= least and fits_once(tile, d, m, n, k)]
-    return min(found, key=lambda tile: cycles(tile, d, m, n, k), default=None)
+    found = [tile for tile in every if tile.tokens >= least and fits_once(tile, d, m, n, k, chip)]
+    return min(found, key=lambda tile: cycles(tile, d, m, n, k, chip), default=None)
 
 
-def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int) -> float:
+def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int, chip: Chip) -> float:
     """Clock cycles of a product: look-ups and products of a K tile add up, nearly.
 
     A look-up of a word for every lane takes two cycles, one of more words a cycle for each and some
     more. The numbers fit times of an H200; two stages do not hide the copies' latency.
     """
     looked_up = (512 if d.cells.v == 4 else 400) * d.cells.m + 500 * (tile.stages == 2)
-    clusters = grid(tile, m, n) // tile.split
+    clusters = grid(tile, m, n, chip=chip) // tile.split
     waves = -(-(-(-n // tile.rows) * -(-m // tile.tokens)) // clusters)
     steps = k_tiles(k) // tile.split
     return waves * steps * (looked_up + 7 * tile.tokens) + EXCHANGE * (tile.split > 1)

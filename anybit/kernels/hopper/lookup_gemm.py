@@ -9,16 +9,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
+from anybit.kernels.cute import factors
 from anybit.kernels.cute.cells import CELL, ROWS
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.ptx import (
     half2,
-    halves_to_float,
     load_global,
     load_matrices,
     load_shared,
-    pack2,
-    prmt,
     store_shared,
 )
 from anybit.kernels.hopper.codebook_tiles import TABLE, WINDOW
@@ -30,6 +28,7 @@ from anybit.kernels.hopper.tiles import Kernel
 CONSUMERS = 256  # threads
 VECTOR = 16  # bytes of a vector's codes, for 16 rows
 CHUNK = 8  # columns whose words the four threads of a quad hold in one register each
+PARTS = K_TILE // CHUNK
 
 
 class LookupGemm(Gemm):
@@ -92,7 +91,7 @@ class LookupGemm(Gemm):
     def read_words(self, shared: Any, group: Any, t: Any, stage: Any) -> tuple:
         """((codes of every block and codebook, lane's place in an entry), scales of every block).
 
-        Scales are pairs, for rows g and g + 8, of each group in the K tile.
+        A word has the scales of rows g and g + 8 for a group in the K tile.
         """
         d = self.lookup
         lane = t % 32
@@ -102,12 +101,12 @@ class LookupGemm(Gemm):
             tile = ring + block * self.blob + (group * 4 + t // 32) * d.tile_bytes
             codes.append([self.read_codes(tile + i * d.piece, lane) for i in range(self.cells.m)])
             at = tile + self.cells.m * d.piece + lane // 4 * 4
-            words = [load_shared(at, 1, 2 * ROWS * i, True)[0] for i in range(d.groups)]
-            if d.operand == "float16":
-                scales.append([(prmt(word, 0x1010), prmt(word, 0x3232)) for word in words])
-            else:
-                pairs = [halves_to_float(word) for word in words]
-                scales.append([tuple(pack2(f, f, d.operand) for f in pair) for pair in pairs])
+            step = 1
+            if d.groups > PARTS:  # vectors of four columns, of which a quad has two side by side
+                at, step = at + lane % 4 // 2 * (2 * ROWS), 2
+            scales.append(
+                [load_shared(at, 1, 2 * ROWS * i, True)[0] for i in range(0, d.groups, step)]
+            )
         place = {4: lane * 4, 8: lane % 8 * 16, 16: lane % 16 * 8}[self.cells.v]
         table = Int32(shared.table.data_ptr().toint()) - WINDOW
         return (codes, Uint32(table) | Uint32(place)), scales
@@ -137,6 +136,10 @@ class LookupGemm(Gemm):
         d = self.lookup
         codes, place = words[0][block], words[1]
         each = {4: 1, 8: 4, 16: 2}[self.cells.v]  # registers of a row that a look-up brings
+        scales = grid[block]
+        span = PARTS // len(scales)  # parts that share a scale
+        here = range(half * PARTS // 2 // span, -(-(half + 1) * PARTS // 2 // span))
+        pairs = {i: factors.pair(scales[i], d.operand) for i in here}
         for at in range(0, K_TILE // 2 // CHUNK, each):
             chunk = half * (K_TILE // 2 // CHUNK) + at
             for row in range(2):
@@ -149,7 +152,7 @@ class LookupGemm(Gemm):
                         found = [half2("add.rn", d.operand, pair) for pair in both]
                     totals = found
                 for j, total in enumerate(totals):
-                    scale = grid[block][(chunk + j) * CHUNK * d.groups // K_TILE][row]
+                    scale = pairs[(chunk + j) // span][row]
                     register = half2("mul.rn", d.operand, (total, scale))
                     registers[(0, row, (at + j) % 2), 0, first + (at + j) // 2] = register
 

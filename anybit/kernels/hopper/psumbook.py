@@ -9,6 +9,8 @@ the half of a word: two tokens share a word, or two cells where there is one tok
 
 The CTAs of a cluster split K, since a table holds 512 columns or a few times as many; their sums
 meet in the shared memory of the CTA that owns the row tile, and are added in the order of ranks.
+Where K is longer than a cluster holds, several share it and leave their sums in a workspace; the
+last of them to finish adds them in order.
 
 Numbers: inner products are summed in fp32 and rounded once to x's dtype. They cannot overflow,
 because `cells.pack` divides the codebook so that they are no larger than x.
@@ -21,12 +23,18 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cutlass_dsl import select_
 
-from anybit.kernels.cute.cells import CELL, ROWS
+from anybit.kernels.cute import factors
+from anybit.kernels.cute.cells import CELL, ROWS, VECTORS
 from anybit.kernels.cute.ptx import (
+    count_up,
+    fence,
+    half2,
     halves_to_float,
     load_global,
+    load_l2,
     load_shared,
     pack2,
+    store_global,
     store_half,
     store_shared,
 )
@@ -49,6 +57,8 @@ class Psumbook(Program):
     def __init__(self, kernel: CodebookKernel):
         super().__init__(kernel)
         self.spans = 16 // kernel.warps  # times 16 entries that a warp computes of every table
+        # Four lanes' look-ups are summed by a product, so finer scales multiply what is looked up.
+        self.fine = self.cells.groups > 8
         self.registers = 2 if self.cells.v == 16 else 1  # of B for 8 vectors
 
     @cute.kernel
@@ -60,10 +70,13 @@ class Psumbook(Program):
         row_scale: cute.Pointer,
         bias: cute.Pointer,
         y: cute.Pointer,
+        work: cute.Pointer,
+        counters: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
         cluster: Int32,
+        splits: Int32,
         early: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
@@ -81,11 +94,12 @@ class Psumbook(Program):
         sums = base + (self.spec.sums_at - WINDOW)
 
         # This CTA's chunks, its cluster's row tiles, this warp's tiles among them.
-        rank, team, teams = cta % cluster, cta // cluster, ctas // cluster
+        rank, part, team = cta % cluster, cta // cluster % splits, cta // cluster // splits
+        worker, workers, teams = part * cluster + rank, cluster * splits, ctas // cluster // splits
         blocks = (k + (self.cells.columns - 1)) // self.cells.columns
         chunks = (k + (self.spec.columns - 1)) // self.spec.columns
-        first = chunks * rank // cluster
-        chunks = chunks * (rank + 1) // cluster - first
+        first = chunks * worker // workers
+        chunks = chunks * (worker + 1) // workers - first
         tiles = (n + (ROWS - 1)) // ROWS
         tile = tiles * team // teams
         tiles = tiles * (team + 1) // teams - tile
@@ -178,13 +192,49 @@ class Psumbook(Program):
                 factor, offset = self.fetch_row(row_scale, bias, tile_of, place % ROWS, n)
             total = Float32(0.0)
             for other in cutlass.range(cluster, unroll=4):
-                part = sums + ((index * cluster + other) * outputs + place) * 4
-                total += load_shared(part, 1, 0, True, Float32)[0]
-            row, token = tile_of * ROWS + place % ROWS, place // ROWS
-            if row < n and token < m:
-                to = Int64(y.toint()) + (Int64(token) * n + row) * 2
-                store_half(to, total * factor + offset, self.dtype)
+                one = sums + ((index * cluster + other) * outputs + place) * 4
+                total += load_shared(one, 1, 0, True, Float32)[0]
+            if splits > 1:
+                line = Int64(tile_of * splits + part) * outputs + place
+                store_global(Int64(work.toint()) + line * 4, [total])
+            else:
+                self.store(total * factor + offset, tile_of, place, y, m, n)
             at += self.spec.threads
+        if splits > 1:
+            counter = counters.toint() + Int64(team * cluster + rank) * 4
+            self.join(sums, counter, (tile + rank, cluster, own, splits), row_scale, bias, y, work,
+                      m, n, thread)  # fmt: skip
+
+    @cute.jit
+    def join(self, flag, counter, place_of, row_scale, bias, y, work, m, n, thread):
+        """If this CTA is the last of those that share its tiles: add up their sums, in order."""
+        first, cluster, own, splits = place_of
+        outputs = const_expr(ROWS * self.tokens)
+        fence()
+        cute.arch.sync_threads()
+        if thread == 0:
+            store_shared(flag, [Uint32(count_up(counter))])
+        cute.arch.sync_threads()
+        if Int32(load_shared(flag, 1, 0, True)[0]) == splits - 1:
+            fence()
+            if thread == 0:
+                store_global(counter, [Uint32(0)])
+            for at in cutlass.range(thread, own, self.spec.threads, unroll=1):
+                tile, place = first + at // outputs * cluster, at % outputs
+                line = Int64(work.toint()) + (Int64(tile * splits) * outputs + place) * 4
+                total = Float32(0.0)
+                for part in cutlass.range(splits, unroll=4):
+                    total += load_l2(line + part * (outputs * 4), 1, Float32)[0]
+                factor, offset = self.fetch_row(row_scale, bias, tile, place % ROWS, n)
+                self.store(total * factor + offset, tile, place, y, m, n)
+
+    @cute.jit
+    def store(self, total, tile, place, y, m, n):
+        """One output."""
+        row, token = tile * ROWS + place % ROWS, place // ROWS
+        if row < n and token < m:
+            to = Int64(y.toint()) + (Int64(token) * n + row) * 2
+            store_half(to, total, self.dtype)
 
     def halve(self, values: list, lane: Any, mask: int) -> list:
         """Each lane keeps one half of the values and adds its partner's; they get the other."""
@@ -304,17 +354,25 @@ class Psumbook(Program):
         for u in range(self.spec.blocks):
             at = slot + u * self.cells.block_bytes
             codes = [load_shared(at + lane * 16, 4, c * CELL, True) for c in range(self.cells.m)]
-            scales = at + self.cells.m * CELL + g * self.cells.groups // 8 * 32
-            if self.tokens == 1:
-                words = load_shared(scales + t * 8, 2, 0, True)
+            scales, groups = at + self.cells.m * CELL, self.cells.groups
+            if self.fine:  # of all rows, for this lane's vector
+                scales += lane * groups // VECTORS * (2 * ROWS)
+                words = [w for half in (0, 16) for w in load_shared(scales, 4, half, True)]
+            elif self.tokens == 1:
+                words = load_shared(scales + g * groups // 8 * 32 + t * 8, 2, 0, True)
             else:
-                words = [load_shared(scales + t * 4, 1, 16 * f, True)[0] for f in (0, 1)]
+                scales += g * groups // 8 * 32 + t * 4
+                words = [load_shared(scales, 1, 16 * f, True)[0] for f in (0, 1)]
             out.append((codes, words))
         return out
 
     def sum_up(self, words: list, acc: Any, lookup: Any, picks: list, missing: Any, j: int) -> None:
         """acc += scale * the sum of 32 look-ups, for every block of chunk j."""
         for u, (codes, scales) in enumerate(words):
+            # Behind the end of K lie no scales.
+            here = Uint32(0) - Uint32(Int32(missing + u < 0))
+            scales = [word & here for word in scales]
+            rows = [factors.pair(word, self.dtype) for word in scales] if self.fine else []
             sums = [[Float32(0.0)] * 4 for _ in range(self.tokens)]
             for c in range(self.cells.m):
                 cell = (j * self.spec.blocks + u) * self.cells.m + c
@@ -326,6 +384,11 @@ class Psumbook(Program):
                         load_shared(insert_code(codes[c][i], lookup, b), 1, offset)[0]
                         for b in range(4)
                     ]
+                    if self.fine:
+                        pairs = [row for pair in rows[2 * i : 2 * i + 2] for row in pair]
+                        a = [
+                            half2("mul.rn", self.dtype, both) for both in zip(a, pairs, strict=True)
+                        ]
                     if self.tokens == 1:
                         f, b = 0, picks[cell % 2][2 * i : 2 * i + 2]
                     else:
@@ -335,14 +398,12 @@ class Psumbook(Program):
                     [p + q if c else q for p, q in zip(x, y, strict=True)]
                     for x, y in zip(sums, part, strict=True)
                 ]
-            # Behind the end of K lie no scales.
-            here = Uint32(0) - Uint32(Int32(missing + u < 0))
-            pairs = [halves_to_float(scale & here) for scale in scales]
-            if self.tokens == 1:
-                (a0, a8), (b0, b8) = pairs
-                factors = [[a0, b0, a8, b8]]
-            else:
-                factors = [[row, row, row8, row8] for row, row8 in pairs]
+            numbers = [] if self.fine else [halves_to_float(scale) for scale in scales]
             for f in range(self.tokens):
                 for i in range(4):
-                    acc[4 * f + i] = acc[4 * f + i] + sums[f][i] * factors[f][i]
+                    more = sums[f][i]
+                    if self.tokens == 1 and numbers:  # columns of sums are groups' and rows'
+                        more = more * numbers[i % 2][i // 2]
+                    elif numbers:
+                        more = more * numbers[f][i // 2]
+                    acc[4 * f + i] = acc[4 * f + i] + more

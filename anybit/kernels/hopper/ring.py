@@ -35,8 +35,9 @@ class Program:
     def compile(self) -> Compiled:
         """For sm_90a. A launch names the shared memory that it wants: up to all there is."""
         half = {"float16": Float16, "bfloat16": BFloat16}[self.dtype]
-        pointers = [(half, 16), (Uint8, 32), (half, 16), (Float32, 4), (half, 2), (half, 2)]
-        return compile_program(self, pointers, 6, ARCHITECTURE)._replace(shared=MAX_SHARED)
+        pointers = [(half, 16), (Uint8, 32), (half, 16), (Float32, 4), (half, 2), (half, 2),
+                    (Float32, 16), (Int32, 4)]  # fmt: skip
+        return compile_program(self, pointers, 7, ARCHITECTURE)._replace(shared=MAX_SHARED)
 
     @cute.jit
     def __call__(
@@ -47,10 +48,13 @@ class Program:
         row_scale: cute.Pointer,
         bias: cute.Pointer,
         y: cute.Pointer,
+        work: cute.Pointer,
+        counters: cute.Pointer,
         m: Int32,
         n: Int32,
         k: Int32,
         cluster: Int32,
+        splits: Int32,
         early: Int32,
         grid: Int32,
         stream: cuda.CUstream,
@@ -60,7 +64,8 @@ class Program:
             data: cute.struct.Align[cute.struct.MemRange[Uint8, self.spec.shared()], 1024]
 
         self.shared = Shared
-        self.kernel(x, w, book, row_scale, bias, y, m, n, k, cluster, early).launch(
+        given = (x, w, book, row_scale, bias, y, work, counters, m, n, k, cluster, splits, early)
+        self.kernel(*given).launch(
             grid=(grid, 1, 1),
             block=(self.spec.threads, 1, 1),
             min_blocks_per_mp=self.spec.ctas,

@@ -22,6 +22,7 @@ from anybit.kernels.cute.operands import prepare as prepare  # these three of th
 from anybit.kernels.cute.operands import prepare_experts as prepare_experts
 from anybit.kernels.cute.operands import refuse_format as refuse_format
 from anybit.kernels.hopper import tiles
+from anybit.kernels.hopper.chip import H200, Chip, chip_of
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.launch import GemmLauncher
 from anybit.kernels.hopper.tiles import Kernel, Tile
@@ -39,7 +40,8 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
         every: list[KernelSpec] = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
         every += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
         every += copy_kernels(d)
-        if narrow(1, n := layer.shape[0], d.operand, tiles.slow(d)):
+        n, chip = layer.shape[0], chip_of(layer.device)
+        if narrow(1, n, d, chip):
             gpu = mma_tiles.gpu_of(layer.device)
             few = (
                 mma_tiles.kernel_for(d, gpu, m, n, o) for m in (1, mma_tiles.NARROW) for o in outs
@@ -58,7 +60,7 @@ def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
     return mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")
 
 
-def narrow(m: int, n: int, operand: str, slow: bool = False) -> bool:
+def narrow(m: int, n: int, d: Decoder, chip: Chip = H200) -> bool:
     """Whether a product goes to `kernels/mma`, which read the same blobs: if all CTAs fit at once.
 
     Two of 32 rows and eight warps find room on a multiprocessor. They are 1.1 to 1.6 times as fast
@@ -66,8 +68,8 @@ def narrow(m: int, n: int, operand: str, slow: bool = False) -> bool:
     rows), unless `tiles.slow`: a trellis of 28672 rows took 29 us there and 35 here. On sm_90,
     `mma.sync` has no products of fp8: the assembler converts to fp16, and spills.
     """
-    few = m <= mma_tiles.NARROW and (slow or -(-n // 32) <= 2 * tiles.MULTIPROCESSORS)
-    return few and operand != "float8_e4m3fn"
+    few = m <= mma_tiles.NARROW and (tiles.slow(d) or -(-n // 32) <= 2 * chip.multiprocessors)
+    return few and d.operand != "float8_e4m3fn" and not d.sums
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
@@ -104,9 +106,9 @@ def multiply(
         with torch.cuda.device(device):
             return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
     if starts is None and tile is None:
-        if is_narrow(prepared.format, x.dtype, m, n):
+        if is_narrow(prepared.format, x.dtype, m, n, x.device):
             return mma.multiply(x, scale, sums, prepared, bias, dtype)
-        if copy := copied(prepared.format, x.dtype, m, n, k):
+        if copy := copied(prepared.format, x.dtype, m, n, k, x.device):
             w = mma.decoded(x, copy, prepared)
             return torch.nn.functional.linear(x, w, offsets(bias, n, dtype))
     wide = whole(n)
@@ -116,7 +118,7 @@ def multiply(
     bias = offsets(bias, wide, dtype)
     experts = 0 if starts is None else len(starts) - 1
     function, grid, best, shared = chosen(
-        prepared.format, x.dtype, m, n, k, dtype, device, tile, experts
+        prepared.format, x.dtype, m, n, k, dtype, x.device, tile, experts
     )
     blobs, row_scale, row_zero = prepared.layout
     workspace = 0, 0
@@ -145,17 +147,18 @@ def multiply(
 
 
 @cache
-def is_narrow(fmt: Format, x_dtype: torch.dtype, m: int, n: int) -> bool:
+def is_narrow(fmt: Format, x_dtype: torch.dtype, m: int, n: int, device: torch.device) -> bool:
     """`narrow`, which every launch asks."""
-    d = decoder_for(fmt, x_dtype)
-    return narrow(m, n, d.operand, tiles.slow(d))
+    return narrow(m, n, decoder_for(fmt, x_dtype), chip_of(device))
 
 
 @cache
-def copied(fmt: Format, x_dtype: torch.dtype, m: int, n: int, k: int) -> mma_tiles.Kernel | None:
+def copied(
+    fmt: Format, x_dtype: torch.dtype, m: int, n: int, k: int, device: torch.device
+) -> mma_tiles.Kernel | None:
     """The kernel that decodes a weight for the library's product, where that is faster."""
     d = decoder_for(fmt, x_dtype)
-    return copy_kernel(d) if tiles.copies(d, m, n, k) else None
+    return copy_kernel(d) if tiles.copies(d, m, n, k, chip_of(device)) else None
 
 
 @cache
@@ -166,19 +169,20 @@ def chosen(
     n: int,
     k: int,
     dtype: torch.dtype,
-    device: int,
+    device: torch.device,
     tile: Tile | None,
     experts: int,
 ) -> tuple[GemmLauncher, int, bool, int]:
     """The loaded kernel for a problem, its grid, whether launches should overlap, its workspace."""
-    d = decoder_for(fmt, x_dtype)
-    if tile is None:
-        tile = choose_grouped(d, m, n, k, experts) if experts else tiles.choose(d, m, n, k)
+    d, chip = decoder_for(fmt, x_dtype), chip_of(device)
+    if tile is None and experts:
+        tile = choose_grouped(d, m, n, k, experts, chip)
+    tile = tile or tiles.choose(d, m, n, k, chip)
     tile = tiles.fitted(tile, d, experts > 0)
-    function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device)
-    grid = tiles.grid(tile, m, n, experts)
+    function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device.index)
+    grid = tiles.grid(tile, m, n, experts, chip)
     shared = tiles.workspace(tile, m, n, grid)
-    return function, grid, tiles.overlaps(tile, d, m, n, experts), shared
+    return function, grid, tiles.overlaps(tile, d, m, n, experts, chip), shared
 
 
 @cache

@@ -6,9 +6,9 @@ from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.cute.operands import MOST_EXPERTS
 from anybit.kernels.cute.pack import ROWS, k_tiles
+from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
 
-MULTIPROCESSORS = 132  # of an H100 or H200; the tables below were measured there
 MAX_SHARED = 232_448  # bytes of shared memory that one CTA may have
 SHARED_OF_SM = 233_472  # bytes that all CTAs of a multiprocessor share
 RESERVED = 1024  # bytes of it that each CTA costs beside its own
@@ -20,10 +20,12 @@ LEAST_UNITS, MOST_SHARERS = 4, 8  # K tiles that a CTA should have of a shared t
 # Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange, of the sums of a
 # tile's part that go through the memory.
 DECODE, FIXED, EXCHANGE, JOIN = 170, 6300, 3000, 5500
-# Bytes a cycle: of the memory, of the L2, of such sums of a multiprocessor.
-MEMORY, L2, SUMS = 2400, 5000, 10
-# Of a decoded copy and the library's product with it: bytes written and multiply-adds, a cycle.
-WRITTEN, MULTIPLIED = 2200, 0.75 * 2048 * MULTIPROCESSORS
+# Of what the memory can bring: read by these kernels, written as a decoded copy.
+READ, WRITTEN = 0.967, 0.886
+# Bytes a cycle of a multiprocessor: from the L2, of such sums.
+L2, SUMS = 38, 10
+# Multiply-adds a cycle of a multiprocessor in the library's product with a decoded copy.
+MULTIPLIED = 0.75 * 2048
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Tile:
     tokens: 8 to 256. rows: weight rows, 128 or 256. ctas: resident on a multiprocessor.
     split: CTAs of a cluster that split the K of one tile.
     stages: K tiles in flight; 0 means all that fit. shared: CTAs have equal shares of all K tiles.
+    lag: K tiles by which the second warpgroup stays behind the first where a CTA has several tiles,
+    so that it multiplies while the first one writes outputs.
     """
 
     tokens: int
@@ -41,6 +45,7 @@ class Tile:
     split: int = 1
     stages: int = 0
     shared: bool = False
+    lag: int = 0
 
     @property
     def wide(self) -> bool:
@@ -59,6 +64,7 @@ class Tile:
     @property
     def name(self) -> str:
         split = f"_split{self.split}" if self.split > 1 else "_shared" * self.shared
+        split += f"_lag{self.lag}" * bool(self.lag)
         return f"{self.rows}x{self.tokens}_{self.stages}stages_{self.ctas}ctas{split}"
 
 
@@ -95,8 +101,9 @@ class Kernel:
 
     @property
     def batch(self) -> int:
-        """WGMMAs of 64 columns."""
-        return self.decoder.slot // 4
+        """WGMMAs of 64 columns, or of a group whose sums get a scale."""
+        d = self.decoder
+        return min(d.slot // 4, 4 // d.entries) if d.sums else d.slot // 4
 
     @property
     def classes(self) -> tuple[type, ...]:
@@ -118,7 +125,8 @@ def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
         return list(dict.fromkeys(alone))
     if not decoder.crowded:
         return tiles
-    small = [t for t in tiles if t.tokens <= 128 and t.rows == ROWS]
+    most = 64 if decoder.operand == "int8" and decoder.entries > 1 else 128  # as sums are converted
+    small = [t for t in tiles if t.tokens <= most and t.rows == ROWS]
     return [replace(t, ctas=1) if t.tokens == 64 else t for t in small]
 
 
@@ -204,7 +212,7 @@ def beside(tile: Tile) -> int:
     return 8 * 48 * min(tile.tokens, 32) + 16 * tile.tokens
 
 
-def grid(tile: Tile, m: int, n: int, experts: int = 0) -> int:
+def grid(tile: Tile, m: int, n: int, experts: int = 0, chip: Chip = H200) -> int:
     """CTAs to launch: one cluster a tile, or, when tiles are many, as few waves as can be.
 
     With equal shares, all that are resident at once.
@@ -213,13 +221,14 @@ def grid(tile: Tile, m: int, n: int, experts: int = 0) -> int:
     """
     tokens = -(-m // tile.tokens) if not experts else most_tiles(tile, m, experts)
     tiles = -(-n // tile.rows) * tokens
+    room = chip.multiprocessors * tile.ctas
     if experts and tile.split == 1:
-        return min(tiles, MULTIPROCESSORS * tile.ctas)
+        return min(tiles, room)
     if tile.split > 1:  # a cluster does one tile
         return tiles * tile.split
     if tile.shared:
-        return MULTIPROCESSORS * tile.ctas
-    waves = -(-tiles // (MULTIPROCESSORS * tile.ctas))
+        return room
+    waves = -(-tiles // room)
     return -(-tiles // waves)
 
 
@@ -246,7 +255,9 @@ def most_tiles(tile: Tile, m: int, experts: int) -> int:
     return busy + (m - busy) // tile.tokens
 
 
-def overlaps(tile: Tile, decoder: Decoder, m: int, n: int, experts: int = 0) -> bool:
+def overlaps(
+    tile: Tile, decoder: Decoder, m: int, n: int, experts: int = 0, chip: Chip = H200
+) -> bool:
     """Whether a launch of a fitted tile should begin while the kernel before it ends; measured.
 
     Not where CTAs take many tiles in turn: the next kernel's would take places from them (4 to 13 %
@@ -256,16 +267,16 @@ def overlaps(tile: Tile, decoder: Decoder, m: int, n: int, experts: int = 0) -> 
     sparse@int8, int4@fp8 and fp6@fp8).
     """
     count = -(-n // tile.rows) * -(-m // tile.tokens)
-    half = MULTIPROCESSORS // 2 < count * tile.split <= MULTIPROCESSORS
+    half = chip.multiprocessors // 2 < count * tile.split <= chip.multiprocessors
     if half and tile.tokens == 64 and places(tile, decoder) == 2:
         return False
     if experts:
         count = -(-n // tile.rows) * most_tiles(tile, m, experts) * tile.split
-        return tile.split > 1 and count <= MULTIPROCESSORS * tile.ctas
-    return m < 1024 or count <= MULTIPROCESSORS * tile.ctas
+        return tile.split > 1 and count <= chip.multiprocessors * tile.ctas
+    return m < 1024 or count <= chip.multiprocessors * tile.ctas
 
 
-def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
+def choose(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile:
     """The tile for y (m, n) = x (m, k) w (n, k)^T, by rules and by `cycles`; both were measured.
 
     Up to 32 tokens K is split until the multiprocessors are busy, but not over 8 CTAs if they are
@@ -280,44 +291,46 @@ def choose(decoder: Decoder, m: int, n: int, k: int) -> Tile:
     else:
         tokens = next(t for t in (8, 16, 32, 64) if m <= t)
         candidates = [t for t in few(decoder) if t.tokens == tokens]
-    candidates = [t for t in candidates if fits_once(t, decoder, m, n, k)]
-    candidates = [t for t in candidates if not piles(t, m, n)] or candidates
+    candidates = [t for t in candidates if fits_once(t, decoder, m, n, k, chip)]
+    candidates = [t for t in candidates if not piles(t, m, n, chip)] or candidates
 
     def busy(tile: Tile) -> float:
-        return cycles(tile, decoder, m, n, k)
+        return cycles(tile, decoder, m, n, k, chip)
 
     def time(tile: Tile) -> float:
-        return max(busy(tile), reading(tile, decoder, m, n, k))
+        return max(busy(tile), reading(tile, decoder, m, n, k, chip))
 
     usual = max(candidates, key=lambda t: t.split) if m <= 32 else min(candidates, key=busy)
     others = [(t, 0.9) for t in equal(decoder) if t.tokens < 2 * max(m, 9)]
     if decoder.slot == 16 and m < 512:
         others = [(t, part) for t, part in others if t.rows == ROWS]
     fewer = (t for t in few(decoder) if 16 <= t.tokens < min(m, 64) and t.split > 1)
-    others += [(t, 0.8) for t in fewer if m <= 128 and not piles(t, m, n)]
+    others += [(t, 0.8) for t in fewer if m <= 128 and not piles(t, m, n, chip)]
     better = [
-        t for t, part in others if fits_once(t, decoder, m, n, k) and time(t) < part * time(usual)
+        t
+        for t, part in others
+        if fits_once(t, decoder, m, n, k, chip) and time(t) < part * time(usual)
     ]
     return fitted(min([usual, *better], key=lambda t: (time(t), busy(t))), decoder)
 
 
-def piles(tile: Tile, m: int, n: int) -> bool:
+def piles(tile: Tile, m: int, n: int, chip: Chip = H200) -> bool:
     """Whether CTAs that overlap the previous kernel share multiprocessors while others have none.
 
     That is where two find room and all could be alone, unless most multiprocessors are free: 80
     CTAs of 16 tokens took 34.6 us where 160 took 22.2. For 64 tokens see `overlaps`.
     """
     ctas = -(-n // tile.rows) * -(-m // tile.tokens) * tile.split
-    half = MULTIPROCESSORS // 2 < ctas <= MULTIPROCESSORS
+    half = chip.multiprocessors // 2 < ctas <= chip.multiprocessors
     return half and tile.ctas > 1 and tile.tokens < 64 and not tile.shared
 
 
-def fits_once(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> bool:
+def fits_once(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> bool:
     """Whether every cluster can be resident at once, and every CTA gets enough of K."""
     if tile.split == 1 and not tile.shared:
         return True
     tiles = -(-n // tile.rows) * -(-m // tile.tokens)
-    room = MULTIPROCESSORS * places(fitted(tile, decoder), decoder)
+    room = chip.multiprocessors * places(fitted(tile, decoder), decoder)
     if tile.shared:
         return tiles * k_tiles(k) >= LEAST_UNITS * room
     if tile.split > 2:  # they do not fill the processor's parts: 40 of three took two turns
@@ -326,13 +339,13 @@ def fits_once(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> bool:
     return tiles * tile.split <= room and k_tiles(k) >= least
 
 
-def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
+def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> float:
     """Clock cycles of a product: waves of tiles, of K tiles, of products and decoding.
 
     The matrix unit does 4096 multiply-adds of bytes or 2048 of 16 bits in a clock; the other rates
     fit times of these kernels on an H200, most of them within 10 %.
     """
-    ctas = grid(tile, m, n)
+    ctas = grid(tile, m, n, chip=chip)
     tiles, each = -(-n // tile.rows) * -(-m // tile.tokens), k_tiles(k)
     steps = -(-tiles * tile.split // ctas) * (each // tile.split)
     if tile.shared:
@@ -340,16 +353,17 @@ def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
         steps = tiles // ctas * each
         steps += -(-common * each // max(1, sharers(common, each, ctas)))
     # CTAs of one multiprocessor share its rates.
-    together = min(tile.ctas, -(-ctas // MULTIPROCESSORS))
+    together = min(tile.ctas, -(-ctas // chip.multiprocessors))
     step = step_cycles(tile, decoder)
     return steps * step * together + FIXED + meeting(tile, tiles, each, ctas)
 
 
-def reading(tile: Tile, decoder: Decoder, m: int, n: int, k: int) -> float:
+def reading(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> float:
     """Clock cycles of a launch that waits for nothing but the memory, and the L2."""
     tiles = -(-n // tile.rows) * -(-m // tile.tokens)
     weights = -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes
-    return max(weights / MEMORY, tiles * k_tiles(k) * staged(tile, decoder) / L2) + FIXED
+    copied = tiles * k_tiles(k) * staged(tile, decoder)
+    return max(weights / (READ * chip.read), copied / (L2 * chip.multiprocessors)) + FIXED
 
 
 def meeting(tile: Tile, tiles: int, steps: int, ctas: int) -> float:
@@ -367,7 +381,17 @@ def step_cycles(tile: Tile, decoder: Decoder) -> float:
     """Clock cycles of a K tile of one CTA alone, its copies there in time."""
     multiplied = tile.rows * tile.tokens * K_TILE / (32768 / decoder.slot)
     decoded = DECODE * decoder.cost * (tile.rows // ROWS if slow(decoder) else 1)
-    return 1.1 * multiplied + decoded + staged(tile, decoder) / 400
+    return 1.1 * multiplied + decoded + scaled(tile, decoder) + staged(tile, decoder) / 400
+
+
+def scaled(tile: Tile, decoder: Decoder) -> int:
+    """Cycles in which a K tile's sums are multiplied by scales: an estimate, one lane each.
+
+    int8's have to become fp32 numbers first, at half that rate.
+    """
+    whole = decoder.operand == "int8"
+    groups = decoder.entries if decoder.sums else 0
+    return groups * tile.tokens * tile.rows // ROWS * (3 if whole else 1)
 
 
 def may_copy(decoder: Decoder) -> bool:
@@ -379,9 +403,10 @@ def may_copy(decoder: Decoder) -> bool:
     return decoder.slot == 16 and slow(decoder)
 
 
-def copies(decoder: Decoder, m: int, n: int, k: int) -> bool:
+def copies(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> bool:
     """Whether a decoded copy and the library's product take less time; an estimate."""
     if m <= 64 or not may_copy(decoder):
         return False
-    copied = FIXED + 2 * n * k / WRITTEN + m * n * k / MULTIPLIED
-    return cycles(choose(decoder, m, n, k), decoder, m, n, k) > copied
+    copied = FIXED + 2 * n * k / (WRITTEN * chip.read)
+    copied += m * n * k / (MULTIPLIED * chip.multiprocessors)
+    return cycles(choose(decoder, m, n, k, chip), decoder, m, n, k, chip) > copied

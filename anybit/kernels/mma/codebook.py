@@ -19,7 +19,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 
-from anybit.kernels.cute.cells import CELL, ROWS, VECTORS
+from anybit.kernels.cute import factors
+from anybit.kernels.cute.cells import CELL, CENTROIDS, ROWS, VECTORS
 from anybit.kernels.cute.jit import Compiled, compile_program
 from anybit.kernels.cute.ptx import (
     TYPES,
@@ -37,7 +38,6 @@ from anybit.kernels.cute.ptx import (
 )
 from anybit.kernels.mma.codebook_tiles import (
     ALIGNED,
-    CENTROIDS,
     CodebookKernel,
     chunk_bytes,
     part_bytes,
@@ -251,27 +251,39 @@ class Codebook:
         """acc += a block's sums: (token, row), (token, row + 1), both for token + 8; rows + 8."""
         c, m = self.cells, self.cells.m
         codes = [load_matrices(at + i * CELL + lane * 16, 0, True) for i in range(m)]
-        scales = at + (m * CELL + (lane & 3) * 8)
-        each = EIGHTS // c.groups  # eights of vectors that share a scale
-        for group in range(c.groups):
+        scales, fine = at + m * CELL, factors.fine(c)
+        words = factors.of_fragment(scales, lane, c.groups) if fine else []
+        groups = 1 if fine else c.groups
+        each = EIGHTS // groups  # eights of vectors that share a scale
+        for group in range(groups):
             # By side, and by vector of a lane's two: twice as many chains of products.
             sums = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(2)]
             for i in range(group * each, (group + 1) * each):
+                scaled = factors.of_eight(words, i, self.dtype) if fine else []
                 for book in range(m):
-                    self.add(codes[book][i], book, tokens[i], sums, place)
+                    self.add(codes[book][i], book, tokens[i], sums, place, scaled)
             # A word has the scales of rows r and r + 8.
-            pairs = [halves_to_float(w) for w in load_shared(scales, 2, 2 * ROWS * group, True)]
+            if not fine:
+                words = load_shared(scales + (lane & 3) * 8, 2, 2 * ROWS * group, True)
+            pairs = [] if fine else [halves_to_float(word) for word in words]
             for side in range(2):
                 for j in range(self.tokens // 4):
-                    more = (sums[side][0][j] + sums[side][1][j]) * pairs[j % 2][side]
+                    more = sums[side][0][j] + sums[side][1][j]
+                    if pairs:
+                        more = more * pairs[j % 2][side]
                     acc[4 * side + j] = acc[4 * side + j] + more
 
-    def add(self, word: Any, book: int, tokens: list, sums: list, place: Any) -> None:
-        """sums += the products of the four codes in a word: two vectors of rows g and g + 8."""
+    def add(self, word: Any, book: int, tokens: list, sums: list, place: Any, scaled: list) -> None:
+        """sums += the products of the four codes in a word: two vectors of rows g and g + 8.
+
+        scaled: by vector, the factors of the two rows; none where sums are multiplied.
+        """
         for s in range(2):
             for side in range(2):
                 code = Int32(prmt(word, 0x4440 | (2 * s + side)))
                 centroid = self.look_up(place + code * self.entry, book)
+                if scaled:
+                    centroid = factors.times(centroid, scaled[s][side], self.dtype)
                 for p, token in enumerate(tokens[s]):
                     b = centroid[2 * p : 2 * p + 2]
                     sums[side][s] = mma(sums[side][s], token, b, self.dtype)

@@ -7,12 +7,11 @@ rows that it multiplies. Where a CTA cannot hold all of K, several share it.
 from dataclasses import dataclass, replace
 from functools import cache
 
-from anybit.kernels.cute.cells import ROWS, VECTORS, Cells
+from anybit.kernels.cute.cells import CENTROIDS, ROWS, VECTORS, Cells
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.mma.launch import CodebookArguments
 from anybit.kernels.mma.tiles import RESERVED, Gpu
 
-CENTROIDS = 256
 ALIGNED = 128  # bytes
 MOST_TOKENS = 16  # of a CTA; fewer take as many products, and as many registers
 # Warps of a CTA, and registers of a thread for tokens: the others are all taken. More warps hide

@@ -260,8 +260,10 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     tokens are read less often. Where CTAs must take turns, three of four warps hide their ends.
     """
     tokens = 8 if m <= 8 else 16
+    crowded = tokens == 16 and decoder.cost > 2  # two slices of slow decoders would spill
+    sizes = (1,) if crowded else (2, 1)
     at_once = []
-    for slices, warps in ((2, 8), (1, 8), (2, 4), (1, 4)):
+    for slices, warps in ((s, w) for w in (8, 4) for s in sizes):
         ctas = -(-n // (16 * slices * gpu.multiprocessors))
         tile = Tile(tokens, slices, warps, ctas=ctas, kind="narrow")
         found = fitted(tile, decoder, gpu, 3, 5) if ctas * warps <= NARROW_WARPS else None
@@ -269,7 +271,7 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
             at_once.append(found)
     if at_once:
         return max(at_once, key=lambda tile: tiles_of(tile, m, n) * tile.warps)
-    turns = [Tile(tokens, slices, 4, ctas=3, kind="narrow") for slices in (2, 1)]
+    turns = [Tile(tokens, slices, 4, ctas=3, kind="narrow") for slices in sizes]
     fit = (fitted(tile, decoder, gpu, least, 4) for least in (3, 2) for tile in turns)
     return next((tile for tile in fit if tile), None)
 

@@ -1,8 +1,17 @@
 """The best closed path through a trellis, for many sequences at once; see `native/viterbi.py`.
 
-A program takes one sequence after another. Costs and which top bits were best lie in memory that
-the program alone uses and that stays in the caches. Values of states are computed by the format's
-own `triton_decode`.
+A program takes one sequence. Costs of paths stay in registers, as a tile of
+
+    (low bits, top bits, middle) of a state
+
+A step adds what each state errs to the cost of the path before it, which is the same for all low
+bits, and takes the least over the top bits, which the next state no longer has. What is left, read
+as (top bits, middle), is what the next step begins with. A thread holds all low and top bits of
+some middles. The lowest bits of a cost say which top
+bits it has, so a minimum finds both. The top bits go to memory, and a second kernel walks back
+through them for all sequences at once, since each of its steps waits for memory.
+
+Values of states are computed by the format's own `triton_decode`.
 """
 
 import torch
@@ -15,109 +24,133 @@ from anybit.kernels.triton import lang
 from anybit.kernels.triton.layout import Layout
 
 FAR = tl.constexpr(1e30)
-PROGRAMS = 2  # for each multiprocessor
-MOST_BACK = 1 << 30  # bytes of top bits in memory at a time
-BLOCK = 1024  # states that a program minimizes at once
-WARPS = 4
+MOST = 60000.0  # a number that fp16 holds, and beyond the values of all codes
+MOST_BACK = 2 << 30  # bytes of top bits in memory at a time
+
+
+@triton.jit(do_not_specialize=["FIRST", "COUNT", "KEPT", "ZERO"])
+def _forward(
+    x, ends, back, FIRST, COUNT, KEPT, ZERO,
+    PINNED: tl.constexpr, LAYOUT: tl.constexpr, DECODE: tl.constexpr, STATE: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """COUNT steps of each sequence x (n, STEPS, V) fp32, from step FIRST on.
+
+    ends: (n,) int32; where paths begin if PINNED, else becomes the end of the state of least cost.
+    back: (n, KEPT, ends of states) uint8, the top bits of the last steps. ZERO: 0, which the
+    compiler must not know.
+    """
+    BITS: tl.constexpr = LAYOUT.fmt.bits
+    WIDTH: tl.constexpr = LAYOUT.fmt.width
+    TOPS: tl.constexpr = 1 << BITS
+    MIDDLE: tl.constexpr = 1 << (STATE - 2 * BITS)
+    ENDS: tl.constexpr = 1 << (STATE - BITS)
+    mine = tl.program_id(0)
+    x += mine * (STEPS * WIDTH)
+    back += mine.to(tl.int64) * KEPT * ENDS
+    pair = tl.arange(0, TOPS // 2)[:, None, None] * 2
+    top = tl.arange(0, TOPS)[None, :, None]
+    middle = tl.arange(0, MIDDLE)[None, None, :]
+    even = (top * MIDDLE + middle) * TOPS + pair
+    own = tl.arange(0, MIDDLE)[None, :, None] * TOPS + pair + tl.arange(0, 2)[None, None, :]
+    cost = tl.zeros((1, TOPS, MIDDLE), tl.float32)
+    if PINNED:
+        cost = tl.where(top * MIDDLE + middle == tl.load(ends + mine), 0.0, FAR)
+    held = _held(even, LAYOUT, DECODE)
+    for t in range(COUNT):
+        if WIDTH == 2:  # too many to be held: decoded anew in each step
+            held = _held(even + ((t + ZERO) >> 31), LAYOUT, DECODE)
+        at = x + (t + FIRST) % STEPS * WIDTH
+        even_cost, odd_cost = cost, cost
+        for v in tl.static_range(WIDTH):
+            first, second = _differences(held[v], tl.load(at + v))
+            even_cost += first * first
+            odd_cost += second * second
+        least = tl.join(_least(even_cost, top), _least(odd_cost, top))
+        if t >= COUNT - KEPT:
+            which = (least & (TOPS - 1)).to(tl.uint8)
+            tl.store(back + (t - COUNT + KEPT) * ENDS + own, which)
+        cost = tl.reshape(tl.permute(least, (1, 0, 2)), (1, TOPS, MIDDLE))
+        cost = cost.to(tl.float32, bitcast=True)
+    if not PINNED:
+        tl.store(ends + mine, tl.argmin(tl.reshape(cost, (ENDS,)), 0))
+
+
+@triton.jit
+def _held(even, LAYOUT: tl.constexpr, DECODE: tl.constexpr):
+    """Values of these states and those that follow them, of each pair in 32 bits: a tuple of V."""
+    first, second = _values(even, LAYOUT, DECODE), _values(even + 1, LAYOUT, DECODE)
+    if LAYOUT.fmt.width == 1:
+        return (_packed(first, second),)
+    else:
+        a, b = tl.split(first)
+        c, d = tl.split(second)
+        return _packed(a, c), _packed(b, d)
+
+
+@triton.jit
+def _values(state, LAYOUT: tl.constexpr, DECODE: tl.constexpr):
+    """fp16 numbers of states, of the same shape; for two a state, in a last dimension."""
+    FORMAT: tl.constexpr = LAYOUT.fmt
+    A: tl.constexpr = state.shape[0]
+    B: tl.constexpr = state.shape[1]
+    C: tl.constexpr = state.shape[2]
+    window = tl.reshape(state, (A * B, C)).to(tl.uint32, bitcast=True)
+    values = DECODE(FORMAT, ((window,), 0, LAYOUT, tl.float32, ())).to(tl.float16)
+    if LAYOUT.fmt.width == 1:
+        return tl.reshape(values, (A, B, C))
+    else:
+        return tl.reshape(values, (A, B, C, 2))
+
+
+@triton.jit
+def _packed(low, high):
+    """Two numbers of fp16 in 32 bits."""
+    return (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (
+        high.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    )
+
+
+@triton.jit
+def _differences(held, x):
+    """Two numbers of fp16 each, less x in fp16: two tensors of fp32."""
+    if lang.NO_PTX:
+        low = held.to(tl.int16).to(tl.float16, bitcast=True) - x.to(tl.float16)
+        high = (held >> 16).to(tl.int16).to(tl.float16, bitcast=True) - x.to(tl.float16)
+        return low.to(tl.float32), high.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 x, d; .reg .b16 h, l; cvt.rn.f16x2.f32 x, $3, $3; sub.f16x2 d, $2, x;"
+            "mov.b32 {l, h}, d; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}",
+            "=f,=f,r,f", [held, x], (tl.float32, tl.float32), True, 1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _least(cost, top):
+    """The least costs over the top bits, which are in their lowest bits: (pairs, middle) int32."""
+    return tl.min((cost.to(tl.int32, bitcast=True) & -top.shape[1]) | top, 1)
 
 
 @triton.jit(do_not_specialize=["COUNT"])
-def _paths(
-    x, costs, back, out, COUNT,
-    LAYOUT: tl.constexpr, DECODE: tl.constexpr, STATE: tl.constexpr, STEPS: tl.constexpr,
-    LEAD: tl.constexpr, BLOCK: tl.constexpr,
+def _walk(
+    back, ends, out, COUNT,
+    WRITES: tl.constexpr, STATE: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """x (COUNT, STEPS, V) fp32 -> states (COUNT, STEPS) int32."""
-    BITS: tl.constexpr = LAYOUT.fmt.bits
-    WIDTH: tl.constexpr = LAYOUT.fmt.width
-    ENDS: tl.constexpr = 1 << (STATE - BITS)
-    mine = tl.program_id(0)
-    costs += mine * (2 * ENDS)
-    back += mine.to(tl.int64) * (STEPS * ENDS)
-    for sequence in range(mine, COUNT, tl.num_programs(0)):
-        own = x + tl.cast(sequence, tl.int64) * (STEPS * WIDTH)
-        end = _pass(own, costs, back, 0, STEPS - LEAD, 2 * LEAD, False, LAYOUT, DECODE, STATE,
-                    STEPS, BLOCK)  # fmt: skip
-        for i in range(LEAD):
-            end = _before(back, end, 2 * LEAD - 1 - i, STATE, BITS) >> BITS
-        tl.debug_barrier()
-        _pass(own, costs, back, end, 0, STEPS, True, LAYOUT, DECODE, STATE, STEPS, BLOCK)
-        for i in range(STEPS):
-            t = STEPS - 1 - i
-            state = _before(back, end, t, STATE, BITS)
-            tl.store(out + tl.cast(sequence, tl.int64) * STEPS + t, state)
-            end = state >> BITS
-        tl.debug_barrier()
+    """Walk back COUNT steps from each sequence's end, which becomes the one before them.
 
-
-@triton.jit
-def _before(back, end, t, STATE: tl.constexpr, BITS: tl.constexpr):
-    """The state at the best path's step t that ends with these bits."""
-    top = tl.load(back + t * (1 << (STATE - BITS)) + end).to(tl.int32)
-    return end | top << (STATE - BITS)
-
-
-@triton.jit
-def _pass(
-    x, costs, back, pin, first, count, PINNED: tl.constexpr,
-    LAYOUT: tl.constexpr, DECODE: tl.constexpr, STATE: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Costs and top bits of `count` steps from step `first` on; the state of least cost."""
-    BITS: tl.constexpr = LAYOUT.fmt.bits
-    ENDS: tl.constexpr = 1 << (STATE - BITS)
-    lane = tl.arange(0, BLOCK)
-    for q in range(0, ENDS, BLOCK):
-        start = tl.where(lane + q == pin, 0.0, FAR) if PINNED else tl.zeros((BLOCK,), tl.float32)
-        tl.store(costs + q + lane, start)
-    tl.debug_barrier()
-    for t in range(count):
-        now, new = costs + t % 2 * ENDS, costs + (t + 1) % 2 * ENDS
-        base = tl.load(now)  # taken off, so that costs stay small
-        base = tl.where(base > FAR / 2, 0.0, base)
-        for q in range(0, ENDS, BLOCK):
-            _step(x, now, new, back + t * ENDS, (t + first) % STEPS, base, q + lane,
-                  LAYOUT, DECODE, STATE)  # fmt: skip
-        tl.debug_barrier()
-    last = costs + count % 2 * ENDS
-    least = tl.load(last)
-    best = least.to(tl.int32) * 0
-    for q in range(0, ENDS, BLOCK):
-        part = tl.load(last + q + lane)
-        lowest = tl.min(part, 0)
-        best = tl.where(lowest < least, q + tl.argmin(part, 0), best)
-        least = tl.minimum(lowest, least)
-    return best
-
-
-@triton.jit
-def _step(
-    x, now, new, back, step, base, end,
-    LAYOUT: tl.constexpr, DECODE: tl.constexpr, STATE: tl.constexpr,
-):  # fmt: skip
-    """The costs of states that end with these bits, and their top bits, which are stored."""
-    BITS: tl.constexpr = LAYOUT.fmt.bits
-    WIDTH: tl.constexpr = LAYOUT.fmt.width
-    FORMAT: tl.constexpr = LAYOUT.fmt
-    BLOCK: tl.constexpr = end.shape[0]
-    best = tl.full((BLOCK,), 3e38, tl.float32)
-    which = tl.zeros((BLOCK,), tl.int32)
-    for top in range(1 << BITS):
+    out: (n, COUNT) int32, the states on the way if WRITES.
+    """
+    mine = tl.program_id(0).to(tl.int64)
+    end = tl.load(ends + mine)
+    for i in range(COUNT):
+        at = mine * COUNT + COUNT - 1 - i
+        top = tl.load(back + at * (1 << (STATE - BITS)) + end).to(tl.int32)
         state = end | top << (STATE - BITS)
-        cost = tl.load(now + (state >> BITS)) - base
-        window = tl.reshape(state, (1, BLOCK)).to(tl.uint32, bitcast=True)
-        values = DECODE(FORMAT, ((window,), 0, LAYOUT, tl.float32, ())).to(tl.float32)
-        if WIDTH == 1:
-            d = tl.reshape(values, (BLOCK,)) - tl.load(x + step)
-            cost += d * d
-        else:
-            first, second = tl.split(tl.reshape(values, (BLOCK, 2)))
-            d, e = first - tl.load(x + step * 2), second - tl.load(x + step * 2 + 1)
-            cost += d * d + e * e
-        which = tl.where(cost < best, top, which)
-        best = tl.minimum(cost, best)
-    tl.store(new + end, best)
-    tl.store(back + end, which.to(tl.uint8))
+        if WRITES:
+            tl.store(out + at, state)
+        end = state >> BITS
+    tl.store(ends + mine, end)
 
 
 def paths(x: Tensor, fmt: Format, lead: int, state: int | None = None) -> Tensor:
@@ -129,18 +162,34 @@ def paths(x: Tensor, fmt: Format, lead: int, state: int | None = None) -> Tensor
         lead: Steps at either end of a sequence that the first pass takes.
         state: Bits of a state, where they are fewer than the format's.
     """
+    x = x.clamp(-MOST, MOST)
     n, steps, _ = x.shape
     state = fmt.window if state is None else state
-    ends = 1 << (state - fmt.bits)
-    programs = min(n, max(1, MOST_BACK // (steps * ends)))
-    if x.is_cuda:
-        facts = torch.cuda.get_device_properties(x.device)
-        programs = min(programs, PROGRAMS * facts.multi_processor_count)
+    size = steps << (state - fmt.bits)
+    most = max(1, MOST_BACK // size)
     out = torch.empty(n, steps, dtype=torch.int32, device=x.device)
-    _paths[(programs,)](
-        x.contiguous(), x.new_empty(programs, 2, ends),
-        torch.empty(programs, steps, ends, dtype=torch.uint8, device=x.device), out, n,
-        LAYOUT=Layout(fmt), DECODE=lang.jit(type(fmt).triton_decode), STATE=state, STEPS=steps,
-        LEAD=lead, BLOCK=min(BLOCK, ends), num_warps=WARPS,
-    )  # fmt: skip
+    ends = torch.empty(n, dtype=torch.int32, device=x.device)
+    back = torch.empty(min(n, most) * size, dtype=torch.uint8, device=x.device)
+    for begin in range(0, n, most):
+        at = slice(begin, min(n, begin + most))
+        given, own, found = x[at].contiguous(), ends[at], out[at]
+        grid = (len(own),)
+        for pinned, first, count, kept in (
+            (False, steps - lead, 2 * lead, lead), (True, 0, steps, steps)
+        ):  # fmt: skip
+            _forward[grid](
+                given, own, back, first, count, kept, 0, PINNED=pinned, LAYOUT=Layout(fmt),
+                DECODE=lang.jit(type(fmt).triton_decode), STATE=state, STEPS=steps,
+                num_warps=warps(fmt),
+            )  # fmt: skip
+            _walk[grid](
+                back, own, found, kept, WRITES=pinned, STATE=state, BITS=fmt.bits, num_warps=1
+            )
     return out
+
+
+def warps(fmt: Format) -> int:
+    """Of a program: as many as there are middles for, whose states' values fill half of their
+    registers.
+    """
+    return 16 if fmt.bits <= 3 else 8

@@ -1,0 +1,49 @@
+"""What a chip of the Hopper family says of itself: launches and the cost model ask it."""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from anybit.kernels.cute.driver import call
+
+# Of cuda.h: CU_DEVICE_ATTRIBUTE_CLOCK_RATE, ..._MULTIPROCESSOR_COUNT, ..._MEMORY_CLOCK_RATE,
+# ..._GLOBAL_MEMORY_BUS_WIDTH, ..._L2_CACHE_SIZE.
+CLOCK, MULTIPROCESSORS, MEMORY_CLOCK, BUS, L2_CACHE = 13, 16, 36, 37, 38
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU of sm_90, or a slice of one.
+
+    No kernel is compiled for a chip: what differs is how it is launched, and which one is.
+
+    Attributes:
+        multiprocessors: How many.
+        read: Bytes that its memory can bring in a clock cycle.
+        l2: Bytes of its L2 cache.
+    """
+
+    multiprocessors: int
+    read: float
+    l2: int
+
+
+H200 = Chip(132, 2483, 60 << 20)  # the constants of the cost model were measured there
+
+
+@cache
+def chip_of(device: torch.device) -> Chip:
+    """The chip of a device of CUDA."""
+
+    def attribute(which: int) -> int:
+        value = ctypes.c_int()
+        call("cuDeviceGetAttribute", ctypes.byref(value), which, device.index or 0)
+        return value.value
+
+    count, clock = attribute(MULTIPROCESSORS), attribute(CLOCK)  # clocks are in kHz
+    read = 2 * attribute(MEMORY_CLOCK) * attribute(BUS) / 8 / max(clock, 1)  # two bits a clock
+    if not clock or not read:  # virtual GPUs may not tell
+        read = H200.read * count / H200.multiprocessors
+    return Chip(count, read, attribute(L2_CACHE))

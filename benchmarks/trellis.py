@@ -1,0 +1,178 @@
+"""Trellis codes on an H200: right, and how fast beside cuBLAS; as launched, on random bits.
+
+    python benchmarks/trellis.py build         # the kernels that the others launch; no GPU
+    python benchmarks/trellis.py check time
+    ncu --profile-from-start off --set full python benchmarks/trellis.py one \\
+        --schemes trellis@int8 --shapes 28672x4096 --m 1024
+
+`check` compares products of small layers with exact ones and reads weights back. `time` prints a
+table of microseconds last: cold weights, CUDA graphs, launches that may overlap. In 16 bits from 65
+tokens on, the weight's decoded copy with cuBLAS and the main loop are both timed. `tiles` times
+other tiles of `kernels/mma` for few tokens, the rule's first. `one` launches
+each product once with the profiler on. Kernels lie in $ANYBIT_CACHE, so that they can be built
+elsewhere and carried.
+"""
+
+import argparse
+import time
+
+import torch
+from hopper import one_hot
+from hopper_layers import (
+    Problem,
+    dense_us,
+    exact_product,
+    exact_weight,
+    right,
+    time_copy,
+    time_tile,
+)
+from mma import mma_us
+
+from anybit.core.scheme import parse_scheme
+from anybit.kernels.cute.build import build
+from anybit.kernels.cute.decode import Decoder, decoder
+from anybit.kernels.cute.jit import KernelSpec, kernel_file
+from anybit.kernels.cute.operands import operand_of
+from anybit.kernels.hopper import chip, scalar_linear, tiles
+from anybit.kernels.mma import tiles as mma
+from anybit.measure import bench
+
+DTYPE = torch.bfloat16
+SCHEMES = [
+    f"trellis:bits={bits}{suffix}" for bits in (2, 3, 4) for suffix in ("", "@int8")
+]  # fmt: skip
+SHAPES = ["28672x4096", "4096x14336", "6144x4096", "4096x4096"]
+MS = "1,4,16,64,256,1024"
+CHECKED = (208, 512), (4096, 1152)
+COUNTS = 1, 4, 9, 16, 17, 33, 64, 100, 256, 1024
+H200 = mma.Gpu((9, 0), chip.H200.multiprocessors, tiles.MAX_SHARED, tiles.SHARED_OF_SM)
+
+
+def kernels(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> list:
+    """What products of these sizes launch, and may launch instead of a copy."""
+    found: dict[KernelSpec | None, None] = {}
+    for scheme in schemes:
+        fmt, activation = parse_scheme(scheme)
+        d = decoder(fmt, operand_of(activation, DTYPE))
+        assert not isinstance(d, str)
+        found |= dict.fromkeys(scalar_linear.copy_kernels(d))
+        for n, k in [*shapes, *CHECKED]:
+            for m in [*counts, *COUNTS]:
+                if scalar_linear.narrow(m, n, d):
+                    found |= dict.fromkeys(narrow_kernels(d, m, n))
+                else:
+                    found[tiles.Kernel(d, tiles.choose(d, m, n, k), "bfloat16")] = None
+    return [kernel for kernel in found if kernel]
+
+
+def check(schemes: list[str]) -> int:
+    """How many products are wrong."""
+    bad = total = 0
+    for scheme in schemes:
+        for n, k in CHECKED:
+            p = Problem(scheme, DTYPE, n, k)
+            weight = exact_weight(p)
+            for m in COUNTS:
+                x = p.tokens(m)
+                ok = right(p, p.run(*x), exact_product(p, weight, *x))
+                bad, total = bad + (not ok), total + 1
+                if not ok:
+                    print(f"WRONG {scheme} {(m, n, k)}", flush=True)
+            ok = one_hot(p, weight)
+            bad, total = bad + (not ok), total + 1
+            if not ok:
+                print(f"WRONG one-hot {scheme} {(n, k)}", flush=True)
+    print(f"check: {bad} of {total} wrong", flush=True)
+    return bad
+
+
+def narrow_kernels(d: Decoder, m: int, n: int) -> list[mma.Kernel]:
+    """Tiles for few tokens, the rule's first."""
+    rule = mma.kernel_for(d, H200, m, n, "bfloat16")
+    shapes = [(1, 4, 4), (1, 4, 3), (2, 4, 4), (2, 4, 3), (1, 8, 2), (2, 8, 2)]
+    wanted = [mma.Tile(8 if m <= 8 else 16, s, w, ctas=c, kind="narrow") for s, w, c in shapes]
+    fit = [mma.fitted(tile, d, H200, 2, 5) for tile in wanted]
+    found = [mma.kernel_of(d, H200, tile, "bfloat16") for tile in fit if tile]
+    return [kernel for kernel in dict.fromkeys([rule, *found]) if kernel]
+
+
+def narrow_times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
+    for n, k in shapes:
+        for scheme in schemes:
+            p = Problem(scheme, DTYPE, n, k, cold=True)
+            for m in counts:
+                x, texts = p.tokens(m), []
+                for kernel in narrow_kernels(p.decoder, m, n):
+                    if kernel_file(kernel).exists():
+                        texts.append(f"{kernel.tile.name[7:]} {mma_us(p, x, kernel):.1f}")
+                print(f"{n}x{k} {scheme} M={m}:", *texts, sep="  ", flush=True)
+
+
+def times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
+    lines = []
+    for n, k in shapes:
+        dense = [dense_us(n, k, m, DTYPE) for m in counts]
+        lines.append(row(f"{n}x{k} cuBLAS bf16", dense))
+        print(lines[-1], flush=True)
+        for scheme in schemes:
+            p = Problem(scheme, DTYPE, n, k, cold=True)
+            lines.append(row(scheme, [time_tile(p, m, None, True) for m in counts]))
+            print(lines[-1], flush=True)
+            if tiles.may_copy(p.decoder):
+                large = [m for m in counts if m > 64]
+                loop = [time_tile(p, m, tiles.choose(p.decoder, m, n, k), True) for m in large]
+                gap = [None] * (len(counts) - len(large))
+                lines.append(row("  main loop", gap + loop))
+                lines.append(row("  copy", gap + [time_copy(p, m) for m in large]))
+    print("us, M =".ljust(28) + "".join(f"{m:>8}" for m in counts), *lines, sep="\n")
+
+
+def row(name: str, us: list) -> str:
+    return name.ljust(28) + "".join(" " * 8 if t is None else f"{t:8.1f}" for t in us)
+
+
+def one(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
+    """A launch of each product between the marks of a profiler."""
+    for scheme in schemes:
+        for n, k in shapes:
+            p = Problem(scheme, DTYPE, n, k)
+            for m in counts:
+                x = p.tokens(m)
+                p.run(*x)
+                torch.cuda.synchronize()
+                torch.cuda.cudart().cudaProfilerStart()
+                p.run(*x)
+                torch.cuda.synchronize()
+                torch.cuda.cudart().cudaProfilerStop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("modes", nargs="+", choices=["build", "check", "time", "tiles", "one"])
+    parser.add_argument("--schemes", nargs="+", default=SCHEMES)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    parser.add_argument("--m", type=bench.parse_counts, default=bench.parse_counts(MS))
+    parser.add_argument("--jobs", type=int, default=0, help="processes that compile; 0: one a core")
+    args = parser.parse_args()
+    shapes = [bench.parse_shape(text) for text in args.shapes]
+    for mode in args.modes:
+        start = time.perf_counter()
+        if mode == "build":
+            every = kernels(args.schemes, shapes, args.m)
+            print(len(every), "kernels", *build(every, None, args.jobs), sep="\n")
+        elif mode == "check":
+            check(args.schemes)
+        elif mode == "time":
+            times(args.schemes, shapes, args.m)
+        elif mode == "tiles":
+            narrow_times(args.schemes, shapes, [m for m in args.m if m <= mma.NARROW])
+        else:
+            one(args.schemes, shapes, args.m)
+        print(f"{mode}: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
