@@ -154,7 +154,7 @@ def reload(args: argparse.Namespace, folder: Path) -> None:
     """Seconds until a running engine has other dense weights, quantized as they are read."""
     made = checkpoint(args, folder)
     llm = engine(args, made, [1])
-    for _ in range(3):
+    for _ in range(2):
         start = time.perf_counter()
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(made)})
         write(args, "reload", 0, time.perf_counter() - start, "s")
@@ -302,10 +302,10 @@ def leave(graph: Any) -> None:
 
 
 def memory(args: argparse.Namespace, batch: int) -> int:
-    """Bytes of K and V of a batch in 16 bits, and a few blocks."""
+    """Bytes of K and V of a batch, and a few blocks."""
     config = LlamaConfig.from_pretrained(args.check) if args.check else MODELS[args.model]
     width = config.num_key_value_heads * config.head_dim
-    each = 4 * config.num_hidden_layers * width
+    each = (2 if args.kv.startswith("fp8") else 4) * config.num_hidden_layers * width
     return (batch + 2) * (length(args) if args.check else PROMPT + OUTPUT + 64) * each
 
 
