@@ -18,7 +18,9 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -161,7 +163,7 @@ def reload(args: argparse.Namespace, folder: Path) -> None:
     seconds(llm, args, 1, 8)
 
 
-def print_kernels(llm: Any, args: argparse.Namespace, batch: int, steps: int = 32) -> None:
+def print_kernels(llm: Any, args: argparse.Namespace, batch: int, steps: int = 128) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recorded
 
@@ -180,11 +182,14 @@ def print_kernels(llm: Any, args: argparse.Namespace, batch: int, steps: int = 3
         busy[name] += max(0.0, stop - max(start, last))
         last = max(last, stop)
     layers = MODELS[args.model].num_hidden_layers
-    # What runs once for every layer says how many steps there were.
-    made = max(n for name, n in count.items() if "flash" in name.lower() or "attn" in name) / layers
+    # What runs once for every layer says how many steps there were, and how long a layer takes.
+    each = max((n, name) for name, n in count.items() if "flash" in name.lower() or "attn" in name)
+    begins, made = [start for start, _, name in spans if name == each[1]], each[0] / layers
+    period = median(b - a for a, b in pairwise(begins)) * layers
     span = (end - spans[0][0]) / made
+    whole = sum(busy.values()) / made
     print(f"PROFILE {args.case} batch {batch}: {made:.1f} steps of {span:.0f} us, kernels "
-          f"{sum(busy.values()) / made:.0f} us; whole run {times:.3f} s")  # fmt: skip
+          f"{whole:.0f} us, layers {period:.0f} us; whole run {times:.3f} s")  # fmt: skip
     for name in sorted(busy, key=lambda name: -busy[name])[:40]:
         print(f"PROFILE {count[name] / made:7.1f} times {busy[name] / made:8.1f} us  {name[:90]}")
     for start, stop, name in spans[len(spans) // 2 :][: 3 * len(spans) // round(made * layers)]:
