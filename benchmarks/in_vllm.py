@@ -78,6 +78,8 @@ def main() -> None:
         run = profile if args.profile else reload if args.reload else measure
         run = compare if args.check else run
         run(args, folder)
+        if args.together:
+            print("DONE", flush=True)  # the next one need not wait until this one has closed
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
