@@ -145,6 +145,8 @@ def test_weights_are_copied_for_many_tokens() -> None:
     assert [tiles.copies(fp6, m, 28672, 4096) for m in counts] == [*[False] * 4, True]
     assert not any(tiles.copies(trellis, m, 256, 512) for m in counts)  # two launches
     assert not tiles.copies(decoder_of("trellis", "int8"), 4096, 28672, 4096)
+    assert tiles.decoded_rows(4096) * 4096 * 2 == tiles.DECODED
+    assert tiles.decoded_rows(1 << 24) == 128
     trellis_format = get_format("trellis")
     wanted = scalar_linear.copied(trellis_format, HALF, 4096, 28672, 4096, CUDA)
     assert wanted in build.kernels_of(trellis_format.spec)
@@ -172,8 +174,6 @@ def test_a_copy_is_multiplied_by_the_library(monkeypatch: pytest.MonkeyPatch) ->
     scalar_linear.copied.cache_clear()
     assert torch.equal(y, torch.nn.functional.linear(x, packed.dequantize().half(), bias.half()))
     assert seen == [("decode", "float16", (128, 128), 1), ("decode", "float16", (16, 128), 1)]
-    assert tiles.decoded_rows(4096) * 4096 * 2 == tiles.DECODED
-    assert tiles.decoded_rows(1 << 24) == 128
 
 
 @pytest.mark.parametrize(("spec", "operand"), [("liquid", "int8"), ("int4:group=128", "bfloat16")])

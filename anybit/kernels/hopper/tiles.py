@@ -128,7 +128,8 @@ class Kernel:
 def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
     """The tiles without those that would spill beside a crowded decoder, or a slow one."""
     if slow(decoder):  # 256 tokens of bytes halve the decoding
-        alone = [replace(t, ctas=1) for t in tiles if t.rows == ROWS and t.ctas < 3]
+        fit = [t for t in tiles if t.rows == ROWS and t.ctas < 3 and t.tokens != 192]
+        alone = [replace(t, ctas=1) for t in fit]
         return list(dict.fromkeys(alone))
     if not decoder.crowded:
         return tiles
@@ -172,12 +173,9 @@ def many(decoder: Decoder) -> list[Tile]:
 
 
 def equal(decoder: Decoder) -> list[Tile]:
-    """Tiles whose CTAs have equal shares.
-
-    Two of 64 tokens on a multiprocessor would spill, as would 192 tokens beside a slow decoder.
-    """
+    """Tiles whose CTAs have equal shares. Two of 64 tokens on a multiprocessor would spill."""
     every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128), Tile(128, rows=256)]
-    every += [Tile(192)] * (not slow(decoder)) + [Tile(256)] * (decoder.slot == 8)
+    every += [Tile(192), *[Tile(256)] * (decoder.slot == 8)]
     return [replace(t, shared=True, late=t.tokens >= 128) for t in suited(every, decoder)]
 
 
