@@ -269,7 +269,7 @@ def compare(args: argparse.Namespace) -> None:
                 chosen, said = tiles.choose(p.decoder, m, n, k), {}
                 for tile in [chosen, *p.tiles()]:
                     count = -(-n // tile.rows) * -(-m // tile.tokens)
-                    if tile.lag and count <= H200.multiprocessors:
+                    if tile.late != chosen.late and count <= H200.multiprocessors:
                         continue  # every CTA has one tile
                     if 2 * tile.tokens < min(m, 128) or tile.tokens >= 4 * max(m, 8):
                         continue

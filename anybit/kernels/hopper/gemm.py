@@ -184,7 +184,7 @@ class Gemm(Order, Epilogue):
             if thread % 32 < self.stages:
                 cute.arch.mbarrier_init(full + thread % 32, self.arrivals)
                 cute.arch.mbarrier_init(empty + thread % 32, 256)  # all consumers
-            if const_expr(self.tile.lag) and thread % 32 == 0:
+            if const_expr(self.tile.late) and thread % 32 == 0:
                 cute.arch.mbarrier_init(shared.ahead.data_ptr(), 128)  # the first warpgroup
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -330,7 +330,7 @@ class Gemm(Order, Epilogue):
             if at < last:
                 self.multiply(fragments, shared, tensors, problem, at, turns, stage, phase, place)
         else:
-            if const_expr(self.tile.lag) and at < last:  # noqa: SIM102
+            if const_expr(self.tile.late) and at < last:  # noqa: SIM102
                 if (group == 1) & (self.turn(at, turns)[3] < last):
                     cute.arch.mbarrier_wait(shared.ahead.data_ptr(), 0)
             while at < last:
@@ -359,7 +359,7 @@ class Gemm(Order, Epilogue):
         channels = self.fetch_channels(row_scale, row_zero, bias, row, channel, n)
         total.fill(0)
         previous, k = Int32(0), k_first
-        if const_expr(self.tile.lag):  # the K tile at which the other warpgroup may begin
+        if const_expr(self.tile.late):  # the K tile at which the other warpgroup may begin
             ahead = Int32(-1)
             if (group == 0) & (at == turns[0]):
                 ahead = cutlass.min(k_first + self.tile.lag, k_last) - 1
@@ -374,7 +374,7 @@ class Gemm(Order, Epilogue):
                     warpgroup.wait_group(self.running)
                 if const_expr(batch == 1):
                     self.release(empty + previous, k > k_first)
-                    if const_expr(self.tile.lag):
+                    if const_expr(self.tile.late):
                         arrive_if(shared.ahead.data_ptr().toint(), k == ahead)
                 self.decode_half(words, grid, registers, half, block, place_a)
                 warpgroup.fence()

@@ -70,35 +70,38 @@ class Order:
         """A tile's (row tile, its first row of blobs, expert, first token, last token + 1).
 
         Token tiles are innermost, so CTAs at work at the same time share weights and tokens in the
-        L2: `NEAR` tokens at most, or the weights of a wave would not fit beside them.
+        L2: `NEAR` tokens at most, or those of one expert, or the weights of a wave would not fit
+        beside them.
         """
         (table, given, each), m, _, m_tiles, n_tiles, expert_tiles = problem
-        if const_expr(self.near and not self.grouped):
-            before = tile // (self.near * n_tiles) * self.near
-            tile -= before * n_tiles
-            width = cutlass.min(m_tiles - before, Int32(self.near))
-            row_tile, index = tile // width, before + tile % width
-        else:
-            row_tile, index = tile // m_tiles, tile % m_tiles
-        expert, start, end = Int32(0), index * self.tokens, m
+        expert, end = Int32(0), m
         if const_expr(self.grouped):
-            span, before = Int32(0), Int32(0)
+            span, before, index = Int32(0), Int32(0), tile // n_tiles
             for i in cutlass.range_constexpr((SPANS - 1).bit_length() - 1, -1, -1):
                 step = const_expr(1 << i)
                 tiles = table[SPANS + span + step]  # up to that span's end
                 if tiles <= index:
                     span += step
                     before = tiles
-            index -= before
+            width = table[SPANS + 1 + span] - before  # the expert's tiles of tokens
             expert, start, end = span * each, table[span], table[span + 1]
             if each > 1:
                 end = given[expert + 1]
-                tiles = (end - start + (self.tokens - 1)) // self.tokens
-                while tiles <= index:
-                    index -= tiles
+                width = (end - start + (self.tokens - 1)) // self.tokens
+                while before + width <= index:
+                    before += width
                     expert += 1
                     start, end = end, given[expert + 1]
-                    tiles = (end - start + (self.tokens - 1)) // self.tokens
-            start += index * self.tokens
+                    width = (end - start + (self.tokens - 1)) // self.tokens
+            tile -= before * n_tiles
+            row_tile = tile // width
+            start += tile % width * self.tokens
+        else:
+            before, width = Int32(0), m_tiles
+            if const_expr(self.near):
+                before = tile // (self.near * n_tiles) * self.near
+                width = cutlass.min(m_tiles - before, Int32(self.near))
+            tile -= before * n_tiles
+            row_tile, start = tile // width, (before + tile % width) * self.tokens
         blobs = expert * (expert_tiles * (ROW_MULTIPLE // ROWS)) + row_tile * self.blocks
         return row_tile, blobs, expert, start, end

@@ -153,9 +153,9 @@ def multiply(
 def multiply_decoded(
     x: Tensor, kernel: mma_tiles.Kernel, prepared: Prepared, bias: Tensor | None
 ) -> Tensor:
-    """The library's products with rows of the weight, decoded as many at a time as the L2 keeps."""
+    """The library's products with a decoded weight, or with some of its rows at a time."""
     n, k = prepared.shape
-    rows = tiles.decoded_rows(k, chip_of(x.device))
+    rows = tiles.decoded_rows(k)
     y = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
     blobs, *of_rows = prepared.layout
     for start in range(0, n, rows):

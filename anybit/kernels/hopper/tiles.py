@@ -1,5 +1,6 @@
 """The kernels of the Hopper family, and which one a problem gets: data, not code."""
 
+import math
 from dataclasses import dataclass, replace
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
@@ -24,9 +25,9 @@ DECODE, FIXED, EXCHANGE, JOIN = 170, 6300, 3000, 5500
 READ, WRITTEN = 0.967, 0.886
 # Bytes a cycle of a multiprocessor: from the L2, of such sums.
 L2, SUMS = 38, 10
-HELD = 0.4  # of the L2, that decoded rows take
-# Multiply-adds a cycle of a multiprocessor in the library's product with a decoded copy.
-MULTIPLIED = 0.75 * 2048
+DECODED = 256 << 20  # bytes of a decoded copy, or of a part of it, at most
+# Multiply-adds a cycle of a multiprocessor that power allows: the library's, and ours.
+MULTIPLIED, SUSTAINED = 0.75 * 2048, 0.685 * 2048
 BYTES = Decoder("uint8", tuple(range(8)), middle=128)  # of a weight's copy in bytes
 
 
@@ -37,8 +38,8 @@ class Tile:
     tokens: 8 to 256. rows: weight rows, 128 or 256. ctas: resident on a multiprocessor.
     split: CTAs of a cluster that split the K of one tile.
     stages: K tiles in flight; 0 means all that fit. shared: CTAs have equal shares of all K tiles.
-    lag: K tiles by which the second warpgroup stays behind the first where a CTA has several tiles,
-    so that it multiplies while the first one writes outputs.
+    late: the second warpgroup stays some K tiles behind the first where a CTA has several tiles, so
+    that it multiplies while the first one writes outputs, and the other way round.
     """
 
     tokens: int
@@ -47,7 +48,12 @@ class Tile:
     split: int = 1
     stages: int = 0
     shared: bool = False
-    lag: int = 0
+    late: bool = False
+
+    @property
+    def lag(self) -> int:
+        """K tiles that the second warpgroup is behind: the others hide the copies' latency."""
+        return self.stages // 2 if self.late else 0
 
     @property
     def wide(self) -> bool:
@@ -66,7 +72,7 @@ class Tile:
     @property
     def name(self) -> str:
         split = f"_split{self.split}" if self.split > 1 else "_shared" * self.shared
-        split += f"_lag{self.lag}" * bool(self.lag)
+        split += "_late" * self.late
         return f"{self.rows}x{self.tokens}_{self.stages}stages_{self.ctas}ctas{split}"
 
 
@@ -123,7 +129,8 @@ class Kernel:
 def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
     """The tiles without those that would spill beside a crowded decoder, or a slow one."""
     if slow(decoder):  # 256 tokens of bytes halve the decoding
-        alone = [replace(t, ctas=1) for t in tiles if t.rows == ROWS and t.ctas < 3]
+        fit = [t for t in tiles if t.rows == ROWS and t.ctas < 3 and t.tokens != 192]
+        alone = [replace(t, ctas=1) for t in fit]
         return list(dict.fromkeys(alone))
     if not decoder.crowded:
         return tiles
@@ -158,18 +165,19 @@ def few(decoder: Decoder) -> list[Tile]:
 
 def many(decoder: Decoder) -> list[Tile]:
     """Tiles for more than 64 tokens. 256 tokens of 16-bit operands would leave two stages."""
-    large = [*(Tile(128, split=s) for s in (1, 2, 3)), Tile(128, rows=256)]
+    large = [Tile(128, late=True), Tile(128, split=2), Tile(128, split=3)]
+    large += [Tile(192, late=True), Tile(128, rows=256, late=True)]
     if decoder.slot == 16:
         return suited([*shared(decoder), *large], decoder)
     pairs = [Tile(64, ctas=2)] if decoder.bits <= 6 else []
-    return suited([*pairs, *shared(decoder), *large, Tile(256)], decoder)
+    return suited([*pairs, *shared(decoder), *large, Tile(256, late=True)], decoder)
 
 
 def equal(decoder: Decoder) -> list[Tile]:
     """Tiles whose CTAs have equal shares. Two of 64 tokens on a multiprocessor would spill."""
     every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128), Tile(128, rows=256)]
-    every += [Tile(256)] if decoder.slot == 8 else []
-    return [replace(tile, shared=True) for tile in suited(every, decoder)]
+    every += [Tile(192), *[Tile(256)] * (decoder.slot == 8)]
+    return [replace(t, shared=True, late=t.tokens >= 128) for t in suited(every, decoder)]
 
 
 def family(decoder: Decoder) -> list[Tile]:
@@ -404,32 +412,34 @@ def scaled(tile: Tile, decoder: Decoder) -> int:
 
 
 def may_copy(decoder: Decoder) -> bool:
-    """Whether a weight may be decoded once for the product of many tokens; see `copies`.
-
-    The main loop decodes it again for every tile of tokens, but that costs formats of one or two
-    planes less than a copy.
-    """
-    return decoder.operand != "float8_e4m3fn" and slow(decoder)
+    """Whether a weight may be decoded once for the product of many tokens; see `copies`."""
+    return decoder.slot == 16 or (decoder.operand != "float8_e4m3fn" and slow(decoder))
 
 
-def decoded_rows(k: int, chip: Chip) -> int:
-    """Rows of a weight that are decoded at a time: part of the L2, where they are read again."""
-    return max(1, int(HELD * chip.l2) // (2 * k * ROWS)) * ROWS
+def decoded_rows(k: int) -> int:
+    """Rows of a weight that are decoded at a time."""
+    return max(1, DECODED // (2 * k * ROWS)) * ROWS
 
 
 def copies(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> bool:
-    """Whether a decoded copy and its product take less time; an estimate.
+    """Whether a decoded copy and its product take less time.
 
-    16-bit copies are multiplied by the library, bytes by a kernel of this family.
+    16-bit copies are multiplied by the library, bytes by a kernel of this family. The main loop
+    decodes again for every tile of tokens. With many tokens of 16 bits the power is the limit, and
+    that lets it multiply a tenth less in the same time.
     """
     if m <= 64 or not may_copy(decoder):
         return False
-    copied = FIXED + decoder.slot // 8 * n * k / (WRITTEN * chip.read)
+    written = decoder.slot // 8 * n * k / (WRITTEN * chip.read)
+    decoded = n * k / 2048 * (4 * decoder.instructions + 200) / (4 * chip.multiprocessors)
+    copied = FIXED + max(written, decoded)
+    own = cycles(choose(decoder, m, n, k, chip), decoder, m, n, k, chip)
     if decoder.slot == 8:
-        copied += cycles(choose_copied(m, n, k, chip), BYTES, m, n, k, chip)
-    else:
-        copied += m * n * k / (MULTIPLIED * chip.multiprocessors)
-    return cycles(choose(decoder, m, n, k, chip), decoder, m, n, k, chip) > copied
+        return own > copied + cycles(choose_copied(m, n, k, chip), BYTES, m, n, k, chip)
+    products = m * n * k / chip.multiprocessors
+    waves = n * m / (128 * 128 * chip.multiprocessors)  # of the library's tiles
+    copied += FIXED + products / MULTIPLIED * math.ceil(waves) / waves
+    return max(own, products / SUSTAINED) > copied
 
 
 def copied_tiles() -> list[Tile]:
