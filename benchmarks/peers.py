@@ -457,4 +457,3 @@ PEERS = {
     f.__name__: f
     for f in (cublas, tinygemm, humming, quack, vllm, gemlite, bitsandbytes, aqlm, codegemm)
 }
-}
