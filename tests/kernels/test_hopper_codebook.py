@@ -409,7 +409,7 @@ def test_lookups_in_equal_shares() -> None:
     """Four CTAs for three tiles: each has parts of two, and sums meet in the workspace."""
     torch.manual_seed(0)
     packed, x = random_packed(codebook(4, 1), 384, 1024), torch.randn(40, 1024).half()
-    y = emulate_lookups(packed, x, None, Tile(64, shared=True), grid=4)
+    y = emulate_lookups(packed, x, None, Tile(96, shared=True), grid=4)
     assert error(y, x.double() @ operand_weight(packed, HALF).double().T) < 7e-4
 
 
