@@ -357,7 +357,7 @@ def table(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
 
 def compile_all(args: argparse.Namespace) -> None:
     """Every kernel that the other modes launch."""
-    kernels = [k for scheme in CHECKED for k in kernels_of(scheme)]
+    kernels = [k for scheme in args.checked for k in kernels_of(scheme)]
     for scheme in args.schemes:
         for m, shape in product((1, 2, 8, 16), SWEPT):
             k = bench.parse_shape(shape)[1]
@@ -388,6 +388,7 @@ def main() -> None:
     for mode in args.modes:
         start = time.perf_counter()
         args.schemes = given or (CHECKED if mode == "check" else TIMED)
+        args.checked = given or CHECKED
         if mode == "check":
             check(args.schemes)
         elif mode == "compile":

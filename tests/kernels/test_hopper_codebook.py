@@ -6,6 +6,7 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -410,7 +411,7 @@ def test_lookups_in_equal_shares() -> None:
     """Four CTAs for three tiles: each has parts of two, and sums meet in the workspace."""
     torch.manual_seed(0)
     packed, x = random_packed(codebook(4, 1), 384, 1024), torch.randn(40, 1024).half()
-    y = emulate_lookups(packed, x, None, Tile(64, shared=True), grid=4)
+    y = emulate_lookups(packed, x, None, Tile(96, shared=True), grid=4)
     assert error(y, x.double() @ operand_weight(packed, HALF).double().T) < 7e-4
 
 
@@ -486,6 +487,28 @@ def test_clusters_share_long_columns() -> None:
             assert plan.kernel.psumbook
             assert plan.splits > 1
             assert 66 <= plan.cluster * plan.splits * (132 // (plan.cluster * plan.splits)) <= 132
+
+
+@pytest.mark.parametrize("told", [0, 1, 5, 1000])
+@pytest.mark.parametrize(("n", "k"), [(28672, 4096), (272, 14336), (8192, 28672), (64, 8192)])
+def test_every_number_of_clusters_is_launched(
+    n: int, k: int, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the driver does not tell how many find room."""
+    monkeypatch.setattr(codebook_linear, "chip_of", lambda device: H200)
+    launcher = SimpleNamespace(most_clusters=lambda cluster, shared: told)
+    monkeypatch.setattr(codebook_linear, "loaded", lambda kernel, device: launcher)
+    codebook_linear.launch_of.cache_clear()
+    fmt, device = codebook(8, 2), torch.device("cuda", 0)
+    for m in (1, 2, 16):
+        plan, shared = codebook_linear.launch_of(fmt, m, n, k, HALF, device, None)
+        tiles_of = -(-n // ROWS)
+        assert 1 <= plan.teams <= tiles_of
+        assert shared == plan.kernel.shared(plan.cluster, -(-tiles_of // plan.teams))
+        assert shared <= MAX_SHARED
+        if told != 1000 and plan.cluster > 1 and plan.kernel.tokens > 2:
+            assert plan.teams * plan.splits * plan.cluster <= 132
+    codebook_linear.launch_of.cache_clear()
 
 
 def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

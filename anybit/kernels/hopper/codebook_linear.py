@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anybit.core.format import Format
-from anybit.errors import InvalidInput, Unsupported
+from anybit.errors import InvalidInput
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.cute.cells import (
     ROWS,
@@ -202,16 +202,13 @@ def launch_of(
         if shared > MAX_SHARED:  # too many sums: fewer tiles for each cluster, one after another
             waves += 1
             continue
+        # Where the driver does not tell: clusters do not fill the processor's parts.
         resident = loaded(kernel, device.index).most_clusters(cluster, shared)
-        if not resident:
-            raise Unsupported(
-                f"{fmt.spec}: {cluster} multiprocessors must work together for K={k}, and this GPU "
-                "or slice of one has no such group; use another format, or a larger slice"
-            )
-        resident //= plan.splits
+        resident = resident or chip.multiprocessors * 7 // 8 // cluster
+        resident = max(1, resident // plan.splits)
         if resident >= teams:
             break
-        teams = max(1, resident)
+        teams = resident
     teams = min(teams * waves, row_tiles)
     return replace(plan, teams=teams), kernel.shared(cluster, -(-row_tiles // teams))
 

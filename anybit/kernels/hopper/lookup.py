@@ -23,7 +23,7 @@ from anybit.kernels.hopper.codebook_tiles import TABLE
 from anybit.kernels.hopper.tiles import Kernel, Tile, fits_once, fitted
 
 TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
-DENSE_FROM = 2048  # tokens, by codebook
+DENSE_FROM = 4096  # tokens, by codebook
 MOST_HELD = 64  # tokens that one tile holds, if it may
 
 
@@ -90,12 +90,12 @@ def candidates(d: LookupDecoder) -> list[Tile]:
     With more than one codebook, 256 tokens have too few stages to gain anything, and tiles of 256
     rows spill, as they do with fine groups; clusters of four were slower than those of two.
     """
-    every = [Tile(tokens, split=split) for tokens in (32, 64, 128) for split in (1, 2)]
-    every += [Tile(tokens, shared=True) for tokens in (32, 64, 128)]
+    every = [Tile(tokens, split=split) for tokens in (32, 64, 96, 128) for split in (1, 2)]
+    every += [Tile(tokens, shared=True) for tokens in (32, 64, 96, 128)]
     if d.cells.m <= 2 and d.groups <= 4:
         every += [Tile(64, rows=256)]
     if d.cells.m == 1 and d.cells.v == 4 and d.groups <= 4:
-        every += [Tile(128, rows=256)]
+        every += [Tile(96, rows=256), Tile(128, rows=256)]
     every += [Tile(256)] * (d.cells.m == 1)
     return [tile for tile in (fitted(tile, d) for tile in every) if tile.stages >= 2]
 
