@@ -37,7 +37,9 @@ from anybit.kernels.cute.lang import (
 RUN = 8  # weights of a tile that follow each other in a lane
 TILES = 4  # of a thread's half K tile
 STATE_BYTES = 2
-PLANE = 33  # instructions for 32 weights that take as long as a plane of other codes
+# Instructions for 32 weights that take as long as a plane of other codes, by bits of an operand: in
+# int8 some wait for the tensor core.
+PLANE = {16: 50, 8: 33}
 HALVES = ("mcg", "3inst")
 # What states are multiplied by; signed weights of the product's bytes, and what is added, for a
 # step's first and second weight. Of "sum8" a one is missing, which `MIDDLE` makes good: zeros cost
@@ -100,7 +102,7 @@ class TrellisDecoder(HalfDecoder):
 
     @property
     def cost(self) -> float:
-        return self.instructions / PLANE
+        return self.instructions / PLANE[self.slot]
 
     @property
     def step(self) -> int:

@@ -45,7 +45,7 @@ CASES = [
     ("q4_k", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
     ("iq4_xs", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
     ("sparse@int8", HALF, Tile(8, ctas=2), (8, 128, 384), 2),
-    ("trellis@int8", BRAIN, Tile(64, rows=256, stages=2), (9, 144, 256), 1),
+    ("trellis@int8", BRAIN, Tile(128, stages=2), (9, 144, 256), 1),
 ]
 if EVERY_KERNEL:
     CASES += [
