@@ -112,6 +112,19 @@ def ratios_of(model: str, other: str, spec: str, m: int) -> float:
     return formats[other][m] / formats[spec][m]
 
 
+def timed(spec: str) -> list[str]:
+    """Models whose layers were timed in a format; squares left out."""
+    return [m for m, formats in sums().items() if spec in formats and not m.startswith("square")]
+
+
+def over_layers(other: str, spec: str, m: int) -> list[float]:
+    """Speed of a format over another in all products of a layer, by model."""
+    found = [ratios_of(model, other, spec, m) for model in timed(spec)]
+    if not found:
+        raise LookupError(f"no layers in {spec}")
+    return found
+
+
 def ablation(scheme: str, way: Key, other: Key, experts: int = 0) -> list[float]:
     """Times of one way to decode and multiply over those of another, for all numbers of tokens."""
     times: dict[Key, list[float]] = defaultdict(list)
