@@ -1,7 +1,7 @@
 """What ZeroQuant(4+2) and FP6-LLM claim."""
 
 from claims import WEIGHTS, Claim, best, lost, measured, one, over_paper, span, speeds
-from paper_tables import NAMES, faster, gains, gains_at, gains_of, ratios_of, slower
+from paper_tables import NAMES, faster, gains, gains_at, gains_of, over_layers, slower, timed
 
 from anybit.planning.cost_model import instructions
 
@@ -148,20 +148,18 @@ def zeroquant() -> list[Claim]:
 
 def fp6_llm() -> list[Claim]:
     nf4 = "h200_gemm.csv: peer=bitsandbytes; format=nf4:group=64; M=16"
-    models = ("llama-65b", "opt-30b", "llama-2-70b-fp6")
+    models = timed("fp6")
+    named = ", ".join(NAMES[model.removesuffix("-fp6")] for model in models)
 
     def over(other: str) -> str:
         """fp6's speed in all products of a layer over another format's, by tokens."""
-        return ", ".join(
-            f"{m} tokens {span(ratios_of(model, other, 'fp6', m) for model in models)}"
-            for m in (8, 16, 32)
-        )
+        return ", ".join(f"M={m} {span(over_layers(other, 'fp6', m))}" for m in (8, 16, 32))
 
     return [
         measured(
             "Kernel over cuBLAS, 8, 16, 32 tokens",
             "2.2x, 2.2x, 2.0x",
-            lambda: f"products of a layer of Llama-65B, OPT-30B and Llama-2-70B: {over('bf16')}",
+            lambda: f"products of a layer of {named}: {over('bf16')}",
             LAYERS + "fp6/bf16; M=8/16/32",
         ),
         measured(

@@ -72,7 +72,11 @@ def llama70b() -> str:
 
 def gains() -> list[float]:
     """Of fp6 on one GPU over bf16 on two, for all batches and contexts."""
-    return [x for batch in ("1", "4", "16", "64") for x in gains_at(batch).values()]
+    batches = dict.fromkeys(batch for model, _, _, batch, _ in steps() if model == HALF)
+    found = [x for batch in batches for x in gains_at(batch).values()]
+    if not found:
+        raise LookupError("70B")
+    return found
 
 
 def gains_at(batch: str) -> dict[str, float]:
@@ -106,6 +110,19 @@ def ratios_of(model: str, other: str, spec: str, m: int) -> float:
     """Time of all products of a layer over that of another format."""
     formats = sums().get(model, {})
     return formats[other][m] / formats[spec][m]
+
+
+def timed(spec: str) -> list[str]:
+    """Models whose layers were timed in a format; squares left out."""
+    return [m for m, formats in sums().items() if spec in formats and not m.startswith("square")]
+
+
+def over_layers(other: str, spec: str, m: int) -> list[float]:
+    """Speed of a format over another in all products of a layer, by model."""
+    found = [ratios_of(model, other, spec, m) for model in timed(spec)]
+    if not found:
+        raise LookupError(f"no layers in {spec}")
+    return found
 
 
 def ablation(scheme: str, way: Key, other: Key, experts: int = 0) -> list[float]:
