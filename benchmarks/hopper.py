@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from hopper_layers import (
+    MORE_TILES,
     Problem,
     dense_us,
     exact_product,
@@ -35,7 +36,8 @@ from hopper_layers import (
 from torch import Tensor
 
 from anybit.core.format import get_format
-from anybit.kernels.cute import operands
+from anybit.core.scheme import parse_scheme
+from anybit.kernels.cute import jit, operands
 from anybit.kernels.cute.build import build
 from anybit.kernels.cute.decode import MANTISSA
 from anybit.kernels.hopper import scalar_linear, tiles
@@ -257,6 +259,16 @@ def sweep(args: argparse.Namespace) -> None:
 def compare(args: argparse.Namespace) -> None:
     """Time the tiles that the model ranks first, as launched, beside what it says and cuBLAS."""
     out = []
+    if jit.dsl_version():
+        kernels: list[jit.KernelSpec] = []
+        for scheme in args.schemes:
+            fmt, activation = parse_scheme(scheme)
+            operand = operands.operand_of(activation, torch.bfloat16)
+            d = operands.decoder_for(fmt, getattr(torch, operand))
+            large = [t for t in (*tiles.family(d), *MORE_TILES) if t.tokens >= 96]
+            kernels += [Kernel(d, tiles.fitted(t, d), "bfloat16") for t in large]
+            kernels += scalar_linear.copy_kernels(d)
+        print("not compiled:", *build(kernels), sep="\n")
     for n, k in args.shapes:
         dense = {
             m: min(dense_us(n, k, m, dtype) for dtype in (torch.float16, torch.bfloat16))

@@ -196,12 +196,10 @@ class Gemm(Order, Epilogue):
         # A CTA takes every so many tiles, or a list of units; or a cluster splits a tile along K.
         k_tiles = (k + (K_TILE - 1)) // K_TILE
         table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(EXPERT_WORDS))
-        m_tiles = (m + (self.tokens - 1)) // self.tokens
-        spans = (table, table, experts)
+        m_tiles, spans = (m + (self.tokens - 1)) // self.tokens, (table, table, experts)
         if const_expr(self.grouped):
             cute.arch.griddepcontrol_wait()
-            m_tiles, given, each = self.count_tiles(starts, table, experts, thread)
-            spans = (table, given, each)
+            m_tiles, spans = self.count_tiles(starts, table, experts, thread)
         # What does not change from tile to tile.
         rows = const_expr(self.tile.rows)
         n_tiles = (n + (rows - 1)) // rows

@@ -39,7 +39,7 @@ class Order:
         are more than `SPANS`. The sums are made in eight steps by all threads: one after the other,
         256 experts took longer than many a product.
 
-        Returns (token tiles of all, where experts' tokens start, experts of a span).
+        Returns (token tiles of all, (table, where experts' tokens start, experts of a span)).
         """
         given = cute.make_tensor(starts, cute.make_layout(experts + 1))
         each = (experts + (SPANS - 1)) // SPANS
@@ -63,7 +63,7 @@ class Order:
         if thread < SPANS:
             table[SPANS + 1 + thread] = total
         cute.arch.sync_threads()
-        return table[2 * SPANS], given, each
+        return table[2 * SPANS], (table, given, each)
 
     @cute.jit
     def locate(self, tile, problem):
