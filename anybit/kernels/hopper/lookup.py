@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from anybit.core.format import Format
+from anybit.kernels.cute import pack
 from anybit.kernels.cute.cells import CELL, ROWS, Cells, cells_of
 from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder
 from anybit.kernels.hopper import tiles
@@ -112,7 +113,7 @@ def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile 
     found = [tile for tile in every if tile.tokens >= least and fits_once(tile, d, m, n, k, chip)]
 
     def time(tile: Tile) -> float:
-        doubt = 0.9 if tile.shared or tile.rows > tiles.ROWS else 1
+        doubt = 0.9 if tile.shared or tile.rows > pack.ROWS else 1
         return cycles(tile, d, m, n, k, chip) / doubt
 
     return min(found, key=time, default=None)
@@ -125,7 +126,7 @@ def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int, chip: Chip) -> 
     more. A token of a K tile takes four for the products of 128 rows, and three to come and for the
     rest. The numbers fit times of an H200; two stages do not hide the copies' latency.
     """
-    blocks = tile.rows // tiles.ROWS
+    blocks = tile.rows // pack.ROWS
     looked_up = (512 if d.cells.v == 4 else 400) * d.cells.m * blocks + 500 * (tile.stages == 2)
     step = looked_up + (4 * blocks + 3) * tile.tokens
     return tiles.cycles(tile, d, m, n, k, chip, step)
