@@ -149,6 +149,7 @@ class Work:
             "clip": Clip,
             "hqq": HQQ,
             "gptq": lambda: GPTQ(text),
+            "follow": lambda: GPTQ(text, follow=True),
             "smooth": lambda: Smooth(text, then=Clip()),
             "smooth+gptq": lambda: Smooth(text, then=GPTQ()),
             "additive": lambda: Additive(text),

@@ -341,6 +341,7 @@ LOOKUPS = [
     (8, 2, 64, BRAIN, Tile(32), (18, 128, 320), 1),
     (16, 3, 128, BRAIN, Tile(32), (7, 128, 384), 1),
     (4, 1, 128, HALF, Tile(32, rows=256, split=3), (9, 392, 384), 1),
+    (8, 2, 128, HALF, Tile(32, shared=True), (20, 296, 512), 2),
     (4, 1, 4, BRAIN, Tile(32), (9, 128, 260), 1),  # fine groups: of one vector
     (16, 3, 32, HALF, Tile(32), (9, 128, 544), 1),  # of two
     (8, 1, 24, HALF, Tile(32), (9, 128, 528), 1),  # of three, which are scaled one by one
@@ -370,13 +371,13 @@ def emulate_lookups(
     assert cubin.resources(made)[1] == 0  # no spills
     blocks, row_scale, book = pack(packed)
     y = torch.full((m, n), torch.nan, dtype=x.dtype)
-    grid = grid or tiles.grid(tile, m, n)
+    grid = grid or (2 if tile.shared else tiles.grid(tile, m, n))
     work = torch.full((tiles.workspace(tile, m, n, grid),), torch.nan)
-    counters = torch.zeros(64, dtype=torch.int32)
+    counters = torch.zeros(8 * grid, dtype=torch.int32)
     arguments: list[Parameter] = [
         TensorMap(x.view(torch.uint8).numpy().reshape(m, 2 * k), tile.tokens, 2, in_use=True), 0,
         array(blocks), array(row_scale), array(book.to(x.dtype)), 0, 0, array(bias), in_use(y),
-        0, array(work), array(counters), m, n, k, 1, 1,
+        0, in_use(work), in_use(counters), m, n, k, 1, 1,
     ]  # fmt: skip
     Machine(ptx).launch(arguments, grid, tile.threads, shared, tile.split, seed)
     assert not y.isnan().any(), "outputs that nobody wrote"
@@ -406,7 +407,8 @@ def test_lookups_of_many_tokens(
     for seed in range(1, seeds):
         assert torch.equal(emulate_lookups(packed, x, bias, tile, seed), y)
     if seeds > 1 and tile.split == 1:  # fewer CTAs than tiles: each does several
-        assert torch.equal(emulate_lookups(packed, x, bias, tile, grid=1), y)
+        alone = emulate_lookups(packed, x, bias, tile, grid=1)
+        assert error(alone, y.double()) < 4e-4 if tile.shared else torch.equal(alone, y)
 
 
 @needs_dsl

@@ -135,12 +135,10 @@ def multiply_many(
     bias = offsets(bias, wide, x.dtype)
     kernel = lookup_kernel(fmt, x.dtype, tile or lookup_tile(fmt, m, n, k, x.dtype, x.device))
     grid = tiles.grid(kernel.tile, m, n, chip=chip)
+    sums = tiles.workspace(kernel.tile, m, n, grid)
+    _work, workspace = scalar_linear.meeting_place(sums, x.device)
     if overlap is None:
         overlap = tiles.overlaps(kernel.tile, kernel.decoder, m, n, chip=chip)
-    workspace = 0, 0
-    if shared := tiles.workspace(kernel.tile, m, n, grid):
-        work = torch.empty(shared, dtype=torch.float32, device=x.device)
-        workspace = work.data_ptr(), zeros(x.device).data_ptr()
     blocks, row_scale, *books = prepared.layout
     scalar_linear.loaded(kernel, x.device.index).launch(
         x,

@@ -92,7 +92,7 @@ def candidates(d: LookupDecoder) -> list[Tile]:
     rows spill, as they do with fine groups; clusters of four were slower than those of two.
     """
     every = [Tile(tokens, split=split) for tokens in (32, 64, 96, 128) for split in (1, 2)]
-    every += [Tile(tokens, shared=True) for tokens in (64, 96, 128)]
+    every += [Tile(tokens, shared=True) for tokens in (32, 64, 96, 128)]
     if d.cells.m <= 2 and d.groups <= 4:
         every += [Tile(64, rows=256)]
     if d.cells.m == 1 and d.cells.v == 4 and d.groups <= 4:
