@@ -311,7 +311,12 @@ def decoded_case(scheme: str) -> bench.Case:
         return bench.Layer(p.prepared, run, p.nbytes, p.packed.dequantize(), random=True)
 
     return bench.Case(
-        "anybit-hopper", get_format(scheme).spec, "fp16", torch.float16, prepare, "decoded, cuBLAS"
+        "anybit-hopper",
+        get_format(scheme).spec,
+        "fp16",
+        torch.float16,
+        prepare,
+        "decoded for cuBLAS",
     )
 
 

@@ -138,7 +138,7 @@ def groups() -> str:
         if any(row):
             out.append([str(g or "a row"), *row])
     titles = [f"m{m}v{v}, {n}x{k}" for (m, v, _), (n, k) in product(of, shapes)]
-    return markdown(["g", *titles], out if len(out) > 2 else [])
+    return markdown(["g", *titles], out)
 
 
 def parameters(name: str) -> dict[str, int]:

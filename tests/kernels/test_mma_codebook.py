@@ -243,7 +243,9 @@ class Exact:
         return y.to(x.dtype)
 
 
-@pytest.mark.parametrize("spec", ["codebook:m=1,v=4", "codebook:m=4,v=8,group=1024"])
+@pytest.mark.parametrize(
+    "spec", ["codebook:m=1,v=4", "codebook:m=4,v=8,group=1024", "codebook:m=1,v=4,b=6,group=96"]
+)
 @pytest.mark.parametrize("wrong", ["", "weights", "sums", "splits"])
 def test_the_self_test_finds_what_is_wrong(
     spec: str, wrong: str, monkeypatch: pytest.MonkeyPatch

@@ -35,7 +35,7 @@ from anybit.kernels.hopper.lookup import LookupDecoder, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
 from anybit.kernels.hopper.tiles import MAX_SHARED, Kernel, Tile
-from anybit.kernels.mma.linear import zeros
+from anybit.kernels.mma.linear import keep_spare, zeros
 
 MOST_TOKENS = 16  # of one launch
 
@@ -218,4 +218,5 @@ def loaded(kernel: CodebookKernel, device: int) -> CodebookLauncher:
     """A kernel on a device."""
     path = built(kernel)
     with torch.cuda.device(device):
+        keep_spare(torch.device("cuda", device))  # another number of tokens may be captured next
         return CodebookLauncher(path, device)

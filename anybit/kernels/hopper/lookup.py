@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from anybit.core.format import Format
+from anybit.kernels.cute import pack
 from anybit.kernels.cute.cells import CELL, ROWS, Cells, cells_of
 from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder
 from anybit.kernels.hopper import tiles
@@ -88,14 +89,13 @@ def candidates(d: LookupDecoder) -> list[Tile]:
     """Tiles that leave room for at least two stages beside the table.
 
     With more than one codebook, 256 tokens have too few stages to gain anything, and tiles of 256
-    rows spill, as they do with fine groups; clusters of four were slower than those of two.
+    rows spill, as they do with fine groups; those of 128 tokens were slower, and those of 64 no
+    faster. Clusters of four were slower than those of two.
     """
     every = [Tile(tokens, split=split) for tokens in (32, 64, 96, 128) for split in (1, 2)]
     every += [Tile(tokens, shared=True) for tokens in (32, 64, 96, 128)]
-    if d.cells.m <= 2 and d.groups <= 4:
-        every += [Tile(64, rows=256)]
     if d.cells.m == 1 and d.cells.v == 4 and d.groups <= 4:
-        every += [Tile(96, rows=256), Tile(128, rows=256)]
+        every += [Tile(96, rows=256)]
     every += [Tile(256)] * (d.cells.m == 1)
     return [tile for tile in (fitted(tile, d) for tile in every) if tile.stages >= 2]
 
@@ -112,7 +112,7 @@ def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile 
     found = [tile for tile in every if tile.tokens >= least and fits_once(tile, d, m, n, k, chip)]
 
     def time(tile: Tile) -> float:
-        doubt = 0.9 if tile.shared or tile.rows > tiles.ROWS else 1
+        doubt = 0.9 if tile.shared or tile.rows > pack.ROWS else 1
         return cycles(tile, d, m, n, k, chip) / doubt
 
     return min(found, key=time, default=None)
@@ -125,7 +125,7 @@ def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int, chip: Chip) -> 
     more. A token of a K tile takes four for the products of 128 rows, and three to come and for the
     rest. The numbers fit times of an H200; two stages do not hide the copies' latency.
     """
-    blocks = tile.rows // tiles.ROWS
+    blocks = tile.rows // pack.ROWS
     looked_up = (512 if d.cells.v == 4 else 400) * d.cells.m * blocks + 500 * (tile.stages == 2)
     step = looked_up + (4 * blocks + 3) * tile.tokens
     return tiles.cycles(tile, d, m, n, k, chip, step)

@@ -1,5 +1,7 @@
 """The self-test of a codebook kernel: a small weight of whole numbers, whose products are exact."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ def wrong(layer: LayerSpec, kernel: CodebookKernel) -> str | None:
     """
     assert layer.dtype is not None
     cells, tile = kernel.cells, kernel.tile
-    step = max(cells.columns, layer.format.group)
+    step = math.lcm(cells.columns, layer.format.group or 1)
     n, k = 3 * ROWS + 8, -(-cells.columns * (tile.warps + 3) // step) * step
     packed = weight(layer, (n, k))
     prepared = prepare(packed.to(layer.device), None)
