@@ -141,7 +141,7 @@ def test_launches_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_formats_that_decode_slowly_are_copied_for_many_tokens() -> None:
     """And then only; the kernel for it is among those that are built."""
-    trellis, fp6 = (decoder_of(spec, "float16") for spec in ("trellis", "fp6"))
+    trellis, fp6 = (decoder_of(spec, "float16") for spec in ("trellis:bits=4", "fp6"))
     copied = [tiles.copies(trellis, m, 28672, 4096) for m in (1, 64, 128, 4096)]
     assert copied == [False, False, False, True]
     assert not tiles.copies(fp6, 4096, 28672, 4096)
@@ -150,7 +150,7 @@ def test_formats_that_decode_slowly_are_copied_for_many_tokens() -> None:
     for m, n, k in ((4096, 28672, 4096), (1000, 48, 128), (600, 4096, 14336)):
         product = Kernel(tiles.BYTES, tiles.choose_copied(m, n, k), "float16")
         assert product in build.kernels_of("trellis@int8")
-    trellis_format = get_format("trellis")
+    trellis_format = get_format("trellis:bits=4")
     wanted = scalar_linear.copied(trellis_format, HALF, 4096, 28672, 4096, CUDA)
     assert wanted in build.kernels_of(trellis_format.spec)
     assert scalar_linear.copied(get_format("fp6"), HALF, 4096, 28672, 4096, CUDA) is None

@@ -121,7 +121,7 @@ class Kernel:
 
 def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
     """The tiles without those that would spill beside a crowded decoder, or a slow one."""
-    if slow(decoder):  # 256 tokens of bytes halve the decoding
+    if slow(decoder):
         alone = [replace(t, ctas=1) for t in tiles if t.rows == ROWS and t.ctas < 3]
         return list(dict.fromkeys(alone))
     if not decoder.crowded:
@@ -156,18 +156,23 @@ def few(decoder: Decoder) -> list[Tile]:
 
 
 def many(decoder: Decoder) -> list[Tile]:
-    """Tiles for more than 64 tokens. 256 tokens of 16-bit operands would leave two stages."""
-    large = [*(Tile(128, split=s) for s in (1, 2, 3)), Tile(128, rows=256)]
-    if decoder.slot == 16:
-        return suited([*shared(decoder), *large], decoder)
-    pairs = [Tile(64, ctas=2)] if decoder.bits <= 6 else []
-    return suited([*pairs, *shared(decoder), *large, Tile(256)], decoder)
+    """Tiles for more than 64 tokens."""
+    large = [*(Tile(128, split=s) for s in (1, 2, 3)), Tile(128, rows=256), *largest(decoder)]
+    pairs = [Tile(64, ctas=2)] if decoder.slot == 8 and decoder.bits <= 6 else []
+    return suited([*pairs, *shared(decoder), *large], decoder)
+
+
+def largest(decoder: Decoder) -> list[Tile]:
+    """Tiles of 256 tokens: of bytes; of 16 bits to halve slow decoding, if three stages fit."""
+    if decoder.slot == 16 and not (slow(decoder) and fitted(Tile(256), decoder).stages > 2):
+        return []
+    return [Tile(256)]
 
 
 def equal(decoder: Decoder) -> list[Tile]:
     """Tiles whose CTAs have equal shares. Two of 64 tokens on a multiprocessor would spill."""
     every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128), Tile(128, rows=256)]
-    every += [Tile(256)] if decoder.slot == 8 else []
+    every += largest(decoder)
     return [replace(tile, shared=True) for tile in suited(every, decoder)]
 
 
