@@ -89,6 +89,12 @@ class Kernel:
         """The dtype of X."""
         return "int8" if self.decoder.operand == "uint8" else self.decoder.operand
 
+    @property
+    def piece(self) -> int:
+        """Tokens of a WGMMA: products of a slow decoder of bytes wait until one ends."""
+        short = slow(self.decoder) and self.decoder.slot == 8
+        return min(self.tile.tokens, 64 if short else 256)
+
     # As a `jit.KernelSpec`.
 
     @property
