@@ -44,7 +44,7 @@ HALVES = ("mcg", "3inst")
 # What states are multiplied by; signed weights of the product's bytes, and what is added, for a
 # step's first and second weight. Of "sum8" a one is missing, which `MIDDLE` makes good: zeros cost
 # a product no registers.
-SUMS = {
+SUMS: dict[str, tuple[int, tuple[int, int], tuple[int, int]]] = {
     "sum8": (0x83DCD12D, (0x40404040, 0x40404040), (0, 0)),
     "pair8": (0xCBAC1FED, (0xC000405A, 0x405A4000), (128 * 257 - 11475, 128 * 257 - 27795)),
     "mul1": (0x83DCD12D, (0x01010101, 0x01010101), (0x6400, 0x6400)),  # fp16's exponent of 1024
@@ -196,18 +196,18 @@ class TrellisDecoder(HalfDecoder):
             times, plus = (0xCBAC1FED, 0) if self.code == "mcg" else (89226354, 64248484)
             hashes = [s * times + plus if plus else s * times for s in states]
             return [add_halves(mask_flip(x, 0x8FFF8FFF, 0x3B603B60)) for x in hashes]
-        times, weights, plus = SUMS[self.code]
+        times, weights, added = SUMS[self.code]
         hashes, width = [s * times for s in states], PAIRS.get(self.code, 1)
         if self.slot == 16:
-            ways = list(zip(weights, plus, strict=True))[:width]
+            ways = list(zip(weights, added, strict=True))[:width]
             return [dot4(x, w, p) for x in hashes for w, p in ways]
         if width == 2:
             a, b, c, d = hashes  # columns c and c + 8 of row g, and of row g + 8
-            found = [byte_sums([a, c, b, d], of_steps(a, weights, i), plus) for i in (0, 1)]
+            found = [byte_sums([a, c, b, d], of_steps(a, weights, i), added) for i in (0, 1)]
             return [found[i][2 * v + e] for v in (0, 1) for i in (0, 1) for e in (0, 1)]
         first, second = ([hashes[e + i] for i in (0, 4, 2, 6)] for e in (0, 1))
         wanted = of_words(first[0], weights[0])
-        both = zip(*(byte_sums(x, wanted, plus) for x in (first, second)), strict=True)
+        both = zip(*(byte_sums(x, wanted, added) for x in (first, second)), strict=True)
         return [word for two in both for word in two]
 
     def pair(self, low: Word, high: Word) -> Word:

@@ -142,7 +142,7 @@ def test_launches_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_are_copied_for_many_tokens() -> None:
     """The sooner, the slower they decode; the kernel for it is among those that are built."""
-    trellis, fp6 = (decoder_of(spec, "float16") for spec in ("trellis", "fp6"))
+    trellis, fp6 = (decoder_of(spec, "float16") for spec in ("trellis:bits=4", "fp6"))
     counts = (1, 64, 256, 1024, 4096)
     assert [tiles.copies(trellis, m, 28672, 4096) for m in counts] == [*[False] * 3, True, True]
     assert [tiles.copies(fp6, m, 28672, 4096) for m in counts] == [*[False] * 4, True]
@@ -154,7 +154,7 @@ def test_weights_are_copied_for_many_tokens() -> None:
     for m, n, k in ((4096, 28672, 4096), (1000, 48, 128), (600, 4096, 14336)):
         product = Kernel(tiles.BYTES, tiles.choose_copied(m, n, k), "float16")
         assert product in build.kernels_of("trellis@int8")
-    trellis_format = get_format("trellis")
+    trellis_format = get_format("trellis:bits=4")
     wanted = scalar_linear.copied(trellis_format, HALF, 4096, 28672, 4096, CUDA)
     assert wanted in build.kernels_of(trellis_format.spec)
     assert scalar_linear.copied(get_format("fp6"), HALF, 256, 28672, 4096, CUDA) is None

@@ -31,7 +31,7 @@ from anybit.kernels.hopper.launch import ARCHITECTURE
 from anybit.kernels.hopper.order import Order
 from anybit.kernels.hopper.ptx import arrive_if, bulk_load
 from anybit.kernels.hopper.shares import join, share_of
-from anybit.kernels.hopper.tiles import EXPERT_WORDS, Kernel, slow
+from anybit.kernels.hopper.tiles import EXPERT_WORDS, Kernel
 
 # Registers of a producer and a consumer thread when four producer warps give theirs away.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
@@ -47,7 +47,7 @@ class Gemm(Order, Epilogue):
     def __init__(self, kernel: Kernel):
         decoder, tile = kernel.decoder, kernel.tile
         self.decoder, self.tile = decoder, tile
-        self.out, self.grouped = kernel.output, kernel.grouped
+        self.out, self.grouped, self.piece = kernel.output, kernel.grouped, kernel.piece
         self.tokens, self.stages = tile.tokens, tile.stages
         self.split = tile.split
         self.near = order.NEAR // tile.tokens if tile.tokens >= 128 else 0  # token tiles
@@ -60,9 +60,6 @@ class Gemm(Order, Epilogue):
         self.integer = self.acc is Int32
         self.k_mma = 256 // self.b.width  # columns of one WGMMA
         self.per_half = K_TILE // 2 // self.k_mma
-        # Tokens of a WGMMA. Decoders' own products wait for one to end: each takes its turn then.
-        own = slow(decoder) and decoder.slot == 8
-        self.piece = min(tile.tokens, 64) if own else tile.tokens
         # WGMMAs whose sums have one scale.
         self.per_group = 2 * self.per_half // decoder.entries if decoder.sums else 0
         self.words = 2 * decoder.bits  # code words of a thread and stage

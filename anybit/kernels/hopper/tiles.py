@@ -96,6 +96,12 @@ class Kernel:
         """The dtype of X."""
         return "int8" if self.decoder.operand == "uint8" else self.decoder.operand
 
+    @property
+    def piece(self) -> int:
+        """Tokens of a WGMMA: products of a slow decoder of bytes wait until one ends."""
+        short = slow(self.decoder) and self.decoder.slot == 8
+        return min(self.tile.tokens, 64 if short else 256)
+
     # As a `jit.KernelSpec`.
 
     @property
@@ -164,19 +170,24 @@ def few(decoder: Decoder) -> list[Tile]:
 
 
 def many(decoder: Decoder) -> list[Tile]:
-    """Tiles for more than 64 tokens. 256 tokens of 16-bit operands would leave two stages."""
+    """Tiles for more than 64 tokens."""
     large = [Tile(128, late=True), Tile(128, split=2), Tile(128, split=3)]
-    large += [Tile(192, late=True), Tile(128, rows=256, late=True)]
-    if decoder.slot == 16:
-        return suited([*shared(decoder), *large], decoder)
-    pairs = [Tile(64, ctas=2)] if decoder.bits <= 6 else []
-    return suited([*pairs, *shared(decoder), *large, Tile(256, late=True)], decoder)
+    large += [Tile(192, late=True), Tile(128, rows=256, late=True), *largest(decoder)]
+    pairs = [Tile(64, ctas=2)] if decoder.slot == 8 and decoder.bits <= 6 else []
+    return suited([*pairs, *shared(decoder), *large], decoder)
+
+
+def largest(decoder: Decoder) -> list[Tile]:
+    """Tiles of 256 tokens: of bytes; of 16 bits to halve slow decoding, if three stages fit."""
+    if decoder.slot == 16 and not (slow(decoder) and fitted(Tile(256), decoder).stages > 2):
+        return []
+    return [Tile(256, late=True)]
 
 
 def equal(decoder: Decoder) -> list[Tile]:
     """Tiles whose CTAs have equal shares. Two of 64 tokens on a multiprocessor would spill."""
     every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128), Tile(128, rows=256)]
-    every += [Tile(192), *[Tile(256)] * (decoder.slot == 8)]
+    every += [Tile(192), *largest(decoder)]
     return [replace(t, shared=True, late=t.tokens >= 128) for t in suited(every, decoder)]
 
 

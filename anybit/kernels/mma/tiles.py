@@ -273,9 +273,8 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
             at_once.append(found)
     if at_once:
         return max(at_once, key=lambda tile: tiles_of(tile, m, n) * tile.warps)
-    # Slow decoders wait for themselves: all the warps that fit, and short turns.
-    shapes = [(1, 4)] if slow else [(2, 3), (1, 3)]
-    turns = [Tile(tokens, slices, 4, ctas=ctas, kind="narrow") for slices, ctas in shapes]
+    ctas = 4 if slow and not crowded else 3  # slow decoders wait for themselves
+    turns = [Tile(tokens, slices, 4, ctas=ctas, kind="narrow") for slices in (2, 1)]
     fit = (fitted(tile, decoder, gpu, least, 4) for least in (3, 2) for tile in turns)
     return next((tile for tile in fit if tile), None)
 
