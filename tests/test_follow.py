@@ -39,10 +39,10 @@ class Watched(GPTQ):
         return super().quantize(w, fmt, statistics)
 
 
-def inputs(model: nn.Module, block: int) -> Tensor:
-    """Of a block's first layers, (T, K)."""
+def inputs(model: nn.Module, name: str) -> Tensor:
+    """Of a layer, (T, K)."""
     found: list[Tensor] = []
-    layer = model.get_submodule(f"model.layers.{block}.self_attn.q_proj")
+    layer = model.get_submodule(name)
     handle = layer.register_forward_pre_hook(lambda module, args: found.append(args[0]))
     with torch.no_grad():
         model(tokens())
@@ -50,16 +50,19 @@ def inputs(model: nn.Module, block: int) -> Tensor:
     return found[0].flatten(0, -2)
 
 
-def test_inputs_are_compared_with_those_of_the_dense_model() -> None:
+def test_inputs_are_those_of_quantized_layers_and_compared_with_the_dense_model_s() -> None:
     seen.clear()
     model = anybit.quantize_(llama(), "int3", Watched(Calibration(tokens()), follow=True))
-    each = len(seen) // BLOCKS
+    first = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+    names = [f"model.layers.{block}.{name}" for block in range(BLOCKS) for name in first]
+    assert len(seen) == len(names)
     assert not seen[0].drift.any()
-    for block in range(1, BLOCKS):
-        x, dense = inputs(model, block), inputs(llama(), block)
+    for name, statistics in zip(names, seen, strict=True):
+        x, dense = inputs(model, name), inputs(llama(), name)
         want = (dense - x).T @ x / len(x)
-        assert want.norm() > 1e-3 * (x.T @ x / len(x)).norm()
-        torch.testing.assert_close(seen[block * each].drift, want, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(statistics.drift, want, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(statistics.hessian, x.T @ x / len(x), atol=1e-4, rtol=1e-3)
+        assert name == names[0] or want.norm() > 1e-3 * statistics.hessian.norm()
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,8 @@ class GPTQ(Quantizer):
         clip: Fit the grids by a clip search weighted with H's damped diagonal; without it, to the
             full range.
         follow: Aim at the outputs of the dense model, for the inputs that the quantized one has
-            (GPTAQ, https://arxiv.org/abs/2504.02692). Runs every block once more, and takes memory
-            for a second copy of its inputs.
+            (GPTAQ, https://arxiv.org/abs/2504.02692), layer by layer. On pico it takes 6 % off the
+            KL of int2 g128, for twice the time and memory for a second copy of a block's inputs.
     """
 
     calibration: Source | Calibration | None = field(default=None, repr=False)

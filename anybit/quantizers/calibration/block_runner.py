@@ -70,6 +70,7 @@ class BlockRunner:
             self.batches = data
         self.hidden: list[Tensor | None] = [None] * len(self.batches)
         self.passed: dict[int, tuple[Any, ...]] = {}  # beside them, by batch
+        self.copies: dict[int, nn.Module] = {}  # blocks that run in the place of the model's own
         self.encoded: dict[Any, Any] = {}  # outputs of the encoder, by batch and number of samples
         self.context: set[int] = set()  # memory of what the block reads besides hidden states
 
@@ -87,7 +88,7 @@ class BlockRunner:
                 last one.
             names: Layers, by names relative to the block, or to the model.
             needs: Names of the fields of `Statistics` to collect.
-            dense: Another runner of the same data, whose blocks before this one are dense.
+            dense: Another runner of the same data, whose blocks are dense.
 
         Returns:
             Statistics by layer. Layers that get the same tensor share one object.
@@ -139,7 +140,12 @@ class BlockRunner:
 
             return observe
 
-        handles = [parent.get_submodule(n).register_forward_pre_hook(hook(n)) for n in names]
+        parents = {parent} if dense is None else {parent, dense.copies.get(index, parent)}
+        handles = [
+            one.get_submodule(name).register_forward_pre_hook(hook(name))
+            for one in parents
+            for name in names
+        ]
         try:
             for batch in range(len(self.batches)):
                 masks = self._masks(batch)
@@ -237,6 +243,7 @@ class BlockRunner:
             beside = (args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"})
             tensors = [x for x in tree_leaves(beside) if isinstance(x, Tensor) and x.numel()]
             self.context = {x.untyped_storage().data_ptr() for x in tensors}
+            forward = self.copies.get(at, forward)
             output, tail = parted(forward(*args, **kwargs))
             self.tails[at] = None if tail is None else len(tail)
             if advancing:

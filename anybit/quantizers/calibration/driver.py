@@ -5,6 +5,7 @@ the outputs of the quantized blocks before it: once to collect statistics of its
 once, quantized, to make the inputs of the next.
 """
 
+import copy
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -182,16 +183,33 @@ def quantize_block(
     if len(parts) > 1:  # without Hessians, what `transform` needs of all layers is small
         light = tuple(name for name in needs if name not in ("hessian", "drift"))
         quantizer.transform(block, schemes, runner.collect(index, schemes, light), output)
-    for part in parts:
-        statistics = runner.collect(index, part, needs, dense)
-        if dense is not None:
-            dense.advance(index)
-        dense = None  # what follows is no longer all dense
+    for number, part in enumerate(parts):
+        beside = None if number else dense  # experts get other tokens in the dense model
+        statistics = runner.collect(index, part, needs, beside)
         few |= too_few_tokens(statistics, block, prefix)
         if len(parts) == 1:
             statistics = quantizer.transform(block, part, statistics, output)
-        quantizer.quantize_block(block, part, statistics, outputs)
+        if beside is None:
+            quantizer.quantize_block(block, part, statistics, outputs)
+            continue
+        beside.copies[index] = copy.deepcopy(block)
+        for turn, group in enumerate(by_input(part, statistics)):
+            if turn:  # on the outputs of the quantized layers before it
+                statistics = runner.collect(index, group, needs, beside)
+            quantizer.quantize_block(block, group, statistics, outputs)
+        beside.advance(index)
+        beside.copies.clear()
     return few
+
+
+def by_input(
+    schemes: Mapping[str, str], statistics: Mapping[str, Statistics]
+) -> list[dict[str, str]]:
+    """Layers that read one input, together, in the order of their names."""
+    groups: dict[int, dict[str, str]] = {}
+    for name, scheme in schemes.items():
+        groups.setdefault(id(statistics[name]), {})[name] = scheme
+    return list(groups.values())
 
 
 def dense_runner(
