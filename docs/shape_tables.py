@@ -6,7 +6,7 @@ from statistics import geometric_mean
 
 from results import CUBLAS, FOUR, HALVES, OURS, RESULTS, Column, Row, cells, fastest, find, markdown
 
-from anybit.measure.bench import read_csv
+from anybit.measure import bench
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import efficiency
@@ -37,20 +37,14 @@ KINDS: tuple[tuple[Column, tuple[Column, ...]], ...] = (
 
 def made() -> dict[str, str]:
     path = RESULTS / "h200_shapes.csv"
-    rows = read_csv(path) if path.exists() else []
+    rows = bench.read_csv(path) if path.exists() else []
     found = efficiency.cells(rows)
-    shapes = {cell.shape for cell in found}
-    models = [m for m, parts in weights_of_models.MODELS.items() if shapes & {*parts.values()}]
     counted = sorted({cell.m for cell in found})
     some = [m for m in TOKENS if m in counted]
     return {
         "one_process": one_process(),
         "expert_peers": expert_peers(),
-        "shapes_about": f"{len(shapes)} weights of {len(models)} models ({', '.join(models)}), "
-        f"{len(found)} products of ours, {rows[0].gpu}, {max(row.date for row in rows)}. "
-        + efficiency.spread(rows)
-        if rows
-        else "",
+        "shapes_about": about(rows, found),
         "shapes": markdown(*efficiency.table(found, some)),
         "shapes_slower": markdown(*efficiency.slower_by_tokens(found, counted)),
         "shapes_worst": "\n".join(f"- {text}." for text in efficiency.worst(found)),
@@ -59,6 +53,19 @@ def made() -> dict[str, str]:
             for scheme in sorted({cell.scheme for cell in found if not cell.quantizes})
         ),
     }
+
+
+def about(rows: list[bench.Row], found: list[efficiency.Cell]) -> str:
+    """What was measured, and how far times of a repeat differ."""
+    if not rows:
+        return ""
+    shapes = {cell.shape for cell in found}
+    models = [m for m, parts in weights_of_models.MODELS.items() if shapes & {*parts.values()}]
+    text = (
+        f"{len(shapes)} weights of {len(models)} models ({', '.join(models)}), {len(found)} "
+        f"products of ours, {rows[0].gpu}, {max(row.date for row in rows)}. "
+    )
+    return (text + efficiency.spread(rows)).strip()
 
 
 def one_process() -> str:
