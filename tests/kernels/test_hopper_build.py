@@ -267,7 +267,7 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         return backend.refuse(LayerSpec(get_format(spec), activation, shape, device)) or ""
 
     assert "liquid@int8" in refuse("liquid", None, (4096, 4096))
-    assert "no zero points" in refuse("int4:group=128,zero", "int8", (4096, 4096))
+    assert "zero points of groups" in refuse("int4:group=128,zero", "int8", (4096, 4096))
     assert "group scales" in refuse("sparse:group=64", "int8", (4096, 4096))
     assert "zero points" in refuse("int4:group=64,zero", "fp8", (4096, 4096))
     assert "it takes 2 to 5" in refuse("int8", "fp8", (4096, 4096))
