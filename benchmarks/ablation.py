@@ -14,15 +14,16 @@ compiled for this benchmark alone, and lies beside the others in ANYBIT_CACHE.
 
 import argparse
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import decoders
 import torch
-from torch import Tensor
 
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.backend import Prepared
@@ -101,8 +102,8 @@ def compile_all() -> None:
         (p.kernel(decoder, m), pipeline) for p in PROBLEMS for decoder, pipeline in p.ways
         for m in COUNTS
     }  # fmt: skip
-    for done, (kernel, pipeline) in enumerate(needed, 1):
-        print(f"{done} of {len(needed)}: {compiled(kernel, pipeline)}", flush=True)
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        print(len(list(pool.map(compiled, *zip(*needed, strict=True)))), "kernels")
 
 
 class Weights:
@@ -126,23 +127,20 @@ class Weights:
 
 
 def measure(out: Path) -> None:
+    """Rows are written problem by problem, those of a wrong product not at all."""
     device = torch.device("cuda", torch.cuda.current_device())
     rows = []
     for problem in PROBLEMS:
         weights = Weights(problem)
         for m in COUNTS:
-            for row in times(problem, weights, m, device):
-                rows.append(row)
-                print(*row.values(), flush=True)
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+            rows += times(problem, weights, m, device)
+        with out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
 
 
-def times(
-    problem: Problem, weights: Weights, m: int, device: torch.device
-) -> Iterator[dict[str, Any]]:
+def times(problem: Problem, weights: Weights, m: int, device: torch.device) -> list[dict[str, Any]]:
     """A row for each way; all products must be equal, and near to what layers compute."""
     from anybit.kernels.hopper import scalar_linear
     from anybit.kernels.hopper.launch import GemmLauncher
@@ -160,7 +158,7 @@ def times(
     if weights.activation:
         x, scale = quantize_tokens(x, weights.activation)
         scale, sums = scale.flatten(), x.sum(1, dtype=torch.int32)
-    results: list[Tensor] = []
+    rows, results = [], []
     for decoder, pipeline in problem.ways:
         kernel = problem.kernel(decoder, m)
         function = GemmLauncher(compiled(kernel, pipeline), device.index)
@@ -176,17 +174,19 @@ def times(
         run(copies[0])
         results.append(y.clone())
         us = median_us([lambda w=w, run=run: run(w) for w in copies], device)
-        yield {
+        rows.append({
             "gpu": torch.cuda.get_device_name(device), "scheme": problem.scheme,
             "experts": problem.experts, "N": n, "K": k, "M": m, "decoder": decoder,
             "pipeline": pipeline, "us": round(us, 2),
-        }  # fmt: skip
+        })  # fmt: skip
+        print(*rows[-1].values(), flush=True)
     given = x, scale, sums, weights.copies["ours"][0], None, problem.dtype
     want = scalar_linear.multiply(*given, starts=starts).float()
     if not all(torch.equal(y, results[0]) for y in results):
         raise SystemExit(f"{problem.scheme}, {m} tokens: results differ")
     if (results[0].float() - want).norm() > 1e-3 * want.norm():
         raise SystemExit(f"{problem.scheme}, {m} tokens: wrong")
+    return rows
 
 
 def plot(source: Path, target: Path) -> None:

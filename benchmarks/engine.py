@@ -43,6 +43,7 @@ from anybit.engine.loader import Loaded, build, model_class
 from anybit.engine.models.layers import Decoder
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.weights import Part, Weights
+from anybit.kernels.registry import BACKENDS
 
 
 def llama(
@@ -109,6 +110,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s a read floor is made of")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after that")
+    parser.add_argument(
+        "--without", nargs="+", default=[], help="backends to leave out: hopper mma"
+    )
     parser.add_argument("--workers", action="store_true", help="compile all formats side by side")
     parser.add_argument("--commit", default="", help="what is measured, for the rows")
     parser.add_argument("--out", type=Path)
@@ -118,6 +122,8 @@ def main() -> None:
     for model, *_ in args.case:
         if model not in MODELS:
             parser.error(f"unknown model {model}; known: {', '.join(MODELS)}")
+    for name in args.without:
+        BACKENDS.pop(name)
     args.end = time.monotonic() + args.seconds
     if args.workers:
         compile_all(args)

@@ -48,7 +48,6 @@ NVFP4 = E2M1 | {"group_size": 16, "scale_dtype": "float8e4m3", "scale_2_type": "
 HUMMING = [  # formats as ours are called and as humming's, and what tokens are
     ("int4:group=64", {"dtype": "uint4", "group_size": 64}, "int8"),
     ("int4:group=64", {"dtype": "uint4", "group_size": 64}, None),
-    ("fp6", {"dtype": "float6e3m2", "group_size": 0}, None),
     ("mxfp4", MXFP4, None),
     ("mxfp4", MXFP4, "fp8"),
     ("nvfp4", NVFP4, None),

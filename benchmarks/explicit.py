@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.lang import Word
-from anybit.kernels.cute.pack import ROWS
+from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.hopper.gemm import Gemm
 from anybit.kernels.hopper.tiles import Kernel
 
@@ -140,11 +140,12 @@ class Explicit(Gemm):
         mma, operand, x_fragment, acc = fragments
         row_scale, row_zero, token_scale, token_sum, bias, y = tensors
         full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
-        row_tile, _, _, start, end = self.locate(tile, problem)
+        row_tile, _, expert, start, end = self.locate(tile, problem)
         tokens = self.fetch_tokens(token_scale, token_sum, start, end, t)
         channel = row_tile * ROWS + t // 32 * 16 + t % 32 // 4
         n = problem[2]
-        channels = self.fetch_channels(row_scale, row_zero, bias, channel, channel, n)
+        row = expert * (problem[5] * ROW_MULTIPLE) + channel
+        channels = self.fetch_channels(row_scale, row_zero, bias, row, channel, n)
         acc.fill(0)
         begin, last = step, step + k_tiles
         while step < last:

@@ -1,4 +1,4 @@
-"""Tasks that perplexity may hide, on models/pico by format and quantizer, on a CPU.
+"""Tasks that perplexity may hide, on models/pico by format and quantizer.
 
 The tasks of `anybit/evaluate/tasks`, by their own documents and metrics: the docstring of a
 held-out function (ROUGE-L), its body (does it parse?), and which of four lines comes next. The
@@ -27,8 +27,9 @@ SAMPLES = 16
 CASES = [
     ("bf16", "dense"),
     *((spec, "rtn") for spec in ("fp6", "fp5", "int4:group=128", "int4")),
-    *(("int4", method) for method in ("gptq", "gptq/prose")),
+    *((spec, f"gptq{text}") for spec in ("int4", "int4:group=128") for text in ("", "/prose")),
     *((spec, "rtn") for spec in ("int8", "int3")),
+    *((spec, "gptq") for spec in ("fp6", "fp5")),
 ]
 
 
@@ -100,13 +101,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--limit", type=int, default=48, help="documents of each task (48)")
+    parser.add_argument("--limit", type=int, default=200, help="documents of each task at most")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="the .csv file to write")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     pico = ROOT / "models" / "pico"
     local, docs = documents(args.limit)
-    work = Work(pico, "cpu", 24_000, 1, 0, SAMPLES)
+    work = Work(pico, args.device, 24_000, 1, 0, SAMPLES)
     rows, base = [], {}
     for spec, method in CASES:
         name, kind, samples = parse(method, SAMPLES)
@@ -116,7 +118,7 @@ def main() -> None:
                 folder = Path(room)
                 anybit.save(work.quantize(spec, method).bfloat16(), folder, overwrite=True)
                 work.tokenizer.save_pretrained(folder)
-            got = scores(LLM(folder, device="cpu"), local, docs)
+            got = scores(LLM(folder, device=args.device), local, docs)
         base = base or got
         for task, values in got.items():
             value, error = mean(values)

@@ -55,6 +55,14 @@ def table(claims: Callable[[], Sequence[Claim]]) -> str:
     return markdown(["claim", "theirs", "ours", "where"], rows, words=4)
 
 
+def measured(what: str, theirs: str, ours: Callable[[], str], where: str) -> Claim:
+    """A claim that is "not run" while its rows are not there."""
+    try:
+        return Claim(what, theirs, ours(), where)
+    except LookupError:
+        return Claim(what, theirs, "", NOT_RUN + "needs a GPU")
+
+
 def places(where: str) -> list[str]:
     """The files and selections of rows that a claim names; none if it was not run."""
     return [] if where.startswith(NOT_RUN) else where.split(", ")
@@ -124,6 +132,19 @@ def layers(model: str, name: str, m: int = 1) -> float:
 def speeds(spec: str, m: int, activation: str = "fp16") -> list[float]:
     """Speed over cuBLAS fp16 of the same process, for the four weights."""
     return [best(spec, m, shape, activation, column="vs_cublas_fp16") for shape in WEIGHTS]
+
+
+def over_paper(peer: str, fmt: str, spec: str, m: int, activation: str = "fp16") -> list[float]:
+    """Our speed over that of a paper's own kernel, for the four weights.
+
+    Each is divided by cuBLAS fp16 in its own process.
+    """
+    place = f"h200_paper_kernels.csv: peer={peer}; format={fmt}; M={m}; "
+    return [
+        best(spec, m, (n, k), activation, column="vs_cublas_fp16")
+        / one(f"{place}N={n}; K={k}", "vs_cublas_fp16")
+        for n, k in WEIGHTS
+    ]
 
 
 def span(values: Iterable[float], unit: str = "x", digits: int = 2) -> str:

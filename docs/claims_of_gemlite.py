@@ -1,15 +1,15 @@
 """What GemLite claims."""
 
-from claims import BIG, OUT, Claim, best, lost, one, span, speeds
+from claims import BIG, OUT, Claim, best, lost, measured, one, span, speeds
+from paper_tables import squares_of
 
+BITS = ("int8", "int4:group=128", "int2:group=128", "sparse")
 GEMM = "h200_gemm.csv: M=1; peer="
 SPARSE = "cpu_sparse.csv: spec=sparse; method="
 ZERO = "cpu_accuracy.csv: model=pico; spec=int4:group=64,zero; method="
 
 
 def gemlite() -> list[Claim]:
-    square = {s: best(s, 1, OUT, column="vs_cublas_fp16") for s in ("int8", "int4:group=128")}
-    square["int2"] = best("int2:group=128", 1, OUT, column="vs_cublas_fp16")
     triton = [
         best("int4:group=128", 1, s, peer="gemlite")
         / best("int4:group=128", 1, s, peer="anybit-triton")
@@ -24,18 +24,16 @@ def gemlite() -> list[Claim]:
             "yes",
             "anybit/kernels/triton/gemm.py, anybit/kernels/hopper/gemm.py",
         ),
-        Claim(
+        measured(
             "One token, 8, 4 and 2 bits, over fp16",
             "figures 2 and 3: squares of 4096 to 24576, RTX 3090 and 4090",
-            "4096x4096 on an H200: " + ", ".join(f"{v:.2f}x" for v in square.values()),
-            GEMM + "anybit-hopper; format=int8/int4:group=128/int2:group=128; N=4096; K=4096",
+            lambda: (
+                "the same squares on an H200, over bf16: "
+                + ", ".join(f"{spec} {span(squares_of(spec))}" for spec in BITS)
+            ),
+            "h200_layers.csv: M=1; model=square-4096/square-8192/square-16384/square-24576",
         ),
-        Claim(
-            "... larger squares, consumer GPUs",
-            "the same figures",
-            "",
-            "not run: needs those GPUs, and larger squares on a GPU",
-        ),
+        Claim("... on consumer GPUs", "the same figures", "", "not run: no such GPU was at hand"),
         Claim(
             "On a par with the fastest kernels",
             "yes",

@@ -22,7 +22,6 @@ from results import (
     loss,
     markdown,
     number,
-    read,
     score,
     us,
 )
@@ -30,19 +29,6 @@ from results import (
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 LEVEL = 0.03  # a smaller difference counts as equal
 INT8, FP8 = ("int8-given",), ("fp8-given",)
-
-
-def pipelines() -> str:
-    """LiquidGEMM's figure 13: times of a kernel by how decoding overlaps with products."""
-    rows = read("h200_ablation")
-    kinds, tokens = ("turns", "explicit", "implicit"), sorted({int(r["M"]) for r in rows})
-    found = {(r["scheme"], r["pipeline"], int(r["M"])): us(r) for r in rows}
-    out = [
-        [scheme, kind.replace("turns", "in turns"), *(found[scheme, kind, m] for m in tokens)]
-        for scheme in dict.fromkeys(r["scheme"] for r in rows)
-        for kind in kinds
-    ]
-    return markdown(["scheme", "pipeline", *(f"M={m}" for m in tokens)], out, words=2)
 
 
 def ours(title: str, spec: str, activation: tuple[str, ...] = HALVES) -> Column:
@@ -128,13 +114,11 @@ def made() -> dict[str, str]:
     return {
         "summary": summary(),
         "losses": losses(),
-        "one_process": one_process(),
         "kernels": "\n\n".join(kernel(*table) for table in (*TABLES, *ALONE)),
         "formats": formats(),
         "liquid": liquid(),
         "experts": experts(),
         "expert_models": expert_models(),
-        "pipelines": pipelines(),
         "fp6": times(
             [ours("anybit", "fp6"), other("humming", "fp6"), CUBLAS],
             [(*shape, m) for shape in (BIG, DOWN, OUT) for m in one],
@@ -185,30 +169,6 @@ def kernel(title: str, columns: list[Column]) -> str:
             name = f"{n}x{k}" if m == TOKENS[0] else ""
             out.append([name, str(m), *(us(find(cells()[n, k, m], c)) for c in columns)])
     return f"### {title}\n\n" + markdown(["weight", "M", *(c[0] for c in columns)], out)
-
-
-def one_process() -> str:
-    """Ours and humming's, of one process: two weights, some numbers of tokens."""
-    int8 = ("int8-given",)
-    kinds = (  # ours, humming's, its activations
-        (FOUR, FOUR, HALVES), ("fp6", "fp6", HALVES), ("liquid", "int4:group=64", int8),
-    )  # fmt: skip
-    lines = []
-    for (n, k, m), rows in sorted(cells("h200_shapes").items()):
-        line = [f"{n}x{k}", str(m), f"{float(found(rows, CUBLAS)):.1f}"]
-        for mine, theirs, kind in kinds:
-            us = float(found(rows, ("", OURS, (mine,), kind, "")))
-            other_us = float(found(rows, ("", "humming", (theirs,), kind, "")))
-            line += [f"{us:.1f}", f"{other_us:.1f}", f"{other_us / us:.2f}x"]
-        lines.append(line)
-    titles = ["weight", "M", "cuBLAS", "int4 g128", "humming", "", "fp6", "humming", ""]
-    return markdown([*titles, "liquid@int8", "humming W4A8", ""], lines)
-
-
-def found(rows: list[dict[str, str]], column: Column) -> str:
-    row = find(rows, column)
-    assert row is not None, column
-    return row["us"]
 
 
 def summary() -> str:

@@ -11,7 +11,9 @@ sys.path.insert(0, str(DOCS))
 
 import codebook_tables  # noqa: E402
 import kernel_tables  # noqa: E402
+import paper_tables  # noqa: E402
 import results  # noqa: E402
+import shape_tables  # noqa: E402
 import tables  # noqa: E402
 
 from anybit.measure.bench import COLUMNS  # noqa: E402
@@ -75,6 +77,24 @@ def test_a_page_follows_the_results(folder):
     assert "old" not in new
 
 
+def test_half_of_a_model_is_what_two_gpus_take_at_least(folder):
+    steps = "model,format,kv,batch,context,step_us,tokens_per_s,backends\n"
+    steps += "llama-3-70b,fp6,model,4,1280,20000,200,hopper\n"
+    steps += "llama-3-70b-half,bf16,model,4,1280,25000,160,\n"
+    (folder / "h200_papers_engine.csv").write_text(steps)
+    assert paper_tables.gains_at("4") == {"1280": 2.5}
+    assert "| 1,280 | 4 | 20.0 | 25.0 | 200 | 80 | 2.50x |" in paper_tables.llama70b()
+    with pytest.raises(LookupError, match="batch 16"):
+        paper_tables.gains_at("16")
+
+
+def test_a_layer_is_the_sum_of_its_products(folder):
+    rows = "model,format,N,K,M,us\n"
+    rows += "".join(f"a,{f},{n},1,8,{us}\n" for n, f, us in ((1, "bf16", 9), (2, "bf16", 6)))
+    (folder / "h200_layers.csv").write_text(rows + "a,fp6,1,1,8,3\na,fp6,2,1,8,2\n")
+    assert paper_tables.ratios_of("a", "bf16", "fp6", 8) == 3
+
+
 def test_losses_are_counted(folder):
     head, row, *_, dense = CSV.splitlines()
     peer = dense.replace("cublas,fp16", "humming,fp6")
@@ -115,3 +135,24 @@ def test_a_block_is_the_sum_of_its_layers(folder):
 def test_names_of_codebooks(name, bits, letters):
     assert codebook_tables.weight_bits(name) == bits
     assert codebook_tables.letters(name) == letters
+
+
+PEERS = f"""{",".join(COLUMNS)}
+g,d,c,cublas,bf16,bf16,1,64,128,50,1,1,1,1.1,
+g,d,c,anybit-hopper,int4:group=128,fp16,1,64,128,10,1,1,2,1.5,
+g,d,c,humming,int4:group=128,fp16,1,64,128,30,1,1,2,1.5,
+g,d,c,machete,int4:group=128,bf16,1,64,128,20,1,1,2,1.5,
+g,d,c,anybit-hopper,fp6,fp16,1,64,128,10,1,1,2,1.5,
+g,d,c,cublas,bf16,bf16,2,64,128,50,1,1,1,1.1,
+g,d,c,anybit-hopper,int4:group=128,fp16,2,64,128,40,1,1,2,1.5,
+g,d,c,humming,int4:group=128,fp16,2,64,128,20,1,1,2,1.5,
+"""
+
+
+def test_ours_stand_beside_the_fastest_other_of_one_process(folder):
+    (folder / "h200_peers.csv").write_text(PEERS)
+    lines = [line.split(" | ") for line in shape_tables.one_process().splitlines()[2:]]
+    assert lines[0][2:6] == ["50.0", "10.0", "20.0 machete", "2.00x"]
+    assert lines[0][6:9] == ["10.0", "", ""]  # nobody else was measured
+    assert lines[1][3:6] == ["40.0", "20.0 humming", "0.50x"]
+    assert lines[2][5] == "**1.00x**"

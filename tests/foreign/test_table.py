@@ -30,7 +30,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "foreign.md"
 BEGIN, END = "<!-- types, written by tests/foreign/test_table.py -->", "<!-- end -->"
 SHAPE = (256, 512)
 # Tool, what it stores, what that becomes, and a fixture that the tool made; "" where the layout is
-# checked by its formula, "transformers" where its own decoder agrees, too, and "gguf" for the
+# checked by its formula, "transformers" where its own decoder agrees, too, "kernels" where those of
+# the tool made a layer (`test_exl3.py`), and "gguf" for the
 # package of that name, in `test_ggml.py`.
 ROWS = (
     ("GPTQ, GPTQModel", "2, 3, 4, 8 bits, v1 and v2", "int4:group=16", "gptq_4bit_v1"),
@@ -65,7 +66,7 @@ ROWS = (
     ("", "integers of 4 and 8 bits", "int4:group=16,zero", "quark"),
     ("AutoRound", "GPTQ's and AWQ's layouts", "int4:group=32,zero", ""),
     ("", "NVFP4, MXFP4, MXFP8, FP8", "mxfp4", ""),
-    ("EXL3", "1 to 8 bits, codes of mul1, mcg, 3inst", "trellis:code=mul1,rotate=kn", ""),
+    ("EXL3", "1 to 8 bits, codes of mul1, mcg, 3inst", "trellis:code=mul1,rotate=kn", "kernels"),
     ("BitNet", "ternary", "int2@int8", "transformers"),
     ("GGUF (llama.cpp)", "Q4_0, Q5_0, Q8_0", "int4:group=32", "gguf"),
     ("", "Q4_1, Q5_1", "q4_1", "gguf"),
@@ -119,7 +120,12 @@ def table(place: Path) -> str:
     ]
     for tool, what, scheme, by in ROWS:
         fmt, activation = parse_scheme(scheme)
-        known = {"": "its formula", "transformers": "transformers' decoder", "gguf": "`gguf`"}
+        known = {
+            "": "its formula",
+            "transformers": "transformers' decoder",
+            "gguf": "`gguf`",
+            "kernels": "its kernels",
+        }
         check = known.get(by, "the tool")
         back = exported(scheme, by, place)
         ours = kernels(fmt, activation)

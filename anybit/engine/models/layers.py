@@ -240,7 +240,13 @@ class MoE(nn.Module):
         return choose(self.gate(x), self.top_k, self.normalize)
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
+    """What a decoder expects of its layers."""
+
+    self_attn: Mixer
+
+
+class Block(Layer):
     """One decoder layer: attention and MLP, each between norms and around a residual.
 
     Adding to the residual stream x is left to the next norm, which takes what is to be added.
@@ -308,7 +314,7 @@ class Decoder(nn.Module):
         self.norm = self.last_norm(weights)
         self.lm_head = weights.head("lm_head", self.embed_tokens, config.tie_word_embeddings)
 
-    def block(self, weights: Weights, name: str, index: int) -> nn.Module:
+    def block(self, weights: Weights, name: str, index: int) -> Layer:
         raise NotImplementedError(f"{type(self).__name__}.block")
 
     def last_norm(self, weights: Weights) -> nn.Module:

@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
 from anybit.engine.attention import Batch, LayerCache
-from anybit.engine.models.layers import Attention, Decoder, activation_of
+from anybit.engine.models.layers import Attention, Decoder, Layer, activation_of
 from anybit.engine.models.rope import NoRope, Rope, head_dim
 from anybit.engine.weights import Weights
 from anybit.errors import InvalidInput
@@ -28,7 +28,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.size, self.weight, self.bias)
 
 
-class OPTBlock(nn.Module):
+class OPTBlock(Layer):
     """One decoder layer; norms come before attention and MLP, or after the sums with them."""
 
     def __init__(self, weights: Weights, name: str, config: PretrainedConfig):

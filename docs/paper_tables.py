@@ -1,0 +1,310 @@
+"""Tables of docs/papers that belong to one paper each: whole models, layers, ablations."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from results import Row, markdown, number, read, us
+
+ENGINE, LAYERS, ABLATION = "h200_papers_engine", "h200_layers", "h200_ablation"
+HALF = "llama-3-70b-half"
+CACHES = {"model": "bf16", "int8": "int8, by tokens", "int8-static": "int8, by channels"}
+NAMES = {
+    "llama-2-7b": "Llama-2-7B", "llama-2-13b": "Llama-2-13B", "llama-2-70b": "Llama-2-70B",
+    "llama-3-8b": "Llama-3-8B", "llama-3-70b": "Llama-3-70B", "llama-30b": "Llama-30B",
+    "llama-65b": "Llama-65B", "mistral-7b": "Mistral-7B", "yi-34b": "Yi-34B",
+    "mixtral-8x7b": "Mixtral-8x7B", "opt-30b": "OPT-30B",
+}  # fmt: skip
+FORMATS = {"cublas fp8": "cuBLAS fp8", "bf16": "cuBLAS bf16"}
+WAYS = {  # decoder and pipeline of `benchmarks/ablation.py`
+    ("lanes", "turns"): "bytes added without carries, in turns",
+    ("ours", "turns"): "in turns",
+    ("ours", "explicit"): "explicit",
+    ("ours", "implicit"): "implicit",
+    ("lanes", "implicit"): "bytes added without carries, implicit",
+    ("unshifted", "implicit"): "implicit, without bias shift",
+    ("four", "implicit"): "implicit, four codes at once",
+}
+Key = tuple[str, ...]
+
+
+def made() -> dict[str, str]:
+    tables = {
+        "llama70b": llama70b(),
+        "dense_models": dense_models(),
+        "w4a8_system": w4a8_system(),
+        "peaks": peaks(),
+        "layers_liquid": layers("liquid@int8"),
+        "layers_fp6": layers("fp6"),
+        "squares": squares(),
+        "pipelines": pipelines(),
+    }
+    return {name: table for name, table in tables.items() if table}
+
+
+def grouped(rows: Iterable[Row], *columns: str) -> dict[Key, Row]:
+    """Rows by what stands in some columns; the last of equal ones."""
+    return {tuple(row[c] for c in columns): row for row in rows}
+
+
+def steps() -> dict[Key, Row]:
+    """Decode steps by model, format, cache, batch and context; not those without our kernels."""
+    rows = (row for row in read(ENGINE) if row["backends"] != "triton")
+    return grouped(rows, "model", "format", "kv", "batch", "context")
+
+
+def llama70b() -> str:
+    """Tokens a second and GPU: fp6 on one, against the best that bf16 can do on two."""
+    found, out = steps(), []
+    for (model, spec, kv, batch, context), row in sorted(found.items(), key=by_size):
+        half = found.get((HALF, "bf16", kv, batch, context))
+        if (model, spec) != ("llama-3-70b", "fp6") or half is None:
+            continue
+        ours = float(row["tokens_per_s"])
+        theirs = float(half["tokens_per_s"]) / 2
+        cells = [float(row["step_us"]) / 1e3, float(half["step_us"]) / 1e3]
+        out.append(
+            [f"{int(context):,}", batch, *(f"{ms:.1f}" for ms in cells), f"{ours:,.0f}",
+             f"{theirs:,.0f}", f"{ours / theirs:.2f}x"]
+        )  # fmt: skip
+    titles = ["context", "batch", "fp6, ms a step", "half of bf16, ms"]
+    return markdown([*titles, "fp6, tokens/s and GPU", "bf16 on two, at most", ""], out)
+
+
+def gains() -> list[float]:
+    """Of fp6 on one GPU over bf16 on two, for all batches and contexts."""
+    batches = dict.fromkeys(batch for model, _, _, batch, _ in steps() if model == HALF)
+    found = [x for batch in batches for x in gains_at(batch).values()]
+    if not found:
+        raise LookupError("70B")
+    return found
+
+
+def gains_at(batch: str) -> dict[str, float]:
+    """Of one batch, by context."""
+    found, out = steps(), {}
+    for context in sorted({key[4] for key in found}, key=int):
+        keys = (
+            (*m, batch, context) for m in (("llama-3-70b", "fp6", "model"), (HALF, "bf16", "model"))
+        )
+        ours, half = (found.get(key) for key in keys)
+        if ours and half:
+            out[context] = 2 * float(half["step_us"]) / float(ours["step_us"])
+    if not out:
+        raise LookupError(f"70B, batch {batch}")
+    return out
+
+
+def gains_of(model: str) -> dict[str, float]:
+    """Speed of fp6's steps over bf16's, by batch."""
+    found, out = steps(), {}
+    for (name, spec, kv, batch, context), row in found.items():
+        dense = found.get((model, "bf16", kv, batch, context))
+        if (name, spec, kv) == (model, "fp6", "model") and dense:
+            out[batch] = float(dense["step_us"]) / float(row["step_us"])
+    if not out:
+        raise LookupError(model)
+    return dict(sorted(out.items(), key=lambda item: int(item[0])))
+
+
+def ratios_of(model: str, other: str, spec: str, m: int) -> float:
+    """Time of all products of a layer over that of another format."""
+    formats = sums().get(model, {})
+    return formats[other][m] / formats[spec][m]
+
+
+def timed(spec: str) -> list[str]:
+    """Models whose layers were timed in a format; squares left out."""
+    return [m for m, formats in sums().items() if spec in formats and not m.startswith("square")]
+
+
+def over_layers(other: str, spec: str, m: int) -> list[float]:
+    """Speed of a format over another in all products of a layer, by model."""
+    found = [ratios_of(model, other, spec, m) for model in timed(spec)]
+    if not found:
+        raise LookupError(f"no layers in {spec}")
+    return found
+
+
+def ablation(scheme: str, way: Key, other: Key, experts: int = 0) -> list[float]:
+    """Times of one way to decode and multiply over those of another, for all numbers of tokens."""
+    times: dict[Key, list[float]] = defaultdict(list)
+    for r in read(ABLATION):
+        if (r["scheme"], int(r["experts"])) == (scheme, experts):
+            times[r["decoder"], r["pipeline"]].append(float(r["us"]))
+    if not times[way] or not times[other]:
+        raise LookupError(f"{scheme}: {way}, {other}")
+    return [a / b for a, b in zip(times[way], times[other], strict=True)]
+
+
+SHIPPED = ("ours", "implicit")
+
+
+def slower(scheme: str, way: Key, experts: int = 0) -> list[float]:
+    """Times of a way over those of what is shipped."""
+    return ablation(scheme, way, SHIPPED, experts)
+
+
+def faster(scheme: str, way: Key, experts: int = 0) -> list[float]:
+    """Speed of a way over that of what is shipped."""
+    return ablation(scheme, SHIPPED, way, experts)
+
+
+def by_size(item: tuple[Key, Row]) -> tuple[int, int]:
+    row = item[1]
+    return int(row["context"]), int(row["batch"])
+
+
+def dense_models() -> str:
+    """Steps of fp6 and bf16 where both fit one GPU."""
+    found, out = steps(), []
+    for model in ("llama-2-13b", "opt-30b"):
+        rows = {
+            b: r for (m, f, kv, b, _), r in found.items() if (m, f, kv) == (model, "fp6", "model")
+        }
+        for batch in sorted(rows, key=int):
+            dense = found.get((model, "bf16", "model", batch, rows[batch]["context"]))
+            if dense is None:
+                continue
+            a, b = (float(r["step_us"]) / 1e3 for r in (rows[batch], dense))
+            out.append([NAMES[model], batch, f"{a:.2f}", f"{b:.2f}", f"{b / a:.2f}x"])
+    return markdown(["model", "batch", "fp6, ms a step", "bf16, ms", ""], out)
+
+
+def w4a8_system() -> str:
+    """Milliseconds of a decode step of Llama-3-8B's shapes, by weights and cache."""
+    found: dict[Key, dict[int, float]] = defaultdict(dict)
+    for (model, spec, kv, batch, context), row in steps().items():
+        if (model, context) == ("llama-3-8b", "1280"):
+            found[spec, kv][int(batch)] = float(row["step_us"]) / 1e3
+    counts = sorted({batch for times in found.values() for batch in times})
+    order = ("bf16", "int4:group=128", "fp8@fp8", "int8@int8", "liquid@int8")
+    out = []
+    for spec, kv in ((spec, kv) for spec in order for kv in CACHES if (spec, kv) in found):
+        times = found[spec, kv]
+        cells = [f"{times[b]:.2f}" if b in times else "" for b in counts]
+        out.append([f"`{spec}`", CACHES[kv], *cells])
+    return markdown(["weights", "KV cache", *(f"batch {b}" for b in counts)], out, words=2)
+
+
+def peak(model: str, spec: str) -> Row | None:
+    """The row with the most output tokens a second of the batches that fit into 80 GB."""
+    fits = [
+        row for (name, weights, *_), row in steps().items()
+        if (name, weights, row["context"]) == (model, spec, "1280")
+        and int(row["batch"]) <= int(row["batch_in_80gb"])
+    ]  # fmt: skip
+    return max(fits, key=lambda row: float(row["whole_tokens_per_s"]), default=None)
+
+
+PEAKS = ("bf16", "fp8@fp8", "int8@int8", "liquid@int8")
+
+
+def peaks() -> str:
+    """LiquidServe's table 1: output tokens a second over 1,024 in and 512 out, within 80 GB."""
+    out = []
+    for model, name in NAMES.items():
+        best = {spec: peak(model, spec) for spec in PEAKS}
+        if best["liquid@int8"] is None:
+            continue
+        cells = [
+            f"{float(r['whole_tokens_per_s']):,.0f} ({r['batch']}, {CACHES[r['kv']].split(',')[0]})"
+            if r else "" for r in best.values()
+        ]  # fmt: skip
+        others = [
+            float(r["whole_tokens_per_s"]) for s, r in best.items() if r and s != "liquid@int8"
+        ]
+        ratio = float(best["liquid@int8"]["whole_tokens_per_s"]) / max(others) if others else 0
+        out.append([name, *cells, f"{ratio:.2f}x" if ratio else ""])
+    return markdown(
+        ["model", *(f"`{spec}`" if "@" in spec else spec for spec in PEAKS), "liquid / best other"],
+        out,
+    )
+
+
+def sums() -> dict[str, dict[str, dict[int, float]]]:
+    """Microseconds of all products of a layer: model, format, tokens."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for row in read(LAYERS):
+        times = found.setdefault(row["model"], {}).setdefault(row["format"], {})
+        times[int(row["M"])] = times.get(int(row["M"]), 0.0) + float(row["us"])
+    return found
+
+
+def layers(of: str) -> str:
+    """Of models in which this format was timed, squares left out."""
+    out = []
+    counts: list[int] = []
+    for model, formats in sums().items():
+        if of not in formats or model.startswith("square"):
+            continue
+        counts = counts or sorted(formats[of])
+        name = NAMES[model.removesuffix("-fp6")]
+        for spec, times in formats.items():
+            cells = [number(times[m]) if m in times else "" for m in counts]
+            out.append([name, FORMATS.get(spec, f"`{spec}`"), *cells])
+    return markdown(["model", "weights", *(f"M={m}" for m in counts)], out, words=2)
+
+
+def squares() -> str:
+    """Speed over cuBLAS bf16 with one token on square weights."""
+    sizes = [m.removeprefix("square-") for m in sums() if m.startswith("square-")]
+    specs = (
+        [spec for spec in sums().get(f"square-{sizes[0]}", {}) if spec != "bf16"] if sizes else []
+    )
+    out = [[f"`{spec}`", *(f"{x:.2f}x" for x in squares_of(spec))] for spec in specs]
+    return markdown(["format", *(f"{int(size):,}" for size in sizes)], out)
+
+
+def squares_of(spec: str) -> list[float]:
+    """Of one format, by size."""
+    found = [m for m in sums() if m.startswith("square-")]
+    if not found:
+        raise LookupError("no squares")
+    return [ratios_of(model, "bf16", spec, 1) for model in found]
+
+
+def pipelines() -> str:
+    """LiquidGEMM's figure 13 and FP6-LLM's decoding: times by how weights are decoded and when."""
+    rows = read(ABLATION)
+    tokens = sorted({int(r["M"]) for r in rows})
+    found: dict[Key, dict[int, str]] = defaultdict(dict)
+    for r in rows:
+        what = f"{r['scheme']}, {r['experts']} experts" if int(r["experts"]) else r["scheme"]
+        found[what, WAYS[r["decoder"], r["pipeline"]]][int(r["M"])] = us(r)
+    out = [[*key, *(times[m] for m in tokens)] for key, times in found.items()]
+    return markdown(["scheme", "kernel", *(f"M={m}" for m in tokens)], out, words=2)
+
+
+def system(other: str, kv: str = "int8") -> list[float]:
+    """Speed of liquid's decode steps over another format's, Llama-3-8B, by batch."""
+    found, out = steps(), []
+    for (model, spec, cache, batch, context), row in sorted(found.items(), key=by_size):
+        theirs = found.get((model, other, cache, batch, context))
+        if (model, spec, cache, context) == ("llama-3-8b", "liquid@int8", kv, "1280") and theirs:
+            out.append(float(theirs["step_us"]) / float(row["step_us"]))
+    if not out:
+        raise LookupError(f"{other}, {kv}")
+    return out
+
+
+def caches(of: str, to: str, part: str = "attention_us") -> list[float]:
+    """Time of attention with a cache over that with another, liquid, Llama-3-8B."""
+    found, out = steps(), []
+    for (model, spec, kv, batch, context), row in sorted(found.items(), key=by_size):
+        other = found.get((model, spec, to, batch, context))
+        if (model, spec, kv, context) == ("llama-3-8b", "liquid@int8", of, "1280") and other:
+            out.append(float(row[part]) / float(other[part]))
+    if not out:
+        raise LookupError(f"{of}, {to}")
+    return out
+
+
+def without() -> list[float]:
+    """Steps of liquid by Triton's kernels over those by Hopper's, Llama-3-8B, INT8 cache."""
+    times: dict[bool, dict[str, float]] = {True: {}, False: {}}
+    for row in read(ENGINE):
+        if (row["model"], row["format"], row["kv"]) == ("llama-3-8b", "liquid@int8", "int8"):
+            times["hopper" in row["backends"]][row["batch"]] = float(row["step_us"])
+    if not times[False]:
+        raise LookupError("no steps by Triton's kernels")
+    return [us / times[True][batch] for batch, us in times[False].items()]
