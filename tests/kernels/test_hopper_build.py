@@ -299,7 +299,7 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         return backend.refuse(LayerSpec(get_format(spec), activation, shape, device)) or ""
 
     assert "liquid@int8" in refuse("liquid", None, (4096, 4096))
-    assert "no zero points" in refuse("int4:group=128,zero", "int8", (4096, 4096))
+    assert "zero points of groups" in refuse("int4:group=128,zero", "int8", (4096, 4096))
     assert "group scales" in refuse("sparse:group=64", "int8", (4096, 4096))
     assert "zero points" in refuse("int4:group=64,zero", "fp8", (4096, 4096))
     assert "it takes 2 to 5" in refuse("int8", "fp8", (4096, 4096))
@@ -359,3 +359,14 @@ def test_what_is_launched_lies_as_the_copy_engine_reads_it(monkeypatch: pytest.M
         assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
     with pytest.raises(TypeError, match=r"laid out for torch.float16: give `prepare`"):
         backend.linear_experts(x.bfloat16(), torch.tensor([0, 6]), prepared)
+
+
+@pytest.mark.parametrize("spec", ["int7:group=128", "int4:group=32", "int8:group=64"])
+def test_sums_of_groups_have_tiles_of_one_block_and_no_copy(spec: str) -> None:
+    """A copy in bytes would lose the scales of groups."""
+    d = decoder_for(get_format(spec), torch.int8)
+    assert not tiles.may_copy(d)
+    most = 128 if spec == "int7:group=128" else 64
+    for tile in [*tiles.family(d), *family_grouped(d)]:
+        assert tile.rows == 128
+        assert tile.tokens <= most

@@ -52,6 +52,8 @@ if EVERY_KERNEL:
         ("int4:group=128@fp8", HALF, Tile(64), (70, 200, 384), 1),
         ("int4:group=256@fp8", HALF, Tile(8, ctas=2), (3, 128, 512), 1),
         ("mxfp8@fp8", BRAIN, Tile(128), (130, 136, 352), 1),
+        ("mxfp6@fp8", BRAIN, Tile(128, late=True), (130, 136, 352), 2),
+        ("int4:group=128@int8", BRAIN, Tile(64, late=True), (70, 136, 640), 2),
         ("int4:group=64@fp8", HALF, Tile(8, ctas=2), (3, 128, 320), 1),
         ("nvfp4:group=64@fp8", HALF, Tile(16, ctas=2), (9, 128, 256), 1),
         ("mxfp4@int8", HALF, Tile(8, ctas=2), (8, 128, 256), 1),

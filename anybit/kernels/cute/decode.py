@@ -408,8 +408,11 @@ def number(fmt: Format, operand: str, minus: int = 0, times: int = 1) -> Decoder
     low = times - 1  # twice the code is the code one place higher
     width = fmt.bits + low
     if operand == "int8":
-        if fmt.group and (zeros or times != 1 or minus != 2 ** (fmt.bits - 1)):
-            return "int8 products have no zero points for groups of columns, and no single bits"
+        half = 2 ** (fmt.bits - 1)
+        if fmt.group and zeros:
+            return "zero points of groups cannot be subtracted from int8 products"
+        if fmt.group and (minus, times) != (half, 1):
+            return f"int8 and scales of groups take codes of {fmt.bits} bits minus {half} only"
         if fmt.group:
             places = tuple(range(8 - fmt.bits, 8))
             return UpperDecoder("int8", places, shift=fmt.bits - 8, group=fmt.group, sums=2)

@@ -134,15 +134,15 @@ class Kernel:
 
 def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
     """The tiles without those that would spill beside a crowded decoder, or a slow one."""
+    if decoder.crowded:
+        converted = decoder.operand == "int8" and decoder.entries > 1
+        most = 64 if converted else 128
+        tiles = [t for t in tiles if t.tokens <= most and t.rows == ROWS]
     if slow(decoder):  # 256 tokens of bytes halve the decoding
         fit = [t for t in tiles if t.rows == ROWS and t.ctas < 3 and t.tokens != 192]
         alone = [replace(t, ctas=1) for t in fit]
         return list(dict.fromkeys(alone))
-    if not decoder.crowded:
-        return tiles
-    most = 64 if decoder.operand == "int8" and decoder.entries > 1 else 128  # as sums are converted
-    small = [t for t in tiles if t.tokens <= most and t.rows == ROWS]
-    return [replace(t, ctas=1) if t.tokens == 64 else t for t in small]
+    return [replace(t, ctas=1) if decoder.crowded and t.tokens == 64 else t for t in tiles]
 
 
 def slow(decoder: Decoder) -> bool:
@@ -429,8 +429,12 @@ def scaled(tile: Tile, decoder: Decoder) -> int:
 
 
 def may_copy(decoder: Decoder) -> bool:
-    """Whether a weight may be decoded once for the product of many tokens; see `copies`."""
-    return decoder.slot == 16 or (decoder.operand != "float8_e4m3fn" and slow(decoder))
+    """Whether a weight may be decoded once for the product of many tokens; see `copies`.
+
+    Bytes only where they need no scales of groups.
+    """
+    whole = decoder.operand != "float8_e4m3fn" and not decoder.sums
+    return decoder.slot == 16 or (whole and slow(decoder))
 
 
 def decoded_rows(k: int) -> int:
