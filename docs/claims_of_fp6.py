@@ -96,9 +96,11 @@ def zeroquant() -> list[Claim]:
         Claim(
             "INT4 loses code generation",
             "CodeLLaMA-34B, JavaScript pass@1: 45.05 to 43.45 (CGQ), 43.22 (FGQ)",
-            "perhaps: bodies of functions that parse, int4 in groups of 128 minus bf16, "
-            f"{lost(TASK + 'python_parses; spec=int4:group=128', 'change', 3)}",
-            TASK + "python_parses; spec=int4:group=128",
+            "perhaps: bodies of functions that parse, minus bf16's: int4 "
+            f"{lost(TASK + 'python_parses; spec=int4', 'change', 3)}, in groups of 128 "
+            f"{lost(TASK + 'python_parses; spec=int4:group=128', 'change', 3)}, fp6 "
+            f"{lost(TASK + 'python_parses; spec=fp6', 'change', 3)}",
+            TASK + "python_parses; spec=int4/int4:group=128/fp6",
         ),
         Claim(
             "... measured by tests that run the code (pass@k)",
