@@ -5,10 +5,10 @@
 
 `check` reads centroids back bit for bit, compares random products with exact ones, repeats them,
 and drives outliers through. `table` times the kernels that `codebook_tiles.choose` names, plain and
-with programmatic dependent launch (pdl), beside cuBLAS, anybit's integers and fp6, and AQLM's
-kernels where the package is installed. `sweep` times many kernels for a problem; its rows are
-added to the table's. `tiles` times tiles for more than 16 tokens. Needs no CuTe DSL when
-ANYBIT_CACHE holds the kernels; `compile` fills it.
+with programmatic dependent launch (pdl), beside cuBLAS, anybit's integers and fp6, AQLM's kernels
+where the package is installed, and CodeGEMM's where CODEGEMM names a checkout. `sweep` times many
+kernels for a problem; its rows are added to the table's. `tiles` times tiles for more than 16
+tokens. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels; `compile` fills it.
 """
 
 import argparse
@@ -51,6 +51,11 @@ BITS = [  # 0.5 to 4 bits a weight, and a scale a row
     "codebook:m=3,v=8,group=128", "codebook:m=2,v=4,group=128", "codebook:m=4,v=8,group=128",
     "codebook", "codebook:m=1,v=4",
 ]  # fmt: skip
+GROUPS = [  # the paper's figure 4: from a scale for every vector to one a row, and its table 1
+    *(f"codebook:m=1,v=4,group={g}" for g in (4, 8, 16, 32, 64, 128)),
+    *(f"codebook:m=2,v=8,group={g}" for g in (8, 16, 32, 64, 128)),
+    "codebook:m=1,v=4", "codebook", "codebook:m=3,v=16,group=32", "codebook:m=1,v=8,group=32",
+]  # fmt: skip
 # The paper's uniform and binary weights as codebooks, section 5: vectors of all their values.
 DIGITS = {
     "binary": ("codebook:m=1,v=8,group=128", (-1, 1)),
@@ -71,7 +76,7 @@ CHECKED = [
 DEVICE = torch.device("cuda")
 MORE_TILES = [
     *(Tile(tokens, split=3) for tokens in (32, 64, 128)),
-    Tile(64, rows=256), Tile(128, rows=256), Tile(256),
+    Tile(64, rows=256), Tile(128, rows=256), Tile(256), Tile(32, shared=True),
 ]  # fmt: skip
 LAUNCHES = 48  # in a graph: its own start is a few microseconds
 
@@ -294,6 +299,33 @@ def case(
     return bench.Case("anybit-hopper", spec, half, dtype, prepare, note)
 
 
+def decoded_case(scheme: str) -> bench.Case:
+    """The weight decoded in every product, for cuBLAS (the paper's table 9)."""
+
+    def prepare(w: Tensor) -> bench.Layer:
+        p = problem(scheme, w.shape[0], w.shape[1])
+
+        def run(prepared: Prepared, x: Tensor) -> Tensor:
+            return x @ codebook_linear.dense(prepared, x.dtype).T
+
+        return bench.Layer(p.prepared, run, p.nbytes, p.packed.dequantize(), random=True)
+
+    return bench.Case(
+        "anybit-hopper", get_format(scheme).spec, "fp16", torch.float16, prepare, "decoded, cuBLAS"
+    )
+
+
+def rivals() -> list[bench.Case]:
+    """AQLM's kernels and CodeGEMM's, where they are."""
+    found = []
+    for adapter in (peers.aqlm, peers.codegemm):
+        try:
+            found += adapter()
+        except Exception as error:  # what is compiled at import fails in any way
+            print(f"{adapter.__name__} is left out: {type(error).__name__}: {error}", flush=True)
+    return found
+
+
 def table(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> None:
     timing.LAUNCHES = LAUNCHES
     floor = timing.ReadFloor.measure(DEVICE)
@@ -305,12 +337,10 @@ def table(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
     dtypes, overlaps = (fp16, torch.bfloat16), (False, True)
     cases += [case(*some) for some in product(args.schemes, dtypes, overlaps)]
     cases += [case(scheme, fp16, True, name, v) for name, (scheme, v) in DIGITS.items()]
-    try:
-        cases += peers.aqlm()
-    except Exception as error:  # a package that is compiled at import fails in any way
-        print(f"AQLM is left out: {type(error).__name__}: {error}", flush=True)
+    cases += [decoded_case(scheme) for scheme in args.schemes]
+    cases += rivals()
     runs = [(cases, [shape], args.m) for shape in args.shapes]
-    bits = [case(scheme, fp16, True) for scheme in BITS]
+    bits = [case(scheme, fp16, True) for scheme in dict.fromkeys([*BITS, *GROUPS])]
     runs += [(bits, [shape], [1]) for shape in map(bench.parse_shape, SQUARE) if args.bits]
     seen = set()
     for some, shapes, ms in runs:
@@ -327,12 +357,12 @@ def table(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
 
 def compile_all(args: argparse.Namespace) -> None:
     """Every kernel that the other modes launch."""
-    kernels = [k for scheme in CHECKED for k in kernels_of(scheme)]
+    kernels = [k for scheme in args.checked for k in kernels_of(scheme)]
     for scheme in args.schemes:
         for m, shape in product((1, 2, 8, 16), SWEPT):
             k = bench.parse_shape(shape)[1]
             kernels += [plan.kernel for plan in variants(cells_of(get_format(scheme)), m, k)]
-    for scheme, (n, k) in product(BITS, map(bench.parse_shape, SQUARE)):
+    for scheme, (n, k) in product(BITS + GROUPS, map(bench.parse_shape, SQUARE)):
         plan = choose(cells_of(get_format(scheme)), 1, n, k, "float16")
         kernels += [plan.kernel] if plan else []
     kernels += [kernel for scheme in args.schemes for kernel in tiles_of(scheme).values()]
@@ -358,6 +388,7 @@ def main() -> None:
     for mode in args.modes:
         start = time.perf_counter()
         args.schemes = given or (CHECKED if mode == "check" else TIMED)
+        args.checked = given or CHECKED
         if mode == "check":
             check(args.schemes)
         elif mode == "compile":

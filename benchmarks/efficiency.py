@@ -9,6 +9,8 @@ cells, and draws a heat map for each format.
 """
 
 import argparse
+import io
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ SHARES = ((25e6, 0.80), (8e6, 0.60))  # of the read floor, for weights of this m
 LEVEL = 0.97  # of cuBLAS's speed; below it a cell counts as slower
 GROWTH = 1.35  # in time from one number of tokens to the next, up to 64
 PEER = "anybit-hopper"
+AGAIN = "again"  # a row's note: measured a second time at the end of the run
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,13 @@ class Cell:
 
     def __str__(self) -> str:
         n, k = self.shape
-        return f"{self.scheme}, {n}x{k}, M={self.m}"
+        return f"{n}x{k}, M={self.m}"
 
 
 def cells(rows: Sequence[Row], peer: str = PEER) -> list[Cell]:
     """Measured cells of a peer; of several rows of one cell the fastest."""
     dense: dict[tuple[tuple[int, int], int], float] = {}
+    rows = [row for row in rows if row.note != AGAIN]
     for row in rows:
         if row.peer == "cublas" and row.format in ("fp16", "bf16") and row.us:
             at = (row.N, row.K), row.M
@@ -133,55 +137,95 @@ def table(found: Sequence[Cell], tokens: Sequence[int]) -> tuple[list[str], list
     return titles, lines
 
 
-def worst(found: Sequence[Cell], count: int = 3) -> list[str]:
-    """Sentences on the worst cells: against cuBLAS, reading, fewer tokens, and both floors."""
+def slower_by_tokens(
+    found: Sequence[Cell], tokens: Sequence[int]
+) -> tuple[list[str], list[list[str]]]:
+    """Titles and a line for each scheme: how many cells are slower than cuBLAS, by tokens."""
+    lines = []
+    for scheme in sorted({cell.scheme for cell in found}):
+        bad = [cell.m for cell in slower(found) if cell.scheme == scheme]
+        lines.append([f"`{scheme}`", *(str(bad.count(m) or "") for m in tokens)])
+    return ["format", *(f"M={m}" for m in tokens)], lines
+
+
+def worst(found: Sequence[Cell]) -> list[str]:
+    """A sentence for each scheme: its worst cells of every kind."""
     out = []
-    for cell in slower(found)[:count]:
-        out.append(f"{cell}: {cell.speed:.2f} times the speed of cuBLAS")
-    for cell in short(found)[:count]:
-        out.append(f"{cell}: {cell.reading:.0%} of the read floor, {cell.nbytes / 1e6:.0f} MB")
-    for ratio, cell in steps(found)[:count]:
-        out.append(f"{cell}: {ratio:.2f} times the time of the next fewer tokens")
-    products = [cell for cell in found if not cell.quantizes]
-    for cell in sorted(products, key=lambda c: c.efficiency)[:count]:
-        out.append(f"{cell}: {cell.efficiency:.0%} of the larger floor, {cell.us:.1f} us")
+    for scheme in sorted({cell.scheme for cell in found}):
+        mine, parts = [cell for cell in found if cell.scheme == scheme], []
+        if cells := slower(mine):
+            parts.append(f"{cells[0].speed:.3g} times the speed of cuBLAS ({cells[0]})")
+        if cells := short(mine):
+            mb = cells[0].nbytes / 1e6
+            parts.append(f"{cells[0].reading:.0%} of the read floor ({cells[0]}, {mb:.0f} MB)")
+        if growth := steps(mine):
+            ratio, cell = growth[0]
+            parts.append(f"{ratio:.2f} times the time of the next fewer tokens ({cell})")
+        if not mine[0].quantizes:
+            cell = min(mine, key=lambda cell: cell.efficiency)
+            parts.append(f"{cell.efficiency:.0%} of the larger floor ({cell}, {cell.us:.1f} us)")
+        out.append(f"`{scheme}`: " + "; ".join(parts or ["none"]))
     return out
 
 
+def repeats(rows: Sequence[Row]) -> list[float]:
+    """How far each time of a repeat lies from the first, relative to that, the least first."""
+    times: dict[tuple[str, str, str, int, int, int], float] = {}
+    out = []
+    for row in sorted(rows, key=lambda row: row.note == AGAIN):
+        key = row.peer, row.format, row.activation, row.M, row.N, row.K
+        if row.us and row.note == AGAIN and key in times:
+            out.append(abs(row.us / times[key] - 1))
+        elif row.us:
+            times[key] = row.us
+    return sorted(out)
+
+
+def spread(rows: Sequence[Row]) -> str:
+    """`repeats` in words; "" where nothing was measured twice."""
+    found = repeats(rows)
+    if not found:
+        return ""
+    half, most = (found[int(len(found) * share)] for share in (0.5, 0.95))
+    return (
+        f"{len(found)} cells were measured again at the end of the run: half of the times differ "
+        f"by under {half:.1%}, 95 of 100 by under {most:.1%}, all by under {found[-1]:.1%}."
+    )
+
+
+def picture(scheme: str) -> str:
+    """The file of a scheme's heat map."""
+    return "efficiency_" + re.sub(r"[^a-z0-9]+", "_", scheme) + ".png"
+
+
 def draw(found: Sequence[Cell], title: str, path: Path) -> None:
-    """A heat map for each scheme, but for those that quantize tokens: floors are of the product."""
+    """The heat map of one scheme."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
     import numpy as np
+    from PIL import Image
 
-    found = [cell for cell in found if not cell.quantizes]
-    names = sorted({cell.scheme for cell in found})
-    shapes = sorted({cell.shape for cell in found}, key=prod)
+    shapes = sorted({cell.shape for cell in found}, key=lambda shape: (prod(shape), shape))
     counts = sorted({cell.m for cell in found})
-    columns = min(4, len(names))
-    lines = -(-len(names) // columns)
-    size = (0.9 + 0.3 * len(counts)) * columns + 0.6, (1.1 + 0.2 * len(shapes)) * lines + 0.4
-    figure, grid = plt.subplots(lines, columns, figsize=size, squeeze=False, sharey=True)
-    for axis in grid.flat[len(names) :]:
-        axis.set_visible(False)
-    for axis, name in zip(grid.flat, names, strict=False):
-        values = np.full((len(shapes), len(counts)), np.nan)
-        for cell in found:
-            if cell.scheme == name:
-                at = shapes.index(cell.shape), counts.index(cell.m)
-                values[at] = cell.efficiency
-                text = f"{100 * cell.efficiency:.0f}"
-                axis.text(at[1], at[0], text, ha="center", va="center", fontsize=6)
-        axis.imshow(values, cmap="RdYlGn", vmin=0.3, vmax=1, aspect="auto")
-        axis.set_title(name, fontsize=9)
-        axis.set_xticks(range(len(counts)), [str(m) for m in counts], fontsize=6, rotation=60)
-        axis.set_yticks(range(len(shapes)), [f"{n}x{k}" for n, k in shapes], fontsize=6)
-    figure.suptitle(f"Floor over time, %, by weight and tokens: {title}", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    values = np.full((len(shapes), len(counts)), np.nan)
+    size = 1.6 + 0.36 * len(counts), 1.2 + 0.17 * len(shapes)
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    for cell in found:
+        row, column = shapes.index(cell.shape), counts.index(cell.m)
+        values[row, column] = cell.efficiency
+        number = f"{100 * cell.efficiency:.0f}"
+        axis.text(column, row, number, ha="center", va="center", fontsize=7)
+    axis.imshow(values, cmap="RdYlGn", vmin=0.3, vmax=1, aspect="auto")
+    axis.set_title(title, fontsize=9)
+    axis.set_xlabel("tokens", fontsize=8)
+    axis.set_xticks(range(len(counts)), [str(m) for m in counts], fontsize=7, rotation=60)
+    axis.set_yticks(range(len(shapes)), [f"{n}x{k}" for n, k in shapes], fontsize=7)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=80)
     plt.close(figure)
+    Image.open(image).convert("RGB").quantize(64).save(path, optimize=True)  # a third of the size
 
 
 def report(rows: Sequence[Row], peer: str = PEER) -> str:
@@ -194,7 +238,7 @@ def report(rows: Sequence[Row], peer: str = PEER) -> str:
     lines = [titles, *lines]
     widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
     text = ["  ".join(t.rjust(w) for t, w in zip(line, widths, strict=True)) for line in lines]
-    return "\n".join([*text, *worst(found, 8)])
+    return "\n".join([*text, *worst(found), spread(rows)])
 
 
 def main() -> None:
@@ -207,10 +251,12 @@ def main() -> None:
     args = parser.parse_args()
     rows = [row for path in args.csv for row in read_csv(path)]
     print(report(rows, args.peer))
-    if found := cells(rows, args.peer):
-        args.out.mkdir(parents=True, exist_ok=True)
-        path = args.out / "efficiency.png"
-        draw(found, f"{rows[0].gpu}, {max(row.date for row in rows)}", path)
+    found = [cell for cell in cells(rows, args.peer) if not cell.quantizes]
+    args.out.mkdir(parents=True, exist_ok=True)
+    for scheme in sorted({cell.scheme for cell in found}):
+        path = args.out / picture(scheme)
+        mine = [cell for cell in found if cell.scheme == scheme]
+        draw(mine, f"{scheme}: floor over time, %, {rows[0].gpu}", path)
         print(path)
 
 

@@ -4,7 +4,8 @@
     python benchmarks/experts.py --models --peers anybit --out h200_models.csv
 
 The second one takes the experts of four models, both projections, from 1 to 4096 tokens, and prints
-beside each time what `hopper/expert_tiles.py` expects. `--sweep` times every tile instead;
+beside each time what `hopper/expert_tiles.py` expects. `--micro` takes the formats in which such
+models are published, `--formats` some of humming's. `--sweep` times every tile instead;
 `--around` what happens to tokens around the two products, beside torch's operators that define it.
 
 Tokens are sorted by expert beforehand, and quantized beforehand where they are 8 bits. Every result
@@ -41,15 +42,23 @@ from anybit.nn import routing
 
 DEVICE = torch.device("cuda")
 SCHEMES = ["liquid@int8", "int8@int8", "int4:group=128", "fp6"]
-HUMMING = [  # format, its dtype and group there, activations
-    ("int4:group=64", "uint4", 64, "int8"),
-    ("int4:group=64", "uint4", 64, None),
-    ("fp6", "float6e3m2", 0, None),
+E2M1 = {"dtype": "float4e2m1"}
+MXFP4 = E2M1 | {"group_size": 32, "scale_dtype": "float8e8m0"}
+NVFP4 = E2M1 | {"group_size": 16, "scale_dtype": "float8e4m3", "scale_2_type": "tensor"}
+HUMMING = [  # formats as ours are called and as humming's, and what tokens are
+    ("int4:group=64", {"dtype": "uint4", "group_size": 64}, "int8"),
+    ("int4:group=64", {"dtype": "uint4", "group_size": 64}, None),
+    ("mxfp4", MXFP4, None),
+    ("mxfp4", MXFP4, "fp8"),
+    ("nvfp4", NVFP4, None),
+    ("fp8:group=128", {"dtype": "float8e4m3", "group_size": 128, "group_size_n": 128}, "fp8"),
 ]
+KINDS = {"int8": "int8", "fp8": "float8e4m3"}  # of tokens, for humming
 GROUPED = ("grouped_contiguous", "indexed")  # humming's two ways
 DIFFERENT = 8  # experts of different weights; the others are copies, which lie elsewhere
 PEERS = ("torch", "anybit", "humming")
 MODEL_SCHEMES = ["liquid@int8", "int4:group=64", "fp6"]
+MICRO = ["mxfp4", "mxfp4@fp8", "nvfp4", "fp8:group=128@fp8"]
 MODEL_TOKENS = [1, 4, 16, 64, 256, 1024, 4096]
 
 
@@ -203,39 +212,55 @@ def anybit(w: Tensor, experts: int, schemes: list[str], sweep: bool) -> Iterator
             )
 
 
-def humming(w: Tensor, experts: int, tokens: list[int], top: int) -> Iterator[Experts]:
+def humming(
+    w: Tensor, experts: int, tokens: list[int], top: int, formats: list[str]
+) -> Iterator[Experts]:
     """humming's kernels over experts in both ways; tiles by its rules for each number of tokens."""
+    for name, weight, activation in HUMMING:
+        if name in formats:
+            try:
+                yield from humming_format(w, experts, tokens, top, name, weight, activation)
+            except Exception as error:  # a shape or format that it does not take
+                print(f"left out: humming {name}: {type(error).__name__}: {error}", flush=True)
+
+
+def humming_format(
+    w: Tensor,
+    experts: int,
+    tokens: list[int],
+    top: int,
+    name: str,
+    weight: dict[str, Any],
+    activation: str | None,
+) -> Iterator[Experts]:
+    """One of its formats."""
     from humming.forward import may_quant_input
     from humming.kernel.humming import HummingKernel
     from humming.layer import HummingLayer
     from humming.schema import HummingWeightSchema
     from humming.tune import get_heuristics_config
 
-    _, n, k = w.shape
-    made = []
-    for name, kind, group, activation in HUMMING:
-        weight = {"dtype": kind, "group_size": group}
-        inputs = {"dtype": activation} if activation else None
-        layer = HummingLayer(n, k, weight, inputs, num_experts=experts, torch_dtype=torch.bfloat16)
-        layer = layer.to(w.device)
-        schema = layer.weight_schema
-        tensors = HummingWeightSchema.quant_tensor(w.bfloat16(), schema, torch.bfloat16)
-        decoded = schema.dequant_tensors(tensors).float()
-        layer.load_from_tensors({name: t[owners(w, experts)] for name, t in tensors.items()})
-        layer.transform()
-        made.append((name, activation, layer, decoded))
+    different, n, k = w.shape
+    inputs = {"dtype": KINDS[activation]} if activation else None
+    layer = HummingLayer(
+        n, k, dict(weight), inputs, num_experts=experts, torch_dtype=torch.bfloat16
+    ).to(w.device)
+    schema = layer.weight_schema
+    tensors = HummingWeightSchema.quant_tensor(w.bfloat16(), schema, torch.bfloat16)
+    decoded = schema.dequant_tensors(tensors).float()
+    index = torch.tensor(owners(w, experts), device=w.device)
+    layer.load_from_tensors({key: of_all(t, index, different) for key, t in tensors.items()})
+    layer.transform()
     configs = {
-        (i, way, m): get_heuristics_config(
+        (way, m): get_heuristics_config(
             layer.humming_config, shape_m=m * top, gemm_type=way, device=w.device
         )
-        for i, (_, _, layer, _) in enumerate(made)
         for way in GROUPED
         for m in tokens
     }
 
-    def compiled(key: tuple[int, str, int]) -> None:
-        layer = made[key[0]][2]
-        how = json.dumps({"gemm_type": key[1]})
+    def compiled(key: tuple[str, int]) -> None:
+        how = json.dumps({"gemm_type": key[0]})
         HummingKernel.prepare_kernels(
             layer.humming_config.to_str(), how, json.dumps(configs[key]), w.device
         )
@@ -243,42 +268,41 @@ def humming(w: Tensor, experts: int, tokens: list[int], top: int) -> Iterator[Ex
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(compiled, configs))
 
-    for i, (name, activation, layer, decoded) in enumerate(made):
-        for way in GROUPED:
+    def seen(x: Tensor) -> Tensor:
+        rows, scale = may_quant_input(layer.humming_config, x)
+        return rows.float() if scale is None else rows.float() * scale.float().view(-1, 1)
 
-            def run(x: Tensor, routing: Routing, layer=layer, i=i, way=way) -> Run:
-                config = configs[i, way, len(x)]
-                rows, scale = may_quant_input(layer.humming_config, x)
-                if way == "indexed":
-                    more = indexed(routing, config["block_shape"][0]) | {"top_k": top}
-                else:
-                    rows = routing.sort(rows)
-                    scale = None if scale is None else routing.sort(scale)
-                    more = {"expert_layout": routing.starts.long()}
-                return lambda layer: layer(
-                    rows,
-                    input_scale=scale,
-                    compute_config={"gemm_type": way},
-                    tuning_config=config,
-                    **more,
-                )
+    for way in GROUPED:
 
-            def seen(x: Tensor, layer=layer) -> Tensor:
-                rows, scale = may_quant_input(layer.humming_config, x)
-                return rows.float() if scale is None else rows.float() * scale.float().view(-1, 1)
-
-            yield Experts(
-                "humming",
-                name,
-                given(activation),
-                layer,
-                sum(p.nbytes for p in layer.parameters()),
-                decoded,
-                run,
-                seen,
-                way,
-                way == "indexed",
+        def run(x: Tensor, routing: Routing, way: str = way) -> Run:
+            config = configs[way, len(x)]
+            rows, scale = may_quant_input(layer.humming_config, x)
+            if way == "indexed":
+                more = indexed(routing, config["block_shape"][0]) | {"top_k": top}
+            else:
+                rows = routing.sort(rows)
+                scale = None if scale is None else routing.sort(scale)
+                more = {"expert_layout": routing.starts.long()}
+            return lambda layer: layer(
+                rows,
+                input_scale=scale,
+                compute_config={"gemm_type": way},
+                tuning_config=config,
+                **more,
             )
+
+        yield Experts(
+            "humming",
+            name,
+            given(activation),
+            layer,
+            sum(p.nbytes for p in layer.parameters()),
+            decoded,
+            run,
+            seen,
+            way,
+            way == "indexed",
+        )
 
 
 def indexed(routing: Routing, block: int) -> dict[str, Tensor]:
@@ -359,7 +383,7 @@ def run(problem: Problem, args: argparse.Namespace, floor: ReadFloor) -> Iterato
     every = {
         "torch": lambda: dense(w, experts),
         "anybit": lambda: anybit(w, experts, args.schemes, args.sweep),
-        "humming": lambda: humming(w, experts, args.m, top),
+        "humming": lambda: humming(w, experts, args.m, top, args.formats),
     }
     blank = replace(bench.blank(DEVICE, args.commit), N=n, K=k)
     for peer in ["anybit"] if args.sweep else args.peers:
@@ -410,6 +434,8 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="*")
     parser.add_argument("--models", nargs="*", choices=MODELS, help="instead of a shape; all")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
+    parser.add_argument("--formats", nargs="*", help="of humming's")
+    parser.add_argument("--micro", action="store_true", help="MXFP4, NVFP4 and FP8 blocks")
     parser.add_argument(
         "--sweep", action="store_true", help="time anybit's tiles, and nothing else"
     )
@@ -421,7 +447,10 @@ def main() -> None:
         problems = [p for name in args.models or MODELS for p in MODELS[name]]
     many = args.models is not None or args.around
     args.m = args.m or (MODEL_TOKENS if many else [32, 64, 128, 256])
-    args.schemes = args.schemes or (SCHEMES if args.models is None else MODEL_SCHEMES)
+    usual = SCHEMES if args.models is None else MODEL_SCHEMES
+    args.schemes = args.schemes or (MICRO if args.micro else usual)
+    micro = [s.partition("@")[0] for s in MICRO]
+    args.formats = args.formats or (micro if args.micro else ["int4:group=64", "fp6"])
     torch.manual_seed(0)
     if args.around:
         for name, (problem, _) in MODELS.items():

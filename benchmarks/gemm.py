@@ -3,7 +3,8 @@
     python benchmarks/gemm.py --out benchmarks/results/h200_gemm.csv
     python benchmarks/gemm.py --models --seconds 500 --out benchmarks/results/h200_shapes.csv
 
-The second one takes the weights of many models (weights_of_models.py), our formats and cuBLAS. With
+The second one takes the weights of many models (weights_of_models.py), our formats and cuBLAS, and
+in the end the first weights again, which shows how far times of one chip differ. With
 `--part 1/2` on one GPU and `--part 2/2` on another, each measures half of the weights; `--append`
 joins them. Needs a GPU. Peers that are not installed are named and left out. See README.md beside
 this file.
@@ -45,6 +46,7 @@ SCHEMES = [
     "int4:group=128@fp8",
 ]
 # With --models.
+REPEATED = 4  # weights that are measured again at the end
 MODEL_MS = "1,2,4,8,16,32,48,64,96,128,192,256,512,1024,2048,4096"
 MODEL_SCHEMES = [
     "int4:group=128",
@@ -75,14 +77,14 @@ def main() -> None:
     group: list[bench.Row] = []  # of one weight and number of tokens
     done = 0
     try:
-        for shape in args.shapes:
+        for shape, note in args.turns:
             cases = [without(c, crashes) for c in all_cases(args, shape[1])[0]]
             for row in bench.measure(cases, [shape], args.m, device, commit, floor):
                 if group and row.M != group[0].M:
                     rows, group = rows + group, []
                 say(bench.line(row))
                 if not row.note.startswith("refused"):  # else the layer is not for that kernel
-                    group.append(row)
+                    group.append(dataclasses.replace(row, note=note or row.note))
                 if args.seconds and time.perf_counter() > start + args.seconds:
                     raise KeyboardInterrupt
             rows, group, done = rows + group, [], done + 1
@@ -90,14 +92,14 @@ def main() -> None:
     except KeyboardInterrupt:
         say("stopped: groups that were not measured to the end are left out")
     bench.write_csv(args.out, rows)
-    print(efficiency.report(rows))
     for row in rows:
         if row.us is None:
-            print(bench.line(row))
+            print(bench.line(row)[:150])
+    print(efficiency.report(rows))
     bad = sum(row.us is None for row in rows)
     seconds = time.perf_counter() - start
     say(
-        f"{done} of {len(args.shapes)} weights in {seconds:.0f} s, {len(rows) - bad} measurements "
+        f"{done} of {len(args.turns)} weights in {seconds:.0f} s, {len(rows) - bad} measurements "
         f"in {args.out}, {bad} failures"
     )
 
@@ -129,6 +131,8 @@ def arguments() -> argparse.Namespace:
     part, parts = (int(number) for number in args.part.split("/"))
     shapes = weights(args.models) if many else [bench.parse_shape(text) for text in args.shapes]
     args.shapes = shapes[part - 1 :: parts]
+    again = args.shapes[:REPEATED] if many else []
+    args.turns = [(s, "") for s in args.shapes] + [(s, efficiency.AGAIN) for s in again]
     return args
 
 

@@ -26,13 +26,7 @@ MORE_TILES = [
     Tile(256),
     *(Tile(tokens, shared=shared) for tokens in (96, 192) for shared in (False, True)),
     Tile(96, split=2),
-    Tile(192, lag=2),
-    *(
-        Tile(128, rows=rows, lag=lag, shared=shared)
-        for rows in (128, 256)
-        for lag in (2, 3)
-        for shared in (False, True)
-    ),
+    *(Tile(128, rows=rows, shared=shared) for rows in (128, 256) for shared in (False, True)),
 ]  # tried by `sweep` and `compare` beside the family
 
 

@@ -18,7 +18,9 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -57,6 +59,7 @@ def main() -> None:
     parser.add_argument("--unfused", action="store_true", help="without anybit's pass over graphs")
     parser.add_argument("--profile", metavar="BATCHES", help="list kernels")
     parser.add_argument("--check", type=Path, metavar="MODEL", help="compare tokens and a text's")
+    parser.add_argument("--reload", action="store_true", help="quantize dense weights, and anew")
     parser.add_argument(
         "--together", action="store_true",
         help="share the GPU with other processes: measure after a line on standard input",
@@ -72,8 +75,11 @@ def main() -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # kernels are this process's
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
-        run = compare if args.check else profile if args.profile else measure
+        run = profile if args.profile else reload if args.reload else measure
+        run = compare if args.check else run
         run(args, folder)
+        if args.together:
+            print("DONE", flush=True)  # the next one need not wait until this one has closed
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
@@ -148,7 +154,18 @@ def profile(args: argparse.Namespace, folder: Path) -> None:
         print_kernels(llm, args, batch)
 
 
-def print_kernels(llm: Any, args: argparse.Namespace, batch: int, steps: int = 32) -> None:
+def reload(args: argparse.Namespace, folder: Path) -> None:
+    """Seconds until a running engine has other dense weights, quantized as they are read."""
+    made = checkpoint(args, folder)
+    llm = engine(args, made, [1])
+    for _ in range(2):
+        start = time.perf_counter()
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(made)})
+        write(args, "reload", 0, time.perf_counter() - start, "s")
+    seconds(llm, args, 1, 8)
+
+
+def print_kernels(llm: Any, args: argparse.Namespace, batch: int, steps: int = 128) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recorded
 
@@ -167,11 +184,14 @@ def print_kernels(llm: Any, args: argparse.Namespace, batch: int, steps: int = 3
         busy[name] += max(0.0, stop - max(start, last))
         last = max(last, stop)
     layers = MODELS[args.model].num_hidden_layers
-    # What runs once for every layer says how many steps there were.
-    made = max(n for name, n in count.items() if "flash" in name.lower() or "attn" in name) / layers
+    # What runs once for every layer says how many steps there were, and how long a layer takes.
+    each = max((n, name) for name, n in count.items() if "flash" in name.lower() or "attn" in name)
+    begins, made = [start for start, _, name in spans if name == each[1]], each[0] / layers
+    period = median(b - a for a, b in pairwise(begins)) * layers
     span = (end - spans[0][0]) / made
+    whole = sum(busy.values()) / made
     print(f"PROFILE {args.case} batch {batch}: {made:.1f} steps of {span:.0f} us, kernels "
-          f"{sum(busy.values()) / made:.0f} us; whole run {times:.3f} s")  # fmt: skip
+          f"{whole:.0f} us, layers {period:.0f} us; whole run {times:.3f} s")  # fmt: skip
     for name in sorted(busy, key=lambda name: -busy[name])[:40]:
         print(f"PROFILE {count[name] / made:7.1f} times {busy[name] / made:8.1f} us  {name[:90]}")
     for start, stop, name in spans[len(spans) // 2 :][: 3 * len(spans) // round(made * layers)]:
@@ -257,6 +277,9 @@ def engine(args: argparse.Namespace, made: Path, batches: list[int]) -> Any:
         options["load_format"] = "dummy"
     if args.case == "fp8":
         options["quantization"] = "fp8"
+    if args.reload:
+        overrides = {"anybit": {"formats": {"*": args.case, "lm_head": args.head}}}
+        options |= {"quantization": "anybit", "hf_overrides": overrides}
     if args.ranks > 1:
         options |= {"tensor_parallel_size": args.ranks, "disable_custom_all_reduce": True}
     share = 0.2 if args.check else 0.85
@@ -286,10 +309,10 @@ def leave(graph: Any) -> None:
 
 
 def memory(args: argparse.Namespace, batch: int) -> int:
-    """Bytes of K and V of a batch in 16 bits, and a few blocks."""
+    """Bytes of K and V of a batch, and a few blocks."""
     config = LlamaConfig.from_pretrained(args.check) if args.check else MODELS[args.model]
     width = config.num_key_value_heads * config.head_dim
-    each = 4 * config.num_hidden_layers * width
+    each = (2 if args.kv.startswith("fp8") else 4) * config.num_hidden_layers * width
     return (batch + 2) * (length(args) if args.check else PROMPT + OUTPUT + 64) * each
 
 
@@ -304,17 +327,20 @@ def length(args: argparse.Namespace) -> int:
 
 def checkpoint(args: argparse.Namespace, folder: Path) -> Path:
     """A model of random weights; only its configuration for what vLLM fills in by itself."""
-    config, out = MODELS[args.model], folder / name_of(args.case, args.model, args.head or "")
+    config, case = MODELS[args.model], "dense" if args.reload else args.case
+    out = folder / name_of(case, args.model, args.head or "")
     if (out / "config.json").exists():
         return out
     out.mkdir(parents=True, exist_ok=True)
     settings = config.to_dict() | {"dtype": "bfloat16"}
     (out / "generation_config.json").write_text("{}")
-    if args.case not in ("bf16", "fp8"):
-        plan = {"*": args.case, "lm_head": args.head}
-        gptq = args.case in ("gptq", "marlin")
-        settings["quantization_config"] = GPTQ if gptq else quantization_config(plan)
-        save(config, dict(layer(config, args.case)), dict(outside(config, args.head)), out)
+    if case not in ("bf16", "fp8"):
+        plan = {"*": case, "lm_head": args.head}
+        if case in ("gptq", "marlin"):
+            settings["quantization_config"] = GPTQ
+        elif case != "dense":
+            settings["quantization_config"] = quantization_config(plan)
+        save(config, dict(layer(config, case)), dict(outside(config, args.head)), out)
     (out / "config.json").write_text(json.dumps(settings, indent=1))
     return out
 
@@ -334,7 +360,10 @@ def layer(config: LlamaConfig, case: str) -> Iterator[tuple[str, Tensor]]:
         "mlp.down_proj": (h, i),
     }  # fmt: skip
     for name, (n, k) in shapes.items():
-        tensors = gptq(n, k) if case in ("gptq", "marlin") else quantized(n, k, case)
+        if case == "dense":
+            tensors = {"weight": random(n, k)}
+        else:
+            tensors = gptq(n, k) if case in ("gptq", "marlin") else quantized(n, k, case)
         yield from ((f"{name}.{key}", tensor) for key, tensor in tensors.items())
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield f"{name}.weight", torch.ones(h, dtype=torch.bfloat16)

@@ -103,7 +103,7 @@ def hopper_kernels(schemes: list[str], counts: list[int]) -> list[hopper_tiles.K
     found = []
     for scheme in schemes:
         d = decoder_of(scheme)
-        found += scalar_linear.copy_kernels(d)
+        found += scalar_linear.copy_kernels(d, ["bfloat16"])
         for n, k in SHAPES:
             found += [
                 hopper_tiles.Kernel(d, hopper_tiles.choose(d, m, n, k), "bfloat16") for m in counts

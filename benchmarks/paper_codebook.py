@@ -18,7 +18,6 @@ from typing import Any
 from unittest.mock import patch
 
 import codebook
-import peers
 import torch
 
 from anybit.core.format import get_format
@@ -126,10 +125,7 @@ def power(about: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for scheme in codebook.OTHERS:
         backend = registry.choose(LayerSpec(get_format(scheme), None, POWERED, device, fp16))
         cases.append(bench.anybit_case(scheme, fp16, backend))
-    try:
-        cases += peers.aqlm()
-    except Exception as error:
-        print(f"AQLM is left out: {type(error).__name__}: {error}", flush=True)
+    cases += codebook.rivals()
     w, x = torch.randn(n, k, device=device), torch.randn(1, k, device=device).to(fp16)
     for case in cases:
         row = about | {"peer": case.peer, "format": case.format, "M": 1, "N": n, "K": k}

@@ -7,6 +7,7 @@ first calls, which are not timed.
 """
 
 import importlib.util
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -406,6 +407,53 @@ def aqlm() -> list[Case]:
     return [case(2, 8, "codebook"), case(1, 16, "codebook:m=1,b=16")]
 
 
+def codegemm() -> list[Case]:
+    """CodeGEMM's kernels, from a checkout of naver-aics/codegemm that CODEGEMM names; drawn codes.
+
+    With one token its Psumbook; with more it decodes the weight for cuBLAS in every product.
+    """
+    if "CODEGEMM" not in os.environ:
+        raise RuntimeError("CODEGEMM names no checkout of github.com/naver-aics/codegemm")
+    from torch.utils.cpp_extension import load
+
+    folder = Path(os.environ["CODEGEMM"]) / "codegemm" / "inference" / "custom_kernel"
+    operators = "HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS"
+    package = load(
+        "codegemm_kernel",
+        [str(folder / name) for name in ("bindings.cpp", "gemv.cu", "codegemm.cu")],
+        extra_cuda_cflags=[f"-U__CUDA_NO_{name}__" for name in operators],
+    )
+
+    def case(books: int, width: int) -> Case:
+        def prepare(w: Tensor) -> Layer:
+            (n, k), device, half = w.shape, w.device, torch.float16
+            words = torch.randint(-(2**31), 2**31, (books, k // width // 4, n), device=device)
+            words = words.int()
+            book = torch.randn(books, 256, width, device=device, dtype=half)
+            scale = (torch.rand(k // GROUP, n, device=device) * 0.05 + 0.01).to(half)
+            codes = (
+                words.view(torch.uint8).view(books, -1, n, 4).transpose(1, 2).reshape(books, n, -1)
+            )
+            decoded = sum(book[i].float()[codes[i].int()] for i in range(books)).view(n, k)
+            decoded *= scale.float().T.repeat_interleave(GROUP, 1)
+
+            def run(weight: tuple[Tensor, ...], x: Tensor) -> Tensor:
+                if len(x) > 1:
+                    return x @ package.codegemm_dequant(*weight, GROUP)
+                y = torch.zeros(1, 1, n, dtype=half, device=device)  # its sums are added to it
+                package.codegemm_gemv(x[None], y, *weight, GROUP)
+                return y[0]
+
+            weight = words, scale, book
+            return Layer(weight, run, sum(t.nbytes for t in weight), decoded, random=True)
+
+        name = f"codebook:m={books},v={width},group={GROUP}"
+        return Case("codegemm", name, "fp16", torch.float16, prepare)
+
+    return [case(1, 4), case(2, 8)]
+
+
 PEERS = {
-    f.__name__: f for f in (cublas, tinygemm, humming, quack, vllm, gemlite, bitsandbytes, aqlm)
+    f.__name__: f
+    for f in (cublas, tinygemm, humming, quack, vllm, gemlite, bitsandbytes, aqlm, codegemm)
 }

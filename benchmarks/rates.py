@@ -80,27 +80,44 @@ __global__ void {name}(u *out, u s) {{
 
 def product(name: str, call: str, chains: int, dependent: bool = False) -> str:
     """A kernel of `mma.sync` alone."""
-    body = " ".join(f"{call}(d[{0 if dependent else i}], a, s);" for i in range(chains))
+    places = [0] * chains if dependent else range(chains)
+    return turns(name, " ".join(f"{call}(d[{i}], a, s);" for i in places), chains)
+
+
+def turns(name: str, body: str, chains: int) -> str:
+    """A kernel that repeats products, or what else its body does to d and e."""
     return f"""
 __global__ void {name}(u *out, u s) {{
-  u d[{chains}][4] = {{}}; u a[4] = {{s, s + 1, s + 2, s + 3}};
+  u d[{chains}][4] = {{}}; u a[4] = {{s, s + 1, s + 2, s + 3}}; u e[4] = {{threadIdx.x, 1, s, 3}};
   long long t = clock64();
   #pragma unroll 2
   for (int r = 0; r < {ROUNDS}; r++) {{ {body} }}
   t = clock64() - t;
-  u all = 0; for (int i = 0; i < {chains}; i++) for (int j = 0; j < 4; j++) all += d[i][j];
+  u all = 0;
+  for (int j = 0; j < 4; j++) {{ all += e[j]; for (int i = 0; i < {chains}; i++) all += d[i][j]; }}
   out[blockIdx.x * blockDim.x + threadIdx.x] = all;
   if (threadIdx.x == 0 && blockIdx.x == 0) out[0] = (u)t;
 }}"""
 
 
-def beside() -> str:
-    """Warpgroup 0 runs `wgmma` (64x128, A in registers), warpgroup 1 others; clocks of both."""
-    n = 64
+def mixed() -> str:
+    """Four `prmt`, four `mul` and a product in turns."""
+    lines = []
+    for i in range(4):
+        lines.append(f"imma32(d[{i}], a, s);")
+        for j, part in ((j, part) for j in range(4) for part in ("prmt", "mul")):
+            text = SINGLE[part].format(d="%0", s="%1")
+            lines.append(f'asm volatile("{text}" : "+r"(e[{j}]) : "r"(s));')
+    return turns("mixed", " ".join(lines), 4)
+
+
+def beside(tokens: int) -> str:
+    """Warpgroup 0 runs `wgmma` (64 rows, A in registers), warpgroup 1 others; clocks of both."""
+    n = tokens // 2
     sums = ", ".join(f"%{i}" for i in range(n))
     outs = ", ".join(f'"+r"(c[{i}])' for i in range(n))
     wgmma = (
-        f'asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.u8.s8 {{{sums}}}, '
+        f'asm volatile("wgmma.mma_async.sync.aligned.m64n{tokens}k32.s32.u8.s8 {{{sums}}}, '
         f'{{%{n},%{n + 1},%{n + 2},%{n + 3}}}, %{n + 4}, 1;" : {outs} '
         f': "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(where));'
     )
@@ -115,7 +132,7 @@ def beside() -> str:
         f"if (kind == {kind}) for (int r = 0; r < 512; r++) {text}\n" for kind, text in each.items()
     )
     return f"""
-__global__ void __launch_bounds__(256) beside(u *out, u s, int multiply, int kind) {{
+__global__ void __launch_bounds__(256) beside{tokens}(u *out, u s, int multiply, int kind) {{
   __shared__ alignas(1024) unsigned char tokens[32768];
   for (int i = threadIdx.x; i < 8192; i += 256) ((u *)tokens)[i] = 0;
   __syncthreads();
@@ -160,7 +177,8 @@ def program() -> str:
     for i, (name, (call, chains, dependent)) in enumerate(products.items()):
         text.append(product(f"p{i}", call, chains, dependent))
         calls.append(f'show("{name}", p{i}, {chains}, {128 if dependent else 512});')
-    text.append(beside())
+    text += [mixed(), beside(64), beside(128)]
+    calls.append('show("4 prmt, 4 mul and an imma m16n8k32", mixed, 4);')
     shown = "\n  ".join(calls)
     text.append(f"""
 u *out;
@@ -175,12 +193,13 @@ int main() {{
   {shown}
   const char *names[] = {{"nothing", "imma m16n8k32", "dp4a", "prmt"}};
   int counts[] = {{1, 2048, 8192, 8192}};
-  for (int multiply = 0; multiply < 2; multiply++) for (int kind = 0; kind < 4; kind++) {{
+  for (int tokens = 0; tokens <= 128; tokens += 64) for (int kind = 0; kind < 4; kind++) {{
     u clocks[2];
-    for (int i = 0; i < 2; i++) beside<<<132, 256>>>(out, 0, multiply, kind);
+    for (int i = 0; i < 2; i++)
+      (tokens > 64 ? beside128 : beside64)<<<132, 256>>>(out, 0, tokens, kind);
     cudaMemcpy(clocks, out, 8, cudaMemcpyDeviceToHost);
-    printf("%s beside %-14s", multiply ? "wgmma  " : "nothing", names[kind]);
-    printf(" wgmma 64x128x32 %7.1f, the other %6.2f clocks  %s\\n", clocks[0] / 2048.0,
+    printf("wgmma 64x%-3dx32 beside %-14s", tokens, names[kind]);
+    printf(" %7.1f, the other %6.2f clocks  %s\\n", clocks[0] / 2048.0,
            clocks[1] / (double)counts[kind], cudaGetErrorString(cudaGetLastError()));
   }}
 }}""")

@@ -149,6 +149,7 @@ class Work:
             "clip": Clip,
             "hqq": HQQ,
             "gptq": lambda: GPTQ(text),
+            "follow": lambda: GPTQ(text, follow=True),
             "smooth": lambda: Smooth(text, then=Clip()),
             "smooth+gptq": lambda: Smooth(text, then=GPTQ()),
             "additive": lambda: Additive(text),
@@ -336,7 +337,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
     parser.add_argument(
         "--cases",
-        choices=("all", "core", "light", "pv", "rotation", "smoke", "trellis"),
+        choices=("all", "books", "core", "light", "pv", "rotation", "smoke", "trellis"),
         default="all",
     )
     parser.add_argument("--out", type=Path, required=True, help="the .csv file to add rows to")

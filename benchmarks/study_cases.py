@@ -62,21 +62,48 @@ bf16 dense
 {M2V8} additive,additive+pv
 int2:group=128 gptq,gptq+pv
 """
+BOOKS = f"""
+bf16 dense
+{M1V4} additive
+{M2V8} additive
+codebook:m=1,v=4,b=8,group=16 additive
+codebook:m=2,v=8,b=8,group=16 additive
+codebook:m=1,v=4,b=8 additive
+codebook:m=2,v=8,b=8 additive
+codebook:m=3,v=16,b=8,group=32 additive
+"""  # CodeGEMM's figure 4
 TRELLIS = f"""
 bf16 dense
-trellis:bits=3,rotate=kn gptq
-int3:group=128 gptq
+{M2V8} additive
 trellis:rotate=kn gptq
+trellis:bits=3,rotate=kn gptq
 trellis:bits=4,rotate=kn gptq
 int4:group=128 gptq
-fp6 rtn
+int3:group=128 gptq
+trellis:rotate=kn additive
 int2:group=128 gptq
-trellis:code=pair8,rotate=kn gptq
-trellis:bits=3 gptq
-{M2V8} additive
+fp6 rtn
 trellis:bits=3,rotate=kn@int8 gptq
+trellis:rotate=k gptq
+fp6 gptq
+trellis:rotate=kn follow
+int5:group=128 gptq
+fp5 gptq
+fp4 gptq
+nvfp4 gptq
+int3:group=128 follow
+trellis:bits=3,rotate=k gptq
+trellis:bits=3,rotate=kn follow
+int4:group=128,rotate=k gptq
+int3:group=128,rotate=k gptq
+trellis:code=pair8,rotate=kn gptq
+int4:group=32 gptq
+int3:group=32 gptq
+trellis:bits=5,rotate=kn gptq
 trellis gptq
-trellis:bits=4 gptq
+trellis:bits=3 gptq
+trellis:rotate=kn gptq,gptq+tune
+{M2V8} additive,additive+tune
 """
 ROTATION = """
 bf16 dense
@@ -104,7 +131,7 @@ liquid@int8 smooth+gptq/prose
 
 def cases(kind: str) -> list[tuple[str, str]]:
     """(spec, methods) in the order in which they are measured."""
-    tables = {"rotation": ROTATION, "trellis": TRELLIS, "smoke": SMOKE, "pv": PV}
+    tables = {"rotation": ROTATION, "trellis": TRELLIS, "smoke": SMOKE, "pv": PV, "books": BOOKS}
     table = (tables | {"all": CORE + MORE}).get(kind, CORE)
     found = []
     for line in table.split("\n"):

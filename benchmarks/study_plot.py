@@ -1,9 +1,10 @@
 """Draw the accuracy study; docs/tables.py makes its tables.
 
     python benchmarks/study_plot.py benchmarks/results/h200_accuracy.csv --draw study-105m pico
+    python benchmarks/study_plot.py benchmarks/results/h200_trellis.csv --families
 
 Writes docs/img/accuracy_bits.png (KL against bits) and accuracy_methods.png (loss by quantizer,
-with standard errors).
+with standard errors); with --families only accuracy_families.png, the best of each format.
 """
 
 import argparse
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("csv", type=Path, nargs="+")
     parser.add_argument("--docs", type=Path, default=Path("docs"))
     parser.add_argument("--draw", nargs="+", help="models to draw (all)")
+    parser.add_argument("--families", action="store_true", help="a line for each kind of format")
     args = parser.parse_args()
     models: dict[str, list[Row]] = defaultdict(list)
     for path in args.csv:
@@ -50,6 +52,9 @@ def main() -> None:
             for row in csv.DictReader(file):
                 models[row["model"]].append(row)
     drawn = {m: rows for m, rows in models.items() if not args.draw or m in args.draw}
+    if args.families:
+        draw(drawn, by_family, args.docs / "img" / "accuracy_families.png", (6.4, 5.4))
+        return
     draw(drawn, by_bits, args.docs / "img" / "accuracy_bits.png", (6.0, 5.2))
     draw(drawn, by_method, args.docs / "img" / "accuracy_methods.png", (6.0, 8.0))
 
@@ -93,6 +98,32 @@ def by_bits(axis: plt.Axes, rows: list[Row]) -> None:
     axis.margins(x=0.12)
     axis.legend(fontsize=7, frameon=False)
     name_points(axis, named, [(float(r["bits"]), float(r["kl"])) for r in points])
+
+
+def by_family(axis: plt.Axes, rows: list[Row]) -> None:
+    """KL against stored bits, of the quantizer with which each format has the least."""
+    best: dict[str, Row] = {}
+    for row in sorted(rows, key=lambda r: float(r["kl"])):
+        if "@" not in row["spec"] and row["text"] in ("", "code"):
+            best.setdefault(row["spec"], row)
+    lines: dict[str, list[Row]] = defaultdict(list)
+    for row in sorted(best.values(), key=lambda r: float(r["bits"])):
+        lines[family(row["spec"])].append(row)
+    for name, own in lines.items():
+        points = [(float(r["bits"]), float(r["kl"])) for r in own]
+        axis.plot(*zip(*points, strict=True), "o-", markersize=5, linewidth=1, label=name)
+    axis.set(yscale="log", xlabel="stored bits of a weight", ylabel="KL against bf16, nats a token")
+    axis.margins(x=0.12)
+    axis.legend(fontsize=7, frameon=False)
+    named = [(short(s), float(r["bits"]), float(r["kl"])) for s, r in best.items()]
+    name_points(axis, named)
+
+
+def family(spec: str) -> str:
+    """What a line of the plot joins."""
+    kinds = {"trellis": "trellis", "codebook": "codebooks", "int": "integers", "plan": "plans"}
+    found = next((name for start, name in kinds.items() if spec.startswith(start)), "floats")
+    return f"{found}, rotated" if "rotate" in spec and found != "trellis" else found
 
 
 def by_method(axis: plt.Axes, rows: list[Row]) -> None:

@@ -6,7 +6,8 @@
 The encoder codes Gaussian numbers, and its error is printed beside its rate: a wrong one shows. A
 block has the shapes of the model's and random weights. It is calibrated by GPTQ on random tokens,
 everything included: inputs of its layers, Hessians, rotation, rounding, and running it again
-quantized. A model's time is that of its blocks.
+quantized. The last of --layers blocks counts, since the first one compiles kernels, and a line
+says what took its time. A model's time is that of its blocks.
 """
 
 import argparse
@@ -24,8 +25,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import anybit
 from anybit import GPTQ, Calibration
+from anybit.formats import trellis
 from anybit.formats.trellis import Trellis, table
 from anybit.formats.trellis_encoder import paths
+from anybit.quantizers import gptq
+from anybit.quantizers.calibration import driver, statistics
+from anybit.quantizers.calibration.block_runner import BlockRunner
 
 SHAPES: dict[str, dict[str, int]] = {  # the blocks of a model, and their sizes
     "llama-3-8b": {
@@ -81,18 +86,66 @@ def encoder(spec: str, tiles: int) -> dict[str, Any]:
     return row("encoder", spec, w.numel(), seconds, f"mse {float(error):.5f}")
 
 
-def block(model: str, spec: str, windows: int, length: int) -> dict[str, Any]:
-    """Seconds that one block takes, and how many the model has of them."""
+class Clock:
+    """Adds up what functions take, in a context; those that others call count in both.
+
+    Attributes:
+        blocks: Seconds of each function, by block.
+    """
+
+    PARTS: tuple[tuple[str, Any, str], ...] = (
+        ("inputs", BlockRunner, "collect"),
+        ("of them Hessians", statistics, "products"),
+        ("factors", gptq, "inverse_factor"),
+        ("rounding", gptq, "propagate"),
+        ("of it paths", trellis, "paths"),
+        ("scales", gptq, "fitted_scale"),
+        ("outputs", BlockRunner, "advance"),
+    )
+
+    def __enter__(self) -> "Clock":
+        self.blocks: list[dict[str, float]] = []
+        self.before = [(owner, name, getattr(owner, name)) for _, owner, name in self.PARTS]
+        self.before.append((driver, "quantize_block", driver.quantize_block))
+        for part, owner, name in self.PARTS:
+            setattr(owner, name, self.timed(part, getattr(owner, name)))
+        real = driver.quantize_block
+
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            self.blocks.append({"start": wait()})
+            return real(*args, **kwargs)
+
+        driver.quantize_block = begin
+        return self
+
+    def timed(self, part: str, real: Any) -> Any:
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            start = wait()
+            out = real(*args, **kwargs)
+            now = self.blocks[-1]
+            now[part] = now.get(part, 0.0) + wait() - start
+            return out
+
+        return measured
+
+    def __exit__(self, *error: object) -> None:
+        for owner, name, real in self.before:
+            setattr(owner, name, real)
+
+
+def block(model: str, spec: str, windows: int, length: int, layers: int) -> dict[str, Any]:
+    """Seconds that the last of a few blocks takes, and how many the model has of them."""
     shape = dict(SHAPES[model])
     blocks = shape.pop("blocks")
-    config = LlamaConfig(num_hidden_layers=1, vocab_size=256, dtype=torch.bfloat16, **shape)
+    config = LlamaConfig(num_hidden_layers=layers, vocab_size=256, dtype=torch.bfloat16, **shape)
     with torch.device(DEVICE):
         dense = LlamaForCausalLM(config).to(torch.bfloat16)
     ids = torch.randint(256, (windows, length), generator=torch.Generator().manual_seed(0))
-    weights = sum(p.numel() for p in dense.model.layers.parameters())
-    start = wait()
-    anybit.quantize_(dense, spec, GPTQ(Calibration(ids)), show_progress=False)
-    seconds = wait() - start
+    weights = sum(p.numel() for p in dense.model.layers[-1].parameters())
+    with Clock() as clock:
+        anybit.quantize_(dense, spec, GPTQ(Calibration(ids)), show_progress=False)
+        seconds = wait() - clock.blocks[-1].pop("start")
+    print(", ".join(f"{part} {time:.2f} s" for part, time in clock.blocks[-1].items()), flush=True)
     return row(
         f"block of {model}", spec, weights, seconds, f"model {blocks * seconds / 60:.1f} min"
     )
@@ -122,6 +175,9 @@ def main() -> None:
     parser.add_argument(
         "--block-specs", nargs="*", default=["trellis:rotate=kn"], help="formats of the blocks"
     )
+    parser.add_argument(
+        "--layers", type=int, default=2, help="blocks, of which the last counts (2)"
+    )
     parser.add_argument("--windows", type=int, default=128, help="to calibrate with (128)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a window (2048)")
     parser.add_argument("--out", type=Path, help="the .csv file to write")
@@ -129,7 +185,10 @@ def main() -> None:
     rows = []
     todo: list[Any] = [(encoder, (spec, args.tiles)) for spec in args.specs]
     for model in args.blocks:
-        todo += [(block, (model, s, args.windows, args.length)) for s in args.block_specs]
+        todo += [
+            (block, (model, spec, args.windows, args.length, args.layers))
+            for spec in args.block_specs
+        ]
     for measure, given in todo:
         rows.append(measure(*given))
         print(*rows[-1].values(), flush=True)

@@ -24,6 +24,7 @@ def made() -> dict[str, str]:
         "kv_scales": kv_scales(),
         "heads": heads(),
         "trellis_codes": trellis_codes(),
+        "trellis_time": trellis_time(),
         "sparse_trained": sparse_trained(),
         "generation": generation(),
     }
@@ -69,6 +70,16 @@ def trellis_codes() -> str:
         whole = "yes" if first["int8"] == "1" else ""
         out.append([f"`{name}`", first["weights_a_step"], whole, *errors])
     return markdown(["code", "weights a step", "int8", "2 bits", "3 bits", "4 bits"], out)
+
+
+def trellis_time() -> str:
+    """Rates of the encoder and of blocks, on a GPU."""
+    out = [
+        [r["what"], short(r["format"]), f"{float(r['weights_per_s']) / 1e6:.1f}", r["seconds"],
+         r["note"]]
+        for r in read("h200_trellis_time")
+    ]  # fmt: skip
+    return markdown(["", "format", "million weights/s", "seconds", ""], out, words=2)
 
 
 def changes(row: Row, column: str, digits: int) -> str:

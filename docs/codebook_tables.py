@@ -1,6 +1,7 @@
 """Tables of docs/papers/codegemm.md: codebooks beside cuBLAS and AQLM, all from one run."""
 
 import re
+from itertools import product
 
 from kernel_tables import times
 from results import (
@@ -40,6 +41,7 @@ LAYERS: list[Column] = [
     CUBLAS,
 ]
 LAYER_CELLS = [(*shape, m) for shape in (BIG, DOWN, OUT, (57344, 8192)) for m in (1, 2, 4, 8, 16)]
+GROUPS = 4, 8, 16, 32, 64, 128
 CONTESTANTS: list[tuple[str, Column]] = [  # bits of codes and scales, column
     ("16", CUBLAS),
     ("6", ("fp6", OURS, ("fp6",), ("fp16",), "")),
@@ -58,6 +60,7 @@ def made() -> dict[str, str]:
         "codebook_blocks": blocks(),
         "codebook_batch": batch(),
         "codebook_bits": bits(),
+        "codebook_groups": groups(),
         "codebook_tiles": tile_sizes(),
         "codebook_share": share(),
         "codebook_power": power(),
@@ -101,6 +104,8 @@ def bits() -> str:
     names -= {row["format"] for row in read("h200_codebook") if row["peer"] == "aqlm"} - {
         "codebook"
     }
+    swept = {name for *_, names_of in grouped() for name in names_of.values()}
+    names -= {name for name in swept if 0 < parameters(name)["group"] < 128}
     for name in sorted(names, key=lambda name: (weight_bits(name), name)):
         column: Column = ("", OURS, (name,), ("fp16",), "pdl")
         found = [find(cells("h200_codebook")[n, k, 1], column) for n, k in shapes]
@@ -109,6 +114,31 @@ def bits() -> str:
     dense = [us(find(cells("h200_codebook")[n, k, 1], CUBLAS)) for n, k in shapes]
     out += [["cuBLAS", "16", *dense]] if out else []
     return markdown(["codebooks", "bits", *(f"{n}x{k}" for n, k in shapes)], out)
+
+
+def grouped() -> list[tuple[int, int, dict[int, str]]]:
+    """(m, v, formats by group) of the codebooks whose groups were timed."""
+    found = []
+    for m, v in ((1, 4), (2, 8)):
+        start = "codebook" if (m, v) == (2, 8) else f"codebook:m={m},v={v}"
+        names = {g: f"{start}{',' if ':' in start else ':'}group={g}" for g in GROUPS if g >= v}
+        found.append((m, v, names | {0: start}))
+    return found
+
+
+def groups() -> str:
+    """Figure 4a: time over g, one token; 0 is a scale a row."""
+    shapes, out = (OUT, (8192, 8192)), []
+    of = grouped()
+    for g in (*GROUPS, 0):
+        row = []
+        for (_, _, names), shape in product(of, shapes):
+            column: Column = ("", OURS, (names.get(g, ""),), ("fp16",), "pdl")
+            row.append(us(find(cells("h200_codebook")[*shape, 1], column)))
+        if any(row):
+            out.append([str(g or "a row"), *row])
+    titles = [f"m{m}v{v}, {n}x{k}" for (m, v, _), (n, k) in product(of, shapes)]
+    return markdown(["g", *titles], out if len(out) > 2 else [])
 
 
 def parameters(name: str) -> dict[str, int]:

@@ -35,6 +35,7 @@ def made() -> dict[str, str]:
         "engine_parts": parts(),
         "engine_steps": engine_steps(),
         "vllm": vllm(),
+        "vllm_checks": vllm_checks(),
         "kv_cache": kv_cache(),
         "kv_cache_gpu": kv_cache_gpu(),
         "cpu_model": cpu_model(),
@@ -320,6 +321,23 @@ def vllm() -> str:
         )
     titles = ["", *(f"batch {b}, ms" for b in BATCHES), "prompt tokens/s"]
     return markdown(titles, out if found else [])
+
+
+SAME = "tokens equal to transformers'"  # of 24, the fewest of three texts
+
+
+def vllm_checks() -> str:
+    """Greedy tokens and perplexity of pico inside vLLM, beside transformers'."""
+    found: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for r in read("h200_vllm"):
+        found[r["quantization"], r["ranks"]][r["what"]] = r["value"]
+    out = [
+        [f"`{name}`", ranks, f"{row[SAME]} of 24",
+         f"{float(row['perplexity']):.2f}", f"{float(row['perplexity by transformers']):.2f}"]
+        for (name, ranks), row in found.items() if "perplexity" in row
+    ]  # fmt: skip
+    titles = ["", "GPUs", "equal tokens", "perplexity", "by transformers"]
+    return markdown(titles, out)
 
 
 def milliseconds(value: float) -> str:

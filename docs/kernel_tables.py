@@ -114,7 +114,6 @@ def made() -> dict[str, str]:
     return {
         "summary": summary(),
         "losses": losses(),
-        "one_process": one_process(),
         "kernels": "\n\n".join(kernel(*table) for table in (*TABLES, *ALONE)),
         "formats": formats(),
         "liquid": liquid(),
@@ -170,30 +169,6 @@ def kernel(title: str, columns: list[Column]) -> str:
             name = f"{n}x{k}" if m == TOKENS[0] else ""
             out.append([name, str(m), *(us(find(cells()[n, k, m], c)) for c in columns)])
     return f"### {title}\n\n" + markdown(["weight", "M", *(c[0] for c in columns)], out)
-
-
-def one_process() -> str:
-    """Ours and humming's, of one process: two weights, some numbers of tokens."""
-    int8 = ("int8-given",)
-    kinds = (  # ours, humming's, its activations
-        (FOUR, FOUR, HALVES), ("fp6", "fp6", HALVES), ("liquid", "int4:group=64", int8),
-    )  # fmt: skip
-    lines = []
-    for (n, k, m), rows in sorted(cells("h200_shapes").items()):
-        line = [f"{n}x{k}", str(m), f"{float(found(rows, CUBLAS)):.1f}"]
-        for mine, theirs, kind in kinds:
-            us = float(found(rows, ("", OURS, (mine,), kind, "")))
-            other_us = float(found(rows, ("", "humming", (theirs,), kind, "")))
-            line += [f"{us:.1f}", f"{other_us:.1f}", f"{other_us / us:.2f}x"]
-        lines.append(line)
-    titles = ["weight", "M", "cuBLAS", "int4 g128", "humming", "", "fp6", "humming", ""]
-    return markdown([*titles, "liquid@int8", "humming W4A8", ""], lines)
-
-
-def found(rows: list[dict[str, str]], column: Column) -> str:
-    row = find(rows, column)
-    assert row is not None, column
-    return row["us"]
 
 
 def summary() -> str:

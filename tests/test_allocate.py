@@ -14,8 +14,17 @@ import anybit
 from anybit.errors import InvalidInput
 from anybit.evaluate.corpus import calibration_text, held_out_text
 from anybit.nn.model import quantized_layers
-from anybit.planning.allocate import knapsack, output_gradients, plan_formats
+from anybit.planning.allocate import (
+    knapsack,
+    output_gradients,
+    plan_formats,
+    predicted_kl,
+    predicted_seconds,
+    weight_error,
+)
 from anybit.planning.allocation import Allocation
+from anybit.quantizers.base import quantize_weight
+from anybit.quantizers.calibration.statistics import Statistics
 from tests import tiny
 
 PICO = Path(__file__).resolve().parents[1] / "models" / "pico"
@@ -88,6 +97,48 @@ def test_prediction_is_near_the_measured_kl(plan: Allocation) -> None:
     assert float((predicted - measured).abs().max()) < 1.6  # within a factor of 5
     assert float((predicted - measured).abs().mean()) < 0.5
     assert float(torch.corrcoef(torch.stack((predicted, measured)))[0, 1]) > 0.95
+
+
+@pytest.mark.parametrize("spec", ["trellis", "trellis:rotate=kn"])
+def test_formats_that_are_slow_to_encode_are_predicted_by_some_rows(spec: str) -> None:
+    """Rows of a weight and their gradients differ much, and the sample stands for them all."""
+    random = torch.Generator().manual_seed(0)
+    w = torch.randn(512, 64, generator=random) * torch.linspace(0.5, 2, 512)[:, None]
+    x = torch.randn(400, 64, generator=random) @ torch.randn(64, 64, generator=random)
+    seen = Statistics()
+    seen.add(x, ("hessian",), 1)
+    gradients = {"a": torch.rand(512, generator=random).square()}
+    for quantizer in (anybit.RTN(), anybit.GPTQ()):
+        fmt = anybit.get_format(spec)
+        got = predicted_kl(quantizer, gradients, "a", w, fmt, seen)
+        error = quantize_weight(quantizer, w, fmt, seen).dequantize() - w
+        whole = 0.5 * float(((error @ seen.hessian) * error).sum(1) @ gradients["a"])
+        assert got == pytest.approx(whole, rel=0.2)
+    assert weight_error(anybit.RTN(), "a", w, fmt, seen) == pytest.approx(0.068, rel=0.1)
+
+
+def test_trellis_codes_and_rotations_are_chosen_among_others() -> None:
+    trellis = "trellis:rotate=k"
+    offered = ("int2:group=32,zero", trellis, "int4:group=32")
+    model, ids = make(), text(24, seed=1)
+    chosen = plan_formats(model, ids, 3.0, candidates=offered, quantizer=anybit.RTN())
+    assert trellis in {option.scheme for option in chosen.chosen}
+    assert chosen.bits <= 3.0
+    anybit.quantize_(model, chosen.plan)
+    fresh = text(24, seed=2)
+    assert chosen.loss / 3 < kl(model, fresh) < chosen.loss * 3
+    by_name = {it.budget: it for it in chosen.uniform()}
+    assert by_name[trellis].bits < by_name["int2:group=32,zero"].bits
+    assert by_name[trellis].loss < 0.7 * by_name["int2:group=32,zero"].loss
+
+
+def test_rotations_cost_time() -> None:
+    plain, turned, both = (
+        predicted_seconds(f"int4:group=128{rotate}", (4096, 8192), "h200", 64)
+        for rotate in ("", ",rotate=k", ",rotate=kn")
+    )
+    assert turned - plain == pytest.approx(64 * 8192 * 4 / 4.8e12, rel=0.3)
+    assert both - turned == pytest.approx(64 * 4096 * 4 / 4.8e12, rel=0.3)
 
 
 def test_gradients_are_those_of_the_fisher_information() -> None:

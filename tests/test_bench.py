@@ -522,7 +522,9 @@ def test_parts_are_measured_apart_and_appended(gemm):
     whole = gemm(timed, "--models", "--part", "1/2", "--m", "1,2", "--append")
     assert len(whole) > len(parts)
     assert {(r.N, r.K) for r in parts} < {(r.N, r.K) for r in whole}
-    assert len({(r.peer, r.format, r.activation, r.M, r.N, r.K) for r in whole}) == len(whole)
+    assert len({(r.peer, r.format, r.activation, r.M, r.N, r.K, r.note) for r in whole}) == len(
+        whole
+    )
 
 
 def test_a_run_that_is_stopped_keeps_whole_groups(gemm):
@@ -559,4 +561,22 @@ def test_cells_below_cublas_below_the_floor_and_above_their_neighbours_are_named
     titles, lines = efficiency.table(found, [1, 2, 64])
     assert lines == [["`int4`", "1.50x", "0.75x", "0.98x", "1 of 3", "1", "1"]]
     assert len(titles) == len(lines[0])
-    assert efficiency.worst(found, 1)[0] == "int4, 4096x4096, M=2: 0.75 times the speed of cuBLAS"
+    assert efficiency.slower_by_tokens(found, [1, 2, 64])[1] == [["`int4`", "", "1", ""]]
+    assert efficiency.worst(found) == [
+        "`int4`: 0.75 times the speed of cuBLAS (4096x4096, M=2); "
+        "50% of the read floor (4096x4096, M=2, 10 MB); "
+        "2.00 times the time of the next fewer tokens (4096x4096, M=2); "
+        "50% of the larger floor (4096x4096, M=2, 40.0 us)"
+    ]
+
+
+def test_a_repeat_says_how_far_times_differ_and_is_no_cell(efficiency):
+    def row(m, us, note=""):
+        label = replace(BLANK, peer="anybit-hopper", format="int4", activation="fp16", note=note)
+        return bench.finish(replace(label, M=m, N=4096, K=4096, us=us), 10_000_000, FLOOR)
+
+    rows = [row(1, 10.0), row(2, 10.0), row(1, 11.0, "again"), row(2, 9.8, "again")]
+    assert [cell.us for cell in efficiency.cells(rows)] == [10.0, 10.0]
+    assert efficiency.repeats(rows) == pytest.approx([0.02, 0.1])
+    assert "2 cells were measured again" in efficiency.spread(rows)
+    assert efficiency.spread(rows[:2]) == ""

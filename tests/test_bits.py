@@ -39,6 +39,17 @@ def test_pack_is_lossless_and_dense(n, k, width):
     assert torch.equal(bits.unpack(planes, width, k), codes)
 
 
+@pytest.mark.parametrize("width", bits.WIDTHS)
+def test_planes_and_codes_share_no_memory(width):
+    codes = random_codes(3, 64, width)
+    wanted, planes = codes.clone(), bits.pack(codes, width)
+    codes.zero_()
+    found = bits.unpack(planes, width, 64)
+    assert torch.equal(found, wanted)
+    found.zero_()
+    assert torch.equal(bits.unpack(planes, width, 64), wanted)
+
+
 @settings(deadline=None, max_examples=30)
 @given(rows, columns, widths)
 def test_every_code_lies_where_the_layout_says(n, k, width):

@@ -35,6 +35,33 @@ def error(packed: anybit.Packed, w: Tensor, x: Tensor) -> float:
     return float(((packed.dequantize() - w) @ x.T).norm() / (w @ x.T).norm())
 
 
+def test_following_aims_at_what_the_dense_model_has(
+    layer: tuple[Tensor, Tensor, Statistics],
+) -> None:
+    """Of int8 and hardly damped, the outputs are those of least squares."""
+    w, x, _ = layer
+    dense = x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).roll(1, 1)
+    dense = dense + 0.2 * x.roll(1, 1)
+    seen = Statistics()
+    for start in (0, 500):  # added up in parts
+        rows = slice(start, start + 500 if not start else None)
+        seen.add(x[rows], ("hessian", "drift"), 1, dense[rows])
+    assert torch.allclose(seen.drift, (dense - x).T @ x / len(x), atol=1e-4)
+    best = torch.linalg.lstsq(x, dense @ w.T).solution.T
+    apart = {}
+    for follow in (False, True):
+        packed = GPTQ(damping=1e-4, follow=follow).quantize(w, anybit.get_format("int8"), seen)
+        apart[follow] = float((packed.dequantize() @ x.T - w @ dense.T).norm())
+    least = float((best @ x.T - w @ dense.T).norm())
+    assert least <= apart[True] < 1.02 * least
+    assert apart[False] > 2 * least
+    vector = torch.ones(K) * torch.where(torch.arange(K) % 3 == 0, -1.0, 1.0)
+    turned = Statistics()
+    turn = anybit.core.rotation.turned
+    turned.add(turn(x * vector), ("drift",), 1, turn(dense * vector))
+    assert torch.allclose(seen.rotated(vector).drift, turned.drift, atol=1e-3)
+
+
 @pytest.mark.parametrize("spec", SCALAR)
 def test_less_output_error_than_rounding(
     spec: str, layer: tuple[Tensor, Tensor, Statistics]

@@ -13,6 +13,7 @@ import codebook_tables  # noqa: E402
 import kernel_tables  # noqa: E402
 import paper_tables  # noqa: E402
 import results  # noqa: E402
+import shape_tables  # noqa: E402
 import tables  # noqa: E402
 
 from anybit.measure.bench import COLUMNS  # noqa: E402
@@ -134,3 +135,24 @@ def test_a_block_is_the_sum_of_its_layers(folder):
 def test_names_of_codebooks(name, bits, letters):
     assert codebook_tables.weight_bits(name) == bits
     assert codebook_tables.letters(name) == letters
+
+
+PEERS = f"""{",".join(COLUMNS)}
+g,d,c,cublas,bf16,bf16,1,64,128,50,1,1,1,1.1,
+g,d,c,anybit-hopper,int4:group=128,fp16,1,64,128,10,1,1,2,1.5,
+g,d,c,humming,int4:group=128,fp16,1,64,128,30,1,1,2,1.5,
+g,d,c,machete,int4:group=128,bf16,1,64,128,20,1,1,2,1.5,
+g,d,c,anybit-hopper,fp6,fp16,1,64,128,10,1,1,2,1.5,
+g,d,c,cublas,bf16,bf16,2,64,128,50,1,1,1,1.1,
+g,d,c,anybit-hopper,int4:group=128,fp16,2,64,128,40,1,1,2,1.5,
+g,d,c,humming,int4:group=128,fp16,2,64,128,20,1,1,2,1.5,
+"""
+
+
+def test_ours_stand_beside_the_fastest_other_of_one_process(folder):
+    (folder / "h200_peers.csv").write_text(PEERS)
+    lines = [line.split(" | ") for line in shape_tables.one_process().splitlines()[2:]]
+    assert lines[0][2:6] == ["50.0", "10.0", "20.0 machete", "2.00x"]
+    assert lines[0][6:9] == ["10.0", "", ""]  # nobody else was measured
+    assert lines[1][3:6] == ["40.0", "20.0 humming", "0.50x"]
+    assert lines[2][5] == "**1.00x**"

@@ -115,7 +115,9 @@ def test_native_paths_are_the_definition_s(bits, level, monkeypatch):
     check_paths(viterbi.paths(x, table, bits, 8), x, table, bits)
 
 
-@pytest.mark.parametrize("spec", ["trellis:bits=2", "trellis:bits=1,code=pair8"])
+@pytest.mark.parametrize(
+    "spec", ["trellis:bits=2", "trellis:bits=4,code=mcg", "trellis:bits=1,code=pair8"]
+)
 def test_triton_paths_are_the_definition_s(spec):
     pytest.importorskip("triton")
     from anybit.kernels.triton import viterbi

@@ -32,7 +32,7 @@ def words(codes: int, width: int) -> int:
 def pack(codes: Tensor, bits: int) -> tuple[Tensor, ...]:
     """Split integer codes (N, C), each below 2**bits, into planes of int32 (N, words)."""
     planes, low = [], bits
-    padded = pad(codes, (0, -codes.shape[1] % 32))
+    padded = _widened(codes, -codes.shape[1] % 32, bits)
     for width in segments(bits):
         low -= width
         field = (padded >> low) & ((1 << width) - 1) if width < bits else padded
@@ -46,10 +46,15 @@ def unpack(planes: tuple[Tensor, ...], bits: int, codes: int) -> Tensor:
     total = None
     for plane, width in zip(planes, segments(bits), strict=True):
         full = -(-codes // 32) * width
-        part = _split(pad(plane, (0, full - plane.shape[1])), width)
+        part = _split(_widened(plane, full - plane.shape[1], width), width)
         total = part if total is None else (total << width) | part
     assert total is not None
     return total[:, :codes].contiguous()
+
+
+def _widened(rows: Tensor, missing: int, width: int) -> Tensor:
+    """The rows with so many zeros more: a copy where what is made of 8 bits would share memory."""
+    return pad(rows, (0, missing)) if missing or width == 8 else rows
 
 
 def _join(codes: Tensor, width: int) -> Tensor:
@@ -61,7 +66,8 @@ def _join(codes: Tensor, width: int) -> Tensor:
     x = codes.to(torch.uint8).contiguous().view(_BYTE[width])
     gap, step = 8 - width, 1
     while step * width < 8:  # fields of 8, 16, 32 bits become one of twice the size
-        x = (x | (x >> (gap * step))) & _mask(step * width * 2, step * 16, x.itemsize)
+        moved = x >> (gap * step)
+        x = moved.bitwise_or_(x).bitwise_and_(_mask(step * width * 2, step * 16, x.itemsize))
         step *= 2
     return x.to(torch.uint8).view(torch.int32)
 
@@ -76,7 +82,8 @@ def _split(plane: Tensor, width: int) -> Tensor:
     x = plane.view(torch.uint8).to(_BYTE[width])
     gap, step = 8 - width, 4 // width
     while step:
-        x = (x | (x << (gap * step))) & _mask(step * width, step * 8, x.itemsize)
+        moved = x << (gap * step)
+        x = moved.bitwise_or_(x).bitwise_and_(_mask(step * width, step * 8, x.itemsize))
         step //= 2
     return x.view(torch.uint8)
 

@@ -5,8 +5,9 @@ as fp16 or bf16 operands (`core/tiles.py`). So a lane stores its own 8 weights' 
 each other, byte by byte, and what it lacks for its first windows are the last two bytes of the lane
 before it, around the warp's end: a shuffle or two for 32 weights. Nothing is stored twice.
 
-Operands of int8 are held in another order, four columns to a lane. The product that adds the bytes
-of hashes up leaves its sums with the lanes that want them.
+DP4A adds the bytes of hashes up. Operands of int8 are held in another order, four columns to a
+lane: there a product on the tensor core does it, which leaves its sums with the lanes that want
+them. In 16 bits it is slower, since products that wait for each other take all of its time.
 """
 
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from anybit.kernels.cute.lang import (
     add_halves,
     byte_sums,
     bytes_of,
+    dot4,
     fma2,
     from_lane,
     half_bits,
@@ -35,7 +37,9 @@ from anybit.kernels.cute.lang import (
 RUN = 8  # weights of a tile that follow each other in a lane
 TILES = 4  # of a thread's half K tile
 STATE_BYTES = 2
-PLANE = 33  # instructions for 32 weights that take as long as a plane of other codes
+# Instructions for 32 weights that take as long as a plane of other codes, by bits of an operand: in
+# int8 some wait for the tensor core.
+PLANE = {16: 50, 8: 33}
 HALVES = ("mcg", "3inst")
 # What states are multiplied by; signed weights of the product's bytes, and what is added, for a
 # step's first and second weight. Of "sum8" a one is missing, which `MIDDLE` makes good: zeros cost
@@ -98,7 +102,7 @@ class TrellisDecoder(HalfDecoder):
 
     @property
     def cost(self) -> float:
-        return self.instructions / PLANE
+        return self.instructions / PLANE[self.slot]
 
     @property
     def step(self) -> int:
@@ -111,7 +115,7 @@ class TrellisDecoder(HalfDecoder):
         plan = windows(self.bits, self.step)
         lines, shifts = {w.line for w in plan}, {w[:2] for w in plan if w.left}
         tile = len(lines) * (2 if self.bits in (1, 3) else 1) + len(shifts) + 2 * len(plan)
-        tile += 2 * RUN if self.code in HALVES else 2  # sums
+        tile += 2 * RUN if self.code in HALVES else RUN if self.slot == 16 else 2  # sums
         if self.slot == 8:
             tile += 6  # packed
         else:
@@ -193,18 +197,17 @@ class TrellisDecoder(HalfDecoder):
             hashes = [s * times + plus if plus else s * times for s in states]
             return [add_halves(mask_flip(x, 0x8FFF8FFF, 0x3B603B60)) for x in hashes]
         times, weights, plus = SUMS[self.code]
-        hashes, across = [s * times for s in states], self.slot == 8
-        if self.code in PAIRS:
+        hashes, width = [s * times for s in states], PAIRS.get(self.code, 1)
+        if self.slot == 16:
+            ways = list(zip(weights, plus, strict=True))[:width]
+            return [dot4(x, w, p) for x in hashes for w, p in ways]
+        if width == 2:
             a, b, c, d = hashes  # columns c and c + 8 of row g, and of row g + 8
-            rows = [[a, c, b, d]] * 2 if across else [[a, c], [b, d]]
-            found = [
-                byte_sums(r, of_steps(a, weights, across, i * across), plus)
-                for i, r in enumerate(rows)
-            ]
+            found = [byte_sums([a, c, b, d], of_steps(a, weights, i), plus) for i in (0, 1)]
             return [found[i][2 * v + e] for v in (0, 1) for i in (0, 1) for e in (0, 1)]
-        b = of_words(hashes[0], weights[0], across)
         first, second = ([hashes[e + i] for i in (0, 4, 2, 6)] for e in (0, 1))
-        both = zip(byte_sums(first, b, plus), byte_sums(second, b, plus), strict=True)
+        wanted = of_words(first[0], weights[0])
+        both = zip(*(byte_sums(x, wanted, plus) for x in (first, second)), strict=True)
         return [word for two in both for word in two]
 
     def pair(self, low: Word, high: Word) -> Word:
@@ -218,31 +221,24 @@ class TrellisDecoder(HalfDecoder):
         return both if self.operand == "float16" else to_brain(both)
 
 
-def of_words(like: Word, weights: int, across: bool) -> list[Word]:
-    """What makes `byte_sums` add each word of four up, times the same bytes.
+# Sums 2 t and 2 t + 1 of `byte_sums` are lane t's of a quad, which wants columns 4 t to 4 t + 3. Of
+# lanes 2 t and 2 t + 1 those are c and c + 1, or of lanes 2 t - 4 and 2 t - 3 c + 8 and c + 9.
 
-    Sums 2 t and 2 t + 1 are those of lane t's own two words of a row; or, `across`, of two lanes of
-    the quad: lanes 2 t and 2 t + 1 of the first words, then 2 t - 4 and 2 t - 3 of the second.
-    """
+
+def of_words(like: Word, weights: int) -> list[Word]:
+    """What makes `byte_sums` add up a word of each of two lanes."""
     number = lane(like)
     column, t = number >> 2, number & 3
-    wanted = (t, t + 4) if across else (t << 1, (t << 1) + 1)
-    return [where(column ^ n, weights) for n in wanted]
+    return [where(column ^ n, weights) for n in (t, t + 4)]
 
 
-def of_steps(like: Word, weights: tuple[int, int], across: bool, second: int) -> list[Word]:
-    """What makes `byte_sums` add words up in two ways, for sums 2 t and 2 t + 1.
-
-    Of lane t's own word of a row; or, `across`, of a lane of the quad: of lanes 2 t or, if
-    `second`, 2 t + 1 of the first words, then 2 t - 4 or 2 t - 3 of the second.
-    """
+def of_steps(like: Word, weights: tuple[int, int], second: int) -> list[Word]:
+    """What makes `byte_sums` add up a word of one lane, or of the `second`, in two ways."""
     number = lane(like)
     column, t = number >> 2, number & 3
     each = (column & 1) * (weights[1] - weights[0]) + weights[0]
-    step = column >> 1
-    first = (step << 1) + second
-    wanted = (first, first + 0xFFFFFFFC) if across else (step,)
-    return [where(n ^ t, each) for n in wanted]
+    first = (column >> 1 << 1) + second
+    return [where(n ^ t, each) for n in (first, first + 0xFFFFFFFC)]
 
 
 def where(zero: Word, weights: int | Word) -> Word:

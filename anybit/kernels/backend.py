@@ -136,8 +136,8 @@ class Backend(Protocol):
 class Grouped(Protocol):
     """What a backend has besides if it multiplies many experts at once."""
 
-    def most_experts(self, layer: LayerSpec) -> int:
-        """How many such weights, which it takes, it multiplies at once; 0: one by one."""
+    def takes_experts(self, layer: LayerSpec) -> bool:
+        """Whether it multiplies any number of such weights, which it takes, at once."""
 
     def prepare_experts(
         self, experts: Sequence[Packed], activation: str | None, dtype: torch.dtype | None = None
@@ -145,7 +145,7 @@ class Grouped(Protocol):
         """Lay out weights of one format and shape, which `Prepared.shape` is.
 
         Raises:
-            ValueError: formats or shapes differ, or there are more than `most_experts`.
+            InvalidInput: Formats or shapes differ.
         """
 
     def linear_experts(self, x: Tensor | Activations, starts: Tensor, prepared: Prepared) -> Tensor:

@@ -97,8 +97,6 @@ def group(
     stored = [one.stored() for one in packed]
     widest = max(stored, key=partial(octaves, activation=activation))  # the hardest to multiply
     kernels = grouped(choose(widest, activation))
-    if kernels is None or len(stored) > kernels.most_experts(
-        LayerSpec.of(widest, activation, dtype)
-    ):
+    if kernels is None or not kernels.takes_experts(LayerSpec.of(widest, activation, dtype)):
         return None
     return QuantExperts(kernels, kernels.prepare_experts(stored, activation, dtype), around)

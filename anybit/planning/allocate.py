@@ -45,6 +45,8 @@ from anybit.quantizers.clip import Clip
 BINS = 1 << 16  # of the budget; rounding up to whole bins wastes less than layers / BINS of it
 HEAD = "int8"  # less than 0.0002 nats on models/pico (benchmarks/results/cpu_heads.csv)
 PROBE = 16  # tokens that show, without text, which layers read the same input
+SAMPLE = 128  # rows that stand for all where encoding takes long: a block of the largest rotation
+TURN = 4  # bytes that a rotation moves of each number of 16 bits
 
 # (layer, its weight (N, K), format, statistics of its inputs) -> loss
 Loss = Callable[[str, Tensor, Format, Statistics], float]
@@ -175,6 +177,7 @@ def weight_error(
     quantizer: Quantizer, name: str, w: Tensor, fmt: Format, statistics: Statistics
 ) -> float:
     """A `Loss`: the squared error over the weight's square."""
+    w = w[sampled_rows(w, fmt)]
     error = quantize_weight(quantizer, w, fmt).dequantize() - w.float()
     square = float(w.float().square().sum())
     return float(error.square().sum()) / square if square else 0.0
@@ -188,12 +191,34 @@ def predicted_kl(
     fmt: Format,
     statistics: Statistics,
 ) -> float:
-    """A `Loss`: the KL divergence to second order, 0 for a layer that saw no token."""
+    """A `Loss`: the KL divergence to second order, 0 for a layer that saw no token.
+
+    Of a sample of rows, whose outputs stand for those of all by their part of sum_n g_n E y_n^2.
+    """
     if not statistics.tokens:
         return 0.0
-    error = quantize_weight(quantizer, w, fmt, statistics).dequantize() - w.float()
-    rows = (error @ statistics.hessian).mul_(error).sum(1)
-    return 0.5 * float((rows * gradients[name].to(w.device)).sum())
+    rows, g = sampled_rows(w, fmt), gradients[name].to(w.device)
+    error = quantize_weight(quantizer, w[rows], fmt, statistics).dequantize() - w[rows].float()
+    loss = 0.5 * float((squares(error, statistics) * g[rows]).sum())
+    if len(rows) == len(w):
+        return loss
+    power = squares(w.float(), statistics) * g
+    part = float(power[rows].sum())
+    return loss * float(power.sum()) / part if part else 0.0
+
+
+def squares(w: Tensor, statistics: Statistics) -> Tensor:
+    """The mean squared outputs (N,) of a weight (N, K)."""
+    return (w @ statistics.hessian).mul_(w).sum(1)
+
+
+def sampled_rows(w: Tensor, fmt: Format) -> Tensor:
+    """Indices of all rows of a weight (N, K), or evenly spaced tiles of formats that are slow."""
+    n, height = len(w), fmt.tile[0]
+    if fmt.searched or n <= SAMPLE:
+        return torch.arange(n, device=w.device)
+    starts = torch.linspace(0, n // height - 1, SAMPLE // height, device=w.device).long() * height
+    return (starts[:, None] + torch.arange(height, device=w.device)).flatten()
 
 
 def sensitivities(
@@ -396,13 +421,20 @@ def knapsack(costs: list[list[float]], losses: list[list[float]], budget: float)
 
 
 def predicted_seconds(scheme: str, shape: tuple[int, int], device: str, tokens: int) -> float:
-    """Time of one product by the cost model; decoding is free where no kernel was counted."""
+    """Time of one product by the cost model; decoding is free where no kernel was counted.
+
+    A rotation of inputs or outputs takes the time in which they are read and written.
+    """
     try:
         alpha = instructions(scheme)
     except (ValueError, ImportError):
         alpha = 0.0
-    bits = parse_scheme(scheme)[0].bits_per_weight(shape)
-    return cost(DEVICES[device], tokens, *shape, bits, operand_of(scheme), alpha).seconds
+    fmt, (n, k) = parse_scheme(scheme)[0], shape
+    product = cost(
+        DEVICES[device], tokens, n, k, fmt.bits_per_weight(shape), operand_of(scheme), alpha
+    )
+    turned = k * ("k" in fmt.rotate) + n * ("n" in fmt.rotate)
+    return product.seconds + tokens * turned * TURN / DEVICES[device].bandwidth
 
 
 def fits(fmt: Format, shape: tuple[int, int]) -> bool:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.linalg import solve_triangular
 
 from anybit.core.format import Format, Grid
 
@@ -55,9 +56,14 @@ def round_block(rows: Tensor, factor: Tensor, grid: Grid, fmt: Format) -> tuple[
         here = {k: t if entries[k].table else t[:, p : p + 1] for k, t in grid.items()}
         code = fmt.encode(rows[p * v : p * v + v].T.contiguous(), here)
         rounded = fmt.decode(code, here).T
-        for j in range(p * v, p * v + v):
-            torch.sub(rows[j], rounded[j - p * v], out=errors[j]).div_(diagonal[j])
-            rows[j + 1 :].addr_(factor[j, j + 1 :], errors[j], alpha=-1)
+        if fmt.searched:
+            for j in range(p * v, p * v + v):
+                torch.sub(rows[j], rounded[j - p * v], out=errors[j]).div_(diagonal[j])
+                rows[j + 1 :].addr_(factor[j, j + 1 :], errors[j], alpha=-1)
+        else:  # the same in two launches, which a recording might not take
+            own, rest = slice(p * v, p * v + v), slice(p * v + v, None)
+            errors[own] = solve_triangular(factor[own, own].T, rows[own] - rounded, upper=False)
+            rows[rest].addmm_(factor[own, rest].T, errors[own], alpha=-1)
         codes.append(code)
     return torch.stack(codes, 1), errors
 

@@ -39,20 +39,28 @@ class GPTQ(Quantizer):
             codes are stored in the natural order, so nothing else changes.
         clip: Fit the grids by a clip search weighted with H's damped diagonal; without it, to the
             full range.
+        follow: Aim at the outputs of the dense model, for the inputs that the quantized one has
+            (GPTAQ, https://arxiv.org/abs/2504.02692). Runs every block once more, and takes memory
+            for a second copy of its inputs.
     """
 
     calibration: Source | Calibration | None = field(default=None, repr=False)
     damping: float = 0.1
     act_order: bool = True
     clip: bool = True
+    follow: bool = False
 
-    needs = ("hessian",)
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The Hessian; to follow the dense model, how far inputs have drifted from its own."""
+        return ("hessian", "drift") if self.follow else ("hessian",)
 
     def quantize(self, w: Tensor, fmt: Format, statistics: Statistics | None = None) -> Packed:
         """Round a weight (N, K) by its inputs' Hessian; to nearest where no token was seen."""
         w = w.detach().float()
         n, k = w.shape
-        h = self.check_statistics(statistics).hessian
+        statistics = self.check_statistics(statistics)
+        h = statistics.hessian
         if not h.numel():
             grid = fit_clipped(w, fmt) if self.clip else fmt.fit(w)
             return Packed.from_codes(fmt, (n, k), fmt.encode(w, grid), grid)
@@ -60,6 +68,8 @@ class GPTQ(Quantizer):
         grid = fit_clipped(w, fmt, importance) if self.clip else fmt.fit(w)
         order = column_order(h, fmt.tile[1]) if self.act_order else torch.arange(k, device=w.device)
         u = inverse_factor(h[order][:, order], self.damping)
+        if self.follow:
+            w = w + followed(w, statistics.drift, u, order)
         codes = propagate(w.T[order], u, order.tolist(), fmt, grid)
         if not fmt.searched:
             grid = grid | {"scale": fitted_scale(w, codes, h, fmt, grid, self.damping)}
@@ -70,6 +80,16 @@ class GPTQ(Quantizer):
             worse = output_error(w, codes, h, fmt, grid) > output_error(w, nearest, h, fmt, grid)
             codes = torch.where(worse[:, None], nearest, codes)
         return Packed.from_codes(fmt, (n, k), codes, grid)
+
+
+def followed(w: Tensor, drift: Tensor, u: Tensor, order: Tensor) -> Tensor:
+    """What to add to W (N, K) so that its outputs come close to those of the dense model.
+
+    Of all W', E|W' x - W x'|^2 is least for W + W D H^-1, with D = E (x' - x) x^T.
+    """
+    out = torch.empty_like(w)
+    out[:, order] = (w @ drift)[:, order] @ u.T @ u
+    return out
 
 
 def output_error(w: Tensor, codes: Tensor, h: Tensor, fmt: Format, grid: Grid) -> Tensor:

@@ -22,13 +22,13 @@ STARTS = torch.tensor([0, 4, 4, 9], dtype=torch.int32)  # the second expert gets
 
 
 class Kernels:
-    """A backend with a grouped product of at most so many experts, in plain torch."""
+    """A backend that has a grouped product, or has none for such a layer, in plain torch."""
 
-    def __init__(self, most: int = 256):
-        self.most = most
+    def __init__(self, takes: bool = True):
+        self.takes = takes
 
-    def most_experts(self, layer: LayerSpec) -> int:
-        return self.most
+    def takes_experts(self, layer: LayerSpec) -> bool:
+        return self.takes
 
     def prepare_experts(
         self, experts: Sequence[Packed], activation: str | None, dtype: torch.dtype | None = None
@@ -88,7 +88,7 @@ def test_one_product_for_all_equals_one_by_one(
 
 
 def test_more_experts_than_the_kernels_take_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "grouped", lambda name: Kernels(most=E - 1))
+    monkeypatch.setattr(grouped, "grouped", lambda name: Kernels(takes=False))
     assert isinstance(module(["fp6"] * E), experts.OneByOne)
 
 

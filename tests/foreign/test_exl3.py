@@ -1,5 +1,12 @@
-"""EXL3 by its published layout, decoded here bit by bit without our code."""
+"""EXL3 by its published layout, decoded here bit by bit, and layers that its own kernels made.
 
+`exl3.safetensors` holds layers of 128x128: Gaussian numbers that the kernels of exllamav3 1.4.1
+quantized and packed on an H200. Its metadata has, by layer, the SHA-256 of the weight (K, N) in
+fp16 that `reconstruct` made of it, before rotation; some layers have the whole `weight`, which
+`reconstruct_had` rotated in fp16.
+"""
+
+import hashlib
 import itertools
 import json
 from pathlib import Path
@@ -8,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import anybit
@@ -96,6 +104,24 @@ def test_weights_are_those_of_the_published_layout(bits: int, code: str, tmp_pat
     w = hadamard(K) @ v * tensors["suh"].astype(np.float64)[:, None]
     w = w @ hadamard(N) * tensors["svh"].astype(np.float64)
     assert np.allclose(again.dequantize().numpy(), w.T, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["3inst2", "mcg2", "mcg3", "mcg4", "mul12", "mul13", "mul14"])
+def test_weights_are_those_of_exllamav3_s_kernels(name: str) -> None:
+    path = Path(__file__).parent / "exl3.safetensors"
+    stored = {key: s for key, s in read_header(path).items() if not key.endswith(".weight")}
+    layer = exl3.layers({}, stored)[name]
+    packed = layer.read()
+    assert isinstance(packed, Packed)
+    values = packed.values().T.contiguous().half()
+    with safe_open(path, "pt") as file:
+        digest = file.metadata()[name]
+    assert hashlib.sha256(values.numpy().tobytes()).hexdigest() == digest
+    whole = load_file(path).get(f"{name}.weight")
+    if whole is not None:  # rounded to fp16 after each of two transforms
+        got, want = packed.dequantize().T, whole.float()
+        assert (got - want).norm() < 1e-3 * want.norm()
+        assert (got - want).abs().max() < 5e-3 * want.abs().max()
 
 
 def test_signs_of_one_bit(tmp_path: Path) -> None:

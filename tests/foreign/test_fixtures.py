@@ -25,6 +25,7 @@ EXACT = {  # what each one becomes; all its layers, or all but down_proj
     "ct_mixed": "int3:group=16,zero",
     "ct_mixed_old": "int3:group=16,zero",
     "gptq_2bit_v1": "int2:group=16,zero",
+    "quark": "int4:group=16",
     "torchao": "int8:group=32,zero",
     "gptq_3bit_v2": "int3:zero",
     "gptq_4bit_act_order": "int4:group=16,order",

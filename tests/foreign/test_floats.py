@@ -192,7 +192,9 @@ def test_shapes_that_do_not_fit(tensors: dict[str, Tensor], message: str, tmp_pa
 
 
 def test_gpt_oss(tmp_path: Path) -> None:
-    """Published tensors of a tiny GPT-OSS, against transformers' own conversion and model."""
+    """Published tensors of a tiny GPT-OSS, against transformers' own conversion and model; and in
+    the engine.
+    """
     from transformers import GptOssConfig, GptOssForCausalLM
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -213,6 +215,9 @@ def test_gpt_oss(tmp_path: Path) -> None:
         dtype="float32",
     )
     model = GptOssForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj_bias"):
+            parameter.data.normal_()
     tensors = dict(model.state_dict())
     expected = {}
     for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
@@ -244,6 +249,11 @@ def test_gpt_oss(tmp_path: Path) -> None:
         torch.testing.assert_close(
             loaded(prompt).logits, model(prompt).logits, rtol=1e-4, atol=1e-5
         )
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    wanted = model.generate(prompt, **options)[0, prompt.shape[1] :].tolist()
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    llm = LLM(tmp_path / "ours", dtype="float32")
+    assert llm.generate([prompt[0].tolist()], params)[0].tokens == wanted
 
 
 def test_fp8_blocks_of_a_model_in_transformers_and_the_engine(tmp_path: Path) -> None:
@@ -407,7 +417,7 @@ def test_modelopts_own_file(tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps(text))
     with pytest.raises(ValueError, match="is not quantized"):
         convert_checkpoint(source, tmp_path / "out")
-    own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A8_AWQ"}}
+    own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4_SVD"}}
     (source / "hf_quant_config.json").write_text(json.dumps(own))
-    with pytest.raises(ValueError, match="modelopt: quant_algo is 'W4A8_AWQ', and only 'NVFP4'"):
+    with pytest.raises(ValueError, match="modelopt: quant_algo is 'NVFP4_SVD', and only 'NVFP4'"):
         convert_checkpoint(source, tmp_path / "out")

@@ -30,7 +30,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "foreign.md"
 BEGIN, END = "<!-- types, written by tests/foreign/test_table.py -->", "<!-- end -->"
 SHAPE = (256, 512)
 # Tool, what it stores, what that becomes, and a fixture that the tool made; "" where the layout is
-# checked by its formula, "transformers" where its own decoder agrees, too, and "gguf" for the
+# checked by its formula, "transformers" where its own decoder agrees, too, "kernels" where those of
+# the tool made a layer (`test_exl3.py`), and "gguf" for the
 # package of that name, in `test_ggml.py`.
 ROWS = (
     ("GPTQ, GPTQModel", "2, 3, 4, 8 bits, v1 and v2", "int4:group=16", "gptq_4bit_v1"),
@@ -51,6 +52,7 @@ ROWS = (
     ("", "FP8 in blocks", "fp8:group=32", "ct_floats"),
     ("torchao", "fp8", "fp8", "torchao"),
     ("", "int8, and fewer bits in bytes", "int8:group=16", "torchao"),
+    ("", "int4, packed in pairs or tiles, without shifts", "int4:group=32", ""),
     ("", "MXFP4, MXFP8", "mxfp4", "torchao"),
     ("", "NVFP4", "nvfp4", "torchao"),
     ("GPT-OSS", "MXFP4 experts", "mxfp4", "transformers"),
@@ -59,10 +61,12 @@ ROWS = (
     ("ModelOpt", "NVFP4", "nvfp4", ""),
     ("", "FP8 of tensors, rows, blocks", "fp8", ""),
     ("", "MXFP4, MXFP8", "mxfp8", ""),
+    ("", "integers of 4 and 8 bits (W4A16, W4A8, W8A16, W8A8)", "int4:group=32", ""),
     ("Quark", "MXFP4, MXFP6, FP8", "mxfp6:e3m2", ""),
+    ("", "integers of 4 and 8 bits", "int4:group=16,zero", "quark"),
     ("AutoRound", "GPTQ's and AWQ's layouts", "int4:group=32,zero", ""),
     ("", "NVFP4, MXFP4, MXFP8, FP8", "mxfp4", ""),
-    ("EXL3", "1 to 8 bits, codes of mul1, mcg, 3inst", "trellis:code=mul1,rotate=kn", ""),
+    ("EXL3", "1 to 8 bits, codes of mul1, mcg, 3inst", "trellis:code=mul1,rotate=kn", "kernels"),
     ("BitNet", "ternary", "int2@int8", "transformers"),
     ("GGUF (llama.cpp)", "Q4_0, Q5_0, Q8_0", "int4:group=32", "gguf"),
     ("", "Q4_1, Q5_1", "q4_1", "gguf"),
@@ -116,7 +120,12 @@ def table(place: Path) -> str:
     ]
     for tool, what, scheme, by in ROWS:
         fmt, activation = parse_scheme(scheme)
-        known = {"": "its formula", "transformers": "transformers' decoder", "gguf": "`gguf`"}
+        known = {
+            "": "its formula",
+            "transformers": "transformers' decoder",
+            "gguf": "`gguf`",
+            "kernels": "its kernels",
+        }
         check = known.get(by, "the tool")
         back = exported(scheme, by, place)
         ours = kernels(fmt, activation)

@@ -89,10 +89,13 @@ class Emulated:
         return y
 
     def decode(self, layout: list[Tensor], shape: tuple[int, int]) -> Tensor:
-        """W (N, K)."""
+        """W (N, K); or, in bytes, the blobs of all rows that the layout has."""
         n, k = shape
         y = torch.full(shape, torch.nan, dtype=self.dtype)
-        grid = -(-n // self.kernel.tile.rows) * -(-k // 128)
+        if self.activation == "int8":
+            n = len(layout[0]) * 128
+            y = torch.zeros(*layout[0].shape[:2], 128 * 128, dtype=torch.uint8)
+        grid = tiles.copy_grid(self.kernel.tile, n, k)
         arguments = [0, *(array(t) for t in layout), 0, 0, 0, array(y), 0, 0, 0, 1, n, k, 0]
         self.machine.launch(arguments, grid, self.kernel.tile.threads, self.shared)
         return y

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,13 +32,13 @@ def decoder_of(spec: str, operand: str) -> Decoder:
 
 HALF, CUDA = torch.float16, torch.device("cuda", 0)
 # As `cuDeviceGetAttribute` has it: multiprocessors, clock and memory's clock in kHz, bits of its
-# bus, bytes of the L2.
+# bus.
 CHIPS = {
-    "H200": (132, 1_980_000, 3_201_000, 6144, 60 << 20),
-    "H100 PCIe": (114, 1_755_000, 1_593_000, 5120, 50 << 20),
-    "H20": (78, 1_980_000, 2_619_000, 6144, 60 << 20),
-    "an eighth of an H200": (16, 1_980_000, 3_201_000, 768, 8 << 20),
-    "a virtual one": (66, 0, 0, 0, 30 << 20),
+    "H200": (132, 1_980_000, 3_201_000, 6144),
+    "H100 PCIe": (114, 1_755_000, 1_593_000, 5120),
+    "H20": (78, 1_980_000, 2_619_000, 6144),
+    "an eighth of an H200": (16, 1_980_000, 3_201_000, 768),
+    "a virtual one": (66, 0, 0, 0),
 }
 
 
@@ -48,7 +49,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def chip_named(name: str, monkeypatch: pytest.MonkeyPatch) -> Chip:
     """What `chip_of` makes of such a device."""
-    which = chip.MULTIPROCESSORS, chip.CLOCK, chip.MEMORY_CLOCK, chip.BUS, chip.L2_CACHE
+    which = chip.MULTIPROCESSORS, chip.CLOCK, chip.MEMORY_CLOCK, chip.BUS
     said = dict(zip(which, CHIPS[name], strict=True))
 
     def call(function: str, value: Any, attribute: int, device: int) -> None:
@@ -68,7 +69,8 @@ def test_the_family_holds_every_choice(scheme: str) -> None:
     every = set(build.kernels_of(scheme))
     kernels = {kernel for kernel in every if isinstance(kernel, Kernel)}
     assert instructions(scheme) < 5.07
-    for d in {kernel.decoder for kernel in kernels}:
+    copied = {tiles.BYTES} if "trellis" in scheme else set()  # whose products are few
+    for d in {kernel.decoder for kernel in kernels} - copied:
         output = "bfloat16" if d.operand in ("uint8", "float8_e4m3fn") else d.operand
         for n, k in ((4096, 4096), (28672, 4096), (4096, 14336), (256, 128), (6144, 512)):
             for m in (1, 7, 8, 9, 16, 33, 64, 65, 128, 200, 256, 1000, 1024, 5000):
@@ -95,7 +97,7 @@ def test_any_chip_has_the_same_kernels_and_all_of_its_multiprocessors(
     assert found.multiprocessors == CHIPS[name][0]
     assert 0.3 < found.read / H200.read * 132 / found.multiprocessors < 1.5
     if name == "H200":
-        assert (found.l2, round(found.read)) == (H200.l2, H200.read)
+        assert round(found.read) == H200.read
     for spec, operand in (("liquid", "int8"), ("fp6", "float16"), ("trellis", "bfloat16")):
         d, output = decoder_of(spec, operand), "float16" if operand == "float16" else "bfloat16"
         narrow = build.narrow_kernels(d, [output], found)
@@ -122,7 +124,7 @@ def test_launches_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def chip_of(device: torch.device) -> Chip:
         asked.append(device)
-        return Chip(78, H200.read, H200.l2)
+        return Chip(78, H200.read)
 
     monkeypatch.setattr(scalar_linear, "chip_of", chip_of)
     monkeypatch.setattr(scalar_linear, "loaded", lambda kernel, device: (kernel, device))
@@ -137,39 +139,68 @@ def test_launches_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [device] * 4
 
 
-def test_formats_that_decode_slowly_are_copied_for_many_tokens() -> None:
-    """And then only; the kernel for it is among those that are built."""
+def test_weights_are_copied_for_many_tokens() -> None:
+    """The sooner, the slower they decode; the kernel for it is among those that are built."""
     trellis, fp6 = (decoder_of(spec, "float16") for spec in ("trellis", "fp6"))
-    copied = [tiles.copies(trellis, m, 28672, 4096) for m in (1, 64, 128, 4096)]
-    assert copied == [False, False, False, True]
-    assert not tiles.copies(fp6, 4096, 28672, 4096)
-    assert not tiles.copies(decoder_of("trellis", "int8"), 4096, 28672, 4096)
+    counts = (1, 64, 256, 1024, 4096)
+    assert [tiles.copies(trellis, m, 28672, 4096) for m in counts] == [*[False] * 3, True, True]
+    assert [tiles.copies(fp6, m, 28672, 4096) for m in counts] == [*[False] * 4, True]
+    assert not any(tiles.copies(trellis, m, 256, 512) for m in counts)  # two launches
+    assert tiles.decoded_rows(4096) * 4096 * 2 == tiles.DECODED
+    assert tiles.decoded_rows(1 << 24) == 128
+    whole = decoder_of("trellis", "int8")
+    assert [tiles.copies(whole, m, 28672, 4096) for m in (64, 256, 4096)] == [False, False, True]
+    for m, n, k in ((4096, 28672, 4096), (1000, 48, 128), (600, 4096, 14336)):
+        product = Kernel(tiles.BYTES, tiles.choose_copied(m, n, k), "float16")
+        assert product in build.kernels_of("trellis@int8")
     trellis_format = get_format("trellis")
     wanted = scalar_linear.copied(trellis_format, HALF, 4096, 28672, 4096, CUDA)
     assert wanted in build.kernels_of(trellis_format.spec)
-    assert scalar_linear.copied(get_format("fp6"), HALF, 4096, 28672, 4096, CUDA) is None
+    assert scalar_linear.copied(get_format("fp6"), HALF, 256, 28672, 4096, CUDA) is None
 
 
 def test_a_copy_is_multiplied_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     import anybit
 
-    packed = anybit.quantize_tensor(torch.randn(16, 128), "trellis:bits=1")
+    packed = anybit.quantize_tensor(torch.randn(144, 128), "trellis:bits=1")
     prepared = backend.prepare(packed, None, HALF)
     seen: list[Any] = []
 
     def decoded(x: torch.Tensor, kernel: Any, given: Any) -> torch.Tensor:
-        seen.append((kernel.tile.kind, kernel.output, given))
-        return packed.dequantize().half()
+        seen.append((kernel.tile.kind, kernel.output, given.shape, len(given.layout[0])))
+        return packed.dequantize()[len(seen) * 128 - 128 :][: given.shape[0]].half()
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(scalar_linear.mma, "decoded", decoded)
     monkeypatch.setattr(tiles, "copies", lambda *args: True)
     scalar_linear.copied.cache_clear()
-    x, bias = torch.randn(100, 128).half(), torch.randn(16)
+    monkeypatch.setattr(tiles, "decoded_rows", lambda k: 128)
+    x, bias = torch.randn(100, 128).half(), torch.randn(144)
     y = backend.linear(x, prepared, bias)
     scalar_linear.copied.cache_clear()
     assert torch.equal(y, torch.nn.functional.linear(x, packed.dequantize().half(), bias.half()))
-    assert seen == [("decode", "float16", prepared)]
+    assert seen == [("decode", "float16", (128, 128), 1), ("decode", "float16", (16, 128), 1)]
+
+
+def test_a_copy_in_bytes_is_multiplied_by_the_main_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    import anybit
+
+    packed = anybit.quantize_tensor(torch.randn(16, 128), "trellis:bits=1")
+    prepared = backend.prepare(packed, "int8", HALF)
+    copy, seen = torch.zeros(2, 1, 128 * 128, dtype=torch.uint8), []
+    launcher = SimpleNamespace(launch=lambda x, pointers, *rest: seen.append(pointers[:3]))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(scalar_linear.mma, "decoded", lambda *args: copy)
+    monkeypatch.setattr(scalar_linear, "copied", lambda *args: "a kernel")
+    monkeypatch.setattr(scalar_linear, "is_narrow", lambda *args: False)
+    monkeypatch.setattr(
+        scalar_linear, "chosen", lambda *args: (launcher, seen.append(args[-1]), False, 0)
+    )
+    codes = torch.ones(100, 128, dtype=torch.int8)
+    scalar_linear.multiply(
+        codes, torch.ones(100), codes.sum(1).int(), prepared, None, torch.float16
+    )
+    assert seen == [True, tuple(t.data_ptr() for t in (copy, *prepared.layout[1:]))]
 
 
 @pytest.mark.parametrize(("spec", "operand"), [("liquid", "int8"), ("int4:group=128", "bfloat16")])

@@ -6,6 +6,7 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -335,6 +336,7 @@ LOOKUPS = [
     (8, 2, 64, BRAIN, Tile(32), (18, 128, 320), 1),
     (16, 3, 128, BRAIN, Tile(32), (7, 128, 384), 1),
     (4, 1, 128, HALF, Tile(32, rows=256, split=3), (9, 392, 384), 1),
+    (8, 2, 128, HALF, Tile(32, shared=True), (20, 296, 512), 2),
     (4, 1, 4, BRAIN, Tile(32), (9, 128, 260), 1),  # fine groups: of one vector
     (16, 3, 32, HALF, Tile(32), (9, 128, 544), 1),  # of two
     (8, 1, 24, HALF, Tile(32), (9, 128, 528), 1),  # of three, which are scaled one by one
@@ -364,14 +366,17 @@ def emulate_lookups(
     assert cubin.resources(made)[1] == 0  # no spills
     blocks, row_scale, book = pack(packed)
     y = torch.full((m, n), torch.nan, dtype=x.dtype)
+    grid = grid or (2 if tile.shared else tiles.grid(tile, m, n))
+    work = torch.full((tiles.workspace(tile, m, n, grid),), torch.nan)
+    counters = torch.zeros(8 * grid, dtype=torch.int32)
     arguments: list[Parameter] = [
         TensorMap(x.view(torch.uint8).numpy().reshape(m, 2 * k), tile.tokens, 2, in_use=True), 0,
         array(blocks), array(row_scale), array(book.to(x.dtype)), 0, 0, array(bias), in_use(y),
-        0, 0, 0, m, n, k, 1, 1,
+        0, in_use(work), in_use(counters), m, n, k, 1, 1,
     ]  # fmt: skip
-    grid = grid or tiles.grid(tile, m, n)
     Machine(ptx).launch(arguments, grid, tile.threads, shared, tile.split, seed)
     assert not y.isnan().any(), "outputs that nobody wrote"
+    assert not counters.any()
     return y
 
 
@@ -397,7 +402,17 @@ def test_lookups_of_many_tokens(
     for seed in range(1, seeds):
         assert torch.equal(emulate_lookups(packed, x, bias, tile, seed), y)
     if seeds > 1 and tile.split == 1:  # fewer CTAs than tiles: each does several
-        assert torch.equal(emulate_lookups(packed, x, bias, tile, grid=1), y)
+        alone = emulate_lookups(packed, x, bias, tile, grid=1)
+        assert error(alone, y.double()) < 4e-4 if tile.shared else torch.equal(alone, y)
+
+
+@needs_dsl
+def test_lookups_in_equal_shares() -> None:
+    """Four CTAs for three tiles: each has parts of two, and sums meet in the workspace."""
+    torch.manual_seed(0)
+    packed, x = random_packed(codebook(4, 1), 384, 1024), torch.randn(40, 1024).half()
+    y = emulate_lookups(packed, x, None, Tile(96, shared=True), grid=4)
+    assert error(y, x.double() @ operand_weight(packed, HALF).double().T) < 7e-4
 
 
 @needs_dsl
@@ -472,6 +487,28 @@ def test_clusters_share_long_columns() -> None:
             assert plan.kernel.psumbook
             assert plan.splits > 1
             assert 66 <= plan.cluster * plan.splits * (132 // (plan.cluster * plan.splits)) <= 132
+
+
+@pytest.mark.parametrize("told", [0, 1, 5, 1000])
+@pytest.mark.parametrize(("n", "k"), [(28672, 4096), (272, 14336), (8192, 28672), (64, 8192)])
+def test_every_number_of_clusters_is_launched(
+    n: int, k: int, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the driver does not tell how many find room."""
+    monkeypatch.setattr(codebook_linear, "chip_of", lambda device: H200)
+    launcher = SimpleNamespace(most_clusters=lambda cluster, shared: told)
+    monkeypatch.setattr(codebook_linear, "loaded", lambda kernel, device: launcher)
+    codebook_linear.launch_of.cache_clear()
+    fmt, device = codebook(8, 2), torch.device("cuda", 0)
+    for m in (1, 2, 16):
+        plan, shared = codebook_linear.launch_of(fmt, m, n, k, HALF, device, None)
+        tiles_of = -(-n // ROWS)
+        assert 1 <= plan.teams <= tiles_of
+        assert shared == plan.kernel.shared(plan.cluster, -(-tiles_of // plan.teams))
+        assert shared <= MAX_SHARED
+        if told != 1000 and plan.cluster > 1 and plan.kernel.tokens > 2:
+            assert plan.teams * plan.splits * plan.cluster <= 132
+    codebook_linear.launch_of.cache_clear()
 
 
 def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

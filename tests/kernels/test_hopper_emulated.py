@@ -45,7 +45,7 @@ CASES = [
     ("q4_k", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
     ("iq4_xs", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
     ("sparse@int8", HALF, Tile(8, ctas=2), (8, 128, 384), 2),
-    ("trellis@int8", BRAIN, Tile(64, rows=256, stages=2), (9, 144, 256), 1),
+    ("trellis@int8", BRAIN, Tile(128, stages=2), (9, 144, 256), 1),
 ]
 if EVERY_KERNEL:
     CASES += [
@@ -248,6 +248,29 @@ def test_experts(scheme: str) -> None:
     y = emulated.run(x, prepared, n, grid, starts=starts)
     assert_close(y, want, BRAIN)
     assert torch.equal(emulated.run(x, prepared, n, 3, starts=starts, seed=1), y)
+
+
+def test_more_experts_than_a_table_has_spans() -> None:
+    """700: three to a span. Some have none, some more than a tile; the last one is alone."""
+    n, k = 24, 128
+    emulated = Emulated("liquid@int8", BRAIN, Tile(8, ctas=2), grouped=True)
+    some = [packed_weight("liquid@int8", n, k) for _ in range(3)]
+    given = scalar_linear.prepare_experts(some, "int8", BRAIN)
+    index = torch.arange(700) % 3
+    layout = [part.unflatten(0, (3, -1))[index].flatten(0, 1) for part in given.layout]
+    counts = torch.zeros(700, dtype=torch.int32)
+    counts[[0, 2, 3, 299, 300, 698, 699]] = torch.tensor([2, 9, 1, 3, 17, 1, 4], dtype=torch.int32)
+    ends = counts.cumsum(0).int()
+    x = emulated.tokens(int(ends[-1]), k)
+    owner = index[torch.repeat_interleave(torch.arange(700), counts)]
+    weights = torch.stack([operand_weight(w, BRAIN) for w in some])
+    codes, scale, _ = x
+    assert scale is not None
+    want = torch.einsum("mk,mnk->mn", codes.double(), weights[owner].double()) * scale[:, None]
+    starts = torch.cat([ends.new_zeros(1), ends])
+    for grid in (1, 5):
+        y = emulated.run(x, layout, n, grid, starts=starts)
+        assert_close(y, want, BRAIN)
 
 
 def test_experts_split_along_k() -> None:

@@ -151,6 +151,33 @@ def test_a_codebook_launch(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     assert rest == [[24, 8, 9000], [8, 1, 800]]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_driver_is_asked_for_clusters_as_they_are_launched(
+    monkeypatch: pytest.MonkeyPatch, path: Path, overlap: bool
+) -> None:
+    """It knows a cluster's size by an attribute alone, whatever was launched before."""
+
+    def most_clusters(count: Any, kernel: Any, given: Any) -> int:
+        config: Any = ctypes.cast(given, POINTER(Config)).contents
+        found = [config.attributes[i] for i in range(config.count)]
+        of_cluster = [each.value[0] for each in found if each.id == driver.CLUSTER]
+        if len(found) != 1 or not of_cluster or config.grid[0] % of_cluster[0]:
+            return 1
+        ctypes.cast(count, POINTER(ctypes.c_int))[0] = 132 // of_cluster[0]
+        return 0
+
+    fake = use(monkeypatch, CodebookArguments)
+    fake.cuOccupancyMaxActiveClusters = most_clusters
+    launcher = CodebookLauncher(path, 0)
+    assert launcher.most_clusters(14, 9000) == 9
+    x = Activations(16, 2, 512)
+    launcher.launch(x, (None,) * 7, 640, 8, 1, 3, 9000, overlap)  # type: ignore[arg-type]
+    assert launcher.most_clusters(8, 9000) == 16
+    fake.cuOccupancyMaxActiveClusters = lambda *args: 912  # an error
+    fake.cuGetErrorString = lambda error, text: 0
+    assert launcher.most_clusters(4, 9000) == 0
+
+
 def test_threads_launch_the_same_kernel(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """No launch has a pointer or a number of another thread's."""
     fake = use(monkeypatch, GemmArguments)

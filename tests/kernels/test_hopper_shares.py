@@ -77,8 +77,8 @@ def test_shared_tiles(case: Case) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_one_warpgroup_stays_behind(shared: bool) -> None:
     """Whole tiles of three K tiles and of one, and shares: the same bits as side by side."""
-    beside = Tile(8, ctas=2, stages=3, shared=shared)
-    kernels = [Emulated("liquid@int8", BRAIN, replace(beside, lag=lag)) for lag in (0, 2)]
+    beside = Tile(8, ctas=2, stages=4, shared=shared)
+    kernels = [Emulated("liquid@int8", BRAIN, replace(beside, late=late)) for late in (False, True)]
     for k in (384, 128):
         packed = packed_weight("liquid@int8", 264, k)
         x, prepared = kernels[0].tokens(11, k), operands.layout(packed, "int8")

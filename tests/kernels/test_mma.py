@@ -295,14 +295,14 @@ def test_experts_have_a_self_test_of_their_own(
         return SimpleNamespace(returncode=0, stderr="")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert backend.most_experts(layer) == operands.MOST_EXPERTS
+    assert backend.takes_experts(layer)
     assert "experts of int4:group=128" in caplog.text
     assert f"{len(kernels)} of {len(kernels)} are right" in caplog.text
-    assert backend.most_experts(layer._replace(shape=(768, 2048))) == operands.MOST_EXPERTS
+    assert backend.takes_experts(layer._replace(shape=(768, 2048)))
     selftest.record(CUDA, {jit.kernel_file(kernels[0]).name: "two runs differ"})
-    assert backend.most_experts(layer) == 0
-    assert backend.most_experts(spec_of("codebook:m=1,v=4", dtype=torch.bfloat16)) == 0
-    assert backend.most_experts(layer._replace(dtype=torch.float32)) == 0
+    assert not backend.takes_experts(layer)
+    assert not backend.takes_experts(spec_of("codebook:m=1,v=4", dtype=torch.bfloat16))
+    assert not backend.takes_experts(layer._replace(dtype=torch.float32))
 
 
 class Exact:

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from anybit.kernels.cute import operands
+from anybit.kernels.cute.pack import pack_codes
+from anybit.kernels.hopper.scalar_linear import copy_kernel
+from anybit.kernels.hopper.tiles import BYTES
 from anybit.kernels.mma import tiles
 from anybit.kernels.mma.tiles import DECODE, Tile
 from anybit.kernels.reference import operand_weight
@@ -97,12 +100,22 @@ def test_a_weight_is_decoded() -> None:
     """In fp16 and bf16, with what no whole tile covers."""
     for scheme, dtype in (("fp6", HALF), ("int3:group=32,zero", BRAIN)):
         emulated = Emulated(scheme, dtype, kernel_of(scheme, dtype, DECODE))
-        packed = emulated.weight(72, 256)
-        y = emulated.decode(emulated.layout(packed), (72, 256))
+        packed = emulated.weight(72, 640)  # more K tiles than a CTA takes
+        y = emulated.decode(emulated.layout(packed), (72, 640))
         want = operand_weight(packed, dtype)
         assert (y.float() - want).abs().max() <= torch.finfo(dtype).eps * 1.51 * want.abs().max()
         if scheme == "fp6":
             assert torch.equal(y, packed.dequantize().to(dtype))
+
+
+def test_a_weight_is_decoded_to_bytes() -> None:
+    """As the main loop takes weights of 8 bits."""
+    d = kernel_of("trellis@int8", HALF, DECODE).decoder
+    emulated = Emulated("trellis@int8", HALF, copy_kernel(d))
+    packed = emulated.weight(128, 256)
+    y = emulated.decode(emulated.layout(packed), (128, 256))
+    want = pack_codes((packed.values() + d.middle).byte(), BYTES)
+    assert torch.equal(y[:1], want)  # rows are padded
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}-{c[2].name}-{c[3]}-{c[5]}")
@@ -180,6 +193,29 @@ def test_no_expert_has_tokens() -> None:
     y = emulated.run(x, list(given.layout), 8, grid=1, starts=starts)
     want = product(operand_weight(experts[-1], BRAIN), x)
     assert (y.double() - want).norm() / want.norm() < 5e-3
+
+
+def test_more_experts_than_a_table_has_spans() -> None:
+    """700: three to a span. Some have none, some more than a tile; the last one is alone."""
+    n, k, tile = 24, 128, Tile(8, 2, 4, 3, kind="experts")
+    emulated = case_of(tile)
+    some = [emulated.weight(n, k) for _ in range(3)]
+    given = operands.prepare_experts(some, "int8", BRAIN)
+    index = torch.arange(700) % 3
+    layout = [part.unflatten(0, (3, -1))[index].flatten(0, 1) for part in given.layout]
+    counts = torch.zeros(700, dtype=torch.int32)
+    counts[[0, 2, 3, 299, 300, 698, 699]] = torch.tensor([2, 9, 1, 3, 17, 1, 4], dtype=torch.int32)
+    ends = counts.cumsum(0).int()
+    x = emulated.tokens(int(ends[-1]), k)
+    owner = index[torch.repeat_interleave(torch.arange(700), counts)]
+    weights = torch.stack([operand_weight(w, BRAIN) for w in some])
+    codes, scale, _ = x
+    assert scale is not None
+    want = torch.einsum("mk,mnk->mn", codes.double(), weights[owner].double()) * scale[:, None]
+    starts = torch.cat([ends.new_zeros(1), ends])
+    for grid in (1, 5):
+        y = emulated.run(x, layout, n, grid=grid, starts=starts)
+        assert (y.double() - want).norm() / want.norm() < 5e-3
 
 
 MUTANTS = {  # in a narrow kernel and in one whose CTAs share a tile: what is broken

@@ -85,7 +85,6 @@ def store(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
 
 HANDLERS: dict[str, Handler] = {
     r"mma\.sync\.aligned\.m16n8k(8|16)\.row\.col\.f32\.(b?f16)\.\2\.f32": product,
-    r"mma\.sync\.aligned\.m16n8k16\.row\.col\.s32\.u8\.s8\.s32": product,
     r"mma\.sync\.aligned\.m16n8k32\.row\.col\.(s32\.u8\.s8\.s32|f32\.e4m3\.e4m3\.f32)": product,
     r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16": transpose,
     r"ldmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.shared\.b16": load,

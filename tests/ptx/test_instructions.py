@@ -104,6 +104,10 @@ def of_width(n: int) -> list[tuple[str, int, Definition]]:
     return [(f"{name}{n}", n, define) for name, define in table]
 
 
+def dotted(a: int, b: int, c: int) -> int:
+    return c + sum((a >> i & 255) * signed(b >> i & 255, 8) for i in (0, 8, 16, 24))
+
+
 INTEGER: list[tuple[str, int, Definition]] = [
     *(case for n in (16, 32, 64) for case in of_width(n)),
     ("min.relu.s32", 32, lambda a, b: max(min(signed(a, 32), signed(b, 32)), 0)),
@@ -117,6 +121,7 @@ INTEGER: list[tuple[str, int, Definition]] = [
     ("mul.wide.s16", 16, lambda a, b: signed(a, 16) * signed(b, 16)),
     ("shf.l.wrap.b32", 32, lambda a, b, c: (b << 32 | a) << (c & 31) >> 32),
     ("prmt.b32", 32, permuted),
+    ("dp4a.u32.s32", 32, dotted),
     ("setp.lt.s32", 32, lambda a, b: signed(a, 32) < signed(b, 32)),
     ("setp.gt.u16", 16, lambda a, b: a > b),
     ("setp.ge.s64", 64, lambda a, b: signed(a, 64) >= signed(b, 64)),
@@ -143,7 +148,7 @@ def width(op: str, bits: int) -> int:
 
 @pytest.mark.parametrize(("op", "bits", "define"), INTEGER, ids=[case[0] for case in INTEGER])
 def test_integers(op: str, bits: int, define: Callable[..., int]) -> None:
-    count = {"mad": 3, "shf": 3, "prm": 3, "neg": 1, "not": 1, "cvt": 1}.get(op[:3], 2)
+    count = {"mad": 3, "shf": 3, "prm": 3, "dp4": 3, "neg": 1, "not": 1, "cvt": 1}.get(op[:3], 2)
     values = [samples(bits, seed) for seed in range(count)]
     if op[:3] in ("div", "rem"):
         values[1] = [b or 7 for b in values[1]]

@@ -1,16 +1,19 @@
 """AutoRound checkpoints (Intel): the layouts of other tools under a name of their own.
 
 `packing_format` says which: GPTQ's with zero points minus 1 or without, AWQ's, or the floats of
-compressed-tensors. `extra_config` gives layers bits of their own.
+compressed-tensors. `extra_config` gives layers bits of their own, by name or by a pattern.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from anybit.checkpoint.foreign import awq, gptq
 from anybit.checkpoint.foreign.base import Layer, Part, option, parts
-from anybit.checkpoint.foreign.floats import float_layer
+from anybit.checkpoint.foreign.floats import FP8, float_layer
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
 
@@ -23,6 +26,7 @@ GPTQ = {  # and whether zero points are stored minus 1
 }
 AWQ = ("auto_round:auto_awq", "auto_round:awq")
 FLOATS = ("auto_round:llm_compressor", "auto_round:fp8_static", "auto_round:fp8")
+SPECIAL = re.compile(r"[*+?^$|()\[\]{}\\]")  # of patterns, and not of names
 NOTE = "activations were quantized there, and stay in 16 bits here"
 
 
@@ -30,7 +34,10 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
     """The quantized layers of an AutoRound checkpoint."""
     layout = option(config, "packing_format", (*GPTQ, *AWQ, *FLOATS), TOOL)
     if layout in FLOATS:
-        return {part.name: float_weight(part) for part in parts("weight_scale", stored)}
+        return {
+            part.name: float_weight(part, bits_of(config, part.name, (4, 8)))
+            for part in parts("weight_scale", stored)
+        }
     found = parts("qweight", stored)
     if layout in AWQ:
         return {part.name: awq.layer(part) for part in found if bits_of(config, part.name, (4,))}
@@ -44,21 +51,39 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
 
 def bits_of(config: Mapping[str, Any], name: str, known: tuple[int, ...]) -> int:
     """The bits of a layer, by its own settings or by those of all."""
-    extra = config.get("extra_config") or {}
-    own = extra.get(name) if isinstance(extra, dict) else None
-    bits = (own or {}).get("bits", config.get("bits"))
+    extra = config.get("extra_config")
+    bits = config.get("bits")
+    for pattern, own in extra.items() if isinstance(extra, dict) else ():
+        if isinstance(own, dict) and "bits" in own and matches(pattern, name):
+            bits = own["bits"]
+            if pattern == name:
+                break
     return int(option({"bits": bits}, "bits", known, f"{TOOL}: {name}", required=True))
 
 
-def float_weight(part: Part) -> Layer:
+def matches(pattern: str, name: str) -> bool:
+    """Whether a key of `extra_config` is a layer's name, or a pattern that is found in it."""
+    if not SPECIAL.search(pattern):
+        return pattern == name
+    try:
+        return re.search(pattern, name) is not None
+    except re.error as error:
+        raise InvalidInput(f"{TOOL}: extra_config has {pattern!r}, no pattern: {error}") from None
+
+
+def float_weight(part: Part, bits: int) -> Layer:
     """A layer in the layout of compressed-tensors."""
+    key = "weight" if part.has("weight") else "weight_packed"
+    known = tuple(FP8) if bits == 8 else (torch.uint8,)
+    part.find(key, known)
+    part.used.clear()
     scaled = part.has("input_scale") or part.has("input_global_scale")
     part.skip("input_scale", "input_global_scale")
     if part.has("weight_zp"):
         raise InvalidInput(f"{TOOL}: {part.name} has zero points for floats, which cannot be read")
     found = float_layer(
         part,
-        "weight" if part.has("weight") else "weight_packed",
+        key,
         "weight_scale",
         number="weight_global_scale" if part.has("weight_global_scale") else None,
         divide=True,

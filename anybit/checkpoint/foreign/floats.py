@@ -148,7 +148,11 @@ def format_of(element: tuple[int, int], scales: Stored, group: int, k: int, divi
 
 def checked(scales: Stored, name: str) -> None:
     """Raise InvalidInput where a scale is not positive and finite."""
-    read = scales.read()
+    checked_numbers(scales.read(), name)
+
+
+def checked_numbers(read: Tensor, name: str) -> None:
+    """The same of scales that were read."""
     if read.dtype in POWERS:
         bad = read.view(torch.uint8) == NAN
     else:

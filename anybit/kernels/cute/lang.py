@@ -113,16 +113,25 @@ def mask_flip(word: Word, mask: int, flip: int) -> Word:
     return (word & mask) ^ flip
 
 
+def dot4(word: Word, weights: int, plus: int) -> Word:
+    """DP4A: the four bytes of `word` times the signed bytes of `weights`, added up, plus `plus`."""
+    if not word.emulated:
+        return Word(_dsl().dp4a(word.bits, weights, plus))
+    total = np.full(word.bits.shape, plus, np.int64)
+    for i in range(4):
+        weight = ((weights >> 8 * i & 255) ^ 128) - 128
+        total += (word.bits >> np.uint32(8 * i) & np.uint32(255)).astype(np.int64) * weight
+    return Word(total.astype(np.uint32))
+
+
 def byte_sums(rows: list[Word], columns: list[Word], plus: tuple[int, int]) -> list[Word]:
     """Bytes of a quad of lanes times signed bytes, added up: one product on the tensor core.
 
-    DP4A does the same for one word, but four of them are slower.
-
     Args:
-        rows: The A operand of m16n8k16, two words, or of m16n8k32, four: words 0 and 2 are row g,
-            4 or 8 bytes from each lane of the quad, words 1 and 3 row g + 8.
-        columns: The B operand, half as many words: what lane 4 n + t has is multiplied with the
-            bytes of lane t, and added to the sum n; the second word goes with words 2 and 3.
+        rows: The A operand of m16n8k32, four words: 0 and 2 are row g, 8 bytes from each lane of
+            the quad, 1 and 3 row g + 8.
+        columns: The B operand, two words: what lane 4 n + t has is multiplied with the bytes of
+            lane t, and added to the sum n; the second word goes with words 2 and 3.
         plus: What is added to even and to odd sums.
 
     Returns:

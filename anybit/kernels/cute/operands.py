@@ -13,7 +13,7 @@ from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.pack import ROW_MULTIPLE, pack
 
-MOST_EXPERTS = 256  # of one product
+SPANS = 256  # of experts, which a kernel counts at once: spans of 1 up to 256, of 2 up to 512
 OPERANDS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # of activation notations
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 WHOLE = 8  # outputs of a token that kernels store at once
@@ -51,8 +51,6 @@ def prepare_experts(
     experts: Sequence[Packed], activation: str | None, dtype: torch.dtype | None = None
 ) -> Prepared:
     """The layouts of all experts' weights, one behind the other."""
-    if len(experts) > MOST_EXPERTS:
-        raise InvalidInput(f"{len(experts)} experts; the kernels take {MOST_EXPERTS} at once")
     kinds = {(e.format, e.shape) for e in experts}
     if len(kinds) != 1:
         raise InvalidInput(f"experts must have one format and shape, not {len(kinds)}")

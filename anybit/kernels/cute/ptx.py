@@ -96,20 +96,25 @@ def mask_flip(word: Uint32, mask: int, flip: int, *, loc: Any = None, ip: Any = 
 
 
 @dsl_user_op
+def dp4a(word: Uint32, weights: int, plus: int, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """The sum of unsigned bytes times signed ones, plus a number."""
+    text = "dp4a.u32.s32 $0, $1, $2, $3;"
+    args = [Uint32(word), unsigned(weights), unsigned(plus)]
+    return Uint32(asm(T.i32(), args, text, "=r,r,r,r", False, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
 def mma_bytes(
     a: list, b: list, plus: tuple[int, int], *, loc: Any = None, ip: Any = None
 ) -> list:  # fmt: skip
-    """a b of unsigned and of signed bytes, plus a number to even and to odd columns.
-
-    m16n8k16 (2 and 1 words) or m16n8k32 (4 and 2).
-    """
-    n = len(a)
+    """m16n8k32: a b of unsigned and of signed bytes, plus a number to even and to odd columns."""
     text = (
-        f"mma.sync.aligned.m16n8k{8 * n}.row.col.s32.u8.s8.s32 {slots(0, 4)}, {slots(4, n)}, "
-        f"{{{slots(4 + n, len(b)).strip('{}')}}}, {{{plus[0]}, {plus[1]}, {plus[0]}, {plus[1]}}};"
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+        f"{slots(0, 4)}, {slots(4, 4)}, {slots(8, 2)}, "
+        f"{{{plus[0]}, {plus[1]}, {plus[0]}, {plus[1]}}};"
     )
     args = [Uint32(word) for word in [*a, *b]]
-    return several(4, Uint32, args, text, ",".join(["r"] * len(args)), True, {"loc": loc, "ip": ip})
+    return several(4, Uint32, args, text, ",".join(["r"] * 6), True, {"loc": loc, "ip": ip})
 
 
 def lane() -> Uint32:

@@ -22,7 +22,6 @@ from anybit.kernels.backend import (
     refuse_dtype,
     refuse_vendor,
 )
-from anybit.kernels.cute.operands import MOST_EXPERTS
 from anybit.kernels.hopper import codebook_linear, scalar_linear
 
 own_layout = True
@@ -63,8 +62,8 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     return family(prepared.format).linear(x, prepared, bias)
 
 
-def most_experts(layer: LayerSpec) -> int:
-    return MOST_EXPERTS if family(layer.format) is scalar_linear else 0
+def takes_experts(layer: LayerSpec) -> bool:
+    return family(layer.format) is scalar_linear
 
 
 def prepare_experts(

@@ -33,8 +33,8 @@ def kernels_of(scheme: str) -> list[KernelSpec]:
         d = decoder(fmt, operand)
         if isinstance(d, str):
             raise InvalidInput(f"{scheme}: {d}")
-        out += scalar_linear.copy_kernels(d)
         outputs = [operand] if activation is None else ["float16", "bfloat16"]
+        out += scalar_linear.copy_kernels(d, outputs)
         out += [Kernel(d, tile, o) for tile in family(d) for o in outputs]
         out += narrow_kernels(d, outputs)
         out += [Kernel(d, tile, o, grouped=True) for tile in family_grouped(d) for o in outputs]

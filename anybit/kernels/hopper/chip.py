@@ -9,8 +9,8 @@ import torch
 from anybit.kernels.cute.driver import call
 
 # Of cuda.h: CU_DEVICE_ATTRIBUTE_CLOCK_RATE, ..._MULTIPROCESSOR_COUNT, ..._MEMORY_CLOCK_RATE,
-# ..._GLOBAL_MEMORY_BUS_WIDTH, ..._L2_CACHE_SIZE.
-CLOCK, MULTIPROCESSORS, MEMORY_CLOCK, BUS, L2_CACHE = 13, 16, 36, 37, 38
+# ..._GLOBAL_MEMORY_BUS_WIDTH.
+CLOCK, MULTIPROCESSORS, MEMORY_CLOCK, BUS = 13, 16, 36, 37
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,13 @@ class Chip:
     Attributes:
         multiprocessors: How many.
         read: Bytes that its memory can bring in a clock cycle.
-        l2: Bytes of its L2 cache.
     """
 
     multiprocessors: int
     read: float
-    l2: int
 
 
-H200 = Chip(132, 2483, 60 << 20)  # the constants of the cost model were measured there
+H200 = Chip(132, 2483)  # the constants of the cost model were measured there
 
 
 @cache
@@ -46,4 +44,4 @@ def chip_of(device: torch.device) -> Chip:
     read = 2 * attribute(MEMORY_CLOCK) * attribute(BUS) / 8 / max(clock, 1)  # two bits a clock
     if not clock or not read:  # virtual GPUs may not tell
         read = H200.read * count / H200.multiprocessors
-    return Chip(count, read, attribute(L2_CACHE))
+    return Chip(count, read)

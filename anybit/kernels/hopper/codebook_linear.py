@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anybit.core.format import Format
-from anybit.errors import InvalidInput, Unsupported
+from anybit.errors import InvalidInput
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.cute.cells import (
     ROWS,
@@ -134,6 +134,11 @@ def multiply_many(
         return cut(y, n)
     bias = offsets(bias, wide, x.dtype)
     kernel = lookup_kernel(fmt, x.dtype, tile or lookup_tile(fmt, m, n, k, x.dtype, x.device))
+    grid = tiles.grid(kernel.tile, m, n, chip=chip)
+    sums = tiles.workspace(kernel.tile, m, n, grid)
+    _work, workspace = scalar_linear.meeting_place(sums, x.device)
+    if overlap is None:
+        overlap = tiles.overlaps(kernel.tile, kernel.decoder, m, n, chip=chip)
     blocks, row_scale, *books = prepared.layout
     scalar_linear.loaded(kernel, x.device.index).launch(
         x,
@@ -148,10 +153,9 @@ def multiply_many(
             0,
         ),
         wide,
-        tiles.grid(kernel.tile, m, n, chip=chip),
-        tiles.overlaps(kernel.tile, kernel.decoder, m, n, chip=chip)
-        if overlap is None
-        else overlap,
+        grid,
+        overlap,
+        workspace=workspace,
     )
     return cut(y, n)
 
@@ -198,16 +202,13 @@ def launch_of(
         if shared > MAX_SHARED:  # too many sums: fewer tiles for each cluster, one after another
             waves += 1
             continue
+        # Where the driver does not tell: clusters do not fill the processor's parts.
         resident = loaded(kernel, device.index).most_clusters(cluster, shared)
-        if not resident:
-            raise Unsupported(
-                f"{fmt.spec}: {cluster} multiprocessors must work together for K={k}, and this GPU "
-                "or slice of one has no such group; use another format, or a larger slice"
-            )
-        resident //= plan.splits
+        resident = resident or chip.multiprocessors * 7 // 8 // cluster
+        resident = max(1, resident // plan.splits)
         if resident >= teams:
             break
-        teams = max(1, resident)
+        teams = resident
     teams = min(teams * waves, row_tiles)
     return replace(plan, teams=teams), kernel.shared(cluster, -(-row_tiles // teams))
 

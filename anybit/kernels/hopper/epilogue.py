@@ -1,4 +1,4 @@
-"""What happens to a tile's sums: the cluster's exchange, scales, bias, rounding, stores.
+"""What happens to a tile's sums: scales of groups, the cluster's exchange, scales, bias, stores.
 
 D^T has channels along M and tokens along N, so pairs of tokens lie in a thread; `stmatrix`
 transposes them into rows of channels on their way to memory.
@@ -10,9 +10,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
+from anybit.kernels.cute.decode import Decoder
+from anybit.kernels.cute.lang import Word
 from anybit.kernels.cute.pack import ROWS
-from anybit.kernels.cute.ptx import pack2
+from anybit.kernels.cute.ptx import as_float, pack2
 from anybit.kernels.hopper.ptx import stmatrix_transposed, store_to_cta
+
+# A whole number below 2**22, which no sum of 128 products of bytes reaches, added to these bits is
+# the number added to this fp32 number.
+MAGIC_BITS, MAGIC = 0x4B400000, 1.5 * 2**23
 
 
 class Epilogue:
@@ -26,7 +32,20 @@ class Epilogue:
     integer: bool  # sums are int32, and token sums correct unsigned weights
     quantized: bool  # tokens have a scale
     acc: Any  # type of the sums
+    products: Any  # of those of a group, before they have a scale
+    decoder: Decoder
     out: str  # dtype of y
+
+    def add_up(self, acc: Any, total: Any, grid: Any, group: int) -> None:
+        """Add a group's sums to the total, times the scales of the thread's two rows."""
+        first = group * self.decoder.sums
+        found = self.decoder.scales([Word(grid[first + j, 0]) for j in range(self.decoder.sums)])
+        scales = [as_float(word.bits) for word in found]
+        for i in range(cute.size(acc)):
+            added = acc[i]
+            if self.products is Int32:  # a conversion takes twice as long
+                added = as_float(Uint32(added + Int32(MAGIC_BITS))) - Float32(MAGIC)
+            total[i] = total[i] + added * scales[i // 2 % 2]
 
     @cute.jit
     def fetch_tokens(self, token_scale, token_sum, start, end, t):

@@ -24,14 +24,14 @@ from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
 from anybit.kernels.cute.lang import Word
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
-from anybit.kernels.cute.ptx import TYPES, as_float
+from anybit.kernels.cute.ptx import TYPES
 from anybit.kernels.hopper import order
 from anybit.kernels.hopper.epilogue import Epilogue
 from anybit.kernels.hopper.launch import ARCHITECTURE
 from anybit.kernels.hopper.order import Order
 from anybit.kernels.hopper.ptx import arrive_if, bulk_load
 from anybit.kernels.hopper.shares import join, share_of
-from anybit.kernels.hopper.tiles import EXPERT_WORDS, Kernel
+from anybit.kernels.hopper.tiles import EXPERT_WORDS, Kernel, slow
 
 # Registers of a producer and a consumer thread when four producer warps give theirs away.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
@@ -60,6 +60,9 @@ class Gemm(Order, Epilogue):
         self.integer = self.acc is Int32
         self.k_mma = 256 // self.b.width  # columns of one WGMMA
         self.per_half = K_TILE // 2 // self.k_mma
+        # Tokens of a WGMMA. Decoders' own products wait for one to end: each takes its turn then.
+        own = slow(decoder) and decoder.slot == 8
+        self.piece = min(tile.tokens, 64) if own else tile.tokens
         # WGMMAs whose sums have one scale.
         self.per_group = 2 * self.per_half // decoder.entries if decoder.sums else 0
         self.words = 2 * decoder.bits  # code words of a thread and stage
@@ -80,7 +83,7 @@ class Gemm(Order, Epilogue):
         return compile_program(self, pointers, 5, ARCHITECTURE)
 
     def mma_op(self) -> Any:
-        shape = (64, self.tokens, self.k_mma)
+        shape = (64, self.piece, self.k_mma)
         where = (self.source, OperandMajorMode.K, OperandMajorMode.K)
         if self.products is Int32:
             return warpgroup.MmaI8Op(self.a, self.b, Int32, shape, *where)
@@ -184,7 +187,7 @@ class Gemm(Order, Epilogue):
             if thread % 32 < self.stages:
                 cute.arch.mbarrier_init(full + thread % 32, self.arrivals)
                 cute.arch.mbarrier_init(empty + thread % 32, 256)  # all consumers
-            if const_expr(self.tile.lag) and thread % 32 == 0:
+            if const_expr(self.tile.late) and thread % 32 == 0:
                 cute.arch.mbarrier_init(shared.ahead.data_ptr(), 128)  # the first warpgroup
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -194,13 +197,15 @@ class Gemm(Order, Epilogue):
         k_tiles = (k + (K_TILE - 1)) // K_TILE
         table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(EXPERT_WORDS))
         m_tiles = (m + (self.tokens - 1)) // self.tokens
+        spans = (table, table, experts)
         if const_expr(self.grouped):
             cute.arch.griddepcontrol_wait()
-            m_tiles = self.count_tiles(starts, table, experts, thread)
+            m_tiles, given, each = self.count_tiles(starts, table, experts, thread)
+            spans = (table, given, each)
         # What does not change from tile to tile.
         rows = const_expr(self.tile.rows)
         n_tiles = (n + (rows - 1)) // rows
-        problem = (table, m, n, m_tiles, n_tiles, (n + (ROW_MULTIPLE - 1)) // ROW_MULTIPLE)
+        problem = (spans, m, n, m_tiles, n_tiles, (n + (ROW_MULTIPLE - 1)) // ROW_MULTIPLE)
         rank, first, last = cta % self.split, cta // self.split, n_tiles * m_tiles
         share = (cta, ctas)
         if const_expr(self.split > 1):
@@ -328,7 +333,7 @@ class Gemm(Order, Epilogue):
             if at < last:
                 self.multiply(fragments, shared, tensors, problem, at, turns, stage, phase, place)
         else:
-            if const_expr(self.tile.lag) and at < last:  # noqa: SIM102
+            if const_expr(self.tile.late) and at < last:  # noqa: SIM102
                 if (group == 1) & (self.turn(at, turns)[3] < last):
                     cute.arch.mbarrier_wait(shared.ahead.data_ptr(), 0)
             while at < last:
@@ -357,7 +362,7 @@ class Gemm(Order, Epilogue):
         channels = self.fetch_channels(row_scale, row_zero, bias, row, channel, n)
         total.fill(0)
         previous, k = Int32(0), k_first
-        if const_expr(self.tile.lag):  # the K tile at which the other warpgroup may begin
+        if const_expr(self.tile.late):  # the K tile at which the other warpgroup may begin
             ahead = Int32(-1)
             if (group == 0) & (at == turns[0]):
                 ahead = cutlass.min(k_first + self.tile.lag, k_last) - 1
@@ -372,7 +377,7 @@ class Gemm(Order, Epilogue):
                     warpgroup.wait_group(self.running)
                 if const_expr(batch == 1):
                     self.release(empty + previous, k > k_first)
-                    if const_expr(self.tile.lag):
+                    if const_expr(self.tile.late):
                         arrive_if(shared.ahead.data_ptr().toint(), k == ahead)
                 self.decode_half(words, grid, registers, half, block, place_a)
                 warpgroup.fence()
@@ -425,14 +430,6 @@ class Gemm(Order, Epilogue):
             self.add_up(acc, total, grid, step // self.per_group - 1)
             warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, not begins)
-
-    def add_up(self, acc: Any, total: Any, grid: Any, group: int) -> None:
-        """Add a group's sums to the total, times the scales of the thread's two rows."""
-        first = group * self.decoder.sums
-        found = self.decoder.scales([Word(grid[first + j, 0]) for j in range(self.decoder.sums)])
-        scales = [as_float(word.bits) for word in found]
-        for i in range(cute.size(acc)):
-            total[i] = total[i] + acc[i].to(Float32) * scales[i // 2 % 2]
 
     def sums_of(self, acc, mma, block):
         """The accumulators of one block of 128 rows."""

@@ -121,15 +121,19 @@ class CodebookLauncher(Launcher):
         self.most_clusters = cache(self._most_clusters)
 
     def _most_clusters(self, cluster: int, shared: int) -> int:
-        """Clusters that can be resident at once."""
+        """Clusters that can be resident at once; 0 where the driver does not tell."""
         frame, count = self.frame(), c_int()
         frame.set_cluster(cluster)
         frame.config.shared = shared
         frame.config.grid[0] = cluster
-        call(
-            "cuOccupancyMaxActiveClusters",
-            ctypes.byref(count), self.kernel, ctypes.byref(frame.config),
-        )  # fmt: skip
+        frame.config.count = 1  # attributes: the cluster's size, and not what the last launch had
+        try:
+            call(
+                "cuOccupancyMaxActiveClusters",
+                ctypes.byref(count), self.kernel, ctypes.byref(frame.config),
+            )  # fmt: skip
+        except RuntimeError:  # a launch says whether it can run
+            return 0
         return count.value
 
     def launch(

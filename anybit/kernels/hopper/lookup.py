@@ -17,13 +17,13 @@ import torch
 from anybit.core.format import Format
 from anybit.kernels.cute.cells import CELL, ROWS, Cells, cells_of
 from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder
-from anybit.kernels.cute.pack import k_tiles
+from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.codebook_tiles import TABLE
-from anybit.kernels.hopper.tiles import EXCHANGE, Kernel, Tile, fits_once, fitted, grid
+from anybit.kernels.hopper.tiles import Kernel, Tile, fits_once, fitted
 
 TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
-DENSE_FROM = 2048  # tokens; half as many with more than two codebooks
+DENSE_FROM = 4096  # tokens, by codebook
 MOST_HELD = 64  # tokens that one tile holds, if it may
 
 
@@ -87,35 +87,48 @@ def lookup(fmt: Format, dtype: torch.dtype) -> LookupDecoder | str:
 def candidates(d: LookupDecoder) -> list[Tile]:
     """Tiles that leave room for at least two stages beside the table.
 
-    With more than one codebook, 256 tokens have too few stages to gain anything; clusters of four
-    were slower than those of two everywhere.
+    With more than one codebook, 256 tokens have too few stages to gain anything, and tiles of 256
+    rows spill, as they do with fine groups; clusters of four were slower than those of two.
     """
-    every = [Tile(tokens, split=split) for tokens in (32, 64, 128) for split in (1, 2)]
+    every = [Tile(tokens, split=split) for tokens in (32, 64, 96, 128) for split in (1, 2)]
+    every += [Tile(tokens, shared=True) for tokens in (32, 64, 96, 128)]
+    if d.cells.m <= 2 and d.groups <= 4:
+        every += [Tile(64, rows=256)]
+    if d.cells.m == 1 and d.cells.v == 4 and d.groups <= 4:
+        every += [Tile(96, rows=256), Tile(128, rows=256)]
     every += [Tile(256)] * (d.cells.m == 1)
     return [tile for tile in (fitted(tile, d) for tile in every) if tile.stages >= 2]
 
 
 def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile | None:
-    """The tile for m tokens; None where there is none, or a dense weight is faster."""
-    if m >= (DENSE_FROM if d.cells.m <= 2 else DENSE_FROM // 2):
+    """The tile for m tokens; None where there is none, or a dense weight is faster.
+
+    Equal shares, and more rows, where they take a tenth less by the model.
+    """
+    if m * d.cells.m >= DENSE_FROM:
         return None
     every = candidates(d)
     least = min(m, MOST_HELD, max((tile.tokens for tile in every), default=0))
     found = [tile for tile in every if tile.tokens >= least and fits_once(tile, d, m, n, k, chip)]
-    return min(found, key=lambda tile: cycles(tile, d, m, n, k, chip), default=None)
+
+    def time(tile: Tile) -> float:
+        doubt = 0.9 if tile.shared or tile.rows > tiles.ROWS else 1
+        return cycles(tile, d, m, n, k, chip) / doubt
+
+    return min(found, key=time, default=None)
 
 
 def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int, chip: Chip) -> float:
-    """Clock cycles of a product: look-ups and products of a K tile add up, nearly.
+    """Clock cycles of a product: shared memory is what look-ups and products wait for.
 
     A look-up of a word for every lane takes two cycles, one of more words a cycle for each and some
-    more. The numbers fit times of an H200; two stages do not hide the copies' latency.
+    more. A token of a K tile takes four for the products of 128 rows, and three to come and for the
+    rest. The numbers fit times of an H200; two stages do not hide the copies' latency.
     """
-    looked_up = (512 if d.cells.v == 4 else 400) * d.cells.m + 500 * (tile.stages == 2)
-    clusters = grid(tile, m, n, chip=chip) // tile.split
-    waves = -(-(-(-n // tile.rows) * -(-m // tile.tokens)) // clusters)
-    steps = k_tiles(k) // tile.split
-    return waves * steps * (looked_up + 7 * tile.tokens) + EXCHANGE * (tile.split > 1)
+    blocks = tile.rows // tiles.ROWS
+    looked_up = (512 if d.cells.v == 4 else 400) * d.cells.m * blocks + 500 * (tile.stages == 2)
+    step = looked_up + (4 * blocks + 3) * tile.tokens
+    return tiles.cycles(tile, d, m, n, k, chip, step)
 
 
 def kernels_of(cells: Cells) -> list[Kernel]:

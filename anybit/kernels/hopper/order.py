@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from anybit.kernels.cute.operands import MOST_EXPERTS
+from anybit.kernels.cute.operands import SPANS
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.hopper.shares import unit_of
 from anybit.kernels.hopper.tiles import Tile
@@ -33,54 +33,75 @@ class Order:
 
     @cute.jit
     def count_tiles(self, starts, table, experts, thread):
-        """Fill the table: where each expert's tokens start, then where its token tiles end.
+        """Fill the table: where each span's tokens start, then where its token tiles end.
 
-        Returns how many token tiles there are. The sums are made in eight steps by all threads: one
-        after the other, 256 experts took longer than many a product.
+        A thread counts a span of experts, which lie one behind the other: one expert, unless there
+        are more than `SPANS`. The sums are made in eight steps by all threads: one after the other,
+        256 experts took longer than many a product.
+
+        Returns (token tiles of all, where experts' tokens start, experts of a span).
         """
+        given = cute.make_tensor(starts, cute.make_layout(experts + 1))
+        each = (experts + (SPANS - 1)) // SPANS
         total = Int32(0)
-        if thread <= experts:
-            given = cute.make_tensor(starts, cute.make_layout(experts + 1))
-            table[thread] = given[thread]
-            if thread < experts:
-                total = (given[thread + 1] - given[thread] + (self.tokens - 1)) // self.tokens
-        for i in cutlass.range_constexpr((MOST_EXPERTS - 1).bit_length()):
-            if thread < MOST_EXPERTS:
-                table[MOST_EXPERTS + 1 + thread] = total
+        if thread <= SPANS:
+            first = cutlass.min(thread * each, experts)
+            start = given[first]
+            table[thread] = start
+            if thread < SPANS:
+                for expert in cutlass.range(first, cutlass.min(first + each, experts), unroll=1):
+                    end = given[expert + 1]
+                    total += (end - start + (self.tokens - 1)) // self.tokens
+                    start = end
+        for i in cutlass.range_constexpr((SPANS - 1).bit_length()):
+            if thread < SPANS:
+                table[SPANS + 1 + thread] = total
             cute.arch.sync_threads()
-            if (thread < MOST_EXPERTS) & (thread >= 1 << i):
-                total += table[MOST_EXPERTS + 1 + thread - (1 << i)]
+            if (thread < SPANS) & (thread >= 1 << i):
+                total += table[SPANS + 1 + thread - (1 << i)]
             cute.arch.sync_threads()
-        if thread < MOST_EXPERTS:
-            table[MOST_EXPERTS + 1 + thread] = total
+        if thread < SPANS:
+            table[SPANS + 1 + thread] = total
         cute.arch.sync_threads()
-        return table[2 * MOST_EXPERTS]
+        return table[2 * SPANS], given, each
 
     @cute.jit
     def locate(self, tile, problem):
         """A tile's (row tile, its first row of blobs, expert, first token, last token + 1).
 
         Token tiles are innermost, so CTAs at work at the same time share weights and tokens in the
-        L2: `NEAR` tokens at most, or the weights of a wave would not fit beside them.
+        L2: `NEAR` tokens at most, or those of one expert, or the weights of a wave would not fit
+        beside them.
         """
-        table, m, _, m_tiles, n_tiles, expert_tiles = problem
-        if const_expr(self.near and not self.grouped):
-            before = tile // (self.near * n_tiles) * self.near
-            tile -= before * n_tiles
-            width = cutlass.min(m_tiles - before, Int32(self.near))
-            row_tile, index = tile // width, before + tile % width
-        else:
-            row_tile, index = tile // m_tiles, tile % m_tiles
-        expert, start, end = Int32(0), index * self.tokens, m
+        (table, given, each), m, _, m_tiles, n_tiles, expert_tiles = problem
+        expert, end = Int32(0), m
         if const_expr(self.grouped):
-            before = Int32(0)
-            for i in cutlass.range_constexpr((MOST_EXPERTS - 1).bit_length() - 1, -1, -1):
+            span, before, index = Int32(0), Int32(0), tile // n_tiles
+            for i in cutlass.range_constexpr((SPANS - 1).bit_length() - 1, -1, -1):
                 step = const_expr(1 << i)
-                tiles = table[MOST_EXPERTS + expert + step]  # up to that expert's end
+                tiles = table[SPANS + span + step]  # up to that span's end
                 if tiles <= index:
-                    expert += step
+                    span += step
                     before = tiles
-            index -= before
-            start, end = table[expert] + index * self.tokens, table[expert + 1]
+            width = table[SPANS + 1 + span] - before  # the expert's tiles of tokens
+            expert, start, end = span * each, table[span], table[span + 1]
+            if each > 1:
+                end = given[expert + 1]
+                width = (end - start + (self.tokens - 1)) // self.tokens
+                while before + width <= index:
+                    before += width
+                    expert += 1
+                    start, end = end, given[expert + 1]
+                    width = (end - start + (self.tokens - 1)) // self.tokens
+            tile -= before * n_tiles
+            row_tile = tile // width
+            start += tile % width * self.tokens
+        else:
+            before, width = Int32(0), m_tiles
+            if const_expr(self.near):
+                before = tile // (self.near * n_tiles) * self.near
+                width = cutlass.min(m_tiles - before, Int32(self.near))
+            tile -= before * n_tiles
+            row_tile, start = tile // width, (before + tile % width) * self.tokens
         blobs = expert * (expert_tiles * (ROW_MULTIPLE // ROWS)) + row_tile * self.blocks
         return row_tile, blobs, expert, start, end

@@ -21,6 +21,7 @@ from anybit.kernels.cute.operands import (
 from anybit.kernels.cute.operands import prepare as prepare  # these three of this family too
 from anybit.kernels.cute.operands import prepare_experts as prepare_experts
 from anybit.kernels.cute.operands import refuse_format as refuse_format
+from anybit.kernels.cute.pack import ROWS
 from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.chip import H200, Chip, chip_of
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
@@ -39,7 +40,7 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
         outs = [d.operand] if layer.activation is None else list(NAMES.values())
         every: list[KernelSpec] = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
         every += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
-        every += copy_kernels(d)
+        every += copy_kernels(d, outs)
         n, chip = layer.shape[0], chip_of(layer.device)
         if narrow(1, n, d, chip):
             gpu = mma_tiles.gpu_of(layer.device)
@@ -51,9 +52,12 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     return missing_kernels(files)
 
 
-def copy_kernels(d: Decoder) -> list[KernelSpec]:
-    """What decodes a weight for the library's product, where `tiles.copies` may ask for it."""
-    return [copy_kernel(d)] if tiles.may_copy(d) else []
+def copy_kernels(d: Decoder, outputs: list[str]) -> list[KernelSpec]:
+    """What decodes a weight once, where `tiles.copies` may ask for it, and multiplies bytes."""
+    if not tiles.may_copy(d):
+        return []
+    products = tiles.copied_tiles() if d.slot == 8 else []
+    return [copy_kernel(d), *(Kernel(tiles.BYTES, t, o) for t in products for o in outputs)]
 
 
 def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
@@ -105,12 +109,14 @@ def multiply(
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
+    decoded = None
     if starts is None and tile is None:
         if is_narrow(prepared.format, x.dtype, m, n, x.device):
             return mma.multiply(x, scale, sums, prepared, bias, dtype)
         if copy := copied(prepared.format, x.dtype, m, n, k, x.device):
-            w = mma.decoded(x, copy, prepared)
-            return torch.nn.functional.linear(x, w, offsets(bias, n, dtype))
+            if scale is None:
+                return multiply_decoded(x, copy, prepared, offsets(bias, n, dtype))
+            decoded = mma.decoded(x, copy, prepared)
     wide = whole(n)
     y = torch.empty(m, wide, dtype=dtype, device=x.device)
     if not m:
@@ -118,13 +124,11 @@ def multiply(
     bias = offsets(bias, wide, dtype)
     experts = 0 if starts is None else len(starts) - 1
     function, grid, best, shared = chosen(
-        prepared.format, x.dtype, m, n, k, dtype, x.device, tile, experts
+        prepared.format, x.dtype, m, n, k, dtype, x.device, tile, experts, decoded is not None
     )
     blobs, row_scale, row_zero = prepared.layout
-    workspace = 0, 0
-    if shared:
-        work = torch.empty(shared, dtype=torch.float32, device=x.device)
-        workspace = work.data_ptr(), mma.zeros(x.device).data_ptr()
+    blobs = blobs if decoded is None else decoded
+    _work, workspace = meeting_place(shared, x.device)
     function.launch(
         x,
         (
@@ -146,6 +150,34 @@ def multiply(
     return cut(y, n)
 
 
+def multiply_decoded(
+    x: Tensor, kernel: mma_tiles.Kernel, prepared: Prepared, bias: Tensor | None
+) -> Tensor:
+    """The library's products with a decoded weight, or with some of its rows at a time."""
+    n, k = prepared.shape
+    rows = tiles.decoded_rows(k)
+    y = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
+    blobs, *of_rows = prepared.layout
+    for start in range(0, n, rows):
+        end = min(start + rows, n)
+        layout = (blobs[start // ROWS : -(-end // ROWS)], *(r[start:end] for r in of_rows))
+        part = prepared._replace(shape=(end - start, k), layout=layout)
+        w, out = mma.decoded(x, kernel, part).T, y[:, start:end]
+        if bias is None:
+            torch.mm(x, w, out=out)
+        else:
+            torch.addmm(bias[start:end], x, w, out=out)
+    return y
+
+
+def meeting_place(numbers: int, device: torch.device) -> tuple[Tensor | None, tuple[int, int]]:
+    """Where sums of `shares.py` meet, to be kept for the launch; its address and the counters'."""
+    if not numbers:
+        return None, (0, 0)
+    work = torch.empty(numbers, dtype=torch.float32, device=device)
+    return work, (work.data_ptr(), mma.zeros(device).data_ptr())
+
+
 @cache
 def is_narrow(fmt: Format, x_dtype: torch.dtype, m: int, n: int, device: torch.device) -> bool:
     """`narrow`, which every launch asks."""
@@ -156,7 +188,7 @@ def is_narrow(fmt: Format, x_dtype: torch.dtype, m: int, n: int, device: torch.d
 def copied(
     fmt: Format, x_dtype: torch.dtype, m: int, n: int, k: int, device: torch.device
 ) -> mma_tiles.Kernel | None:
-    """The kernel that decodes a weight for the library's product, where that is faster."""
+    """The kernel that decodes a weight for a product of many tokens, where that is faster."""
     d = decoder_for(fmt, x_dtype)
     return copy_kernel(d) if tiles.copies(d, m, n, k, chip_of(device)) else None
 
@@ -172,9 +204,15 @@ def chosen(
     device: torch.device,
     tile: Tile | None,
     experts: int,
+    decoded: bool = False,
 ) -> tuple[GemmLauncher, int, bool, int]:
-    """The loaded kernel for a problem, its grid, whether launches should overlap, its workspace."""
-    d, chip = decoder_for(fmt, x_dtype), chip_of(device)
+    """The loaded kernel for a problem, its grid, whether launches should overlap, its workspace.
+
+    decoded: the weight is a copy in bytes.
+    """
+    d, chip = tiles.BYTES if decoded else decoder_for(fmt, x_dtype), chip_of(device)
+    if decoded:
+        tile = tiles.choose_copied(m, n, k, chip)
     if tile is None and experts:
         tile = choose_grouped(d, m, n, k, experts, chip)
     tile = tile or tiles.choose(d, m, n, k, chip)

@@ -1,10 +1,11 @@
 """The kernels of the Hopper family, and which one a problem gets: data, not code."""
 
+import math
 from dataclasses import dataclass, replace
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
-from anybit.kernels.cute.operands import MOST_EXPERTS
+from anybit.kernels.cute.operands import SPANS
 from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
@@ -13,7 +14,7 @@ MAX_SHARED = 232_448  # bytes of shared memory that one CTA may have
 SHARED_OF_SM = 233_472  # bytes that all CTAs of a multiprocessor share
 RESERVED = 1024  # bytes of it that each CTA costs beside its own
 MOST_STAGES = 12
-EXPERT_WORDS = 2 * MOST_EXPERTS + 1  # starts of their tokens, ends of their tiles of tokens
+EXPERT_WORDS = 2 * SPANS + 1  # of spans of experts: starts of tokens, ends of tiles of tokens
 LEAST_STEPS = 14  # K tiles that a CTA of a cluster of 3 or 8 should have
 EVEN = 85  # percent of the CTAs at least that share tiles
 LEAST_UNITS, MOST_SHARERS = 4, 8  # K tiles that a CTA should have of a shared tile, and its CTAs
@@ -24,8 +25,10 @@ DECODE, FIXED, EXCHANGE, JOIN = 170, 6300, 3000, 5500
 READ, WRITTEN = 0.967, 0.886
 # Bytes a cycle of a multiprocessor: from the L2, of such sums.
 L2, SUMS = 38, 10
-# Multiply-adds a cycle of a multiprocessor in the library's product with a decoded copy.
-MULTIPLIED = 0.75 * 2048
+DECODED = 256 << 20  # bytes of a decoded copy, or of a part of it, at most
+# Multiply-adds a cycle of a multiprocessor that power allows: the library's, and ours.
+MULTIPLIED, SUSTAINED = 0.75 * 2048, 0.685 * 2048
+BYTES = Decoder("uint8", tuple(range(8)), middle=128)  # of a weight's copy in bytes
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class Tile:
     tokens: 8 to 256. rows: weight rows, 128 or 256. ctas: resident on a multiprocessor.
     split: CTAs of a cluster that split the K of one tile.
     stages: K tiles in flight; 0 means all that fit. shared: CTAs have equal shares of all K tiles.
-    lag: K tiles by which the second warpgroup stays behind the first where a CTA has several tiles,
-    so that it multiplies while the first one writes outputs.
+    late: the second warpgroup stays some K tiles behind the first where a CTA has several tiles, so
+    that it multiplies while the first one writes outputs, and the other way round.
     """
 
     tokens: int
@@ -45,7 +48,12 @@ class Tile:
     split: int = 1
     stages: int = 0
     shared: bool = False
-    lag: int = 0
+    late: bool = False
+
+    @property
+    def lag(self) -> int:
+        """K tiles that the second warpgroup is behind: the others hide the copies' latency."""
+        return self.stages // 2 if self.late else 0
 
     @property
     def wide(self) -> bool:
@@ -64,7 +72,7 @@ class Tile:
     @property
     def name(self) -> str:
         split = f"_split{self.split}" if self.split > 1 else "_shared" * self.shared
-        split += f"_lag{self.lag}" * bool(self.lag)
+        split += "_late" * self.late
         return f"{self.rows}x{self.tokens}_{self.stages}stages_{self.ctas}ctas{split}"
 
 
@@ -121,7 +129,8 @@ class Kernel:
 def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
     """The tiles without those that would spill beside a crowded decoder, or a slow one."""
     if slow(decoder):  # 256 tokens of bytes halve the decoding
-        alone = [replace(t, ctas=1) for t in tiles if t.rows == ROWS and t.ctas < 3]
+        fit = [t for t in tiles if t.rows == ROWS and t.ctas < 3 and t.tokens != 192]
+        alone = [replace(t, ctas=1) for t in fit]
         return list(dict.fromkeys(alone))
     if not decoder.crowded:
         return tiles
@@ -156,18 +165,19 @@ def few(decoder: Decoder) -> list[Tile]:
 
 def many(decoder: Decoder) -> list[Tile]:
     """Tiles for more than 64 tokens. 256 tokens of 16-bit operands would leave two stages."""
-    large = [*(Tile(128, split=s) for s in (1, 2, 3)), Tile(128, rows=256)]
+    large = [Tile(128, late=True), Tile(128, split=2), Tile(128, split=3)]
+    large += [Tile(192, late=True), Tile(128, rows=256, late=True)]
     if decoder.slot == 16:
         return suited([*shared(decoder), *large], decoder)
     pairs = [Tile(64, ctas=2)] if decoder.bits <= 6 else []
-    return suited([*pairs, *shared(decoder), *large, Tile(256)], decoder)
+    return suited([*pairs, *shared(decoder), *large, Tile(256, late=True)], decoder)
 
 
 def equal(decoder: Decoder) -> list[Tile]:
     """Tiles whose CTAs have equal shares. Two of 64 tokens on a multiprocessor would spill."""
     every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128), Tile(128, rows=256)]
-    every += [Tile(256)] if decoder.slot == 8 else []
-    return [replace(tile, shared=True) for tile in suited(every, decoder)]
+    every += [Tile(192), *[Tile(256)] * (decoder.slot == 8)]
+    return [replace(t, shared=True, late=t.tokens >= 128) for t in suited(every, decoder)]
 
 
 def family(decoder: Decoder) -> list[Tile]:
@@ -339,23 +349,29 @@ def fits_once(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip =
     return tiles * tile.split <= room and k_tiles(k) >= least
 
 
-def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> float:
+def cycles(
+    tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200, step: float = 0
+) -> float:
     """Clock cycles of a product: waves of tiles, of K tiles, of products and decoding.
 
     The matrix unit does 4096 multiply-adds of bytes or 2048 of 16 bits in a clock; the other rates
-    fit times of these kernels on an H200, most of them within 10 %.
+    fit times of these kernels on an H200, most of them within 10 %. step: cycles of a K tile, if
+    not those of `step_cycles`.
     """
+    # CTAs of one multiprocessor share its rates.
+    together = min(tile.ctas, -(-grid(tile, m, n, chip=chip) // chip.multiprocessors))
+    steps = most_steps(tile, m, n, k, chip) * (step or step_cycles(tile, decoder))
+    return steps * together + FIXED + meeting(tile, m, n, k, chip)
+
+
+def most_steps(tile: Tile, m: int, n: int, k: int, chip: Chip) -> int:
+    """K tiles of the CTA that has most."""
     ctas = grid(tile, m, n, chip=chip)
     tiles, each = -(-n // tile.rows) * -(-m // tile.tokens), k_tiles(k)
-    steps = -(-tiles * tile.split // ctas) * (each // tile.split)
-    if tile.shared:
-        common = tiles % ctas
-        steps = tiles // ctas * each
-        steps += -(-common * each // max(1, sharers(common, each, ctas)))
-    # CTAs of one multiprocessor share its rates.
-    together = min(tile.ctas, -(-ctas // chip.multiprocessors))
-    step = step_cycles(tile, decoder)
-    return steps * step * together + FIXED + meeting(tile, tiles, each, ctas)
+    if not tile.shared:
+        return -(-tiles * tile.split // ctas) * (each // tile.split)
+    common = tiles % ctas
+    return tiles // ctas * each + -(-common * each // max(1, sharers(common, each, ctas)))
 
 
 def reading(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> float:
@@ -366,14 +382,15 @@ def reading(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H
     return max(weights / (READ * chip.read), copied / (L2 * chip.multiprocessors)) + FIXED
 
 
-def meeting(tile: Tile, tiles: int, steps: int, ctas: int) -> float:
+def meeting(tile: Tile, m: int, n: int, k: int, chip: Chip) -> float:
     """Cycles until CTAs' sums of a tile are one; with equal shares, most CTAs have two parts."""
     if tile.split > 1:
         return EXCHANGE
-    common = tiles % ctas
+    ctas = grid(tile, m, n, chip=chip)
+    common = -(-n // tile.rows) * -(-m // tile.tokens) % ctas
     if not tile.shared or not common:
         return 0
-    parts = 2 if sharers(common, steps, ctas) % common else 1
+    parts = 2 if sharers(common, k_tiles(k), ctas) % common else 1
     return parts * (JOIN + 4 * tile.rows * tile.tokens * tile.ctas / SUMS)
 
 
@@ -387,26 +404,52 @@ def step_cycles(tile: Tile, decoder: Decoder) -> float:
 def scaled(tile: Tile, decoder: Decoder) -> int:
     """Cycles in which a K tile's sums are multiplied by scales: an estimate, one lane each.
 
-    int8's have to become fp32 numbers first, at half that rate.
+    int8's have to become fp32 numbers first, in two instructions, one of half that rate.
     """
     whole = decoder.operand == "int8"
     groups = decoder.entries if decoder.sums else 0
-    return groups * tile.tokens * tile.rows // ROWS * (3 if whole else 1)
+    return groups * tile.tokens * tile.rows // ROWS * (4 if whole else 1)
 
 
 def may_copy(decoder: Decoder) -> bool:
-    """Whether a weight may be decoded once for the library's product; see `copies`.
+    """Whether a weight may be decoded once for the product of many tokens; see `copies`."""
+    return decoder.slot == 16 or (decoder.operand != "float8_e4m3fn" and slow(decoder))
 
-    The main loop decodes it again for every tile of tokens, but that costs formats of one or two
-    planes less than a copy.
-    """
-    return decoder.slot == 16 and slow(decoder)
+
+def decoded_rows(k: int) -> int:
+    """Rows of a weight that are decoded at a time."""
+    return max(1, DECODED // (2 * k * ROWS)) * ROWS
 
 
 def copies(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> bool:
-    """Whether a decoded copy and the library's product take less time; an estimate."""
+    """Whether a decoded copy and its product take less time.
+
+    16-bit copies are multiplied by the library, bytes by a kernel of this family. The main loop
+    decodes again for every tile of tokens. With many tokens of 16 bits the power is the limit, and
+    that lets it multiply a tenth less in the same time.
+    """
     if m <= 64 or not may_copy(decoder):
         return False
-    copied = FIXED + 2 * n * k / (WRITTEN * chip.read)
-    copied += m * n * k / (MULTIPLIED * chip.multiprocessors)
-    return cycles(choose(decoder, m, n, k, chip), decoder, m, n, k, chip) > copied
+    written = decoder.slot // 8 * n * k / (WRITTEN * chip.read)
+    decoded = n * k / 2048 * (4 * decoder.instructions + 200) / (4 * chip.multiprocessors)
+    copied = FIXED + max(written, decoded)
+    own = cycles(choose(decoder, m, n, k, chip), decoder, m, n, k, chip)
+    if decoder.slot == 8:
+        copied += cycles(choose_copied(m, n, k, chip), BYTES, m, n, k, chip)
+        return own > 1.1 * copied  # an estimate
+    products = m * n * k / chip.multiprocessors
+    waves = n * m / (128 * 128 * chip.multiprocessors)  # of the library's tiles
+    copied += FIXED + products / MULTIPLIED * math.ceil(waves) / waves
+    return max(own, products / SUSTAINED) > copied
+
+
+def copied_tiles() -> list[Tile]:
+    """Tiles for the product of a copy in bytes."""
+    tiles = [Tile(128), Tile(128, rows=256)]
+    return [fitted(t, BYTES) for t in (*tiles, *(replace(t, shared=True) for t in tiles))]
+
+
+def choose_copied(m: int, n: int, k: int, chip: Chip = H200) -> Tile:
+    """The tile for the product of a copy in bytes."""
+    fit = [t for t in copied_tiles() if fits_once(t, BYTES, m, n, k, chip)]
+    return min(fit, key=lambda t: cycles(t, BYTES, m, n, k, chip))

@@ -72,14 +72,15 @@ def prepare(
     return make(packed, activation, dtype)
 
 
-def most_experts(layer: LayerSpec) -> int:
-    """None where their kernels do not fit, or fail their own self-test."""
+def takes_experts(layer: LayerSpec) -> bool:
+    """Not where their kernels do not fit, or fail their own self-test."""
     if layer.dtype not in operands.NAMES or operands.refuse_format(layer):  # codebooks as well
-        return 0
+        return False
     kernels = selftest.kernels_of(layer, layer.dtype, gpu_of(layer.device), experts=True)
     missing = missing_kernels([kernel_file(kernel) for kernel in kernels])
-    usable = kernels and not missing and not selftest.refuse(layer, kernels, experts=True)
-    return operands.MOST_EXPERTS if usable else 0
+    if not kernels or missing:
+        return False
+    return not selftest.refuse(layer, kernels, experts=True)
 
 
 def prepare_experts(

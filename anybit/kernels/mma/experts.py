@@ -8,29 +8,49 @@ does it. So 50 experts of 128 with a token or two keep all multiprocessors readi
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Int32, Int64, Uint32
 
-from anybit.kernels.cute.operands import MOST_EXPERTS
+from anybit.kernels.cute.operands import SPANS
 from anybit.kernels.cute.ptx import load_shared, store_shared
 from anybit.kernels.mma.gemm import Gemm
 from anybit.kernels.mma.ptx import load_late
 from anybit.kernels.mma.tiles import LEAST_UNITS
 
-EACH = MOST_EXPERTS // 32  # experts that a lane counts
+EACH = SPANS // 32  # spans of experts that a lane counts
 
 
 class Experts(Gemm):
-    """The table in shared memory has, for each expert and one more: tiles before it, its start."""
+    """The table in shared memory has, for each span and one more: tiles before it, its start.
+
+    A span is one expert, unless there are more than `SPANS`.
+    """
+
+    def start(self, starts, expert):
+        """Where an expert's tokens start."""
+        return Int32(load_late(starts.toint() + Int64(expert) * 4, Int32))
+
+    def tiles(self, start, end):
+        """Of tokens."""
+        return (end - start + (self.tokens - 1)) // self.tokens
 
     @cute.jit
     def begin(self, starts, experts, m, table, thread):
         """Write the table; returns how many tiles there are. Every warp counts by itself."""
-        lane = thread % 32
-        at = [
-            Int32(load_late(starts.toint() + cutlass.min(lane * EACH + i, experts) * 4, Int32))
+        lane, span = thread % 32, (experts + (SPANS - 1)) // SPANS
+        first = [
+            self.start(starts, cutlass.min((lane * EACH + i) * span, experts))
             for i in range(EACH + 1)
         ]
-        counts = [(at[i + 1] - at[i] + (self.tokens - 1)) // self.tokens for i in range(EACH)]
+        counts = [self.tiles(first[i], first[i + 1]) for i in range(EACH)]
+        if span > 1:
+            for i in cutlass.range_constexpr(EACH):
+                counts[i] = Int32(0)
+                start, expert = first[i], (lane * EACH + i) * span
+                for _ in cutlass.range(span, unroll=1):
+                    expert += 1
+                    end = self.start(starts, cutlass.min(expert, experts))
+                    counts[i] += self.tiles(start, end)
+                    start = end
         total, before = sum(counts, Int32(0)), Int32(0)
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_bfly(total, 1 << step)
@@ -38,11 +58,11 @@ class Experts(Gemm):
             total += other
         if thread < 32:
             for i in cutlass.range_constexpr(EACH):
-                if lane * EACH + i <= experts:
-                    store_shared(table + (lane * EACH + i) * 8, [Uint32(before), Uint32(at[i])])
+                at = table + (lane * EACH + i) * 8
+                store_shared(at, [Uint32(before), Uint32(first[i])])
                 before += counts[i]
-            if (lane == 31) & (experts == MOST_EXPERTS):
-                store_shared(table + MOST_EXPERTS * 8, [Uint32(before), Uint32(at[EACH])])
+            if lane == 31:
+                store_shared(table + SPANS * 8, [Uint32(before), Uint32(first[EACH])])
         cute.arch.sync_threads()
         return total
 
@@ -54,16 +74,22 @@ class Experts(Gemm):
     @cute.jit
     def locate(self, tile, sizes):
         """The last expert with no more tiles before it than the tile's number."""
-        _, _, _, _, m_tiles, experts, table = sizes
-        m_tiles = cutlass.max(m_tiles, Int32(1))
-        index, expert = tile % m_tiles, Int32(0)
-        step = Int32(MOST_EXPERTS // 2)
+        _, _, _, _, m_tiles, experts, (starts, table) = sizes
+        m_tiles, each = cutlass.max(m_tiles, Int32(1)), (experts + (SPANS - 1)) // SPANS
+        index, span = tile % m_tiles, Int32(0)
+        step = Int32(SPANS // 2)
         while step > 0:
-            middle = cutlass.min(expert + step, experts)  # behind the last, no number is as large
-            if Int32(load_shared(table + middle * 8, 1, 0, True)[0]) <= index:
-                expert = middle
+            if Int32(load_shared(table + (span + step) * 8, 1, 0, True)[0]) <= index:
+                span += step
             step //= 2
-        before, start = load_shared(table + expert * 8, 2, 0, True)
-        last = Int32(load_shared(table + expert * 8, 1, 12, True)[0])
-        first = Int32(start) + (index - Int32(before)) * self.tokens
-        return tile // m_tiles, expert, first, last
+        before, first = load_shared(table + span * 8, 2, 0, True)
+        index -= Int32(before)
+        expert, start = span * each, Int32(first)
+        end = Int32(load_shared(table + span * 8, 1, 12, True)[0])
+        if each > 1:
+            end = self.start(starts, expert + 1)
+            while self.tiles(start, end) <= index:
+                index -= self.tiles(start, end)
+                expert += 1
+                start, end = end, self.start(starts, expert + 1)
+        return tile // m_tiles, expert, start + index * self.tokens, end

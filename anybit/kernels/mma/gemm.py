@@ -79,7 +79,7 @@ class Gemm(Product):
             count = Int32(0)
         tile, start = unit // k_tiles, unit % k_tiles
 
-        sizes = (m, n, k, k_tiles, m_tiles, experts, table)
+        sizes = (m, n, k, k_tiles, m_tiles, experts, (starts, table))
         operands = (x.toint(), w.toint())
         results = (row_scale.toint(), row_zero.toint(), token_scale.toint(), token_sum.toint(),
                    bias.toint(), y.toint(), work.toint(), counters.toint())  # fmt: skip

@@ -9,10 +9,10 @@ from anybit.core.scheme import scheme_name
 from anybit.errors import Unsupported
 from anybit.kernels import tuned
 from anybit.kernels.backend import Activations, Prepared
-from anybit.kernels.cute.decode import Decoder
+from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import built
 from anybit.kernels.cute.operands import NAMES, cut, decoder_for, offsets, tokens, whole
-from anybit.kernels.cute.pack import k_tiles
+from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.mma import tiles
 from anybit.kernels.mma.launch import MmaLauncher
 from anybit.kernels.mma.tiles import COUNTERS, Kernel, Tile, gpu_of
@@ -82,11 +82,15 @@ def multiply(
 
 
 def decoded(x: Tensor, kernel: Kernel, prepared: Prepared) -> Tensor:
-    """The weight (N, K of x) in the dtype of x."""
+    """The weight (N, K of x) in the dtype of x; of int8, blobs of bytes that are operands."""
     n, k = prepared.shape[0], x.shape[1]
-    w = torch.empty(n, k, dtype=x.dtype, device=x.device)
+    if x.dtype == torch.int8:
+        n = len(prepared.layout[0]) * ROWS
+        w = torch.empty(n // ROWS, k_tiles(k), ROWS * K_TILE, dtype=torch.uint8, device=x.device)
+    else:
+        w = torch.empty(n, k, dtype=x.dtype, device=x.device)
     tensors = (*prepared.layout, None, None, None, w, None, None, None)
-    grid = -(-n // kernel.tile.rows) * k_tiles(k)
+    grid = tiles.copy_grid(kernel.tile, n, k)
     loaded(kernel, x.device.index).launch(x[:1], tensors, n, grid, False)
     return w
 

@@ -11,7 +11,7 @@ import torch
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
-from anybit.kernels.cute.operands import MOST_EXPERTS
+from anybit.kernels.cute.operands import SPANS
 from anybit.kernels.cute.pack import k_tiles
 from anybit.kernels.mma.launch import MmaArguments
 
@@ -19,7 +19,8 @@ RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
 NARROW = 16  # most tokens of `narrow.py`
 NARROW_WARPS = 16  # of its CTAs on a multiprocessor: each may keep 128 registers a thread
 FLAG = 256  # bytes behind the ring of `gemm.py`, for one word
-TABLE = -(-8 * (MOST_EXPERTS + 1) // 256) * 256  # bytes behind that, of `experts.py`
+TABLE = -(-8 * (SPANS + 1) // 256) * 256  # bytes behind that, of `experts.py`
+COPIED_ROW = 144  # bytes of shared memory for 64 decoded columns: no two rows in the same banks
 COUNTERS = 1 << 16  # CTAs that may share tiles
 DENSE_FROM = 512  # tokens; an estimate, see `decodes`
 LEAST_UNITS = 4  # K tiles that a CTA of `gemm.py` should have
@@ -72,7 +73,7 @@ class Tile:
         tokens: 8 to 128.
         slices: of 16 rows that a warp multiplies: 1, 2 or 4.
         warps: of a CTA.
-        stages: K tiles of a ring.
+        stages: K tiles of a ring; of "decode", that a CTA decodes.
         ctas: that should fit a multiprocessor.
         kind: "narrow", whose warps split K; "gemm", whose warps split rows; "experts", which is
             "gemm" for tokens sorted by expert; "decode", whose warps write 16 decoded rows each and
@@ -102,7 +103,7 @@ class Tile:
         )
 
 
-DECODE = Tile(8, 1, 4, 1, 1, "decode")
+DECODE = Tile(8, 1, 4, 4, 4, "decode")
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def stage_bytes(tile: Tile, decoder: Decoder) -> int:
 def shared_bytes(tile: Tile, decoder: Decoder) -> int:
     """Of a CTA."""
     if tile.kind == "decode":
-        return 0
+        return tile.rows * COPIED_ROW if decoder.slot == 16 else 0
     rings = tile.warps if tile.kind == "narrow" else 1
     beside = {"narrow": 0, "gemm": FLAG, "experts": FLAG + TABLE}[tile.kind]
     return rings * tile.stages * stage_bytes(tile, decoder) + beside
@@ -260,7 +261,8 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     tokens are read less often. Where CTAs must take turns, three of four warps hide their ends.
     """
     tokens = 8 if m <= 8 else 16
-    crowded = tokens == 16 and decoder.cost > 2  # two slices of slow decoders would spill
+    slow = decoder.cost > 2
+    crowded = slow and decoder.slot == 8 and tokens == 16  # two slices would spill
     sizes = (1,) if crowded else (2, 1)
     at_once = []
     for slices, warps in ((s, w) for w in (8, 4) for s in sizes):
@@ -271,7 +273,9 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
             at_once.append(found)
     if at_once:
         return max(at_once, key=lambda tile: tiles_of(tile, m, n) * tile.warps)
-    turns = [Tile(tokens, slices, 4, ctas=3, kind="narrow") for slices in sizes]
+    # Slow decoders wait for themselves: all the warps that fit, and short turns.
+    shapes = [(1, 4)] if slow else [(2, 3), (1, 3)]
+    turns = [Tile(tokens, slices, 4, ctas=ctas, kind="narrow") for slices, ctas in shapes]
     fit = (fitted(tile, decoder, gpu, least, 4) for least in (3, 2) for tile in turns)
     return next((tile for tile in fit if tile), None)
 
@@ -308,6 +312,11 @@ def family_experts(decoder: Decoder, gpu: Gpu, output: str) -> list[Kernel]:
 
 def tiles_of(tile: Tile, m: int, n: int) -> int:
     return -(-n // tile.rows) * -(-m // tile.tokens)
+
+
+def copy_grid(tile: Tile, n: int, k: int) -> int:
+    """CTAs that decode a weight."""
+    return -(-n // tile.rows) * -(-k_tiles(k) // tile.stages)
 
 
 def grid(tile: Tile, gpu: Gpu, m: int, n: int, k: int, experts: int = 0) -> int:

@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = tl.constexpr(16)
-CELL = tl.constexpr(512)
+ROWS, VECTORS, CELL = tl.constexpr(16), tl.constexpr(32), tl.constexpr(512)
 
 
 @triton.jit
@@ -15,26 +14,26 @@ def _decode(
     BOOKS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """One block: 16 rows x 32 vectors of WIDTH columns; see `cute/cells.py`."""
-    COLUMNS: tl.constexpr = 32 * WIDTH
     BYTES: tl.constexpr = BOOKS * CELL + GROUPS * 32
     tile, block = tl.program_id(1), tl.program_id(0)
-    row = tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    place = row % 8 * 2 + row // 8
+    row, vector, place = tl.arange(0, ROWS), tl.arange(0, VECTORS), tl.arange(0, WIDTH)
+    pair = row % 8 * 2 + row // 8
     at = blocks + (tile.to(tl.int64) * tl.num_programs(0) + block) * BYTES
-    codes = at + (column // WIDTH * 16)[None, :] + place[:, None]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    codes = at + (vector * ROWS)[None, :] + pair[:, None]
+    total = tl.zeros((ROWS, VECTORS, WIDTH), tl.float32)
     for b in tl.static_range(BOOKS):
-        code = tl.load(codes + b * CELL).to(tl.int32)
-        total += tl.load(book + (b * 256 + code) * WIDTH + (column % WIDTH)[None, :]).to(tl.float32)
+        # A thread has a whole centroid, which is one load.
+        entry = (tl.load(codes + b * CELL).to(tl.int32) + b * 256) * WIDTH
+        total += tl.load(book + entry[:, :, None] + place[None, None, :]).to(tl.float32)
     scales = (at + BOOKS * CELL).to(tl.pointer_type(tl.float16))
-    group = column // (COLUMNS // GROUPS)
-    scale = tl.load(scales + (group * 16)[None, :] + place[:, None]).to(tl.float32)
+    group = vector * GROUPS // VECTORS
+    scale = tl.load(scales + (group * ROWS)[None, :] + pair[:, None]).to(tl.float32)
     n = tile * ROWS + row
     scale *= tl.load(row_scale + n)[:, None]
-    to = out + n.to(tl.int64)[:, None] * K + (block * COLUMNS + column)[None, :]
-    inside = (n[:, None] < N) & ((block * COLUMNS + column)[None, :] < K)
-    tl.store(to, (total * scale).to(out.dtype.element_ty), mask=inside)
+    column = (block * VECTORS + vector[:, None]) * WIDTH + place[None, :]
+    to = out + n.to(tl.int64)[:, None, None] * K + column[None, :, :]
+    inside = (n < N)[:, None, None] & (column < K)[None, :, :]
+    tl.store(to, (total * scale[:, :, None]).to(out.dtype.element_ty), mask=inside)
 
 
 def decode(

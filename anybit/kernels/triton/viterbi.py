@@ -37,8 +37,9 @@ def _forward(
     """COUNT steps of each sequence x (n, STEPS, V) fp32, from step FIRST on.
 
     ends: (n,) int32; where paths begin if PINNED, else becomes the end of the state of least cost.
-    back: (n, KEPT, ends of states) uint8, the top bits of the last steps. ZERO: 0, which the
-    compiler must not know.
+    back: (n, KEPT, low bits / 2, middle) int16, the top bits of the last steps for pairs of low
+    bits. ZERO: 0, which the compiler must not know, lest it move what is computed in each step out
+    of the loop, and exchange numbers among threads for wider stores.
     """
     BITS: tl.constexpr = LAYOUT.fmt.bits
     WIDTH: tl.constexpr = LAYOUT.fmt.width
@@ -47,12 +48,12 @@ def _forward(
     ENDS: tl.constexpr = 1 << (STATE - BITS)
     mine = tl.program_id(0)
     x += mine * (STEPS * WIDTH)
-    back += mine.to(tl.int64) * KEPT * ENDS
+    back += mine.to(tl.int64) * KEPT * (ENDS // 2)
     pair = tl.arange(0, TOPS // 2)[:, None, None] * 2
     top = tl.arange(0, TOPS)[None, :, None]
     middle = tl.arange(0, MIDDLE)[None, None, :]
     even = (top * MIDDLE + middle) * TOPS + pair
-    own = tl.arange(0, MIDDLE)[None, :, None] * TOPS + pair + tl.arange(0, 2)[None, None, :]
+    own = tl.arange(0, TOPS // 2)[:, None] * MIDDLE + tl.arange(0, MIDDLE)[None, :] + ZERO
     cost = tl.zeros((1, TOPS, MIDDLE), tl.float32)
     if PINNED:
         cost = tl.where(top * MIDDLE + middle == tl.load(ends + mine), 0.0, FAR)
@@ -66,11 +67,12 @@ def _forward(
             first, second = _differences(held[v], tl.load(at + v))
             even_cost += first * first
             odd_cost += second * second
-        least = tl.join(_least(even_cost, top), _least(odd_cost, top))
+        least, other = _least(even_cost, top), _least(odd_cost, top)
         if t >= COUNT - KEPT:
-            which = (least & (TOPS - 1)).to(tl.uint8)
-            tl.store(back + (t - COUNT + KEPT) * ENDS + own, which)
-        cost = tl.reshape(tl.permute(least, (1, 0, 2)), (1, TOPS, MIDDLE))
+            which = (least & (TOPS - 1)) | (other & (TOPS - 1)) << 8
+            tl.store(back + (t - COUNT + KEPT) * (ENDS // 2) + own, which.to(tl.int16))
+        least = tl.permute(tl.join(least, other), (1, 0, 2))
+        cost = tl.reshape(least, (1, TOPS, MIDDLE))
         cost = cost.to(tl.float32, bitcast=True)
     if not PINNED:
         tl.store(ends + mine, tl.argmin(tl.reshape(cost, (ENDS,)), 0))
@@ -129,7 +131,19 @@ def _differences(held, x):
 @triton.jit
 def _least(cost, top):
     """The least costs over the top bits, which are in their lowest bits: (pairs, middle) int32."""
-    return tl.min((cost.to(tl.int32, bitcast=True) & -top.shape[1]) | top, 1)
+    cost = cost.to(tl.int32, bitcast=True)
+    if lang.NO_PTX:
+        marked = (cost & -top.shape[1]) | top
+    else:  # compilers make two instructions of it
+        marked = tl.inline_asm_elementwise(
+            _marked_asm(top.shape[1]), "=r,r,r", [cost, top], tl.int32, True, 1
+        )
+    return tl.min(marked, 1)
+
+
+@triton.constexpr_function
+def _marked_asm(tops):
+    return f"lop3.b32 $0, $1, {-int(tops)}, $2, 0xea;"
 
 
 @triton.jit(do_not_specialize=["COUNT"])
@@ -145,7 +159,9 @@ def _walk(
     end = tl.load(ends + mine)
     for i in range(COUNT):
         at = mine * COUNT + COUNT - 1 - i
-        top = tl.load(back + at * (1 << (STATE - BITS)) + end).to(tl.int32)
+        pair, middle = (end & (1 << BITS) - 1) >> 1, end >> BITS
+        place = at * (1 << (STATE - BITS - 1)) + (pair << (STATE - 2 * BITS)) + middle
+        top = (tl.load(back + place).to(tl.int32) >> (end & 1) * 8) & ((1 << BITS) - 1)
         state = end | top << (STATE - BITS)
         if WRITES:
             tl.store(out + at, state)
@@ -169,7 +185,7 @@ def paths(x: Tensor, fmt: Format, lead: int, state: int | None = None) -> Tensor
     most = max(1, MOST_BACK // size)
     out = torch.empty(n, steps, dtype=torch.int32, device=x.device)
     ends = torch.empty(n, dtype=torch.int32, device=x.device)
-    back = torch.empty(min(n, most) * size, dtype=torch.uint8, device=x.device)
+    back = torch.empty(min(n, most) * size // 2, dtype=torch.int16, device=x.device)
     for begin in range(0, n, most):
         at = slice(begin, min(n, begin + most))
         given, own, found = x[at].contiguous(), ends[at], out[at]
@@ -189,7 +205,5 @@ def paths(x: Tensor, fmt: Format, lead: int, state: int | None = None) -> Tensor
 
 
 def warps(fmt: Format) -> int:
-    """Of a program: as many as there are middles for, whose states' values fill half of their
-    registers.
-    """
-    return 16 if fmt.bits <= 3 else 8
+    """Of a program: at most as many as there are middles for. Few exchange costs in more turns."""
+    return 32 if fmt.bits <= 3 else 8

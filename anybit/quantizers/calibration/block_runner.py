@@ -74,7 +74,11 @@ class BlockRunner:
         self.context: set[int] = set()  # memory of what the block reads besides hidden states
 
     def collect(
-        self, index: int, names: Iterable[str], needs: tuple[str, ...]
+        self,
+        index: int,
+        names: Iterable[str],
+        needs: tuple[str, ...],
+        dense: "BlockRunner | None" = None,
     ) -> dict[str, Statistics]:
         """Run a block on all data, and collect statistics of its layers' inputs.
 
@@ -83,6 +87,7 @@ class BlockRunner:
                 last one.
             names: Layers, by names relative to the block, or to the model.
             needs: Names of the fields of `Statistics` to collect.
+            dense: Another runner of the same data, whose blocks before this one are dense.
 
         Returns:
             Statistics by layer. Layers that get the same tensor share one object.
@@ -98,7 +103,8 @@ class BlockRunner:
         last: list[tuple[str, Tensor]] = []
         every = max(1, sum(map(self._rows, range(len(self.batches)))) // SAMPLE)
         experts = tuple(f"{n}." for n, m in parent.named_modules() if isinstance(m, Experts))
-        masks = masks_of({}, False)
+        masks, runner = masks_of({}, False), self
+        beside: dict[str, Tensor] = {}  # rows of this batch in the dense model
 
         def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
             def observe(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -107,12 +113,12 @@ class BlockRunner:
                     last[:] = [(name, x)]
                 first = source.setdefault(name, last[0][0])
                 if first == name:
-                    beside = x.untyped_storage().data_ptr() in self.context
-                    encoded = beside and self.encoder is not None
+                    context = x.untyped_storage().data_ptr() in runner.context
+                    encoded = context and self.encoder is not None
                     rows = real_rows(x, masks.context if encoded else masks.own)
                     # Experts get no padding. Outside of blocks, and in what blocks read beside
                     # hidden states (images), sequences are of other kinds than the mask's.
-                    other = not inside or (beside and not encoded)
+                    other = not inside or (context and not encoded)
                     if rows is None and (other or name.startswith(experts)):
                         rows = x.detach().flatten(0, -2)
                     if rows is None:
@@ -121,7 +127,13 @@ class BlockRunner:
                             "shape, so padding cannot be told from tokens; give batches without "
                             "padding, of one sample each"
                         )
-                    seen.setdefault(name, Statistics()).add(rows, needs, every)
+                    if runner is not self:
+                        beside[name] = rows
+                    else:
+                        given = beside.get(name)  # the same tokens, except in experts
+                        seen.setdefault(name, Statistics()).add(
+                            rows, needs, every, None if name.startswith(experts) else given
+                        )
                 if not inside and len(source) == len(names) and name == names[-1]:
                     raise Done(x)
 
@@ -131,9 +143,11 @@ class BlockRunner:
         try:
             for batch in range(len(self.batches)):
                 masks = self._masks(batch)
-                with real_tokens_alone(parent, masks.own):
-                    self._call(index, batch)
-                last.clear()
+                for runner in (self,) if dense is None else (dense, self):
+                    with real_tokens_alone(parent, masks.own):
+                        runner._call(index, batch)
+                    last.clear()
+                beside.clear()
         finally:
             for handle in handles:
                 handle.remove()

@@ -110,14 +110,19 @@ def calibrate(
         runners = [BlockRunner(model, found.modules, data, found.encoder) for found in lists]
         for found, runner in zip(lists, runners, strict=True):
             rehearse(runner, partial(at_work, found, runner.device))
+        beside = [dense_runner(runner, data, quantizer) for runner in runners]
         with progress("calibrating", sum(weights.values()), show_progress) as step:
-            for found, runner in zip(lists, runners, strict=True):
+            for found, runner, dense in zip(lists, runners, beside, strict=True):
                 for index, block in enumerate(found.modules):
                     start = f"{found.name}.{index}."
                     own = inside(schemes, start)
                     with at_work(found, runner.device, index):
+                        if dense is not None and (not own or finished.holds(done)):
+                            dense.advance(index)
                         if not finished.restore(done, block, own, start) and own:
-                            few |= quantize_block(block, own, quantizer, runner, index, start)
+                            few |= quantize_block(
+                                block, own, quantizer, runner, index, start, dense
+                            )
                         runner.advance(index, calibration.kv_scales)
                         finished.save(done, block, start)
                     done += 1
@@ -125,11 +130,13 @@ def calibrate(
                     step(sum(inside(weights, start).values()), start[:-1])
                 if found is not lists[-1]:
                     runner.forget()
+                    if dense is not None:
+                        dense.forget()
             starts = tuple(f"{found.name}." for found in lists)
             outside = {n: s for n, s in schemes.items() if not n.startswith(starts)}
             if outside:
                 statistics = runners[-1].collect(
-                    len(lists[-1].modules), outside, needed(quantizer, outside)
+                    len(lists[-1].modules), outside, needed(quantizer, outside), beside[-1]
                 )
                 few |= too_few_tokens(statistics, model, "")
                 quantize_layers(model, outside, quantizer, statistics)
@@ -152,6 +159,7 @@ def quantize_block(
     runner: BlockRunner,
     index: int,
     prefix: str,
+    dense: BlockRunner | None = None,
 ) -> dict[str, int]:
     """Collect statistics of one block's layers, transform it and quantize it.
 
@@ -162,6 +170,7 @@ def quantize_block(
         runner: Holds the block's inputs.
         index: Of the block.
         prefix: The block's name in the model, with a dot at its end.
+        dense: Runs the dense model beside; is at the next block afterwards.
 
     Returns:
         Names of the layers that saw fewer tokens than they have inputs, and how many they saw.
@@ -171,15 +180,29 @@ def quantize_block(
     split = "hessian" in needs and not quantizer.whole_block
     parts = split_by_memory(block, schemes) if split else [dict(schemes)]
     if len(parts) > 1:  # without Hessians, what `transform` needs of all layers is small
-        light = tuple(name for name in needs if name != "hessian")
+        light = tuple(name for name in needs if name not in ("hessian", "drift"))
         quantizer.transform(block, schemes, runner.collect(index, schemes, light), output)
     for part in parts:
-        statistics = runner.collect(index, part, needs)
+        statistics = runner.collect(index, part, needs, dense)
+        if dense is not None:
+            dense.advance(index)
+        dense = None  # what follows is no longer all dense
         few |= too_few_tokens(statistics, block, prefix)
         if len(parts) == 1:
             statistics = quantizer.transform(block, part, statistics, output)
         quantizer.quantize_block(block, part, statistics, outputs)
     return few
+
+
+def dense_runner(
+    runner: BlockRunner, data: Tensor | list[dict[str, Tensor]], quantizer: Quantizer
+) -> BlockRunner | None:
+    """A second runner, for the dense model, where a quantizer asks how far inputs have drifted."""
+    if "drift" not in quantizer.needs:
+        return None
+    dense = BlockRunner(runner.model, runner.blocks, data, runner.encoder)
+    dense.tails, dense.carried = runner.tails, runner.carried
+    return dense
 
 
 def needed(quantizer: Quantizer, schemes: Mapping[str, str]) -> tuple[str, ...]:

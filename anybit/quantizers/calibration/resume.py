@@ -55,6 +55,11 @@ class FinishedBlocks:
         """The file of block `index`; None when nothing is kept."""
         return None if self.folder is None else self.folder / f"block_{index:04d}.safetensors"
 
+    def holds(self, index: int) -> bool:
+        """Whether a block was finished by a run before."""
+        path = self.path(index)
+        return path is not None and path.is_file()
+
     def save(self, index: int, block: nn.Module, prefix: str) -> None:
         """Write all tensors of a finished block, by their names in checkpoints.
 
@@ -76,7 +81,7 @@ class FinishedBlocks:
     ) -> bool:
         """Put a finished block's quantized layers and other tensors in place, if there are any."""
         path = self.path(index)
-        if path is None or not path.is_file():
+        if path is None or not self.holds(index):
             return False
         device = next(block.parameters()).device
         state = {

@@ -10,6 +10,15 @@ from anybit.core.rotation import turned
 SAMPLE = 512  # input rows that `Statistics.sample` keeps
 
 
+def products(x: Tensor) -> Tensor:
+    """x^T x (K, K) fp32, of x (T, K)."""
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+        # Of 16-bit numbers tensor cores find exact products, and add them up in fp32.
+        return torch.mm(x.T, x, out_dtype=torch.float32)
+    wide = x.float()
+    return wide.T @ wide
+
+
 @dataclass
 class Statistics:
     """Statistics of the inputs x (T, K) of a linear layer, on the device of x.
@@ -23,6 +32,7 @@ class Statistics:
             layer's mean squared output error (GPTQ's H, up to a factor).
         amax: max |x| of every channel, (K,) fp32.
         mean_abs: Mean |x| of every channel, (K,) fp32.
+        drift: Mean of (x' - x) x^T, (K, K) fp32, where x' is what the dense model has in x's place.
         sample: About 512 rows of x, evenly spaced, (S, K) in the dtype of x.
     """
 
@@ -31,14 +41,18 @@ class Statistics:
     amax: Tensor = field(default_factory=lambda: torch.empty(0))
     mean_abs: Tensor = field(default_factory=lambda: torch.empty(0))
     sample: Tensor = field(default_factory=lambda: torch.empty(0))
+    drift: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def add(self, x: Tensor, needs: tuple[str, ...], every: int) -> None:
+    def add(
+        self, x: Tensor, needs: tuple[str, ...], every: int, dense: Tensor | None = None
+    ) -> None:
         """Update with more inputs.
 
         Args:
             x: Inputs (T, K) of any float dtype.
             needs: Names of the fields to update.
             every: Distance of the sampled rows.
+            dense: What the dense model has in their place (T, K); the same by default.
         """
         before, self.tokens = self.tokens, self.tokens + len(x)
         if not len(x):
@@ -48,7 +62,12 @@ class Statistics:
         if "hessian" in needs:
             if not self.hessian.numel():
                 self.hessian = wide.new_zeros(x.shape[1], x.shape[1])
-            self.hessian.addmm_(wide.T, wide, beta=1 - share, alpha=share / len(x))
+            self.hessian.mul_(1 - share).add_(products(x), alpha=share / len(x))
+        if "drift" in needs:
+            if not self.drift.numel():
+                self.drift = wide.new_zeros(x.shape[1], x.shape[1])
+            apart = torch.zeros_like(wide) if dense is None else dense.float() - wide
+            self.drift.addmm_(apart.T, wide, beta=1 - share, alpha=share / len(x))
         if "amax" in needs:
             amax = wide.abs().amax(0)
             self.amax = torch.maximum(self.amax, amax) if before else amax
@@ -67,6 +86,7 @@ class Statistics:
             self.amax / s if self.amax.numel() else self.amax,
             self.mean_abs / s if self.mean_abs.numel() else self.mean_abs,
             (self.sample.float() / s).to(self.sample.dtype) if self.sample.numel() else self.sample,
+            self.drift / s / s[:, None] if self.drift.numel() else self.drift,
         )
 
     def rotated(self, vector: Tensor) -> "Statistics":
@@ -79,6 +99,8 @@ class Statistics:
         v = vector.to(self.hessian.device).float()
         if self.hessian.numel():
             out.hessian = turned(turned(self.hessian * v * v[:, None]).T)
+        if self.drift.numel():
+            out.drift = turned(turned(self.drift * v * v[:, None]).T).T.contiguous()
         if self.sample.numel():
             wide = turned(self.sample.float() * vector.to(self.sample.device).float())
             out.sample = wide.to(self.sample.dtype)
@@ -87,4 +109,6 @@ class Statistics:
 
     def finite(self) -> bool:
         """Whether the inputs held neither NaN nor inf."""
-        return all(torch.isfinite(t.sum()) for t in (self.hessian, self.amax, self.mean_abs))
+        return all(
+            torch.isfinite(t.sum()) for t in (self.hessian, self.drift, self.amax, self.mean_abs)
+        )

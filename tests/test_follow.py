@@ -1,0 +1,84 @@
+"""GPTQ that follows the dense model: what it sees, and that a run goes on where it stopped."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import anybit
+from anybit import GPTQ, Calibration
+from anybit.core.format import Format
+from anybit.core.packed import Packed
+from anybit.quantizers.calibration.statistics import Statistics
+from tests import tiny
+
+BLOCKS = 3
+seen: list[Statistics] = []
+
+
+def llama() -> Any:
+    return tiny.llama(dtype=torch.float32, num_hidden_layers=BLOCKS, initializer_range=0.1)
+
+
+def tokens() -> Tensor:
+    return torch.randint(64, (20, 32), generator=torch.Generator().manual_seed(1))
+
+
+@dataclass(frozen=True)
+class Watched(GPTQ):
+    """Notes what it gets."""
+
+    def quantize(self, w: Tensor, fmt: Format, statistics: Statistics | None = None) -> Packed:
+        assert statistics is not None
+        seen.append(statistics)
+        return super().quantize(w, fmt, statistics)
+
+
+def inputs(model: nn.Module, block: int) -> Tensor:
+    """Of a block's first layers, (T, K)."""
+    found: list[Tensor] = []
+    layer = model.get_submodule(f"model.layers.{block}.self_attn.q_proj")
+    handle = layer.register_forward_pre_hook(lambda module, args: found.append(args[0]))
+    with torch.no_grad():
+        model(tokens())
+    handle.remove()
+    return found[0].flatten(0, -2)
+
+
+def test_inputs_are_compared_with_those_of_the_dense_model() -> None:
+    seen.clear()
+    model = anybit.quantize_(llama(), "int3", Watched(Calibration(tokens()), follow=True))
+    each = len(seen) // BLOCKS
+    assert not seen[0].drift.any()
+    for block in range(1, BLOCKS):
+        x, dense = inputs(model, block), inputs(llama(), block)
+        want = (dense - x).T @ x / len(x)
+        assert want.norm() > 1e-3 * (x.T @ x / len(x)).norm()
+        torch.testing.assert_close(seen[block * each].drift, want, atol=1e-4, rtol=1e-3)
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantizer = GPTQ(Calibration(tokens(), work=tmp_path), follow=True)
+    whole = anybit.quantize_(llama(), "int3", quantizer).state_dict()
+    (tmp_path / f"block_{BLOCKS - 1:04d}.safetensors").unlink()
+    again = anybit.quantize_(llama(), "int3", quantizer).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+
+
+def test_experts_and_heads_are_quantized_too() -> None:
+    """Experts get other tokens in the dense model, and a plain GPTQ."""
+    torch.manual_seed(0)
+    sizes = tiny.SIZES | {"num_local_experts": 4}
+    dense = MixtralForCausalLM(MixtralConfig(**sizes)).eval()
+    model = copy.deepcopy(dense)
+    anybit.quantize_(
+        model, {"*": "int8", "lm_head": "int8"}, GPTQ(Calibration(tokens()), follow=True)
+    )
+    with torch.no_grad():
+        got, want = model(tokens()).logits, dense(tokens()).logits
+    assert (got - want).norm() < 0.03 * want.norm()
