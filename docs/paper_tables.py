@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from results import Row, markdown, number, read, us
+from results import Row, cells, find, markdown, number, read, us
 
 ENGINE, LAYERS, ABLATION = "h200_papers_engine", "h200_layers", "h200_ablation"
 HALF = "llama-3-70b-half"
@@ -123,6 +123,28 @@ def over_layers(other: str, spec: str, m: int) -> list[float]:
     if not found:
         raise LookupError(f"no layers in {spec}")
     return found
+
+
+COMPLETE = {  # models all of whose products stand in h200_shapes
+    "Llama-2-7B": ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)),
+    "Llama-3-8B": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    "Llama-3-70B": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
+}
+
+
+def over_shapes(other: str, spec: str, m: int) -> list[float]:
+    """Speed of a format over another in all products of a layer, 16-bit tokens, by model."""
+
+    def total(name: str, shapes: tuple[tuple[int, int], ...]) -> float:
+        peer = "cublas" if name == "bf16" else "anybit-hopper"
+        kinds = ("bf16", "fp16")
+        column = "", peer, (name,), kinds, ""
+        rows = [find(cells("h200_shapes").get((*shape, m), []), column) for shape in shapes]
+        if None in rows:
+            raise LookupError(f"{name}, {m} tokens")
+        return sum(float(row["us"]) for row in rows if row)
+
+    return [total(other, s) / total(spec, s) for s in COMPLETE.values()]
 
 
 def ablation(scheme: str, way: Key, other: Key, experts: int = 0) -> list[float]:
