@@ -211,10 +211,12 @@ def w4a8_system() -> str:
 def peak(model: str, spec: str) -> Row | None:
     """The row with the most output tokens a second of the batches that fit into 80 GB."""
     fits = [
-        row for (name, weights, *_), row in steps().items()
-        if (name, weights, row["context"]) == (model, spec, "1280")
+        row
+        for row in (*read("h200_engine"), *read(ENGINE))
+        if (row["model"], row["format"], row["context"]) == (model, spec, "1280")
+        and row["backends"] != "triton"
         and int(row["batch"]) <= int(row["batch_in_80gb"])
-    ]  # fmt: skip
+    ]
     return max(fits, key=lambda row: float(row["whole_tokens_per_s"]), default=None)
 
 
