@@ -119,7 +119,8 @@ def generation() -> str:
     """Scores of bf16, and what each format changes on the same documents."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
     for row in read("cpu_generation"):
-        name = "" if row["method"] == "dense" else label(row | {"samples": "128"})
+        name = "" if row["method"] == "dense" else row["method"]
+        name += f" ({row['text']})" * bool(row["text"])
         found.setdefault((short(row["spec"]), name), {})[row["task"]] = row
     out = [
         [*key, *("" if t not in rows else task(rows[t]) for t in TASKS)]

@@ -60,7 +60,7 @@ def measured(what: str, theirs: str, ours: Callable[[], str], where: str) -> Cla
     try:
         return Claim(what, theirs, ours(), where)
     except LookupError:
-        return Claim(what, theirs, "", NOT_RUN + "needs a GPU")
+        return Claim(what, theirs, "", f"{NOT_RUN}needs a GPU, for {where.partition(':')[0]}")
 
 
 def places(where: str) -> list[str]:

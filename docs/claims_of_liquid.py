@@ -216,7 +216,7 @@ def liquid() -> list[Claim]:
             "Peak tokens a second in 80 GB (table 1)",
             "up to 4.94x QServe, 1.63x TensorRT-LLM",
             lambda: f"over the best of our bf16, fp8@fp8 and int8@int8 that ran: {peaks()}",
-            SYSTEM + "llama-3-8b; format=liquid@int8/bf16/fp8@fp8/int8@int8",
+            ENGINE + "llama-2-7b/llama-3-8b; format=liquid@int8/bf16",
         ),
         Claim(
             "The same batch (figure 11)",

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from results import Row, markdown, number, read, us
+from results import Row, cells, find, markdown, number, read, us
 
 ENGINE, LAYERS, ABLATION = "h200_papers_engine", "h200_layers", "h200_ablation"
 HALF = "llama-3-70b-half"
@@ -125,6 +125,28 @@ def over_layers(other: str, spec: str, m: int) -> list[float]:
     return found
 
 
+COMPLETE = {  # models all of whose products stand in h200_shapes
+    "Llama-2-7B": ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)),
+    "Llama-3-8B": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    "Llama-3-70B": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
+}
+
+
+def over_shapes(other: str, spec: str, m: int) -> list[float]:
+    """Speed of a format over another in all products of a layer, 16-bit tokens, by model."""
+
+    def total(name: str, shapes: tuple[tuple[int, int], ...]) -> float:
+        peer = "cublas" if name == "bf16" else "anybit-hopper"
+        kinds = ("bf16", "fp16")
+        column = "", peer, (name,), kinds, ""
+        rows = [find(cells("h200_shapes").get((*shape, m), []), column) for shape in shapes]
+        if None in rows:
+            raise LookupError(f"{name}, {m} tokens")
+        return sum(float(row["us"]) for row in rows if row)
+
+    return [total(other, s) / total(spec, s) for s in COMPLETE.values()]
+
+
 def ablation(scheme: str, way: Key, other: Key, experts: int = 0) -> list[float]:
     """Times of one way to decode and multiply over those of another, for all numbers of tokens."""
     times: dict[Key, list[float]] = defaultdict(list)
@@ -189,10 +211,12 @@ def w4a8_system() -> str:
 def peak(model: str, spec: str) -> Row | None:
     """The row with the most output tokens a second of the batches that fit into 80 GB."""
     fits = [
-        row for (name, weights, *_), row in steps().items()
-        if (name, weights, row["context"]) == (model, spec, "1280")
+        row
+        for row in (*read("h200_engine"), *read(ENGINE))
+        if (row["model"], row["format"], row["context"]) == (model, spec, "1280")
+        and row["backends"] != "triton"
         and int(row["batch"]) <= int(row["batch_in_80gb"])
-    ]  # fmt: skip
+    ]
     return max(fits, key=lambda row: float(row["whole_tokens_per_s"]), default=None)
 
 
