@@ -82,9 +82,11 @@ def test_experts(tmp_path, mixtral, plan):
     )
 
 
-@pytest.mark.parametrize("expert_parallel", [False, True])
-def test_experts_of_two_ranks(tmp_path, mixtral, expert_parallel, two_ranks):
-    quantized_and_decoded(mixtral, tmp_path, MIXTURES["codebooks"])
+@pytest.mark.parametrize(
+    ("model", "expert_parallel"), [("mixtral", False), ("mixtral", True), ("qwen3", True)]
+)
+def test_experts_of_two_ranks(tmp_path, request, model, expert_parallel, two_ranks):
+    quantized_and_decoded(request.getfixturevalue(model), tmp_path, MIXTURES["codebooks"])
     got = by_vllm(tmp_path / "codes", enable_expert_parallel=expert_parallel, **two_ranks)
     assert got == by_transformers(tmp_path / "decoded")
 
