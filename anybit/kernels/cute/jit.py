@@ -29,6 +29,7 @@ from anybit.kernels.cute import cubin as elf
 from anybit.kernels.cute.driver import sizes
 
 SOURCES = Path(__file__).parent
+_carried: dict[Path, Path] = {}  # kernels of any version, where there is no DSL, by their names
 _compiler = threading.Lock()  # two threads in the DSL at once fail, or crash the process
 
 
@@ -92,7 +93,12 @@ def kernel_file(kernel: KernelSpec, folder: str | Path | None = None) -> Path:
     start = f"{kernel.name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     place, dsl = kernel_folder(folder), dsl_version()
     if dsl is None:
-        return max(place.glob(f"{start}_dsl*.kernel"), default=place / f"{start}.kernel")
+        if place / start not in _carried:  # once each: every layer asks, and listing takes 1 ms
+            found = max(place.glob(f"{start}_dsl*.kernel"), default=None)
+            if found is None:
+                return place / f"{start}.kernel"
+            _carried[place / start] = found
+        return _carried[place / start]
     return place / f"{start}_dsl{dsl}.kernel"
 
 
