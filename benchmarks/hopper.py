@@ -292,7 +292,7 @@ def compare(args: argparse.Namespace) -> None:
                 for tile in dict.fromkeys([chosen, *first]):
                     overlap = tiles.overlaps(tile, p.decoder, m, n)
                     times[tile.name] = time_tile(p, m, tile, overlap)
-                if scalar_linear.narrow(m, n, p.decoder):
+                if scalar_linear.narrow(m, n, k, p.decoder):
                     times["narrow"] = time_tile(p, m, None, True)
                 if p.activation is None and m > 256:
                     times["copy"] = time_copy(p, m)

@@ -60,7 +60,7 @@ def kernels(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]
         found |= dict.fromkeys(scalar_linear.copy_kernels(d, ["bfloat16"]))
         for n, k in [*shapes, *CHECKED]:
             for m in [*counts, *COUNTS]:
-                if scalar_linear.narrow(m, n, d):
+                if scalar_linear.narrow(m, n, k, d):
                     found |= dict.fromkeys(narrow_kernels(d, m, n))
                 else:
                     found[tiles.Kernel(d, tiles.choose(d, m, n, k), "bfloat16")] = None

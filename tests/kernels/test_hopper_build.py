@@ -78,7 +78,7 @@ def test_the_family_holds_every_choice(scheme: str) -> None:
                 assert Kernel(d, tile, output) in kernels
                 assert tile.split <= k // 128
                 assert tile.stages >= 2
-                if scalar_linear.narrow(m, n, d):
+                if scalar_linear.narrow(m, n, k, d):
                     assert kernel_for(d, GPUS["H200"], m, n, output) in every
                 assert tiles.grid(tile, m, n) % tile.split == 0
                 assert tiles.shared_bytes(tile, d) <= tiles.MAX_SHARED
@@ -112,7 +112,7 @@ def test_any_chip_has_the_same_kernels_and_all_of_its_multiprocessors(
                 grid = tiles.grid(tile, m, n, chip=found)
                 room = found.multiprocessors * tile.ctas
                 assert grid == room if tile.shared else tile.split > 1 or grid <= room
-                if scalar_linear.narrow(m, n, d, found):
+                if scalar_linear.narrow(m, n, k, d, found):
                     assert kernel_for(d, gpu, m, n, output) in narrow
                 for experts in (8, 128):
                     grouped = choose_grouped(d, m, n, k, experts, found)
@@ -135,8 +135,8 @@ def test_launches_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         problem = get_format("fp6"), HALF, 4096, 28672, 4096, HALF, device, None, experts
         assert chosen(*problem)[1] == 78
     assert loaded == [1, 1]
-    assert not scalar_linear.is_narrow.__wrapped__(get_format("fp6"), HALF, 1, 8192, device)
-    assert scalar_linear.is_narrow.__wrapped__(get_format("fp6"), HALF, 1, 4096, device)
+    assert not scalar_linear.is_narrow.__wrapped__(get_format("fp6"), HALF, 1, 16384, 4096, device)
+    assert scalar_linear.is_narrow.__wrapped__(get_format("fp6"), HALF, 1, 4096, 4096, device)
     assert asked == [device] * 4
 
 
@@ -275,11 +275,13 @@ def test_launches_overlap_where_that_was_faster() -> None:
 def test_few_tokens_may_go_to_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all their CTAs are resident at once."""
     whole, half = (decoder_for(get_format("int4"), x) for x in (torch.int8, torch.bfloat16))
-    assert [scalar_linear.narrow(m, 4096, whole) for m in (1, 16, 17)] == [True, True, False]
-    rows = (6144, 8448, 14336)
-    assert [scalar_linear.narrow(1, n, half) for n in rows] == [True, True, False]
-    assert not scalar_linear.narrow(1, 4096, decoder_for(get_format("fp6"), torch.float8_e4m3fn))
-    assert not scalar_linear.narrow(1, 4096, decoder_for(get_format("int4:group=128"), torch.int8))
+    assert [scalar_linear.narrow(m, 4096, 4096, whole) for m in (1, 16, 17)] == [True, True, False]
+    rows = (6144, 14336, 28672)
+    assert [scalar_linear.narrow(1, n, 4096, half) for n in rows] == [True, True, False]
+    long = [scalar_linear.narrow(m, 8192, 28672, half) for m in (8, 9)]
+    assert long == [True, False]  # tokens are read for every 32 rows
+    for spec, operand in (("fp6", torch.float8_e4m3fn), ("int4:group=128", torch.int8)):
+        assert not scalar_linear.narrow(1, 4096, 4096, decoder_for(get_format(spec), operand))
     device, seen = torch.device("cuda", 0), []
     monkeypatch.setattr(scalar_linear.mma_tiles, "gpu_of", seen.append)
     monkeypatch.setattr(scalar_linear.mma_tiles, "kernel_for", lambda *args: None)

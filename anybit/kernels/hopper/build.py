@@ -52,7 +52,7 @@ def narrow_kernels(d: Decoder, outputs: list[str], chip: Chip = H200) -> list[mm
         mma.kernel_for(d, gpu, m, n, output)
         for m in (1, mma.NARROW)
         for n in (*range(8, 32 * mma.NARROW_WARPS * chip.multiprocessors + 1, 8), 1 << 24)
-        if narrow(m, n, d, chip)
+        if narrow(m, n, 128, d, chip)
         for output in outputs
     ]
     return [kernel for kernel in dict.fromkeys(found) if kernel is not None]

@@ -21,7 +21,7 @@ from anybit.kernels.cute.operands import (
 from anybit.kernels.cute.operands import prepare as prepare  # these three of this family too
 from anybit.kernels.cute.operands import prepare_experts as prepare_experts
 from anybit.kernels.cute.operands import refuse_format as refuse_format
-from anybit.kernels.cute.pack import ROWS
+from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.chip import H200, Chip, chip_of
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
@@ -29,6 +29,8 @@ from anybit.kernels.hopper.launch import GemmLauncher
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.mma import linear as mma
 from anybit.kernels.mma import tiles as mma_tiles
+
+LONG = 20  # K tiles of two CTAs a multiprocessor with equal shares that bring them near the memory
 
 
 def refuse_kernels(layer: LayerSpec) -> str | None:
@@ -41,13 +43,12 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
         every: list[KernelSpec] = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
         every += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
         every += copy_kernels(d, outs)
-        n, chip = layer.shape[0], chip_of(layer.device)
-        if narrow(1, n, d, chip):
-            gpu = mma_tiles.gpu_of(layer.device)
-            few = (
-                mma_tiles.kernel_for(d, gpu, m, n, o) for m in (1, mma_tiles.NARROW) for o in outs
-            )
-            every += [kernel for kernel in few if kernel]
+        (n, k), chip = layer.shape, chip_of(layer.device)
+        gpu = mma_tiles.gpu_of(layer.device)
+        for m in (1, mma_tiles.NARROW):
+            if narrow(m, n, k, d, chip):
+                few = (mma_tiles.kernel_for(d, gpu, m, n, o) for o in outs)
+                every += [kernel for kernel in few if kernel]
         files += [kernel_file(kernel) for kernel in every]
     return missing_kernels(files)
 
@@ -64,16 +65,25 @@ def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
     return mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")
 
 
-def narrow(m: int, n: int, d: Decoder, chip: Chip = H200) -> bool:
+def narrow(m: int, n: int, k: int, d: Decoder, chip: Chip = H200) -> bool:
     """Whether a product goes to `kernels/mma`, which read the same blobs: if all CTAs fit at once.
 
-    Two of 32 rows and eight warps find room on a multiprocessor. They are 1.1 to 1.6 times as fast
-    as these kernels then (benchmarks/results/h200_mma.csv), but slower where they take turns (28672
-    rows), unless `tiles.slow`: a trellis of 28672 rows took 29 us there and 35 here. On sm_90,
-    `mma.sync` has no products of fp8: the assembler converts to fp16, and spills.
+    They are 1.1 to 1.6 times as fast as these kernels then (benchmarks/results/h200_mma.csv), but
+    slower where they take turns (28672 rows), unless `tiles.slow`: a trellis of 28672 rows took 29
+    us there and 35 here. There tokens are read for every 32 rows: from 9 of 16 bits on, columns so
+    long that each CTA here has `LONG` K tiles of equal shares are faster here. On sm_90, `mma.sync`
+    has no products of fp8: the assembler converts to fp16, and spills.
     """
-    few = m <= mma_tiles.NARROW and (tiles.slow(d) or -(-n // 32) <= 2 * chip.multiprocessors)
-    return few and d.operand != "float8_e4m3fn" and not d.sums
+    if m > mma_tiles.NARROW or d.operand == "float8_e4m3fn" or d.sums:
+        return False
+    if tiles.slow(d):
+        return True
+    units = -(-n // ROWS) * k_tiles(k)
+    if m > 8 and d.slot == 16 and units >= LONG * 2 * chip.multiprocessors:
+        return False
+    gpu = mma_tiles.Gpu((9, 0), chip.multiprocessors, tiles.MAX_SHARED, tiles.SHARED_OF_SM)
+    tile = mma_tiles.narrow(d, gpu, m, n)
+    return tile is not None and mma_tiles.resident(tile, gpu, n)
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
@@ -111,7 +121,7 @@ def multiply(
             return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
     decoded = None
     if starts is None and tile is None:
-        if is_narrow(prepared.format, x.dtype, m, n, x.device):
+        if is_narrow(prepared.format, x.dtype, m, n, k, x.device):
             return mma.multiply(x, scale, sums, prepared, bias, dtype)
         if copy := copied(prepared.format, x.dtype, m, n, k, x.device):
             if scale is None:
@@ -179,9 +189,11 @@ def meeting_place(numbers: int, device: torch.device) -> tuple[Tensor | None, tu
 
 
 @cache
-def is_narrow(fmt: Format, x_dtype: torch.dtype, m: int, n: int, device: torch.device) -> bool:
+def is_narrow(
+    fmt: Format, x_dtype: torch.dtype, m: int, n: int, k: int, device: torch.device
+) -> bool:
     """`narrow`, which every launch asks."""
-    return narrow(m, n, decoder_for(fmt, x_dtype), chip_of(device))
+    return narrow(m, n, k, decoder_for(fmt, x_dtype), chip_of(device))
 
 
 @cache

@@ -259,17 +259,18 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
 
     Its rows are read without a pause, and its ring is what memory is left. More rows win a tie: the
     tokens are read less often. Where CTAs must take turns, three of four warps hide their ends.
+    64 rows are for as many rows as only such CTAs hold at once.
     """
     tokens = 8 if m <= 8 else 16
     slow = decoder.cost > 2
     crowded = slow and decoder.slot == 8 and tokens == 16  # two slices would spill
-    sizes = (1,) if crowded else (2, 1)
+    sizes = (1,) if crowded else (2, 1) if slow or tokens == 16 else (4, 2, 1)
     at_once = []
     for slices, warps in ((s, w) for w in (8, 4) for s in sizes):
         ctas = -(-n // (16 * slices * gpu.multiprocessors))
         tile = Tile(tokens, slices, warps, ctas=ctas, kind="narrow")
         found = fitted(tile, decoder, gpu, 3, 5) if ctas * warps <= NARROW_WARPS else None
-        if found and found.ctas == ctas:
+        if found and resident(found, gpu, n):
             at_once.append(found)
     if at_once:
         return max(at_once, key=lambda tile: tiles_of(tile, m, n) * tile.warps)
@@ -277,6 +278,11 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     turns = [Tile(tokens, slices, 4, ctas=ctas, kind="narrow") for slices in (2, 1)]
     fit = (fitted(tile, decoder, gpu, least, 4) for least in (3, 2) for tile in turns)
     return next((tile for tile in fit if tile), None)
+
+
+def resident(tile: Tile, gpu: Gpu, n: int) -> bool:
+    """Whether all CTAs of a narrow tile run at once."""
+    return -(-n // tile.rows) <= tile.ctas * gpu.multiprocessors
 
 
 def wide(decoder: Decoder, gpu: Gpu, m: float, kind: str) -> Tile | None:
