@@ -275,6 +275,9 @@ def compare(args: argparse.Namespace) -> None:
             for m in args.m
         }
         for scheme in args.schemes:
+            if (group := parse_scheme(scheme)[0].group) and k % group:
+                print(f"{scheme} {n}x{k}: no whole groups", flush=True)
+                continue
             p = Problem(scheme, torch.bfloat16, n, k, cold=True, few=True)
             for m in args.m:
                 times: dict[str, float] = {}

@@ -40,7 +40,9 @@ def family_grouped(decoder: Decoder) -> list[Tile]:
     """The tiles that experts' kernels are compiled for."""
     every = [Tile(8, ctas=2, split=split) for split in (4, 2)]
     every += [Tile(tokens, ctas=2) for tokens in (8, 16, 32, 64)]
-    every += [Tile(128), Tile(128, rows=256)]
+    every += [Tile(128)]
+    if decoder.slot == 8 or decoder.cost < 2 or decoder.entries < 2:  # others would spill
+        every += [Tile(128, rows=256)]
     every += [Tile(256)] if decoder.slot == 8 else []  # 16-bit operands would leave two stages
     return [fitted(tile, decoder, grouped=True) for tile in suited(every, decoder)]
 

@@ -193,10 +193,10 @@ class Gemm(Order, Epilogue):
         # A CTA takes every so many tiles, or a list of units; or a cluster splits a tile along K.
         k_tiles = (k + (K_TILE - 1)) // K_TILE
         table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(EXPERT_WORDS))
-        m_tiles, spans = (m + (self.tokens - 1)) // self.tokens, (table, table, experts)
+        m_tiles, spans = (m + (self.tokens - 1)) // self.tokens, (table, starts, experts)
         if const_expr(self.grouped):
             cute.arch.griddepcontrol_wait()
-            m_tiles, spans = self.count_tiles(starts, table, experts, thread)
+            m_tiles = self.count_tiles(starts, table, experts, thread)
         # What does not change from tile to tile.
         rows = const_expr(self.tile.rows)
         n_tiles = (n + (rows - 1)) // rows
@@ -406,6 +406,8 @@ class Gemm(Order, Epilogue):
                 acc, self.acc, self.joined, workspace[0].toint(), workspace[1].toint(),
                 8, warp, turns[2], tile, k_first, k_last, t % 32,
             ) > 0  # fmt: skip
+        if const_expr(self.grouped and self.tile.wide):  # again: the loop has no registers left
+            row_tile, _, expert, start, end = self.locate(tile, problem)
         if finishes:
             for i in cutlass.range_constexpr(self.blocks):
                 self.store(

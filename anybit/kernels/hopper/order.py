@@ -39,7 +39,7 @@ class Order:
         are more than `SPANS`. The sums are made in eight steps by all threads: one after the other,
         256 experts took longer than many a product.
 
-        Returns (token tiles of all, (table, where experts' tokens start, experts of a span)).
+        Returns how many token tiles there are.
         """
         given = cute.make_tensor(starts, cute.make_layout(experts + 1))
         each = (experts + (SPANS - 1)) // SPANS
@@ -63,7 +63,7 @@ class Order:
         if thread < SPANS:
             table[SPANS + 1 + thread] = total
         cute.arch.sync_threads()
-        return table[2 * SPANS], (table, given, each)
+        return table[2 * SPANS]
 
     @cute.jit
     def locate(self, tile, problem):
@@ -73,7 +73,7 @@ class Order:
         L2: `NEAR` tokens at most, or those of one expert, or the weights of a wave would not fit
         beside them.
         """
-        (table, given, each), m, _, m_tiles, n_tiles, expert_tiles = problem
+        (table, starts, experts), m, _, m_tiles, n_tiles, expert_tiles = problem
         expert, end = Int32(0), m
         if const_expr(self.grouped):
             span, before, index = Int32(0), Int32(0), tile // n_tiles
@@ -84,8 +84,10 @@ class Order:
                     span += step
                     before = tiles
             width = table[SPANS + 1 + span] - before  # the expert's tiles of tokens
-            expert, start, end = span * each, table[span], table[span + 1]
-            if each > 1:
+            expert, start, end = span, table[span], table[span + 1]
+            if experts > SPANS:
+                given = cute.make_tensor(starts, cute.make_layout(experts + 1))
+                expert = span * ((experts + (SPANS - 1)) // SPANS)
                 end = given[expert + 1]
                 width = (end - start + (self.tokens - 1)) // self.tokens
                 while before + width <= index:
