@@ -206,7 +206,8 @@ def test_refusals_say_why(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert refuse("fp6") == ""
     assert refuse("codebook:m=1,v=4") == ""
-    assert "8 bits here, not of 4" in refuse("codebook:m=1,v=4,b=4")
+    assert refuse("codebook:m=1,v=4,b=4") == ""
+    assert "a table of 2^16 centroids" in refuse("codebook:m=1,v=4,b=16")
     assert "not by int8" in refuse("codebook:m=1,v=4@int8")
     assert "not torch.float32" in refuse("fp6", (4096, 4096), torch.float32)
     assert refuse("fp6", (4097, 1001)) == ""
