@@ -141,11 +141,11 @@ def test_launches_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_weights_are_copied_for_many_tokens() -> None:
-    """The sooner, the slower they decode; the kernel for it is among those that are built."""
+    """If they decode slowly; the kernel for it is among those that are built."""
     trellis, fp6 = (decoder_of(spec, "float16") for spec in ("trellis:bits=4", "fp6"))
     counts = (1, 64, 256, 1024, 4096)
     assert [tiles.copies(trellis, m, 28672, 4096) for m in counts] == [*[False] * 3, True, True]
-    assert [tiles.copies(fp6, m, 28672, 4096) for m in counts] == [*[False] * 4, True]
+    assert not any(tiles.copies(fp6, m, 28672, 4096) for m in counts)
     assert not any(tiles.copies(trellis, m, 256, 512) for m in counts)  # two launches
     assert tiles.decoded_rows(4096) * 4096 * 2 == tiles.DECODED
     assert tiles.decoded_rows(1 << 24) == 128

@@ -139,7 +139,7 @@ def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
         most = 64 if converted else 128
         tiles = [t for t in tiles if t.tokens <= most and t.rows == ROWS]
     if slow(decoder):  # 256 tokens of bytes halve the decoding
-        fit = [t for t in tiles if t.rows == ROWS and t.ctas < 3 and t.tokens != 192]
+        fit = [t for t in tiles if t.rows == ROWS and t.ctas < 3 and t.tokens not in (96, 192)]
         alone = [replace(t, ctas=1) for t in fit]
         return list(dict.fromkeys(alone))
     return [replace(t, ctas=1) if decoder.crowded and t.tokens == 64 else t for t in tiles]
@@ -172,7 +172,8 @@ def few(decoder: Decoder) -> list[Tile]:
 def many(decoder: Decoder) -> list[Tile]:
     """Tiles for more than 64 tokens."""
     large = [Tile(128, late=True), Tile(128, split=2), Tile(128, split=3)]
-    large += [Tile(192, late=True), Tile(128, rows=256, late=True), *largest(decoder)]
+    large += [Tile(tokens, late=True) for tokens in (96, 192)]
+    large += [Tile(128, rows=256, late=True), *largest(decoder)]
     pairs = [Tile(64, ctas=2)] if decoder.slot == 8 and decoder.bits <= 6 else []
     return suited([*pairs, *shared(decoder), *large], decoder)
 
@@ -306,7 +307,9 @@ def choose(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile:
     says a fifth, and of 64 tokens for 17 to 32 where it says anything (1.06 to 1.45 times as fast).
     """
     if m > 64:
-        candidates = many(decoder)
+        # 96 tokens take more bytes for a product, which one wave, or one tile of tokens, can have.
+        once = m <= 96 or -(-n // ROWS) * 2 <= chip.multiprocessors
+        candidates = [t for t in many(decoder) if t.tokens != 96 or (m <= 192 and once)]
         if decoder.slot == 16 and m < 512:  # 256 rows were up to 6 % slower there
             candidates = [t for t in candidates if t.rows == ROWS]
     else:
