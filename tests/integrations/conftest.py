@@ -38,7 +38,7 @@ def qwen3(tmp_path_factory):
     """A random Qwen3 of 6 experts, with norms of Q and K."""
     config = Qwen3MoeConfig(
         intermediate_size=192, moe_intermediate_size=64, num_experts=6, num_experts_per_tok=2,
-        norm_topk_prob=True, tie_word_embeddings=False, **SIZES, **{"head_dim": 32},
+        norm_topk_prob=True, tie_word_embeddings=False, **(SIZES | {"head_dim": 32}),
     )  # fmt: skip
     return made(config, tmp_path_factory.mktemp("qwen3"))
 
