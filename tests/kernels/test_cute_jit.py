@@ -20,6 +20,7 @@ from anybit.core.format import get_format
 from anybit.kernels.cute import build, cubin, jit
 from anybit.kernels.cute.cells import Cells
 from anybit.kernels.cute.decode import Decoder, decoder
+from anybit.kernels.cute.driver import sizes
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.build import kernels_of
@@ -204,7 +205,7 @@ class Slow:
         with open(self.log, "a") as log:
             log.write("compiled\n")
         time.sleep(0.5)
-        params = [f".param .u{8 * size} p{i}" for i, size in enumerate([8] * 6 + [4] * 5)]
+        params = [f".param .u{8 * size} p{i}" for i, size in enumerate(sizes(CodebookArguments))]
         return Compiled(".entry slow(\n" + ",\n".join(params) + "\n)", empty_cubin(), 1024)
 
 
