@@ -14,7 +14,6 @@ import weights_of_models
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 INT8 = ("int8-given",)
-OTHERS = "humming", "quack", "marlin", "machete"  # with integers of 4 bits in groups of 128
 # Title, ours, and the kernels of as many bits that the fastest is taken from.
 KINDS: tuple[tuple[Column, tuple[Column, ...]], ...] = (
     (

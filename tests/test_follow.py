@@ -85,3 +85,9 @@ def test_experts_and_heads_are_quantized_too() -> None:
     with torch.no_grad():
         got, want = model(tokens()).logits, dense(tokens()).logits
     assert (got - want).norm() < 0.03 * want.norm()
+
+
+def test_following_needs_drift() -> None:
+    statistics = Statistics(tokens=1, hessian=torch.eye(16))
+    with pytest.raises(ValueError, match="needs drift among its statistics"):
+        GPTQ(follow=True).quantize(torch.randn(8, 16), anybit.get_format("int4"), statistics)

@@ -41,7 +41,8 @@ class GPTQ(Quantizer):
             full range.
         follow: Aim at the outputs of the dense model, for the inputs that the quantized one has
             (GPTAQ, https://arxiv.org/abs/2504.02692), layer by layer. On pico it takes 6 % off the
-            KL of int2 g128, for twice the time and memory for a second copy of a block's inputs.
+            KL of int2 g128, for twice the time and memory for a second copy of a block's inputs. A
+            block of experts is run anew for each of them.
     """
 
     calibration: Source | Calibration | None = field(default=None, repr=False)
@@ -69,6 +70,8 @@ class GPTQ(Quantizer):
         order = column_order(h, fmt.tile[1]) if self.act_order else torch.arange(k, device=w.device)
         u = inverse_factor(h[order][:, order], self.damping)
         if self.follow:
+            if not statistics.drift.numel():
+                raise InvalidInput("GPTQ(follow=True) needs drift among its statistics; collect it")
             w = w + followed(w, statistics.drift, u, order)
         codes = propagate(w.T[order], u, order.tolist(), fmt, grid)
         if not fmt.searched:

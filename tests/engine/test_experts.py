@@ -87,7 +87,7 @@ def test_one_product_for_all_equals_one_by_one(
     torch.testing.assert_close(whole(x, STARTS), single(x, STARTS), rtol=2**-6, atol=2**-5)
 
 
-def test_more_experts_than_the_kernels_take_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_that_kernels_do_not_take_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "grouped", lambda name: Kernels(takes=False))
     assert isinstance(module(["fp6"] * E), experts.OneByOne)
 

@@ -167,3 +167,58 @@ def test_bytes_of_auto_round_that_are_no_floats(tmp_path: Path) -> None:
     config = {"packing_format": "auto_round:llm_compressor", "bits": 8}
     with pytest.raises(ValueError, match="expected float8_e4m3fn or float8_e5m2"):
         read("auto-round", config, tmp_path, tensors)
+
+
+QUARK = {"dtype": "uint4", "qscheme": "per_group", "ch_axis": -1}
+WORDS = {"weight": torch.zeros(64, 2, dtype=torch.int32), "weight_scale": torch.ones(2, 16)}
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        (torch.tensor(300, dtype=torch.int32), "300 in 4 bits"),
+        (torch.tensor(16, dtype=torch.int32), "16 in 4 bits"),
+        (torch.zeros(2, 2, dtype=torch.int8), r"I8 of \(2, 2\) do not fit \(16, 2\)"),
+        (torch.zeros(3, dtype=torch.int32), r"\(3,\) do not fit \(16, 2\)"),
+        (torch.zeros(0, dtype=torch.int32), r"\(0,\) do not fit \(16, 2\)"),
+    ],
+)
+def test_zero_points_of_quark_that_fit_no_weight(
+    zero: torch.Tensor, message: str, tmp_path: Path
+) -> None:
+    config = {"global_quant_config": {"weight": QUARK}}
+    with pytest.raises(ValueError, match=message):
+        read("quark", config, tmp_path, WORDS | {"weight_zero_point": zero})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"layer_quant_config": ["x"]}, "layer_quant_config is list, not an object"),
+        ({"layer_quant_config": {"*": "int8"}}, "layer_quant_config of . is str"),
+        ({"global_quant_config": {"weight": "int4"}}, "is str, not an object"),
+        ({"global_quant_config": {"weight": ["int4"]}}, "is str, not an object"),
+        ({"layer_type_quant_config": {"Linear": {}}}, "settings by class, cannot be read"),
+    ],
+)
+def test_settings_of_quark_that_are_none(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read("quark", config, tmp_path, WORDS)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0, 0.0])
+def test_scales_of_torchao_that_are_none(value: float, tmp_path: Path) -> None:
+    scale = torch.full((N,), 0.5)
+    scale[3] = value
+    data = torch.ones(N, K, dtype=torch.int8)
+    with pytest.raises(ValueError, match="1 scales are not positive and finite"):
+        read("torchao", {}, tmp_path, {"_weight_qdata": data, "_weight_scale": scale})
+
+
+@pytest.mark.parametrize("shape", [(0, K), (N, 0)])
+def test_weights_of_nothing_are_refused(shape: tuple[int, int], tmp_path: Path) -> None:
+    tensors = {"weight": torch.zeros(shape, dtype=torch.int8), "weight_scale": torch.ones(N)}
+    with pytest.raises(ValueError, match="expected uint8 or int8 of shape"):
+        read("modelopt", {}, tmp_path, tensors)

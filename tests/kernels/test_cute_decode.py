@@ -192,7 +192,7 @@ def test_formats_without_a_decoder_say_why() -> None:
     assert "takes 16, 32, 64 and multiples of 128" in refusal("int4:group=8", "float16")
     assert "takes 32, 64 and multiples of 128" in refusal("nvfp4", "float8_e4m3fn")
     assert "have no decoder to int8" in refusal("mxfp6", "int8")
-    assert "not whole" in refusal("nf4", "int8")
+    assert "no whole ones" in refusal("nf4", "int8")
     assert "2 to 5" in refusal("int8", "float8_e4m3fn")
     assert "zero points of groups cannot" in refusal("int4:group=64,zero", "int8")
     assert "zero points cannot be subtracted" in refusal("int4:group=64,zero", "float8_e4m3fn")

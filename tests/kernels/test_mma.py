@@ -137,7 +137,7 @@ def test_few_tokens_go_where_they_are_faster() -> None:
         tile = tiles.narrow(d, GPUS["H200"], m, n)
         if n > 8448 and tile and narrow(m, n, k, d):
             gains.append(us / here[f"mma {tile.name}", cell])
-    assert len(gains) == 32
+    assert len(gains) >= 30  # of four schemes, on seven weights
     assert min(gains) > 1.04
 
 

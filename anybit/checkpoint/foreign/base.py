@@ -15,7 +15,7 @@ from anybit.files.safetensors import Stored
 from anybit.formats.integer import Integer
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-ANY = -1  # a size that is not known before a tensor is found
+ANY = -1  # a size that is not known before a tensor is found, but not 0
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,10 @@ class Part:
         tensor = self.stored[name]
         fits = shape is None or (
             len(shape) == len(tensor.shape)
-            and all(want in (ANY, size) for want, size in zip(shape, tensor.shape, strict=True))
+            and all(
+                size == want or (want == ANY and size)
+                for want, size in zip(shape, tensor.shape, strict=True)
+            )
         )
         if tensor.torch_dtype not in dtypes or not fits:
             wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)

@@ -52,16 +52,26 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
 
 def settings(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The settings of a layer."""
-    for pattern, own in (config.get("layer_quant_config") or {}).items():
+    if config.get("layer_type_quant_config"):
+        raise InvalidInput("quark: layer_type_quant_config, settings by class, cannot be read")
+    for pattern, own in mapping(config.get("layer_quant_config"), "layer_quant_config").items():
         if fnmatchcase(name, pattern):
-            return dict(own)
-    return dict(config.get("global_quant_config") or {})
+            return mapping(own, f"layer_quant_config of {pattern}")
+    return mapping(config.get("global_quant_config"), "global_quant_config")
+
+
+def mapping(value: Any, what: str) -> Mapping[str, Any]:
+    """Settings that are an object, or nothing."""
+    if not isinstance(value or {}, Mapping):
+        raise InvalidInput(f"quark: {what} is {type(value).__name__}, not an object")
+    return value or {}
 
 
 def layer(part: Part, config: Mapping[str, Any], reordered: bool) -> Layer:
     weights = config.get("weight") or {}
     if isinstance(weights, list):  # NVFP4 in two steps
         weights = weights[0] if len(weights) == 1 else {"dtype": f"{len(weights)} steps"}
+    weights = mapping(weights, f"weight of {part.name}")
     known = (*ELEMENTS, *INTEGERS)
     dtype = option(weights, "dtype", known, f"quark: {part.name}", required=True)
     part.skip("input_scale", "input_zero_point", "output_scale", "bias_scale")
@@ -118,9 +128,22 @@ def whole_numbers(part: Part, weights: Mapping[str, Any], dtype: str, reordered:
     zero: Callable[[], Tensor] | None = None
     if part.has("weight_zero_point"):
         zeros = part.find("weight_zero_point", (torch.int32, torch.int8, torch.uint8))
+        alone = zeros.shape in ((), (1,)) and n * groups > 1
+        if not alone and (
+            zeros.torch_dtype != word or zeros.shape not in packings(n, groups, each)
+        ):
+            raise InvalidInput(
+                f"{what}.weight_zero_point: {zeros.dtype} of {zeros.shape} do not fit {(n, groups)}"
+            )
 
         def zero() -> Tensor:
-            return zero_points(zeros.read(), unpacked, (n, groups), grouped, flip, what)
+            if not alone:
+                rows = zeros.read().reshape(groups if grouped else 1, -1)
+                return unpacked(rows).T.contiguous()
+            number = int(zeros.read()) + flip
+            if not 0 <= number < 2**bits:
+                raise InvalidInput(f"{what}.weight_zero_point: {number - flip} in {bits} bits")
+            return torch.full((n, groups), number, dtype=torch.uint8)
 
     if zero is None and not signed:
         raise InvalidInput(f"{what}.weight_zero_point is missing, which {dtype} needs")
@@ -138,20 +161,7 @@ def whole_numbers(part: Part, weights: Mapping[str, Any], dtype: str, reordered:
     return uniform(part, (n, k), bits, codes, scales, zero, groups, {"scale": scale.torch_dtype})
 
 
-def zero_points(
-    stored: Tensor,
-    unpacked: Callable[[Tensor], Tensor],
-    shape: tuple[int, int],
-    grouped: bool,
-    flip: int,
-    what: str,
-) -> Tensor:
-    """Zero points (N, groups) uint8; one of a tensor is not packed."""
-    n, groups = shape
-    if stored.numel() == 1 and n * groups > 1:
-        return torch.full(shape, int(stored) + flip, dtype=torch.int32).to(torch.uint8)
-    rows = stored.reshape(groups, -1) if grouped else stored.reshape(1, -1)
-    found = unpacked(rows).T
-    if found.shape != shape:
-        raise InvalidInput(f"{what}.weight_zero_point: {tuple(stored.shape)} do not fit {shape}")
-    return found.contiguous()
+def packings(n: int, groups: int, each: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of zero points (groups, N), `each` in a word."""
+    words = -(-n // each)
+    return ((groups, words), (words,), (words, 1)) if groups == 1 else ((groups, words),)

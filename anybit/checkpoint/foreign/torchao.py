@@ -22,7 +22,7 @@ from torch import Tensor
 
 from anybit.checkpoint.foreign.base import ANY, FLOATS, Layer, Part, parts, symmetric, uniform
 from anybit.checkpoint.foreign.bitfields import fields
-from anybit.checkpoint.foreign.floats import FP8, POWERS, checked_numbers, float_layer
+from anybit.checkpoint.foreign.floats import FP8, POWERS, checked, checked_numbers, float_layer
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
 
@@ -85,6 +85,7 @@ def layer(part: Part) -> Layer:
         raise InvalidInput(
             f"torchao: {part.name}: scales of {found.shape} do not fit bytes of {data.shape}"
         )
+    checked(found, f"{part.name}.{SCALE}")
     stored = part.find(ZERO, (torch.int8,), (n, groups)) if part.has(ZERO) else None
 
     def signed(t: Tensor) -> Tensor:

@@ -225,8 +225,8 @@ def looked(numbers: Sequence[float], group: int, operand: str) -> Decoder | str:
     """
     places = tuple(range(4))
     if operand == "int8":
-        if any(number != round(number) for number in numbers):
-            return "its table has numbers that are not whole, as int8 products need"
+        if any(number != round(number) or not -128 <= number <= 127 for number in numbers):
+            return "its table has numbers that are no whole ones from -128 to 127 (int8 products)"
         whole = tuple(round(number) for number in numbers)
         return Numbers("int8", places, group=group, sums=2, numbers=whole)
     if operand not in MANTISSA:

@@ -37,7 +37,12 @@ def chip_of(device: torch.device) -> Chip:
 
     def attribute(which: int) -> int:
         value = ctypes.c_int()
-        call("cuDeviceGetAttribute", ctypes.byref(value), which, device.index or 0)
+        call(
+            "cuDeviceGetAttribute",
+            ctypes.byref(value),
+            which,
+            torch.cuda.current_device() if device.index is None else device.index,
+        )
         return value.value
 
     count, clock = attribute(MULTIPROCESSORS), attribute(CLOCK)  # clocks are in kHz

@@ -56,17 +56,17 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
         return reason
     cells = cells_of(layer.format)
     assert isinstance(cells, Cells)
-    chip = chip_of(layer.device)
-    files = [kernel_file(plan.kernel) for plan in plans(cells, layer.shape, chip) if plan]
+    here = plans(cells, layer.shape, chip_of(layer.device))
+    if None in here:
+        k = layer.shape[1]
+        return f"{layer.format.spec}: K={k} wants more multiprocessors at once than this GPU has"
+    files = [kernel_file(plan.kernel) for plan in here if plan]
     files += [kernel_file(kernel) for kernel in lookup_kernels(cells)]
     return missing_kernels(files, layer.format.spec)
 
 
 def plans(cells: Cells, shape: tuple[int, int], chip: Chip = H200) -> list[Plan | None]:
-    """Launches for few tokens; None where a table does not fit.
-
-    Which of them it is depends on the chip; whether there is one, does not.
-    """
+    """Launches for few tokens; None where a table, or on a small chip a cluster, does not fit."""
     return [
         codebook_tiles.choose(cells, m, *shape, name, chip)
         for m in codebook_tiles.TOKENS

@@ -31,8 +31,8 @@ class CodebookKernel:
     tokens: 1 or 2 make a Psumbook of them; 8 or 16 are multiplied on the matrix unit.
     dtype: of x, y and the tables, "float16" or "bfloat16". columns: of a chunk, which a warp reads
     at once. chunks: of K that one CTA (Psumbook) or one warp holds at most. stages: chunks in
-    flight for every warp. ctas: resident on a
-    multiprocessor; the second one is the next kernel's, and starts while this one ends.
+    flight for every warp. ctas: resident on a multiprocessor; the second one is the next kernel's,
+    and starts while this one ends.
     """
 
     cells: Cells
@@ -193,6 +193,7 @@ def choose(cells: Cells, m: int, n: int, k: int, dtype: str, chip: Chip = H200) 
             full = kernel.psumbook and cluster == MOST_CTAS and some
             if full or kernel is kernels[-1]:
                 most = MOST_CTAS
+            most = min(most, chip.multiprocessors * 7 // 8)  # that one cluster finds at once
             if cluster <= most and kernel.shared(cluster) <= MAX_SHARED:
                 return Plan(kernel, cluster)
         if kernels and kernels[-1].psumbook:

@@ -68,7 +68,7 @@ def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
 def narrow(m: int, n: int, k: int, d: Decoder, chip: Chip = H200) -> bool:
     """Whether a product goes to `kernels/mma`, which read the same blobs: if all CTAs fit at once.
 
-    They are 1.1 to 1.6 times as fast as these kernels then (benchmarks/results/h200_mma.csv), but
+    They are 1.05 to 1.6 times as fast as these kernels then (benchmarks/results/h200_mma.csv), but
     slower where they take turns (28672 rows), unless `tiles.slow`: a trellis of 28672 rows took 29
     us there and 35 here. There tokens are read for every 32 rows: from 9 of 16 bits on, columns so
     long that each CTA here has `LONG` K tiles of equal shares are faster here. On sm_90, `mma.sync`
@@ -220,7 +220,7 @@ def chosen(
 ) -> tuple[GemmLauncher, int, bool, int]:
     """The loaded kernel for a problem, its grid, whether launches should overlap, its workspace.
 
-    decoded: the weight is a copy in bytes.
+    decoded: the weight is a copy in bytes, which the kernel before writes: nothing may overlap.
     """
     d, chip = tiles.BYTES if decoded else decoder_for(fmt, x_dtype), chip_of(device)
     if decoded:
@@ -232,7 +232,8 @@ def chosen(
     function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device.index)
     grid = tiles.grid(tile, m, n, experts, chip)
     shared = tiles.workspace(tile, m, n, grid)
-    return function, grid, tiles.overlaps(tile, d, m, n, experts, chip), shared
+    early = not decoded and tiles.overlaps(tile, d, m, n, experts, chip)
+    return function, grid, early, shared
 
 
 @cache
@@ -240,4 +241,5 @@ def loaded(kernel: Kernel, device: int) -> GemmLauncher:
     """A kernel on a device."""
     path = built(kernel)
     with torch.cuda.device(device):
+        mma.keep_spare(torch.device("cuda", device))  # counters, should a launch be captured
         return GemmLauncher(path, device)

@@ -98,7 +98,10 @@ class Kernel:
 
     @property
     def piece(self) -> int:
-        """Tokens of a WGMMA: products of a slow decoder of bytes wait until one ends."""
+        """Tokens of a WGMMA, whose multiple `suited` makes a slow decoder's tiles.
+
+        While one multiplies, others wait with what a slow decoder of bytes is to do next.
+        """
         short = slow(self.decoder) and self.decoder.slot == 8
         return min(self.tile.tokens, 64 if short else 256)
 
@@ -174,8 +177,9 @@ def many(decoder: Decoder) -> list[Tile]:
     large = [Tile(128, late=True), Tile(128, split=2), Tile(128, split=3)]
     large += [Tile(tokens, late=True) for tokens in (96, 192)]
     large += [Tile(128, rows=256, late=True), *largest(decoder)]
-    pairs = [Tile(64, ctas=2)] if decoder.slot == 8 and decoder.bits <= 6 else []
-    return suited([*pairs, *shared(decoder), *large], decoder)
+    pairs = decoder.slot == 8 and (decoder.bits <= 6 or decoder.crowded)
+    large += [Tile(64, ctas=2)] * pairs
+    return suited([*shared(decoder), *large], decoder)
 
 
 def largest(decoder: Decoder) -> list[Tile]:
@@ -199,19 +203,22 @@ def family(decoder: Decoder) -> list[Tile]:
 
 
 def fitted(tile: Tile, decoder: Decoder, grouped: bool = False) -> Tile:
-    """The tile with as many stages as fit into shared memory; but see `places`."""
+    """The tile with as many stages as fit into the shared memory of a CTA; but see `places`."""
     if tile.stages:
         return tile
     room = min(MAX_SHARED, SHARED_OF_SM // tile.ctas - RESERVED) // 1024 * 1024
     room -= decoder.table_bytes + 1024 + beside(tile) + (4 * EXPERT_WORDS if grouped else 0)
-    return replace(tile, stages=min(MOST_STAGES, room // staged(tile, decoder)))
+    found = replace(tile, stages=min(MOST_STAGES, room // staged(tile, decoder)))
+    if shared_bytes(found, decoder, grouped) > MAX_SHARED:  # whole KB of barriers, and `starts`
+        found = replace(found, stages=found.stages - 1)
+    return found
 
 
 def places(tile: Tile, decoder: Decoder, grouped: bool = False) -> int:
     """CTAs of a fitted tile that find room on a multiprocessor: `tile.ctas`, with few exceptions.
 
-    For dense weights, `fitted` does not count `starts`. So liquid's tiles of 64 tokens are 1 KB too
-    large for two.
+    `fitted` does not count the `starts` of dense weights where CTAs share a multiprocessor. So
+    liquid's tiles of 64 tokens are 1 KB too large for two.
     """
     return min(tile.ctas, SHARED_OF_SM // (shared_bytes(tile, decoder, grouped) + RESERVED))
 
@@ -330,7 +337,7 @@ def choose(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile:
         others = [(t, part) for t, part in others if t.rows == ROWS]
     fewer = (t for t in few(decoder) if 16 <= t.tokens < min(m, 64) and t.split > 1)
     others += [(t, 0.8) for t in fewer if m <= 128 and not piles(t, m, n, chip)]
-    others += [(t, 1.0) for t in shared(decoder) if 16 < m <= 32]
+    others += [(t, 1.0) for t in suited(shared(decoder), decoder) if 16 < m <= 32]
     better = [
         t
         for t, part in others
