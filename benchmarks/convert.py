@@ -1,6 +1,6 @@
 """Time and memory of `anybit convert`, for random weights in the layouts of other tools.
 
-    python benchmarks/convert.py --layers 2 --place /tmp/models
+    python benchmarks/convert.py --layers 2 --place build/models
 
 Each checkpoint is a Llama with the shapes of Llama-3-8B and few layers. It is converted in a
 process of its own, whose largest memory is printed beside 1 GiB + 6 times the largest tensor.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import peers
 import torch
+from experts import MXFP4, NVFP4
 from gemm import given
 from torch import Tensor
 
@@ -26,15 +27,10 @@ SHAPES = ["5760x2880", "4096x7168", "7168x2048", "28672x4096"]
 SCHEMES = ["mxfp4", "mxfp4@fp8", "mxfp4@int8", "nvfp4", "mxfp8", "mxfp8@fp8", "fp8:group=128@fp8",
            "int4:group=128@int8"]  # fmt: skip
 BRAIN = torch.bfloat16
-E2M1 = {"dtype": "float4e2m1"}
 HUMMING = (  # as ours are called, and by humming
-    ("mxfp4", E2M1 | {"group_size": 32, "scale_dtype": "float8e8m0"}, "bf16"),
-    ("mxfp4", E2M1 | {"group_size": 32, "scale_dtype": "float8e8m0"}, "fp8-given"),
-    (
-        "nvfp4",
-        E2M1 | {"group_size": 16, "scale_dtype": "float8e4m3", "scale_2_type": "tensor"},
-        "bf16",
-    ),
+    ("mxfp4", MXFP4, "bf16"),
+    ("mxfp4", MXFP4, "fp8-given"),
+    ("nvfp4", NVFP4, "bf16"),
     ("fp8:group=128", {"dtype": "float8e4m3", "group_size": 128, "group_size_n": 128}, "fp8-given"),
     ("int4:group=128", {"dtype": "uint4", "group_size": 128}, "int8-given"),
 )

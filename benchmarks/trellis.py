@@ -47,7 +47,7 @@ SHAPES = ["28672x4096", "4096x14336", "6144x4096", "4096x4096"]
 MS = "1,4,16,64,256,1024"
 CHECKED = (208, 512), (4096, 1152)
 COUNTS = 1, 4, 9, 16, 17, 33, 64, 100, 256, 1024
-H200 = mma.Gpu((9, 0), chip.H200.multiprocessors, tiles.MAX_SHARED, tiles.SHARED_OF_SM)
+H200 = scalar_linear.gpu_for(chip.H200)
 
 
 def kernels(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> list:

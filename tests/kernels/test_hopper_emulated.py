@@ -19,6 +19,7 @@ from anybit.kernels.cute.operands import decoder_for
 from anybit.kernels.hopper import scalar_linear, tiles
 from anybit.kernels.hopper.tiles import Kernel, Tile
 from anybit.kernels.reference import operand_weight, quantize_tokens
+from tests.kernels import many_experts
 from tests.needs import EVERY_KERNEL
 from tests.ptx.machine import Machine
 from tests.ptx.state import InUse, TensorMap
@@ -253,25 +254,17 @@ def test_experts(scheme: str) -> None:
 
 
 def test_more_experts_than_a_table_has_spans() -> None:
-    """700: three to a span. Some have none, some more than a tile; the last one is alone."""
     n, k = 24, 128
     emulated = Emulated("liquid@int8", BRAIN, Tile(8, ctas=2), grouped=True)
     some = [packed_weight("liquid@int8", n, k) for _ in range(3)]
     given = scalar_linear.prepare_experts(some, "int8", BRAIN)
-    index = torch.arange(700) % 3
-    layout = [part.unflatten(0, (3, -1))[index].flatten(0, 1) for part in given.layout]
-    counts = torch.zeros(700, dtype=torch.int32)
-    counts[[0, 2, 3, 299, 300, 698, 699]] = torch.tensor([2, 9, 1, 3, 17, 1, 4], dtype=torch.int32)
-    ends = counts.cumsum(0).int()
-    x = emulated.tokens(int(ends[-1]), k)
-    owner = index[torch.repeat_interleave(torch.arange(700), counts)]
-    weights = torch.stack([operand_weight(w, BRAIN) for w in some])
+    layout = many_experts.layout_of_all(given.layout)
+    x = emulated.tokens(many_experts.TOKENS, k)
     codes, scale, _ = x
     assert scale is not None
-    want = torch.einsum("mk,mnk->mn", codes.double(), weights[owner].double()) * scale[:, None]
-    starts = torch.cat([ends.new_zeros(1), ends])
+    want = many_experts.products(codes, scale, some, BRAIN)
     for grid in (1, 5):
-        y = emulated.run(x, layout, n, grid, starts=starts)
+        y = emulated.run(x, layout, n, grid, starts=many_experts.STARTS)
         assert_close(y, want, BRAIN)
 
 

@@ -11,8 +11,6 @@ from anybit.kernels.hopper.expert_tiles import family_grouped
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
 from anybit.kernels.hopper.scalar_linear import narrow
 from anybit.kernels.hopper.tiles import (
-    MAX_SHARED,
-    SHARED_OF_SM,
     Kernel,
     family,
 )
@@ -45,13 +43,13 @@ def narrow_kernels(d: Decoder, outputs: list[str], chip: Chip = H200) -> list[mm
     """Those of `kernels/mma` that few tokens go to, whatever the number of rows.
 
     Any chip has the same ones: a tile follows from the rows of a multiprocessor, and all numbers of
-    rows are asked for.
+    rows are asked for, by the 16 of the smallest tile.
     """
-    gpu = mma.Gpu((9, 0), chip.multiprocessors, MAX_SHARED, SHARED_OF_SM)
+    gpu = scalar_linear.gpu_for(chip)
     found = [
         mma.kernel_for(d, gpu, m, n, output)
         for m in (1, mma.NARROW)
-        for n in (*range(8, 32 * mma.NARROW_WARPS * chip.multiprocessors + 1, 8), 1 << 24)
+        for n in (*range(16, 32 * mma.NARROW_WARPS * chip.multiprocessors + 1, 16), 1 << 24)
         if narrow(m, n, 128, d, chip)
         for output in outputs
     ]

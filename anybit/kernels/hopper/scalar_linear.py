@@ -65,6 +65,11 @@ def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
     return mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")
 
 
+def gpu_for(chip: Chip) -> mma_tiles.Gpu:
+    """What `kernels/mma` asks of a GPU, of this family's chips."""
+    return mma_tiles.Gpu((9, 0), chip.multiprocessors, tiles.MAX_SHARED, tiles.SHARED_OF_SM)
+
+
 def narrow(m: int, n: int, k: int, d: Decoder, chip: Chip = H200) -> bool:
     """Whether a product goes to `kernels/mma`, which read the same blobs: if all CTAs fit at once.
 
@@ -81,7 +86,7 @@ def narrow(m: int, n: int, k: int, d: Decoder, chip: Chip = H200) -> bool:
     units = -(-n // ROWS) * k_tiles(k)
     if m > 8 and d.slot == 16 and units >= LONG * 2 * chip.multiprocessors:
         return False
-    gpu = mma_tiles.Gpu((9, 0), chip.multiprocessors, tiles.MAX_SHARED, tiles.SHARED_OF_SM)
+    gpu = gpu_for(chip)
     tile = mma_tiles.narrow(d, gpu, m, n)
     return tile is not None and mma_tiles.resident(tile, gpu, n)
 
