@@ -340,7 +340,7 @@ def vllm() -> list[Case]:
         if n % 64:
             raise Refused(f"N={n} is not a multiple of 64")
         codes, scale, decoded = int4(w, dtype)
-        words = operators.gptq_marlin_repack(gptq_words(codes), k, n, 4, False)
+        words = operators.gptq_marlin_repack(gptq_words(codes).contiguous(), k, n, 4, False)
         # As each thread reads them; one group of all K is in another order.
         order = [i + 8 * j for i in range(8) for j in range(8)]
         if k == GROUP:
