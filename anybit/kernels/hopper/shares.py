@@ -7,7 +7,7 @@ the CTAs that share: CTA c of C begins at unit c / C of all (`tiles.sharers`).
 The last CTA to arrive at a tile adds the sums of all in the order of CTAs: results do not change
 from run to run.
 
-Counters are zeros, which every launch leaves as zeros (`mma/linear.py`). Sums lie in a workspace
+Counters are zeros, which every launch leaves as zeros (`cute/counters.py`). Sums lie in a workspace
 with two places for each CTA: for the tile that it begins, and for one that began before it.
 """
 
