@@ -118,7 +118,6 @@ def made() -> dict[str, str]:
         "formats": formats(),
         "liquid": liquid(),
         "experts": experts(),
-        "expert_models": expert_models(),
         "fp6": times(
             [ours("anybit", "fp6"), other("humming", "fp6"), CUBLAS],
             [(*shape, m) for shape in (BIG, DOWN, OUT) for m in one],
@@ -288,27 +287,3 @@ def experts() -> str:
         out.append([number(m).removesuffix(".0"), *map(us, found), speed])
     titles = ["tokens", *(column[0] for column in columns), "liquid@int8 / humming"]
     return markdown(titles, out, words=0)
-
-
-MODELS = {  # of an expert: gate and up together, and down
-    "Mixtral-8x7B": ((28672, 4096), (4096, 14336)),
-    "Qwen3-30B-A3B": ((1536, 2048), (2048, 768)),
-    "DeepSeek-V3": ((4096, 7168), (7168, 2048)),
-    "GPT-OSS-20B": ((5760, 2880), (2880, 2880)),
-}
-
-
-def expert_models() -> str:
-    """Experts of models, all at once: times, and how many times those of reading."""
-    found = cells("h200_expert_models")
-    out = []
-    for model, shapes in MODELS.items():
-        for n, k in shapes:
-            for fmt in ("liquid", "int4:group=64", "fp6"):
-                row = [model, f"{n}x{k}", "liquid@int8" if fmt == "liquid" else fmt]
-                for m in TOKENS:
-                    here = [r for r in found[n, k, m] if r["format"] == fmt and r["peer"] == OURS]
-                    floor = f" ({float(here[0]['vs_floor']):.1f}x)" if here else ""
-                    row.append(us(here[0] if here else None) + floor)
-                out.append(row)
-    return markdown(["model", "expert", "format", *map(str, TOKENS)], out, words=3)
