@@ -39,11 +39,19 @@ SCHEMES = [
     "fp6",
     "fp5",
     "sparse",
+    "sparse@int8",
     "codebook:m=1,v=4,b=8,group=128",
     "codebook:m=2,v=8,b=8,group=128",
     "liquid@int8",
     "int8@int8",
+    "int4@fp8",
+    "fp6@fp8",
     "int4:group=128@fp8",
+    "int4:group=128@int8",
+    "mxfp4",
+    "mxfp4@fp8",
+    "nvfp4",
+    "fp8:group=128@fp8",
 ]
 # With --models.
 REPEATED = 4  # weights that are measured again at the end

@@ -20,7 +20,7 @@ from anybit.measure.bench import COLUMNS  # noqa: E402
 
 CSV = f"""{",".join(COLUMNS)}
 g,d,c,anybit-hopper,fp6,bf16,1,28672,4096,{{us}},1,1,2.5,1.2,{{note}}
-g,d,c,anybit-hopper,fp6,fp16,1,28672,4096,30,1,1,2,1.5,plain
+g,d,c,anybit-hopper,fp6,fp16,1,28672,4096,30,1,1,2,1.5,
 g,d,c,anybit-hopper,fp6,bf16,1,28672,4096,9,1,1,2,1.5,pdl sweep: a tile
 g,d,c,cublas,fp16,fp16,1,28672,4096,50,1,1,1,1.1,
 """
@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
         function.cache_clear()
 
 
-def write(folder, us=20.04, note="pdl"):
+def write(folder, us=20.04, note=""):
     (folder / "h200_gemm.csv").write_text(CSV.format(us=us, note=note))
 
 
@@ -56,7 +56,7 @@ def test_every_table_stands_on_a_page():
 
 
 def test_a_time_is_that_of_a_layer(folder):
-    """Neither that of the plain launch nor one of the sweep of tiles."""
+    """Of the faster dtype, and none of a sweep of tiles."""
     write(folder)
     column = kernel_tables.ours("", "fp6")
     row = results.find(results.cells()[28672, 4096, 1], column)
@@ -99,7 +99,7 @@ def test_losses_are_counted(folder):
     head, row, *_, dense = CSV.splitlines()
     peer = dense.replace("cublas,fp16", "humming,fp6")
     for us, counts in ((49, "0 | 1 | 0"), (52, "0 | 0 | 1"), (40, "1 | 0 | 0")):
-        lines = [head, row.format(us=us, note="pdl"), peer, dense.replace(",50,", ",60,")]
+        lines = [head, row.format(us=us, note=""), peer, dense.replace(",50,", ",60,")]
         (folder / "h200_gemm.csv").write_text("\n".join(lines))
         results.read.cache_clear()
         results.cells.cache_clear()
