@@ -166,10 +166,15 @@ HUMMINGS_NAMES = {"int8": "int8", "fp8": "float8e4m3"}  # of activations
 
 
 def humming() -> list[Case]:
-    """humming-kernels: JIT-compiled CUDA C++, tiles by its own tables for Hopper."""
+    """humming-kernels: JIT-compiled CUDA C++, tiles by its own tables for Hopper.
+
+    It is asked for its tile for each number of tokens: a layer by itself compiles some 30 at once,
+    of which the same one then runs.
+    """
     from humming.forward import may_quant_input
     from humming.layer import HummingLayer
     from humming.schema import HummingWeightSchema
+    from humming.tune import get_heuristics_config
 
     def case(
         name: str, weight: dict[str, object], activation: str = "", dtype: torch.dtype = HALF
@@ -185,8 +190,14 @@ def humming() -> list[Case]:
             layer.load_from_tensors(tensors)
             layer.transform()
             nbytes = sum(p.nbytes for p in layer.parameters())
+            config = layer.humming_config
+
+            def run(layer: HummingLayer, x: Tensor, scale: Tensor | None = None) -> Tensor:
+                tile = get_heuristics_config(config, shape_m=len(x), device=x.device)
+                return layer(x, input_scale=scale, tuning_config=tile)
+
             if not operand:
-                return Layer(layer, lambda layer, x: layer(x), nbytes, decoded)
+                return Layer(layer, run, nbytes, decoded)
 
             def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
                 return may_quant_input(layer.humming_config, x)
@@ -196,11 +207,7 @@ def humming() -> list[Case]:
                 return codes.float() * scale.float()
 
             if not given:
-                return Layer(layer, lambda layer, x: layer(x), nbytes, decoded, seen=seen)
-
-            def run(layer: HummingLayer, q: Tensor, scale: Tensor) -> Tensor:
-                return layer(q, input_scale=scale)
-
+                return Layer(layer, run, nbytes, decoded, seen=seen)
             return Layer(layer, run, nbytes, decoded, quantize, seen)
 
         return Case("humming", name, activation or short(dtype), dtype, prepare)

@@ -115,8 +115,9 @@ def marlin(
 
     def run(weight: tuple[Tensor, ...], x: Tensor, scale: Tensor | None = None) -> Tensor:
         words, scales, locks = weight
+        out = torch.empty(len(x), n, dtype=BRAIN, device=x.device) if fp8 else None
         return operators.marlin_gemm(
-            x, None, words, None, scales, scale, unit, zeros, locks, kind, len(x), n, k,
+            x, out, words, None, scales, scale, unit, zeros, locks, kind, len(x), n, k,
             False, True, False,
         )  # fmt: skip
 
