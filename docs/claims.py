@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from codebook_tables import CONTESTANTS, block
-from results import BIG, DOWN, LAUNCHED, OURS, OUT, QKV, Row, cells, find, markdown, read
+from results import BIG, DOWN, OURS, OUT, QKV, Row, cells, find, markdown, read
 
 ROOT = Path(__file__).parent.parent
 NOT_RUN = "not run: "
@@ -113,8 +113,7 @@ def best(
     column: str = "us",
 ) -> float:
     """The time of a product in us, or another column, as a layer launches it."""
-    note = LAUNCHED if peer == OURS else ""
-    row = find(cells(csv)[*shape, m], ("", peer, (spec,), (activation,), note))
+    row = find(cells(csv)[*shape, m], ("", peer, (spec,), (activation,), ""))
     if row is None:
         raise LookupError(f"no {spec} of {peer}, {shape}, {m} tokens in {csv}.csv")
     return float(row[column])

@@ -12,15 +12,15 @@ sys.path.insert(0, str(DOCS))
 import codebook_tables  # noqa: E402
 import kernel_tables  # noqa: E402
 import paper_tables  # noqa: E402
+import peer_tables  # noqa: E402
 import results  # noqa: E402
-import shape_tables  # noqa: E402
 import tables  # noqa: E402
 
 from anybit.measure.bench import COLUMNS  # noqa: E402
 
 CSV = f"""{",".join(COLUMNS)}
 g,d,c,anybit-hopper,fp6,bf16,1,28672,4096,{{us}},1,1,2.5,1.2,{{note}}
-g,d,c,anybit-hopper,fp6,fp16,1,28672,4096,30,1,1,2,1.5,plain
+g,d,c,anybit-hopper,fp6,fp16,1,28672,4096,30,1,1,2,1.5,
 g,d,c,anybit-hopper,fp6,bf16,1,28672,4096,9,1,1,2,1.5,pdl sweep: a tile
 g,d,c,cublas,fp16,fp16,1,28672,4096,50,1,1,1,1.1,
 """
@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
         function.cache_clear()
 
 
-def write(folder, us=20.04, note="pdl"):
+def write(folder, us=20.04, note=""):
     (folder / "h200_gemm.csv").write_text(CSV.format(us=us, note=note))
 
 
@@ -56,7 +56,7 @@ def test_every_table_stands_on_a_page():
 
 
 def test_a_time_is_that_of_a_layer(folder):
-    """Neither that of the plain launch nor one of the sweep of tiles."""
+    """Of the faster dtype, and none of a sweep of tiles."""
     write(folder)
     column = kernel_tables.ours("", "fp6")
     row = results.find(results.cells()[28672, 4096, 1], column)
@@ -99,7 +99,7 @@ def test_losses_are_counted(folder):
     head, row, *_, dense = CSV.splitlines()
     peer = dense.replace("cublas,fp16", "humming,fp6")
     for us, counts in ((49, "0 | 1 | 0"), (52, "0 | 0 | 1"), (40, "1 | 0 | 0")):
-        lines = [head, row.format(us=us, note="pdl"), peer, dense.replace(",50,", ",60,")]
+        lines = [head, row.format(us=us, note=""), peer, dense.replace(",50,", ",60,")]
         (folder / "h200_gemm.csv").write_text("\n".join(lines))
         results.read.cache_clear()
         results.cells.cache_clear()
@@ -151,8 +151,29 @@ g,d,c,humming,int4:group=128,fp16,2,64,128,20,1,1,2,1.5,
 
 def test_ours_stand_beside_the_fastest_other_of_one_process(folder):
     (folder / "h200_peers.csv").write_text(PEERS)
-    lines = [line.split(" | ") for line in shape_tables.one_process().splitlines()[2:]]
-    assert lines[0][2:6] == ["50.0", "10.0", "20.0 machete", "2.00x"]
-    assert lines[0][6:9] == ["10.0", "", ""]  # nobody else was measured
-    assert lines[1][3:6] == ["40.0", "20.0 humming", "0.50x"]
-    assert lines[2][5] == "**1.00x**"
+    found = peer_tables.matches(peer_tables.DENSE, "h200_peers")
+    assert [(x.m, x.other, x.ratio) for x in found] == [(1, "machete", 2.0), (2, "humming", 0.5)]
+    beside = "`int4:group=128` | humming, quack, Marlin, Machete, tinygemm"
+    assert f"| {beside} | 2.00x | 0.50x | **1.00x** | 1 of 2 |" in peer_tables.means(found)
+    assert f"| {beside} | 1.00x |  | 1.00x | 1 of 2 |" in peer_tables.short(found)
+    assert "| 64x128 | 2.00 machete | 0.50 humming |" in peer_tables.ratios(found)
+    assert peer_tables.worst(found).splitlines() == [
+        "- `int4:group=128` beside humming, quack, Marlin, Machete, tinygemm: "
+        "the worst is 0.50 (64x128, M=2, humming).",
+        "    - 64x128: M=2 0.50 (humming)",
+    ]
+    assert peer_tables.worst(found[:1]) == "None."
+    assert peer_tables.worst([]) == ""
+
+
+def test_experts_stand_with_their_model(folder):
+    head, *_ = PEERS.splitlines()
+    rows = [
+        "g,d,c,anybit-hopper,liquid,int8-given,16,2048,768,20,1,1,2,1.5,expected 19",
+        "g,d,c,humming,int4:group=64,int8-given,16,2048,768,19,1,1,2,1.5,indexed",
+        "g,d,c,humming,int4:group=64,int8-given,16,2048,768,30,1,1,2,1.5,grouped_contiguous",
+    ]
+    (folder / "h200_expert_peers.csv").write_text("\n".join([head, *rows]))
+    found = peer_tables.matches(peer_tables.EXPERTS, "h200_expert_peers")
+    text = peer_tables.worst(found, peer_tables.expert)
+    assert text.endswith("    - Qwen3-30B-A3B 2048x768: M=16 0.95 (humming)")
