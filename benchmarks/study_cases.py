@@ -77,7 +77,6 @@ codebook:m=3,v=16,b=8,group=32 additive
 TRELLIS = f"""
 bf16 dense
 {M2V8} additive
-{M1V4} additive
 trellis:rotate=kn gptq
 trellis:bits=3,rotate=kn gptq
 trellis:bits=4,rotate=kn gptq
@@ -109,6 +108,7 @@ nvfp4 gptq
 trellis:bits=3,rotate=kn additive
 trellis:rotate=kn follow
 int3:group=128 follow
+{M1V4} additive
 trellis:bits=5,rotate=kn gptq
 trellis:code=pair8,rotate=kn gptq
 int4:group=128,rotate=k gptq

@@ -12,6 +12,7 @@ What no fold reaches is the input of the down projections, a product of two othe
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def rotate_(model: nn.Module) -> nn.Module:
             its blocks computes something else when rotated. The message names what.
     """
     refuse_adapters(model)
-    if next(quantized_layers(model), None) is not None:
+    if any(True for _ in quantized_layers(model)):
         raise Unsupported("the model is quantized; rotate the dense one, then quantize it")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise Unsupported("the model has no weights yet (meta device or offloaded); load it first")
@@ -73,7 +74,7 @@ def rotate_(model: nn.Module) -> nn.Module:
             raise Unsupported(f"{', '.join(shared)} shares its weight; load the model untied")
         gain = base.norm.weight.float()
         change(embeddings, "weight", turned)
-        change(head, "weight", lambda w: turned(w * gain))
+        change(head, "weight", partial(reading, gain=gain))
         rotate_blocks(base)
     return model
 
@@ -149,8 +150,7 @@ def rotate_blocks(base: Any) -> None:
             owner, _, own = name.rpartition(".")
             module = block.get_submodule(owner)
             if does in gains:
-                gain = gains[does]
-                change(module, own, lambda w, gain=gain: turned(w * gain))
+                change(module, own, partial(reading, gain=gains[does]))
             elif does == "norm":
                 change(module, own, torch.ones_like)
             elif does == "write":
@@ -171,6 +171,11 @@ def rotate_values(attention: Any, config: Any) -> None:
     if values.bias is not None:
         change(values, "bias", lambda b: turned(b.unflatten(-1, (-1, dim))).flatten(-2))
     change(out, "weight", lambda w: turned(w.unflatten(-1, (-1, dim))).flatten(-2))
+
+
+def reading(w: Tensor, gain: Tensor) -> Tensor:
+    """A weight (..., N, K) that reads a norm's rotated output, without the norm's gain (K,)."""
+    return turned(w * gain)
 
 
 def turned(x: Tensor) -> Tensor:
