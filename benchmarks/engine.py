@@ -13,6 +13,7 @@ measured; README.md says what the columns are.
 import argparse
 import copy
 import csv
+import dataclasses
 import gc
 import importlib.metadata
 import itertools
@@ -36,6 +37,7 @@ from transformers import (
 )
 
 from anybit.core.packed import Packed, tensor_shapes
+from anybit.core.rotation import Rotation
 from anybit.core.scheme import parse_scheme
 from anybit.engine.assemble import KV_DTYPES
 from anybit.engine.attention import LayerCache
@@ -84,6 +86,7 @@ MODELS = {
     "tiny-opt": opt(128, 2, 4),
 }  # fmt: skip
 FORMATS = ["bf16", "fp6", "int4:group=128", "liquid@int8", "codebook:m=1,v=4,b=8,group=128"]
+FOLDED = "folded:"  # before a format: of a model rotated by `anybit.rotate_`
 PEER = "transformers"  # a "format": its own generate, in bf16
 PROMPT, OUTPUT = 1024, 512
 BLOCK = 16
@@ -101,7 +104,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--case", nargs="+", action="append", metavar=("MODEL", "FORMAT"),
-        help=f"a model ({', '.join(MODELS)}) and formats for it; +FORMAT names the head's",
+        help=f"a model ({', '.join(MODELS)}) and formats for it; +FORMAT names the head's, and "
+        f"{FOLDED}FORMAT rotates the inputs of down projections alone",
     )  # fmt: skip
     parser.add_argument("--kv", default="model,int8", help=f"model, int8, int4, {STATIC}")
     parser.add_argument("--batches", default="1,16,64,128,256", help="80gb: as many as fit there")
@@ -281,10 +285,15 @@ class RandomWeights(Weights):
         scheme = self.head_scheme if name == "lm_head" else self.scheme
         if scheme is None:
             return self.tensor(name, shape), None, None
-        fmt, activation = parse_scheme(scheme)
+        fmt, activation = parse_scheme(scheme.removeprefix(FOLDED))
+        if scheme.startswith(FOLDED) and "down_proj" in name:
+            fmt = dataclasses.replace(fmt, rotate="k")
+        signs = Rotation.random("kn", shape, self.device).tensors() if fmt.rotate else {}
         tensors = {}
         for key, (size, entry) in tensor_shapes(fmt, shape).items():
-            if entry is None:
+            if key in signs:  # parts of one layer share them
+                tensors[key] = signs[key]
+            elif entry is None:
                 tensors[key] = torch.randint(
                     -(2**31), 2**31, size, dtype=torch.int32, device=self.device
                 )
