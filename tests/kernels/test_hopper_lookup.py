@@ -106,11 +106,15 @@ def test_lookups_of_many_tokens(
 
 
 @needs_dsl
-def test_lookups_in_equal_shares() -> None:
-    """Three CTAs for two tiles: one has parts of both, and sums meet in the workspace."""
+@pytest.mark.parametrize(("v", "m", "tokens"), [(4, 1, 96), (8, 2, 256)])
+def test_lookups_in_equal_shares(v: int, m: int, tokens: int) -> None:
+    """Three CTAs for two tiles: one has parts of both, and sums meet in the workspace.
+
+    Two stages, as 256 tokens leave, call what comes next into the L2: nothing behind the weight.
+    """
     torch.manual_seed(0)
-    packed, x = random_packed(codebook(4, 1), 256, 1024), torch.randn(20, 1024).half()
-    y = emulate_lookups(packed, x, None, Tile(96, shared=True), grid=3)
+    packed, x = random_packed(codebook(v, m), 256, 1024), torch.randn(20, 1024).half()
+    y = emulate_lookups(packed, x, None, Tile(tokens, shared=True), grid=3)
     assert error(y, x.double() @ operand_weight(packed, HALF).double().T) < 7e-4
 
 
