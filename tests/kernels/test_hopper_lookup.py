@@ -148,3 +148,16 @@ def test_lookups_fit(v: int, m: int) -> None:
             assert found is not None
             assert Kernel(d, found, d.operand) in kernels
             assert found.split <= k // 128
+
+
+def test_up_to_16_tokens_come_here_where_columns_fill_no_warps() -> None:
+    """Where the kernel for 16 tokens was measured to be slower: 5120 columns take two CTAs half."""
+    d = lookup(codebook(4, 1), HALF)
+    assert isinstance(d, LookupDecoder)
+    for n, k in ((27648, 5120), (65536, 5120), (32768, 512), (8192, 28672)):
+        found = choose_lookup(d, 16, n, k)
+        assert found is not None
+        assert found.tokens == 32
+        assert choose_lookup(d, 8, n, k) is None
+    for n, k in ((28672, 4096), (128256, 4096), (57344, 8192), (4096, 4096), (256, 1536)):
+        assert choose_lookup(d, 16, n, k) is None

@@ -18,13 +18,14 @@ from anybit.core.format import Format
 from anybit.kernels.cute import pack
 from anybit.kernels.cute.cells import CELL, ROWS, Cells, cells_of
 from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder
-from anybit.kernels.hopper import tiles
+from anybit.kernels.hopper import codebook_tiles, tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.codebook_tiles import TABLE
 from anybit.kernels.hopper.tiles import Kernel, Tile, fits_once, fitted
 
 TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
 DENSE_FROM = 4096  # tokens, by codebook
+FEW, MOST_FEW = 8, codebook_tiles.TOKENS[-1]  # tokens that never, or not always, come here
 MOST_HELD = 64  # tokens that one tile holds, if it may
 
 
@@ -101,11 +102,12 @@ def candidates(d: LookupDecoder) -> list[Tile]:
 
 
 def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile | None:
-    """The tile for m tokens; None where there is none, or a dense weight is faster.
+    """The tile for m tokens; None where there is none, or another way is faster.
 
-    Equal shares, and more rows, where they take a tenth less by the model.
+    That is a dense weight for thousands, or the kernel for up to 16. Equal shares, and more rows,
+    where they take a tenth less by the model.
     """
-    if m * d.cells.m >= DENSE_FROM:
+    if m <= FEW or m * d.cells.m >= DENSE_FROM:
         return None
     every = candidates(d)
     least = min(m, MOST_HELD, max((tile.tokens for tile in every), default=0))
@@ -115,7 +117,11 @@ def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile 
         doubt = 0.9 if tile.shared or tile.rows > pack.ROWS else 1
         return cycles(tile, d, m, n, k, chip) / doubt
 
-    return min(found, key=time, default=None)
+    best = min(found, key=time, default=None)
+    plan = codebook_tiles.choose(d.cells, m, n, k, d.operand, chip) if m <= MOST_FEW else None
+    if best and plan and time(best) >= codebook_tiles.cycles(plan, m, n, k, chip):
+        return None
+    return best
 
 
 def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int, chip: Chip) -> float:
