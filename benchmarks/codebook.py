@@ -109,12 +109,13 @@ class Problem:
 
     def run(self, x, overlap=True, prepared=None, bias=None, plan=None) -> Tensor:
         args = (x, prepared or self.prepared, bias)
+        problem = self.fmt, len(x), self.n, self.k, x.dtype, x.device
+        tile = codebook_linear.lookup_tile(*problem) if plan is None else plan
+        if isinstance(tile, Tile):
+            return codebook_linear.multiply_many(*args, tile, overlap)
         if len(x) <= codebook_linear.MOST_TOKENS:
             return codebook_linear.multiply(*args, plan, overlap)
-        problem = self.fmt, len(x), self.n, self.k, x.dtype, x.device
-        if codebook_linear.lookup_tile(*problem) is None:
-            return codebook_linear.linear(*args)
-        return codebook_linear.multiply_many(*args, plan, overlap)
+        return codebook_linear.linear(*args)
 
     def us(self, m: int, overlap: bool, plan=None, dtype=torch.float16) -> float:
         x = torch.randn(m, self.k, device=DEVICE).to(dtype)
