@@ -9,8 +9,8 @@
 `check` compares products of small layers with exact ones and reads weights back. `time` prints a
 table of microseconds last: cold weights, CUDA graphs, launches that may overlap. From 65 tokens on,
 the weight's decoded copy with its product and the main loop are both timed. `tiles` times
-other tiles of `kernels/mma` for up to 64 tokens, the fastest first. `one` launches
-each product once with the profiler on. Kernels lie in $ANYBIT_CACHE, so that they can be built
+other tiles for up to 64 tokens, the fastest first. `one` launches each product once
+with the profiler on. Kernels lie in $ANYBIT_CACHE, so that they can be built
 elsewhere and carried.
 """
 
@@ -30,6 +30,7 @@ from hopper_layers import (
     time_tile,
 )
 from mma import mma_us
+from torch import Tensor
 
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.cute.build import build
@@ -37,6 +38,7 @@ from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import KernelSpec, kernel_file
 from anybit.kernels.cute.operands import operand_of
 from anybit.kernels.hopper import chip, scalar_linear, tiles
+from anybit.kernels.mma import linear
 from anybit.kernels.mma import tiles as mma
 from anybit.measure import bench
 
@@ -63,6 +65,8 @@ def kernels(
         found |= dict.fromkeys(scalar_linear.copy_kernels(d, ["bfloat16"]))
         for m in counts if others else ():
             found |= dict.fromkeys(few_kernels(d, m) if m <= 64 else ())
+            few = (t for n, k in shapes if m <= 64 for t in hopper_tiles(d, m, n, k))
+            found |= dict.fromkeys(tiles.Kernel(d, t, "bfloat16") for t in few)
         for n, k in [*shapes, *CHECKED]:
             for m in [*counts, *COUNTS]:
                 if scalar_linear.narrow(m, n, k, d):
@@ -111,18 +115,41 @@ def few_kernels(d: Decoder, m: int) -> list[mma.Kernel]:
     return [kernel for kernel in dict.fromkeys(found) if kernel]
 
 
+def hopper_tiles(d: Decoder, m: int, n: int, k: int) -> list[tiles.Tile]:
+    """Tiles of the Hopper kernels for 9 to 64 tokens that leave room for two CTAs."""
+    if m <= 8:
+        return []
+    size = next(t for t in (16, 32, 64) if m <= t)
+    every = [tiles.Tile(size, ctas=2, split=s) for s in (1, 2, 4, 6, 8)]
+    every += [tiles.Tile(size, ctas=c, shared=True) for c in (1, 2)]
+    fit = [tiles.fitted(tile, d) for tile in every]
+    return [tile for tile in fit if tiles.fits_once(tile, d, m, n, k)]
+
+
 def few_times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
     for n, k in shapes:
         for scheme in schemes:
             p = Problem(scheme, DTYPE, n, k, cold=True)
             for m in counts:
-                x, found = p.tokens(m), {"as launched": time_tile(p, m, None, True)}
+                x = p.tokens(m)
+                want, found = p.run(*x), {"as launched": time_tile(p, m, None, True)}
                 for kernel in few_kernels(p.decoder, m):
                     if kernel_file(kernel).exists():
+                        near(linear.multiply(*x, p.prepared, None, DTYPE, kernel), want, kernel)
                         found[kernel.tile.name] = mma_us(p, x, kernel)
+                for tile in hopper_tiles(p.decoder, m, n, k):
+                    if kernel_file(tiles.Kernel(p.decoder, tile, "bfloat16")).exists():
+                        near(p.run(*x, tile=tile), want, tile)
+                        found[f"hopper {tile.name}"] = time_tile(p, m, tile, True)
                 best = sorted(found, key=lambda name: found[name])
                 texts = [f"{name} {found[name]:.1f}" for name in best]
                 print(f"{n}x{k} {scheme} M={m}:", *texts, sep="  ", flush=True)
+
+
+def near(y: Tensor, want: Tensor, what: object) -> None:
+    """Says so where a tile's sums are not those of the rule's, which `check` compares."""
+    if (y - want).abs().max() > want.abs().max() / 64:
+        print("WRONG", what, tuple(y.shape), flush=True)
 
 
 def times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
