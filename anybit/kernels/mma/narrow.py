@@ -15,7 +15,8 @@ from cutlass import Int32, Int64, const_expr
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.ptx import load_shared, store_shared
 from anybit.kernels.mma.product import Product
-from anybit.kernels.mma.ptx import commit, copy, copy_if, copy_or_zero, wait
+from anybit.kernels.mma.ptx import commit, copy, copy_if, copy_or_zero, prefetch, wait
+from anybit.kernels.mma.tiles import NARROW_WARPS
 
 
 class Narrow(Product):
@@ -49,7 +50,9 @@ class Narrow(Product):
         ring = base + warp * (self.stages * self.stage_bytes)
         k_tiles = (k + (K_TILE - 1)) // K_TILE
         m_tiles = (m + (self.tokens - 1)) // self.tokens
-        row_tile, first = tile // m_tiles, tile % m_tiles * self.tokens
+        row_tile, first = tile, Int32(0)
+        if m_tiles > 1:
+            row_tile, first = tile // m_tiles, tile % m_tiles * self.tokens
 
         # Where this warp reads: slices of 16 rows of a blob, which has two times four.
         slot = row_tile * self.slices
@@ -76,21 +79,18 @@ class Narrow(Product):
                     self.fetch_weights(to, blob + s * step, offsets, lane)
                 self.fetch_tokens(to, source, warp + s * self.warps, lane)
             commit()
-        # What this warp's part of the epilogue wants, long before it does.
         parts = const_expr(self.slices * self.blocks)
         part = cutlass.min(warp, Int32(parts - 1))
         channel = row_tile * self.rows + part // self.blocks * 16
         token = first + part % self.blocks * 8
-        rows = [
-            self.row_values(
-                row_scale.toint(), row_zero.toint(), bias.toint(), channel + v * 8 + lane // 4, n
-            )
-            for v in range(2)
-        ]
-        tokens = [
-            self.token_values(token_scale.toint(), token_sum.toint(), token + lane % 4 * 2 + c, m)
-            for c in range(2)
-        ]
+        vectors = (row_scale, row_zero, bias, token_scale, token_sum)
+        # What this warp's part of the epilogue wants, long before it does, if registers hold it.
+        if const_expr(self.busy):
+            prefetch(row_scale.toint() + Int64(channel) * 4)
+            if const_expr(self.integer):
+                prefetch(row_zero.toint() + Int64(channel) * 4)
+        else:
+            rows, tokens = self.factors(vectors, channel, token, lane, m, n)
 
         acc = cute.make_rmem_tensor((4, self.blocks, self.slices), self.acc)
         acc.fill(0)
@@ -115,6 +115,8 @@ class Narrow(Product):
             if stage == self.stages:
                 stage = Int32(0)
 
+        if const_expr(self.busy):
+            rows, tokens = self.factors(vectors, channel, token, lane, m, n)
         # All rings are idle: the sums meet there.
         wait(0)
         cute.arch.sync_threads()
@@ -135,6 +137,23 @@ class Narrow(Product):
                     total[2 * v : 2 * v + 2], rows[v], tokens, y.toint(), token + lane // 4,
                     channel + v * 8 + lane % 4 * 2, m, n,
                 )  # fmt: skip
+
+    @property
+    def busy(self) -> bool:
+        """Whether so many warps share a multiprocessor that each has few registers."""
+        return self.warps * self.tile.ctas > NARROW_WARPS
+
+    def factors(self, vectors, channel, token, lane, m, n):
+        """What sums are multiplied by: of this lane's two rows, and of its two tokens."""
+        row_scale, row_zero, bias, token_scale, token_sum = (v.toint() for v in vectors)
+        rows = [
+            self.row_values(row_scale, row_zero, bias, channel + v * 8 + lane // 4, n)
+            for v in range(2)
+        ]
+        tokens = [
+            self.token_values(token_scale, token_sum, token + lane % 4 * 2 + c, m) for c in range(2)
+        ]
+        return rows, tokens
 
     @property
     def grid_at(self) -> int:
