@@ -75,6 +75,7 @@ CONFIGS = [
     ({"hidden_size": "32"}, "hidden_size is '32'; it must be a whole number"),
     ({"num_attention_heads": 0}, "transformers cannot build the model"),
     ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, but the files hold 21 tensors"),
+    ({"num_experts": 10**6}, "num_experts is 1000000; at most 32768 can be"),
     ({"vocab_size": 10**12}, "vocab_size is 1000000000000, but the files hold"),
     ({"max_position_embeddings": 10**18}, "max_position_embeddings is 10"),
     ({"rope_parameters": {"rope_type": "magic"}}, "magic"),
@@ -123,6 +124,15 @@ def test_configs(tmp_path: Path, changes: dict[str, object], message: str) -> No
     source = dense(tmp_path / "dense")
     edit(source, **changes)
     refused(source, message)
+
+
+def test_a_number_of_experts_that_a_dense_model_states(tmp_path: Path) -> None:
+    """As Doge's does, which has a mixture of them in other sizes."""
+    source = dense(tmp_path / "dense")
+    edit(source, num_experts=16384)
+    command = ["quantize", str(source), "--format", "int4", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(("how", "message"), FILES, ids=[how for how, _ in FILES])
