@@ -80,7 +80,7 @@ def cycles(
 ) -> float:
     """Clock cycles: of reading what is touched, and of every tile's decoding and products.
 
-    Both run at the same time, so the slower counts. The constants fit 220 times of an H200 (models'
+    Both run at the same time, so the slower counts. The constants fit 224 times of an H200 (models'
     experts in `benchmarks/experts.py`) with an error of 10 %. That a tile reads weights which
     another one has read shows in two of them, FP8 with 32 tokens an expert and 1.45 tiles.
     """
