@@ -85,7 +85,10 @@ EXPERTS = (
     kind("`liquid@int8`", "humming, int8, groups of 64", ("liquid", INT8), W4A8),
     kind("`int4:group=64`", "humming", (G64, HALVES), ("humming", G64, HALVES)),
     kind("`fp6`", "humming", ("fp6", HALVES), ("humming", "fp6", HALVES)),
-    *MICRO[:-1],
+    *(
+        each._replace(beside="humming", others=tuple(c for c in each.others if c[1] == "humming"))
+        for each in MICRO[:-1]
+    ),
 )
 MODELS = {  # of an expert: gate and up together, and down
     "Mixtral-8x7B": ((28672, 4096), (4096, 14336)),
@@ -96,8 +99,8 @@ MODELS = {  # of an expert: gate and up together, and down
 
 
 def made() -> dict[str, str]:
-    dense = matches(DENSE, "h200_peers")
-    experts = matches(EXPERTS, "h200_expert_peers") or matches(EXPERTS, "h200_experts")
+    dense = [*matches(DENSE, "h200_peers"), *matches(MICRO, "h200_micro")]
+    experts = matches(EXPERTS, "h200_expert_peers")
     return {
         "peers_short": short(dense),
         "peers": means(dense),
