@@ -24,6 +24,7 @@ WAYS = {  # decoder and pipeline of `benchmarks/ablation.py`
     ("unshifted", "implicit"): "implicit, without bias shift",
     ("four", "implicit"): "implicit, four codes at once",
 }
+BATCHES = (1, 16, 64, 128, 256, 512)
 Key = tuple[str, ...]
 
 
@@ -94,9 +95,9 @@ def gains_at(batch: str) -> dict[str, float]:
     return out
 
 
-def gains_of(model: str) -> dict[str, float]:
-    """Speed of fp6's steps over bf16's, by batch."""
-    return ratios((model, "bf16", "model"), (model, "fp6", "model"))
+def gains_of(model: str, part: str = "step_us") -> dict[str, float]:
+    """Speed of fp6's steps, or a part of them, over bf16's, by batch."""
+    return ratios((model, "bf16", "model"), (model, "fp6", "model"), part)
 
 
 def ratios_of(model: str, other: str, spec: str, m: int) -> float:
@@ -195,7 +196,7 @@ def w4a8_system() -> str:
     """Milliseconds of a decode step of Llama-3-8B's shapes, by weights and cache."""
     found: dict[Key, dict[int, float]] = defaultdict(dict)
     for (model, spec, kv, batch, context), row in steps().items():
-        if (model, context) == ("llama-3-8b", "1280"):
+        if (model, context) == ("llama-3-8b", "1280") and int(batch) in BATCHES:
             found[spec, kv][int(batch)] = float(row["step_us"]) / 1e3
     counts = sorted({batch for times in found.values() for batch in times})
     order = ("bf16", "int4:group=128", "fp8@fp8", "int8@int8", "liquid@int8")
