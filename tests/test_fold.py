@@ -25,6 +25,20 @@ FOLDS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "decoder_sparse_step": 2, **MOE},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 48, **MOE},
+    "phi3": {"attention_bias": True},
+    "deepseek_v3": {
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        **MOE,
+    },
     "granite": {"residual_multiplier": 0.5, "embedding_multiplier": 3.0},
 }
 REFUSED: dict[str, str] = {
@@ -35,7 +49,6 @@ REFUSED: dict[str, str] = {
     "opt": "no model.embed_tokens",
     "gpt2": "no model.embed_tokens",
     "gpt_oss": "experts",
-    "phi3": "qkv_proj",
 }
 
 
@@ -65,7 +78,10 @@ def test_rotated_models_compute_what_they_did(kind: str) -> None:
     assert anybit.rotate_(model) is model
     assert difference(logits(model), before) < 1e-5
     for name, parameter in model.named_parameters():
-        if name.endswith("layernorm.weight") or name == "model.norm.weight":
+        if (
+            name.endswith(("input_layernorm.weight", "attention_layernorm.weight"))
+            or name == "model.norm.weight"
+        ):
             assert torch.equal(parameter, torch.ones_like(parameter)), name
     embeddings = [m.get_input_embeddings().weight for m in (dense, model)]
     assert difference(*embeddings) > 0.5

@@ -27,13 +27,16 @@ MLP = r"(?:mlp|block_sparse_moe)\.(?:\w+\.)*"
 ATTENTION_NORM, MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
 # What the parameters of a block do with the residual stream, by patterns of their names.
 READS = {
-    ATTENTION_NORM: r"self_attn\.[qkv]_proj\.weight",
+    ATTENTION_NORM: r"self_attn\.(?:[qkv]|qkv|q_a|kv_a)_proj(?:_with_mqa)?\.weight",
     MLP_NORM: MLP
     + r"(?:(?:gate|up|gate_up)_proj(?:\.weight)?|(?:gate|router|shared_expert_gate)\.weight)",
 }
 WRITES = r"self_attn\.o_proj\.weight|" + MLP + r"down_proj(?:\.weight)?"
 ADDS = r"self_attn\.o_proj\.bias|" + MLP + r"down_proj\.bias"
-NEITHER = r"self_attn\.(?:[qkv]_proj\.bias|[qk]_norm\.weight|sinks)|" + MLP + r"\w+\.bias"
+NEITHER = (
+    r"self_attn\.(?:\w+_proj(?:_with_mqa)?\.bias|[qk]_norm\.weight|sinks)|"
+    r"self_attn\.(?:(?:q|kv)_a_layernorm|(?:q|kv)_b_proj)\.weight|" + MLP + r"\w+\.bias"
+)
 CLOSE = 1e-3  # relative difference of outputs in fp32, far above that of rounding
 
 
@@ -42,8 +45,9 @@ def rotate_(model: nn.Module) -> nn.Module:
 
     Quantize it afterwards, in formats without `rotate`, but for the down projections, whose inputs
     cannot be folded: `{"*": "trellis", "*.down_proj": "trellis:rotate=k"}`. It stays a model of its
-    class, so checkpoints, kernels and servers need not know. Norms' gains become ones. Blocks of
-    the rotation have as many channels as the largest power of two that divides the size.
+    class, so checkpoints (`save_pretrained`, then `anybit quantize`), kernels and servers need not
+    know. Norms' gains become ones. Blocks of the rotation have as many channels as the largest
+    power of two that divides the size.
 
     Weights are rounded to their dtype once more. Memory: a second copy of the weights meanwhile. An
     error or an interrupt leaves the model as it was. A head that shares the embeddings' weight gets
@@ -51,8 +55,8 @@ def rotate_(model: nn.Module) -> nn.Module:
 
     Args:
         model: A dense causal language model of transformers with RMSNorm before attention and MLP
-            (Llama, Mistral, Qwen2, Qwen3, their mixtures of experts, ...). One of each kind of its
-            blocks is tried first, in fp32.
+            (Llama, Mistral, Qwen, Phi-3, DeepSeek, mixtures of experts among them). One of each
+            kind of its blocks is tried first, in fp32.
 
     Returns:
         The model.
@@ -162,15 +166,27 @@ def rotate_blocks(base: Any) -> None:
 
 
 def rotate_values(attention: Any, config: Any) -> None:
-    """Rotate each head's values, and what reads them; heads of an odd size stay as they are."""
+    """Rotate each head's values, and what reads them.
+
+    Heads of an odd size stay as they are, and those that are made of a latent vector.
+    """
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if dim & -dim < SMALLEST:
+    values = getattr(attention, "v_proj", getattr(attention, "qkv_proj", None))
+    if values is None or dim & -dim < SMALLEST:
         return
-    values, out = attention.v_proj, attention.o_proj
-    change(values, "weight", lambda w: turned(w.T.unflatten(-1, (-1, dim))).flatten(-2).T)
+    count = config.num_key_value_heads * dim
+
+    def heads(w: Tensor) -> Tensor:
+        return turned(w.unflatten(-1, (-1, dim))).flatten(-2)
+
+    def last(w: Tensor) -> Tensor:
+        """The last rows are those of the values."""
+        return torch.cat((w[:-count], heads(w[-count:].movedim(0, -1)).movedim(-1, 0)))
+
+    change(values, "weight", last)
     if values.bias is not None:
-        change(values, "bias", lambda b: turned(b.unflatten(-1, (-1, dim))).flatten(-2))
-    change(out, "weight", lambda w: turned(w.unflatten(-1, (-1, dim))).flatten(-2))
+        change(values, "bias", last)
+    change(attention.o_proj, "weight", heads)
 
 
 def reading(w: Tensor, gain: Tensor) -> Tensor:
