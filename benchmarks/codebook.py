@@ -7,7 +7,7 @@
 and drives outliers through. `table` times the kernels that `codebook_tiles.choose` names, plain and
 with programmatic dependent launch (pdl), beside cuBLAS, anybit's integers and fp6, AQLM's kernels
 where the package is installed, and CodeGEMM's where CODEGEMM names a checkout. `sweep` times many
-kernels for a problem; its rows are added to the table's. `tiles` times tiles for more than 16
+kernels for a problem; its rows are added to the table's. `tiles` times tiles for more than 8
 tokens. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels; `compile` fills it.
 """
 
@@ -258,11 +258,16 @@ def tiles_of(scheme: str) -> dict[Tile, Kernel]:
 
 
 def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> None:
-    """Times of every tile that is worth it, beside cuBLAS; for the rules in `lookup.py`."""
+    """Times of every tile that is worth it, beside cuBLAS; for the rules in `lookup.py`.
+
+    Up to 16 tokens also of the kernel for few.
+    """
     for (n, k), scheme in product(args.shapes, args.schemes):
         p = Problem(scheme, n, k, cold=True)
-        for m in (m for m in args.m if m > codebook_linear.MOST_TOKENS):
-            times = {}
+        for m in (m for m in args.m if m > lookup.FEW):
+            few = m <= codebook_linear.MOST_TOKENS
+            plan = choose(cells_of(p.fmt), m, n, k, "float16") if few else None
+            times = {plan.kernel.name: p.us(m, True, plan)} if plan else {}
             for tile, kernel in tiles_of(scheme).items():
                 small, large = tile.tokens < min(m, 64), tile.tokens >= 2 * max(m, 32)
                 fits = fits_once(tile, kernel.decoder, m, n, k)
@@ -273,7 +278,7 @@ def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
                 p.fmt, m, n, k, torch.float16, torch.device("cuda", 0)
             )
             text = " ".join(f"{name}={times[name]:.1f}" for name in sorted(times, key=times.get))
-            name = chosen.name if chosen else "dense"
+            name = chosen.name if chosen else plan.kernel.name if plan else "dense"
             print(f"{scheme} {n}x{k} M={m} cublas {dense:.1f} chosen {name} | {text}", flush=True)
 
 
