@@ -50,9 +50,7 @@ class Narrow(Product):
         ring = base + warp * (self.stages * self.stage_bytes)
         k_tiles = (k + (K_TILE - 1)) // K_TILE
         m_tiles = (m + (self.tokens - 1)) // self.tokens
-        row_tile, first = tile, Int32(0)
-        if m_tiles > 1:
-            row_tile, first = tile // m_tiles, tile % m_tiles * self.tokens
+        row_tile, first = tile // m_tiles, tile % m_tiles * self.tokens
 
         # Where this warp reads: slices of 16 rows of a blob, which has two times four.
         slot = row_tile * self.slices
@@ -180,10 +178,25 @@ class Narrow(Product):
         column, row = lane % self.columns, lane // self.columns
         step = const_expr(32 // self.columns)
         at = kt * self.token_bytes + column * 16
-        inside = at < k * self.width  # numbers past K are zeros
+        place = (row, column, at < k * self.width)  # numbers past K are zeros
         at += Int64(x)
-        for i in cutlass.range_constexpr(-(-self.tokens // step)):
-            token = row + i * step
+        once = const_expr(step if self.busy else self.tokens)
+        self.fetch_rows(to, at, place, source, 0, once)
+        if const_expr(self.busy):  # noqa: SIM102 - known when it is compiled
+            if first + step < m:  # seldom
+                self.fetch_rows(to, at, place, source, step, self.tokens)
+
+    @cute.jit
+    def fetch_rows(
+        self, to, at, place, source, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]
+    ):
+        """Start the copies of every so many tokens, which is one of each lane."""
+        _, first, m, k = source
+        row, column, inside = place
+        for i in cutlass.range_constexpr(begin, end, 32 // self.columns):
+            token = row + i
             into = to + self.x_at + token * self.token_bytes + (column ^ (token & 7)) * 16
-            source = at + Int64(first + token) * (k * self.width)
-            copy_or_zero(into, 0, source, 0, inside, first + token < m)
+            copy_or_zero(
+                into, 0, at + Int64(first + token) * (k * self.width), 0,
+                inside, first + token < m,
+            )  # fmt: skip
