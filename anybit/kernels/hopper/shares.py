@@ -71,31 +71,40 @@ def join(sums, kind, most, work, counters, parts, part, share, tile, start, end,
         place = cutlass.const_expr(parts * chunks * 512)
         counter = Int64(counters) + (tile * parts + part) * 4
         at = Int64(work) + (part * (chunks * 512) + lane * 16)
-        to = at + Int64(cta * 2 + (1 if start == 0 else 0)) * place
-        for i in cutlass.range_constexpr(chunks):
-            store_global(to + i * 512, [sums[4 * i + j] for j in range(4)])
-        fence()
-        cute.arch.sync_warp()
-        before = Int32(0)
-        if lane == 0:
-            before = count_up(counter)
-        before = cute.arch.make_warp_uniform(before)
         # The CTAs of the tile's first and last unit: the largest c with c / C up to there.
         low = ((tile * k_tiles + 1) * sharers - 1) // (common * k_tiles)
         high = ((tile + 1) * k_tiles * sharers - 1) // (common * k_tiles)
+        # One that comes last keeps its sums, if adding the others' to them is the same order.
+        before = Int32(0)
+        if lane == 0:
+            before = count_up(counter, 0)
+        before = cute.arch.make_warp_uniform(before)
+        mine = cta
+        if (before < high - low) | (cta > low + 1):
+            mine = Int32(-1)
+            to = at + Int64(cta * 2 + (1 if start == 0 else 0)) * place
+            for i in cutlass.range_constexpr(chunks):
+                store_global(to + i * 512, [sums[4 * i + j] for j in range(4)])
+            fence()
+            cute.arch.sync_warp()
+            if lane == 0:
+                before = count_up(counter)
+            before = cute.arch.make_warp_uniform(before)
         whole = Int32(0)
         if before == high - low:
             whole = Int32(1)
             fence()
             if lane == 0:
                 store_global(counter, [Uint32(0)])
-            sums.fill(0)
+            if mine < 0:
+                sums.fill(0)
             for b in cutlass.range_constexpr(0, chunks, most):
                 for c in cutlass.range(low, high + 1, unroll=1):
-                    there = at + Int64(c * 2 + (1 if c == low else 0)) * place
-                    found = []
-                    for i in cutlass.range_constexpr(b, min(b + most, chunks)):
-                        found += load_l2(there + i * 512, 4, kind)
-                    for i in cutlass.range_constexpr(len(found)):
-                        sums[4 * b + i] = sums[4 * b + i] + found[i]
+                    if c != mine:
+                        there = at + Int64(c * 2 + (1 if c == low else 0)) * place
+                        found = []
+                        for i in cutlass.range_constexpr(b, min(b + most, chunks)):
+                            found += load_l2(there + i * 512, 4, kind)
+                        for i in cutlass.range_constexpr(len(found)):
+                            sums[4 * b + i] = sums[4 * b + i] + found[i]
     return whole
