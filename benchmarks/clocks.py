@@ -173,7 +173,9 @@ def watts(graph: Graph, us: float) -> float:
     return float(told[0]) if told and told[0].replace(".", "").isdigit() else math.nan
 
 
-def cell(n: int, k: int, m: int, args: argparse.Namespace) -> list[dict[str, float | str]]:
+def cell(
+    n: int, k: int, m: int, args: argparse.Namespace, power: bool
+) -> list[dict[str, float | str]]:
     """The rows of a table, which is printed as well."""
     rows: list[dict[str, float | str]] = []
     graphs = [capture(*case) for case in cases(n, k, m, args)]
@@ -194,16 +196,16 @@ def cell(n: int, k: int, m: int, args: argparse.Namespace) -> list[dict[str, flo
     for graph in graphs:
         us, ghz = (median(values) for values in zip(*hot[graph.name], strict=True))
         first, clock = cool[graph.name]
-        power = watts(graph, us) if args.watts else math.nan
+        drawn = watts(graph, us) if power else math.nan
         print(
             f"{graph.name:58s} {first:7.1f} {clock:.2f}  {ideal / (first * clock * 1e3):.2f} | "
             f"{us:7.1f} {ghz:.2f}  {ideal / (us * ghz * 1e3):.2f}  {2e-6 * n * k * m / us:7.0f} "
-            f"{power:4.0f}  {best / us:.2f}",
+            f"{drawn:4.0f}  {best / us:.2f}",
             flush=True,
         )
         rows.append({
             "cell": f"{n}x{k}:{m}", "kernel": graph.name, "cool_us": first, "cool_ghz": clock,
-            "us": us, "ghz": ghz, "watts": power,
+            "us": us, "ghz": ghz, "watts": drawn,
         })  # fmt: skip
     return rows
 
@@ -215,7 +217,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=6, help="tiles beside the chosen one")
     parser.add_argument("--out", type=Path, default=Path("clocks.json"))
     parser.add_argument("--compile", action="store_true", help="and end")
-    parser.add_argument("--watts", action="store_true")
+    parser.add_argument("--watts", type=int, default=0, help="cells of which watts are asked, too")
     args = parser.parse_args()
     start = time.perf_counter()
     if dsl_version():
@@ -223,9 +225,9 @@ def main() -> None:
     if args.compile:
         return
     found: list[dict[str, float | str]] = []
-    for text in args.cells:
+    for i, text in enumerate(args.cells):
         shape, _, m = text.partition(":")
-        found += cell(*bench.parse_shape(shape), int(m), args)
+        found += cell(*bench.parse_shape(shape), int(m), args, i < args.watts)
         args.out.write_text(json.dumps(found))
     print(f"clocks: {time.perf_counter() - start:.0f} s")
 
