@@ -178,6 +178,7 @@ def cell(
 ) -> list[dict[str, float | str]]:
     """The rows of a table, which is printed as well."""
     rows: list[dict[str, float | str]] = []
+    torch.cuda.empty_cache()
     graphs = [capture(*case) for case in cases(n, k, m, args)]
     cool = {}
     for graph in graphs:
