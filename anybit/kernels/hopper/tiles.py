@@ -58,7 +58,7 @@ class Tile:
     @property
     def wide(self) -> bool:
         """Whether consumers need more registers than 288 threads leave them."""
-        return self.tokens * self.rows // 128 >= 256
+        return self.rows // 128 * (self.tokens + 32) >= 256
 
     @property
     def threads(self) -> int:
