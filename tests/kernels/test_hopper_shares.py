@@ -109,7 +109,7 @@ def test_the_last_may_arrive_after_it_looked() -> None:
     prepared = operands.layout(packed_weight("fp6", 264, 512), emulated.operand)
     x = emulated.tokens(5, 512)
     want = [emulated.run(x, prepared, 264, grid) for grid in (5, 7)]
-    looked = re.compile(r"ld\.relaxed\.gpu\.global\.b32 (%r\d+), \[%rd\d+\];")
+    looked = re.compile(r"atom\.add\.acq_rel\.gpu\.global\.u32 (%r\d+), \[%rd\d+\], 0;")
     assert len(looked.findall(emulated.ptx)) == 1
     emulated.machine = Machine(looked.sub(r"mov.b32 \1, 0;", emulated.ptx))
     for grid, y in zip((5, 7), want, strict=True):
