@@ -44,6 +44,7 @@ class Bomb:
 
 
 Q = "model.layers.0.self_attn.q_proj.weight"
+NORM = "model.layers.0.input_layernorm.weight"
 
 
 def damage(path: Path, how: str) -> None:
@@ -62,6 +63,11 @@ def damage(path: Path, how: str) -> None:
         header(path, **{Q: {"data_offsets": [0, 4]}})
     elif how == "huge offsets":
         header(path, **{Q: {"data_offsets": [1 << 70, (1 << 70) + 4]}})
+    elif how == "whole numbers":
+        header(path, **{Q: {"dtype": "I16"}})
+    elif how == "other shape":
+        shape = read_header(path / "model.safetensors")[NORM].shape
+        header(path, **{NORM: {"shape": [1, *shape]}})
     elif how == "deep":
         (path / "config.json").write_text("[" * 100_000)
     else:
@@ -90,6 +96,8 @@ FILES = [
     ("short index", "no file holds 1 tensors of the model"),
     ("overlap", "damaged safetensors header"),
     ("huge offsets", "damaged safetensors header"),
+    ("whole numbers", f"{Q}: config.json asks for floats of shape (64, 64), model.safetensors"),
+    ("other shape", f"{NORM}: config.json asks for floats of shape (64,), model.safetensors holds"),
     ("deep", "not valid JSON"),
 ]
 

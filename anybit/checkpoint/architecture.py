@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybit.checkpoint.names import check_missing, layout
+from anybit.checkpoint.names import check_fit, check_missing, layout
 from anybit.errors import AnybitError, InvalidInput, loading
 from anybit.files.directory import quantization_of, read_json
 from anybit.files.safetensors import Stored, stored_tensors
@@ -160,12 +160,13 @@ def check_model(source: Path) -> Any:
 
     Raises:
         FileNotFoundError: Files are missing.
-        InvalidInput: As `bare_model` does; a dense model's tensors are missing.
+        InvalidInput: As `bare_model` does; a dense model's tensors are missing, or of other shapes.
     """
     model = bare_model(source)
     if not quantization_of(read_json(source / "config.json"), source):
         found = layout(stored_tensors(source), model, lambda name: False)
         check_missing(source, found.missing, found.unexpected)
+        check_fit(source, found, model)
     return type(model)
 
 
