@@ -21,6 +21,7 @@ from results import (
     loss,
     markdown,
     number,
+    read,
     score,
     us,
 )
@@ -75,8 +76,8 @@ TABLES: list[tuple[str, list[Column]]] = [
          CUBLAS_FP8, CUBLAS],
     ),
     (
-        "4-bit weights, activations quantized in the timed region, Triton",
-        [triton("liquid", "Triton liquid", ("int8",)),
+        "4-bit weights, activations quantized in the timed region",
+        [ours("Hopper liquid", "liquid", ("int8",)), triton("liquid", "Triton liquid", ("int8",)),
          other("humming", "int4:group=64", ("int8",), "humming int4 g64"), CUBLAS],
     ),
     (
@@ -107,6 +108,7 @@ ALONE: list[tuple[str, list[Column]]] = [  # no other package has the same bits
 def made() -> dict[str, str]:
     one, many = (1, 64, 256, 1024), (1, 16, 64)
     return {
+        "gemm_about": about(),
         "summary": summary(),
         "losses": losses(),
         "kernels": "\n\n".join(kernel(*table) for table in (*TABLES, *ALONE)),
@@ -153,6 +155,30 @@ def times(
 
 
 # docs/benchmarks.md.
+
+
+def about() -> str:
+    """Where and when h200_gemm was measured; a warning if that was in several processes."""
+    rows = [row for row in read("h200_gemm") if row["N"]]
+    if not rows:
+        return ""
+    weights = {(row["N"], row["K"]) for row in rows}
+    text = f"{len(weights)} weights, {rows[0]['gpu']}, {max(row['date'] for row in rows)}"
+    commits = {row["peer"]: row["commit"] for row in rows}
+    if len(set(commits.values())) == 1:
+        return f"{text}: all kernels of a weight in one process."
+    ours, dense = ([r for r in rows if r["peer"] == peer] for peer in (OURS, "cublas"))
+    times = {(r["N"], r["K"], r["M"]): float(r["us"]) for r in dense if r["format"] == "fp16"}
+    other = [
+        float(r["us"]) * float(r["vs_cublas_fp16"]) / time
+        for r in ours
+        if r["vs_cublas_fp16"] and (time := times.get((r["N"], r["K"], r["M"])))
+    ]
+    return (
+        f"{text}. The Hopper rows come from another process and another chip of the same type than "
+        f"all others: its dense layer took {min(other):.2f} to {max(other):.2f} times as long. "
+        f"Both have their commit in the CSV."
+    )
 
 
 def kernel(title: str, columns: list[Column]) -> str:

@@ -11,11 +11,20 @@ INT8, FP8 = ("int8-given",), ("fp8-given",)
 LEVEL = 0.97  # of another's speed; below it a cell counts as slower
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 FEW = 64  # tokens, up to which reading the weight counts most
-OTHERS = ("humming", "quack", "marlin", "machete", "tinygemm")
+OTHERS = {  # and their names in words
+    "humming": "humming",
+    "quack": "quack",
+    "marlin": "Marlin",
+    "machete": "Machete",
+    "tinygemm": "tinygemm",
+}
 
 
 class Kind(NamedTuple):
-    """What is compared: rows of ours, and the rows of others of which the fastest counts."""
+    """What is compared: rows of ours, and the rows of others of which the fastest counts.
+
+    beside: the others in words; "": the names of those that were measured.
+    """
 
     name: str
     beside: str
@@ -24,12 +33,16 @@ class Kind(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Ours and the fastest other in one cell; ratio: its time over ours."""
+    """Ours and the fastest other in one cell.
+
+    all: names of all others that were measured. ratio: the time of the fastest over ours.
+    """
 
     kind: Kind
     shape: tuple[int, int]
     m: int
     other: str
+    all: frozenset[str]
     ratio: float
 
 
@@ -49,19 +62,20 @@ W4A8 = ("humming", G64, INT8)
 DENSE = (
     kind(
         "`int4:group=128`",
-        "humming, quack, Marlin, Machete, tinygemm",
+        "",
         (FOUR, HALVES),
-        *((peer, FOUR, HALVES) for peer in OTHERS[:-1]),
+        *((peer, FOUR, HALVES) for peer in OTHERS),
         ("tinygemm", f"{FOUR},zero", HALVES),
     ),
-    kind("`fp6`", "humming", ("fp6", HALVES), ("humming", "fp6", HALVES)),
+    kind("`fp6`", "", ("fp6", HALVES), ("humming", "fp6", HALVES)),
     kind("`liquid@int8`", "humming, int8, groups of 64", ("liquid", INT8), W4A8),
     kind(
         "`liquid@int8`",
         "any 4 bits with 8-bit activations",
         ("liquid", INT8),
         W4A8,
-        *(("humming", FOUR, FP8), ("quack", FOUR, FP8), ("quack", FOLDED, FP8)),
+        *(("humming", FOUR, INT8), ("humming", FOUR, FP8)),
+        *(("quack", FOUR, FP8), ("quack", FOLDED, FP8)),
     ),
     kind(
         "`liquid@int8`, tokens quantized too",
@@ -71,22 +85,22 @@ DENSE = (
     ),
 )
 MICRO = (
-    kind("`mxfp4`", "humming, Marlin", ("mxfp4", HALVES),
+    kind("`mxfp4`", "", ("mxfp4", HALVES),
          *((peer, "mxfp4", HALVES) for peer in ("humming", "marlin"))),
-    kind("`mxfp4@fp8`", "humming, Marlin", ("mxfp4", FP8),
+    kind("`mxfp4@fp8`", "", ("mxfp4", FP8),
          *((peer, "mxfp4", FP8) for peer in ("humming", "marlin"))),
-    kind("`nvfp4`", "humming, Marlin", ("nvfp4", HALVES),
+    kind("`nvfp4`", "", ("nvfp4", HALVES),
          *((peer, "nvfp4", HALVES) for peer in ("humming", "marlin"))),
-    kind("`fp8:group=128@fp8`", "humming", ("fp8:group=128", FP8),
+    kind("`fp8:group=128@fp8`", "", ("fp8:group=128", FP8),
          ("humming", "fp8:group=128", FP8)),
-    kind("`int4:group=128@int8`", "humming", (FOUR, INT8), ("humming", FOUR, INT8)),
+    kind("`int4:group=128@int8`", "", (FOUR, INT8), ("humming", FOUR, INT8)),
 )  # fmt: skip
 EXPERTS = (
     kind("`liquid@int8`", "humming, int8, groups of 64", ("liquid", INT8), W4A8),
-    kind("`int4:group=64`", "humming", (G64, HALVES), ("humming", G64, HALVES)),
-    kind("`fp6`", "humming", ("fp6", HALVES), ("humming", "fp6", HALVES)),
+    kind("`int4:group=64`", "", (G64, HALVES), ("humming", G64, HALVES)),
+    kind("`fp6`", "", ("fp6", HALVES), ("humming", "fp6", HALVES)),
     *(
-        each._replace(beside="humming", others=tuple(c for c in each.others if c[1] == "humming"))
+        each._replace(others=tuple(c for c in each.others if c[1] == "humming"))
         for each in MICRO[:-1]
     ),
 )
@@ -120,8 +134,9 @@ def matches(kinds: Sequence[Kind], *files: str) -> list[Match]:
         for (n, k, m), rows in sorted(cells(*files).items()):
             mine, other = find(rows, each.ours), fastest(rows, each.others)
             if mine and other:
+                every = frozenset(column[1] for column in each.others if find(rows, column))
                 ratio = float(other["us"]) / float(mine["us"])
-                out.append(Match(each, (n, k), m, other["peer"], ratio))
+                out.append(Match(each, (n, k), m, other["peer"], every, ratio))
     return out
 
 
@@ -130,6 +145,12 @@ def by_kind(found: Sequence[Match]) -> dict[Kind, list[Match]]:
     for match in found:
         out[match.kind].append(match)
     return out
+
+
+def beside(found: Sequence[Match]) -> str:
+    """The others of a kind in words."""
+    every = {name for match in found for name in match.all}
+    return found[0].kind.beside or ", ".join(OTHERS[name] for name in OTHERS if name in every)
 
 
 def mean(found: Sequence[Match]) -> str:
@@ -146,7 +167,7 @@ def short(found: Sequence[Match]) -> str:
     for each, mine in by_kind(found).items():
         few = [match for match in mine if match.m <= FEW]
         many = [match for match in mine if match.m > FEW]
-        lines.append([each.name, each.beside, mean(few), mean(many), mean(mine), behind(mine)])
+        lines.append([each.name, beside(mine), mean(few), mean(many), mean(mine), behind(mine)])
     titles = ["", "beside", f"up to {FEW} tokens", "more", "all", "slower cells"]
     return markdown(titles, lines, words=2)
 
@@ -157,7 +178,7 @@ def means(found: Sequence[Match]) -> str:
     lines = []
     for each, mine in by_kind(found).items():
         cells = [mean([match for match in mine if match.m == m]) for m in counts]
-        lines.append([each.name, each.beside, *cells, f"**{mean(mine)}**", behind(mine)])
+        lines.append([each.name, beside(mine), *cells, f"**{mean(mine)}**", behind(mine)])
     titles = ["", "beside", *(f"M={m}" for m in counts), "all", "slower"]
     return markdown(titles, lines, words=2)
 
@@ -180,7 +201,7 @@ def worst(found: Sequence[Match], name: Callable[[tuple[int, int]], str] = weigh
             continue
         low = min(slower, key=lambda match: match.ratio)
         lines.append(
-            f"- {each.name} beside {each.beside}: the worst is {low.ratio:.2f} "
+            f"- {each.name} beside {beside(mine)}: the worst is {low.ratio:.2f} "
             f"({name(low.shape)}, M={low.m}, {low.other})."
         )
         for shape in dict.fromkeys(match.shape for match in slower):
@@ -197,8 +218,8 @@ def ratios(found: Sequence[Match], name: Callable[[tuple[int, int]], str] = weig
     counts = sorted({match.m for match in found})
     lines = []
     for each, mine in by_kind(found).items():
-        named = len({column[1] for column in each.others}) > 1
-        title = f"{each.name}, {each.beside}"
+        named = len({name for match in mine for name in match.all}) > 1
+        title = f"{each.name}, {beside(mine)}"
         for shape in dict.fromkeys(match.shape for match in mine):
             here = {match.m: match for match in mine if match.shape == shape}
             line = [cell(here.get(m), named) for m in counts]
