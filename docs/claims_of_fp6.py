@@ -138,6 +138,12 @@ def zeroquant() -> list[Claim]:
             f"{lost(TASK + 'python_docstring; spec=int4:group=128', 'change', 3)}; BART not run",
             TASK + "python_docstring; spec=fp6/int4:group=128",
         ),
+        Claim(
+            "GPTQ and LoRC (a low-rank part beside the codes) help large models most",
+            "prior work",
+            "",
+            "not run: LoRC adds two products to each layer, and the paper's FP6 needs none",
+        ),
         Claim("4+2 storage", "4 and 2 bits", "planes of 4, 2 and 1 bits", "anybit/core/planes.py"),
         Claim(
             "Bias shift, exact for subnormals too",

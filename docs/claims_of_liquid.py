@@ -37,6 +37,8 @@ PIPELINES = "h200_ablation.csv: scheme=liquid@int8; experts="
 LAYERS = "h200_layers.csv: model=llama-2-7b/llama-2-13b/llama-2-70b/llama-3-8b; format="
 SYSTEM = "h200_papers_engine.csv: model="
 ENGINE = "h200_engine.csv: model="
+DENSE = ENGINE + "llama-2-7b; format=bf16; kv=model; batch="
+SHORT = SYSTEM + "llama-2-7b; format=bf16; kv=int8; context=192; batch="
 CACHE = "cpu_kv_scales.csv: weights="
 SYSTEMS = "not run: needs a profile of its kernels"
 
@@ -94,11 +96,11 @@ def same_batch(batch: str, other: str = "int8@int8") -> str:
     return f"{batch} sequences " + ", ".join(f"{name} {x:.2f}x" for name, x in found.items())
 
 
-def share(model: str, batch: int) -> float:
-    """The part of bf16's decode step that GEMMs take."""
-    row = found(f"{ENGINE}{model}; format=bf16; kv=model; batch={batch}")[0]
+def share(place: str) -> str:
+    """The part of a decode step that GEMMs take."""
+    row = found(place)[0]
     gemm, attention, rest = (float(row[f"{part}_us"]) for part in ("gemm", "attention", "rest"))
-    return gemm / (gemm + attention + rest)
+    return f"{gemm / (gemm + attention + rest):.0%}"
 
 
 def predicted(m: int) -> float:
@@ -237,9 +239,15 @@ def liquid() -> list[Claim]:
         Claim(
             "GEMMs take most of a step (figure 4)",
             "over 20 % even with large batches and 1,024 tokens",
-            f"bf16, 1,280 tokens: {share('llama-2-7b', 16):.0%} with 16 sequences, "
-            f"{share('llama-2-7b', 128):.0%} with 128 (7B shapes)",
-            ENGINE + "llama-2-7b; format=bf16; kv=model; batch=16/128",
+            f"7B shapes in bf16, 1,280 tokens: {share(DENSE + '16')} with 16 sequences, "
+            f"{share(DENSE + '128')} with 128",
+            DENSE + "16/128",
+        ),
+        measured(
+            "... and more with 128 tokens in and out",
+            "figure",
+            lambda: f"192 tokens: {share(SHORT + '16')} and {share(SHORT + '128')}",
+            SHORT + "16/128",
         ),
         measured(
             "Peak tokens a second in 80 GB (table 1)",
