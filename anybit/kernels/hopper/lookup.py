@@ -89,12 +89,14 @@ def lookup(fmt: Format, dtype: torch.dtype) -> LookupDecoder | str:
 def candidates(d: LookupDecoder) -> list[Tile]:
     """Tiles that leave room for at least two stages beside the table.
 
-    Tiles of 256 rows spill with more than one codebook, and with fine groups, as one of 256 tokens
-    does; those of 128 tokens were slower, and those of 64 no faster. Clusters of four were slower
-    than those of two.
+    Spills: 256 rows with more than one codebook, or with fine groups; 256 tokens with fine groups;
+    equal shares of 128 tokens with four codebooks. 256 rows of 128 tokens were slower, and those of
+    64 no faster. Clusters of four were slower than those of two.
     """
     every = [Tile(tokens, split=split) for tokens in (32, 64, 96, 128) for split in (1, 2)]
-    every += [Tile(tokens, shared=True) for tokens in (32, 64, 96, 128)]
+    every += [Tile(tokens, shared=True) for tokens in (32, 64, 96)]
+    if d.cells.m < 4:
+        every += [Tile(128, shared=True)]
     if d.cells.m == 1 and d.cells.v == 4 and d.groups <= 4:
         every += [Tile(96, rows=256)]
     every += [Tile(256, shared=shared) for shared in (False, True)] * (d.groups <= 4)
