@@ -268,15 +268,18 @@ def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
             few = m <= codebook_linear.MOST_TOKENS
             plan = choose(cells_of(p.fmt), m, n, k, "float16") if few else None
             times = {plan.kernel.name: p.us(m, True, plan)} if plan else {}
+            chosen = codebook_linear.lookup_tile(
+                p.fmt, m, n, k, torch.float16, torch.device("cuda", 0)
+            )
+            if not few and chosen is None:
+                times["decoded"] = p.us(m, True)
             for tile, kernel in tiles_of(scheme).items():
-                small, large = tile.tokens < min(m, 64), tile.tokens >= 2 * max(m, 32)
+                least = 128 if m > 256 else 64
+                small, large = tile.tokens < min(m, least), tile.tokens >= 2 * max(m, 32)
                 fits = fits_once(tile, kernel.decoder, m, n, k)
                 if kernel_file(kernel).exists() and fits and not small | large:
                     times[tile.name] = p.us(m, True, tile)
             dense = dense_us(n, k, m, torch.float16)
-            chosen = codebook_linear.lookup_tile(
-                p.fmt, m, n, k, torch.float16, torch.device("cuda", 0)
-            )
             text = " ".join(f"{name}={times[name]:.1f}" for name in sorted(times, key=times.get))
             name = chosen.name if chosen else plan.kernel.name if plan else "dense"
             print(f"{scheme} {n}x{k} M={m} cublas {dense:.1f} chosen {name} | {text}", flush=True)
