@@ -15,9 +15,12 @@ elsewhere and carried.
 """
 
 import argparse
+import csv
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
 from hopper import one_hot
@@ -152,23 +155,39 @@ def near(y: Tensor, want: Tensor, what: object) -> None:
         print("WRONG", what, tuple(y.shape), flush=True)
 
 
-def times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
-    lines = []
+def times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> list[dict]:
+    """Rows of N, K, format, how it is multiplied, and microseconds by M; also printed."""
+    rows = []
     for n, k in shapes:
-        dense = [dense_us(n, k, m, DTYPE) for m in counts]
-        lines.append(row(f"{n}x{k} cuBLAS bf16", dense))
-        print(lines[-1], flush=True)
+
+        def add(scheme: str, how: str, us: dict[int, float], n: int = n, k: int = k) -> None:
+            rows.append({"N": n, "K": k, "format": scheme, "how": how, "us": us})
+            print(line(rows[-1], counts), flush=True)
+
+        add("bf16", "cuBLAS", {m: dense_us(n, k, m, DTYPE) for m in counts})
         for scheme in schemes:
             p = Problem(scheme, DTYPE, n, k, cold=True)
-            lines.append(row(scheme, [time_tile(p, m, None, True) for m in counts]))
-            print(lines[-1], flush=True)
+            add(scheme, "as launched", {m: time_tile(p, m, None, True) for m in counts})
             large = [m for m in counts if m > 64]
             if tiles.may_copy(p.decoder) and large:
-                loop = [time_tile(p, m, tiles.choose(p.decoder, m, n, k), True) for m in large]
-                gap = [None] * (len(counts) - len(large))
-                lines.append(row("  main loop", gap + loop))
-                lines.append(row("  copy", gap + [copied_us(p, m) for m in large]))
-    print("us, M =".ljust(28) + "".join(f"{m:>8}" for m in counts), *lines, sep="\n")
+                chosen = {m: tiles.choose(p.decoder, m, n, k) for m in large}
+                add(scheme, "main loop", {m: time_tile(p, m, chosen[m], True) for m in large})
+                add(scheme, "copy", {m: copied_us(p, m) for m in large})
+    head = "us, M =".ljust(52) + "".join(f"{m:8}" for m in counts)
+    print(head, *(line(row, counts) for row in rows), sep="\n")
+    return rows
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    """One line for each time."""
+    fields = ("gpu", "date", "N", "K", "format", "how", "M", "us")
+    same = {"gpu": torch.cuda.get_device_name(), "date": datetime.now(UTC).date()}
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            for m, us in row["us"].items():
+                writer.writerow({**same, **row, "M": m, "us": f"{us:.2f}"})
 
 
 def copied_us(p: Problem, m: int) -> float:
@@ -189,8 +208,10 @@ def copied() -> Iterator[None]:
         scalar_linear.copied.cache_clear()
 
 
-def row(name: str, us: list) -> str:
-    return name.ljust(28) + "".join(" " * 8 if t is None else f"{t:8.1f}" for t in us)
+def line(row: dict, counts: list[int]) -> str:
+    texts = (f"{row['us'][m]:8.1f}" if m in row["us"] else " " * 8 for m in counts)
+    where = f"{row['N']}x{row['K']}"
+    return f"{where:12}{row['format']:26} {row['how']:13}" + "".join(texts)
 
 
 def one(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
@@ -217,6 +238,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--m", type=bench.parse_counts, default=bench.parse_counts(MS))
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile; 0: one a core")
+    parser.add_argument("--out", type=Path, help="the .csv file that `time` writes")
     args = parser.parse_args()
     shapes = [bench.parse_shape(text) for text in args.shapes]
     for mode in args.modes:
@@ -227,7 +249,9 @@ def main() -> None:
         elif mode == "check":
             check(args.schemes)
         elif mode == "time":
-            times(args.schemes, shapes, args.m)
+            rows = times(args.schemes, shapes, args.m)
+            if args.out:
+                write(args.out, rows)
         elif mode == "tiles":
             few_times(args.schemes, shapes, [m for m in args.m if m <= 64])
         else:
