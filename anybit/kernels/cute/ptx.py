@@ -275,9 +275,17 @@ def load_l2(address: Int64, n: int, kind: Any, *, loc: Any = None, ip: Any = Non
 
 
 @dsl_user_op
-def count_up(address: Int64, by: int = 1, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Adds `by`; returns what was there."""
-    text = f"atom.add.acq_rel.gpu.global.u32 $0, [$1], {by};"
+def count_up(address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Adds 1; returns what was there."""
+    text = "atom.add.acq_rel.gpu.global.u32 $0, [$1], 1;"
+    at = {"loc": loc, "ip": ip}
+    return Int32(asm(T.i32(), [Int64(address)], text, "=r,l,~{memory}", True, at))
+
+
+@dsl_user_op
+def peek(address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
+    """What other CTAs have counted so far."""
+    text = "ld.relaxed.gpu.global.b32 $0, [$1];"
     at = {"loc": loc, "ip": ip}
     return Int32(asm(T.i32(), [Int64(address)], text, "=r,l,~{memory}", True, at))
 

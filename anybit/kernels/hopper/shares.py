@@ -5,8 +5,8 @@ whole tiles. Else the tiles that do not divide come first, and their units are d
 the CTAs that share: CTA c of C begins at unit c / C of all (`tiles.sharers`).
 
 The last CTA to arrive at a tile adds the sums of all in the order of CTAs: results do not change
-from run to run. One that finds all others there, as the CTA that begins a tile mostly does, keeps
-its own in registers, if the order stays the same.
+from run to run. Its own stay in registers: who finds all others there, as the CTA that begins a
+tile mostly does, writes none.
 
 Counters are zeros, which every launch leaves as zeros (`cute/counters.py`). Sums lie in a workspace
 with two places for each CTA: for the tile that it begins, and for one that began before it.
@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from anybit.kernels.cute.ptx import count_up, fence, load_l2, store_global
+from anybit.kernels.cute.ptx import count_up, fence, load_l2, peek, store_global
 from anybit.kernels.hopper.tiles import EVEN, LEAST_UNITS, MOST_SHARERS
 
 
@@ -75,14 +75,11 @@ def join(sums, kind, most, work, counters, parts, part, share, tile, start, end,
         # The CTAs of the tile's first and last unit: the largest c with c / C up to there.
         low = ((tile * k_tiles + 1) * sharers - 1) // (common * k_tiles)
         high = ((tile + 1) * k_tiles * sharers - 1) // (common * k_tiles)
-        # One that comes last keeps its sums, if adding the others' to them is the same order.
         before = Int32(0)
         if lane == 0:
-            before = count_up(counter, 0)
+            before = peek(counter)
         before = cute.arch.make_warp_uniform(before)
-        mine = cta
-        if (before < high - low) | (cta > low + 1):
-            mine = Int32(-1)
+        if before < high - low:  # others are still at work, and one of them may be the last
             to = at + Int64(cta * 2 + (1 if start == 0 else 0)) * place
             for i in cutlass.range_constexpr(chunks):
                 store_global(to + i * 512, [sums[4 * i + j] for j in range(4)])
@@ -97,15 +94,24 @@ def join(sums, kind, most, work, counters, parts, part, share, tile, start, end,
             fence()
             if lane == 0:
                 store_global(counter, [Uint32(0)])
-            if mine < 0:
-                sums.fill(0)
+            lower = cute.make_rmem_tensor((4 * most,), kind)
             for b in cutlass.range_constexpr(0, chunks, most):
-                for c in cutlass.range(low, high + 1, unroll=1):
-                    if c != mine:
-                        there = at + Int64(c * 2 + (1 if c == low else 0)) * place
-                        found = []
-                        for i in cutlass.range_constexpr(b, min(b + most, chunks)):
-                            found += load_l2(there + i * 512, 4, kind)
-                        for i in cutlass.range_constexpr(len(found)):
-                            sums[4 * b + i] = sums[4 * b + i] + found[i]
+                here = cutlass.const_expr(min(most, chunks - b))
+                lower.fill(0)
+                for c in cutlass.range(low, cta, unroll=1):
+                    there = at + Int64(c * 2 + (1 if c == low else 0)) * place
+                    found = []
+                    for i in cutlass.range_constexpr(here):
+                        found += load_l2(there + (b + i) * 512, 4, kind)
+                    for i in cutlass.range_constexpr(len(found)):
+                        lower[i] = lower[i] + found[i]
+                for i in cutlass.range_constexpr(4 * here):
+                    sums[4 * b + i] = lower[i] + sums[4 * b + i]
+                for c in cutlass.range(cta + 1, high + 1, unroll=1):
+                    there = at + Int64(c * 2) * place
+                    found = []
+                    for i in cutlass.range_constexpr(here):
+                        found += load_l2(there + (b + i) * 512, 4, kind)
+                    for i in cutlass.range_constexpr(len(found)):
+                        sums[4 * b + i] = sums[4 * b + i] + found[i]
     return whole
