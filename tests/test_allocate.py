@@ -281,13 +281,11 @@ def test_knapsack_with_nothing_to_spare() -> None:
 
 
 def test_bad_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = text(2, seed=1)
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(ValueError, match=r"below the smallest choice of these formats, 2\.75. bits"),
-    ):  # before anything is measured
-        patch.setattr("anybit.planning.allocate.sensitivities", None)
-        plan_formats(make(), ids, 1.5, candidates=["int2:group=32,zero", "int4"])
+    ids, small = text(2, seed=1), ["int2:group=32,zero", "int4"]
+    with monkeypatch.context() as patch:
+        patch.setattr("anybit.planning.allocate.sensitivities", None)  # nothing is measured before
+        with pytest.raises(ValueError, match=r"smallest choice of these formats, 2\.75. bits"):
+            plan_formats(make(), ids, 1.5, candidates=small)
     with pytest.raises(ValueError, match="give one budget"):
         plan_formats(make(), ids)
     with pytest.raises(ValueError, match="unknown device 'abacus'; known: a100, h100, h200"):
