@@ -46,7 +46,7 @@ from anybit.engine.loader import Loaded, build, model_class
 from anybit.engine.models.layers import Decoder
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.weights import Part, Weights
-from anybit.kernels.registry import BACKENDS
+from anybit.kernels.registry import BACKENDS, register_backend
 
 
 def llama(
@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument(
         "--without", nargs="+", default=[], help="backends to leave out: hopper mma"
     )
+    parser.add_argument("--first", metavar="MODULE", help="a backend that is asked before others")
     parser.add_argument("--workers", action="store_true", help="compile all formats side by side")
     parser.add_argument("--commit", default="", help="what is measured, for the rows")
     parser.add_argument("--out", type=Path)
@@ -129,6 +130,8 @@ def main() -> None:
             parser.error(f"unknown model {model}; known: {', '.join(MODELS)}")
     for name in args.without:
         BACKENDS.pop(name)
+    if args.first:
+        register_backend(args.first, args.first, before=next(iter(BACKENDS)))
     args.end = time.monotonic() + args.seconds
     if args.workers:
         compile_all(args)
@@ -162,6 +165,7 @@ def compile_all(args: argparse.Namespace) -> None:
     start = time.monotonic()
     names = [(m, f) for m, *formats in args.case for f in formats or FORMATS if f != PEER]
     command = [sys.executable, __file__, "--layers", "1", "--steps", "1", "--device", args.device]
+    command += ["--first", args.first] if args.first else []
     command += ["--batches", args.batches, "--kv", args.kv, "--contexts", args.contexts]
     waiting = [
         subprocess.Popen(
