@@ -28,6 +28,7 @@ def made() -> dict[str, str]:
         "heads": heads(),
         "trellis_codes": trellis_codes(),
         "trellis_time": trellis_time(),
+        "trellis_products": trellis_products(),
         "sparse_trained": sparse_trained(),
         "generation": generation(),
     }
@@ -137,6 +138,19 @@ def trellis_time() -> str:
         for r in read("h200_trellis_time")
     ]  # fmt: skip
     return markdown(["", "format", "million weights/s", "seconds", ""], out, words=2)
+
+
+def trellis_products() -> str:
+    """Microseconds of products as they are launched, one line for each weight and format."""
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for row in read("h200_trellis"):
+        if row["how"] in ("cuBLAS", "as launched"):
+            name = f"cuBLAS {row['format']}" if row["how"] == "cuBLAS" else f"`{row['format']}`"
+            cell = found.setdefault((f"{row['N']}x{row['K']}", name), {})
+            cell[int(row["M"])] = f"{float(row['us']):.1f}"
+    counts = sorted({m for us in found.values() for m in us})
+    out = [[*key, *(us.get(m, "") for m in counts)] for key, us in found.items()]
+    return markdown(["weight", "us, M =", *map(str, counts)], out, words=2)
 
 
 def changes(row: Row, column: str, digits: int) -> str:
