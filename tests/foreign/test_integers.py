@@ -1,13 +1,18 @@
 """Integers of tools that also store floats: ModelOpt, torchao, Quark and AutoRound, by formula."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+import anybit
+from anybit.checkpoint.foreign.convert import convert_checkpoint
 from tests.foreign.test_formulas import RANDOM, read, same, scales, stream
+from tests.tiny import dense
 
 N, K, GROUP = 64, 96, 32
 
@@ -98,6 +103,46 @@ def test_int4_of_torchao(layout: str, shift: bool, tmp_path: Path) -> None:
     assert layer.format is None
     assert isinstance(found, torch.Tensor)
     assert torch.equal(found, torch.from_numpy(weight))
+
+
+def test_tiles_of_torchao_are_filled_up(tmp_path: Path) -> None:
+    """12 rows to 16 and 96 columns to 1,024; nothing else is cut off."""
+    n, k, rows, columns = 12, 96, 16, 1024
+    q, (scale, s) = numbers(4, rows, columns), scales(columns // GROUP, rows, dtype=torch.bfloat16)
+    both = torch.stack((scale, torch.zeros_like(scale)), -1)
+    tensors = {"_weight_qdata": tiles(q + 8), "_weight_scale_and_zero": both}
+    layer = read("torchao", {}, tmp_path, tensors)
+    assert layer.shape == (rows, columns)
+    assert layer.cut is not None
+    weight = q.astype(np.float32) * s.T.repeat(GROUP, 1)
+    same(layer.cut((n, k)), weight[:n, :k], f"int4:group={GROUP}")
+    for other in ((8, k), (n, 1025), (n, 80), (17, k)):  # less was added, or groups end elsewhere
+        assert layer.cut(other).shape == (rows, columns)
+
+
+def test_a_model_in_filled_up_tiles_of_torchao(tmp_path: Path) -> None:
+    """One layer of 64 columns of 1,024; its own format, or another."""
+    source, name = dense(tmp_path / "a"), "model.layers.0.self_attn.q_proj"
+    weights = load_file(source / "model.safetensors")
+    n, k = weights.pop(f"{name}.weight").shape
+    q, (scale, s) = numbers(4, n, 1024), scales(1024 // GROUP, n, dtype=torch.bfloat16)
+    both = torch.stack((scale, torch.zeros_like(scale)), -1)
+    weights |= {
+        f"{name}._weight_qdata": torch.from_numpy(tiles(q + 8)),
+        f"{name}._weight_scale_and_zero": both,
+    }
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "torchao", "quant_type": {}}
+    (source / "config.json").write_text(json.dumps(config))
+    want = torch.from_numpy(q.astype(np.float32) * s.T.repeat(GROUP, 1))[:n, :k]
+    for to, spec in ((None, f"int4:group={GROUP}"), ("int8", "int8")):
+        out = tmp_path / spec
+        convert_checkpoint(source, out, to=to)
+        packed = anybit.load(out).get_submodule(name).packed
+        assert packed.format.spec == spec
+        if to is None:
+            assert torch.equal(packed.dequantize(), want)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ from functools import cache
 import numpy as np
 
 from tests.ptx.parse import Instruction, PtxError, names
-from tests.ptx.state import WARP, Handler, Lanes, State, Warp, Words
+from tests.ptx.state import LANES, WARP, Handler, Lanes, State, Warp, Words
 
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32}
+DIGITS = np.arange(0, 16, 4, dtype=np.uint64)
 MASK = {bits: np.uint64((1 << bits) - 1) for bits in (8, 16, 32, 64)}
 
 
@@ -110,12 +111,11 @@ def funnel(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
 
 def permute(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
     (a, b, selector), _ = operands(s, w, i)
-    both, r = b << np.uint64(32) | a, np.zeros(WARP, np.uint64)
-    for at in range(4):
-        digit = selector >> np.uint64(4 * at)
-        byte = both >> (digit & np.uint64(7)) * np.uint64(8) & MASK[8]
-        sign = (byte >> np.uint64(7)) * MASK[8]
-        r |= np.where(digit & np.uint64(8), sign, byte) << np.uint64(8 * at)
+    both = (b << np.uint64(32) | a).view(np.uint8).reshape(WARP, 8)
+    digits = (selector[:, None] >> DIGITS).astype(np.int64)
+    byte = both[LANES[:, None], digits & 7]
+    sign = (byte >> 7) * np.uint8(255)
+    r = np.where(digits & 8, sign, byte).view(np.uint32)[:, 0]
     s.write(w, i.args[0], r, active)
 
 

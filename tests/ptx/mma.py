@@ -1,5 +1,7 @@
 """Matrices of a warp: mma.sync, and their way from and to shared memory."""
 
+from functools import cache
+
 import numpy as np
 import torch
 
@@ -9,7 +11,7 @@ from tests.ptx.integer import MASK, signed
 from tests.ptx.memory import view
 from tests.ptx.parse import Instruction, names
 from tests.ptx.races import TOGETHER
-from tests.ptx.state import LANES, WARP, Handler, Lanes, State, Warp, Words
+from tests.ptx.state import WARP, Handler, Lanes, State, Warp, Words
 
 OPERANDS = {  # type, and numbers in a register
     "u8": (torch.uint8, 4),
@@ -24,12 +26,24 @@ def fragment(registers: list[Words], kind: str) -> np.ndarray:
     """A's registers of a warp -> (16, K) float64: rows g and g + 8, K in two halves."""
     dtype, each = OPERANDS[kind]
     out = np.zeros((16, each * 8))
-    columns = LANES[:, None] % 4 * each + np.arange(each)
-    for n, register in enumerate(registers):
-        raw = torch.from_numpy(register.astype(np.uint32).view(np.uint8).copy()).view(dtype)
-        values = raw.to(torch.float64).numpy().reshape(WARP, each)
-        out[LANES[:, None] // 4 + 8 * (n % 2), n // 2 * 4 * each + columns] = values
+    raw = torch.from_numpy(np.stack(registers).astype(np.uint32).view(np.uint8)).view(dtype)
+    values = raw.to(torch.float64).numpy().reshape(len(registers), WARP, each)
+    out[places(len(registers), each)] = values
     return out
+
+
+@cache
+def places(registers: int, each: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of the numbers (registers, lanes, each) of A."""
+    n, lane, i = np.ogrid[:registers, :WARP, :each]
+    return lane // 4 + 8 * (n % 2), n // 2 * 4 * each + lane % 4 * each + i
+
+
+@cache
+def sum_places(registers: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of the sums (registers, lanes) of 16 rows."""
+    n, lane = np.ogrid[:registers, :WARP]
+    return lane // 4 + 8 * (n // 2 % 2), n // 4 * 8 + lane % 4 * 2 + n % 2
 
 
 def product(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
@@ -41,13 +55,13 @@ def product(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
     right = fragment([r for x in b for r in (s.read(w, x), np.zeros(WARP, np.uint64))], b_kind)[:8]
     columns = 4 * OPERANDS[b_kind][1] * len(b)
     sums = left[:, :columns] @ right[:, :columns].T
-    for j, (to, name) in enumerate(zip(d, c, strict=True)):
-        part, old = sums[LANES // 4 + 8 * (j // 2), LANES % 4 * 2 + j % 2], s.read(w, name)
-        if sum_kind == "s32":  # wraps, without .satfinite
-            total = (signed(old, 32) + part.astype(np.int64)).astype(np.uint64) & MASK[32]
-        else:
-            total = from_f32(as_f32(old).astype(np.float64) + part)
-        s.write(w, to, total, active)
+    part, old = sums[sum_places(len(d))], np.stack([s.read(w, name) for name in c])
+    if sum_kind == "s32":  # wraps, without .satfinite
+        total = (signed(old, 32) + part.astype(np.int64)).astype(np.uint64) & MASK[32]
+    else:
+        total = from_f32(as_f32(old).astype(np.float64) + part)
+    for to, value in zip(d, total, strict=True):
+        s.write(w, to, value, active)
 
 
 def transpose(s: State, w: Warp, active: Lanes, i: Instruction) -> None:

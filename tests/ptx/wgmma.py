@@ -6,10 +6,10 @@ import torch
 from tests.ptx.control import whole
 from tests.ptx.floats import as_f32, from_f32
 from tests.ptx.integer import MASK, signed
-from tests.ptx.mma import OPERANDS, fragment
+from tests.ptx.mma import OPERANDS, fragment, sum_places
 from tests.ptx.parse import Instruction, PtxError, names
 from tests.ptx.races import TOGETHER
-from tests.ptx.state import LANES, Cta, Handler, Lanes, State, Warp
+from tests.ptx.state import Cta, Handler, Lanes, State, Warp
 
 STEP = 32  # bytes of K of one WGMMA
 
@@ -67,15 +67,16 @@ def multiply(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
         else:
             left = numbers(w.cta, tiles[1], a_type)
         product = left @ numbers(w.cta, tiles[0], b_type).T  # (16, n), exactly
-        for at, name in enumerate(d):
-            row, column = LANES // 4 + 8 * (at // 2 % 2), LANES % 4 * 2 + at % 2
-            part = product[row, at // 4 * 8 + column]
-            old = w.registers[name] if adds.all() else np.zeros(len(LANES), np.uint64)
-            if ".s32." in i.op:
-                total = np.clip(signed(old, 32) + part.astype(np.int64), -(1 << 31), (1 << 31) - 1)
-                w.registers[name] = total.astype(np.uint64) & MASK[32]
-            else:
-                w.registers[name] = from_f32(as_f32(old).astype(np.float64) + part)
+        part = product[sum_places(len(d))]
+        old = np.zeros(part.shape, np.uint64)
+        if adds.all():
+            old = np.stack([w.registers[name] for name in d])
+        if ".s32." in i.op:
+            total = np.clip(signed(old, 32) + part.astype(np.int64), -(1 << 31), (1 << 31) - 1)
+            sums = total.astype(np.uint64) & MASK[32]
+        else:
+            sums = from_f32(as_f32(old).astype(np.float64) + part)
+        w.registers.update(zip(d, sums, strict=True))
 
     w.reading += a
     w.summing += d

@@ -31,6 +31,8 @@ class Layer:
         dtypes: Of grid tensors that are not of their entry's default dtype.
         activation: "int8" or "fp8" where the tool quantizes activations as we do, per token.
         note: What the tool does beside the weight and we do not.
+        cut: Where the tool stores rows and columns that the layer does not have: the layer of a
+            shape (N, K), or this one if that cannot be.
     """
 
     shape: tuple[int, int]
@@ -41,6 +43,7 @@ class Layer:
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     activation: str | None = None
     note: str = ""
+    cut: "Callable[[tuple[int, int]], Layer] | None" = None
 
     @property
     def scheme(self) -> str | None:

@@ -292,11 +292,15 @@ def plan_conversion(found: Opened, shard_bytes: int, to: str | None = None) -> C
     """
     source, stored, config, model = found.source, found.stored, found.config, found.model
     method, layers = found.method, dict(found.layers)
-    if to is not None:
-        layers = {name: rounded(name, layer, to) for name, layer in layers.items()}
     model_type = config.get("model_type")
     modules = {published(name, model_type): m for name, m in model.named_modules()}
     linears = {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
+    for name, layer in layers.items():
+        if name in linears and layer.cut is not None:
+            own = layer.cut(tuple(linears[name].weight.shape))
+            layers[name] = replace(own, activation=layer.activation, note=layer.note)
+    if to is not None:
+        layers = {name: rounded(name, layer, to) for name, layer in layers.items()}
     dropped = dict.fromkeys(name for name in stored if name.endswith(KV_SCALES))
     for name, layer in layers.items():
         linear = linears.get(name)

@@ -115,16 +115,26 @@ def paired(part: Part) -> Layer:
         q = data.read().view(torch.uint8)
         return torch.stack((q & 15, q >> 4), -1).flatten(1) ^ 8
 
-    shape = data.shape[0], 2 * data.shape[1]
-    return shifted(part, shape, codes, lambda: scale.read().T, lambda: zero.read().T, scale)
+    shape, own = (data.shape[0], 2 * data.shape[1]), (scale.shape[0], scale.torch_dtype)
+    return shifted(part, shape, codes, lambda: scale.read().T, lambda: zero.read().T, *own)
 
 
-def tiled(part: Part) -> Layer:
-    """Int4TilePackedTo4dTensor."""
+def tiled(part: Part, cut: tuple[int, int] | None = None) -> Layer:
+    """Int4TilePackedTo4dTensor.
+
+    cut: (N, K) of the layer, where the tool has filled up rows to 8 and columns to 1,024.
+    """
+    part.used.clear()
     data = part.find(DATA, (torch.int32,), (ANY, ANY, 32, ANY))
     rows, columns, _, words = data.shape
-    shape = n, _ = 8 * rows, 32 * columns * words
-    both = part.find(TILED, FLOATS, (ANY, n, 2))
+    whole = 8 * rows, 32 * columns * words
+    both = part.find(TILED, FLOATS, (ANY, whole[0], 2))
+    groups, shape = both.shape[0], whole
+    if cut and (-(-cut[0] // 8) * 8, -(-cut[1] // 1024) * 1024) == whole:
+        of_layer, rest = divmod(cut[1] * groups, whole[1])
+        if not rest:
+            groups, shape = of_layer, cut
+    n, k = shape
 
     def codes() -> Tensor:
         # Lane t = 4 row + pair has columns 2 pair + NIBBLES of each 32.
@@ -132,12 +142,14 @@ def tiled(part: Part) -> Layer:
         out = torch.empty(rows, 8, columns, words, 32, dtype=torch.uint8)
         for i, first in enumerate(NIBBLES):
             out[..., first : first + 8 : 2][..., :4] = q[..., i].permute(0, 2, 1, 4, 3)
-        return out.reshape(shape)
+        return out.reshape(whole)[:n, :k].contiguous()
 
     def half(which: int) -> Tensor:
-        return both.read()[..., which].T
+        return both.read()[:groups, :n, which].T
 
-    return shifted(part, shape, codes, lambda: half(0), lambda: half(1), both)
+    dtype = both.torch_dtype
+    layer = shifted(part, shape, codes, lambda: half(0), lambda: half(1), groups, dtype)
+    return replace(layer, cut=lambda shape: tiled(part, shape))
 
 
 def shifted(
@@ -146,7 +158,8 @@ def shifted(
     codes: Callable[[], Tensor],
     scale: Callable[[], Tensor],
     zero: Callable[[], Tensor],
-    stored: Stored,
+    groups: int,
+    dtype: torch.dtype,
 ) -> Layer:
     """int4 with a float that is added to each group: ours where that is 0.
 
@@ -156,9 +169,9 @@ def shifted(
         codes: Reads codes (N, K) uint8.
         scale: Reads scales (N, groups).
         zero: Reads what is added (N, groups).
-        stored: The tensor of the scales, groups first.
+        groups: Of a row.
+        dtype: Of the scales.
     """
-    groups = stored.shape[0]
     if not groups or shape[1] % groups:
         raise InvalidInput(f"torchao: {part.name}: {groups} groups do not divide K={shape[1]}")
     if part.has("_weight_act_pre_scale"):
@@ -171,8 +184,8 @@ def shifted(
             f"{name}: zeros are not finite; the checkpoint is damaged, copy it again"
         )
     if not added.any():
-        dtypes = {"scale": stored.torch_dtype}
-        return uniform(part, shape, 4, codes, lambda: scale().contiguous(), None, groups, dtypes)
+        own = {"scale": dtype}
+        return uniform(part, shape, 4, codes, lambda: scale().contiguous(), None, groups, own)
 
     def decode() -> Tensor:
         q = (codes().float() - 8).view(shape[0], groups, -1)
