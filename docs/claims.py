@@ -153,6 +153,10 @@ def span(values: Iterable[float], unit: str = "x", digits: int = 2) -> str:
     return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
 
 
+def by_batch(values: dict[str, float]) -> str:
+    return ", ".join(f"{batch}: {value:.2f}x" for batch, value in values.items())
+
+
 def lost(place: str, column: str = "loss", digits: int = 4) -> str:
     """A loss or a change with its standard error."""
     row = found(place)[0]

@@ -88,6 +88,30 @@ def test_half_of_a_model_is_what_two_gpus_take_at_least(folder):
         paper_tables.gains_at("16")
 
 
+def test_a_peak_is_of_one_run_and_fits(folder):
+    head = "model,format,kv,batch,context,step_us,whole_tokens_per_s,batch_in_80gb,backends\n"
+    (folder / "h200_engine.csv").write_text(head + "a,bf16,model,64,1280,1,900,64,\n")
+    path = folder / "h200_papers_engine.csv"
+    path.write_text(head + "a,bf16,model,64,1280,1,,64,\n")  # its prompts were not timed
+    assert paper_tables.peak("a", "bf16")["whole_tokens_per_s"] == "900"
+    results.read.cache_clear()
+    path.write_text(head + "a,bf16,int8,8,1280,1,500,60,\na,bf16,int8,64,1280,1,700,60,\n")
+    assert paper_tables.peak("a", "bf16")["whole_tokens_per_s"] == "500"
+    assert paper_tables.peak("a", "liquid@int8") is None
+
+
+def test_steps_are_compared_batch_by_batch(folder):
+    head = "model,format,kv,batch,context,step_us,backends\n"
+    rows = "llama-3-8b,int8@int8,int8,16,1280,3000,hopper\nllama-3-8b,int8@int8,int8,1,1280,2000,\n"
+    rows += "llama-3-8b,liquid@int8,int8,16,1280,2400,hopper\n"
+    rows += "llama-3-8b,liquid@int8,int8,16,1280,9600,triton\n"
+    (folder / "h200_papers_engine.csv").write_text(head + rows)
+    assert paper_tables.system("int8@int8") == {"16": 1.25}
+    assert paper_tables.without() == {"16": 4.0}
+    with pytest.raises(LookupError, match="fp8"):
+        paper_tables.system("fp8@fp8")
+
+
 def test_a_layer_is_the_sum_of_its_products(folder):
     rows = "model,format,N,K,M,us\n"
     rows += "".join(f"a,{f},{n},1,8,{us}\n" for n, f, us in ((1, "bf16", 9), (2, "bf16", 6)))

@@ -70,7 +70,8 @@ class Gemm(Order, Epilogue):
         # Warps of a CTA that finish outputs, 16 channels each; the last CTA may have fewer.
         self.finishers = -(-8 // tile.split)
         self.arrivals = 1  # of the producer's threads, when a stage is loaded
-        self.joined = 16 if tile.ctas == 1 else 4  # chunks of sums, as registers allow
+        crowded = tile.ctas > 1 or tile.tokens == 192
+        self.joined = 2 if crowded else 8  # chunks of sums, as registers allow
         self.batch = gcd(tile.tokens, 32)  # tokens that a warp stages for its stores at a time
 
     def compile(self) -> Compiled:
