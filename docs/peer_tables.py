@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from statistics import geometric_mean
 from typing import NamedTuple
 
-from results import FOUR, HALVES, OURS, Column, cells, fastest, find, markdown, read, us
+from results import FOUR, HALVES, OURS, Column, cells, fastest, find, markdown, us
 
 INT8, FP8 = ("int8-given",), ("fp8-given",)
 LEVEL = 0.97  # of another's speed; below it a cell counts as slower
@@ -231,19 +231,6 @@ def cell(match: Match | None, named: bool) -> str:
     if match is None:
         return ""
     return f"{match.ratio:.2f}" + (f" {match.other}" if named else "")
-
-
-def routing() -> str:
-    """What surrounds the products of experts: microseconds of ours and of torch's operators."""
-    times = {(r["note"], r["peer"], int(r["M"])): r for r in read("h200_routing")}
-    counts = sorted({m for *_, m in times})
-    lines = [
-        [name if peer == "anybit" else "", peer, *(us(times.get((name, peer, m))) for m in counts)]
-        for name in MODELS
-        if name in {model for model, *_ in times}
-        for peer in ("anybit", "torch")
-    ]
-    return markdown(["model", "", *(f"M={m}" for m in counts)], lines, words=2)
 
 
 def expert_models() -> str:

@@ -211,13 +211,3 @@ def test_experts_stand_with_their_model(folder):
     found = peer_tables.matches(peer_tables.EXPERTS, "h200_expert_peers")
     text = peer_tables.worst(found, peer_tables.expert)
     assert text.endswith("    - Qwen3-30B-A3B 2048x768: M=16 0.95 (humming)")
-
-
-def test_what_surrounds_experts_stands_by_model_and_tokens(folder):
-    head, *_ = PEERS.splitlines()
-    rows = [f"g,d,c,{p},routing,,1,256,7168,{us},,,,,DeepSeek-V3" for p, us in PAIRS]
-    (folder / "h200_routing.csv").write_text("\n".join([head, *rows]))
-    assert "| DeepSeek-V3 | anybit | 20.0 |\n|  | torch | 90.0 |" in peer_tables.routing()
-
-
-PAIRS = (("anybit", 20), ("torch", 90))
