@@ -420,6 +420,17 @@ def around(problem: Problem, m: int) -> tuple[float, float]:
     return times[0], times[1]
 
 
+def all_around(args: argparse.Namespace) -> Iterator[bench.Row]:
+    """Rows of every model; N: its experts, K: its hidden size."""
+    for name, (problem, _) in MODELS.items():
+        blank = replace(bench.blank(DEVICE, args.commit), N=problem.experts, K=problem.k)
+        for m in args.m:
+            ours, torchs = around(problem, m)
+            print(f"{name} {m} tokens: {ours:.1f} us, torch {torchs:.1f} us", flush=True)
+            for peer, us in (("anybit", ours), ("torch", torchs)):
+                yield replace(blank, peer=peer, format="routing", M=m, us=us, note=name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -451,10 +462,7 @@ def main() -> None:
     args.formats = args.formats or (micro if args.micro else ["int4:group=64", "fp6"])
     torch.manual_seed(0)
     if args.around:
-        for name, (problem, _) in MODELS.items():
-            for m in args.m:
-                ours, torchs = around(problem, m)
-                print(f"{name} {m} tokens: {ours:.1f} us, torch {torchs:.1f} us", flush=True)
+        bench.write_csv(args.out, all_around(args))
         return
     floor = ReadFloor.measure(DEVICE)
     rows: list[bench.Row] = []

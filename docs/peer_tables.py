@@ -9,7 +9,6 @@ from results import FOUR, HALVES, OURS, Column, cells, fastest, find, markdown, 
 
 INT8, FP8 = ("int8-given",), ("fp8-given",)
 LEVEL = 0.97  # of another's speed; below it a cell counts as slower
-TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 FEW = 64  # tokens, up to which reading the weight counts most
 OTHERS = {  # and their names in words
     "humming": "humming",
@@ -236,15 +235,16 @@ def cell(match: Match | None, named: bool) -> str:
 
 def expert_models() -> str:
     """Experts of models, all at once: times, and how many times those of reading."""
-    found = cells("h200_expert_models")
+    found = cells("h200_expert_peers")
+    counts = sorted({m for _, _, m in found})
     out = []
     for model, shapes in MODELS.items():
         for n, k in shapes:
             for fmt in ("liquid", "int4:group=64", "fp6"):
                 row = [model, f"{n}x{k}", "liquid@int8" if fmt == "liquid" else fmt]
-                for m in TOKENS:
+                for m in counts:
                     here = [r for r in found[n, k, m] if r["format"] == fmt and r["peer"] == OURS]
                     floor = f" ({float(here[0]['vs_floor']):.1f}x)" if here else ""
                     row.append(us(here[0] if here else None) + floor)
                 out.append(row)
-    return markdown(["model", "expert", "format", *map(str, TOKENS)], out, words=3)
+    return markdown(["model", "expert", "format", *map(str, counts)], out, words=3)

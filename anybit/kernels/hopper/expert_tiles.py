@@ -88,15 +88,14 @@ def cycles(
     count = -(-n // tile.rows) * every * tile.split
     room = chip.multiprocessors * places(tile, decoder, grouped=True)
     waves = max(1, WHOLE * math.ceil(count / room) + (1 - WHOLE) * count / room)
-    together = math.ceil(
-        min(count, room) / chip.multiprocessors
-    )  # CTAs share a multiprocessor's rates
+    # CTAs share a multiprocessor's rates. Clusters crowd on some even if others are free.
+    shared = tile.ctas if tile.split > 1 else math.ceil(min(count, room) / chip.multiprocessors)
     steps = -(-k_tiles(k) // tile.split)
     products = tile.rows * tile.tokens * K_TILE * decoder.slot / 32768
     decoded = decoder.instructions * tile.rows / ROWS
     step = PRODUCT * products + INSTRUCTION * decoded + scaled(tile, decoder) + STEP
     beside = TILE + START * (tile.split > 1)
-    multiplying = waves * together * (steps * step + beside + OUTPUT * tile.tokens * tile.rows)
+    multiplying = waves * shared * (steps * step + beside + OUTPUT * tile.tokens * tile.rows)
     read = first + REREAD * (every - first)
     weights = read * -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes
     reading = (weights + m * (k * decoder.slot // 8 + 2 * n)) / (READ * chip.read)
