@@ -22,6 +22,7 @@ from anybit.planning.cost_model import instructions
 CPU = "cpu_accuracy.csv: model=pico; method=rtn; spec="
 WILD = "cpu_accuracy.csv: model=pico-large-columns; method=rtn; spec="
 H200 = "h200_accuracy.csv: samples=0/128; model="
+STUDY = "h200_trellis.csv: model=study-105m; method=rtn; spec="
 TASK = "cpu_generation.csv: method=rtn; task="
 MS = (1, 16, 64, 256)
 OWN = "h200_gemm.csv: peer=anybit-hopper; format=fp6; activation=fp16; M=1/16/64/256"
@@ -89,8 +90,14 @@ def zeroquant() -> list[Claim]:
             f"{kl(CPU + 'fp6')} on pico, {kl(WILD + 'int6')} and {kl(WILD + 'fp6')} with outliers",
             CPU + "int6/fp6, " + WILD + "int6/fp6",
         ),
+        measured(
+            "FP5, INT6 and FP6 on a larger model",
+            "FP6 best",
+            lambda: f"KL {kl(STUDY + 'fp5')}, {kl(STUDY + 'int6')}, {kl(STUDY + 'fp6')}",
+            STUDY + "fp5/int6/fp6",
+        ),
         Claim(
-            "... but dearer to convert to FP16",
+            "INT6 is dearer to convert to FP16",
             "yes",
             f"yes: {instructions('int6'):.1f} instructions a weight, fp6 {instructions('fp6'):.1f} "
             "(counted in the decoders)",

@@ -17,12 +17,11 @@ from claims import (
 )
 from paper_tables import (
     NAMES,
-    PEAKS,
     ablation,
     caches,
     named,
+    over_best,
     over_layers,
-    peak,
     ratios,
     slower,
     system,
@@ -53,13 +52,7 @@ def w8(m: int) -> list[float]:
 
 def peaks() -> str:
     """Of every model that was run, by the best of other formats."""
-    out = []
-    for model, name in NAMES.items():
-        best = {spec: peak(model, spec) for spec in PEAKS}
-        ours = best.pop("liquid@int8")
-        others = [float(row["whole_tokens_per_s"]) for row in best.values() if row]
-        if ours and others:
-            out.append(f"{name} {float(ours['whole_tokens_per_s']) / max(others):.2f}x")
+    out = [f"{name} {x:.2f}x" for model, name in NAMES.items() if (x := over_best(model))]
     if not out:
         raise LookupError("no peaks")
     return ", ".join(out)

@@ -89,15 +89,17 @@ def test_half_of_a_model_is_what_two_gpus_take_at_least(folder):
 
 
 def test_a_peak_is_of_one_run_and_fits(folder):
-    head = "model,format,kv,batch,context,step_us,whole_tokens_per_s,batch_in_80gb,backends\n"
-    (folder / "h200_engine.csv").write_text(head + "a,bf16,model,64,1280,1,900,64,\n")
+    head = "model,format,kv,batch,context,step_us,tokens_per_s,batch_in_80gb,backends\n"
+    rows = "a,bf16,int8,64,1280,1,900,64,\na,liquid@int8,int8,64,1280,1,1200,64,hopper\n"
+    (folder / "h200_engine.csv").write_text(head + rows)
     path = folder / "h200_papers_engine.csv"
-    path.write_text(head + "a,bf16,model,64,1280,1,,64,\n")  # its prompts were not timed
-    assert paper_tables.peak("a", "bf16")["whole_tokens_per_s"] == "900"
+    path.write_text(head + "a,bf16,int8,64,1280,1,100,64,\n")  # a run without liquid
+    assert paper_tables.over_best("a") == 1200 / 900
     results.read.cache_clear()
-    path.write_text(head + "a,bf16,int8,8,1280,1,500,60,\na,bf16,int8,64,1280,1,700,60,\n")
-    assert paper_tables.peak("a", "bf16")["whole_tokens_per_s"] == "500"
-    assert paper_tables.peak("a", "liquid@int8") is None
+    rows = "a,bf16,int8,8,1280,1,500,60,\na,bf16,int8,64,1280,1,700,60,\n"
+    path.write_text(head + rows + "a,liquid@int8,int8,64,1280,1,800,90,hopper\n")
+    assert paper_tables.over_best("a") == 800 / 500
+    assert paper_tables.peak("a", "int8@int8") is None
 
 
 def test_steps_are_compared_batch_by_batch(folder):
