@@ -43,6 +43,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 import anybit  # noqa: E402
 from anybit import GPTQ, HQQ, RTN, Additive, Calibration, Clip, QuantLinear, Smooth  # noqa: E402
 from anybit.core.packed import Packed  # noqa: E402
+from anybit.core.scheme import parse_scheme, scheme_name  # noqa: E402
 from anybit.evaluate.corpus import calibration_text, held_out_text, module_path  # noqa: E402
 from anybit.evaluate.generation import function_prompts, parse_rate  # noqa: E402
 from anybit.evaluate.perplexity import Remembered, excerpts, score  # noqa: E402
@@ -159,8 +160,10 @@ class Work:
     def scheme(self, spec: str) -> str | dict[str, str | None]:
         """What `quantize_` takes; a plan is made once, from the sensitivity of clipped layers."""
         if spec.startswith(FOLDED):
-            fmt = anybit.get_format(spec.removeprefix(FOLDED))
-            return {"*": fmt.spec, "*.down_proj": dataclasses.replace(fmt, rotate="k").spec}
+            fmt, activation = parse_scheme(spec.removeprefix(FOLDED))
+            rotated = dataclasses.replace(fmt, rotate="k")
+            schemes = [scheme_name(f, activation) for f in (fmt, rotated)]
+            return {"*": schemes[0], "*.down_proj": schemes[1]}
         name, _, bits = spec.partition("plan:")
         if name:
             return spec

@@ -11,7 +11,7 @@ What no fold reaches is the input of the down projections, a product of two othe
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ NEITHER = (
     r"self_attn\.(?:\w+_proj(?:_with_mqa)?\.bias|[qk]_norm\.weight|sinks)|"
     r"self_attn\.(?:(?:q|kv)_a_layernorm|(?:q|kv)_b_proj)\.weight|" + MLP + r"\w+\.bias"
 )
+Step = Callable[[Tensor], Tensor]
 CLOSE = 1e-3  # relative difference of outputs in fp32, far above that of rounding
 
 
@@ -149,44 +150,58 @@ def rotate_blocks(base: Any) -> None:
     for block in base.layers:
         found = dict(block.named_parameters())
         gains = {name: found[name].float() for name in READS}
+        of_values = values_of(found, gains[ATTENTION_NORM], base.config)
         for name, parameter in found.items():
             does = role(name, parameter, hidden)
-            owner, _, own = name.rpartition(".")
-            module = block.get_submodule(owner)
+            steps: list[Step] = []
             if does in gains:
-                change(module, own, partial(reading, gain=gains[does]))
+                steps.append(partial(reading, gain=gains[does]))
             elif does == "norm":
-                change(module, own, torch.ones_like)
+                steps.append(torch.ones_like)
             elif does == "write":
-                change(module, own, lambda w: turned(w.transpose(-1, -2)).transpose(-1, -2))
+                steps.append(lambda w: turned(w.transpose(-1, -2)).transpose(-1, -2))
             elif does == "add":
-                change(module, own, turned)
-        rotate_values(block.self_attn, base.config)
+                steps.append(turned)
+            if name in of_values:
+                steps.append(of_values[name])
+            owner, _, own = name.rpartition(".")
+            change(block.get_submodule(owner), own, *steps)
     change(base.norm, "weight", torch.ones_like)
 
 
-def rotate_values(attention: Any, config: Any) -> None:
-    """Rotate each head's values, and what reads them.
+def values_of(found: Mapping[str, Tensor], gain: Tensor, config: Any) -> dict[str, Step]:
+    """What rotates each head's values, and what reads them, by the names of a block's parameters.
 
-    Heads of an odd size stay as they are, and those that are made of a latent vector.
+    Before that, a value's channel is as large as the weights that read it, up to powers of two:
+    rounding errors of a large channel would be spread over small ones that count as much.
+    Nothing where heads have an odd size, or are made of a latent vector.
+
+    Args:
+        found: Parameters of the block.
+        gain: Of the norm before attention.
+        config: Of the model.
     """
+    first = next((n for n in ("v", "qkv") if f"self_attn.{n}_proj.weight" in found), None)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    values = getattr(attention, "v_proj", getattr(attention, "qkv_proj", None))
-    if values is None or dim & -dim < SMALLEST:
-        return
+    if first is None or dim & -dim < SMALLEST:
+        return {}
+    prefix, out = f"self_attn.{first}_proj", "self_attn.o_proj.weight"
     count = config.num_key_value_heads * dim
+    made = (found[f"{prefix}.weight"][-count:].float() * gain).norm(dim=1).view(-1, 1, dim)
+    read = found[out].float().unflatten(1, (len(made), -1, dim)).norm(dim=0)
+    ratio = (made / read.norm(dim=1, keepdim=True)).sqrt().log2().round().exp2()
+    ratio = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0)
 
-    def heads(w: Tensor) -> Tensor:
-        return turned(w.unflatten(-1, (-1, dim))).flatten(-2)
-
-    def last(w: Tensor) -> Tensor:
+    def values(w: Tensor) -> Tensor:
         """The last rows are those of the values."""
-        return torch.cat((w[:-count], heads(w[-count:].movedim(0, -1)).movedim(-1, 0)))
+        own = w[-count:].movedim(0, -1) / ratio.flatten()
+        own = turned(own.unflatten(-1, (-1, dim))).flatten(-2).movedim(-1, 0)
+        return torch.cat((w[:-count], own))
 
-    change(values, "weight", last)
-    if values.bias is not None:
-        change(values, "bias", last)
-    change(attention.o_proj, "weight", heads)
+    def readers(w: Tensor) -> Tensor:
+        return turned(w.unflatten(-1, (len(made), -1, dim)) * ratio).flatten(-3)
+
+    return {f"{prefix}.weight": values, f"{prefix}.bias": values, out: readers}
 
 
 def reading(w: Tensor, gain: Tensor) -> Tensor:
@@ -206,12 +221,15 @@ def turned(x: Tensor) -> Tensor:
     return x
 
 
-def change(module: nn.Module, name: str, new: Callable[[Tensor], Tensor]) -> None:
-    """Put a new parameter in an old one's place, of its dtype, in plain layout."""
+def change(module: nn.Module, name: str, *steps: Step) -> None:
+    """Put a new parameter in an old one's place, of its dtype; without steps, keep the old one."""
     old = module._parameters[name]
-    assert old is not None
-    value = new(old.detach().float()).to(old.dtype).contiguous()
-    module._parameters[name] = nn.Parameter(value, old.requires_grad)
+    if not steps or old is None:
+        return
+    value = old.detach().float()
+    for step in steps:
+        value = step(value)
+    module._parameters[name] = nn.Parameter(value.to(old.dtype).contiguous(), old.requires_grad)
 
 
 def rehearse(base: Any, embeddings: nn.Module) -> None:
@@ -220,8 +238,10 @@ def rehearse(base: Any, embeddings: nn.Module) -> None:
     for block in base.layers:
         shapes = tuple((n, p.shape) for n, p in block.named_parameters())
         kinds.setdefault((shapes, getattr(block, "attention_type", None)), block)
-    some = nn.ModuleList(copy.deepcopy(block) for block in kinds.values())
-    memo: dict[int, Any] = {id(embeddings): nn.Identity(), id(base.layers): some}
+    config = copy.deepcopy(base.config)
+    config._attn_implementation = "eager"  # which takes fp32, as not all others do
+    memo: dict[int, Any] = {id(base.config): config, id(embeddings): nn.Identity()}
+    memo[id(base.layers)] = nn.ModuleList(copy.deepcopy(b, memo) for b in kinds.values())
     small = copy.deepcopy(base, memo).float().eval()
     random = torch.Generator().manual_seed(0)
     x = torch.randn(2, 8, base.config.hidden_size, generator=random).to(base.norm.weight.device)
@@ -236,14 +256,9 @@ def rehearse(base: Any, embeddings: nn.Module) -> None:
             before = turned(output(x))
             rotate_blocks(small)
             after = output(turned(x))
-        except (
-            ArithmeticError,
-            LookupError,
-            AttributeError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a model that wants more than hidden states
             reason = str(error).strip().partition("\n")[0]
             raise Unsupported(
                 f"{type(base).__name__} cannot be rotated: a copy of its blocks does not run "
