@@ -86,6 +86,15 @@ def lookup(fmt: Format, dtype: torch.dtype) -> LookupDecoder | str:
     return LookupDecoder(name, cells=cells)
 
 
+@dataclass(frozen=True)
+class WideTile(Tile):
+    """A tile whose consumers take registers of idle producers: 192 tokens would spill otherwise."""
+
+    @property
+    def wide(self) -> bool:
+        return True
+
+
 def candidates(d: LookupDecoder) -> list[Tile]:
     """Tiles that leave room for at least two stages beside the table.
 
@@ -99,7 +108,8 @@ def candidates(d: LookupDecoder) -> list[Tile]:
         every += [Tile(128, shared=True)]
     if d.cells.m == 1 and d.cells.v == 4 and d.groups <= 4:
         every += [Tile(96, rows=256)]
-    every += [Tile(256, shared=shared) for shared in (False, True)] * (d.groups <= 4)
+    if d.groups <= 4:
+        every += [Tile(256), Tile(256, shared=True), WideTile(192, shared=True)]
     return [tile for tile in (fitted(tile, d) for tile in every) if tile.stages >= 2]
 
 
