@@ -118,9 +118,8 @@ def candidates(d: LookupDecoder) -> list[Tile]:
 def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile | None:
     """The tile for m tokens; None where there is none, or another way is faster.
 
-    That is a dense weight for thousands, or, unless this one takes 3 % less, the kernel for up to
-    16. Equal shares, and more rows,
-    where they take a tenth less by the model.
+    That is a dense weight for thousands of tokens, or the kernel for up to 16, unless it takes 3 %
+    longer. Equal shares, and more rows, where they take a tenth less by the model.
     """
     if m <= FEW or m * d.cells.m >= DENSE_FROM:
         return None
