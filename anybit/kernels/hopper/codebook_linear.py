@@ -26,6 +26,7 @@ from anybit.kernels.cute.cells import (
 from anybit.kernels.cute.cells import (
     prepare as prepare,
 )
+from anybit.kernels.cute.counters import zeros
 from anybit.kernels.cute.jit import built, kernel_file, missing_kernels
 from anybit.kernels.cute.operands import NAMES, aligned, cut, offsets, whole
 from anybit.kernels.hopper import codebook_tiles, scalar_linear, tiles
@@ -36,7 +37,6 @@ from anybit.kernels.hopper.lookup import LookupDecoder, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
 from anybit.kernels.hopper.tiles import MAX_SHARED, Kernel, Tile
-from anybit.kernels.mma.linear import keep_spare, zeros
 
 MOST_TOKENS = 16  # of one launch
 
@@ -109,7 +109,7 @@ def multiply(
     if plan.splits > 1:
         size = -(-n // ROWS) * plan.splits * ROWS * tokens
         work = torch.empty(size, dtype=torch.float32, device=x.device)
-        counters = zeros(x.device)
+        counters = zeros(plan.teams * plan.cluster, x.device)
     blocks, row_scale, *books = prepared.layout
     book = books[x.dtype == torch.bfloat16]
     for some, to in zip(x.split(tokens), y.split(tokens), strict=True):
@@ -135,7 +135,7 @@ def multiply_many(
         return cut(y, n)
     bias = offsets(bias, wide, x.dtype)
     function, grid, best, sums = launch_of_many(prepared.format, m, n, k, x.dtype, x.device, tile)
-    _work, workspace = scalar_linear.meeting_place(sums, x.device)
+    _work, workspace = scalar_linear.meeting_place(sums, grid, x.device)
     blocks, row_scale, *books = prepared.layout
     function.launch(
         x,
@@ -230,5 +230,4 @@ def loaded(kernel: CodebookKernel, device: int) -> CodebookLauncher:
     """A kernel on a device."""
     path = built(kernel)
     with torch.cuda.device(device):
-        keep_spare(torch.device("cuda", device))  # another number of tokens may be captured next
         return CodebookLauncher(path, device)
