@@ -1,5 +1,6 @@
 """Codebooks and many tokens on Hopper: look-ups in the main loop, emulated on the CPU."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -11,7 +12,7 @@ from anybit.core.packed import Packed
 from anybit.kernels.cute import cubin, jit
 from anybit.kernels.cute.cells import pack
 from anybit.kernels.hopper import build, tiles
-from anybit.kernels.hopper.lookup import LookupDecoder, lookup
+from anybit.kernels.hopper.lookup import LookupDecoder, WideTile, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
 from anybit.kernels.hopper.tiles import RESERVED, SHARED_OF_SM, Kernel, Tile
 from anybit.kernels.reference import operand_weight
@@ -106,15 +107,15 @@ def test_lookups_of_many_tokens(
 
 
 @needs_dsl
-@pytest.mark.parametrize(("v", "m", "tokens"), [(4, 1, 96), (8, 2, 256)])
-def test_lookups_in_equal_shares(v: int, m: int, tokens: int) -> None:
+@pytest.mark.parametrize(("v", "m", "tile"), [(4, 1, WideTile(192)), (8, 2, Tile(256))])
+def test_lookups_in_equal_shares(v: int, m: int, tile: Tile) -> None:
     """Three CTAs for two tiles: one has parts of both, and sums meet in the workspace.
 
-    Two stages, as 256 tokens leave, call what comes next into the L2: nothing behind the weight.
+    Two stages, as so many tokens leave, call what comes next into the L2, nothing behind it.
     """
     torch.manual_seed(0)
     packed, x = random_packed(codebook(v, m), 256, 1024), torch.randn(20, 1024).half()
-    y = emulate_lookups(packed, x, None, Tile(tokens, shared=True), grid=3)
+    y = emulate_lookups(packed, x, None, replace(tile, shared=True), grid=3)
     assert error(y, x.double() @ operand_weight(packed, HALF).double().T) < 7e-4
 
 

@@ -26,6 +26,7 @@ from anybit.kernels.hopper.tiles import Kernel, Tile, fits_once, fitted
 TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
 DENSE_FROM = 4096  # tokens, by codebook
 FEW, MOST_FEW = 8, codebook_tiles.TOKENS[-1]  # tokens that never, or not always, come here
+LOOK_UPS = {4: 470, 8: 340, 16: 400}  # cycles of a codebook's look-ups for 128 rows, by v
 MOST_HELD = 64  # tokens that one tile holds, if it may
 
 
@@ -86,6 +87,15 @@ def lookup(fmt: Format, dtype: torch.dtype) -> LookupDecoder | str:
     return LookupDecoder(name, cells=cells)
 
 
+@dataclass(frozen=True)
+class WideTile(Tile):
+    """A tile whose consumers take registers of idle producers: 192 tokens would spill otherwise."""
+
+    @property
+    def wide(self) -> bool:
+        return True
+
+
 def candidates(d: LookupDecoder) -> list[Tile]:
     """Tiles that leave room for at least two stages beside the table.
 
@@ -94,20 +104,22 @@ def candidates(d: LookupDecoder) -> list[Tile]:
     64 no faster. Clusters of four were slower than those of two.
     """
     every = [Tile(tokens, split=split) for tokens in (32, 64, 96, 128) for split in (1, 2)]
+    every = every[d.cells.m > 1 :]  # shares of 32 tokens were 1.13 to 1.2 times as fast
     every += [Tile(tokens, shared=True) for tokens in (32, 64, 96)]
     if d.cells.m < 4:
         every += [Tile(128, shared=True)]
     if d.cells.m == 1 and d.cells.v == 4 and d.groups <= 4:
         every += [Tile(96, rows=256)]
-    every += [Tile(256, shared=shared) for shared in (False, True)] * (d.groups <= 4)
+    if d.groups <= 4:
+        every += [Tile(256), Tile(256, shared=True), WideTile(192, shared=True)]
     return [tile for tile in (fitted(tile, d) for tile in every) if tile.stages >= 2]
 
 
 def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile | None:
     """The tile for m tokens; None where there is none, or another way is faster.
 
-    That is a dense weight for thousands, or the kernel for up to 16. Equal shares, and more rows,
-    where they take a tenth less by the model.
+    That is a dense weight for thousands of tokens, or the kernel for up to 16, unless it takes 3 %
+    longer. Equal shares, and more rows, where they take a tenth less by the model.
     """
     if m <= FEW or m * d.cells.m >= DENSE_FROM:
         return None
@@ -121,21 +133,19 @@ def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile 
 
     best = min(found, key=time, default=None)
     plan = codebook_tiles.choose(d.cells, m, n, k, d.operand, chip) if m <= MOST_FEW else None
-    if best and plan and time(best) >= codebook_tiles.cycles(plan, m, n, k, chip):
+    if best and plan and 1.03 * time(best) >= codebook_tiles.cycles(plan, m, n, k, chip):
         return None
     return best
 
 
 def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int, chip: Chip) -> float:
-    """Clock cycles of a product: shared memory is what look-ups and products wait for.
+    """Clock cycles of a product: of a K tile's look-ups, and of each of its tokens.
 
-    A look-up of a word for every lane takes two cycles, one of more words a cycle for each and some
-    more. A token of a K tile takes four for the products of 128 rows, and three to come and for the
-    rest. The numbers fit times of an H200; two stages do not hide the copies' latency.
+    The numbers fit times of an H200. Two stages do not hide all of the copies' latency.
     """
     blocks = tile.rows // pack.ROWS
-    looked_up = (512 if d.cells.v == 4 else 400) * d.cells.m * blocks + 500 * (tile.stages == 2)
-    step = looked_up + (4 * blocks + 3) * tile.tokens
+    looked_up = LOOK_UPS[d.cells.v] * d.cells.m * blocks + 200 * (tile.stages == 2)
+    step = looked_up + (7 if blocks == 1 else 13) * tile.tokens
     return tiles.cycles(tile, d, m, n, k, chip, step)
 
 

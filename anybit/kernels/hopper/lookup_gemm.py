@@ -38,7 +38,7 @@ class LookupGemm(Gemm):
         assert isinstance(kernel.decoder, LookupDecoder)
         self.lookup, self.cells = kernel.decoder, kernel.decoder.cells
         self.arrivals = 1 + 32  # those of `load_weights`
-        self.joined = min(self.joined, 4)  # as registers allow
+        self.joined = 4  # as registers allow
 
     @cute.jit
     def begin(self, shared, book, thread):
