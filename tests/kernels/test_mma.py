@@ -17,7 +17,6 @@ import torch
 
 from anybit.core.format import get_format
 from anybit.core.scheme import parse_scheme
-from anybit.errors import Unsupported
 from anybit.formats.presets import HOPPER
 from anybit.kernels import registry
 from anybit.kernels.backend import LayerSpec
@@ -431,28 +430,6 @@ def test_a_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert [second[name] for name in ("token_scale", "token_sum", "bias")] == [0, 0, 0]
     assert second["experts"] == 7
     assert (second["count"], second["attribute"]) == (1, driver.SERIALIZATION)
-
-
-def test_each_stream_has_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a capture, which cannot make zeros, takes the spare ones."""
-    stream, capturing = [1], [False]
-    monkeypatch.setattr(linear, "_counters", {})
-    monkeypatch.setattr(linear, "_spare", {})
-    monkeypatch.setattr(linear, "fresh", lambda device: torch.zeros(4))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: stream[0], raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    capturing[0] = True
-    with pytest.raises(Unsupported, match="once before"):
-        linear.zeros(CUDA)
-    capturing[0] = False
-    first = linear.zeros(CUDA)
-    assert linear.zeros(CUDA) is first
-    stream[0], capturing[0] = 2, True
-    captured = linear.zeros(CUDA)
-    assert captured is not first
-    stream[0], capturing[0] = 1, False
-    assert linear.zeros(CUDA) is first
-    assert linear.zeros(CUDA) is not captured
 
 
 # Compiling.

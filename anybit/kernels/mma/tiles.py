@@ -23,7 +23,6 @@ BUSY_WARPS = {16: 24, 8: 20}
 FLAG = 256  # bytes behind the ring of `gemm.py`, for one word
 TABLE = -(-8 * (SPANS + 1) // 256) * 256  # bytes behind that, of `experts.py`
 COPIED_ROW = 144  # bytes of shared memory for 64 decoded columns: no two rows in the same banks
-COUNTERS = 1 << 16  # CTAs that may share tiles
 DENSE_FROM = 512  # tokens; an estimate, see `decodes`
 LEAST_UNITS = 4  # K tiles that a CTA of `gemm.py` should have
 # What CuTe DSL compiles for. A GPU runs what is made for a smaller second number.
