@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from anybit import quantize_tensor
+from anybit.core.format import Format
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.formats.minifloat import Minifloat
@@ -93,10 +94,15 @@ def random_packed(scheme: str, n: int, k: int) -> Packed:
         return quantize_tensor(w, fmt)
     shape = n, fmt.code_count(k)
     codes = torch.randint(2**fmt.bits, shape, dtype=torch.uint8, device="cuda")
-    if isinstance(fmt, Minifloat):
-        half = 1 << (fmt.bits - 1)
-        codes = codes & half | (codes & (half - 1)).clamp_max(fmt.largest_code)
-    return Packed.from_codes(fmt, (n, k), codes, grid)
+    return Packed.from_codes(fmt, (n, k), finite(fmt, codes), grid)
+
+
+def finite(fmt: Format, codes: Tensor) -> Tensor:
+    """Codes with the largest number in place of NaN and inf."""
+    if not isinstance(fmt, Minifloat):
+        return codes
+    half = 1 << (fmt.bits - 1)
+    return codes & half | (codes & (half - 1)).clamp_max(fmt.largest_code)
 
 
 def outputs(scheme: str) -> list[torch.dtype]:

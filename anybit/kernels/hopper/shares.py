@@ -8,7 +8,7 @@ The last CTA to arrive at a tile adds the sums of all in the order of CTAs: resu
 from run to run. Its own stay in registers: who finds all others there, as the CTA that begins a
 tile mostly does, writes none.
 
-Counters are zeros, which every launch leaves as zeros (`mma/linear.py`). Sums lie in a workspace
+Counters are zeros, which every launch leaves as zeros (`cute/counters.py`). Sums lie in a workspace
 with two places for each CTA: for the tile that it begins, and for one that began before it.
 """
 
