@@ -15,7 +15,7 @@ from anybit.kernels.backend import Activations, LayerSpec
 from anybit.kernels.cute import jit
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.operands import decoder_for
-from anybit.kernels.hopper import backend, build, chip, expert_tiles, scalar_linear, tiles
+from anybit.kernels.hopper import backend, build, chip, copies, expert_tiles, scalar_linear, tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.tiles import Kernel, Tile
@@ -69,7 +69,7 @@ def test_the_family_holds_every_choice(scheme: str) -> None:
     every = set(build.kernels_of(scheme))
     kernels = {kernel for kernel in every if isinstance(kernel, Kernel)}
     assert instructions(scheme) < 5.07
-    copied = {tiles.BYTES} if "trellis" in scheme else set()  # whose products are few
+    copied = {copies.BYTES} if "trellis" in scheme else set()  # whose products are few
     for d in {kernel.decoder for kernel in kernels} - copied:
         output = d.operand if d.operand in ("float16", "bfloat16") else "bfloat16"
         for n, k in ((4096, 4096), (28672, 4096), (4096, 14336), (256, 128), (6144, 512)):
@@ -147,15 +147,15 @@ def test_weights_are_copied_for_many_tokens() -> None:
     """If they decode slowly; the kernel for it is among those that are built."""
     trellis, fp6 = (decoder_of(spec, "float16") for spec in ("trellis:bits=4", "fp6"))
     counts = (1, 64, 256, 1024, 4096)
-    assert [tiles.copies(trellis, m, 28672, 4096) for m in counts] == [*[False] * 3, True, True]
-    assert not any(tiles.copies(fp6, m, 28672, 4096) for m in counts)
-    assert not any(tiles.copies(trellis, m, 256, 512) for m in counts)  # two launches
-    assert tiles.decoded_rows(4096) * 4096 * 2 == tiles.DECODED
-    assert tiles.decoded_rows(1 << 24) == 128
+    assert [copies.copies(trellis, m, 28672, 4096) for m in counts] == [*[False] * 3, True, True]
+    assert not any(copies.copies(fp6, m, 28672, 4096) for m in counts)
+    assert not any(copies.copies(trellis, m, 256, 512) for m in counts)  # two launches
+    assert copies.decoded_rows(4096) * 4096 * 2 == copies.DECODED
+    assert copies.decoded_rows(1 << 24) == 128
     whole = decoder_of("trellis", "int8")
-    assert [tiles.copies(whole, m, 28672, 4096) for m in (64, 256, 4096)] == [False, False, True]
+    assert [copies.copies(whole, m, 28672, 4096) for m in (64, 256, 4096)] == [False, False, True]
     for m, n, k in ((4096, 28672, 4096), (1000, 48, 128), (600, 4096, 14336)):
-        product = Kernel(tiles.BYTES, tiles.choose_copied(m, n, k), "float16")
+        product = Kernel(copies.BYTES, copies.choose_copied(m, n, k), "float16")
         assert product in build.kernels_of("trellis@int8")
     trellis_format = get_format("trellis:bits=4")
     wanted = scalar_linear.copied(trellis_format, HALF, 4096, 28672, 4096, CUDA)
@@ -176,9 +176,9 @@ def test_a_copy_is_multiplied_by_the_library(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(scalar_linear.mma, "decoded", decoded)
-    monkeypatch.setattr(tiles, "copies", lambda *args: True)
+    monkeypatch.setattr(copies, "copies", lambda *args: True)
     scalar_linear.copied.cache_clear()
-    monkeypatch.setattr(tiles, "decoded_rows", lambda k: 128)
+    monkeypatch.setattr(copies, "decoded_rows", lambda k: 128)
     x, bias = torch.randn(100, 128).half(), torch.randn(144)
     y = backend.linear(x, prepared, bias)
     scalar_linear.copied.cache_clear()

@@ -23,7 +23,7 @@ from anybit.kernels.cute.operands import prepare as prepare  # these three of th
 from anybit.kernels.cute.operands import prepare_experts as prepare_experts
 from anybit.kernels.cute.operands import refuse_format as refuse_format
 from anybit.kernels.cute.pack import ROWS, k_tiles
-from anybit.kernels.hopper import tiles
+from anybit.kernels.hopper import copies, tiles
 from anybit.kernels.hopper.chip import H200, Chip, chip_of
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.launch import GemmLauncher
@@ -58,8 +58,8 @@ def copy_kernels(d: Decoder, outputs: list[str]) -> list[KernelSpec]:
     """What decodes a weight once, where `tiles.copies` may ask for it, and multiplies bytes."""
     if not tiles.may_copy(d):
         return []
-    products = tiles.copied_tiles() if d.slot == 8 else []
-    return [copy_kernel(d), *(Kernel(tiles.BYTES, t, o) for t in products for o in outputs)]
+    products = copies.copied_tiles() if d.slot == 8 else []
+    return [copy_kernel(d), *(Kernel(copies.BYTES, t, o) for t in products for o in outputs)]
 
 
 def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
@@ -171,7 +171,7 @@ def multiply_decoded(
 ) -> Tensor:
     """The library's products with a decoded weight, or with some of its rows at a time."""
     n, k = prepared.shape
-    rows = tiles.decoded_rows(k)
+    rows = copies.decoded_rows(k)
     y = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
     blobs, *of_rows = prepared.layout
     for start in range(0, n, rows):
@@ -213,7 +213,7 @@ def copied(
 ) -> mma_tiles.Kernel | None:
     """The kernel that decodes a weight for a product of many tokens, where that is faster."""
     d = decoder_for(fmt, x_dtype)
-    return copy_kernel(d) if tiles.copies(d, m, n, k, chip_of(device)) else None
+    return copy_kernel(d) if copies.copies(d, m, n, k, chip_of(device)) else None
 
 
 @cache
@@ -233,9 +233,9 @@ def chosen(
 
     decoded: the weight is a copy in bytes, which the kernel before writes: nothing may overlap.
     """
-    d, chip = tiles.BYTES if decoded else decoder_for(fmt, x_dtype), chip_of(device)
+    d, chip = copies.BYTES if decoded else decoder_for(fmt, x_dtype), chip_of(device)
     if decoded:
-        tile = tiles.choose_copied(m, n, k, chip)
+        tile = copies.choose_copied(m, n, k, chip)
     if tile is None and experts:
         tile = choose_grouped(d, m, n, k, experts, chip)
     tile = tile or tiles.choose(d, m, n, k, chip)

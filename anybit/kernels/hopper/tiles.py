@@ -1,6 +1,5 @@
 """The kernels of the Hopper family, and which one a problem gets: data, not code."""
 
-import math
 from dataclasses import dataclass, replace
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
@@ -21,14 +20,16 @@ LEAST_UNITS, MOST_SHARERS = 4, 8  # K tiles that a CTA should have of a shared t
 # Cycles: of a plane of codes in a K tile, of a launch, of a cluster's exchange, of the sums of a
 # tile's part that go through the memory.
 DECODE, FIXED, EXCHANGE, JOIN = 170, 6300, 3000, 5500
-# Of what the memory can bring: read by these kernels, written as a decoded copy.
-READ, WRITTEN = 0.967, 0.886
+READ = 0.967  # of what the memory can bring, by these kernels
 # Bytes a cycle of a multiprocessor: of weights from the memory, from the L2, of such sums.
 WEIGHTS, L2, SUMS = 22, 38, 10
-DECODED = 256 << 20  # bytes of a decoded copy, or of a part of it, at most
-# Multiply-adds a cycle of a multiprocessor in the library's product with a decoded copy.
-MULTIPLIED = 0.75 * 2048
-BYTES = Decoder("uint8", tuple(range(8)), middle=128)  # of a weight's copy in bytes
+
+
+# Of `expected`: cycles of a K tile's products over what they should take, by tokens; bytes a cycle
+# that a multiprocessor copies; multiply-adds a cycle of each that power allows; cycles of a launch,
+# of a tile's outputs, of a cluster's sums, and of each sum that goes through the memory.
+PRODUCTS = {32: 1.6, 64: 1.34, 96: 1.09, 128: 1.08, 192: 1.06}
+COPIED, POWER, BEGIN, END, MEET, SUM = 38, 1540, 5300, 12200, 1400, 0.32
 
 
 @dataclass(frozen=True)
@@ -192,13 +193,22 @@ def largest(decoder: Decoder) -> list[Tile]:
 def equal(decoder: Decoder) -> list[Tile]:
     """Tiles whose CTAs have equal shares. Two of 64 tokens on a multiprocessor would spill."""
     every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128), Tile(128, rows=256)]
-    every += [Tile(192), *largest(decoder)]
+    every += [Tile(192)] * (decoder.slot == 8) + largest(decoder)
     return [replace(t, shared=True, late=t.tokens >= 128) for t in suited(every, decoder)]
+
+
+def halves(decoder: Decoder) -> list[Tile]:
+    """More tiles of 16-bit operands, for more than 32 tokens."""
+    if decoder.slot == 8 or slow(decoder):
+        return []
+    every = [Tile(t, rows=256, shared=True, late=True) for t in (64, 96)]
+    every += [Tile(96, rows=256, late=True), Tile(96, split=2), Tile(96, shared=True)]
+    return suited(every, decoder)
 
 
 def family(decoder: Decoder) -> list[Tile]:
     """The tiles that a decoder is compiled for."""
-    every = few(decoder) + many(decoder) + equal(decoder)
+    every = few(decoder) + many(decoder) + equal(decoder) + halves(decoder)
     return [fitted(tile, decoder) for tile in dict.fromkeys(every)]
 
 
@@ -312,13 +322,18 @@ def choose(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile:
     soon done. Up to 64 one tile holds all tokens. What counts is the time of launches that overlap.
     Equal shares where the model says that they take a tenth less, clusters of fewer tokens where it
     says a fifth, and of 64 tokens for 17 to 32 where it says anything (1.06 to 1.45 times as fast).
+
+    More than 32 tokens of 16 bits get the tile that `expected` calls the fastest.
     """
+    if m > 32 and decoder.slot == 16 and not slow(decoder):
+        some = [t for t in family(decoder) if t.tokens in PRODUCTS and t.tokens < 4 * m]
+        some = [t for t in some if fits_once(t, decoder, m, n, k, chip)]
+        some = [t for t in some if not piles(t, m, n, chip)]
+        return min(some, key=lambda t: expected(t, decoder, m, n, k, chip))
     if m > 64:
         # 96 tokens take more bytes for a product, which one wave, or one tile of tokens, can have.
         once = m <= 96 or -(-n // ROWS) * 2 <= chip.multiprocessors
         candidates = [t for t in many(decoder) if t.tokens != 96 or (m <= 192 and once)]
-        if decoder.slot == 16 and m < 512:  # 256 rows were up to 6 % slower there
-            candidates = [t for t in candidates if t.rows == ROWS]
     else:
         tokens = next(t for t in (8, 16, 32, 64) if m <= t)
         candidates = [t for t in few(decoder) if t.tokens == tokens]
@@ -333,8 +348,6 @@ def choose(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile:
 
     usual = max(candidates, key=lambda t: t.split) if m <= 32 else min(candidates, key=busy)
     others = [(t, 0.9) for t in equal(decoder) if t.tokens < 2 * max(m, 9)]
-    if decoder.slot == 16 and m < 512:
-        others = [(t, part) for t, part in others if t.rows == ROWS]
     fewer = (t for t in few(decoder) if 16 <= t.tokens < min(m, 64) and t.split > 1)
     others += [(t, 0.8) for t in fewer if m <= 128 and not piles(t, m, n, chip)]
     others += [(t, 1.0) for t in suited(shared(decoder), decoder) if 16 < m <= 32]
@@ -382,6 +395,30 @@ def cycles(
     """
     steps = most_steps(tile, m, n, k, chip) * (step or step_cycles(tile, decoder))
     return steps * together(tile, m, n, chip) + FIXED + meeting(tile, m, n, k, chip)
+
+
+def expected(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> float:
+    """Clock cycles of more than 32 tokens of 16 bits, at 1.75 GHz; of `PRODUCTS`' tiles.
+
+    Fitted to 250 times of 25 weights on an H200, of which it is 9 % off. Multiprocessors that have
+    nothing to do leave power to the others, but these then need more of it for a product.
+    """
+    own = most_steps(tile, m, n, k, chip)
+    steps = own * together(tile, m, n, chip)
+    area, slow_by = tile.rows * tile.tokens * K_TILE, PRODUCTS[tile.tokens]
+    decoded = tile.rows // ROWS * (4 * decoder.instructions + 60)
+    step = max(slow_by * area / 2048, decoded, staged(tile, decoder) / COPIED)
+    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
+    each = tiles * k_tiles(k) / chip.multiprocessors  # K tiles of a multiprocessor
+    powered = each * area * slow_by / PRODUCTS[128] / (POWER * (each / steps) ** 0.7)
+    least = reading(tile, decoder, m, n, k, chip) - FIXED
+    ends = max(0, own / k_tiles(k) - 1) * (0.3 * END if tile.late else END)
+    meets, ctas = MEET if tile.split > 1 else 0, grid(tile, m, n, chip=chip)
+    if tile.shared and (common := tiles % ctas):
+        share = sharers(common, k_tiles(k), ctas)
+        parts = (2 if share % common else 1) + max(0, share / common - 3) / 2
+        meets = parts * SUM * tile.rows * tile.tokens
+    return max(steps * step, powered, least) + ends + meets + BEGIN
 
 
 def together(tile: Tile, m: int, n: int, chip: Chip) -> int:
@@ -446,41 +483,3 @@ def may_copy(decoder: Decoder) -> bool:
     """
     whole = decoder.operand != "float8_e4m3fn" and not decoder.sums
     return slow(decoder) and (decoder.slot == 16 or whole)
-
-
-def decoded_rows(k: int) -> int:
-    """Rows of a weight that are decoded at a time."""
-    return max(1, DECODED // (2 * k * ROWS)) * ROWS
-
-
-def copies(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> bool:
-    """Whether a decoded copy and its product take less time.
-
-    16-bit copies are multiplied by the library, bytes by a kernel of this family. The main loop
-    decodes again for every tile of tokens.
-    """
-    if m <= 64 or not may_copy(decoder):
-        return False
-    written = decoder.slot // 8 * n * k / (WRITTEN * chip.read)
-    decoded = n * k / 2048 * (4 * decoder.instructions + 200) / (4 * chip.multiprocessors)
-    copied = FIXED + max(written, decoded)
-    own = cycles(choose(decoder, m, n, k, chip), decoder, m, n, k, chip)
-    if decoder.slot == 8:
-        copied += cycles(choose_copied(m, n, k, chip), BYTES, m, n, k, chip)
-        return own > 1.1 * copied  # an estimate
-    products = m * n * k / chip.multiprocessors
-    waves = n * m / (128 * 128 * chip.multiprocessors)  # of the library's tiles
-    copied += FIXED + products / MULTIPLIED * math.ceil(waves) / waves
-    return 1.1 * own > copied  # the model is a tenth low for slow decoders and many tokens
-
-
-def copied_tiles() -> list[Tile]:
-    """Tiles for the product of a copy in bytes."""
-    tiles = [Tile(128), Tile(128, rows=256)]
-    return [fitted(t, BYTES) for t in (*tiles, *(replace(t, shared=True) for t in tiles))]
-
-
-def choose_copied(m: int, n: int, k: int, chip: Chip = H200) -> Tile:
-    """The tile for the product of a copy in bytes."""
-    fit = [t for t in copied_tiles() if fits_once(t, BYTES, m, n, k, chip)]
-    return min(fit, key=lambda t: cycles(t, BYTES, m, n, k, chip))
