@@ -44,6 +44,7 @@ class Bomb:
 
 
 Q = "model.layers.0.self_attn.q_proj.weight"
+NORM = "model.layers.0.input_layernorm.weight"
 
 
 def damage(path: Path, how: str) -> None:
@@ -62,6 +63,11 @@ def damage(path: Path, how: str) -> None:
         header(path, **{Q: {"data_offsets": [0, 4]}})
     elif how == "huge offsets":
         header(path, **{Q: {"data_offsets": [1 << 70, (1 << 70) + 4]}})
+    elif how == "whole numbers":
+        header(path, **{Q: {"dtype": "I16"}})
+    elif how == "other shape":
+        shape = read_header(path / "model.safetensors")[NORM].shape
+        header(path, **{NORM: {"shape": [1, *shape]}})
     elif how == "deep":
         (path / "config.json").write_text("[" * 100_000)
     else:
@@ -75,6 +81,7 @@ CONFIGS = [
     ({"hidden_size": "32"}, "hidden_size is '32'; it must be a whole number"),
     ({"num_attention_heads": 0}, "transformers cannot build the model"),
     ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, but the files hold 21 tensors"),
+    ({"num_experts": 10**6}, "num_experts is 1000000; at most 32768 can be"),
     ({"vocab_size": 10**12}, "vocab_size is 1000000000000, but the files hold"),
     ({"max_position_embeddings": 10**18}, "max_position_embeddings is 10"),
     ({"rope_parameters": {"rope_type": "magic"}}, "magic"),
@@ -89,6 +96,8 @@ FILES = [
     ("short index", "no file holds 1 tensors of the model"),
     ("overlap", "damaged safetensors header"),
     ("huge offsets", "damaged safetensors header"),
+    ("whole numbers", f"{Q}: config.json asks for floats of shape (64, 64), model.safetensors"),
+    ("other shape", f"{NORM}: config.json asks for floats of shape (64,), model.safetensors holds"),
     ("deep", "not valid JSON"),
 ]
 
@@ -123,6 +132,15 @@ def test_configs(tmp_path: Path, changes: dict[str, object], message: str) -> No
     source = dense(tmp_path / "dense")
     edit(source, **changes)
     refused(source, message)
+
+
+def test_a_number_of_experts_that_a_dense_model_states(tmp_path: Path) -> None:
+    """As Doge's does, which has a mixture of them in other sizes."""
+    source = dense(tmp_path / "dense")
+    edit(source, num_experts=16384)
+    command = ["quantize", str(source), "--format", "int4", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(("how", "message"), FILES, ids=[how for how, _ in FILES])

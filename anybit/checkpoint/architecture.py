@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybit.checkpoint.names import check_missing, layout
+from anybit.checkpoint.names import check_fit, check_missing, layout
 from anybit.errors import AnybitError, InvalidInput, loading
 from anybit.files.directory import quantization_of, read_json
 from anybit.files.safetensors import Stored, stored_tensors
@@ -25,6 +25,8 @@ WIDTHS = (
 )  # fmt: skip
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 MOST_POSITIONS = 1 << 31
+# Not a number of tensors: some lie in one, and dense models may state a number they do not use.
+MOST_EXPERTS = 1 << 15
 
 
 def check_sizes(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
@@ -37,10 +39,9 @@ def check_sizes(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> None
         stored: The checkpoint's tensors.
     """
     nbytes = sum(tensor.nbytes for tensor in stored.values())
-    stacked = max((t.shape[0] for t in stored.values() if len(t.shape) > 2), default=0)
     limits = (
         (LAYERS, len(stored), f"{len(stored)} tensors"),
-        (EXPERTS, max(len(stored), stacked), f"{len(stored)} tensors"),
+        (EXPERTS, MOST_EXPERTS, ""),
         (WIDTHS, nbytes, f"{nbytes} bytes of tensors"),
         (POSITIONS, MOST_POSITIONS, ""),
     )
@@ -159,12 +160,13 @@ def check_model(source: Path) -> Any:
 
     Raises:
         FileNotFoundError: Files are missing.
-        InvalidInput: As `bare_model` does; a dense model's tensors are missing.
+        InvalidInput: As `bare_model` does; a dense model's tensors are missing, or of other shapes.
     """
     model = bare_model(source)
     if not quantization_of(read_json(source / "config.json"), source):
         found = layout(stored_tensors(source), model, lambda name: False)
         check_missing(source, found.missing, found.unexpected)
+        check_fit(source, found, model)
     return type(model)
 
 

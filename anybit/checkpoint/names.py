@@ -248,6 +248,31 @@ def check_missing(source: object, missing: Iterable[str], unexpected: Iterable[s
         )
 
 
+def check_fit(source: object, found: Layout, model: Any) -> None:
+    """Raise InvalidInput when a dense model's tensors are no parameters of it.
+
+    transformers would print a table of shapes, and take whole numbers for weights: they are what is
+    left of another tool's codes when config.json no longer tells of them.
+
+    Args:
+        source: Directory of the model.
+        found: Of its tensors.
+        model: On the meta device.
+    """
+    state = model.state_dict()
+    for name, own in found.names.items():
+        if own not in state:  # one of several experts
+            continue
+        want, tensor = state[own], found.stored[name]
+        whole = want.is_floating_point() and not tensor.torch_dtype.is_floating_point
+        if whole or tensor.shape != want.shape:
+            kind = "floats" if want.is_floating_point() else "numbers"
+            raise InvalidInput(
+                f"{source}: {name}: config.json asks for {kind} of shape {tuple(want.shape)}, "
+                f"{tensor.file.name} holds {tensor.dtype} of {tensor.shape}"
+            )
+
+
 def some(names: list[str]) -> str:
     return ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
 

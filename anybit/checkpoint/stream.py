@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from anybit.checkpoint.architecture import bare_model, empty_model
-from anybit.checkpoint.names import Tensors, Transposed, check_missing, layout, some
+from anybit.checkpoint.names import Tensors, Transposed, check_fit, check_missing, layout, some
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
     Rewrite,
@@ -229,6 +229,7 @@ def plan_quantization(
     layers, experts = linear_schemes(model, formats), expert_layers(model)
     found = layout(given, model, lambda name: as_in_model or name.removesuffix(".weight") in layers)
     check_missing(source, found.missing, found.unexpected)
+    check_fit(source, found, model)
     if found.unexpected:
         log.warning(
             "%s: %d tensors fit no parameter of the model, and stay as they are: %s",

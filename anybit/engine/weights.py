@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybit.checkpoint.names import Tensors, check_missing, layout
+from anybit.checkpoint.names import Tensors, check_fit, check_missing, layout
 from anybit.checkpoint.stream import plan_quantization
 from anybit.core.format import get_format
 from anybit.core.packed import Packed, tensor_shapes
@@ -166,6 +166,7 @@ class Checkpoint(Weights):
             found = layout(stored_tensors(directory), model, lambda name: True)
             if formats is None:
                 check_missing(directory, found.missing, found.unexpected)
+                check_fit(directory, found, model)
             stored, known = found.stored, {*found.names, *found.unexpected}
             read = set(found.names if formats is None else stored.keys() - found.unexpected)
         kind = model.config.model_type

@@ -37,9 +37,9 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; ValueError names the file when it is none."""
+    """A JSON object; errors name the file when it is none, or its directory."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing")
+        raise FileNotFoundError(absent(path))
     try:
         value = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -47,6 +47,21 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidInput(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def absent(path: Path) -> str:
+    """Why there is no such file in a directory that a user gave, and what to give."""
+    directory = path.parent
+    if directory.is_dir():
+        what = f"has no {path.name}"
+    else:
+        what = "is a file" if directory.exists() else "does not exist"
+    if path.name != "config.json":
+        return f"{directory} {what}"
+    return (
+        f"{directory} {what}; give the directory of a model, as `anybit quantize` and "
+        "`save_pretrained` write it"
+    )
 
 
 def quantization_of(config: dict[str, Any], source: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ Without text there is neither H nor g. Then the loss of a layer is its relative 
 |D|^2 / |W|^2, as if all layers mattered alike.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -105,6 +106,11 @@ def plan_formats(
     with taken_apart(model):
         dense = dense_layers(model)
         names = [name for name in dense if not is_head(name)]
+        if bits is not None:  # what needs no measuring: the fewest bits of each layer by itself
+            shapes = [dense[name] for name in names]
+            weights = sum(map(math.prod, shapes))
+            fewest = sum(min(bits_of(candidates, shape), default=0.0) for shape in shapes)
+            check_budget(bits * weights, fewest, weights, "bits", candidates)
         heads = () if head is None else heads_of(model, dense, head)
         needs: tuple[str, ...] = ()
         if calibration is None:
@@ -132,27 +138,38 @@ def plan_formats(
             bits * sum(g.weights for g in groups),
             [[o.bits for o in g.options] for g in groups],
         )
-        unit, name = sum(g.weights for g in groups), f"{bits:g} bits"
+        unit, what = float(sum(g.weights for g in groups)), "bits"
     else:
         assert seconds is not None
         budget, costs = seconds, [[o.seconds for o in g.options] for g in groups]
-        unit, name = 1e-6, f"{seconds * 1e6:g} us"  # type: ignore[assignment]
-    least = sum(map(min, costs))
-    if budget < least:
-        what = "bits" if bits is not None else "us"
-        raise InvalidInput(
-            f"a budget of {name} is below the smallest choice of these formats, "
-            f"{least / unit:.3f} {what}; raise it, or offer smaller formats than "
-            f"{', '.join(candidates)}"
-        )
+        unit, what = 1e-6, "us"
+    check_budget(budget, sum(map(min, costs)), unit, what, candidates)
     chosen = knapsack(costs, [[o.loss for o in g.options] for g in groups], budget)
     return Allocation(
         tuple(groups),
         tuple(g.options[c] for g, c in zip(groups, chosen, strict=True)),
-        name,
+        f"{budget / unit:g} {what}",
         "weight error" if calibration is None else "KL",
         heads,
     )
+
+
+def bits_of(candidates: Sequence[str], shape: tuple[int, int]) -> list[float]:
+    """What a weight takes in each format that can store it."""
+    formats = [parse_scheme(scheme)[0] for scheme in candidates]
+    return [f.bits_per_weight(shape) * math.prod(shape) for f in formats if fits(f, shape)]
+
+
+def check_budget(
+    budget: float, least: float, unit: float, what: str, candidates: Sequence[str]
+) -> None:
+    """InvalidInput if not even the smallest choice is within the budget."""
+    if budget < least:
+        raise InvalidInput(
+            f"a budget of {budget / unit:g} {what} is below the smallest choice of these formats, "
+            f"{least / unit:.3f} {what}; raise it, or offer smaller formats than "
+            f"{', '.join(candidates)}"
+        )
 
 
 def heads_of(

@@ -280,7 +280,7 @@ def test_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(codebook_linear, "gpu_of", lambda device: GPUS["A100"])
-    monkeypatch.setattr(codebook_linear, "zeros", lambda device: "zeros")
+    monkeypatch.setattr(codebook_linear, "zeros", lambda words, device: words)
     monkeypatch.setattr(
         codebook_linear, "loaded", lambda kernel, device: SimpleNamespace(launch=launch)
     )
@@ -294,7 +294,7 @@ def test_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first["splits"] > 1
     assert first["grid"] % (2 * first["splits"]) == 0  # two slices of 16 tokens
     assert first["work"].numel() == 2 * first["splits"] * 64 * 16
-    assert first["counters"] == "zeros"
+    assert first["counters"] == first["grid"]
     assert first["bias"].dtype == first["book"].dtype == y.dtype == BRAIN
     assert second["book"].dtype == HALF
     assert (second["work"], second["counters"], second["bias"]) == (None, None, None)

@@ -5,22 +5,24 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.ptx.parse import Instruction, PtxError
-from tests.ptx.state import WARP, WINDOW, Cta, Handler, Lanes, NamedBarrier, State, Warp
+from tests.ptx.state import ALL, WARP, WINDOW, Cta, Handler, Lanes, NamedBarrier, State, Warp
 
 REGISTERS = 65536  # of a multiprocessor
 
 
 def whole(active: Lanes, name: str) -> None:
     """Refuse an instruction that all lanes of a warp must reach."""
-    if not active.all():
+    if active is not ALL and not active.all():
         raise PtxError(f"{name} of a part of a warp")
 
 
 def branch(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
-    w.pc[active] = int(i.args[0])
+    w.jump(active, int(i.args[0]))
 
 
 def leave(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
+    if w.at is not None:
+        w.pc, w.at = np.full(WARP, w.at), None
     w.live = w.live & ~active
 
 
@@ -96,7 +98,7 @@ def wait_cluster(s: State, w: Warp, active: Lanes, i: Instruction) -> bool:
     turn = w.cluster_waits
 
     def complete() -> bool:
-        others = (x for cta in s.ctas for x in cta.warps if x.live.any())
+        others = (x for cta in s.ctas for x in cta.warps if not x.left())
         if not all(x.cluster_arrivals >= turn for x in others):
             return False
         s.clocks.acquire(w.place, s.cluster_clock)

@@ -1,21 +1,20 @@
 """Integers, bits, predicates and moves."""
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
 from tests.ptx.parse import Instruction, PtxError, names
 from tests.ptx.state import WARP, Handler, Lanes, State, Warp, Words
 
+SIGNED = {8: np.int8, 16: np.int16, 32: np.int32}
 MASK = {bits: np.uint64((1 << bits) - 1) for bits in (8, 16, 32, 64)}
 
 
 def signed(x: Words, bits: int) -> np.ndarray:
     """The low bits as int64."""
-    if bits == 64:
-        return x.view(np.int64)
-    wide = (x & MASK[bits]).astype(np.int64)
-    return np.where(wide >> (bits - 1) != 0, wide - (1 << bits), wide)
+    return x.view(np.int64) if bits == 64 else x.astype(SIGNED[bits]).astype(np.int64)
 
 
 def operands(s: State, w: Warp, i: Instruction) -> tuple[list[np.ndarray], int]:
@@ -23,16 +22,22 @@ def operands(s: State, w: Warp, i: Instruction) -> tuple[list[np.ndarray], int]:
 
     Signed ones are int64, unsigned ones and bits uint64.
     """
-    kind = i.op.rsplit(".", 1)[1]
-    bits = 32 if kind == "pred" else int(kind[1:])
+    _, is_signed, bits = parts(i.op)
     values = [s.read(w, name) for name in i.args[1:]]
-    if kind[0] == "s":
+    if is_signed:
         return [signed(value, bits) for value in values], bits
     return [value & MASK[bits] for value in values], bits
 
 
+@cache
+def parts(op: str) -> tuple[str, bool, int]:
+    """Of "mul.wide.s32": ("mul.wide", signed, 32)."""
+    name, kind = op.rsplit(".", 1)
+    return name, kind[0] == "s", 32 if kind == "pred" else int(kind[1:])
+
+
 def low(x: np.ndarray, bits: int) -> Words:
-    return np.bitwise_and(x.astype(np.uint64), MASK[bits])
+    return x.view(np.uint64) & MASK[bits]
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -61,14 +66,13 @@ ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
 
 
 def arithmetic(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
-    name = i.op.rsplit(".", 1)[0]
+    name = parts(i.op)[0]
     values, bits = operands(s, w, i)
     if name in ("div", "rem"):
         values[1] = np.where(active, values[1], 1)
         if (values[1] == 0).any():
             raise PtxError("division by zero")
-    with np.errstate(over="ignore"):
-        r = ARITHMETIC[name](*values)
+    r = ARITHMETIC[name](*values)
     s.write(w, i.args[0], low(r, 2 * bits if name == "mul.wide" else bits), active)
 
 
@@ -81,11 +85,10 @@ def logic(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
 
 def shift(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
     """By up to the type's bits; further is as far."""
-    name, kind = i.op.split(".")
-    bits = int(kind[1:])
+    name, is_signed, bits = parts(i.op)
     n = np.minimum(s.read(w, i.args[2]) & MASK[32], np.uint64(bits))
     value = s.read(w, i.args[1]) & MASK[bits]
-    if name == "shr" and kind[0] == "s":
+    if is_signed:
         r = signed(value, bits) >> np.minimum(n, np.uint64(bits - 1)).astype(np.int64)
     else:
         inside = np.minimum(n, np.uint64(bits - 1))

@@ -9,6 +9,7 @@ from tests.ptx import control, copies, floats, integer, mbarrier, memory, mma, w
 from tests.ptx.parse import Instruction, PtxError, parse
 from tests.ptx.races import Clocks, Shadow
 from tests.ptx.state import (
+    ALL,
     SHARED_BASE,
     WARP,
     Cta,
@@ -132,13 +133,13 @@ class Machine:
             if not ran and not state.later and not any(self._turn(state, w) for w in warps):
                 if not state.previous_runs:
                     at = {
-                        f"cta {w.cta.rank} warp {w.index}": self.code[w.pc[w.live].min()][0].text
+                        f"cta {w.cta.rank} warp {w.index}": self.code[w.next()][0].text
                         for w in warps
                     }
                     raise PtxError(f"deadlock: {at}")
                 state.previous_runs = False  # the previous kernel takes as long as it can
-            if not warp.live.any():
-                warps = [w for w in warps if w.live.any()]
+            if warp.left():
+                warps = [w for w in warps if not w.left()]
         if state.later:
             raise PtxError(f"the cluster left with {len(state.later)} copies in flight")
         for cta in state.ctas:
@@ -153,21 +154,24 @@ class Machine:
                 return False
             warp.waiting = None
         for _ in range(int(self.random.integers(4, 60))):
-            if not warp.live.any() or not self._step(state, warp):
+            if warp.left() or not self._step(state, warp):
                 break
         return True
 
     def _step(self, state: State, warp: Warp) -> bool:
         """One instruction of the lanes that are furthest behind; False when the warp must wait."""
-        at = int(warp.pc[warp.live].min())
+        at = warp.next()
         instruction, run = self.code[at]
-        active = warp.live & (warp.pc == at)
-        warp.pc[active] = at + 1
+        active = ALL if warp.at is not None else warp.live & (warp.pc == at)
+        warp.jump(active, at + 1)
         try:
             if instruction.predicate is not None:
                 taken = state.read(warp, instruction.predicate) != 0
-                active &= ~taken if instruction.negated else taken
-            return not active.any() or run(state, warp, active, instruction) is not False
+                active = active & (~taken if instruction.negated else taken)
+            lanes = np.count_nonzero(active)
+            if lanes == WARP:
+                active = ALL
+            return not lanes or run(state, warp, active, instruction) is not False
         except PtxError as error:
             raise PtxError(f"{error} at: {instruction.text}") from None
         except Exception as error:

@@ -80,6 +80,6 @@ def add(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
 HANDLERS: dict[str, Handler] = {
     r"atom\.add\.acq_rel\.gpu\.global\.u32": add,
     r"ld\.param\.[bu](32|64)": parameter,
-    r"ld\.(shared|global(\.nc|\.cg)?)(\.v[24])?\.[bu](16|32)": access,
+    r"ld\.(shared|(relaxed\.gpu\.)?global(\.nc|\.cg)?)(\.v[24])?\.[bu](16|32)": access,
     r"st\.(shared|shared::cluster|global)(\.v[24])?\.[bu](16|32)": access,
 }

@@ -4,8 +4,9 @@ Instructions are functions of (state, warp, active lanes, instruction); False me
 must wait. The modules that define them have a table `HANDLERS` of patterns of names.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -14,13 +15,23 @@ from tests.ptx.races import Clocks, Shadow
 
 WARP = 32
 LANES = np.arange(WARP)
+ALL = np.ones(WARP, bool)  # lanes; itself, not a copy, where an instruction runs in all of them
+ALL.flags.writeable = False
 SHARED_BASE = 1024  # of dynamic shared memory in each CTA's window
 WINDOW = 1 << 24  # shared addresses of CTA r + 1 of the cluster start at (r + 1) * WINDOW
 FULL = (1 << 64) - 1
+NOTHING = np.zeros(WARP, np.uint64)
 
 Lanes = np.ndarray  # (32,) bool
 Words = np.ndarray  # (32,) uint64: a register of all lanes
 Work = Callable[[], None]
+
+
+@cache
+def base_and_offset(text: str) -> tuple[str, np.uint64]:
+    """Of [register+offset]."""
+    base, _, offset = text.strip("[]").replace(" ", "").partition("+")
+    return base, np.uint64(int(offset or 0) & FULL)
 
 
 def numbers(active: Lanes) -> list[int]:
@@ -117,6 +128,8 @@ class Warp:
         index: Its number in the CTA.
         place: Its number in the cluster.
         held: Registers of each of its threads.
+        at: The next instruction of all 32 lanes; None where they differ, and `pc` is each one's.
+        fixed: Operands that never change: numbers, special registers.
         waiting: A condition that must hold before it goes on.
         open_group: WGMMAs that are not committed; `groups`: committed ones, oldest first.
         reading: Registers of A, and `summing` of the sums, of WGMMAs in flight.
@@ -130,8 +143,10 @@ class Warp:
     cta: Cta
     held: int
     registers: dict[str, np.ndarray] = field(default_factory=dict)
+    at: int | None = 0
     pc: np.ndarray = field(default_factory=lambda: np.zeros(WARP, np.int64))
-    live: np.ndarray = field(default_factory=lambda: np.ones(WARP, bool))
+    live: np.ndarray = field(default_factory=lambda: ALL)
+    fixed: dict[str, np.ndarray] = field(default_factory=dict)
     waiting: Callable[[], bool] | None = None
     open_group: list[Work] = field(default_factory=list)
     groups: list[list[Work]] = field(default_factory=list)
@@ -144,6 +159,24 @@ class Warp:
     fenced: np.ndarray | None = None  # its clock at its last `fence.mbarrier_init`
     copies: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
     copy_groups: list[list[tuple[int, int, np.ndarray]]] = field(default_factory=list)
+
+    def jump(self, active: Lanes, to: int) -> None:
+        """Some lanes go on there."""
+        if active is ALL:
+            self.at = to
+            return
+        if self.at is not None:
+            self.pc, self.at = np.full(WARP, self.at), None
+        self.pc[active] = to
+        if self.live is ALL and (self.pc == to).all():
+            self.at = to
+
+    def next(self) -> int:
+        """The next instruction of the live lanes that are furthest behind."""
+        return int(self.pc[self.live].min()) if self.at is None else self.at
+
+    def left(self) -> bool:
+        return self.live is not ALL and not self.live.any()
 
     def retire(self, keep: int) -> None:
         """Do the oldest groups of WGMMAs until `keep` are left."""
@@ -190,6 +223,13 @@ class State:
                 raise PtxError(f"{name} is read while a WGMMA adds to it")
             warp.touched.add(name)
             return found
+        found = warp.fixed.get(name)
+        if found is None:
+            found = warp.fixed[name] = self.constant(warp, name)
+        return found
+
+    def constant(self, warp: Warp, name: str) -> Words:
+        """A number, or a register that no instruction writes."""
         if name == "%tid.x":
             return (warp.index * WARP + LANES).astype(np.uint64)
         if name == "%laneid":
@@ -219,9 +259,10 @@ class State:
         if name in warp.summing:
             raise PtxError(f"{name} is written while a WGMMA adds to it")
         warp.touched.add(name)
-        value = np.broadcast_to(np.asarray(value), WARP).astype(np.uint64)
-        old = None if active.all() else warp.registers.get(name, np.zeros(WARP, np.uint64))
-        warp.registers[name] = value if old is None else np.where(active, value, old)
+        value = value.astype(np.uint64, copy=False)
+        if active is not ALL:
+            value = np.where(active, value, warp.registers.get(name, NOTHING))
+        warp.registers[name] = value
 
     def one(self, warp: Warp, name: str, active: Lanes) -> int:
         """An operand that is the same in all active lanes."""
@@ -232,9 +273,8 @@ class State:
 
     def address(self, warp: Warp, text: str) -> Words:
         """[register+offset] -> addresses of all lanes."""
-        base, _, offset = text.strip("[]").replace(" ", "").partition("+")
-        with np.errstate(over="ignore"):
-            return self.read(warp, base) + np.uint64(int(offset or 0) & FULL)
+        base, offset = base_and_offset(text)
+        return self.read(warp, base) + offset
 
     # Memory.
 
@@ -246,7 +286,7 @@ class State:
         if rank >= len(self.ctas):
             raise PtxError(f"the cluster has no CTA {rank}")
         other = self.ctas[rank]
-        if not any(w.live.any() for w in other.warps):
+        if all(w.left() for w in other.warps):
             raise PtxError(f"the shared memory of CTA {rank}, which has left")
         if not self.clocks.known[warp.place][[w.place for w in other.warps]].any():
             raise PtxError(f"the shared memory of CTA {rank}, which may not have started")
@@ -268,6 +308,18 @@ class State:
                     self.check_previous()
                 return array[address - base : address - base + size]
         raise PtxError(f"global address {address:#x} for {size} bytes belongs to nothing")
+
+    def global_bytes(self, at: Words, size: int) -> Iterator[tuple[np.ndarray, np.ndarray, Lanes]]:
+        """Global memory at some addresses: (an array, indices (lanes, size), whose they are)."""
+        arrays = at >> np.uint64(32)  # each begins at a multiple of 2**32
+        for number in np.unique(arrays):
+            lanes = arrays == number
+            mine = at[lanes]
+            unaligned = mine[mine % np.uint64(min(size, 16)) != 0]
+            for address in (mine.min(), mine.max(), *unaligned):
+                self.global_at(int(address), size)
+            base, array, _ = self.memory[int(number) - 1]
+            yield array, mine.astype(np.int64)[:, None] - base + np.arange(size), lanes
 
     def check_previous(self) -> None:
         """Refuse what must wait for the previous kernel."""

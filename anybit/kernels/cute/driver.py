@@ -116,6 +116,13 @@ def driver() -> Any:
     return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
 
 
+def address_of(what: torch.Tensor | int | None) -> int:
+    """A tensor's, or an address itself; 0 for None."""
+    if isinstance(what, int):
+        return what
+    return 0 if what is None else what.data_ptr()
+
+
 def call(name: str, *args: Any) -> None:
     """A driver function; RuntimeError with the driver's own words when it fails."""
     error = getattr(driver(), name)(*args)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from anybit.kernels.cute.driver import CARVEOUT, LARGE_CLUSTERS, Launcher, call
+from anybit.kernels.cute.driver import CARVEOUT, LARGE_CLUSTERS, Launcher, address_of, call
 
 ARCHITECTURE = "sm_90a"
 # CUtensorMapDataType, bytes of an element.
@@ -139,7 +139,7 @@ class CodebookLauncher(Launcher):
     def launch(
         self,
         x: Tensor,
-        tensors: tuple[Tensor | None, ...],
+        tensors: tuple[Tensor | int | None, ...],
         n: int,
         cluster: int,
         splits: int,
@@ -150,14 +150,14 @@ class CodebookLauncher(Launcher):
         """Launch `teams` times `splits` clusters on the current stream of x's device.
 
         tensors: w, codebook, row_scale, bias, y, and what clusters that share K want: a workspace
-        and counters; None for none. shared: bytes of shared memory.
+        and the address of counters; None for none. shared: bytes of shared memory.
         """
         frame = self.frame()
         a = frame.arguments
         a.x = x.data_ptr()
         (
             a.w, a.book, a.row_scale, a.bias, a.y, a.work, a.counters,
-        ) = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)  # fmt: skip
+        ) = map(address_of, tensors)  # fmt: skip
         a.m, a.k = x.shape
         a.n, a.cluster, a.splits, a.early = n, cluster, splits, overlap
         frame.set_cluster(cluster)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from anybit.core.format import Format
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
+from anybit.kernels.cute.counters import zeros
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import KernelSpec, built, kernel_file, missing_kernels
 from anybit.kernels.cute.operands import (
@@ -143,7 +144,7 @@ def multiply(
     )
     blobs, row_scale, row_zero = prepared.layout
     blobs = blobs if decoded is None else decoded
-    _work, workspace = meeting_place(shared, x.device)
+    _work, workspace = meeting_place(shared, grid, x.device)
     function.launch(
         x,
         (
@@ -185,12 +186,17 @@ def multiply_decoded(
     return y
 
 
-def meeting_place(numbers: int, device: torch.device) -> tuple[Tensor | None, tuple[int, int]]:
-    """Where sums of `shares.py` meet, to be kept for the launch; its address and the counters'."""
+def meeting_place(
+    numbers: int, grid: int, device: torch.device
+) -> tuple[Tensor | None, tuple[int, int]]:
+    """Where sums of `shares.py` meet, to be kept for the launch; its address and the counters'.
+
+    Fewer tiles are shared than there are CTAs, and each of a tile's eight warps counts.
+    """
     if not numbers:
         return None, (0, 0)
     work = torch.empty(numbers, dtype=torch.float32, device=device)
-    return work, (work.data_ptr(), mma.zeros(device).data_ptr())
+    return work, (work.data_ptr(), zeros(8 * grid, device))
 
 
 @cache
@@ -246,5 +252,4 @@ def loaded(kernel: Kernel, device: int) -> GemmLauncher:
     """A kernel on a device."""
     path = built(kernel)
     with torch.cuda.device(device):
-        mma.keep_spare(torch.device("cuda", device))  # counters, should a launch be captured
         return GemmLauncher(path, device)

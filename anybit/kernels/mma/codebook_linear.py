@@ -11,12 +11,12 @@ from anybit.errors import Unsupported
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.cute import cells as layout
 from anybit.kernels.cute.cells import ROWS, Cells, cells_of, dense
+from anybit.kernels.cute.counters import zeros
 from anybit.kernels.cute.jit import built
 from anybit.kernels.cute.operands import NAMES, aligned
 from anybit.kernels.mma import codebook_tiles
 from anybit.kernels.mma.codebook_tiles import CodebookKernel
 from anybit.kernels.mma.launch import CodebookLauncher
-from anybit.kernels.mma.linear import zeros
 from anybit.kernels.mma.tiles import Gpu, gpu_of
 
 
@@ -88,7 +88,7 @@ def multiply(
         slices = -(-m // kernel.tile.tokens)
         size = slices * splits * -(-n // ROWS) * ROWS * kernel.tile.tokens
         work = torch.empty(size, dtype=torch.float32, device=device)
-        counters = zeros(device)
+        counters = zeros(grid, device)
     blocks, row_scale, *books = prepared.layout
     book = books[x.dtype == torch.bfloat16]
     tensors = (blocks, book, row_scale, bias, y, work, counters)

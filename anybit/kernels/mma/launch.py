@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from anybit.kernels.cute.driver import CARVEOUT, Launcher, call
+from anybit.kernels.cute.driver import CARVEOUT, Launcher, address_of, call
 
 POINTERS = (
     "x", "w", "row_scale", "row_zero", "token_scale", "token_sum", "bias", "y", "work", "counters",
@@ -56,7 +56,7 @@ class MmaLauncher(Launcher):
     def launch(
         self,
         x: Tensor,
-        tensors: tuple[Tensor | None, ...],
+        tensors: tuple[Tensor | int | None, ...],
         n: int,
         grid: int,
         overlap: bool,
@@ -64,9 +64,9 @@ class MmaLauncher(Launcher):
     ) -> None:
         """Launch on the current stream of x's device.
 
-        tensors: those of `pointers` behind x, None for none. overlap: begin before the previous
-        kernel of the stream has finished; the kernel must be made for that. last: the last
-        parameter.
+        tensors: those of `pointers` behind x, or their addresses; None for none. overlap: begin
+        before the previous kernel of the stream has finished; the kernel must be made for that.
+        last: the last parameter.
         """
         frame = self.frame()
         a = frame.arguments
@@ -74,7 +74,7 @@ class MmaLauncher(Launcher):
         a.n = n
         setattr(a, self.last, last)
         for name, tensor in zip(self.pointers, (x, *tensors), strict=True):
-            setattr(a, name, 0 if tensor is None else tensor.data_ptr())
+            setattr(a, name, address_of(tensor))
         frame.start(grid, overlap, x.device.index)
 
 

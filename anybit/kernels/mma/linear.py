@@ -9,13 +9,14 @@ from anybit.core.scheme import scheme_name
 from anybit.errors import Unsupported
 from anybit.kernels import tuned
 from anybit.kernels.backend import Activations, Prepared
+from anybit.kernels.cute.counters import zeros
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import built
 from anybit.kernels.cute.operands import NAMES, cut, decoder_for, offsets, tokens, whole
 from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.mma import tiles
 from anybit.kernels.mma.launch import MmaLauncher
-from anybit.kernels.mma.tiles import COUNTERS, Kernel, Tile, gpu_of
+from anybit.kernels.mma.tiles import Kernel, Tile, gpu_of
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
@@ -75,7 +76,7 @@ def multiply(
     grid = grid or tiles.grid(tile, gpu_of(device), m, n, k, experts)
     if experts or (tile.kind == "gemm" and grid != tiles.tiles_of(tile, m, n)):
         work = torch.empty(2 * grid * tile.rows * tile.tokens, dtype=torch.float32, device=device)
-        counters = zeros(device)
+        counters = zeros(grid, device)
     tensors = (*prepared.layout, scale, sums, bias, y, work, counters, starts)
     loaded(kernel, device.index).launch(x, tensors, wide, grid, kernel.overlap, experts)
     return cut(y, n)
@@ -127,38 +128,4 @@ def loaded(kernel: Kernel, device: int) -> MmaLauncher:
     """A kernel on a device."""
     path = built(kernel)
     with torch.cuda.device(device):
-        keep_spare(torch.device("cuda", device))  # another number of tokens may be captured next
         return MmaLauncher(path, device)
-
-
-# Counters of CTAs that share tiles: zeros, which every launch leaves as zeros. Launches that run at
-# the same time must not share them, so each stream has its own. A graph that is being captured can
-# make none: zeros would be written when it is replayed only. So there is always a spare. Graphs
-# that were captured on one stream share theirs, and must not be replayed on two at the same time.
-_counters: dict[tuple[torch.device, int], Tensor] = {}
-_spare: dict[torch.device, Tensor] = {}
-
-
-def zeros(device: torch.device) -> Tensor:
-    """The counters of the current stream."""
-    key = device, torch._C._cuda_getCurrentRawStream(device.index)
-    found = _counters.get(key)
-    if found is None:
-        if torch.cuda.is_current_stream_capturing() and device not in _spare:
-            raise Unsupported("run the layer once before its CUDA graph is captured")
-        found = _spare.pop(device) if device in _spare else fresh(device)
-        _counters[key] = found
-    keep_spare(device)
-    return found
-
-
-def keep_spare(device: torch.device) -> None:
-    """Have counters ready for the next stream, unless this one is being captured."""
-    if device not in _spare and not torch.cuda.is_current_stream_capturing():
-        _spare[device] = fresh(device)
-
-
-def fresh(device: torch.device) -> Tensor:
-    out = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-    torch.cuda.current_stream(device).synchronize()  # whatever stream takes them
-    return out

@@ -1,0 +1,149 @@
+"""Counters of CTAs that share tiles: which launches have the same, and when they are zeros."""
+
+import ctypes
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import anybit
+from anybit.kernels.cute import counters, driver
+from anybit.kernels.cute.counters import LEAST, zeros
+from anybit.nn.linear import QuantLinear
+
+DEVICE = os.environ.get("ANYBIT_TEST_DEVICE", "cpu")
+CUDA = torch.device("cuda", 0)
+INVALID = 900  # what the driver says of calls that a capture does not allow
+
+
+class Driver(SimpleNamespace):
+    """libcuda, of whose streams some are being captured.
+
+    Args:
+        capture: The number of the capture of the current stream; 0: none.
+        filled: Addresses whose zeros have been waited for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(stream=1, capture=0, mode=0, next=1 << 40, filled=[], own=[], pending={})
+
+    def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, number: Any, *rest: Any) -> int:
+        assert stream.value == self.stream
+        assert rest == (None, None, None)
+        number._obj.value = self.capture
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        self.mode, mode._obj.value = mode._obj.value, self.mode
+        return 0
+
+    def _forbidden(self) -> int:
+        return INVALID if self.capture and self.mode != counters.RELAXED else 0
+
+    def cuMemAlloc_v2(self, to: Any, size: Any) -> int:
+        to._obj.value, self.next = self.next, self.next + size.value
+        return self._forbidden()
+
+    def cuStreamCreate(self, to: Any, flags: int) -> int:
+        assert flags == counters.NON_BLOCKING
+        to._obj.value = 100 + len(self.own)
+        self.own.append(to._obj.value)
+        return 0
+
+    def cuMemsetD32Async(self, at: Any, value: int, words: Any, stream: Any) -> int:
+        assert value == 0
+        assert stream.value in self.own  # no stream of a capture
+        self.pending[stream.value] = at.value, words.value
+        return 0
+
+    def cuStreamSynchronize(self, stream: Any) -> int:
+        self.filled.append(self.pending.pop(stream.value))
+        return self._forbidden()
+
+    def cuStreamDestroy_v2(self, stream: Any) -> int:
+        self.own.remove(stream.value)
+        return 0
+
+    def cuGetErrorString(self, error: int, to: Any) -> int:
+        ctypes.cast(to, ctypes.POINTER(ctypes.c_char_p))[0] = b"not while capturing"
+        return 0
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    fake = Driver()
+    monkeypatch.setattr(driver, "driver", lambda: fake)
+    monkeypatch.setattr(counters, "_kept", {})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: fake.stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capture != 0)
+    return fake
+
+
+def test_launches_that_may_run_at_once_have_counters_of_their_own(fake: Driver) -> None:
+    """Streams, captures of one stream, and streams of one capture."""
+    places = [(1, 0), (2, 0), (1, 7), (2, 7), (1, 8)]  # stream, capture
+    found = []
+    for fake.stream, fake.capture in places:
+        found.append(zeros(132, CUDA))
+    assert len(set(found)) == len(places)
+    assert fake.filled == [(address, LEAST) for address in found]
+    again = []
+    for fake.stream, fake.capture in places:
+        again.append(zeros(LEAST, CUDA))
+    assert again == found  # launches of one stream, which run one after the other
+    assert zeros(1, torch.device("cuda", 1)) not in found
+    assert (fake.own, fake.pending, fake.mode) == ([], {}, 0)
+
+
+def test_more_counters_than_before(fake: Driver) -> None:
+    few, many = zeros(1, CUDA), zeros(3 * LEAST, CUDA)
+    assert fake.filled == [(few, LEAST), (many, 3 * LEAST)]
+    assert zeros(1, CUDA) == many
+
+
+def test_a_failure_leaves_the_mode_of_the_thread(
+    fake: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.capture = 5
+    monkeypatch.setattr(fake, "_forbidden", lambda: INVALID)
+    with pytest.raises(RuntimeError, match="cuMemAlloc_v2: not while capturing"):
+        zeros(1, CUDA)
+    assert fake.mode == 0
+    assert counters._kept == {}
+
+
+def shares_tiles() -> bool:
+    return DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.skipif(not shares_tiles(), reason="needs Hopper, whose 132 CTAs share 72 tiles here")
+@pytest.mark.parametrize("warm", [False, True])
+def test_graphs_of_one_stream_are_replayed_on_two_at_once(warm: bool) -> None:
+    """Captured with and without a launch before, which leaves counters for the stream."""
+    packed = anybit.quantize_tensor(torch.randn(9216, 4096, device=DEVICE), "int4:group=128")
+    layer = QuantLinear(packed)
+    given = [torch.randn(100, 4096, device=DEVICE, dtype=torch.float16) for _ in range(2)]
+    before, stream = set(counters._kept), torch.cuda.Stream()
+    graphs, found = [], []
+    layer.prepare(torch.float16)
+    for x in given:
+        if warm:
+            with torch.cuda.stream(stream):
+                layer(x)
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=stream):
+            found.append([layer(x) for _ in range(10)])
+    captures = {capture for _, _, capture in set(counters._kept) - before if capture}
+    assert len(captures) == 2  # tiles were shared, or this shows nothing
+    want = [layer(x) for x in given]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(50):
+        for graph, own in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(own):
+                graph.replay()
+        torch.cuda.synchronize()
+        for ys, y in zip(found, want, strict=True):
+            assert all(torch.equal(y, other) for other in ys)
