@@ -77,7 +77,7 @@ test-vllm: $(VLLM)/.installed  ## Compare vLLM's tokens with transformers', in a
 
 test-vllm-gpu:  ## Judge vLLM's tokens in bf16 on the GPU of this machine, with the python in PATH.
 	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -W ignore -p no:cacheprovider -n auto --maxprocesses 12 \
-		tests/integrations/test_vllm_gpu.py
+		tests/integrations/test_vllm_bf16.py
 
 RELEASE := .venv-release
 

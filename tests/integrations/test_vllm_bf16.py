@@ -1,4 +1,4 @@
-"""vLLM on a GPU: bf16, compiled, in CUDA graphs, with fused norms (`make test-vllm-gpu`).
+"""vLLM in bf16; on a GPU compiled, in CUDA graphs, with fused norms (`make test-vllm-gpu`).
 
 In bf16 near ties fall either way. So each token is judged after the ones that vLLM wrote: by
 transformers in fp32 it must be the likeliest, or nearly.
@@ -19,17 +19,19 @@ from tests.integrations.generate import PICO, PROMPTS, by_vllm, engine, tokens_o
 from tests.integrations.test_vllm_engine import MIXTURES, PLANS
 from tests.integrations.test_vllm_running import RANK, adapter, changed, untied
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+ON_GPU = torch.cuda.is_available()
 SCHEMES = [
-    "int4:group=128", "int4:group=64,zero", "int3:group=64", "int8", "fp6", "sparse", "mxfp4",
-    "liquid@int8", "int8@int8", "fp6@fp8", "codebook:m=1,v=4,group=128", "trellis:bits=3",
+    "int4:group=64,zero", "liquid@int8", "int4:group=128", "int3:group=64", "int8", "fp6",
+    "sparse", "mxfp4", "int8@int8", "fp6@fp8", "codebook:m=1,v=4,group=128", "trellis:bits=3",
     "int4:group=128,rotate=k", PLANS["unlike parts of a merged layer"],
 ]  # fmt: skip
-NEAR = 0.1  # of the logits' spread: what rounding to bf16, and of activations after it, tells apart
-OPTIONS = {"eager": False, "dtype": "bfloat16"}
+# Of the logits' spread: what rounding to bf16 tells apart, and that of activations after it. Wrong
+# tokens are several away. Of experts, a near tie may choose another one.
+NEAR, NEAR_OF_EXPERTS = 0.25, 1.0
+OPTIONS = {"eager": not ON_GPU, "dtype": "bfloat16"}
 
 
-def judge(model, got, prompts=PROMPTS):
+def judge(model, got, prompts=PROMPTS, near=NEAR):
     """Assert that tokens after prompts are a model's likeliest, or next to them."""
     gaps = []
     for prompt, text in zip(prompts, got, strict=True):
@@ -38,23 +40,26 @@ def judge(model, got, prompts=PROMPTS):
         logits[:, model.config.eos_token_id] = -torch.inf  # vLLM writes a number of tokens
         chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
         gaps += ((logits.amax(1) - chosen) / logits[logits.isfinite()].std()).tolist()
-    assert max(gaps) < NEAR
+    assert max(gaps) < near
     assert sum(gap == 0 for gap in gaps) > 0.9 * len(gaps)
 
 
-@pytest.mark.parametrize("plan", SCHEMES, ids=str)
+@pytest.mark.parametrize("plan", SCHEMES if ON_GPU else SCHEMES[:2], ids=str)
 def test_checkpoint(tmp_path, plan):
     quantize_checkpoint(PICO, tmp_path / "out", plan)
     got = by_vllm(tmp_path / "out", **OPTIONS)
     judge(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval(), got)
 
 
-@pytest.mark.skipif(not find_spec("vllm._moe_C"), reason="vLLM lacks its operators for experts")
+@pytest.mark.skipif(
+    ON_GPU and not find_spec("vllm._moe_C"), reason="vLLM lacks its operators for experts"
+)
 @pytest.mark.parametrize("plan", MIXTURES.values(), ids=MIXTURES)
 def test_experts(tmp_path, mixtral, plan):
     quantize_checkpoint(mixtral, tmp_path / "out", plan)
     got = by_vllm(tmp_path / "out", **OPTIONS)
-    judge(dequantize_(anybit.load(tmp_path / "out", dtype=torch.float32)).eval(), got)
+    model = dequantize_(anybit.load(tmp_path / "out", dtype=torch.float32)).eval()
+    judge(model, got, near=NEAR_OF_EXPERTS)
 
 
 def test_adapters(tmp_path):
