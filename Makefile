@@ -75,10 +75,9 @@ test-vllm: $(VLLM)/.installed  ## Compare vLLM's tokens with transformers', in a
 	@echo "== vLLM 0.33"
 	@PYTHONPATH=$(VLLM)/0.33 $(VLLM)/bin/python -m pytest -W ignore tests/integrations
 
-test-vllm-gpu:  ## Compare vLLM's tokens with transformers' on the GPU of this machine, with the python in PATH.
-	@$(PYTHON) -m pytest -W ignore -p no:cacheprovider tests/integrations/test_vllm_gpu.py \
-		tests/integrations/test_vllm_engine.py tests/integrations/test_vllm_foreign.py \
-		tests/integrations/test_vllm_running.py
+test-vllm-gpu:  ## Judge vLLM's tokens in bf16 on the GPU of this machine, with the python in PATH.
+	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -W ignore -p no:cacheprovider -n auto --maxprocesses 12 \
+		tests/integrations/test_vllm_gpu.py
 
 RELEASE := .venv-release
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from anybit.quantizers.additive import Additive
     from anybit.quantizers.calibration.data import Calibration
     from anybit.quantizers.clip import Clip
+    from anybit.quantizers.fold import rotate_
     from anybit.quantizers.gptq import GPTQ
     from anybit.quantizers.hqq import HQQ
     from anybit.quantizers.pv_tuning import pv_tune
@@ -58,6 +59,7 @@ PUBLIC = {
     "quantize_tensor": "quantizers.quantize",
     "register": "core.format",
     "register_backend": "kernels.registry",
+    "rotate_": "quantizers.fold",
     "save": "checkpoint.save_load",
     "set_keep": "nn.model",
 }
@@ -90,6 +92,7 @@ __all__ = [
     "quantize_tensor",
     "register",
     "register_backend",
+    "rotate_",
     "save",
     "set_keep",
 ]

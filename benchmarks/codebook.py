@@ -7,7 +7,7 @@
 and drives outliers through. `table` times the kernels that `codebook_tiles.choose` names, plain and
 with programmatic dependent launch (pdl), beside cuBLAS, anybit's integers and fp6, AQLM's kernels
 where the package is installed, and CodeGEMM's where CODEGEMM names a checkout. `sweep` times many
-kernels for a problem; its rows are added to the table's. `tiles` times tiles for more than 16
+kernels for a problem; its rows are added to the table's. `tiles` times tiles for more than 8
 tokens. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels; `compile` fills it.
 """
 
@@ -109,12 +109,13 @@ class Problem:
 
     def run(self, x, overlap=True, prepared=None, bias=None, plan=None) -> Tensor:
         args = (x, prepared or self.prepared, bias)
+        problem = self.fmt, len(x), self.n, self.k, x.dtype, x.device
+        tile = codebook_linear.lookup_tile(*problem) if plan is None else plan
+        if isinstance(tile, Tile):
+            return codebook_linear.multiply_many(*args, tile, overlap)
         if len(x) <= codebook_linear.MOST_TOKENS:
             return codebook_linear.multiply(*args, plan, overlap)
-        problem = self.fmt, len(x), self.n, self.k, x.dtype, x.device
-        if codebook_linear.lookup_tile(*problem) is None:
-            return codebook_linear.linear(*args)
-        return codebook_linear.multiply_many(*args, plan, overlap)
+        return codebook_linear.linear(*args)
 
     def us(self, m: int, overlap: bool, plan=None, dtype=torch.float16) -> float:
         x = torch.randn(m, self.k, device=DEVICE).to(dtype)
@@ -257,22 +258,30 @@ def tiles_of(scheme: str) -> dict[Tile, Kernel]:
 
 
 def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> None:
-    """Times of every tile that is worth it, beside cuBLAS; for the rules in `lookup.py`."""
+    """Times of every tile that is worth it, beside cuBLAS; for the rules in `lookup.py`.
+
+    Up to 16 tokens also of the kernel for few.
+    """
     for (n, k), scheme in product(args.shapes, args.schemes):
         p = Problem(scheme, n, k, cold=True)
-        for m in (m for m in args.m if m > codebook_linear.MOST_TOKENS):
-            times = {}
+        for m in (m for m in args.m if m > lookup.FEW):
+            few = m <= codebook_linear.MOST_TOKENS
+            plan = choose(cells_of(p.fmt), m, n, k, "float16") if few else None
+            times = {plan.kernel.name: p.us(m, True, plan)} if plan else {}
+            chosen = codebook_linear.lookup_tile(
+                p.fmt, m, n, k, torch.float16, torch.device("cuda", 0)
+            )
+            if not few and chosen is None:
+                times["decoded"] = p.us(m, True)
             for tile, kernel in tiles_of(scheme).items():
-                small, large = tile.tokens < min(m, 64), tile.tokens >= 2 * max(m, 32)
+                least = 128 if m > 256 else 64
+                small, large = tile.tokens < min(m, least), tile.tokens >= 2 * max(m, 32)
                 fits = fits_once(tile, kernel.decoder, m, n, k)
                 if kernel_file(kernel).exists() and fits and not small | large:
                     times[tile.name] = p.us(m, True, tile)
             dense = dense_us(n, k, m, torch.float16)
-            chosen = codebook_linear.lookup_tile(
-                p.fmt, m, n, k, torch.float16, torch.device("cuda", 0)
-            )
             text = " ".join(f"{name}={times[name]:.1f}" for name in sorted(times, key=times.get))
-            name = chosen.name if chosen else "dense"
+            name = chosen.name if chosen else plan.kernel.name if plan else "dense"
             print(f"{scheme} {n}x{k} M={m} cublas {dense:.1f} chosen {name} | {text}", flush=True)
 
 

@@ -99,14 +99,16 @@ def slower(found: Sequence[Cell]) -> list[Cell]:
     return sorted((c for c in found if c.speed and c.speed < LEVEL), key=lambda c: c.speed or 0)
 
 
+def wanted(cell: Cell) -> float:
+    """The share of the read floor that `SHARES` asks of a cell; 0: none."""
+    if cell.m > FEW or cell.quantizes:
+        return 0.0
+    return next((share for size, share in SHARES if cell.nbytes >= size), 0.0)
+
+
 def short(found: Sequence[Cell]) -> list[Cell]:
-    """Few tokens that are further from the read floor than `SHARES` say, the worst first."""
-
-    def wanted(cell: Cell) -> float:
-        return next((share for size, share in SHARES if cell.nbytes >= size), 0.0)
-
-    few = [c for c in found if c.m <= FEW and not c.quantizes and c.reading < wanted(c)]
-    return sorted(few, key=lambda c: c.reading / wanted(c))
+    """Few tokens that are further from the read floor than is `wanted`, the worst first."""
+    return sorted((c for c in found if c.reading < wanted(c)), key=lambda c: c.reading / wanted(c))
 
 
 def steps(found: Sequence[Cell]) -> list[tuple[float, Cell]]:
@@ -131,8 +133,13 @@ def table(found: Sequence[Cell], tokens: Sequence[int]) -> tuple[list[str], list
         speeds = [[c.speed for c in mine if c.m == m and c.speed] for m in tokens]
         means = [f"{geometric_mean(s):.2f}x" if s else "" for s in speeds]
         compared = [c for c in mine if c.speed]
-        counts = [f"{len(slower(mine))} of {len(compared)}", str(len(short(mine)))]
-        lines.append([f"`{scheme}`", *means, *counts, str(len(steps(mine)))])
+        read = sum(wanted(c) > 0 for c in mine)
+        counts = [
+            f"{len(slower(mine))} of {len(compared)}",
+            f"{len(short(mine))} of {read}" if read else "",
+            f"{len(steps(mine))} of {len(mine) - len({c.shape for c in mine})}",
+        ]
+        lines.append([f"`{scheme}`", *means, *counts])
     titles = ["format", *(f"M={m}" for m in tokens), "slower", "far from reading", "steps"]
     return titles, lines
 

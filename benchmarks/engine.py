@@ -13,6 +13,7 @@ measured; README.md says what the columns are.
 import argparse
 import copy
 import csv
+import dataclasses
 import gc
 import importlib.metadata
 import itertools
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from hopper_layers import finite
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -35,6 +37,7 @@ from transformers import (
 )
 
 from anybit.core.packed import Packed, tensor_shapes
+from anybit.core.rotation import Rotation
 from anybit.core.scheme import parse_scheme
 from anybit.engine.assemble import KV_DTYPES
 from anybit.engine.attention import LayerCache
@@ -43,7 +46,7 @@ from anybit.engine.loader import Loaded, build, model_class
 from anybit.engine.models.layers import Decoder
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.weights import Part, Weights
-from anybit.kernels.registry import BACKENDS
+from anybit.kernels.registry import BACKENDS, register_backend
 
 
 def llama(
@@ -83,6 +86,7 @@ MODELS = {
     "tiny-opt": opt(128, 2, 4),
 }  # fmt: skip
 FORMATS = ["bf16", "fp6", "int4:group=128", "liquid@int8", "codebook:m=1,v=4,b=8,group=128"]
+FOLDED = "folded:"  # before a format: of a model rotated by `anybit.rotate_`
 PEER = "transformers"  # a "format": its own generate, in bf16
 PROMPT, OUTPUT = 1024, 512
 BLOCK = 16
@@ -100,10 +104,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--case", nargs="+", action="append", metavar=("MODEL", "FORMAT"),
-        help=f"a model ({', '.join(MODELS)}) and formats for it; +FORMAT names the head's",
+        help=f"a model ({', '.join(MODELS)}) and formats for it; +FORMAT names the head's, and "
+        f"{FOLDED}FORMAT rotates the inputs of down projections alone",
     )  # fmt: skip
     parser.add_argument("--kv", default="model,int8", help=f"model, int8, int4, {STATIC}")
-    parser.add_argument("--batches", default="1,16,64,128,256")
+    parser.add_argument("--batches", default="1,16,64,128,256", help="80gb: as many as fit there")
     parser.add_argument("--contexts", default=f"{PROMPT + OUTPUT // 2}")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--layers", type=int, help="instead of the model's")
@@ -113,6 +118,7 @@ def main() -> None:
     parser.add_argument(
         "--without", nargs="+", default=[], help="backends to leave out: hopper mma"
     )
+    parser.add_argument("--first", metavar="MODULE", help="a backend that is asked before others")
     parser.add_argument("--workers", action="store_true", help="compile all formats side by side")
     parser.add_argument("--commit", default="", help="what is measured, for the rows")
     parser.add_argument("--out", type=Path)
@@ -124,6 +130,8 @@ def main() -> None:
             parser.error(f"unknown model {model}; known: {', '.join(MODELS)}")
     for name in args.without:
         BACKENDS.pop(name)
+    if args.first:
+        register_backend(args.first, args.first, before=next(iter(BACKENDS)))
     args.end = time.monotonic() + args.seconds
     if args.workers:
         compile_all(args)
@@ -157,6 +165,7 @@ def compile_all(args: argparse.Namespace) -> None:
     start = time.monotonic()
     names = [(m, f) for m, *formats in args.case for f in formats or FORMATS if f != PEER]
     command = [sys.executable, __file__, "--layers", "1", "--steps", "1", "--device", args.device]
+    command += ["--first", args.first] if args.first else []
     command += ["--batches", args.batches, "--kv", args.kv, "--contexts", args.contexts]
     waiting = [
         subprocess.Popen(
@@ -197,11 +206,13 @@ def measure(
     model = build(model_class(config), config, weights, length)
     size = sum(t.nbytes for t in stored(model))
     backends = sorted({m.backend for m in model.modules() if hasattr(m, "backend")})
-    batches = sorted((int(b) for b in args.batches.split(",")), reverse=True)
     prefill = ttft = 0.0
     for kv in args.kv.split(","):
         per_token = kv_bytes(model, kv)
+        batches = batches_of(args.batches, size, per_token)
         most = room_for(per_token * length, size, batches, device)
+        if not most:
+            continue
         model.kv_scales = static_scales(model) if kv == STATIC else [None] * len(model.layers)
         gc.collect()
         if device.type == "cuda":
@@ -223,20 +234,24 @@ def measure(
                 return
             fill(llm, batch, context)
             step = decode_time(llm, args.steps)
+            read = size - model.embed_tokens.nbytes + batch * context * per_token
+            floor = read / args.bandwidth / 1e6
+            dense = not hasattr(config, "num_local_experts")  # few tokens meet few experts
+            if device.type == "cuda" and dense and step < floor:
+                raise SystemExit(f"a step of {step:.0f} us, faster than reading: {floor:.0f} us")
             shares = kernel_shares(llm) if device.type == "cuda" else {}
             busy = shares.pop("busy", None)
             for name in list(llm.engine.requests):
                 llm.engine.abort(name)
             while llm.engine.busy:
                 llm.engine.step()
-            read = size - model.embed_tokens.nbytes + batch * context * per_token
             working = torch.cuda.max_memory_allocated() - size - cache_bytes if shares else 0
             free = BUDGET - RESERVE - size - working
             whole = batch * (PROMPT / prefill + OUTPUT * step / batch / 1e6)
             yield {
                 "format": scheme, "kv": kv, "batch": batch, "context": context,
                 "step_us": round(step), "tokens_per_s": round(batch / step * 1e6),
-                **compared(step, read / args.bandwidth / 1e6), **shares,
+                **compared(step, floor), **shares,
                 "idle": "" if busy is None else round(1 - busy / step, 4),
                 "prefill_tokens_per_s": round(prefill), "ttft_ms": round(ttft * 1e3, 1),
                 "whole_tokens_per_s": round(batch * OUTPUT / whole),
@@ -274,10 +289,15 @@ class RandomWeights(Weights):
         scheme = self.head_scheme if name == "lm_head" else self.scheme
         if scheme is None:
             return self.tensor(name, shape), None, None
-        fmt, activation = parse_scheme(scheme)
+        fmt, activation = parse_scheme(scheme.removeprefix(FOLDED))
+        if scheme.startswith(FOLDED) and "down_proj" in name:
+            fmt = dataclasses.replace(fmt, rotate="k")
+        signs = Rotation.random("kn", shape, self.device).tensors() if fmt.rotate else {}
         tensors = {}
         for key, (size, entry) in tensor_shapes(fmt, shape).items():
-            if entry is None:
+            if key in signs:  # parts of one layer share them
+                tensors[key] = signs[key]
+            elif entry is None:
                 tensors[key] = torch.randint(
                     -(2**31), 2**31, size, dtype=torch.int32, device=self.device
                 )
@@ -288,13 +308,23 @@ class RandomWeights(Weights):
                 tensors[key] = torch.randint(
                     1, 9, size, dtype=entry.default_dtype, device=self.device
                 )
-        return Packed.from_tensors(fmt, shape, tensors, name), None, activation
+        packed = Packed.from_tensors(fmt, shape, tensors, name)
+        if fmt.bits == 8:  # some of which are no numbers
+            packed = Packed.from_codes(fmt, shape, finite(fmt, packed.codes()), packed.grid)
+        return packed, None, activation
+
+
+def batches_of(text: str, weights: int, per_token: int) -> list[int]:
+    """The batches to measure, largest first. "80gb" is a multiple of 8, with 2 GB to work in."""
+    most = int((BUDGET - RESERVE - 2e9 - weights) / ((PROMPT + OUTPUT) * per_token)) // 8 * 8
+    found = {most if b == "80gb" else int(b) for b in text.split(",")}
+    return sorted((b for b in found if b > 0), reverse=True)
 
 
 def room_for(each: int, weights: int, batches: list[int], device: torch.device) -> int:
     """The largest of the batches whose cache, `each` bytes a sequence, fits beside the weights."""
     if device.type != "cuda":
-        return batches[0]
+        return max(batches, default=0)
     free = torch.cuda.get_device_properties(device).total_memory * 0.92 - weights - 4e9
     return next((b for b in batches if b * each < free), 0)
 
@@ -352,15 +382,16 @@ def fill(llm: LLM, batch: int, context: int) -> None:
 
 
 def decode_time(llm: LLM, steps: int) -> float:
-    """Microseconds of an engine step."""
+    """Microseconds of an engine step; no text may end, which a step without a number does."""
+    running = len(llm.engine.scheduler.running)
     for _ in range(4):
         llm.engine.step()
-    running = len(llm.engine.scheduler.running)
     start = time.perf_counter()
     for _ in range(steps):
         llm.engine.step()
     elapsed = time.perf_counter() - start
-    assert len(llm.engine.scheduler.running) == running, "texts have ended"
+    if (left := len(llm.engine.scheduler.running)) != running:
+        raise SystemExit(f"{running - left} of {running} texts ended while steps were timed")
     return elapsed / steps * 1e6
 
 
@@ -405,14 +436,19 @@ def prefill_speed(llm: LLM, config: PretrainedConfig) -> tuple[float, float]:
     many = [
         torch.randint(1, config.vocab_size, (size,), generator=random).tolist() for _ in range(4)
     ]
-    llm.generate(many[:2], params, show_progress=False)
-    start = time.perf_counter()
-    llm.generate(many, params, show_progress=False)
-    whole = time.perf_counter() - start
-    llm.generate(many[0], params, show_progress=False)
-    start = time.perf_counter()
-    llm.generate(many[0], params, show_progress=False)
-    return 4 * size / whole, time.perf_counter() - start
+
+    def seconds(prompts: list[list[int]]) -> float:
+        """The least of two, after one that compiles."""
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            for output in llm.generate(prompts, params, show_progress=False):
+                if error := output.completions[0].error:
+                    raise SystemExit(f"a prompt failed: {error}")
+            times.append(time.perf_counter() - start)
+        return min(times[1:])
+
+    return 4 * size / seconds(many), seconds(many[:1])
 
 
 def peer(config: PretrainedConfig, args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -25,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from peers import FP8_BLOCKS, HUMMINGS_NAMES, MXFP4, NVFP4
 from torch import Tensor
 
 from anybit import quantize_tensor
@@ -42,18 +43,15 @@ from anybit.nn import routing
 
 DEVICE = torch.device("cuda")
 SCHEMES = ["liquid@int8", "int8@int8", "int4:group=128", "fp6"]
-E2M1 = {"dtype": "float4e2m1"}
-MXFP4 = E2M1 | {"group_size": 32, "scale_dtype": "float8e8m0"}
-NVFP4 = E2M1 | {"group_size": 16, "scale_dtype": "float8e4m3", "scale_2_type": "tensor"}
 HUMMING = [  # formats as ours are called and as humming's, and what tokens are
     ("int4:group=64", {"dtype": "uint4", "group_size": 64}, "int8"),
     ("int4:group=64", {"dtype": "uint4", "group_size": 64}, None),
+    ("fp6", {"dtype": "float6e3m2", "group_size": 0}, None),
     ("mxfp4", MXFP4, None),
     ("mxfp4", MXFP4, "fp8"),
     ("nvfp4", NVFP4, None),
-    ("fp8:group=128", {"dtype": "float8e4m3", "group_size": 128, "group_size_n": 128}, "fp8"),
+    ("fp8:group=128", FP8_BLOCKS, "fp8"),
 ]
-KINDS = {"int8": "int8", "fp8": "float8e4m3"}  # of tokens, for humming
 GROUPED = ("grouped_contiguous", "indexed")  # humming's two ways
 DIFFERENT = 8  # experts of different weights; the others are copies, which lie elsewhere
 PEERS = ("torch", "anybit", "humming")
@@ -241,7 +239,7 @@ def humming_format(
     from humming.tune import get_heuristics_config
 
     different, n, k = w.shape
-    inputs = {"dtype": KINDS[activation]} if activation else None
+    inputs = {"dtype": HUMMINGS_NAMES[activation]} if activation else None
     layer = HummingLayer(
         n, k, dict(weight), inputs, num_experts=experts, torch_dtype=torch.bfloat16
     ).to(w.device)

@@ -39,11 +39,19 @@ SCHEMES = [
     "fp6",
     "fp5",
     "sparse",
+    "sparse@int8",
     "codebook:m=1,v=4,b=8,group=128",
     "codebook:m=2,v=8,b=8,group=128",
     "liquid@int8",
     "int8@int8",
+    "int4@fp8",
+    "fp6@fp8",
     "int4:group=128@fp8",
+    "int4:group=128@int8",
+    "mxfp4",
+    "mxfp4@fp8",
+    "nvfp4",
+    "fp8:group=128@fp8",
 ]
 # With --models.
 REPEATED = 4  # weights that are measured again at the end
@@ -59,13 +67,14 @@ MODEL_SCHEMES = [
 
 
 def main() -> None:
-    args, start = arguments(), time.perf_counter()
+    args = arguments()
     if not torch.cuda.is_available():
         raise SystemExit("this needs a GPU; `anybit bench` measures on a CPU too")
     device = torch.device("cuda")
     for name, reason in all_cases(args, 0)[1].items():
         say(f"{name} is left out: {reason}")
     crashes = warm(args) if args.workers > 1 else {}
+    start = time.perf_counter()
     say("measuring the read floor")
     floor = ReadFloor.measure(device)
     say("read floor: " + ", ".join(f"{b / 1e6:.0f} MB {us:.2f} us" for b, us in floor.points))
@@ -178,11 +187,16 @@ def warm(args: argparse.Namespace) -> Crashes:
     A kernel that reads where it must not ends CUDA for its process; better there than here.
     """
     say(f"compiling in {args.workers} processes")
+    half = len(args.m) // 2
     jobs = [
-        (args, i, shape) for shape in args.shapes for i in range(len(all_cases(args, shape[1])[0]))
+        (args, i, shape, counts)
+        for shape in args.shapes
+        for i, case in enumerate(all_cases(args, shape[1])[0])
+        for counts in (args.m[:half], args.m[half:])  # some compile for half a minute
+        if case.peer != "cublas"
     ]
     found: Crashes = {}
-    with multiprocessing.get_context("spawn").Pool(args.workers, maxtasksperchild=6) as pool:
+    with multiprocessing.get_context("spawn").Pool(args.workers, maxtasksperchild=12) as pool:
         for case, text, crash in pool.imap_unordered(compile_case, jobs):
             if text:
                 say(text)
@@ -192,10 +206,10 @@ def warm(args: argparse.Namespace) -> Crashes:
 
 
 def compile_case(
-    job: tuple[argparse.Namespace, int, tuple[int, int]],
+    job: tuple[argparse.Namespace, int, tuple[int, int], list[int]],
 ) -> tuple[tuple[str, str, str, tuple[int, int]], str, bool]:
-    """Run one case once for every M: which one, what to say, whether CUDA broke."""
-    args, index, shape = job
+    """Run one case once for each of some M: which one, what to say, whether CUDA broke."""
+    args, index, shape, counts = job
     case = all_cases(args, shape[1])[0][index]
     key = case.peer, case.format, case.activation, shape
     name = f"{case.peer} {case.format} {case.activation} {shape[0]}x{shape[1]}"
@@ -207,10 +221,11 @@ def compile_case(
     try:
         w = torch.randn(shape, device="cuda") * 0.02
         layer = case.prepare(w)
-        for m in args.m:
+        for m in counts:
             x = torch.randn(m, shape[1], device="cuda").to(case.dtype)
             layer.run(layer.weight, *layer.inputs(x))
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
     except bench.Refused:
         return key, "", False
     except Exception as error:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from anybit import quantize_tensor
+from anybit.core.format import Format
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.formats.minifloat import Minifloat
@@ -27,6 +28,11 @@ MORE_TILES = [
     *(Tile(tokens, shared=shared) for tokens in (96, 192) for shared in (False, True)),
     Tile(96, split=2),
     *(Tile(128, rows=rows, shared=shared) for rows in (128, 256) for shared in (False, True)),
+    *(Tile(tokens, rows=256, late=True) for tokens in (64, 96, 160)),
+    *(Tile(tokens, rows=256, shared=True, late=True) for tokens in (64, 96)),
+    *(Tile(tokens, rows=256, split=split) for tokens in (64, 96, 128) for split in (2, 3)),
+    *(Tile(tokens, split=split) for tokens in (96, 192) for split in (2, 3)),
+    Tile(160, late=True),
 ]  # tried by `sweep` and `compare` beside the family
 
 
@@ -88,10 +94,15 @@ def random_packed(scheme: str, n: int, k: int) -> Packed:
         return quantize_tensor(w, fmt)
     shape = n, fmt.code_count(k)
     codes = torch.randint(2**fmt.bits, shape, dtype=torch.uint8, device="cuda")
-    if isinstance(fmt, Minifloat):
-        half = 1 << (fmt.bits - 1)
-        codes = codes & half | (codes & (half - 1)).clamp_max(fmt.largest_code)
-    return Packed.from_codes(fmt, (n, k), codes, grid)
+    return Packed.from_codes(fmt, (n, k), finite(fmt, codes), grid)
+
+
+def finite(fmt: Format, codes: Tensor) -> Tensor:
+    """Codes with the largest number in place of NaN and inf."""
+    if not isinstance(fmt, Minifloat):
+        return codes
+    half = 1 << (fmt.bits - 1)
+    return codes & half | (codes & (half - 1)).clamp_max(fmt.largest_code)
 
 
 def outputs(scheme: str) -> list[torch.dtype]:

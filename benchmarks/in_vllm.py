@@ -14,6 +14,7 @@ import csv
 import json
 import math
 import os
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -39,6 +40,7 @@ GPTQ = {
 }  # fmt: skip
 NOT_MARLIN = "MacheteLinearKernel,CutlassW4A8LinearKernel"
 PROMPT, OUTPUT, LONGEST = 1024, 128, 2048
+BLOCK = 8  # steps that are timed together
 CHECKED, WINDOW = 24, 200  # tokens written, and scored at once
 PROMPTS = [[317, 952, 261, 8], [695, 1449, 321, 578, 221], [758, 396, 363, 297, 1129, 8]]
 COLUMNS = (
@@ -62,24 +64,31 @@ def main() -> None:
     parser.add_argument("--reload", action="store_true", help="quantize dense weights, and anew")
     parser.add_argument(
         "--together", action="store_true",
-        help="share the GPU with other processes: measure after a line on standard input",
+        help="share the GPU with other processes: measure after a line on standard input, end "
+        "after another one",
     )  # fmt: skip
+    parser.add_argument("--make", action="store_true", help="only write the checkpoint")
     parser.add_argument("--folder", type=Path, help="where checkpoints are kept")
     parser.add_argument("--commit", default="", help="what is measured, for the rows")
     parser.add_argument("--out", type=Path, help="a CSV file that rows are added to")
     args = parser.parse_args()
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if args.case == "marlin":
         os.environ["VLLM_DISABLED_KERNELS"] = NOT_MARLIN
     if args.profile:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # kernels are this process's
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
-        run = profile if args.profile else reload if args.reload else measure
-        run = compare if args.check else run
-        run(args, folder)
+        work = profile if args.profile else reload if args.reload else measure
+        work = compare if args.check else make if args.make else work
+        work(args, folder)
         if args.together:
-            print("DONE", flush=True)  # the next one need not wait until this one has closed
+            print("DONE", flush=True)
+            sys.stdin.readline()  # closing would disturb the next one
+
+
+def make(args: argparse.Namespace, folder: Path) -> None:
+    """Only write the checkpoint."""
+    checkpoint(args, folder)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
@@ -95,21 +104,38 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         cache = llm.llm_engine.vllm_config.cache_config
         write(args, "room", 0, cache.num_gpu_blocks * cache.block_size, "tokens of KV")
     for batch in (1, min(8, max(batches))):
-        seconds(llm, args, batch, 8)
+        run(llm, args, batch, 8)
     for batch in batches:
-        repeats = 3 if batch <= 16 else 2 if batch <= 64 else 1
-        first, half, whole = (
-            min(seconds(llm, args, batch, tokens) for _ in range(repeats))
-            for tokens in (1, OUTPUT // 2, OUTPUT)
-        )
+        repeats = 3 if batch <= 16 else 1
+        first = min(run(llm, args, batch, 1)[0] for _ in range(repeats))
+        blocks = [steps_of(run(llm, args, batch, OUTPUT)[1]) for _ in range(repeats)]
         write(args, "prefill", batch, batch * PROMPT / first, "tokens/s")
-        # Between these two, all prompts are read, and every step is one of the whole batch.
-        write(args, "steady", batch, (whole - half) / (OUTPUT - OUTPUT // 2) * 1e3, "ms/step")
+        write(args, "steady", batch, min(median(each) for each in blocks), "ms/step")
+        print("BLOCKS", batch, *(f"{ms:.2f}" for each in blocks for ms in each), flush=True)
 
 
-def seconds(llm: Any, args: argparse.Namespace, batch: int, tokens: int) -> float:
-    """Of a batch's prompts and this many tokens of each."""
+def steps_of(ends: list[float]) -> list[float]:
+    """Milliseconds of a step in each block of the second half of a run's output.
+
+    By then all prompts are read, and no text is over: each step is one of the whole batch.
+    """
+    ends = ends[OUTPUT // 2 - 1 : OUTPUT]
+    pairs = zip(ends[:-1:BLOCK], ends[BLOCK::BLOCK], strict=True)
+    return [(end - start) / BLOCK * 1e3 for start, end in pairs]
+
+
+def run(llm: Any, args: argparse.Namespace, batch: int, tokens: int) -> tuple[float, list[float]]:
+    """Seconds of a batch's prompts and this many tokens of each; when each step was over."""
     import vllm
+
+    core, ends = llm.llm_engine.engine_core, list[float]()
+    get_output = core.get_output
+
+    def noted() -> Any:
+        outputs = get_output()
+        if outputs.outputs:
+            ends.append(outputs.timestamp)  # of the process that steps
+        return outputs
 
     words = MODELS[args.model].vocab_size
     prompt = min(PROMPT, length(args) - OUTPUT)
@@ -117,11 +143,13 @@ def seconds(llm: Any, args: argparse.Namespace, batch: int, tokens: int) -> floa
     params = vllm.SamplingParams(
         temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
     )
+    core.get_output = noted
     start = time.perf_counter()
     out = llm.generate([{"prompt_token_ids": line} for line in ids], params, use_tqdm=False)
     took = time.perf_counter() - start
+    core.get_output = get_output
     assert all(len(o.outputs[0].token_ids) == tokens for o in out)
-    return took
+    return took, ends
 
 
 def write(args: argparse.Namespace, what: str, batch: int, value: float, unit: str) -> None:
@@ -145,7 +173,8 @@ def write(args: argparse.Namespace, what: str, batch: int, value: float, unit: s
 def profile(args: argparse.Namespace, folder: Path) -> None:
     """Print each kernel of a decode step: how often it runs, and microseconds.
 
-    A kernel that was launched early waits for the one before, whose time it is then.
+    A kernel that was launched early waits for the one before, whose time it is then. IDLE is when
+    none runs, by what ended and what began; HOST is what the driver's functions took.
     """
     batches = numbers(args.profile)
     llm = engine(args, checkpoint(args, folder), batches)
@@ -162,40 +191,51 @@ def reload(args: argparse.Namespace, folder: Path) -> None:
         start = time.perf_counter()
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(made)})
         write(args, "reload", 0, time.perf_counter() - start, "s")
-    seconds(llm, args, 1, 8)
+    run(llm, args, 1, 8)
 
 
-def print_kernels(llm: Any, args: argparse.Namespace, batch: int, steps: int = 128) -> None:
+def print_kernels(llm: Any, args: argparse.Namespace, batch: int) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recorded
 
-    for tokens in (8, steps):
-        times = seconds(llm, args, batch, tokens)
+    for tokens in (8, OUTPUT):
+        ends = run(llm, args, batch, tokens)[1]
     with recorded(activities=[ProfilerActivity.CUDA]) as found:
-        seconds(llm, args, batch, steps)
+        run(llm, args, batch, OUTPUT)
         torch.cuda.synchronize()
-    kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in kernels)
-    begin, end = spans[0][0], spans[-1][1]
-    spans = [span for span in spans if span[0] > (begin + end) / 2]  # prompts are read by then
-    count, busy, last = defaultdict(int), defaultdict(float), -math.inf
-    for start, stop, name in spans:
-        count[name] += 1
-        busy[name] += max(0.0, stop - max(start, last))
-        last = max(last, stop)
+    events = [(e.time_range.start, e.time_range.end, e) for e in found.events()]
+    events.sort(key=lambda event: event[:2])
+    on_device = [e for e in events if e[2].device_type == torch.autograd.DeviceType.CUDA]
+    middle = (on_device[0][0] + on_device[-1][1]) / 2  # prompts are read by then
+    spans = [(a, b, e.name) for a, b, e in on_device if a > middle]
+    busy, idle, calls = defaultdict(list), defaultdict(list), defaultdict(list)
+    last, before = spans[0][0], ""
+    for at, (start, stop, name) in enumerate(spans):
+        if start > last:
+            idle[f"{before[:40]} -> {name[:40]}"].append((start - last, at))
+        busy[name].append(max(0.0, stop - max(start, last)))
+        last, before = max((last, before), (stop, name))
+    for start, stop, e in events:
+        if start > middle and e.name.startswith("cuda"):
+            calls[e.name].append(stop - start)
     layers = MODELS[args.model].num_hidden_layers
     # What runs once for every layer says how many steps there were, and how long a layer takes.
-    each = max((n, name) for name, n in count.items() if "flash" in name.lower() or "attn" in name)
+    each = max((len(us), n) for n, us in busy.items() if "flash" in n.lower() or "attn" in n)
     begins, made = [start for start, _, name in spans if name == each[1]], each[0] / layers
     period = median(b - a for a, b in pairwise(begins)) * layers
-    span = (end - spans[0][0]) / made
-    whole = sum(busy.values()) / made
-    print(f"PROFILE {args.case} batch {batch}: {made:.1f} steps of {span:.0f} us, kernels "
-          f"{whole:.0f} us, layers {period:.0f} us; whole run {times:.3f} s")  # fmt: skip
-    for name in sorted(busy, key=lambda name: -busy[name])[:40]:
-        print(f"PROFILE {count[name] / made:7.1f} times {busy[name] / made:8.1f} us  {name[:90]}")
-    for start, stop, name in spans[len(spans) // 2 :][: 3 * len(spans) // round(made * layers)]:
-        print(f"ORDER {start - begin:10.1f} {stop - start:7.1f} us  {name[:90]}")  # of some layers
+    step, whole = (last - spans[0][0]) / made, sum(map(sum, busy.values())) / made
+    print(f"PROFILE {args.case} batch {batch}: {made:.1f} steps of {step:.0f} us, kernels "
+          f"{whole:.0f} us, layers {period:.0f} us; not recorded "
+          f"{median(steps_of(ends)) * 1e3:.0f} us")  # fmt: skip
+    holes = {pair: [us for us, _ in each] for pair, each in idle.items()}
+    for title, groups in (("PROFILE", busy), ("IDLE", holes), ("HOST", calls)):
+        for name in sorted(groups, key=lambda name: -sum(groups[name]))[:20]:
+            us = groups[name]
+            print(f"{title} {len(us) / made:7.1f} times {sum(us) / made:8.1f} us  {name[:90]}")
+    longest = idle[max(holes, key=lambda pair: sum(holes[pair]))]
+    at = longest[len(longest) // 2][1]  # one of the pauses that count most, and what is around it
+    for start, stop, name in spans[max(0, at - 20) : at + 40]:
+        print(f"ORDER {start - middle:10.1f} {stop - start:7.1f} us  {name[:90]}")
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
@@ -293,7 +333,7 @@ def engine(args: argparse.Namespace, made: Path, batches: list[int]) -> Any:
     )  # fmt: skip
     if args.together:
         print("READY", flush=True)
-        input()
+        sys.stdin.readline()
     return llm
 
 

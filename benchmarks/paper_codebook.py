@@ -6,11 +6,13 @@
 `share` (the paper's table 6) times a Psumbook kernel beside versions of it that leave out the
 building of the table, its reading, or both. They are wrong on purpose, are compiled for this
 benchmark alone (`compile`, with CuTe DSL) and lie beside the others in ANYBIT_CACHE. `power` (table
-3) runs a product for seconds and reads the board's energy counter. Each writes OUT_<mode>.csv.
+3) runs a product for seconds, piece by piece, and reads the board's energy counter. Each writes
+OUT_<mode>.csv.
 """
 
 import argparse
 import csv
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +38,7 @@ PARTS = ("whole", "unread", "unbuilt", "neither")
 SHARED = ("28672x4096", "8192x8192", "4096x4096")
 ONE = (2048, 512)  # for one CTA alone: as many rows as the paper's tiles have
 POWERED = (28672, 8192)  # the paper's layer, one token
-SECONDS = 1.5
+SECONDS, PIECES = 0.6, 5  # of a measurement, and how many there are
 
 
 # Building and reading.
@@ -136,7 +138,7 @@ def power(about: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 x.float() @ layer.decoded.float().T,
                 bench.tolerance(case),
             )
-            us, watts, busy = energy(layer, x, board)
+            us, watts, spread, busy = energy(layer, x, board)
         except Exception as error:
             print(f"{case.peer} {case.format}: {bench.failure(error)}", flush=True)
             continue
@@ -144,12 +146,16 @@ def power(about: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "us": f"{us:.2f}",
             "watts": f"{watts:.0f}",
             "gflops_per_watt": f"{2 * n * k / us / 1e3 / watts:.2f}",
+            "spread": f"{spread * 2 * n * k / us / 1e3 / watts:.2f}",
             "memory_busy": f"{busy}",
         }
 
 
-def energy(layer: bench.Layer, x: torch.Tensor, board: Any) -> tuple[float, float, int]:
-    """Microseconds of a product, watts while it runs, percent of the time that memory is busy."""
+def energy(layer: bench.Layer, x: torch.Tensor, board: Any) -> tuple[float, float, float, int]:
+    """Of a product: microseconds, watts, its energy's deviation, percent of time memory is busy.
+
+    The deviation is that of the pieces, as a fraction of their mean.
+    """
     import pynvml
 
     copies = rotated(layer.weight, layer.nbytes)
@@ -162,19 +168,22 @@ def energy(layer: bench.Layer, x: torch.Tensor, board: Any) -> tuple[float, floa
         with torch.cuda.graph(graph, stream=stream):
             for copy in copies * rounds:
                 layer.run(copy, x)
-        seconds = joules = 0.0
-        for part in (0.3, SECONDS):  # the first warms up
+        pieces, busy = [], 0
+        for _ in range(PIECES + 1):  # the first warms up
             replays = 0
             start, before = time.perf_counter(), pynvml.nvmlDeviceGetTotalEnergyConsumption(board)
-            while time.perf_counter() - start < part:
+            while time.perf_counter() - start < SECONDS:
                 for _ in range(10):
                     graph.replay()
                 torch.cuda.synchronize()
                 replays += 10
             busy = pynvml.nvmlDeviceGetUtilizationRates(board).memory
             joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(board) - before) / 1e3
-            seconds = time.perf_counter() - start
-    return seconds / (replays * rounds * len(copies)) * 1e6, joules / seconds, busy
+            products = replays * rounds * len(copies)
+            pieces.append(((time.perf_counter() - start) / products, joules / products))
+    seconds, each = (list(some) for some in zip(*pieces[1:], strict=True))
+    spread = statistics.stdev(each) / statistics.mean(each)
+    return statistics.mean(seconds) * 1e6, sum(each) / sum(seconds), spread, busy
 
 
 def main() -> None:

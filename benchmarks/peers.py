@@ -6,21 +6,22 @@ own rules, so that its product can be checked before it is timed. Compiling and 
 first calls, which are not timed.
 """
 
-import importlib.util
 import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from peers_vllm import int4, vllm
 from torch import Tensor
 
 from anybit.core.groups import grouped, ungroup
 from anybit.kernels.reference import quantize_tokens
-from anybit.measure.bench import Case, Layer, Refused
+from anybit.measure.bench import Case, Layer, short
 
 GROUP = 128
 FP8 = torch.float8_e4m3fn
+HALF, BRAIN = torch.float16, torch.bfloat16
 
 
 def cases() -> tuple[list[Case], dict[str, str]]:
@@ -47,17 +48,6 @@ def as_given(activation: str) -> Callable[[Tensor], Tensor]:
         return codes.float() * scale
 
     return values
-
-
-def int4(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (N, K) uint8 of which 8 is zero, scales (N, groups), and what they stand for."""
-    n, k = w.shape
-    if k % GROUP:
-        raise Refused(f"K={k} is not a multiple of {GROUP}")
-    rows = w.view(n, -1, GROUP)
-    scale = (rows.abs().amax(-1, keepdim=True) / 7).to(dtype)
-    q = (rows / scale.float()).round().clamp(-8, 7)
-    return ungroup(q + 8).to(torch.uint8), scale[..., 0], ungroup(q * scale.float())
 
 
 # cuBLAS through torch.
@@ -168,33 +158,46 @@ def tinygemm() -> list[Case]:
 # Packages.
 
 
+E2M1 = {"dtype": "float4e2m1"}
+MXFP4 = E2M1 | {"group_size": 32, "scale_dtype": "float8e8m0"}
+NVFP4 = E2M1 | {"group_size": 16, "scale_dtype": "float8e4m3", "scale_2_type": "tensor"}
+FP8_BLOCKS = {"dtype": "float8e4m3", "group_size": 128, "group_size_n": 128}
+HUMMINGS_NAMES = {"int8": "int8", "fp8": "float8e4m3"}  # of activations
+
+
 def humming() -> list[Case]:
-    """humming-kernels: JIT-compiled CUDA C++, tiles by its own tables for Hopper."""
+    """humming-kernels: JIT-compiled CUDA C++, tiles by its own tables for Hopper.
+
+    It is asked for its tile for each number of tokens: a layer by itself compiles some 30 at once,
+    of which the same one then runs.
+    """
     from humming.forward import may_quant_input
     from humming.layer import HummingLayer
     from humming.schema import HummingWeightSchema
+    from humming.tune import get_heuristics_config
 
-    def case(name: str, weight: dict[str, object], activation: str = "fp16") -> Case:
-        dtype = torch.float16
-        notation = activation.removesuffix("-given")
-        kind = {"fp16": None, "int8": {"dtype": "int8"}, "fp8": {"dtype": "float8e4m3"}}[notation]
+    def case(
+        name: str, weight: dict[str, object], activation: str = "", dtype: torch.dtype = HALF
+    ) -> Case:
+        operand, _, given = activation.partition("-")
 
         def prepare(w: Tensor) -> Layer:
-            layer = HummingLayer(
-                w.shape[0],
-                w.shape[1],
-                dict(weight),
-                dict(kind) if kind else None,
-                torch_dtype=dtype,
-            ).to(w.device)
+            inputs = {"dtype": HUMMINGS_NAMES[operand]} if operand else None
+            layer = HummingLayer(*w.shape, dict(weight), inputs, torch_dtype=dtype).to(w.device)
             schema = layer.weight_schema
-            tensors = HummingWeightSchema.quant_tensor(w.half(), schema, dtype)
+            tensors = HummingWeightSchema.quant_tensor(w.to(dtype), schema, dtype)
             decoded = schema.dequant_tensors(tensors).float()
             layer.load_from_tensors(tensors)
             layer.transform()
             nbytes = sum(p.nbytes for p in layer.parameters())
-            if notation == "fp16":
-                return Layer(layer, lambda layer, x: layer(x), nbytes, decoded)
+            config = layer.humming_config
+
+            def run(layer: HummingLayer, x: Tensor, scale: Tensor | None = None) -> Tensor:
+                tile = get_heuristics_config(config, shape_m=len(x), device=x.device)
+                return layer(x, input_scale=scale, tuning_config=tile)
+
+            if not operand:
+                return Layer(layer, run, nbytes, decoded)
 
             def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
                 return may_quant_input(layer.humming_config, x)
@@ -203,15 +206,11 @@ def humming() -> list[Case]:
                 codes, scale = quantize(x)
                 return codes.float() * scale.float()
 
-            if activation == notation:
-                return Layer(layer, lambda layer, x: layer(x), nbytes, decoded, seen=seen)
-
-            def run(layer: HummingLayer, q: Tensor, scale: Tensor) -> Tensor:
-                return layer(q, input_scale=scale)
-
+            if not given:
+                return Layer(layer, run, nbytes, decoded, seen=seen)
             return Layer(layer, run, nbytes, decoded, quantize, seen)
 
-        return Case("humming", name, activation, dtype, prepare)
+        return Case("humming", name, activation or short(dtype), dtype, prepare)
 
     def integer(bits: int, group: int = 0) -> dict[str, object]:
         return {"dtype": f"uint{bits}", "group_size": group}
@@ -225,8 +224,13 @@ def humming() -> list[Case]:
         case("fp5", {"dtype": "float5e2m2", "group_size": 0}),
         case("int4:group=64", integer(4, 64), "int8"),
         case("int4:group=64", integer(4, 64), "int8-given"),
+        case("int4:group=128", integer(4, 128), "int8-given"),
         case("int4:group=128", integer(4, 128), "fp8-given"),
         case("int8", integer(8), "int8-given"),
+        case("mxfp4", MXFP4, dtype=BRAIN),
+        case("mxfp4", MXFP4, "fp8-given", BRAIN),
+        case("nvfp4", NVFP4, dtype=BRAIN),
+        case("fp8:group=128", FP8_BLOCKS, "fp8-given", BRAIN),
     ]
 
 
@@ -310,75 +314,6 @@ def bitsandbytes() -> list[Case]:
         return Layer((codes, state), run, codes.nbytes + state.absmax.nbytes, decoded)
 
     return [Case("bitsandbytes", "nf4:group=64", "fp16", torch.float16, prepare)]
-
-
-UINT4_LESS_8 = 4 << 8 | 8 << 17 | 1 << 50  # vLLM's number for codes of 4 bits of which 8 is zero
-MARLIN_CTAS = 4  # of a multiprocessor at most, each with a lock
-
-
-def gptq_words(codes: Tensor) -> Tensor:
-    """Codes (N, K) -> (K / 8, N) int32: eight neighbours along K, the first in the lowest bits."""
-    n, k = codes.shape
-    eight = codes.T.reshape(k // 8, 8, n).int()
-    words = eight[:, 0].clone()
-    for i in range(1, 8):
-        words |= eight[:, i] << 4 * i
-    return words
-
-
-def vllm() -> list[Case]:
-    """vLLM's Marlin and Machete. Only its library of operators is loaded, not its Python."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or not found.submodule_search_locations:
-        raise ImportError("vllm is not installed")
-    folder = Path(next(iter(found.submodule_search_locations)))
-    torch.ops.load_library(folder / "_C_stable_libtorch.abi3.so")
-    operators, dtype = torch.ops._C, torch.bfloat16
-
-    def marlin(w: Tensor) -> Layer:
-        n, k = w.shape
-        if n % 64:
-            raise Refused(f"N={n} is not a multiple of 64")
-        codes, scale, decoded = int4(w, dtype)
-        words = operators.gptq_marlin_repack(gptq_words(codes), k, n, 4, False)
-        # As each thread reads them; one group of all K is in another order.
-        order = [i + 8 * j for i in range(8) for j in range(8)]
-        if k == GROUP:
-            order = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
-        scales = scale.T.reshape(-1, len(order))[:, order].reshape(-1, n).contiguous()
-        ctas = torch.cuda.get_device_properties(w.device).multi_processor_count * MARLIN_CTAS
-        locks = torch.zeros(ctas, dtype=torch.int32, device=w.device)
-        none = locks.new_empty(0)  # zero points
-
-        def run(weight: tuple[Tensor, Tensor, Tensor, Tensor], x: Tensor) -> Tensor:
-            words, scales, none, locks = weight
-            return operators.marlin_gemm(
-                x, None, words, None, scales, None, None, none, locks, UINT4_LESS_8, len(x), n, k,
-                False, True, False,
-            )  # fmt: skip
-
-        weight = words, scales, none, locks
-        return Layer(weight, run, words.nbytes + scales.nbytes, decoded)
-
-    def machete(w: Tensor) -> Layer:
-        if w.shape[0] % 128:
-            raise Refused(f"N={w.shape[0]} is not a multiple of 128")
-        codes, scale, decoded = int4(w, dtype)
-        columns = gptq_words(codes).t().contiguous().t()
-        words = operators.machete_prepack_B(columns, dtype, UINT4_LESS_8, dtype)
-        scales = scale.T.contiguous()
-
-        def run(weight: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-            return operators.machete_mm(
-                x, weight[0], UINT4_LESS_8, None, weight[1], None, GROUP, None, None, None
-            )
-
-        return Layer((words, scales), run, words.nbytes + scales.nbytes, decoded)
-
-    return [
-        Case(name, f"int4:group={GROUP}", "bf16", dtype, prepare)
-        for name, prepare in (("marlin", marlin), ("machete", machete))
-    ]
 
 
 def aqlm() -> list[Case]:

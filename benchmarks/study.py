@@ -17,6 +17,7 @@ finish; no row is begun when the time is up, and those that are left are named a
 import argparse
 import copy
 import csv
+import dataclasses
 import datetime
 import multiprocessing
 import platform
@@ -35,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from study_cases import cases  # noqa: E402
+from study_cases import FOLDED, cases  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
@@ -52,7 +53,7 @@ from anybit.planning.allocate import plan_formats  # noqa: E402
 WINDOW, STRIDE = 1024, 768
 SAMPLES = 128  # calibration windows, unless told
 PROMPTS, COMPLETION = 128, 96  # functions to complete, and tokens of each completion
-LONG = 90  # seconds that a case of calibrated codebooks wants before the time is up
+LONG = 60  # seconds that a case of calibrated codebooks wants before the time is up
 
 
 @dataclass
@@ -157,6 +158,9 @@ class Work:
 
     def scheme(self, spec: str) -> str | dict[str, str | None]:
         """What `quantize_` takes; a plan is made once, from the sensitivity of clipped layers."""
+        if spec.startswith(FOLDED):
+            fmt = anybit.get_format(spec.removeprefix(FOLDED))
+            return {"*": fmt.spec, "*.down_proj": dataclasses.replace(fmt, rotate="k").spec}
         name, _, bits = spec.partition("plan:")
         if name:
             return spec
@@ -171,8 +175,11 @@ class Work:
         """A quantized copy of the model, without the tuning that the method may end in."""
         name, kind, samples = parse(method, self.samples)
         torch.manual_seed(0)
-        torch.set_float32_matmul_precision("highest")
+        # Tuned by gradients in TF32; statistics of the others are exact.
+        torch.set_float32_matmul_precision("high" if name == "additive" else "highest")
         model, text = self.fresh(), self.calibration(kind, samples)
+        if spec.startswith(FOLDED):
+            anybit.rotate_(model)
         scheme = self.scheme(spec)
         anybit.quantize_(model, scheme, self.quantizer(name, text), show_progress=False)
         return model
@@ -296,7 +303,7 @@ def work(
             spec, methods = todo.get(timeout=1)
         except queue.Empty:
             break
-        if "additive" in methods and time.time() + LONG > deadline:
+        if "codebook" in spec and "additive" in methods and time.time() + LONG > deadline:
             done.put((f"{spec} {methods}", "no time for so long a case"))
             continue
         try:
@@ -340,6 +347,9 @@ def main() -> None:
         choices=("all", "books", "core", "light", "pv", "rotation", "smoke", "trellis"),
         default="all",
     )
+    parser.add_argument(
+        "--part", default="1/1", help="1/2: every second case, from the first (1/1)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the .csv file to add rows to")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -364,7 +374,10 @@ def main() -> None:
     for folder in args.models:
         settings = (folder, device, args.tokens, args.prompts, args.steps, args.samples)
         left = args.seconds - (time.perf_counter() - began)
-        run(cases(args.cases), args.jobs, time.time() + left, settings, save)
+        number, parts = map(int, args.part.split("/"))
+        todo = cases(args.cases)
+        own = todo[number - 1 :: parts]
+        run(own, args.jobs, time.time() + left, settings, save)
 
 
 def run(

@@ -8,6 +8,7 @@ M2V8, M1V4, TABLE = (
     "codebook:m=1,v=1,b=4,group=64",
 )
 PLAN = "plan:4.5"  # a format for each layer, chosen for so many bits on average
+FOLDED = "folded:"  # before a format: of a model rotated by `anybit.rotate_`
 # A line is a spec and its cases, in order of importance. A method is "quantizer[/text][:samples]";
 # "+" joins two, of which the second follows the first. Methods that a comma joins are one case: a
 # process measures "additive,additive+pv" with one calibration. The longest cases begin early.
@@ -72,34 +73,57 @@ codebook:m=1,v=4,b=8 additive
 codebook:m=2,v=8,b=8 additive
 codebook:m=3,v=16,b=8,group=32 additive
 """  # CodeGEMM's figure 4
+# What the front of KL against bits is made of, all on one model; quick cases fill in between.
 TRELLIS = f"""
 bf16 dense
 {M2V8} additive
 trellis:rotate=kn gptq
 trellis:bits=3,rotate=kn gptq
 trellis:bits=4,rotate=kn gptq
+trellis:rotate=kn additive
 int4:group=128 gptq
 int3:group=128 gptq
-trellis:rotate=kn additive
 int2:group=128 gptq
 fp6 rtn
 trellis:bits=3,rotate=kn@int8 gptq
-trellis:rotate=k gptq
+folded:trellis gptq
+folded:trellis:bits=3 gptq
 fp6 gptq
-trellis:rotate=kn follow
+trellis:rotate=k gptq
+int4:group=128 rtn clip hqq
+int6 rtn
+fp5 rtn gptq
+fp4 rtn gptq
 int5:group=128 gptq
-fp5 gptq
-fp4 gptq
+fp6:group=128 rtn
+int4 rtn
+liquid@int8 rtn
+int4:group=64,zero rtn hqq
+int8@int8 rtn
+sparse rtn gptq
+int2:group=128 clip hqq
+int2:group=32,zero rtn hqq
+int3:group=128 clip hqq
 nvfp4 gptq
+trellis:bits=3,rotate=kn additive
+trellis:rotate=kn follow
 int3:group=128 follow
-trellis:bits=3,rotate=k gptq
-trellis:bits=3,rotate=kn follow
+{M1V4} additive
+trellis:bits=5,rotate=kn gptq
+trellis:code=pair8,rotate=kn gptq
 int4:group=128,rotate=k gptq
 int3:group=128,rotate=k gptq
-trellis:code=pair8,rotate=kn gptq
+folded:int4:group=128 gptq
+trellis:bits=3,rotate=kn follow
+trellis:bits=3,rotate=k gptq
 int4:group=32 gptq
 int3:group=32 gptq
-trellis:bits=5,rotate=kn gptq
+fp6 clip hqq
+int4 clip hqq gptq gptq/prose
+int4:group=128 gptq/prose
+fp6 gptq/prose
+fp6:group=128 gptq
+liquid@int8 smooth+gptq
 trellis gptq
 trellis:bits=3 gptq
 trellis:rotate=kn gptq,gptq+tune
@@ -137,7 +161,7 @@ def cases(kind: str) -> list[tuple[str, str]]:
     for line in table.split("\n"):
         spec, *methods = line.split() or [""]
         if spec and spec not in ("bf16", PLAN):
-            parse_scheme(spec)
+            parse_scheme(spec.removeprefix(FOLDED))
         # A CPU can do the "light" ones.
         found += [(spec, m.split(",")[0] if kind == "light" else m) for m in methods]
     return found

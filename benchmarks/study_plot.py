@@ -20,7 +20,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
-from accuracy_tables import label, short
+from accuracy_tables import best_of_each, label, short
 from plot import name_points
 from results import Row
 
@@ -102,12 +102,9 @@ def by_bits(axis: plt.Axes, rows: list[Row]) -> None:
 
 def by_family(axis: plt.Axes, rows: list[Row]) -> None:
     """KL against stored bits, of the quantizer with which each format has the least."""
-    best: dict[str, Row] = {}
-    for row in sorted(rows, key=lambda r: float(r["kl"])):
-        if "@" not in row["spec"] and row["text"] in ("", "code"):
-            best.setdefault(row["spec"], row)
+    best = best_of_each(rows)
     lines: dict[str, list[Row]] = defaultdict(list)
-    for row in sorted(best.values(), key=lambda r: float(r["bits"])):
+    for row in best:
         lines[family(row["spec"])].append(row)
     for name, own in lines.items():
         points = [(float(r["bits"]), float(r["kl"])) for r in own]
@@ -115,12 +112,13 @@ def by_family(axis: plt.Axes, rows: list[Row]) -> None:
     axis.set(yscale="log", xlabel="stored bits of a weight", ylabel="KL against bf16, nats a token")
     axis.margins(x=0.12)
     axis.legend(fontsize=7, frameon=False)
-    named = [(short(s), float(r["bits"]), float(r["kl"])) for s, r in best.items()]
+    named = [(short(r["spec"]), float(r["bits"]), float(r["kl"])) for r in best]
     name_points(axis, named)
 
 
 def family(spec: str) -> str:
     """What a line of the plot joins."""
+    spec = spec.removeprefix("folded:")
     kinds = {"trellis": "trellis", "codebook": "codebooks", "int": "integers", "plan": "plans"}
     found = next((name for start, name in kinds.items() if spec.startswith(start)), "floats")
     return f"{found}, rotated" if "rotate" in spec and found != "trellis" else found

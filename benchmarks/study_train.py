@@ -118,11 +118,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=350, help="training time (350)")
     parser.add_argument("--batch", type=int, default=64, help="windows in a batch (64)")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (0.001)")
+    parser.add_argument(
+        "--bytes", type=int, help="text to collect and tokenize (all that is found)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="a tiny model, 10 seconds, for CPU")
     args = parser.parse_args(arguments)
     args.window, args.noise, args.optimizer = CONTEXT, 0.0, "adamw"
-    modules, max_bytes, shape = held_out_text(), None, SHAPE
+    modules, max_bytes, shape = held_out_text(), args.bytes, SHAPE
     if args.smoke:
         args.seconds, args.batch, args.window = 10, 8, 128
         max_bytes, shape = 3_000_000, SMOKE

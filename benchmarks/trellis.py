@@ -1,6 +1,7 @@
 """Trellis codes on an H200: right, and how fast beside cuBLAS; as launched, on random bits.
 
     python benchmarks/trellis.py build         # the kernels that the others launch; no GPU
+    python benchmarks/trellis.py build tiles   # and other tiles, which are timed then
     python benchmarks/trellis.py check time
     ncu --profile-from-start off --set full python benchmarks/trellis.py one \\
         --schemes trellis@int8 --shapes 28672x4096 --m 1024
@@ -8,15 +9,18 @@
 `check` compares products of small layers with exact ones and reads weights back. `time` prints a
 table of microseconds last: cold weights, CUDA graphs, launches that may overlap. From 65 tokens on,
 the weight's decoded copy with its product and the main loop are both timed. `tiles` times
-other tiles of `kernels/mma` for few tokens, the rule's first. `one` launches
-each product once with the profiler on. Kernels lie in $ANYBIT_CACHE, so that they can be built
+other tiles for up to 64 tokens, the fastest first. `one` launches each product once
+with the profiler on. Kernels lie in $ANYBIT_CACHE, so that they can be built
 elsewhere and carried.
 """
 
 import argparse
+import csv
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
 from hopper import one_hot
@@ -29,6 +33,7 @@ from hopper_layers import (
     time_tile,
 )
 from mma import mma_us
+from torch import Tensor
 
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.cute.build import build
@@ -36,6 +41,7 @@ from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import KernelSpec, kernel_file
 from anybit.kernels.cute.operands import operand_of
 from anybit.kernels.hopper import chip, scalar_linear, tiles
+from anybit.kernels.mma import linear
 from anybit.kernels.mma import tiles as mma
 from anybit.measure import bench
 
@@ -50,18 +56,24 @@ COUNTS = 1, 4, 9, 16, 17, 33, 64, 100, 256, 1024
 H200 = scalar_linear.gpu_for(chip.H200)
 
 
-def kernels(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> list:
-    """What products of these sizes launch, and may launch instead of a copy."""
+def kernels(
+    schemes: list[str], shapes: list[tuple[int, int]], counts: list[int], others: bool
+) -> list:
+    """What products of these sizes launch, and may launch instead of a copy, or of the rule's."""
     found: dict[KernelSpec | None, None] = {}
     for scheme in schemes:
         fmt, activation = parse_scheme(scheme)
         d = decoder(fmt, operand_of(activation, DTYPE))
         assert not isinstance(d, str)
         found |= dict.fromkeys(scalar_linear.copy_kernels(d, ["bfloat16"]))
+        for m in counts if others else ():
+            found |= dict.fromkeys(few_kernels(d, m) if m <= 64 else ())
+            few = (t for n, k in shapes if m <= 64 for t in hopper_tiles(d, m, n, k))
+            found |= dict.fromkeys(tiles.Kernel(d, t, "bfloat16") for t in few)
         for n, k in [*shapes, *CHECKED]:
             for m in [*counts, *COUNTS]:
                 if scalar_linear.narrow(m, n, k, d):
-                    found |= dict.fromkeys(narrow_kernels(d, m, n))
+                    found[mma.kernel_for(d, H200, m, n, "bfloat16")] = None
                 else:
                     found[tiles.Kernel(d, tiles.choose(d, m, n, k), "bfloat16")] = None
     return [kernel for kernel in found if kernel]
@@ -92,45 +104,90 @@ def check(schemes: list[str]) -> int:
     return bad
 
 
-def narrow_kernels(d: Decoder, m: int, n: int) -> list[mma.Kernel]:
-    """Tiles for few tokens, the rule's first."""
-    rule = mma.kernel_for(d, H200, m, n, "bfloat16")
-    shapes = [(1, 4, 4), (1, 4, 3), (2, 4, 4), (2, 4, 3), (1, 8, 2), (2, 8, 2)]
-    wanted = [mma.Tile(8 if m <= 8 else 16, s, w, ctas=c, kind="narrow") for s, w, c in shapes]
-    fit = [mma.fitted(tile, d, H200, 2, 5) for tile in wanted]
+def few_kernels(d: Decoder, m: int) -> list[mma.Kernel]:
+    """Kernels of `kernels/mma` for up to 64 tokens, whatever the rule says."""
+    tokens = next(t for t in (8, 16, 32, 64) if m <= t)
+    shapes = [(1, 8, 2), (2, 8, 2), (2, 4, 4), (2, 2, 7), (2, 3, 7), (1, 4, 4), (1, 2, 14)]
+    shapes += [(1, w // c, c) for c in (2, 3, 4, 5, 6, 10, 12) for w in (24, 20) if w % c < 3]
+    if tokens > 8:
+        shapes = [(s, w, c) for s in (1, 2) for w, c in ((8, 2), (4, 4), (4, 5), (2, 10), (4, 3))]
+    wanted = [mma.Tile(tokens, s, w, ctas=c, kind="narrow") for s, w, c in shapes if m <= 16]
+    wanted += [mma.Tile(tokens, s, w, ctas=c) for s, w, c in ((1, 8, 3), (1, 8, 2), (2, 4, 3))]
+    fit = [mma.fitted(tile, d, H200, 2, 4) for tile in wanted]
     found = [mma.kernel_of(d, H200, tile, "bfloat16") for tile in fit if tile]
-    return [kernel for kernel in dict.fromkeys([rule, *found]) if kernel]
+    return [kernel for kernel in dict.fromkeys(found) if kernel]
 
 
-def narrow_times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
+def hopper_tiles(d: Decoder, m: int, n: int, k: int) -> list[tiles.Tile]:
+    """Tiles of the Hopper kernels for 9 to 64 tokens that leave room for two CTAs."""
+    if m <= 8:
+        return []
+    size = next(t for t in (16, 32, 64) if m <= t)
+    every = [tiles.Tile(size, ctas=2, split=s) for s in (1, 2, 4, 6, 8)]
+    every += [tiles.Tile(size, ctas=c, shared=True) for c in (1, 2)]
+    fit = [tiles.fitted(tile, d) for tile in every]
+    return [tile for tile in fit if tiles.fits_once(tile, d, m, n, k)]
+
+
+def few_times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
     for n, k in shapes:
         for scheme in schemes:
             p = Problem(scheme, DTYPE, n, k, cold=True)
             for m in counts:
-                x, texts = p.tokens(m), []
-                for kernel in narrow_kernels(p.decoder, m, n):
+                x = p.tokens(m)
+                want, found = p.run(*x), {"as launched": time_tile(p, m, None, True)}
+                for kernel in few_kernels(p.decoder, m):
                     if kernel_file(kernel).exists():
-                        texts.append(f"{kernel.tile.name[7:]} {mma_us(p, x, kernel):.1f}")
+                        near(linear.multiply(*x, p.prepared, None, DTYPE, kernel), want, kernel)
+                        found[kernel.tile.name] = mma_us(p, x, kernel)
+                for tile in hopper_tiles(p.decoder, m, n, k):
+                    if kernel_file(tiles.Kernel(p.decoder, tile, "bfloat16")).exists():
+                        near(p.run(*x, tile=tile), want, tile)
+                        found[f"hopper {tile.name}"] = time_tile(p, m, tile, True)
+                best = sorted(found, key=lambda name: found[name])
+                texts = [f"{name} {found[name]:.1f}" for name in best]
                 print(f"{n}x{k} {scheme} M={m}:", *texts, sep="  ", flush=True)
 
 
-def times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
-    lines = []
+def near(y: Tensor, want: Tensor, what: object) -> None:
+    """Says so where a tile's sums are not those of the rule's, which `check` compares."""
+    if (y - want).abs().max() > want.abs().max() / 64:
+        print("WRONG", what, tuple(y.shape), flush=True)
+
+
+def times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> list[dict]:
+    """Rows of N, K, format, how it is multiplied, and microseconds by M; also printed."""
+    rows = []
     for n, k in shapes:
-        dense = [dense_us(n, k, m, DTYPE) for m in counts]
-        lines.append(row(f"{n}x{k} cuBLAS bf16", dense))
-        print(lines[-1], flush=True)
+
+        def add(scheme: str, how: str, us: dict[int, float], n: int = n, k: int = k) -> None:
+            rows.append({"N": n, "K": k, "format": scheme, "how": how, "us": us})
+            print(line(rows[-1], counts), flush=True)
+
+        add("bf16", "cuBLAS", {m: dense_us(n, k, m, DTYPE) for m in counts})
         for scheme in schemes:
             p = Problem(scheme, DTYPE, n, k, cold=True)
-            lines.append(row(scheme, [time_tile(p, m, None, True) for m in counts]))
-            print(lines[-1], flush=True)
+            add(scheme, "as launched", {m: time_tile(p, m, None, True) for m in counts})
             large = [m for m in counts if m > 64]
             if tiles.may_copy(p.decoder) and large:
-                loop = [time_tile(p, m, tiles.choose(p.decoder, m, n, k), True) for m in large]
-                gap = [None] * (len(counts) - len(large))
-                lines.append(row("  main loop", gap + loop))
-                lines.append(row("  copy", gap + [copied_us(p, m) for m in large]))
-    print("us, M =".ljust(28) + "".join(f"{m:>8}" for m in counts), *lines, sep="\n")
+                chosen = {m: tiles.choose(p.decoder, m, n, k) for m in large}
+                add(scheme, "main loop", {m: time_tile(p, m, chosen[m], True) for m in large})
+                add(scheme, "copy", {m: copied_us(p, m) for m in large})
+    head = "us, M =".ljust(52) + "".join(f"{m:8}" for m in counts)
+    print(head, *(line(row, counts) for row in rows), sep="\n")
+    return rows
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    """One line for each time."""
+    fields = ("gpu", "date", "N", "K", "format", "how", "M", "us")
+    same = {"gpu": torch.cuda.get_device_name(), "date": datetime.now(UTC).date()}
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            for m, us in row["us"].items():
+                writer.writerow({**same, **row, "M": m, "us": f"{us:.2f}"})
 
 
 def copied_us(p: Problem, m: int) -> float:
@@ -151,8 +208,10 @@ def copied() -> Iterator[None]:
         scalar_linear.copied.cache_clear()
 
 
-def row(name: str, us: list) -> str:
-    return name.ljust(28) + "".join(" " * 8 if t is None else f"{t:8.1f}" for t in us)
+def line(row: dict, counts: list[int]) -> str:
+    texts = (f"{row['us'][m]:8.1f}" if m in row["us"] else " " * 8 for m in counts)
+    where = f"{row['N']}x{row['K']}"
+    return f"{where:12}{row['format']:26} {row['how']:13}" + "".join(texts)
 
 
 def one(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
@@ -179,19 +238,22 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--m", type=bench.parse_counts, default=bench.parse_counts(MS))
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile; 0: one a core")
+    parser.add_argument("--out", type=Path, help="the .csv file that `time` writes")
     args = parser.parse_args()
     shapes = [bench.parse_shape(text) for text in args.shapes]
     for mode in args.modes:
         start = time.perf_counter()
         if mode == "build":
-            every = kernels(args.schemes, shapes, args.m)
+            every = kernels(args.schemes, shapes, args.m, "tiles" in args.modes)
             print(len(every), "kernels", *build(every, None, args.jobs), sep="\n")
         elif mode == "check":
             check(args.schemes)
         elif mode == "time":
-            times(args.schemes, shapes, args.m)
+            rows = times(args.schemes, shapes, args.m)
+            if args.out:
+                write(args.out, rows)
         elif mode == "tiles":
-            narrow_times(args.schemes, shapes, [m for m in args.m if m <= mma.NARROW])
+            few_times(args.schemes, shapes, [m for m in args.m if m <= 64])
         else:
             one(args.schemes, shapes, args.m)
         print(f"{mode}: {time.perf_counter() - start:.0f} s", flush=True)

@@ -7,7 +7,8 @@ The encoder codes Gaussian numbers, and its error is printed beside its rate: a 
 block has the shapes of the model's and random weights. It is calibrated by GPTQ on random tokens,
 everything included: inputs of its layers, Hessians, rotation, rounding, and running it again
 quantized. The last of --layers blocks counts, since the first one compiles kernels, and a line
-says what took its time. A model's time is that of its blocks.
+says what took its time. A model's time is that of its blocks. Its memory is the most that tensors
+took at once, with --layers blocks, dense ones among them.
 """
 
 import argparse
@@ -142,13 +143,16 @@ def block(model: str, spec: str, windows: int, length: int, layers: int) -> dict
         dense = LlamaForCausalLM(config).to(torch.bfloat16)
     ids = torch.randint(256, (windows, length), generator=torch.Generator().manual_seed(0))
     weights = sum(p.numel() for p in dense.model.layers[-1].parameters())
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     with Clock() as clock:
         anybit.quantize_(dense, spec, GPTQ(Calibration(ids)), show_progress=False)
         seconds = wait() - clock.blocks[-1].pop("start")
     print(", ".join(f"{part} {time:.2f} s" for part, time in clock.blocks[-1].items()), flush=True)
-    return row(
-        f"block of {model}", spec, weights, seconds, f"model {blocks * seconds / 60:.1f} min"
-    )
+    note = f"model {blocks * seconds / 60:.1f} min"
+    if DEVICE == "cuda":
+        note += f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+    return row(f"block of {model}", spec, weights, seconds, note)
 
 
 def row(what: str, spec: str, weights: int, seconds: float, note: str) -> dict[str, Any]:

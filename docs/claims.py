@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from codebook_tables import CONTESTANTS, block
-from results import BIG, DOWN, LAUNCHED, OURS, OUT, QKV, Row, cells, find, markdown, read
+from results import BIG, DOWN, OURS, OUT, QKV, Row, cells, find, markdown, read
 
 ROOT = Path(__file__).parent.parent
 NOT_RUN = "not run: "
@@ -113,8 +113,7 @@ def best(
     column: str = "us",
 ) -> float:
     """The time of a product in us, or another column, as a layer launches it."""
-    note = LAUNCHED if peer == OURS else ""
-    row = find(cells(csv)[*shape, m], ("", peer, (spec,), (activation,), note))
+    row = find(cells(csv)[*shape, m], ("", peer, (spec,), (activation,), ""))
     if row is None:
         raise LookupError(f"no {spec} of {peer}, {shape}, {m} tokens in {csv}.csv")
     return float(row[column])
@@ -152,6 +151,10 @@ def span(values: Iterable[float], unit: str = "x", digits: int = 2) -> str:
     some = sorted(round(value, digits) for value in values)
     low, high = f"{some[0]:.{digits}f}", f"{some[-1]:.{digits}f}"
     return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
+
+
+def by_batch(values: dict[str, float]) -> str:
+    return ", ".join(f"{batch}: {value:.2f}x" for batch, value in values.items())
 
 
 def lost(place: str, column: str = "loss", digits: int = 4) -> str:

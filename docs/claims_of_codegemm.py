@@ -19,6 +19,13 @@ def over(model: str, name: str) -> str:
     return f"{layers(model, name) / layers(model, 'm1v4 g128'):.2f}x"
 
 
+def watts(row: dict[str, str]) -> str:
+    """GFLOPS per watt, and their deviation where it was measured."""
+    spread = row.get("spread")
+    deviation = f" ± {float(spread):.1f}" if spread else " (one run)"
+    return f"{float(row['gflops_per_watt']):.1f}{deviation}"
+
+
 def us(spec: str, shape: tuple[int, int], m: int = 1) -> float:
     return best(spec, m, shape, csv="h200_codebook")
 
@@ -26,8 +33,8 @@ def us(spec: str, shape: tuple[int, int], m: int = 1) -> float:
 def codegemm() -> list[Claim]:
     bits = [get_format(f"codebook:m={m},v={v},b={b},group={g}") for v, m, b, g in sorted(TABLE1)]
     sizes = ", ".join(f"{fmt.bits_per_weight(OUT):.3f}" for fmt in bits)
-    watts = {
-        name: one(f"{POWER}peer={peer}; format={spec}", "gflops_per_watt")
+    powered = {
+        name: found(f"{POWER}peer={peer}; format={spec}")[0]
         for name, peer, spec in (
             ("m1v4", "anybit-hopper", M1V4),
             ("AQLM 2x8", "aqlm", "codebook"),
@@ -93,8 +100,7 @@ def codegemm() -> list[Claim]:
         Claim(
             "GFLOPS per watt, 28672x8192 (table 3)",
             "far above kernels that decode",
-            ", ".join(f"{name} {value:.1f}" for name, value in watts.items())
-            + "; one run each, without a spread",
+            ", ".join(f"{name} {watts(row)}" for name, row in powered.items()),
             POWER + f"format={M1V4}/codebook/fp16",
         ),
         Claim(

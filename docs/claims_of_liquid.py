@@ -1,13 +1,29 @@
 """What LiquidGEMM and LiquidServe claim."""
 
-from claims import BIG, WEIGHTS, Claim, best, found, lost, measured, one, over_paper, span
+from contextlib import suppress
+
+from claims import (
+    BIG,
+    WEIGHTS,
+    Claim,
+    best,
+    by_batch,
+    found,
+    lost,
+    measured,
+    one,
+    over_paper,
+    span,
+)
 from paper_tables import (
     NAMES,
     PEAKS,
     ablation,
     caches,
+    named,
     over_layers,
     peak,
+    ratios,
     slower,
     system,
     timed,
@@ -21,6 +37,8 @@ PIPELINES = "h200_ablation.csv: scheme=liquid@int8; experts="
 LAYERS = "h200_layers.csv: model=llama-2-7b/llama-2-13b/llama-2-70b/llama-3-8b; format="
 SYSTEM = "h200_papers_engine.csv: model="
 ENGINE = "h200_engine.csv: model="
+DENSE = ENGINE + "llama-2-7b; format=bf16; kv=model; batch="
+SHORT = SYSTEM + "llama-2-7b; format=bf16; kv=int8; context=192; batch="
 CACHE = "cpu_kv_scales.csv: weights="
 SYSTEMS = "not run: needs a profile of its kernels"
 
@@ -65,11 +83,24 @@ def at_batch(model: str, batch: int) -> float:
     return ours / dense
 
 
-def share(model: str, batch: int) -> float:
-    """The part of bf16's decode step that GEMMs take."""
-    row = found(f"{ENGINE}{model}; format=bf16; kv=model; batch={batch}")[0]
+def same_batch(batch: str, other: str = "int8@int8") -> str:
+    """liquid's decode speed over another format's, of all models that were run, INT8 caches."""
+    found = {}
+    for model, name in NAMES.items():
+        with suppress(LookupError):
+            steps = ratios((model, other, "int8"), (model, "liquid@int8", "int8"))
+            if batch in steps:
+                found[name] = steps[batch]
+    if len(found) < 2:
+        raise LookupError(f"batch {batch}")
+    return f"{batch} sequences " + ", ".join(f"{name} {x:.2f}x" for name, x in found.items())
+
+
+def share(place: str) -> str:
+    """The part of a decode step that GEMMs take."""
+    row = found(place)[0]
     gemm, attention, rest = (float(row[f"{part}_us"]) for part in ("gemm", "attention", "rest"))
-    return gemm / (gemm + attention + rest)
+    return f"{gemm / (gemm + attention + rest):.0%}"
 
 
 def predicted(m: int) -> float:
@@ -192,7 +223,7 @@ def liquid() -> list[Claim]:
             "Layers of LLaMA-2-7B, 13B, 70B (figures 5, 12)",
             "W4A8 fastest or level, M = 4 to 256",
             lambda: (
-                f"{', '.join(NAMES[m] for m in timed('liquid@int8'))}: over our int8@int8 "
+                f"{', '.join(map(named, timed('liquid@int8')))}: over our int8@int8 "
                 + ", ".join(f"M={m} {by_layers('int8@int8', m)}" for m in (4, 64, 256))
                 + "; over cuBLAS fp8 "
                 + ", ".join(f"M={m} {by_layers('cublas fp8', m)}" for m in (4, 64, 256))
@@ -208,15 +239,22 @@ def liquid() -> list[Claim]:
         Claim(
             "GEMMs take most of a step (figure 4)",
             "over 20 % even with large batches and 1,024 tokens",
-            f"bf16, 1,280 tokens: {share('llama-2-7b', 16):.0%} with 16 sequences, "
-            f"{share('llama-2-7b', 128):.0%} with 128 (7B shapes)",
-            ENGINE + "llama-2-7b; format=bf16; kv=model; batch=16/128",
+            f"7B shapes in bf16, 1,280 tokens: {share(DENSE + '16')} with 16 sequences, "
+            f"{share(DENSE + '128')} with 128",
+            DENSE + "16/128",
+        ),
+        measured(
+            "... and more with 128 tokens in and out",
+            "figure",
+            lambda: f"192 tokens: {share(SHORT + '16')} and {share(SHORT + '128')}",
+            SHORT + "16/128",
         ),
         measured(
             "Peak tokens a second in 80 GB (table 1)",
             "up to 4.94x QServe, 1.63x TensorRT-LLM",
             lambda: f"over the best of our bf16, fp8@fp8 and int8@int8 that ran: {peaks()}",
-            ENGINE + "llama-2-7b/llama-3-8b; format=liquid@int8/bf16",
+            ENGINE + "llama-2-7b/llama-3-8b; format=liquid@int8/bf16, "
+            "h200_papers_engine.csv: format=liquid@int8/int8@int8/fp8@fp8/bf16; kv=int8",
         ),
         Claim(
             "The same batch (figure 11)",
@@ -226,18 +264,31 @@ def liquid() -> list[Claim]:
             ENGINE + "llama-2-7b; format=liquid@int8/bf16; batch=16/128",
         ),
         measured(
-            "W4A8 beats W8A8 and FP8 in a system",
+            "... over W8A8, more models",
+            "fastest",
+            lambda: f"decode steps over int8@int8: {same_batch('16')}; {same_batch('128')}",
+            SYSTEM + "llama-2-7b/llama-2-13b/llama-2-70b; format=liquid@int8/int8@int8; "
+            "batch=16/128",
+        ),
+        measured(
+            "W4A8 beats W8A8 in a system",
             "yes",
             lambda: (
-                "decode steps of 8B shapes, INT8 cache, batch 1 to 256: over int8@int8 "
-                f"{span(system('int8@int8'))}, over fp8@fp8 {span(system('fp8@fp8'))}"
+                "decode steps of 8B shapes, INT8 cache, over int8@int8 by batch: "
+                f"{by_batch(system('int8@int8'))}"
             ),
-            SYSTEM + "llama-3-8b; format=liquid@int8/int8@int8/fp8@fp8; kv=int8; context=1280",
+            SYSTEM + "llama-3-8b; format=liquid@int8/int8@int8; kv=int8; context=1280",
+        ),
+        measured(
+            "... and FP8",
+            "yes",
+            lambda: f"the same over fp8@fp8: {by_batch(system('fp8@fp8'))}",
+            SYSTEM + "llama-3-8b; format=fp8@fp8; kv=int8; context=1280",
         ),
         measured(
             "With another kernel (LiquidServe/wo)",
             "1.13x to 1.98x slower",
-            lambda: f"with our Triton kernels, 8B, batch 1 to 256: {span(without())}",
+            lambda: f"with our Triton kernels, 8B, by batch: {by_batch(without())}",
             SYSTEM + "llama-3-8b; format=liquid@int8; kv=int8; context=1280",
         ),
         Claim(
@@ -252,8 +303,8 @@ def liquid() -> list[Claim]:
             "... its time",
             "",
             lambda: (
-                "attention with scales of channels over that with scales of tokens: "
-                f"{span(caches('int8-static', 'int8'))}"
+                "decode steps with scales of channels over those with scales of tokens, by batch: "
+                f"{by_batch(caches('int8-static', 'int8', 'step_us'))}"
             ),
             SYSTEM + "llama-3-8b; format=liquid@int8; kv=int8/int8-static",
         ),

@@ -204,7 +204,10 @@ def power() -> str:
             name = "AQLM 1x16" if "b=16" in name else "AQLM 2x8"
         elif name.startswith("codebook"):
             name = letters(name)
-        values = row["watts"], row["gflops_per_watt"], row["memory_busy"]
+        efficiency = row["gflops_per_watt"]
+        if spread := row.get("spread"):
+            efficiency += f" ± {spread}"
+        values = row["watts"], efficiency, row["memory_busy"]
         out.append([f"{row['peer']} {name}".replace("aqlm ", ""), us(row), *values])
     return markdown(titles, out)
 

@@ -2,13 +2,13 @@
 
 from collections import defaultdict
 
+import paper_tables
 from codebook_tables import letters
 from kernel_tables import CHOICES
 from results import (
     BIG,
     FOUR,
     HALVES,
-    LAUNCHED,
     M1V4,
     OURS,
     Column,
@@ -129,10 +129,24 @@ def headline() -> str:
          *(f"{ms:.2f} ms" for ms in step), f"**{step[0] / step[1]:.1f}x as fast**"],
         ["Prompt processing, the same model and format",
          *(f"{n:,} tokens/s" for n in prompt), f"**{prompt[1] / prompt[0]:.1f}x as fast**"],
+        *on_one_gpu(),
         ["Perplexity, a 105M-parameter model of Python code, `fp6` with GPTQ",
          *scores, f"**+{loss(fp6)} nats**"],
     ]  # fmt: skip
     return markdown(["measured on one NVIDIA H200", "bf16", "anybit", ""], out)
+
+
+def on_one_gpu(batch: str = "16", context: str = "640") -> list[list[str]]:
+    """What a model of 70 billion parameters gains by fitting into one GPU."""
+    pair = (("llama-3-70b-half", "bf16", "model"), ("llama-3-70b", "fp6", "model"))
+    rows = [paper_tables.steps().get((*key, batch, context)) for key in pair]
+    if not all(rows):
+        return []
+    half, fp6 = (float(row["tokens_per_s"]) for row in rows if row)
+    return [
+        [f"Decoded tokens/s a GPU, Llama-3-70B shapes, batch {batch}: `fp6` on one, bf16 on two",
+         f"{half / 2:,.0f} at most", f"{fp6:,.0f}", f"**{2 * fp6 / half:.1f}x as many**"],
+    ]  # fmt: skip
 
 
 SPEEDS = [  # name, format of the engine's run, of the product's, its activations
@@ -147,7 +161,7 @@ def speeds() -> str:
     """Products against cuBLAS fp16, decode steps against the engine's own in bf16."""
     rows, out = steps(LLAMA), []
     for name, weights, fmt, activation in SPEEDS:
-        column: Column = ("", OURS, (fmt,), activation, LAUNCHED)
+        column: Column = ("", OURS, (fmt,), activation, "")
         found = [find(cells()[*BIG, m], column) for m in (1, 16, 64, 256)]
         row = [f"{float(f['vs_cublas_fp16']):.2f}x" if f else "" for f in found]
         for kv, batch in (("model", 1), ("int8", 64), ("int8", 128), ("int8", 256)):

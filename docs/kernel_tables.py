@@ -8,7 +8,6 @@ from results import (
     DOWN,
     FOUR,
     HALVES,
-    LAUNCHED,
     M1V4,
     M2V8,
     OURS,
@@ -22,6 +21,7 @@ from results import (
     loss,
     markdown,
     number,
+    read,
     score,
     us,
 )
@@ -32,11 +32,7 @@ INT8, FP8 = ("int8-given",), ("fp8-given",)
 
 
 def ours(title: str, spec: str, activation: tuple[str, ...] = HALVES) -> Column:
-    return (title, OURS, (spec,), activation, LAUNCHED)
-
-
-def plain(spec: str, activation: tuple[str, ...] = HALVES) -> Column:
-    return ("plain", OURS, (spec,), activation, "plain")
+    return (title, OURS, (spec,), activation, "")
 
 
 def other(peer: str, spec: str, activation: tuple[str, ...] = HALVES, title: str = "") -> Column:
@@ -48,7 +44,7 @@ def triton(spec: str, title: str = "Triton", activation: tuple[str, ...] = HALVE
 
 
 def weight_only(spec: str, *peers: Column) -> list[Column]:
-    return [ours("Hopper", spec), plain(spec), triton(spec), *peers, CUBLAS]
+    return [ours("Hopper", spec), triton(spec), *peers, CUBLAS]
 
 
 CUBLAS_FP8 = other("cublas", "fp8 tensorwise", FP8, "cuBLAS fp8")
@@ -76,24 +72,24 @@ TABLES: list[tuple[str, list[Column]]] = [
     ("int2, groups of 128", weight_only("int2:group=128", other("humming", "int2:group=128"))),
     (
         "4-bit weights, 8-bit activations",
-        [ours("Hopper liquid", "liquid", INT8), plain("liquid", INT8), *FOUR_BITS,
+        [ours("Hopper liquid", "liquid", INT8), *FOUR_BITS,
          CUBLAS_FP8, CUBLAS],
     ),
     (
-        "4-bit weights, activations quantized in the timed region, Triton",
-        [triton("liquid", "Triton liquid", ("int8",)),
+        "4-bit weights, activations quantized in the timed region",
+        [ours("Hopper liquid", "liquid", ("int8",)), triton("liquid", "Triton liquid", ("int8",)),
          other("humming", "int4:group=64", ("int8",), "humming int4 g64"), CUBLAS],
     ),
     (
         "8-bit weights, 8-bit activations",
-        [ours("Hopper int8", "int8", INT8), plain("int8", INT8), other("humming", "int8", INT8),
+        [ours("Hopper int8", "int8", INT8), other("humming", "int8", INT8),
          ("cuBLAS int8", "cublas", ("int8", "int8(_int_mm)"), INT8, ""), CUBLAS_FP8, CUBLAS],
     ),
 ]  # fmt: skip
 ALONE: list[tuple[str, list[Column]]] = [  # no other package has the same bits
     (
         "sparse, and nf4",
-        [ours("Hopper sparse", "sparse"), plain("sparse"), triton("sparse", "Triton sparse"),
+        [ours("Hopper sparse", "sparse"), triton("sparse", "Triton sparse"),
          other("bitsandbytes", "nf4:group=64", title="bitsandbytes nf4 g64"), CUBLAS],
     ),
     (
@@ -112,13 +108,13 @@ ALONE: list[tuple[str, list[Column]]] = [  # no other package has the same bits
 def made() -> dict[str, str]:
     one, many = (1, 64, 256, 1024), (1, 16, 64)
     return {
+        "gemm_about": about(),
         "summary": summary(),
         "losses": losses(),
         "kernels": "\n\n".join(kernel(*table) for table in (*TABLES, *ALONE)),
         "formats": formats(),
         "liquid": liquid(),
         "experts": experts(),
-        "expert_models": expert_models(),
         "fp6": times(
             [ours("anybit", "fp6"), other("humming", "fp6"), CUBLAS],
             [(*shape, m) for shape in (BIG, DOWN, OUT) for m in one],
@@ -161,6 +157,30 @@ def times(
 # docs/benchmarks.md.
 
 
+def about() -> str:
+    """Where and when h200_gemm was measured; a warning if that was in several processes."""
+    rows = [row for row in read("h200_gemm") if row["N"]]
+    if not rows:
+        return ""
+    weights = {(row["N"], row["K"]) for row in rows}
+    text = f"{len(weights)} weights, {rows[0]['gpu']}, {max(row['date'] for row in rows)}"
+    commits = {row["peer"]: row["commit"] for row in rows}
+    if len(set(commits.values())) == 1:
+        return f"{text}: all kernels of a weight in one process."
+    ours, dense = ([r for r in rows if r["peer"] == peer] for peer in (OURS, "cublas"))
+    times = {(r["N"], r["K"], r["M"]): float(r["us"]) for r in dense if r["format"] == "fp16"}
+    other = [
+        float(r["us"]) * float(r["vs_cublas_fp16"]) / time
+        for r in ours
+        if r["vs_cublas_fp16"] and (time := times.get((r["N"], r["K"], r["M"])))
+    ]
+    return (
+        f"{text}. The Hopper rows come from another process and another chip of the same type than "
+        f"all others: its dense layer took {min(other):.2f} to {max(other):.2f} times as long. "
+        f"Both have their commit in the CSV."
+    )
+
+
 def kernel(title: str, columns: list[Column]) -> str:
     """All shapes and batch sizes of one table."""
     out = []
@@ -200,7 +220,7 @@ def losses() -> str:
     """
     counts, lost = [], []
     for title, columns in TABLES:
-        mine = [c for c in columns if c[1].startswith("anybit") and c[0] != "plain"]
+        mine = [c for c in columns if c[1].startswith("anybit")]
         theirs = [c for c in columns if not c[1].startswith("anybit")]
         won = level = 0
         where: list[str] = []
@@ -239,12 +259,14 @@ CHOICES = [  # goal, what to use, spec, quantizer
 
 def formats() -> str:
     titles = ["goal", "use", "bits", "loss, study-105m", "loss, pico", "M=1, us", "M=64, us"]
-    files = ("h200_gemm", "h200_codebook")
     out = [["bf16", "", "16", "0", "0", *(us(find(cells()[*BIG, m], CUBLAS)) for m in (1, 64))]]
     for goal, name, spec, method in CHOICES:
         fmt, _, activation = spec.partition("@")
         column = ours("", fmt, (f"{activation}-given",) if activation else HALVES)
-        found = [find(cells(*files)[*BIG, m], column) for m in (1, 64)]
+        found = [
+            find(cells()[*BIG, m], column) or find(cells("h200_codebook")[*BIG, m], column)
+            for m in (1, 64)
+        ]
         rows = [score(spec, method, model) for model in ("study-105m", "pico")]
         bits = f"{float(rows[0]['bits']):.1f}" if rows[0] else ""
         out.append([goal, name, bits, *map(loss, rows), *map(us, found)])
@@ -288,27 +310,3 @@ def experts() -> str:
         out.append([number(m).removesuffix(".0"), *map(us, found), speed])
     titles = ["tokens", *(column[0] for column in columns), "liquid@int8 / humming"]
     return markdown(titles, out, words=0)
-
-
-MODELS = {  # of an expert: gate and up together, and down
-    "Mixtral-8x7B": ((28672, 4096), (4096, 14336)),
-    "Qwen3-30B-A3B": ((1536, 2048), (2048, 768)),
-    "DeepSeek-V3": ((4096, 7168), (7168, 2048)),
-    "GPT-OSS-20B": ((5760, 2880), (2880, 2880)),
-}
-
-
-def expert_models() -> str:
-    """Experts of models, all at once: times, and how many times those of reading."""
-    found = cells("h200_expert_models")
-    out = []
-    for model, shapes in MODELS.items():
-        for n, k in shapes:
-            for fmt in ("liquid", "int4:group=64", "fp6"):
-                row = [model, f"{n}x{k}", "liquid@int8" if fmt == "liquid" else fmt]
-                for m in TOKENS:
-                    here = [r for r in found[n, k, m] if r["format"] == fmt and r["peer"] == OURS]
-                    floor = f" ({float(here[0]['vs_floor']):.1f}x)" if here else ""
-                    row.append(us(here[0] if here else None) + floor)
-                out.append(row)
-    return markdown(["model", "expert", "format", *map(str, TOKENS)], out, words=3)

@@ -24,6 +24,7 @@ WAYS = {  # decoder and pipeline of `benchmarks/ablation.py`
     ("unshifted", "implicit"): "implicit, without bias shift",
     ("four", "implicit"): "implicit, four codes at once",
 }
+BATCHES = (1, 16, 64, 128, 256, 512)
 Key = tuple[str, ...]
 
 
@@ -94,16 +95,9 @@ def gains_at(batch: str) -> dict[str, float]:
     return out
 
 
-def gains_of(model: str) -> dict[str, float]:
-    """Speed of fp6's steps over bf16's, by batch."""
-    found, out = steps(), {}
-    for (name, spec, kv, batch, context), row in found.items():
-        dense = found.get((model, "bf16", kv, batch, context))
-        if (name, spec, kv) == (model, "fp6", "model") and dense:
-            out[batch] = float(dense["step_us"]) / float(row["step_us"])
-    if not out:
-        raise LookupError(model)
-    return dict(sorted(out.items(), key=lambda item: int(item[0])))
+def gains_of(model: str, part: str = "step_us") -> dict[str, float]:
+    """Speed of fp6's steps, or a part of them, over bf16's, by batch."""
+    return ratios((model, "bf16", "model"), (model, "fp6", "model"), part)
 
 
 def ratios_of(model: str, other: str, spec: str, m: int) -> float:
@@ -112,9 +106,15 @@ def ratios_of(model: str, other: str, spec: str, m: int) -> float:
     return formats[other][m] / formats[spec][m]
 
 
+def named(model: str) -> str:
+    """A model's name on the pages; "-fp6" stands for the formats that its layers were timed in."""
+    return NAMES[model.removesuffix("-fp6")]
+
+
 def timed(spec: str) -> list[str]:
-    """Models whose layers were timed in a format; squares left out."""
-    return [m for m, formats in sums().items() if spec in formats and not m.startswith("square")]
+    """Models whose layers were timed in a format, by name; squares left out."""
+    found = [m for m, formats in sums().items() if spec in formats and not m.startswith("square")]
+    return sorted(found, key=lambda model: list(NAMES).index(model.removesuffix("-fp6")))
 
 
 def over_layers(other: str, spec: str, m: int) -> list[float]:
@@ -196,7 +196,7 @@ def w4a8_system() -> str:
     """Milliseconds of a decode step of Llama-3-8B's shapes, by weights and cache."""
     found: dict[Key, dict[int, float]] = defaultdict(dict)
     for (model, spec, kv, batch, context), row in steps().items():
-        if (model, context) == ("llama-3-8b", "1280"):
+        if (model, context) == ("llama-3-8b", "1280") and int(batch) in BATCHES:
             found[spec, kv][int(batch)] = float(row["step_us"]) / 1e3
     counts = sorted({batch for times in found.values() for batch in times})
     order = ("bf16", "int4:group=128", "fp8@fp8", "int8@int8", "liquid@int8")
@@ -209,15 +209,22 @@ def w4a8_system() -> str:
 
 
 def peak(model: str, spec: str) -> Row | None:
-    """The row with the most output tokens a second of the batches that fit into 80 GB."""
-    fits = [
-        row
-        for row in (*read("h200_engine"), *read(ENGINE))
-        if (row["model"], row["format"], row["context"]) == (model, spec, "1280")
-        and row["backends"] != "triton"
-        and int(row["batch"]) <= int(row["batch_in_80gb"])
-    ]
-    return max(fits, key=lambda row: float(row["whole_tokens_per_s"]), default=None)
+    """The row with the most output tokens a second of the batches that fit into 80 GB.
+
+    All rows of a model are of one run: the papers' own, if prompts were timed in it.
+    """
+    for run in (ENGINE, "h200_engine"):
+        rows = [r for r in read(run) if r["model"] == model and r["whole_tokens_per_s"]]
+        fits = [
+            row
+            for row in rows
+            if (row["format"], row["context"]) == (spec, "1280")
+            and row["backends"] != "triton"
+            and int(row["batch"]) <= int(row["batch_in_80gb"])
+        ]
+        if rows:
+            return max(fits, key=lambda row: float(row["whole_tokens_per_s"]), default=None)
+    return None
 
 
 PEAKS = ("bf16", "fp8@fp8", "int8@int8", "liquid@int8")
@@ -258,31 +265,33 @@ def layers(of: str) -> str:
     """Of models in which this format was timed, squares left out."""
     out = []
     counts: list[int] = []
-    for model, formats in sums().items():
-        if of not in formats or model.startswith("square"):
-            continue
+    for model in timed(of):
+        formats = sums()[model]
         counts = counts or sorted(formats[of])
-        name = NAMES[model.removesuffix("-fp6")]
         for spec, times in formats.items():
             cells = [number(times[m]) if m in times else "" for m in counts]
-            out.append([name, FORMATS.get(spec, f"`{spec}`"), *cells])
+            out.append([named(model), FORMATS.get(spec, f"`{spec}`"), *cells])
     return markdown(["model", "weights", *(f"M={m}" for m in counts)], out, words=2)
 
 
 def squares() -> str:
     """Speed over cuBLAS bf16 with one token on square weights."""
-    sizes = [m.removeprefix("square-") for m in sums() if m.startswith("square-")]
-    specs = (
-        [spec for spec in sums().get(f"square-{sizes[0]}", {}) if spec != "bf16"] if sizes else []
-    )
+    models = square_models()
+    specs = [spec for spec in sums()[models[0]] if spec != "bf16"] if models else []
     out = [[f"`{spec}`", *(f"{x:.2f}x" for x in squares_of(spec))] for spec in specs]
-    return markdown(["format", *(f"{int(size):,}" for size in sizes)], out)
+    sizes = (int(model.removeprefix("square-")) for model in models)
+    return markdown(["format", *(f"{size:,}" for size in sizes)], out)
+
+
+def square_models() -> list[str]:
+    """By size."""
+    found = (model for model in sums() if model.startswith("square-"))
+    return sorted(found, key=lambda model: int(model.removeprefix("square-")))
 
 
 def squares_of(spec: str) -> list[float]:
     """Of one format, by size."""
-    found = [m for m in sums() if m.startswith("square-")]
-    if not found:
+    if not (found := square_models()):
         raise LookupError("no squares")
     return [ratios_of(model, "bf16", spec, 1) for model in found]
 
@@ -299,36 +308,34 @@ def pipelines() -> str:
     return markdown(["scheme", "kernel", *(f"M={m}" for m in tokens)], out, words=2)
 
 
-def system(other: str, kv: str = "int8") -> list[float]:
+def system(other: str, kv: str = "int8") -> dict[str, float]:
     """Speed of liquid's decode steps over another format's, Llama-3-8B, by batch."""
-    found, out = steps(), []
-    for (model, spec, cache, batch, context), row in sorted(found.items(), key=by_size):
-        theirs = found.get((model, other, cache, batch, context))
-        if (model, spec, cache, context) == ("llama-3-8b", "liquid@int8", kv, "1280") and theirs:
-            out.append(float(theirs["step_us"]) / float(row["step_us"]))
-    if not out:
-        raise LookupError(f"{other}, {kv}")
-    return out
+    return ratios(("llama-3-8b", other, kv), ("llama-3-8b", "liquid@int8", kv))
 
 
-def caches(of: str, to: str, part: str = "attention_us") -> list[float]:
-    """Time of attention with a cache over that with another, liquid, Llama-3-8B."""
-    found, out = steps(), []
-    for (model, spec, kv, batch, context), row in sorted(found.items(), key=by_size):
-        other = found.get((model, spec, to, batch, context))
-        if (model, spec, kv, context) == ("llama-3-8b", "liquid@int8", of, "1280") and other:
-            out.append(float(row[part]) / float(other[part]))
+def caches(of: str, to: str, part: str) -> dict[str, float]:
+    """Time of a step, or a part, with a cache over that with another, liquid, Llama-3-8B."""
+    return ratios(*(("llama-3-8b", "liquid@int8", kv) for kv in (of, to)), part)
+
+
+def ratios(of: Key, to: Key, part: str = "step_us") -> dict[str, float]:
+    """Times of a model, format and cache over another's, by batch, 1,280 tokens of context."""
+    found, out = steps(), {}
+    for (*key, batch, context), row in sorted(found.items(), key=by_size):
+        other = found.get((*to, batch, context))
+        if (tuple(key), context) == (of, "1280") and other:
+            out[batch] = float(row[part]) / float(other[part])
     if not out:
         raise LookupError(f"{of}, {to}")
     return out
 
 
-def without() -> list[float]:
+def without() -> dict[str, float]:
     """Steps of liquid by Triton's kernels over those by Hopper's, Llama-3-8B, INT8 cache."""
     times: dict[bool, dict[str, float]] = {True: {}, False: {}}
-    for row in read(ENGINE):
+    for row in sorted(read(ENGINE), key=lambda row: int(row["batch"])):
         if (row["model"], row["format"], row["kv"]) == ("llama-3-8b", "liquid@int8", "int8"):
             times["hopper" in row["backends"]][row["batch"]] = float(row["step_us"])
     if not times[False]:
         raise LookupError("no steps by Triton's kernels")
-    return [us / times[True][batch] for batch, us in times[False].items()]
+    return {batch: us / times[True][batch] for batch, us in times[False].items()}

@@ -6,22 +6,17 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-from anybit import get_format
 from anybit.core.scheme import parse_scheme
-from anybit.kernels.cute.decode import decoder
-from anybit.kernels.hopper import tiles
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 HALVES = ("fp16", "bf16")
-LAUNCHED = "launched"  # a column's note: "pdl" or "plain", whichever a layer launches
 OURS = "anybit-hopper"
-OPERANDS = {"int8-given": "int8", "fp8-given": "float8_e4m3fn"}
 BIG, DOWN, QKV, OUT = (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)
 FOUR, M1V4, M2V8 = "int4:group=128", "codebook:m=1,v=4,group=128", "codebook:group=128"
 
 Row = dict[str, str]
 Cell = tuple[int, int, int]  # N, K, M
-# Title; then what a row must have: peer, formats, activations, first word of the note.
+# Title; then what a row must have: peer, formats, activations, how the note begins.
 Column = tuple[str, str, tuple[str, ...], tuple[str, ...], str]
 CUBLAS: Column = ("cuBLAS", "cublas", HALVES, HALVES, "")
 
@@ -49,8 +44,6 @@ def cells(*names: str) -> dict[Cell, list[Row]]:
 def find(rows: list[Row], column: Column) -> Row | None:
     """The row of a column; of fp16 and bf16 the faster."""
     _, peer, formats, activations, note = column
-    if note == LAUNCHED:
-        note = "pdl" if rows and overlaps(rows[0], formats[0], activations[0]) else "plain"
     found = [
         row
         for row in rows
@@ -61,15 +54,6 @@ def find(rows: list[Row], column: Column) -> Row | None:
         and "sweep:" not in row["note"]
     ]
     return min(found, key=lambda row: float(row["us"]), default=None)
-
-
-def overlaps(cell: Row, spec: str, activation: str) -> bool:
-    """Whether a layer overlaps its launches at the shape and M of this row."""
-    d = decoder(get_format(spec), OPERANDS.get(activation, "bfloat16"))
-    if isinstance(d, str):  # codebook kernels always do
-        return True
-    m, n, k = (int(cell[name]) for name in "MNK")
-    return tiles.overlaps(tiles.choose(d, m, n, k), d, m, n)
 
 
 def fastest(rows: list[Row], columns: Iterable[Column]) -> Row | None:

@@ -19,6 +19,7 @@ import engine_tables
 import gpu_tables
 import kernel_tables
 import paper_tables
+import peer_tables
 import shape_tables
 
 DOCS = Path(__file__).parent
@@ -37,8 +38,8 @@ def main() -> None:
 def made() -> dict[str, str]:
     """Every table by its name in the pages; "" where nothing was measured."""
     rooms = (
-        kernel_tables, shape_tables, codebook_tables, cpu_tables, accuracy_tables, engine_tables,
-        gpu_tables, paper_tables, claims,
+        kernel_tables, peer_tables, shape_tables, codebook_tables, cpu_tables, accuracy_tables,
+        engine_tables, gpu_tables, paper_tables, claims,
     )  # fmt: skip
     return {name: table for room in rooms for name, table in room.made().items()}
 

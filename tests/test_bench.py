@@ -358,17 +358,23 @@ def script(name):
     return module
 
 
+@pytest.fixture
+def peers(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    return script("peers")
+
+
 @pytest.mark.parametrize("name", ["bf16", "int8"])
-def test_the_adapters_of_torch_are_right_where_they_run(name):
+def test_the_adapters_of_torch_are_right_where_they_run(name, peers):
     if name == "int8" and not cpu.int_mm_is_exact():
         pytest.skip("torch._int_mm saturates on this processor; the harness refuses its products")
-    case = next(case for case in script("peers").cublas() if case.format == name)
+    case = next(case for case in peers.cublas() if case.format == name)
     rows = [row for row in measure(case) if row.peer == "cublas"]
     assert [row.us is not None for row in rows] == [True, True], rows
 
 
 def test_int4_weights_are_packed_as_gptq_does():
-    peers = script("peers")
+    peers = script("peers_vllm")
     w = torch.randn(6, 256)
     codes, scale, decoded = peers.int4(w, torch.float32)
     groups = (codes.float().view(6, 2, 128) - 8) * scale[..., None]
@@ -376,15 +382,15 @@ def test_int4_weights_are_packed_as_gptq_does():
     assert float((decoded - w).abs().max()) <= float(scale.max()) * 0.51
     words = peers.gptq_words(codes)
     assert words.shape == (32, 6)
+    assert words.is_contiguous()  # Marlin refuses others
     for place in (0, 3, 7):
         assert torch.equal((words >> 4 * place & 15).T, codes[:, place::8].int())
 
 
-def test_missing_packages_are_named(monkeypatch):
+def test_missing_packages_are_named(monkeypatch, peers):
     def gone():
         import a_package_that_nobody_has  # noqa: F401
 
-    peers = script("peers")
     monkeypatch.setattr(peers, "PEERS", {"cublas": peers.cublas, "gone": gone})
     found, missing = peers.cases()
     assert {case.peer for case in found} == {"cublas"}

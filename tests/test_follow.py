@@ -14,6 +14,7 @@ import anybit
 from anybit import GPTQ, Calibration
 from anybit.core.format import Format
 from anybit.core.packed import Packed
+from anybit.quantizers.calibration.block_runner import BlockRunner
 from anybit.quantizers.calibration.statistics import Statistics
 from tests import tiny
 
@@ -73,15 +74,25 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
 
 
-def test_experts_and_heads_are_quantized_too() -> None:
-    """Experts get other tokens in the dense model, and a plain GPTQ."""
+def test_experts_and_heads_are_quantized_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts get other tokens in the dense model, and a plain GPTQ, but the same turns."""
+    turns: list[int] = []
+    real = BlockRunner.collect
+
+    def counted(self: BlockRunner, index: int, *args: Any, **kwargs: Any) -> Any:
+        turns.append(index)
+        return real(self, index, *args, **kwargs)
+
+    monkeypatch.setattr(BlockRunner, "collect", counted)
     torch.manual_seed(0)
-    sizes = tiny.SIZES | {"num_local_experts": 4}
+    sizes = tiny.SIZES | {"num_local_experts": 4, "intermediate_size": 96}  # one part of the block
     dense = MixtralForCausalLM(MixtralConfig(**sizes)).eval()
     model = copy.deepcopy(dense)
     anybit.quantize_(
         model, {"*": "int8", "lm_head": "int8"}, GPTQ(Calibration(tokens()), follow=True)
     )
+    # qkv; o; gate and up, down of all experts
+    assert [turns.count(block) for block in range(sizes["num_hidden_layers"])] == [4, 4]
     with torch.no_grad():
         got, want = model(tokens()).logits, dense(tokens()).logits
     assert (got - want).norm() < 0.03 * want.norm()

@@ -93,7 +93,7 @@ def test_cells_below_cublas_below_the_floor_and_above_their_neighbours_are_named
     assert [(c.m, c.reading) for c in efficiency.short(found)] == [(2, 0.5)]
     assert [(ratio, c.m) for ratio, c in efficiency.steps(found)] == [(2.0, 2)]
     titles, lines = efficiency.table(found, [1, 2, 64])
-    assert lines == [["`int4`", "1.50x", "0.75x", "0.98x", "1 of 3", "1", "1"]]
+    assert lines == [["`int4`", "1.50x", "0.75x", "0.98x", "1 of 3", "1 of 2", "1 of 2"]]
     assert len(titles) == len(lines[0])
     assert efficiency.slower_by_tokens(found, [1, 2, 64])[1] == [["`int4`", "", "1", ""]]
     assert efficiency.worst(found) == [

@@ -12,15 +12,15 @@ sys.path.insert(0, str(DOCS))
 import codebook_tables  # noqa: E402
 import kernel_tables  # noqa: E402
 import paper_tables  # noqa: E402
+import peer_tables  # noqa: E402
 import results  # noqa: E402
-import shape_tables  # noqa: E402
 import tables  # noqa: E402
 
 from anybit.measure.bench import COLUMNS  # noqa: E402
 
 CSV = f"""{",".join(COLUMNS)}
 g,d,c,anybit-hopper,fp6,bf16,1,28672,4096,{{us}},1,1,2.5,1.2,{{note}}
-g,d,c,anybit-hopper,fp6,fp16,1,28672,4096,30,1,1,2,1.5,plain
+g,d,c,anybit-hopper,fp6,fp16,1,28672,4096,30,1,1,2,1.5,
 g,d,c,anybit-hopper,fp6,bf16,1,28672,4096,9,1,1,2,1.5,pdl sweep: a tile
 g,d,c,cublas,fp16,fp16,1,28672,4096,50,1,1,1,1.1,
 """
@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
         function.cache_clear()
 
 
-def write(folder, us=20.04, note="pdl"):
+def write(folder, us=20.04, note=""):
     (folder / "h200_gemm.csv").write_text(CSV.format(us=us, note=note))
 
 
@@ -56,7 +56,7 @@ def test_every_table_stands_on_a_page():
 
 
 def test_a_time_is_that_of_a_layer(folder):
-    """Neither that of the plain launch nor one of the sweep of tiles."""
+    """Of the faster dtype, and none of a sweep of tiles."""
     write(folder)
     column = kernel_tables.ours("", "fp6")
     row = results.find(results.cells()[28672, 4096, 1], column)
@@ -88,6 +88,30 @@ def test_half_of_a_model_is_what_two_gpus_take_at_least(folder):
         paper_tables.gains_at("16")
 
 
+def test_a_peak_is_of_one_run_and_fits(folder):
+    head = "model,format,kv,batch,context,step_us,whole_tokens_per_s,batch_in_80gb,backends\n"
+    (folder / "h200_engine.csv").write_text(head + "a,bf16,model,64,1280,1,900,64,\n")
+    path = folder / "h200_papers_engine.csv"
+    path.write_text(head + "a,bf16,model,64,1280,1,,64,\n")  # its prompts were not timed
+    assert paper_tables.peak("a", "bf16")["whole_tokens_per_s"] == "900"
+    results.read.cache_clear()
+    path.write_text(head + "a,bf16,int8,8,1280,1,500,60,\na,bf16,int8,64,1280,1,700,60,\n")
+    assert paper_tables.peak("a", "bf16")["whole_tokens_per_s"] == "500"
+    assert paper_tables.peak("a", "liquid@int8") is None
+
+
+def test_steps_are_compared_batch_by_batch(folder):
+    head = "model,format,kv,batch,context,step_us,backends\n"
+    rows = "llama-3-8b,int8@int8,int8,16,1280,3000,hopper\nllama-3-8b,int8@int8,int8,1,1280,2000,\n"
+    rows += "llama-3-8b,liquid@int8,int8,16,1280,2400,hopper\n"
+    rows += "llama-3-8b,liquid@int8,int8,16,1280,9600,triton\n"
+    (folder / "h200_papers_engine.csv").write_text(head + rows)
+    assert paper_tables.system("int8@int8") == {"16": 1.25}
+    assert paper_tables.without() == {"16": 4.0}
+    with pytest.raises(LookupError, match="fp8"):
+        paper_tables.system("fp8@fp8")
+
+
 def test_a_layer_is_the_sum_of_its_products(folder):
     rows = "model,format,N,K,M,us\n"
     rows += "".join(f"a,{f},{n},1,8,{us}\n" for n, f, us in ((1, "bf16", 9), (2, "bf16", 6)))
@@ -99,7 +123,7 @@ def test_losses_are_counted(folder):
     head, row, *_, dense = CSV.splitlines()
     peer = dense.replace("cublas,fp16", "humming,fp6")
     for us, counts in ((49, "0 | 1 | 0"), (52, "0 | 0 | 1"), (40, "1 | 0 | 0")):
-        lines = [head, row.format(us=us, note="pdl"), peer, dense.replace(",50,", ",60,")]
+        lines = [head, row.format(us=us, note=""), peer, dense.replace(",50,", ",60,")]
         (folder / "h200_gemm.csv").write_text("\n".join(lines))
         results.read.cache_clear()
         results.cells.cache_clear()
@@ -151,8 +175,39 @@ g,d,c,humming,int4:group=128,fp16,2,64,128,20,1,1,2,1.5,
 
 def test_ours_stand_beside_the_fastest_other_of_one_process(folder):
     (folder / "h200_peers.csv").write_text(PEERS)
-    lines = [line.split(" | ") for line in shape_tables.one_process().splitlines()[2:]]
-    assert lines[0][2:6] == ["50.0", "10.0", "20.0 machete", "2.00x"]
-    assert lines[0][6:9] == ["10.0", "", ""]  # nobody else was measured
-    assert lines[1][3:6] == ["40.0", "20.0 humming", "0.50x"]
-    assert lines[2][5] == "**1.00x**"
+    found = peer_tables.matches(peer_tables.DENSE, "h200_peers")
+    assert [(x.m, x.other, x.ratio) for x in found] == [(1, "machete", 2.0), (2, "humming", 0.5)]
+    beside = "`int4:group=128` | humming, Machete"
+    assert f"| {beside} | 2.00x | 0.50x | **1.00x** | 1 of 2 |" in peer_tables.means(found)
+    assert f"| {beside} | 1.00x |  | 1.00x | 1 of 2 |" in peer_tables.short(found)
+    assert "| 64x128 | 2.00 machete | 0.50 humming |" in peer_tables.ratios(found)
+    assert peer_tables.worst(found).splitlines() == [
+        "- `int4:group=128` beside humming, Machete: the worst is 0.50 (64x128, M=2, humming).",
+        "    - 64x128: M=2 0.50 (humming)",
+    ]
+    assert peer_tables.worst(found[:1]) == "None."
+    assert peer_tables.worst([]) == ""
+
+
+def test_several_processes_are_named(folder):
+    write(folder)
+    assert kernel_tables.about() == "1 weights, g, d: all kernels of a weight in one process."
+    text = CSV.format(us=20.04, note="").replace("g,d,c,cublas", "g,d,other,cublas")
+    (folder / "h200_gemm.csv").write_text(text)
+    results.read.cache_clear()
+    results.cells.cache_clear()
+    # 9 and 30 us at twice the speed of a dense layer that takes 50 here.
+    assert "took 0.36 to 1.20 times as long" in kernel_tables.about()
+
+
+def test_experts_stand_with_their_model(folder):
+    head, *_ = PEERS.splitlines()
+    rows = [
+        "g,d,c,anybit-hopper,liquid,int8-given,16,2048,768,20,1,1,2,1.5,expected 19",
+        "g,d,c,humming,int4:group=64,int8-given,16,2048,768,19,1,1,2,1.5,indexed",
+        "g,d,c,humming,int4:group=64,int8-given,16,2048,768,30,1,1,2,1.5,grouped_contiguous",
+    ]
+    (folder / "h200_expert_peers.csv").write_text("\n".join([head, *rows]))
+    found = peer_tables.matches(peer_tables.EXPERTS, "h200_expert_peers")
+    text = peer_tables.worst(found, peer_tables.expert)
+    assert text.endswith("    - Qwen3-30B-A3B 2048x768: M=16 0.95 (humming)")

@@ -192,8 +192,9 @@ class KQuant(Format):
     def _numbers(self, device: torch.device) -> Tensor:
         """T."""
         if self.table:
-            return torch.tensor(IQ4, device=device)
-        return torch.arange(2.0**self.bits, device=device) - self.kind.below
+            return torch.tensor(IQ4, dtype=torch.float32, device=device)
+        codes = torch.arange(2**self.bits, dtype=torch.float32, device=device)
+        return codes - self.kind.below
 
     def _fit(self, w: Tensor, scale: Tensor) -> Tensor:
         """Factors, then shifts, of all groups of some rows."""

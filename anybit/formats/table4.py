@@ -57,7 +57,8 @@ class Table4(Codebook):
         return super().entries() | {"codebook": Entry(torch.float32, table=(1, 16, 1))}
 
     def fit(self, w: Tensor) -> Grid:
-        numbers = torch.tensor(TABLES[self.table], device=w.device).view(1, 16, 1)
+        table = TABLES[self.table]
+        numbers = torch.tensor(table, dtype=torch.float32, device=w.device).view(1, 16, 1)
         scale = groups_of(w, self.group).abs().amax(-1) / numbers.abs().max()
         return {"scale": store_scale(scale), "codebook": numbers}
 

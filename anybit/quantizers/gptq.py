@@ -41,8 +41,7 @@ class GPTQ(Quantizer):
             full range.
         follow: Aim at the outputs of the dense model, for the inputs that the quantized one has
             (GPTAQ, https://arxiv.org/abs/2504.02692), layer by layer. On pico it takes 6 % off the
-            KL of int2 g128, for twice the time and memory for a second copy of a block's inputs. A
-            block of experts is run anew for each of them.
+            KL of int2 g128, for twice the time and memory for a second copy of a block's inputs.
     """
 
     calibration: Source | Calibration | None = field(default=None, repr=False)

@@ -23,8 +23,8 @@ PROMPTS = [
 def engine(path, eager=True, **options):
     """vLLM, in fp32 unless the options say otherwise."""
     given: dict[str, Any] = {"dtype": "float32"}
-    if torch.cuda.is_available():  # the default takes nearly all memory, each time anew
-        given["gpu_memory_utilization"] = 0.1
+    if torch.cuda.is_available():  # the default takes nearly all memory; others test beside it
+        given |= {"gpu_memory_utilization": 0.01, "kv_cache_memory_bytes": 1 << 26}
     llm = vllm.LLM(
         str(path),
         enforce_eager=eager,

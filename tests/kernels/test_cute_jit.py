@@ -251,10 +251,10 @@ def test_spills_and_serialized_products_are_errors(
     kernel = Kernel(d, tiles.fitted(Tile(16), d), "float16")
     monkeypatch.setattr(Kernel, "generate", lambda self: Compiled(".entry k(\n)", b"", 1))
     monkeypatch.setattr(cubin, "products", lambda cubin: 8)
-    monkeypatch.setattr(cubin, "resources", lambda cubin: (96, 24))
-    with pytest.raises(jit.BuildError, match="spills: 24 bytes of stack"):
+    monkeypatch.setattr(cubin, "resources", lambda cubin: (96, 72))
+    with pytest.raises(jit.BuildError, match="spills: 72 bytes of stack"):
         jit.compile_kernel(kernel, tmp_path)
-    monkeypatch.setattr(cubin, "resources", lambda cubin: (96, 0))
+    monkeypatch.setattr(cubin, "resources", lambda cubin: (96, 64))  # few registers
     monkeypatch.setattr(cubin, "waits", lambda cubin: 9)
     with pytest.raises(jit.BuildError, match="waits for its products at 9 places, not 3"):
         jit.compile_kernel(kernel, tmp_path)

@@ -82,16 +82,11 @@ if EVERY_KERNEL:
         ("trellis:bits=4,code=mul1", BRAIN, Tile(128, rows=256, stages=2), (130, 144, 128), 1),
         ("trellis:bits=3@int8", HALF, Tile(256, stages=2), (64, 144, 256), 1),
     ]
-EXPERTS = ["liquid@int8"]
+EXPERTS = [("liquid@int8", 48)]  # and tokens of a tile
 if EVERY_KERNEL:
-    EXPERTS += [
-        "mxfp4@fp8",
-        "mxfp8@fp8",
-        "int4:group=128@int8",
-        "fp8:group=128@fp8",
-        "fp8:group=128",
-        "mxfp4",
-    ]
+    others = ["liquid@int8", "mxfp4@fp8", "mxfp8@fp8", "int4:group=128@int8", "fp8:group=128@fp8"]
+    EXPERTS += [(scheme, 8) for scheme in (*others, "fp8:group=128", "mxfp4")]
+    EXPERTS += [("int4:group=64", 48), ("liquid@int8", 160)]
 
 
 CODES = ("sum8", "pair8", "mul1", "mcg", "3inst")
@@ -234,20 +229,21 @@ def test_one_hot_tokens_read_weights_back(scheme: str) -> None:
     assert torch.equal(y, packed.dequantize()[:, ::4].T.to(HALF))
 
 
-@pytest.mark.parametrize("scheme", EXPERTS)
-def test_experts(scheme: str) -> None:
+@pytest.mark.parametrize(("scheme", "tokens"), EXPERTS)
+def test_experts(scheme: str, tokens: int) -> None:
     """Tokens sorted by expert: some experts have none, some have more than a tile."""
-    n, k, starts = 136, 256, torch.tensor([0, 3, 3, 14, 15], dtype=torch.int32)
-    emulated = Emulated(scheme, BRAIN, Tile(8, ctas=2), grouped=True)
+    n, k, most = 136, 256, tokens + 3
+    starts = torch.tensor([0, 3, 3, 3 + most, 4 + most], dtype=torch.int32)
+    emulated = Emulated(scheme, BRAIN, Tile(tokens, ctas=2 if tokens < 64 else 1), grouped=True)
     experts = [packed_weight(scheme, n, k) for _ in range(4)]
     prepared = list(scalar_linear.prepare_experts(experts, emulated.activation, BRAIN).layout)
-    x = emulated.tokens(15, k)
+    x = emulated.tokens(4 + most, k)
     codes, scale, _ = x
     want = torch.cat([
         product(operand_weight(e, BRAIN), (codes[a:b], None if scale is None else scale[a:b], None))
         for e, a, b in zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True)
     ])  # fmt: skip
-    grid = tiles.grid(emulated.tile, 15, n, experts=4)
+    grid = tiles.grid(emulated.tile, 4 + most, n, experts=4)
     y = emulated.run(x, prepared, n, grid, starts=starts)
     assert_close(y, want, BRAIN)
     assert torch.equal(emulated.run(x, prepared, n, 3, starts=starts, seed=1), y)

@@ -106,11 +106,15 @@ def test_lookups_of_many_tokens(
 
 
 @needs_dsl
-def test_lookups_in_equal_shares() -> None:
-    """Three CTAs for two tiles: one has parts of both, and sums meet in the workspace."""
+@pytest.mark.parametrize(("v", "m", "tokens"), [(4, 1, 96), (8, 2, 256)])
+def test_lookups_in_equal_shares(v: int, m: int, tokens: int) -> None:
+    """Three CTAs for two tiles: one has parts of both, and sums meet in the workspace.
+
+    Two stages, as 256 tokens leave, call what comes next into the L2: nothing behind the weight.
+    """
     torch.manual_seed(0)
-    packed, x = random_packed(codebook(4, 1), 256, 1024), torch.randn(20, 1024).half()
-    y = emulate_lookups(packed, x, None, Tile(96, shared=True), grid=3)
+    packed, x = random_packed(codebook(v, m), 256, 1024), torch.randn(20, 1024).half()
+    y = emulate_lookups(packed, x, None, Tile(tokens, shared=True), grid=3)
     assert error(y, x.double() @ operand_weight(packed, HALF).double().T) < 7e-4
 
 
@@ -144,3 +148,16 @@ def test_lookups_fit(v: int, m: int) -> None:
             assert found is not None
             assert Kernel(d, found, d.operand) in kernels
             assert found.split <= k // 128
+
+
+def test_up_to_16_tokens_come_here_where_columns_fill_no_warps() -> None:
+    """Where the kernel for 16 tokens was measured to be slower: 5120 columns take two CTAs half."""
+    d = lookup(codebook(4, 1), HALF)
+    assert isinstance(d, LookupDecoder)
+    for n, k in ((27648, 5120), (65536, 5120), (32768, 512), (8192, 28672)):
+        found = choose_lookup(d, 16, n, k)
+        assert found is not None
+        assert found.tokens == 32
+        assert choose_lookup(d, 8, n, k) is None
+    for n, k in ((28672, 4096), (128256, 4096), (57344, 8192), (4096, 4096), (256, 1536)):
+        assert choose_lookup(d, 16, n, k) is None

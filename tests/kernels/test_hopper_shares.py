@@ -1,5 +1,6 @@
 """Equal shares of Hopper's main loop, emulated with few CTAs; when they and copies are chosen."""
 
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -99,6 +100,20 @@ def test_counters_must_be_left_as_zeros() -> None:
     emulated.machine = Machine(emulated.ptx.replace(old, f"// {old}"))
     with pytest.raises(AssertionError):
         emulated.run(emulated.tokens(8, 256), prepared, 128, 2)
+
+
+@needs_dsl
+def test_the_last_may_arrive_after_it_looked() -> None:
+    """Then its own sums are written as well, but not read: the same bits."""
+    emulated = Emulated("fp6", BRAIN, SMALL)
+    prepared = operands.layout(packed_weight("fp6", 264, 512), emulated.operand)
+    x = emulated.tokens(5, 512)
+    want = [emulated.run(x, prepared, 264, grid) for grid in (5, 7)]
+    looked = re.compile(r"ld\.relaxed\.gpu\.global\.b32 (%r\d+), \[%rd\d+\];")
+    assert len(looked.findall(emulated.ptx)) == 1
+    emulated.machine = Machine(looked.sub(r"mov.b32 \1, 0;", emulated.ptx))
+    for grid, y in zip((5, 7), want, strict=True):
+        assert torch.equal(emulated.run(x, prepared, 264, grid, seed=1), y)
 
 
 def decoder_of(scheme: str) -> Decoder:

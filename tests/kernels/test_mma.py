@@ -44,8 +44,11 @@ def decoders(scheme: str) -> Iterator[Decoder]:
         yield found
 
 
+SLOW = ["trellis", "trellis:bits=4,code=pair8@int8", "trellis:bits=7"]
+
+
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
-@pytest.mark.parametrize("scheme", [*SCALAR, "int8:group=32,zero", "int3:group=64"])
+@pytest.mark.parametrize("scheme", [*SCALAR, "int8:group=32,zero", "int3:group=64", *SLOW])
 def test_every_problem_has_a_tile_that_fits(gpu: Gpu, scheme: str) -> None:
     for d in decoders(scheme):
         for n in (8, 512, 4096, 6144, 28672):
@@ -91,6 +94,20 @@ def test_tiles_follow_the_problem() -> None:
     assert tiles.grid(tile(64, 6144), gpu, 64, 6144, 4096) == 264
     assert tiles.grid(tile(64, 6144), gpu, 64, 6144, 512) == 48
     assert tiles.grid(tile(64, 28672), gpu, 64, 28672, 4096) == 224
+
+
+@pytest.mark.parametrize("scheme", SLOW[:2])
+def test_slow_decoders_get_warps(scheme: str) -> None:
+    """An H200's multiprocessors have 17 or more, and equal shares where all CTAs are resident."""
+    gpu = GPUS["H200"]
+    for d in decoders(scheme):
+        for n in (4096, 6144, 12288, 28672, 128256):
+            tile = tiles.choose(d, gpu, 1, n)
+            assert tile is not None
+            assert tile.rows == 16
+            assert 17 <= tile.warps * tile.ctas <= tiles.BUSY_WARPS[d.slot]
+            each = -(-n // (16 * gpu.multiprocessors))
+            assert tiles.resident(tile, gpu, n) or each > 8, n
 
 
 MEASURED = Path(__file__).parents[2] / "benchmarks/results/h200_mma.csv"

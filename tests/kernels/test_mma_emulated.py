@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 NARROW = Tile(8, 2, 4, 3, kind="narrow")
+CROWDED = Tile(8, 1, 5, 3, ctas=4, kind="narrow")
 # scheme, dtype of y, tile, (M, N, K), CTAs (0: one a tile), architecture, overlap
 Case = tuple[str, torch.dtype, Tile, tuple[int, int, int], int, str, bool]
 CASES: list[Case] = [
@@ -38,8 +39,9 @@ CASES: list[Case] = [
     ("mxfp4@fp8", BRAIN, NARROW, (5, 40, 384), 0, "sm_89", False),
     ("liquid@int8", BRAIN, Tile(16, 2, 4, 3), (17, 136, 384), 2, "sm_80", False),
     ("int3:group=32,zero", HALF, Tile(32, 2, 4, 3), (20, 136, 256), 3, "sm_86", False),
-    ("trellis@int8", HALF, NARROW, (1, 48, 256), 0, "sm_80", False),
     ("trellis:code=pair8", BRAIN, NARROW, (3, 32, 128), 0, "sm_80", False),
+    ("trellis", BRAIN, CROWDED, (2, 16, 768), 0, "sm_90", True),
+    ("trellis@int8", HALF, CROWDED, (7, 16, 256), 0, "sm_80", False),
 ]
 FORMATS = {  # all kinds of decoders, and the architecture that their products need
     "sm_80": [

@@ -56,6 +56,16 @@ def bulk(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
         start(s, w, lane, [w.cta], mbar, [(to, s.global_at(source, size).copy())])
 
 
+def prefetch(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
+    """Nothing but a check of what is named."""
+    where, sizes = s.address(w, i.args[0]), s.read(w, i.args[1])
+    for lane in numbers(active):
+        source, size = int(where[lane]), int(sizes[lane])
+        if source % 16 or size % 16 or not size:
+            raise PtxError(f"a prefetch of {size} bytes from {source}")
+        s.global_at(source, size)
+
+
 def tensor(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
     """A box of a matrix, with the 128-byte swizzle: 16-byte chunks trade places by row."""
     if active.sum() != 1:
@@ -150,6 +160,7 @@ def send(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
 
 
 HANDLERS: dict[str, Handler] = {
+    r"cp\.async\.bulk\.prefetch\.L2\.global": prefetch,
     r"cp\.async\.bulk\.shared::(cta|cluster)\.global\..*": bulk,
     r"cp\.async\.bulk\.tensor\.2d\..*": tensor,
     r"cp\.async\.c[ag]\.shared\.global": copy,

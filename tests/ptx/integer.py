@@ -32,7 +32,7 @@ def operands(s: State, w: Warp, i: Instruction) -> tuple[list[np.ndarray], int]:
 
 @cache
 def parts(op: str) -> tuple[str, bool, int]:
-    """ "mul.wide.s32" -> ("mul.wide", signed, 32)."""
+    """Of "mul.wide.s32": ("mul.wide", signed, 32)."""
     name, kind = op.rsplit(".", 1)
     return name, kind[0] == "s", 32 if kind == "pred" else int(kind[1:])
 

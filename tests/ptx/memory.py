@@ -45,12 +45,12 @@ def access(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
         values = np.stack([s.read(w, name) for name in registers], -1)
     raw = values.astype(dtype).view(np.uint8).reshape(WARP, size)
     if ".global" in i.op:
-        lanes = np.flatnonzero(active)
-        for memory, bytes_at, mine in s.global_bytes(at[lanes], size):
+        for lane in np.flatnonzero(active):
+            memory = s.global_at(int(at[lane]), size)
             if load:
-                raw[lanes[mine]] = memory[bytes_at]
-            else:  # of lanes that write the same address, the last one stays
-                memory[bytes_at] = raw[lanes[mine]]
+                raw[lane] = memory
+            else:
+                memory[:] = raw[lane]
     else:
         for cta, lanes, local in windows(s, w, at, active):
             bytes_at, words = view(cta, local, size)
@@ -80,6 +80,6 @@ def add(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
 HANDLERS: dict[str, Handler] = {
     r"atom\.add\.acq_rel\.gpu\.global\.u32": add,
     r"ld\.param\.[bu](32|64)": parameter,
-    r"ld\.(shared|global(\.nc|\.cg)?)(\.v[24])?\.[bu](16|32)": access,
+    r"ld\.(shared|(relaxed\.gpu\.)?global(\.nc|\.cg)?)(\.v[24])?\.[bu](16|32)": access,
     r"st\.(shared|shared::cluster|global)(\.v[24])?\.[bu](16|32)": access,
 }

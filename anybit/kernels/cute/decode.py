@@ -192,7 +192,7 @@ class Decoder:
         if self.sums:
             fmt, grid = packed.format, packed.grid
             factor = fmt.row_factor(grid) if fmt.frame(grid) is None else fmt.scales(grid)
-            rows = torch.ones(packed.shape[0], device=packed.planes[0].device)
+            rows = torch.ones(packed.shape[0], dtype=torch.float32, device=packed.planes[0].device)
             return (rows if factor is None else factor.flatten()) * 2.0**self.shift
         return packed.format.scales(packed.grid).flatten() * 2.0**self.shift
 

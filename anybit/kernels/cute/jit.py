@@ -29,12 +29,13 @@ from anybit.kernels.cute import cubin as elf
 from anybit.kernels.cute.driver import sizes
 
 SOURCES = Path(__file__).parent
+STACK = 64  # bytes that a thread may spill: a few registers cost nothing that can be measured
 _carried: dict[Path, Path] = {}  # kernels of any version, where there is no DSL, by their names
 _compiler = threading.Lock()  # two threads in the DSL at once fail, or crash the process
 
 
 class BuildError(Unsupported):
-    """A kernel that must not be used: it spills, or its parameters are not what is launched."""
+    """A kernel that must not be used: it spills much, or is not what its launcher expects."""
 
 
 class Compiled(NamedTuple):
@@ -150,8 +151,8 @@ def built(kernel: KernelSpec) -> Path:
 def compile_kernel(kernel: KernelSpec, folder: str | Path | None = None) -> Path:
     """Write a kernel's file, whole, unless there is one; other processes wait for it.
 
-    Raises BuildError when the kernel spills, waits for every WGMMA, or takes other parameters than
-    its launcher passes.
+    Raises BuildError when the kernel spills much, waits for every WGMMA, or takes other parameters
+    than its launcher passes.
     """
     path = kernel_file(kernel, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +169,7 @@ def compile_kernel(kernel: KernelSpec, folder: str | Path | None = None) -> Path
 def checked(kernel: KernelSpec, made: Compiled) -> bytes:
     """The content of a kernel's file. Raises BuildError when the kernel is no good."""
     registers, stack = elf.resources(made.cubin)
-    if stack:
+    if stack > STACK:
         raise BuildError(f"{kernel} spills: {stack} bytes of stack; choose a smaller tile")
     # One wait for each batch, and one at the end; loops may be unrolled.
     most = elf.products(made.cubin) // kernel.batch + 1 if kernel.batch else 0

@@ -283,6 +283,14 @@ def count_up(address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
+def peek(address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
+    """What other CTAs have counted so far."""
+    text = "ld.relaxed.gpu.global.b32 $0, [$1];"
+    at = {"loc": loc, "ip": ip}
+    return Int32(asm(T.i32(), [Int64(address)], text, "=r,l,~{memory}", True, at))
+
+
+@dsl_user_op
 def fence(*, loc: Any = None, ip: Any = None) -> None:
     """What this thread wrote is seen before what it writes from now on, by every CTA."""
     asm(None, [], "fence.acq_rel.gpu;", "~{memory}", True, {"loc": loc, "ip": ip})

@@ -168,7 +168,8 @@ class Looked(Levels):
     def registers(
         self, words: list[Word], constants: list[tuple[Constants, Constants]]
     ) -> list[Word]:
-        table = torch.tensor(self.numbers).to(getattr(torch, self.operand)).view(torch.uint8)
+        numbers = torch.tensor(self.numbers, dtype=torch.float32)
+        table = numbers.to(getattr(torch, self.operand)).view(torch.uint8)
         of_byte = [
             [words[0].constant(int(w)) for w in table[at::2].contiguous().view(torch.int32)]
             for at in range(2)

@@ -1,8 +1,9 @@
 """Hopper products of codebook formats.
 
-Up to 16 tokens are one launch of `psumbook.py` or `codebook.py`, more are one of `lookup_gemm.py`;
-all read the same layout. For thousands of tokens, or where a table leaves no room for tiles, a
-Triton kernel decodes it to a dense weight for the library's product.
+Up to 16 tokens are one launch of `psumbook.py` or `codebook.py`, more are one of `lookup_gemm.py`,
+as are 9 to 16 where that is faster; all read the same layout. For thousands of tokens, or where a
+table leaves no room for tiles, a Triton kernel decodes it to a dense weight for the library's
+product.
 """
 
 from dataclasses import replace
@@ -31,7 +32,7 @@ from anybit.kernels.cute.operands import NAMES, aligned, cut, offsets, whole
 from anybit.kernels.hopper import codebook_tiles, scalar_linear, tiles
 from anybit.kernels.hopper.chip import H200, Chip, chip_of
 from anybit.kernels.hopper.codebook_tiles import CodebookKernel, Plan
-from anybit.kernels.hopper.launch import CodebookLauncher
+from anybit.kernels.hopper.launch import CodebookLauncher, GemmLauncher
 from anybit.kernels.hopper.lookup import LookupDecoder, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
@@ -77,10 +78,10 @@ def plans(cells: Cells, shape: tuple[int, int], chip: Chip = H200) -> list[Plan 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """x (M, K) in fp16 or bf16 -> (M, N); there are no quantized activations here."""
     assert isinstance(x, Tensor)
-    if len(x) <= MOST_TOKENS:
-        return multiply(aligned(x), prepared, bias)
     if lookup_tile(prepared.format, len(x), *prepared.shape, x.dtype, x.device) is not None:
         return multiply_many(aligned(x), prepared, bias)
+    if len(x) <= MOST_TOKENS:
+        return multiply(aligned(x), prepared, bias)
     return torch.nn.functional.linear(
         x, dense(prepared, x.dtype), None if bias is None else bias.to(x.dtype)
     )
@@ -127,20 +128,16 @@ def multiply_many(
     overlap: bool | None = None,
 ) -> Tensor:
     """One launch: x (M, K), contiguous -> (M, N), of any M. tile: instead of `lookup.choose`'s."""
-    fmt, (n, k), m, chip = prepared.format, prepared.shape, len(x), chip_of(x.device)
+    (n, k), m = prepared.shape, len(x)
     wide = whole(n)
     y = torch.empty(m, wide, dtype=x.dtype, device=x.device)
     if not m:
         return cut(y, n)
     bias = offsets(bias, wide, x.dtype)
-    kernel = lookup_kernel(fmt, x.dtype, tile or lookup_tile(fmt, m, n, k, x.dtype, x.device))
-    grid = tiles.grid(kernel.tile, m, n, chip=chip)
-    sums = tiles.workspace(kernel.tile, m, n, grid)
+    function, grid, best, sums = launch_of_many(prepared.format, m, n, k, x.dtype, x.device, tile)
     _work, workspace = scalar_linear.meeting_place(sums, grid, x.device)
-    if overlap is None:
-        overlap = tiles.overlaps(kernel.tile, kernel.decoder, m, n, chip=chip)
     blocks, row_scale, *books = prepared.layout
-    scalar_linear.loaded(kernel, x.device.index).launch(
+    function.launch(
         x,
         (
             blocks.data_ptr(),
@@ -154,7 +151,7 @@ def multiply_many(
         ),
         wide,
         grid,
-        overlap,
+        best if overlap is None else overlap,
         workspace=workspace,
     )
     return cut(y, n)
@@ -164,16 +161,31 @@ def multiply_many(
 def lookup_tile(
     fmt: Format, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device
 ) -> Tile | None:
-    """The tile of a look-up product; None where the table leaves no room."""
+    """The tile of a look-up product; None where another way is faster, or the only one."""
     d = lookup(fmt, dtype)
     return choose_lookup(d, m, n, k, chip_of(device)) if isinstance(d, LookupDecoder) else None
 
 
 @cache
-def lookup_kernel(fmt: Format, dtype: torch.dtype, tile: Tile) -> Kernel:
-    d = lookup(fmt, dtype)
+def launch_of_many(
+    fmt: Format,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    tile: Tile | None,
+) -> tuple[GemmLauncher, int, bool, int]:
+    """The loaded kernel for a problem, its grid, whether launches should overlap, its workspace."""
+    d, chip = lookup(fmt, dtype), chip_of(device)
     assert isinstance(d, LookupDecoder)
-    return Kernel(d, tiles.fitted(tile, d), NAMES[dtype])
+    tile = tile or lookup_tile(fmt, m, n, k, dtype, device)
+    assert tile is not None
+    tile = tiles.fitted(tile, d)
+    function = scalar_linear.loaded(Kernel(d, tile, NAMES[dtype]), device.index)
+    grid = tiles.grid(tile, m, n, chip=chip)
+    early = tiles.overlaps(tile, d, m, n, chip=chip)
+    return function, grid, early, tiles.workspace(tile, m, n, grid)
 
 
 @cache

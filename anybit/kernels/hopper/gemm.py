@@ -11,6 +11,7 @@ Launches may overlap the previous kernel (programmatic dependent launch): weight
 once, and everything else after that kernel has finished.
 """
 
+from math import gcd
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -69,8 +70,9 @@ class Gemm(Order, Epilogue):
         # Warps of a CTA that finish outputs, 16 channels each; the last CTA may have fewer.
         self.finishers = -(-8 // tile.split)
         self.arrivals = 1  # of the producer's threads, when a stage is loaded
-        self.joined = 16 if tile.ctas == 1 else 4  # chunks of sums, as registers allow
-        self.batch = min(tile.tokens, 32)  # tokens that a warp stages for its stores at a time
+        crowded = tile.ctas > 1 or tile.tokens == 192
+        self.joined = 2 if crowded else 8  # chunks of sums, as registers allow
+        self.batch = gcd(tile.tokens, 32)  # tokens that a warp stages for its stores at a time
 
     def compile(self) -> Compiled:
         """For sm_90a."""

@@ -18,13 +18,14 @@ from anybit.core.format import Format
 from anybit.kernels.cute import pack
 from anybit.kernels.cute.cells import CELL, ROWS, Cells, cells_of
 from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder
-from anybit.kernels.hopper import tiles
+from anybit.kernels.hopper import codebook_tiles, tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.codebook_tiles import TABLE
 from anybit.kernels.hopper.tiles import Kernel, Tile, fits_once, fitted
 
 TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
 DENSE_FROM = 4096  # tokens, by codebook
+FEW, MOST_FEW = 8, codebook_tiles.TOKENS[-1]  # tokens that never, or not always, come here
 MOST_HELD = 64  # tokens that one tile holds, if it may
 
 
@@ -88,24 +89,27 @@ def lookup(fmt: Format, dtype: torch.dtype) -> LookupDecoder | str:
 def candidates(d: LookupDecoder) -> list[Tile]:
     """Tiles that leave room for at least two stages beside the table.
 
-    With more than one codebook, 256 tokens have too few stages to gain anything, and tiles of 256
-    rows spill, as they do with fine groups; those of 128 tokens were slower, and those of 64 no
-    faster. Clusters of four were slower than those of two.
+    Spills: 256 rows with more than one codebook, or with fine groups; 256 tokens with fine groups;
+    equal shares of 128 tokens with four codebooks. 256 rows of 128 tokens were slower, and those of
+    64 no faster. Clusters of four were slower than those of two.
     """
     every = [Tile(tokens, split=split) for tokens in (32, 64, 96, 128) for split in (1, 2)]
-    every += [Tile(tokens, shared=True) for tokens in (32, 64, 96, 128)]
+    every += [Tile(tokens, shared=True) for tokens in (32, 64, 96)]
+    if d.cells.m < 4:
+        every += [Tile(128, shared=True)]
     if d.cells.m == 1 and d.cells.v == 4 and d.groups <= 4:
         every += [Tile(96, rows=256)]
-    every += [Tile(256)] * (d.cells.m == 1)
+    every += [Tile(256, shared=shared) for shared in (False, True)] * (d.groups <= 4)
     return [tile for tile in (fitted(tile, d) for tile in every) if tile.stages >= 2]
 
 
 def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile | None:
-    """The tile for m tokens; None where there is none, or a dense weight is faster.
+    """The tile for m tokens; None where there is none, or another way is faster.
 
-    Equal shares, and more rows, where they take a tenth less by the model.
+    That is a dense weight for thousands, or the kernel for up to 16. Equal shares, and more rows,
+    where they take a tenth less by the model.
     """
-    if m * d.cells.m >= DENSE_FROM:
+    if m <= FEW or m * d.cells.m >= DENSE_FROM:
         return None
     every = candidates(d)
     least = min(m, MOST_HELD, max((tile.tokens for tile in every), default=0))
@@ -115,7 +119,11 @@ def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile 
         doubt = 0.9 if tile.shared or tile.rows > pack.ROWS else 1
         return cycles(tile, d, m, n, k, chip) / doubt
 
-    return min(found, key=time, default=None)
+    best = min(found, key=time, default=None)
+    plan = codebook_tiles.choose(d.cells, m, n, k, d.operand, chip) if m <= MOST_FEW else None
+    if best and plan and time(best) >= codebook_tiles.cycles(plan, m, n, k, chip):
+        return None
+    return best
 
 
 def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int, chip: Chip) -> float:

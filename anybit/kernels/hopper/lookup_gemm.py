@@ -23,6 +23,7 @@ from anybit.kernels.hopper.codebook_tiles import TABLE, WINDOW
 from anybit.kernels.hopper.fragments import arrive_after_copies, copy_async, insert_code, load_bytes
 from anybit.kernels.hopper.gemm import Gemm
 from anybit.kernels.hopper.lookup import TILES_OF_BLOB, LookupDecoder
+from anybit.kernels.hopper.ptx import bulk_prefetch
 from anybit.kernels.hopper.tiles import Kernel
 
 CONSUMERS = 256  # threads
@@ -37,6 +38,7 @@ class LookupGemm(Gemm):
         assert isinstance(kernel.decoder, LookupDecoder)
         self.lookup, self.cells = kernel.decoder, kernel.decoder.cells
         self.arrivals = 1 + 32  # those of `load_weights`
+        self.joined = min(self.joined, 4)  # as registers allow
 
     @cute.jit
     def begin(self, shared, book, thread):
@@ -62,7 +64,8 @@ class LookupGemm(Gemm):
         """Arm the stage's barrier for activations, and start the weights' copies, 16 bytes a lane.
 
         The bytes of 16 rows and a K tile lie in m + 1 places, too small for the copy engine: 24
-        bulk copies of 256 bytes took 2000 cycles.
+        bulk copies of 256 bytes took 2000 cycles. Two stages do not hide the memory's latency: what
+        they hold next is called into the L2.
         """
         d, cells = self.lookup, self.cells
         lane = cute.arch.lane_idx()
@@ -75,6 +78,12 @@ class LookupGemm(Gemm):
         part = k % d.k_tiles
         tiles = const_expr(TILES_OF_BLOB * self.blocks)
         source = w.toint() + Int64(row_blob * TILES_OF_BLOB) * row_stride
+        if const_expr(self.stages == 2):
+            later = k + (1 + d.k_tiles)  # the last piece of a block that the next stages need
+            if (later < k_tiles) & (lane < tiles):
+                share = const_expr(cells.block_bytes // d.k_tiles)
+                at = (later * cells.block_bytes // d.k_tiles) // 16 * 16
+                bulk_prefetch(source + lane * row_stride + at, (share + 15) // 16 * 16)
         source += k // d.k_tiles * cells.block_bytes
         for i in cutlass.range_constexpr(0, tiles * each, 32):
             tile, at = (i + lane) // each, (i + lane) % each

@@ -25,9 +25,8 @@ from cutlass.cutlass_dsl import select_
 
 from anybit.kernels.cute import factors
 from anybit.kernels.cute.cells import CELL, ROWS, VECTORS
+from anybit.kernels.cute.last import arrives_last
 from anybit.kernels.cute.ptx import (
-    count_up,
-    fence,
     half2,
     halves_to_float,
     load_global,
@@ -210,15 +209,7 @@ class Psumbook(Program):
         """If this CTA is the last of those that share its tiles: add up their sums, in order."""
         first, cluster, own, splits = place_of
         outputs = const_expr(ROWS * self.tokens)
-        fence()
-        cute.arch.sync_threads()
-        if thread == 0:
-            store_shared(flag, [Uint32(count_up(counter))])
-        cute.arch.sync_threads()
-        if Int32(load_shared(flag, 1, 0, True)[0]) == splits - 1:
-            fence()
-            if thread == 0:
-                store_global(counter, [Uint32(0)])
+        if arrives_last(flag, counter, splits, thread):
             for at in cutlass.range(thread, own, self.spec.threads, unroll=1):
                 tile, place = first + at // outputs * cluster, at % outputs
                 line = Int64(work.toint()) + (Int64(tile * splits) * outputs + place) * 4

@@ -5,7 +5,8 @@ whole tiles. Else the tiles that do not divide come first, and their units are d
 the CTAs that share: CTA c of C begins at unit c / C of all (`tiles.sharers`).
 
 The last CTA to arrive at a tile adds the sums of all in the order of CTAs: results do not change
-from run to run.
+from run to run. Its own stay in registers: who finds all others there, as the CTA that begins a
+tile mostly does, writes none.
 
 Counters are zeros, which every launch leaves as zeros (`cute/counters.py`). Sums lie in a workspace
 with two places for each CTA: for the tile that it begins, and for one that began before it.
@@ -15,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from anybit.kernels.cute.ptx import count_up, fence, load_l2, store_global
+from anybit.kernels.cute.ptx import count_up, fence, load_l2, peek, store_global
 from anybit.kernels.hopper.tiles import EVEN, LEAST_UNITS, MOST_SHARERS
 
 
@@ -71,31 +72,46 @@ def join(sums, kind, most, work, counters, parts, part, share, tile, start, end,
         place = cutlass.const_expr(parts * chunks * 512)
         counter = Int64(counters) + (tile * parts + part) * 4
         at = Int64(work) + (part * (chunks * 512) + lane * 16)
-        to = at + Int64(cta * 2 + (1 if start == 0 else 0)) * place
-        for i in cutlass.range_constexpr(chunks):
-            store_global(to + i * 512, [sums[4 * i + j] for j in range(4)])
-        fence()
-        cute.arch.sync_warp()
-        before = Int32(0)
-        if lane == 0:
-            before = count_up(counter)
-        before = cute.arch.make_warp_uniform(before)
         # The CTAs of the tile's first and last unit: the largest c with c / C up to there.
         low = ((tile * k_tiles + 1) * sharers - 1) // (common * k_tiles)
         high = ((tile + 1) * k_tiles * sharers - 1) // (common * k_tiles)
+        before = Int32(0)
+        if lane == 0:
+            before = peek(counter)
+        before = cute.arch.make_warp_uniform(before)
+        if before < high - low:  # others are still at work, and one of them may be the last
+            to = at + Int64(cta * 2 + (1 if start == 0 else 0)) * place
+            for i in cutlass.range_constexpr(chunks):
+                store_global(to + i * 512, [sums[4 * i + j] for j in range(4)])
+            fence()
+            cute.arch.sync_warp()
+            if lane == 0:
+                before = count_up(counter)
+            before = cute.arch.make_warp_uniform(before)
         whole = Int32(0)
         if before == high - low:
             whole = Int32(1)
             fence()
             if lane == 0:
                 store_global(counter, [Uint32(0)])
-            sums.fill(0)
+            lower = cute.make_rmem_tensor((4 * most,), kind)
             for b in cutlass.range_constexpr(0, chunks, most):
-                for c in cutlass.range(low, high + 1, unroll=1):
+                here = cutlass.const_expr(min(most, chunks - b))
+                lower.fill(0)
+                for c in cutlass.range(low, cta, unroll=1):
                     there = at + Int64(c * 2 + (1 if c == low else 0)) * place
                     found = []
-                    for i in cutlass.range_constexpr(b, min(b + most, chunks)):
-                        found += load_l2(there + i * 512, 4, kind)
+                    for i in cutlass.range_constexpr(here):
+                        found += load_l2(there + (b + i) * 512, 4, kind)
+                    for i in cutlass.range_constexpr(len(found)):
+                        lower[i] = lower[i] + found[i]
+                for i in cutlass.range_constexpr(4 * here):
+                    sums[4 * b + i] = lower[i] + sums[4 * b + i]
+                for c in cutlass.range(cta + 1, high + 1, unroll=1):
+                    there = at + Int64(c * 2) * place
+                    found = []
+                    for i in cutlass.range_constexpr(here):
+                        found += load_l2(there + (b + i) * 512, 4, kind)
                     for i in cutlass.range_constexpr(len(found)):
                         sums[4 * b + i] = sums[4 * b + i] + found[i]
     return whole

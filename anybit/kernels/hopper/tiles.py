@@ -24,7 +24,7 @@ DECODE, FIXED, EXCHANGE, JOIN = 170, 6300, 3000, 5500
 # Of what the memory can bring: read by these kernels, written as a decoded copy.
 READ, WRITTEN = 0.967, 0.886
 # Bytes a cycle of a multiprocessor: of weights from the memory, from the L2, of such sums.
-WEIGHTS, L2, SUMS = 26, 38, 10
+WEIGHTS, L2, SUMS = 22, 38, 10
 DECODED = 256 << 20  # bytes of a decoded copy, or of a part of it, at most
 # Multiply-adds a cycle of a multiprocessor in the library's product with a decoded copy.
 MULTIPLIED = 0.75 * 2048
@@ -58,7 +58,7 @@ class Tile:
     @property
     def wide(self) -> bool:
         """Whether consumers need more registers than 288 threads leave them."""
-        return self.tokens * self.rows // 128 >= 256
+        return self.rows // 128 * (self.tokens + 32) >= 256
 
     @property
     def threads(self) -> int:

@@ -22,10 +22,9 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 from anybit.kernels.cute import factors
 from anybit.kernels.cute.cells import CELL, CENTROIDS, ROWS, VECTORS
 from anybit.kernels.cute.jit import Compiled, compile_program
+from anybit.kernels.cute.last import arrives_last
 from anybit.kernels.cute.ptx import (
     TYPES,
-    count_up,
-    fence,
     halves_to_float,
     load_global,
     load_l2,
@@ -354,15 +353,7 @@ class Codebook:
         m, n, row_tiles, splits = sizes
         team, teams, tiles = rows
         first = some * self.tokens
-        fence()
-        cute.arch.sync_threads()
-        if thread == 0:
-            store_shared(flag, [Uint32(count_up(counter))])
-        cute.arch.sync_threads()
-        if Int32(load_shared(flag, 1, 0, True)[0]) == splits - 1:
-            fence()
-            if thread == 0:
-                store_global(counter, [Uint32(0)])
+        if arrives_last(flag, counter, splits, thread):
             each = cutlass.min(m - first, Int32(self.tokens)) * ROWS
             for i in cutlass.range(thread, tiles * each, self.threads, unroll=1):
                 tile, place = team + i // each * teams, i % each

@@ -15,7 +15,8 @@ from cutlass import Int32, Int64, const_expr
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.ptx import load_shared, store_shared
 from anybit.kernels.mma.product import Product
-from anybit.kernels.mma.ptx import commit, copy, copy_if, copy_or_zero, wait
+from anybit.kernels.mma.ptx import commit, copy, copy_if, copy_or_zero, prefetch, wait
+from anybit.kernels.mma.tiles import NARROW_WARPS
 
 
 class Narrow(Product):
@@ -76,21 +77,18 @@ class Narrow(Product):
                     self.fetch_weights(to, blob + s * step, offsets, lane)
                 self.fetch_tokens(to, source, warp + s * self.warps, lane)
             commit()
-        # What this warp's part of the epilogue wants, long before it does.
         parts = const_expr(self.slices * self.blocks)
         part = cutlass.min(warp, Int32(parts - 1))
         channel = row_tile * self.rows + part // self.blocks * 16
         token = first + part % self.blocks * 8
-        rows = [
-            self.row_values(
-                row_scale.toint(), row_zero.toint(), bias.toint(), channel + v * 8 + lane // 4, n
-            )
-            for v in range(2)
-        ]
-        tokens = [
-            self.token_values(token_scale.toint(), token_sum.toint(), token + lane % 4 * 2 + c, m)
-            for c in range(2)
-        ]
+        vectors = (row_scale, row_zero, bias, token_scale, token_sum)
+        # What this warp's part of the epilogue wants, long before it does, if registers hold it.
+        if const_expr(self.busy):
+            prefetch(row_scale.toint() + Int64(channel) * 4)
+            if const_expr(self.integer):
+                prefetch(row_zero.toint() + Int64(channel) * 4)
+        else:
+            rows, tokens = self.factors(vectors, channel, token, lane, m, n)
 
         acc = cute.make_rmem_tensor((4, self.blocks, self.slices), self.acc)
         acc.fill(0)
@@ -115,6 +113,8 @@ class Narrow(Product):
             if stage == self.stages:
                 stage = Int32(0)
 
+        if const_expr(self.busy):
+            rows, tokens = self.factors(vectors, channel, token, lane, m, n)
         # All rings are idle: the sums meet there.
         wait(0)
         cute.arch.sync_threads()
@@ -135,6 +135,23 @@ class Narrow(Product):
                     total[2 * v : 2 * v + 2], rows[v], tokens, y.toint(), token + lane // 4,
                     channel + v * 8 + lane % 4 * 2, m, n,
                 )  # fmt: skip
+
+    @property
+    def busy(self) -> bool:
+        """Whether so many warps share a multiprocessor that each has few registers."""
+        return self.warps * self.tile.ctas > NARROW_WARPS
+
+    def factors(self, vectors, channel, token, lane, m, n):
+        """What sums are multiplied by: of this lane's two rows, and of its two tokens."""
+        row_scale, row_zero, bias, token_scale, token_sum = (v.toint() for v in vectors)
+        rows = [
+            self.row_values(row_scale, row_zero, bias, channel + v * 8 + lane // 4, n)
+            for v in range(2)
+        ]
+        tokens = [
+            self.token_values(token_scale, token_sum, token + lane % 4 * 2 + c, m) for c in range(2)
+        ]
+        return rows, tokens
 
     @property
     def grid_at(self) -> int:
@@ -161,10 +178,25 @@ class Narrow(Product):
         column, row = lane % self.columns, lane // self.columns
         step = const_expr(32 // self.columns)
         at = kt * self.token_bytes + column * 16
-        inside = at < k * self.width  # numbers past K are zeros
+        place = (row, column, at < k * self.width)  # numbers past K are zeros
         at += Int64(x)
-        for i in cutlass.range_constexpr(-(-self.tokens // step)):
-            token = row + i * step
+        once = const_expr(step if self.busy else self.tokens)
+        self.fetch_rows(to, at, place, source, 0, once)
+        if const_expr(self.busy):  # noqa: SIM102 - known when it is compiled
+            if first + step < m:  # seldom
+                self.fetch_rows(to, at, place, source, step, self.tokens)
+
+    @cute.jit
+    def fetch_rows(
+        self, to, at, place, source, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]
+    ):
+        """Start the copies of every so many tokens, which is one of each lane."""
+        _, first, m, k = source
+        row, column, inside = place
+        for i in cutlass.range_constexpr(begin, end, 32 // self.columns):
+            token = row + i
             into = to + self.x_at + token * self.token_bytes + (column ^ (token & 7)) * 16
-            source = at + Int64(first + token) * (k * self.width)
-            copy_or_zero(into, 0, source, 0, inside, first + token < m)
+            copy_or_zero(
+                into, 0, at + Int64(first + token) * (k * self.width), 0,
+                inside, first + token < m,
+            )  # fmt: skip

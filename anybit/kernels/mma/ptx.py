@@ -111,6 +111,13 @@ def load_once(address: Int64, kind: Any = Uint32, *, loc: Any = None, ip: Any = 
 
 
 @dsl_user_op
+def prefetch(address: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """Have a line come to the L2."""
+    text = "prefetch.global.L2 [$0];"
+    asm(None, [Int64(address)], text, "l,~{memory}", True, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
 def load_late(address: Int64, kind: Any = Uint32, *, loc: Any = None, ip: Any = None) -> Any:
     """A word that the previous kernel wrote: it stays behind the wait for that kernel."""
     text = "ld.global.b32 $0, [$1];"

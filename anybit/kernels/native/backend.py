@@ -65,7 +65,7 @@ def _refuse_format(fmt: Format, k: int) -> str | None:
         return f"vectors of {fmt.width} weights do not lie on borders of {RUN}"
     if fmt.bits > 8 and not vectors:
         return "its codes have more than 8 bits"
-    w = torch.randn(2, k, generator=torch.Generator().manual_seed(0))
+    w = torch.randn(2, k, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     grid = fmt.fit(w)
     try:
         found = probing.probe(Packed.from_codes(fmt, (2, k), fmt.encode(w, grid), grid))
@@ -279,7 +279,7 @@ def _numbers(
 
 @cache
 def _zeros(n: int) -> Tensor:
-    return torch.zeros(n)
+    return torch.zeros(n, dtype=torch.float32)
 
 
 def _multiply(

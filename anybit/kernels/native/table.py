@@ -271,7 +271,7 @@ def _alike(*numbers: Tensor) -> list[Tensor]:
 def _fitted(scale: Tensor) -> tuple[Tensor, Tensor]:
     """Scales (N, groups) as a power of two for each row, and numbers that may fit fp16; fp32."""
     if torch.equal(scale.half().float(), scale):
-        return torch.ones(len(scale)), scale
+        return torch.ones(len(scale), dtype=torch.float32), scale
     _, exponent = torch.frexp(scale.abs().amax(1, keepdim=True))
-    row = torch.ldexp(torch.ones(len(scale), 1), exponent - 8)
+    row = torch.ldexp(torch.ones(len(scale), 1, dtype=torch.float32), exponent - 8)
     return row.flatten(), scale / row

@@ -193,7 +193,7 @@ def quantize_block(
             quantizer.quantize_block(block, part, statistics, outputs)
             continue
         beside.copies[index] = copy.deepcopy(block)
-        for turn, group in enumerate(by_input(part, statistics)):
+        for turn, group in enumerate(in_turns(part, statistics)):
             if turn:  # on the outputs of the quantized layers before it
                 statistics = runner.collect(index, group, needs, beside)
             quantizer.quantize_block(block, group, statistics, outputs)
@@ -202,13 +202,15 @@ def quantize_block(
     return few
 
 
-def by_input(
+def in_turns(
     schemes: Mapping[str, str], statistics: Mapping[str, Statistics]
 ) -> list[dict[str, str]]:
-    """Layers that read one input, together, in the order of their names."""
-    groups: dict[int, dict[str, str]] = {}
+    """Layers that read one input, or the like in all experts, together, in the order of names."""
+    groups: dict[str, dict[str, str]] = {}
+    first: dict[int, str] = {}  # the layer that is the first to read an input
     for name, scheme in schemes.items():
-        groups.setdefault(id(statistics[name]), {})[name] = scheme
+        kind = of_all_experts(first.setdefault(id(statistics[name]), name))
+        groups.setdefault(kind, {})[name] = scheme
     return list(groups.values())
 
 

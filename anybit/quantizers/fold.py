@@ -1,0 +1,257 @@
+"""Rotations that cost nothing at run time: folded into a dense model's own weights.
+
+RMSNorm without gains commutes with every rotation of its input (SliceGPT,
+https://arxiv.org/abs/2401.15024). So gains move into the weights that read a norm's output, and the
+residual stream into a basis in which no channel stands out (QuaRot,
+https://arxiv.org/abs/2404.00456): whatever writes to it is rotated, and whatever reads it back.
+Values are rotated head by head, since attention adds them up with one number for all channels.
+
+What no fold reaches is the input of the down projections, a product of two other outputs.
+"""
+
+import copy
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybit.core.rotation import SMALLEST, hadamard, signs
+from anybit.errors import Unsupported
+from anybit.nn.model import quantized_layers, refuse_adapters, restored_on_error
+from anybit.nn.tied import output_embeddings, shared_weights, untied, untied_heads
+
+MLP = r"(?:mlp|block_sparse_moe)\.(?:\w+\.)*"
+ATTENTION_NORM, MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
+# What the parameters of a block do with the residual stream, by patterns of their names.
+READS = {
+    ATTENTION_NORM: r"self_attn\.(?:[qkv]|qkv|q_a|kv_a)_proj(?:_with_mqa)?\.weight",
+    MLP_NORM: MLP
+    + r"(?:(?:gate|up|gate_up)_proj(?:\.weight)?|(?:gate|router|shared_expert_gate)\.weight)",
+}
+WRITES = r"self_attn\.o_proj\.weight|" + MLP + r"down_proj(?:\.weight)?"
+ADDS = r"self_attn\.o_proj\.bias|" + MLP + r"down_proj\.bias"
+NEITHER = (
+    r"self_attn\.(?:\w+_proj(?:_with_mqa)?\.bias|[qk]_norm\.weight|sinks)|"
+    r"self_attn\.(?:(?:q|kv)_a_layernorm|(?:q|kv)_b_proj)\.weight|" + MLP + r"\w+\.bias"
+)
+CLOSE = 1e-3  # relative difference of outputs in fp32, far above that of rounding
+
+
+def rotate_(model: nn.Module) -> nn.Module:
+    """Rotate a dense model's residual stream and values in place; it computes what it did before.
+
+    Quantize it afterwards, in formats without `rotate`, but for the down projections, whose inputs
+    cannot be folded: `{"*": "trellis", "*.down_proj": "trellis:rotate=k"}`. It stays a model of its
+    class, so checkpoints (`save_pretrained`, then `anybit quantize`), kernels and servers need not
+    know. Norms' gains become ones. Blocks of the rotation have as many channels as the largest
+    power of two that divides the size.
+
+    Weights are rounded to their dtype once more. Memory: a second copy of the weights meanwhile. An
+    error or an interrupt leaves the model as it was. A head that shares the embeddings' weight gets
+    one of its own.
+
+    Args:
+        model: A dense causal language model of transformers with RMSNorm before attention and MLP
+            (Llama, Mistral, Qwen, Phi-3, DeepSeek, mixtures of experts among them). One of each
+            kind of its blocks is tried first, in fp32.
+
+    Returns:
+        The model.
+
+    Raises:
+        Unsupported: The model has parts that no rotation passes through, is quantized, or a copy of
+            its blocks computes something else when rotated. The message names what.
+    """
+    refuse_adapters(model)
+    if any(True for _ in quantized_layers(model)):
+        raise Unsupported("the model is quantized; rotate the dense one, then quantize it")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise Unsupported("the model has no weights yet (meta device or offloaded); load it first")
+    base, embeddings, head = parts_of(model)
+    rehearse(base, embeddings)
+    names = output_embeddings(model)
+    with restored_on_error(model), untied(model, untied_heads(model, names)), torch.no_grad():
+        if shared := {*shared_weights(model)} & names:
+            raise Unsupported(f"{', '.join(shared)} shares its weight; load the model untied")
+        gain = base.norm.weight.float()
+        change(embeddings, "weight", turned)
+        change(head, "weight", partial(reading, gain=gain))
+        rotate_blocks(base)
+    return model
+
+
+def parts_of(model: nn.Module) -> tuple[Any, nn.Module, nn.Module]:
+    """The decoder, the embeddings and the head; Unsupported unless that is all the model has."""
+    base: Any = getattr(model, "model", None)
+    kind = type(model).__name__
+    for name in ("embed_tokens", "layers", "norm"):
+        if not isinstance(getattr(base, name, None), nn.Module):
+            raise Unsupported(
+                f"{kind} cannot be rotated: it has no model.{name}, which models built like Llama "
+                "have; use a format with rotate=k instead"
+            )
+    head = getattr(model, "lm_head", None)
+    if not isinstance(head, nn.Linear):
+        raise Unsupported(f"{kind} cannot be rotated: it has no lm_head that is an nn.Linear")
+    known = {*base.embed_tokens.parameters(), *head.parameters(), *base.norm.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter not in known and not name.startswith("model.layers."):
+            raise Unsupported(
+                f"{kind} cannot be rotated: what its {name} does with the residual stream is not "
+                "known; use a format with rotate=k instead"
+            )
+    for index, block in enumerate(base.layers):
+        found = dict(block.named_parameters())
+        if lacks := [norm for norm in READS if norm not in found]:
+            raise Unsupported(
+                f"{kind} cannot be rotated: its model.layers.{index} has no {lacks[0]}, an RMSNorm "
+                "that models built like Llama have; use a format with rotate=k instead"
+            )
+        for name, parameter in found.items():
+            if role(name, parameter, base.config.hidden_size) is None:
+                raise Unsupported(
+                    f"{kind} cannot be rotated: what its model.layers.{index}.{name} of shape "
+                    f"{tuple(parameter.shape)} does with the residual stream is not known; use a "
+                    "format with rotate=k instead"
+                )
+    hidden = base.config.hidden_size
+    if hidden & -hidden < SMALLEST:
+        raise Unsupported(
+            f"{kind} cannot be rotated: no power of two from {SMALLEST} on divides its "
+            f"{hidden} channels"
+        )
+    return base, base.embed_tokens, head
+
+
+def role(name: str, parameter: Tensor, hidden: int) -> str | None:
+    """What a block's parameter does: a norm's name if it reads that norm's output, "norm", "write",
+    "add", or "" for nothing to the stream; None if that is not known.
+    """
+    shape = parameter.shape
+    for norm, pattern in READS.items():
+        if name == norm:
+            return "norm"
+        if re.fullmatch(pattern, name):
+            return norm if shape[-1] == hidden else None
+    if re.fullmatch(WRITES, name):
+        return "write" if len(shape) > 1 and shape[-2] == hidden else None
+    if re.fullmatch(ADDS, name):
+        return "add" if shape[-1] == hidden else None
+    return "" if re.fullmatch(NEITHER, name) else None
+
+
+def rotate_blocks(base: Any) -> None:
+    """Rotate what the blocks of a decoder read and write, and take all norms' gains."""
+    hidden = base.config.hidden_size
+    for block in base.layers:
+        found = dict(block.named_parameters())
+        gains = {name: found[name].float() for name in READS}
+        for name, parameter in found.items():
+            does = role(name, parameter, hidden)
+            owner, _, own = name.rpartition(".")
+            module = block.get_submodule(owner)
+            if does in gains:
+                change(module, own, partial(reading, gain=gains[does]))
+            elif does == "norm":
+                change(module, own, torch.ones_like)
+            elif does == "write":
+                change(module, own, lambda w: turned(w.transpose(-1, -2)).transpose(-1, -2))
+            elif does == "add":
+                change(module, own, turned)
+        rotate_values(block.self_attn, base.config)
+    change(base.norm, "weight", torch.ones_like)
+
+
+def rotate_values(attention: Any, config: Any) -> None:
+    """Rotate each head's values, and what reads them.
+
+    Heads of an odd size stay as they are, and those that are made of a latent vector.
+    """
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    values = getattr(attention, "v_proj", getattr(attention, "qkv_proj", None))
+    if values is None or dim & -dim < SMALLEST:
+        return
+    count = config.num_key_value_heads * dim
+
+    def heads(w: Tensor) -> Tensor:
+        return turned(w.unflatten(-1, (-1, dim))).flatten(-2)
+
+    def last(w: Tensor) -> Tensor:
+        """The last rows are those of the values."""
+        return torch.cat((w[:-count], heads(w[-count:].movedim(0, -1)).movedim(-1, 0)))
+
+    change(values, "weight", last)
+    if values.bias is not None:
+        change(values, "bias", last)
+    change(attention.o_proj, "weight", heads)
+
+
+def reading(w: Tensor, gain: Tensor) -> Tensor:
+    """A weight (..., N, K) that reads a norm's rotated output, without the norm's gain (K,)."""
+    return turned(w * gain)
+
+
+def turned(x: Tensor) -> Tensor:
+    """H (signs * x) on the last dimension of x, in fp32, with the largest blocks that divide it."""
+    size = x.shape[-1]
+    x = x.float() * signs(size).to(x.device).float()
+    largest = size & -size
+    inner = min(largest, 128)
+    for part in (hadamard(inner), hadamard(largest // inner)):  # H of a product of sizes
+        x = x.unflatten(-1, (size // largest, -1, len(part)))
+        x = (x @ part.to(x.device)).transpose(-1, -2).flatten(-3)
+    return x
+
+
+def change(module: nn.Module, name: str, new: Callable[[Tensor], Tensor]) -> None:
+    """Put a new parameter in an old one's place, of its dtype, in plain layout."""
+    old = module._parameters[name]
+    assert old is not None
+    value = new(old.detach().float()).to(old.dtype).contiguous()
+    module._parameters[name] = nn.Parameter(value, old.requires_grad)
+
+
+def rehearse(base: Any, embeddings: nn.Module) -> None:
+    """Raise Unsupported unless a copy of the blocks, one of each kind, can be rotated."""
+    kinds: dict[Any, nn.Module] = {}
+    for block in base.layers:
+        shapes = tuple((n, p.shape) for n, p in block.named_parameters())
+        kinds.setdefault((shapes, getattr(block, "attention_type", None)), block)
+    some = nn.ModuleList(copy.deepcopy(block) for block in kinds.values())
+    memo: dict[int, Any] = {id(embeddings): nn.Identity(), id(base.layers): some}
+    small = copy.deepcopy(base, memo).float().eval()
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 8, base.config.hidden_size, generator=random).to(base.norm.weight.device)
+
+    def output(x: Tensor) -> Tensor:
+        out: Tensor = small(inputs_embeds=x, use_cache=False)[0]
+        return out
+
+    with torch.no_grad():
+        change(small.norm, "weight", torch.ones_like)
+        try:
+            before = turned(output(x))
+            rotate_blocks(small)
+            after = output(turned(x))
+        except (
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise Unsupported(
+                f"{type(base).__name__} cannot be rotated: a copy of its blocks does not run "
+                f"({type(error).__name__}: {reason}); use a format with rotate=k instead"
+            ) from error
+    apart = float((after - before).norm() / before.norm())
+    if not apart < CLOSE:
+        raise Unsupported(
+            f"{type(base).__name__} cannot be rotated: its rotated blocks compute something else "
+            f"(relative difference {apart:.2g}); use a format with rotate=k instead"
+        )
