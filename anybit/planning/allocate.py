@@ -109,7 +109,7 @@ def plan_formats(
         if bits is not None:  # what needs no measuring: the fewest bits of each layer by itself
             shapes = [dense[name] for name in names]
             weights = sum(map(math.prod, shapes))
-            fewest = sum(min(bits_of(candidates, shape), default=0.0) for shape in shapes)
+            fewest = sum((min(bits_of(candidates, shape), default=0.0) for shape in shapes), 0.0)
             check_budget(bits * weights, fewest, weights, "bits", candidates)
         heads = () if head is None else heads_of(model, dense, head)
         needs: tuple[str, ...] = ()
@@ -154,10 +154,11 @@ def plan_formats(
     )
 
 
-def bits_of(candidates: Sequence[str], shape: tuple[int, int]) -> list[float]:
+def bits_of(candidates: Sequence[str], shape: tuple[int, ...]) -> list[float]:
     """What a weight takes in each format that can store it."""
+    n, k = shape
     formats = [parse_scheme(scheme)[0] for scheme in candidates]
-    return [f.bits_per_weight(shape) * math.prod(shape) for f in formats if fits(f, shape)]
+    return [f.bits_per_weight((n, k)) * n * k for f in formats if fits(f, (n, k))]
 
 
 def check_budget(

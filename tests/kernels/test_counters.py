@@ -26,8 +26,10 @@ class Driver(SimpleNamespace):
         filled: Addresses whose zeros have been waited for.
     """
 
+    free: int
+
     def __init__(self) -> None:
-        super().__init__(stream=1, capture=0, mode=0, next=1 << 40, filled=[], own=[], pending={})
+        super().__init__(stream=1, capture=0, mode=0, free=1 << 40, filled=[], own=[], pending={})
 
     def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, number: Any, *rest: Any) -> int:
         assert stream.value == self.stream
@@ -43,7 +45,7 @@ class Driver(SimpleNamespace):
         return INVALID if self.capture and self.mode != counters.RELAXED else 0
 
     def cuMemAlloc_v2(self, to: Any, size: Any) -> int:
-        to._obj.value, self.next = self.next, self.next + size.value
+        to._obj.value, self.free = self.free, self.free + size.value
         return self._forbidden()
 
     def cuStreamCreate(self, to: Any, flags: int) -> int:

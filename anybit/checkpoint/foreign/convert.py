@@ -297,7 +297,8 @@ def plan_conversion(found: Opened, shard_bytes: int, to: str | None = None) -> C
     linears = {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
     for name, layer in layers.items():
         if name in linears and layer.cut is not None:
-            own = layer.cut(tuple(linears[name].weight.shape))
+            rows, columns = linears[name].weight.shape
+            own = layer.cut((rows, columns))
             layers[name] = replace(own, activation=layer.activation, note=layer.note)
     if to is not None:
         layers = {name: rounded(name, layer, to) for name, layer in layers.items()}
