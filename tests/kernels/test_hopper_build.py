@@ -14,7 +14,7 @@ from anybit.formats.presets import HOPPER
 from anybit.kernels.backend import Activations, LayerSpec
 from anybit.kernels.cute import jit
 from anybit.kernels.cute.decode import Decoder, decoder
-from anybit.kernels.cute.operands import decoder_for
+from anybit.kernels.cute.operands import decoder_for, operand_of
 from anybit.kernels.hopper import backend, build, chip, copies, expert_tiles, scalar_linear, tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
@@ -375,3 +375,21 @@ def test_sums_of_groups_have_tiles_of_one_block_and_no_copy(spec: str) -> None:
     for tile in [*tiles.family(d), *family_grouped(d)]:
         assert tile.rows == 128
         assert tile.tokens <= most
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rows", "n", "k", "experts", "tokens", "split"),
+    [
+        ("int4:group=64", 8192, 4096, 7168, 256, 48, 1),  # 32 tokens an expert on average
+        ("int4:group=64", 32768, 4096, 7168, 256, 160, 1),  # 128
+        ("fp8:group=128@fp8", 8192, 4096, 7168, 256, 64, 1),  # nobody is read twice
+        ("int4:group=64", 2, 4096, 14336, 8, 8, 4),  # two experts' 64 tiles fill all places
+    ],
+)
+def test_tiles_of_experts_hold_more_than_their_mean(
+    scheme: str, rows: int, n: int, k: int, experts: int, tokens: int, split: int
+) -> None:
+    fmt, activation = parse_scheme(scheme)
+    d = decoder_for(fmt, operand_of(activation, torch.bfloat16))
+    tile = choose_grouped(d, rows, n, k, experts)
+    assert (tile.tokens, tile.split) == (tokens, split)
