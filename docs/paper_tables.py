@@ -211,7 +211,7 @@ def w4a8_system() -> str:
 def peak(model: str, spec: str) -> Row | None:
     """The row with the most decoded tokens a second of the batches that fit into 80 GB.
 
-    All have INT8 caches, and all of a model are of one run: the papers' own, if it has liquid's.
+    All have INT8 caches, and are of the papers' own runs if these have liquid's, else of the first.
     """
     for run in (ENGINE, "h200_engine"):
         rows = [r for r in read(run) if (r["model"], r["kv"]) == (model, "int8")]
