@@ -144,6 +144,10 @@ int3:group=128,rotate=kn rtn
 fp4 rtn gptq
 fp4:rotate=k rtn gptq
 fp4:rotate=kn rtn
+folded:liquid@int8 rtn gptq
+folded:int4:group=128 rtn gptq
+folded:int3:group=128 gptq
+folded:fp4 gptq
 """
 SMOKE = f"""
 bf16 dense

@@ -29,9 +29,11 @@ def rotated(x: Tensor, vector: Tensor, after: bool) -> Tensor:
     return turned(x) * v if after else turned(x * v)
 
 
+@pytest.mark.parametrize("many", [1, 1 << 20])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("size", [16, 96, 128, 640])
-def test_tokens(size: int, after: bool) -> None:
+def test_tokens(size: int, after: bool, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "MANY", many)
     vector = random(size, 1, seed=1).half()
     eye = torch.eye(size, device=DEVICE)
     got = kernel.rotate(eye, vector, after)
@@ -97,7 +99,10 @@ kinds = dict(
 )
 token = dict(LARGEST=127, FUSE="norm", HAS_SUMS=True, WIDE=activation.WIDEST, SIZE=128, PDL=False)
 alone = dict(AFTER=True, SIZE=128, TILE=activation.BLOCKS, PDL=False)
-for kernel, constants, warps in ((activation._token, token, 16), (activation._rotate, alone, 4)):
+one = dict(AFTER=True, SIZE=128, PDL=False)
+for kernel, constants, warps in (
+    (activation._token, token, 16), (activation._rotate, alone, 4), (activation._rotate_one, one, 8)
+):
     names = kernel.arg_names
     signature = {n: kinds.get(n, "constexpr") for n in names}
     signature["out"] = "*i8" if warps == 16 else "*bf16"

@@ -17,7 +17,8 @@ from anybit.kernels.backend import CODES
 from anybit.kernels.triton.lang import INTERPRET
 
 LARGEST = {"int8": 127, "fp8": 448}
-BLOCKS = 16  # that one program rotates
+BLOCKS = 16  # that one program rotates by a product of tensor cores, where there are MANY
+MANY = 1024  # fewer blocks have a program each
 WIDEST = 4096  # columns of a token that one program rotates: more take all of shared memory
 PRECISION = tl.constexpr("ieee" if torch.version.hip else "tf32x3")  # of fp32 products
 COLUMNS = 1024  # of a program that multiplies SiLU(gate) and up without quantizing
@@ -78,17 +79,42 @@ def _silu(gate, up, dtype):
 
 @triton.jit
 def _transformed(v, SIZE: tl.constexpr):
-    """v (blocks, SIZE) fp32 times Sylvester's Hadamard matrix, normalized, within fp32's rounding.
+    """v (blocks, SIZE) fp32 times Sylvester's Hadamard matrix, normalized, in fp32's precision."""
+    h = (1 - 2 * _parities(SIZE)).to(tl.float32)
+    return tl.dot(v, h, input_precision=PRECISION) * (1 / tl.sqrt(SIZE * 1.0))
 
-    Its signs are the parities of the bits that row and column share.
-    """
+
+@triton.jit
+def _parities(SIZE: tl.constexpr):
+    """Where Sylvester's matrix is negative: the parity of the bits that row and column share."""
     i = tl.arange(0, SIZE)
     p = i[:, None] & i[None, :]
     p = p ^ (p >> 4)
     p = p ^ (p >> 2)
     p = p ^ (p >> 1)
-    h = (1 - 2 * (p & 1)).to(tl.float32)
-    return tl.dot(v, h, input_precision=PRECISION) * (1 / tl.sqrt(SIZE * 1.0))
+    return p & 1
+
+
+@triton.jit
+def _rotate_one(
+    x, vector, out, ROW, X_STRIDE, AFTER: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """What `_rotate` does, to one block: less to wait for than a product of tensor cores."""
+    launch_next(PDL)
+    unit = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, SIZE)
+    start = unit % ROW * SIZE
+    negative = _parities(SIZE)
+    after_previous(PDL)
+    v = tl.load(x + unit // ROW * X_STRIDE + start + i[:, None])
+    dtype = v.dtype
+    v = v.to(tl.float32)
+    if not AFTER:
+        v = v * tl.load(vector + start + i[:, None]).to(tl.float32)
+    y = tl.sum(tl.where(negative != 0, -v, v), 0) * (1 / tl.sqrt(SIZE * 1.0))
+    if AFTER:
+        y = y * tl.load(vector + start + i).to(tl.float32)
+    tl.store(out + unit * SIZE + i, y.to(dtype))
 
 
 @triton.jit
@@ -194,7 +220,12 @@ def rotate(x: Tensor, vector: Tensor, after: bool) -> Tensor:
     size, x = block(k), side_by_side(x)
     out = torch.empty(m, k, dtype=x.dtype, device=x.device)
     units = m * (k // size)
-    if m:
+    if 0 < units < MANY:
+        _rotate_one[(units,)](
+            x, vector, out, k // size, x.stride(0), AFTER=after, SIZE=size, num_warps=8,
+            **overlap(x.device),
+        )  # fmt: skip
+    elif units:
         _rotate[(triton.cdiv(units, BLOCKS),)](
             x, vector, out, units, k // size, x.stride(0), AFTER=after, SIZE=size, TILE=BLOCKS,
             num_warps=4, **overlap(x.device),
