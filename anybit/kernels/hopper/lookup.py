@@ -27,9 +27,9 @@ TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
 DENSE_FROM = 4096  # tokens, by codebook
 FEW, MOST_FEW = 8, codebook_tiles.TOKENS[-1]  # tokens that never, or not always, come here
 LOOK_UPS = {4: 470, 8: 340, 16: 400}  # cycles of a codebook's look-ups for 128 rows, by v
-# Cycles of a tile's outputs, if it is not the first of its CTA, and of each sum that goes through
-# the memory; the latter fits int4's times.
-END, SUM = 4000, 0.32
+# Cycles of each output of a tile that is not the first of its CTA, and of each sum that goes
+# through the memory; the latter fits int4's times.
+END, SUM = 0.2, 0.32
 MOST_HELD = 64  # tokens that one tile holds, if it may
 
 
@@ -151,7 +151,7 @@ def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int, chip: Chip) -> 
     step = looked_up + (7 if blocks == 1 else 13) * tile.tokens
     met = tiles.EXCHANGE if tile.split > 1 else meeting(tile, m, n, k, chip)
     steps = tiles.most_steps(tile, m, n, k, chip)
-    ends = max(0, steps / pack.k_tiles(k) - 1) * END
+    ends = max(0, steps / pack.k_tiles(k) - 1) * END * tile.rows * tile.tokens
     return steps * step + ends + tiles.FIXED + met
 
 
