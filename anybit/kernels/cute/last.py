@@ -1,5 +1,7 @@
 """CTAs that share a product: which of them is the last to leave its sums in memory."""
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
@@ -7,7 +9,7 @@ from anybit.kernels.cute.ptx import count_up, fence, load_shared, store_global, 
 
 
 @cute.jit
-def arrives_last(flag, counter, ctas, thread):
+def arrives_last(flag: Any, counter: Any, ctas: Any, thread: Any) -> Any:
     """Whether all of `ctas` have stored their sums, which this one may read then.
 
     All threads of a CTA call it. The counter is left as a zero for the next launch.

@@ -27,6 +27,9 @@ TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
 DENSE_FROM = 4096  # tokens, by codebook
 FEW, MOST_FEW = 8, codebook_tiles.TOKENS[-1]  # tokens that never, or not always, come here
 LOOK_UPS = {4: 470, 8: 340, 16: 400}  # cycles of a codebook's look-ups for 128 rows, by v
+# Cycles of each output of a tile that is not the first of its CTA, and of each sum that goes
+# through the memory; the latter fits int4's times.
+END, SUM = 0.2, 0.32
 MOST_HELD = 64  # tokens that one tile holds, if it may
 
 
@@ -119,7 +122,7 @@ def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile 
     """The tile for m tokens; None where there is none, or another way is faster.
 
     That is a dense weight for thousands of tokens, or the kernel for up to 16, unless it takes 3 %
-    longer. Equal shares, and more rows, where they take a tenth less by the model.
+    longer. Equal shares where they take a tenth less by the model.
     """
     if m <= FEW or m * d.cells.m >= DENSE_FROM:
         return None
@@ -128,7 +131,7 @@ def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile 
     found = [tile for tile in every if tile.tokens >= least and fits_once(tile, d, m, n, k, chip)]
 
     def time(tile: Tile) -> float:
-        doubt = 0.9 if tile.shared or tile.rows > pack.ROWS else 1
+        doubt = 0.9 if tile.shared else 1
         return cycles(tile, d, m, n, k, chip) / doubt
 
     best = min(found, key=time, default=None)
@@ -144,9 +147,23 @@ def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int, chip: Chip) -> 
     The numbers fit times of an H200. Two stages do not hide all of the copies' latency.
     """
     blocks = tile.rows // pack.ROWS
-    looked_up = LOOK_UPS[d.cells.v] * d.cells.m * blocks + 200 * (tile.stages == 2)
+    looked_up = LOOK_UPS[d.cells.v] * d.cells.m * blocks + 200 * d.cells.m * (tile.stages == 2)
     step = looked_up + (7 if blocks == 1 else 13) * tile.tokens
-    return tiles.cycles(tile, d, m, n, k, chip, step)
+    met = tiles.EXCHANGE if tile.split > 1 else meeting(tile, m, n, k, chip)
+    steps = tiles.most_steps(tile, m, n, k, chip)
+    ends = max(0, steps / pack.k_tiles(k) - 1) * END * tile.rows * tile.tokens
+    return steps * step + ends + tiles.FIXED + met
+
+
+def meeting(tile: Tile, m: int, n: int, k: int, chip: Chip) -> float:
+    """Clock cycles until sums of shared tiles are one: many CTAs of a tile end at the same time."""
+    ctas = tiles.grid(tile, m, n, chip=chip)
+    common = -(-n // tile.rows) * -(-m // tile.tokens) % ctas
+    if not tile.shared or not common:
+        return 0
+    sharers = tiles.sharers(common, pack.k_tiles(k), ctas)
+    parts = (2 if sharers % common else 1) + max(0, sharers / common - 3) / 2
+    return parts * SUM * tile.rows * tile.tokens
 
 
 def kernels_of(cells: Cells) -> list[Kernel]:
