@@ -156,26 +156,29 @@ def near(y: Tensor, want: Tensor, what: object) -> None:
 
 
 def times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> list[dict]:
-    """Rows of N, K, format, how it is multiplied, and microseconds by M; also printed."""
-    rows = []
-    for n, k in shapes:
+    """Rows of N, K, format, how it is multiplied, and microseconds by M; also printed.
 
-        def add(scheme: str, how: str, us: dict[int, float], n: int = n, k: int = k) -> None:
-            rows.append({"N": n, "K": k, "format": scheme, "how": how, "us": us})
-            print(line(rows[-1], counts), flush=True)
+    Many tokens come last: after them the clocks are lower for a while, by a seventh.
+    """
+    rows: dict[tuple, dict] = {}
 
-        add("bf16", "cuBLAS", {m: dense_us(n, k, m, DTYPE) for m in counts})
-        for scheme in schemes:
-            p = Problem(scheme, DTYPE, n, k, cold=True)
-            add(scheme, "as launched", {m: time_tile(p, m, None, True) for m in counts})
-            large = [m for m in counts if m > 64]
-            if tiles.may_copy(p.decoder) and large:
-                chosen = {m: tiles.choose(p.decoder, m, n, k) for m in large}
-                add(scheme, "main loop", {m: time_tile(p, m, chosen[m], True) for m in large})
-                add(scheme, "copy", {m: copied_us(p, m) for m in large})
+    def add(n: int, k: int, scheme: str, how: str, m: int, us: float) -> None:
+        row = {"N": n, "K": k, "format": scheme, "how": how, "us": {}}
+        rows.setdefault((n, k, scheme, how), row)["us"][m] = us
+
+    every = [(n, k, s, Problem(s, DTYPE, n, k, cold=True)) for n, k in shapes for s in schemes]
+    for m in counts:
+        for n, k in shapes:
+            add(n, k, "bf16", "cuBLAS", m, dense_us(n, k, m, DTYPE))
+            for scheme, p in ((s, p) for a, b, s, p in every if (a, b) == (n, k)):
+                add(n, k, scheme, "as launched", m, time_tile(p, m, None, True))
+                if m > 64 and tiles.may_copy(p.decoder):
+                    loop = tiles.choose(p.decoder, m, n, k)
+                    add(n, k, scheme, "main loop", m, time_tile(p, m, loop, True))
+                    add(n, k, scheme, "copy", m, copied_us(p, m))
     head = "us, M =".ljust(52) + "".join(f"{m:8}" for m in counts)
-    print(head, *(line(row, counts) for row in rows), sep="\n")
-    return rows
+    print(head, *(line(row, counts) for row in rows.values()), sep="\n")
+    return list(rows.values())
 
 
 def write(path: Path, rows: list[dict]) -> None:

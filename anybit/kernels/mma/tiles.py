@@ -18,8 +18,7 @@ from anybit.kernels.mma.launch import MmaArguments
 RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
 NARROW = 16  # most tokens of `narrow.py`
 NARROW_WARPS = 16  # of its CTAs on a multiprocessor: each may keep 128 registers a thread
-# Of decoders that wait for themselves, by bits of an operand: 80 or 96 registers do for 16 rows.
-BUSY_WARPS = {16: 24, 8: 20}
+BUSY_WARPS = 24  # of 16 rows of decoders to 16 bits that bind, which 80 registers are enough for
 FLAG = 256  # bytes behind the ring of `gemm.py`, for one word
 TABLE = -(-8 * (SPANS + 1) // 256) * 256  # bytes behind that, of `experts.py`
 COPIED_ROW = 144  # bytes of shared memory for 64 decoded columns: no two rows in the same banks
@@ -264,15 +263,15 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     """
     tokens = 8 if m <= 8 else 16
     slow = decoder.cost > 2
-    if tokens == 8 and slow and 2 * decoder.cost > decoder.bits and (tile := busy(decoder, gpu, n)):
-        return tile
+    small = slow and decoder.slot == 16 and tokens == 8 and 2 * decoder.cost > decoder.bits
     crowded = slow and decoder.slot == 8 and tokens == 16  # two slices would spill
     sizes = (1,) if crowded else (2, 1) if slow or tokens == 16 else (4, 2, 1)
     at_once = []
     for slices, warps in ((s, w) for w in (8, 4) for s in sizes):
         ctas = -(-n // (16 * slices * gpu.multiprocessors))
         tile = Tile(tokens, slices, warps, ctas=ctas, kind="narrow")
-        found = fitted(tile, decoder, gpu, 3, 5) if ctas * warps <= NARROW_WARPS else None
+        most = BUSY_WARPS if small and (slices, warps) == (1, 8) else NARROW_WARPS
+        found = fitted(tile, decoder, gpu, 3, 5) if ctas * warps <= most else None
         if found and resident(found, gpu, n):
             at_once.append(found)
     if at_once:
@@ -281,20 +280,6 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     turns = [Tile(tokens, slices, 4, ctas=ctas, kind="narrow") for slices in (2, 1)]
     fit = (fitted(tile, decoder, gpu, least, 4) for least in (3, 2) for tile in turns)
     return next((tile for tile in fit if tile), None)
-
-
-def busy(decoder: Decoder, gpu: Gpu, n: int) -> Tile | None:
-    """Up to 8 tokens of a decoder that takes longer than its bits: as many warps as there can be.
-
-    Each waits for its own instructions two cycles of three. 16 rows leave multiprocessors with
-    equal shares, and most warps a CTA those that are resident at once.
-    """
-    warps = BUSY_WARPS[decoder.slot]
-    most = (warps // ctas for ctas in (2, 3, 4, warps // 4, warps // 2))
-    shapes = [Tile(8, 1, w, ctas=warps // w, kind="narrow") for w in most]
-    fit = [tile for shape in shapes if (tile := fitted(shape, decoder, gpu, 3, 4))]
-    turns = [tile for tile in fit if tile.warps == 4]
-    return next((tile for tile in fit if resident(tile, gpu, n)), *turns) if turns else None
 
 
 def resident(tile: Tile, gpu: Gpu, n: int) -> bool:
