@@ -135,6 +135,30 @@ def test_the_rule_shares_where_waves_are_wasted(scheme: str) -> None:
     assert tiles.choose(d, 16, 8192, 28672).split < 4
 
 
+# (M, N, K) and microseconds of some tiles, fp16 on an H200, by rows, tokens, shares and split.
+Measured = dict[tuple[int, int, bool, int], float]
+INT4: list[tuple[tuple[int, int, int], Measured]] = [
+    ((64, 10240, 8192), {(128, 64, False, 1): 29.5, (128, 64, True, 1): 23.6}),
+    ((64, 57344, 8192), {(128, 64, False, 1): 116.9, (256, 64, True, 1): 106.7}),
+    ((64, 28672, 4096), {(128, 64, False, 1): 29.4, (256, 64, True, 1): 32.7}),
+    ((192, 2880, 4096), {(128, 128, False, 2): 15.2, (128, 96, False, 2): 11.8}),
+    ((256, 5120, 5120), {(128, 128, False, 1): 29.9, (128, 96, False, 1): 24.7}),
+    ((256, 7168, 20480), {(128, 128, False, 1): 130.7, (128, 128, True, 1): 119.4}),
+    ((512, 9216, 7168), {(256, 128, True, 1): 118.8, (128, 128, True, 1): 104.8}),
+    ((1024, 3072, 8192), {(256, 128, False, 1): 95.5, (256, 96, True, 1): 77.4}),
+    ((4096, 8192, 8192), {(256, 128, False, 1): 770.7, (256, 128, True, 1): 785.0}),
+]
+
+
+@pytest.mark.parametrize(("shape", "times"), INT4)
+def test_the_rule_takes_what_measured_fastest(shape: tuple[int, int, int], times: Measured) -> None:
+    d = operands.decoder_for(parse_scheme("int4:group=128")[0], HALF)
+    tile = tiles.choose(d, *shape)
+    found = times[tile.rows, tile.tokens, tile.shared, tile.split]
+    assert found < 1.03 * min(times.values())
+    assert 0.8 < tiles.expected(tile, d, *shape) / 1750 / found < 1.25
+
+
 def test_tiles_are_shared_evenly_where_few_ctas_are_left_over() -> None:
     assert tiles.sharers(40, 136, 132) == 120
     assert tiles.sharers(80, 136, 132) == 132

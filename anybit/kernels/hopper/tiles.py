@@ -413,7 +413,7 @@ def expected(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = 
     powered = each * area * slow_by / PRODUCTS[128] / (POWER * (each / steps) ** 0.7)
     least = reading(tile, decoder, m, n, k, chip) - FIXED
     ends = max(0, own / k_tiles(k) - 1) * (0.3 * END if tile.late else END)
-    meets, ctas = MEET if tile.split > 1 else 0, grid(tile, m, n, chip=chip)
+    meets, ctas = float(MEET if tile.split > 1 else 0), grid(tile, m, n, chip=chip)
     if tile.shared and (common := tiles % ctas):
         share = sharers(common, k_tiles(k), ctas)
         parts = (2 if share % common else 1) + max(0, share / common - 3) / 2
