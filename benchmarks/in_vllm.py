@@ -64,8 +64,7 @@ def main() -> None:
     parser.add_argument("--reload", action="store_true", help="quantize dense weights, and anew")
     parser.add_argument(
         "--together", action="store_true",
-        help="share the GPU with other processes: measure after a line on standard input, end "
-        "after another one",
+        help="share the GPU with other processes: measure after each line on standard input",
     )  # fmt: skip
     parser.add_argument("--make", action="store_true", help="only write the checkpoint")
     parser.add_argument("--folder", type=Path, help="where checkpoints are kept")
@@ -103,6 +102,15 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         write(args, "startup", 0, time.perf_counter() - start, "s")
         cache = llm.llm_engine.vllm_config.cache_config
         write(args, "room", 0, cache.num_gpu_blocks * cache.block_size, "tokens of KV")
+    measure_batches(llm, args, batches)
+    while args.together:
+        print("DONE", flush=True)
+        if not sys.stdin.readline():
+            break
+        measure_batches(llm, args, batches)
+
+
+def measure_batches(llm: Any, args: argparse.Namespace, batches: list[int]) -> None:
     for batch in (1, min(8, max(batches))):
         run(llm, args, batch, 8)
     for batch in batches:
@@ -157,6 +165,7 @@ def write(args: argparse.Namespace, what: str, batch: int, value: float, unit: s
 
     gpu = torch.cuda.get_device_name() if on_gpu() else "cpu"
     case = args.case + " unfused" * args.unfused + " eager" * args.eager
+    case += f" {args.model}" * (args.model != "llama-3-8b")
     row = (
         gpu, time.strftime("%Y-%m-%d", time.gmtime()), args.commit, case,
         args.head or "bf16", args.kv, args.ranks, what, batch, PROMPT, f"{value:.5g}", unit,

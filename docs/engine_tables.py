@@ -35,6 +35,7 @@ def made() -> dict[str, str]:
         "engine_parts": parts(),
         "engine_steps": engine_steps(),
         "vllm": vllm(),
+        "vllm_speeds": vllm_speeds(),
         "vllm_checks": vllm_checks(),
         "kv_cache": kv_cache(),
         "kv_cache_gpu": kv_cache_gpu(),
@@ -296,44 +297,77 @@ def parts() -> str:
 
 # docs/vllm.md.
 
-ENGINES = {  # quantization, head and KV cache in the CSV: name
-    ("bf16", "bf16", "auto"): "vLLM, bf16",
-    ("fp8", "bf16", "auto"): "vLLM, fp8 (CUTLASS)",
-    ("gptq", "bf16", "auto"): "vLLM, GPTQ int4 g128 (Machete)",
-    ("marlin", "bf16", "auto"): "vLLM, GPTQ int4 g128 (Marlin)",
-    ("int4:group=128", "bf16", "auto"): "vLLM, anybit int4 g128",
-    ("liquid@int8", "bf16", "auto"): "vLLM, anybit liquid@int8",
-    ("liquid@int8", "liquid@int8", "auto"): "vLLM, anybit liquid@int8, head too",
-    ("codebook:m=1,v=4,group=128", "bf16", "auto"): "vLLM, anybit m1v4 g128",
-    ("fp8", "bf16", "fp8"): "vLLM, fp8 (CUTLASS), FP8 KV cache",
-    ("gptq", "bf16", "fp8"): "vLLM, GPTQ int4 g128 (Machete), FP8 KV cache",
-    ("int4:group=128", "bf16", "fp8"): "vLLM, anybit int4 g128, FP8 KV cache",
-    ("liquid@int8", "bf16", "fp8"): "vLLM, anybit liquid@int8, FP8 KV cache",
+ENGINES = {  # quantization and head in the CSV: name
+    ("bf16", "bf16"): "vLLM, bf16",
+    ("fp8", "bf16"): "vLLM, fp8 (CUTLASS)",
+    ("gptq", "bf16"): "vLLM, GPTQ int4 g128 (Machete)",
+    ("marlin", "bf16"): "vLLM, GPTQ int4 g128 (Marlin)",
+    ("int4:group=128", "bf16"): "vLLM, anybit int4 g128",
+    ("liquid@int8", "bf16"): "vLLM, anybit liquid@int8",
+    ("liquid@int8 unfused", "bf16"): "the same, launches not fused",
+    ("liquid@int8", "int8@int8"): "vLLM, anybit liquid@int8, int8 head",
+    ("codebook:m=1,v=4,group=128", "bf16"): "vLLM, anybit m1v4 g128",
 }
+RIVALS = {  # ours: what vLLM has beside it
+    "liquid@int8": ("fp8", "gptq", "marlin"),
+    "int4:group=128": ("gptq", "marlin"),
+}
+NAMES = {"fp8": "fp8", "gptq": "Machete", "marlin": "Marlin"}
+VLLM_COLUMNS = [("auto", 1), ("auto", 16), ("auto", 64), ("fp8", 64), ("fp8", 256)]
+Figures = dict[tuple[str, int], tuple[float, bool]]  # of a KV cache and batch; in the last run
+
+
+def vllm_rows(what: str) -> dict[tuple[str, str], Figures]:
+    """A figure of cases on one GPU, by quantization and head: the last run's, its best if twice."""
+    same = {("decode", "1"): "steady"}  # of one text, all steps but the first
+    rows = [
+        r for r in read("h200_vllm")
+        if r["ranks"] == "1" and same.get((r["what"], r["batch"]), r["what"]) == what
+    ]  # fmt: skip
+    found: dict[tuple[str, str], Figures] = defaultdict(dict)
+    for r in rows:
+        case, at = found[r["quantization"], r["head"]], (r["kv"], int(r["batch"]))
+        value, last = float(r["value"]), r["commit"] == rows[-1]["commit"]
+        if last and at in case and case[at][1]:
+            value = (min if what == "steady" else max)(value, case[at][0])
+        case[at] = value, last
+    return found
 
 
 def vllm() -> str:
     """Milliseconds of a decode step and prompt speed inside vLLM, and of our own engine."""
-    found: dict[tuple[str, str, str], dict[tuple[str, int], float]] = defaultdict(dict)
-    for r in read("h200_vllm"):
-        if r["ranks"] == "1":
-            key = r["quantization"], r["head"], r["kv"]
-            found[key][r["what"], int(r["batch"])] = float(r["value"])
+    found, prompts = vllm_rows("steady"), vllm_rows("prefill")
     out = []
     for key, name in ENGINES.items():
-        rows = found[key]
-        # Of the second half of the output; all of it where halves were not timed (batch 1).
-        values = [rows.get(("steady", b), rows.get(("decode", b))) for b in BATCHES]
+        values = [found[key].get(column) for column in VLLM_COLUMNS]
         if any(values):
-            prompt = rows.get(("prefill", 64))
-            row = [milliseconds(v) if v else "" for v in values]
-            out.append([name, *row, f"{prompt:,.0f}" if prompt else ""])
-    if own := steps(LLAMA).get(("liquid@int8", "model")):
-        row = [milliseconds(float(own[b]["step_us"]) / 1e3) for b in BATCHES]
-        out.append(
-            ["anybit's engine, liquid@int8", *row, f"{int(own[1]['prefill_tokens_per_s']):,}"]
-        )
-    titles = ["", *(f"batch {b}, ms" for b in BATCHES), "prompt tokens/s"]
+            row = [milliseconds(v[0]) + "*" * (not v[1]) if v else "" for v in values]
+            prompt = prompts[key].get(("auto", 64))
+            tokens = f"{prompt[0]:,.0f}" + "*" * (not prompt[1]) if prompt else ""
+            out.append([name, *row, tokens])
+    row = []
+    for kv, batch in VLLM_COLUMNS:
+        own = steps(LLAMA).get(("liquid@int8", "model" if kv == "auto" else "int8"), {})
+        row.append(milliseconds(float(own[batch]["step_us"]) / 1e3) if batch in own else "")
+    out.append(["anybit's engine, liquid@int8, INT8 for FP8 KV", *row, ""])
+    titles = ["", *(f"{batch}{', FP8 KV' * (kv != 'auto')}" for kv, batch in VLLM_COLUMNS)]
+    return markdown([*titles, "prompt tokens/s"], out if found else [])
+
+
+def vllm_speeds() -> str:
+    """How many times as fast as the fastest of vLLM's own, batch by batch."""
+    found = vllm_rows("steady")
+    out = []
+    for case, rivals in RIVALS.items():
+        row = []
+        for column in VLLM_COLUMNS:
+            times = [
+                found[own, "bf16"][column][0] for own in rivals if column in found[own, "bf16"]
+            ]
+            ours = found[case, "bf16"].get(column)
+            row.append(f"{min(times) / ours[0]:.2f}x" if times and ours else "")
+        out.append([f"`{case}` to the fastest of {', '.join(NAMES[r] for r in rivals)}", *row])
+    titles = ["", *(f"batch {batch}{', FP8 KV' * (kv != 'auto')}" for kv, batch in VLLM_COLUMNS)]
     return markdown(titles, out if found else [])
 
 
