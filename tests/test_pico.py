@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -190,6 +191,38 @@ def test_collector_leaves_out_copies_and_tables(collector: ModuleType, tmp_path:
         "size": 2,
         "unreadable": 1,
     }
+
+
+def test_a_limit_of_bytes_leaves_no_work_in_the_pool(
+    collector: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool that is ended with work to do may never end."""
+    sources = []
+    for name in range(12):
+        path = tmp_path / f"module_{name}.py"
+        path.write_text("".join(f"value_{name} = compute({name}, step={i})\n" for i in range(20)))
+        sources.append(("package", path))
+    parts = []
+
+    class Pool:
+        def __init__(self, workers: int) -> None:
+            assert workers == 2
+
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def map(self, do: Callable[[Any], Any], part: list[Any], chunksize: int) -> list[Any]:
+            parts.append(len(part))
+            return [do(one) for one in part]
+
+    monkeypatch.setattr(collector, "Pool", Pool)
+    monkeypatch.setattr(collector, "PART", 4)
+    guard = collector.HeldOutGuard(held_out_text())
+    size = sources[0][1].stat().st_size
+    documents, _ = collector.collect(sources, guard, 0, max_bytes=4 * size, workers=2)
+    assert (len(documents), parts) == (5, [4, 4])
 
 
 def test_collector_reads_no_held_out_module(collector: ModuleType) -> None:

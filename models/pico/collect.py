@@ -19,6 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from multiprocessing import Pool
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ STDLIB = "standard library"
 # The held-out text is standard library too, so its style counts for more than its share of bytes.
 STDLIB_REPEAT = 2
 MIN_BYTES, MAX_BYTES = 200, 200_000
+PART = 8192  # files that are read before the next are begun
 MAX_SHARED_HELD_OUT = 0.25
 MAX_SHARED_SEEN = 0.7
 EOS = "<|endoftext|>"
@@ -149,7 +151,10 @@ def collect(
     with contextlib.ExitStack() as stack:
         results: Iterator[Document | str]
         if workers > 1:
-            results = stack.enter_context(Pool(workers)).imap(inspect, order, chunksize=128)
+            pool = stack.enter_context(Pool(workers))
+            # In parts: a pool that is left with work to do may never end.
+            parts = (order[i : i + PART] for i in range(0, len(order), PART))
+            results = chain.from_iterable(pool.map(inspect, part, chunksize=128) for part in parts)
         else:
             results = map(inspect, order)
         for result in results:
