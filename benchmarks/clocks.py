@@ -1,6 +1,6 @@
 """What limits long products: clock cycles, the clock, or power; kernels in turns on one GPU.
 
-    python benchmarks/clocks.py --cells 28672x4096:1024 --schemes int4:group=128 fp6 [--tiles 3]
+    python benchmarks/clocks.py --cells 28672x4096:1024 --schemes int4:group=128 fp6 [--most 3]
 
 All kernels of a cell run in turns, some milliseconds each, for several rounds, so each sees a chip
 as warm as the others do. Two stamps around the launches read a multiprocessor's cycles and the

@@ -40,7 +40,7 @@ from anybit.kernels.cute.build import build
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import KernelSpec, kernel_file
 from anybit.kernels.cute.operands import operand_of
-from anybit.kernels.hopper import chip, scalar_linear, tiles
+from anybit.kernels.hopper import chip, copies, scalar_linear, tiles
 from anybit.kernels.mma import linear
 from anybit.kernels.mma import tiles as mma
 from anybit.measure import bench
@@ -202,12 +202,12 @@ def copied_us(p: Problem, m: int) -> float:
 @contextmanager
 def copied() -> Iterator[None]:
     """Decode weights once for more than 16 tokens, whatever the rule says."""
-    rule, tiles.copies = tiles.copies, lambda *args: True
+    rule, copies.copies = copies.copies, lambda *args: True
     scalar_linear.copied.cache_clear()
     try:
         yield
     finally:
-        tiles.copies = rule
+        copies.copies = rule
         scalar_linear.copied.cache_clear()
 
 

@@ -2,8 +2,6 @@
 
 import re
 from collections.abc import Iterable
-from itertools import pairwise
-from math import log
 
 from results import Row, loss, markdown, read
 
@@ -60,49 +58,6 @@ def best_of_each(rows: Iterable[Row]) -> list[Row]:
     return sorted(best.values(), key=lambda r: float(r["bits"]))
 
 
-def is_trellis(row: Row) -> bool:
-    return row["spec"].removeprefix("folded:").startswith("trellis")
-
-
-def bits_at(kl: float, curve: list[Row]) -> float | None:
-    """Bits at which a curve has this KL, between its points linear in the KL's logarithm.
-
-    Points of more bits and no less KL than another are not on the curve. None beyond its ends.
-    """
-    points: list[tuple[float, float]] = []
-    for bits, error in sorted((float(r["bits"]), float(r["kl"])) for r in curve):
-        if not points or error < points[-1][1]:
-            points.append((bits, error))
-    for (a, most), (b, least) in pairwise(points):
-        if least <= kl <= most:
-            return a + (b - a) * log(most / kl) / log(most / least)
-    return None
-
-
-def front(file: str, model: str) -> str:
-    """Every format at its best, and the bits that trellis codes take for the same KL."""
-    best = best_of_each(row for row in read(file) if row["model"] == model)
-    curve = [row for row in best if is_trellis(row)]
-    out, more = [], {}
-    for row in best:
-        bits, own = float(row["bits"]), short(row["spec"])
-        equal = None if is_trellis(row) else bits_at(float(row["kl"]), curve)
-        cells = ["", ""] if equal is None else [f"{equal:.2f}", f"{bits - equal:+.2f}"]
-        out.append([own, row["method"], f"{bits:.2f}", f"{float(row['kl']):.5f}", *cells])
-        if equal is not None:
-            more[f"{own}, {row['method']}"] = bits - equal
-    titles = ["format", "quantizer", "bits", "KL", "trellis at this KL", "more bits"]
-    table = markdown(titles, out, words=2)
-    if not more:
-        return table
-    closest = min(more, key=lambda name: more[name])
-    return (
-        f"{table}\n\nThe closest to trellis codes at equal KL is {closest}, with "
-        f"{more[closest]:+.2f} bits; {sum(x >= 0.5 for x in more.values())} of {len(more)} formats "
-        "need at least half a bit more."
-    )
-
-
 def short(spec: str) -> str:
     spec = re.sub(r"codebook:m=(\d+),v=(\d+)(,b=8)?", r"m\1v\2", spec)
     spec = re.sub(r"^plan:", "planned ", spec)
@@ -143,7 +98,7 @@ def trellis_time() -> str:
 def trellis_products() -> str:
     """Microseconds of products as they are launched, one line for each weight and format."""
     found: dict[tuple[str, str], dict[int, str]] = {}
-    for row in read("h200_trellis"):
+    for row in read("h200_trellis_products"):
         if row["how"] in ("cuBLAS", "as launched"):
             name = f"cuBLAS {row['format']}" if row["how"] == "cuBLAS" else f"`{row['format']}`"
             cell = found.setdefault((f"{row['N']}x{row['K']}", name), {})

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from codebook_tables import CONTESTANTS, block
-from results import BIG, DOWN, OURS, OUT, QKV, Row, cells, find, markdown, read
+from results import BIG, DOWN, OURS, OUT, QKV, Missing, Row, cells, find, markdown, read
 
 ROOT = Path(__file__).parent.parent
 NOT_RUN = "not run: "
@@ -50,7 +50,7 @@ def table(claims: Callable[[], Sequence[Claim]]) -> str:
     """Markdown; "" while rows that a claim names were not measured."""
     try:
         rows = [(c.what, c.theirs, c.ours, shown(c.where)) for c in claims()]
-    except LookupError:
+    except Missing:
         return ""
     return markdown(["claim", "theirs", "ours", "where"], rows, words=4)
 
@@ -59,7 +59,7 @@ def measured(what: str, theirs: str, ours: Callable[[], str], where: str) -> Cla
     """A claim that is "not run" while its rows are not there."""
     try:
         return Claim(what, theirs, ours(), where)
-    except LookupError:
+    except Missing:
         return Claim(what, theirs, "", f"{NOT_RUN}needs a GPU, for {where.partition(':')[0]}")
 
 
@@ -80,10 +80,10 @@ def shown(where: str) -> str:
 
 
 def found(place: str) -> list[Row]:
-    """The rows of "name.csv: column=value/value; ..."; LookupError if there are none."""
+    """The rows of "name.csv: column=value/value; ..."; Missing if there are none."""
     match = PLACE.fullmatch(place)
     if match is None:
-        raise LookupError(f"{place} names no rows")
+        raise Missing(f"{place} names no rows")
     wanted = [part.partition("=")[::2] for part in (match[2] or "").split("; ") if part]
     rows = [
         row
@@ -91,7 +91,7 @@ def found(place: str) -> list[Row]:
         if all(row[column] in values.split("/") for column, values in wanted)
     ]
     if not rows:
-        raise LookupError(f"no rows of {place}")
+        raise Missing(f"no rows of {place}")
     return rows
 
 
@@ -99,7 +99,7 @@ def one(place: str, column: str) -> float:
     """A figure of the only row of a place."""
     rows = found(place)
     if len(rows) > 1:
-        raise LookupError(f"{len(rows)} rows of {place}")
+        raise Missing(f"{len(rows)} rows of {place}")
     return float(rows[0][column])
 
 
@@ -115,7 +115,7 @@ def best(
     """The time of a product in us, or another column, as a layer launches it."""
     row = find(cells(csv)[*shape, m], ("", peer, (spec,), (activation,), ""))
     if row is None:
-        raise LookupError(f"no {spec} of {peer}, {shape}, {m} tokens in {csv}.csv")
+        raise Missing(f"no {spec} of {peer}, {shape}, {m} tokens in {csv}.csv")
     return float(row[column])
 
 
@@ -124,7 +124,7 @@ def layers(model: str, name: str, m: int = 1) -> float:
     columns = {column[0]: column for _, column in CONTESTANTS}
     time = block(model, m, columns[name])
     if time is None:
-        raise LookupError(f"{name}, {model}, {m} tokens")
+        raise Missing(f"{name}, {model}, {m} tokens")
     return time
 
 

@@ -28,6 +28,7 @@ from paper_tables import (
     timed,
     without,
 )
+from results import Missing
 
 from anybit.planning.cost_model import DEVICES, cost, instructions, threshold
 
@@ -54,7 +55,7 @@ def peaks() -> str:
     """Of every model that was run, by the best of other formats."""
     out = [f"{name} {x:.2f}x" for model, name in NAMES.items() if (x := over_best(model))]
     if not out:
-        raise LookupError("no peaks")
+        raise Missing("no peaks")
     return ", ".join(out)
 
 
@@ -80,12 +81,12 @@ def same_batch(batch: str, other: str = "int8@int8") -> str:
     """liquid's decode speed over another format's, of all models that were run, INT8 caches."""
     found = {}
     for model, name in NAMES.items():
-        with suppress(LookupError):
+        with suppress(Missing):
             steps = ratios((model, other, "int8"), (model, "liquid@int8", "int8"))
             if batch in steps:
                 found[name] = steps[batch]
     if len(found) < 2:
-        raise LookupError(f"batch {batch}")
+        raise Missing(f"batch {batch}")
     return f"{batch} sequences " + ", ".join(f"{name} {x:.2f}x" for name, x in found.items())
 
 

@@ -355,17 +355,16 @@ def vllm() -> str:
 
 
 def vllm_speeds() -> str:
-    """How many times as fast as the fastest of vLLM's own, batch by batch."""
+    """How many times as fast as the fastest of vLLM's own; a star where that is of another run."""
     found = vllm_rows("steady")
     out = []
     for case, rivals in RIVALS.items():
         row = []
         for column in VLLM_COLUMNS:
-            times = [
-                found[own, "bf16"][column][0] for own in rivals if column in found[own, "bf16"]
-            ]
-            ours = found[case, "bf16"].get(column)
-            row.append(f"{min(times) / ours[0]:.2f}x" if times and ours else "")
+            times = [found[own, "bf16"].get(column) for own in rivals]
+            ours, best = found[case, "bf16"].get(column), min(filter(None, times), default=None)
+            mixed = "*" if ours and best and ours[1] != best[1] else ""
+            row.append(f"{best[0] / ours[0]:.2f}x{mixed}" if best and ours else "")
         out.append([f"`{case}` to the fastest of {', '.join(NAMES[r] for r in rivals)}", *row])
     titles = ["", *(f"batch {batch}{', FP8 KV' * (kv != 'auto')}" for kv, batch in VLLM_COLUMNS)]
     return markdown(titles, out if found else [])

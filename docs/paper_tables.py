@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from results import Row, cells, find, markdown, number, read, us
+from results import Missing, Row, cells, find, markdown, number, read, us
 
 ENGINE, LAYERS, ABLATION = "h200_papers_engine", "h200_layers", "h200_ablation"
 HALF = "llama-3-70b-half"
@@ -65,7 +65,7 @@ def llama70b() -> str:
         cells = [float(row["step_us"]) / 1e3, float(half["step_us"]) / 1e3]
         out.append(
             [f"{int(context):,}", batch, *(f"{ms:.1f}" for ms in cells), f"{ours:,.0f}",
-             f"{theirs:,.0f}", f"{ours / theirs:.2f}x"]
+             f"{theirs:,.0f}", f"{gains_at(batch)[context]:.2f}x"]
         )  # fmt: skip
     titles = ["context", "batch", "fp6, ms a step", "half of bf16, ms"]
     return markdown([*titles, "fp6, tokens/s and GPU", "bf16 on two, at most", ""], out)
@@ -76,7 +76,7 @@ def gains() -> list[float]:
     batches = dict.fromkeys(batch for model, _, _, batch, _ in steps() if model == HALF)
     found = [x for batch in batches for x in gains_at(batch).values()]
     if not found:
-        raise LookupError("70B")
+        raise Missing("70B")
     return found
 
 
@@ -91,7 +91,7 @@ def gains_at(batch: str) -> dict[str, float]:
         if ours and half:
             out[context] = 2 * float(half["step_us"]) / float(ours["step_us"])
     if not out:
-        raise LookupError(f"70B, batch {batch}")
+        raise Missing(f"70B, batch {batch}")
     return out
 
 
@@ -121,7 +121,7 @@ def over_layers(other: str, spec: str, m: int) -> list[float]:
     """Speed of a format over another in all products of a layer, by model."""
     found = [ratios_of(model, other, spec, m) for model in timed(spec)]
     if not found:
-        raise LookupError(f"no layers in {spec}")
+        raise Missing(f"no layers in {spec}")
     return found
 
 
@@ -141,7 +141,7 @@ def over_shapes(other: str, spec: str, m: int) -> list[float]:
         column = "", peer, (name,), kinds, ""
         rows = [find(cells("h200_shapes").get((*shape, m), []), column) for shape in shapes]
         if None in rows:
-            raise LookupError(f"{name}, {m} tokens")
+            raise Missing(f"{name}, {m} tokens")
         return sum(float(row["us"]) for row in rows if row)
 
     return [total(other, s) / total(spec, s) for s in COMPLETE.values()]
@@ -154,7 +154,7 @@ def ablation(scheme: str, way: Key, other: Key, experts: int = 0) -> list[float]
         if (r["scheme"], int(r["experts"])) == (scheme, experts):
             times[r["decoder"], r["pipeline"]].append(float(r["us"]))
     if not times[way] or not times[other]:
-        raise LookupError(f"{scheme}: {way}, {other}")
+        raise Missing(f"{scheme}: {way}, {other}")
     return [a / b for a, b in zip(times[way], times[other], strict=True)]
 
 
@@ -293,7 +293,7 @@ def square_models() -> list[str]:
 def squares_of(spec: str) -> list[float]:
     """Of one format, by size."""
     if not (found := square_models()):
-        raise LookupError("no squares")
+        raise Missing("no squares")
     return [ratios_of(model, "bf16", spec, 1) for model in found]
 
 
@@ -327,7 +327,7 @@ def ratios(of: Key, to: Key, part: str = "step_us") -> dict[str, float]:
         if (tuple(key), context) == (of, "1280") and other:
             out[batch] = float(row[part]) / float(other[part])
     if not out:
-        raise LookupError(f"{of}, {to}")
+        raise Missing(f"{of}, {to}")
     return out
 
 
@@ -338,5 +338,5 @@ def without() -> dict[str, float]:
         if (row["model"], row["format"], row["kv"]) == ("llama-3-8b", "liquid@int8", "int8"):
             times["hopper" in row["backends"]][row["batch"]] = float(row["step_us"])
     if not times[False]:
-        raise LookupError("no steps by Triton's kernels")
+        raise Missing("no steps by Triton's kernels")
     return {batch: us / times[True][batch] for batch, us in times[False].items()}

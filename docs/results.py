@@ -14,6 +14,11 @@ OURS = "anybit-hopper"
 BIG, DOWN, QKV, OUT = (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)
 FOUR, M1V4, M2V8 = "int4:group=128", "codebook:m=1,v=4,group=128", "codebook:group=128"
 
+
+class Missing(LookupError):
+    """No such rows were measured."""
+
+
 Row = dict[str, str]
 Cell = tuple[int, int, int]  # N, K, M
 # Title; then what a row must have: peer, formats, activations, how the note begins.

@@ -1,6 +1,7 @@
 """`rotate_`: rotations folded into a dense model's weights."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 import anybit
 from anybit.core.rotation import hadamard, signs
@@ -146,6 +148,64 @@ def test_other_models_are_refused_unchanged(kind: str) -> None:
     with pytest.raises(Unsupported, match=REFUSED[kind]):
         anybit.rotate_(model)
     same_state(model, before)
+
+
+def shared_block(model: Any) -> None:
+    model.model.layers[1] = model.model.layers[0]
+
+
+def shared_mlp(model: Any) -> None:
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+def another_norm_in_one_block(model: Any) -> None:
+    norm = nn.LayerNorm(model.config.hidden_size, bias=False)
+    model.model.layers[1].post_attention_layernorm = norm
+
+
+def another_norm_at_the_end(model: Any) -> None:
+    model.model.norm = GemmaRMSNorm(model.config.hidden_size)
+
+
+def more_than_embeddings(model: Any) -> None:
+    model.model.embed_tokens.register_forward_hook(lambda module, args, out: out + 1)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (shared_block, "share modules"),
+        (shared_mlp, "share modules"),
+        (another_norm_in_one_block, "compute something else"),
+        (another_norm_at_the_end, "logits become others"),
+        (more_than_embeddings, "logits become others"),
+    ],
+)
+def test_unusual_parts_are_refused(spoil: Callable[[Any], None], reason: str) -> None:
+    model = made("llama")
+    spoil(model)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(Unsupported, match=reason):
+        anybit.rotate_(model)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_blocks_that_add_little_are_tried_as_well() -> None:
+    """Gemma's gains are 1 + weight; next to the residual stream its blocks hardly count here."""
+    model = made("gemma", initializer_range=0.005)
+    with pytest.raises(Unsupported, match="compute something else"):
+        anybit.rotate_(model)
+
+
+def test_the_default_dtype_does_not_matter() -> None:
+    model = made("llama")
+    before = logits(model)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        anybit.rotate_(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert difference(logits(model), before) < 1e-5
 
 
 def test_quantized_models_and_empty_ones_are_refused() -> None:

@@ -235,7 +235,8 @@ def sampled_rows(w: Tensor, fmt: Format) -> Tensor:
     n, height = len(w), fmt.tile[0]
     if fmt.searched or n <= SAMPLE:
         return torch.arange(n, device=w.device)
-    starts = torch.linspace(0, n // height - 1, SAMPLE // height, device=w.device).long() * height
+    starts = torch.linspace(0, n // height - 1, SAMPLE // height, dtype=torch.float64).long()
+    starts = starts.to(w.device) * height
     return (starts[:, None] + torch.arange(height, device=w.device)).flatten()
 
 

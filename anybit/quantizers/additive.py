@@ -112,7 +112,7 @@ class Layer:
         n, k = w.shape
         assert fmt.lookup is not None
         self.w, self.fmt, self.table = w, fmt, fmt.lookup
-        eye = torch.eye(k, device=w.device)
+        eye = torch.eye(k, dtype=torch.float32, device=w.device)
         mean = hessian.diagonal().mean().item() if hessian.numel() else 0.0
         self.h = hessian / mean + damping * eye if mean > 0 else eye
         grid = fmt.fit(w)

@@ -92,4 +92,6 @@ def group_errors(
 
 def least(errors: list[Tensor], factors: tuple[float, ...]) -> Tensor:
     """The factor of least error of every group; the first of equals."""
-    return torch.tensor(factors, device=errors[0].device)[torch.stack(errors).argmin(0)]
+    return torch.tensor(factors, dtype=torch.float32, device=errors[0].device)[
+        torch.stack(errors).argmin(0)
+    ]

@@ -38,7 +38,9 @@ NEITHER = (
     r"self_attn\.(?:(?:q|kv)_a_layernorm|(?:q|kv)_b_proj)\.weight|" + MLP + r"\w+\.bias"
 )
 Step = Callable[[Tensor], Tensor]
-CLOSE = 1e-3  # relative difference of outputs in fp32, far above that of rounding
+CLOSE = 1e-3  # relative difference of what blocks add in fp32, far above that of rounding
+SAME = 0.2  # of a token's logits, in the median, in the model's dtype
+TRIED = 16  # tokens
 
 
 def rotate_(model: nn.Module) -> nn.Module:
@@ -57,7 +59,7 @@ def rotate_(model: nn.Module) -> nn.Module:
     Args:
         model: A dense causal language model of transformers with RMSNorm before attention and MLP
             (Llama, Mistral, Qwen, Phi-3, DeepSeek, mixtures of experts among them). One of each
-            kind of its blocks is tried first, in fp32.
+            kind of its blocks is tried first, in fp32; logits of a few tokens are compared last.
 
     Returns:
         The model.
@@ -73,7 +75,7 @@ def rotate_(model: nn.Module) -> nn.Module:
         raise Unsupported("the model has no weights yet (meta device or offloaded); load it first")
     base, embeddings, head = parts_of(model)
     rehearse(base, embeddings)
-    names = output_embeddings(model)
+    names, before = output_embeddings(model), logits(model)
     with restored_on_error(model), untied(model, untied_heads(model, names)), torch.no_grad():
         if shared := {*shared_weights(model)} & names:
             raise Unsupported(f"{', '.join(shared)} shares its weight; load the model untied")
@@ -81,7 +83,26 @@ def rotate_(model: nn.Module) -> nn.Module:
         change(embeddings, "weight", turned)
         change(head, "weight", partial(reading, gain=gain))
         rotate_blocks(base)
+        apart = ((logits(model) - before).norm(dim=-1) / before.norm(dim=-1)).median()
+        if not apart < SAME:
+            raise Unsupported(
+                f"{type(model).__name__} cannot be rotated: its logits become others (relative "
+                f"difference {apart:.2g}); use a format with rotate=k instead"
+            )
     return model
+
+
+def logits(model: nn.Module) -> Tensor:
+    """Of a few tokens (tokens, vocabulary), fp32; the model's mode stays."""
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    ids = torch.arange(TRIED, device=embeddings.weight.device) * 7 % len(embeddings.weight)
+    mode = model.training
+    with torch.no_grad():
+        try:
+            out: Tensor = model.eval()(input_ids=ids[None], use_cache=False).logits[0]
+        finally:
+            model.train(mode)
+    return out.float()
 
 
 def parts_of(model: nn.Module) -> tuple[Any, nn.Module, nn.Module]:
@@ -97,6 +118,12 @@ def parts_of(model: nn.Module) -> tuple[Any, nn.Module, nn.Module]:
     head = getattr(model, "lm_head", None)
     if not isinstance(head, nn.Linear):
         raise Unsupported(f"{kind} cannot be rotated: it has no lm_head that is an nn.Linear")
+    parts = [part for block in base.layers for part in block.modules()]
+    if len(parts) != len(set(parts)):
+        raise Unsupported(
+            f"{kind} cannot be rotated: its blocks share modules; use a format with rotate=k "
+            "instead"
+        )
     known = {*base.embed_tokens.parameters(), *head.parameters(), *base.norm.parameters()}
     for name, parameter in model.named_parameters():
         if parameter not in known and not name.startswith("model.layers."):
@@ -237,14 +264,16 @@ def rehearse(base: Any, embeddings: nn.Module) -> None:
     kinds: dict[Any, nn.Module] = {}
     for block in base.layers:
         shapes = tuple((n, p.shape) for n, p in block.named_parameters())
-        kinds.setdefault((shapes, getattr(block, "attention_type", None)), block)
+        types = tuple(type(part) for part in block.modules())
+        kinds.setdefault((shapes, types, getattr(block, "attention_type", None)), block)
     config = copy.deepcopy(base.config)
     config._attn_implementation = "eager"  # which takes fp32, as not all others do
     memo: dict[int, Any] = {id(base.config): config, id(embeddings): nn.Identity()}
     memo[id(base.layers)] = nn.ModuleList(copy.deepcopy(b, memo) for b in kinds.values())
     small = copy.deepcopy(base, memo).float().eval()
     random = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 8, base.config.hidden_size, generator=random).to(base.norm.weight.device)
+    x = torch.randn(2, 8, base.config.hidden_size, generator=random, dtype=torch.float32)
+    x = x.to(base.norm.weight.device)
 
     def output(x: Tensor) -> Tensor:
         out: Tensor = small(inputs_embeds=x, use_cache=False)[0]
@@ -253,7 +282,7 @@ def rehearse(base: Any, embeddings: nn.Module) -> None:
     with torch.no_grad():
         change(small.norm, "weight", torch.ones_like)
         try:
-            before = turned(output(x))
+            before, kept = turned(output(x)), turned(small.norm(x))
             rotate_blocks(small)
             after = output(turned(x))
         except torch.OutOfMemoryError:
@@ -264,7 +293,8 @@ def rehearse(base: Any, embeddings: nn.Module) -> None:
                 f"{type(base).__name__} cannot be rotated: a copy of its blocks does not run "
                 f"({type(error).__name__}: {reason}); use a format with rotate=k instead"
             ) from error
-    apart = float((after - before).norm() / before.norm())
+    added = max((before - kept).norm(), 1e-4 * before.norm())
+    apart = float((after - before).norm() / added)
     if not apart < CLOSE:
         raise Unsupported(
             f"{type(base).__name__} cannot be rotated: its rotated blocks compute something else "

@@ -136,7 +136,7 @@ def inverse_factor(h: Tensor, damping: float) -> Tensor:
     """
     k = len(h)
     mean = h.diagonal().mean().item()
-    eye = torch.eye(k, device=h.device)
+    eye = torch.eye(k, dtype=h.dtype, device=h.device)
     if not mean > 0:
         return eye
     tried = damping

@@ -174,7 +174,10 @@ def edit(directory: Path, out: Path, **config: object) -> Path:
     ("config", "message"),
     [
         ({"architectures": ["Unheard"]}, "names the class 'Unheard', which is no model"),
-        ({"intermediate_size": 97}, r"gate_proj.weight has shape \(96, 64\), but .* \(97, 64\)"),
+        (
+            {"intermediate_size": 97},
+            r"down_proj.weight: .* of shape \(64, 97\), .* F32 of \(64, 96\)",
+        ),
         ({"num_hidden_layers": 3}, "no file holds 9 tensors of the model"),
         ({"num_hidden_layers": 1}, "9 tensors have no place in the model"),
         (

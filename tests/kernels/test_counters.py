@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 import anybit
 from anybit.kernels.cute import counters, driver
-from anybit.kernels.cute.counters import LEAST, zeros
+from anybit.kernels.cute.counters import LEAST, SLAB, zeros
 from anybit.nn.linear import QuantLinear
 
 DEVICE = os.environ.get("ANYBIT_TEST_DEVICE", "cpu")
@@ -78,6 +79,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
     monkeypatch.setattr(driver, "driver", lambda: fake)
     monkeypatch.setattr(counters, "_kept", {})
+    monkeypatch.setattr(counters, "_slabs", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: fake.stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capture != 0)
     return fake
@@ -90,7 +93,8 @@ def test_launches_that_may_run_at_once_have_counters_of_their_own(fake: Driver) 
     for fake.stream, fake.capture in places:
         found.append(zeros(132, CUDA))
     assert len(set(found)) == len(places)
-    assert fake.filled == [(address, LEAST) for address in found]
+    assert sorted(found) == [found[0] + 4 * LEAST * i for i in range(len(places))]
+    assert fake.filled == [(found[0], SLAB)]
     again = []
     for fake.stream, fake.capture in places:
         again.append(zeros(LEAST, CUDA))
@@ -101,8 +105,10 @@ def test_launches_that_may_run_at_once_have_counters_of_their_own(fake: Driver) 
 
 def test_more_counters_than_before(fake: Driver) -> None:
     few, many = zeros(1, CUDA), zeros(3 * LEAST, CUDA)
-    assert fake.filled == [(few, LEAST), (many, 3 * LEAST)]
-    assert zeros(1, CUDA) == many
+    assert (many, fake.filled) == (few + 4 * LEAST, [(few, SLAB)])
+    large = zeros(SLAB + 1, CUDA)
+    assert fake.filled[1:] == [(large, SLAB + 1)]
+    assert zeros(1, CUDA) == large
 
 
 def test_a_failure_leaves_the_mode_of_the_thread(

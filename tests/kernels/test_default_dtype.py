@@ -13,6 +13,11 @@ import anybit
 from anybit.kernels import reference
 from anybit.kernels.cute import decode, operands
 from anybit.kernels.native import backend as native
+from anybit.quantizers.additive import Additive
+from anybit.quantizers.base import Quantizer
+from anybit.quantizers.calibration.statistics import Statistics
+from anybit.quantizers.clip import Clip
+from anybit.quantizers.gptq import GPTQ
 from tests.specs import SPECS
 
 N, K = 16, 256
@@ -56,3 +61,27 @@ def test_nothing_depends_on_it(spec: str) -> None:
     assert [t.dtype for t in got] == [t.dtype for t in wanted]
     for a, b in zip(got, wanted, strict=True):
         assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "spec"),
+    [
+        (Clip(), "int3:group=32"),
+        (GPTQ(), "int3:group=32"),
+        (GPTQ(follow=True), "int3:group=32"),
+        (Additive(rounds=1, steps=2), "codebook:m=1,v=4,b=4,group=32"),
+    ],
+    ids=["clip", "gptq", "gptaq", "additive"],
+)
+def test_quantizers_do_not_depend_on_it(quantizer: Quantizer, spec: str) -> None:
+    w, x = torch.randn(32, 64), torch.randn(256, 64)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        with default_dtype(dtype):
+            seen = Statistics()
+            seen.add(x, quantizer.needs, 1, 1.1 * x)
+            packed = quantizer.quantize(w, anybit.get_format(spec), seen)
+        found.append([*packed.tensors().values()])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)

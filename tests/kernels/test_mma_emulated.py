@@ -11,8 +11,8 @@ from torch import Tensor
 
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.pack import pack_codes
+from anybit.kernels.hopper.copies import BYTES
 from anybit.kernels.hopper.scalar_linear import copy_kernel
-from anybit.kernels.hopper.tiles import BYTES
 from anybit.kernels.mma import tiles
 from anybit.kernels.mma.tiles import DECODE, Tile
 from anybit.kernels.reference import operand_weight

@@ -4,7 +4,7 @@ Instructions are functions of (state, warp, active lanes, instruction); False me
 must wait. The modules that define them have a table `HANDLERS` of patterns of names.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -308,18 +308,6 @@ class State:
                     self.check_previous()
                 return array[address - base : address - base + size]
         raise PtxError(f"global address {address:#x} for {size} bytes belongs to nothing")
-
-    def global_bytes(self, at: Words, size: int) -> Iterator[tuple[np.ndarray, np.ndarray, Lanes]]:
-        """Global memory at some addresses: (an array, indices (lanes, size), whose they are)."""
-        arrays = at >> np.uint64(32)  # each begins at a multiple of 2**32
-        for number in np.unique(arrays):
-            lanes = arrays == number
-            mine = at[lanes]
-            unaligned = mine[mine % np.uint64(min(size, 16)) != 0]
-            for address in (mine.min(), mine.max(), *unaligned):
-                self.global_at(int(address), size)
-            base, array, _ = self.memory[int(number) - 1]
-            yield array, mine.astype(np.int64)[:, None] - base + np.arange(size), lanes
 
     def check_previous(self) -> None:
         """Refuse what must wait for the previous kernel."""

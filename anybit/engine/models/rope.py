@@ -59,8 +59,8 @@ class Rope(nn.Module):
         """Take the tables of the pairs that are rotated; the rest of `dim` channels stays."""
         length, pairs = cos.shape
         rest = dim // 2 - pairs
-        cos = torch.cat([cos, torch.ones(length, rest)], 1)
-        sin = torch.cat([sin, torch.zeros(length, rest)], 1)
+        cos = torch.cat([cos, cos.new_ones(length, rest)], 1)
+        sin = torch.cat([sin, sin.new_zeros(length, rest)], 1)
         self.register_buffer("cos", cos.to(device))
         self.register_buffer("sin", sin.to(device))
         rotated = torch.arange(2 * pairs)

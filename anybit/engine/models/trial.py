@@ -91,7 +91,7 @@ def window_in(mask: Mask, length: int, device: torch.device) -> int | None:
     at = torch.arange(length, device=device)
     last = visible(mask, at[-1:], at)[0]
     size = int(last.sum())
-    rows = torch.linspace(0, length - 1, 64, device=device).long()
+    rows = torch.linspace(0, length - 1, 64, dtype=torch.float64, device=device).long()
     rows = torch.cat([rows, at[max(size - 2, 0) : size + 3], at[:4]]).unique()
     found = visible(mask, rows, at)
     if not torch.equal(found, (at <= rows[:, None]) & (at > rows[:, None] - size)):
@@ -119,7 +119,9 @@ def compare(call: Call, mask: Mask, scores: Scores) -> None:
     if own is None:
         raise UnknownModel(f"{kind.__name__} has no plain form of its attention")
     random = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(x.shape, generator=random).to(x.device) for x in call[1:4])
+    q, k, v = (
+        torch.randn(x.shape, generator=random, dtype=torch.float32).to(x.device) for x in call[1:4]
+    )
     q = q * (4 / q.shape[3] ** 0.5 / call.scale)  # scores large enough for a soft cap
     at = torch.arange(q.shape[2], device=q.device)
     allowed = visible(mask, at, at)

@@ -6,7 +6,8 @@ once. So each stream has counters of its own, and in each capture others.
 
 The memory is the driver's, not torch's: a tensor that is made during a capture lies in the graph's
 pool, where other graphs write, and is filled when the graph is replayed only. A graph does not say
-when it is gone, so nothing is given back: 16 KB for each capture.
+when it is gone, so nothing is given back: 16 KB for each capture, of slabs of 1 MB. A graph that is
+instantiated twice must not be replayed by both at once.
 """
 
 import ctypes
@@ -17,26 +18,36 @@ import torch
 from anybit.kernels.cute.driver import call
 
 LEAST = 4096  # words: eight warps of 512 CTAs
+SLAB = 64 * LEAST
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 # (device, stream, capture) -> (address, words); 0 for no capture.
 _kept: dict[tuple[int, int, int], tuple[int, int]] = {}
+_slabs: dict[int, tuple[int, int]] = {}  # device -> where the rest of its slab begins, its words
 
 
 def zeros(words: int, device: torch.device) -> int:
-    """The address of so many 32-bit counters, for one launch on the current stream of the device.
-
-    The device must be torch's current one.
-    """
+    """The address of 32-bit counters for one launch on the current stream of the device."""
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     capture = capture_of(stream) if torch.cuda.is_current_stream_capturing() else 0
     key = device.index, stream, capture
     address, room = _kept.get(key, (0, 0))
     if room < words:
         room = max(words, LEAST)
-        address = fresh(room)
+        address = piece(room, device)
         _kept[key] = address, room
+    return address
+
+
+def piece(words: int, device: torch.device) -> int:
+    """The address of words of a device that nothing else has had."""
+    address, rest = _slabs.get(device.index, (0, 0))
+    if rest < words:
+        rest = max(words, SLAB)
+        with torch.cuda.device(device):
+            address = fresh(rest)
+    _slabs[device.index] = address + 4 * words, rest - words
     return address
 
 

@@ -39,7 +39,7 @@ def bulk_load(
 
 @dsl_user_op
 def bulk_prefetch(source: Int64, size: int, *, loc: Any = None, ip: Any = None) -> None:
-    """Global memory to the L2, `size` contiguous bytes; one thread calls it."""
+    """Global memory to the L2, `size` contiguous bytes; a thread for each piece."""
     at = {"loc": loc, "ip": ip}
     text = f"cp.async.bulk.prefetch.L2.global [$0], {size};"
     asm(None, [Int64(source)], text, "l", True, at)

@@ -55,7 +55,7 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
 
 
 def copy_kernels(d: Decoder, outputs: list[str]) -> list[KernelSpec]:
-    """What decodes a weight once, where `tiles.copies` may ask for it, and multiplies bytes."""
+    """What decodes a weight once, where `copies.copies` may ask for it, and multiplies bytes."""
     if not tiles.may_copy(d):
         return []
     products = copies.copied_tiles() if d.slot == 8 else []

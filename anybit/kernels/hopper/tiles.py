@@ -387,16 +387,13 @@ def fits_once(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip =
     return tiles * tile.split <= room and k_tiles(k) >= least
 
 
-def cycles(
-    tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200, step: float = 0
-) -> float:
+def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> float:
     """Clock cycles of a product: waves of tiles, of K tiles, of products and decoding.
 
     The matrix unit does 4096 multiply-adds of bytes or 2048 of 16 bits in a clock; the other rates
-    fit times of these kernels on an H200, most of them within 10 %. step: cycles of a K tile, if
-    not those of `step_cycles`.
+    fit times of these kernels on an H200, most of them within 10 %.
     """
-    steps = most_steps(tile, m, n, k, chip) * (step or step_cycles(tile, decoder))
+    steps = most_steps(tile, m, n, k, chip) * step_cycles(tile, decoder)
     return steps * together(tile, m, n, chip) + FIXED + meeting(tile, m, n, k, chip)
 
 

@@ -91,7 +91,7 @@ class Calibration:
                 "calibrates better",
                 stacklevel=2,
             )
-        starts = torch.linspace(0, len(ids) - length, need).long()
+        starts = torch.linspace(0, len(ids) - length, need, dtype=torch.float64).long()
         return torch.stack([ids[start : start + length] for start in starts.tolist()])
 
     def check_file(self) -> None:
