@@ -116,14 +116,15 @@ def kv_cache_gpu() -> str:
 
 
 def headline() -> str:
-    rows = steps(LLAMA)
+    rows, latest = steps(LLAMA), paper_tables.steps()
     dense = score("bf16", "dense", "study-105m")
     fp6 = score("fp6", "gptq", "study-105m")
-    if not rows or not dense or not fp6:
+    specs = "bf16", "liquid@int8"
+    found = [latest.get((LLAMA, spec, "model", "1", "1280")) for spec in specs]
+    if not rows or not all(found) or not dense or not fp6:
         return ""
-    bf16, liquid = rows["bf16", "model"][1], rows["liquid@int8", "model"][1]
-    step = [float(row["step_us"]) / 1e3 for row in (bf16, liquid)]
-    prompt = [int(row["prefill_tokens_per_s"]) for row in (bf16, liquid)]
+    step = [float(row["step_us"]) / 1e3 for row in found if row]
+    prompt = [int(rows[spec, "model"][1]["prefill_tokens_per_s"]) for spec in specs]
     scores = [f"{float(row['perplexity']):.3f}" for row in (dense, fp6)]
     out = [
         ["Decode step, Llama-3-8B shapes, batch 1, `liquid@int8`",
@@ -347,8 +348,9 @@ def vllm() -> str:
             out.append([name, *row, tokens])
     row = []
     for kv, batch in VLLM_COLUMNS:
-        own = steps(LLAMA).get(("liquid@int8", "model" if kv == "auto" else "int8"), {})
-        row.append(milliseconds(float(own[batch]["step_us"]) / 1e3) if batch in own else "")
+        kind = "model" if kv == "auto" else "int8"
+        own = paper_tables.steps().get((LLAMA, "liquid@int8", kind, str(batch), "1280"))
+        row.append(milliseconds(float(own["step_us"]) / 1e3) if own else "")
     out.append(["anybit's engine, liquid@int8, INT8 for FP8 KV", *row, ""])
     titles = ["", *(f"{batch}{', FP8 KV' * (kv != 'auto')}" for kv, batch in VLLM_COLUMNS)]
     return markdown([*titles, "prompt tokens/s"], out if found else [])
