@@ -27,6 +27,7 @@ from typing import Any, TextIO
 
 import torch
 from hopper_layers import finite
+from study_cases import FOLDED
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -86,7 +87,6 @@ MODELS = {
     "tiny-opt": opt(128, 2, 4),
 }  # fmt: skip
 FORMATS = ["bf16", "fp6", "int4:group=128", "liquid@int8", "codebook:m=1,v=4,b=8,group=128"]
-FOLDED = "folded:"  # before a format: of a model rotated by `anybit.rotate_`
 PEER = "transformers"  # a "format": its own generate, in bf16
 PROMPT, OUTPUT = 1024, 512
 BLOCK = 16

@@ -38,7 +38,7 @@ from anybit.kernels.hopper.lookup import choose as choose_lookup
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
 from anybit.kernels.hopper.tiles import MAX_SHARED, Kernel, Tile
 
-MOST_TOKENS = 16  # of one launch
+MOST_TOKENS = codebook_tiles.TOKENS[-1]  # of one launch
 
 
 def refuse_format(layer: LayerSpec) -> str | None:

@@ -149,21 +149,11 @@ def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int, chip: Chip) -> 
     blocks = tile.rows // pack.ROWS
     looked_up = LOOK_UPS[d.cells.v] * d.cells.m * blocks + 200 * d.cells.m * (tile.stages == 2)
     step = looked_up + (7 if blocks == 1 else 13) * tile.tokens
-    met = tiles.EXCHANGE if tile.split > 1 else meeting(tile, m, n, k, chip)
+    met = tiles.parts_met(tile, m, n, k, chip) * SUM * tile.rows * tile.tokens
+    met += tiles.EXCHANGE * (tile.split > 1)
     steps = tiles.most_steps(tile, m, n, k, chip)
     ends = max(0, steps / pack.k_tiles(k) - 1) * END * tile.rows * tile.tokens
     return steps * step + ends + tiles.FIXED + met
-
-
-def meeting(tile: Tile, m: int, n: int, k: int, chip: Chip) -> float:
-    """Clock cycles until sums of shared tiles are one: many CTAs of a tile end at the same time."""
-    ctas = tiles.grid(tile, m, n, chip=chip)
-    common = -(-n // tile.rows) * -(-m // tile.tokens) % ctas
-    if not tile.shared or not common:
-        return 0
-    sharers = tiles.sharers(common, pack.k_tiles(k), ctas)
-    parts = (2 if sharers % common else 1) + max(0, sharers / common - 3) / 2
-    return parts * SUM * tile.rows * tile.tokens
 
 
 def kernels_of(cells: Cells) -> list[Kernel]:

@@ -416,13 +416,20 @@ def expected(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = 
     powered = each * area * slow_by / PRODUCTS[128] / (POWER * (each / steps) ** 0.7)
     least = reading(tile, decoder, m, n, k, chip) - FIXED
     ends = max(0, own / k_tiles(k) - 1) * (0.63 * END if tile.late else END)
-    apart, meets, ctas = 1.0, float(MEET if tile.split > 1 else 0), grid(tile, m, n, chip=chip)
-    if tile.shared and (common := tiles % ctas):
-        share = sharers(common, k_tiles(k), ctas)
-        parts = (2 if share % common else 1) + max(0, share / common - 3) / 2
-        meets = parts * SUM * tile.rows * tile.tokens
-        apart = APART + AGAIN * min(1, 2 * m * k / NEAR)
+    parts = parts_met(tile, m, n, k, chip)
+    meets = parts * SUM * tile.rows * tile.tokens + MEET * (tile.split > 1)
+    apart = APART + AGAIN * min(1, 2 * m * k / NEAR) if parts else 1
     return max(steps * step, powered, least) * apart + ends + meets + BEGIN
+
+
+def parts_met(tile: Tile, m: int, n: int, k: int, chip: Chip) -> float:
+    """Parts of tiles with equal shares that a CTA adds to others', and what many at a time cost."""
+    ctas = grid(tile, m, n, chip=chip)
+    common = -(-n // tile.rows) * -(-m // tile.tokens) % ctas
+    if not tile.shared or not common:
+        return 0
+    share = sharers(common, k_tiles(k), ctas)
+    return (2 if share % common else 1) + max(0, share / common - 3) / 2
 
 
 def together(tile: Tile, m: int, n: int, chip: Chip) -> int:
