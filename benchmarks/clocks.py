@@ -1,6 +1,7 @@
 """What limits long products: clock cycles, the clock, or power; kernels in turns on one GPU.
 
     python benchmarks/clocks.py --cells 28672x4096:1024 --schemes int4:group=128 fp6 [--most 3]
+                                [--peers machete quack]
 
 All kernels of a cell run in turns, some milliseconds each, for several rounds, so each sees a chip
 as warm as the others do. Two stamps around the launches read a multiprocessor's cycles and the
@@ -20,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+import peers
 import torch
 import triton
 import triton.language as tl
@@ -119,12 +121,20 @@ def capture(name: str, calls: list[Callable[[], object]]) -> Graph:
 def cases(
     n: int, k: int, m: int, args: argparse.Namespace
 ) -> Iterator[tuple[str, list[Callable[[], object]]]]:
-    """cuBLAS; ours with the chosen tile and others that seem worth it, in bf16 the chosen one."""
+    """cuBLAS, peers; ours with the chosen tile and others worth it, in bf16 the chosen one."""
     for dtype in (torch.float16, torch.bfloat16):
         x = torch.randn(m, k, device="cuda").to(dtype)
         w = torch.randn(n, k, device="cuda").mul_(0.02).to(dtype)
         calls = [lambda w=w, x=x: x @ w.T for w in rotated(w, w.nbytes)]
         yield f"cublas {bench.short(dtype)}", calls
+    for case in args.found:
+        layer = case.prepare(torch.randn(n, k, device="cuda") * 0.02)
+        inputs = layer.inputs(torch.randn(m, k, device="cuda").to(case.dtype))
+        copies = rotated(layer.weight, layer.nbytes)
+        yield (
+            f"{case.peer} {case.format} {case.activation}",
+            [partial(layer.run, copy, *inputs) for copy in copies],
+        )
     for scheme in args.schemes:
         for dtype in (torch.float16, torch.bfloat16):
             p = Problem(scheme, dtype, n, k, cold=True, few=True)
@@ -215,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cells", nargs="+", default=["28672x4096:1024"], metavar="NxK:M")
     parser.add_argument("--schemes", nargs="+", default=["int4:group=128", "fp6"])
+    parser.add_argument("--peers", nargs="*", default=[], help="with 16-bit tokens, same formats")
     parser.add_argument("--most", type=int, default=6, help="tiles beside the chosen one")
     parser.add_argument("--out", type=Path, default=Path("clocks.json"))
     parser.add_argument("--compile", action="store_true", help="and end")
@@ -225,12 +236,26 @@ def main() -> None:
         ensure(args.schemes)
     if args.compile:
         return
+    args.found = of_peers(args)
     found: list[dict[str, float | str]] = []
     for i, text in enumerate(args.cells):
         shape, _, m = text.partition(":")
         found += cell(*bench.parse_shape(shape), int(m), args, i < args.watts)
         args.out.write_text(json.dumps(found))
     print(f"clocks: {time.perf_counter() - start:.0f} s")
+
+
+def of_peers(args: argparse.Namespace) -> list[bench.Case]:
+    """The cases of the named peers that multiply one of the formats with 16-bit tokens."""
+    cases, missing = peers.cases() if args.peers else ([], {})
+    for name, why in missing.items():
+        print(f"{name} is left out: {why}")
+    return [
+        case for case in cases
+        if case.peer in args.peers
+        and case.format in args.schemes
+        and case.activation in ("fp16", "bf16")
+    ]  # fmt: skip
 
 
 def ensure(schemes: list[str]) -> None:

@@ -42,11 +42,18 @@ class Problem:
     def __init__(
         self, scheme: str, dtype: torch.dtype, n: int, k: int, cold: bool = False, few: bool = False
     ):
-        """few: the weight repeats 256 rows, which is soon made, and does for times."""
+        """few: the weight repeats 256 rows, which is soon made, and does for times.
+
+        These are quantized as users' are: random codes take more power, and the clock falls.
+        """
         self.fmt, self.activation = parse_scheme(scheme)
         self.dtype, self.n, self.k = dtype, n, k
         self.operand = operands.operand_of(self.activation, dtype)
-        self.packed = random_packed(scheme, min(n, ROW_MULTIPLE) if few else n, k)
+        if few:
+            rows = torch.randn(min(n, ROW_MULTIPLE), k, device="cuda") * 0.02
+            self.packed = quantize_tensor(rows, self.fmt)
+        else:
+            self.packed = random_packed(scheme, n, k)
         self.prepared = operands.prepare(self.packed, self.activation, dtype)
         if few:
             times = -(-n // ROW_MULTIPLE)
