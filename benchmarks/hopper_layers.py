@@ -33,6 +33,9 @@ MORE_TILES = [
     *(Tile(tokens, rows=256, split=split) for tokens in (64, 96, 128) for split in (2, 3)),
     *(Tile(tokens, split=split) for tokens in (96, 192) for split in (2, 3)),
     Tile(160, late=True),
+    *(Tile(128, rows=rows, late=True, spread=True) for rows in (128, 256)),
+    *(Tile(t, rows=256, late=True, spread=True) for t in (64, 160)),
+    Tile(128, rows=256, late=True, shared=True, spread=True),
 ]  # tried by `sweep` and `compare` beside the family
 
 

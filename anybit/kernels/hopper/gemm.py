@@ -365,9 +365,14 @@ class Gemm(Order, Epilogue):
                 ahead = cutlass.min(k_first + self.tile.lag, k_last) - 1
         while k < k_last:
             cute.arch.mbarrier_wait(full + stage, phase)
-            words, grid = self.read_words(shared, group, t, stage)
+            if const_expr(self.tile.spread):
+                words, grid = self.read_words(shared, group, t, stage, 0, 0)
+            else:
+                words, grid = self.read_words(shared, group, t, stage)
             for batch in cutlass.range_constexpr(2 * self.blocks):
                 half, block = const_expr(batch // self.blocks), const_expr(batch % self.blocks)
+                if const_expr(batch and self.tile.spread):
+                    words, grid = self.read_words(shared, group, t, stage, half, block)
                 sums, place_a = self.sums_of(acc, mma, block), const_expr(batch % 2 * self.per_half)
                 # The batch before may still run; the registers of the one before it are free.
                 if const_expr(not self.decoder.sums):
@@ -445,8 +450,14 @@ class Gemm(Order, Epilogue):
         arrive_if(empty.toint(), when)
 
     @cute.jit
-    def read_words(self, shared, group, t, stage):
-        """A thread's code and grid words of a stage, 16 bytes at a time."""
+    def read_words(
+        self, shared, group, t, stage, half: cutlass.Constexpr[int] = -1,
+        block: cutlass.Constexpr[int] = 0,
+    ):  # fmt: skip
+        """A thread's code and grid words of a stage, 16 bytes at a time; or those of a batch."""
+        bits = const_expr(self.decoder.bits)
+        first = const_expr(half * bits // 4 if half >= 0 else 0)
+        last = const_expr(-(-(half + 1) * bits // 4) if half >= 0 else self.whole)
         blob, blocks = const_expr(self.blob // 4), const_expr(self.blocks)
         base = cute.recast_ptr(shared.w.data_ptr(), dtype=Uint32)
         strides = (128 * self.words, blob, blocks * blob)  # warpgroup, blob, stage
@@ -468,8 +479,9 @@ class Gemm(Order, Epilogue):
             ),
         )
         pair = t // 32 * 8 + t % 32 // 4
-        for i in cutlass.range_constexpr(blocks):
-            for c in cutlass.range_constexpr(self.whole):
+        blocks_read = const_expr(range(block, block + 1) if half >= 0 else range(blocks))
+        for i in cutlass.range_constexpr(blocks_read.start, blocks_read.stop):
+            for c in cutlass.range_constexpr(first, min(last, self.whole)):
                 cute.autovec_copy(by4[None, t, c, group, i, stage], words[None, c, i])
             if const_expr(self.words % 4):
                 rest = cute.make_rmem_tensor((2,), Uint32)

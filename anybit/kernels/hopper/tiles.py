@@ -43,7 +43,8 @@ class Tile:
     split: CTAs of a cluster that split the K of one tile.
     stages: K tiles in flight; 0 means all that fit. shared: CTAs have equal shares of all K tiles.
     late: the second warpgroup stays some K tiles behind the first where a CTA has several tiles, so
-    that it multiplies while the first one writes outputs, and the other way round.
+    that it multiplies while the first one writes outputs, and the other way round. spread: code
+    words are read before each batch of products, not all of a K tile at once.
     """
 
     tokens: int
@@ -53,6 +54,7 @@ class Tile:
     stages: int = 0
     shared: bool = False
     late: bool = False
+    spread: bool = False
 
     @property
     def lag(self) -> int:
@@ -76,7 +78,7 @@ class Tile:
     @property
     def name(self) -> str:
         split = f"_split{self.split}" if self.split > 1 else "_shared" * self.shared
-        split += "_late" * self.late
+        split += "_late" * self.late + "_spread" * self.spread
         return f"{self.rows}x{self.tokens}_{self.stages}stages_{self.ctas}ctas{split}"
 
 
