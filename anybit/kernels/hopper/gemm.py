@@ -23,7 +23,6 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
-from anybit.kernels.cute.lang import Word
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.cute.ptx import TYPES
 from anybit.kernels.hopper import order
@@ -33,12 +32,13 @@ from anybit.kernels.hopper.order import Order
 from anybit.kernels.hopper.ptx import arrive_if, bulk_load
 from anybit.kernels.hopper.shares import join, share_of
 from anybit.kernels.hopper.tiles import EXPERT_WORDS, Kernel
+from anybit.kernels.hopper.words import Words
 
 # Registers of a producer and a consumer thread when four producer warps give theirs away.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
-class Gemm(Order, Epilogue):
+class Gemm(Order, Words, Epilogue):
     """The main loop of a kernel; what is not a parameter is known when it is compiled."""
 
     source = warpgroup.OperandSource.RMEM  # of the decoded weights
@@ -365,13 +365,11 @@ class Gemm(Order, Epilogue):
                 ahead = cutlass.min(k_first + self.tile.lag, k_last) - 1
         while k < k_last:
             cute.arch.mbarrier_wait(full + stage, phase)
-            if const_expr(self.tile.spread):
-                words, grid = self.read_words(shared, group, t, stage, 0, 0)
-            else:
+            if const_expr(not self.tile.spread):
                 words, grid = self.read_words(shared, group, t, stage)
             for batch in cutlass.range_constexpr(2 * self.blocks):
                 half, block = const_expr(batch // self.blocks), const_expr(batch % self.blocks)
-                if const_expr(batch and self.tile.spread):
+                if const_expr(self.tile.spread):
                     words, grid = self.read_words(shared, group, t, stage, half, block)
                 sums, place_a = self.sums_of(acc, mma, block), const_expr(batch % 2 * self.per_half)
                 # The batch before may still run; the registers of the one before it are free.
@@ -448,61 +446,3 @@ class Gemm(Order, Epilogue):
         its warp is no faster, and racecheck follows only the arrivals of those that have read.
         """
         arrive_if(empty.toint(), when)
-
-    @cute.jit
-    def read_words(
-        self, shared, group, t, stage, half: cutlass.Constexpr[int] = -1,
-        block: cutlass.Constexpr[int] = 0,
-    ):  # fmt: skip
-        """A thread's code and grid words of a stage, 16 bytes at a time; or those of a batch."""
-        bits = const_expr(self.decoder.bits)
-        first = const_expr(half * bits // 4 if half >= 0 else 0)
-        last = const_expr(-(-(half + 1) * bits // 4) if half >= 0 else self.whole)
-        blob, blocks = const_expr(self.blob // 4), const_expr(self.blocks)
-        base = cute.recast_ptr(shared.w.data_ptr(), dtype=Uint32)
-        strides = (128 * self.words, blob, blocks * blob)  # warpgroup, blob, stage
-        shape = (2, blocks, self.stages)
-        words = cute.make_rmem_tensor((4, self.whole + 1, blocks), Uint32)
-        grid = cute.make_rmem_tensor((max(self.grid_words, 1), blocks), Uint32)
-        by4 = cute.make_tensor(
-            base, cute.make_layout((4, 128, self.whole + 1, *shape), stride=(1, 4, 512, *strides))
-        )
-        by2 = cute.make_tensor(
-            base + self.whole * 512,
-            cute.make_layout((2, 128, *shape), stride=(1, 2, *strides)),
-        )
-        pairs = cute.make_tensor(
-            base + 2 * 128 * self.words,
-            cute.make_layout(
-                (max(self.grid_words, 1), 32, *shape),
-                stride=(1, max(self.grid_words, 1), 32 * self.grid_words, blob, blocks * blob),
-            ),
-        )
-        pair = t // 32 * 8 + t % 32 // 4
-        blocks_read = const_expr(range(block, block + 1) if half >= 0 else range(blocks))
-        for i in cutlass.range_constexpr(blocks_read.start, blocks_read.stop):
-            for c in cutlass.range_constexpr(first, min(last, self.whole)):
-                cute.autovec_copy(by4[None, t, c, group, i, stage], words[None, c, i])
-            if const_expr(self.words % 4):
-                rest = cute.make_rmem_tensor((2,), Uint32)
-                cute.autovec_copy(by2[None, t, group, i, stage], rest)
-                words[0, self.whole, i], words[1, self.whole, i] = rest[0], rest[1]
-            if const_expr(self.grid_words):
-                cute.autovec_copy(pairs[None, pair, group, i, stage], grid[None, i])
-        return words, grid
-
-    @cute.jit
-    def decode_half(
-        self, words, grid, registers, half: cutlass.Constexpr[int], i: cutlass.Constexpr[int],
-        place: cutlass.Constexpr[int],
-    ):  # fmt: skip
-        """64 columns of block i: code words -> A registers of their WGMMAs, from `place` on."""
-        d = self.decoder
-        codes = [Word(words[w % 4, w // 4, i]) for w in range(half * d.bits, (half + 1) * d.bits)]
-        entries = range(half * d.entries // 2, -(-(half + 1) * d.entries // 2))
-        each = d.grid_words
-        constants = [
-            d.constants([Word(grid[e * each + j, i]) for j in range(each)]) for e in entries
-        ]
-        for r, word in enumerate(d.registers(codes, constants)):
-            registers[(0, r % 2, r // 2 % 2), 0, place + r // 4] = word.bits
