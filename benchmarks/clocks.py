@@ -32,6 +32,7 @@ from anybit.core.scheme import parse_scheme
 from anybit.kernels.backend import Prepared
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.build import build
+from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import dsl_version
 from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.chip import H200
@@ -141,7 +142,7 @@ def cases(
             given = p.tokens(m)
             some = [tiles.choose(p.decoder, m, n, k)]
             if dtype == torch.float16:
-                some += worth(p, m)[: args.most]
+                some += [t for t in worth(p, m) if t.name.startswith(args.tiles)][: args.most]
             for tile in dict.fromkeys(some):
                 early = tiles.overlaps(tile, p.decoder, m, n)
                 name = f"{scheme} {bench.short(dtype)} {tile.name}"
@@ -160,7 +161,7 @@ def launches(
 
 
 def worth(p: Problem, m: int) -> list[Tile]:
-    """Compiled tiles by what products and bytes alone take, the shortest first; up to 1.3 times."""
+    """Compiled tiles by what products and bytes alone take, the shortest first; up to 1.5 times."""
     times = {}
     for tile in p.tiles():
         d, n, k = p.decoder, p.n, p.k
@@ -171,7 +172,7 @@ def worth(p: Problem, m: int) -> list[Tile]:
     best = sorted(times, key=times.__getitem__)
     late = {t for t in best if t.late}
     best = [t for t in best if t.late or replace(t, late=True) not in late]
-    best = [t for t in best if times[t] < 1.3 * times[best[0]]]
+    best = [t for t in best if times[t] < 1.5 * times[best[0]]]
     every = set(p.tiles())  # beside the first ones the same with words read batch by batch
     pairs = [[t, *({replace(t, spread=True)} & every)] for t in best if not t.spread]
     return [t for pair in pairs for t in pair]
@@ -230,6 +231,7 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", default=["int4:group=128", "fp6"])
     parser.add_argument("--peers", nargs="*", default=[], help="with 16-bit tokens, same formats")
     parser.add_argument("--most", type=int, default=6, help="tiles beside the chosen one")
+    parser.add_argument("--tiles", nargs="+", default=[""], help="what their names begin with")
     parser.add_argument("--out", type=Path, default=Path("clocks.json"))
     parser.add_argument("--compile", action="store_true", help="and end")
     parser.add_argument("--watts", type=int, default=0, help="cells of which watts are asked, too")
@@ -239,7 +241,7 @@ def main() -> None:
         ensure(args.schemes)
     if args.compile:
         return
-    args.found = of_peers(args)
+    args.found, args.tiles = of_peers(args), tuple(args.tiles)
     found: list[dict[str, float | str]] = []
     for i, text in enumerate(args.cells):
         shape, _, m = text.partition(":")
@@ -269,7 +271,8 @@ def ensure(schemes: list[str]) -> None:
         for dtype in (torch.float16, torch.bfloat16):
             operand = operands.operand_of(activation, dtype)
             d = operands.decoder_for(fmt, getattr(torch, operand))
-            every = [*tiles.family(d), *(tiles.fitted(t, d) for t in MORE_TILES)]
+            more = (t for t in MORE_TILES if d.slot == 16 or t.columns == K_TILE)
+            every = [*tiles.family(d), *(tiles.fitted(t, d) for t in more)]
             kernels += [Kernel(d, t, operands.NAMES[dtype]) for t in every if t.tokens >= 32]
     for error in build(kernels):
         print("not compiled:", error[:300])
