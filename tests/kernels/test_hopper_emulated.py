@@ -135,7 +135,7 @@ class Emulated:
         counters = torch.zeros(8 * places, dtype=torch.int32)
         rows = codes.view(torch.uint8).numpy().reshape(m, k * size)
         arguments = [
-            TensorMap(rows, self.tile.tokens, size, in_use=True),
+            TensorMap(rows, self.tile.tokens // self.tile.sides, size, in_use=True),
             0,
             *(array(t) for t in prepared[:3]),
             *(in_use(t) for t in (scale, sums)),
@@ -143,7 +143,9 @@ class Emulated:
             *(in_use(t) for t in (y, starts, work, counters)),
             *(m, n, k, 1 if starts is None else len(starts) - 1, 1),
         ]
-        self.machine.launch(arguments, grid, self.tile.threads, self.shared, self.tile.split, seed)
+        self.machine.launch(
+            arguments, grid, self.tile.threads, self.shared, self.tile.cluster, seed
+        )
         assert not counters.any()
         return y
 
@@ -190,7 +192,7 @@ def test_products(
     results = [emulated.run(x, prepared, n, grid, bias, seed=s) for s in range(seeds)]
     assert_close(results[0], want, dtype)
     assert all(torch.equal(r, results[0]) for r in results)  # whatever the order of events
-    if emulated.tile.split == 1:  # fewer CTAs than tiles: each does several
+    if emulated.tile.cluster == 1:  # fewer CTAs than tiles: each does several
         assert torch.equal(emulated.run(x, prepared, n, 1, bias), results[0])
 
 

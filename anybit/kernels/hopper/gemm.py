@@ -17,7 +17,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 
@@ -29,7 +29,7 @@ from anybit.kernels.hopper import order
 from anybit.kernels.hopper.epilogue import Epilogue
 from anybit.kernels.hopper.launch import ARCHITECTURE
 from anybit.kernels.hopper.order import Order
-from anybit.kernels.hopper.ptx import arrive_if, bulk_load
+from anybit.kernels.hopper.ptx import arrive_if, arrive_there_if, bulk_load
 from anybit.kernels.hopper.shares import join, share_of
 from anybit.kernels.hopper.tiles import EXPERT_WORDS, Kernel
 from anybit.kernels.hopper.words import Words
@@ -50,7 +50,7 @@ class Gemm(Order, Words, Epilogue):
         self.decoder, self.tile = decoder, tile
         self.out, self.grouped, self.piece = kernel.output, kernel.grouped, kernel.piece
         self.tokens, self.stages = tile.tokens, tile.stages
-        self.split = tile.split
+        self.split, self.sides = tile.split, tile.sides
         self.blocks = tile.rows // ROWS  # blobs of a K tile
         self.columns, self.slots = tile.columns, tile.slots  # of a stage; K tiles of weights
         self.parts = K_TILE // tile.columns  # stages of a K tile
@@ -121,11 +121,15 @@ class Gemm(Order, Words, Epilogue):
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.b)
         shape = self.tokens, self.columns, self.stages
         x_layout = cute.tile_to_shape(atom, shape, order=(0, 1, 2))
+        copy = cpasync.CopyBulkTensorTileG2SOp()
+        if const_expr(self.tile.pair):
+            copy = cpasync.CopyBulkTensorTileG2SMulticastOp()
         x_copy, x_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
+            copy,
             x_all,
             cute.slice_(x_layout, (None, None, 0)),
             (self.tokens, self.columns),
+            num_multicast=self.sides,
         )
         mma = cute.make_tiled_mma(cute.make_mma_atom(self.mma_op()), (self.multipliers, 1, 1))
 
@@ -150,7 +154,7 @@ class Gemm(Order, Words, Epilogue):
         ).launch(
             grid=(grid, 1, 1),
             block=(self.tile.threads, 1, 1),
-            cluster=(self.split, 1, 1) if self.split > 1 else None,
+            cluster=(self.tile.cluster, 1, 1) if self.tile.cluster > 1 else None,
             min_blocks_per_mp=self.tile.ctas,
             preferred_smem_carveout=100,  # given, or the DSL asks the driver
             use_pdl=True,
@@ -191,11 +195,14 @@ class Gemm(Order, Words, Epilogue):
             cpasync.prefetch_descriptor(x_copy)
             if thread % 32 < self.stages:
                 cute.arch.mbarrier_init(full + thread % 32, self.arrivals)
-                cute.arch.mbarrier_init(empty + thread % 32, 256)  # all consumers
+                # All consumers, and a lane of each warp of the other CTA.
+                cute.arch.mbarrier_init(empty + thread % 32, 256 + 8 * (self.sides - 1))
             if const_expr(self.tile.late) and thread % 32 == 0:
                 cute.arch.mbarrier_init(shared.ahead.data_ptr(), 128)  # the first warpgroup
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if const_expr(self.tile.pair):
+            self.meet()  # before anyone writes to the other CTA
         cute.arch.griddepcontrol_launch_dependents()
 
         # A CTA takes every so many tiles, or a list of units; or a cluster splits a tile along K.
@@ -206,18 +213,19 @@ class Gemm(Order, Words, Epilogue):
             cute.arch.griddepcontrol_wait()
             m_tiles = self.count_tiles(starts, table, experts, thread)
         # What does not change from tile to tile.
-        rows = const_expr(self.tile.rows)
-        n_tiles = (n + (rows - 1)) // rows
-        problem = (spans, m, n, m_tiles, n_tiles, (n + (ROW_MULTIPLE - 1)) // ROW_MULTIPLE)
-        rank, first, last = cta % self.split, cta // self.split, n_tiles * m_tiles
-        share = (cta, ctas)
+        rows = const_expr(self.tile.span)
+        n_tiles, expert_tiles = (n + (rows - 1)) // rows, (n + (ROW_MULTIPLE - 1)) // ROW_MULTIPLE
+        side, team, teams = cta % self.sides, cta // self.sides, ctas // self.sides
+        problem = (spans, m, n, m_tiles, n_tiles, expert_tiles, side)
+        rank, first, last = cta % self.split, team // self.split, n_tiles * m_tiles
+        share = (team, teams)
         if const_expr(self.split > 1):
             k_first = k_tiles * rank // self.split
             k_last = k_tiles * (rank + 1) // self.split
         else:
             k_first, k_last = Int32(0), k_tiles
         if const_expr(self.tile.shared):
-            share, last = share_of(cta, ctas, n_tiles * m_tiles, k_tiles)
+            share, last = share_of(team, teams, n_tiles * m_tiles, k_tiles)
             first = Int32(0)
         turns = (first, last, share, k_first, k_last)
 
@@ -242,6 +250,8 @@ class Gemm(Order, Words, Epilogue):
                 mma, s_x, shared, row_scale, zero_or_book, token_scale, token_sum, bias, y,
                 (work, counters), problem, turns, rank, thread,
             )  # fmt: skip
+        if const_expr(self.tile.pair):
+            self.meet()  # nobody leaves while the other CTA may write to it
 
     def begin(self, shared: Any, book: Any, thread: Any) -> None:
         """What consumers do before the previous kernel has finished."""
@@ -268,8 +278,8 @@ class Gemm(Order, Words, Epilogue):
             )
             x_to, x_from = cpasync.tma_partition(
                 x_copy,
-                0,
-                cute.make_layout(1),
+                problem[6],
+                cute.make_layout(self.sides),
                 cute.group_modes(s_x, 0, 2),
                 cute.group_modes(g_x, 0, 2),
             )
@@ -290,10 +300,15 @@ class Gemm(Order, Words, Epilogue):
                         x_from[None, k * self.parts + part],
                         x_to[None, stage],
                         tma_bar_ptr=full + stage,
+                        **self.receivers(),
                     )
                     stage, phase = self.next_stage(stage, phase)
                 slot = self.next_slot(slot, stage)
                 k += 1
+
+    def receivers(self) -> dict[str, Any]:
+        """Which CTAs of the cluster a copy of tokens goes to."""
+        return {"mcast_mask": Int16(0b11)} if self.tile.pair else {}
 
     @cute.jit
     def next_stage(self, stage, phase):
@@ -411,7 +426,7 @@ class Gemm(Order, Words, Epilogue):
                     warpgroup.wait_group(self.running)
                 used = const_expr(batch >= self.batches) or k > k_first  # the stage before
                 if const_expr(here == 1):
-                    self.release(empty + previous, used)
+                    self.release(empty + previous, used, t, problem[6])
                 if const_expr(self.tile.late and batch == 1):
                     arrive_if(shared.ahead.data_ptr().toint(), k == ahead)
                 self.decode_half(words, grid, registers, half, block, place_a)
@@ -420,7 +435,7 @@ class Gemm(Order, Words, Epilogue):
                     if const_expr(self.batches == 1 and 2 * j == self.per_half):
                         warpgroup.commit_group()
                         warpgroup.wait_group(self.running)
-                        self.release(empty + previous, used)
+                        self.release(empty + previous, used, t, problem[6])
                     a = operand[None, None, place_a + j]
                     step = const_expr(half * self.per_half + j)
                     b = x_fragment[None, None, step % self.steps, stage]
@@ -436,7 +451,7 @@ class Gemm(Order, Words, Epilogue):
             slot = self.next_slot(slot, stage)
             k += 1
         warpgroup.wait_group(0)
-        self.release(empty + previous, k_last > k_first)
+        self.release(empty + previous, k_last > k_first, t, problem[6])
         acc = total
 
         table = self.share_tokens(shared, tokens, group, t)
@@ -447,7 +462,7 @@ class Gemm(Order, Words, Epilogue):
         if const_expr(self.tile.shared):
             finishes = join(
                 acc, self.acc, self.joined, workspace[0].toint(), workspace[1].toint(),
-                8, warp, turns[2], tile, k_first, k_last, t % 32,
+                8 * self.sides, problem[6] * 8 + warp, turns[2], tile, k_first, k_last, t % 32,
             ) > 0  # fmt: skip
         if const_expr(self.grouped and self.tile.wide):  # again: the loop has no registers left
             row_tile, _, expert, start, end = self.locate(tile, problem)
@@ -477,10 +492,12 @@ class Gemm(Order, Words, Epilogue):
         return cute.make_tensor(acc.iterator + block * cute.size(layout), layout)
 
     @cute.jit
-    def release(self, empty, when):
-        """This thread is done with a stage.
+    def release(self, empty, when, t=0, side=0):
+        """This thread is done with a stage; a warp tells the other CTA that copies tokens to it.
 
         Without a branch, at which ptxas might wait for every single WGMMA of the loop. One lane for
         its warp is no faster, and racecheck follows only the arrivals of those that have read.
         """
         arrive_if(empty.toint(), when)
+        if const_expr(self.tile.pair):
+            arrive_there_if(empty.toint(), 1 - side, Boolean(when) & (t % 32 == 0))

@@ -45,7 +45,8 @@ class Tile:
     late: the second warpgroup stays some K tiles behind the first where a CTA has several tiles, so
     that it multiplies while the first one writes outputs, and the other way round. spread: code
     words are read before each batch of products, not all of a K tile at once. columns: of a stage's
-    tokens, 128 or 64, of which a K tile's 128 have two stages; `stages` counts these.
+    tokens, 128 or 64, of which a K tile's 128 have two stages; `stages` counts these. pair: two
+    CTAs of a cluster have neighbouring tiles of rows, and each copies half of the tokens for both.
     """
 
     tokens: int
@@ -57,6 +58,22 @@ class Tile:
     late: bool = False
     spread: bool = False
     columns: int = K_TILE
+    pair: bool = False
+
+    @property
+    def sides(self) -> int:
+        """CTAs with neighbouring tiles of rows."""
+        return 2 if self.pair else 1
+
+    @property
+    def span(self) -> int:
+        """Rows of a cluster."""
+        return self.rows * self.sides
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.split * self.sides
 
     @property
     def slots(self) -> int:
@@ -85,7 +102,7 @@ class Tile:
     @property
     def name(self) -> str:
         split = f"_split{self.split}" if self.split > 1 else "_shared" * self.shared
-        split += "_late" * self.late + "_spread" * self.spread
+        split += "_late" * self.late + "_spread" * self.spread + "_pair" * self.pair
         columns = f"x{self.columns}" if self.columns < K_TILE else ""
         return f"{self.rows}x{self.tokens}{columns}_{self.stages}stages_{self.ctas}ctas{split}"
 
@@ -128,7 +145,8 @@ class Kernel:
     @property
     def header(self) -> dict[str, int]:
         tile = self.tile
-        return {"threads": tile.threads, "cluster": tile.split, "box": tile.tokens}
+        box = tile.tokens // tile.sides
+        return {"threads": tile.threads, "cluster": tile.cluster, "box": box}
 
     @property
     def batch(self) -> int:
@@ -279,16 +297,16 @@ def grid(tile: Tile, m: int, n: int, experts: int = 0, chip: Chip = H200) -> int
     How many tiles of tokens `experts` make is known on the device only; here it is the most.
     """
     tokens = -(-m // tile.tokens) if not experts else most_tiles(tile, m, experts)
-    tiles = -(-n // tile.rows) * tokens
-    room = chip.multiprocessors * tile.ctas
+    tiles = -(-n // tile.span) * tokens
+    room = chip.multiprocessors * tile.ctas // tile.sides
     if experts and tile.split == 1:
         return min(tiles, room)
     if tile.split > 1:  # a cluster does one tile
         return tiles * tile.split
     if tile.shared:
-        return room
+        return room * tile.sides
     waves = -(-tiles // room)
-    return -(-tiles // waves)
+    return -(-tiles // waves) * tile.sides
 
 
 def sharers(common: int, steps: int, ctas: int) -> int:
@@ -304,8 +322,9 @@ def sharers(common: int, steps: int, ctas: int) -> int:
 
 def workspace(tile: Tile, m: int, n: int, ctas: int) -> int:
     """Numbers of the workspace where `ctas` share tiles, see `shares.py`; else 0."""
-    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
-    return 2 * ctas * tile.rows * tile.tokens if tile.shared and tiles % ctas else 0
+    tiles = -(-n // tile.span) * -(-m // tile.tokens)
+    some = tile.shared and tiles % (ctas // tile.sides)
+    return 2 * ctas * tile.rows * tile.tokens if some else 0
 
 
 def most_tiles(tile: Tile, m: int, experts: int) -> int:
@@ -394,8 +413,8 @@ def fits_once(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip =
     """Whether every cluster can be resident at once, and every CTA gets enough of K."""
     if tile.split == 1 and not tile.shared:
         return True
-    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
-    room = chip.multiprocessors * places(fitted(tile, decoder), decoder)
+    tiles = -(-n // tile.span) * -(-m // tile.tokens)
+    room = chip.multiprocessors * places(fitted(tile, decoder), decoder) // tile.sides
     if tile.shared:
         return tiles * k_tiles(k) >= LEAST_UNITS * room
     if tile.split > 2:  # they do not fill the processor's parts: 40 of three took two turns
@@ -441,8 +460,8 @@ def expected(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = 
 
 def parts_met(tile: Tile, m: int, n: int, k: int, chip: Chip) -> float:
     """Parts of tiles with equal shares that a CTA adds to others', and what many at a time cost."""
-    ctas = grid(tile, m, n, chip=chip)
-    common = -(-n // tile.rows) * -(-m // tile.tokens) % ctas
+    ctas = grid(tile, m, n, chip=chip) // tile.sides
+    common = -(-n // tile.span) * -(-m // tile.tokens) % ctas
     if not tile.shared or not common:
         return 0
     share = sharers(common, k_tiles(k), ctas)
@@ -456,8 +475,8 @@ def together(tile: Tile, m: int, n: int, chip: Chip) -> int:
 
 def most_steps(tile: Tile, m: int, n: int, k: int, chip: Chip) -> int:
     """K tiles of the CTA that has most."""
-    ctas = grid(tile, m, n, chip=chip)
-    tiles, each = -(-n // tile.rows) * -(-m // tile.tokens), k_tiles(k)
+    ctas = grid(tile, m, n, chip=chip) // tile.sides
+    tiles, each = -(-n // tile.span) * -(-m // tile.tokens), k_tiles(k)
     if not tile.shared:
         return -(-tiles * tile.split // ctas) * (each // tile.split)
     common = tiles % ctas
