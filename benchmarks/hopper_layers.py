@@ -16,7 +16,7 @@ from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import kernel_file
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.hopper import scalar_linear, tiles
-from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.mma import linear as mma
 from anybit.kernels.reference import operand_weight, quantize_tokens
 from anybit.measure.timing import median_us, rotated

@@ -18,7 +18,7 @@ from anybit.kernels.cute.operands import decoder_for, operand_of
 from anybit.kernels.hopper import backend, build, chip, copies, expert_tiles, scalar_linear, tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
-from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.mma.tiles import kernel_for
 from anybit.planning.cost_model import instructions
 from tests.kernels.mma import GPUS

@@ -17,7 +17,7 @@ from anybit.core.scheme import parse_scheme
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.operands import decoder_for
 from anybit.kernels.hopper import scalar_linear, tiles
-from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.reference import operand_weight, quantize_tokens
 from tests.kernels import many_experts
 from tests.needs import EVERY_KERNEL
@@ -37,6 +37,14 @@ CASES = [
     ("fp6", HALF, Tile(16, ctas=2, split=2), (16, 136, 384), 2),
     ("int3:group=32,zero", HALF, Tile(8, ctas=2), (7, 128, 256), 1),
     ("int4:group=128", BRAIN, Tile(128, rows=256, stages=2), (130, 200, 256), 1),
+    ("fp6", HALF, Tile(16, stages=3, columns=64), (20, 136, 384), 2),
+    (
+        "int4:group=128",
+        HALF,
+        Tile(16, stages=5, columns=64, late=True, pair=True),
+        (30, 264, 384),
+        2,
+    ),
     ("fp6@fp8", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
     ("mxfp4", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
     ("fp8:group=128@fp8", BRAIN, Tile(16, ctas=2, split=2), (11, 136, 512), 2),
@@ -192,8 +200,8 @@ def test_products(
     results = [emulated.run(x, prepared, n, grid, bias, seed=s) for s in range(seeds)]
     assert_close(results[0], want, dtype)
     assert all(torch.equal(r, results[0]) for r in results)  # whatever the order of events
-    if emulated.tile.cluster == 1:  # fewer CTAs than tiles: each does several
-        assert torch.equal(emulated.run(x, prepared, n, 1, bias), results[0])
+    if emulated.tile.split == 1:  # fewer CTAs than tiles: each does several
+        assert torch.equal(emulated.run(x, prepared, n, emulated.tile.sides, bias), results[0])
 
 
 def test_token_tiles_come_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:

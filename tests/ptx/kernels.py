@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anybit.kernels.cute import operands
-from anybit.kernels.hopper.tiles import Tile
+from anybit.kernels.hopper.tile import Tile
 from tests.kernels import test_hopper_codebook as codebook
 from tests.kernels.test_hopper_emulated import Emulated, packed_weight
 from tests.ptx.machine import Machine

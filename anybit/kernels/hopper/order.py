@@ -7,7 +7,7 @@ from cutlass import Int32, const_expr
 from anybit.kernels.cute.operands import SPANS
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.hopper.shares import unit_of
-from anybit.kernels.hopper.tiles import Tile
+from anybit.kernels.hopper.tile import Tile
 
 NEAR = 1024  # tokens whose tiles are neighbours in the order of tiles
 
