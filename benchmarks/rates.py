@@ -34,6 +34,19 @@ MIXES = {
     "2 prmt + mul": ("prmt", "prmt", "mul"),
     "prmt + dp4a": ("prmt", "dp4a"),
     "mul + dp4a": ("mul", "dp4a"),
+    # A fourth of what 8 weights of `trellis` take in 16 bits, about.
+    "2 weights of sum8": (
+        "prmt",
+        "mul",
+        "dp4a",
+        "prmt",
+        "fma_bf16x2",
+        "mul",
+        "dp4a",
+        "prmt",
+        "shl",
+    ),
+    "2 weights of pair8": ("prmt", "mul", "dp4a", "prmt", "dp4a", "fma_bf16x2"),
 }
 HEAD = """
 #include <cstdio>
@@ -69,7 +82,7 @@ def simple(name: str, parts: tuple[str, ...]) -> str:
 __global__ void {name}(u *out, u s) {{
   u d[{CHAINS}]; for (int i = 0; i < {CHAINS}; i++) d[i] = s * i + threadIdx.x;
   long long t = clock64();
-  #pragma unroll 2
+  #pragma unroll {max(1, 32 // len(parts))}
   for (int r = 0; r < {ROUNDS}; r++) {{ {" ".join(body)} }}
   t = clock64() - t;
   u all = 0; for (int i = 0; i < {CHAINS}; i++) all += d[i];
