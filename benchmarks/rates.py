@@ -140,6 +140,10 @@ def beside(tokens: int) -> str:
         ': "+r"(d[i]) : "r"(s));',
         3: 'for (int i = 0; i < 16; i++) asm volatile("prmt.b32 %0, %0, %1, 0x6541;" '
         ': "+r"(d[i]) : "r"(s));',
+        4: 'for (int i = 0; i < 8; i++) asm volatile("dp4a.u32.u32 %0, %0, %2, %2; '
+        'prmt.b32 %1, %1, %2, 0x6541;" : "+r"(d[i]), "+r"(d[i + 8]) : "r"(s));',
+        5: 'for (int i = 0; i < 16; i++) asm volatile("fma.rn.bf16x2 %0, %0, %1, %1;" '
+        ': "+r"(d[i]) : "r"(s));',
     }
     other = "".join(
         f"if (kind == {kind}) for (int r = 0; r < 512; r++) {text}\n" for kind, text in each.items()
@@ -204,9 +208,9 @@ void show(const char *name, void (*kernel)(u *, u), int count, int threads = 512
 int main() {{
   cudaMalloc(&out, 1 << 22);
   {shown}
-  const char *names[] = {{"nothing", "imma m16n8k32", "dp4a", "prmt"}};
-  int counts[] = {{1, 2048, 8192, 8192}};
-  for (int tokens = 0; tokens <= 128; tokens += 64) for (int kind = 0; kind < 4; kind++) {{
+  const char *names[] = {{"nothing", "imma m16n8k32", "dp4a", "prmt", "dp4a + prmt", "fma"}};
+  int counts[] = {{1, 2048, 8192, 8192, 8192, 8192}};
+  for (int tokens = 0; tokens <= 128; tokens += 64) for (int kind = 0; kind < 6; kind++) {{
     u clocks[2];
     for (int i = 0; i < 2; i++)
       (tokens > 64 ? beside128 : beside64)<<<132, 256>>>(out, 0, tokens, kind);
