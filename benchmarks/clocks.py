@@ -172,10 +172,7 @@ def worth(p: Problem, m: int) -> list[Tile]:
     best = sorted(times, key=times.__getitem__)
     late = {t for t in best if t.late}
     best = [t for t in best if t.late or replace(t, late=True) not in late]
-    best = [t for t in best if times[t] < 1.5 * times[best[0]]]
-    every = set(p.tiles())  # beside the first ones the same with words read batch by batch
-    pairs = [[t, *({replace(t, spread=True)} & every)] for t in best if not t.spread]
-    return [t for pair in pairs for t in pair]
+    return [t for t in best if times[t] < 1.5 * times[best[0]]]
 
 
 def watts(graph: Graph, us: float) -> float:

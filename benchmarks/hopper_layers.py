@@ -39,9 +39,6 @@ MORE_TILES = [
     *(Tile(256, columns=64, late=True, shared=shared, pair=True) for shared in (False, True)),
     *(Tile(128, late=True, shared=shared, pair=True) for shared in (False, True)),
     Tile(192, columns=64, late=True, pair=True),
-    *(Tile(128, rows=rows, late=True, spread=True) for rows in (128, 256)),
-    *(Tile(t, rows=256, late=True, spread=True) for t in (64, 160)),
-    Tile(128, rows=256, late=True, shared=True, spread=True),
 ]  # tried by `sweep` and `compare` beside the family
 
 
