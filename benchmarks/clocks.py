@@ -91,8 +91,8 @@ class Graph:
         return median(us), median(ghz)
 
 
-def capture(name: str, calls: list[Callable[[], object]]) -> Graph:
-    """A graph of about `ROUND_MS`, in whole rounds of the calls."""
+def capture(name: str, calls: list[Callable[[], object]], milliseconds: float) -> Graph:
+    """A graph of about so long, in whole rounds of the calls."""
     stamps = torch.zeros(2, 264, 3, dtype=torch.int64, device="cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -106,7 +106,7 @@ def capture(name: str, calls: list[Callable[[], object]]) -> Graph:
             call()
         end.record()
         end.synchronize()
-        times = max(1, round(ROUND_MS / begin.elapsed_time(end)))
+        times = max(1, round(milliseconds / begin.elapsed_time(end)))
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin()
         stamp[(264,)](stamps[0], num_warps=1)
@@ -190,13 +190,14 @@ def cell(
     """The rows of a table, which is printed as well."""
     rows: list[dict[str, float | str]] = []
     torch.cuda.empty_cache()
-    graphs = [capture(*case) for case in cases(n, k, m, args)]
+    milliseconds = ROUND_MS / 3 if args.quick else ROUND_MS
+    graphs = [capture(*case, milliseconds) for case in cases(n, k, m, args)]
     cool = {}
     for graph in graphs:
-        time.sleep(0.05)
+        time.sleep(0 if args.quick else 0.05)
         cool[graph.name] = graph.replay()
     hot: dict[str, list[tuple[float, float]]] = {g.name: [] for g in graphs}
-    for i in range(WARM + ROUNDS):
+    for i in range(WARM + (ROUNDS // 2 if args.quick else ROUNDS)):
         for graph in graphs:
             found = graph.replay()
             if i >= WARM:
@@ -229,6 +230,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=[], help="with 16-bit tokens, same formats")
     parser.add_argument("--most", type=int, default=6, help="tiles beside the chosen one")
     parser.add_argument("--tiles", nargs="+", default=[""], help="what their names begin with")
+    parser.add_argument("--quick", action="store_true", help="short turns, no pauses")
     parser.add_argument("--out", type=Path, default=Path("clocks.json"))
     parser.add_argument("--compile", action="store_true", help="and end")
     parser.add_argument("--watts", type=int, default=0, help="cells of which watts are asked, too")

@@ -38,7 +38,7 @@ MORE_TILES = [
     Tile(128, rows=256, columns=64, late=True),
     *(Tile(256, columns=64, late=True, shared=shared, pair=True) for shared in (False, True)),
     *(Tile(128, late=True, shared=shared, pair=True) for shared in (False, True)),
-    Tile(192, columns=64, late=True, pair=True),
+    *(Tile(192, columns=64, late=True, shared=shared, pair=True) for shared in (False, True)),
 ]  # tried by `sweep` and `compare` beside the family
 
 
