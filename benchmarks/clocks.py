@@ -36,7 +36,7 @@ from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import dsl_version
 from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.chip import H200
-from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.measure import bench
 from anybit.measure.timing import rotated
 

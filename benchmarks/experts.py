@@ -35,7 +35,7 @@ from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.hopper import scalar_linear
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped, microseconds
-from anybit.kernels.hopper.tiles import Tile
+from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.reference import quantize_tokens
 from anybit.measure import bench
 from anybit.measure.timing import ReadFloor, median_us, medians_in_turns, rotated

@@ -23,7 +23,7 @@ from anybit.kernels.hopper.expert_tiles import (
     multiplied,
     pieces,
 )
-from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.mma.tiles import kernel_for
 from anybit.planning.cost_model import instructions
 from tests.kernels.mma import GPUS

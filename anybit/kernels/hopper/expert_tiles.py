@@ -14,16 +14,8 @@ from itertools import accumulate
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper.chip import H200, Chip
-from anybit.kernels.hopper.tiles import (
-    EXCHANGE,
-    Tile,
-    fitted,
-    grid,
-    places,
-    scaled,
-    slow,
-    suited,
-)
+from anybit.kernels.hopper.tile import Tile, slow
+from anybit.kernels.hopper.tiles import EXCHANGE, fitted, grid, places, scaled, suited
 
 CLOCK = 1.755e3  # cycles in a microsecond
 READ = 1.035  # weights in a cycle, of what the memory can bring: at a clock below the highest
