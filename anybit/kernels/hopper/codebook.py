@@ -43,6 +43,8 @@ SENT = MET + 16  # barriers of sums that other CTAs send, behind those of warps
 
 
 class Codebook(Program):
+    copied = {4: 1, 8: 4, 16: 4}  # words of a copy in the table, by v
+
     def __init__(self, kernel: CodebookKernel):
         super().__init__(kernel)
         self.words = self.cells.v // 2  # registers of a centroid
@@ -115,9 +117,8 @@ class Codebook(Program):
         cute.arch.sync_threads()
         cute.arch.cluster_wait()
 
-        lookup = Uint32(base - WINDOW) | Uint32(
-            lane * 4 if const_expr(self.cells.v == 4) else lane % 8 * 16
-        )
+        copied = const_expr(4 * self.copied[self.cells.v])
+        lookup = Uint32(base - WINDOW) | Uint32(lane % (128 // copied) * copied)
         place = (team, teams, cluster, rank, warp, lane)
         stage, phase = Int32(0), Int32(0)
         acc = cute.make_rmem_tensor((self.tokens // 2,), Float32)
@@ -130,7 +131,7 @@ class Codebook(Program):
                     wait_barrier(barriers + stage * 8, phase)
                     slot = ring + stage * self.spec.chunk_bytes
                     # The next chunk's words already here, in registers, made it slower.
-                    words = self.read(slot, lane, g)
+                    words = self.read(slot, lane, g, t)
                     cute.arch.sync_warp()
                     address, chunk, left = self.refill(
                         source, ring, barriers, stage, lane, address, chunk, left,
@@ -163,7 +164,7 @@ class Codebook(Program):
             if i * 8 + 2 * t < m:
                 for h in cutlass.range_constexpr(2):
                     values = [acc[4 * i + 2 * h], acc[4 * i + 2 * h + 1]]
-                    store_shared(part + self.place(g + 8 * h, i * 4 + t), values)
+                    store_shared(part + self.spot(g + 8 * h, i * 8 + 2 * t), values)
         cute.arch.sync_warp()
         if lane == 0:
             arrive(base + (MET + it % 2 * 8))
@@ -174,10 +175,10 @@ class Codebook(Program):
         team, teams, cluster, rank, warp, lane = place
         if it >= 0:
             wait_barrier(base + (MET + it % 2 * 8), it // 2 % 2)
-            mine, row, token, pair = self.outputs(it, warp, lane)
+            mine, row, token = self.outputs(it, warp, lane)
             if mine and token < m:
                 part = base + self.sums_at + it % 2 * (self.warps * self.part)
-                part += self.place(row, pair) + lane // 16 * 4
+                part += self.spot(row, token)
                 total = Float32(0.0)
                 for i in cutlass.range_constexpr(self.warps):
                     total += load_shared(part, 1, i * self.part, True, Float32)[0]
@@ -202,7 +203,7 @@ class Codebook(Program):
                 numbers = self.fetch_row(row_scale, bias, team + it * teams, lane % 16, n)
                 turn = it // cluster
                 wait_barrier(base + (SENT + turn % 2 * 8), turn // 2 % 2, True)
-                mine, row, token, _ = self.outputs(it, warp, lane)
+                mine, row, token = self.outputs(it, warp, lane)
                 if mine and token < m:
                     at = (turn % 2 * cluster * self.tokens + token) * ROWS + row
                     part = base + self.sums_at + 2 * self.warps * self.part + at * 4
@@ -212,11 +213,11 @@ class Codebook(Program):
                     self.store(total, team + it * teams, row, token, numbers, y, n)
 
     def outputs(self, it: Any, warp: Any, lane: Any) -> tuple:
-        """(whether it is this warp's turn, row, token, pair of tokens): one output a thread."""
+        """(whether it is this warp's turn, row, token): one output a thread."""
         pairs = self.tokens // 2  # more warps than pairs take turns
         pair, crew = warp % pairs, warp // pairs
         mine = crew == it % (self.warps // pairs)
-        return mine, lane % 16, pair * 2 + lane // 16, pair
+        return mine, lane % 16, pair * 2 + lane // 16
 
     @cute.jit
     def store(self, total, tile, row, token, numbers, y, n):
@@ -226,28 +227,27 @@ class Codebook(Program):
             to = Int64(y.toint()) + (Int64(token) * n + tile * ROWS + row) * 2
             store_half(to, total * scale + offset, self.dtype)
 
-    def place(self, row: Any, pair: Any) -> Any:
-        """Where a row's sums for a pair of tokens lie in a part: free of bank conflicts.
+    def spot(self, row: Any, token: Any) -> Any:
+        """Where a sum lies in a part: free of bank conflicts.
 
-        For a warp that writes 8 rows x 4 pairs, and for one that reads 16 rows of one pair.
+        For a warp that writes 8 rows x 4 pairs of tokens, and for one that reads 16 rows of a pair.
         """
         turn = row // 4
         if self.tokens == 16:
             turn = turn | (row // 2 % 2) * 4
-        return (row * self.tokens + (pair ^ turn) * 2) * 4
+        return (row * self.tokens + ((token // 2) ^ turn) * 2 + token % 2) * 4
 
     def fill(self, book: Any, table: Any, warp: Any, lane: Any) -> None:
         """Copies of every centroid: entries of 256 bytes, two for a warp at a time."""
-        v = self.cells.v
+        v, n = self.cells.v, self.copied[self.cells.v]
         half, copy = lane // 8 % 2, lane % 16
         for i in range(self.spec.tables):
-            if v == 8:  # two codebooks side by side
-                source = (2 * i + half) * (256 * 16)
+            if n == self.words:  # two codebooks side by side
+                source = (2 * i + half) * (256 * 2 * v)
                 wanted = Int32(2 * i + half < self.cells.m)
             else:  # two halves of a centroid
                 source, wanted = i * 256 * 2 * v + half * v, Int32(1)
             entries = [(warp + j * self.warps) * 2 + lane // 16 for j in range(128 // self.warps)]
-            n = 1 if v == 4 else 4  # words of a copy
             for some in (entries[:8], entries[8:]):
                 values = [
                     load_global(Int64(book.toint()) + source + entry * (2 * v), n, wanted)
@@ -281,7 +281,7 @@ class Codebook(Program):
             out.append(rows)
         return out
 
-    def read(self, slot: Any, lane: Any, g: Any) -> list:
+    def read(self, slot: Any, lane: Any, g: Any, t: Any) -> list:
         """A chunk's words of this lane: [block] of (codes of every codebook, scales)."""
         out = []
         for u in range(self.spec.blocks):
@@ -291,10 +291,14 @@ class Codebook(Program):
             if self.fine:
                 words = factors.of_fragment(scales, lane, self.cells.groups)
             else:
-                groups = range(self.cells.groups)
-                words = [load_shared(scales + g * 4, 1, 32 * i, True)[0] for i in groups]
+                words = self.scales_of_rows(scales, g, t)
             out.append((codes, words))
         return out
+
+    def scales_of_rows(self, scales: Any, g: Any, t: Any) -> list:
+        """A word for rows g and g + 8, for every group."""
+        groups = range(self.cells.groups)
+        return [load_shared(scales + g * 4, 1, 32 * i, True)[0] for i in groups]
 
     def multiply(
         self, words: list, acc: Any, vectors: list, lookup: Any, missing: Any, j: int

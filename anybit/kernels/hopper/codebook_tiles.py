@@ -86,7 +86,8 @@ class CodebookKernel:
         """Tables of 64 KB: Psumbook's planes, or copies of the centroids for every lane."""
         if self.psumbook:
             return -(-self.planes // 2)
-        return -(-self.cells.m // 2) if self.cells.v == 8 else self.cells.m
+        whole = 8 if self.tokens > 8 and self.cells.v == 4 else 16  # bytes of a copy
+        return -(-self.cells.m // 2) if 2 * self.cells.v == whole else self.cells.m
 
     @property
     def table_at(self) -> int:
@@ -124,10 +125,12 @@ class CodebookKernel:
 
     def generate(self) -> Compiled:
         """The kernel, compiled for sm_90a; needs CuTe DSL."""
-        from anybit.kernels.hopper import codebook, psumbook
+        from anybit.kernels.hopper import codebook, codebook_swapped, psumbook
 
-        program = psumbook.Psumbook if self.psumbook else codebook.Codebook
-        return program(self).compile()
+        if self.psumbook:
+            return psumbook.Psumbook(self).compile()
+        swapped = self.tokens > 8
+        return (codebook_swapped.Swapped if swapped else codebook.Codebook)(self).compile()
 
 
 def family(cells: Cells) -> list[CodebookKernel]:
