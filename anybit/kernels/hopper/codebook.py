@@ -175,20 +175,20 @@ class Codebook(Program):
         team, teams, cluster, rank, warp, lane = place
         if it >= 0:
             wait_barrier(base + (MET + it % 2 * 8), it // 2 % 2)
-            mine, row, token = self.outputs(it, warp, lane)
-            if mine and token < m:
-                part = base + self.sums_at + it % 2 * (self.warps * self.part)
-                part += self.spot(row, token)
-                total = Float32(0.0)
-                for i in cutlass.range_constexpr(self.warps):
-                    total += load_shared(part, 1, i * self.part, True, Float32)[0]
-                if cluster == 1:
-                    self.store(total, team + it * teams, row, token, numbers, y, n)
-                else:
-                    turn = it // cluster % 2
-                    at = ((turn * cluster + rank) * self.tokens + token) * ROWS + row
-                    to = base + self.sums_at + 2 * self.warps * self.part + at * 4
-                    send(to, it % cluster, total, base + (SENT + turn * 8))
+            for row, token, mine in self.outputs(it, warp, lane):
+                if mine and token < m:
+                    part = base + self.sums_at + it % 2 * (self.warps * self.part)
+                    part += self.spot(row, token)
+                    total = Float32(0.0)
+                    for i in cutlass.range_constexpr(self.warps):
+                        total += load_shared(part, 1, i * self.part, True, Float32)[0]
+                    if cluster == 1:
+                        self.store(total, team + it * teams, row, token, numbers, y, n)
+                    else:
+                        turn = it // cluster % 2
+                        at = ((turn * cluster + rank) * self.tokens + token) * ROWS + row
+                        to = base + self.sums_at + 2 * self.warps * self.part + at * 4
+                        send(to, it % cluster, total, base + (SENT + turn * 8))
             if cluster > 1:  # noqa: SIM102 - a remainder costs more than the look-ups of a row
                 if it % cluster == rank and warp == 0 and lane == 0:
                     turn = it // cluster % 2
@@ -203,21 +203,22 @@ class Codebook(Program):
                 numbers = self.fetch_row(row_scale, bias, team + it * teams, lane % 16, n)
                 turn = it // cluster
                 wait_barrier(base + (SENT + turn % 2 * 8), turn // 2 % 2, True)
-                mine, row, token = self.outputs(it, warp, lane)
-                if mine and token < m:
-                    at = (turn % 2 * cluster * self.tokens + token) * ROWS + row
-                    part = base + self.sums_at + 2 * self.warps * self.part + at * 4
-                    total = Float32(0.0)
-                    for i in cutlass.range(cluster, unroll=4):
-                        total += load_shared(part + i * self.part, 1, 0, True, Float32)[0]
-                    self.store(total, team + it * teams, row, token, numbers, y, n)
+                for row, token, mine in self.outputs(it, warp, lane):
+                    if mine and token < m:
+                        at = (turn % 2 * cluster * self.tokens + token) * ROWS + row
+                        part = base + self.sums_at + 2 * self.warps * self.part + at * 4
+                        total = Float32(0.0)
+                        for i in cutlass.range(cluster, unroll=4):
+                            total += load_shared(part + i * self.part, 1, 0, True, Float32)[0]
+                        self.store(total, team + it * teams, row, token, numbers, y, n)
 
-    def outputs(self, it: Any, warp: Any, lane: Any) -> tuple:
-        """(whether it is this warp's turn, row, token): one output a thread."""
-        pairs = self.tokens // 2  # more warps than pairs take turns
-        pair, crew = warp % pairs, warp // pairs
-        mine = crew == it % (self.warps // pairs)
-        return mine, lane % 16, pair * 2 + lane // 16
+    def outputs(self, it: Any, warp: Any, lane: Any) -> list:
+        """(row, token, whether it is this warp's turn) of every output of a thread."""
+        pairs = self.tokens // 2  # of tokens; more warps than pairs take turns, fewer take several
+        crews = max(1, self.warps // pairs)
+        mine = warp // pairs == it % crews
+        first = warp % pairs * 2 + lane // 16
+        return [(lane % 16, first + i, mine) for i in range(0, self.tokens, 2 * self.warps)]
 
     @cute.jit
     def store(self, total, tile, row, token, numbers, y, n):

@@ -1,9 +1,9 @@
 """Codebook weights times 9 to 32 tokens: centroids are the second operand of a product.
 
 As `codebook.py`, with the operands the other way round: tokens, which a warp keeps in registers,
-are the 16 rows of an m16n8k16 product, and a look-up brings the two registers of its B operand: four
-columns of one row. So a look-up is one load of all that a lane wants, where codes as the A operand
-take a load for each word (8 bytes would bring words that lie apart there, and cost moves).
+are the 16 rows of an m16n8k16 product, and a look-up brings both registers of its B operand: four
+columns of one row. So a lane loads 8 bytes at once, where an A operand takes a load for each word:
+it wants words of two rows side by side, and to bring them there costs moves.
 """
 
 from typing import Any
