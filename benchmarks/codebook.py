@@ -171,7 +171,7 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
             others = []
             if m == 300 and n in (1032, 4096):
                 others = [t for t in lookup.candidates(d) if fits_once(t, d, m, n, k)]
-            if m in (3, 9, 16, 28) and dtype == torch.float16:
+            if m in (8, 9, 16, 28) and dtype == torch.float16:
                 others = [plan for plan in variants(cells_of(p.fmt), m, k) if there(plan.kernel)]
             for other in others:
                 every = [p.run(x, bool(i % 3), None, bias, other) for i in range(20)]
@@ -229,12 +229,15 @@ def outliers(p: Problem, m: int, dtype: torch.dtype) -> bool:
 
 def variants(cells: Cells, m: int, k: int) -> list[Plan]:
     """Kernels and cluster sizes that are worth timing; how many clusters is left to the backend."""
-    few = [(256, *rest) for rest in ((1, 16, 2), (2, 16, 2), (2, 8, 2), (4, 8, 2), (2, 8, 3))]
-    shapes = {1: [(512, chunks, 16, stages) for chunks in (1, 2) for stages in (1, 2)]}
-    shapes |= {2: shapes[1], 8: few, 16: [(256, 1, 16, 2), (256, 2, 8, 2), (256, 1, 8, 3)]}
-    shapes[32] = [(128, 1, 16, 2), (256, 1, 8, 2), (256, 1, 8, 3)]
+    shapes: dict[int, list[tuple[int, ...]]] = {  # columns, chunks, warps, stages, CTAs, tiles
+        1: [(512, chunks, 16, stages) for chunks in (1, 2) for stages in (1, 2)],
+        2: [(512, 1, 16, 1), (512, 1, 16, 2)],
+        8: [(256, 1, 16, 2), (256, 2, 16, 2), (256, 2, 8, 2), (256, 1, 16, 2, 1, 2)],
+        16: [(256, 1, 16, 2), (256, 1, 16, 2, 1, 2), (256, 2, 8, 2), (256, 2, 8, 2, 1, 2)],
+        32: [(256, 1, 8, 2), (256, 1, 8, 2, 1, 2), (128, 1, 16, 2)],
+    }
     out = []
-    for tokens in (t for t in shapes if t >= m and (t <= 2 or t < 8 * m)):
+    for tokens in (t for t in shapes if m <= t <= max(2, min(4 * m, 16), 2 * m)):
         for shape in shapes[tokens]:
             kernel = CodebookKernel(cells, tokens, "float16", *shape)
             cluster = -(-k // kernel.reach)

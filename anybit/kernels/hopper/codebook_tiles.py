@@ -37,7 +37,7 @@ class CodebookKernel:
     dtype: of x, y and the tables, "float16" or "bfloat16". columns: of a chunk, which a warp reads
     at once. chunks: of K that one CTA (Psumbook) or one warp holds at most. stages: chunks in
     flight for every warp. ctas: resident on a multiprocessor; the second one is the next kernel's,
-    and starts while this one ends.
+    and starts while this one ends. deep: row tiles whose sums meet at once.
     """
 
     cells: Cells
@@ -48,6 +48,7 @@ class CodebookKernel:
     warps: int = 16
     stages: int = 2
     ctas: int = 1
+    deep: int = 1
 
     architecture = ARCHITECTURE
     arguments = CodebookArguments
@@ -107,16 +108,17 @@ class CodebookKernel:
             sums = -(-tiles // cluster) * cluster * 4 * ROWS * self.tokens
         else:  # of two tiles from every warp, and from every CTA
             parts = self.warps + (cluster if cluster > 1 else 0)
-            sums = 2 * parts * 4 * ROWS * self.tokens
+            sums = 2 * parts * 4 * ROWS * self.tokens * self.deep
         return self.sums_at + sums - WINDOW
 
     @property
     def name(self) -> str:
         c = self.cells
         kind = "psumbook" if self.psumbook else "codebook"
+        deep = f"_{self.deep}deep" if self.deep > 1 else ""
         return (
             f"{kind}_m{c.m}v{c.v}x{c.groups}_{self.dtype}_{self.tokens}tokens_{self.chunks}x{self.columns}_"
-            f"{self.warps}warps_{self.stages}stages_{self.ctas}ctas"
+            f"{self.warps}warps_{self.stages}stages_{self.ctas}ctas{deep}"
         )
 
     @property
