@@ -83,7 +83,6 @@ def made() -> dict[str, str]:
         "codebook_share": share(),
         "codebook_power": power(),
         "codebook_accuracy": accuracy(),
-        "codebook_engine": engine(),
     }
 
 
