@@ -105,7 +105,7 @@ def gemlite() -> list[Claim]:
         ),
         Claim(
             "HQQ finds scales and zero points",
-            "its package's default",
+            "named beside GPTQ and AWQ",
             f"int4 in groups of 64 with zero points, loss: rounding {lost(ZERO + 'rtn')}, HQQ "
             f"{lost(ZERO + 'hqq')}",
             ZERO + "rtn/hqq",

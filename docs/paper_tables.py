@@ -71,17 +71,17 @@ def llama70b() -> str:
     return markdown([*titles, "fp6, tokens/s and GPU", "bf16 on two, at most", ""], out)
 
 
-def gains() -> list[float]:
-    """Of fp6 on one GPU over bf16 on two, for all batches and contexts."""
+def gains(part: str = "tokens") -> list[float]:
+    """Of fp6 on one GPU over bf16 on two, for all batches and contexts; or times of a part."""
     batches = dict.fromkeys(batch for model, _, _, batch, _ in steps() if model == HALF)
-    found = [x for batch in batches for x in gains_at(batch).values()]
+    found = [x for batch in batches for x in gains_at(batch, part).values()]
     if not found:
         raise Missing("70B")
     return found
 
 
-def gains_at(batch: str) -> dict[str, float]:
-    """Of one batch, by context."""
+def gains_at(batch: str, part: str = "tokens") -> dict[str, float]:
+    """Of one batch, by context: tokens a second and GPU, or what a part of a step takes."""
     found, out = steps(), {}
     for context in sorted({key[4] for key in found}, key=int):
         keys = (
@@ -89,7 +89,8 @@ def gains_at(batch: str) -> dict[str, float]:
         )
         ours, half = (found.get(key) for key in keys)
         if ours and half:
-            out[context] = 2 * float(half["step_us"]) / float(ours["step_us"])
+            column, gpus = ("step_us", 2) if part == "tokens" else (part, 1)
+            out[context] = gpus * float(half[column]) / float(ours[column])
     if not out:
         raise Missing(f"70B, batch {batch}")
     return out
