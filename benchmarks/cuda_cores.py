@@ -99,7 +99,7 @@ def measure(n: int, k: int) -> Iterator[dict[str, Any]]:
             error = float((got - exact).norm() / exact.norm())
             if not error < 2e-2:
                 raise SystemExit(f"{n}x{k}, {m} tokens: the product is off by {error:.1e}")
-            name = f"CUDA cores, fp{16 if half else 32} sums"
+            name = f"CUDA cores fp{16 if half else 32}"
             yield {"M": m, "kernel": name, "us": best[0], "error": f"{error:.2e}", "tile": best[1]}
         yield {"M": m, "kernel": "tensor cores", "us": time_tile(ours, m, None, None)}
         yield {"M": m, "kernel": "cuBLAS fp16", "us": dense_us(n, k, m, torch.float16)}

@@ -5,7 +5,9 @@ from contextlib import suppress
 from claims import WEIGHTS, Claim, best, by_batch, lost, measured, one, over_paper, span, speeds
 from paper_tables import (
     COMPLETE,
+    cores,
     faster,
+    fitting,
     gains,
     gains_at,
     gains_of,
@@ -13,7 +15,9 @@ from paper_tables import (
     over_layers,
     over_shapes,
     slower,
+    sums_of_two,
     timed,
+    with_sums,
 )
 from results import OURS, Missing, cells, find
 
@@ -22,13 +26,14 @@ from anybit.planning.cost_model import instructions
 CPU = "cpu_accuracy.csv: model=pico; method=rtn; spec="
 WILD = "cpu_accuracy.csv: model=pico-large-columns; method=rtn; spec="
 H200 = "h200_accuracy.csv: samples=0/128; model="
-STUDY = "h200_trellis.csv: model=study-105m; method=rtn; spec="
+STUDY = "h200_trellis.csv: method=rtn; spec="
 TASK = "cpu_generation.csv: method=rtn; task="
 MS = (1, 16, 64, 256)
 OWN = "h200_gemm.csv: peer=anybit-hopper; format=fp6; activation=fp16; M=1/16/64/256"
 GEMM = "h200_gemm.csv: peer=anybit-hopper; activation=fp16; format="
 TALL = (57344, 8192)
 LARGER = "h200_layers.csv: model=llama-2-70b-fp6/llama-65b/opt-30b; M=8/16/32; format="
+SIMT = "CUDA cores fp32"
 SHAPES = "h200_shapes.csv: peer=anybit-hopper; activation=fp16; format="
 
 
@@ -294,11 +299,14 @@ def fp6_llm() -> list[Claim]:
             lambda: f"overlapped over in turns: {span(slower('fp6', ('ours', 'turns')))}",
             "h200_ablation.csv: scheme=fp6; decoder=ours; pipeline=turns/implicit",
         ),
-        Claim(
-            "Tensor cores beat CUDA cores at every batch",
-            "figure",
-            "also at one token",
-            "notes/triton.md",
+        measured(
+            "Tensor cores beat CUDA cores, and more so as the batch grows",
+            "figure, AWQ's kernel without tensor cores",
+            lambda: (
+                "time of a kernel on CUDA cores over that of our int4 in groups of 128: "
+                + ", ".join(f"M={m} {span(x)}" for m, x in cores(SIMT, "tensor cores").items())
+            ),
+            "h200_cuda_cores.csv: kernel=CUDA cores fp32/tensor cores",
         ),
         Claim("Any width", "FP6, FP5, FP3", "3 to 8 bits", "h200_gemm.csv: format=fp5"),
         measured(
@@ -309,6 +317,23 @@ def fp6_llm() -> list[Claim]:
                 "and no communication)"
             ),
             "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model",
+        ),
+        measured(
+            "... its linear layers alone, over cuBLAS on two GPUs",
+            "1.20x on average",
+            lambda: f"{span(gains('gemm_us'))}, over half of them on one",
+            "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model",
+        ),
+        measured(
+            "... without NCCL's communication between two GPUs",
+            "avoided",
+            lambda: (
+                "160 sums over two H200 take "
+                + ", ".join(f"{us / 1e3:.1f} ms at batch {b}" for b, us in sums_of_two().items())
+                + f"; with them the gain at 640 tokens is {span(with_sums())}"
+            ),
+            "h200_two_gpus.csv: model=llama-3-70b, "
+            "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model; context=640",
         ),
         *(
             measured(
@@ -331,12 +356,6 @@ def fp6_llm() -> list[Claim]:
             "h200_papers_engine.csv: model=opt-30b; format=fp6/bf16; kv=model",
         ),
         measured(
-            "... its linear layers alone, over cuBLAS on two GPUs",
-            "1.20x on average",
-            lambda: f"{span(gains('gemm_us'))}, over half of them on one",
-            "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model",
-        ),
-        measured(
             "The gain grows with the generated length",
             "figure",
             lambda: (
@@ -344,6 +363,16 @@ def fp6_llm() -> list[Claim]:
                 "paper's batches shrink as the cache grows, and its steps hold prompts, too"
             ),
             "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model; batch=1/64",
+        ),
+        measured(
+            "... since fewer sequences fit beside a longer cache",
+            "one of its two reasons",
+            lambda: (
+                "70B, each in the batch that fits 80 GB of a GPU: "
+                + ", ".join(f"{x:.2f}x at {int(c):,} tokens" for c, x in fitting().items())
+            ),
+            "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model; "
+            "batch=104/55/52/27/26/13",
         ),
         Claim(
             "One line with a model's name",

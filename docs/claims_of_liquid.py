@@ -96,6 +96,17 @@ def share(place: str) -> str:
     return f"{gemm / (gemm + attention + rest):.0%}"
 
 
+def stalls() -> str:
+    """What sums of bytes take of its kernel's time, by tokens."""
+    parts: dict[str, list[float]] = {}
+    for row in found("h200_stalls.csv: kernel=qserve"):
+        share = 100 * int(row["samples_of_sums"]) / int(row["samples"])
+        parts.setdefault(row["M"], []).append(share)
+    return "on an H200, of the samples of its kernel in the FFN of 7B: " + ", ".join(
+        f"M={m} {span(some, ' %', 0)}" for m, some in parts.items()
+    )
+
+
 def predicted(m: int) -> float:
     """Time over the cost model's for the largest weight."""
     alpha = instructions("liquid@int8")
@@ -151,11 +162,11 @@ def liquid() -> list[Claim]:
             f"tokens, {predicted(64):.2f}x at 64, {span(map(predicted, (128, 256, 1024)))} beyond",
             GEMM + "liquid; N=28672, anybit/measure/roofline.py",
         ),
-        Claim(
+        measured(
             "The subtraction of QServe's dequantization (vadd) causes 21 % of warp stalls",
             "profile, Nsight",
-            "",
-            "not run: no profiler of stalls was at hand; its order, in our kernel, is the next row",
+            stalls,
+            "h200_stalls.csv: kernel=qserve",
         ),
         measured(
             "LiquidQuant alone (figure 13)",
