@@ -102,6 +102,14 @@ def zeroquant() -> list[Claim]:
             STUDY + "fp5/int6/fp6",
         ),
         Claim(
+            "No clear link between bits and quality",
+            "over tasks and models",
+            f"clear by KL, pico, rounded: int4 {kl(CPU + 'int4')}, fp5 {kl(CPU + 'fp5')}, fp6 "
+            f"{kl(CPU + 'fp6')}, int8 {kl(CPU + 'int8')}; tasks' scores differ by little more than "
+            "their errors",
+            CPU + "int4/fp5/fp6/int8, docs/accuracy.md",
+        ),
+        Claim(
             "INT6 is dearer to convert to FP16",
             "yes",
             f"yes: {instructions('int6'):.1f} instructions a weight, fp6 {instructions('fp6'):.1f} "
@@ -373,6 +381,12 @@ def fp6_llm() -> list[Claim]:
             ),
             "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model; "
             "batch=104/55/52/27/26/13",
+        ),
+        Claim(
+            "A library with a C++ interface, in place of cuBLAS, and one that packs weights",
+            ".so",
+            "in Python: `anybit.linear`, and a torch operator; weights are packed when loaded",
+            "docs/api.md, anybit/nn/op.py",
         ),
         Claim(
             "One line with a model's name",

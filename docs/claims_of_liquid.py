@@ -89,6 +89,12 @@ def same_batch(batch: str, other: str = "int8@int8") -> str:
     return f"{batch} sequences " + ", ".join(f"{name} {x:.2f}x" for name, x in found.items())
 
 
+def gemms(other: str) -> dict[str, float]:
+    """Speed of the products of liquid's large steps over another format's, 8B, INT8 caches."""
+    found = ratios(("llama-3-8b", other, "int8"), ("llama-3-8b", "liquid@int8", "int8"), "gemm_us")
+    return {batch: found[batch] for batch in ("256", "512") if batch in found}
+
+
 def share(place: str) -> str:
     """The part of a decode step that GEMMs take."""
     row = found(place)[0]
@@ -204,6 +210,13 @@ def liquid() -> list[Claim]:
             ),
             PIPELINES + "8",
         ),
+        Claim(
+            "Weights are the left operand, in a persistent kernel",
+            "ping-pong",
+            "the left operand, too; persistent where CTAs have equal shares of all tiles; two "
+            "warpgroups share a tile",
+            "anybit/kernels/hopper/gemm.py, anybit/kernels/hopper/shares.py",
+        ),
         Claim("Dual-MMA layout", "LDS.128", "16 bytes a thread", "anybit/kernels/cute/pack.py"),
         Claim(
             "Kernel over QServe's, 256 tokens",
@@ -263,6 +276,15 @@ def liquid() -> list[Claim]:
             ENGINE + "llama-2-7b/llama-3-8b; format=liquid@int8/bf16, "
             "h200_papers_engine.csv: format=liquid@int8/int8@int8/fp8@fp8/bf16; kv=int8",
         ),
+        measured(
+            "GEMMs of a layer at the peaks (figure 10)",
+            "1.90x QServe, up to 1.58x TensorRT-LLM (7B); level with its FP8 (8B)",
+            lambda: (
+                f"8B, by batch, over our int8@int8 {by_batch(gemms('int8@int8'))}; over fp8@fp8 "
+                f"{by_batch(gemms('fp8@fp8'))}"
+            ),
+            SYSTEM + "llama-3-8b; format=liquid@int8/int8@int8/fp8@fp8; kv=int8; batch=256/512",
+        ),
         Claim(
             "The same batch (figure 11)",
             "fastest at 16 and 128",
@@ -321,6 +343,12 @@ def liquid() -> list[Claim]:
             "smoothing and GPTQ: loss "
             f"{lost('h200_accuracy.csv: model=study-105m; spec=liquid@int8; method=smooth+gptq')}",
             "h200_accuracy.csv: model=study-105m; spec=liquid@int8; method=smooth+gptq",
+        ),
+        Claim(
+            "PagedAttention, FlashAttention-2; tokens quantized inside other kernels",
+            "yes",
+            "yes, in Triton",
+            "anybit/kernels/triton/attention.py, anybit/kernels/triton/activation.py",
         ),
         Claim("SmoothQuant with a grid search", "yes", "yes", "anybit/quantizers/smooth.py"),
     ]
