@@ -349,9 +349,9 @@ def agrees(name: str, at: int, line: str, wanted: list[str]) -> bool:
 
 def main() -> None:
     """Answer jobs on stdin with a list of booleans."""
-    wanted = {name: results(name, source_of(name)) for name in TESTS}
-    answers = [agrees(*job, wanted[job[0]]) for job in json.load(sys.stdin)]
-    print(json.dumps(answers))
+    jobs = json.load(sys.stdin)
+    wanted = {name: results(name, source_of(name)) for name in {job[0] for job in jobs}}
+    print(json.dumps([agrees(*job, wanted[job[0]]) for job in jobs]))
 
 
 if __name__ == "__main__":
