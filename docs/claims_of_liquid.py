@@ -351,7 +351,8 @@ def liquid() -> list[Claim]:
             "Accuracy is kept",
             "models of 7B to 70B; figures in a report to come",
             "smoothing and GPTQ: loss "
-            f"{lost('h200_accuracy.csv: model=study-105m; spec=liquid@int8; method=smooth+gptq')}",
+            f"{lost('h200_accuracy.csv: model=study-105m; spec=liquid@int8; method=smooth+gptq')}; "
+            "no published model was at hand",
             "h200_accuracy.csv: model=study-105m; spec=liquid@int8; method=smooth+gptq",
         ),
         Claim(
