@@ -51,7 +51,7 @@ SCHEMES = [
 ]  # fmt: skip
 SHAPES = ["28672x4096", "4096x14336", "6144x4096", "4096x4096"]
 MS = "1,4,16,64,256,1024"
-CHECKED = (208, 512), (4096, 1152)
+CHECKED = (208, 512), (4096, 1152), (20992, 640)  # the last for few tokens in turns
 COUNTS = 1, 4, 9, 16, 17, 33, 64, 100, 256, 1024
 H200 = scalar_linear.gpu_for(chip.H200)
 
@@ -113,6 +113,10 @@ def few_kernels(d: Decoder, m: int) -> list[mma.Kernel]:
         shapes = [(s, w, c) for s in (1, 2) for w, c in ((8, 2), (4, 4), (4, 5), (2, 10), (4, 3))]
     wanted = [mma.Tile(tokens, s, w, ctas=c, kind="narrow") for s, w, c in shapes if m <= 16]
     wanted += [mma.Tile(tokens, s, w, ctas=c) for s, w, c in ((1, 8, 3), (1, 8, 2), (2, 4, 3))]
+    turns = ((2, 16, 1), (2, 20, 1), (2, 8, 2), (1, 16, 1), (1, 20, 1), (1, 24, 1))
+    wanted += [mma.Tile(tokens, *shape[:2], ctas=shape[2], kind="turns") for shape in turns] * (
+        m <= 16
+    )
     fit = [mma.fitted(tile, d, H200, 2, 4) for tile in wanted]
     found = [mma.kernel_of(d, H200, tile, "bfloat16") for tile in fit if tile]
     return [kernel for kernel in dict.fromkeys(found) if kernel]
