@@ -76,7 +76,7 @@ test-vllm: $(VLLM)/.installed  ## Compare vLLM's tokens with transformers', in a
 	@PYTHONPATH=$(VLLM)/0.33 $(VLLM)/bin/python -m pytest -W ignore tests/integrations
 
 test-vllm-gpu:  ## Judge vLLM's tokens in bf16 on the GPU of this machine, with the python in PATH.
-	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -W ignore -p no:cacheprovider -n auto --maxprocesses 12 \
+	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -W ignore -p no:cacheprovider -n auto --maxprocesses 20 \
 		tests/integrations/test_vllm_bf16.py
 
 RELEASE := .venv-release

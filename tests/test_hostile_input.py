@@ -81,7 +81,23 @@ CONFIGS = [
     ({"hidden_size": "32"}, "hidden_size is '32'; it must be a whole number"),
     ({"num_attention_heads": 0}, "transformers cannot build the model"),
     ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, but the files hold 21 tensors"),
-    ({"num_experts": 10**6}, "num_experts is 1000000; at most 32768 can be"),
+    ({"num_experts": 10**6}, "num_experts is 1000000, but the files hold"),
+    (
+        {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": 60000,  # all in one tensor
+        },
+        "describes a model of more than 1336 tensors, but the files hold 21 in 213632 bytes",
+    ),
+    (
+        {
+            "architectures": ["SwitchTransformersForConditionalGeneration"],
+            "model_type": "switch_transformers",
+            "num_experts": 60000,  # a module for each
+        },
+        "describes a model of more than 1336 tensors",
+    ),
     ({"vocab_size": 10**12}, "vocab_size is 1000000000000, but the files hold"),
     ({"max_position_embeddings": 10**18}, "max_position_embeddings is 10"),
     ({"rope_parameters": {"rope_type": "magic"}}, "magic"),
@@ -127,7 +143,7 @@ def _imported() -> None:
     assert transformers.LlamaForCausalLM is not None
 
 
-@pytest.mark.parametrize(("changes", "message"), CONFIGS, ids=[str(c)[:40] for c, _ in CONFIGS])
+@pytest.mark.parametrize(("changes", "message"), CONFIGS, ids=[str(c)[:60] for c, _ in CONFIGS])
 def test_configs(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     source = dense(tmp_path / "dense")
     edit(source, **changes)

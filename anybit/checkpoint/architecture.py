@@ -1,11 +1,14 @@
 """From config.json to the class of a model: checked before anything is built or loaded."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from anybit.checkpoint.names import check_fit, check_missing, layout
 from anybit.errors import AnybitError, InvalidInput, loading
@@ -17,16 +20,17 @@ LAYERS = (
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers",
     "num_encoder_layers", "num_decoder_layers", "depth",
 )  # fmt: skip
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 WIDTHS = (
     "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads",
     "head_dim", "d_model", "d_ff", "d_kv", "n_embd", "n_head", "n_inner", "num_heads",
     "moe_intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "kv_lora_rank", "q_lora_rank",
+    # Not numbers of tensors: some lie in one, and dense models may state experts they do not have.
+    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
 )  # fmt: skip
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 MOST_POSITIONS = 1 << 31
-# Not a number of tensors: some lie in one, and dense models may state a number they do not use.
-MOST_EXPERTS = 1 << 15
+# A model may have more tensors than its files: merged ones are taken apart, some are computed.
+SPARE, MANY_TIMES, LEAST_BYTES = 1000, 16, 64
 
 
 def check_sizes(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
@@ -41,7 +45,6 @@ def check_sizes(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> None
     nbytes = sum(tensor.nbytes for tensor in stored.values())
     limits = (
         (LAYERS, len(stored), f"{len(stored)} tensors"),
-        (EXPERTS, MOST_EXPERTS, ""),
         (WIDTHS, nbytes, f"{nbytes} bytes of tensors"),
         (POSITIONS, MOST_POSITIONS, ""),
     )
@@ -135,9 +138,48 @@ def bare_model(source: Path, stored: Mapping[str, Stored] | None = None) -> Any:
 
     Raises:
         FileNotFoundError: Files are missing.
-        InvalidInput: As `model_class` does, and when transformers cannot build the model.
+        InvalidInput: As `model_class` does, when transformers cannot build the model, and when it
+            has many times more tensors than the files.
     """
-    return empty_model(source, *model_class(source, stored))
+    stored = stored_tensors(source) if stored is None else stored
+    kind, config = model_class(source, stored)
+    with bounded(source, stored.values()):
+        return empty_model(source, kind, config)
+
+
+@contextmanager
+def bounded(source: object, stored: Iterable[Stored]) -> Iterator[None]:
+    """Stop a model from being built that has far more tensors than its files can fill.
+
+    Each takes memory, even without contents. A tensor of experts counts once for each of them,
+    since they become layers of their own.
+
+    Raises:
+        InvalidInput: It has.
+    """
+    files = list(stored)
+    held = sum(tensor.shape[0] if len(tensor.shape) > 2 else 1 for tensor in files)
+    nbytes = sum(tensor.nbytes for tensor in files)
+    limit = SPARE + min(MANY_TIMES * held, nbytes // LEAST_BYTES)
+    seen, thread = 0, get_ident()
+
+    def count(module: nn.Module, name: str, parameter: Tensor) -> None:
+        nonlocal seen
+        if get_ident() != thread:
+            return
+        fused = parameter.dim() == 3 and parameter.shape[2] >= 16  # no convolution
+        seen += len(parameter) if fused else 1
+        if seen > limit:
+            raise InvalidInput(
+                f"{source}: config.json describes a model of more than {limit} tensors, but the "
+                f"files hold {len(files)} in {nbytes} bytes; it belongs to another model"
+            )
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def empty_model(source: object, kind: Any, config: Any) -> Any:
