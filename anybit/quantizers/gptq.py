@@ -8,7 +8,6 @@ and w_k -= e U_jk for all k > j is the best correction.
 
 import warnings
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from anybit.quantizers.calibration.data import Calibration, Source
 from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.clip import fit_clipped
 from anybit.quantizers.columns import propagate
-from anybit.quantizers.rows import propagate_rows
+from anybit.quantizers.rows import propagate_both
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class GPTQ(Quantizer):
         clip: Fit the grids by a clip search weighted with H's damped diagonal; without it, to the
             full range.
         gradients: Let rows, too, make up for each other's errors, by the second moment of gradients
-            at the layer's outputs (after YAQA, https://arxiv.org/abs/2505.22988). It takes a
-            backward pass of the whole model, which must be in memory.
+            at the layer's outputs (after YAQA, https://arxiv.org/abs/2505.22988); not in formats of
+            codebooks. It takes a backward pass of the whole model, which must be in memory.
         follow: Aim at the outputs of the dense model, for the inputs that the quantized one has
             (GPTAQ, https://arxiv.org/abs/2504.02692), layer by layer. On pico it takes 6 % off the
             KL of int2 g128, for twice the time and memory for a second copy of a block's inputs.
@@ -79,27 +78,21 @@ class GPTQ(Quantizer):
             if not statistics.drift.numel():
                 raise InvalidInput("GPTQ(follow=True) needs drift among its statistics; collect it")
             w = w + followed(w, statistics.drift, u, order)
-
-        def rounded(w: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
-            codes = propagate(w.T[order], u, order.tolist(), fmt, grid)
-            if not fmt.searched:
-                grid = grid | {"scale": fitted_scale(w, codes, h, fmt, grid, self.damping)}
-            elif fmt.width > 1:
-                # Corrected vectors drift from the ones that a codebook was made for, and rows of a
-                # small layer may end up worse than nearest.
-                nearest, error = (
-                    fmt.encode(w, grid),
-                    partial(output_error, w, h=h, fmt=fmt, grid=grid),
-                )
-                codes = torch.where((error(codes) > error(nearest))[:, None], nearest, codes)
-            return codes, grid
-
         moments = statistics.gradients.to(w.device)
-        if self.gradients and moments.numel():
+        vectors = fmt.searched and fmt.width > 1
+        if self.gradients and moments.numel() and not vectors:
             factors = torch.stack([inverse_factor(block, self.damping) for block in moments])
-            codes, grid = propagate_rows(w, factors, fmt, grid, rounded)
+            codes, w = propagate_both(w, u, order, factors, fmt, grid)
         else:
-            codes, grid = rounded(w, grid)
+            codes = propagate(w.T[order], u, order.tolist(), fmt, grid)
+        if not fmt.searched:
+            grid = grid | {"scale": fitted_scale(w, codes, h, fmt, grid, self.damping)}
+        elif vectors:
+            # Corrected vectors drift from the ones that a codebook was made for, and rows of a
+            # small layer may end up worse than nearest.
+            nearest = fmt.encode(w, grid)
+            worse = output_error(w, codes, h, fmt, grid) > output_error(w, nearest, h, fmt, grid)
+            codes = torch.where(worse[:, None], nearest, codes)
         return Packed.from_codes(fmt, (n, k), codes, grid)
 
 
@@ -113,7 +106,7 @@ def followed(w: Tensor, drift: Tensor, u: Tensor, order: Tensor) -> Tensor:
     return out
 
 
-def output_error(w: Tensor, codes: Tensor, *, h: Tensor, fmt: Format, grid: Grid) -> Tensor:
+def output_error(w: Tensor, codes: Tensor, h: Tensor, fmt: Format, grid: Grid) -> Tensor:
     """The squared output error e H e^T of every row (N,), for weights and codes of N rows."""
     e = fmt.decode(codes, grid) - w
     return (e @ h).mul_(e).sum(1)

@@ -16,6 +16,7 @@ from anybit.errors import InvalidInput, Unsupported
 from anybit.nn.model import linear_at
 
 ROWS = 256  # outputs whose joint moments are kept; rounding goes on in all such blocks at once
+TILE = 16  # blocks have a multiple of so many rows
 TOKENS = 4096  # in one backward pass
 
 
@@ -42,8 +43,8 @@ def output_gradients(
 
     Returns:
         By name the mean of g g^T over all tokens, (N / 256, 256, 256) fp32: blocks on the diagonal,
-        the last one with zeros after the last output; one of (N, N) for a smaller layer. Layers
-        that saw no token are left out.
+        the last one with zeros after the last output; a smaller one for a smaller layer, of a
+        multiple of 16. Layers that saw no token are left out.
 
     Raises:
         InvalidInput: Gradients hold NaN or inf.
@@ -86,6 +87,6 @@ def output_gradients(
 def moments(gradient: Tensor) -> Tensor:
     """The sum of g g^T by blocks of `ROWS`, of gradients (..., N)."""
     g = gradient.flatten(0, -2).float()
-    rows = min(g.shape[1], ROWS)
+    rows = min(-(-g.shape[1] // TILE) * TILE, ROWS)
     blocks = pad(g, (0, -g.shape[1] % rows)).unflatten(1, (-1, rows)).movedim(0, 2)
     return blocks @ blocks.mT
