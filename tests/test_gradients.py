@@ -13,7 +13,7 @@ from anybit import GPTQ, Calibration
 from anybit.checkpoint.calibrated import calibrate_checkpoint
 from anybit.core.rotation import Rotation, signs, turned
 from anybit.errors import Unsupported
-from anybit.quantizers.base import quantize_weight
+from anybit.quantizers.base import Quantizer, quantize_weight
 from anybit.quantizers.calibration.gradients import ROWS, moments, output_gradients
 from anybit.quantizers.calibration.statistics import Statistics
 from tests.tiny import llama
@@ -101,13 +101,14 @@ def test_whole_models(tmp_path: Path) -> None:
     """In a rotated format too, and again from a work folder; a layer alone has no gradients."""
     spec, data = "int3:group=16,rotate=kn", Calibration(IDS, work=tmp_path / "work")
 
-    def weights(quantizer: GPTQ) -> Tensor:
+    def weights(quantizer: Quantizer) -> Tensor:
         state = anybit.quantize_(llama(), spec, quantizer).state_dict()
         return torch.cat([t.flatten().double() for t in state.values()])
 
     first, again = (weights(GPTQ(data, gradients=True)) for _ in range(2))
     assert torch.equal(first, again)
     assert not torch.equal(first, weights(GPTQ(IDS)))
+    assert torch.equal(first, weights(anybit.Additive(IDS, steps=0, gradients=True)))
     seen = Statistics(32, hessian=correlated(32, 3))
     fmt, w = anybit.get_format("int4"), random(16, 32)
     one, other = (quantize_weight(GPTQ(gradients=g), w, fmt, seen) for g in (False, True))
