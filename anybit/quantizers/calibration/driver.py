@@ -117,7 +117,7 @@ def calibrate(
             rehearse(runner, partial(at_work, found, runner.device))
         beside = [dense_runner(runner, data, quantizer) for runner in runners]
         gradients = dict[str, Tensor]()
-        if "gradients" in quantizer.needs:
+        if "gradients" in quantizer.needs and isinstance(data, Tensor):
             gradients = output_gradients(model, list(schemes), data)
         with progress("calibrating", sum(weights.values()), show_progress) as step:
             for found, runner, dense in zip(lists, runners, beside, strict=True):
