@@ -28,11 +28,10 @@ WEIGHTS, L2, SUMS = 22, 38, 10
 # Of `expected`: cycles of a K tile's products over what they should take, by tokens; bytes a cycle
 # that a multiprocessor copies; multiply-adds a cycle of each that power allows; cycles of a launch,
 # of a tile's outputs, of a cluster's sums, and of each sum that goes through the memory. How much
-# longer it takes with two CTAs on a multiprocessor, and where CTAs share: always, and with as many
-# bytes of tokens as the L2 holds.
-PRODUCTS = {32: 2.22, 64: 1.31, 96: 1.145, 128: 1.06, 192: 1.09}
-COPIED, POWER, BEGIN, END, MEET, SUM = 38, 1257, 5490, 5750, 1585, 0.378
-PAIR, APART, AGAIN, NEAR = 1.055, 1.027, 0.042, 5e7
+# longer it takes where CTAs share: always, and with as many bytes of tokens as the L2 holds.
+PRODUCTS = {32: 2.07, 64: 1.27, 96: 1.095, 128: 1.01, 192: 1.04}
+COPIED, POWER, BEGIN, END, MEET, SUM = 38.7, 1580, 4800, 6500, 1370, 0.366
+APART, AGAIN, NEAR = 1.023, 0.041, 5e7
 
 
 def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
@@ -306,23 +305,22 @@ def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H2
 def expected(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> float:
     """Clock cycles of more than 32 tokens of 16 bits, at 1.75 GHz; of `PRODUCTS`' tiles.
 
-    Fitted to the order of tiles in 385 groups of times, of up to 192 tokens of 63 weights and, in
-    turns, of more: in the mean it picks one 1.1 % above the best that was timed, and 0.2 %. It is
-    no prediction of times. Multiprocessors that have nothing to do leave power to
+    Fitted to the order of tiles where several were timed: in the mean it picks one that is 1.0 %
+    above the best for up to 192 tokens (63 weights) and 0.3 % for more (32 cells, in turns). Multiprocessors that have nothing to do leave power to
     the others, but these then need more of it for a product. CTAs with equal shares are at
     different places of K at a time, so the L2 keeps less of the tokens for them.
     """
     own = most_steps(tile, m, n, k, chip)
     steps = own * together(tile, m, n, chip)
-    slow_by = PRODUCTS[tile.tokens] * (PAIR if tile.ctas > 1 else 1)
+    slow_by = PRODUCTS[tile.tokens]
     area = tile.rows * tile.tokens * K_TILE
     decoded = tile.rows // ROWS * (4 * decoder.instructions + 60)
     step = max(slow_by * area / 2048, decoded, staged(tile, decoder) / COPIED)
     tiles = -(-n // tile.rows) * -(-m // tile.tokens)
     each = tiles * k_tiles(k) / chip.multiprocessors  # K tiles of a multiprocessor
-    powered = each * area * slow_by / PRODUCTS[128] / (POWER * (each / steps) ** 0.85)
+    powered = each * area * slow_by / PRODUCTS[128] / (POWER * (each / steps) ** 0.77)
     least = reading(tile, decoder, m, n, k, chip) - FIXED
-    ends = max(0, own / k_tiles(k) - 1) * (0.57 * END if tile.late else END)
+    ends = max(0, own / k_tiles(k) - 1) * (0.58 * END if tile.late else END)
     parts = parts_met(tile, m, n, k, chip)
     meets = parts * SUM * tile.rows * tile.tokens + MEET * (tile.split > 1)
     apart = APART + AGAIN * min(1, 2 * m * k / NEAR) if parts else 1
