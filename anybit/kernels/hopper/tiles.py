@@ -306,9 +306,10 @@ def expected(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = 
     """Clock cycles of more than 32 tokens of 16 bits, at 1.75 GHz; of `PRODUCTS`' tiles.
 
     Fitted to the order of tiles where several were timed: in the mean it picks one that is 1.0 %
-    above the best for up to 192 tokens (63 weights) and 0.3 % for more (32 cells, in turns). Multiprocessors that have nothing to do leave power to
-    the others, but these then need more of it for a product. CTAs with equal shares are at
-    different places of K at a time, so the L2 keeps less of the tokens for them.
+    above the best for up to 192 tokens (63 weights) and 0.3 % for more (32 cells, in turns).
+    Multiprocessors that have nothing to do leave power to the others, but these then need more of
+    it for a product. CTAs with equal shares are at different places of K at a time, so the L2 keeps
+    less of the tokens for them.
     """
     own = most_steps(tile, m, n, k, chip)
     steps = own * together(tile, m, n, chip)
