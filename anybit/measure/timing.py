@@ -98,14 +98,19 @@ class _Graph:
                         call()
             finally:
                 self.graph.capture_end()
+        us = _event_us(self.graph.replay)
+        self.unmeasured = us < TURN_US  # whether a turn has a replay that does not count
+        self.replays = max(1, round(TURN_US / us)) if us > LONG_US else 1  # of a turn
 
     def turn(self) -> None:
-        """Some replays, of which the first one counts only if it is very long."""
-        first = _event_us(self.graph.replay)
-        times = [first if first > TURN_US else _event_us(self.graph.replay)]
-        while LONG_US < first <= TURN_US and sum(times) < TURN_US:
-            times.append(_event_us(self.graph.replay))
-        self.times.append(median(times))
+        """Some replays, one behind the other."""
+        if self.unmeasured:
+            self.graph.replay()
+        self.times.append(_event_us(self.measured) / self.replays)
+
+    def measured(self) -> None:
+        for _ in range(self.replays):
+            self.graph.replay()
 
     def median(self) -> float:
         """Microseconds of a call."""

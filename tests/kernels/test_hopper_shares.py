@@ -27,8 +27,8 @@ CASES: list[Case] = [  # scheme, dtype of y, tile, (M, N, K), CTAs
     # A whole tile each, and one that both share; unevenly; two CTAs for each tile, and one left.
     ("liquid@int8", BRAIN, SMALL, (5, 264, 256), (2, 5, 7)),
     ("fp6", HALF, SMALL, (11, 128, 128), (3,)),  # two tiles of tokens, and a CTA with nothing
-    # Pairs: tiles of two CTAs, each of which shares its half.
-    ("fp6", HALF, Tile(16, stages=3, columns=64, shared=True, pair=True), (11, 136, 384), (4,)),
+    # Two stages a K tile.
+    ("fp6", HALF, Tile(16, rows=256, stages=3, columns=64, shared=True), (11, 136, 384), (2,)),
     # Eight chunks of sums, of which four are added at a time.
     ("int8@int8", BRAIN, Tile(64, ctas=2, stages=2, shared=True), (9, 128, 256), (2,)),
 ]

@@ -17,7 +17,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from anybit.kernels.cute.decode import K_TILE
@@ -31,7 +31,7 @@ from anybit.kernels.hopper.launch import ARCHITECTURE
 from anybit.kernels.hopper.order import Order
 from anybit.kernels.hopper.pieces import Pieces
 from anybit.kernels.hopper.producer import Producer
-from anybit.kernels.hopper.ptx import arrive_if, arrive_there_if
+from anybit.kernels.hopper.ptx import arrive_if
 from anybit.kernels.hopper.shares import join, share_of
 from anybit.kernels.hopper.tile import Kernel
 from anybit.kernels.hopper.tiles import EXPERT_WORDS
@@ -53,7 +53,7 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
         self.decoder, self.tile = decoder, tile
         self.out, self.grouped, self.piece = kernel.output, kernel.grouped, kernel.piece
         self.tokens, self.stages = tile.tokens, tile.stages
-        self.split, self.sides = tile.split, tile.sides
+        self.split = tile.split
         self.pieces = pieces(tile, decoder) if kernel.grouped else (tile.tokens,)
         self.blocks = tile.rows // ROWS  # blobs of a K tile
         self.columns, self.slots = tile.columns, tile.slots  # of a stage; K tiles of weights
@@ -116,15 +116,11 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.b)
         shape = self.tokens, self.columns, self.stages
         x_layout = cute.tile_to_shape(atom, shape, order=(0, 1, 2))
-        copy = cpasync.CopyBulkTensorTileG2SOp()
-        if const_expr(self.tile.pair):
-            copy = cpasync.CopyBulkTensorTileG2SMulticastOp()
         x_copy, x_tma = cpasync.make_tiled_tma_atom(
-            copy,
+            cpasync.CopyBulkTensorTileG2SOp(),
             x_all,
             cute.slice_(x_layout, (None, None, 0)),
             (self.tokens, self.columns),
-            num_multicast=self.sides,
         )
         mma = self.tiled_mma(self.pieces[0])
 
@@ -149,7 +145,7 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
         ).launch(
             grid=(grid, 1, 1),
             block=(self.tile.threads, 1, 1),
-            cluster=(self.tile.cluster, 1, 1) if self.tile.cluster > 1 else None,
+            cluster=(self.split, 1, 1) if self.split > 1 else None,
             min_blocks_per_mp=self.tile.ctas,
             preferred_smem_carveout=100,  # given, or the DSL asks the driver
             use_pdl=True,
@@ -190,14 +186,11 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
             cpasync.prefetch_descriptor(x_copy)
             if thread % 32 < self.stages:
                 cute.arch.mbarrier_init(full + thread % 32, self.arrivals)
-                # All consumers, and a lane of each warp of the other CTA.
-                cute.arch.mbarrier_init(empty + thread % 32, 256 + 8 * (self.sides - 1))
+                cute.arch.mbarrier_init(empty + thread % 32, 256)  # all consumers
             if const_expr(self.tile.late) and thread % 32 == 0:
                 cute.arch.mbarrier_init(shared.ahead.data_ptr(), 128)  # the first warpgroup
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if const_expr(self.tile.pair):
-            self.meet()  # before anyone writes to the other CTA
         cute.arch.griddepcontrol_launch_dependents()
 
         # A CTA takes every so many tiles, or a list of units; or a cluster splits a tile along K.
@@ -208,19 +201,18 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
             cute.arch.griddepcontrol_wait()
             m_tiles = self.count_tiles(starts, table, experts, thread)
         # What does not change from tile to tile.
-        rows = const_expr(self.tile.span)
+        rows = const_expr(self.tile.rows)
         n_tiles, expert_tiles = (n + (rows - 1)) // rows, (n + (ROW_MULTIPLE - 1)) // ROW_MULTIPLE
-        side, team, teams = cta % self.sides, cta // self.sides, ctas // self.sides
-        problem = (spans, m, n, m_tiles, n_tiles, expert_tiles, side)
-        rank, first, last = cta % self.split, team // self.split, n_tiles * m_tiles
-        share = (team, teams)
+        problem = (spans, m, n, m_tiles, n_tiles, expert_tiles)
+        rank, first, last = cta % self.split, cta // self.split, n_tiles * m_tiles
+        share = (cta, ctas)
         if const_expr(self.split > 1):
             k_first = k_tiles * rank // self.split
             k_last = k_tiles * (rank + 1) // self.split
         else:
             k_first, k_last = Int32(0), k_tiles
         if const_expr(self.tile.shared):
-            share, last = share_of(team, teams, n_tiles * m_tiles, k_tiles)
+            share, last = share_of(cta, ctas, n_tiles * m_tiles, k_tiles)
             first = Int32(0)
         turns = (first, last, share, k_first, k_last)
 
@@ -245,8 +237,6 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
                 mma, s_x, shared, row_scale, zero_or_book, token_scale, token_sum, bias, y,
                 (work, counters), problem, turns, rank, thread,
             )  # fmt: skip
-        if const_expr(self.tile.pair):
-            self.meet()  # nobody leaves while the other CTA may write to it
 
     def begin(self, shared: Any, book: Any, thread: Any) -> None:
         """What consumers do before the previous kernel has finished."""
@@ -332,20 +322,16 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
                 place_a = const_expr(batch % 2 * self.per_half)
                 sums = self.sums_of(acc, mma, block, 0, self.pieces[0])
                 # The batch before may still run; the registers of the one before it are free.
-                if const_expr(not self.decoder.sums and self.batches > 1):
+                if const_expr(not self.decoder.sums):
                     warpgroup.wait_group(self.running)
                 used = const_expr(batch >= self.batches) or k > k_first  # the stage before
                 if const_expr(here == 1):
-                    self.release(empty + previous, used, t, problem[6])
+                    self.release(empty + previous, used)
                 if const_expr(self.tile.late and batch == 1):
                     arrive_if(shared.ahead.data_ptr().toint(), k == ahead)
                 self.decode_half(words, grid, registers, half, block, place_a)
                 warpgroup.fence()
                 for j in cutlass.range_constexpr(self.per_half):
-                    if const_expr(self.batches == 1 and 2 * j == self.per_half):
-                        warpgroup.commit_group()
-                        warpgroup.wait_group(self.running)
-                        self.release(empty + previous, used, t, problem[6])
                     a = operand[None, None, place_a + j]
                     step = const_expr(half * self.per_half + j)
                     b = x_fragment[None, None, step % self.steps, stage]
@@ -362,7 +348,7 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
             slot = self.next_slot(slot, stage)
             k += 1
         warpgroup.wait_group(0)
-        self.release(empty + previous, k_last > k_first, t, problem[6])
+        self.release(empty + previous, k_last > k_first)
         acc = total
 
         table = self.share_tokens(shared, tokens, group, t)
@@ -373,7 +359,7 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
         if const_expr(self.tile.shared):
             finishes = join(
                 acc, self.acc, self.joined, workspace[0].toint(), workspace[1].toint(),
-                8 * self.sides, problem[6] * 8 + warp, turns[2], tile, k_first, k_last, t % 32,
+                8, warp, turns[2], tile, k_first, k_last, t % 32,
             ) > 0  # fmt: skip
         if const_expr(self.grouped and self.tile.wide):  # again: the loop has no registers left
             row_tile, _, expert, start, end = self.locate(tile, problem)
@@ -398,12 +384,10 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
         mma.set(warpgroup.Field.ACCUMULATE, not begins)
 
     @cute.jit
-    def release(self, empty, when, t=0, side=0):
-        """This thread is done with a stage; a warp tells the other CTA that copies tokens to it.
+    def release(self, empty, when):
+        """This thread is done with a stage.
 
         Without a branch, at which ptxas might wait for every single WGMMA of the loop. One lane for
         its warp is no faster, and racecheck follows only the arrivals of those that have read.
         """
         arrive_if(empty.toint(), when)
-        if const_expr(self.tile.pair):
-            arrive_there_if(empty.toint(), 1 - side, Boolean(when) & (t % 32 == 0))

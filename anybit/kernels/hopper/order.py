@@ -17,7 +17,6 @@ class Order:
 
     tile: Tile
     tokens: int  # of a tile
-    sides: int  # CTAs of a cluster that have a row tile each, of the same tokens
     blocks: int  # of 128 rows in a tile
     near: int  # token tiles that are neighbours; 0: all
     grouped: bool  # tokens lie sorted by expert
@@ -74,7 +73,7 @@ class Order:
         L2: `NEAR` tokens at most, or those of one expert, or the weights of a wave would not fit
         beside them.
         """
-        (table, starts, experts), m, _, m_tiles, n_tiles, expert_tiles, side = problem
+        (table, starts, experts), m, _, m_tiles, n_tiles, expert_tiles = problem
         expert, end = Int32(0), m
         if const_expr(self.grouped):
             span, before, index = Int32(0), Int32(0), tile // n_tiles
@@ -106,6 +105,5 @@ class Order:
                 width = cutlass.min(m_tiles - before, Int32(self.near))
             tile -= before * n_tiles
             row_tile, start = tile // width, (before + tile % width) * self.tokens
-            row_tile = row_tile * self.sides + side
         blobs = expert * (expert_tiles * (ROW_MULTIPLE // ROWS)) + row_tile * self.blocks
         return row_tile, blobs, expert, start, end

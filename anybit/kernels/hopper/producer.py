@@ -4,11 +4,9 @@ A stage has tokens, 128 or 64 columns of them; weights come a K tile at a time, 
 tokens. So the ring is one of stages and one of slots, which a K tile's weights have for themselves.
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from anybit.kernels.hopper.ptx import bulk_load
@@ -27,7 +25,6 @@ class Producer:
     token_bytes: int  # of a stage
     blob: int  # bytes of 128 rows of a K tile
     blocks: int  # of 128 rows in a tile
-    sides: int  # CTAs of a cluster that copy tokens for each other
 
     @cute.jit
     def produce(self, x_copy, x_tma, s_x, w, s_w, full, empty, problem, k_tiles, turns):
@@ -51,8 +48,8 @@ class Producer:
             )
             x_to, x_from = cpasync.tma_partition(
                 x_copy,
-                problem[6],
-                cute.make_layout(self.sides),
+                0,
+                cute.make_layout(1),
                 cute.group_modes(s_x, 0, 2),
                 cute.group_modes(g_x, 0, 2),
             )
@@ -73,15 +70,10 @@ class Producer:
                         x_from[None, k * self.parts + part],
                         x_to[None, stage],
                         tma_bar_ptr=full + stage,
-                        **self.receivers(),
                     )
                     stage, phase = self.next_stage(stage, phase)
                 slot = self.next_slot(slot, stage)
                 k += 1
-
-    def receivers(self) -> dict[str, Any]:
-        """Which CTAs of the cluster a copy of tokens goes to."""
-        return {"mcast_mask": Int16(0b11)} if self.tile.pair else {}
 
     @cute.jit
     def next_stage(self, stage, phase):

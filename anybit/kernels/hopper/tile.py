@@ -16,8 +16,7 @@ class Tile:
     stages: K tiles in flight; 0 means all that fit. shared: CTAs have equal shares of all K tiles.
     late: the second warpgroup stays some K tiles behind the first where a CTA has several tiles, so
     that it multiplies while the first one writes outputs, and the other way round. columns: of a
-    stage's tokens, 128 or 64, of which a K tile's 128 have two stages; `stages` counts these. pair:
-    two CTAs of a cluster have neighbouring row tiles, and each copies half of the tokens for both.
+    stage's tokens, 128 or 64, of which a K tile's 128 have two stages; `stages` counts these.
     """
 
     tokens: int
@@ -28,22 +27,6 @@ class Tile:
     shared: bool = False
     late: bool = False
     columns: int = K_TILE
-    pair: bool = False
-
-    @property
-    def sides(self) -> int:
-        """CTAs with neighbouring tiles of rows."""
-        return 2 if self.pair else 1
-
-    @property
-    def span(self) -> int:
-        """Rows of a cluster."""
-        return self.rows * self.sides
-
-    @property
-    def cluster(self) -> int:
-        """CTAs of a cluster."""
-        return self.split * self.sides
 
     @property
     def slots(self) -> int:
@@ -72,7 +55,7 @@ class Tile:
     @property
     def name(self) -> str:
         split = f"_split{self.split}" if self.split > 1 else "_shared" * self.shared
-        split += "_late" * self.late + "_pair" * self.pair
+        split += "_late" * self.late
         columns = f"x{self.columns}" if self.columns < K_TILE else ""
         return f"{self.rows}x{self.tokens}{columns}_{self.stages}stages_{self.ctas}ctas{split}"
 
@@ -115,8 +98,7 @@ class Kernel:
     @property
     def header(self) -> dict[str, int]:
         tile = self.tile
-        box = tile.tokens // tile.sides
-        return {"threads": tile.threads, "cluster": tile.cluster, "box": box}
+        return {"threads": tile.threads, "cluster": tile.split, "box": tile.tokens}
 
     @property
     def batch(self) -> int:

@@ -28,11 +28,10 @@ WEIGHTS, L2, SUMS = 22, 38, 10
 # Of `expected`: cycles of a K tile's products over what they should take, by tokens; bytes a cycle
 # that a multiprocessor copies; multiply-adds a cycle of each that power allows; cycles of a launch,
 # of a tile's outputs, of a cluster's sums, and of each sum that goes through the memory. How much
-# longer it takes with two CTAs on a multiprocessor, and where CTAs share: always, and with as many
-# bytes of tokens as the L2 holds.
-PRODUCTS = {32: 2.07, 64: 1.27, 96: 1.11, 128: 1.065, 192: 1.03}
-COPIED, POWER, BEGIN, END, MEET, SUM = 38, 1540, 4700, 6650, 1500, 0.386
-PAIR, APART, AGAIN, NEAR = 1.05, 1.017, 0.042, 5e7
+# longer it takes where CTAs share: always, and with as many bytes of tokens as the L2 holds.
+PRODUCTS = {32: 2.07, 64: 1.27, 96: 1.095, 128: 1.01, 192: 1.04}
+COPIED, POWER, BEGIN, END, MEET, SUM = 38.7, 1580, 4800, 6500, 1370, 0.366
+APART, AGAIN, NEAR = 1.023, 0.041, 5e7
 
 
 def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
@@ -71,10 +70,15 @@ def many(decoder: Decoder) -> list[Tile]:
     """Tiles for more than 64 tokens."""
     large = [Tile(128, late=True), Tile(128, split=2), Tile(128, split=3)]
     large += [Tile(tokens, late=True) for tokens in (96, 192)]
-    large += [Tile(128, rows=256, late=True), *largest(decoder)]
+    large += [replace(tall(decoder), late=True), *largest(decoder)]
     pairs = decoder.slot == 8 and (decoder.bits <= 6 or decoder.crowded)
     large += [Tile(64, ctas=2)] * pairs
     return suited([*shared(decoder), *large], decoder)
+
+
+def tall(decoder: Decoder) -> Tile:
+    """256 rows of 128 tokens. Stages of half a K tile make 16-bit operands 1 to 3 % faster."""
+    return Tile(128, rows=256, columns=K_TILE // 2 if decoder.slot == 16 else K_TILE)
 
 
 def largest(decoder: Decoder) -> list[Tile]:
@@ -86,7 +90,7 @@ def largest(decoder: Decoder) -> list[Tile]:
 
 def equal(decoder: Decoder) -> list[Tile]:
     """Tiles whose CTAs have equal shares. Two of 64 tokens on a multiprocessor would spill."""
-    every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128), Tile(128, rows=256)]
+    every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128), tall(decoder)]
     every += [Tile(192)] * (decoder.slot == 8) + largest(decoder)
     return [replace(t, shared=True, late=t.tokens >= 128) for t in suited(every, decoder)]
 
@@ -160,16 +164,16 @@ def grid(tile: Tile, m: int, n: int, experts: int = 0, chip: Chip = H200) -> int
     How many tiles of tokens `experts` make is known on the device only; here it is the most.
     """
     tokens = -(-m // tile.tokens) if not experts else most_tiles(tile, m, experts)
-    tiles = -(-n // tile.span) * tokens
-    room = chip.multiprocessors * tile.ctas // tile.sides
+    tiles = -(-n // tile.rows) * tokens
+    room = chip.multiprocessors * tile.ctas
     if experts and tile.split == 1:
         return min(tiles, room)
     if tile.split > 1:  # a cluster does one tile
         return tiles * tile.split
     if tile.shared:
-        return room * tile.sides
+        return room
     waves = -(-tiles // room)
-    return -(-tiles // waves) * tile.sides
+    return -(-tiles // waves)
 
 
 def sharers(common: int, steps: int, ctas: int) -> int:
@@ -185,8 +189,8 @@ def sharers(common: int, steps: int, ctas: int) -> int:
 
 def workspace(tile: Tile, m: int, n: int, ctas: int) -> int:
     """Numbers of the workspace where `ctas` share tiles, see `shares.py`; else 0."""
-    tiles = -(-n // tile.span) * -(-m // tile.tokens)
-    some = tile.shared and tiles % (ctas // tile.sides)
+    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
+    some = tile.shared and tiles % ctas
     return 2 * ctas * tile.rows * tile.tokens if some else 0
 
 
@@ -201,11 +205,12 @@ def overlaps(
 ) -> bool:
     """Whether a launch of a fitted tile should begin while the kernel before it ends; measured.
 
-    Not where CTAs take many tiles in turn: the next kernel's would take places from them (4 to 13 %
-    slower at 28672x4096 from 1024 tokens on). Not with experts, up to 46 % slower at one token,
-    unless clusters split K. Nor where two CTAs of 64 tokens share a multiprocessor, unless most of
-    those are free: they would pile up on some of them (8 to 45 % slower with 96 or 128 CTAs of
-    sparse@int8, int4@fp8 and fp6@fp8).
+    With 16-bit operands 1,024 tokens take 0.98 of the time by it, 2,048 and 4,096 0.99 to 1.00, in
+    turns. With bytes, where CTAs take many tiles in turn, the next kernel's took places from them
+    (4 to 13 % slower at 28672x4096 from 1024 tokens on). Not with experts, up to 46 % slower at one
+    token, unless clusters split K. Nor where two CTAs of 64 tokens share a multiprocessor, unless
+    most of those are free: they would pile up on some of them (8 to 45 % slower with 96 or 128 CTAs
+    of sparse@int8, int4@fp8 and fp6@fp8).
     """
     count = -(-n // tile.rows) * -(-m // tile.tokens)
     half = chip.multiprocessors // 2 < count * tile.split <= chip.multiprocessors
@@ -214,7 +219,8 @@ def overlaps(
     if experts:
         count = -(-n // tile.rows) * most_tiles(tile, m, experts) * tile.split
         return tile.split > 1 and count <= chip.multiprocessors * tile.ctas
-    return m < 1024 or count <= chip.multiprocessors * tile.ctas
+    wide = decoder.slot == 16 and not slow(decoder)
+    return m < 1024 or wide or count <= chip.multiprocessors * tile.ctas
 
 
 def choose(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile:
@@ -276,8 +282,8 @@ def fits_once(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip =
     """Whether every cluster can be resident at once, and every CTA gets enough of K."""
     if tile.split == 1 and not tile.shared:
         return True
-    tiles = -(-n // tile.span) * -(-m // tile.tokens)
-    room = chip.multiprocessors * places(fitted(tile, decoder), decoder) // tile.sides
+    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
+    room = chip.multiprocessors * places(fitted(tile, decoder), decoder)
     if tile.shared:
         return tiles * k_tiles(k) >= LEAST_UNITS * room
     if tile.split > 2:  # they do not fill the processor's parts: 40 of three took two turns
@@ -299,22 +305,23 @@ def cycles(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H2
 def expected(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> float:
     """Clock cycles of more than 32 tokens of 16 bits, at 1.75 GHz; of `PRODUCTS`' tiles.
 
-    Fitted to 2,700 times of 63 weights on an H200, of which it is 6 % off; where several tiles were
-    timed, it picks one 1.6 % above the best. Multiprocessors that have nothing to do leave power to
-    the others, but these then need more of it for a product. CTAs with equal shares are at
-    different places of K at a time, so the L2 keeps less of the tokens for them.
+    Fitted to the order of tiles where several were timed: in the mean it picks one that is 1.0 %
+    above the best for up to 192 tokens (63 weights) and 0.3 % for more (32 cells, in turns).
+    Multiprocessors that have nothing to do leave power to the others, but these then need more of
+    it for a product. CTAs with equal shares are at different places of K at a time, so the L2 keeps
+    less of the tokens for them.
     """
     own = most_steps(tile, m, n, k, chip)
     steps = own * together(tile, m, n, chip)
-    slow_by = PRODUCTS[tile.tokens] * (PAIR if tile.ctas > 1 else 1)
+    slow_by = PRODUCTS[tile.tokens]
     area = tile.rows * tile.tokens * K_TILE
     decoded = tile.rows // ROWS * (4 * decoder.instructions + 60)
     step = max(slow_by * area / 2048, decoded, staged(tile, decoder) / COPIED)
     tiles = -(-n // tile.rows) * -(-m // tile.tokens)
     each = tiles * k_tiles(k) / chip.multiprocessors  # K tiles of a multiprocessor
-    powered = each * area * slow_by / PRODUCTS[128] / (POWER * (each / steps) ** 0.7)
+    powered = each * area * slow_by / PRODUCTS[128] / (POWER * (each / steps) ** 0.77)
     least = reading(tile, decoder, m, n, k, chip) - FIXED
-    ends = max(0, own / k_tiles(k) - 1) * (0.63 * END if tile.late else END)
+    ends = max(0, own / k_tiles(k) - 1) * (0.58 * END if tile.late else END)
     parts = parts_met(tile, m, n, k, chip)
     meets = parts * SUM * tile.rows * tile.tokens + MEET * (tile.split > 1)
     apart = APART + AGAIN * min(1, 2 * m * k / NEAR) if parts else 1
@@ -323,8 +330,8 @@ def expected(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = 
 
 def parts_met(tile: Tile, m: int, n: int, k: int, chip: Chip) -> float:
     """Parts of tiles with equal shares that a CTA adds to others', and what many at a time cost."""
-    ctas = grid(tile, m, n, chip=chip) // tile.sides
-    common = -(-n // tile.span) * -(-m // tile.tokens) % ctas
+    ctas = grid(tile, m, n, chip=chip)
+    common = -(-n // tile.rows) * -(-m // tile.tokens) % ctas
     if not tile.shared or not common:
         return 0
     share = sharers(common, k_tiles(k), ctas)
@@ -338,8 +345,8 @@ def together(tile: Tile, m: int, n: int, chip: Chip) -> int:
 
 def most_steps(tile: Tile, m: int, n: int, k: int, chip: Chip) -> int:
     """K tiles of the CTA that has most."""
-    ctas = grid(tile, m, n, chip=chip) // tile.sides
-    tiles, each = -(-n // tile.span) * -(-m // tile.tokens), k_tiles(k)
+    ctas = grid(tile, m, n, chip=chip)
+    tiles, each = -(-n // tile.rows) * -(-m // tile.tokens), k_tiles(k)
     if not tile.shared:
         return -(-tiles * tile.split // ctas) * (each // tile.split)
     common = tiles % ctas
