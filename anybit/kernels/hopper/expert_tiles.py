@@ -24,6 +24,7 @@ LAUNCH = 11_300  # cycles of a launch: of the first copies and the last outputs,
 PRODUCT, INSTRUCTION, STEP = 0.85, 4.7, 169
 # Cycles of a tile beside its K tiles: any, and for each of its outputs.
 TILE, OUTPUT = 200, 0.137
+DRAIN = 650  # of a K tile whose sums get scales, while no other CTA multiplies: of two times
 START = 2000  # cycles of a CTA of a cluster: an estimate
 MOST_CLUSTERED = 4  # CTAs of clusters that are launched, for each multiprocessor
 WHOLE = 0.6  # how far the last wave of tiles counts as a whole one
@@ -40,8 +41,7 @@ def family_grouped(decoder: Decoder) -> list[Tile]:
     every += [Tile(128)]
     # Numbers of tokens vary between experts, and their mean is often a power of two: with tiles for
     # somewhat more, an expert is read and decoded once instead of a second time for few tokens.
-    plain = not (slow(decoder) or decoder.crowded)
-    every += [Tile(48, ctas=2), Tile(96), Tile(160)] if plain else []
+    every += [] if slow(decoder) else [Tile(48, ctas=2), Tile(96), Tile(160)]
     if decoder.slot == 8 or decoder.cost < 2 or decoder.entries < 2:  # others would spill
         every += [Tile(128, rows=256)]
     every += [Tile(256)] if decoder.slot == 8 else []  # 16-bit operands would leave two stages
@@ -103,7 +103,9 @@ def cycles(
     decoded = decoder.instructions * tile.rows / ROWS
     step = PRODUCT * products + INSTRUCTION * decoded + scaled(tile, decoder) + STEP
     beside = TILE + START * (tile.split > 1)
-    multiplying = waves * shared * (steps * step + beside + OUTPUT * tile.tokens * tile.rows)
+    every_step = max(shared * step, step + DRAIN * (decoder.sums > 0))
+    beside = shared * (beside + OUTPUT * tile.tokens * tile.rows)
+    multiplying = waves * (steps * every_step + beside)
     read = first + REREAD * (every - first)
     weights = read * -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes
     reading = (weights + m * (k * decoder.slot // 8 + 2 * n)) / (READ * chip.read)
