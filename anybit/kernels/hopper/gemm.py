@@ -327,9 +327,7 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
                     stage, phase = self.next_stage(stage, phase)
                 if const_expr(not here):
                     cute.arch.mbarrier_wait(full + stage, phase)
-                if const_expr(self.tile.spread):
-                    words, grid = self.read_words(shared, group, t, slot, half, block)
-                elif const_expr(not batch):
+                if const_expr(not batch):
                     words, grid = self.read_words(shared, group, t, slot)
                 place_a = const_expr(batch % 2 * self.per_half)
                 sums = self.sums_of(acc, mma, block, 0, self.pieces[0])

@@ -15,10 +15,9 @@ class Tile:
     split: CTAs of a cluster that split the K of one tile.
     stages: K tiles in flight; 0 means all that fit. shared: CTAs have equal shares of all K tiles.
     late: the second warpgroup stays some K tiles behind the first where a CTA has several tiles, so
-    that it multiplies while the first one writes outputs, and the other way round. spread: code
-    words are read before each batch of products, not all of a K tile at once. columns: of a stage's
-    tokens, 128 or 64, of which a K tile's 128 have two stages; `stages` counts these. pair: two
-    CTAs of a cluster have neighbouring tiles of rows, and each copies half of the tokens for both.
+    that it multiplies while the first one writes outputs, and the other way round. columns: of a
+    stage's tokens, 128 or 64, of which a K tile's 128 have two stages; `stages` counts these. pair:
+    two CTAs of a cluster have neighbouring row tiles, and each copies half of the tokens for both.
     """
 
     tokens: int
@@ -28,7 +27,6 @@ class Tile:
     stages: int = 0
     shared: bool = False
     late: bool = False
-    spread: bool = False
     columns: int = K_TILE
     pair: bool = False
 
@@ -74,7 +72,7 @@ class Tile:
     @property
     def name(self) -> str:
         split = f"_split{self.split}" if self.split > 1 else "_shared" * self.shared
-        split += "_late" * self.late + "_spread" * self.spread + "_pair" * self.pair
+        split += "_late" * self.late + "_pair" * self.pair
         columns = f"x{self.columns}" if self.columns < K_TILE else ""
         return f"{self.rows}x{self.tokens}{columns}_{self.stages}stages_{self.ctas}ctas{split}"
 
