@@ -369,9 +369,11 @@ def measure(
         if experts.expected is not None:
             note = f"{note} expected {experts.expected(routing.chosen.numel()):.1f}".strip()
         try:
+            if isinstance(us, Exception):
+                raise us
             check(calls[-1]())
-        except bench.WrongResult as error:
-            rows.append(replace(row, note=f"{note} {bench.failure(error)}"))
+        except Exception as error:
+            rows.append(replace(row, note=f"{note} {bench.failure(error)}".strip()))
             continue
         row = bench.finish(replace(row, us=us, note=note), round(experts.nbytes * busy), floor)
         rows.append(replace(row, tflops=row.tflops * routing.chosen.shape[1]))
@@ -380,9 +382,8 @@ def measure(
 
 def checked(experts: Experts, x: Tensor, routing: Routing) -> Callable[[Tensor], None]:
     """Whether outputs are right; WrongResult if not."""
-    limit = bench.TOLERANCE[x.dtype]
-    limit += bench.TOLERANCE_QUANTIZED.get(experts.activation.removesuffix("-given"), 0.0)
-    want = reference(experts, x, routing)
+    extra = bench.TOLERANCE_QUANTIZED.get(experts.activation.removesuffix("-given"), 0.0)
+    limit, want = bench.TOLERANCE[x.dtype] + extra, reference(experts, x, routing)
 
     def check(y: Tensor) -> None:
         y = y.view(want.shape)

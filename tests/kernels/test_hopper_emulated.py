@@ -233,18 +233,18 @@ def test_one_hot_tokens_read_weights_back(scheme: str) -> None:
 @pytest.mark.parametrize(("scheme", "tokens"), EXPERTS)
 def test_experts(scheme: str, tokens: int) -> None:
     """Tokens sorted by expert: some experts have none, some have more than a tile."""
-    n, k, counts = 136, 256, [3, 0, tokens + 3, 1, tokens * 3 // 4]
-    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    n, k, most = 136, 256, tokens + 3
+    starts = torch.tensor([0, 3, 3, 3 + most, 4 + most], dtype=torch.int32)
     emulated = Emulated(scheme, BRAIN, Tile(tokens, ctas=2 if tokens < 64 else 1), grouped=True)
-    experts = [packed_weight(scheme, n, k) for _ in counts]
+    experts = [packed_weight(scheme, n, k) for _ in range(4)]
     prepared = list(scalar_linear.prepare_experts(experts, emulated.activation, BRAIN).layout)
-    x = emulated.tokens(sum(counts), k)
+    x = emulated.tokens(4 + most, k)
     codes, scale, _ = x
     want = torch.cat([
         product(operand_weight(e, BRAIN), (codes[a:b], None if scale is None else scale[a:b], None))
         for e, a, b in zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True)
     ])  # fmt: skip
-    grid = tiles.grid(emulated.tile, sum(counts), n, experts=len(counts))
+    grid = tiles.grid(emulated.tile, 4 + most, n, experts=4)
     y = emulated.run(x, prepared, n, grid, starts=starts)
     assert_close(y, want, BRAIN)
     assert torch.equal(emulated.run(x, prepared, n, 3, starts=starts, seed=1), y)

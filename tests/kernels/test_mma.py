@@ -152,7 +152,7 @@ def test_the_rule_finds_the_best_tile_of_an_h200() -> None:
 
 
 def test_few_tokens_go_where_they_are_faster() -> None:
-    """Tiles of this family on an H200, whose CTAs are all resident, and the Hopper kernels."""
+    """Tiles of this family on an H200, most with all CTAs resident, and the Hopper kernels."""
     hopper, here = {}, {}
     with MEASURED.open() as file:
         for row in csv.DictReader(file):
@@ -166,9 +166,10 @@ def test_few_tokens_go_where_they_are_faster() -> None:
         scheme, m, n, k = cell
         d = next(d for d in decoders(scheme) if d.operand != "float16")
         tile = tiles.narrow(d, GPUS["H200"], m, n)
-        if n > 8448 and tile and narrow(m, n, k, d):
-            gains.append(us / here[f"mma {tile.name}", cell])
-    assert len(gains) >= 30  # of four schemes, on seven weights
+        time = here.get((f"mma {tile.name}", cell)) if tile else None
+        if n > 8448 and time and narrow(m, n, k, d):
+            gains.append(us / time)
+    assert len(gains) >= 40  # of four schemes, on fourteen weights
     assert min(gains) > 1.04
 
 

@@ -6,10 +6,8 @@ the tiles of tokens that they have together.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cache
-from itertools import accumulate
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.pack import ROWS, k_tiles
@@ -24,6 +22,7 @@ LAUNCH = 11_300  # cycles of a launch: of the first copies and the last outputs,
 PRODUCT, INSTRUCTION, STEP = 0.85, 4.7, 169
 # Cycles of a tile beside its K tiles: any, and for each of its outputs.
 TILE, OUTPUT = 200, 0.137
+DRAIN = 650  # of a K tile whose sums get scales, while no other CTA multiplies: of two times
 START = 2000  # cycles of a CTA of a cluster: an estimate
 MOST_CLUSTERED = 4  # CTAs of clusters that are launched, for each multiprocessor
 WHOLE = 0.6  # how far the last wave of tiles counts as a whole one
@@ -34,30 +33,16 @@ DEVIATIONS = 9  # of a binomial distribution beyond which nothing is counted
 
 def family_grouped(decoder: Decoder) -> list[Tile]:
     """The tiles that experts' kernels are compiled for."""
-    # Two CTAs of clusters that share a multiprocessor leave others without any.
-    every = [Tile(8, ctas=2, split=4), Tile(8, split=2)]
+    every = [Tile(8, split=4), Tile(8, split=2), Tile(8, ctas=2, split=2)]
     every += [Tile(tokens, ctas=2) for tokens in (8, 16, 32, 64)]
     every += [Tile(128)]
     # Numbers of tokens vary between experts, and their mean is often a power of two: with tiles for
     # somewhat more, an expert is read and decoded once instead of a second time for few tokens.
-    plain = not (slow(decoder) or decoder.crowded)
-    every += [Tile(48, ctas=2), Tile(96), Tile(160)] if plain else []
+    every += [] if slow(decoder) else [Tile(48, ctas=2), Tile(96), Tile(160)]
     if decoder.slot == 8 or decoder.cost < 2 or decoder.entries < 2:  # others would spill
         every += [Tile(128, rows=256)]
     every += [Tile(256)] if decoder.slot == 8 else []  # 16-bit operands would leave two stages
     return [fitted(tile, decoder, grouped=True) for tile in suited(every, decoder)]
-
-
-def pieces(tile: Tile, decoder: Decoder) -> tuple[int, ...]:
-    """Tokens of a tile that are multiplied together; but the first, only where there are so many.
-
-    An expert's last tile is rarely full. Not where clusters or slow decoders divide the tokens.
-    """
-    if tile.tokens < 48 or tile.split > 1 or slow(decoder) or decoder.crowded or decoder.sums:
-        return (tile.tokens,)
-    step = max(tile.tokens // 128 * 32, 16 if tile.tokens < 64 else 32)
-    few = 1 if tile.tokens < 128 else 2
-    return (tile.tokens - few * step, *[step] * few)
 
 
 @cache
@@ -67,12 +52,14 @@ def choose_grouped(
     """The tile for m rows of tokens, each for one of the experts (n, k).
 
     K is split where there are few tiles: a cluster multiplies one, so nothing hides its beginning.
+    Where each of its CTAs can have a multiprocessor, none shares one: clusters crowd on some even
+    if others are free, and took 1.2 to 1.4 times as long.
     """
+    most = {1: chip.multiprocessors, 2: MOST_CLUSTERED * chip.multiprocessors}
     found = [
         tile
         for tile in family_grouped(decoder)
-        if tile.split == 1
-        or grid(tile, m, n, experts, chip) <= MOST_CLUSTERED * chip.multiprocessors
+        if tile.split == 1 or grid(tile, m, n, experts, chip) <= most[tile.ctas]
     ]
     return min(found, key=lambda tile: cycles(tile, decoder, m, n, k, experts, chip))
 
@@ -98,12 +85,13 @@ def cycles(
     # CTAs share a multiprocessor's rates. Clusters crowd on some even if others are free.
     shared = tile.ctas if tile.split > 1 else math.ceil(min(count, room) / chip.multiprocessors)
     steps = -(-k_tiles(k) // tile.split)
-    tokens = multiplied(pieces(tile, decoder), m, experts) / every
-    products = tile.rows * tokens * K_TILE * decoder.slot / 32768
+    products = tile.rows * tile.tokens * K_TILE * decoder.slot / 32768
     decoded = decoder.instructions * tile.rows / ROWS
     step = PRODUCT * products + INSTRUCTION * decoded + scaled(tile, decoder) + STEP
     beside = TILE + START * (tile.split > 1)
-    multiplying = waves * shared * (steps * step + beside + OUTPUT * tile.tokens * tile.rows)
+    every_step = max(shared * step, step + DRAIN * (decoder.sums > 0))
+    beside = shared * (beside + OUTPUT * tile.tokens * tile.rows)
+    multiplying = waves * (steps * every_step + beside)
     read = first + REREAD * (every - first)
     weights = read * -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes
     reading = (weights + m * (k * decoder.slot // 8 + 2 * n)) / (READ * chip.read)
@@ -120,16 +108,6 @@ def touched(m: int, experts: int) -> float:
 def token_tiles(tokens: int, m: int, experts: int) -> float:
     """Tiles of so many tokens of all experts, expected."""
     return experts * math.fsum(p * -(-count // tokens) for count, p in counts(m, experts))
-
-
-@cache
-def multiplied(parts: tuple[int, ...], m: int, experts: int) -> float:
-    """Tokens that tiles of such pieces multiply, those behind the last included, expected."""
-    whole, ends = sum(parts), (0, *accumulate(parts))
-    return experts * math.fsum(
-        p * (count // whole * whole + ends[bisect_left(ends, count % whole)])
-        for count, p in counts(m, experts)
-    )
 
 
 def counts(m: int, experts: int) -> Iterator[tuple[int, float]]:

@@ -19,6 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
@@ -26,10 +27,8 @@ from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.cute.ptx import TYPES
 from anybit.kernels.hopper import order
 from anybit.kernels.hopper.epilogue import Epilogue
-from anybit.kernels.hopper.expert_tiles import pieces
 from anybit.kernels.hopper.launch import ARCHITECTURE
 from anybit.kernels.hopper.order import Order
-from anybit.kernels.hopper.pieces import Pieces
 from anybit.kernels.hopper.producer import Producer
 from anybit.kernels.hopper.ptx import arrive_if
 from anybit.kernels.hopper.shares import join, share_of
@@ -41,7 +40,7 @@ from anybit.kernels.hopper.words import Words
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
-class Gemm(Order, Producer, Words, Pieces, Epilogue):
+class Gemm(Order, Producer, Words, Epilogue):
     """The main loop of a kernel; what is not a parameter is known when it is compiled."""
 
     source = warpgroup.OperandSource.RMEM  # of the decoded weights
@@ -54,7 +53,6 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
         self.out, self.grouped, self.piece = kernel.output, kernel.grouped, kernel.piece
         self.tokens, self.stages = tile.tokens, tile.stages
         self.split = tile.split
-        self.pieces = pieces(tile, decoder) if kernel.grouped else (tile.tokens,)
         self.blocks = tile.rows // ROWS  # blobs of a K tile
         self.columns, self.slots = tile.columns, tile.slots  # of a stage; K tiles of weights
         self.parts = K_TILE // tile.columns  # stages of a K tile
@@ -90,6 +88,15 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
                     (out, 2), (out, 16), (Int32, 4), (Float32, 16), (Int32, 4)]  # fmt: skip
         return compile_program(self, pointers, 5, ARCHITECTURE)
 
+    def mma_op(self) -> Any:
+        shape = (64, self.piece, self.k_mma)
+        where = (self.source, OperandMajorMode.K, OperandMajorMode.K)
+        if self.products is Int32:
+            return warpgroup.MmaI8Op(self.a, self.b, Int32, shape, *where)
+        if self.quantized:
+            return warpgroup.MmaF8Op(self.a, self.b, Float32, shape, *where)
+        return warpgroup.MmaF16BF16Op(self.a, Float32, shape, *where)
+
     @cute.jit
     def __call__(
         self,
@@ -122,7 +129,7 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
             cute.slice_(x_layout, (None, None, 0)),
             (self.tokens, self.columns),
         )
-        mma = self.tiled_mma(self.pieces[0])
+        mma = cute.make_tiled_mma(cute.make_mma_atom(self.mma_op()), (self.multipliers, 1, 1))
 
         @cute.struct
         class Shared:
@@ -252,9 +259,8 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
         rows = self.tile.rows
         operand = mma.make_fragment_A(mma.partition_shape_A((ROWS, K_TILE)))
         registers = cute.recast_tensor(operand, Uint32)
-        x_fragment = self.tokens_of(s_x, mma, thread, 0, self.pieces[0])
-        shape = self.tiled_mma(self.tokens).partition_shape_C((rows, self.tokens))
-        acc = cute.make_rmem_tensor(shape, self.products)
+        x_fragment = mma.make_fragment_B(mma.get_slice(thread).partition_B(s_x))
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((rows, self.tokens)), self.products)
         total = acc  # or what sums of a group are added to, times their scales
         if const_expr(self.decoder.sums):
             total = cute.make_rmem_tensor_like(acc, self.acc)
@@ -266,8 +272,7 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
             slice_of_16 = cutlass.min(rank * self.finishers + warp % self.finishers, Int32(7))
         place = (group, warp, slice_of_16, rank, t)
         tensors = (row_scale, row_zero, token_scale, token_sum, bias, y, workspace)
-        more = self.further(s_x, thread)
-        fragments = (mma, operand, registers, x_fragment, acc, total, more)
+        fragments = (mma, operand, registers, x_fragment, acc, total)
         ring = (Int32(0), Int32(0), Int32(0))
         at, last = turns[0], turns[1]
         if const_expr(self.split > 1):
@@ -288,7 +293,7 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
 
         Returns the ring's state and the next turn.
         """
-        mma, operand, registers, x_fragment, acc, total, more = fragments
+        mma, operand, registers, x_fragment, acc, total = fragments
         row_scale, row_zero, token_scale, token_sum, bias, y, workspace = tensors
         tile, k_first, k_last, after = self.turn(at, turns)
         group, warp, slice_of_16, rank, t = place
@@ -319,8 +324,7 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
                     cute.arch.mbarrier_wait(full + stage, phase)
                 if const_expr(not batch):
                     words, grid = self.read_words(shared, group, t, slot)
-                place_a = const_expr(batch % 2 * self.per_half)
-                sums = self.sums_of(acc, mma, block, 0, self.pieces[0])
+                sums, place_a = self.sums_of(acc, mma, block), const_expr(batch % 2 * self.per_half)
                 # The batch before may still run; the registers of the one before it are free.
                 if const_expr(not self.decoder.sums):
                     warpgroup.wait_group(self.running)
@@ -338,7 +342,6 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
                     if const_expr(self.decoder.sums):
                         self.next_group(mma, step, acc, total, grid)
                     cute.gemm(mma, sums, a, b, sums)
-                self.multiply_further(more, operand, acc, stage, end - start, place_a, half, block)
                 warpgroup.commit_group()
             if const_expr(self.decoder.sums):
                 warpgroup.wait_group(0)
@@ -382,6 +385,11 @@ class Gemm(Order, Producer, Words, Pieces, Epilogue):
             self.add_up(acc, total, grid, step // self.per_group - 1)
             warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, not begins)
+
+    def sums_of(self, acc, mma, block):
+        """The accumulators of one block of 128 rows."""
+        layout = cute.make_layout(mma.partition_shape_C((ROWS, self.tokens)))
+        return cute.make_tensor(acc.iterator + block * cute.size(layout), layout)
 
     @cute.jit
     def release(self, empty, when):

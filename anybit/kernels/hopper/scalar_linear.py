@@ -75,10 +75,11 @@ def narrow(m: int, n: int, k: int, d: Decoder, chip: Chip = H200) -> bool:
     """Whether a product goes to `kernels/mma`, which read the same blobs: if all CTAs fit at once.
 
     They are 1.05 to 1.6 times as fast as these kernels then (benchmarks/results/h200_mma.csv), but
-    slower where they take turns (28672 rows), unless `slow`: a trellis of 28672 rows took 29
-    us there and 35 here. There tokens are read for every 32 rows: from 9 of 16 bits on, columns so
-    long that each CTA here has `LONG` K tiles of equal shares are faster here. On sm_90, `mma.sync`
-    has no products of fp8: the assembler converts to fp16, and spills.
+    slower where they take turns, unless `slow` (a trellis of 28672 rows took 29 us there and 35
+    here) or these need a second wave for few tiles (int4 and fp6 of 34816 and 37888 rows: 1.15 to
+    1.27 times as fast there). There tokens are read for every 32 rows: from 9 of 16 bits on,
+    columns so long that each CTA here has `LONG` K tiles of equal shares are faster here. On sm_90,
+    `mma.sync` has no products of fp8: the assembler converts to fp16, and spills.
     """
     if m > mma_tiles.NARROW or d.operand == "float8_e4m3fn" or d.sums:
         return False
@@ -89,7 +90,10 @@ def narrow(m: int, n: int, k: int, d: Decoder, chip: Chip = H200) -> bool:
         return False
     gpu = gpu_for(chip)
     tile = mma_tiles.narrow(d, gpu, m, n)
-    return tile is not None and mma_tiles.resident(tile, gpu, n)
+    if tile is None or mma_tiles.resident(tile, gpu, n):
+        return tile is not None
+    waves = -(-n // ROWS) / (2 * chip.multiprocessors)  # of these kernels
+    return m <= 8 and d.slot == 16 and 1 < waves <= 1.2
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:

@@ -281,16 +281,18 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     small = binds and decoder.slot == 16 and tokens == 8
     crowded = slow and decoder.slot == 8 and tokens == 16  # two slices would spill
     sizes = (1,) if crowded else (2, 1) if slow or tokens == 16 else (4, 2, 1)
-    at_once = []
-    for slices, warps in ((s, w) for w in (8, 4) for s in sizes):
-        ctas = -(-n // (16 * slices * gpu.multiprocessors))
-        tile = Tile(tokens, slices, warps, ctas=ctas, kind="narrow")
-        most = BUSY_WARPS if small and (slices, warps) == (1, 8) else NARROW_WARPS
-        found = fitted(tile, decoder, gpu, 3, 5) if ctas * warps <= most else None
-        if found and resident(found, gpu, n):
-            at_once.append(found)
-    if at_once:
-        return max(at_once, key=lambda tile: tiles_of(tile, m, n) * tile.warps)
+    short = tokens == 8 and decoder.slot == 16 and not slow
+    for least in (3, 2) if short else (3,):  # two stages of 16 tokens were slower than turns
+        at_once = []
+        for slices, warps in ((s, w) for w in (8, 4) for s in sizes):
+            ctas = -(-n // (16 * slices * gpu.multiprocessors))
+            tile = Tile(tokens, slices, warps, ctas=ctas, kind="narrow")
+            most = BUSY_WARPS if small and (slices, warps) == (1, 8) else NARROW_WARPS
+            found = fitted(tile, decoder, gpu, least, 5) if ctas * warps <= most else None
+            if found and resident(found, gpu, n):
+                at_once.append(found)
+        if at_once:
+            return max(at_once, key=lambda tile: tiles_of(tile, m, n) * tile.warps)
     ctas = 4 if slow and not crowded else 3  # slow decoders wait for themselves
     turns = [Tile(tokens, slices, 4, ctas=ctas, kind="narrow") for slices in (2, 1)]
     if binds and gpu.capability[0] == 9:  # not tried on others
