@@ -16,14 +16,10 @@ ENGINE = "h200_codebook_engine.csv: batch=1; "
 AS_STORED, M1V4_STORED = "codebook:m=2,v=8,b=8,group=128", "codebook:m=1,v=4,b=8,group=128"
 FINE = [f"codebook:m=1,v=4{g}" for g in (",group=4", ",group=8", ",group=16", ",group=128", "")]
 SQUARE = 8192, 8192
-CALIBRATED = [  # formats of figure 4b: m, v, group
+CALIBRATED = [  # formats of figure 4b
     ("m1v4 g16", "codebook:m=1,v=4,b=8,group=16"),
     ("m1v4 g128", M1V4_STORED),
-    ("m1v4, a scale a row", "codebook:m=1,v=4,b=8"),
-    ("m2v8 g16", "codebook:m=2,v=8,b=8,group=16"),
     ("m2v8 g128", AS_STORED),
-    ("m2v8, a scale a row", "codebook:m=2,v=8,b=8"),
-    ("m3v16 g32", "codebook:m=3,v=16,b=8,group=32"),
 ]
 
 
