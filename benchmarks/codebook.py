@@ -33,7 +33,8 @@ from anybit.kernels.cute.jit import kernel_file
 from anybit.kernels.hopper import codebook_linear, lookup
 from anybit.kernels.hopper.build import kernels_of
 from anybit.kernels.hopper.codebook_tiles import CodebookKernel, Plan, choose
-from anybit.kernels.hopper.tiles import MAX_SHARED, Kernel, Tile, fits_once, fitted
+from anybit.kernels.hopper.tile import Kernel, Tile
+from anybit.kernels.hopper.tiles import MAX_SHARED, fits_once, fitted
 from anybit.measure import bench, timing
 from anybit.measure.timing import median_us, rotated
 
