@@ -18,7 +18,7 @@ SOME_TILES = 12
 # Clock cycles: of a launch; of a tile of 16 rows, and more where CTAs share K; of one table's
 # look-ups for 16 rows and 256 columns of each of 8 warps, which take turns, by v.
 LAUNCH, ROW_TILE, MEETING = 4000, 160, 700
-LOOK_UPS = {4: 1230, 8: 950, 16: 950}
+LOOK_UPS = {4: 1170, 8: 950, 16: 950}
 
 SHARING = 4  # CTAs of a cluster, where several share K: small ones find room on nearly all SMs
 
