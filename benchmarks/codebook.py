@@ -114,7 +114,7 @@ class Problem:
         tile = codebook_linear.lookup_tile(*problem) if plan is None else plan
         if isinstance(tile, Tile):
             return codebook_linear.multiply_many(*args, tile, overlap)
-        if plan or len(x) <= codebook_linear.MOST_TOKENS:
+        if len(x) <= codebook_linear.MOST_TOKENS:
             return codebook_linear.multiply(*args, plan, overlap)
         return codebook_linear.linear(*args)
 
@@ -155,7 +155,7 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
         decoded = codebook_linear.dense(p.prepared, dtype).double()
         error = float((decoded - weight).norm() / weight.norm())
         tell(error < (4e-4 if dtype == torch.float16 else 4e-3), (n, k), f"dense {error:.2e}")
-        for m in (1, 2, 3, 8, 9, 16, 17, 28, 40, 100, 300):
+        for m in (1, 2, 3, 8, 9, 16, 17, 40, 100, 300):
             few = m <= codebook_linear.MOST_TOKENS
             if few and choose(cells_of(p.fmt), m, n, k, codebook_linear.NAMES[dtype]) is None:
                 continue
@@ -172,7 +172,7 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
             others = []
             if m == 300 and n in (1032, 4096):
                 others = [t for t in lookup.candidates(d) if fits_once(t, d, m, n, k)]
-            if m in (8, 9, 16, 28) and dtype == torch.float16:
+            if m in (8, 9, 16) and dtype == torch.float16:
                 others = [plan for plan in variants(cells_of(p.fmt), m, k) if there(plan.kernel)]
             for other in others:
                 every = [p.run(x, bool(i % 3), None, bias, other) for i in range(20)]
@@ -230,15 +230,11 @@ def outliers(p: Problem, m: int, dtype: torch.dtype) -> bool:
 
 def variants(cells: Cells, m: int, k: int) -> list[Plan]:
     """Kernels and cluster sizes that are worth timing; how many clusters is left to the backend."""
-    shapes: dict[int, list[tuple[int, ...]]] = {  # columns, chunks, warps, stages, CTAs, tiles
-        1: [(512, chunks, 16, stages) for chunks in (1, 2) for stages in (1, 2)],
-        2: [(512, 1, 16, 1), (512, 1, 16, 2)],
-        8: [(256, 1, 16, 2), (256, 2, 16, 2), (256, 2, 8, 2), (256, 1, 16, 2, 1, 2)],
-        16: [(256, 1, 16, 2), (256, 1, 16, 2, 1, 2), (256, 2, 8, 2), (256, 2, 8, 2, 1, 2)],
-        32: [(256, 1, 8, 2), (256, 1, 8, 2, 1, 2), (128, 1, 16, 2)],
-    }
+    few = [(256, 1, 16, 2), (256, 2, 16, 2), (256, 2, 8, 2), (256, 4, 8, 2)]
+    shapes = {1: [(512, chunks, 16, stages) for chunks in (1, 2) for stages in (1, 2)]}
+    shapes |= {2: shapes[1][:2], 8: few, 16: few}
     out = []
-    for tokens in (t for t in shapes if m <= t <= max(2, min(4 * m, 16), 2 * m)):
+    for tokens in (t for t in shapes if m <= t <= max(2, 4 * m)):
         for shape in shapes[tokens]:
             kernel = CodebookKernel(cells, tokens, "float16", *shape)
             cluster = -(-k // kernel.reach)
@@ -285,11 +281,10 @@ def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
             few = m <= codebook_linear.MOST_TOKENS
             plan = choose(cells_of(p.fmt), m, n, k, "float16") if few else None
             plans = [plan, *variants(cells_of(p.fmt), m, k)] if plan else []
-            plans += variants(cells_of(p.fmt), m, k) if not few and m <= 32 else []
             times = {
-                f"{some.kernel.name}_c{some.cluster}": p.us(m, True, some)
-                for some in plans
-                if some and there(some.kernel)
+                some.kernel.name: p.us(m, True, some)
+                for some in dict.fromkeys(plans)
+                if there(some.kernel)
             }
             chosen = codebook_linear.lookup_tile(
                 p.fmt, m, n, k, torch.float16, torch.device("cuda", 0)
@@ -396,7 +391,7 @@ def compile_all(args: argparse.Namespace) -> None:
     """Every kernel that the other modes launch."""
     kernels = [k for scheme in args.checked for k in kernels_of(scheme)]
     for scheme in args.schemes:
-        for m, shape in product((1, 2, 8, 16, 32), SWEPT):
+        for m, shape in product((1, 2, 8, 16), SWEPT):
             k = bench.parse_shape(shape)[1]
             kernels += [plan.kernel for plan in variants(cells_of(get_format(scheme)), m, k)]
     for scheme, (n, k) in product(BITS + GROUPS, map(bench.parse_shape, SQUARE)):

@@ -47,7 +47,8 @@ def table(file: str, model: str) -> str:
         scores = [loss(row), f"{float(row['kl']):.4f}", f"{float(row['agreement']):.1%}"]
         line = [short(row["spec"]), "" if dense else label(row), f"{float(row['bits']):.2f}"]
         line += [f"{float(row['perplexity']):.3f}", *([""] * 3 if dense else scores)]
-        out.append(line + ([f"{float(row['parse_rate']):.0%}"] if parsed else []))
+        rate = row["parse_rate"]
+        out.append(line + ([f"{float(rate):.0%}" if rate else ""] if parsed else []))
     titles = ["format", "quantizer", "bits", "perplexity", "loss, nats", "KL", "top-1"]
     return markdown([*titles, *["parses"] * parsed], out, words=2)
 

@@ -83,6 +83,7 @@ def made() -> dict[str, str]:
         "codebook_share": share(),
         "codebook_power": power(),
         "codebook_accuracy": accuracy(),
+        "codebook_engine": engine(),
     }
 
 
@@ -262,6 +263,8 @@ SCORED = [  # format, quantizer, model
     ("int2:group=128", "gptq", "study-105m"),
     (M2V8, "rtn", "pico"),
     (M2V8, "additive", "pico"),
+    (M1V4, "additive", "pico"),
+    ("codebook:m=1,v=4,group=16", "additive", "pico"),
     (M2V8, "additive+pv", "pico"),
     ("int2:group=128", "gptq", "pico"),
 ]

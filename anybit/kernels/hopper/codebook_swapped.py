@@ -1,4 +1,4 @@
-"""Codebook weights times 9 to 32 tokens: centroids are the second operand of a product.
+"""Codebook weights times 9 to 16 tokens: centroids are the second operand of a product.
 
 As `codebook.py`, with the operands the other way round: tokens, which a warp keeps in registers,
 are the 16 rows of an m16n8k16 product, and a look-up brings both registers of its B operand: four
@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32
 
 from anybit.kernels.cute import factors
 from anybit.kernels.cute.ptx import halves_to_float, load_shared, store_shared
@@ -28,14 +28,12 @@ class Swapped(Codebook):
         _, _, _, _, warp, lane = place
         g, t = lane // 4, lane % 4
         part = base + self.sums_at + (it % 2 * self.warps + warp) * self.part
-        eights = const_expr(self.tokens // 8)
-        for u in cutlass.range_constexpr(self.deep * eights):
-            token, r = u % eights * 8 + g, const_expr(u // eights)
+        for i in cutlass.range_constexpr(self.tokens // 8):
+            token = i * 8 + g
             if token < m:
                 for h in cutlass.range_constexpr(2):
-                    at = const_expr(4 * (u // 2 * 2 + h) + u % 2 * 2)
-                    to = part + self.spot(8 * h + 2 * t, token) + r * self.of_tile
-                    store_shared(to, [acc[at], acc[at + 1]])
+                    at = 4 * (i // 2 * 2 + h) + i % 2 * 2
+                    store_shared(part + self.spot(8 * h + 2 * t, token), [acc[at], acc[at + 1]])
         cute.arch.sync_warp()
         if lane == 0:
             arrive(base + (MET + it % 2 * 8))
@@ -53,9 +51,9 @@ class Swapped(Codebook):
         return [word for i in groups for word in load_shared(scales + t * 8, 2, 32 * i, True)]
 
     def multiply(
-        self, words: list, acc: Any, vectors: list, lookup: Any, missing: Any, j: int, first: int
+        self, words: list, acc: Any, vectors: list, lookup: Any, missing: Any, j: int
     ) -> None:
-        """acc += scale * centroids x, from `first` on, for every block of chunk j."""
+        """acc += scale * centroids x, for every block of chunk j."""
         groups = 1 if self.fine else self.cells.groups
         each = 4 // groups  # eights of vectors that share a scale
         for u, (codes, scales) in enumerate(words):
@@ -74,7 +72,7 @@ class Swapped(Codebook):
                 for n, some in enumerate(sums):
                     for r in range(4):
                         more = some[r] * rows[r % 2][n % 2] if rows else some[r]
-                        acc[first + 4 * n + r] = acc[first + 4 * n + r] + more
+                        acc[4 * n + r] = acc[4 * n + r] + more
 
     def add(self, word: Any, c: int, tokens: list, sums: list, lookup: Any, scaled: list) -> None:
         """sums += the products of the four codes in a word: two vectors of rows g and g + 8.

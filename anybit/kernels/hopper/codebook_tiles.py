@@ -16,7 +16,7 @@ FEW_TILES = 2
 SOME_TILES = 12
 
 # Clock cycles: of a launch; of a tile of 16 rows, and more where CTAs share K; of one table's
-# look-ups for 16 rows and 256 columns, in which all warps take turns, by v.
+# look-ups for 16 rows and 256 columns of each of 8 warps, which take turns, by v.
 LAUNCH, ROW_TILE, MEETING = 4000, 160, 700
 LOOK_UPS = {4: 1170, 8: 950, 16: 950}
 
@@ -37,7 +37,7 @@ class CodebookKernel:
     dtype: of x, y and the tables, "float16" or "bfloat16". columns: of a chunk, which a warp reads
     at once. chunks: of K that one CTA (Psumbook) or one warp holds at most. stages: chunks in
     flight for every warp. ctas: resident on a multiprocessor; the second one is the next kernel's,
-    and starts while this one ends. deep: row tiles whose sums meet at once.
+    and starts while this one ends.
     """
 
     cells: Cells
@@ -48,7 +48,6 @@ class CodebookKernel:
     warps: int = 16
     stages: int = 2
     ctas: int = 1
-    deep: int = 1
 
     architecture = ARCHITECTURE
     arguments = CodebookArguments
@@ -108,17 +107,16 @@ class CodebookKernel:
             sums = -(-tiles // cluster) * cluster * 4 * ROWS * self.tokens
         else:  # of two tiles from every warp, and from every CTA
             parts = self.warps + (cluster if cluster > 1 else 0)
-            sums = 2 * parts * 4 * ROWS * self.tokens * self.deep
+            sums = 2 * parts * 4 * ROWS * self.tokens
         return self.sums_at + sums - WINDOW
 
     @property
     def name(self) -> str:
         c = self.cells
         kind = "psumbook" if self.psumbook else "codebook"
-        deep = f"_{self.deep}deep" if self.deep > 1 else ""
         return (
             f"{kind}_m{c.m}v{c.v}x{c.groups}_{self.dtype}_{self.tokens}tokens_{self.chunks}x{self.columns}_"
-            f"{self.warps}warps_{self.stages}stages_{self.ctas}ctas{deep}"
+            f"{self.warps}warps_{self.stages}stages_{self.ctas}ctas"
         )
 
     @property
@@ -149,7 +147,7 @@ def candidates(cells: Cells, tokens: int, dtype: str) -> list[CodebookKernel]:
     """Kernels for so many tokens, by the K that a CTA holds.
 
     16 warps hide the latency of look-ups best, but have 128 registers each: more columns of
-    tokens take 8. For up to 8 tokens the first of them is for few row tiles.
+    tokens take 8. The first of several for more than 2 tokens is for few row tiles.
     """
     if tokens == 1:
         shapes = [(512, 1, 16, 1), (512, 2, 16, 2)]
@@ -161,7 +159,7 @@ def candidates(cells: Cells, tokens: int, dtype: str) -> list[CodebookKernel]:
         long = (256, 2, 16, 2) if cells.v == 4 else (256, 4, 8, 2)
         shapes = [(256, 2, 8, 2), (256, 1, 16, 2), long]
     else:
-        shapes = [(256, 2, 8, 2)]
+        shapes = [(256, 2, 8, 2), (256, 1, 16, 2)][: 2 if cells.v == 4 else 1]
     every = [CodebookKernel(cells, tokens, dtype, *shape) for shape in shapes]
     return [kernel for kernel in every if kernel.shared() <= MAX_SHARED]
 
@@ -195,7 +193,7 @@ def choose(cells: Cells, m: int, n: int, k: int, dtype: str, chip: Chip = H200) 
         if tokens <= 2 and few and cells.v * cells.m == 4 and k <= 4096:
             continue  # one Psumbook a CTA takes longer than it saves
         kernels = candidates(cells, tokens, dtype)
-        if tokens == 8 and not few:
+        if tokens > 2 and not few:
             kernels = kernels[1:] or kernels
         for kernel in kernels:
             cluster = -(-k // kernel.reach)
@@ -222,6 +220,6 @@ def cycles(plan: Plan, m: int, n: int, k: int, chip: Chip = H200) -> float:
     row_tiles, launches = -(-n // ROWS), -(-m // kernel.tokens)
     teams = max(1, min(chip.multiprocessors // (plan.cluster * plan.splits), row_tiles))
     chunks = -(-k // (kernel.columns * kernel.warps * plan.cluster * plan.splits))
-    chunk = LOOK_UPS[cells.v] * cells.m * kernel.columns / 256
+    chunk = LOOK_UPS[cells.v] * cells.m * kernel.columns / 256 * kernel.warps / 8
     tile = chunks * chunk + ROW_TILE + MEETING * (plan.cluster > 1)
     return launches * (LAUNCH + -(-row_tiles // teams) * tile)
