@@ -56,17 +56,32 @@ def documents(limit: int) -> tuple[Any, dict[str, list[dict[str, Any]]]]:
 
 
 def scores(llm: LLM, local: Any, docs: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
-    """The score of each document of each task."""
+    """The score of each document of each task; ROUGE where its package is installed."""
 
     def written(task: str, tokens: int, stop: Sequence[str]) -> list[str]:
         prompts = [llm.encode(doc["text"])[-(llm.length - tokens) :] for doc in docs[task]]
         params = SamplingParams(max_tokens=tokens, temperature=0, stop=stop)
         return [output.text for output in llm.generate(prompts, params, show_progress=False)]
 
-    texts = written("python_docstring", 48, ('"""', "\n\n"))
+    found = {}
+    if importlib.util.find_spec("rouge_score"):
+        texts = written("python_docstring", 48, ('"""', "\n\n"))
+        found["python_docstring"] = [
+            local.docstring_rouge(doc, [text])["rougeL"]
+            for doc, text in zip(docs["python_docstring"], texts, strict=True)
+        ]
     bodies = written("python_parses", 96, ())
+    found["python_parses"] = [
+        local.function_parses(doc, [body])["parses"]
+        for doc, body in zip(docs["python_parses"], bodies, strict=True)
+    ]
+    return found | {"python_next_line": chosen(llm, local, docs["python_next_line"])}
+
+
+def chosen(llm: LLM, local: Any, docs: list[dict[str, Any]]) -> list[float]:
+    """Whether the true line is the likeliest of those that a document offers."""
     prompts, lengths = [], []
-    for doc in docs["python_next_line"]:
+    for doc in docs:
         before = len(llm.encode(doc["text"]))
         for choice in doc["choices"]:
             ids = llm.encode(doc["text"] + choice)
@@ -80,21 +95,8 @@ def scores(llm: LLM, local: Any, docs: dict[str, list[dict[str, Any]]]) -> dict[
         entries = output.completions[0].prompt_logprobs
         assert entries is not None, output.completions[0].error
         likely.append(sum(entry.logprob for entry in entries[-length:] if entry))
-    chosen = torch.tensor(likely).view(-1, local.CHOICES).argmax(-1).tolist()
-    lines = docs["python_next_line"]
-    return {
-        "python_docstring": [
-            local.docstring_rouge(doc, [text])["rougeL"]
-            for doc, text in zip(docs["python_docstring"], texts, strict=True)
-        ],
-        "python_parses": [
-            local.function_parses(doc, [body])["parses"]
-            for doc, body in zip(docs["python_parses"], bodies, strict=True)
-        ],
-        "python_next_line": [
-            float(doc["answer"] == c) for doc, c in zip(lines, chosen, strict=True)
-        ],
-    }
+    best = torch.tensor(likely).view(-1, local.CHOICES).argmax(-1).tolist()
+    return [float(doc["answer"] == c) for doc, c in zip(docs, best, strict=True)]
 
 
 def runs(llm: LLM, problems: Sequence[Problem]) -> dict[str, list[float]]:
