@@ -34,6 +34,7 @@ def made() -> dict[str, str]:
         "engine_llama2": engine("llama-2-7b"),
         "engine_parts": parts(),
         "engine_steps": engine_steps(),
+        "rotated_steps": rotated_steps(),
         "vllm": vllm(),
         "vllm_speeds": vllm_speeds(),
         "vllm_checks": vllm_checks(),
@@ -78,6 +79,24 @@ def engine_steps() -> str:
         cells = [f"{steps[m]:.2f} ({dense[m] / steps[m]:.2f}x)" for m in counts]
         lines.append([f"`{spec}`" if spec != "bf16" else spec, head or "bf16", *cells])
     return markdown(["layers", "head", *(f"batch {m}, ms" for m in counts)], lines, 2)
+
+
+def rotated_steps() -> str:
+    """A decode step by what a layer does about rotations, with the engine's parts of it."""
+    titles = {
+        "trellis": "not rotated",
+        "trellis@int8": "not rotated, int8 tokens",
+        "trellis:rotate=kn": "`rotate=kn`, by each layer",
+        "folded:trellis": "folded into the weights",
+    }
+    lines = []
+    for row in read("h200_rotated_steps"):
+        scheme, parts = row["format"], ("gemm_us", "attention_us", "rest_us")
+        times = [f"{float(row[key]) / 1e3:.2f}" for key in ("step_us", *parts)]
+        lines.append([f"`{scheme.removeprefix('folded:')}`", titles.get(scheme, ""), *times])
+    lines.sort(key=lambda line: float(line[2]))
+    heads = ["format", "rotations", "step, ms", "products", "attention", "the rest"]
+    return markdown(heads, lines, 2)
 
 
 def kv_cache() -> str:
