@@ -101,14 +101,18 @@ def chosen(llm: LLM, local: Any, docs: list[dict[str, Any]]) -> list[float]:
 
 def runs(llm: LLM, problems: Sequence[Problem]) -> dict[str, list[float]]:
     """Parts of the lines that pass: written greedily, and by several tries."""
-    prompts = [llm.encode(p.before)[-(llm.length - LINE) :] for p in problems]
-    greedy = SamplingParams(max_tokens=LINE, temperature=0)
-    sampled = SamplingParams(max_tokens=LINE, temperature=TEMPERATURE, n=TRIES, seed=0)
+    blanks = [code_tests.blank(p.line) for p in problems]  # which are shown, as a line's end is
+    prompts = [
+        llm.encode(f"{problem.before}\n{blank}")[-(llm.length - LINE) :]
+        for problem, blank in zip(problems, blanks, strict=True)
+    ]
+    greedy = SamplingParams(max_tokens=LINE, temperature=0, stop="\n")
+    sampled = SamplingParams(max_tokens=LINE, temperature=TEMPERATURE, n=TRIES, seed=0, stop="\n")
     jobs = [
-        (problem.module, problem.number, first_line(completion.text))
+        (problem.module, problem.number, blank + completion.text)
         for params in (greedy, sampled)
-        for problem, output in zip(
-            problems, llm.generate(prompts, params, show_progress=False), strict=True
+        for problem, blank, output in zip(
+            problems, blanks, llm.generate(prompts, params, show_progress=False), strict=True
         )
         for completion in output.completions
     ]
@@ -120,11 +124,6 @@ def runs(llm: LLM, problems: Sequence[Problem]) -> dict[str, list[float]]:
         "line_pass@1": [pass_at_k(TRIES, count, 1) for count in counts],
         f"line_pass@{TRIES}": [pass_at_k(TRIES, count, TRIES) for count in counts],
     }
-
-
-def first_line(text: str) -> str:
-    """The first line that is not blank; the prompt ends before a line's end."""
-    return next((line for line in text.split("\n") if line.strip()), "")
 
 
 def mean(values: Sequence[float]) -> tuple[float, float]:

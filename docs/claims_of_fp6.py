@@ -7,7 +7,6 @@ from paper_tables import (
     COMPLETE,
     cores,
     faster,
-    fitting,
     gains,
     gains_at,
     gains_of,
@@ -15,9 +14,7 @@ from paper_tables import (
     over_layers,
     over_shapes,
     slower,
-    sums_of_two,
     timed,
-    with_sums,
 )
 from results import OURS, Missing, cells, find, read
 
@@ -343,17 +340,6 @@ def fp6_llm() -> list[Claim]:
             lambda: f"{span(gains('gemm_us'))}, over half of them on one",
             "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model",
         ),
-        measured(
-            "... without NCCL's communication between two GPUs",
-            "avoided",
-            lambda: (
-                "160 sums over two H200 take "
-                + ", ".join(f"{us / 1e3:.1f} ms at batch {b}" for b, us in sums_of_two().items())
-                + f"; with them the gain at 640 tokens is {span(with_sums())}"
-            ),
-            "h200_two_gpus.csv: model=llama-3-70b, "
-            "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model; context=640",
-        ),
         *(
             measured(
                 f"{named(model).replace('Llama-2', 'LLaMA')} on one GPU",
@@ -382,16 +368,6 @@ def fp6_llm() -> list[Claim]:
                 "paper's batches shrink as the cache grows, and its steps hold prompts, too"
             ),
             "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model; batch=1/64",
-        ),
-        measured(
-            "... since fewer sequences fit beside a longer cache",
-            "one of its two reasons",
-            lambda: (
-                "70B, each in the batch that fits 80 GB of a GPU: "
-                + ", ".join(f"{x:.2f}x at {int(c):,} tokens" for c, x in fitting().items())
-            ),
-            "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model; "
-            "batch=104/55/52/27/26/13",
         ),
         Claim(
             "A library with a C++ interface, in place of cuBLAS, and one that packs weights",
