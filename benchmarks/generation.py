@@ -32,9 +32,9 @@ SAMPLES, TRIES, TEMPERATURE = 16, 10, 0.8
 LINE = 48  # tokens of a line at most
 CASES = [
     ("bf16", "dense"),
-    *((spec, "rtn") for spec in ("fp6", "fp5", "int4:group=128", "int4")),
+    *((spec, "rtn") for spec in ("fp6", "int4:group=128", "int4")),
     *((spec, f"gptq{text}") for spec in ("int4", "int4:group=128") for text in ("", "/prose")),
-    *((spec, "rtn") for spec in ("int8", "int3")),
+    *((spec, "rtn") for spec in ("fp5", "int8")),
     *((spec, "gptq") for spec in ("fp6", "fp5")),
 ]
 
