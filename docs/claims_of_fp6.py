@@ -24,7 +24,6 @@ CPU = "cpu_accuracy.csv: model=pico; method=rtn; spec="
 WILD = "cpu_accuracy.csv: model=pico-large-columns; method=rtn; spec="
 H200 = "h200_accuracy.csv: samples=0/128; model="
 STUDY = "h200_trellis.csv: method=rtn; spec="
-TASKS = "h200_generation" if read("h200_generation") else "cpu_generation"
 SCORED = ("int4", "int4:group=128", "fp6")
 MS = (1, 16, 64, 256)
 OWN = "h200_gemm.csv: peer=anybit-hopper; format=fp6; activation=fp16; M=1/16/64/256"
@@ -61,8 +60,13 @@ def times(values: list[float]) -> str:
 
 
 def task(name: str, specs: str) -> str:
-    """Rows of a task, rounded to nearest."""
-    return f"{TASKS}.csv: method=rtn; task={name}; spec={specs}"
+    """Rows of a task, rounded to nearest: of the GPU's run if it has them."""
+    wanted = name.split("/")[0]
+    known = {
+        csv: {row["task"] for row in read(csv)} for csv in ("h200_generation", "cpu_generation")
+    }
+    csv = next((csv for csv, tasks in known.items() if wanted in tasks), "h200_generation")
+    return f"{csv}.csv: method=rtn; task={name}; spec={specs}"
 
 
 def changes(name: str) -> str:
