@@ -32,9 +32,9 @@ SAMPLES, TRIES, TEMPERATURE = 16, 10, 0.8
 LINE = 48  # tokens of a line at most
 CASES = [
     ("bf16", "dense"),
-    *((spec, "rtn") for spec in ("fp6", "fp5", "int4:group=128", "int4")),
+    *((spec, "rtn") for spec in ("fp6", "int4:group=128", "int4")),
     *((spec, f"gptq{text}") for spec in ("int4", "int4:group=128") for text in ("", "/prose")),
-    *((spec, "rtn") for spec in ("int8", "int3")),
+    *((spec, "rtn") for spec in ("fp5", "int8")),
     *((spec, "gptq") for spec in ("fp6", "fp5")),
 ]
 
@@ -56,17 +56,32 @@ def documents(limit: int) -> tuple[Any, dict[str, list[dict[str, Any]]]]:
 
 
 def scores(llm: LLM, local: Any, docs: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
-    """The score of each document of each task."""
+    """The score of each document of each task; ROUGE where its package is installed."""
 
     def written(task: str, tokens: int, stop: Sequence[str]) -> list[str]:
         prompts = [llm.encode(doc["text"])[-(llm.length - tokens) :] for doc in docs[task]]
         params = SamplingParams(max_tokens=tokens, temperature=0, stop=stop)
         return [output.text for output in llm.generate(prompts, params, show_progress=False)]
 
-    texts = written("python_docstring", 48, ('"""', "\n\n"))
+    found = {}
+    if importlib.util.find_spec("rouge_score"):
+        texts = written("python_docstring", 48, ('"""', "\n\n"))
+        found["python_docstring"] = [
+            local.docstring_rouge(doc, [text])["rougeL"]
+            for doc, text in zip(docs["python_docstring"], texts, strict=True)
+        ]
     bodies = written("python_parses", 96, ())
+    found["python_parses"] = [
+        local.function_parses(doc, [body])["parses"]
+        for doc, body in zip(docs["python_parses"], bodies, strict=True)
+    ]
+    return found | {"python_next_line": chosen(llm, local, docs["python_next_line"])}
+
+
+def chosen(llm: LLM, local: Any, docs: list[dict[str, Any]]) -> list[float]:
+    """Whether the true line is the likeliest of those that a document offers."""
     prompts, lengths = [], []
-    for doc in docs["python_next_line"]:
+    for doc in docs:
         before = len(llm.encode(doc["text"]))
         for choice in doc["choices"]:
             ids = llm.encode(doc["text"] + choice)
@@ -80,33 +95,24 @@ def scores(llm: LLM, local: Any, docs: dict[str, list[dict[str, Any]]]) -> dict[
         entries = output.completions[0].prompt_logprobs
         assert entries is not None, output.completions[0].error
         likely.append(sum(entry.logprob for entry in entries[-length:] if entry))
-    chosen = torch.tensor(likely).view(-1, local.CHOICES).argmax(-1).tolist()
-    lines = docs["python_next_line"]
-    return {
-        "python_docstring": [
-            local.docstring_rouge(doc, [text])["rougeL"]
-            for doc, text in zip(docs["python_docstring"], texts, strict=True)
-        ],
-        "python_parses": [
-            local.function_parses(doc, [body])["parses"]
-            for doc, body in zip(docs["python_parses"], bodies, strict=True)
-        ],
-        "python_next_line": [
-            float(doc["answer"] == c) for doc, c in zip(lines, chosen, strict=True)
-        ],
-    }
+    best = torch.tensor(likely).view(-1, local.CHOICES).argmax(-1).tolist()
+    return [float(doc["answer"] == c) for doc, c in zip(docs, best, strict=True)]
 
 
 def runs(llm: LLM, problems: Sequence[Problem]) -> dict[str, list[float]]:
     """Parts of the lines that pass: written greedily, and by several tries."""
-    prompts = [llm.encode(p.before)[-(llm.length - LINE) :] for p in problems]
-    greedy = SamplingParams(max_tokens=LINE, temperature=0)
-    sampled = SamplingParams(max_tokens=LINE, temperature=TEMPERATURE, n=TRIES, seed=0)
+    blanks = [code_tests.blank(p.line) for p in problems]  # which are shown, as a line's end is
+    prompts = [
+        llm.encode(f"{problem.before}\n{blank}")[-(llm.length - LINE) :]
+        for problem, blank in zip(problems, blanks, strict=True)
+    ]
+    greedy = SamplingParams(max_tokens=LINE, temperature=0, stop="\n")
+    sampled = SamplingParams(max_tokens=LINE, temperature=TEMPERATURE, n=TRIES, seed=0, stop="\n")
     jobs = [
-        (problem.module, problem.number, first_line(completion.text))
+        (problem.module, problem.number, blank + completion.text)
         for params in (greedy, sampled)
-        for problem, output in zip(
-            problems, llm.generate(prompts, params, show_progress=False), strict=True
+        for problem, blank, output in zip(
+            problems, blanks, llm.generate(prompts, params, show_progress=False), strict=True
         )
         for completion in output.completions
     ]
@@ -118,11 +124,6 @@ def runs(llm: LLM, problems: Sequence[Problem]) -> dict[str, list[float]]:
         "line_pass@1": [pass_at_k(TRIES, count, 1) for count in counts],
         f"line_pass@{TRIES}": [pass_at_k(TRIES, count, TRIES) for count in counts],
     }
-
-
-def first_line(text: str) -> str:
-    """The first line that is not blank; the prompt ends before a line's end."""
-    return next((line for line in text.split("\n") if line.strip()), "")
 
 
 def mean(values: Sequence[float]) -> tuple[float, float]:

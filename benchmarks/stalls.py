@@ -26,16 +26,19 @@ Line = dict[str, str]
 
 
 def kernels(text: str) -> Iterator[list[Line]]:
-    """The instructions of each kernel launch of a profile, in order, with their counters."""
+    """The instructions of each kernel launch of a profile, in order, with their counters.
+
+    A launch whose source is known is printed twice, with the same counters.
+    """
     lines: list[list[str]] = [*csv.reader(text.splitlines())]
     starts = [i for i, line in enumerate(lines) if line and line[0] == "Kernel Name"]
+    before = None
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
         titles = lines[start + 1]
-        yield [
-            dict(zip(titles, line, strict=False))
-            for line in lines[start + 2 : end]
-            if line and line[0].startswith("0x")
-        ]
+        found = [line for line in lines[start + 2 : end] if line and line[0].startswith("0x")]
+        if found != before:
+            yield [dict(zip(titles, line, strict=False)) for line in found]
+        before = found
 
 
 def of_sums(instructions: list[str]) -> list[bool]:

@@ -192,7 +192,7 @@ TASKS = {
 
 
 def generation() -> str:
-    """Scores of bf16, and what each format changes on the same documents."""
+    """Scores of bf16, what each format changes on the same documents, and how much of it counts."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
     measured = read("h200_generation") or read("cpu_generation")
     tasks = {task: title for task, title in TASKS.items() if task in {r["task"] for r in measured}}
@@ -204,7 +204,24 @@ def generation() -> str:
         [*key, *("" if t not in rows else task(rows[t]) for t in tasks)]
         for key, rows in found.items()
     ]
-    return markdown(["format", "quantizer", *tasks.values()], out, words=2)
+    text = markdown(["format", "quantizer", *tasks.values()], out, words=2)
+    return f"{text}\n\n{counted(measured)}" if text else ""
+
+
+def counted(measured: Iterable[Row]) -> str:
+    """What was measured, and how many of its differences are larger than two standard errors."""
+    rows = list(measured)
+    changed = [r for r in rows if r["method"] != "dense"]
+    clear = [r for r in changed if abs(float(r["change"])) > 2 * float(r["change_error"])]
+    sizes = sorted({int(r["documents"]) for r in rows})
+    names = " and ".join(dict.fromkeys(r["model"] for r in rows))
+    samples = ", ".join(sorted({r["samples"] for r in changed if r["samples"] != "0"}, key=int))
+    said = "; ".join(f"{short(r['spec'])}, {TASKS[r['task']]}: {task(r)}" for r in clear)
+    return (
+        f"{names}; {' to '.join(dict.fromkeys(map(str, (sizes[0], sizes[-1]))))} documents a task; "
+        f"GPTQ with {samples} windows. Larger than two standard errors: {len(clear)} of "
+        f"{len(changed)} differences" + (f" ({said})." if said else ".")
+    )
 
 
 def task(row: Row) -> str:

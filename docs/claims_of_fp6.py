@@ -7,7 +7,6 @@ from paper_tables import (
     COMPLETE,
     cores,
     faster,
-    fitting,
     gains,
     gains_at,
     gains_of,
@@ -15,9 +14,7 @@ from paper_tables import (
     over_layers,
     over_shapes,
     slower,
-    sums_of_two,
     timed,
-    with_sums,
 )
 from results import OURS, Missing, cells, find, read
 
@@ -27,7 +24,6 @@ CPU = "cpu_accuracy.csv: model=pico; method=rtn; spec="
 WILD = "cpu_accuracy.csv: model=pico-large-columns; method=rtn; spec="
 H200 = "h200_accuracy.csv: samples=0/128; model="
 STUDY = "h200_trellis.csv: method=rtn; spec="
-TASKS = "h200_generation" if read("h200_generation") else "cpu_generation"
 SCORED = ("int4", "int4:group=128", "fp6")
 MS = (1, 16, 64, 256)
 OWN = "h200_gemm.csv: peer=anybit-hopper; format=fp6; activation=fp16; M=1/16/64/256"
@@ -64,8 +60,13 @@ def times(values: list[float]) -> str:
 
 
 def task(name: str, specs: str) -> str:
-    """Rows of a task, rounded to nearest."""
-    return f"{TASKS}.csv: method=rtn; task={name}; spec={specs}"
+    """Rows of a task, rounded to nearest: of the GPU's run if it has them."""
+    wanted = name.split("/")[0]
+    known = {
+        csv: {row["task"] for row in read(csv)} for csv in ("h200_generation", "cpu_generation")
+    }
+    csv = next((csv for csv, tasks in known.items() if wanted in tasks), "h200_generation")
+    return f"{csv}.csv: method=rtn; task={name}; spec={specs}"
 
 
 def changes(name: str) -> str:
@@ -343,17 +344,6 @@ def fp6_llm() -> list[Claim]:
             lambda: f"{span(gains('gemm_us'))}, over half of them on one",
             "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model",
         ),
-        measured(
-            "... without NCCL's communication between two GPUs",
-            "avoided",
-            lambda: (
-                "160 sums over two H200 take "
-                + ", ".join(f"{us / 1e3:.1f} ms at batch {b}" for b, us in sums_of_two().items())
-                + f"; with them the gain at 640 tokens is {span(with_sums())}"
-            ),
-            "h200_two_gpus.csv: model=llama-3-70b, "
-            "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model; context=640",
-        ),
         *(
             measured(
                 f"{named(model).replace('Llama-2', 'LLaMA')} on one GPU",
@@ -382,16 +372,6 @@ def fp6_llm() -> list[Claim]:
                 "paper's batches shrink as the cache grows, and its steps hold prompts, too"
             ),
             "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model; batch=1/64",
-        ),
-        measured(
-            "... since fewer sequences fit beside a longer cache",
-            "one of its two reasons",
-            lambda: (
-                "70B, each in the batch that fits 80 GB of a GPU: "
-                + ", ".join(f"{x:.2f}x at {int(c):,} tokens" for c, x in fitting().items())
-            ),
-            "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model; "
-            "batch=104/55/52/27/26/13",
         ),
         Claim(
             "A library with a C++ interface, in place of cuBLAS, and one that packs weights",

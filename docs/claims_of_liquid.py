@@ -39,7 +39,7 @@ SYSTEM = "h200_papers_engine.csv: model="
 ENGINE = "h200_engine.csv: model="
 DENSE = ENGINE + "llama-2-7b; format=bf16; kv=model; batch="
 SHORT = SYSTEM + "llama-2-7b; format=bf16; kv=int8; context=192; batch="
-MOE = SYSTEM + "mixtral-8x7b; format=int8@int8; kv=int8; context=1280; batch="
+MOE = SYSTEM + "mixtral-8x7b; format=liquid@int8; kv=int8; context=1280; batch="
 CACHE = "cpu_kv_scales.csv: weights="
 
 
@@ -274,10 +274,11 @@ def liquid() -> list[Claim]:
             "... and in all steps of Mixtral-8x7B",
             "figure, FP8",
             lambda: (
-                "int8@int8 with an INT8 cache, 1,280 tokens: "
-                f"{share(MOE + '16')} with 16 sequences, {share(MOE + '128')} with 128"
+                "liquid@int8 with an INT8 cache, 1,280 tokens: "
+                f"{share(MOE + '16')} with 16 sequences, {share(MOE + '128')} with 128, "
+                f"{share(MOE + '496')} with 496"
             ),
-            MOE + "16/128",
+            MOE + "16/128/496",
         ),
         measured(
             "Peak tokens a second in 80 GB (table 1)",

@@ -135,22 +135,21 @@ def kv_cache_gpu() -> str:
 
 
 def headline() -> str:
-    rows, latest = steps(LLAMA), paper_tables.steps()
+    latest, prompts = paper_tables.steps(), vllm_rows("prefill")
     dense = score("bf16", "dense", "study-105m")
     fp6 = score("fp6", "gptq", "study-105m")
     specs = "bf16", "liquid@int8"
     found = [latest.get((LLAMA, spec, "model", "1", "1280")) for spec in specs]
-    if not rows or not all(found) or not dense or not fp6:
+    read_by = [prompts[spec, "bf16"].get(("auto", 64)) for spec in specs]
+    if not all(found) or not all(read_by) or not dense or not fp6:
         return ""
     step = [float(row["step_us"]) / 1e3 for row in found if row]
-    both = all(row and row["prefill_tokens_per_s"] for row in found)
-    read_by = found if both else [rows[spec, "model"][1] for spec in specs]
-    prompt = [int(row["prefill_tokens_per_s"]) for row in read_by if row]
+    prompt = [round(figure[0]) for figure in read_by if figure]
     scores = [f"{float(row['perplexity']):.3f}" for row in (dense, fp6)]
     out = [
         ["Decode step, Llama-3-8B shapes, batch 1, `liquid@int8`",
          *(f"{ms:.2f} ms" for ms in step), f"**{step[0] / step[1]:.1f}x as fast**"],
-        ["Prompt processing, the same model and format",
+        ["Prompts, 64 of 1,024 tokens at once inside vLLM, the same model and format",
          *(f"{n:,} tokens/s" for n in prompt), f"**{prompt[1] / prompt[0]:.1f}x as fast**"],
         *on_one_gpu(),
         ["Perplexity, a 105M-parameter model of Python code, `fp6` with GPTQ",

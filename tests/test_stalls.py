@@ -28,6 +28,8 @@ def test_masks_their_sum_and_what_joins_both_halves_are_found():
 
 
 def test_each_launch_has_its_part():
-    first, second = map(stalls.part_of, stalls.kernels(PROFILE))
+    launches = PROFILE.split('"Kernel Name"')[1:]
+    twice = "".join(f'"Kernel Name"{launch}' * 2 for launch in launches)
+    first, second = map(stalls.part_of, stalls.kernels(twice))
     assert first == {"samples": 4, "samples_of_sums": 3, "executed": 16, "executed_of_sums": 8}
     assert (second["samples"], second["samples_of_sums"]) == (5, 0)
