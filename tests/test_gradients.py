@@ -150,6 +150,8 @@ def test_refused(tmp_path: Path) -> None:
     batches = Calibration([{"input_ids": IDS}])
     with pytest.raises(Unsupported, match="token ids"):
         anybit.quantize_(llama(), "int4", GPTQ(batches, gradients=True))
+    with pytest.raises(Unsupported, match="no logits"):
+        anybit.quantize_(llama().model, "int4", GPTQ(IDS, gradients=True))
     with pytest.raises(Unsupported, match="rotate"):
         anybit.Smooth(IDS, then=GPTQ(gradients=True))
     llama().save_pretrained(tmp_path / "dense")

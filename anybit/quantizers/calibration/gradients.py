@@ -8,7 +8,7 @@ is |g|^2 of each token, by which the second counts tokens: the next step to the 
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ def output_gradients(
     try:
         model.requires_grad_(False)
         for part in ids.split(max(1, TOKENS // ids.shape[1])):
-            logits = model(input_ids=part.to(home), use_cache=False).logits.float().flatten(0, 1)
+            logits = predictions(model, part.to(home))
             drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=random)
             cross_entropy(logits, drawn.flatten(), reduction="sum").backward()
     finally:
@@ -109,6 +109,22 @@ def output_gradients(
         sums[first[name]] = sums.get(first[name], 0) + torch.cat(parts)
     weights = {name: weights_of(total, ids.numel()) for name, total in sums.items()}
     return {name: Gradients(moment, weights[first[name]]) for name, moment in found.items()}
+
+
+def predictions(model: nn.Module, ids: Tensor) -> Tensor:
+    """Logits (tokens, vocabulary) fp32."""
+    logits = getattr(model(input_ids=ids, use_cache=False), "logits", None)
+    if logits is None:
+        raise Unsupported(
+            f"gradients=True needs a model that predicts tokens; {type(model).__name__} returns no "
+            "logits, so use GPTQ without it"
+        )
+    if not torch.isfinite(logits.sum()):
+        raise InvalidInput(
+            "the model's predictions hold NaN or inf on the calibration data; try the model in "
+            "bfloat16 or float32"
+        )
+    return cast(Tensor, logits.float().flatten(0, 1))
 
 
 def weights_of(squares: Tensor, tokens: int) -> Tensor:
