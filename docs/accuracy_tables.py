@@ -184,21 +184,26 @@ TASKS = {
     "python_docstring": "docstring, ROUGE-L",
     "python_parses": "body parses",
     "python_next_line": "next line",
+    "line_runs": "line runs",
+    "line_pass@1": "pass@1",
+    "line_pass@10": "pass@10",
 }
 
 
 def generation() -> str:
     """Scores of bf16, and what each format changes on the same documents."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in read("cpu_generation"):
+    measured = read("h200_generation") or read("cpu_generation")
+    tasks = {task: title for task, title in TASKS.items() if task in {r["task"] for r in measured}}
+    for row in measured:
         name = "" if row["method"] == "dense" else row["method"]
         name += f" ({row['text']})" * bool(row["text"])
         found.setdefault((short(row["spec"]), name), {})[row["task"]] = row
     out = [
-        [*key, *("" if t not in rows else task(rows[t]) for t in TASKS)]
+        [*key, *("" if t not in rows else task(rows[t]) for t in tasks)]
         for key, rows in found.items()
     ]
-    return markdown(["format", "quantizer", *TASKS.values()], out, words=2)
+    return markdown(["format", "quantizer", *tasks.values()], out, words=2)
 
 
 def task(row: Row) -> str:
