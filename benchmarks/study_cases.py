@@ -73,34 +73,31 @@ codebook:m=1,v=4,b=8 additive
 codebook:m=2,v=8,b=8 additive
 codebook:m=3,v=16,b=8,group=32 additive
 """  # CodeGEMM's figure 4
-# What the front of KL against bits is made of, all on one model: the long cases, for a GPU of their
-# own, and the others. Rows of both together are "trellis".
-TUNED = f"""
+# What the front of KL against bits is made of, all on one model. The longest case begins first.
+TRELLIS = f"""
 {M2V8} additive
-trellis:rotate=kn additive additive-gradients
-{M1V4} additive
-trellis:bits=3,rotate=kn additive-gradients
-trellis:bits=4,rotate=kn additive-gradients
-"""
-FRONT = """
 bf16 dense
-trellis:rotate=kn gptq-gradients gptq
-trellis:bits=3,rotate=kn gptq-gradients gptq
+trellis:rotate=kn additive gptq-gradients gptq
+trellis:bits=3,rotate=kn gptq
+trellis:bits=4,rotate=kn gptq
 trellis:bits=3,rotate=kn@int8 gptq
-trellis:bits=4,rotate=kn gptq-gradients gptq
 int4:group=128 gptq
 int3:group=128 gptq
 int2:group=128 gptq
 fp6 gptq
 fp5 gptq
 fp4 gptq
-trellis:bits=5,rotate=kn gptq
+trellis:bits=3,rotate=kn gptq-gradients
+trellis:bits=4,rotate=kn gptq-gradients
+fp6 rtn
 int4:group=128 rtn
 int3:group=128 rtn
-fp6 rtn
 fp5 rtn
 fp4 rtn
 int6 rtn
+trellis:rotate=kn additive-gradients
+{M1V4} additive
+trellis:bits=5,rotate=kn gptq
 int2:group=128 rtn
 int4 rtn
 fp6:group=128 rtn
@@ -173,9 +170,7 @@ def cases(kind: str) -> list[tuple[str, str]]:
     """(spec, methods) in the order in which they are measured."""
     tables = {
         "rotation": ROTATION,
-        "trellis": TUNED + FRONT,
-        "tuned": TUNED,
-        "front": FRONT,
+        "trellis": TRELLIS,
         "smoke": SMOKE,
         "pv": PV,
         "books": BOOKS,
