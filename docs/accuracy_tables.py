@@ -14,7 +14,8 @@ MODELS = {
     "pico": ("h200_accuracy", "pico"),
     "pico_cpu": ("cpu_accuracy", "pico"),
     "pico_trellis": ("cpu_trellis", "pico"),
-    "families_study": ("h200_trellis", "study-105m"),
+    "families_study_105m_a": ("h200_trellis", "study-105m-a"),
+    "families_study_105m_b": ("h200_trellis", "study-105m-b"),
     "pico_large_columns": ("cpu_accuracy", "pico-large-columns"),
     "rotation_outliers": ("cpu_rotation", "pico-outliers"),
     "rotation_pico": ("cpu_rotation", "pico"),
@@ -24,7 +25,9 @@ MODELS = {
 def made() -> dict[str, str]:
     scores = {name: table(*source) for name, source in MODELS.items()}
     return scores | {
-        "front_study": front("h200_trellis", "study-105m"),
+        "trellis_options": trellis_options(),
+        "front_study_105m_a": front("h200_trellis", "study-105m-a"),
+        "front_study_105m_b": front("h200_trellis", "study-105m-b"),
         "layer_time": layer_time(),
         "kv_scales": kv_scales(),
         "heads": heads(),
@@ -103,6 +106,22 @@ def front(file: str, model: str) -> str:
         f"takes {more[closest]:.2f} bits more. {sum(x >= 0.5 for x in more.values())} of "
         f"{len(more)} formats take at least half a bit more."
     )
+
+
+def trellis_options() -> str:
+    """KL and loss of trellis codes by what else is done, and of calibrated codebooks of 2 bits."""
+    titles = {"gptq": "GPTQ", "gptq@int8": "`@int8`", "additive": "tuned"}
+    titles |= {"gptq-gradients": "gradients", "additive-gradients": "gradients, tuned"}
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in read("h200_trellis"):
+        spec, at, activation = row["spec"].partition("@")
+        trellis = spec.startswith("trellis") and spec.endswith("rotate=kn") and "code" not in spec
+        if trellis or spec.startswith("codebook"):
+            name = f"`trellis`, {float(row['bits']):.0f} bits" if trellis else short(spec)
+            cell = f"{float(row['kl']):.5f} ({float(row['loss']):.4f})"
+            found.setdefault((row["model"], name), {})[row["method"] + at + activation] = cell
+    out = [[*key, *(cells.get(way, "") for way in titles)] for key, cells in sorted(found.items())]
+    return markdown(["model", "KL (loss), nats", *titles.values()], out, words=2)
 
 
 def short(spec: str) -> str:

@@ -42,7 +42,7 @@ def test_moments_are_those_of_the_predictions() -> None:
     torch.manual_seed(0)
     model = Bigrams(300, 16)
     ids = torch.randint(0, 300, (30, 1000))
-    got = output_gradients(model, ["head"], ids)["head"]
+    got, weights = output_gradients(model, ["head"], ids)["head"]
     assert got.shape == (2, ROWS, ROWS)
     p = model(ids).logits.softmax(-1).flatten(0, 1)
     want = torch.zeros(2 * ROWS, 2 * ROWS)
@@ -50,6 +50,10 @@ def test_moments_are_those_of_the_predictions() -> None:
     for i, block in enumerate(got):
         at = slice(i * ROWS, (i + 1) * ROWS)
         assert (block - want[at, at]).norm() < 0.12 * want[at, at].norm()
+    assert weights.shape == (30000,)
+    assert abs(float(weights.mean()) - 1) < 1e-3
+    surprise = 1 - (p * p).sum(1)  # the mean of |g|^2 over the tokens that may be drawn
+    assert torch.corrcoef(torch.stack((weights, surprise)))[0, 1] > 0.1
     assert not got[1, 44:].any()
     assert not got[1, :, 44:].any()
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
@@ -97,6 +101,33 @@ def test_rows_make_up_for_rows(spec: str, n: int) -> None:
     assert (same.codes() == alone.codes()).float().mean() > 0.999  # sums are in another order
 
 
+def test_tokens_count_by_their_weights() -> None:
+    """As if a token of weight 2 came twice, in the second moments alone."""
+    x, dense = random(30, 8), random(30, 8, seed=1)
+    weights = torch.tensor([2.0, 1.0, 0.0] * 10)
+    got, want = Statistics(), Statistics()
+    needs = ("hessian", "drift", "amax")
+    for part in (slice(0, 12), slice(12, None)):
+        got.add(x[part], needs, 1, dense[part], weights[part])
+    twice = torch.arange(30).repeat_interleave(weights.long())
+    want.add(x[twice], needs, 1, dense[twice])
+    assert torch.allclose(got.hessian, want.hessian, atol=1e-5)
+    assert torch.allclose(got.drift, want.drift, atol=1e-5)
+    assert torch.equal(got.amax, x.abs().amax(0))
+
+
+def test_layers_of_one_input_share_the_weights_of_its_tokens() -> None:
+    names = [f"model.layers.0.{n}" for n in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")]
+    model = llama(dtype=torch.float32)
+    found = output_gradients(model, names, IDS)
+    alone = output_gradients(model, names[:1], IDS)[names[0]]
+    q, v, up = (found[name] for name in names)
+    assert torch.equal(q.weights, v.weights)
+    assert not torch.equal(q.weights, up.weights)
+    assert torch.allclose(q.moments, alone.moments)
+    assert not torch.allclose(q.weights, alone.weights)
+
+
 def test_whole_models(tmp_path: Path) -> None:
     """In a rotated format too, and again from a work folder; a layer alone has no gradients."""
     spec, data = "int3:group=16,rotate=kn", Calibration(IDS, work=tmp_path / "work")
@@ -119,6 +150,8 @@ def test_refused(tmp_path: Path) -> None:
     batches = Calibration([{"input_ids": IDS}])
     with pytest.raises(Unsupported, match="token ids"):
         anybit.quantize_(llama(), "int4", GPTQ(batches, gradients=True))
+    with pytest.raises(Unsupported, match="no logits"):
+        anybit.quantize_(llama().model, "int4", GPTQ(IDS, gradients=True))
     with pytest.raises(Unsupported, match="rotate"):
         anybit.Smooth(IDS, then=GPTQ(gradients=True))
     llama().save_pretrained(tmp_path / "dense")

@@ -80,6 +80,7 @@ class BlockRunner:
         names: Iterable[str],
         needs: tuple[str, ...],
         dense: "BlockRunner | None" = None,
+        weights: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Statistics]:
         """Run a block on all data, and collect statistics of its layers' inputs.
 
@@ -89,6 +90,7 @@ class BlockRunner:
             names: Layers, by names relative to the block, or to the model.
             needs: Names of the fields of `Statistics` to collect.
             dense: Another runner of the same data, whose blocks are dense.
+            weights: How much each token counts, by layer (T,); 1 by default.
 
         Returns:
             Statistics by layer. Layers that get the same tensor share one object.
@@ -132,9 +134,12 @@ class BlockRunner:
                         beside[name] = rows
                     else:
                         given = beside.get(name)  # the same tokens, except in experts
-                        seen.setdefault(name, Statistics()).add(
-                            rows, needs, every, None if name.startswith(experts) else given
-                        )
+                        one = seen.setdefault(name, Statistics())
+                        counts = (weights or {}).get(name)
+                        if counts is not None:
+                            counts = counts[one.tokens : one.tokens + len(rows)]
+                        alike = None if name.startswith(experts) else given
+                        one.add(rows, needs, every, alike, counts)
                 if not inside and len(source) == len(names) and name == names[-1]:
                     raise Done(x)
 

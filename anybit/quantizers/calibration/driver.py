@@ -8,11 +8,12 @@ once, quantized, to make the inputs of the next.
 import copy
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from anybit.progress import progress
 from anybit.quantizers.base import Quantizer, quantize_layers
 from anybit.quantizers.calibration.block_runner import BlockRunner, Blocks, block_lists
 from anybit.quantizers.calibration.data import Calibration
-from anybit.quantizers.calibration.gradients import output_gradients, refuse_gradients
+from anybit.quantizers.calibration.gradients import Gradients, output_gradients, refuse_gradients
 from anybit.quantizers.calibration.memory import (
     forget_dtypes,
     freed_at_once,
@@ -41,6 +42,7 @@ from anybit.quantizers.calibration.stored_blocks import StoredBlocks
 from anybit.quantizers.columns import recordings
 
 T = TypeVar("T")
+NONE: Mapping[str, Gradients] = MappingProxyType({})
 
 
 def calibration_of(quantizer: Quantizer) -> Calibration:
@@ -116,7 +118,7 @@ def calibrate(
         for found, runner in zip(lists, runners, strict=True):
             rehearse(runner, partial(at_work, found, runner.device))
         beside = [dense_runner(runner, data, quantizer) for runner in runners]
-        gradients = dict[str, Tensor]()
+        gradients = dict[str, Gradients]()
         if "gradients" in quantizer.needs and isinstance(data, Tensor):
             gradients = output_gradients(model, list(schemes), data)
         with progress("calibrating", sum(weights.values()), show_progress) as step:
@@ -150,10 +152,14 @@ def calibrate(
             starts = tuple(f"{found.name}." for found in lists)
             outside = {n: s for n, s in schemes.items() if not n.startswith(starts)}
             if outside:
-                statistics = runners[-1].collect(
-                    len(lists[-1].modules), outside, needed(quantizer, outside), beside[-1]
+                statistics = collected(
+                    runners[-1],
+                    len(lists[-1].modules),
+                    outside,
+                    needed(quantizer, outside),
+                    beside[-1],
+                    gradients,
                 )
-                statistics = joined(statistics, gradients)
                 few |= too_few_tokens(statistics, model, "")
                 quantize_layers(model, outside, quantizer, statistics)
                 forget_dtypes(model.get_submodule(name) for name in outside)
@@ -176,7 +182,7 @@ def quantize_block(
     index: int,
     prefix: str,
     dense: BlockRunner | None = None,
-    gradients: Mapping[str, Tensor] | None = None,
+    gradients: Mapping[str, Gradients] = NONE,
 ) -> dict[str, int]:
     """Collect statistics of one block's layers, transform it and quantize it.
 
@@ -188,7 +194,7 @@ def quantize_block(
         index: Of the block.
         prefix: The block's name in the model, with a dot at its end.
         dense: Runs the dense model beside; is at the next block afterwards.
-        gradients: Second moments of gradients of its layers' outputs, if the quantizer needs them.
+        gradients: Of its layers, if the quantizer needs them.
 
     Returns:
         Names of the layers that saw fewer tokens than they have inputs, and how many they saw.
@@ -202,7 +208,7 @@ def quantize_block(
         quantizer.transform(block, schemes, runner.collect(index, schemes, light), output)
     for number, part in enumerate(parts):
         beside = None if number else dense  # experts get other tokens in the dense model
-        statistics = joined(runner.collect(index, part, needs, beside), gradients)
+        statistics = collected(runner, index, part, needs, beside, gradients)
         few |= too_few_tokens(statistics, block, prefix)
         if len(parts) == 1:
             statistics = quantizer.transform(block, part, statistics, output)
@@ -212,20 +218,30 @@ def quantize_block(
         beside.copies[index] = copy.deepcopy(block)
         for turn, group in enumerate(in_turns(part, statistics)):
             if turn:  # on the outputs of the quantized layers before it
-                statistics = joined(runner.collect(index, group, needs, beside), gradients)
+                statistics = collected(runner, index, group, needs, beside, gradients)
             quantizer.quantize_block(block, group, statistics, outputs)
         beside.advance(index)
         beside.copies.clear()
     return few
 
 
-def joined(
-    statistics: dict[str, Statistics], gradients: Mapping[str, Tensor] | None
+def collected(
+    runner: BlockRunner,
+    index: int,
+    names: Iterable[str],
+    needs: tuple[str, ...],
+    dense: BlockRunner | None,
+    gradients: Mapping[str, Gradients],
 ) -> dict[str, Statistics]:
-    """Statistics with the gradients of each layer's outputs, where there are any."""
+    """`runner.collect`, with the gradients of each layer's outputs where there are any."""
+    weights = {name: own.weights for name, own in gradients.items() if own.weights.numel()}
+    found = runner.collect(index, names, needs, dense, weights)
     if not gradients:
-        return statistics
-    return {name: replace(one, gradients=gradients[name]) for name, one in statistics.items()}
+        return found
+    return {
+        name: replace(one, gradients=gradients[name].moments) if name in gradients else one
+        for name, one in found.items()
+    }
 
 
 def in_turns(

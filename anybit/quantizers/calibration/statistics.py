@@ -59,7 +59,12 @@ class Statistics:
     gradients: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def add(
-        self, x: Tensor, needs: tuple[str, ...], every: int, dense: Tensor | None = None
+        self,
+        x: Tensor,
+        needs: tuple[str, ...],
+        every: int,
+        dense: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> None:
         """Update with more inputs.
 
@@ -68,21 +73,24 @@ class Statistics:
             needs: Names of the fields to update.
             every: Distance of the sampled rows.
             dense: What the dense model has in their place (T, K); the same by default.
+            weights: How much each counts for the second moments (T,), 1 in the mean and by default.
         """
         before, self.tokens = self.tokens, self.tokens + len(x)
         if not len(x):
             return
         share = len(x) / self.tokens
-        wide = x.float()
+        wide, root = x.float(), None if weights is None else weights.to(x.device).sqrt()[:, None]
+        counted = x if root is None else (wide * root).to(x.dtype)
         if "hessian" in needs:
             if not self.hessian.numel():
                 self.hessian = wide.new_zeros(x.shape[1], x.shape[1])
-            self.hessian.mul_(1 - share).add_(products(x), alpha=share / len(x))
+            self.hessian.mul_(1 - share).add_(products(counted), alpha=share / len(x))
         if "drift" in needs:
             if not self.drift.numel():
                 self.drift = wide.new_zeros(x.shape[1], x.shape[1])
             apart = torch.zeros_like(wide) if dense is None else dense.float() - wide
-            self.drift.addmm_(apart.T, wide, beta=1 - share, alpha=share / len(x))
+            apart = apart if root is None else apart * root
+            self.drift.addmm_(apart.T, counted.float(), beta=1 - share, alpha=share / len(x))
         if "amax" in needs:
             amax = wide.abs().amax(0)
             self.amax = torch.maximum(self.amax, amax) if before else amax
