@@ -40,6 +40,7 @@ from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import KernelSpec, kernel_file
 from anybit.kernels.cute.operands import operand_of
 from anybit.kernels.hopper import chip, copies, scalar_linear, tiles
+from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.mma import linear
 from anybit.kernels.mma import tiles as mma
 from anybit.measure import bench
@@ -68,13 +69,13 @@ def kernels(
         for m in counts if others else ():
             found |= dict.fromkeys(few_kernels(d, m) if m <= 64 else ())
             few = (t for n, k in shapes for t in hopper_tiles(d, m, n, k))
-            found |= dict.fromkeys(tiles.Kernel(d, t, "bfloat16") for t in few)
+            found |= dict.fromkeys(Kernel(d, t, "bfloat16") for t in few)
         for n, k in [*shapes, *CHECKED]:
             for m in [*counts, *COUNTS]:
                 if scalar_linear.narrow(m, n, k, d):
                     found[mma.kernel_for(d, H200, m, n, "bfloat16")] = None
                 else:
-                    found[tiles.Kernel(d, tiles.choose(d, m, n, k), "bfloat16")] = None
+                    found[Kernel(d, tiles.choose(d, m, n, k), "bfloat16")] = None
     return [kernel for kernel in found if kernel]
 
 
@@ -116,17 +117,17 @@ def few_kernels(d: Decoder, m: int) -> list[mma.Kernel]:
     return [kernel for kernel in dict.fromkeys(found) if kernel]
 
 
-def hopper_tiles(d: Decoder, m: int, n: int, k: int) -> list[tiles.Tile]:
+def hopper_tiles(d: Decoder, m: int, n: int, k: int) -> list[Tile]:
     """Tiles of the Hopper kernels for more than 8 tokens."""
     if m <= 8:
         return []
     size = next((t for t in (16, 32, 64) if m <= t), 128)
     if m <= 64:
-        every = [tiles.Tile(size, ctas=2, split=s) for s in (1, 2, 4, 6, 8)]
-        every += [tiles.Tile(size, ctas=c, shared=True) for c in (1, 2)]
+        every = [Tile(size, ctas=2, split=s) for s in (1, 2, 4, 6, 8)]
+        every += [Tile(size, ctas=c, shared=True) for c in (1, 2)]
     else:
-        every = [tiles.Tile(t, split=s) for t in (128, 256) for s in (2, 3, 4)]
-        every += [tiles.Tile(t, shared=s, late=True) for t in (128, 256) for s in (False, True)]
+        every = [Tile(t, split=s) for t in (128, 256) for s in (2, 3, 4)]
+        every += [Tile(t, shared=s, late=True) for t in (128, 256) for s in (False, True)]
     fit = [tiles.fitted(tile, d) for tile in every]
     return [tile for tile in fit if tiles.fits_once(tile, d, m, n, k)]
 
@@ -143,7 +144,7 @@ def tile_times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[i
                         near(linear.multiply(*x, p.prepared, None, DTYPE, kernel), want, kernel)
                         found[kernel.tile.name] = mma_us(p, x, kernel)
                 for tile in hopper_tiles(p.decoder, m, n, k):
-                    if kernel_file(tiles.Kernel(p.decoder, tile, "bfloat16")).exists():
+                    if kernel_file(Kernel(p.decoder, tile, "bfloat16")).exists():
                         near(p.run(*x, tile=tile), want, tile)
                         found[f"hopper {tile.name}"] = time_tile(p, m, tile, True)
                 best = sorted(found, key=lambda name: found[name])

@@ -34,6 +34,7 @@ def made() -> dict[str, str]:
         "engine_llama2": engine("llama-2-7b"),
         "engine_parts": parts(),
         "engine_steps": engine_steps(),
+        "rotated_steps": rotated_steps(),
         "vllm": vllm(),
         "vllm_speeds": vllm_speeds(),
         "vllm_checks": vllm_checks(),
@@ -80,6 +81,24 @@ def engine_steps() -> str:
     return markdown(["layers", "head", *(f"batch {m}, ms" for m in counts)], lines, 2)
 
 
+def rotated_steps() -> str:
+    """A decode step by what a layer does about rotations, with the engine's parts of it."""
+    titles = {
+        "trellis": "not rotated",
+        "trellis@int8": "not rotated, int8 tokens",
+        "trellis:rotate=kn": "`rotate=kn`, by each layer",
+        "folded:trellis": "folded into the weights",
+    }
+    lines = []
+    for row in read("h200_rotated_steps"):
+        scheme, parts = row["format"], ("gemm_us", "attention_us", "rest_us")
+        times = [f"{float(row[key]) / 1e3:.2f}" for key in ("step_us", *parts)]
+        lines.append([f"`{scheme.removeprefix('folded:')}`", titles.get(scheme, ""), *times])
+    lines.sort(key=lambda line: float(line[2]))
+    heads = ["format", "rotations", "step, ms", "products", "attention", "the rest"]
+    return markdown(heads, lines, 2)
+
+
 def kv_cache() -> str:
     """What a KV cache of each kind saves and costs."""
     times = read("cpu_kv_cache")
@@ -124,7 +143,9 @@ def headline() -> str:
     if not rows or not all(found) or not dense or not fp6:
         return ""
     step = [float(row["step_us"]) / 1e3 for row in found if row]
-    prompt = [int(rows[spec, "model"][1]["prefill_tokens_per_s"]) for spec in specs]
+    both = all(row and row["prefill_tokens_per_s"] for row in found)
+    read_by = found if both else [rows[spec, "model"][1] for spec in specs]
+    prompt = [int(row["prefill_tokens_per_s"]) for row in read_by if row]
     scores = [f"{float(row['perplexity']):.3f}" for row in (dense, fp6)]
     out = [
         ["Decode step, Llama-3-8B shapes, batch 1, `liquid@int8`",

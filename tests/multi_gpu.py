@@ -163,8 +163,8 @@ def check_block(scheme: str, x: Tensor, rank: int) -> float:
 def small(scheme: str) -> int:
     """Width of a block that a CPU quantizes soon, and whose halves hold whole groups."""
     fmt = parse_scheme(scheme)[0]
-    wide = any(entry.group == 256 for entry in fmt.entries().values())
-    return 512 if wide else 128 if fmt.window else 256
+    group = max(entry.group for entry in fmt.entries().values())
+    return max(64 if fmt.window else 128, RANKS * group)
 
 
 def work(rank: int, cpu: bool, meet: str, schemes: tuple[str, ...]) -> None:

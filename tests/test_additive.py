@@ -166,7 +166,7 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
 
 
 def test_codebooks_beat_integers_on_pico() -> None:
-    """Two of pico's blocks: 2-bit codebooks against GPTQ, and 1-bit ones before PV-tuning."""
+    """Pico's blocks: 2-bit codebooks against GPTQ in two, and 1-bit ones before PV-tuning in one."""
     tokenizer: Any = AutoTokenizer.from_pretrained(PICO)
     texts = [
         tokenizer(tokenizer.bos_token + text, return_tensors="pt", verbose=False).input_ids[0, :128]
@@ -177,8 +177,8 @@ def test_codebooks_beat_integers_on_pico() -> None:
     def fresh() -> Any:
         return AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32).eval()
 
-    def quantized(spec: str, quantizer: Any) -> Any:
-        layers = {"*": None, "model.layers.[26].*": spec}
+    def quantized(spec: str, quantizer: Any, blocks: str = "[26]") -> Any:
+        layers = {"*": None, f"model.layers.{blocks}.*": spec}
         return anybit.quantize_(fresh(), layers, quantizer)
 
     def perplexity(model: Any) -> float:
@@ -192,12 +192,11 @@ def test_codebooks_beat_integers_on_pico() -> None:
     # Measured: 13.39 dense, 14.63 integers, 13.88 codebooks.
     assert of_books - best < 0.6 * (of_integers - best), (best, of_integers, of_books)
 
-    coarse = quantized(
-        "codebook:m=1,v=8,group=128", Additive(calibration, rounds=1, beam=4, steps=4)
-    )
+    fewer = "codebook:m=1,v=8,group=128"
+    coarse = quantized(fewer, Additive(calibration, rounds=1, beam=4, steps=4), "2")
     before = perplexity(coarse)
     more = anybit.Calibration(calibration.source, samples=80, length=128)
-    pv_tune(coarse, dense, more, steps=12, rate=6e-3)
-    # Measured: 17.26 before, 16.96 after. The text to tune on is 10 thousand tokens, which is what
+    pv_tune(coarse, dense, more, steps=6, rate=6e-3)
+    # Measured: 14.59 before, 14.49 after. The text to tune on is 10 thousand tokens, which is what
     # bounds the gain; codebooks of two bits lose too little for so little text to help.
     assert perplexity(coarse) - best < 0.97 * (before - best), (best, before)

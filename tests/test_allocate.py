@@ -191,10 +191,10 @@ def test_beats_uniform_choices_of_a_real_model_at_equal_bytes() -> None:
 
     offered = ("int3:group=64", "int4:group=128", "int4:group=32", "int5:group=128")
     chosen = plan_formats(
-        pico(), ids(calibration_text(), 16), 4.5, candidates=offered, quantizer=anybit.RTN()
+        pico(), ids(calibration_text(), 8), 4.5, candidates=offered, quantizer=anybit.RTN()
     )
     assert 4.49 < chosen.bits <= 4.5
-    fresh = ids(held_out_text(), 12)
+    fresh = ids(held_out_text(), 6)
     planned = kl(anybit.quantize_(pico(), chosen.plan), fresh, pico())
     for uniform in chosen.uniform():
         if uniform.bits <= 4.5:
