@@ -201,6 +201,17 @@ def test_what_cannot_be_done_says_so() -> None:
         layer(codes)
 
 
+@pytest.mark.parametrize("activation", [None, "int8"])
+def test_a_layer_takes_tokens_that_are_rotated_alone(activation: str | None) -> None:
+    packed = anybit.quantize_tensor(random(32, 64), "int4:rotate=k")
+    layer = anybit.QuantLinear(packed, activation=activation)
+    x, nothing = random(3, 64), torch.empty(0)
+    turned = rotation.rotate(x, layer.get_buffer("rotate_in"), False)
+    assert torch.equal(layer(Activations(turned, nothing, nothing, x.dtype, True)), layer(x))
+    with pytest.raises(ValueError, match="without a rotation"):
+        layer(Activations(x, nothing, nothing, x.dtype))
+
+
 # Models.
 
 

@@ -4,7 +4,7 @@ On a GPU, each is one kernel that is launched while the previous one ends; on a 
 compiles. Without those, it is plain torch, which is the definition.
 
 Where the next layer multiplies quantized activations, they leave here as `Activations` on a GPU:
-quantized once, in the same kernel.
+quantized once, in the same kernel. So do products that it wants rotated.
 """
 
 from importlib import import_module
@@ -71,10 +71,12 @@ class Wanted(NamedTuple):
     Attributes:
         activation: the notation in which it multiplies; None: x's dtype.
         vector: (K,), of the rotation before that; None: there is none.
+        rotated: whether it takes inputs that are rotated and not quantized.
     """
 
     activation: str | None = None
     vector: Tensor | None = None
+    rotated: bool = False
 
     def on_the_way(self, x: Tensor) -> bool:
         """Whether the kernel that makes x (T, K) also makes this of it."""
@@ -110,6 +112,10 @@ def silu_mul(gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tensor | Ac
     if wanted.on_the_way(up):
         codes, scale, sums = kernels.silu_quantize(gate, up, wanted.activation, wanted.vector)
         return Activations(codes, scale, sums, up.dtype, wanted.vector is not None)
+    if wanted.rotated and wanted.vector is not None and usable(up):
+        nothing = up.new_empty(0)
+        x = kernels.rotate(up, wanted.vector, False, gate)
+        return Activations(x, nothing, nothing, up.dtype, rotated=True)
     if kernels is not None:
         return kernels.silu_mul(gate, up)
     return F.silu(gate) * up

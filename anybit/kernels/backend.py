@@ -69,11 +69,11 @@ class Prepared(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Activations that are quantized already; layers take them in the place of x.
+    """Activations that are quantized or rotated already; layers take them in the place of x.
 
     Attributes:
-        codes: (..., K) int8 or float8_e4m3fn.
-        scale: (...,) fp32, one for each token.
+        codes: (..., K) int8 or float8_e4m3fn; in `dtype` if they are only rotated.
+        scale: (...,) fp32, one for each token; empty if they are only rotated, as `sums` are.
         sums: (...,) int32, of each token's int8 codes; empty for fp8.
         dtype: what y comes in.
         rotated: whether they were rotated before, as layers with a rotated weight want them.

@@ -225,9 +225,10 @@ class QuantLinear(nn.Module):
     def forward(self, x: Tensor | Activations) -> Tensor:
         dtype = x.dtype
         given: tuple[Any, ...] = ()  # what belongs to activations that are quantized already
+        rotated = False
         if isinstance(x, Activations):
             wanted = CODES.get(self.activation or "")
-            if x.codes.dtype != wanted:
+            if x.codes.dtype not in (wanted, x.dtype):
                 raise InvalidType(
                     f"{self}: x is quantized to {x.codes.dtype}, and it multiplies "
                     f"{wanted or 'plain activations'}; pass it what they were quantized from"
@@ -237,8 +238,8 @@ class QuantLinear(nn.Module):
                     f"{self}: x was quantized {'after' if x.rotated else 'without'} a rotation, "
                     f"and its weight is {'' if self.format.rotate else 'not '}rotated"
                 )
-            given = x.scale, x.sums, x.dtype
-            x = x.codes
+            given = (x.scale, x.sums, x.dtype) if x.codes.dtype == wanted else ()
+            rotated, x = x.rotated, x.codes
         if x.shape[-1] != self.in_features:
             raise InvalidInput(
                 f"x has {x.shape[-1]} columns, the layer {self.in_features} inputs (K); "
@@ -250,7 +251,7 @@ class QuantLinear(nn.Module):
         if prepared is None or prepared.dtype not in (None, dtype):
             prepared = self._prepared_for(dtype)
         around = Around.of(self._buffers)
-        if not (given and self.format.rotate):
+        if not rotated:
             x = around.before(x)
         args = (around.inside(self.bias), self.kernel_scheme, self.out_features, self.backend)
         if not self.released and x.requires_grad and torch.is_grad_enabled():

@@ -95,6 +95,23 @@ def test_norms_and_products_leave_rotated_and_quantized(k: int) -> None:
     close(other, rotated(torch.nn.functional.silu(x) * delta, vector, False).half())
 
 
+@pytest.mark.parametrize("many", [1, 1 << 20])
+def test_products_leave_rotated_alone(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For layers that quantize nothing, and for too wide tokens; gate and up are halves of one."""
+    monkeypatch.setattr(kernel, "MANY", many)
+    gate, up = random(5, 2 * 640).half().chunk(2, -1)
+    vector = random(640, seed=1).half()
+    want = rotated(torch.nn.functional.silu(gate) * up, vector, False)
+    with patch.object(fused, "usable", lambda x: True):
+        x = fused.silu_mul(gate, up, fused.Wanted(None, vector, rotated=True))
+        experts = fused.silu_mul(gate, up, fused.Wanted(None, vector))
+    assert isinstance(x, Activations)
+    assert isinstance(experts, Tensor)
+    assert x.rotated
+    assert x.codes.dtype == x.dtype == torch.float16
+    assert (x.codes.double() - want).norm() / want.norm() < 2e-3
+
+
 PROGRAM = """
 import sys
 import torch
@@ -105,9 +122,9 @@ torch.version.hip = "6.4" if sys.argv[1] == "hip" else None  # as torch is built
 from anybit.kernels.triton import activation
 
 kinds = dict(
-    x="*bf16", other="*bf16", weight="*bf16", vector="*fp16", scales="*fp32",
+    x="*bf16", gate="*bf16", other="*bf16", weight="*bf16", vector="*fp16", scales="*fp32",
     sums="*i32", residual="*bf16", K="i32", X_STRIDE="i32", OTHER_STRIDE="i32", EPS="fp32",
-    UNITS="i32", ROW="i32",
+    UNITS="i32", ROW="i32", GATE_STRIDE="i32",
 )
 token = dict(LARGEST=127, FUSE="norm", HAS_SUMS=True, WIDE=activation.WIDEST, SIZE=128, PDL=False)
 alone = dict(AFTER=True, SIZE=128, TILE=activation.BLOCKS, PDL=False)

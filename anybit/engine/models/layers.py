@@ -398,7 +398,8 @@ def wanted_by(layer: nn.Module | None) -> Wanted:
     """How a layer wants its input."""
     if not isinstance(layer, QuantLinear | QuantExperts):
         return AS_IT_IS
-    return Wanted(layer.activation, layer._buffers.get("rotate_in"))
+    vector, rotated = layer._buffers.get("rotate_in"), isinstance(layer, QuantLinear)
+    return Wanted(layer.activation, vector, rotated)
 
 
 def window_of(config: PretrainedConfig, index: int) -> int | None:

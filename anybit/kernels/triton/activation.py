@@ -97,7 +97,8 @@ def _parities(SIZE: tl.constexpr):
 
 @triton.jit
 def _rotate_one(
-    x, vector, out, ROW, X_STRIDE, AFTER: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr
+    x, gate, vector, out, ROW, X_STRIDE, GATE_STRIDE, AFTER: tl.constexpr, SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """What `_rotate` does, to one block: less to wait for than a product of tensor cores."""
     launch_next(PDL)
@@ -108,6 +109,8 @@ def _rotate_one(
     after_previous(PDL)
     v = tl.load(x + unit // ROW * X_STRIDE + start + i[:, None])
     dtype = v.dtype
+    if gate is not None:
+        v = _silu(tl.load(gate + unit // ROW * GATE_STRIDE + start + i[:, None]), v, dtype)
     v = v.to(tl.float32)
     if not AFTER:
         v = v * tl.load(vector + start + i[:, None]).to(tl.float32)
@@ -119,10 +122,13 @@ def _rotate_one(
 
 @triton.jit
 def _rotate(
-    x, vector, out, UNITS, ROW, X_STRIDE, AFTER: tl.constexpr, SIZE: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+    x, gate, vector, out, UNITS, ROW, X_STRIDE, GATE_STRIDE, AFTER: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """H (vector * x), or vector * (H x), of TILE blocks of SIZE columns. A token has ROW."""
+    """H (vector * x), or vector * (H x), of TILE blocks of SIZE columns. A token has ROW.
+
+    gate: x is SiLU(gate) * x.
+    """
     launch_next(PDL)
     unit = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
     k = (unit % ROW * SIZE)[:, None] + tl.arange(0, SIZE)[None, :]
@@ -131,6 +137,9 @@ def _rotate(
     after_previous(PDL)
     v = tl.load(x + (unit // ROW * X_STRIDE)[:, None] + k, mask=live, other=0)
     dtype = v.dtype
+    if gate is not None:
+        g = tl.load(gate + (unit // ROW * GATE_STRIDE)[:, None] + k, mask=live, other=0)
+        v = _silu(g, v, dtype)
     v = v.to(tl.float32)
     v = _transformed(v, SIZE) * scale if AFTER else _transformed(v * scale, SIZE)
     at = unit[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -214,20 +223,22 @@ def silu_quantize(
     return quantize(up, activation, gate=gate, sums=activation == "int8", vector=vector)[:3]
 
 
-def rotate(x: Tensor, vector: Tensor, after: bool) -> Tensor:
-    """`anybit.kernels.rotation.rotate` of tokens (M, K)."""
+def rotate(x: Tensor, vector: Tensor, after: bool, gate: Tensor | None = None) -> Tensor:
+    """`anybit.kernels.rotation.rotate` of tokens (M, K), or of SiLU(gate) * x."""
     m, k = x.shape
     size, x = block(k), side_by_side(x)
+    gate = None if gate is None else side_by_side(gate)
+    strides = x.stride(0), 0 if gate is None else gate.stride(0)
     out = torch.empty(m, k, dtype=x.dtype, device=x.device)
     units = m * (k // size)
     if 0 < units < MANY:
         _rotate_one[(units,)](
-            x, vector, out, k // size, x.stride(0), AFTER=after, SIZE=size, num_warps=8,
+            x, gate, vector, out, k // size, *strides, AFTER=after, SIZE=size, num_warps=8,
             **overlap(x.device),
         )  # fmt: skip
     elif units:
         _rotate[(triton.cdiv(units, BLOCKS),)](
-            x, vector, out, units, k // size, x.stride(0), AFTER=after, SIZE=size, TILE=BLOCKS,
+            x, gate, vector, out, units, k // size, *strides, AFTER=after, SIZE=size, TILE=BLOCKS,
             num_warps=4, **overlap(x.device),
         )  # fmt: skip
     return out
