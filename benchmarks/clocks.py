@@ -1,6 +1,7 @@
 """What limits long products: clock cycles, the clock, or power; kernels in turns on one GPU.
 
     python benchmarks/clocks.py --cells 28672x4096:1024 --schemes int4:group=128 fp6 [--most 3]
+                                [--peers machete quack]
 
 All kernels of a cell run in turns, some milliseconds each, for several rounds, so each sees a chip
 as warm as the others do. Two stamps around the launches read a multiprocessor's cycles and the
@@ -20,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+import peers
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +32,7 @@ from anybit.core.scheme import parse_scheme
 from anybit.kernels.backend import Prepared
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.build import build
+from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import dsl_version
 from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.chip import H200
@@ -119,19 +122,27 @@ def capture(name: str, calls: list[Callable[[], object]]) -> Graph:
 def cases(
     n: int, k: int, m: int, args: argparse.Namespace
 ) -> Iterator[tuple[str, list[Callable[[], object]]]]:
-    """cuBLAS; ours with the chosen tile and others that seem worth it, in bf16 the chosen one."""
+    """cuBLAS, peers; ours with the chosen tile and others worth it, in bf16 the chosen one."""
     for dtype in (torch.float16, torch.bfloat16):
         x = torch.randn(m, k, device="cuda").to(dtype)
         w = torch.randn(n, k, device="cuda").mul_(0.02).to(dtype)
         calls = [lambda w=w, x=x: x @ w.T for w in rotated(w, w.nbytes)]
         yield f"cublas {bench.short(dtype)}", calls
+    for case in args.found:
+        layer = case.prepare(torch.randn(n, k, device="cuda") * 0.02)
+        inputs = layer.inputs(torch.randn(m, k, device="cuda").to(case.dtype))
+        copies = rotated(layer.weight, layer.nbytes)
+        yield (
+            f"{case.peer} {case.format} {case.activation}",
+            [partial(layer.run, copy, *inputs) for copy in copies],
+        )
     for scheme in args.schemes:
         for dtype in (torch.float16, torch.bfloat16):
             p = Problem(scheme, dtype, n, k, cold=True, few=True)
             given = p.tokens(m)
             some = [tiles.choose(p.decoder, m, n, k)]
             if dtype == torch.float16:
-                some += worth(p, m)[: args.most]
+                some += [t for t in worth(p, m) if t.name.startswith(args.tiles)][: args.most]
             for tile in dict.fromkeys(some):
                 early = tiles.overlaps(tile, p.decoder, m, n)
                 name = f"{scheme} {bench.short(dtype)} {tile.name}"
@@ -150,7 +161,7 @@ def launches(
 
 
 def worth(p: Problem, m: int) -> list[Tile]:
-    """Compiled tiles by what products and bytes alone take, the shortest first; up to 1.3 times."""
+    """Compiled tiles by what products and bytes alone take, the shortest first; up to 1.5 times."""
     times = {}
     for tile in p.tiles():
         d, n, k = p.decoder, p.n, p.k
@@ -161,7 +172,10 @@ def worth(p: Problem, m: int) -> list[Tile]:
     best = sorted(times, key=times.__getitem__)
     late = {t for t in best if t.late}
     best = [t for t in best if t.late or replace(t, late=True) not in late]
-    return [t for t in best if times[t] < 1.3 * times[best[0]]]
+    best = [t for t in best if times[t] < 1.5 * times[best[0]]]
+    every = set(p.tiles())  # beside the first ones the same with words read batch by batch
+    pairs = [[t, *({replace(t, spread=True)} & every)] for t in best if not t.spread]
+    return [t for pair in pairs for t in pair]
 
 
 def watts(graph: Graph, us: float) -> float:
@@ -215,7 +229,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cells", nargs="+", default=["28672x4096:1024"], metavar="NxK:M")
     parser.add_argument("--schemes", nargs="+", default=["int4:group=128", "fp6"])
+    parser.add_argument("--peers", nargs="*", default=[], help="with 16-bit tokens, same formats")
     parser.add_argument("--most", type=int, default=6, help="tiles beside the chosen one")
+    parser.add_argument("--tiles", nargs="+", default=[""], help="what their names begin with")
     parser.add_argument("--out", type=Path, default=Path("clocks.json"))
     parser.add_argument("--compile", action="store_true", help="and end")
     parser.add_argument("--watts", type=int, default=0, help="cells of which watts are asked, too")
@@ -225,12 +241,26 @@ def main() -> None:
         ensure(args.schemes)
     if args.compile:
         return
+    args.found, args.tiles = of_peers(args), tuple(args.tiles)
     found: list[dict[str, float | str]] = []
     for i, text in enumerate(args.cells):
         shape, _, m = text.partition(":")
         found += cell(*bench.parse_shape(shape), int(m), args, i < args.watts)
         args.out.write_text(json.dumps(found))
     print(f"clocks: {time.perf_counter() - start:.0f} s")
+
+
+def of_peers(args: argparse.Namespace) -> list[bench.Case]:
+    """The cases of the named peers that multiply one of the formats with 16-bit tokens."""
+    cases, missing = peers.cases() if args.peers else ([], {})
+    for name, why in missing.items():
+        print(f"{name} is left out: {why}")
+    return [
+        case for case in cases
+        if case.peer in args.peers
+        and case.format in args.schemes
+        and case.activation in ("fp16", "bf16")
+    ]  # fmt: skip
 
 
 def ensure(schemes: list[str]) -> None:
@@ -241,7 +271,8 @@ def ensure(schemes: list[str]) -> None:
         for dtype in (torch.float16, torch.bfloat16):
             operand = operands.operand_of(activation, dtype)
             d = operands.decoder_for(fmt, getattr(torch, operand))
-            every = [*tiles.family(d), *(tiles.fitted(t, d) for t in MORE_TILES)]
+            more = (t for t in MORE_TILES if d.slot == 16 or t.columns == K_TILE)
+            every = [*tiles.family(d), *(tiles.fitted(t, d) for t in more)]
             kernels += [Kernel(d, t, operands.NAMES[dtype]) for t in every if t.tokens >= 32]
     for error in build(kernels):
         print("not compiled:", error[:300])

@@ -1,29 +1,35 @@
-"""Tasks that perplexity may hide, on models/pico by format and quantizer.
+"""Tasks that perplexity may hide, by format and quantizer.
 
 The tasks of `anybit/evaluate/tasks`, by their own documents and metrics: the docstring of a
-held-out function (ROUGE-L), its body (does it parse?), and which of four lines comes next. The
-engine writes greedily. Each score is compared with bf16's on the same documents, so that the error
-of the difference is smaller than that of the score.
+held-out function (ROUGE-L), its body (does it parse?), and which of four lines comes next, all
+greedily. And lines whose code is run (`code_tests.py`): written greedily ("line_runs"), and pass@1
+and pass@10 of ten texts at temperature 0.8. Each score is compared with bf16's on the same
+documents, so that the error of the difference is smaller than that of the score.
 
-    python benchmarks/generation.py --out benchmarks/results/cpu_generation.csv
+The engine has the decoded weights in bf16, the model's own in turn.
+
+    python benchmarks/generation.py models/pico --out benchmarks/results/cpu_generation.csv
 """
 
 import argparse
 import importlib.util
-import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import code_tests
 import torch
 import transformers
-from study import ROOT, Work, calibrated, parse, when, write_rows
+from code_tests import Problem
+from study import Work, calibrated, decode, parse, when, write_rows
 
-import anybit
 from anybit import LLM, SamplingParams
 from anybit.evaluate import harness
+from anybit.evaluate.generation import pass_at_k
 
-SAMPLES = 16
+SAMPLES, TRIES, TEMPERATURE = 16, 10, 0.8
+LINE = 48  # tokens of a line at most
 CASES = [
     ("bf16", "dense"),
     *((spec, "rtn") for spec in ("fp6", "fp5", "int4:group=128", "int4")),
@@ -91,6 +97,34 @@ def scores(llm: LLM, local: Any, docs: dict[str, list[dict[str, Any]]]) -> dict[
     }
 
 
+def runs(llm: LLM, problems: Sequence[Problem]) -> dict[str, list[float]]:
+    """Parts of the lines that pass: written greedily, and by several tries."""
+    prompts = [llm.encode(p.before)[-(llm.length - LINE) :] for p in problems]
+    greedy = SamplingParams(max_tokens=LINE, temperature=0)
+    sampled = SamplingParams(max_tokens=LINE, temperature=TEMPERATURE, n=TRIES, seed=0)
+    jobs = [
+        (problem.module, problem.number, first_line(completion.text))
+        for params in (greedy, sampled)
+        for problem, output in zip(
+            problems, llm.generate(prompts, params, show_progress=False), strict=True
+        )
+        for completion in output.completions
+    ]
+    right = code_tests.passed(jobs)
+    most = len(problems)
+    counts = [sum(right[at : at + TRIES]) for at in range(most, len(right), TRIES)]
+    return {
+        "line_runs": [float(r) for r in right[:most]],
+        "line_pass@1": [pass_at_k(TRIES, count, 1) for count in counts],
+        f"line_pass@{TRIES}": [pass_at_k(TRIES, count, TRIES) for count in counts],
+    }
+
+
+def first_line(text: str) -> str:
+    """The first line that is not blank; the prompt ends before a line's end."""
+    return next((line for line in text.split("\n") if line.strip()), "")
+
+
 def mean(values: Sequence[float]) -> tuple[float, float]:
     """The mean, and its standard error."""
     some = torch.tensor(values, dtype=torch.float64)
@@ -101,30 +135,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("model", type=Path, help="folder of a dense model, such as models/pico")
     parser.add_argument("--limit", type=int, default=200, help="documents of each task at most")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="windows of GPTQ's text")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, required=True, help="the .csv file to write")
     args = parser.parse_args()
+    began = time.perf_counter()
     transformers.logging.set_verbosity_error()
-    pico = ROOT / "models" / "pico"
     local, docs = documents(args.limit)
-    work = Work(pico, args.device, 24_000, 1, 0, SAMPLES)
+    problems = code_tests.problems()
+    print(f"{len(problems)} lines, {time.perf_counter() - began:.0f} s", flush=True)
+    work = Work(args.model, args.device, 24_000, 1, 0, args.samples)
+    llm = LLM(args.model, dtype="bfloat16", device=args.device, max_running=64)
     rows, base = [], {}
     for spec, method in CASES:
-        name, kind, samples = parse(method, SAMPLES)
-        with tempfile.TemporaryDirectory() as room:
-            folder = pico
-            if spec != "bf16":
-                folder = Path(room)
-                anybit.save(work.quantize(spec, method).bfloat16(), folder, overwrite=True)
-                work.tokenizer.save_pretrained(folder)
-            got = scores(LLM(folder, device=args.device), local, docs)
+        if time.perf_counter() - began > args.seconds:
+            print("not begun:", spec, method)
+            continue
+        name, kind, samples = parse(method, args.samples)
+        if spec != "bf16":
+            model = work.quantize(spec, method)
+            decode(model)
+            llm.load_weights(model.bfloat16().state_dict().items())
+        got = scores(llm, local, docs) | runs(llm, problems)
         base = base or got
         for task, values in got.items():
             value, error = mean(values)
             change, change_error = mean([a - b for a, b in zip(values, base[task], strict=True)])
             row = {
-                "model": "pico",
+                "model": args.model.name,
                 "spec": spec,
                 "method": name,
                 "text": kind if calibrated(name) else "",
@@ -138,7 +179,7 @@ def main() -> None:
                 **when(),
             }
             rows.append(row)
-            print(*row.values(), flush=True)
+            print(f"{time.perf_counter() - began:5.0f} s", *row.values(), flush=True)
         write_rows(args.out, rows)
 
 

@@ -33,6 +33,12 @@ MORE_TILES = [
     *(Tile(tokens, rows=256, split=split) for tokens in (64, 96, 128) for split in (2, 3)),
     *(Tile(tokens, split=split) for tokens in (96, 192) for split in (2, 3)),
     Tile(160, late=True),
+    *(Tile(256, columns=64, late=True, shared=shared) for shared in (False, True)),
+    *(Tile(192, columns=64, late=True, shared=shared) for shared in (False, True)),
+    Tile(128, rows=256, columns=64, late=True),
+    *(Tile(128, rows=rows, late=True, spread=True) for rows in (128, 256)),
+    *(Tile(t, rows=256, late=True, spread=True) for t in (64, 160)),
+    Tile(128, rows=256, late=True, shared=True, spread=True),
 ]  # tried by `sweep` and `compare` beside the family
 
 
@@ -42,11 +48,18 @@ class Problem:
     def __init__(
         self, scheme: str, dtype: torch.dtype, n: int, k: int, cold: bool = False, few: bool = False
     ):
-        """few: the weight repeats 256 rows, which is soon made, and does for times."""
+        """few: the weight repeats 256 rows, which is soon made, and does for times.
+
+        These are quantized as users' are: random codes take more power, and the clock falls.
+        """
         self.fmt, self.activation = parse_scheme(scheme)
         self.dtype, self.n, self.k = dtype, n, k
         self.operand = operands.operand_of(self.activation, dtype)
-        self.packed = random_packed(scheme, min(n, ROW_MULTIPLE) if few else n, k)
+        if few:
+            rows = torch.randn(min(n, ROW_MULTIPLE), k, device="cuda") * 0.02
+            self.packed = quantize_tensor(rows, self.fmt)
+        else:
+            self.packed = random_packed(scheme, n, k)
         self.prepared = operands.prepare(self.packed, self.activation, dtype)
         if few:
             times = -(-n // ROW_MULTIPLE)

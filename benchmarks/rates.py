@@ -34,6 +34,19 @@ MIXES = {
     "2 prmt + mul": ("prmt", "prmt", "mul"),
     "prmt + dp4a": ("prmt", "dp4a"),
     "mul + dp4a": ("mul", "dp4a"),
+    # A fourth of what 8 weights of `trellis` take in 16 bits, about.
+    "2 weights of sum8": (
+        "prmt",
+        "mul",
+        "dp4a",
+        "prmt",
+        "fma_bf16x2",
+        "mul",
+        "dp4a",
+        "prmt",
+        "shl",
+    ),
+    "2 weights of pair8": ("prmt", "mul", "dp4a", "prmt", "dp4a", "fma_bf16x2"),
 }
 HEAD = """
 #include <cstdio>
@@ -69,7 +82,7 @@ def simple(name: str, parts: tuple[str, ...]) -> str:
 __global__ void {name}(u *out, u s) {{
   u d[{CHAINS}]; for (int i = 0; i < {CHAINS}; i++) d[i] = s * i + threadIdx.x;
   long long t = clock64();
-  #pragma unroll 2
+  #pragma unroll {max(1, 32 // len(parts))}
   for (int r = 0; r < {ROUNDS}; r++) {{ {" ".join(body)} }}
   t = clock64() - t;
   u all = 0; for (int i = 0; i < {CHAINS}; i++) all += d[i];
@@ -126,6 +139,10 @@ def beside(tokens: int) -> str:
         2: 'for (int i = 0; i < 16; i++) asm volatile("dp4a.u32.u32 %0, %0, %1, %1;" '
         ': "+r"(d[i]) : "r"(s));',
         3: 'for (int i = 0; i < 16; i++) asm volatile("prmt.b32 %0, %0, %1, 0x6541;" '
+        ': "+r"(d[i]) : "r"(s));',
+        4: 'for (int i = 0; i < 8; i++) asm volatile("dp4a.u32.u32 %0, %0, %2, %2; '
+        'prmt.b32 %1, %1, %2, 0x6541;" : "+r"(d[i]), "+r"(d[i + 8]) : "r"(s));',
+        5: 'for (int i = 0; i < 16; i++) asm volatile("fma.rn.bf16x2 %0, %0, %1, %1;" '
         ': "+r"(d[i]) : "r"(s));',
     }
     other = "".join(
@@ -191,9 +208,9 @@ void show(const char *name, void (*kernel)(u *, u), int count, int threads = 512
 int main() {{
   cudaMalloc(&out, 1 << 22);
   {shown}
-  const char *names[] = {{"nothing", "imma m16n8k32", "dp4a", "prmt"}};
-  int counts[] = {{1, 2048, 8192, 8192}};
-  for (int tokens = 0; tokens <= 128; tokens += 64) for (int kind = 0; kind < 4; kind++) {{
+  const char *names[] = {{"nothing", "imma m16n8k32", "dp4a", "prmt", "dp4a + prmt", "fma"}};
+  int counts[] = {{1, 2048, 8192, 8192, 8192, 8192}};
+  for (int tokens = 0; tokens <= 128; tokens += 64) for (int kind = 0; kind < 6; kind++) {{
     u clocks[2];
     for (int i = 0; i < 2; i++)
       (tokens > 64 ? beside128 : beside64)<<<132, 256>>>(out, 0, tokens, kind);

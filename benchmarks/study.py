@@ -55,6 +55,7 @@ WINDOW, STRIDE = 1024, 768
 SAMPLES = 128  # calibration windows, unless told
 PROMPTS, COMPLETION = 128, 96  # functions to complete, and tokens of each completion
 LONG = 60  # seconds that a case of calibrated codebooks wants before the time is up
+PATIENCE = 600  # seconds after which rows begun before the deadline are given up
 
 
 @dataclass
@@ -355,6 +356,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="the .csv file to add rows to")
     args = parser.parse_args()
+    if missing := [str(f) for f in args.models if not (f / "config.json").is_file()]:
+        parser.error(f"no config.json in {missing}; train a model first (study_train.py)")
     began = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     about = {
@@ -402,7 +405,7 @@ def run(
     for process in processes:
         process.start()
     failed, running = [], jobs
-    while running:
+    while running and time.time() < deadline + PATIENCE:
         try:
             message = done.get(timeout=10)
         except queue.Empty:
@@ -423,7 +426,10 @@ def run(
         except queue.Empty:
             break
     for process in processes:
-        process.join()
+        process.join(timeout=5)
+        if process.is_alive():  # it hangs, or has a row begun before the deadline
+            process.kill()
+            process.join()
     codes = [process.exitcode for process in processes]
     print(f"processes ended with {codes}; left out: {failed}; not begun: {left}", flush=True)
 

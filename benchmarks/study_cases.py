@@ -73,27 +73,33 @@ codebook:m=1,v=4,b=8 additive
 codebook:m=2,v=8,b=8 additive
 codebook:m=3,v=16,b=8,group=32 additive
 """  # CodeGEMM's figure 4
-# What the front of KL against bits is made of, all on one model; quick cases fill in between.
+# What the front of KL against bits is made of, all on one model. The long ones begin first.
 TRELLIS = f"""
 bf16 dense
 {M2V8} additive
+trellis:rotate=kn additive
+{M1V4} additive
 trellis:rotate=kn gptq
 trellis:bits=3,rotate=kn gptq
 trellis:bits=4,rotate=kn gptq
-trellis:rotate=kn additive
-int4:group=128 gptq
-int3:group=128 gptq
-int2:group=128 gptq
-fp6 rtn
+int4:group=128 gptq rtn
+int3:group=128 gptq rtn
+int2:group=128 gptq rtn
 trellis:bits=3,rotate=kn@int8 gptq
-folded:trellis gptq
-folded:trellis:bits=3 gptq
-fp6 gptq
-trellis:rotate=k gptq
-int4:group=128 rtn clip hqq
-int6 rtn
+fp6 rtn gptq
 fp5 rtn gptq
 fp4 rtn gptq
+int4:group=128 hqq clip
+int3:group=128 hqq clip
+int2:group=128 hqq clip
+trellis:bits=3,rotate=kn additive
+trellis:bits=4,rotate=kn additive
+int2:group=128 additive
+int3:group=128 additive
+folded:trellis gptq
+folded:trellis:bits=3 gptq
+trellis:rotate=kn follow
+int6 rtn
 int5:group=128 gptq
 fp6:group=128 rtn
 int4 rtn
@@ -101,20 +107,17 @@ liquid@int8 rtn
 int4:group=64,zero rtn hqq
 int8@int8 rtn
 sparse rtn gptq
-int2:group=128 clip hqq
 int2:group=32,zero rtn hqq
-int3:group=128 clip hqq
 nvfp4 gptq
-trellis:bits=3,rotate=kn additive
-trellis:rotate=kn follow
+int4:group=128 additive
+trellis:bits=3,rotate=kn follow
 int3:group=128 follow
-{M1V4} additive
 trellis:bits=5,rotate=kn gptq
 trellis:code=pair8,rotate=kn gptq
+trellis:rotate=k gptq
 int4:group=128,rotate=k gptq
 int3:group=128,rotate=k gptq
 folded:int4:group=128 gptq
-trellis:bits=3,rotate=kn follow
 trellis:bits=3,rotate=k gptq
 int4:group=32 gptq
 int3:group=32 gptq

@@ -66,9 +66,13 @@ def corpus_of(seed: int, max_bytes: int | None) -> Corpus:
     """pico's training text, in pico's tokens."""
     began = time.perf_counter()
     guard = HeldOutGuard(held_out_text())
-    workers = max(1, (os.cpu_count() or 1) - 2)
+    # A limited text is read in seconds by one process.
+    workers = 1 if max_bytes else max(1, (os.cpu_count() or 1) - 2)
     documents, left_out = collect(source_files(), guard, seed, max_bytes=max_bytes, workers=workers)
-    print(f"{len(documents)} files in {time.perf_counter() - began:.0f} s; left out {left_out}")
+    print(
+        f"{len(documents)} files in {time.perf_counter() - began:.0f} s; left out {left_out}",
+        flush=True,
+    )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(PICO)
     tokens = tokenize(tokenizer, [document.text for document in documents])
     facts = {

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,9 +213,9 @@ def test_a_limit_of_bytes_leaves_no_work_in_the_pool(
 
         def __exit__(self, *error: object) -> None: ...
 
-        def map(self, do: Callable[[Any], Any], part: list[Any], chunksize: int) -> list[Any]:
+        def map_async(self, do: Callable[[Any], Any], part: list[Any], chunksize: int) -> Any:
             parts.append(len(part))
-            return [do(one) for one in part]
+            return SimpleNamespace(get=lambda seconds: [do(one) for one in part])
 
     monkeypatch.setattr(collector, "Pool", Pool)
     monkeypatch.setattr(collector, "PART", 4)

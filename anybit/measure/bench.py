@@ -95,6 +95,7 @@ class Case:
         "fp8-given": quantized before it.
     dtype: of x, and of y.
     prepare: (N, K) fp32 -> Layer. Raises `Refused` when this layer is not for it.
+    rounding: relative error that a correct result may have beyond that of its dtypes.
     """
 
     peer: str
@@ -103,6 +104,7 @@ class Case:
     dtype: torch.dtype
     prepare: Callable[[Tensor], Layer]
     note: str = ""
+    rounding: float = 0.0
 
 
 class Refused(Exception):
@@ -307,7 +309,7 @@ def finish(row: Row, nbytes: int, floor: ReadFloor) -> Row:
 def tolerance(case: Case) -> float:
     """The relative error that a correct result may have."""
     extra = TOLERANCE_QUANTIZED.get(case.activation.removesuffix("-given"), 0.0)
-    return TOLERANCE[case.dtype] + extra
+    return TOLERANCE[case.dtype] + extra + case.rounding
 
 
 def check(y: Tensor, reference: Tensor, limit: float) -> float:

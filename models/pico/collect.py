@@ -38,6 +38,7 @@ STDLIB = "standard library"
 STDLIB_REPEAT = 2
 MIN_BYTES, MAX_BYTES = 200, 200_000
 PART = 8192  # files that are read before the next are begun
+PATIENCE = 300  # seconds for a part; then collecting fails
 MAX_SHARED_HELD_OUT = 0.25
 MAX_SHARED_SEEN = 0.7
 EOS = "<|endoftext|>"
@@ -154,7 +155,9 @@ def collect(
             pool = stack.enter_context(Pool(workers))
             # In parts: a pool that is left with work to do may never end.
             parts = (order[i : i + PART] for i in range(0, len(order), PART))
-            results = chain.from_iterable(pool.map(inspect, part, chunksize=128) for part in parts)
+            results = chain.from_iterable(
+                pool.map_async(inspect, part, chunksize=128).get(PATIENCE) for part in parts
+            )
         else:
             results = map(inspect, order)
         for result in results:

@@ -58,6 +58,9 @@ def batches(corpus: Corpus, batch: int, length: int, seed: int, device: str) -> 
         index, following = 1, background.submit(epoch, 0)
         while True:
             windows = following.result().to(device)
+            if len(windows) < batch:
+                need, have = batch * length, len(windows) * length
+                sys.exit(f"a batch has {need:,} tokens, the text only {have:,}; collect more")
             following = background.submit(epoch, index)
             index += 1
             for start in range(0, len(windows) - batch + 1, batch):

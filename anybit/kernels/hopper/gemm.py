@@ -23,7 +23,6 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
-from anybit.kernels.cute.lang import Word
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.cute.ptx import TYPES
 from anybit.kernels.hopper import order
@@ -33,12 +32,13 @@ from anybit.kernels.hopper.order import Order
 from anybit.kernels.hopper.ptx import arrive_if, bulk_load
 from anybit.kernels.hopper.shares import join, share_of
 from anybit.kernels.hopper.tiles import EXPERT_WORDS, Kernel
+from anybit.kernels.hopper.words import Words
 
 # Registers of a producer and a consumer thread when four producer warps give theirs away.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
-class Gemm(Order, Epilogue):
+class Gemm(Order, Words, Epilogue):
     """The main loop of a kernel; what is not a parameter is known when it is compiled."""
 
     source = warpgroup.OperandSource.RMEM  # of the decoded weights
@@ -51,8 +51,11 @@ class Gemm(Order, Epilogue):
         self.out, self.grouped, self.piece = kernel.output, kernel.grouped, kernel.piece
         self.tokens, self.stages = tile.tokens, tile.stages
         self.split = tile.split
+        self.blocks = tile.rows // ROWS  # blobs of a K tile
+        self.columns, self.slots = tile.columns, tile.slots  # of a stage; K tiles of weights
+        self.parts = K_TILE // tile.columns  # stages of a K tile
+        self.batches = 2 * self.blocks // self.parts  # of products of a stage
         self.near = order.NEAR // tile.tokens if tile.tokens >= 128 else 0  # token tiles
-        self.blocks = tile.rows // ROWS  # blobs a stage
         self.table_bytes = decoder.table_bytes
         self.a, self.b = TYPES[decoder.operand], TYPES[kernel.activation]
         self.quantized = kernel.activation in ("int8", "float8_e4m3fn")
@@ -61,8 +64,10 @@ class Gemm(Order, Epilogue):
         self.integer = self.acc is Int32
         self.k_mma = 256 // self.b.width  # columns of one WGMMA
         self.per_half = K_TILE // 2 // self.k_mma
+        self.steps = tile.columns // self.k_mma  # WGMMAs of a stage and block
         # WGMMAs whose sums have one scale.
         self.per_group = 2 * self.per_half // decoder.entries if decoder.sums else 0
+        self.token_bytes = self.tokens * tile.columns * self.b.width // 8  # of a stage
         self.words = 2 * decoder.bits  # code words of a thread and stage
         self.whole = self.words // 4  # chunks of 4 words; 2 words may remain
         self.grid_words = decoder.entries * decoder.grid_words
@@ -114,12 +119,13 @@ class Gemm(Order, Epilogue):
         k_known = cute.assume(k, 128 // self.b.width)  # rows of whole 16 bytes
         x_all = cute.make_tensor(x, cute.make_layout((m, k_known), stride=(k_known, 1)))
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.b)
-        x_layout = cute.tile_to_shape(atom, (self.tokens, K_TILE, self.stages), order=(0, 1, 2))
+        shape = self.tokens, self.columns, self.stages
+        x_layout = cute.tile_to_shape(atom, shape, order=(0, 1, 2))
         x_copy, x_tma = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(),
             x_all,
             cute.slice_(x_layout, (None, None, 0)),
-            (self.tokens, K_TILE),
+            (self.tokens, self.columns),
         )
         mma = cute.make_tiled_mma(cute.make_mma_atom(self.mma_op()), (self.multipliers, 1, 1))
 
@@ -131,7 +137,7 @@ class Gemm(Order, Epilogue):
             ahead: cute.struct.MemRange[Int64, 1]
             x: cute.struct.Align[cute.struct.MemRange[self.b, cute.cosize(x_layout)], 1024]
             w: cute.struct.Align[
-                cute.struct.MemRange[Uint8, self.stages * self.blob * self.blocks], 128
+                cute.struct.MemRange[Uint8, self.slots * self.blob * self.blocks], 128
             ]
             outputs: cute.struct.Align[cute.struct.MemRange[Uint8, 8 * 48 * self.batch], 128]
             token: cute.struct.Align[cute.struct.MemRange[Int32, 2 * 2 * self.tokens], 16]
@@ -243,21 +249,22 @@ class Gemm(Order, Epilogue):
     @cute.jit
     def produce(self, x_copy, x_tma, s_x, w, s_w, full, empty, problem, k_tiles, turns):
         """Fill the ring. Weights of the first stages do not wait for the previous kernel."""
-        at, last = turns[0], turns[1]
+        at, last, size = turns[0], turns[1], const_expr(self.blob * self.blocks)
         early = Int32(0)
         if at < last:
             tile, k_first, k_last, _ = self.turn(at, turns)
-            early = cutlass.min(k_last - k_first, Int32(self.stages))
+            early = cutlass.min(k_last - k_first, Int32(self.slots))
             _, row_blob, _, _, _ = self.locate(tile, problem)
             for i in cutlass.range(early, unroll=1):
-                self.load_weights(w, s_w, full, i, row_blob, k_first + i, k_tiles)
+                barrier = full + i * self.parts
+                self.load_weights(w, s_w + i * size, barrier, row_blob, k_first + i, k_tiles)
         cute.arch.griddepcontrol_wait()
-        stage, phase = Int32(0), Int32(1)
+        stage, phase, slot = Int32(0), Int32(1), Int32(0)
         while at < last:
             tile, k, k_last, at = self.turn(at, turns)
             _, row_blob, _, start, _ = self.locate(tile, problem)
             g_x = cute.local_tile(
-                cute.domain_offset((start, 0), x_tma), (self.tokens, K_TILE), (0, None)
+                cute.domain_offset((start, 0), x_tma), (self.tokens, self.columns), (0, None)
             )
             x_to, x_from = cpasync.tma_partition(
                 x_copy,
@@ -267,37 +274,58 @@ class Gemm(Order, Epilogue):
                 cute.group_modes(g_x, 0, 2),
             )
             while k < k_last:
-                if early > 0:
-                    early -= 1
-                else:
-                    cute.arch.mbarrier_wait(empty + stage, phase)
-                    self.load_weights(w, s_w, full, stage, row_blob, k, k_tiles)
-                cute.copy(
-                    x_copy,
-                    x_from[None, k],
-                    x_to[None, stage],
-                    tma_bar_ptr=full + stage,
-                )
+                for part in cutlass.range_constexpr(self.parts):
+                    if const_expr(part):
+                        cute.arch.mbarrier_wait(empty + stage, phase)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.token_bytes)
+                    elif early > 0:
+                        early -= 1
+                    else:
+                        cute.arch.mbarrier_wait(empty + stage, phase)
+                        to = s_w + slot * size
+                        self.load_weights(w, to, full + stage, row_blob, k, k_tiles)
+                    cute.copy(
+                        x_copy,
+                        x_from[None, k * self.parts + part],
+                        x_to[None, stage],
+                        tma_bar_ptr=full + stage,
+                    )
+                    stage, phase = self.next_stage(stage, phase)
+                slot = self.next_slot(slot, stage)
                 k += 1
-                stage += 1
-                if stage == self.stages:
-                    stage = Int32(0)
-                    phase ^= 1
 
     @cute.jit
-    def load_weights(self, w, s_w, full, stage, row_blob, k, k_tiles):
-        """Arm the stage's barrier for weights and activations, and start the weights' copies."""
-        total = const_expr(self.blob * self.blocks + self.tokens * K_TILE * self.b.width // 8)
+    def next_stage(self, stage, phase):
+        stage += 1
+        if stage == self.stages:
+            stage = Int32(0)
+            phase ^= 1
+        return stage, phase
+
+    @cute.jit
+    def next_slot(self, slot, stage):
+        """Where the next K tile's weights are; `stage`: of its first tokens."""
+        if const_expr(self.parts == 1):
+            slot = stage
+        else:
+            slot += 1
+            if slot == self.slots:
+                slot = Int32(0)
+        return slot
+
+    @cute.jit
+    def load_weights(self, w, to, barrier, row_blob, k, k_tiles):
+        """Arm a stage's barrier for weights and activations, and start the weights' copies."""
+        total = const_expr(self.blob * self.blocks + self.token_bytes)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, total)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, total)
             for i in cutlass.range_constexpr(self.blocks):
                 at = (row_blob + i) * k_tiles + k
                 bulk_load(
-                    s_w + (stage * self.blocks + i) * self.blob,
-                    w.toint() + Int64(at) * self.blob,
-                    self.blob,
-                    (full + stage).toint(),
-                )
+                    to + i * self.blob, w.toint() + Int64(at) * self.blob, self.blob,
+                    barrier.toint(),
+                )  # fmt: skip
 
     @cute.jit
     def consume(
@@ -324,22 +352,22 @@ class Gemm(Order, Epilogue):
         place = (group, warp, slice_of_16, rank, t)
         tensors = (row_scale, row_zero, token_scale, token_sum, bias, y, workspace)
         fragments = (mma, operand, registers, x_fragment, acc, total)
-        stage, phase = Int32(0), Int32(0)
+        ring = (Int32(0), Int32(0), Int32(0))
         at, last = turns[0], turns[1]
         if const_expr(self.split > 1):
             if at < last:
-                self.multiply(fragments, shared, tensors, problem, at, turns, stage, phase, place)
+                self.multiply(fragments, shared, tensors, problem, at, turns, ring, place)
         else:
             if const_expr(self.tile.late) and at < last:  # noqa: SIM102
                 if (group == 1) & (self.turn(at, turns)[3] < last):
                     cute.arch.mbarrier_wait(shared.ahead.data_ptr(), 0)
             while at < last:
-                stage, phase, at = self.multiply(
-                    fragments, shared, tensors, problem, at, turns, stage, phase, place
+                ring, at = self.multiply(
+                    fragments, shared, tensors, problem, at, turns, ring, place
                 )
 
     @cute.jit
-    def multiply(self, fragments, shared, tensors, problem, at, turns, stage, phase, place):
+    def multiply(self, fragments, shared, tensors, problem, at, turns, ring, place):
         """One tile: a range of K, other CTAs' sums, the epilogue.
 
         Returns the ring's state and the next turn.
@@ -358,42 +386,55 @@ class Gemm(Order, Epilogue):
         row = expert * expert_rows + channel
         channels = self.fetch_channels(row_scale, row_zero, bias, row, channel, n)
         total.fill(0)
+        stage, phase, slot = ring
         previous, k = Int32(0), k_first
         if const_expr(self.tile.late):  # the K tile at which the other warpgroup may begin
             ahead = Int32(-1)
             if (group == 0) & (at == turns[0]):
                 ahead = cutlass.min(k_first + self.tile.lag, k_last) - 1
         while k < k_last:
-            cute.arch.mbarrier_wait(full + stage, phase)
-            words, grid = self.read_words(shared, group, t, stage)
             for batch in cutlass.range_constexpr(2 * self.blocks):
                 half, block = const_expr(batch // self.blocks), const_expr(batch % self.blocks)
+                here = const_expr(batch % self.batches)  # of this stage
+                if const_expr(batch and not here):
+                    previous = stage
+                    stage, phase = self.next_stage(stage, phase)
+                if const_expr(not here):
+                    cute.arch.mbarrier_wait(full + stage, phase)
+                if const_expr(self.tile.spread):
+                    words, grid = self.read_words(shared, group, t, slot, half, block)
+                elif const_expr(not batch):
+                    words, grid = self.read_words(shared, group, t, slot)
                 sums, place_a = self.sums_of(acc, mma, block), const_expr(batch % 2 * self.per_half)
                 # The batch before may still run; the registers of the one before it are free.
-                if const_expr(not self.decoder.sums):
+                if const_expr(not self.decoder.sums and self.batches > 1):
                     warpgroup.wait_group(self.running)
-                if const_expr(batch == 1):
-                    self.release(empty + previous, k > k_first)
-                    if const_expr(self.tile.late):
-                        arrive_if(shared.ahead.data_ptr().toint(), k == ahead)
+                used = const_expr(batch >= self.batches) or k > k_first  # the stage before
+                if const_expr(here == 1):
+                    self.release(empty + previous, used)
+                if const_expr(self.tile.late and batch == 1):
+                    arrive_if(shared.ahead.data_ptr().toint(), k == ahead)
                 self.decode_half(words, grid, registers, half, block, place_a)
                 warpgroup.fence()
                 for j in cutlass.range_constexpr(self.per_half):
+                    if const_expr(self.batches == 1 and 2 * j == self.per_half):
+                        warpgroup.commit_group()
+                        warpgroup.wait_group(self.running)
+                        self.release(empty + previous, used)
                     a = operand[None, None, place_a + j]
-                    b = x_fragment[None, None, half * self.per_half + j, stage]
+                    step = const_expr(half * self.per_half + j)
+                    b = x_fragment[None, None, step % self.steps, stage]
                     if const_expr(self.decoder.sums):
-                        self.next_group(mma, half * self.per_half + j, acc, total, grid)
+                        self.next_group(mma, step, acc, total, grid)
                     cute.gemm(mma, sums, a, b, sums)
                 warpgroup.commit_group()
             if const_expr(self.decoder.sums):
                 warpgroup.wait_group(0)
                 self.add_up(acc, total, grid, self.decoder.entries - 1)
             previous = stage
+            stage, phase = self.next_stage(stage, phase)
+            slot = self.next_slot(slot, stage)
             k += 1
-            stage += 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase ^= 1
         warpgroup.wait_group(0)
         self.release(empty + previous, k_last > k_first)
         acc = total
@@ -418,7 +459,7 @@ class Gemm(Order, Epilogue):
                     shared.outputs.data_ptr() + warp * (48 * self.batch), t % 32,
                 )  # fmt: skip
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)  # the table is read
-        return stage, phase, after
+        return (stage, phase, slot), after
 
     def next_group(self, mma: Any, step: int, acc: Any, total: Any, grid: Any) -> None:
         """Before WGMMA `step` of a K tile: where a group begins, its sums do, too."""
@@ -443,54 +484,3 @@ class Gemm(Order, Epilogue):
         its warp is no faster, and racecheck follows only the arrivals of those that have read.
         """
         arrive_if(empty.toint(), when)
-
-    @cute.jit
-    def read_words(self, shared, group, t, stage):
-        """A thread's code and grid words of a stage, 16 bytes at a time."""
-        blob, blocks = const_expr(self.blob // 4), const_expr(self.blocks)
-        base = cute.recast_ptr(shared.w.data_ptr(), dtype=Uint32)
-        strides = (128 * self.words, blob, blocks * blob)  # warpgroup, blob, stage
-        shape = (2, blocks, self.stages)
-        words = cute.make_rmem_tensor((4, self.whole + 1, blocks), Uint32)
-        grid = cute.make_rmem_tensor((max(self.grid_words, 1), blocks), Uint32)
-        by4 = cute.make_tensor(
-            base, cute.make_layout((4, 128, self.whole + 1, *shape), stride=(1, 4, 512, *strides))
-        )
-        by2 = cute.make_tensor(
-            base + self.whole * 512,
-            cute.make_layout((2, 128, *shape), stride=(1, 2, *strides)),
-        )
-        pairs = cute.make_tensor(
-            base + 2 * 128 * self.words,
-            cute.make_layout(
-                (max(self.grid_words, 1), 32, *shape),
-                stride=(1, max(self.grid_words, 1), 32 * self.grid_words, blob, blocks * blob),
-            ),
-        )
-        pair = t // 32 * 8 + t % 32 // 4
-        for i in cutlass.range_constexpr(blocks):
-            for c in cutlass.range_constexpr(self.whole):
-                cute.autovec_copy(by4[None, t, c, group, i, stage], words[None, c, i])
-            if const_expr(self.words % 4):
-                rest = cute.make_rmem_tensor((2,), Uint32)
-                cute.autovec_copy(by2[None, t, group, i, stage], rest)
-                words[0, self.whole, i], words[1, self.whole, i] = rest[0], rest[1]
-            if const_expr(self.grid_words):
-                cute.autovec_copy(pairs[None, pair, group, i, stage], grid[None, i])
-        return words, grid
-
-    @cute.jit
-    def decode_half(
-        self, words, grid, registers, half: cutlass.Constexpr[int], i: cutlass.Constexpr[int],
-        place: cutlass.Constexpr[int],
-    ):  # fmt: skip
-        """64 columns of block i: code words -> A registers of their WGMMAs, from `place` on."""
-        d = self.decoder
-        codes = [Word(words[w % 4, w // 4, i]) for w in range(half * d.bits, (half + 1) * d.bits)]
-        entries = range(half * d.entries // 2, -(-(half + 1) * d.entries // 2))
-        each = d.grid_words
-        constants = [
-            d.constants([Word(grid[e * each + j, i]) for j in range(each)]) for e in entries
-        ]
-        for r, word in enumerate(d.registers(codes, constants)):
-            registers[(0, r % 2, r // 2 % 2), 0, place + r // 4] = word.bits

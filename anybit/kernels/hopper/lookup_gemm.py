@@ -60,7 +60,7 @@ class LookupGemm(Gemm):
         cute.arch.barrier(barrier_id=3, number_of_threads=CONSUMERS)
 
     @cute.jit
-    def load_weights(self, w, s_w, full, stage, row_blob, k, k_tiles):
+    def load_weights(self, w, to, barrier, row_blob, k, k_tiles):
         """Arm the stage's barrier for activations, and start the weights' copies, 16 bytes a lane.
 
         The bytes of 16 rows and a K tile lie in m + 1 places, too small for the copy engine: 24
@@ -70,9 +70,7 @@ class LookupGemm(Gemm):
         d, cells = self.lookup, self.cells
         lane = cute.arch.lane_idx()
         if lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(
-                full + stage, self.tokens * K_TILE * self.b.width // 8
-            )
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.token_bytes)
         each, of_codes = const_expr(d.tile_bytes // 16), const_expr(cells.m * d.piece // 16)
         row_stride = (k_tiles + (d.k_tiles - 1)) // d.k_tiles * cells.block_bytes
         part = k % d.k_tiles
@@ -93,9 +91,8 @@ class LookupGemm(Gemm):
                 offset = cells.m * CELL + part * cells.groups // d.k_tiles * (2 * ROWS)
                 offset += (at - of_codes) * 16
             if i + lane < tiles * each:
-                to = s_w + stage * (self.blob * self.blocks) + (i + lane) * 16
-                copy_async(to, source + tile * row_stride + offset)
-        arrive_after_copies((full + stage).toint())
+                copy_async(to + (i + lane) * 16, source + tile * row_stride + offset)
+        arrive_after_copies(barrier.toint())
 
     def read_words(self, shared: Any, group: Any, t: Any, stage: Any) -> tuple:
         """((codes of every block and codebook, lane's place in an entry), scales of every block).

@@ -43,7 +43,9 @@ class Tile:
     split: CTAs of a cluster that split the K of one tile.
     stages: K tiles in flight; 0 means all that fit. shared: CTAs have equal shares of all K tiles.
     late: the second warpgroup stays some K tiles behind the first where a CTA has several tiles, so
-    that it multiplies while the first one writes outputs, and the other way round.
+    that it multiplies while the first one writes outputs, and the other way round. spread: code
+    words are read before each batch of products, not all of a K tile at once. columns: of a stage's
+    tokens, 128 or 64, of which a K tile's 128 have two stages; `stages` counts these.
     """
 
     tokens: int
@@ -53,11 +55,18 @@ class Tile:
     stages: int = 0
     shared: bool = False
     late: bool = False
+    spread: bool = False
+    columns: int = K_TILE
+
+    @property
+    def slots(self) -> int:
+        """K tiles whose weights are in flight."""
+        return -(-self.stages * self.columns // K_TILE)
 
     @property
     def lag(self) -> int:
         """K tiles that the second warpgroup is behind: the others hide the copies' latency."""
-        return self.stages // 2 if self.late else 0
+        return max(1, self.stages * self.columns // K_TILE // 2) if self.late else 0
 
     @property
     def wide(self) -> bool:
@@ -76,8 +85,9 @@ class Tile:
     @property
     def name(self) -> str:
         split = f"_split{self.split}" if self.split > 1 else "_shared" * self.shared
-        split += "_late" * self.late
-        return f"{self.rows}x{self.tokens}_{self.stages}stages_{self.ctas}ctas{split}"
+        split += "_late" * self.late + "_spread" * self.spread
+        columns = f"x{self.columns}" if self.columns < K_TILE else ""
+        return f"{self.rows}x{self.tokens}{columns}_{self.stages}stages_{self.ctas}ctas{split}"
 
 
 @dataclass(frozen=True)
@@ -221,7 +231,8 @@ def fitted(tile: Tile, decoder: Decoder, grouped: bool = False) -> Tile:
         return tile
     room = min(MAX_SHARED, SHARED_OF_SM // tile.ctas - RESERVED) // 1024 * 1024
     room -= decoder.table_bytes + 1024 + beside(tile) + (4 * EXPERT_WORDS if grouped else 0)
-    found = replace(tile, stages=min(MOST_STAGES, room // staged(tile, decoder)))
+    some = (replace(tile, stages=stages) for stages in range(MOST_STAGES, -1, -1))
+    found = next(t for t in some if ring(t, decoder) <= room)
     if shared_bytes(found, decoder, grouped) > MAX_SHARED:  # whole KB of barriers, and `starts`
         found = replace(found, stages=found.stages - 1)
     return found
@@ -240,12 +251,18 @@ def shared_bytes(tile: Tile, decoder: Decoder, grouped: bool = False) -> int:
     """Shared memory of a CTA: the size of `gemm.py`'s struct, in whole KB."""
     barriers = -(-(decoder.table_bytes + 16 * tile.stages) // 1024) * 1024
     starts = 4 * (EXPERT_WORDS if grouped else 1)
-    size = barriers + tile.stages * staged(tile, decoder) + beside(tile) + starts
+    size = barriers + ring(tile, decoder) + beside(tile) + starts
     return -(-size // 1024) * 1024
 
 
+def ring(tile: Tile, decoder: Decoder) -> int:
+    """Bytes of the stages."""
+    tokens = tile.stages * tile.tokens * tile.columns * decoder.slot // 8
+    return tokens + tile.slots * decoder.blob_bytes * tile.rows // ROWS
+
+
 def staged(tile: Tile, decoder: Decoder) -> int:
-    """Bytes of a stage: a K tile of weights and of tokens."""
+    """Bytes of a K tile of weights and of tokens."""
     return decoder.blob_bytes * tile.rows // ROWS + tile.tokens * K_TILE * decoder.slot // 8
 
 
