@@ -30,7 +30,7 @@ from anybit.kernels.backend import Prepared
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.hopper import tiles
-from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.hopper.tile import Kernel, Tile
 
 PIPELINES = ("turns", "explicit", "implicit")
 SHAPE = (28672, 4096)

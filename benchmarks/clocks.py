@@ -36,10 +36,11 @@ from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import dsl_version
 from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.chip import H200
-from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.measure import bench
 from anybit.measure.timing import rotated
 
+SETTLED_MS = 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0
 ROUND_MS, WARM, ROUNDS, ALONE_MS = 10.0, 3, 8, 800.0
 SMI = ["nvidia-smi", "--query-gpu=power.draw.instant", "--format=csv,noheader,nounits", "-i", "0"]
 FMAS = 132 * 2048  # of 16 bits, a cycle, of an H200
@@ -91,8 +92,8 @@ class Graph:
         return median(us), median(ghz)
 
 
-def capture(name: str, calls: list[Callable[[], object]]) -> Graph:
-    """A graph of about `ROUND_MS`, in whole rounds of the calls."""
+def capture(name: str, calls: list[Callable[[], object]], milliseconds: float) -> Graph:
+    """A graph of about so long, in whole rounds of the calls."""
     stamps = torch.zeros(2, 264, 3, dtype=torch.int64, device="cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -106,7 +107,7 @@ def capture(name: str, calls: list[Callable[[], object]]) -> Graph:
             call()
         end.record()
         end.synchronize()
-        times = max(1, round(ROUND_MS / begin.elapsed_time(end)))
+        times = max(1, round(milliseconds / begin.elapsed_time(end)))
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin()
         stamp[(264,)](stamps[0], num_warps=1)
@@ -172,10 +173,7 @@ def worth(p: Problem, m: int) -> list[Tile]:
     best = sorted(times, key=times.__getitem__)
     late = {t for t in best if t.late}
     best = [t for t in best if t.late or replace(t, late=True) not in late]
-    best = [t for t in best if times[t] < 1.5 * times[best[0]]]
-    every = set(p.tiles())  # beside the first ones the same with words read batch by batch
-    pairs = [[t, *({replace(t, spread=True)} & every)] for t in best if not t.spread]
-    return [t for pair in pairs for t in pair]
+    return [t for t in best if times[t] < 1.5 * times[best[0]]]
 
 
 def watts(graph: Graph, us: float) -> float:
@@ -187,19 +185,35 @@ def watts(graph: Graph, us: float) -> float:
     return float(told[0]) if told and told[0].replace(".", "").isdigit() else math.nan
 
 
-def cell(
-    n: int, k: int, m: int, args: argparse.Namespace, power: bool
-) -> list[dict[str, float | str]]:
+def settle(graph: Graph) -> tuple[float, float]:
+    """(microseconds, GHz) of a kernel alone, when its clock has settled; prints the way there."""
+    found: list[tuple[float, float, float]] = []
+    begun = time.perf_counter()
+    while (since := (time.perf_counter() - begun) * 1e3) < SETTLED_MS[-1]:
+        found.append((since, *graph.replay()))
+    text, low = [], 0.0
+    for high in SETTLED_MS:
+        some = [(us, ghz) for at, us, ghz in found if low <= at < high]
+        if some:
+            us, ghz = (median(values) for values in zip(*some, strict=True))
+            text.append(f"{high:.0f} ms {us:.1f} {ghz:.2f}")
+        low = high
+    print(f"{graph.name:58s} alone: {' | '.join(text)}", flush=True)
+    return us, ghz
+
+
+def cell(n: int, k: int, m: int, args: argparse.Namespace, power: bool) -> list[dict[str, object]]:
     """The rows of a table, which is printed as well."""
-    rows: list[dict[str, float | str]] = []
+    rows: list[dict[str, object]] = []
     torch.cuda.empty_cache()
-    graphs = [capture(*case) for case in cases(n, k, m, args)]
+    milliseconds = ROUND_MS / 3 if args.quick else ROUND_MS
+    graphs = [capture(*case, milliseconds) for case in cases(n, k, m, args)]
     cool = {}
     for graph in graphs:
-        time.sleep(0.05)
+        time.sleep(0 if args.quick else 0.05)
         cool[graph.name] = graph.replay()
     hot: dict[str, list[tuple[float, float]]] = {g.name: [] for g in graphs}
-    for i in range(WARM + ROUNDS):
+    for i in range(WARM + (ROUNDS // 2 if args.quick else ROUNDS)):
         for graph in graphs:
             found = graph.replay()
             if i >= WARM:
@@ -208,6 +222,7 @@ def cell(
     best = min(median(us for us, _ in hot[g.name]) for g in graphs[:2])
     print(f"\n{n}x{k}, {m} tokens: {ideal:.0f} cycles of products")
     print(f"{'':58s} cool us  GHz  busy |  hot us  GHz  busy  TFLOP/s  W  speed")
+    alone = {graph.name: settle(graph) for graph in graphs} if args.alone else {}
     for graph in graphs:
         us, ghz = (median(values) for values in zip(*hot[graph.name], strict=True))
         first, clock = cool[graph.name]
@@ -220,7 +235,7 @@ def cell(
         )
         rows.append({
             "cell": f"{n}x{k}:{m}", "kernel": graph.name, "cool_us": first, "cool_ghz": clock,
-            "us": us, "ghz": ghz, "watts": drawn,
+            "us": us, "ghz": ghz, "watts": drawn, "alone": alone.get(graph.name),
         })  # fmt: skip
     return rows
 
@@ -232,6 +247,8 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=[], help="with 16-bit tokens, same formats")
     parser.add_argument("--most", type=int, default=6, help="tiles beside the chosen one")
     parser.add_argument("--tiles", nargs="+", default=[""], help="what their names begin with")
+    parser.add_argument("--alone", action="store_true", help="each a third of a second, too")
+    parser.add_argument("--quick", action="store_true", help="short turns, no pauses")
     parser.add_argument("--out", type=Path, default=Path("clocks.json"))
     parser.add_argument("--compile", action="store_true", help="and end")
     parser.add_argument("--watts", type=int, default=0, help="cells of which watts are asked, too")
@@ -242,7 +259,7 @@ def main() -> None:
     if args.compile:
         return
     args.found, args.tiles = of_peers(args), tuple(args.tiles)
-    found: list[dict[str, float | str]] = []
+    found: list[dict[str, object]] = []
     for i, text in enumerate(args.cells):
         shape, _, m = text.partition(":")
         found += cell(*bench.parse_shape(shape), int(m), args, i < args.watts)

@@ -12,6 +12,7 @@ file imports no package, since it also runs there.
 
 import ast
 import contextlib
+import importlib
 import importlib.util
 import io
 import json
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,10 +255,12 @@ def run(jobs: Sequence[tuple[str, int, str]]) -> list[bool]:
     """The answers of one process."""
     with tempfile.TemporaryDirectory() as room:
         out = subprocess.run(
-            [sys.executable, "-I", Path(__file__).resolve()], cwd=room, text=True, check=True,
-            input=json.dumps(jobs), stdout=subprocess.PIPE,
-        ).stdout  # fmt: skip
-    answers: list[bool] = json.loads(out)
+            [sys.executable, "-I", Path(__file__).resolve()], cwd=room, text=True,
+            input=json.dumps(jobs), capture_output=True,
+        )  # fmt: skip
+    if out.returncode:
+        raise SystemExit(f"a process that runs code ended with {out.returncode}: {out.stderr}")
+    answers: list[bool] = json.loads(out.stdout)
     return answers
 
 
@@ -304,14 +307,26 @@ def results(name: str, source: str) -> list[str]:
     """What the expressions of a module give when it has this source."""
     module = types.ModuleType(name)
     module.__dict__["__package__"] = name.rpartition(".")[0]
-    exec(compile(source, f"<{name}>", "exec", dont_inherit=True), module.__dict__)
     out = []
-    for text in TESTS[name]:
-        try:
-            out.append(repr(eval(text, module.__dict__)))
-        except Exception as error:
-            out.append(type(error).__name__)
+    with in_place(name, module):  # where its own enumerations and data classes look for it
+        exec(compile(source, f"<{name}>", "exec", dont_inherit=True), module.__dict__)
+        for text in TESTS[name]:
+            try:
+                out.append(repr(eval(text, module.__dict__)))
+            except Exception as error:
+                out.append(type(error).__name__)
     return out
+
+
+@contextlib.contextmanager
+def in_place(name: str, module: types.ModuleType) -> Iterator[None]:
+    """Let `sys.modules` have a module for a while."""
+    before = importlib.import_module(name)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        sys.modules[name] = before
 
 
 def agrees(name: str, at: int, line: str, wanted: list[str]) -> bool:
@@ -334,9 +349,9 @@ def agrees(name: str, at: int, line: str, wanted: list[str]) -> bool:
 
 def main() -> None:
     """Answer jobs on stdin with a list of booleans."""
-    wanted = {name: results(name, source_of(name)) for name in TESTS}
-    answers = [agrees(*job, wanted[job[0]]) for job in json.load(sys.stdin)]
-    print(json.dumps(answers))
+    jobs = json.load(sys.stdin)
+    wanted = {name: results(name, source_of(name)) for name in {job[0] for job in jobs}}
+    print(json.dumps([agrees(*job, wanted[job[0]]) for job in jobs]))
 
 
 if __name__ == "__main__":

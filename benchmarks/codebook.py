@@ -33,7 +33,8 @@ from anybit.kernels.cute.jit import kernel_file
 from anybit.kernels.hopper import codebook_linear, lookup
 from anybit.kernels.hopper.build import kernels_of
 from anybit.kernels.hopper.codebook_tiles import CodebookKernel, Plan, choose
-from anybit.kernels.hopper.tiles import MAX_SHARED, Kernel, Tile, fits_once, fitted
+from anybit.kernels.hopper.tile import Kernel, Tile
+from anybit.kernels.hopper.tiles import MAX_SHARED, fits_once, fitted
 from anybit.measure import bench, timing
 from anybit.measure.timing import median_us, rotated
 
@@ -113,7 +114,7 @@ class Problem:
         tile = codebook_linear.lookup_tile(*problem) if plan is None else plan
         if isinstance(tile, Tile):
             return codebook_linear.multiply_many(*args, tile, overlap)
-        if len(x) <= codebook_linear.MOST_TOKENS:
+        if plan or len(x) <= codebook_linear.MOST_TOKENS:
             return codebook_linear.multiply(*args, plan, overlap)
         return codebook_linear.linear(*args)
 
@@ -154,7 +155,7 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
         decoded = codebook_linear.dense(p.prepared, dtype).double()
         error = float((decoded - weight).norm() / weight.norm())
         tell(error < (4e-4 if dtype == torch.float16 else 4e-3), (n, k), f"dense {error:.2e}")
-        for m in (1, 2, 3, 8, 9, 16, 17, 40, 100, 300):
+        for m in (1, 2, 3, 8, 9, 16, 17, 28, 40, 100, 300):
             few = m <= codebook_linear.MOST_TOKENS
             if few and choose(cells_of(p.fmt), m, n, k, codebook_linear.NAMES[dtype]) is None:
                 continue
@@ -168,12 +169,17 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
             tell(error < (1e-3 if dtype == torch.float16 else 6e-3), (m, n, k), f"{error:.2e}")
             again = [p.run(x, overlap=bool(i % 3), bias=bias) for i in range(100)]
             tell(all(torch.equal(y, other) for other in again), (m, n, k), "repeats")
-            for tile in lookup.candidates(d) if m == 300 and n in (1032, 4096) else []:
-                if fits_once(tile, d, m, n, k):
-                    every = [p.run(x, bool(i % 3), None, bias, tile) for i in range(20)]
-                    error = float((every[0].double() - want).norm() / want.norm())
-                    tell(error < (1e-3 if dtype == torch.float16 else 6e-3), tile.name, error)
-                    tell(all(torch.equal(every[0], y) for y in every), tile.name, "repeats")
+            others = []
+            if m == 300 and n in (1032, 4096):
+                others = [t for t in lookup.candidates(d) if fits_once(t, d, m, n, k)]
+            if m in (8, 9, 16, 28) and dtype == torch.float16:
+                others = [plan for plan in variants(cells_of(p.fmt), m, k) if there(plan.kernel)]
+            for other in others:
+                every = [p.run(x, bool(i % 3), None, bias, other) for i in range(20)]
+                error = float((every[0].double() - want).norm() / want.norm())
+                name = other.name if isinstance(other, Tile) else other.kernel.name
+                tell(error < (1e-3 if dtype == torch.float16 else 6e-3), (m, n, k), name, error)
+                tell(all(torch.equal(every[0], y) for y in every), (m, n, k), name, "repeats")
             if n == 200:
                 tell(one_hot(p, m, dtype), (m, n, k), "one-hot")
                 tell(outliers(p, m, dtype), (m, n, k), "outliers")
@@ -224,19 +230,26 @@ def outliers(p: Problem, m: int, dtype: torch.dtype) -> bool:
 
 def variants(cells: Cells, m: int, k: int) -> list[Plan]:
     """Kernels and cluster sizes that are worth timing; how many clusters is left to the backend."""
-    tokens = 16 if m > 8 else 8
-    shapes = [
-        (tokens, 256, *rest) for rest in ((1, 16, 2), (2, 16, 2), (2, 8, 2), (4, 8, 2), (2, 8, 3))
-    ]
-    if m <= 2:
-        shapes += [(m, 512, chunks, 16, stages) for chunks in (1, 2) for stages in (1, 2)]
+    shapes: dict[int, list[tuple[int, ...]]] = {  # columns, chunks, warps, stages, CTAs, tiles
+        1: [(512, chunks, 16, stages) for chunks in (1, 2) for stages in (1, 2)],
+        2: [(512, 1, 16, 1), (512, 1, 16, 2)],
+        8: [(256, 1, 16, 2), (256, 2, 16, 2), (256, 2, 8, 2), (256, 1, 16, 2, 1, 2)],
+        16: [(256, 1, 16, 2), (256, 1, 16, 2, 1, 2), (256, 2, 8, 2), (256, 2, 8, 2, 1, 2)],
+        32: [(256, 1, 8, 2), (256, 1, 8, 2, 1, 2), (128, 1, 16, 2)],
+    }
     out = []
-    for shape in shapes:
-        kernel = CodebookKernel(cells, shape[0], "float16", *shape[1:])
-        cluster = -(-k // kernel.reach)
-        if kernel.blocks and cluster <= 16 and kernel.shared(cluster, 128) <= MAX_SHARED:
-            out.append(Plan(kernel, cluster))
+    for tokens in (t for t in shapes if m <= t <= max(2, min(4 * m, 16), 2 * m)):
+        for shape in shapes[tokens]:
+            kernel = CodebookKernel(cells, tokens, "float16", *shape)
+            cluster = -(-k // kernel.reach)
+            if kernel.blocks and cluster <= 16 and kernel.shared(cluster, 128) <= MAX_SHARED:
+                out.append(Plan(kernel, cluster))
     return out
+
+
+def there(kernel: CodebookKernel | Kernel) -> bool:
+    """Whether a kernel was built: some need more registers than there are."""
+    return kernel_file(kernel).exists()
 
 
 def sweep(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> None:
@@ -247,7 +260,7 @@ def sweep(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
             label = replace(blank, peer="anybit-hopper", format=p.fmt.spec, activation="fp16")
             label = replace(label, M=m, N=n, K=k)
             for plan in variants(cells_of(p.fmt), m, k):
-                if not kernel_file(plan.kernel).exists():  # some need more registers than there are
+                if not there(plan.kernel):
                     continue
                 for note, overlap in (("plain", False), ("pdl", True)):
                     us = round(p.us(m, overlap, plan), 2)
@@ -265,26 +278,29 @@ def tiles_of(scheme: str) -> dict[Tile, Kernel]:
 
 
 def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> None:
-    """Times of every tile that is worth it, beside cuBLAS; for the rules in `lookup.py`.
-
-    Up to 16 tokens also of the kernel for few.
-    """
+    """Times of every kernel and tile that is worth it, beside cuBLAS; for `choose`'s rules."""
     for (n, k), scheme in product(args.shapes, args.schemes):
         p = Problem(scheme, n, k, cold=True)
-        for m in (m for m in args.m if m > lookup.FEW):
+        for m in args.m:
             few = m <= codebook_linear.MOST_TOKENS
             plan = choose(cells_of(p.fmt), m, n, k, "float16") if few else None
-            times = {plan.kernel.name: p.us(m, True, plan)} if plan else {}
+            plans = [plan, *variants(cells_of(p.fmt), m, k)] if plan else []
+            plans += variants(cells_of(p.fmt), m, k) if not few and m <= 32 else []
+            times = {
+                f"{some.kernel.name}_c{some.cluster}": p.us(m, True, some)
+                for some in plans
+                if some and there(some.kernel)
+            }
             chosen = codebook_linear.lookup_tile(
                 p.fmt, m, n, k, torch.float16, torch.device("cuda", 0)
             )
             if not few and chosen is None:
                 times["decoded"] = p.us(m, True)
-            for tile, kernel in tiles_of(scheme).items():
+            for tile, kernel in tiles_of(scheme).items() if m > lookup.FEW else []:
                 least = 128 if m > 256 else 64
                 small, large = tile.tokens < min(m, least), tile.tokens >= 2 * max(m, 32)
                 fits = fits_once(tile, kernel.decoder, m, n, k)
-                if kernel_file(kernel).exists() and fits and not small | large:
+                if there(kernel) and fits and not small | large:
                     times[tile.name] = p.us(m, True, tile)
             dense = dense_us(n, k, m, torch.float16)
             text = " ".join(f"{name}={times[name]:.1f}" for name in sorted(times, key=times.get))
@@ -380,7 +396,7 @@ def compile_all(args: argparse.Namespace) -> None:
     """Every kernel that the other modes launch."""
     kernels = [k for scheme in args.checked for k in kernels_of(scheme)]
     for scheme in args.schemes:
-        for m, shape in product((1, 2, 8, 16), SWEPT):
+        for m, shape in product((1, 2, 8, 16, 32), SWEPT):
             k = bench.parse_shape(shape)[1]
             kernels += [plan.kernel for plan in variants(cells_of(get_format(scheme)), m, k)]
     for scheme, (n, k) in product(BITS + GROUPS, map(bench.parse_shape, SQUARE)):

@@ -35,10 +35,10 @@ from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.hopper import scalar_linear
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped, microseconds
-from anybit.kernels.hopper.tiles import Tile
+from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.reference import quantize_tokens
 from anybit.measure import bench
-from anybit.measure.timing import ReadFloor, median_us, rotated
+from anybit.measure.timing import ReadFloor, median_us, medians_in_turns, rotated
 from anybit.nn import routing
 
 DEVICE = torch.device("cuda")
@@ -343,31 +343,52 @@ def reference(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
 
 
 def measure(
-    experts: Experts, x: Tensor, routing: Routing, label: bench.Row, floor: ReadFloor
-) -> bench.Row:
-    label = replace(label, peer=experts.peer, format=experts.format, activation=experts.activation)
-    limit = bench.TOLERANCE[x.dtype]
-    limit += bench.TOLERANCE_QUANTIZED.get(experts.activation.removesuffix("-given"), 0.0)
-    try:
-        run, want = experts.run(x, routing), reference(experts, x, routing)
-
-        def check(weight: Any) -> None:
-            y = run(weight).view(want.shape)
-            bench.check(y[routing.rows] if experts.by_token else y, want, limit)
-
-        copies = rotated(experts.weight, experts.nbytes)
-        check(copies[-1])
-        us = median_us([lambda c=c: run(c) for c in copies], DEVICE)
-        check(copies[-1])
-    except Exception as error:  # what other packages raise is a note, not an end
-        return replace(label, note=f"{experts.note} {bench.failure(error)}".strip())
+    contestants: list[Experts], x: Tensor, routing: Routing, blank: bench.Row, floor: ReadFloor
+) -> list[bench.Row]:
+    """Check every contestant, then time all in turns, on a chip that is as warm for each."""
+    rows, ready = [], []
+    copies: dict[int, list[Any]] = {}  # of weights, which several contestants may share
+    for experts in contestants:
+        row = replace(
+            blank, peer=experts.peer, format=experts.format, activation=experts.activation
+        )
+        try:
+            run, check = experts.run(x, routing), checked(experts, x, routing)
+            if id(experts.weight) not in copies:
+                copies[id(experts.weight)] = rotated(experts.weight, experts.nbytes)
+            weights = copies[id(experts.weight)]
+            check(run(weights[-1]))
+            ready.append((row, experts, [partial(run, w) for w in weights], check))
+        except Exception as error:  # what other packages raise is a note, not an end
+            rows.append(replace(row, note=f"{experts.note} {bench.failure(error)}".strip()))
+    times = medians_in_turns([calls for _, _, calls, _ in ready], DEVICE)
     # Of the weights, those of experts that no token meets are not read.
     busy = int((routing.starts.diff() > 0).sum()) / routing.experts
-    note = experts.note
-    if experts.expected is not None:
-        note = f"{note} expected {experts.expected(routing.chosen.numel()):.1f}".strip()
-    row = bench.finish(replace(label, us=us, note=note), round(experts.nbytes * busy), floor)
-    return replace(row, tflops=row.tflops * routing.chosen.shape[1])
+    for (row, experts, calls, check), us in zip(ready, times, strict=True):
+        note = experts.note
+        if experts.expected is not None:
+            note = f"{note} expected {experts.expected(routing.chosen.numel()):.1f}".strip()
+        try:
+            check(calls[-1]())
+        except bench.WrongResult as error:
+            rows.append(replace(row, note=f"{note} {bench.failure(error)}"))
+            continue
+        row = bench.finish(replace(row, us=us, note=note), round(experts.nbytes * busy), floor)
+        rows.append(replace(row, tflops=row.tflops * routing.chosen.shape[1]))
+    return rows
+
+
+def checked(experts: Experts, x: Tensor, routing: Routing) -> Callable[[Tensor], None]:
+    """Whether outputs are right; WrongResult if not."""
+    limit = bench.TOLERANCE[x.dtype]
+    limit += bench.TOLERANCE_QUANTIZED.get(experts.activation.removesuffix("-given"), 0.0)
+    want = reference(experts, x, routing)
+
+    def check(y: Tensor) -> None:
+        y = y.view(want.shape)
+        bench.check(y[routing.rows] if experts.by_token else y, want, limit)
+
+    return check
 
 
 def run(problem: Problem, args: argparse.Namespace, floor: ReadFloor) -> Iterator[bench.Row]:
@@ -376,21 +397,22 @@ def run(problem: Problem, args: argparse.Namespace, floor: ReadFloor) -> Iterato
     w = torch.randn(min(experts, DIFFERENT), n, k, device=DEVICE) * 0.02
     inputs = []
     for m in args.m:
-        chosen = torch.rand(m, experts, device=DEVICE).topk(top).indices
-        inputs.append((torch.randn(m, k, device=DEVICE).bfloat16(), Routing(chosen, experts)))
+        choices = torch.rand(m, experts, device=DEVICE).topk(top).indices
+        inputs.append((torch.randn(m, k, device=DEVICE).bfloat16(), Routing(choices, experts)))
     every = {
         "torch": lambda: dense(w, experts),
         "anybit": lambda: anybit(w, experts, args.schemes, args.sweep),
         "humming": lambda: humming(w, experts, args.m, top, args.formats),
     }
     blank = replace(bench.blank(DEVICE, args.commit), N=n, K=k)
+    contestants: list[Experts] = []
     for peer in ["anybit"] if args.sweep else args.peers:
         try:
-            for contestant in every[peer]():
-                for x, routing in inputs:
-                    yield measure(contestant, x, routing, replace(blank, M=len(x)), floor)
+            contestants += every[peer]()
         except Exception as error:  # a package that is not there
             print(f"left out: {peer}: {type(error).__name__}: {error}", flush=True)
+    for x, chosen in inputs:
+        yield from measure(contestants, x, chosen, replace(blank, M=len(x)), floor)
 
 
 def around(problem: Problem, m: int) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.lang import Word
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.hopper.gemm import Gemm
-from anybit.kernels.hopper.tiles import Kernel
+from anybit.kernels.hopper.tile import Kernel
 
 BUFFERS = 2  # of decoded weights
 DECODED, FREE = 3, 5  # named barriers, one for each buffer

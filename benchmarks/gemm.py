@@ -53,6 +53,7 @@ SCHEMES = [
     "nvfp4",
     "fp8:group=128@fp8",
 ]
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # With --models.
 REPEATED = 4  # weights that are measured again at the end
 MODEL_MS = "1,2,4,8,16,32,48,64,96,128,192,256,512,1024,2048,4096"
@@ -124,6 +125,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--part", default="1/1", metavar="I/PARTS", help="of the shapes")
     parser.add_argument("--m", type=bench.parse_counts, help=f"{MS}; of models {MODEL_MS}")
     parser.add_argument("--schemes", nargs="*", help="anybit's formats")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp16"], help="of ours")
     parser.add_argument("--only", nargs="+", help="peers, such as anybit-triton or humming")
     parser.add_argument("--formats", nargs="+", help="of other packages, such as fp6; all")
     parser.add_argument("--seconds", type=int, default=0, help="when to stop; 0: at the end")
@@ -149,8 +151,16 @@ def all_cases(args: argparse.Namespace, k: int) -> tuple[list[bench.Case], dict[
     """anybit's GPU backends and the peers for K columns, and the peers that are missing."""
     gpu = [name for name, (_, devices) in BACKENDS.items() if "cuda" in devices]
     schemes = [s.replace("group=128", "group=64") if k % 128 else s for s in args.schemes]
-    ours = [bench.anybit_case(s, torch.float16, backend) for s in schemes for backend in gpu]
+    dtypes = [DTYPES[name] for name in args.dtypes]
+    ours = [bench.anybit_case(s, dtypes[0], backend) for s in schemes for backend in gpu]
     ours += [given(case) for case in ours if case.activation in CODES]
+    ours += [  # only tokens that are not quantized make a difference
+        bench.anybit_case(s, dtype, backend)
+        for dtype in dtypes[1:]
+        for s in schemes
+        for backend in gpu
+        if "@" not in s
+    ]
     others, missing = peers.cases()
     others = [case for case in others if not args.formats or case.format in args.formats]
     cases = [c for c in (*others, *ours) if not args.only or c.peer in args.only]

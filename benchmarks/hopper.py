@@ -43,7 +43,7 @@ from anybit.kernels.cute.decode import MANTISSA
 from anybit.kernels.hopper import scalar_linear, tiles
 from anybit.kernels.hopper.chip import H200
 from anybit.kernels.hopper.expert_tiles import choose_grouped
-from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.measure import bench
 from anybit.measure.timing import ReadFloor, median_us, rotated
 

@@ -16,7 +16,7 @@ from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import kernel_file
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.hopper import scalar_linear, tiles
-from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.mma import linear as mma
 from anybit.kernels.reference import operand_weight, quantize_tokens
 from anybit.measure.timing import median_us, rotated
@@ -34,11 +34,15 @@ MORE_TILES = [
     *(Tile(tokens, split=split) for tokens in (96, 192) for split in (2, 3)),
     Tile(160, late=True),
     *(Tile(256, columns=64, late=True, shared=shared) for shared in (False, True)),
-    *(Tile(192, columns=64, late=True, shared=shared) for shared in (False, True)),
+    *(
+        Tile(t, columns=64, late=True, shared=shared)
+        for t in (128, 192)
+        for shared in (False, True)
+    ),
     Tile(128, rows=256, columns=64, late=True),
-    *(Tile(128, rows=rows, late=True, spread=True) for rows in (128, 256)),
-    *(Tile(t, rows=256, late=True, spread=True) for t in (64, 160)),
-    Tile(128, rows=256, late=True, shared=True, spread=True),
+    *(Tile(256, columns=64, late=True, shared=shared, pair=True) for shared in (False, True)),
+    *(Tile(128, late=True, shared=shared, pair=True) for shared in (False, True)),
+    *(Tile(192, columns=64, late=True, shared=shared, pair=True) for shared in (False, True)),
 ]  # tried by `sweep` and `compare` beside the family
 
 

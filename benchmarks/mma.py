@@ -32,6 +32,7 @@ from anybit.kernels.backend import LayerSpec
 from anybit.kernels.cute import jit, operands
 from anybit.kernels.cute.decode import decoder
 from anybit.kernels.hopper import scalar_linear
+from anybit.kernels.hopper import tile as hopper_tile
 from anybit.kernels.hopper import tiles as hopper_tiles
 from anybit.kernels.mma import linear, selftest, tiles
 from anybit.kernels.mma.tiles import Gpu, Kernel
@@ -99,14 +100,14 @@ def candidates(d, m: int) -> list[Kernel]:
     return list(dict.fromkeys(found))
 
 
-def hopper_kernels(schemes: list[str], counts: list[int]) -> list[hopper_tiles.Kernel]:
+def hopper_kernels(schemes: list[str], counts: list[int]) -> list[hopper_tile.Kernel]:
     found = []
     for scheme in schemes:
         d = decoder_of(scheme)
         found += scalar_linear.copy_kernels(d, ["bfloat16"])
         for n, k in SHAPES:
             found += [
-                hopper_tiles.Kernel(d, hopper_tiles.choose(d, m, n, k), "bfloat16") for m in counts
+                hopper_tile.Kernel(d, hopper_tiles.choose(d, m, n, k), "bfloat16") for m in counts
             ]
     return list(dict.fromkeys(found))
 

@@ -25,6 +25,7 @@ from anybit.core.scheme import parse_scheme
 from anybit.kernels.backend import LayerSpec, Prepared
 from anybit.kernels.cute import jit
 from anybit.kernels.hopper import expert_tiles, scalar_linear
+from anybit.kernels.hopper import tile as hopper_tile
 from anybit.kernels.hopper import tiles as hopper_tiles
 from anybit.kernels.mma import linear, selftest, tiles
 from anybit.kernels.mma.tiles import Gpu, Kernel, Tile
@@ -61,10 +62,10 @@ def wide_kernels(scheme: str, m: int) -> list[Kernel]:
     return [Kernel(d, t, "bfloat16", "sm_80") for t in dict.fromkeys([rule, *fit]) if t]
 
 
-def hopper_experts(scheme: str) -> list[hopper_tiles.Kernel]:
+def hopper_experts(scheme: str) -> list[hopper_tile.Kernel]:
     d = mma.decoder_of(scheme)
     family = expert_tiles.family_grouped(d)
-    return [hopper_tiles.Kernel(d, tile, "bfloat16", grouped=True) for tile in family]
+    return [hopper_tile.Kernel(d, tile, "bfloat16", grouped=True) for tile in family]
 
 
 def kernels(schemes: list[str], m: int) -> Iterator:
@@ -229,7 +230,7 @@ def main() -> None:
     scalar_linear.NARROW = False  # Hopper's own kernels are a contestant
     linear.built = mma.file_of
     hoppers = [
-        hopper_tiles.Kernel(d, hopper_tiles.choose(d, args.m, n, k), "bfloat16")
+        hopper_tile.Kernel(d, hopper_tiles.choose(d, args.m, n, k), "bfloat16")
         for d in map(mma.decoder_of, args.schemes)
         for n, k in SHAPES
     ]

@@ -12,6 +12,7 @@ OUT_<mode>.csv.
 
 import argparse
 import csv
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -168,19 +169,27 @@ def energy(layer: bench.Layer, x: torch.Tensor, board: Any) -> tuple[float, floa
         with torch.cuda.graph(graph, stream=stream):
             for copy in copies * rounds:
                 layer.run(copy, x)
-        pieces, busy = [], 0
-        for _ in range(PIECES + 1):  # the first warms up
-            replays = 0
-            start, before = time.perf_counter(), pynvml.nvmlDeviceGetTotalEnergyConsumption(board)
-            while time.perf_counter() - start < SECONDS:
-                for _ in range(10):
-                    graph.replay()
+
+        def read(products: int, later: float) -> tuple[float, float, int]:
+            """Time, joules and products when the counter, which is seldom renewed, next changes."""
+            before = pynvml.nvmlDeviceGetTotalEnergyConsumption(board)
+            while True:
+                graph.replay()
                 torch.cuda.synchronize()
-                replays += 10
+                products += rounds * len(copies)
+                now = time.perf_counter()
+                joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(board)
+                if joules != before and now >= later:
+                    return now, joules / 1e3, products
+                before = joules
+
+        marks, busy = [read(0, 0.0)], 0
+        for _ in range(PIECES + 1):  # the first warms up
+            marks.append(read(marks[-1][2], marks[-1][0] + SECONDS))
             busy = pynvml.nvmlDeviceGetUtilizationRates(board).memory
-            joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(board) - before) / 1e3
-            products = replays * rounds * len(copies)
-            pieces.append(((time.perf_counter() - start) / products, joules / products))
+    pieces = []
+    for (start, before, some), (end, after, all_of) in itertools.pairwise(marks):
+        pieces.append(((end - start) / (all_of - some), (after - before) / (all_of - some)))
     seconds, each = (list(some) for some in zip(*pieces[1:], strict=True))
     spread = statistics.stdev(each) / statistics.mean(each)
     return statistics.mean(seconds) * 1e6, sum(each) / sum(seconds), spread, busy

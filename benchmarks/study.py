@@ -153,6 +153,8 @@ class Work:
             "hqq": HQQ,
             "gptq": lambda: GPTQ(text),
             "follow": lambda: GPTQ(text, follow=True),
+            "gptq-gradients": lambda: GPTQ(text, gradients=True),
+            "additive-gradients": lambda: Additive(text, gradients=True),
             "smooth": lambda: Smooth(text, then=Clip()),
             "smooth+gptq": lambda: Smooth(text, then=GPTQ()),
             "additive": lambda: Additive(text),
@@ -180,7 +182,7 @@ class Work:
         name, kind, samples = parse(method, self.samples)
         torch.manual_seed(0)
         # Tuned by gradients in TF32; statistics of the others are exact.
-        torch.set_float32_matmul_precision("high" if name == "additive" else "highest")
+        torch.set_float32_matmul_precision("high" if "additive" in name else "highest")
         model, text = self.fresh(), self.calibration(kind, samples)
         if spec.startswith(FOLDED):
             anybit.rotate_(model)

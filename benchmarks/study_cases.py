@@ -77,42 +77,52 @@ codebook:m=3,v=16,b=8,group=32 additive
 TRELLIS = f"""
 bf16 dense
 {M2V8} additive
-trellis:rotate=kn additive
-{M1V4} additive
+trellis:rotate=kn additive gptq-gradients
+trellis:bits=3,rotate=kn@int8 gptq
 trellis:rotate=kn gptq
 trellis:bits=3,rotate=kn gptq
 trellis:bits=4,rotate=kn gptq
-int4:group=128 gptq rtn
-int3:group=128 gptq rtn
-int2:group=128 gptq rtn
-trellis:bits=3,rotate=kn@int8 gptq
-fp6 rtn gptq
-fp5 rtn gptq
-fp4 rtn gptq
+{M1V4} additive
+int4:group=128 gptq
+int3:group=128 gptq
+int2:group=128 gptq
+fp6 gptq
+fp5 gptq
+fp4 gptq
+trellis:bits=3,rotate=kn gptq-gradients
+trellis:bits=4,rotate=kn gptq-gradients
+trellis:bits=5,rotate=kn gptq
+trellis:rotate=kn additive-gradients
+int4:group=128 rtn
+int3:group=128 rtn
+int2:group=128 rtn
+fp6 rtn
+fp5 rtn
+fp4 rtn
+int6 rtn
+int4 rtn
+fp6:group=128 rtn
+int4:group=64,zero rtn hqq
+int2:group=32,zero rtn hqq
 int4:group=128 hqq clip
 int3:group=128 hqq clip
 int2:group=128 hqq clip
+int4 gptq gptq/prose
+int4:group=128 gptq/prose
+sparse rtn gptq
+int3:group=128 gptq-gradients
+trellis:rotate=kn follow
 trellis:bits=3,rotate=kn additive
 trellis:bits=4,rotate=kn additive
-int2:group=128 additive
-int3:group=128 additive
 folded:trellis gptq
 folded:trellis:bits=3 gptq
-trellis:rotate=kn follow
-int6 rtn
 int5:group=128 gptq
-fp6:group=128 rtn
-int4 rtn
 liquid@int8 rtn
-int4:group=64,zero rtn hqq
 int8@int8 rtn
-sparse rtn gptq
-int2:group=32,zero rtn hqq
 nvfp4 gptq
 int4:group=128 additive
 trellis:bits=3,rotate=kn follow
 int3:group=128 follow
-trellis:bits=5,rotate=kn gptq
 trellis:code=pair8,rotate=kn gptq
 trellis:rotate=k gptq
 int4:group=128,rotate=k gptq
@@ -122,8 +132,7 @@ trellis:bits=3,rotate=k gptq
 int4:group=32 gptq
 int3:group=32 gptq
 fp6 clip hqq
-int4 clip hqq gptq gptq/prose
-int4:group=128 gptq/prose
+int4 clip hqq
 fp6 gptq/prose
 fp6:group=128 gptq
 liquid@int8 smooth+gptq

@@ -8,10 +8,9 @@
 
 `check` compares products of small layers with exact ones and reads weights back. `time` prints a
 table of microseconds last: cold weights, CUDA graphs, launches that may overlap. From 65 tokens on,
-the weight's decoded copy with its product and the main loop are both timed. `tiles` times
-other tiles for up to 64 tokens, the fastest first. `one` launches each product once
-with the profiler on. Kernels lie in $ANYBIT_CACHE, so that they can be built
-elsewhere and carried.
+the weight's decoded copy with its product and the main loop are both timed. `tiles` times other
+tiles, the fastest first. `one` launches each product once with the profiler on. Kernels lie in
+$ANYBIT_CACHE, so that they can be built elsewhere and carried.
 """
 
 import argparse
@@ -41,6 +40,7 @@ from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import KernelSpec, kernel_file
 from anybit.kernels.cute.operands import operand_of
 from anybit.kernels.hopper import chip, copies, scalar_linear, tiles
+from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.mma import linear
 from anybit.kernels.mma import tiles as mma
 from anybit.measure import bench
@@ -51,7 +51,7 @@ SCHEMES = [
 ]  # fmt: skip
 SHAPES = ["28672x4096", "4096x14336", "6144x4096", "4096x4096"]
 MS = "1,4,16,64,256,1024"
-CHECKED = (208, 512), (4096, 1152)
+CHECKED = (208, 512), (4096, 1152), (20992, 640)  # the last for few tokens in turns
 COUNTS = 1, 4, 9, 16, 17, 33, 64, 100, 256, 1024
 H200 = scalar_linear.gpu_for(chip.H200)
 
@@ -68,14 +68,14 @@ def kernels(
         found |= dict.fromkeys(scalar_linear.copy_kernels(d, ["bfloat16"]))
         for m in counts if others else ():
             found |= dict.fromkeys(few_kernels(d, m) if m <= 64 else ())
-            few = (t for n, k in shapes if m <= 64 for t in hopper_tiles(d, m, n, k))
-            found |= dict.fromkeys(tiles.Kernel(d, t, "bfloat16") for t in few)
+            few = (t for n, k in shapes for t in hopper_tiles(d, m, n, k))
+            found |= dict.fromkeys(Kernel(d, t, "bfloat16") for t in few)
         for n, k in [*shapes, *CHECKED]:
             for m in [*counts, *COUNTS]:
                 if scalar_linear.narrow(m, n, k, d):
                     found[mma.kernel_for(d, H200, m, n, "bfloat16")] = None
                 else:
-                    found[tiles.Kernel(d, tiles.choose(d, m, n, k), "bfloat16")] = None
+                    found[Kernel(d, tiles.choose(d, m, n, k), "bfloat16")] = None
     return [kernel for kernel in found if kernel]
 
 
@@ -107,41 +107,44 @@ def check(schemes: list[str]) -> int:
 def few_kernels(d: Decoder, m: int) -> list[mma.Kernel]:
     """Kernels of `kernels/mma` for up to 64 tokens, whatever the rule says."""
     tokens = next(t for t in (8, 16, 32, 64) if m <= t)
-    shapes = [(1, 8, 2), (2, 8, 2), (2, 4, 4), (2, 2, 7), (2, 3, 7), (1, 4, 4), (1, 2, 14)]
-    shapes += [(1, w // c, c) for c in (2, 3, 4, 5, 6, 10, 12) for w in (24, 20) if w % c < 3]
-    if tokens > 8:
-        shapes = [(s, w, c) for s in (1, 2) for w, c in ((8, 2), (4, 4), (4, 5), (2, 10), (4, 3))]
-    wanted = [mma.Tile(tokens, s, w, ctas=c, kind="narrow") for s, w, c in shapes if m <= 16]
+    alone = ((1, 8, 2), (1, 8, 3), (2, 8, 2), (2, 4, 3), (2, 4, 4))
+    turns = ((2, 16, 1), (2, 20, 1), (2, 8, 2), (1, 16, 1), (1, 20, 1), (1, 24, 1))
+    kinds = [("narrow", shape) for shape in alone] + [("turns", shape) for shape in turns]
+    wanted = [mma.Tile(tokens, s, w, ctas=c, kind=kind) for kind, (s, w, c) in kinds if m <= 16]
     wanted += [mma.Tile(tokens, s, w, ctas=c) for s, w, c in ((1, 8, 3), (1, 8, 2), (2, 4, 3))]
     fit = [mma.fitted(tile, d, H200, 2, 4) for tile in wanted]
     found = [mma.kernel_of(d, H200, tile, "bfloat16") for tile in fit if tile]
     return [kernel for kernel in dict.fromkeys(found) if kernel]
 
 
-def hopper_tiles(d: Decoder, m: int, n: int, k: int) -> list[tiles.Tile]:
-    """Tiles of the Hopper kernels for 9 to 64 tokens that leave room for two CTAs."""
+def hopper_tiles(d: Decoder, m: int, n: int, k: int) -> list[Tile]:
+    """Tiles of the Hopper kernels for more than 8 tokens."""
     if m <= 8:
         return []
-    size = next(t for t in (16, 32, 64) if m <= t)
-    every = [tiles.Tile(size, ctas=2, split=s) for s in (1, 2, 4, 6, 8)]
-    every += [tiles.Tile(size, ctas=c, shared=True) for c in (1, 2)]
+    size = next((t for t in (16, 32, 64) if m <= t), 128)
+    if m <= 64:
+        every = [Tile(size, ctas=2, split=s) for s in (1, 2, 4, 6, 8)]
+        every += [Tile(size, ctas=c, shared=True) for c in (1, 2)]
+    else:
+        every = [Tile(t, split=s) for t in (128, 256) for s in (2, 3, 4)]
+        every += [Tile(t, shared=s, late=True) for t in (128, 256) for s in (False, True)]
     fit = [tiles.fitted(tile, d) for tile in every]
     return [tile for tile in fit if tiles.fits_once(tile, d, m, n, k)]
 
 
-def few_times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
+def tile_times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
     for n, k in shapes:
         for scheme in schemes:
             p = Problem(scheme, DTYPE, n, k, cold=True)
             for m in counts:
                 x = p.tokens(m)
                 want, found = p.run(*x), {"as launched": time_tile(p, m, None, True)}
-                for kernel in few_kernels(p.decoder, m):
+                for kernel in few_kernels(p.decoder, m) if m <= 64 else ():
                     if kernel_file(kernel).exists():
                         near(linear.multiply(*x, p.prepared, None, DTYPE, kernel), want, kernel)
                         found[kernel.tile.name] = mma_us(p, x, kernel)
                 for tile in hopper_tiles(p.decoder, m, n, k):
-                    if kernel_file(tiles.Kernel(p.decoder, tile, "bfloat16")).exists():
+                    if kernel_file(Kernel(p.decoder, tile, "bfloat16")).exists():
                         near(p.run(*x, tile=tile), want, tile)
                         found[f"hopper {tile.name}"] = time_tile(p, m, tile, True)
                 best = sorted(found, key=lambda name: found[name])
@@ -256,7 +259,7 @@ def main() -> None:
             if args.out:
                 write(args.out, rows)
         elif mode == "tiles":
-            few_times(args.schemes, shapes, [m for m in args.m if m <= 64])
+            tile_times(args.schemes, shapes, args.m)
         else:
             one(args.schemes, shapes, args.m)
         print(f"{mode}: {time.perf_counter() - start:.0f} s", flush=True)

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Iterable
+from itertools import pairwise
+from math import log
 
 from results import Row, loss, markdown, read
 
@@ -12,6 +14,7 @@ MODELS = {
     "pico": ("h200_accuracy", "pico"),
     "pico_cpu": ("cpu_accuracy", "pico"),
     "pico_trellis": ("cpu_trellis", "pico"),
+    "families_study": ("h200_trellis", "study-105m"),
     "pico_large_columns": ("cpu_accuracy", "pico-large-columns"),
     "rotation_outliers": ("cpu_rotation", "pico-outliers"),
     "rotation_pico": ("cpu_rotation", "pico"),
@@ -21,6 +24,7 @@ MODELS = {
 def made() -> dict[str, str]:
     scores = {name: table(*source) for name, source in MODELS.items()}
     return scores | {
+        "front_study": front("h200_trellis", "study-105m"),
         "layer_time": layer_time(),
         "kv_scales": kv_scales(),
         "heads": heads(),
@@ -56,6 +60,48 @@ def best_of_each(rows: Iterable[Row]) -> list[Row]:
         if weights and row["text"] in ("", "code"):
             best.setdefault(row["spec"], row)
     return sorted(best.values(), key=lambda r: float(r["bits"]))
+
+
+def is_trellis(row: Row) -> bool:
+    return row["spec"].removeprefix("folded:").startswith("trellis")
+
+
+def bits_at(kl: float, curve: Iterable[Row]) -> float | None:
+    """Bits at which a curve has this KL, between its points linear in the KL's logarithm.
+
+    Points of more bits and no less KL than another are not on the curve. None beyond its ends.
+    """
+    points: list[tuple[float, float]] = []
+    for bits, error in sorted((float(r["bits"]), float(r["kl"])) for r in curve):
+        if not points or error < points[-1][1]:
+            points.append((bits, error))
+    for (a, most), (b, least) in pairwise(points):
+        if least <= kl <= most:
+            return a + (b - a) * log(most / kl) / log(most / least)
+    return None
+
+
+def front(file: str, model: str) -> str:
+    """Every format at its best, and the bits that trellis codes take for the same KL."""
+    best = best_of_each(row for row in read(file) if row["model"] == model)
+    curve = [row for row in best if is_trellis(row)]
+    out, more = [], {}
+    for row in best:
+        bits, name = float(row["bits"]), f"{short(row['spec'])}, {row['method']}"
+        equal = None if is_trellis(row) else bits_at(float(row["kl"]), curve)
+        cells = ["", ""] if equal is None else [f"{equal:.2f}", f"{bits - equal:+.2f}"]
+        out.append([name, f"{bits:.2f}", f"{float(row['kl']):.5f}", *cells])
+        if equal is not None:
+            more[name] = bits - equal
+    titles = ["format, quantizer", "bits", "KL", "trellis at this KL", "more bits"]
+    if not more:
+        return markdown(titles, out)
+    closest = min(more, key=lambda name: more[name])
+    return (
+        f"{markdown(titles, out)}\n\nAt equal KL the closest to trellis codes is {closest}, which "
+        f"takes {more[closest]:.2f} bits more. {sum(x >= 0.5 for x in more.values())} of "
+        f"{len(more)} formats take at least half a bit more."
+    )
 
 
 def short(spec: str) -> str:
@@ -138,21 +184,26 @@ TASKS = {
     "python_docstring": "docstring, ROUGE-L",
     "python_parses": "body parses",
     "python_next_line": "next line",
+    "line_runs": "line runs",
+    "line_pass@1": "pass@1",
+    "line_pass@10": "pass@10",
 }
 
 
 def generation() -> str:
     """Scores of bf16, and what each format changes on the same documents."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in read("cpu_generation"):
+    measured = read("h200_generation") or read("cpu_generation")
+    tasks = {task: title for task, title in TASKS.items() if task in {r["task"] for r in measured}}
+    for row in measured:
         name = "" if row["method"] == "dense" else row["method"]
         name += f" ({row['text']})" * bool(row["text"])
         found.setdefault((short(row["spec"]), name), {})[row["task"]] = row
     out = [
-        [*key, *("" if t not in rows else task(rows[t]) for t in TASKS)]
+        [*key, *("" if t not in rows else task(rows[t]) for t in tasks)]
         for key, rows in found.items()
     ]
-    return markdown(["format", "quantizer", *TASKS.values()], out, words=2)
+    return markdown(["format", "quantizer", *tasks.values()], out, words=2)
 
 
 def task(row: Row) -> str:

@@ -5,7 +5,9 @@ from contextlib import suppress
 from claims import WEIGHTS, Claim, best, by_batch, lost, measured, one, over_paper, span, speeds
 from paper_tables import (
     COMPLETE,
+    cores,
     faster,
+    fitting,
     gains,
     gains_at,
     gains_of,
@@ -13,22 +15,26 @@ from paper_tables import (
     over_layers,
     over_shapes,
     slower,
+    sums_of_two,
     timed,
+    with_sums,
 )
-from results import OURS, Missing, cells, find
+from results import OURS, Missing, cells, find, read
 
 from anybit.planning.cost_model import instructions
 
 CPU = "cpu_accuracy.csv: model=pico; method=rtn; spec="
 WILD = "cpu_accuracy.csv: model=pico-large-columns; method=rtn; spec="
 H200 = "h200_accuracy.csv: samples=0/128; model="
-STUDY = "h200_trellis.csv: model=study-105m; method=rtn; spec="
-TASK = "cpu_generation.csv: method=rtn; task="
+STUDY = "h200_trellis.csv: method=rtn; spec="
+TASKS = "h200_generation" if read("h200_generation") else "cpu_generation"
+SCORED = ("int4", "int4:group=128", "fp6")
 MS = (1, 16, 64, 256)
 OWN = "h200_gemm.csv: peer=anybit-hopper; format=fp6; activation=fp16; M=1/16/64/256"
 GEMM = "h200_gemm.csv: peer=anybit-hopper; activation=fp16; format="
 TALL = (57344, 8192)
 LARGER = "h200_layers.csv: model=llama-2-70b-fp6/llama-65b/opt-30b; M=8/16/32; format="
+SIMT = "CUDA cores fp32"
 SHAPES = "h200_shapes.csv: peer=anybit-hopper; activation=fp16; format="
 
 
@@ -55,6 +61,16 @@ def linear() -> list[str]:
 
 def times(values: list[float]) -> str:
     return f"{sum(values) / len(values):.2f}x, {span(values)}"
+
+
+def task(name: str, specs: str) -> str:
+    """Rows of a task, rounded to nearest."""
+    return f"{TASKS}.csv: method=rtn; task={name}; spec={specs}"
+
+
+def changes(name: str) -> str:
+    """What formats change of a task's score, with its standard error."""
+    return ", ".join(f"{s} {lost(task(name, s), 'change', 3)}" for s in SCORED)
 
 
 def zeroquant() -> list[Claim]:
@@ -97,6 +113,14 @@ def zeroquant() -> list[Claim]:
             STUDY + "fp5/int6/fp6",
         ),
         Claim(
+            "No clear link between bits and quality",
+            "over tasks and models",
+            f"clear by KL, pico, rounded: int4 {kl(CPU + 'int4')}, fp5 {kl(CPU + 'fp5')}, fp6 "
+            f"{kl(CPU + 'fp6')}, int8 {kl(CPU + 'int8')}; tasks' scores differ by little more than "
+            "their errors",
+            CPU + "int4/fp5/fp6/int8, docs/accuracy.md",
+        ),
+        Claim(
             "INT6 is dearer to convert to FP16",
             "yes",
             f"yes: {instructions('int6'):.1f} instructions a weight, fp6 {instructions('fp6'):.1f} "
@@ -125,25 +149,25 @@ def zeroquant() -> list[Claim]:
         Claim(
             "INT4 loses code generation",
             "CodeLLaMA-34B, JavaScript pass@1: 45.05 to 43.45 (CGQ), 43.22 (FGQ)",
-            "perhaps: bodies of functions that parse, minus bf16's: int4 "
-            f"{lost(TASK + 'python_parses; spec=int4', 'change', 3)}, in groups of 128 "
-            f"{lost(TASK + 'python_parses; spec=int4:group=128', 'change', 3)}, fp6 "
-            f"{lost(TASK + 'python_parses; spec=fp6', 'change', 3)}",
-            TASK + "python_parses; spec=int4/int4:group=128/fp6",
+            f"bodies of functions that parse, minus bf16's: {changes('python_parses')}",
+            task("python_parses", "int4/int4:group=128/fp6"),
         ),
-        Claim(
+        measured(
             "... measured by tests that run the code (pass@k)",
             "HumanEval-X, MultiPL-E",
-            "",
-            "not run: pico writes no functions that pass a test, and no larger model was at hand",
+            lambda: (
+                "a line of a held-out module written and its code run, minus bf16's: pass@1 "
+                f"{changes('line_pass@1')}; pass@10 {changes('line_pass@10')}"
+            ),
+            task("line_pass@1/line_pass@10", "int4/int4:group=128/fp6")
+            + ", benchmarks/code_tests.py",
         ),
         Claim(
             "INT4 loses summaries, FP6 does not",
             "BART-406M, ROUGE on CNN and XSum",
-            "not seen: docstrings, ROUGE-L minus bf16's: fp6 "
-            f"{lost(TASK + 'python_docstring; spec=fp6', 'change', 3)}, int4 in groups of 128 "
-            f"{lost(TASK + 'python_docstring; spec=int4:group=128', 'change', 3)}; BART not run",
-            TASK + "python_docstring; spec=fp6/int4:group=128",
+            f"docstrings of functions, ROUGE-L minus bf16's: {changes('python_docstring')}; "
+            "no BART was at hand",
+            task("python_docstring", "int4/int4:group=128/fp6"),
         ),
         Claim(
             "GPTQ and LoRC (a low-rank part beside the codes) help large models most",
@@ -294,11 +318,14 @@ def fp6_llm() -> list[Claim]:
             lambda: f"overlapped over in turns: {span(slower('fp6', ('ours', 'turns')))}",
             "h200_ablation.csv: scheme=fp6; decoder=ours; pipeline=turns/implicit",
         ),
-        Claim(
-            "Tensor cores beat CUDA cores at every batch",
-            "figure",
-            "also at one token",
-            "notes/triton.md",
+        measured(
+            "Tensor cores beat CUDA cores, and more so as the batch grows",
+            "figure, AWQ's kernel without tensor cores",
+            lambda: (
+                "time of a kernel on CUDA cores over that of our int4 in groups of 128: "
+                + ", ".join(f"M={m} {span(x)}" for m, x in cores(SIMT, "tensor cores").items())
+            ),
+            "h200_cuda_cores.csv: kernel=CUDA cores fp32/tensor cores",
         ),
         Claim("Any width", "FP6, FP5, FP3", "3 to 8 bits", "h200_gemm.csv: format=fp5"),
         measured(
@@ -309,6 +336,23 @@ def fp6_llm() -> list[Claim]:
                 "and no communication)"
             ),
             "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model",
+        ),
+        measured(
+            "... its linear layers alone, over cuBLAS on two GPUs",
+            "1.20x on average",
+            lambda: f"{span(gains('gemm_us'))}, over half of them on one",
+            "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model",
+        ),
+        measured(
+            "... without NCCL's communication between two GPUs",
+            "avoided",
+            lambda: (
+                "160 sums over two H200 take "
+                + ", ".join(f"{us / 1e3:.1f} ms at batch {b}" for b, us in sums_of_two().items())
+                + f"; with them the gain at 640 tokens is {span(with_sums())}"
+            ),
+            "h200_two_gpus.csv: model=llama-3-70b, "
+            "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model; context=640",
         ),
         *(
             measured(
@@ -334,10 +378,26 @@ def fp6_llm() -> list[Claim]:
             "The gain grows with the generated length",
             "figure",
             lambda: (
-                f"70B, batch 1: {grows('1')}; batch 64: {grows('64')}. FastGen mixes prompts into "
-                "steps; here steps decode alone, and a longer cache takes the same time beside both"
+                f"not at a fixed batch: 70B, batch 1: {grows('1')}; batch 64: {grows('64')}. The "
+                "paper's batches shrink as the cache grows, and its steps hold prompts, too"
             ),
             "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model; batch=1/64",
+        ),
+        measured(
+            "... since fewer sequences fit beside a longer cache",
+            "one of its two reasons",
+            lambda: (
+                "70B, each in the batch that fits 80 GB of a GPU: "
+                + ", ".join(f"{x:.2f}x at {int(c):,} tokens" for c, x in fitting().items())
+            ),
+            "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model; "
+            "batch=104/55/52/27/26/13",
+        ),
+        Claim(
+            "A library with a C++ interface, in place of cuBLAS, and one that packs weights",
+            ".so",
+            "in Python: `anybit.linear`, and a torch operator; weights are packed when loaded",
+            "docs/api.md, anybit/nn/op.py",
         ),
         Claim(
             "One line with a model's name",

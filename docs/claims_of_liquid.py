@@ -39,8 +39,8 @@ SYSTEM = "h200_papers_engine.csv: model="
 ENGINE = "h200_engine.csv: model="
 DENSE = ENGINE + "llama-2-7b; format=bf16; kv=model; batch="
 SHORT = SYSTEM + "llama-2-7b; format=bf16; kv=int8; context=192; batch="
+MOE = SYSTEM + "mixtral-8x7b; format=int8@int8; kv=int8; context=1280; batch="
 CACHE = "cpu_kv_scales.csv: weights="
-SYSTEMS = "not run: needs a profile of its kernels"
 
 
 def w8(m: int) -> list[float]:
@@ -90,11 +90,28 @@ def same_batch(batch: str, other: str = "int8@int8") -> str:
     return f"{batch} sequences " + ", ".join(f"{name} {x:.2f}x" for name, x in found.items())
 
 
+def gemms(other: str) -> dict[str, float]:
+    """Speed of the products of liquid's large steps over another format's, 8B, INT8 caches."""
+    found = ratios(("llama-3-8b", other, "int8"), ("llama-3-8b", "liquid@int8", "int8"), "gemm_us")
+    return {batch: found[batch] for batch in ("256", "512") if batch in found}
+
+
 def share(place: str) -> str:
     """The part of a decode step that GEMMs take."""
     row = found(place)[0]
     gemm, attention, rest = (float(row[f"{part}_us"]) for part in ("gemm", "attention", "rest"))
     return f"{gemm / (gemm + attention + rest):.0%}"
+
+
+def stalls() -> str:
+    """What sums of bytes take of its kernel's time, by tokens."""
+    parts: dict[str, list[float]] = {}
+    for row in found("h200_stalls.csv: kernel=qserve"):
+        share = 100 * int(row["samples_of_sums"]) / int(row["samples"])
+        parts.setdefault(row["M"], []).append(share)
+    return "on an H200, of the samples of its kernel in the FFN of 7B: " + ", ".join(
+        f"M={m} {span(some, ' %', 0)}" for m, some in parts.items()
+    )
 
 
 def predicted(m: int) -> float:
@@ -140,9 +157,9 @@ def liquid() -> list[Claim]:
             "anybit/planning/cost_model.py, tests/test_cost_model.py",
         ),
         Claim(
-            "Instructions a weight that hide behind loading, H100",
-            "5.07",
-            f"{alpha:.2f}",
+            "Instructions a weight that hide behind loading, and behind 150 tokens' products, H100",
+            "5.07, 5.05",
+            f"{alpha:.2f}, {150 * 2 * h100.alu / h100.mma['int8']:.2f}",
             "anybit/planning/cost_model.py",
         ),
         Claim(
@@ -152,8 +169,11 @@ def liquid() -> list[Claim]:
             f"tokens, {predicted(64):.2f}x at 64, {span(map(predicted, (128, 256, 1024)))} beyond",
             GEMM + "liquid; N=28672, anybit/measure/roofline.py",
         ),
-        Claim(
-            "QServe's dequantization costs 21 % of stalls", "profile", "", SYSTEMS + " (QServe's)"
+        measured(
+            "The subtraction of QServe's dequantization (vadd) causes 21 % of warp stalls",
+            "profile, Nsight",
+            stalls,
+            "h200_stalls.csv: kernel=qserve",
         ),
         measured(
             "LiquidQuant alone (figure 13)",
@@ -191,6 +211,13 @@ def liquid() -> list[Claim]:
             ),
             PIPELINES + "8",
         ),
+        Claim(
+            "Weights are the left operand, in a persistent kernel",
+            "ping-pong",
+            "the left operand, too; persistent where CTAs have equal shares of all tiles; two "
+            "warpgroups share a tile",
+            "anybit/kernels/hopper/gemm.py, anybit/kernels/hopper/shares.py",
+        ),
         Claim("Dual-MMA layout", "LDS.128", "16 bytes a thread", "anybit/kernels/cute/pack.py"),
         Claim(
             "Kernel over QServe's, 256 tokens",
@@ -204,7 +231,7 @@ def liquid() -> list[Claim]:
             "Kernel over TensorRT-LLM's",
             "1.12x to 1.63x",
             "",
-            "not run: needs TensorRT-LLM; cuBLAS fp8 stands in the table of times",
+            "not run: TensorRT-LLM was not at hand; cuBLAS fp8 stands in the table of times",
         ),
         Claim(
             "Faster than W8A8 for few tokens, level for many",
@@ -226,7 +253,7 @@ def liquid() -> list[Claim]:
         ),
         Claim(
             "Mixtral, beyond 32 tokens, over TensorRT-LLM's FP8 and W4A16",
-            "1.41x to 1.84x, 1.12x to 2.53x",
+            "1.41x to 1.84x, 1.12x to 2.53x; slower below 32",
             f"over our int8@int8: {span(experts(m) for m in (32, 64, 128, 256))}, one projection",
             "h200_experts.csv: peer=anybit-hopper; format=liquid/int8; M=32/64/128/256",
         ),
@@ -244,11 +271,29 @@ def liquid() -> list[Claim]:
             SHORT + "16/128",
         ),
         measured(
+            "... and in all steps of Mixtral-8x7B",
+            "figure, FP8",
+            lambda: (
+                "int8@int8 with an INT8 cache, 1,280 tokens: "
+                f"{share(MOE + '16')} with 16 sequences, {share(MOE + '128')} with 128"
+            ),
+            MOE + "16/128",
+        ),
+        measured(
             "Peak tokens a second in 80 GB (table 1)",
             "up to 4.94x QServe, 1.63x TensorRT-LLM",
             lambda: f"over the best of our bf16, fp8@fp8 and int8@int8 that ran: {peaks()}",
             ENGINE + "llama-2-7b/llama-3-8b; format=liquid@int8/bf16, "
             "h200_papers_engine.csv: format=liquid@int8/int8@int8/fp8@fp8/bf16; kv=int8",
+        ),
+        measured(
+            "GEMMs of a layer at the peaks (figure 10)",
+            "1.90x QServe, up to 1.58x TensorRT-LLM (7B); level with its FP8 (8B)",
+            lambda: (
+                f"8B, by batch, over our int8@int8 {by_batch(gemms('int8@int8'))}; over fp8@fp8 "
+                f"{by_batch(gemms('fp8@fp8'))}"
+            ),
+            SYSTEM + "llama-3-8b; format=liquid@int8/int8@int8/fp8@fp8; kv=int8; batch=256/512",
         ),
         Claim(
             "The same batch (figure 11)",
@@ -306,8 +351,15 @@ def liquid() -> list[Claim]:
             "Accuracy is kept",
             "models of 7B to 70B; figures in a report to come",
             "smoothing and GPTQ: loss "
-            f"{lost('h200_accuracy.csv: model=study-105m; spec=liquid@int8; method=smooth+gptq')}",
+            f"{lost('h200_accuracy.csv: model=study-105m; spec=liquid@int8; method=smooth+gptq')}; "
+            "no published model was at hand",
             "h200_accuracy.csv: model=study-105m; spec=liquid@int8; method=smooth+gptq",
+        ),
+        Claim(
+            "PagedAttention, FlashAttention-2; tokens quantized inside other kernels",
+            "yes",
+            "yes, in Triton",
+            "anybit/kernels/triton/attention.py, anybit/kernels/triton/activation.py",
         ),
         Claim("SmoothQuant with a grid search", "yes", "yes", "anybit/quantizers/smooth.py"),
     ]

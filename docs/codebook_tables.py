@@ -32,15 +32,20 @@ BLOCKS = {
         (28672, 8192), (28672, 8192), (8192, 28672),
     ],
 }  # fmt: skip
+NAMED = "codebook:m=2,v=8,group=128"  # m2v8 in other packages' rows
 LAYERS: list[Column] = [
     ("m1v4", OURS, (M1V4,), ("fp16",), "pdl"),
     ("plain", OURS, (M1V4,), ("fp16",), "plain"),
     ("m2v8", OURS, (M2V8,), ("fp16",), "pdl"),
     ("plain", OURS, (M2V8,), ("fp16",), "plain"),
     ("AQLM 2x8", "aqlm", ("codebook",), ("fp16",), ""),
+    ("CodeGEMM m1v4", "codegemm", (M1V4,), ("fp16",), ""),
+    ("CodeGEMM m2v8", "codegemm", (NAMED,), ("fp16",), ""),
     CUBLAS,
 ]
-LAYER_CELLS = [(*shape, m) for shape in (BIG, DOWN, OUT, (57344, 8192)) for m in (1, 2, 4, 8, 16)]
+TOKENS = 1, 2, 4, 8, 16, 32, 64, 256
+SHOWN = BIG, DOWN, OUT, (57344, 8192), (8192, 28672)
+LAYER_CELLS = [(*shape, m) for shape in SHOWN for m in TOKENS]
 GROUPS = 4, 8, 16, 32, 64, 128
 CONTESTANTS: list[tuple[str, Column]] = [  # bits of codes and scales, column
     ("16", CUBLAS),
@@ -51,6 +56,19 @@ CONTESTANTS: list[tuple[str, Column]] = [  # bits of codes and scales, column
     ("2.125", ("m2v8 g128", OURS, (M2V8,), ("fp16",), "pdl")),
     ("2", ("AQLM 2x8", "aqlm", ("codebook",), ("fp16",), "")),
     ("2", ("AQLM 1x16", "aqlm", ("codebook:m=1,b=16",), ("fp16",), "")),
+    ("2.125", ("CodeGEMM m1v4", "codegemm", (M1V4,), ("fp16",), "")),
+    ("2.125", ("CodeGEMM m2v8", "codegemm", (NAMED,), ("fp16",), "")),
+]
+DECODED: list[Column] = [  # into a dense weight, in every product
+    (f"{name} decoded", OURS, (spec,), ("fp16",), "decoded")
+    for name, spec in (("m1v4", M1V4), ("m2v8", M2V8))
+]
+SERVED = [  # engine rows: kernels, format, backend
+    ("bf16", "bf16", ""),
+    ("m1v4 g128", "codebook:m=1,v=4,b=8,group=128", "hopper"),
+    ("m2v8 g128", "codebook:m=2,v=8,b=8,group=128", "hopper"),
+    ("AQLM 2x8", "codebook:m=2,v=8,b=8", "aqlm_backend"),
+    ("AQLM 1x16", "codebook:m=1,v=8,b=16", "aqlm_backend"),
 ]
 
 
@@ -90,11 +108,38 @@ def blocks() -> str:
 
 def batch() -> str:
     """Table 9: more tokens, 8B."""
+    columns = [*(column for _, column in CONTESTANTS), *DECODED]
+    found = {m: [block("8B", m, column) for column in columns] for m in TOKENS}
+    some = [i for i in range(len(columns)) if any(values[i] for values in found.values())]
+    out = [
+        [str(m), *(number(time) if (time := values[i]) else "" for i in some)]
+        for m, values in found.items()
+        if any(values)
+    ]
+    return markdown(["tokens", *(columns[i][0] for i in some)], out)
+
+
+def engine() -> str:
+    """Tables 4 and 5: tokens a second of a whole model, and how many times AQLM's 2x8."""
+    rows = read("h200_codebook_engine")
+    batches = sorted({int(row["batch"]) for row in rows})
     out = []
-    for m in (1, 2, 4, 8, 16):
-        values = [block("8B", m, column) for _, column in CONTESTANTS]
-        out.append([str(m), *(number(time) if time else "" for time in values)])
-    return markdown(["tokens", *(c[0] for _, c in CONTESTANTS)], out if "".join(out[0][1:]) else [])
+    for model in sorted({row["model"] for row in rows}, reverse=True):
+        rates = {
+            (name, batch): float(row["tokens_per_s"])
+            for (name, spec, backend), batch in product(SERVED, batches)
+            for row in rows
+            if (row["model"], row["format"], int(row["batch"])) == (model, spec, batch)
+            and backend in row["backends"]
+        }
+        for name, *_ in SERVED:
+            values = [f"{rate:,.0f}" if (rate := rates.get((name, b))) else "" for b in batches]
+            base, rate = rates.get(("AQLM 2x8", 1)), rates.get((name, 1))
+            if any(values):
+                times = f"{rate / base:.2f}x" if rate and base else ""
+                out.append([model, name, *values, times])
+    titles = ["shapes", "kernels", *(f"batch {batch}" for batch in batches)]
+    return markdown([*titles, "/ AQLM 2x8, batch 1"], out, words=2)
 
 
 def bits() -> str:

@@ -143,7 +143,9 @@ def headline() -> str:
     if not rows or not all(found) or not dense or not fp6:
         return ""
     step = [float(row["step_us"]) / 1e3 for row in found if row]
-    prompt = [int(rows[spec, "model"][1]["prefill_tokens_per_s"]) for spec in specs]
+    both = all(row and row["prefill_tokens_per_s"] for row in found)
+    read_by = found if both else [rows[spec, "model"][1] for spec in specs]
+    prompt = [int(row["prefill_tokens_per_s"]) for row in read_by if row]
     scores = [f"{float(row['perplexity']):.3f}" for row in (dense, fp6)]
     out = [
         ["Decode step, Llama-3-8B shapes, batch 1, `liquid@int8`",

@@ -25,6 +25,8 @@ WAYS = {  # decoder and pipeline of `benchmarks/ablation.py`
     ("four", "implicit"): "implicit, four codes at once",
 }
 BATCHES = (1, 16, 64, 128, 256, 512)
+BYTES = 80 * 2 * 8 * 128 * 2  # of a token of Llama-3-70B in a cache of bf16
+RUNTIME = 1  # GB that the runtime takes, as `benchmarks/engine.py` reckons
 Key = tuple[str, ...]
 
 
@@ -71,17 +73,17 @@ def llama70b() -> str:
     return markdown([*titles, "fp6, tokens/s and GPU", "bf16 on two, at most", ""], out)
 
 
-def gains() -> list[float]:
-    """Of fp6 on one GPU over bf16 on two, for all batches and contexts."""
-    batches = dict.fromkeys(batch for model, _, _, batch, _ in steps() if model == HALF)
-    found = [x for batch in batches for x in gains_at(batch).values()]
+def gains(part: str = "tokens") -> list[float]:
+    """Of fp6 on one GPU over bf16 on two, for all batches and contexts; or times of a part."""
+    batches = [{key[3] for key in steps() if key[0] == model} for model in ("llama-3-70b", HALF)]
+    found = [x for b in sorted(set.intersection(*batches)) for x in gains_at(b, part).values()]
     if not found:
         raise Missing("70B")
     return found
 
 
-def gains_at(batch: str) -> dict[str, float]:
-    """Of one batch, by context."""
+def gains_at(batch: str, part: str = "tokens") -> dict[str, float]:
+    """Of one batch, by context: tokens a second and GPU, or what a part of a step takes."""
     found, out = steps(), {}
     for context in sorted({key[4] for key in found}, key=int):
         keys = (
@@ -89,9 +91,58 @@ def gains_at(batch: str) -> dict[str, float]:
         )
         ours, half = (found.get(key) for key in keys)
         if ours and half:
-            out[context] = 2 * float(half["step_us"]) / float(ours["step_us"])
+            column, gpus = ("step_us", 2) if part == "tokens" else (part, 1)
+            out[context] = gpus * float(half[column]) / float(ours[column])
     if not out:
         raise Missing(f"70B, batch {batch}")
+    return out
+
+
+def fitting() -> dict[str, float]:
+    """The same by context, each with the best batch of its own that fits into 80 GB of a GPU."""
+    most: dict[tuple[str, str], tuple[int, float]] = {}
+    for (model, spec, kv, batch, context), row in steps().items():
+        if kv == "model" and (model, spec) in ((HALF, "bf16"), ("llama-3-70b", "fp6")):
+            gpus, token = (2, BYTES / 2) if model == HALF else (1, BYTES)
+            used = float(row["weights_gb"]) + float(row["working_gb"]) + RUNTIME
+            if used * 1e9 + int(batch) * int(context) * token < 80e9:
+                speed = float(row["tokens_per_s"]) / gpus
+                most[model, context] = max(
+                    most.get((model, context), (0, 0.0)), (int(batch), speed)
+                )
+    found = {c: most[m, c] for m, c in most if m == HALF and most[m, c][0] not in (1, 16, 64)}
+    out = {c: most["llama-3-70b", c][1] / found[c][1] for c in sorted(found, key=int)}
+    if not out:
+        raise Missing("70B in the batches that fit")
+    return out
+
+
+def sums_of_two() -> dict[str, float]:
+    """What bf16's products on two GPUs take longer with their sums, in us a step, by batch."""
+    rows = read("h200_two_gpus")
+    if not rows:
+        raise Missing("two GPUs")
+    return {r["batch"]: float(r["with_sums_us"]) - float(r["products_us"]) for r in rows}
+
+
+def with_sums() -> list[float]:
+    """The gains at 640 tokens of context, with what the sums of two GPUs take beside."""
+    found, more = steps(), sums_of_two()
+    return [
+        gains_at(b)["640"] * (1 + us / float(found[HALF, "bf16", "model", b, "640"]["step_us"]))
+        for b, us in more.items()
+    ]
+
+
+def cores(kernel: str, of: str) -> dict[str, list[float]]:
+    """Times of a kernel over those of another in `h200_cuda_cores`, by tokens: each weight's."""
+    times = grouped(read("h200_cuda_cores"), "kernel", "N", "M")
+    out: dict[str, list[float]] = defaultdict(list)
+    for (name, n, m), row in times.items():
+        if name == kernel:
+            out[m].append(float(row["us"]) / float(times[of, n, m]["us"]))
+    if not out:
+        raise Missing("CUDA cores")
     return out
 
 

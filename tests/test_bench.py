@@ -72,6 +72,39 @@ def test_the_measured_floor_holds_the_sizes_asked_for():
     assert all(us > 0 for _, us in floor.points)
 
 
+# Turns.
+
+
+def test_contestants_on_a_gpu_take_turns(monkeypatch):
+    """Each has one turn a round, not always behind the same one; what one raises is its result."""
+    turns = []
+
+    class Graph:
+        launches = 1
+
+        def __init__(self, calls):
+            (self.name,) = calls
+            if self.name == "broken":
+                raise RuntimeError("no kernel")
+
+        def turn(self):
+            turns.append(self.name)
+
+        def median(self):
+            return float(len(self.name))
+
+    monkeypatch.setattr(timing, "_Graph", Graph)
+    names = ["a", "bb", "broken", "cccc"]
+    found = timing.medians_in_turns([[name] for name in names], torch.device("cuda"))
+    assert found[:2] == [1.0, 2.0]
+    assert isinstance(found[2], RuntimeError)
+    assert found[3] == 4.0
+    rounds = [turns[i : i + 3] for i in range(0, len(turns), 3)]
+    assert len(rounds) == 1 + timing.ROUNDS
+    assert all(sorted(order) == ["a", "bb", "cccc"] for order in rounds)
+    assert len({tuple(order) for order in rounds}) > 1
+
+
 # Rows.
 
 
@@ -428,6 +461,7 @@ def test_bad_counts_are_named(text):
 
 @pytest.fixture
 def experts(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     module = script("experts")
     monkeypatch.setattr(module, "DEVICE", CPU)
     return module
@@ -473,7 +507,8 @@ def test_products_of_experts_are_checked_in_either_order(experts, by_token, wron
         return multiply
 
     one = experts.Experts("peer", "fp32", "bf16", w, w.nbytes, w, run, by_token=by_token)
-    row = experts.measure(one, x, routing, replace(BLANK, M=7, N=32, K=64), FLOOR)
+    blank = replace(BLANK, M=7, N=32, K=64)
+    (row,) = experts.measure([one], x, routing, blank, FLOOR)
     if wrong:
         assert row.note.startswith("wrong result")
     else:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import anybit
+from anybit.core.rotation import Rotation
 from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.clip import Clip
 from anybit.quantizers.gptq import GPTQ, column_order, inverse_factor
@@ -59,7 +60,7 @@ def test_following_aims_at_what_the_dense_model_has(
     turned = Statistics()
     turn = anybit.core.rotation.turned
     turned.add(turn(x * vector), ("drift",), 1, turn(dense * vector))
-    assert torch.allclose(seen.rotated(vector).drift, turned.drift, atol=1e-3)
+    assert torch.allclose(seen.rotated(Rotation(vector)).drift, turned.drift, atol=1e-3)
 
 
 @pytest.mark.parametrize("spec", SCALAR)

@@ -141,7 +141,7 @@ def test_hopper_kernels_read_it_back_exactly(
 ) -> None:
     """A compiled kernel, run by the emulator, with one-hot activations."""
     from anybit.kernels.cute import operands
-    from anybit.kernels.hopper.tiles import Tile
+    from anybit.kernels.hopper.tile import Tile
     from tests.kernels.test_hopper_emulated import Emulated
 
     scheme = spec if activation is None else f"{spec}@{activation}"

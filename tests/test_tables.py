@@ -9,6 +9,7 @@ import pytest
 DOCS = Path(__file__).parent.parent / "docs"
 sys.path.insert(0, str(DOCS))
 
+import accuracy_tables  # noqa: E402
 import codebook_tables  # noqa: E402
 import kernel_tables  # noqa: E402
 import paper_tables  # noqa: E402
@@ -53,6 +54,20 @@ def test_every_table_stands_on_a_page():
     named = re.findall(r"<!-- (\w+), written by docs/tables.py -->", text)
     assert sorted(named) == sorted(tables.made())
     assert all(tables.made().values())
+
+
+def test_bits_at_equal_kl(folder):
+    """Halfway between two points in the logarithm of their KLs; none beyond the curve's ends."""
+    lines = ["model,spec,method,text,bits,kl", "m,bf16,dense,,16,0"]
+    lines += ["m,trellis,gptq,code,2,0.01", "m,trellis:bits=4,gptq,code,4,0.0001"]
+    lines += ["m,trellis,rtn,,2,0.5", "m,trellis:bits=5,rtn,,5,0.001"]  # not on the curve
+    lines += ["m,int4,gptq,code,4,0.001", "m,int2,gptq,code,2,0.1", "m,fp6,rtn,,6,0.00001"]
+    (folder / "some.csv").write_text("\n".join(lines))
+    table = accuracy_tables.front("some", "m")
+    assert "| int4, gptq | 4.00 | 0.00100 | 3.00 | +1.00 |" in table
+    assert "| int2, gptq | 2.00 | 0.10000 |  |  |" in table
+    assert "| fp6, rtn | 6.00 | 0.00001 |  |  |" in table
+    assert "int4, gptq, which takes 1.00 bits more. 1 of 1" in table
 
 
 def test_a_time_is_that_of_a_layer(folder):

@@ -17,16 +17,17 @@ def rotate(x: Tensor, vector: Tensor, after: bool) -> Tensor:
     """H (vector * x), or vector * (H x), of every token; see `core/rotation.py`.
 
     Args:
-        x: (M, K) of any float dtype; the arithmetic is fp32.
+        x: (..., K) of any float dtype; the arithmetic is fp32.
         vector: K numbers.
         after: Whether the vector multiplies after H, as that of a layer's outputs does.
 
     Returns:
-        (M, K) in x's dtype.
+        (..., K) in x's dtype.
     """
-    kernels = family(x)
+    tokens = x.reshape(-1, x.shape[-1])
+    kernels = family(tokens)
     if kernels is not None and vector.is_contiguous():
-        return cast(Tensor, kernels.rotate(x, vector, after))
+        return cast(Tensor, kernels.rotate(tokens, vector, after)).view(x.shape)
     v = vector.flatten().float()
     return (turned(x.float()) * v if after else turned(x.float() * v)).to(x.dtype)
 

@@ -23,7 +23,7 @@ from anybit.files.directory import check_folder
 from anybit.kernels.backend import LayerSpec, Prepared
 from anybit.kernels.registry import BACKENDS, get_backend, refusals
 from anybit.kernels.rotation import seen_by
-from anybit.measure.timing import ReadFloor, median_us, rotated
+from anybit.measure.timing import ReadFloor, medians_in_turns, rotated
 from anybit.nn.linear import QuantLinear
 from anybit.quantizers.quantize import quantize_tensor
 
@@ -214,8 +214,8 @@ def measure(
 ) -> Iterator[Row]:
     """Yield a row for each shape (N, K), number of tokens M and case, in this order.
 
-    The dense layer comes first for every M, whether or not `cases` name it, so that all that is
-    compared with it is measured soon after it, on a chip that is as warm.
+    The dense layer comes first for every M, whether or not `cases` name it. All of one M take turns
+    and find the chip as warm as the others do.
     """
     floor = floor or ReadFloor.measure(device)
     baseline = dense_case(dense_dtype(device), device)
@@ -227,11 +227,14 @@ def measure(
         x = torch.randn(max(ms), k, device=device, generator=random)
         entries = [_Entry(case, w, x, ms) for case in [baseline, *others]]
         for m in ms:
-            dense = None
             if device.type == "cuda":  # what graphs took
                 torch.cuda.empty_cache()
-            for entry in entries:
-                row = entry.row(replace(about, M=m, N=n, K=k), x[:m], floor)
+            calls = [entry.calls(x[:m]) for entry in entries]
+            times = iter(medians_in_turns([some for some in calls if some], device))
+            found = [next(times) if some else None for some in calls]
+            label, dense = replace(about, M=m, N=n, K=k), None
+            for entry, us in zip(entries, found, strict=True):
+                row = entry.row(label, us, floor)
                 if entry is entries[0]:
                     dense = row.us
                 if row.us and dense:
@@ -266,22 +269,33 @@ class _Entry:
                 self.failures[m] = failure(error)
         self.layer = replace(layer, decoded=decoded.new_empty(0))  # large, and not needed again
 
-    def row(self, label: Row, x: Tensor, floor: ReadFloor) -> Row:
-        """Time M = len(x) tokens."""
+    def calls(self, x: Tensor) -> list[Callable[[], Any]]:
+        """M = len(x) tokens with each copy; none where that fails."""
+        if len(x) in self.failures:
+            return []
+        try:
+            self.tokens = x.to(self.case.dtype)
+            inputs = self.layer.inputs(self.tokens)
+            self.before = self._product(self.layer, self.tokens)
+        except Exception as error:
+            self.failures[len(x)] = failure(error)
+            return []
+        return [partial(self.layer.run, c, *inputs) for c in self.copies]
+
+    def row(self, label: Row, us: float | Exception | None, floor: ReadFloor) -> Row:
+        """The row of a time of `calls`, or of what these raised."""
         case = self.case
         label = replace(label, peer=case.peer, format=case.format, activation=case.activation)
-        if label.M in self.failures:
+        if us is None:
             return replace(label, note=self.failures[label.M])
         try:
-            tokens, layer = x.to(case.dtype), self.layer
-            inputs = layer.inputs(tokens)
-            before = self._product(layer, tokens)
-            us = median_us([partial(layer.run, c, *inputs) for c in self.copies], x.device)
+            if isinstance(us, Exception):
+                raise us
             # A race, or a counter that is left behind, shows in later products.
-            check(self._product(layer, tokens), before.float(), tolerance(case))
+            check(self._product(self.layer, self.tokens), self.before.float(), tolerance(case))
         except Exception as error:
             return replace(label, note=failure(error))
-        return finish(replace(label, us=us, note=case.note), layer.nbytes, floor)
+        return finish(replace(label, us=us, note=case.note), self.layer.nbytes, floor)
 
     def _product(self, layer: Layer, tokens: Tensor) -> Tensor:
         """By a copy, not by the original: the copies are what is timed."""

@@ -2,11 +2,12 @@
 
 On a GPU a time is the median over replays of one CUDA graph that goes through different copies of
 the weight in turn, more of them than the L2 cache holds: a model never reads one weight twice in a
-row. On a CPU it is the median by the clock.
+row. Those that are compared take turns. On a CPU it is the median by the clock.
 """
 
 import copy
 import math
+import random
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,10 +23,9 @@ from anybit.errors import InvalidInput
 COLD_BYTES = 160 << 20  # copies of a weight fill at least this: over twice the L2 of any GPU here
 LAUNCHES = 20  # matrix products in one graph, at least
 SLOW_US = 500  # a product that takes longer is launched once for each copy
-REPLAYS = 9  # graph replays, of which the median counts
-ENOUGH_US = 50_000  # of replays, from the third on
+ROUNDS = 5  # of turns, of which the median counts
 LONG_US = 1000  # a replay; the chip lowers its clock in the first 10 ms of such
-WARM_US = 15_000  # of them before the clock counts
+TURN_US = 4000  # of them in a turn
 CPU_SECONDS = 0.5  # for one measurement on a CPU
 FLOOR_MEGABYTES = {
     "cuda": (1, 2, 4, 8, 12, 16, 25, 33, 50, 67, 117, 235, 470),
@@ -41,37 +41,75 @@ def rotated(weight: Any, nbytes: int) -> list[Any]:
 
 def median_us(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:
     """Median time in microseconds of one of `calls`, which are made in turn."""
-    return _graph_us(calls) if device.type == "cuda" else _clock_us(calls)
+    found = medians_in_turns([calls], device)[0]
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
-def _graph_us(calls: Sequence[Callable[[], Any]]) -> float:
-    """A CUDA graph of whole rounds of the calls; the host's launching costs nothing in it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:  # compiles and tunes what is not yet
-            call()
-        rough = _event_us(calls[-1])
-    launches = LAUNCHES if rough < SLOW_US else 1
-    rounds = math.ceil(launches / len(calls))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Not `torch.cuda.graph`, which gives torch's free memory back to the driver each time.
-    with torch.cuda.stream(stream):
-        graph.capture_begin()
+def medians_in_turns(
+    contestants: Sequence[Sequence[Callable[[], Any]]], device: torch.device
+) -> list[float | Exception]:
+    """`median_us` of several, which take turns on a GPU: all find it as warm as the others do.
+
+    Long products lower the clock within milliseconds, by up to a fifth. A pause, or a kernel that
+    takes less power, raises it again: what came behind one was faster by that.
+
+    Returns:
+        Microseconds, or what the calls raised.
+    """
+    if device.type != "cuda":
+        return [_clock_us(calls) for calls in contestants]
+    graphs: list[_Graph | Exception] = []
+    for calls in contestants:
         try:
-            for _ in range(rounds):
-                for call in calls:
-                    call()
-        finally:
-            graph.capture_end()
-    warm = [_event_us(graph.replay) for _ in range(2)]
-    while warm[-1] > LONG_US and sum(warm) < WARM_US:
-        warm.append(_event_us(graph.replay))
-    times: list[float] = []
-    while len(times) < 3 or (len(times) < REPLAYS and sum(times) < ENOUGH_US):
-        times.append(_event_us(graph.replay))
-    return median(times) / (rounds * len(calls))
+            graphs.append(_Graph(calls))
+        except Exception as error:  # of other packages: of any kind
+            graphs.append(error)
+    running = [graph for graph in graphs if isinstance(graph, _Graph)]
+    order = random.Random(0)
+    for _ in range(1 + ROUNDS):  # the first one warms up
+        for graph in order.sample(running, len(running)):
+            graph.turn()
+    return [graph.median() if isinstance(graph, _Graph) else graph for graph in graphs]
+
+
+class _Graph:
+    """A CUDA graph of whole rounds of some calls; the host's launching costs nothing in it."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]):
+        self.times: list[float] = []  # of a replay, of every turn
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in calls[:2]:  # compiles and tunes what is not yet
+                call()
+            rough = _event_us(calls[-1])
+        rounds = math.ceil((LAUNCHES if rough < SLOW_US else 1) / len(calls))
+        self.launches = rounds * len(calls)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        # Not `torch.cuda.graph`, which gives torch's free memory back to the driver each time.
+        with torch.cuda.stream(stream):
+            self.graph.capture_begin()
+            try:
+                for _ in range(rounds):
+                    for call in calls:
+                        call()
+            finally:
+                self.graph.capture_end()
+
+    def turn(self) -> None:
+        """Some replays, of which the first one counts only if it is very long."""
+        first = _event_us(self.graph.replay)
+        times = [first if first > TURN_US else _event_us(self.graph.replay)]
+        while LONG_US < first <= TURN_US and sum(times) < TURN_US:
+            times.append(_event_us(self.graph.replay))
+        self.times.append(median(times))
+
+    def median(self) -> float:
+        """Microseconds of a call."""
+        return median(self.times[1:]) / self.launches
 
 
 def _event_us(call: Callable[[], Any]) -> float:

@@ -71,7 +71,7 @@ def turn(x: Tensor, vector: Tensor, after: bool) -> Tensor:
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
             return turn(x, vector, after)
-    return rotation.rotate(x.reshape(-1, x.shape[-1]), vector, after).view(x.shape)
+    return rotation.rotate(x, vector, after)
 
 
 def _rotate_fake(x: Tensor, vector: Tensor, after: bool) -> Tensor:

@@ -50,6 +50,7 @@ class Additive(Quantizer):
         rate: Adam's learning rate, as a fraction of each tensor's root mean square; it falls to
             zero along a cosine.
         seed: Of the order in which Adam sees the samples.
+        gradients: As GPTQ's, for formats without codebooks.
     """
 
     calibration: Source | Calibration | None = field(default=None, repr=False)
@@ -59,9 +60,19 @@ class Additive(Quantizer):
     steps: int = 50
     rate: float = 1e-3
     seed: int = 0
+    gradients: bool = False
 
-    needs = ("hessian",)
     whole_block = True  # to tune towards the output of the dense block
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """As GPTQ's."""
+        return self.other.needs
+
+    @property
+    def other(self) -> GPTQ:
+        """What quantizes formats without codebooks."""
+        return GPTQ(damping=self.damping, gradients=self.gradients)
 
     def quantize_block(
         self,
@@ -81,7 +92,7 @@ class Additive(Quantizer):
         """Optimize the codes and codebooks of a weight (N, K) for its inputs' Hessian."""
         hessian = self.check_statistics(statistics).hessian
         if fmt.lookup is None:
-            return GPTQ(damping=self.damping).quantize(w, fmt, statistics)
+            return self.other.quantize(w, fmt, statistics)
         layer = Layer(w.float(), fmt, hessian, self.damping)
         for number in range(self.rounds):
             layer.choose_codes(self.beam, backwards=bool(number % 2))

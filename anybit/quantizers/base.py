@@ -195,7 +195,7 @@ def quantize_weights(
         shapes = [(w.shape[0], w.shape[1], w.device) for w in weights]
         rotations = [rotation or Rotation.random(fmt.rotate, (n, k), on) for n, k, on in shapes]
         weights = [r.rotated(w) for r, w in zip(rotations, weights, strict=True)]
-        statistics = statistics and statistics.rotated(rotations[0].rotate_in)
+        statistics = statistics and statistics.rotated(rotations[0])
     whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
     given = () if statistics is None else (statistics,)  # data-free ones need not take any
     packed, start = quantizer.quantize(whole, fmt.plain() if rotations else fmt, *given), 0

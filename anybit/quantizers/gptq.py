@@ -21,6 +21,7 @@ from anybit.quantizers.calibration.data import Calibration, Source
 from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.clip import fit_clipped
 from anybit.quantizers.columns import propagate
+from anybit.quantizers.rows import propagate_both
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class GPTQ(Quantizer):
             codes are stored in the natural order, so nothing else changes.
         clip: Fit the grids by a clip search weighted with H's damped diagonal; without it, to the
             full range.
+        gradients: Let rows, too, make up for each other's errors, by the second moment of gradients
+            at the layer's outputs (after YAQA, https://arxiv.org/abs/2505.22988); not in formats of
+            codebooks. It takes a backward pass of the whole model, which must be in memory.
         follow: Aim at the outputs of the dense model, for the inputs that the quantized one has
             (GPTAQ, https://arxiv.org/abs/2504.02692), layer by layer. On pico it takes 6 % off the
             KL of int2 g128, for twice the time and memory for a second copy of a block's inputs.
@@ -49,11 +53,13 @@ class GPTQ(Quantizer):
     act_order: bool = True
     clip: bool = True
     follow: bool = False
+    gradients: bool = False
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The Hessian; to follow the dense model, how far inputs have drifted from its own."""
-        return ("hessian", "drift") if self.follow else ("hessian",)
+        more = {"drift": self.follow, "gradients": self.gradients}
+        return ("hessian", *(name for name, wanted in more.items() if wanted))
 
     def quantize(self, w: Tensor, fmt: Format, statistics: Statistics | None = None) -> Packed:
         """Round a weight (N, K) by its inputs' Hessian; to nearest where no token was seen."""
@@ -72,10 +78,16 @@ class GPTQ(Quantizer):
             if not statistics.drift.numel():
                 raise InvalidInput("GPTQ(follow=True) needs drift among its statistics; collect it")
             w = w + followed(w, statistics.drift, u, order)
-        codes = propagate(w.T[order], u, order.tolist(), fmt, grid)
+        moments = statistics.gradients.to(w.device)
+        vectors = fmt.searched and fmt.width > 1
+        if self.gradients and moments.numel() and not vectors:
+            factors = torch.stack([inverse_factor(block, self.damping) for block in moments])
+            codes, w = propagate_both(w, u, order, factors, fmt, grid)
+        else:
+            codes = propagate(w.T[order], u, order.tolist(), fmt, grid)
         if not fmt.searched:
             grid = grid | {"scale": fitted_scale(w, codes, h, fmt, grid, self.damping)}
-        elif fmt.width > 1:
+        elif vectors:
             # Corrected vectors drift from the ones that a codebook was made for, and rows of a
             # small layer may end up worse than nearest.
             nearest = fmt.encode(w, grid)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.core.scheme import parse_scheme
+from anybit.errors import Unsupported
 from anybit.kernels.rotation import seen_by
 from anybit.nn.experts import Expert, Experts
 from anybit.quantizers.base import quantize_weight
@@ -51,6 +52,13 @@ class Smooth(Before):
         calibration: Texts, token ids or a file, or a `Calibration` that says more about them.
         then: Any other quantizer; one that is calibrated gets the same data.
     """
+
+    def __post_init__(self) -> None:
+        if "gradients" in self.then.needs:
+            raise Unsupported(
+                "Smooth changes the outputs whose gradients were found before; smooth without "
+                "gradients=True, or rotate"
+            )
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ def test_explicit_pipeline_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     import explicit
 
     from anybit.kernels.hopper import gemm, scalar_linear
-    from anybit.kernels.hopper.tiles import Tile
+    from anybit.kernels.hopper.tile import Tile
 
     n, k, starts = 24, 256, torch.tensor([0, 2, 2, 11], dtype=torch.int32)
     torch.manual_seed(0)

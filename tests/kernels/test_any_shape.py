@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anybit.kernels.backend import CODES
 from anybit.kernels.cute import operands
-from anybit.kernels.hopper.tiles import Tile
+from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.mma.tiles import DECODE
 from anybit.kernels.mma.tiles import Tile as MmaTile
 from anybit.kernels.reference import operand_weight

@@ -26,7 +26,7 @@ from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.build import kernels_of
 from anybit.kernels.hopper.codebook_tiles import CodebookKernel
 from anybit.kernels.hopper.launch import CodebookArguments
-from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.hopper.tile import Kernel, Tile
 
 needs_dsl = pytest.mark.skipif(
     find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"

@@ -17,8 +17,13 @@ from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.operands import decoder_for, operand_of
 from anybit.kernels.hopper import backend, build, chip, copies, expert_tiles, scalar_linear, tiles
 from anybit.kernels.hopper.chip import H200, Chip
-from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
-from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.hopper.expert_tiles import (
+    choose_grouped,
+    family_grouped,
+    multiplied,
+    pieces,
+)
+from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.mma.tiles import kernel_for
 from anybit.planning.cost_model import instructions
 from tests.kernels.mma import GPUS
@@ -383,7 +388,7 @@ def test_sums_of_groups_have_tiles_of_one_block_and_no_copy(spec: str) -> None:
         ("int4:group=64", 8192, 4096, 7168, 256, 48, 1),  # 32 tokens an expert on average
         ("int4:group=64", 32768, 4096, 7168, 256, 160, 1),  # 128
         ("fp8:group=128@fp8", 8192, 4096, 7168, 256, 64, 1),  # nobody is read twice
-        ("int4:group=64", 2, 4096, 14336, 8, 8, 4),  # two experts' 64 tiles fill all places
+        ("int4:group=64", 2, 4096, 14336, 8, 8, 2),  # two experts' 64 tiles have a CTA each twice
     ],
 )
 def test_tiles_of_experts_hold_more_than_their_mean(
@@ -393,3 +398,13 @@ def test_tiles_of_experts_hold_more_than_their_mean(
     d = decoder_for(fmt, operand_of(activation, torch.bfloat16))
     tile = choose_grouped(d, rows, n, k, experts)
     assert (tile.tokens, tile.split) == (tokens, split)
+
+
+def test_only_pieces_with_tokens_are_multiplied() -> None:
+    """An expert's last tile has fewer tokens than others."""
+    d = decoder_for(get_format("int4:group=64"), torch.bfloat16)
+    assert pieces(Tile(160), d) == (96, 32, 32)
+    assert sum(pieces(Tile(48, ctas=2), d)) == 48
+    assert pieces(Tile(8, split=2), d) == (8,)
+    for tokens, want in ((1, 96), (96, 96), (97, 128), (160, 160), (161, 256), (300, 320)):
+        assert multiplied((96, 32, 32), tokens, 1) == pytest.approx(want)

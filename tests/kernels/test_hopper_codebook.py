@@ -28,7 +28,8 @@ from anybit.kernels.hopper.codebook_tiles import (
     family,
 )
 from anybit.kernels.hopper.lookup import LookupDecoder
-from anybit.kernels.hopper.tiles import MAX_SHARED, RESERVED, SHARED_OF_SM, Kernel
+from anybit.kernels.hopper.tile import Kernel
+from anybit.kernels.hopper.tiles import MAX_SHARED, RESERVED, SHARED_OF_SM
 from anybit.kernels.reference import operand_weight
 from tests.needs import EVERY_KERNEL
 from tests.ptx.machine import Machine

@@ -17,7 +17,7 @@ from anybit.core.scheme import parse_scheme
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.operands import decoder_for
 from anybit.kernels.hopper import scalar_linear, tiles
-from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.reference import operand_weight, quantize_tokens
 from tests.kernels import many_experts
 from tests.needs import EVERY_KERNEL
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 HALF, BRAIN = torch.float16, torch.bfloat16
+PAIR = Tile(16, stages=5, columns=64, late=True, pair=True)
 # scheme, dtype of y, tile, (M, N, K), seeds
 CASES = [
     ("liquid@int8", BRAIN, Tile(8, ctas=2), (5, 264, 384), 2),
@@ -37,6 +38,8 @@ CASES = [
     ("fp6", HALF, Tile(16, ctas=2, split=2), (16, 136, 384), 2),
     ("int3:group=32,zero", HALF, Tile(8, ctas=2), (7, 128, 256), 1),
     ("int4:group=128", BRAIN, Tile(128, rows=256, stages=2), (130, 200, 256), 1),
+    ("fp6", HALF, Tile(16, stages=3, columns=64), (20, 136, 384), 2),
+    ("int4:group=128", HALF, PAIR, (18, 136, 256), 2),
     ("fp6@fp8", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
     ("mxfp4", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
     ("fp8:group=128@fp8", BRAIN, Tile(16, ctas=2, split=2), (11, 136, 512), 2),
@@ -135,7 +138,7 @@ class Emulated:
         counters = torch.zeros(8 * places, dtype=torch.int32)
         rows = codes.view(torch.uint8).numpy().reshape(m, k * size)
         arguments = [
-            TensorMap(rows, self.tile.tokens, size, in_use=True),
+            TensorMap(rows, self.tile.tokens // self.tile.sides, size, in_use=True),
             0,
             *(array(t) for t in prepared[:3]),
             *(in_use(t) for t in (scale, sums)),
@@ -143,7 +146,9 @@ class Emulated:
             *(in_use(t) for t in (y, starts, work, counters)),
             *(m, n, k, 1 if starts is None else len(starts) - 1, 1),
         ]
-        self.machine.launch(arguments, grid, self.tile.threads, self.shared, self.tile.split, seed)
+        self.machine.launch(
+            arguments, grid, self.tile.threads, self.shared, self.tile.cluster, seed
+        )
         assert not counters.any()
         return y
 
@@ -191,7 +196,7 @@ def test_products(
     assert_close(results[0], want, dtype)
     assert all(torch.equal(r, results[0]) for r in results)  # whatever the order of events
     if emulated.tile.split == 1:  # fewer CTAs than tiles: each does several
-        assert torch.equal(emulated.run(x, prepared, n, 1, bias), results[0])
+        assert torch.equal(emulated.run(x, prepared, n, emulated.tile.sides, bias), results[0])
 
 
 def test_token_tiles_come_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,18 +237,18 @@ def test_one_hot_tokens_read_weights_back(scheme: str) -> None:
 @pytest.mark.parametrize(("scheme", "tokens"), EXPERTS)
 def test_experts(scheme: str, tokens: int) -> None:
     """Tokens sorted by expert: some experts have none, some have more than a tile."""
-    n, k, most = 136, 256, tokens + 3
-    starts = torch.tensor([0, 3, 3, 3 + most, 4 + most], dtype=torch.int32)
+    n, k, counts = 136, 256, [3, 0, tokens + 3, 1, tokens * 3 // 4]
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
     emulated = Emulated(scheme, BRAIN, Tile(tokens, ctas=2 if tokens < 64 else 1), grouped=True)
-    experts = [packed_weight(scheme, n, k) for _ in range(4)]
+    experts = [packed_weight(scheme, n, k) for _ in counts]
     prepared = list(scalar_linear.prepare_experts(experts, emulated.activation, BRAIN).layout)
-    x = emulated.tokens(4 + most, k)
+    x = emulated.tokens(sum(counts), k)
     codes, scale, _ = x
     want = torch.cat([
         product(operand_weight(e, BRAIN), (codes[a:b], None if scale is None else scale[a:b], None))
         for e, a, b in zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True)
     ])  # fmt: skip
-    grid = tiles.grid(emulated.tile, 4 + most, n, experts=4)
+    grid = tiles.grid(emulated.tile, sum(counts), n, experts=len(counts))
     y = emulated.run(x, prepared, n, grid, starts=starts)
     assert_close(y, want, BRAIN)
     assert torch.equal(emulated.run(x, prepared, n, 3, starts=starts, seed=1), y)

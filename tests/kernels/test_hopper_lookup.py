@@ -14,7 +14,8 @@ from anybit.kernels.cute.cells import pack
 from anybit.kernels.hopper import build, tiles
 from anybit.kernels.hopper.lookup import LookupDecoder, WideTile, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
-from anybit.kernels.hopper.tiles import RESERVED, SHARED_OF_SM, Kernel, Tile
+from anybit.kernels.hopper.tile import Kernel, Tile
+from anybit.kernels.hopper.tiles import RESERVED, SHARED_OF_SM
 from anybit.kernels.reference import operand_weight
 from tests.kernels.test_hopper_codebook import (
     BRAIN,

@@ -11,7 +11,7 @@ from anybit.core.scheme import parse_scheme
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.hopper import tiles
-from anybit.kernels.hopper.tiles import Tile
+from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.reference import operand_weight
 from tests.kernels.test_hopper_emulated import Emulated, assert_close, packed_weight, product
 from tests.needs import EVERY_KERNEL
@@ -27,6 +27,8 @@ CASES: list[Case] = [  # scheme, dtype of y, tile, (M, N, K), CTAs
     # A whole tile each, and one that both share; unevenly; two CTAs for each tile, and one left.
     ("liquid@int8", BRAIN, SMALL, (5, 264, 256), (2, 5, 7)),
     ("fp6", HALF, SMALL, (11, 128, 128), (3,)),  # two tiles of tokens, and a CTA with nothing
+    # Pairs: tiles of two CTAs, each of which shares its half.
+    ("fp6", HALF, Tile(16, stages=3, columns=64, shared=True, pair=True), (11, 136, 384), (4,)),
     # Eight chunks of sums, of which four are added at a time.
     ("int8@int8", BRAIN, Tile(64, ctas=2, stages=2, shared=True), (9, 128, 256), (2,)),
 ]

@@ -11,8 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import anybit
 from anybit.core.rotation import turned
 from anybit.engine import fused
+from anybit.kernels import rotation
 from anybit.kernels.backend import Activations
 from anybit.kernels.reference import quantize_tokens
 from anybit.kernels.triton import activation as kernel
@@ -48,6 +50,16 @@ def test_tokens(size: int, after: bool, many: int, monkeypatch: pytest.MonkeyPat
         error = (kernel.rotate(x, vector, after).double() - want).norm() / want.norm()
         assert error < 2 * torch.finfo(dtype).eps
     assert kernel.rotate(x[:0], vector, after).shape == (0, size)
+
+
+def test_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What layers see of several sequences is quantized as their tokens are."""
+    monkeypatch.setattr(rotation, "family", lambda x: kernel)
+    packed = anybit.quantize_tensor(random(16, 64), "int4:rotate=k")
+    x = random(2, 3, 64)
+    got = rotation.seen_by(packed, x, "int8")
+    assert torch.equal(got.flatten(0, 1), rotation.seen_by(packed, x.flatten(0, 1), "int8"))
+    assert (got - x).norm() < 0.01 * x.norm()
 
 
 def close(got: Activations, want: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Four compiled kernels, small problems for them, and their results."""
+"""Five compiled kernels, small problems for them, and their results."""
 
 import importlib.util
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anybit.kernels.cute import operands
-from anybit.kernels.hopper.tiles import Tile
+from anybit.kernels.hopper.tile import Tile
 from tests.kernels import test_hopper_codebook as codebook
 from tests.kernels.test_hopper_emulated import Emulated, packed_weight
 from tests.ptx.machine import Machine
@@ -33,6 +33,16 @@ def gemm() -> Case:
     n, k = 128, 1024
     emulated = Emulated("liquid@int8", torch.float16, Tile(16, ctas=2, split=2, stages=2))
     prepared = operands.layout(packed_weight("liquid@int8", n, k), "int8")
+    return _emulated(emulated, prepared, (16, n, k), 2)
+
+
+@cache
+def pairs() -> Case:
+    """Two CTAs that copy tokens for each other; a ring of two stages, used twice."""
+    torch.manual_seed(0)
+    n, k = 136, 256
+    emulated = Emulated("int4", torch.float16, Tile(16, stages=2, columns=64, pair=True))
+    prepared = operands.layout(packed_weight("int4", n, k), "float16")
     return _emulated(emulated, prepared, (16, n, k), 2)
 
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 from torch import Tensor
 
-from tests.ptx.kernels import Case, explicit, gemm, lookups, psumbook
+from tests.ptx.kernels import Case, explicit, gemm, lookups, pairs, psumbook
 from tests.ptx.parse import PtxError
 
 pytestmark = pytest.mark.skipif(
@@ -37,6 +37,7 @@ def drop(pattern: str, which: int | slice = slice(None)) -> Edit:
 MEET = r"barrier\.cluster\.arrive;\s+barrier\.cluster\.wait;"
 TRY_WAIT = r"(mbarrier\.try_wait\.parity\.shared\.b64) P1, (\[%r\d+\]), %r\d+, 10000000;"
 MMA = r"(wgmma\.mma_async[^;]*\}, )(%rd\d+)(, p;)([^@]*?)(wgmma\.mma_async[^;]*\}, )(%rd\d+)(, p;)"
+TELL = r"@now mbarrier\.arrive\.shared::cluster[^;]*;"
 MUTATIONS: dict[str, tuple[Callable[[], Case], Edit]] = {
     # The ring of stages.
     "consumers do not wait for a stage": (gemm, change(TRY_WAIT, "mov.pred P1, -1;", -1)),
@@ -75,6 +76,14 @@ MUTATIONS: dict[str, tuple[Callable[[], Case], Edit]] = {
         gemm,
         change("4611686293305360384", str(4611686293305360384 + (1 << 62))),
     ),
+    # Copies for two CTAs.
+    "the other CTA is not told of free stages": (pairs, drop(TELL, 0)),
+    "the other CTA's stages are not waited for": (
+        pairs,
+        lambda ptx: drop(TELL)(change(", 264;", ", 256;", 0)(ptx)),
+    ),
+    "copies begin before the other CTA's barriers": (pairs, drop(MEET, 0)),
+    "a CTA leaves while the other copies to it": (pairs, drop(MEET, -1)),
     # The epilogue.
     "a warpgroup does not wait for its table": (explicit, drop(r"bar\.sync\s+2, 128;", 0)),
     "sums are sent while the ring is in use": (gemm, drop(MEET, slice(0, None, 2))),
@@ -112,7 +121,7 @@ def expected(make: Callable[[], Case]) -> Tensor:
     return case.run(case.ptx, 0)
 
 
-@pytest.mark.parametrize("make", [gemm, explicit, lookups, psumbook])
+@pytest.mark.parametrize("make", [gemm, pairs, explicit, lookups, psumbook])
 def test_kernels_pass_as_they_are(make: Callable[[], Case]) -> None:
     case = make()
     assert not expected(make).isnan().any()

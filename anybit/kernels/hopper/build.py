@@ -10,7 +10,8 @@ from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.expert_tiles import family_grouped
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
 from anybit.kernels.hopper.scalar_linear import narrow
-from anybit.kernels.hopper.tiles import Kernel, family
+from anybit.kernels.hopper.tile import Kernel
+from anybit.kernels.hopper.tiles import family
 from anybit.kernels.mma import tiles as mma
 
 

@@ -43,11 +43,15 @@ SENT = MET + 16  # barriers of sums that other CTAs send, behind those of warps
 
 
 class Codebook(Program):
+    copied = {4: 1, 8: 4, 16: 4}  # words of a copy in the table, by v
+
     def __init__(self, kernel: CodebookKernel):
         super().__init__(kernel)
         self.words = self.cells.v // 2  # registers of a centroid
         self.fine = factors.fine(self.cells)
-        self.part = ROWS * kernel.tokens * 4  # bytes of one warp's sums
+        self.deep = kernel.deep  # row tiles of a turn
+        self.of_tile = ROWS * kernel.tokens * 4  # bytes of a warp's sums of a row tile
+        self.part = self.deep * self.of_tile
         self.sums_at = kernel.sums_at - WINDOW
 
     @cute.kernel
@@ -115,29 +119,30 @@ class Codebook(Program):
         cute.arch.sync_threads()
         cute.arch.cluster_wait()
 
-        lookup = Uint32(base - WINDOW) | Uint32(
-            lane * 4 if const_expr(self.cells.v == 4) else lane % 8 * 16
-        )
+        copied = const_expr(4 * self.copied[self.cells.v])
+        lookup = Uint32(base - WINDOW) | Uint32(lane % (128 // copied) * copied)
         place = (team, teams, cluster, rank, warp, lane)
         stage, phase = Int32(0), Int32(0)
-        acc = cute.make_rmem_tensor((self.tokens // 2,), Float32)
-        for it in cutlass.range(tiles, unroll=1):
+        acc = cute.make_rmem_tensor((self.deep * self.tokens // 2,), Float32)
+        turns = (tiles + (self.deep - 1)) // self.deep
+        for it in cutlass.range(turns, unroll=1):
             acc.fill(0.0)
-            # For the epilogue of the last tile: the latency hides under this one.
-            before = self.fetch_row(row_scale, bias, team + (it - 1) * teams, lane % 16, n)
-            for j in cutlass.range_constexpr(self.spec.chunks):
-                if j < chunks:
+            # For the epilogue of the last turn: the latency hides under this one.
+            before = self.fetch_rows(row_scale, bias, it - 1, place, n)
+            for i in cutlass.range_constexpr(self.deep * self.spec.chunks):
+                r, j = const_expr(i // self.spec.chunks), const_expr(i % self.spec.chunks)
+                if (j < chunks) & (it * self.deep + r < tiles):
                     wait_barrier(barriers + stage * 8, phase)
                     slot = ring + stage * self.spec.chunk_bytes
                     # The next chunk's words already here, in registers, made it slower.
-                    words = self.read(slot, lane, g)
+                    words = self.read(slot, lane, g, t)
                     cute.arch.sync_warp()
                     address, chunk, left = self.refill(
                         source, ring, barriers, stage, lane, address, chunk, left,
                         self.read_all(words),
                     )  # fmt: skip
                     missing = (first + j) * self.spec.blocks - last
-                    self.multiply(words, acc, vectors, lookup, missing, j)
+                    self.multiply(words, acc, vectors, lookup, missing, j, r * self.tokens // 2)
                     stage += 1
                     if stage == self.stages:
                         stage = Int32(0)
@@ -145,12 +150,12 @@ class Codebook(Program):
             self.settle(base, it - 2, place, row_scale, bias, y, m, n)
             self.collect(base, it - 1, place, before, y, m, n)
             self.share(base, acc, it, place, m)
-        self.settle(base, tiles - 2, place, row_scale, bias, y, m, n)
-        before = self.fetch_row(row_scale, bias, team + (tiles - 1) * teams, lane % 16, n)
-        self.collect(base, tiles - 1, place, before, y, m, n)
-        self.settle(base, tiles - 1, place, row_scale, bias, y, m, n)
+        self.settle(base, turns - 2, place, row_scale, bias, y, m, n)
+        before = self.fetch_rows(row_scale, bias, turns - 1, place, n)
+        self.collect(base, turns - 1, place, before, y, m, n)
+        self.settle(base, turns - 1, place, row_scale, bias, y, m, n)
 
-    # A tile passes through three steps, one in each turn of the main loop. Every warp waits for all
+    # A turn passes through three steps, one in each turn of the main loop. Every warp waits for all
     # others in each of them, so a warp that fills a buffer anew knows that it has been read.
 
     @cute.jit
@@ -159,11 +164,14 @@ class Codebook(Program):
         _, _, _, _, warp, lane = place
         g, t = lane // 4, lane % 4
         part = base + self.sums_at + (it % 2 * self.warps + warp) * self.part
-        for i in cutlass.range_constexpr(self.tokens // 8):
+        eights = const_expr(self.tokens // 8)
+        for u in cutlass.range_constexpr(self.deep * eights):
+            i, r = const_expr(u % eights), const_expr(u // eights)
             if i * 8 + 2 * t < m:
                 for h in cutlass.range_constexpr(2):
-                    values = [acc[4 * i + 2 * h], acc[4 * i + 2 * h + 1]]
-                    store_shared(part + self.place(g + 8 * h, i * 4 + t), values)
+                    values = [acc[4 * u + 2 * h], acc[4 * u + 2 * h + 1]]
+                    to = part + self.spot(g + 8 * h, i * 8 + 2 * t) + r * self.of_tile
+                    store_shared(to, values)
         cute.arch.sync_warp()
         if lane == 0:
             arrive(base + (MET + it % 2 * 8))
@@ -174,24 +182,27 @@ class Codebook(Program):
         team, teams, cluster, rank, warp, lane = place
         if it >= 0:
             wait_barrier(base + (MET + it % 2 * 8), it // 2 % 2)
-            mine, row, token, pair = self.outputs(it, warp, lane)
-            if mine and token < m:
-                part = base + self.sums_at + it % 2 * (self.warps * self.part)
-                part += self.place(row, pair) + lane // 16 * 4
-                total = Float32(0.0)
-                for i in cutlass.range_constexpr(self.warps):
-                    total += load_shared(part, 1, i * self.part, True, Float32)[0]
-                if cluster == 1:
-                    self.store(total, team + it * teams, row, token, numbers, y, n)
-                else:
-                    turn = it // cluster % 2
-                    at = ((turn * cluster + rank) * self.tokens + token) * ROWS + row
-                    to = base + self.sums_at + 2 * self.warps * self.part + at * 4
-                    send(to, it % cluster, total, base + (SENT + turn * 8))
+            for r, row, token, mine in self.outputs(it, warp, lane):
+                if mine and token < m:
+                    part = base + self.sums_at + it % 2 * (self.warps * self.part)
+                    part += self.spot(row, token) + r * self.of_tile
+                    total = Float32(0.0)
+                    for i in cutlass.range_constexpr(self.warps):
+                        total += load_shared(part, 1, i * self.part, True, Float32)[0]
+                    if cluster == 1:
+                        tile = team + (it * self.deep + r) * teams
+                        self.store(total, tile, row, token, numbers[r], y, n)
+                    else:
+                        turn = it // cluster % 2
+                        at = ((turn * cluster + rank) * self.deep + r) * self.tokens + token
+                        at = at * ROWS + row
+                        to = base + self.sums_at + 2 * self.warps * self.part + at * 4
+                        send(to, it % cluster, total, base + (SENT + turn * 8))
             if cluster > 1:  # noqa: SIM102 - a remainder costs more than the look-ups of a row
                 if it % cluster == rank and warp == 0 and lane == 0:
                     turn = it // cluster % 2
-                    arrive_and_expect(base + (SENT + turn * 8), cluster * m * (4 * ROWS))
+                    size = cluster * m * (4 * ROWS * self.deep)
+                    arrive_and_expect(base + (SENT + turn * 8), size)
 
     @cute.jit
     def settle(self, base, it, place, row_scale, bias, y, m, n):
@@ -199,24 +210,35 @@ class Codebook(Program):
         team, teams, cluster, rank, warp, lane = place
         if cluster > 1 and it >= 0:  # noqa: SIM102 - as above
             if it % cluster == rank:
-                numbers = self.fetch_row(row_scale, bias, team + it * teams, lane % 16, n)
+                numbers = self.fetch_rows(row_scale, bias, it, place, n)
                 turn = it // cluster
                 wait_barrier(base + (SENT + turn % 2 * 8), turn // 2 % 2, True)
-                mine, row, token, _ = self.outputs(it, warp, lane)
-                if mine and token < m:
-                    at = (turn % 2 * cluster * self.tokens + token) * ROWS + row
-                    part = base + self.sums_at + 2 * self.warps * self.part + at * 4
-                    total = Float32(0.0)
-                    for i in cutlass.range(cluster, unroll=4):
-                        total += load_shared(part + i * self.part, 1, 0, True, Float32)[0]
-                    self.store(total, team + it * teams, row, token, numbers, y, n)
+                for r, row, token, mine in self.outputs(it, warp, lane):
+                    if mine and token < m:
+                        at = turn % 2 * cluster * self.deep + r
+                        at = (at * self.tokens + token) * ROWS + row
+                        part = base + self.sums_at + 2 * self.warps * self.part + at * 4
+                        total = Float32(0.0)
+                        for i in cutlass.range(cluster, unroll=4):
+                            total += load_shared(part + i * self.part, 1, 0, True, Float32)[0]
+                        tile = team + (it * self.deep + r) * teams
+                        self.store(total, tile, row, token, numbers[r], y, n)
 
-    def outputs(self, it: Any, warp: Any, lane: Any) -> tuple:
-        """(whether it is this warp's turn, row, token, pair of tokens): one output a thread."""
-        pairs = self.tokens // 2  # more warps than pairs take turns
-        pair, crew = warp % pairs, warp // pairs
-        mine = crew == it % (self.warps // pairs)
-        return mine, lane % 16, pair * 2 + lane // 16, pair
+    def fetch_rows(self, row_scale: Any, bias: Any, it: Any, place: Any, n: Any) -> list:
+        """Scale and bias of a thread's row in each tile of a turn."""
+        team, teams, lane = place[0], place[1], place[5]
+        first = team + it * self.deep * teams
+        tiles = [first + r * teams for r in range(self.deep)]
+        return [self.fetch_row(row_scale, bias, tile, lane % 16, n) for tile in tiles]
+
+    def outputs(self, it: Any, warp: Any, lane: Any) -> list:
+        """(tile of the turn, row, token, whether it is this warp's) of every output of a thread."""
+        pairs = self.tokens // 2  # of tokens; more warps than pairs take turns, fewer take several
+        crews = max(1, self.warps // pairs)
+        first = warp % pairs * 2 + lane // 16
+        tokens = [first + i for i in range(0, self.tokens, 2 * self.warps)]
+        mine = [warp // pairs == (it * self.deep + r) % crews for r in range(self.deep)]
+        return [(r, lane % 16, token, mine[r]) for r in range(self.deep) for token in tokens]
 
     @cute.jit
     def store(self, total, tile, row, token, numbers, y, n):
@@ -226,28 +248,27 @@ class Codebook(Program):
             to = Int64(y.toint()) + (Int64(token) * n + tile * ROWS + row) * 2
             store_half(to, total * scale + offset, self.dtype)
 
-    def place(self, row: Any, pair: Any) -> Any:
-        """Where a row's sums for a pair of tokens lie in a part: free of bank conflicts.
+    def spot(self, row: Any, token: Any) -> Any:
+        """Where a sum lies in a part: free of bank conflicts.
 
-        For a warp that writes 8 rows x 4 pairs, and for one that reads 16 rows of one pair.
+        For a warp that writes 8 rows x 4 pairs of tokens, and for one that reads 16 rows of a pair.
         """
         turn = row // 4
         if self.tokens == 16:
             turn = turn | (row // 2 % 2) * 4
-        return (row * self.tokens + (pair ^ turn) * 2) * 4
+        return (row * self.tokens + ((token // 2) ^ turn) * 2 + token % 2) * 4
 
     def fill(self, book: Any, table: Any, warp: Any, lane: Any) -> None:
         """Copies of every centroid: entries of 256 bytes, two for a warp at a time."""
-        v = self.cells.v
+        v, n = self.cells.v, self.copied[self.cells.v]
         half, copy = lane // 8 % 2, lane % 16
         for i in range(self.spec.tables):
-            if v == 8:  # two codebooks side by side
-                source = (2 * i + half) * (256 * 16)
+            if n == self.words:  # two codebooks side by side
+                source = (2 * i + half) * (256 * 2 * v)
                 wanted = Int32(2 * i + half < self.cells.m)
             else:  # two halves of a centroid
                 source, wanted = i * 256 * 2 * v + half * v, Int32(1)
             entries = [(warp + j * self.warps) * 2 + lane // 16 for j in range(128 // self.warps)]
-            n = 1 if v == 4 else 4  # words of a copy
             for some in (entries[:8], entries[8:]):
                 values = [
                     load_global(Int64(book.toint()) + source + entry * (2 * v), n, wanted)
@@ -281,7 +302,7 @@ class Codebook(Program):
             out.append(rows)
         return out
 
-    def read(self, slot: Any, lane: Any, g: Any) -> list:
+    def read(self, slot: Any, lane: Any, g: Any, t: Any) -> list:
         """A chunk's words of this lane: [block] of (codes of every codebook, scales)."""
         out = []
         for u in range(self.spec.blocks):
@@ -291,15 +312,19 @@ class Codebook(Program):
             if self.fine:
                 words = factors.of_fragment(scales, lane, self.cells.groups)
             else:
-                groups = range(self.cells.groups)
-                words = [load_shared(scales + g * 4, 1, 32 * i, True)[0] for i in groups]
+                words = self.scales_of_rows(scales, g, t)
             out.append((codes, words))
         return out
 
+    def scales_of_rows(self, scales: Any, g: Any, t: Any) -> list:
+        """A word for rows g and g + 8, for every group."""
+        groups = range(self.cells.groups)
+        return [load_shared(scales + g * 4, 1, 32 * i, True)[0] for i in groups]
+
     def multiply(
-        self, words: list, acc: Any, vectors: list, lookup: Any, missing: Any, j: int
+        self, words: list, acc: Any, vectors: list, lookup: Any, missing: Any, j: int, first: int
     ) -> None:
-        """acc += scale * centroids x, for every block of chunk j."""
+        """acc += scale * centroids x, from `first` on, for every block of chunk j."""
         groups = 1 if self.fine else self.cells.groups
         each = 4 // groups  # eights of vectors that share a scale
         for u, (codes, scales) in enumerate(words):
@@ -316,7 +341,7 @@ class Codebook(Program):
                 for n in range(self.tokens // 8):
                     for r in range(4):
                         more = sums[n][r] * rows[r // 2] if rows else sums[n][r]
-                        acc[4 * n + r] = acc[4 * n + r] + more
+                        acc[first + 4 * n + r] = acc[first + 4 * n + r] + more
 
     def add(self, word: Any, c: int, tokens: list, sums: list, lookup: Any, scaled: list) -> None:
         """sums += the products of the four codes in a word: two vectors of rows g and g + 8.

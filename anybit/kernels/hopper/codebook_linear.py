@@ -36,7 +36,8 @@ from anybit.kernels.hopper.launch import CodebookLauncher, GemmLauncher
 from anybit.kernels.hopper.lookup import LookupDecoder, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
-from anybit.kernels.hopper.tiles import MAX_SHARED, Kernel, Tile
+from anybit.kernels.hopper.tile import Kernel, Tile
+from anybit.kernels.hopper.tiles import MAX_SHARED
 
 MOST_TOKENS = codebook_tiles.TOKENS[-1]  # of one launch
 

@@ -37,7 +37,7 @@ class CodebookKernel:
     dtype: of x, y and the tables, "float16" or "bfloat16". columns: of a chunk, which a warp reads
     at once. chunks: of K that one CTA (Psumbook) or one warp holds at most. stages: chunks in
     flight for every warp. ctas: resident on a multiprocessor; the second one is the next kernel's,
-    and starts while this one ends.
+    and starts while this one ends. deep: row tiles whose sums meet at once.
     """
 
     cells: Cells
@@ -48,6 +48,7 @@ class CodebookKernel:
     warps: int = 16
     stages: int = 2
     ctas: int = 1
+    deep: int = 1
 
     architecture = ARCHITECTURE
     arguments = CodebookArguments
@@ -86,7 +87,8 @@ class CodebookKernel:
         """Tables of 64 KB: Psumbook's planes, or copies of the centroids for every lane."""
         if self.psumbook:
             return -(-self.planes // 2)
-        return -(-self.cells.m // 2) if self.cells.v == 8 else self.cells.m
+        whole = 8 if self.tokens > 8 and self.cells.v == 4 else 16  # bytes of a copy
+        return -(-self.cells.m // 2) if 2 * self.cells.v == whole else self.cells.m
 
     @property
     def table_at(self) -> int:
@@ -106,16 +108,17 @@ class CodebookKernel:
             sums = -(-tiles // cluster) * cluster * 4 * ROWS * self.tokens
         else:  # of two tiles from every warp, and from every CTA
             parts = self.warps + (cluster if cluster > 1 else 0)
-            sums = 2 * parts * 4 * ROWS * self.tokens
+            sums = 2 * parts * 4 * ROWS * self.tokens * self.deep
         return self.sums_at + sums - WINDOW
 
     @property
     def name(self) -> str:
         c = self.cells
         kind = "psumbook" if self.psumbook else "codebook"
+        deep = f"_{self.deep}deep" if self.deep > 1 else ""
         return (
             f"{kind}_m{c.m}v{c.v}x{c.groups}_{self.dtype}_{self.tokens}tokens_{self.chunks}x{self.columns}_"
-            f"{self.warps}warps_{self.stages}stages_{self.ctas}ctas"
+            f"{self.warps}warps_{self.stages}stages_{self.ctas}ctas{deep}"
         )
 
     @property
@@ -124,10 +127,12 @@ class CodebookKernel:
 
     def generate(self) -> Compiled:
         """The kernel, compiled for sm_90a; needs CuTe DSL."""
-        from anybit.kernels.hopper import codebook, psumbook
+        from anybit.kernels.hopper import codebook, codebook_swapped, psumbook
 
-        program = psumbook.Psumbook if self.psumbook else codebook.Codebook
-        return program(self).compile()
+        if self.psumbook:
+            return psumbook.Psumbook(self).compile()
+        swapped = self.tokens > 8
+        return (codebook_swapped.Swapped if swapped else codebook.Codebook)(self).compile()
 
 
 def family(cells: Cells) -> list[CodebookKernel]:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.cute.pack import ROWS
 from anybit.kernels.hopper.chip import H200, Chip
-from anybit.kernels.hopper.tiles import FIXED, Tile, choose, cycles, fits_once, fitted, may_copy
+from anybit.kernels.hopper.tile import Tile
+from anybit.kernels.hopper.tiles import FIXED, choose, cycles, fits_once, fitted, may_copy
 
 BYTES = Decoder("uint8", tuple(range(8)), middle=128)  # of a weight's copy in bytes
 DECODED = 256 << 20  # bytes of a decoded copy, or of a part of it, at most

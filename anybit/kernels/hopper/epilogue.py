@@ -25,6 +25,7 @@ class Epilogue:
     """The part of `gemm.Gemm` behind the main loop."""
 
     tokens: int  # of a tile
+    grouped: bool  # tokens lie sorted by expert
     blocks: int  # of 128 rows in a tile, of which a warp has 16 channels each
     split: int  # CTAs that share the tile
     finishers: int  # warps of a CTA that finish outputs, 16 channels each
@@ -147,11 +148,6 @@ class Epilogue:
         buffer, lane,
     ):  # fmt: skip
         """Scale, add the bias, round, and write 16 channels of every token."""
-        scales, zeros, offsets = channels
-        base = const_expr(block * (self.tokens // 2))
-        scale_of = cute.make_tensor(
-            cute.recast_ptr(table.iterator, dtype=Float32), cute.make_layout(self.tokens)
-        )
         # Rows of 48 bytes hold 16 channels of a token and keep stmatrix free of bank conflicts.
         buffer = buffer.align(16)
         rows = cute.make_tensor(
@@ -159,41 +155,58 @@ class Epilogue:
             cute.make_layout((4, 2, self.batch), stride=(1, 4, 12)),
         )
         for p in cutlass.range_constexpr(self.tokens // self.batch):
-            packed = []
-            for j in cutlass.range_constexpr(self.batch // 8):
-                pairs = [[], []]  # two tokens of channel g, two of channel g + 8
-                for c in cutlass.range_constexpr(2):
-                    token = p * self.batch + j * 8 + lane % 4 * 2 + c
-                    for v in cutlass.range_constexpr(2):
-                        total = acc[base + (p * (self.batch // 8) + j) * 4 + c + 2 * v]
-                        if const_expr(self.integer):
-                            total = total - zeros[v, block] * table[token, 1]
-                        factor = scales[v, block]
-                        if const_expr(self.quantized):
-                            factor = factor * scale_of[token]
-                        pairs[v].append(total.to(Float32) * factor + offsets[v, block])
-                packed += [pack2(*pair, self.out) for pair in pairs]
-            n_matrices = const_expr(min(4, len(packed)))
-            for i in cutlass.range_constexpr(0, len(packed), n_matrices):
-                # Matrix lane // 8 of this store: 8 tokens, one half of the channels.
-                token = i // 2 * 8 + (lane // 16 * 8 if n_matrices == 4 else 0) + lane % 8
-                address = buffer + (token * 48 + lane // 8 % 2 * 16)
-                stmatrix_transposed(address.toint(), packed[i : i + n_matrices])
-            cute.arch.sync_warp()
-            # Two lanes a token; all loads before the first store.
-            rounds = const_expr(-(-2 * self.batch // 32))
-            vectors = cute.make_rmem_tensor((4, rounds), Uint32)
-            for i in cutlass.range_constexpr(rounds):
-                token = cutlass.min(i * 16 + lane // 2, Int32(self.batch - 1))
-                cute.autovec_copy(rows[None, lane % 2, token], vectors[None, i])
-            for i in cutlass.range_constexpr(rounds):
-                token = i * 16 + lane // 2
-                at = start + p * self.batch + token
-                column = channel + lane % 2 * 8
-                if token < self.batch and at < end and column < n:
-                    target = (y + (Int64(at) * n + column)).align(16)
-                    target = cute.recast_ptr(target, dtype=Uint32)
-                    cute.autovec_copy(
-                        vectors[None, i], cute.make_tensor(target, cute.make_layout(4))
-                    )
-            cute.arch.sync_warp()
+            wanted = True
+            if const_expr(self.grouped):  # the last tile of an expert is rarely full
+                wanted = start + p * self.batch < end
+            if wanted:
+                self.store_some(
+                    acc, block, p, channels, table, y, n, channel, start, end, rows, buffer, lane
+                )
+
+    @cute.jit
+    def store_some(
+        self, acc, block: cutlass.Constexpr[int], p: cutlass.Constexpr[int], channels, table, y, n,
+        channel, start, end, rows, buffer, lane,
+    ):  # fmt: skip
+        """The same of `batch` tokens."""
+        scales, zeros, offsets = channels
+        base = const_expr(block * (self.tokens // 2))
+        scale_of = cute.make_tensor(
+            cute.recast_ptr(table.iterator, dtype=Float32), cute.make_layout(self.tokens)
+        )
+        packed = []
+        for j in cutlass.range_constexpr(self.batch // 8):
+            pairs = [[], []]  # two tokens of channel g, two of channel g + 8
+            for c in cutlass.range_constexpr(2):
+                token = p * self.batch + j * 8 + lane % 4 * 2 + c
+                for v in cutlass.range_constexpr(2):
+                    total = acc[base + (p * (self.batch // 8) + j) * 4 + c + 2 * v]
+                    if const_expr(self.integer):
+                        total = total - zeros[v, block] * table[token, 1]
+                    factor = scales[v, block]
+                    if const_expr(self.quantized):
+                        factor = factor * scale_of[token]
+                    pairs[v].append(total.to(Float32) * factor + offsets[v, block])
+            packed += [pack2(*pair, self.out) for pair in pairs]
+        n_matrices = const_expr(min(4, len(packed)))
+        for i in cutlass.range_constexpr(0, len(packed), n_matrices):
+            # Matrix lane // 8 of this store: 8 tokens, one half of the channels.
+            token = i // 2 * 8 + (lane // 16 * 8 if n_matrices == 4 else 0) + lane % 8
+            address = buffer + (token * 48 + lane // 8 % 2 * 16)
+            stmatrix_transposed(address.toint(), packed[i : i + n_matrices])
+        cute.arch.sync_warp()
+        # Two lanes a token; all loads before the first store.
+        rounds = const_expr(-(-2 * self.batch // 32))
+        vectors = cute.make_rmem_tensor((4, rounds), Uint32)
+        for i in cutlass.range_constexpr(rounds):
+            token = cutlass.min(i * 16 + lane // 2, Int32(self.batch - 1))
+            cute.autovec_copy(rows[None, lane % 2, token], vectors[None, i])
+        for i in cutlass.range_constexpr(rounds):
+            token = i * 16 + lane // 2
+            at = start + p * self.batch + token
+            column = channel + lane % 2 * 8
+            if token < self.batch and at < end and column < n:
+                target = (y + (Int64(at) * n + column)).align(16)
+                target = cute.recast_ptr(target, dtype=Uint32)
+                cute.autovec_copy(vectors[None, i], cute.make_tensor(target, cute.make_layout(4)))
+        cute.arch.sync_warp()

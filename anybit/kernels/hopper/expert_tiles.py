@@ -6,22 +6,16 @@ the tiles of tokens that they have together.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cache
+from itertools import accumulate
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper.chip import H200, Chip
-from anybit.kernels.hopper.tiles import (
-    EXCHANGE,
-    Tile,
-    fitted,
-    grid,
-    places,
-    scaled,
-    slow,
-    suited,
-)
+from anybit.kernels.hopper.tile import Tile, slow
+from anybit.kernels.hopper.tiles import EXCHANGE, fitted, grid, places, scaled, suited
 
 CLOCK = 1.755e3  # cycles in a microsecond
 READ = 1.035  # weights in a cycle, of what the memory can bring: at a clock below the highest
@@ -40,7 +34,8 @@ DEVIATIONS = 9  # of a binomial distribution beyond which nothing is counted
 
 def family_grouped(decoder: Decoder) -> list[Tile]:
     """The tiles that experts' kernels are compiled for."""
-    every = [Tile(8, ctas=2, split=split) for split in (4, 2)]
+    # Two CTAs of clusters that share a multiprocessor leave others without any.
+    every = [Tile(8, ctas=2, split=4), Tile(8, split=2)]
     every += [Tile(tokens, ctas=2) for tokens in (8, 16, 32, 64)]
     every += [Tile(128)]
     # Numbers of tokens vary between experts, and their mean is often a power of two: with tiles for
@@ -51,6 +46,18 @@ def family_grouped(decoder: Decoder) -> list[Tile]:
         every += [Tile(128, rows=256)]
     every += [Tile(256)] if decoder.slot == 8 else []  # 16-bit operands would leave two stages
     return [fitted(tile, decoder, grouped=True) for tile in suited(every, decoder)]
+
+
+def pieces(tile: Tile, decoder: Decoder) -> tuple[int, ...]:
+    """Tokens of a tile that are multiplied together; but the first, only where there are so many.
+
+    An expert's last tile is rarely full. Not where clusters or slow decoders divide the tokens.
+    """
+    if tile.tokens < 48 or tile.split > 1 or slow(decoder) or decoder.crowded or decoder.sums:
+        return (tile.tokens,)
+    step = max(tile.tokens // 128 * 32, 16 if tile.tokens < 64 else 32)
+    few = 1 if tile.tokens < 128 else 2
+    return (tile.tokens - few * step, *[step] * few)
 
 
 @cache
@@ -91,7 +98,8 @@ def cycles(
     # CTAs share a multiprocessor's rates. Clusters crowd on some even if others are free.
     shared = tile.ctas if tile.split > 1 else math.ceil(min(count, room) / chip.multiprocessors)
     steps = -(-k_tiles(k) // tile.split)
-    products = tile.rows * tile.tokens * K_TILE * decoder.slot / 32768
+    tokens = multiplied(pieces(tile, decoder), m, experts) / every
+    products = tile.rows * tokens * K_TILE * decoder.slot / 32768
     decoded = decoder.instructions * tile.rows / ROWS
     step = PRODUCT * products + INSTRUCTION * decoded + scaled(tile, decoder) + STEP
     beside = TILE + START * (tile.split > 1)
@@ -112,6 +120,16 @@ def touched(m: int, experts: int) -> float:
 def token_tiles(tokens: int, m: int, experts: int) -> float:
     """Tiles of so many tokens of all experts, expected."""
     return experts * math.fsum(p * -(-count // tokens) for count, p in counts(m, experts))
+
+
+@cache
+def multiplied(parts: tuple[int, ...], m: int, experts: int) -> float:
+    """Tokens that tiles of such pieces multiply, those behind the last included, expected."""
+    whole, ends = sum(parts), (0, *accumulate(parts))
+    return experts * math.fsum(
+        p * (count // whole * whole + ends[bisect_left(ends, count % whole)])
+        for count, p in counts(m, experts)
+    )
 
 
 def counts(m: int, experts: int) -> Iterator[tuple[int, float]]:

@@ -17,9 +17,8 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
@@ -27,18 +26,22 @@ from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.cute.ptx import TYPES
 from anybit.kernels.hopper import order
 from anybit.kernels.hopper.epilogue import Epilogue
+from anybit.kernels.hopper.expert_tiles import pieces
 from anybit.kernels.hopper.launch import ARCHITECTURE
 from anybit.kernels.hopper.order import Order
-from anybit.kernels.hopper.ptx import arrive_if, bulk_load
+from anybit.kernels.hopper.pieces import Pieces
+from anybit.kernels.hopper.producer import Producer
+from anybit.kernels.hopper.ptx import arrive_if, arrive_there_if
 from anybit.kernels.hopper.shares import join, share_of
-from anybit.kernels.hopper.tiles import EXPERT_WORDS, Kernel
+from anybit.kernels.hopper.tile import Kernel
+from anybit.kernels.hopper.tiles import EXPERT_WORDS
 from anybit.kernels.hopper.words import Words
 
 # Registers of a producer and a consumer thread when four producer warps give theirs away.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
-class Gemm(Order, Words, Epilogue):
+class Gemm(Order, Producer, Words, Pieces, Epilogue):
     """The main loop of a kernel; what is not a parameter is known when it is compiled."""
 
     source = warpgroup.OperandSource.RMEM  # of the decoded weights
@@ -50,7 +53,8 @@ class Gemm(Order, Words, Epilogue):
         self.decoder, self.tile = decoder, tile
         self.out, self.grouped, self.piece = kernel.output, kernel.grouped, kernel.piece
         self.tokens, self.stages = tile.tokens, tile.stages
-        self.split = tile.split
+        self.split, self.sides = tile.split, tile.sides
+        self.pieces = pieces(tile, decoder) if kernel.grouped else (tile.tokens,)
         self.blocks = tile.rows // ROWS  # blobs of a K tile
         self.columns, self.slots = tile.columns, tile.slots  # of a stage; K tiles of weights
         self.parts = K_TILE // tile.columns  # stages of a K tile
@@ -86,15 +90,6 @@ class Gemm(Order, Words, Epilogue):
                     (out, 2), (out, 16), (Int32, 4), (Float32, 16), (Int32, 4)]  # fmt: skip
         return compile_program(self, pointers, 5, ARCHITECTURE)
 
-    def mma_op(self) -> Any:
-        shape = (64, self.piece, self.k_mma)
-        where = (self.source, OperandMajorMode.K, OperandMajorMode.K)
-        if self.products is Int32:
-            return warpgroup.MmaI8Op(self.a, self.b, Int32, shape, *where)
-        if self.quantized:
-            return warpgroup.MmaF8Op(self.a, self.b, Float32, shape, *where)
-        return warpgroup.MmaF16BF16Op(self.a, Float32, shape, *where)
-
     @cute.jit
     def __call__(
         self,
@@ -121,13 +116,17 @@ class Gemm(Order, Words, Epilogue):
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.b)
         shape = self.tokens, self.columns, self.stages
         x_layout = cute.tile_to_shape(atom, shape, order=(0, 1, 2))
+        copy = cpasync.CopyBulkTensorTileG2SOp()
+        if const_expr(self.tile.pair):
+            copy = cpasync.CopyBulkTensorTileG2SMulticastOp()
         x_copy, x_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
+            copy,
             x_all,
             cute.slice_(x_layout, (None, None, 0)),
             (self.tokens, self.columns),
+            num_multicast=self.sides,
         )
-        mma = cute.make_tiled_mma(cute.make_mma_atom(self.mma_op()), (self.multipliers, 1, 1))
+        mma = self.tiled_mma(self.pieces[0])
 
         @cute.struct
         class Shared:
@@ -150,7 +149,7 @@ class Gemm(Order, Words, Epilogue):
         ).launch(
             grid=(grid, 1, 1),
             block=(self.tile.threads, 1, 1),
-            cluster=(self.split, 1, 1) if self.split > 1 else None,
+            cluster=(self.tile.cluster, 1, 1) if self.tile.cluster > 1 else None,
             min_blocks_per_mp=self.tile.ctas,
             preferred_smem_carveout=100,  # given, or the DSL asks the driver
             use_pdl=True,
@@ -191,11 +190,14 @@ class Gemm(Order, Words, Epilogue):
             cpasync.prefetch_descriptor(x_copy)
             if thread % 32 < self.stages:
                 cute.arch.mbarrier_init(full + thread % 32, self.arrivals)
-                cute.arch.mbarrier_init(empty + thread % 32, 256)  # all consumers
+                # All consumers, and a lane of each warp of the other CTA.
+                cute.arch.mbarrier_init(empty + thread % 32, 256 + 8 * (self.sides - 1))
             if const_expr(self.tile.late) and thread % 32 == 0:
                 cute.arch.mbarrier_init(shared.ahead.data_ptr(), 128)  # the first warpgroup
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if const_expr(self.tile.pair):
+            self.meet()  # before anyone writes to the other CTA
         cute.arch.griddepcontrol_launch_dependents()
 
         # A CTA takes every so many tiles, or a list of units; or a cluster splits a tile along K.
@@ -206,18 +208,19 @@ class Gemm(Order, Words, Epilogue):
             cute.arch.griddepcontrol_wait()
             m_tiles = self.count_tiles(starts, table, experts, thread)
         # What does not change from tile to tile.
-        rows = const_expr(self.tile.rows)
-        n_tiles = (n + (rows - 1)) // rows
-        problem = (spans, m, n, m_tiles, n_tiles, (n + (ROW_MULTIPLE - 1)) // ROW_MULTIPLE)
-        rank, first, last = cta % self.split, cta // self.split, n_tiles * m_tiles
-        share = (cta, ctas)
+        rows = const_expr(self.tile.span)
+        n_tiles, expert_tiles = (n + (rows - 1)) // rows, (n + (ROW_MULTIPLE - 1)) // ROW_MULTIPLE
+        side, team, teams = cta % self.sides, cta // self.sides, ctas // self.sides
+        problem = (spans, m, n, m_tiles, n_tiles, expert_tiles, side)
+        rank, first, last = cta % self.split, team // self.split, n_tiles * m_tiles
+        share = (team, teams)
         if const_expr(self.split > 1):
             k_first = k_tiles * rank // self.split
             k_last = k_tiles * (rank + 1) // self.split
         else:
             k_first, k_last = Int32(0), k_tiles
         if const_expr(self.tile.shared):
-            share, last = share_of(cta, ctas, n_tiles * m_tiles, k_tiles)
+            share, last = share_of(team, teams, n_tiles * m_tiles, k_tiles)
             first = Int32(0)
         turns = (first, last, share, k_first, k_last)
 
@@ -242,90 +245,11 @@ class Gemm(Order, Words, Epilogue):
                 mma, s_x, shared, row_scale, zero_or_book, token_scale, token_sum, bias, y,
                 (work, counters), problem, turns, rank, thread,
             )  # fmt: skip
+        if const_expr(self.tile.pair):
+            self.meet()  # nobody leaves while the other CTA may write to it
 
     def begin(self, shared: Any, book: Any, thread: Any) -> None:
         """What consumers do before the previous kernel has finished."""
-
-    @cute.jit
-    def produce(self, x_copy, x_tma, s_x, w, s_w, full, empty, problem, k_tiles, turns):
-        """Fill the ring. Weights of the first stages do not wait for the previous kernel."""
-        at, last, size = turns[0], turns[1], const_expr(self.blob * self.blocks)
-        early = Int32(0)
-        if at < last:
-            tile, k_first, k_last, _ = self.turn(at, turns)
-            early = cutlass.min(k_last - k_first, Int32(self.slots))
-            _, row_blob, _, _, _ = self.locate(tile, problem)
-            for i in cutlass.range(early, unroll=1):
-                barrier = full + i * self.parts
-                self.load_weights(w, s_w + i * size, barrier, row_blob, k_first + i, k_tiles)
-        cute.arch.griddepcontrol_wait()
-        stage, phase, slot = Int32(0), Int32(1), Int32(0)
-        while at < last:
-            tile, k, k_last, at = self.turn(at, turns)
-            _, row_blob, _, start, _ = self.locate(tile, problem)
-            g_x = cute.local_tile(
-                cute.domain_offset((start, 0), x_tma), (self.tokens, self.columns), (0, None)
-            )
-            x_to, x_from = cpasync.tma_partition(
-                x_copy,
-                0,
-                cute.make_layout(1),
-                cute.group_modes(s_x, 0, 2),
-                cute.group_modes(g_x, 0, 2),
-            )
-            while k < k_last:
-                for part in cutlass.range_constexpr(self.parts):
-                    if const_expr(part):
-                        cute.arch.mbarrier_wait(empty + stage, phase)
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.token_bytes)
-                    elif early > 0:
-                        early -= 1
-                    else:
-                        cute.arch.mbarrier_wait(empty + stage, phase)
-                        to = s_w + slot * size
-                        self.load_weights(w, to, full + stage, row_blob, k, k_tiles)
-                    cute.copy(
-                        x_copy,
-                        x_from[None, k * self.parts + part],
-                        x_to[None, stage],
-                        tma_bar_ptr=full + stage,
-                    )
-                    stage, phase = self.next_stage(stage, phase)
-                slot = self.next_slot(slot, stage)
-                k += 1
-
-    @cute.jit
-    def next_stage(self, stage, phase):
-        stage += 1
-        if stage == self.stages:
-            stage = Int32(0)
-            phase ^= 1
-        return stage, phase
-
-    @cute.jit
-    def next_slot(self, slot, stage):
-        """Where the next K tile's weights are; `stage`: of its first tokens."""
-        if const_expr(self.parts == 1):
-            slot = stage
-        else:
-            slot += 1
-            if slot == self.slots:
-                slot = Int32(0)
-        return slot
-
-    @cute.jit
-    def load_weights(self, w, to, barrier, row_blob, k, k_tiles):
-        """Arm a stage's barrier for weights and activations, and start the weights' copies."""
-        total = const_expr(self.blob * self.blocks + self.token_bytes)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, total)
-            for i in cutlass.range_constexpr(self.blocks):
-                at = (row_blob + i) * k_tiles + k
-                bulk_load(
-                    to + i * self.blob, w.toint() + Int64(at) * self.blob, self.blob,
-                    barrier.toint(),
-                )  # fmt: skip
 
     @cute.jit
     def consume(
@@ -338,8 +262,9 @@ class Gemm(Order, Words, Epilogue):
         rows = self.tile.rows
         operand = mma.make_fragment_A(mma.partition_shape_A((ROWS, K_TILE)))
         registers = cute.recast_tensor(operand, Uint32)
-        x_fragment = mma.make_fragment_B(mma.get_slice(thread).partition_B(s_x))
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((rows, self.tokens)), self.products)
+        x_fragment = self.tokens_of(s_x, mma, thread, 0, self.pieces[0])
+        shape = self.tiled_mma(self.tokens).partition_shape_C((rows, self.tokens))
+        acc = cute.make_rmem_tensor(shape, self.products)
         total = acc  # or what sums of a group are added to, times their scales
         if const_expr(self.decoder.sums):
             total = cute.make_rmem_tensor_like(acc, self.acc)
@@ -351,7 +276,8 @@ class Gemm(Order, Words, Epilogue):
             slice_of_16 = cutlass.min(rank * self.finishers + warp % self.finishers, Int32(7))
         place = (group, warp, slice_of_16, rank, t)
         tensors = (row_scale, row_zero, token_scale, token_sum, bias, y, workspace)
-        fragments = (mma, operand, registers, x_fragment, acc, total)
+        more = self.further(s_x, thread)
+        fragments = (mma, operand, registers, x_fragment, acc, total, more)
         ring = (Int32(0), Int32(0), Int32(0))
         at, last = turns[0], turns[1]
         if const_expr(self.split > 1):
@@ -372,7 +298,7 @@ class Gemm(Order, Words, Epilogue):
 
         Returns the ring's state and the next turn.
         """
-        mma, operand, registers, x_fragment, acc, total = fragments
+        mma, operand, registers, x_fragment, acc, total, more = fragments
         row_scale, row_zero, token_scale, token_sum, bias, y, workspace = tensors
         tile, k_first, k_last, after = self.turn(at, turns)
         group, warp, slice_of_16, rank, t = place
@@ -401,17 +327,16 @@ class Gemm(Order, Words, Epilogue):
                     stage, phase = self.next_stage(stage, phase)
                 if const_expr(not here):
                     cute.arch.mbarrier_wait(full + stage, phase)
-                if const_expr(self.tile.spread):
-                    words, grid = self.read_words(shared, group, t, slot, half, block)
-                elif const_expr(not batch):
+                if const_expr(not batch):
                     words, grid = self.read_words(shared, group, t, slot)
-                sums, place_a = self.sums_of(acc, mma, block), const_expr(batch % 2 * self.per_half)
+                place_a = const_expr(batch % 2 * self.per_half)
+                sums = self.sums_of(acc, mma, block, 0, self.pieces[0])
                 # The batch before may still run; the registers of the one before it are free.
                 if const_expr(not self.decoder.sums and self.batches > 1):
                     warpgroup.wait_group(self.running)
                 used = const_expr(batch >= self.batches) or k > k_first  # the stage before
                 if const_expr(here == 1):
-                    self.release(empty + previous, used)
+                    self.release(empty + previous, used, t, problem[6])
                 if const_expr(self.tile.late and batch == 1):
                     arrive_if(shared.ahead.data_ptr().toint(), k == ahead)
                 self.decode_half(words, grid, registers, half, block, place_a)
@@ -420,13 +345,14 @@ class Gemm(Order, Words, Epilogue):
                     if const_expr(self.batches == 1 and 2 * j == self.per_half):
                         warpgroup.commit_group()
                         warpgroup.wait_group(self.running)
-                        self.release(empty + previous, used)
+                        self.release(empty + previous, used, t, problem[6])
                     a = operand[None, None, place_a + j]
                     step = const_expr(half * self.per_half + j)
                     b = x_fragment[None, None, step % self.steps, stage]
                     if const_expr(self.decoder.sums):
                         self.next_group(mma, step, acc, total, grid)
                     cute.gemm(mma, sums, a, b, sums)
+                self.multiply_further(more, operand, acc, stage, end - start, place_a, half, block)
                 warpgroup.commit_group()
             if const_expr(self.decoder.sums):
                 warpgroup.wait_group(0)
@@ -436,7 +362,7 @@ class Gemm(Order, Words, Epilogue):
             slot = self.next_slot(slot, stage)
             k += 1
         warpgroup.wait_group(0)
-        self.release(empty + previous, k_last > k_first)
+        self.release(empty + previous, k_last > k_first, t, problem[6])
         acc = total
 
         table = self.share_tokens(shared, tokens, group, t)
@@ -447,7 +373,7 @@ class Gemm(Order, Words, Epilogue):
         if const_expr(self.tile.shared):
             finishes = join(
                 acc, self.acc, self.joined, workspace[0].toint(), workspace[1].toint(),
-                8, warp, turns[2], tile, k_first, k_last, t % 32,
+                8 * self.sides, problem[6] * 8 + warp, turns[2], tile, k_first, k_last, t % 32,
             ) > 0  # fmt: skip
         if const_expr(self.grouped and self.tile.wide):  # again: the loop has no registers left
             row_tile, _, expert, start, end = self.locate(tile, problem)
@@ -471,16 +397,13 @@ class Gemm(Order, Words, Epilogue):
             warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, not begins)
 
-    def sums_of(self, acc, mma, block):
-        """The accumulators of one block of 128 rows."""
-        layout = cute.make_layout(mma.partition_shape_C((ROWS, self.tokens)))
-        return cute.make_tensor(acc.iterator + block * cute.size(layout), layout)
-
     @cute.jit
-    def release(self, empty, when):
-        """This thread is done with a stage.
+    def release(self, empty, when, t=0, side=0):
+        """This thread is done with a stage; a warp tells the other CTA that copies tokens to it.
 
         Without a branch, at which ptxas might wait for every single WGMMA of the loop. One lane for
         its warp is no faster, and racecheck follows only the arrivals of those that have read.
         """
         arrive_if(empty.toint(), when)
+        if const_expr(self.tile.pair):
+            arrive_there_if(empty.toint(), 1 - side, Boolean(when) & (t % 32 == 0))

@@ -21,7 +21,8 @@ from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder
 from anybit.kernels.hopper import codebook_tiles, tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.codebook_tiles import TABLE
-from anybit.kernels.hopper.tiles import Kernel, Tile, fits_once, fitted
+from anybit.kernels.hopper.tile import Kernel, Tile
+from anybit.kernels.hopper.tiles import fits_once, fitted
 
 TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
 DENSE_FROM = 4096  # tokens, by codebook

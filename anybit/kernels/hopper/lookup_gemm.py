@@ -24,7 +24,7 @@ from anybit.kernels.hopper.fragments import arrive_after_copies, copy_async, ins
 from anybit.kernels.hopper.gemm import Gemm
 from anybit.kernels.hopper.lookup import TILES_OF_BLOB, LookupDecoder
 from anybit.kernels.hopper.ptx import bulk_prefetch
-from anybit.kernels.hopper.tiles import Kernel
+from anybit.kernels.hopper.tile import Kernel
 
 CONSUMERS = 256  # threads
 VECTOR = 16  # bytes of a vector's codes, for 16 rows

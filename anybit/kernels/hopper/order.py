@@ -7,7 +7,7 @@ from cutlass import Int32, const_expr
 from anybit.kernels.cute.operands import SPANS
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.hopper.shares import unit_of
-from anybit.kernels.hopper.tiles import Tile
+from anybit.kernels.hopper.tile import Tile
 
 NEAR = 1024  # tokens whose tiles are neighbours in the order of tiles
 
@@ -17,6 +17,7 @@ class Order:
 
     tile: Tile
     tokens: int  # of a tile
+    sides: int  # CTAs of a cluster that have a row tile each, of the same tokens
     blocks: int  # of 128 rows in a tile
     near: int  # token tiles that are neighbours; 0: all
     grouped: bool  # tokens lie sorted by expert
@@ -73,7 +74,7 @@ class Order:
         L2: `NEAR` tokens at most, or those of one expert, or the weights of a wave would not fit
         beside them.
         """
-        (table, starts, experts), m, _, m_tiles, n_tiles, expert_tiles = problem
+        (table, starts, experts), m, _, m_tiles, n_tiles, expert_tiles, side = problem
         expert, end = Int32(0), m
         if const_expr(self.grouped):
             span, before, index = Int32(0), Int32(0), tile // n_tiles
@@ -105,5 +106,6 @@ class Order:
                 width = cutlass.min(m_tiles - before, Int32(self.near))
             tile -= before * n_tiles
             row_tile, start = tile // width, (before + tile % width) * self.tokens
+            row_tile = row_tile * self.sides + side
         blobs = expert * (expert_tiles * (ROW_MULTIPLE // ROWS)) + row_tile * self.blocks
         return row_tile, blobs, expert, start, end

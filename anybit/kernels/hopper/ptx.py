@@ -66,3 +66,18 @@ def arrive_if(barrier: Int32, when: Boolean, *, loc: Any = None, ip: Any = None)
     at = {"loc": loc, "ip": ip}
     text = "{ .reg .pred now; setp.ne.s32 now, $1, 0; @now mbarrier.arrive.shared.b64 _, [$0]; }"
     asm(None, [Int32(barrier), Int32(when)], text, "r,r,~{memory}", True, at)
+
+
+@dsl_user_op
+def arrive_there_if(
+    barrier: Int32, rank: Int32, when: Boolean, *, loc: Any = None, ip: Any = None
+) -> None:
+    """`arrive_if` at the mbarrier of the cluster's CTA `rank` at this address."""
+    at = {"loc": loc, "ip": ip}
+    text = (
+        "{ .reg .pred now; .reg .b32 there; setp.ne.s32 now, $2, 0; "
+        "mapa.shared::cluster.u32 there, $0, $1; "
+        "@now mbarrier.arrive.shared::cluster.b64 _, [there]; }"
+    )
+    args = [Int32(barrier), Int32(rank), Int32(when)]
+    asm(None, args, text, "r,r,r,~{memory}", True, at)

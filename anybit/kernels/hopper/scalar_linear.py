@@ -27,7 +27,7 @@ from anybit.kernels.hopper import copies, tiles
 from anybit.kernels.hopper.chip import H200, Chip, chip_of
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.launch import GemmLauncher
-from anybit.kernels.hopper.tiles import Kernel, Tile
+from anybit.kernels.hopper.tile import Kernel, Tile, slow
 from anybit.kernels.mma import linear as mma
 from anybit.kernels.mma import tiles as mma_tiles
 
@@ -75,14 +75,14 @@ def narrow(m: int, n: int, k: int, d: Decoder, chip: Chip = H200) -> bool:
     """Whether a product goes to `kernels/mma`, which read the same blobs: if all CTAs fit at once.
 
     They are 1.05 to 1.6 times as fast as these kernels then (benchmarks/results/h200_mma.csv), but
-    slower where they take turns (28672 rows), unless `tiles.slow`: a trellis of 28672 rows took 29
+    slower where they take turns (28672 rows), unless `slow`: a trellis of 28672 rows took 29
     us there and 35 here. There tokens are read for every 32 rows: from 9 of 16 bits on, columns so
     long that each CTA here has `LONG` K tiles of equal shares are faster here. On sm_90, `mma.sync`
     has no products of fp8: the assembler converts to fp16, and spills.
     """
     if m > mma_tiles.NARROW or d.operand == "float8_e4m3fn" or d.sums:
         return False
-    if tiles.slow(d):
+    if slow(d):
         return True
     units = -(-n // ROWS) * k_tiles(k)
     if m > 8 and d.slot == 16 and units >= LONG * 2 * chip.multiprocessors:

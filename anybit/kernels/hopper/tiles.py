@@ -1,13 +1,13 @@
-"""The kernels of the Hopper family, and which one a problem gets: data, not code."""
+"""The tiles of the Hopper family, and which one a problem gets: data, not code."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import gcd
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
-from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.cute.operands import SPANS
 from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper.chip import H200, Chip
-from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
+from anybit.kernels.hopper.tile import Tile, slow
 
 MAX_SHARED = 232_448  # bytes of shared memory that one CTA may have
 SHARED_OF_SM = 233_472  # bytes that all CTAs of a multiprocessor share
@@ -35,120 +35,6 @@ COPIED, POWER, BEGIN, END, MEET, SUM = 38, 1540, 4700, 6650, 1500, 0.386
 PAIR, APART, AGAIN, NEAR = 1.05, 1.017, 0.042, 5e7
 
 
-@dataclass(frozen=True)
-class Tile:
-    """What one CTA multiplies, and how.
-
-    tokens: 8 to 256. rows: weight rows, 128 or 256. ctas: resident on a multiprocessor.
-    split: CTAs of a cluster that split the K of one tile.
-    stages: K tiles in flight; 0 means all that fit. shared: CTAs have equal shares of all K tiles.
-    late: the second warpgroup stays some K tiles behind the first where a CTA has several tiles, so
-    that it multiplies while the first one writes outputs, and the other way round. spread: code
-    words are read before each batch of products, not all of a K tile at once. columns: of a stage's
-    tokens, 128 or 64, of which a K tile's 128 have two stages; `stages` counts these.
-    """
-
-    tokens: int
-    rows: int = 128
-    ctas: int = 1
-    split: int = 1
-    stages: int = 0
-    shared: bool = False
-    late: bool = False
-    spread: bool = False
-    columns: int = K_TILE
-
-    @property
-    def slots(self) -> int:
-        """K tiles whose weights are in flight."""
-        return -(-self.stages * self.columns // K_TILE)
-
-    @property
-    def lag(self) -> int:
-        """K tiles that the second warpgroup is behind: the others hide the copies' latency."""
-        return max(1, self.stages * self.columns // K_TILE // 2) if self.late else 0
-
-    @property
-    def wide(self) -> bool:
-        """Whether consumers need more registers than 288 threads leave them."""
-        return self.rows // 128 * (self.tokens + 32) >= 256
-
-    @property
-    def threads(self) -> int:
-        """Two consumer warpgroups and a producer warp, or a warpgroup that gives registers away.
-
-        288 threads cost registers like 384, so they get 168 each at most; with `setmaxnreg` the
-        consumers get 232.
-        """
-        return 384 if self.wide else 288
-
-    @property
-    def name(self) -> str:
-        split = f"_split{self.split}" if self.split > 1 else "_shared" * self.shared
-        split += "_late" * self.late + "_spread" * self.spread
-        columns = f"x{self.columns}" if self.columns < K_TILE else ""
-        return f"{self.rows}x{self.tokens}{columns}_{self.stages}stages_{self.ctas}ctas{split}"
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One member of the family: everything that is fixed when it is compiled.
-
-    output: "float16" or "bfloat16". grouped: tokens lie sorted by expert, each with its own weight.
-    """
-
-    decoder: Decoder
-    tile: Tile
-    output: str
-    grouped: bool = False
-
-    architecture = ARCHITECTURE
-    arguments = GemmArguments
-
-    @property
-    def activation(self) -> str:
-        """The dtype of X."""
-        return "int8" if self.decoder.operand == "uint8" else self.decoder.operand
-
-    @property
-    def piece(self) -> int:
-        """Tokens of a WGMMA, whose multiple `suited` makes a slow decoder's tiles.
-
-        While one multiplies, others wait with what a slow decoder of bytes is to do next.
-        """
-        short = slow(self.decoder) and self.decoder.slot == 8
-        return min(self.tile.tokens, 64 if short else 256)
-
-    # As a `jit.KernelSpec`.
-
-    @property
-    def name(self) -> str:
-        return f"{self.decoder.bits}bit_{self.decoder.operand}_{self.tile.name}_{self.output}"
-
-    @property
-    def header(self) -> dict[str, int]:
-        tile = self.tile
-        return {"threads": tile.threads, "cluster": tile.split, "box": tile.tokens}
-
-    @property
-    def batch(self) -> int:
-        """WGMMAs of 64 columns, or of a group whose sums get a scale."""
-        d = self.decoder
-        return min(d.slot // 4, 4 // d.entries) if d.sums else d.slot // 4
-
-    @property
-    def classes(self) -> tuple[type, ...]:
-        return type(self.decoder).__mro__[:-1]
-
-    def generate(self) -> Compiled:
-        """The kernel, compiled for sm_90a; needs CuTe DSL."""
-        from anybit.kernels.hopper import gemm
-
-        program = self.decoder.main_loop() or gemm.Gemm
-        compiled: Compiled = program(self).compile()
-        return compiled
-
-
 def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
     """The tiles without those that would spill beside a crowded decoder, or a slow one."""
     if decoder.crowded:
@@ -160,11 +46,6 @@ def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
         alone = [replace(t, ctas=1) for t in fit]
         return list(dict.fromkeys(alone))
     return [replace(t, ctas=1) if decoder.crowded and t.tokens == 64 else t for t in tiles]
-
-
-def slow(decoder: Decoder) -> bool:
-    """Whether decoding, and not reading, is what few tokens wait for."""
-    return decoder.cost > 2
 
 
 def shared(decoder: Decoder) -> list[Tile]:
@@ -268,7 +149,7 @@ def staged(tile: Tile, decoder: Decoder) -> int:
 
 def beside(tile: Tile) -> int:
     """Bytes of outputs on their way, and of scales and sums of tokens."""
-    return 8 * 48 * min(tile.tokens, 32) + 16 * tile.tokens
+    return 8 * 48 * gcd(tile.tokens, 32) + 16 * tile.tokens
 
 
 def grid(tile: Tile, m: int, n: int, experts: int = 0, chip: Chip = H200) -> int:
@@ -279,16 +160,16 @@ def grid(tile: Tile, m: int, n: int, experts: int = 0, chip: Chip = H200) -> int
     How many tiles of tokens `experts` make is known on the device only; here it is the most.
     """
     tokens = -(-m // tile.tokens) if not experts else most_tiles(tile, m, experts)
-    tiles = -(-n // tile.rows) * tokens
-    room = chip.multiprocessors * tile.ctas
+    tiles = -(-n // tile.span) * tokens
+    room = chip.multiprocessors * tile.ctas // tile.sides
     if experts and tile.split == 1:
         return min(tiles, room)
     if tile.split > 1:  # a cluster does one tile
         return tiles * tile.split
     if tile.shared:
-        return room
+        return room * tile.sides
     waves = -(-tiles // room)
-    return -(-tiles // waves)
+    return -(-tiles // waves) * tile.sides
 
 
 def sharers(common: int, steps: int, ctas: int) -> int:
@@ -304,8 +185,9 @@ def sharers(common: int, steps: int, ctas: int) -> int:
 
 def workspace(tile: Tile, m: int, n: int, ctas: int) -> int:
     """Numbers of the workspace where `ctas` share tiles, see `shares.py`; else 0."""
-    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
-    return 2 * ctas * tile.rows * tile.tokens if tile.shared and tiles % ctas else 0
+    tiles = -(-n // tile.span) * -(-m // tile.tokens)
+    some = tile.shared and tiles % (ctas // tile.sides)
+    return 2 * ctas * tile.rows * tile.tokens if some else 0
 
 
 def most_tiles(tile: Tile, m: int, experts: int) -> int:
@@ -394,8 +276,8 @@ def fits_once(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip =
     """Whether every cluster can be resident at once, and every CTA gets enough of K."""
     if tile.split == 1 and not tile.shared:
         return True
-    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
-    room = chip.multiprocessors * places(fitted(tile, decoder), decoder)
+    tiles = -(-n // tile.span) * -(-m // tile.tokens)
+    room = chip.multiprocessors * places(fitted(tile, decoder), decoder) // tile.sides
     if tile.shared:
         return tiles * k_tiles(k) >= LEAST_UNITS * room
     if tile.split > 2:  # they do not fill the processor's parts: 40 of three took two turns
@@ -441,8 +323,8 @@ def expected(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = 
 
 def parts_met(tile: Tile, m: int, n: int, k: int, chip: Chip) -> float:
     """Parts of tiles with equal shares that a CTA adds to others', and what many at a time cost."""
-    ctas = grid(tile, m, n, chip=chip)
-    common = -(-n // tile.rows) * -(-m // tile.tokens) % ctas
+    ctas = grid(tile, m, n, chip=chip) // tile.sides
+    common = -(-n // tile.span) * -(-m // tile.tokens) % ctas
     if not tile.shared or not common:
         return 0
     share = sharers(common, k_tiles(k), ctas)
@@ -456,8 +338,8 @@ def together(tile: Tile, m: int, n: int, chip: Chip) -> int:
 
 def most_steps(tile: Tile, m: int, n: int, k: int, chip: Chip) -> int:
     """K tiles of the CTA that has most."""
-    ctas = grid(tile, m, n, chip=chip)
-    tiles, each = -(-n // tile.rows) * -(-m // tile.tokens), k_tiles(k)
+    ctas = grid(tile, m, n, chip=chip) // tile.sides
+    tiles, each = -(-n // tile.span) * -(-m // tile.tokens), k_tiles(k)
     if not tile.shared:
         return -(-tiles * tile.split // ctas) * (each // tile.split)
     common = tiles % ctas

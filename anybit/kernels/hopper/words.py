@@ -20,14 +20,8 @@ class Words:
     slots: int  # K tiles in flight
 
     @cute.jit
-    def read_words(
-        self, shared, group, t, slot, half: cutlass.Constexpr[int] = -1,
-        block: cutlass.Constexpr[int] = 0,
-    ):  # fmt: skip
-        """A thread's code and grid words of a K tile, 16 bytes at a time; or those of a batch."""
-        bits = const_expr(self.decoder.bits)
-        first = const_expr(half * bits // 4 if half >= 0 else 0)
-        last = const_expr(-(-(half + 1) * bits // 4) if half >= 0 else self.whole)
+    def read_words(self, shared, group, t, slot):
+        """A thread's code and grid words of a K tile, 16 bytes at a time."""
         blob, blocks = const_expr(self.blob // 4), const_expr(self.blocks)
         base = cute.recast_ptr(shared.w.data_ptr(), dtype=Uint32)
         strides = (128 * self.words, blob, blocks * blob)  # warpgroup, blob, stage
@@ -49,9 +43,8 @@ class Words:
             ),
         )
         pair = t // 32 * 8 + t % 32 // 4
-        blocks_read = const_expr(range(block, block + 1) if half >= 0 else range(blocks))
-        for i in cutlass.range_constexpr(blocks_read.start, blocks_read.stop):
-            for c in cutlass.range_constexpr(first, min(last, self.whole)):
+        for i in cutlass.range_constexpr(blocks):
+            for c in cutlass.range_constexpr(self.whole):
                 cute.autovec_copy(by4[None, t, c, group, i, slot], words[None, c, i])
             if const_expr(self.words % 4):
                 rest = cute.make_rmem_tensor((2,), Uint32)

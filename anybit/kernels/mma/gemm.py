@@ -11,18 +11,12 @@ GEMM, and the workspace is not touched.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from anybit.kernels.cute.decode import K_TILE
+from anybit.kernels.cute.last import arrives_last
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
-from anybit.kernels.cute.ptx import (
-    count_up,
-    fence,
-    load_l2,
-    load_shared,
-    store_global,
-    store_shared,
-)
+from anybit.kernels.cute.ptx import load_l2, store_global
 from anybit.kernels.mma.product import Product
 from anybit.kernels.mma.ptx import commit, copy, copy_if, copy_or_zero, wait
 from anybit.kernels.mma.tiles import FLAG, Kernel
@@ -224,19 +218,10 @@ class Gemm(Product):
                         into + (i * self.blocks + b) * (self.threads * 16),
                         [acc[c, b, i] for c in range(4)],
                     )
-            fence()
-            cute.arch.sync_threads()
             flag = base + self.stage_bytes * self.stages
-            if thread == 0:
-                before = count_up(counter)
-                store_shared(flag, [Uint32(before)])
-            cute.arch.sync_threads()
             mine = Int32(0)
-            if Int32(load_shared(flag, 1, 0, True)[0]) == high - low:
+            if arrives_last(flag, counter, high - low + 1, thread):
                 mine = Int32(1)
-                fence()
-                if thread == 0:
-                    store_global(counter, [Uint32(0)])
                 acc.fill(0)
                 for c in cutlass.range(low, high + 1, unroll=1):
                     slot = c * 2 + (1 if c == low else 0)

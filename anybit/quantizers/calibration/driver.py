@@ -10,6 +10,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import TypeVar
@@ -26,6 +27,7 @@ from anybit.progress import progress
 from anybit.quantizers.base import Quantizer, quantize_layers
 from anybit.quantizers.calibration.block_runner import BlockRunner, Blocks, block_lists
 from anybit.quantizers.calibration.data import Calibration
+from anybit.quantizers.calibration.gradients import output_gradients, refuse_gradients
 from anybit.quantizers.calibration.memory import (
     forget_dtypes,
     freed_at_once,
@@ -90,6 +92,8 @@ def calibrate(
             f"kv_scales: {type(model).__name__} is an encoder-decoder, and scales are of decoders' "
             "caches; leave it out"
         )
+    if "gradients" in quantizer.needs:
+        refuse_gradients(model, data, stored is not None or len(lists) > 1)
     settings = settings_of(model, schemes, quantizer, calibration, data, stored)
     config = getattr(model, "config", None)
     finished = FinishedBlocks(calibration.work, settings, getattr(config, "model_type", None))
@@ -112,6 +116,9 @@ def calibrate(
         for found, runner in zip(lists, runners, strict=True):
             rehearse(runner, partial(at_work, found, runner.device))
         beside = [dense_runner(runner, data, quantizer) for runner in runners]
+        gradients = dict[str, Tensor]()
+        if "gradients" in quantizer.needs and isinstance(data, Tensor):
+            gradients = output_gradients(model, list(schemes), data)
         with progress("calibrating", sum(weights.values()), show_progress) as step:
             for found, runner, dense in zip(lists, runners, beside, strict=True):
                 for index, block in enumerate(found.modules):
@@ -122,7 +129,14 @@ def calibrate(
                             dense.advance(index)
                         if not finished.restore(done, block, own, start) and own:
                             few |= quantize_block(
-                                block, own, quantizer, runner, index, start, dense
+                                block,
+                                own,
+                                quantizer,
+                                runner,
+                                index,
+                                start,
+                                dense,
+                                inside(gradients, start),
                             )
                         runner.advance(index, calibration.kv_scales)
                         finished.save(done, block, start)
@@ -139,6 +153,7 @@ def calibrate(
                 statistics = runners[-1].collect(
                     len(lists[-1].modules), outside, needed(quantizer, outside), beside[-1]
                 )
+                statistics = joined(statistics, gradients)
                 few |= too_few_tokens(statistics, model, "")
                 quantize_layers(model, outside, quantizer, statistics)
                 forget_dtypes(model.get_submodule(name) for name in outside)
@@ -161,6 +176,7 @@ def quantize_block(
     index: int,
     prefix: str,
     dense: BlockRunner | None = None,
+    gradients: Mapping[str, Tensor] | None = None,
 ) -> dict[str, int]:
     """Collect statistics of one block's layers, transform it and quantize it.
 
@@ -172,6 +188,7 @@ def quantize_block(
         index: Of the block.
         prefix: The block's name in the model, with a dot at its end.
         dense: Runs the dense model beside; is at the next block afterwards.
+        gradients: Second moments of gradients of its layers' outputs, if the quantizer needs them.
 
     Returns:
         Names of the layers that saw fewer tokens than they have inputs, and how many they saw.
@@ -185,7 +202,7 @@ def quantize_block(
         quantizer.transform(block, schemes, runner.collect(index, schemes, light), output)
     for number, part in enumerate(parts):
         beside = None if number else dense  # experts get other tokens in the dense model
-        statistics = runner.collect(index, part, needs, beside)
+        statistics = joined(runner.collect(index, part, needs, beside), gradients)
         few |= too_few_tokens(statistics, block, prefix)
         if len(parts) == 1:
             statistics = quantizer.transform(block, part, statistics, output)
@@ -195,11 +212,20 @@ def quantize_block(
         beside.copies[index] = copy.deepcopy(block)
         for turn, group in enumerate(in_turns(part, statistics)):
             if turn:  # on the outputs of the quantized layers before it
-                statistics = runner.collect(index, group, needs, beside)
+                statistics = joined(runner.collect(index, group, needs, beside), gradients)
             quantizer.quantize_block(block, group, statistics, outputs)
         beside.advance(index)
         beside.copies.clear()
     return few
+
+
+def joined(
+    statistics: dict[str, Statistics], gradients: Mapping[str, Tensor] | None
+) -> dict[str, Statistics]:
+    """Statistics with the gradients of each layer's outputs, where there are any."""
+    if not gradients:
+        return statistics
+    return {name: replace(one, gradients=gradients[name]) for name, one in statistics.items()}
 
 
 def in_turns(

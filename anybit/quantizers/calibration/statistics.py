@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from anybit.core.rotation import turned
+from anybit.core.rotation import Rotation, block, hadamard, turned
 
 SAMPLE = 512  # input rows that `Statistics.sample` keeps
 
@@ -17,6 +17,19 @@ def products(x: Tensor) -> Tensor:
         return torch.mm(x.T, x, out_dtype=torch.float32)
     wide = x.float()
     return wide.T @ wide
+
+
+def turned_outputs(gradients: Tensor, vector: Tensor) -> Tensor:
+    """Second moments (blocks, rows, rows) of H (vector * g), from those of g, vector (N,)."""
+    count, rows, _ = gradients.shape
+    v = gradients.new_zeros(count * rows)
+    v[: len(vector)] = vector.to(v)
+    v = v.view(count, rows, 1)
+    h = hadamard(block(len(vector))).to(v)
+    out = gradients * v * v.mT
+    for _ in range(2):
+        out = (out.unflatten(-1, (-1, len(h))) @ h).flatten(-2).mT
+    return out.contiguous()
 
 
 @dataclass
@@ -34,6 +47,7 @@ class Statistics:
         mean_abs: Mean |x| of every channel, (K,) fp32.
         drift: Mean of (x' - x) x^T, (K, K) fp32, where x' is what the dense model has in x's place.
         sample: About 512 rows of x, evenly spaced, (S, K) in the dtype of x.
+        gradients: What `output_gradients` finds for the layer's outputs, (blocks, rows, rows) fp32.
     """
 
     tokens: int = 0
@@ -42,6 +56,7 @@ class Statistics:
     mean_abs: Tensor = field(default_factory=lambda: torch.empty(0))
     sample: Tensor = field(default_factory=lambda: torch.empty(0))
     drift: Tensor = field(default_factory=lambda: torch.empty(0))
+    gradients: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def add(
         self, x: Tensor, needs: tuple[str, ...], every: int, dense: Tensor | None = None
@@ -87,15 +102,19 @@ class Statistics:
             self.mean_abs / s if self.mean_abs.numel() else self.mean_abs,
             (self.sample.float() / s).to(self.sample.dtype) if self.sample.numel() else self.sample,
             self.drift / s / s[:, None] if self.drift.numel() else self.drift,
+            self.gradients,
         )
 
-    def rotated(self, vector: Tensor) -> "Statistics":
-        """The statistics of H (vector * x), for a rotation's vector (K,).
+    def rotated(self, rotation: Rotation) -> "Statistics":
+        """The statistics of a rotated layer: of H (rotate_in * x), and of its outputs before H.
 
         Means of magnitudes do not follow from those of x. They come from the sample, and are empty
         without one.
         """
-        out = Statistics(self.tokens)
+        vector = rotation.rotate_in
+        out = Statistics(self.tokens, gradients=self.gradients)
+        if rotation.rotate_out is not None and self.gradients.numel():
+            out.gradients = turned_outputs(self.gradients, rotation.rotate_out.flatten())
         v = vector.to(self.hessian.device).float()
         if self.hessian.numel():
             out.hessian = turned(turned(self.hessian * v * v[:, None]).T)

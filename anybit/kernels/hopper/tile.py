@@ -1,0 +1,142 @@
+"""A kernel of the Hopper family: its tile, and what else is fixed when it is compiled."""
+
+from dataclasses import dataclass
+
+from anybit.kernels.cute.decode import K_TILE, Decoder
+from anybit.kernels.cute.jit import Compiled
+from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one CTA multiplies, and how.
+
+    tokens: 8 to 256. rows: weight rows, 128 or 256. ctas: resident on a multiprocessor.
+    split: CTAs of a cluster that split the K of one tile.
+    stages: K tiles in flight; 0 means all that fit. shared: CTAs have equal shares of all K tiles.
+    late: the second warpgroup stays some K tiles behind the first where a CTA has several tiles, so
+    that it multiplies while the first one writes outputs, and the other way round. columns: of a
+    stage's tokens, 128 or 64, of which a K tile's 128 have two stages; `stages` counts these. pair:
+    two CTAs of a cluster have neighbouring row tiles, and each copies half of the tokens for both.
+    """
+
+    tokens: int
+    rows: int = 128
+    ctas: int = 1
+    split: int = 1
+    stages: int = 0
+    shared: bool = False
+    late: bool = False
+    columns: int = K_TILE
+    pair: bool = False
+
+    @property
+    def sides(self) -> int:
+        """CTAs with neighbouring tiles of rows."""
+        return 2 if self.pair else 1
+
+    @property
+    def span(self) -> int:
+        """Rows of a cluster."""
+        return self.rows * self.sides
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.split * self.sides
+
+    @property
+    def slots(self) -> int:
+        """K tiles whose weights are in flight."""
+        return -(-self.stages * self.columns // K_TILE)
+
+    @property
+    def lag(self) -> int:
+        """K tiles that the second warpgroup is behind: the others hide the copies' latency."""
+        return max(1, self.stages * self.columns // K_TILE // 2) if self.late else 0
+
+    @property
+    def wide(self) -> bool:
+        """Whether consumers need more registers than 288 threads leave them."""
+        return self.rows // 128 * (self.tokens + 32) >= 256
+
+    @property
+    def threads(self) -> int:
+        """Two consumer warpgroups and a producer warp, or a warpgroup that gives registers away.
+
+        288 threads cost registers like 384, so they get 168 each at most; with `setmaxnreg` the
+        consumers get 232.
+        """
+        return 384 if self.wide else 288
+
+    @property
+    def name(self) -> str:
+        split = f"_split{self.split}" if self.split > 1 else "_shared" * self.shared
+        split += "_late" * self.late + "_pair" * self.pair
+        columns = f"x{self.columns}" if self.columns < K_TILE else ""
+        return f"{self.rows}x{self.tokens}{columns}_{self.stages}stages_{self.ctas}ctas{split}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One member of the family: everything that is fixed when it is compiled.
+
+    output: "float16" or "bfloat16". grouped: tokens lie sorted by expert, each with its own weight.
+    """
+
+    decoder: Decoder
+    tile: Tile
+    output: str
+    grouped: bool = False
+
+    architecture = ARCHITECTURE
+    arguments = GemmArguments
+
+    @property
+    def activation(self) -> str:
+        """The dtype of X."""
+        return "int8" if self.decoder.operand == "uint8" else self.decoder.operand
+
+    @property
+    def piece(self) -> int:
+        """Tokens of a WGMMA, whose multiple `suited` makes a slow decoder's tiles.
+
+        While one multiplies, others wait with what a slow decoder of bytes is to do next.
+        """
+        short = slow(self.decoder) and self.decoder.slot == 8
+        return min(self.tile.tokens, 64 if short else 256)
+
+    # As a `jit.KernelSpec`.
+
+    @property
+    def name(self) -> str:
+        return f"{self.decoder.bits}bit_{self.decoder.operand}_{self.tile.name}_{self.output}"
+
+    @property
+    def header(self) -> dict[str, int]:
+        tile = self.tile
+        box = tile.tokens // tile.sides
+        return {"threads": tile.threads, "cluster": tile.cluster, "box": box}
+
+    @property
+    def batch(self) -> int:
+        """WGMMAs of 64 columns, or of a group whose sums get a scale."""
+        d = self.decoder
+        return min(d.slot // 4, 4 // d.entries) if d.sums else d.slot // 4
+
+    @property
+    def classes(self) -> tuple[type, ...]:
+        return type(self.decoder).__mro__[:-1]
+
+    def generate(self) -> Compiled:
+        """The kernel, compiled for sm_90a; needs CuTe DSL."""
+        from anybit.kernels.hopper import gemm
+
+        program = self.decoder.main_loop() or gemm.Gemm
+        compiled: Compiled = program(self).compile()
+        return compiled
+
+
+def slow(decoder: Decoder) -> bool:
+    """Whether decoding, and not reading, is what few tokens wait for."""
+    return decoder.cost > 2

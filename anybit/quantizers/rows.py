@@ -1,0 +1,88 @@
+"""GPTQ along rows and columns: weights to come, of either, make up for the errors before them.
+
+The error E of a weight costs tr(G E H E^T), with the second moments H of inputs and G of gradients
+at the outputs. `columns.propagate` minds H alone: with H^-1 = U^T U, columns to come are changed by
+rows of U. G is minded in the same way, 16 rows at a time, in blocks of rows that know nothing of
+each other. So a unit (the columns of a tile, or one) of 16 rows can be rounded once its left
+neighbour and the one above have been: all units of a diagonal at once, in all blocks.
+"""
+
+import torch
+from torch import Tensor
+from torch.linalg import solve_triangular
+
+from anybit.core.format import Format, Grid
+
+TOGETHER = 16  # rows that are rounded as one: a tile's
+
+
+def propagate_both(
+    w: Tensor, u: Tensor, order: Tensor, factors: Tensor, fmt: Format, grid: Grid
+) -> tuple[Tensor, Tensor]:
+    """Round a weight (N, K).
+
+    Args:
+        w: (N, K) fp32.
+        u: U of the columns in the order of rounding (K, K).
+        order: The columns in that order (K,); those of a unit stay together.
+        factors: U of each block of rows (blocks, rows, rows); the last may have rows beyond N.
+        fmt: The format.
+        grid: Of the weight.
+
+    Returns:
+        Codes (N, ...) in the natural order of columns, and what rows were to become once those
+        above them had been rounded (N, K).
+    """
+    (n, k), (count, size, _), v = w.shape, factors.shape, fmt.tile[1]
+    groups, units, entries = size // TOGETHER, k // v, fmt.entries()
+    places = torch.arange(count * size, device=w.device).clamp_(max=n - 1)
+
+    def spread(t: Tensor) -> Tensor:
+        """(N, X) -> (groups, 16 rows of each block, X); those beyond N repeat the last row."""
+        return t[places].view(count, groups, TOGETHER, -1).transpose(0, 1).flatten(1, 2)
+
+    def joined(t: Tensor) -> Tensor:
+        return t.view(groups, count, TOGETHER, -1).transpose(0, 1).flatten(0, 2)[:n]
+
+    grids = {name: t if entries[name].table else spread(t) for name, t in grid.items()}
+    target = spread(w[:, order])
+    seen = target.clone()  # less the errors of columns before
+    right = over_diagonal(u, v)
+    below = torch.stack([over_diagonal(one, TOGETHER) for one in factors], 1)
+    columns, each = order[::v], torch.arange(v, device=w.device)
+    codes = torch.empty(0)
+    for step in range(units + groups - 1):
+        active = slice(max(0, step - units + 1), min(groups, step + 1))
+        g = torch.arange(active.start, active.stop, device=w.device)
+        c = step - g
+        own = g[:, None], slice(None), c[:, None] * v + each
+        here = {}
+        for name, t in grids.items():
+            group = entries[name].group
+            at = columns[c] // group if group else torch.zeros_like(c)
+            here[name] = t if entries[name].table else t[g, :, at].reshape(-1, 1)
+        part = fmt.encode(seen[own].mT.reshape(-1, v), here)
+        rounded = fmt.decode(part, here).view(len(g), -1, v)
+        if not step:
+            codes = part.new_empty(*target.shape[:2], units, part.shape[1])
+        codes[g, :, columns[c] // v] = part.view(len(g), -1, part.shape[1])
+        seen[active].baddbmm_(seen[own].mT - rounded, right[c], alpha=-1)
+        wrong = (target[own].mT - rounded).view(len(g), count, TOGETHER, v)
+        change = (below[active].mT @ wrong).unflatten(2, (groups, TOGETHER)).permute(2, 1, 3, 4, 0)
+        for t in (target, seen):
+            t.view(groups, count, TOGETHER, units, v)[..., c, :] -= change.mT
+    out = torch.empty_like(w)
+    out[:, order] = joined(target)
+    return joined(codes.flatten(2)).contiguous(), out
+
+
+def over_diagonal(u: Tensor, size: int) -> Tensor:
+    """U (K, K) in bands of `size` rows (K / size, size, K), each over its block on the diagonal,
+    which becomes zero: what an error of these rows changes in those after them.
+    """
+    bands = u.unflatten(0, (-1, size))
+    own = bands.unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    out = solve_triangular(own, bands, upper=True)
+    for i, band in enumerate(out):
+        band[:, i * size : i * size + size] = 0
+    return out
