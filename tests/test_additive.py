@@ -166,7 +166,7 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
 
 
 def test_codebooks_beat_integers_on_pico() -> None:
-    """Pico's blocks: 2-bit codebooks against GPTQ in two, and 1-bit ones before PV-tuning in one."""
+    """2-bit codebooks against GPTQ in two of pico's blocks; 1-bit ones PV-tuned in one."""
     tokenizer: Any = AutoTokenizer.from_pretrained(PICO)
     texts = [
         tokenizer(tokenizer.bos_token + text, return_tensors="pt", verbose=False).input_ids[0, :128]

@@ -141,8 +141,8 @@ def bare_model(source: Path, stored: Mapping[str, Stored] | None = None) -> Any:
         InvalidInput: As `model_class` does, when transformers cannot build the model, and when it
             has many times more tensors than the files.
     """
-    stored = stored_tensors(source) if stored is None else stored
     kind, config = model_class(source, stored)
+    stored = stored_tensors(source) if stored is None else stored
     with bounded(source, stored.values()):
         return empty_model(source, kind, config)
 

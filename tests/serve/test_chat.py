@@ -72,8 +72,9 @@ def thinking(model: Path) -> Iterator[Live]:
 
 
 @pytest.fixture
-def client(talking: Live) -> openai.OpenAI:
-    return openai.OpenAI(base_url=talking.url + "/v1", api_key="none", max_retries=0)
+def client(talking: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=talking.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def choose(live: Live, **body: Any) -> dict:

@@ -17,8 +17,9 @@ from tests.serve.conftest import Live, serving
 
 
 @pytest.fixture
-def client(live: Live) -> openai.OpenAI:
-    return openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0)
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def expected(model: Path, prompt: str, **params: object) -> str:
