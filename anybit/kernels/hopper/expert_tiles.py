@@ -90,8 +90,8 @@ def cycles(
     step = PRODUCT * products + INSTRUCTION * decoded + scaled(tile, decoder) + STEP
     beside = TILE + START * (tile.split > 1)
     every_step = max(shared * step, step + DRAIN * (decoder.sums > 0))
-    beside = shared * (beside + OUTPUT * tile.tokens * tile.rows)
-    multiplying = waves * (steps * every_step + beside)
+    ends = shared * (beside + OUTPUT * tile.tokens * tile.rows)
+    multiplying = waves * (steps * every_step + ends)
     read = first + REREAD * (every - first)
     weights = read * -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes
     reading = (weights + m * (k * decoder.slot // 8 + 2 * n)) / (READ * chip.read)
