@@ -61,6 +61,13 @@ def damage(path: Path, how: str) -> None:
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     elif how == "overlap":
         header(path, **{Q: {"data_offsets": [0, 4]}})
+    elif how == "twice":
+        data = (path / "model.safetensors").read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        text = data[8 : 8 + length].decode().rstrip()
+        text = f"{text[:-1]}, {json.dumps(Q)}: {json.dumps(json.loads(text)[Q])}}}"
+        head = struct.pack("<Q", len(text)) + text.encode()
+        (path / "model.safetensors").write_bytes(head + data[8 + length :])
     elif how == "huge offsets":
         header(path, **{Q: {"data_offsets": [1 << 70, (1 << 70) + 4]}})
     elif how == "whole numbers":
@@ -111,6 +118,7 @@ FILES = [
     ("outside", "names '../secret.safetensors', which is no file of its directory"),
     ("short index", "no file holds 1 tensors of the model"),
     ("overlap", "damaged safetensors header"),
+    ("twice", f"damaged safetensors header ({Q} stands in it twice)"),
     ("huge offsets", "damaged safetensors header"),
     ("whole numbers", f"{Q}: config.json asks for floats of shape (64, 64), model.safetensors"),
     ("other shape", f"{NORM}: config.json asks for floats of shape (64,), model.safetensors holds"),

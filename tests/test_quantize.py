@@ -117,6 +117,15 @@ def test_a_broken_weight_is_named_before_anything_changes():
     assert schemes(m) == {}
 
 
+def test_doubles_are_quantized_as_floats():
+    weight = torch.randn(32, 64, dtype=torch.float64)
+    got, want = (anybit.quantize_tensor(w, "int4") for w in (weight, weight.float()))
+    assert torch.equal(got.dequantize(), want.dequantize())
+    weight[3, 5] = 1e300
+    with pytest.raises(ValueError, match=r"1 values are NaN or inf, the first at \(3, 5\)"):
+        anybit.quantize_tensor(weight, "int4")
+
+
 def test_an_interrupt_changes_nothing():
     class Interrupted(anybit.RTN):
         def quantize(self, w, fmt):

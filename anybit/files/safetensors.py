@@ -8,6 +8,7 @@ tensors are read without mapping whole shards into memory, and shards are writte
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -149,7 +150,7 @@ def read_header(path: Path) -> dict[str, Stored]:
                 "copy it again"
             )
         try:
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_unique)
             header.pop("__metadata__", None)
             tensors = {n: _stored(path, 8 + length, entry) for n, entry in header.items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -170,6 +171,15 @@ def read_header(path: Path) -> dict[str, Stored]:
             raise InvalidInput(f"{path}: damaged safetensors header ({name} {what}); copy it again")
         at += tensor.nbytes
     return tensors
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, whose parser would keep the last of two entries of one name."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise InvalidInput(f"{name} stands in it twice")
+    return found
 
 
 def _stored(path: Path, data: int, entry: dict[str, Any]) -> Stored:

@@ -336,6 +336,8 @@ def check_finite(w: Tensor, name: str) -> None:
     """Raise ValueError when a weight holds NaN or inf."""
     if not w.is_floating_point():
         return
+    if w.dtype == torch.float64:
+        w = w.float()  # what quantizers make of it, where large numbers are inf
     # The sum of absolute values is finite only if all are: one pass, no temporary of w's size.
     if not torch.isfinite(torch.linalg.vector_norm(w, 1, dtype=torch.float32)):
         bad = (~torch.isfinite(w)).nonzero()
