@@ -337,7 +337,7 @@ def agrees(name: str, at: int, line: str, wanted: list[str]) -> bool:
     if child == 0:
         right = False
         with contextlib.suppress(BaseException):
-            signal.alarm(10 * SECONDS)  # it may sleep
+            signal.alarm(60 * SECONDS)  # it may sleep; a busy machine takes its time
             resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

@@ -214,8 +214,8 @@ def measure(
 ) -> Iterator[Row]:
     """Yield a row for each shape (N, K), number of tokens M and case, in this order.
 
-    The dense layer comes first for every M, whether or not `cases` name it. All of one M take turns
-    and find the chip as warm as the others do.
+    The dense layer comes first for every M, whether or not `cases` name it. On a GPU all of one M
+    take turns and find the chip as warm as the others do.
     """
     floor = floor or ReadFloor.measure(device)
     baseline = dense_case(dense_dtype(device), device)

@@ -2,7 +2,8 @@
 
 On a GPU a time is the median over replays of one CUDA graph that goes through different copies of
 the weight in turn, more of them than the L2 cache holds: a model never reads one weight twice in a
-row. Those that are compared take turns. On a CPU it is the median by the clock.
+row. Those that are compared take turns there. On a CPU it is the median by the clock, of one
+behind the other.
 """
 
 import copy
@@ -13,12 +14,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from anybit.errors import InvalidInput
+
+T = TypeVar("T")
 
 COLD_BYTES = 160 << 20  # copies of a weight fill at least this: over twice the L2 of any GPU here
 LAUNCHES = 20  # matrix products in one graph, at least
@@ -26,6 +29,7 @@ SLOW_US = 500  # a product that takes longer is launched once for each copy
 ROUNDS = 5  # of turns, of which the median counts
 LONG_US = 1000  # a replay; the chip lowers its clock in the first 10 ms of such
 TURN_US = 4000  # of them in a turn
+ENOUGH_US = 2_000_000  # in all: of what takes this long, the second turn is the last
 CPU_SECONDS = 0.5  # for one measurement on a CPU
 FLOOR_MEGABYTES = {
     "cuda": (1, 2, 4, 8, 12, 16, 25, 33, 50, 67, 117, 235, 470),
@@ -53,25 +57,31 @@ def medians_in_turns(
     """`median_us` of several, which take turns on a GPU: all find it as warm as the others do.
 
     Long products lower the clock within milliseconds, by up to a fifth. A pause, or a kernel that
-    takes less power, raises it again: what came behind one was faster by that.
+    takes less power, raises it again: what came behind one was faster by that. What one of them
+    raises, at any time, is its result, and the others go on.
 
     Returns:
         Microseconds, or what the calls raised.
     """
     if device.type != "cuda":
-        return [_clock_us(calls) for calls in contestants]
-    graphs: list[_Graph | Exception] = []
-    for calls in contestants:
-        try:
-            graphs.append(_Graph(calls))
-        except Exception as error:  # of other packages: of any kind
-            graphs.append(error)
-    running = [graph for graph in graphs if isinstance(graph, _Graph)]
+        return [_caught(_clock_us, calls) for calls in contestants]
+    graphs = [_caught(_Graph, calls) for calls in contestants]
     order = random.Random(0)
     for _ in range(1 + ROUNDS):  # the first one warms up
-        for graph in order.sample(running, len(running)):
-            graph.turn()
+        for at in order.sample(range(len(graphs)), len(graphs)):
+            graph = graphs[at]
+            if isinstance(graph, _Graph) and not graph.enough:
+                error = _caught(graph.turn)
+                graphs[at] = graph if error is None else error
     return [graph.median() if isinstance(graph, _Graph) else graph for graph in graphs]
+
+
+def _caught(call: Callable[..., T], *args: Any) -> T | Exception:
+    """What a call returns or raises; kernels of other packages raise anything."""
+    try:
+        return call(*args)
+    except Exception as error:
+        return error
 
 
 class _Graph:
@@ -98,7 +108,10 @@ class _Graph:
                         call()
             finally:
                 self.graph.capture_end()
-        us = _event_us(self.graph.replay)
+        self.plan(_event_us(self.graph.replay))
+
+    def plan(self, us: float) -> None:
+        """What a turn is, for replays of so many microseconds."""
         self.unmeasured = us < TURN_US  # whether a turn has a replay that does not count
         self.replays = max(1, round(TURN_US / us)) if us > LONG_US else 1  # of a turn
 
@@ -107,6 +120,11 @@ class _Graph:
         if self.unmeasured:
             self.graph.replay()
         self.times.append(_event_us(self.measured) / self.replays)
+
+    @property
+    def enough(self) -> bool:
+        """Whether a turn more would take too long for what it adds."""
+        return len(self.times) > 1 and sum(self.times) * self.replays > ENOUGH_US
 
     def measured(self) -> None:
         for _ in range(self.replays):
