@@ -55,13 +55,22 @@ def documents(limit: int) -> tuple[Any, dict[str, list[dict[str, Any]]]]:
     return local, {name: make() for name, make in makers.items()}
 
 
+def texts_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+    """The completions of every prompt, of which none may have failed."""
+    found = [o.completions for o in llm.generate(prompts, params, show_progress=False)]
+    errors = {c.error for completions in found for c in completions if c.error}
+    if errors:
+        raise SystemExit(f"texts failed: {', '.join(sorted(errors))}")
+    return found
+
+
 def scores(llm: LLM, local: Any, docs: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
     """The score of each document of each task; ROUGE where its package is installed."""
 
     def written(task: str, tokens: int, stop: Sequence[str]) -> list[str]:
         prompts = [llm.encode(doc["text"])[-(llm.length - tokens) :] for doc in docs[task]]
         params = SamplingParams(max_tokens=tokens, temperature=0, stop=stop)
-        return [output.text for output in llm.generate(prompts, params, show_progress=False)]
+        return [completions[0].text for completions in texts_of(llm, prompts, params)]
 
     found = {}
     if importlib.util.find_spec("rouge_score"):
@@ -89,11 +98,9 @@ def chosen(llm: LLM, local: Any, docs: list[dict[str, Any]]) -> list[float]:
             prompts.append(ids[-llm.length :])
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     likely = []
-    for output, length in zip(
-        llm.generate(prompts, params, show_progress=False), lengths, strict=True
-    ):
-        entries = output.completions[0].prompt_logprobs
-        assert entries is not None, output.completions[0].error
+    for output, length in zip(texts_of(llm, prompts, params), lengths, strict=True):
+        entries = output[0].prompt_logprobs
+        assert entries is not None
         likely.append(sum(entry.logprob for entry in entries[-length:] if entry))
     best = torch.tensor(likely).view(-1, local.CHOICES).argmax(-1).tolist()
     return [float(doc["answer"] == c) for doc, c in zip(docs, best, strict=True)]
@@ -112,9 +119,9 @@ def runs(llm: LLM, problems: Sequence[Problem]) -> dict[str, list[float]]:
         (problem.module, problem.number, blank + completion.text)
         for params in (greedy, sampled)
         for problem, blank, output in zip(
-            problems, blanks, llm.generate(prompts, params, show_progress=False), strict=True
+            problems, blanks, texts_of(llm, prompts, params), strict=True
         )
-        for completion in output.completions
+        for completion in output
     ]
     right = code_tests.passed(jobs)
     most = len(problems)

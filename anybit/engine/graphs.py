@@ -48,6 +48,14 @@ class DecodeGraphs:
         self.starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self.rows: list[tuple[list[int], int]] = [([], 0)] * largest  # blocks written to tables
 
+    def renew(self, model: Decoder) -> None:
+        """Go on with another model: what is captured knows the old one's memory.
+
+        A pool ends with its last graph, so the next one needs another.
+        """
+        self.model, self.pool = model, None
+        self.graphs.clear()
+
     def can(self, scheduled: list[Scheduled]) -> bool:
         """Whether a step fits a graph: one token for each sequence, sampled, and drafts."""
         return sum(s.sampled for s in scheduled) <= self.sizes[-1] and all(

@@ -56,6 +56,21 @@ def test_new_weights(checkpoint: Checkpoint, tmp_path: Path, name: str, dtype: s
     assert tokens(llm) == before
 
 
+def test_nothing_of_old_graphs_is_used(checkpoint: Checkpoint) -> None:
+    """Not their memory, either: torch captures into no pool whose graphs are all gone."""
+    source = checkpoint("llama-round")
+    llm = LLM(source, block_size=4)
+    before = tokens(llm)
+    graphs = llm.engine.runner.graphs
+    assert graphs is not None
+    assert graphs.graphs
+    graphs.pool = graphs.pool or (0, 1)  # a CPU has none
+    llm.load_weights(load_file(source / "model.safetensors").items())
+    assert not graphs.graphs
+    assert graphs.pool is None
+    assert tokens(llm) == before
+
+
 def test_a_checkpoint_in_codes(checkpoint: Checkpoint, tmp_path: Path) -> None:
     other = changed(checkpoint("llama-round"), tmp_path / "other")
     quantize_checkpoint(checkpoint("llama-round"), tmp_path / "out", PLAN)
