@@ -254,7 +254,7 @@ def codegemm() -> list[Claim]:
         Claim(
             "Slower than cuBLAS beyond 32 tokens",
             "yes",
-            "m1v4 from 192 tokens on in most of [62 weights]"
+            "m1v4 from 192 tokens on in most of [44 weights]"
             "(../benchmarks.md#the-weights-of-many-models)",
             "h200_shapes.csv: format=codebook:m=1,v=4,group=128",
         ),

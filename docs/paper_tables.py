@@ -138,26 +138,18 @@ def over_layers(other: str, spec: str, m: int) -> list[float]:
     return found
 
 
-COMPLETE = {  # models all of whose products stand in h200_shapes
-    "Llama-2-7B": ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)),
-    "Llama-3-8B": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
-    "Llama-3-70B": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
-}
-
-
 def over_shapes(other: str, spec: str, m: int) -> list[float]:
-    """Speed of a format over another in all products of a layer, 16-bit tokens, by model."""
-
-    def total(name: str, shapes: tuple[tuple[int, int], ...]) -> float:
-        peer = "cublas" if name == "bf16" else "anybit-hopper"
-        kinds = ("bf16", "fp16")
-        column = "", peer, (name,), kinds, ""
-        rows = [find(cells("h200_shapes").get((*shape, m), []), column) for shape in shapes]
-        if None in rows:
-            raise Missing(f"{name}, {m} tokens")
-        return sum(float(row["us"]) for row in rows if row)
-
-    return [total(other, s) / total(spec, s) for s in COMPLETE.values()]
+    """Speed of a format over another with 16-bit tokens, by weight; "bf16" is cuBLAS."""
+    peer = "cublas" if other == "bf16" else "anybit-hopper"
+    found = []
+    for (*_, tokens), rows in cells("h200_shapes").items():
+        mine = find(rows, ("", "anybit-hopper", (spec,), ("bf16", "fp16"), ""))
+        theirs = find(rows, ("", peer, (other,), ("bf16", "fp16"), ""))
+        if tokens == m and mine and theirs:
+            found.append(float(theirs["us"]) / float(mine["us"]))
+    if not found:
+        raise Missing(f"{other} and {spec}, {m} tokens")
+    return found
 
 
 def ablation(scheme: str, way: Key, other: Key, experts: int = 0) -> list[float]:

@@ -36,10 +36,14 @@ def about(rows: list[bench.Row], found: list[efficiency.Cell]) -> str:
     """What was measured, and how far times of a repeat differ."""
     if not rows:
         return ""
-    shapes = {cell.shape for cell in found}
+    shapes, tokens = {cell.shape for cell in found}, {cell.m for cell in found}
+    every = weights_of_models.weights()
+    left = ", ".join(f"{n}x{k}" for n, k in every if (n, k) not in shapes)
     models = [m for m, parts in weights_of_models.MODELS.items() if shapes & {*parts.values()}]
     text = (
-        f"{len(shapes)} weights of {len(models)} models ({', '.join(models)}), {len(found)} "
-        f"products of ours, {rows[0].gpu}, {max(row.date for row in rows)}. "
+        f"{len(shapes)} of {len(every)} weights of {len(models)} models ({', '.join(models)}), "
+        f"with {len(tokens)} numbers of tokens each, {len(found)} products of ours, "
+        f"{rows[0].gpu}, {max(row.date for row in rows)}. "
     )
+    text += f"Not measured: {left}. " if left else ""
     return (text + efficiency.spread(rows)).strip()
