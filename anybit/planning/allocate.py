@@ -90,14 +90,19 @@ def plan_formats(
 
     Raises:
         InvalidInput: The budget is below the smallest choice (which is named), there is not one
-            budget, the device is unknown, no candidate can store a layer, or the data does not fit
-            the model.
+            budget, the device is unknown, no candidate can store a layer, the data does not fit
+            the model, or the quantizer has gradients=True.
     """
     quantizer = quantizer or Clip()
     if calibration is None and quantizer.needs:
         raise InvalidInput(
             f"{type(quantizer).__name__} needs text to plan with; give calibration data, or plan "
             "with a data-free quantizer (RTN, Clip, HQQ)"
+        )
+    if "gradients" in quantizer.needs:
+        raise InvalidInput(
+            "plan_formats knows no gradients between a layer's outputs; plan with the quantizer "
+            "without gradients=True, and quantize with it"
         )
     if (bits is None) == (seconds is None):
         raise InvalidInput("give one budget: bits=4.5, or seconds=50e-6")
