@@ -178,8 +178,9 @@ def predictions(model: nn.Module, ids: Tensor) -> Tensor:
     if logits is None or logits.ndim != 3 or logits.shape[:2] != ids.shape:
         found = "no logits" if logits is None else f"logits {tuple(logits.shape)}"
         raise Unsupported(
-            f"gradients=True needs a model that predicts a token after each; for ids "
-            f"{tuple(ids.shape)} {type(model).__name__} returns {found}, so use GPTQ without it"
+            f"gradients need a model that predicts a token after each; for ids {tuple(ids.shape)} "
+            f"{type(model).__name__} returns {found}. Quantize without gradients=True, and plan "
+            "without calibration data"
         )
     logits = logits.float().flatten(0, 1)
     if not torch.isfinite(logits).all():
