@@ -16,10 +16,10 @@ from anybit.evaluate.corpus import calibration_text, held_out_text
 from anybit.nn.model import quantized_layers
 from anybit.planning.allocate import (
     knapsack,
-    output_gradients,
     plan_formats,
     predicted_kl,
     predicted_seconds,
+    squared_gradients,
     weight_error,
 )
 from anybit.planning.allocation import Allocation
@@ -145,7 +145,7 @@ def test_gradients_are_those_of_the_fisher_information() -> None:
     """For the logits themselves, E g^2 of sampled labels is p (1 - p)."""
     model = make()
     ids = text(64, seed=3)
-    got = output_gradients(model, ["lm_head"], ids)["lm_head"]
+    got = squared_gradients(model, ["lm_head"], ids)["lm_head"]
     with torch.no_grad():
         p = torch.softmax(model(ids).logits, -1)
     want = (p * (1 - p)).mean((0, 1))

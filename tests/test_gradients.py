@@ -3,20 +3,28 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForSequenceClassification, MixtralConfig, MixtralForCausalLM
 
 import anybit
 from anybit import GPTQ, Calibration
 from anybit.checkpoint.calibrated import calibrate_checkpoint
 from anybit.core.rotation import Rotation, signs, turned
-from anybit.errors import Unsupported
+from anybit.errors import InvalidInput, Unsupported
+from anybit.nn.model import dense_layers, taken_apart
+from anybit.planning.allocate import plan_formats
 from anybit.quantizers.base import Quantizer, quantize_weight
+from anybit.quantizers.calibration import driver, gradients
+from anybit.quantizers.calibration.block_runner import BlockRunner
 from anybit.quantizers.calibration.gradients import ROWS, moments, output_gradients
 from anybit.quantizers.calibration.statistics import Statistics
-from tests.tiny import llama
+from anybit.quantizers.gptq import row_factors
+from anybit.quantizers.rows import propagate_both
+from tests.tiny import SIZES, llama, same_state
 
 IDS = torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(1))
 
@@ -129,7 +137,7 @@ def test_layers_of_one_input_share_the_weights_of_its_tokens() -> None:
 
 
 def test_whole_models(tmp_path: Path) -> None:
-    """In a rotated format too, and again from a work folder; a layer alone has no gradients."""
+    """In a rotated format too, and again from a work folder."""
     spec, data = "int3:group=16,rotate=kn", Calibration(IDS, work=tmp_path / "work")
 
     def weights(quantizer: Quantizer) -> Tensor:
@@ -140,10 +148,131 @@ def test_whole_models(tmp_path: Path) -> None:
     assert torch.equal(first, again)
     assert not torch.equal(first, weights(GPTQ(IDS)))
     assert torch.equal(first, weights(anybit.Additive(IDS, steps=0, gradients=True)))
+
+
+@pytest.mark.parametrize("n", [16, 576, 896])
+def test_rows_are_damped_by_the_mean_of_real_ones(n: int) -> None:
+    g = random(300, n) + random(300, 1, seed=1)
+    factors = row_factors(moments(g), n, 0.1)
+    want = torch.block_diag(*factors)[:n, :n].double()
+    for part in torch.arange(n).split(ROWS):
+        own = part[0], part[-1] + 1
+        u = want[own[0] : own[1], own[0] : own[1]]
+        g_own = g[:, part].double()
+        h = g_own.T @ g_own
+        added = (u.T @ u).inverse() - h
+        damping = 0.1 * h.diagonal().mean() * torch.eye(len(part))
+        assert (added - damping).norm() < 0.02 * damping.norm()
+
+
+def mixture() -> Any:
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_local_experts": 8, "num_experts_per_tok": 1}
+    return MixtralForCausalLM(MixtralConfig(**sizes)).eval()
+
+
+def test_experts_without_tokens() -> None:
+    """Which the dense model gave none: they round as without gradients."""
+    ids, plan = IDS[:1, :4], {"*": None, "*experts*": "int8"}
+    with taken_apart(model := mixture()):
+        names = [name for name in dense_layers(model) if "experts" in name]
+        found = output_gradients(model, names, ids)
+    assert 0 < sum(bool(one.moments.any()) for one in found.values()) < len(names) == 2 * 8 * 3
+    assert not any(one.weights.numel() for one in found.values())
+    with pytest.warns(UserWarning, match="fewer calibration tokens"):
+        anybit.quantize_(mixture(), plan, GPTQ(ids, gradients=True))
+
+
+def test_turns_are_those_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that read one input are quantized in one turn, also when each has gradients."""
+    asked: list[list[str]] = []
+    collect = BlockRunner.collect
+
+    def watched(self: BlockRunner, index: int, names: Any, *more: Any) -> Any:
+        asked.append(list(names))
+        return collect(self, index, names, *more)
+
+    monkeypatch.setattr(BlockRunner, "collect", watched)
+    anybit.quantize_(llama(), {"*": None, "*_proj": "int4"}, GPTQ(IDS, follow=True, gradients=True))
+    assert [len(names) for names in asked] == [7, 1, 2, 1] * 2
+
+
+def test_finished_blocks_need_no_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def watched(model: nn.Module, names: list[str], *more: Any) -> Any:
+        asked.append(names)
+        return output_gradients(model, names, *more)
+
+    monkeypatch.setattr(driver, "output_gradients", watched)
+    data = Calibration(IDS, work=tmp_path / "work")
+    plan = {"*": None, "*_proj": "int4"}
+    first = anybit.quantize_(llama(), plan, GPTQ(data, gradients=True))
+    (tmp_path / "work" / "block_0001.safetensors").unlink()
+    second = anybit.quantize_(llama(), plan, GPTQ(data, gradients=True))
+    same_state(first, second)
+    anybit.quantize_(llama(), plan, GPTQ(data, gradients=True))
+    assert [len(names) for names in asked] == [14, 7]
+    assert all(name.startswith("model.layers.1.") for name in asked[1])
+
+
+def test_large_vocabularies_take_fewer_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    model = llama(dtype=torch.float32)
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    names = ["model.layers.0.mlp.up_proj"]
+    output_gradients(model, names, IDS)
+    monkeypatch.setattr(gradients, "LOGITS", 2 * 32 * 256)
+    output_gradients(model, names, IDS)
+    assert sizes == [1, 3, 1, 2, 1]
+
+
+def test_bad_predictions_are_said() -> None:
+    """Of weights that are finite, but too large for 16 bits."""
+    model = llama(dtype=torch.float16)
+    with torch.no_grad():
+        model.lm_head.weight[3] = 6e4
+        model.model.norm.weight.fill_(100)
+    plan = {"*": None, "*_proj": "int4"}
+    with pytest.raises(InvalidInput, match="predictions hold NaN"):
+        anybit.quantize_(model, plan, GPTQ(IDS, gradients=True))
+
+
+def test_large_logits_of_16_bits() -> None:
+    """Their sum overflows, and they do not."""
+    model = llama(dtype=torch.float16)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(1)
+        model.model.norm.weight.fill_(100)
+        assert not model(IDS).logits.sum().isfinite()
+    assert gradients.predictions(model, IDS).isfinite().all()
+
+
+def test_layers_that_no_gradient_reaches() -> None:
+    model = Bigrams(30, 16)
+    model.unused = nn.Linear(16, 16)
+    with pytest.raises(InvalidInput, match="no gradient reached unused"):
+        output_gradients(model, ["head", "unused"], IDS % 30)
+
+
+def test_a_layer_alone_has_no_gradients() -> None:
     seen = Statistics(32, hessian=correlated(32, 3))
-    fmt, w = anybit.get_format("int4"), random(16, 32)
-    one, other = (quantize_weight(GPTQ(gradients=g), w, fmt, seen) for g in (False, True))
-    assert torch.equal(one.dequantize(), other.dequantize())
+    with pytest.raises(InvalidInput, match="needs gradients"):
+        quantize_weight(GPTQ(gradients=True), random(16, 32), anybit.get_format("int4"), seen)
+
+
+def test_plans_are_made_without() -> None:
+    with pytest.raises(InvalidInput, match="without gradients=True"):
+        plan_formats(llama(), IDS, 4.5, quantizer=GPTQ(gradients=True))
+
+
+def test_tiles_that_do_not_divide_blocks_of_rows() -> None:
+    fmt = Mock(tile=(48, 16))
+    w, one = random(480, 16), torch.eye(ROWS).repeat(2, 1, 1)
+    with pytest.raises(Unsupported, match="tiles of 48 rows"):
+        propagate_both(w, torch.eye(16), torch.arange(16), one, fmt, {})
 
 
 def test_refused(tmp_path: Path) -> None:
@@ -152,6 +281,10 @@ def test_refused(tmp_path: Path) -> None:
         anybit.quantize_(llama(), "int4", GPTQ(batches, gradients=True))
     with pytest.raises(Unsupported, match="no logits"):
         anybit.quantize_(llama().model, "int4", GPTQ(IDS, gradients=True))
+    labels = LlamaForSequenceClassification(llama().config).bfloat16()
+    labels.config.pad_token_id = 0
+    with pytest.raises(Unsupported, match=r"logits \(\d, 2\)"):
+        anybit.quantize_(labels, {"*": None, "*_proj": "int4"}, GPTQ(IDS, gradients=True))
     with pytest.raises(Unsupported, match="rotate"):
         anybit.Smooth(IDS, then=GPTQ(gradients=True))
     llama().save_pretrained(tmp_path / "dense")

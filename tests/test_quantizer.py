@@ -124,5 +124,6 @@ def test_calibration_is_asked_for_before_any_work() -> None:
 
 
 def test_settings_of_a_run_are_the_quantizers_and_not_the_data() -> None:
-    assert repr(GPTQ(["text"])) == "GPTQ(damping=0.1, act_order=True, clip=True, follow=False)"
+    settings = "damping=0.1, act_order=True, clip=True, follow=False, gradients=False"
+    assert repr(GPTQ(["text"])) == f"GPTQ({settings})"
     assert repr(Smooth(["text"], then=Clip())) == "Smooth(then=Clip())"

@@ -14,11 +14,9 @@ Without text there is neither H nor g. Then the loss of a layer is its relative 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +36,7 @@ from anybit.progress import progress
 from anybit.quantizers.base import Quantizer, quantize_weight
 from anybit.quantizers.calibration.block_runner import BlockRunner, find_blocks
 from anybit.quantizers.calibration.data import Calibration, Source
+from anybit.quantizers.calibration.gradients import each_gradient
 from anybit.quantizers.calibration.memory import on_device
 from anybit.quantizers.calibration.rehearsal import rehearse
 from anybit.quantizers.calibration.statistics import Statistics
@@ -90,14 +89,19 @@ def plan_formats(
 
     Raises:
         InvalidInput: The budget is below the smallest choice (which is named), there is not one
-            budget, the device is unknown, no candidate can store a layer, or the data does not fit
-            the model.
+            budget, the device is unknown, no candidate can store a layer, the data does not fit
+            the model, or the quantizer has gradients=True.
     """
     quantizer = quantizer or Clip()
     if calibration is None and quantizer.needs:
         raise InvalidInput(
             f"{type(quantizer).__name__} needs text to plan with; give calibration data, or plan "
             "with a data-free quantizer (RTN, Clip, HQQ)"
+        )
+    if "gradients" in quantizer.needs:
+        raise InvalidInput(
+            "plan_formats knows no gradients between a layer's outputs; plan with the quantizer "
+            "without gradients=True, and quantize with it"
         )
     if (bits is None) == (seconds is None):
         raise InvalidInput("give one budget: bits=4.5, or seconds=50e-6")
@@ -121,7 +125,8 @@ def plan_formats(
             ids, needs = calibration.tokens(model), ("hessian", *quantizer.needs)
             prefix, _ = find_blocks(model, names)
             inside = [name for name in names if name.startswith(f"{prefix}.")]
-            loss = partial(predicted_kl, quantizer, output_gradients(model, inside, ids))
+            gradients = squared_gradients(model, inside, ids, show_progress)
+            loss = partial(predicted_kl, quantizer, gradients)
         groups = sensitivities(
             model,
             names,
@@ -349,15 +354,16 @@ def options_of(
     return tuple(out)
 
 
-def output_gradients(model: nn.Module, names: Sequence[str], ids: Tensor) -> dict[str, Tensor]:
+def squared_gradients(
+    model: nn.Module, names: Sequence[str], ids: Tensor, show_progress: bool | None = None
+) -> dict[str, Tensor]:
     """Mean squared gradients of each layer's outputs over tokens.
-
-    The loss is the model's own: the negative log-likelihood of labels drawn from its predictions.
 
     Args:
         model: A dense transformers model.
         names: Its layers.
         ids: Token ids (samples, length).
+        show_progress: As in `quantize_`.
 
     Returns:
         (N,) fp32 by layer; zeros for experts that no token reached.
@@ -365,42 +371,13 @@ def output_gradients(model: nn.Module, names: Sequence[str], ids: Tensor) -> dic
     Raises:
         InvalidInput: No gradient reached a layer that is not an expert.
     """
-    sums: dict[str, Tensor] = {}
-    random = torch.Generator().manual_seed(0)
+    sums = {name: torch.zeros(linear_at(model, name).out_features) for name in names}
 
-    def hook(name: str) -> Any:
-        def forward(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-            def backward(g: Tensor) -> None:
-                squares = g.detach().float().flatten(0, -2).square().sum(0)
-                sums[name] = sums[name] + squares if name in sums else squares
+    def add(name: str, gradient: Tensor) -> None:
+        squares = gradient.float().flatten(0, -2).square().sum(0)
+        sums[name] = sums[name].to(squares.device) + squares
 
-            y.register_hook(backward)
-
-        return forward
-
-    handles = [model.get_submodule(n).register_forward_hook(hook(n)) for n in names]
-    device = next(model.parameters()).device
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    handles.append(embedding.register_forward_hook(lambda m, a, y: y.requires_grad_()))
-    try:
-        with frozen(model), torch.enable_grad():
-            for window in ids:
-                logits = model(input_ids=window[None].to(device), use_cache=False).logits[0].float()
-                with torch.no_grad():
-                    p = torch.softmax(logits, -1).cpu()
-                    labels = torch.multinomial(p, 1, generator=random)[:, 0].to(device)
-                nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    idle = [name for name in names if name not in sums]
-    missing = [name for name in idle if name == of_all_experts(name)]
-    if missing:
-        raise InvalidInput(
-            f"no gradient reached {', '.join(missing[:3])}: the model's forward pass does not use "
-            "these layers on this data; keep them out, or give more data"
-        )
-    sums |= {name: torch.zeros(linear_at(model, name).out_features) for name in idle}
+    each_gradient(model, names, ids, lambda name, x: None, add, show_progress)
     return {name: total / ids.numel() for name, total in sums.items()}
 
 
@@ -463,15 +440,3 @@ def fits(fmt: Format, shape: tuple[int, int]) -> bool:
     except ValueError:
         return False
     return True
-
-
-@contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Inside, no parameter collects gradients."""
-    before: Mapping[nn.Parameter, bool] = {p: p.requires_grad for p in model.parameters()}
-    model.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter, value in before.items():
-            parameter.requires_grad_(value)

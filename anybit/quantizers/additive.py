@@ -50,7 +50,7 @@ class Additive(Quantizer):
         rate: Adam's learning rate, as a fraction of each tensor's root mean square; it falls to
             zero along a cosine.
         seed: Of the order in which Adam sees the samples.
-        gradients: As GPTQ's, for formats without codebooks.
+        gradients: As GPTQ's; codebooks only count tokens by them.
     """
 
     calibration: Source | Calibration | None = field(default=None, repr=False)

@@ -43,8 +43,9 @@ class GPTQ(Quantizer):
         gradients: Let rows, too, make up for each other's errors, by the second moment of gradients
             at the layer's outputs, and count each token by their length (after YAQA,
             https://arxiv.org/abs/2505.22988). On pico it takes 14 % off the KL of 2-bit trellis
-            codes. It takes a backward pass of the whole model, which must be in memory; rows of
-            codebooks stay independent.
+            codes. It takes a backward pass of the whole model, which must be in memory, with 1 KB
+            for each output of a layer. Rows of codebooks stay independent, and only tokens count
+            differently there; experts' tokens all count alike.
         follow: Aim at the outputs of the dense model, for the inputs that the quantized one has
             (GPTAQ, https://arxiv.org/abs/2504.02692), layer by layer. On pico it takes 6 % off the
             KL of int2 g128, for twice the time and memory for a second copy of a block's inputs.
@@ -80,10 +81,14 @@ class GPTQ(Quantizer):
             if not statistics.drift.numel():
                 raise InvalidInput("GPTQ(follow=True) needs drift among its statistics; collect it")
             w = w + followed(w, statistics.drift, u, order)
-        moments = statistics.gradients.to(w.device)
         vectors = fmt.searched and fmt.width > 1
-        if self.gradients and moments.numel() and not vectors:
-            factors = torch.stack([inverse_factor(block, self.damping) for block in moments])
+        if self.gradients and not vectors:
+            if not statistics.gradients.numel():
+                raise InvalidInput(
+                    "GPTQ(gradients=True) needs gradients among its statistics; collect them, or "
+                    "quantize the whole model with quantize_"
+                )
+            factors = row_factors(statistics.gradients.to(w.device), n, self.damping)
             codes, w = propagate_both(w, u, order, factors, fmt, grid)
         else:
             codes = propagate(w.T[order], u, order.tolist(), fmt, grid)
@@ -131,7 +136,20 @@ def column_order(h: Tensor, width: int) -> Tensor:
     return (units[:, None] * width + torch.arange(width, device=h.device)).flatten()
 
 
-def inverse_factor(h: Tensor, damping: float) -> Tensor:
+def row_factors(moments: Tensor, n: int, damping: float) -> Tensor:
+    """U of each block of rows (blocks, rows, rows); of the identity for those beyond the first n.
+
+    Zeros there must not count in the mean that damping is a fraction of.
+    """
+    count, size, _ = moments.shape
+    out = torch.eye(size, device=moments.device).repeat(count, 1, 1)
+    for i, block in enumerate(moments):
+        own = slice(min(size, n - i * size))
+        out[i, own, own] = inverse_factor(block[own, own], damping, "gradients at outputs")
+    return out
+
+
+def inverse_factor(h: Tensor, damping: float, what: str = "a layer's inputs") -> Tensor:
     """The upper triangular U with H^-1 = U^T U, of H damped until it is positive definite.
 
     A Cholesky factorization of H in reverse order gives H = R R^T with R upper triangular; U is
@@ -141,6 +159,7 @@ def inverse_factor(h: Tensor, damping: float) -> Tensor:
         h: H (K, K) fp32.
         damping: Added to the diagonal, as a fraction of its mean; ten times as much, up to 1, where
             that is not enough.
+        what: H is the second moment of.
 
     Returns:
         U (K, K) fp32; the identity for an H of zeros.
@@ -160,14 +179,15 @@ def inverse_factor(h: Tensor, damping: float) -> Tensor:
         if not failed.item():
             if tried > damping:
                 warnings.warn(
-                    f"GPTQ: a Hessian of {k} columns is singular with damping={damping}; "
-                    f"used {tried:g}. More calibration data helps",
+                    f"GPTQ: the second moment ({k}, {k}) of {what} is singular with "
+                    f"damping={damping}; used {tried:g}. More calibration data helps",
                     stacklevel=2,
                 )
             u: Tensor = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
             return u
         tried = max(tried * 10, 1e-4)
     raise InvalidInput(
-        f"GPTQ: a Hessian of {k} columns is not positive definite even with damping={tried / 10:g} "
-        f"(its diagonal's mean is {mean:g}); check the calibration data and the model for NaN"
+        f"GPTQ: the second moment ({k}, {k}) of {what} is not positive definite even with "
+        f"damping={tried / 10:g} (its diagonal's mean is {mean:g}); check the calibration data "
+        "and the model for NaN"
     )

@@ -7,13 +7,16 @@ each other. So a unit (the columns of a tile, or one) of 16 rows can be rounded 
 neighbour and the one above have been: all units of a diagonal at once, in all blocks.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
 from anybit.core.format import Format, Grid
+from anybit.errors import Unsupported
 
-TOGETHER = 16  # rows that are rounded as one: a tile's
+TOGETHER = 16  # rows that are rounded as one, or a multiple of it: those of whole tiles
 
 
 def propagate_both(
@@ -32,23 +35,32 @@ def propagate_both(
     Returns:
         Codes (N, ...) in the natural order of columns, and what rows were to become once those
         above them had been rounded (N, K).
+
+    Raises:
+        Unsupported: Blocks of rows are not of whole tiles.
     """
     (n, k), (count, size, _), v = w.shape, factors.shape, fmt.tile[1]
-    groups, units, entries = size // TOGETHER, k // v, fmt.entries()
+    together = math.lcm(TOGETHER, fmt.tile[0])
+    if size % together:
+        raise Unsupported(
+            f"gradients=True rounds rows in blocks of {size}, which tiles of {fmt.tile[0]} rows "
+            "together with steps of 16 do not divide; use GPTQ without it for this format"
+        )
+    groups, units, entries = size // together, k // v, fmt.entries()
     places = torch.arange(count * size, device=w.device).clamp_(max=n - 1)
 
     def spread(t: Tensor) -> Tensor:
-        """(N, X) -> (groups, 16 rows of each block, X); those beyond N repeat the last row."""
-        return t[places].view(count, groups, TOGETHER, -1).transpose(0, 1).flatten(1, 2)
+        """(N, X) -> (groups, the next rows of each block, X); beyond N they repeat the last."""
+        return t[places].view(count, groups, together, -1).transpose(0, 1).flatten(1, 2)
 
     def joined(t: Tensor) -> Tensor:
-        return t.view(groups, count, TOGETHER, -1).transpose(0, 1).flatten(0, 2)[:n]
+        return t.view(groups, count, together, -1).transpose(0, 1).flatten(0, 2)[:n]
 
     grids = {name: t if entries[name].table else spread(t) for name, t in grid.items()}
     target = spread(w[:, order])
     seen = target.clone()  # less the errors of columns before
     right = over_diagonal(u, v)
-    below = torch.stack([over_diagonal(one, TOGETHER) for one in factors], 1)
+    below = torch.stack([over_diagonal(one, together) for one in factors], 1)
     columns, each = order[::v], torch.arange(v, device=w.device)
     codes = torch.empty(0)
     for step in range(units + groups - 1):
@@ -67,10 +79,10 @@ def propagate_both(
             codes = part.new_empty(*target.shape[:2], units, part.shape[1])
         codes[g, :, columns[c] // v] = part.view(len(g), -1, part.shape[1])
         seen[active].baddbmm_(seen[own].mT - rounded, right[c], alpha=-1)
-        wrong = (target[own].mT - rounded).view(len(g), count, TOGETHER, v)
-        change = (below[active].mT @ wrong).unflatten(2, (groups, TOGETHER)).permute(2, 1, 3, 4, 0)
+        wrong = (target[own].mT - rounded).view(len(g), count, together, v)
+        change = (below[active].mT @ wrong).unflatten(2, (groups, together)).permute(2, 1, 3, 4, 0)
         for t in (target, seen):
-            t.view(groups, count, TOGETHER, units, v)[..., c, :] -= change.mT
+            t.view(groups, count, together, units, v)[..., c, :] -= change.mT
     out = torch.empty_like(w)
     out[:, order] = joined(target)
     return joined(codes.flatten(2)).contiguous(), out

@@ -8,7 +8,7 @@ once, quantized, to make the inputs of the next.
 import copy
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -120,7 +120,12 @@ def calibrate(
         beside = [dense_runner(runner, data, quantizer) for runner in runners]
         gradients = dict[str, Gradients]()
         if "gradients" in quantizer.needs and isinstance(data, Tensor):
-            gradients = output_gradients(model, list(schemes), data)
+            found = lists[0]
+            over = [i for i in range(len(found.modules)) if finished.holds(i)]
+            ready = tuple(f"{found.name}.{i}." for i in over)
+            names = [name for name in schemes if not name.startswith(ready)]
+            if names:
+                gradients = output_gradients(model, names, data, show_progress)
         with progress("calibrating", sum(weights.values()), show_progress) as step:
             for found, runner, dense in zip(lists, runners, beside, strict=True):
                 for index, block in enumerate(found.modules):
@@ -152,16 +157,15 @@ def calibrate(
             starts = tuple(f"{found.name}." for found in lists)
             outside = {n: s for n, s in schemes.items() if not n.startswith(starts)}
             if outside:
-                statistics = collected(
-                    runners[-1],
+                statistics = runners[-1].collect(
                     len(lists[-1].modules),
                     outside,
                     needed(quantizer, outside),
                     beside[-1],
-                    gradients,
+                    weights_in(gradients),
                 )
                 few |= too_few_tokens(statistics, model, "")
-                quantize_layers(model, outside, quantizer, statistics)
+                quantize_layers(model, outside, quantizer, joined(statistics, gradients))
                 forget_dtypes(model.get_submodule(name) for name in outside)
                 step(sum(weights[name] for name in outside))
     if few:
@@ -200,7 +204,7 @@ def quantize_block(
         Names of the layers that saw fewer tokens than they have inputs, and how many they saw.
     """
     output, outputs = partial(runner.output, index), runner.outputs(index)
-    needs, few = needed(quantizer, schemes), dict[str, int]()
+    needs, few, weights = needed(quantizer, schemes), dict[str, int](), weights_in(gradients)
     split = "hessian" in needs and not quantizer.whole_block
     parts = split_by_memory(block, schemes) if split else [dict(schemes)]
     if len(parts) > 1:  # without Hessians, what `transform` needs of all layers is small
@@ -208,39 +212,40 @@ def quantize_block(
         quantizer.transform(block, schemes, runner.collect(index, schemes, light), output)
     for number, part in enumerate(parts):
         beside = None if number else dense  # experts get other tokens in the dense model
-        statistics = collected(runner, index, part, needs, beside, gradients)
+        statistics = runner.collect(index, part, needs, beside, weights)
         few |= too_few_tokens(statistics, block, prefix)
         if len(parts) == 1:
             statistics = quantizer.transform(block, part, statistics, output)
         if beside is None:
-            quantizer.quantize_block(block, part, statistics, outputs)
+            quantizer.quantize_block(block, part, joined(statistics, gradients), outputs)
             continue
         beside.copies[index] = copy.deepcopy(block)
         for turn, group in enumerate(in_turns(part, statistics)):
             if turn:  # on the outputs of the quantized layers before it
-                statistics = collected(runner, index, group, needs, beside, gradients)
-            quantizer.quantize_block(block, group, statistics, outputs)
+                statistics = runner.collect(index, group, needs, beside, weights)
+            quantizer.quantize_block(block, group, joined(statistics, gradients), outputs)
         beside.advance(index)
         beside.copies.clear()
     return few
 
 
-def collected(
-    runner: BlockRunner,
-    index: int,
-    names: Iterable[str],
-    needs: tuple[str, ...],
-    dense: BlockRunner | None,
-    gradients: Mapping[str, Gradients],
-) -> dict[str, Statistics]:
-    """`runner.collect`, with the gradients of each layer's outputs where there are any."""
-    weights = {name: own.weights for name, own in gradients.items() if own.weights.numel()}
-    found = runner.collect(index, names, needs, dense, weights)
+def weights_in(gradients: Mapping[str, Gradients]) -> dict[str, Tensor]:
+    """How much each token counts, by layer, where there are gradients of all tokens."""
+    return {name: own.weights for name, own in gradients.items() if own.weights.numel()}
+
+
+def joined(
+    statistics: Mapping[str, Statistics], gradients: Mapping[str, Gradients]
+) -> Mapping[str, Statistics]:
+    """Statistics with the gradients of each layer's outputs, if there are any.
+
+    Layers that read one input no longer share one object then.
+    """
     if not gradients:
-        return found
+        return statistics
     return {
-        name: replace(one, gradients=gradients[name].moments) if name in gradients else one
-        for name, one in found.items()
+        name: replace(one, gradients=gradients[name].moments.to(one.hessian.device))
+        for name, one in statistics.items()
     }
 
 
