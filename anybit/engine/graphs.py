@@ -48,6 +48,12 @@ class DecodeGraphs:
         self.starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self.rows: list[tuple[list[int], int]] = [([], 0)] * largest  # blocks written to tables
 
+    def replace(self, model: Decoder) -> None:
+        """Go on with another model; what was captured knows the old one's memory."""
+        self.model = model
+        self.graphs.clear()
+        self.pool = None  # it ends with the last of its graphs, and torch refuses to capture there
+
     def can(self, scheduled: list[Scheduled]) -> bool:
         """Whether a step fits a graph: one token for each sequence, sampled, and drafts."""
         return sum(s.sampled for s in scheduled) <= self.sizes[-1] and all(

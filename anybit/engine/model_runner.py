@@ -135,9 +135,8 @@ class ModelRunner:
     def replace(self, model: Decoder) -> None:
         """Go on with another model of the same shapes, on the same cache."""
         self.model = model
-        if self.graphs is not None:  # they know the old one's memory
-            self.graphs.model = model
-            self.graphs.graphs.clear()
+        if self.graphs is not None:
+            self.graphs.replace(model)
 
     def _continued(self, scheduled: list[Scheduled], previous: Flight) -> Tensor:
         """The tokens that a step samples, INVALID among them, for the sequences that go on."""
