@@ -25,6 +25,7 @@ from code_tests import Problem
 from study import Work, calibrated, decode, parse, when, write_rows
 
 from anybit import LLM, SamplingParams
+from anybit.engine.llm import Output
 from anybit.evaluate import harness
 from anybit.evaluate.generation import pass_at_k
 
@@ -55,22 +56,13 @@ def documents(limit: int) -> tuple[Any, dict[str, list[dict[str, Any]]]]:
     return local, {name: make() for name, make in makers.items()}
 
 
-def texts_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
-    """The completions of every prompt, of which none may have failed."""
-    found = [o.completions for o in llm.generate(prompts, params, show_progress=False)]
-    errors = {c.error for completions in found for c in completions if c.error}
-    if errors:
-        raise SystemExit(f"texts failed: {', '.join(sorted(errors))}")
-    return found
-
-
 def scores(llm: LLM, local: Any, docs: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
     """The score of each document of each task; ROUGE where its package is installed."""
 
     def written(task: str, tokens: int, stop: Sequence[str]) -> list[str]:
         prompts = [llm.encode(doc["text"])[-(llm.length - tokens) :] for doc in docs[task]]
         params = SamplingParams(max_tokens=tokens, temperature=0, stop=stop)
-        return [completions[0].text for completions in texts_of(llm, prompts, params)]
+        return [output.text for output in generated(llm, prompts, params)]
 
     found = {}
     if importlib.util.find_spec("rouge_score"):
@@ -98,8 +90,8 @@ def chosen(llm: LLM, local: Any, docs: list[dict[str, Any]]) -> list[float]:
             prompts.append(ids[-llm.length :])
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     likely = []
-    for output, length in zip(texts_of(llm, prompts, params), lengths, strict=True):
-        entries = output[0].prompt_logprobs
+    for output, length in zip(generated(llm, prompts, params), lengths, strict=True):
+        entries = output.completions[0].prompt_logprobs
         assert entries is not None
         likely.append(sum(entry.logprob for entry in entries[-length:] if entry))
     best = torch.tensor(likely).view(-1, local.CHOICES).argmax(-1).tolist()
@@ -119,9 +111,9 @@ def runs(llm: LLM, problems: Sequence[Problem]) -> dict[str, list[float]]:
         (problem.module, problem.number, blank + completion.text)
         for params in (greedy, sampled)
         for problem, blank, output in zip(
-            problems, blanks, texts_of(llm, prompts, params), strict=True
+            problems, blanks, generated(llm, prompts, params), strict=True
         )
-        for completion in output
+        for completion in output.completions
     ]
     right = code_tests.passed(jobs)
     most = len(problems)
@@ -131,6 +123,16 @@ def runs(llm: LLM, problems: Sequence[Problem]) -> dict[str, list[float]]:
         "line_pass@1": [pass_at_k(TRIES, count, 1) for count in counts],
         f"line_pass@{TRIES}": [pass_at_k(TRIES, count, TRIES) for count in counts],
     }
+
+
+def generated(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Output]:
+    """What the engine gives. It must all be there: a text that an error ended would score 0."""
+    outputs = llm.generate(prompts, params, show_progress=False)
+    for output in outputs:
+        for completion in output.completions:
+            if completion.error:
+                raise SystemExit(f"the engine failed: {completion.error}")
+    return outputs
 
 
 def mean(values: Sequence[float]) -> tuple[float, float]:

@@ -14,8 +14,7 @@ MODELS = {
     "pico": ("h200_accuracy", "pico"),
     "pico_cpu": ("cpu_accuracy", "pico"),
     "pico_trellis": ("cpu_trellis", "pico"),
-    "families_study_105m_a": ("h200_trellis", "study-105m-a"),
-    "families_study_105m_b": ("h200_trellis", "study-105m-b"),
+    "families_study_105m_60s": ("h200_trellis", "study-105m-60s"),
     "pico_large_columns": ("cpu_accuracy", "pico-large-columns"),
     "rotation_outliers": ("cpu_rotation", "pico-outliers"),
     "rotation_pico": ("cpu_rotation", "pico"),
@@ -26,8 +25,7 @@ def made() -> dict[str, str]:
     scores = {name: table(*source) for name, source in MODELS.items()}
     return scores | {
         "trellis_options": trellis_options(),
-        "front_study_105m_a": front("h200_trellis", "study-105m-a"),
-        "front_study_105m_b": front("h200_trellis", "study-105m-b"),
+        "front_study_105m_60s": front("h200_trellis", "study-105m-60s"),
         "layer_time": layer_time(),
         "kv_scales": kv_scales(),
         "heads": heads(),

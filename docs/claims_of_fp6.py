@@ -23,7 +23,7 @@ from anybit.planning.cost_model import instructions
 CPU = "cpu_accuracy.csv: model=pico; method=rtn; spec="
 WILD = "cpu_accuracy.csv: model=pico-large-columns; method=rtn; spec="
 H200 = "h200_accuracy.csv: samples=0/128; model="
-STUDY = "h200_trellis.csv: method=rtn; spec="
+STUDY = "h200_trellis.csv: model=study-105m-60s; method=rtn; spec="
 SCORED = ("int4", "int4:group=128", "fp6")
 MS = (1, 16, 64, 256)
 OWN = "h200_gemm.csv: peer=anybit-hopper; format=fp6; activation=fp16; M=1/16/64/256"
@@ -110,7 +110,10 @@ def zeroquant() -> list[Claim]:
         measured(
             "FP5, INT6 and FP6 on a larger model",
             "FP6 best",
-            lambda: f"KL {kl(STUDY + 'fp5')}, {kl(STUDY + 'int6')}, {kl(STUDY + 'fp6')}",
+            lambda: (
+                "KL of fp5, int6 and fp6, rounded: "
+                f"{kl(STUDY + 'fp5')}, {kl(STUDY + 'int6')}, {kl(STUDY + 'fp6')}"
+            ),
             STUDY + "fp5/int6/fp6",
         ),
         Claim(

@@ -48,13 +48,11 @@ class DecodeGraphs:
         self.starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self.rows: list[tuple[list[int], int]] = [([], 0)] * largest  # blocks written to tables
 
-    def renew(self, model: Decoder) -> None:
-        """Go on with another model: what is captured knows the old one's memory.
-
-        A pool ends with its last graph, so the next one needs another.
-        """
-        self.model, self.pool = model, None
+    def replace(self, model: Decoder) -> None:
+        """Go on with another model; what was captured knows the old one's memory."""
+        self.model = model
         self.graphs.clear()
+        self.pool = None  # it ends with the last of its graphs, and torch refuses to capture there
 
     def can(self, scheduled: list[Scheduled]) -> bool:
         """Whether a step fits a graph: one token for each sequence, sampled, and drafts."""

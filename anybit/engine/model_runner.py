@@ -136,7 +136,7 @@ class ModelRunner:
         """Go on with another model of the same shapes, on the same cache."""
         self.model = model
         if self.graphs is not None:
-            self.graphs.renew(model)
+            self.graphs.replace(model)
 
     def _continued(self, scheduled: list[Scheduled], previous: Flight) -> Tensor:
         """The tokens that a step samples, INVALID among them, for the sequences that go on."""

@@ -42,10 +42,11 @@ class GPTQ(Quantizer):
             full range.
         gradients: Let rows, too, make up for each other's errors, by the second moment of gradients
             at the layer's outputs, and count each token by their length (after YAQA,
-            https://arxiv.org/abs/2505.22988). On pico it takes 14 % off the KL of 2-bit trellis
-            codes. It takes a backward pass of the whole model, which must be in memory, with 1 KB
-            for each output of a layer. Rows of codebooks stay independent, and only tokens count
-            differently there; experts' tokens all count alike.
+            https://arxiv.org/abs/2505.22988). It takes 34 % off the KL of 2-bit trellis codes on a
+            model of 105 million parameters, 14 % on pico. It takes a backward pass of the whole
+            model, which must be in memory, with 1 KB for each output of a layer. Rows of codebooks
+            stay independent, and only tokens count differently there; experts' tokens all count
+            alike.
         follow: Aim at the outputs of the dense model, for the inputs that the quantized one has
             (GPTAQ, https://arxiv.org/abs/2504.02692), layer by layer. On pico it takes 6 % off the
             KL of int2 g128, for twice the time and memory for a second copy of a block's inputs.
