@@ -95,7 +95,8 @@ class Case:
         "fp8-given": quantized before it.
     dtype: of x, and of y.
     prepare: (N, K) fp32 -> Layer. Raises `Refused` when this layer is not for it.
-    rounding: relative error that a correct result may have beyond that of its dtypes.
+    rounding: relative error that a correct result may have beyond that of its dtypes: of a peer
+        whose kernel adds up in 16 bits.
     """
 
     peer: str
@@ -214,8 +215,8 @@ def measure(
 ) -> Iterator[Row]:
     """Yield a row for each shape (N, K), number of tokens M and case, in this order.
 
-    The dense layer comes first for every M, whether or not `cases` name it. All of one M take turns
-    and find the chip as warm as the others do.
+    The dense layer comes first for every M, whether or not `cases` name it. On a GPU all of one M
+    take turns and find the chip as warm as the others do; on a CPU they run one after another.
     """
     floor = floor or ReadFloor.measure(device)
     baseline = dense_case(dense_dtype(device), device)

@@ -2,7 +2,8 @@
 
 On a GPU a time is the median over replays of one CUDA graph that goes through different copies of
 the weight in turn, more of them than the L2 cache holds: a model never reads one weight twice in a
-row. Those that are compared take turns. On a CPU it is the median by the clock.
+row. Those that are compared take turns. On a CPU it is the median by the clock, of one after the
+other.
 """
 
 import copy
