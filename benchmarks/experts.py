@@ -34,7 +34,7 @@ from anybit.errors import InvalidInput
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.hopper import scalar_linear
-from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped, microseconds
+from anybit.kernels.hopper.expert_tiles import choose_grouped, cycles, family_grouped
 from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.reference import quantize_tokens
 from anybit.measure import bench
@@ -174,7 +174,7 @@ def anybit(w: Tensor, experts: int, schemes: list[str], sweep: bool) -> Iterator
 
         def expected(m: int, tile: Tile | None, d: Decoder = d) -> float:
             tile = tile or choose_grouped(d, m, n, k, experts)
-            return microseconds(tile, d, m, n, k, experts)
+            return cycles(tile, d, m, n, k, experts) / 1755  # at 1.755 GHz
 
         def launch(
             x: Tensor,

@@ -7,11 +7,10 @@
         --schemes trellis@int8 --shapes 28672x4096 --m 1024
 
 `check` compares products of small layers with exact ones and reads weights back. `time` prints a
-table of microseconds last: cold weights, CUDA graphs, launches that may overlap. Up to 8 tokens,
-the kernel of `mma/turns.py` is timed in any case, from 65 on the weight's decoded copy with its
-product and the main loop. `tiles` times other tiles, the fastest first. `one` launches each product
-once with the profiler on. Kernels lie in $ANYBIT_CACHE, so that they can be built elsewhere and
-carried.
+table of microseconds last: cold weights, CUDA graphs, launches that may overlap. From 65 tokens on
+the weight's decoded copy with its product, and the main loop, are timed in any case. `tiles` times
+other tiles, the fastest first. `one` launches each product once with the profiler on. Kernels lie
+in $ANYBIT_CACHE, so that they can be built elsewhere and carried.
 """
 
 import argparse
@@ -52,7 +51,7 @@ SCHEMES = [
 ]  # fmt: skip
 SHAPES = ["28672x4096", "4096x14336", "6144x4096", "4096x4096"]
 MS = "1,4,16,64,256,1024"
-CHECKED = (208, 512), (4096, 1152), (20992, 640)  # the last for few tokens in turns
+CHECKED = (208, 512), (4096, 1152), (20992, 640)  # the last: more CTAs than are resident
 COUNTS = 1, 4, 9, 16, 17, 33, 64, 100, 256, 1024
 H200 = scalar_linear.gpu_for(chip.H200)
 
@@ -73,7 +72,6 @@ def kernels(
             found |= dict.fromkeys(Kernel(d, t, "bfloat16") for t in few)
         for n, k in [*shapes, *CHECKED]:
             for m in [*counts, *COUNTS]:
-                found |= dict.fromkeys(stays(d, m, n) if (n, k) in shapes else ())
                 if scalar_linear.narrow(m, n, k, d):
                     found[mma.kernel_for(d, H200, m, n, "bfloat16")] = None
                 else:
@@ -110,19 +108,11 @@ def few_kernels(d: Decoder, m: int) -> list[mma.Kernel]:
     """Kernels of `kernels/mma` for up to 64 tokens, whatever the rule says."""
     tokens = next(t for t in (8, 16, 32, 64) if m <= t)
     alone = ((1, 8, 2), (1, 8, 3), (2, 8, 2), (2, 4, 3), (2, 4, 4))
-    turns = ((2, 16, 1), (2, 20, 1), (2, 8, 2), (1, 16, 1), (1, 20, 1), (1, 24, 1))
-    kinds = [("narrow", shape) for shape in alone] + [("turns", shape) for shape in turns]
-    wanted = [mma.Tile(tokens, s, w, ctas=c, kind=kind) for kind, (s, w, c) in kinds if m <= 16]
+    wanted = [mma.Tile(tokens, s, w, ctas=c, kind="narrow") for s, w, c in alone if m <= 16]
     wanted += [mma.Tile(tokens, s, w, ctas=c) for s, w, c in ((1, 8, 3), (1, 8, 2), (2, 4, 3))]
     fit = [mma.fitted(tile, d, H200, 2, 4) for tile in wanted]
     found = [mma.kernel_of(d, H200, tile, "bfloat16") for tile in fit if tile]
     return [kernel for kernel in dict.fromkeys(found) if kernel]
-
-
-def stays(d: Decoder, m: int, n: int) -> list[mma.Kernel]:
-    """The kernel in which warps share all tiles of a multiprocessor, for up to 8 tokens."""
-    tile = mma.staying(d, H200, n) if m <= 8 else None
-    return [mma.Kernel(d, tile, "bfloat16", "sm_90", True)] if tile else []
 
 
 def hopper_tiles(d: Decoder, m: int, n: int, k: int) -> list[Tile]:
@@ -183,10 +173,6 @@ def times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) 
             add(n, k, "bf16", "cuBLAS", m, dense_us(n, k, m, DTYPE))
             for scheme, p in ((s, p) for a, b, s, p in every if (a, b) == (n, k)):
                 add(n, k, scheme, "as launched", m, time_tile(p, m, None, True))
-                for kernel in stays(p.decoder, m, n):
-                    x = p.tokens(m)
-                    near(linear.multiply(*x, p.prepared, None, DTYPE, kernel), p.run(*x), kernel)
-                    add(n, k, scheme, "turns", m, mma_us(p, x, kernel))
                 if m > 64 and tiles.may_copy(p.decoder):
                     loop = tiles.choose(p.decoder, m, n, k)
                     add(n, k, scheme, "main loop", m, time_tile(p, m, loop, True))

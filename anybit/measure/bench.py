@@ -95,7 +95,8 @@ class Case:
         "fp8-given": quantized before it.
     dtype: of x, and of y.
     prepare: (N, K) fp32 -> Layer. Raises `Refused` when this layer is not for it.
-    rounding: relative error that a correct result may have beyond that of its dtypes.
+    rounding: relative error that a correct result may have beyond that of its dtypes: of a peer
+        whose kernel adds up in 16 bits.
     """
 
     peer: str

@@ -10,6 +10,7 @@ import torch
 
 from anybit.core.format import get_format
 from anybit.core.scheme import parse_scheme
+from anybit.errors import Unsupported
 from anybit.formats.presets import HOPPER
 from anybit.kernels.backend import Activations, LayerSpec
 from anybit.kernels.cute import jit
@@ -18,6 +19,7 @@ from anybit.kernels.cute.operands import decoder_for, operand_of
 from anybit.kernels.hopper import backend, build, chip, copies, expert_tiles, scalar_linear, tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
+from anybit.kernels.hopper.lookup import LookupDecoder, lookup
 from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.mma.tiles import kernel_for
 from anybit.planning.cost_model import instructions
@@ -236,10 +238,20 @@ def test_one_token_reads_the_experts_that_it_meets() -> None:
     d = decoder_of("liquid", "int8")
     tile = choose_grouped(d, 8, 1536, 2048, 128)
     assert tile.tokens == 8
-    few, all_of_them = (
-        expert_tiles.microseconds(tile, d, m, 1536, 2048, 128) for m in (8, 8 * 128)
-    )
+    few, all_of_them = (expert_tiles.cycles(tile, d, m, 1536, 2048, 128) for m in (8, 8 * 128))
     assert few < all_of_them / 5
+
+
+def test_stages_of_half_a_k_tile_are_for_kernels_that_give_them_back() -> None:
+    fp6, liquid = decoder_of("fp6", "float16"), decoder_of("liquid", "int8")
+    book = lookup(get_format("codebook"), HALF)
+    assert isinstance(book, LookupDecoder)
+    half = Tile(128, rows=256, stages=4, columns=64)
+    assert Kernel(fp6, half, "float16").tile.slots == 2
+    for d, tile in ((liquid, half), (book, half), (fp6, replace(half, rows=128))):
+        assert Kernel(d, replace(tile, columns=128), "float16")
+        with pytest.raises(Unsupported, match="stages of 64 columns are for 256 rows"):
+            Kernel(d, tile, "float16")
 
 
 def test_grid_covers_every_tile() -> None:

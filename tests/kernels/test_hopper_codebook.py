@@ -280,7 +280,7 @@ def test_products(case: Case) -> None:
 
 @needs_dsl
 @pytest.mark.parametrize("tokens", [1, 8, 16])
-@pytest.mark.parametrize(("v", "m"), [(4, 1), (8, 2)])
+@pytest.mark.parametrize(("v", "m"), [(4, 1), (8, 1), (8, 2)])
 def test_one_hot_tokens_read_centroids_back(tokens: int, v: int, m: int) -> None:
     """Every vector of a cell, and each of its places: exact but for the output's rounding."""
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ import torch
 
 from anybit.core.format import get_format
 from anybit.core.scheme import parse_scheme
+from anybit.errors import InvalidInput
 from anybit.formats.presets import HOPPER
 from anybit.kernels import registry
 from anybit.kernels.backend import LayerSpec
@@ -66,7 +67,7 @@ def test_every_problem_has_a_tile_that_fits(gpu: Gpu, scheme: str) -> None:
                 assert size <= gpu.shared
                 assert tile.ctas * (size + tiles.RESERVED) <= gpu.shared_of_sm
                 assert tile.stages >= 2
-                assert tile.splits_k if m <= 16 else tile.kind == "gemm"
+                assert tile.kind == "narrow" if m <= 16 else tile.kind == "gemm"
                 assert tile.tokens >= min(m, 16)
                 ctas = tiles.grid(tile, gpu, m, n, 4096)
                 assert 0 < ctas <= max(tiles.tiles_of(tile, m, n), tile.ctas * gpu.multiprocessors)
@@ -104,32 +105,16 @@ def test_slow_decoders_have_equal_shares_of_rows() -> None:
         some = [tiles.choose(d, GPUS["H200"], 1, n) for n in (4096, 6144, 28672)]
         found[scheme] = [(t.rows, t.warps, t.ctas) for t in some if t]
     assert found["trellis"] == [(16, 8, 2), (16, 8, 3), (32, 4, 4)]
-    assert found["trellis@int8"] == [(16, 8, 2), (32, 8, 2), (32, 16, 1)]
+    assert found["trellis@int8"] == [(16, 8, 2), (32, 8, 2), (32, 4, 4)]
     assert found["int7"][1] != (16, 8, 3)  # it binds the memory
 
 
-def test_decoders_that_bind_take_tile_after_tile() -> None:
-    """In int8, where not all of their CTAs would be resident; on sm_90, elsewhere none was run."""
-    d, h200 = next(decoders("trellis@int8")), GPUS["H200"]
-    found = [tiles.choose(d, h200, m, n) for m, n in ((1, 28672), (1, 19000), (8, 28672))]
-    assert all(t and t.kind == "turns" and t.ctas == 1 for t in found)
-    tile = found[0]
-    assert tile is not None
-    assert tiles.grid(tile, h200, 1, 28672, 4096) == 132
-    assert tiles.grid(tile, h200, 1, 64, 4096) == 2
-    assert tiles.grid(tile, h200, 20, 28672, 4096) == 132  # three tiles of tokens, 44 CTAs each
-    assert all(
-        other and other.kind == "narrow"
-        for other in (
-            tiles.choose(d, h200, 9, 28672),
-            tiles.choose(next(decoders("trellis")), h200, 1, 28672),
-        )
-    )
-    assert tiles.grid(tile, h200, 2000, 64, 4096) == 250  # one CTA at least for each
-    for scheme, gpu in (("trellis@int8", "A100"), ("int7@int8", "H200")):  # that waits for memory
-        other = tiles.choose(next(decoders(scheme)), GPUS[gpu], 1, 28672)
-        assert other is not None
-        assert other.kind == "narrow"
+def test_a_narrow_tile_has_a_warp_for_each_block_of_outputs() -> None:
+    assert Tile(16, 4, 8, kind="narrow").rows == 64
+    assert Tile(8, 4, 4, kind="narrow").rows == 64
+    assert Tile(16, 4, 4).rows == 256  # whose warps split rows
+    with pytest.raises(InvalidInput, match=r"64 rows x 16 tokens has 8 blocks .* 4 warps"):
+        Tile(16, 4, 4, kind="narrow")
 
 
 MEASURED = Path(__file__).parents[2] / "benchmarks/results/h200_mma.csv"

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.skipif(
 HALF, BRAIN = torch.float16, torch.bfloat16
 NARROW = Tile(8, 2, 4, 3, kind="narrow")
 CROWDED = Tile(8, 1, 5, 3, ctas=4, kind="narrow")
-TURNS = Tile(8, 2, 5, 3, 1, "turns")
 # scheme, dtype of y, tile, (M, N, K), CTAs (0: one a tile), architecture, overlap
 Case = tuple[str, torch.dtype, Tile, tuple[int, int, int], int, str, bool]
 CASES: list[Case] = [
@@ -43,11 +42,6 @@ CASES: list[Case] = [
     ("trellis:code=pair8", BRAIN, NARROW, (3, 32, 128), 0, "sm_80", False),
     ("trellis", BRAIN, CROWDED, (2, 16, 768), 0, "sm_90", True),
     ("trellis@int8", HALF, CROWDED, (7, 16, 256), 0, "sm_80", False),
-    # More and fewer K tiles than warps; parts of all warps; two tiles of tokens; odd words.
-    ("trellis", BRAIN, TURNS, (2, 64, 256), 1, "sm_90", True),
-    ("int4:group=128", HALF, TURNS, (11, 104, 768), 4, "sm_90", True),
-    ("int3:group=32,zero", BRAIN, Tile(16, 2, 4, 2, 1, "turns"), (13, 72, 384), 1, "sm_90", True),
-    ("liquid@int8", BRAIN, Tile(8, 1, 3, 2, 1, "turns"), (5, 72, 384), 2, "sm_90", True),
 ]
 FORMATS = {  # all kinds of decoders, and the architecture that their products need
     "sm_80": [

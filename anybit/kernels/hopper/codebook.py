@@ -254,7 +254,7 @@ class Codebook(Program):
                     store_shared(table + (i * TABLE + entry * 256 + copy * 16), value * (4 // n))
 
     def load_x(self, x: Any, first: Any, last: Any, m: Any, k: Any, g: Any, t: Any) -> list:
-        """B words: [block][8 vectors of 32][8 tokens], 2 v columns each; zeros behind the end."""
+        """Words of x: [block][8 vectors of 32][8 tokens], 2 v columns each; zeros past the end."""
         v = self.cells.v
         out = []
         for block in range(self.spec.chunks * self.spec.blocks):

@@ -1,9 +1,9 @@
 """Hopper products of codebook formats.
 
-Up to 16 tokens are one launch of `psumbook.py` or `codebook.py`, more are one of `lookup_gemm.py`,
-as are 9 to 16 where that is faster; all read the same layout. For thousands of tokens, or where a
-table leaves no room for tiles, a Triton kernel decodes it to a dense weight for the library's
-product.
+Up to 8 tokens are one launch of `codebook.py`, up to 2 mostly one of `psumbook.py`, 9 to 16 one of
+`codebook_swapped.py`. More are one of `lookup_gemm.py`, as are 9 to 16 where that is faster; all
+read the same layout. For thousands of tokens, or where a table leaves no room for tiles, a Triton
+kernel decodes it to a dense weight for the library's product.
 """
 
 from dataclasses import replace

@@ -15,7 +15,6 @@ from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.tile import Tile, slow
 from anybit.kernels.hopper.tiles import EXCHANGE, fitted, grid, places, scaled, suited
 
-CLOCK = 1.755e3  # cycles in a microsecond
 READ = 1.035  # weights in a cycle, of what the memory can bring: at a clock below the highest
 LAUNCH = 11_300  # cycles of a launch: of the first copies and the last outputs, too
 # Cycles of a K tile: for each of its products and of the instructions that decode, and others.
@@ -64,19 +63,15 @@ def choose_grouped(
     return min(found, key=lambda tile: cycles(tile, decoder, m, n, k, experts, chip))
 
 
-def microseconds(tile: Tile, decoder: Decoder, m: int, n: int, k: int, experts: int) -> float:
-    """What `cycles` expects of an H200."""
-    return cycles(tile, decoder, m, n, k, experts) / CLOCK
-
-
 def cycles(
     tile: Tile, decoder: Decoder, m: int, n: int, k: int, experts: int, chip: Chip = H200
 ) -> float:
-    """Clock cycles: of reading what is touched, and of every tile's decoding and products.
+    """Clock cycles, at 1.755 GHz: of reading what is touched, of all tiles' decoding and products.
 
     Both run at the same time, so the slower counts. The constants fit 224 times of an H200 (models'
-    experts in `benchmarks/experts.py`) with an error of 10 %. That a tile reads weights which
-    another one has read shows in two of them, FP8 with 32 tokens an expert and 1.45 tiles.
+    experts in `benchmarks/experts.py`) with an error of 10 %; 144 later ones differ by 7 % (int4,
+    fp6 and liquid of four models). That a tile reads weights which another one has read shows in
+    two of the first, FP8 with 32 tokens an expert and 1.45 tiles.
     """
     first, every = touched(m, experts), token_tiles(tile.tokens, m, experts)
     count = -(-n // tile.rows) * every * tile.split

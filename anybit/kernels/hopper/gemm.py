@@ -70,7 +70,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         # WGMMAs whose sums have one scale.
         self.per_group = 2 * self.per_half // decoder.entries if decoder.sums else 0
         self.token_bytes = self.tokens * tile.columns * self.b.width // 8  # of a stage
-        self.words = 2 * decoder.bits  # code words of a thread and stage
+        self.words = 2 * decoder.bits  # code words of a thread and K tile
         self.whole = self.words // 4  # chunks of 4 words; 2 words may remain
         self.grid_words = decoder.entries * decoder.grid_words
         self.blob = decoder.blob_bytes

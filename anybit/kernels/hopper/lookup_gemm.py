@@ -94,14 +94,14 @@ class LookupGemm(Gemm):
                 copy_async(to + (i + lane) * 16, source + tile * row_stride + offset)
         arrive_after_copies(barrier.toint())
 
-    def read_words(self, shared: Any, group: Any, t: Any, stage: Any) -> tuple:
+    def read_words(self, shared: Any, group: Any, t: Any, slot: Any) -> tuple:
         """((codes of every block and codebook, lane's place in an entry), scales of every block).
 
         A word has the scales of rows g and g + 8 for a group in the K tile.
         """
         d = self.lookup
         lane = t % 32
-        ring = Int32(shared.w.data_ptr().toint()) + stage * (self.blob * self.blocks)
+        ring = Int32(shared.w.data_ptr().toint()) + slot * (self.blob * self.blocks)
         codes, scales = [], []
         for block in range(self.blocks):
             tile = ring + block * self.blob + (group * 4 + t // 32) * d.tile_bytes

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from anybit.errors import Unsupported
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
@@ -13,10 +14,11 @@ class Tile:
 
     tokens: 8 to 256. rows: weight rows, 128 or 256. ctas: resident on a multiprocessor.
     split: CTAs of a cluster that split the K of one tile.
-    stages: K tiles in flight; 0 means all that fit. shared: CTAs have equal shares of all K tiles.
-    late: the second warpgroup stays some K tiles behind the first where a CTA has several tiles, so
-    that it multiplies while the first one writes outputs, and the other way round. columns: of a
-    stage's tokens, 128 or 64, of which a K tile's 128 have two stages; `stages` counts these.
+    stages: parts of `columns` columns of tokens that are in flight; 0 means all that fit. columns:
+    of a stage, a K tile's 128 or half of them; weights are in flight by whole K tiles (`slots`).
+    shared: CTAs have equal shares of all K tiles. late: the second warpgroup stays some K tiles
+    behind the first where a CTA has several tiles, so that it multiplies while the first one writes
+    outputs, and the other way round.
     """
 
     tokens: int
@@ -65,6 +67,8 @@ class Kernel:
     """One member of the family: everything that is fixed when it is compiled.
 
     output: "float16" or "bfloat16". grouped: tokens lie sorted by expert, each with its own weight.
+    Raises `Unsupported` for stages of half a K tile where the main loop would hang: it gives one
+    back at the second of two products of a stage, and look-ups arm the first stage only.
     """
 
     decoder: Decoder
@@ -74,6 +78,15 @@ class Kernel:
 
     architecture = ARCHITECTURE
     arguments = GemmArguments
+
+    def __post_init__(self) -> None:
+        d, tile = self.decoder, self.tile
+        usual = d.slot == 16 and not d.sums and not d.table_bytes
+        if tile.columns < K_TILE and not (usual and tile.rows == 256):
+            raise Unsupported(
+                f"stages of {tile.columns} columns are for 256 rows and 16-bit operands without "
+                f"look-ups, not for {tile.rows} rows of {d.operand}: give the tile {K_TILE}"
+            )
 
     @property
     def activation(self) -> str:

@@ -24,7 +24,7 @@ class Words:
         """A thread's code and grid words of a K tile, 16 bytes at a time."""
         blob, blocks = const_expr(self.blob // 4), const_expr(self.blocks)
         base = cute.recast_ptr(shared.w.data_ptr(), dtype=Uint32)
-        strides = (128 * self.words, blob, blocks * blob)  # warpgroup, blob, stage
+        strides = (128 * self.words, blob, blocks * blob)  # warpgroup, blob, slot
         shape = (2, blocks, self.slots)
         words = cute.make_rmem_tensor((4, self.whole + 1, blocks), Uint32)
         grid = cute.make_rmem_tensor((max(self.grid_words, 1), blocks), Uint32)

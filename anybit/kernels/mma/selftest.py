@@ -214,9 +214,7 @@ class Problem:
         if tile.kind == "experts":
             starts = torch.tensor([0, *ends], dtype=torch.int32, device=device)
         tiles_, steps = tiles.tiles_of(tile, len(x), self.shape[0]), self.shape[1] // 128
-        grids = [tiles_, tiles_ * steps // 3]
-        if tile.splits_k:  # one tile a CTA, or all
-            grids = [tiles_] if tile.kind == "narrow" else [tiles_, -(-len(x) // tile.tokens)]
+        grids = [tiles_] if tile.kind == "narrow" else [tiles_, tiles_ * steps // 3]
         found = [
             linear.multiply(
                 codes, scale, sums, self.prepared, None, self.dtype, kernel, grid, starts

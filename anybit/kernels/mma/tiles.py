@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 
+from anybit.errors import InvalidInput
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.cute.operands import SPANS
@@ -18,9 +19,7 @@ from anybit.kernels.mma.launch import MmaArguments
 RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
 NARROW = 16  # most tokens of `narrow.py`
 NARROW_WARPS = 16  # of its CTAs on a multiprocessor: each may keep 128 registers a thread
-ROW_COST = 0.15  # of a K tile of 16 rows, for its tokens: an estimate
 BUSY_WARPS = 24  # of 16 rows of decoders to 16 bits that bind, which 80 registers are enough for
-BARRIERS = 256  # bytes behind rings and sums of `turns.py`, for four barriers
 FLAG = 256  # bytes behind the ring of `gemm.py`, for one word
 TABLE = -(-8 * (SPANS + 1) // 256) * 256  # bytes behind that, of `experts.py`
 COPIED_ROW = 144  # bytes of shared memory for 64 decoded columns: no two rows in the same banks
@@ -77,9 +76,13 @@ class Tile:
         warps: of a CTA.
         stages: K tiles of a ring; of "decode", that a CTA decodes.
         ctas: that should fit a multiprocessor.
-        kind: "narrow", whose warps split K; "turns", which is "narrow" for several tiles a CTA;
-            "gemm", whose warps split rows; "experts", which is "gemm" for tokens sorted by expert;
-            "decode", whose warps write 16 decoded rows each and multiply nothing.
+        kind: "narrow", whose warps split K; "gemm", whose warps split rows; "experts", which is
+            "gemm" for tokens sorted by expert; "decode", whose warps write 16 decoded rows each and
+            multiply nothing.
+
+    Raises:
+        InvalidInput: a narrow tile has more blocks of 16 rows x 8 tokens than warps, each of which
+            adds up and writes one.
     """
 
     tokens: int
@@ -89,14 +92,17 @@ class Tile:
     ctas: int = 2
     kind: str = "gemm"
 
-    @property
-    def rows(self) -> int:
-        return 16 * self.slices * (1 if self.splits_k else self.warps)
+    def __post_init__(self) -> None:
+        blocks = self.slices * self.tokens // 8
+        if self.kind == "narrow" and blocks > self.warps:
+            raise InvalidInput(
+                f"a narrow tile of {self.rows} rows x {self.tokens} tokens has {blocks} blocks to "
+                f"write and {self.warps} warps, which write one each: give it {blocks} warps"
+            )
 
     @property
-    def splits_k(self) -> bool:
-        """Whether warps split K, each with a ring of its own."""
-        return self.kind in ("narrow", "turns")
+    def rows(self) -> int:
+        return 16 * self.slices * (1 if self.kind == "narrow" else self.warps)
 
     @property
     def threads(self) -> int:
@@ -156,11 +162,11 @@ class Kernel:
 
     def generate(self) -> Compiled:
         """The kernel, compiled for its architecture; needs CuTe DSL."""
-        from anybit.kernels.mma import decode, experts, gemm, narrow, turns
+        from anybit.kernels.mma import decode, experts, gemm, narrow
 
         programs = {
-            "narrow": narrow.Narrow, "turns": turns.Turns, "gemm": gemm.Gemm,
-            "experts": experts.Experts, "decode": decode.Decode,
+            "narrow": narrow.Narrow, "gemm": gemm.Gemm, "experts": experts.Experts,
+            "decode": decode.Decode,
         }  # fmt: skip
         compiled: Compiled = programs[self.tile.kind](self).compile()
         return compiled
@@ -184,7 +190,7 @@ def stage_bytes(tile: Tile, decoder: Decoder) -> int:
 
     Code words of every thread, grid words of every slice, tokens; the latter on whole 256 bytes.
     """
-    slices = tile.slices if tile.splits_k else tile.slices * tile.warps
+    slices = tile.slices if tile.kind == "narrow" else tile.slices * tile.warps
     weights = slices * (256 * decoder.bits + grid_bytes(decoder))
     return -(-weights // 256) * 256 + tile.tokens * token_bytes(decoder)
 
@@ -193,15 +199,9 @@ def shared_bytes(tile: Tile, decoder: Decoder) -> int:
     """Of a CTA."""
     if tile.kind == "decode":
         return tile.rows * COPIED_ROW if decoder.slot == 16 else 0
-    rings = tile.warps if tile.splits_k else 1
-    turns = sums_bytes(tile) + BARRIERS
-    beside = {"narrow": 0, "turns": turns, "gemm": FLAG, "experts": FLAG + TABLE}[tile.kind]
+    rings = tile.warps if tile.kind == "narrow" else 1
+    beside = {"narrow": 0, "gemm": FLAG, "experts": FLAG + TABLE}[tile.kind]
     return rings * tile.stages * stage_bytes(tile, decoder) + beside
-
-
-def sums_bytes(tile: Tile) -> int:
-    """Of two places for all warps' sums of a tile, fp32 or int32."""
-    return 2 * tile.warps * 4 * tile.rows * tile.tokens
 
 
 # Choices.
@@ -256,7 +256,7 @@ def kernel_of(decoder: Decoder, gpu: Gpu, tile: Tile, output: str) -> Kernel | N
     architecture = gpu.architecture
     if architecture is None:
         return None
-    overlap = tile.splits_k and gpu.capability[0] == 9  # not tried on others
+    overlap = tile.kind == "narrow" and gpu.capability[0] == 9  # not tried on others
     return Kernel(decoder, tile, output, architecture, overlap)
 
 
@@ -271,14 +271,12 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     """Up to 16 tokens: of the tiles whose CTAs are all resident at once, the one with most warps.
 
     Its rows are read without a pause, and its ring is what memory is left. More rows win a tie: the
-    tokens are read less often. Where CTAs must take turns, three of four warps hide their ends, and
-    on sm_90 up to 8 tokens of bytes take `turns.py` if decoding binds. 64 rows are for as many rows
-    as only such CTAs hold at once.
+    tokens are read less often. Where CTAs must take turns, three of four warps hide their ends.
+    64 rows are for as many rows as only such CTAs hold at once.
     """
     tokens = 8 if m <= 8 else 16
     slow = decoder.cost > 2
-    binds = slow and 2 * decoder.cost > decoder.bits  # few tokens wait for it, not for the memory
-    small = binds and decoder.slot == 16 and tokens == 8
+    small = slow and decoder.slot == 16 and tokens == 8 and 2 * decoder.cost > decoder.bits
     crowded = slow and decoder.slot == 8 and tokens == 16  # two slices would spill
     sizes = (1,) if crowded else (2, 1) if slow or tokens == 16 else (4, 2, 1)
     short = tokens == 8 and decoder.slot == 16 and not slow
@@ -295,23 +293,8 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
             return max(at_once, key=lambda tile: tiles_of(tile, m, n) * tile.warps)
     ctas = 4 if slow and not crowded else 3  # slow decoders wait for themselves
     turns = [Tile(tokens, slices, 4, ctas=ctas, kind="narrow") for slices in (2, 1)]
-    # One token took 5 % less in an engine's step in int8, and nothing less in 16 bits.
-    if binds and decoder.slot == 8 and m <= 8 and gpu.capability[0] == 9:  # not tried on others
-        found = staying(decoder, gpu, n)
-        if found:
-            return found
     fit = (fitted(tile, decoder, gpu, least, 4) for least in (3, 2) for tile in turns)
     return next((tile for tile in fit if tile), None)
-
-
-def staying(decoder: Decoder, gpu: Gpu, n: int) -> Tile | None:
-    """The tile of `turns.py` whose busiest multiprocessor has least to do; None if none fits."""
-    fit = (fitted(Tile(8, s, 16, ctas=1, kind="turns"), decoder, gpu, 2, 4) for s in (2, 1))
-
-    def busiest(tile: Tile) -> float:
-        return -(-n // (tile.rows * gpu.multiprocessors)) * (tile.slices + ROW_COST)
-
-    return min((tile for tile in fit if tile), key=busiest, default=None)
 
 
 def resident(tile: Tile, gpu: Gpu, n: int) -> bool:
@@ -369,9 +352,6 @@ def grid(tile: Tile, gpu: Gpu, m: int, n: int, k: int, experts: int = 0) -> int:
     if experts:  # an expert's last tile may hold one token
         most = -(-n // tile.rows) * (m // tile.tokens + min(m, experts))
         return max(1, min(places, most * k_tiles(k) // LEAST_UNITS))
-    if tile.kind == "turns":  # each takes tiles of the same tokens
-        same = -(-m // tile.tokens)
-        return min(-(-n // tile.rows), max(1, places // same)) * same
     tiles = tiles_of(tile, m, n)
     waves = -(-tiles // places)
     if tile.kind != "gemm" or tiles >= 0.8 * waves * places:
