@@ -10,7 +10,6 @@ and with cuBLAS: cold weights, CUDA graphs. Kernels lie in $ANYBIT_CACHE.
 
 import argparse
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -19,7 +18,7 @@ import mma
 import torch
 from codebook import Problem
 from hopper_layers import dense_us
-from mma import A100, H200, KB, file_of
+from mma import A100, H200, KB, elapsed, file_of
 
 from anybit.core.format import get_format
 from anybit.kernels.cute import jit
@@ -46,7 +45,6 @@ MORE = [
 SHAPES = [(28672, 4096), (8192, 28672), (4096, 14336), (4096, 4096), (11008, 4096)]
 DTYPE = torch.bfloat16
 LAUNCHES = 48  # in a graph: its own start is a few microseconds
-start = time.perf_counter()
 
 
 def cells(scheme: str) -> Cells:
@@ -75,10 +73,6 @@ def kernels(scheme: str) -> list[CodebookKernel]:
 def there(scheme: str) -> list[CodebookKernel]:
     """Those that were built: a tile that spills is not."""
     return [k for k in kernels(scheme) if file_of(k).exists()]
-
-
-def elapsed() -> float:
-    return time.perf_counter() - start
 
 
 def check(limit: float) -> int:

@@ -9,7 +9,6 @@ are tiles and on as many as find room. Weights are cold, launches are in CUDA gr
 """
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -39,11 +38,6 @@ ROUTED = [(1536, 2048, 128, 8, (1, 8, 64)), (28672, 4096, 8, 2, (1, 16, 128))]
 GPU = Gpu((8, 0), 132, 227 * mma.KB, 228 * mma.KB)  # an H200 that only knows what an A100 does
 WIDE = [(2, 4, 2), (2, 8, 1), (4, 4, 1), (4, 4, 2)]  # slices, warps, CTAs of a multiprocessor
 SHAPES = [(28672, 4096), (4096, 14336), (6144, 4096)]
-start = time.perf_counter()
-
-
-def elapsed() -> float:
-    return time.perf_counter() - start
 
 
 # Kernels.
@@ -126,7 +120,7 @@ def check(schemes: list[str], limit: float) -> int:
         small = Routed(scheme, 512, 1152, 40, cold=False)
         both = [*experts_kernels(scheme), *experts_kernels(scheme, mma.A100)]
         for kernel in dict.fromkeys(both):
-            if elapsed() > limit:
+            if mma.elapsed() > limit:
                 print(f"LIMIT: {scheme} {kernel.name} and what follows is unchecked")
                 return bad
             found = selftest.verdict(layer, kernel)
@@ -137,7 +131,7 @@ def check(schemes: list[str], limit: float) -> int:
                     found = f"wrong with {m} tokens of 40 experts"
             bad, total = bad + (found != selftest.RIGHT), total + 1
             print(f"{found:8} {scheme} {kernel.tile.name}", flush=True)
-    print(f"check: {bad} wrong of {total} ({elapsed():.0f} s)", flush=True)
+    print(f"check: {bad} wrong of {total} ({mma.elapsed():.0f} s)", flush=True)
     return bad
 
 
@@ -151,7 +145,7 @@ class Times:
 
     def note(self, scheme: str, what: str, m: int, n: int, k: int, peers: dict) -> None:
         """peers: name -> what takes the microseconds."""
-        if elapsed() > self.limit:
+        if mma.elapsed() > self.limit:
             return
         fmt, _, activation = scheme.partition("@")
         given = f"{activation}-given" if activation else "bf16"

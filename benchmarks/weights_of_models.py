@@ -71,8 +71,3 @@ def weights(names: list[str] | None = None) -> list[Shape]:
     turns = [s for turn in zip_longest(*layers) for s in turn if s]
     heads = [model["head"] for model in chosen if "head" in model]
     return list(dict.fromkeys([*turns, *heads]))
-
-
-def models_of(shape: Shape) -> list[str]:
-    """Where a shape occurs: "Llama-3-8B k"."""
-    return [f"{m} {part}" for m, parts in MODELS.items() for part, s in parts.items() if s == shape]

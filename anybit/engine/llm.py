@@ -198,6 +198,8 @@ class LLM:
             share(fresh[0], small)
         for each, model in zip(runners, fresh, strict=True):
             each.replace(model)
+        if self.engine.speculation is not None:
+            self.engine.speculation.renew()
         self.engine.scheduler.blocks.forget()
 
     def encode(self, text: str, special: bool = True) -> list[int]:

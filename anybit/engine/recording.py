@@ -45,7 +45,9 @@ class Recording:
             self.out = step()
         self.kept = watch.kept
         self.refused = watch.refused
-        self.parts = [] if self.refused else list(self._parts())
+        if self.refused:  # the step runs itself
+            self.calls, self.kept = [], []
+        self.parts = list(self._parts())
 
     def _parts(self) -> Any:
         """Programs of kernels, and calls of operators between them."""

@@ -140,6 +140,10 @@ class Speculation:
         self.ahead = 0  # steps that were started without looking for guesses
         self.failed = False  # the drafter; then there are no more drafts
 
+    def renew(self) -> None:
+        """Weights are others: steps are captured anew, and a drafter that failed may work."""
+        self.costs, self.failed = Costs(), False
+
     def drafted(self, scheduled: list[Scheduled], scheduler: Scheduler) -> list[Scheduled]:
         """A step with drafts behind the texts that are being written, while the drafter works."""
         if self.failed:

@@ -146,6 +146,21 @@ def test_a_draft_of_the_model_itself_is_made_anew(
     assert stats.draft_tokens == wanted.draft_tokens
 
 
+def test_guessing_begins_anew(checkpoint: Checkpoint) -> None:
+    """Times of steps are those of graphs that are gone; a drafter that failed may work now."""
+    source = checkpoint("llama-round")
+    llm = drafting(LLM(source, draft="ngram"))
+    tokens(llm)
+    guessing = llm.engine.speculation
+    assert guessing is not None
+    assert guessing.costs.times
+    guessing.failed = True
+    llm.load_weights(load_file(source / "model.safetensors").items())
+    assert not guessing.failed
+    assert not guessing.costs.times
+    assert not guessing.costs.known
+
+
 def test_what_is_wrong_changes_nothing(checkpoint: Checkpoint, tmp_path: Path) -> None:
     llm = LLM(checkpoint("llama-round"), "int4:group=32")
     before = tokens(llm)

@@ -10,7 +10,6 @@ applied, as in a checkpoint of that dtype.
 
 import logging
 import platform
-import threading
 from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -318,17 +317,6 @@ def _multiply(
         room = gemm.room(operand, strip, part, m)
         values |= {
             "strip": strip, "part": part, "decode": product.decoder,
-            "scratch": _scratch(room * threads).data_ptr(), "room": room,
+            "scratch": build.workspace(room * threads).data_ptr(), "room": room,
         }  # fmt: skip
     product.kernel([values.get(name, 0) for name in names], threads)
-
-
-_local = threading.local()
-
-
-def _scratch(size: int) -> Tensor:
-    """Memory that a thread's calls share: fresh pages would cost more than small products."""
-    buffer: Tensor | None = getattr(_local, "buffer", None)
-    if buffer is None or buffer.numel() < size:
-        buffer = _local.buffer = torch.empty(size, dtype=torch.uint8)
-    return buffer

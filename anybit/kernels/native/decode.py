@@ -20,7 +20,6 @@ from anybit.kernels.native.isa import Isa
 
 BLOCK = 512  # codes
 RUN = 32  # codes that lie in one vector of 16-bit words
-RUNS = BLOCK // RUN
 
 
 def place(run: int, width: int) -> int:
