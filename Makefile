@@ -31,7 +31,7 @@ lint: .venv/.installed  ## Check style, types, and that rooms import only what s
 
 pytest: .venv/.installed  ## Run all tests, in random order.
 	@echo "== pytest"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 15
 
 docs: .venv/.installed  ## Build the documentation into site/; open site/index.html.
 	@echo "== mkdocs"

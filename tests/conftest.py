@@ -4,6 +4,7 @@ Tests run in random order (pytest-randomly; `-p "randomly_seed=N"` repeats one),
 the same random numbers and must leave the process as it found it.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -27,7 +28,10 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def same_start_and_nothing_left() -> Iterator[None]:
-    """Seed torch; fail a test that changes torch's defaults or the registry of formats."""
+    """Seed torch; fail a test that changes torch's defaults or the registry of formats.
+
+    The level of our log, which commands set, is put back.
+    """
     import torch
 
     from anybit.core.format import known_formats
@@ -36,6 +40,8 @@ def same_start_and_nothing_left() -> Iterator[None]:
         return torch.get_default_dtype(), torch.is_grad_enabled(), set(dict(known_formats()))
 
     torch.manual_seed(0)
-    before = state()
+    before, log = state(), logging.getLogger("anybit")
+    level = log.level
     yield
+    log.setLevel(level)
     assert state() == before, "the test changed state of the whole process"
