@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import decoders
 import torch
+from csv_rows import write_rows
 
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.backend import Prepared
@@ -134,10 +135,7 @@ def measure(out: Path) -> None:
         weights = Weights(problem)
         for m in COUNTS:
             rows += times(problem, weights, m, device)
-        with out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(out, rows)
 
 
 def times(problem: Problem, weights: Weights, m: int, device: torch.device) -> list[dict[str, Any]]:

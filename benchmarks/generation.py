@@ -22,7 +22,8 @@ import code_tests
 import torch
 import transformers
 from code_tests import Problem
-from study import Work, calibrated, decode, parse, when, write_rows
+from csv_rows import write_rows
+from study import Work, calibrated, decode, parse, when
 
 from anybit import LLM, SamplingParams
 from anybit.engine.llm import Output

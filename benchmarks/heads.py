@@ -9,7 +9,8 @@ import argparse
 from pathlib import Path
 
 import transformers
-from study import ROOT, STRIDE, WINDOW, Work, when, write_rows
+from csv_rows import write_rows
+from study import ROOT, STRIDE, WINDOW, Work, when
 
 import anybit
 from anybit.evaluate.perplexity import score

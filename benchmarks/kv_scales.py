@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from study import ROOT, Work, when, write_rows
+from csv_rows import write_rows
+from study import ROOT, Work, when
 from torch import Tensor
 
 import anybit

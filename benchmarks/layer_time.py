@@ -7,11 +7,12 @@ On a GPU it also checks that GPTQ's recorded loop (a CUDA graph) finds the codes
 """
 
 import argparse
-import csv
 import datetime
 import sys
 import time
 from pathlib import Path
+
+from csv_rows import write_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -73,10 +74,7 @@ def main() -> None:
         )
         print(*rows[-1].values(), flush=True)
         if args.out:
-            with args.out.open("w", newline="") as file:
-                writer = csv.DictWriter(file, [*rows[0]], lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
+            write_rows(args.out, rows)
 
 
 def timed(name: str, w: torch.Tensor, fmt: Format, seen: Statistics) -> float:

@@ -9,13 +9,13 @@ product of the decoded weight first. Build the formats' kernels beforehand (`any
 """
 
 import argparse
-import csv
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from csv_rows import write_rows
 from hopper_layers import Problem, dense_us, time_tile
 from torch import Tensor
 
@@ -76,10 +76,7 @@ def main() -> None:
             for row in product(n, k, formats, counts):
                 rows.append({"model": model, **row, "us": round(row["us"], 2), **facts})
         print(model, *summary(rows, model), sep="\n", flush=True)
-        with args.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(args.out, rows)
 
 
 def product(

@@ -11,7 +11,6 @@ OUT_<mode>.csv.
 """
 
 import argparse
-import csv
 import itertools
 import statistics
 import time
@@ -22,6 +21,7 @@ from unittest.mock import patch
 
 import codebook
 import torch
+from csv_rows import write_rows
 
 from anybit.core.format import get_format
 from anybit.files.directory import cache_folder
@@ -214,10 +214,7 @@ def main() -> None:
         for row in {"share": share, "power": power}[mode](about):
             rows.append(row)
             print(" ".join(str(value) for value in list(row.values())[3:]), flush=True)
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(path, rows)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from study import ROOT, STRIDE, WINDOW, Work, decode, when, write_rows
+from csv_rows import write_rows
+from study import ROOT, STRIDE, WINDOW, Work, decode, when
 
 from anybit.evaluate.perplexity import score
 

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from csv_rows import write_rows
+
 LOW, HIGH = "0x7f7f7f7f", "0x80808080"
 SAMPLES, EXECUTED = "Warp Stall Sampling (All Samples)", "Instructions Executed"
 REGISTER = re.compile(r"\bR\d+\b")
@@ -102,10 +104,7 @@ def main() -> None:
             }
         )
         print(*rows[-1].values())
-    with args.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0]], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

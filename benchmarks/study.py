@@ -329,14 +329,6 @@ def when() -> dict[str, str]:
     }
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows of the same columns as a CSV."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0]], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -11,13 +11,14 @@ Writes the model in bf16, `train_log.csv` and `facts.json`.
 """
 
 import argparse
-import csv
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from csv_rows import write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "models" / "pico")]
@@ -150,10 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model.to(torch.bfloat16).save_pretrained(args.out)  # type: ignore[arg-type]
     corpus.tokenizer.save_pretrained(args.out)
     torch.save(tuning_text(corpus, 4096, args.seed), args.out / "tuning.pt")
-    with (args.out / "train_log.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*log[0]], restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(log)
+    write_rows(args.out / "train_log.csv", log)
     nats = total_loss(model.float(), held_out, torch.float32) / int((held_out[:, 1:] != -100).sum())
     facts = corpus.facts | {
         "parameters": model.num_parameters(),

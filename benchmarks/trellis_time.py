@@ -12,12 +12,13 @@ took at once, with --layers blocks, dense ones among them.
 """
 
 import argparse
-import csv
 import datetime
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from csv_rows import write_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -197,10 +198,7 @@ def main() -> None:
         rows.append(measure(*given))
         print(*rows[-1].values(), flush=True)
         if args.out:
-            with args.out.open("w", newline="") as file:
-                writer = csv.DictWriter(file, [*rows[0]], lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
+            write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -313,11 +313,16 @@ class Codebook(Program):
                     scaled = factors.of_eight(scales, i, self.dtype) if self.fine else []
                     for c in range(self.cells.m):
                         self.add(codes[c][i], c, tokens, sums, lookup, scaled)
-                rows = [] if self.fine else halves_to_float(scales[group])
-                for n in range(self.tokens // 8):
+                factor = [] if self.fine else self.scales_of_sums(scales, group)
+                for n, some in enumerate(sums):
                     for r in range(4):
-                        more = sums[n][r] * rows[r // 2] if rows else sums[n][r]
+                        more = some[r] * factor[n][r] if factor else some[r]
                         acc[4 * n + r] = acc[4 * n + r] + more
+
+    def scales_of_sums(self, scales: list, group: int) -> list:
+        """What `multiply`'s sums of a group are multiplied by: two of row g, two of g + 8."""
+        upper, lower = halves_to_float(scales[group])
+        return [[upper, upper, lower, lower]] * (self.tokens // 8)
 
     def add(self, word: Any, c: int, tokens: list, sums: list, lookup: Any, scaled: list) -> None:
         """sums += the products of the four codes in a word: two vectors of rows g and g + 8.

@@ -10,7 +10,6 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
 
 from anybit.kernels.cute import factors
 from anybit.kernels.cute.ptx import halves_to_float, load_shared, store_shared
@@ -50,29 +49,10 @@ class Swapped(Codebook):
         groups = range(self.cells.groups)
         return [word for i in groups for word in load_shared(scales + t * 8, 2, 32 * i, True)]
 
-    def multiply(
-        self, words: list, acc: Any, vectors: list, lookup: Any, missing: Any, j: int
-    ) -> None:
-        """acc += scale * centroids x, for every block of chunk j."""
-        groups = 1 if self.fine else self.cells.groups
-        each = 4 // groups  # eights of vectors that share a scale
-        for u, (codes, scales) in enumerate(words):
-            here = Uint32(0) - Uint32(Int32(missing + u < 0))  # behind the end of K lie no scales
-            scales = [word & here for word in scales]
-            for group in range(groups):
-                sums = [[Float32(0.0)] * 4 for _ in range(self.tokens // 8)]
-                for i in range(group * each, (group + 1) * each):
-                    tokens = vectors[j * self.spec.blocks + u][i]
-                    scaled = factors.of_eight(scales, i, self.dtype) if self.fine else []
-                    for c in range(self.cells.m):
-                        self.add(codes[c][i], c, tokens, sums, lookup, scaled)
-                rows = []
-                if not self.fine:
-                    rows = [halves_to_float(scales[2 * group + r]) for r in range(2)]
-                for n, some in enumerate(sums):
-                    for r in range(4):
-                        more = some[r] * rows[r % 2][n % 2] if rows else some[r]
-                        acc[4 * n + r] = acc[4 * n + r] + more
+    def scales_of_sums(self, scales: list, group: int) -> list:
+        """Rows 2 t + 8 n and the next one, of each of two tokens."""
+        even, odd = (halves_to_float(scales[2 * group + r]) for r in range(2))
+        return [[even[n], odd[n]] * 2 for n in range(2)]
 
     def add(self, word: Any, c: int, tokens: list, sums: list, lookup: Any, scaled: list) -> None:
         """sums += the products of the four codes in a word: two vectors of rows g and g + 8.
