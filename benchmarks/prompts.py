@@ -2,10 +2,10 @@
 
     python benchmarks/prompts.py --case llama-3-8b bf16 liquid@int8 --prompts 128,1024x8,8192x4
 
-"1024x8" are eight prompts of 1,024 tokens at once, which the engine reads in steps of 2,048 tokens.
-A row is the least of three runs after one that compiles, over different random tokens. host_ms: what
-of that the host needs to launch steps; where that is nearly all, the GPU waits. graphs: whether CUDA
-graphs take prompts of few tokens; rows without them show what they are for.
+"1024x8" are eight prompts of 1,024 tokens at once, which the engine reads in steps of 2,048
+tokens. A row is the least of three runs after one that compiles, over different random tokens.
+host_ms: what of that the host needs to launch steps; where that is nearly all, the GPU waits.
+graphs: whether CUDA graphs take the prompt; rows without them show what they are for.
 """
 
 import argparse
