@@ -22,6 +22,7 @@ Graph = torch.cuda.CUDAGraph | Recording
 SIZES = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, 1025, 64))
 PROMPTS = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # tokens of a step that reads prompts
 SEEN = 1 << 17  # tokens that those of prompts see, each for itself: attention reads so many
+LONGEST = 1 << 14  # tokens of the longest text beside them: with many rows one program reads it
 
 
 class StepGraphs:
@@ -72,8 +73,10 @@ class StepGraphs:
 
     def can_read(self, scheduled: list[Scheduled]) -> bool:
         """Whether a step that reads prompts fits a graph, and its attention takes little time."""
+        if not self.prompts or rows_of(scheduled) > self.prompts[-1]:
+            return False
         seen = sum(s.tokens * (s.first + s.tokens) for s in scheduled if s.tokens > 1)
-        return bool(self.prompts) and rows_of(scheduled) <= self.prompts[-1] and seen <= SEEN
+        return seen <= SEEN and max(s.first + s.tokens for s in scheduled) <= LONGEST
 
     def logits(self, scheduled: list[Scheduled], tokens: Tensor | None = None) -> Tensor:
         """Logits (B, vocabulary) of a step, valid until the next one.
@@ -106,8 +109,8 @@ class StepGraphs:
         changed, i = False, 0
         for s in scheduled:
             blocks = s.seq.blocks
-            known_ones = () if tokens is not None else s.seq.tokens[s.first : s.first + s.tokens]
-            for at, token in enumerate((*known_ones, *s.draft) or (0,), s.first):
+            given = () if tokens is not None else s.seq.tokens[s.first : s.first + s.tokens]
+            for at, token in enumerate((*given, *s.draft) or (0,), s.first):
                 slot = blocks[at // self.block_size] * self.block_size + at % self.block_size
                 rows[:, i] = token, at, slot, at + 1
                 known, count = self.rows[i]
