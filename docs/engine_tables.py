@@ -23,11 +23,13 @@ from results import (
 
 BATCHES = (1, 16, 64, 128, 256)
 LLAMA = "llama-3-8b"
+FIRST = ("bf16", "liquid@int8")  # of the first screen
 
 
 def made() -> dict[str, str]:
     return {
         "headline": headline(),
+        "prompts": prompts(),
         "speeds": speeds(),
         "accuracy": accuracy(),
         "engine_llama3": engine(LLAMA),
@@ -135,28 +137,70 @@ def kv_cache_gpu() -> str:
 
 
 def headline() -> str:
-    latest, prompts = paper_tables.steps(), vllm_rows("prefill")
+    latest = paper_tables.steps()
     dense = score("bf16", "dense", "study-105m")
     fp6 = score("fp6", "gptq", "study-105m")
-    specs = "bf16", "liquid@int8"
-    found = [latest.get((LLAMA, spec, "model", "1", "1280")) for spec in specs]
-    read_by = [prompts[spec, "bf16"].get(("auto", 64)) for spec in specs]
-    if not all(found) or not all(read_by) or not dense or not fp6:
+    found = [latest.get((LLAMA, spec, "model", "1", "1280")) for spec in FIRST]
+    if not all(found) or not dense or not fp6:
         return ""
     step = [float(row["step_us"]) / 1e3 for row in found if row]
-    prompt = [figure for figure in read_by if figure]
-    spoken, mixed = [f"{n:,.0f} tokens/s" for n, _ in prompt], prompt[0][1] != prompt[1][1]
     scores = [f"{float(row['perplexity']):.3f}" for row in (dense, fp6)]
     out = [
         ["Decode step, Llama-3-8B shapes, batch 1, `liquid@int8`",
          *(f"{ms:.2f} ms" for ms in step), f"**{step[0] / step[1]:.1f}x as fast**"],
-        ["Prompts, 64 of 1,024 tokens at once inside vLLM, the same model and format",
-         *spoken, f"**{prompt[1][0] / prompt[0][0]:.1f}x as fast**{', of two runs' * mixed}"],
+        *prompts_read(),
         *on_one_gpu(),
         ["Perplexity, a 105M-parameter model of Python code, `fp6` with GPTQ",
          *scores, f"**+{loss(fp6)} nats**"],
     ]  # fmt: skip
     return markdown(["measured on one NVIDIA H200", "bf16", "anybit", ""], out)
+
+
+def prompts_read() -> list[list[str]]:
+    """Prompts in the engine; inside vLLM where these were not measured."""
+    found = {row["format"]: row for row in prompt_rows() if key_of(row) == (1024, 8)}
+    rates = [float(found[spec]["tokens_per_s"]) for spec in FIRST if spec in found]
+    what, note = "Prompts, eight of 1,024 tokens at once", ""
+    if len(rates) < len(FIRST):
+        read_by = [vllm_rows("prefill")[spec, "bf16"].get(("auto", 64)) for spec in FIRST]
+        if not all(read_by):
+            return []
+        rates, runs = [r[0] for r in read_by if r], {r[1] for r in read_by if r}
+        what = "Prompts, 64 of 1,024 tokens at once inside vLLM"
+        note = ", of two runs" * (len(runs) > 1)
+    spoken = [f"{rate:,.0f} tokens/s" for rate in rates]
+    faster = f"**{rates[1] / rates[0]:.1f}x as fast**{note}"
+    return [[f"{what}, the same model and format", *spoken, faster]]
+
+
+def prompt_rows() -> list[Row]:
+    """Prompts of Llama-3-8B's shapes in the engine."""
+    return [row for row in read("h200_prompts") if row["model"] == LLAMA and "tokens" in row]
+
+
+def key_of(row: Row) -> tuple[int, int]:
+    """Tokens of a prompt, and prompts at once."""
+    return int(row["tokens"]), int(row["prompts"])
+
+
+def prompts() -> str:
+    """Milliseconds to a prompt's first token, by length, and tokens a second of several at once."""
+    found: dict[tuple[str, str], dict[tuple[int, int], Row]] = defaultdict(dict)
+    for row in prompt_rows():
+        found[row["format"], row["graphs"]][key_of(row)] = row
+    sizes = sorted({key for rows in found.values() for key in rows}, key=lambda k: (k[1] > 1, k))
+    out = []
+    for spec in dict.fromkeys(spec for spec, _ in found):
+        with_graphs, without = found[spec, "yes"], found[spec, "no"]
+        cells = [
+            f"{float(row['ms']):.1f}" if key[1] == 1 else f"{float(row['tokens_per_s']):,.0f}"
+            if (row := with_graphs.get(key) or without.get(key))
+            else ""
+            for key in sizes
+        ]  # fmt: skip
+        out.append([f"`{spec}`", *cells])
+    titles = [f"{t:,} tokens, ms" if n == 1 else f"{n} of {t:,}, tokens/s" for t, n in sizes]
+    return markdown(["weights", *titles], out)
 
 
 def on_one_gpu(batch: str = "16", context: str = "640") -> list[list[str]]:
