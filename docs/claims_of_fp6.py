@@ -1,5 +1,6 @@
 """What ZeroQuant(4+2) and FP6-LLM claim."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from statistics import geometric_mean as mean
 
@@ -33,6 +34,7 @@ GEMM = "h200_gemm.csv: peer=anybit-hopper; activation=fp16; format="
 TALL = (57344, 8192)
 LARGER = "h200_layers.csv: model=llama-2-70b-fp6/llama-65b/opt-30b; M=8/16/32; format="
 SIMT = "CUDA cores fp32"
+SIZES = "h200_sizes.csv: model=study-7m/study-27m/study-105m; spec="
 SHAPES = "h200_shapes.csv: peer=anybit-hopper; activation=fp16; format="
 
 
@@ -55,6 +57,27 @@ def shrinking() -> str:
     return "With the best batch that fits 80 GB a GPU: " + ", ".join(
         f"{x:.2f}x at {int(context):,} tokens" for context, x in gains
     )
+
+
+def kl_of(model: str, spec: str, method: str, text: str) -> float:
+    return one(f"h200_sizes.csv: model={model}; spec={spec}; method={method}; text={text}", "kl")
+
+
+def overfit_of(model: str, spec: str) -> float:
+    """What calibration on prose costs on code, over calibration on code."""
+    return kl_of(model, spec, "gptq", "prose") / kl_of(model, spec, "gptq", "code")
+
+
+def left(model: str, spec: str, method: str) -> float:
+    """What a method leaves of the KL of rounding."""
+    text = "code" if "gptq" in method else ""
+    return kl_of(model, spec, method, text) / kl_of(model, spec, "rtn", "")
+
+
+def by_size(spec: str, figure: Callable[[str, str], float]) -> str:
+    """A figure of each size of the study's model."""
+    sizes = {f"study-{millions}m": f"{millions}M" for millions in (7, 27, 105)}
+    return ", ".join(f"{name} {figure(model, spec):.2f}x" for model, name in sizes.items())
 
 
 def linear() -> list[str]:
@@ -157,11 +180,15 @@ def zeroquant() -> list[Claim]:
             "by loss perhaps, by KL not; see [Accuracy](../accuracy.md#the-papers-claims)",
             H200 + "study-105m; spec=int4/int4:group=128; method=gptq",
         ),
-        Claim(
+        measured(
             "... and large models less",
             "1B to 65B",
-            "",
-            "not run: needs models of several sizes, trained alike",
+            lambda: (
+                "three sizes with as many steps of training, KL after prose over KL after code: "
+                f"int4 rows {by_size('int4', overfit_of)}; groups "
+                f"{by_size('int4:group=128', overfit_of)}"
+            ),
+            SIZES + "int4/int4:group=128; method=gptq",
         ),
         Claim(
             "INT4 loses code generation",
@@ -180,17 +207,29 @@ def zeroquant() -> list[Claim]:
             + ", benchmarks/code_tests.py",
         ),
         Claim(
+            "Zero-shot tasks",
+            "means of PIQA, ARC and others",
+            "which of four lines comes next in held-out code, minus bf16's: "
+            f"{changes('python_next_line')}; public tasks (`anybit eval --tasks`) need a network",
+            task("python_next_line", "int4/int4:group=128/fp6"),
+        ),
+        Claim(
             "INT4 loses summaries, FP6 does not",
             "BART-406M, ROUGE on CNN and XSum",
             f"docstrings of functions, ROUGE-L minus bf16's: {changes('python_docstring')}; "
             "no BART was at hand",
             task("python_docstring", "int4/int4:group=128/fp6"),
         ),
-        Claim(
+        measured(
             "GPTQ and LoRC (a low-rank part beside the codes) help large models most",
             "prior work",
-            "",
-            "not run: LoRC adds two products to each layer, and the paper's FP6 needs none",
+            lambda: (
+                "part of the KL of rounded int4 rows that is left, three sizes: by GPTQ "
+                f"{by_size('int4', lambda m, s: left(m, s, 'gptq'))}; by LoRC of rank 8 "
+                f"{by_size('int4', lambda m, s: left(m, s, 'rtn+lorc'))}; by both "
+                f"{by_size('int4', lambda m, s: left(m, s, 'gptq+lorc'))}"
+            ),
+            SIZES + "int4; method=rtn/gptq/rtn+lorc/gptq+lorc",
         ),
         Claim("4+2 storage", "4 and 2 bits", "planes of 4, 2 and 1 bits", "anybit/core/planes.py"),
         Claim(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,8 +109,12 @@ class StepGraphs:
         tables = self.host[1].numpy().reshape(-1, self.width)
         changed, i = False, 0
         for s in scheduled:
+            if s.tokens > 1:
+                self._fill_prompt(s, slice(i, i + s.tokens), rows, tables)
+                i, changed = i + s.tokens, True
+                continue
             blocks = s.seq.blocks
-            given = () if tokens is not None else s.seq.tokens[s.first : s.first + s.tokens]
+            given = () if tokens is not None else (s.seq.tokens[s.first],)
             for at, token in enumerate((*given, *s.draft) or (0,), s.first):
                 slot = blocks[at // self.block_size] * self.block_size + at % self.block_size
                 rows[:, i] = token, at, slot, at + 1
@@ -125,6 +130,15 @@ class StepGraphs:
             self.copied.record()
         if tokens is not None:
             torch.clamp_min(tokens, 0, out=self.device[0][:i])
+
+    def _fill_prompt(self, s: Scheduled, rows: slice, values: Any, tables: Any) -> None:
+        """Write tokens of a prompt to some rows of the host's buffers."""
+        at, size = np.arange(s.first, s.first + s.tokens), self.block_size
+        blocks = np.array(s.seq.blocks)
+        slots = blocks[at // size] * size + at % size
+        values[:, rows] = s.seq.tokens[s.first : s.first + s.tokens], at, slots, at + 1
+        tables[rows, : len(blocks)] = blocks
+        self.rows[rows] = [(s.seq.blocks, len(blocks))] * s.tokens
 
     def _capture(self, size: int, reads: bool) -> tuple[Graph, Tensor]:
         if self.device[0].device.type == "cpu":
