@@ -29,7 +29,6 @@ FIRST = ("bf16", "liquid@int8")  # of the first screen
 def made() -> dict[str, str]:
     return {
         "headline": headline(),
-        "prompts": prompts(),
         "speeds": speeds(),
         "accuracy": accuracy(),
         "engine_llama3": engine(LLAMA),
