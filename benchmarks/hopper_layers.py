@@ -29,7 +29,7 @@ MORE_TILES = [
     Tile(96, split=2),
     *(Tile(128, rows=rows, shared=shared) for rows in (128, 256) for shared in (False, True)),
     *(Tile(tokens, rows=256, late=True) for tokens in (64, 96)),
-    *(Tile(tokens, rows=256, columns=64, late=True) for tokens in (144, 152, 160)),
+    *(Tile(tokens, rows=256, columns=64, late=True) for tokens in (144, 160)),
     *(Tile(tokens, rows=256, columns=64, late=True, shared=True) for tokens in (144, 160)),
     *(Tile(tokens, rows=256, shared=True, late=True) for tokens in (64, 96)),
     *(Tile(tokens, rows=256, split=split) for tokens in (64, 96, 128) for split in (2, 3)),
