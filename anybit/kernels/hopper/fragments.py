@@ -77,10 +77,12 @@ def init_barrier(address: Int32, count: Int32, *, loc: Any = None, ip: Any = Non
 
 
 @dsl_user_op
-def copy_async(to: Int32, source: Int64, *, loc: Any = None, ip: Any = None) -> None:
-    """16 bytes, global to shared memory; every thread its own."""
-    args, text = [Int32(to), Int64(source)], "cp.async.cg.shared.global [$0], [$1], 16;"
-    asm(None, args, text, "r,l", True, {"loc": loc, "ip": ip})
+def copy_async(
+    to: Int32, source: Int64, at: int = 0, of: int = 0, *, loc: Any = None, ip: Any = None
+) -> None:
+    """16 bytes, global (`of` bytes on) to shared memory (`at` bytes on); every thread its own."""
+    text = f"cp.async.cg.shared.global [$0+{at}], [$1+{of}], 16;"
+    asm(None, [Int32(to), Int64(source)], text, "r,l", True, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op

@@ -331,6 +331,8 @@ class Gemm(Order, Producer, Words, Epilogue):
                 used = const_expr(batch >= self.batches) or k > k_first  # the stage before
                 if const_expr(here == 1):
                     self.release(empty + previous, used)
+                elif const_expr(self.batches == 1):  # the stage before may still be read
+                    self.release(empty + self.stage_before(previous), k > k_first)
                 if const_expr(self.tile.late and batch == 1):
                     arrive_if(shared.ahead.data_ptr().toint(), k == ahead)
                 self.decode_half(words, grid, registers, half, block, place_a)
@@ -351,6 +353,8 @@ class Gemm(Order, Producer, Words, Epilogue):
             slot = self.next_slot(slot, stage)
             k += 1
         warpgroup.wait_group(0)
+        if const_expr(self.batches == 1):
+            self.release(empty + self.stage_before(previous), k_last > k_first)
         self.release(empty + previous, k_last > k_first)
         acc = total
 
