@@ -27,7 +27,7 @@ from anybit.core.packed import Packed
 from anybit.kernels import registry
 from anybit.kernels.backend import LayerSpec, Prepared
 from anybit.kernels.cute.build import build
-from anybit.kernels.cute.cells import ROWS, Cells, cells_of
+from anybit.kernels.cute.cells import ROWS, Cells, cells_of, dense, multiply_decoded
 from anybit.kernels.cute.jit import kernel_file
 from anybit.kernels.hopper import codebook_linear, lookup
 from anybit.kernels.hopper.build import kernels_of
@@ -156,7 +156,7 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
         p = Problem(scheme, n, k)
         weight = p.packed.dequantize().double()
         bias = torch.randn(n, device=DEVICE).to(dtype)
-        decoded = codebook_linear.dense(p.prepared, dtype).double()
+        decoded = dense(p.prepared, dtype).double()
         error = float((decoded - weight).norm() / weight.norm())
         tell(error < (4e-4 if dtype == torch.float16 else 4e-3), (n, k), f"dense {error:.2e}")
         for m in (1, 2, 3, 8, 9, 16, 17, 40, 100, 300):
@@ -342,7 +342,7 @@ def decoded_case(scheme: str) -> bench.Case:
         p = problem(scheme, w.shape[0], w.shape[1])
 
         def run(prepared: Prepared, x: Tensor) -> Tensor:
-            return x @ codebook_linear.dense(prepared, x.dtype).T
+            return multiply_decoded(x, prepared, None)
 
         return bench.Layer(p.prepared, run, p.nbytes, p.packed.dequantize(), random=True)
 
