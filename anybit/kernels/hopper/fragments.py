@@ -44,6 +44,14 @@ def insert_code(word: Uint32, base: Uint32, byte: int, *, loc: Any = None, ip: A
 
 
 @dsl_user_op
+def add_code(word: Uint32, base: Uint32, byte: int, *, loc: Any = None, ip: Any = None) -> Int32:
+    """`base` and 128 times a byte of `word`: the address of that code's entry of 128 bytes."""
+    at = {"loc": loc, "ip": ip}
+    text = f"dp4a.u32.u32 $0, $1, {0x80 << 8 * byte}, $2;"
+    return Int32(asm(T.i32(), [Uint32(word), Uint32(base)], text, "=r,r,r", False, at))
+
+
+@dsl_user_op
 def mma(d: list, a: list, b: list, dtype: str, *, loc: Any = None, ip: Any = None) -> list:
     """d + a b: m16n8k16 (4 and 2 registers) or m16n8k8 (2 and 1), sums in fp32."""
     k, kind = 8 * len(b), MMA[dtype]

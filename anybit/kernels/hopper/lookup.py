@@ -6,7 +6,8 @@ same cells as the kernels for up to 16 tokens, so a weight lies in memory once.
 A thread of a WGMMA holds two columns of a row in a register: one word of a centroid. An entry of
 the table in shared memory is 128 bytes of copies of one centroid, one copy for each lane that may
 ask for the same word; so lanes never meet in a bank, whatever their codes are. Two codebooks lie
-side by side in entries of 256 bytes, so that a code is the second byte of an address.
+side by side in entries of 256 bytes, so that a code is the second byte of an address; a codebook
+without a second one has a table of 32 KB, which leaves room for more stages.
 """
 
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ class LookupDecoder(Decoder):
 
     @property
     def table_bytes(self) -> int:  # type: ignore[override]
-        return -(-self.cells.m // 2) * TABLE
+        return self.cells.m * TABLE // 2
 
 
 def lookup(fmt: Format, dtype: torch.dtype) -> LookupDecoder | str:

@@ -20,7 +20,13 @@ from anybit.kernels.cute.ptx import (
     store_shared,
 )
 from anybit.kernels.hopper.codebook_tiles import TABLE, WINDOW
-from anybit.kernels.hopper.fragments import arrive_after_copies, copy_async, insert_code, load_bytes
+from anybit.kernels.hopper.fragments import (
+    add_code,
+    arrive_after_copies,
+    copy_async,
+    insert_code,
+    load_bytes,
+)
 from anybit.kernels.hopper.gemm import Gemm
 from anybit.kernels.hopper.lookup import TILES_OF_BLOB, LookupDecoder
 from anybit.kernels.hopper.ptx import bulk_prefetch
@@ -41,13 +47,21 @@ class LookupGemm(Gemm):
         self.tokens_first = True
         self.joined = 4  # as registers allow
 
+    def plane(self, i: int) -> int:
+        """Where codebook i begins in the table."""
+        return i // 2 * TABLE + i % 2 * 128
+
+    def entry(self, i: int) -> int:
+        """Bytes from one of its centroids to the next: two codebooks share an entry."""
+        return 256 if i ^ 1 < self.cells.m else 128
+
     @cute.jit
     def begin(self, shared, book, thread):
         """Fill the table. It lies first in shared memory, so its address is known."""
         v, m = self.cells.v, self.cells.m
         to = Int32(shared.table.data_ptr().toint()) + thread % 8 * 16
         for c in cutlass.range_constexpr(m):
-            plane = const_expr(c // 2 * TABLE + c % 2 * 128)
+            plane, size = const_expr(self.plane(c)), const_expr(self.entry(c))
             for i in cutlass.range_constexpr(0, 256, CONSUMERS // 8):
                 entry = i + thread // 8
                 source = Int64(book.toint()) + (c * 256 + entry) * (2 * v)
@@ -57,7 +71,7 @@ class LookupGemm(Gemm):
                     words = [low[0], high[0], low[1], high[1]]
                 else:
                     words = load_global(source, v // 2, Int32(1)) * (8 // v)
-                store_shared(to + entry * 256 + plane, words)
+                store_shared(to + entry * size + plane, words)
         cute.arch.barrier(barrier_id=3, number_of_threads=CONSUMERS)
 
     @cute.jit
@@ -159,7 +173,8 @@ class LookupGemm(Gemm):
                 totals: list = []
                 for i, of_book in enumerate(codes):
                     word, byte = of_book[chunk // each]
-                    found = self.look_up(insert_code(word, place, byte + row), i)
+                    find = insert_code if self.entry(i) == 256 else add_code
+                    found = self.look_up(find(word, place, byte + row), i)
                     if totals:
                         both = zip(totals, found, strict=True)
                         found = [half2("add.rn", d.operand, pair) for pair in both]
@@ -175,7 +190,7 @@ class LookupGemm(Gemm):
         Centroids of 16 bytes are the rows of an operand's fragment: `ldmatrix` hands every lane its
         part of those that eight lanes look up.
         """
-        plane = WINDOW + i // 2 * TABLE + i % 2 * 128
+        plane = WINDOW + self.plane(i)
         if self.cells.v == 8:
             return load_matrices(address, plane)
         return load_shared(address, 1 if self.cells.v == 4 else 2, plane)
