@@ -96,13 +96,6 @@ class Producer:
         return stage, phase
 
     @cute.jit
-    def stage_before(self, stage):
-        before = stage - 1
-        if stage == 0:
-            before = Int32(self.stages - 1)
-        return before
-
-    @cute.jit
     def next_slot(self, slot, stage):
         """Where the next K tile's weights are; `stage`: of its first tokens."""
         if const_expr(self.parts == 1):

@@ -87,10 +87,10 @@ class Kernel:
                 f"stages of {tile.columns} columns are for operands of 16 bits, not for {d.operand}"
                 f"{' with scaled sums' * bool(d.sums)}: give the tile {K_TILE}"
             )
-        if tile.columns < K_TILE and tile.rows == ROWS and tile.stages < 3:
+        if tile.columns < K_TILE and tile.rows == ROWS and tile.stages < 4:
             raise Unsupported(
                 f"{tile.name}: a stage of half a K tile is given back two products later, so with "
-                f"{tile.stages} of them the loop would hang: it needs 3"
+                f"{tile.stages} of them the loop would hang: it needs 4"
             )
 
     @property
