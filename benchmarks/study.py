@@ -342,7 +342,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
     parser.add_argument(
         "--cases",
-        choices=("all", "books", "core", "light", "pv", "rotation", "smoke", "trellis"),
+        choices=("all", "books", "core", "light", "pv", "rotation", "smoke", "texts", "trellis"),
         default="all",
     )
     parser.add_argument(

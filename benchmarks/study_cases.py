@@ -158,6 +158,11 @@ folded:int4:group=128 rtn gptq
 folded:int3:group=128 gptq
 folded:fp4 gptq
 """
+TEXTS = """
+bf16 dense
+int4 rtn gptq gptq/prose
+int4:group=128 rtn gptq gptq/prose
+"""
 SMOKE = f"""
 bf16 dense
 {PLAN} clip
@@ -172,6 +177,7 @@ def cases(kind: str) -> list[tuple[str, str]]:
         "rotation": ROTATION,
         "trellis": TRELLIS,
         "smoke": SMOKE,
+        "texts": TEXTS,
         "pv": PV,
         "books": BOOKS,
     }
