@@ -19,8 +19,10 @@ from anybit.kernels.mma.tiles import LEAST_UNITS
 EACH = SPANS // 32  # spans of experts that a lane counts
 
 
-class Experts(Gemm):
-    """The table in shared memory has, for each span and one more: tiles before it, its start.
+class Sorted:
+    """Where tokens that lie sorted by expert have their tiles; a part of a `Product`.
+
+    The table in shared memory has, for each span and one more: tiles before it, its start.
 
     A span is one expert, unless there are more than `SPANS`.
     """
@@ -67,16 +69,9 @@ class Experts(Gemm):
         return total
 
     @cute.jit
-    def busy(self, units, ctas):
-        """As many CTAs as get enough to do."""
-        return cutlass.min(ctas, cutlass.max(units // LEAST_UNITS, Int32(1)))
-
-    @cute.jit
-    def locate(self, tile, sizes):
-        """The last expert with no more tiles before it than the tile's number."""
-        _, _, _, _, m_tiles, experts, (starts, table) = sizes
-        m_tiles, each = cutlass.max(m_tiles, Int32(1)), (experts + (SPANS - 1)) // SPANS
-        index, span = tile % m_tiles, Int32(0)
+    def find(self, index, experts, starts, table):
+        """(expert, first token, last + 1) of a tile: the last expert with no more before it."""
+        each, span = (experts + (SPANS - 1)) // SPANS, Int32(0)
         step = Int32(SPANS // 2)
         while step > 0:
             if Int32(load_shared(table + (span + step) * 8, 1, 0, True)[0]) <= index:
@@ -84,12 +79,27 @@ class Experts(Gemm):
             step //= 2
         before, first = load_shared(table + span * 8, 2, 0, True)
         index -= Int32(before)
-        expert, start = span * each, Int32(first)
+        expert, start = cutlass.min(span * each, experts - 1), Int32(first)
         end = Int32(load_shared(table + span * 8, 1, 12, True)[0])
         if each > 1:
             end = self.start(starts, expert + 1)
-            while self.tiles(start, end) <= index:
+            while (self.tiles(start, end) <= index) & (expert < experts - 1):
                 index -= self.tiles(start, end)
                 expert += 1
                 start, end = end, self.start(starts, expert + 1)
-        return tile // m_tiles, expert, start + index * self.tokens, end
+        return expert, start + index * self.tokens, end
+
+
+class Experts(Sorted, Gemm):
+    @cute.jit
+    def busy(self, units, ctas):
+        """As many CTAs as get enough to do."""
+        return cutlass.min(ctas, cutlass.max(units // LEAST_UNITS, Int32(1)))
+
+    @cute.jit
+    def locate(self, tile, sizes):
+        """A tile's (row tile, expert, first token, last token + 1)."""
+        _, _, _, _, m_tiles, experts, (starts, table) = sizes
+        m_tiles = cutlass.max(m_tiles, Int32(1))
+        expert, first, last = self.find(tile % m_tiles, experts, starts, table)
+        return tile // m_tiles, expert, first, last
