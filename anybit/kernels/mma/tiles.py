@@ -97,7 +97,8 @@ class Tile:
         if self.splits and blocks > self.warps:
             raise InvalidInput(
                 f"a {self.kind} tile of {self.rows} rows x {self.tokens} tokens has {blocks} "
-                f"blocks to write and {self.warps} warps, which write one each: give it {blocks} warps"
+                f"blocks to write and {self.warps} warps, which write one each: give it "
+                f"{blocks} warps"
             )
 
     @property
