@@ -1,7 +1,7 @@
 """Weights (N, K) of published models, as engines multiply them: q, k and v as one, gate and up too.
 
-`/2` and `/4` are what one of two or four GPUs holds. N are outputs, K inputs. Those that stand first
-of a model are measured first.
+`/2` and `/4` are what one of two or four GPUs holds. N are outputs, K inputs. Those that stand
+first of a model are measured first.
 """
 
 from itertools import zip_longest
