@@ -69,14 +69,21 @@ class Sorted:
         return total
 
     @cute.jit
+    def not_after(self, place, index, lanes: cutlass.Constexpr[int]):
+        """How many of the first lanes see no more tiles before their spans than `index`."""
+        before = Int32(load_shared(place, 1, 0, True)[0])
+        seen = cute.arch.vote_ballot_sync(before <= index)
+        return cute.arch.popc(seen & Int32((1 << lanes) - 1 if lanes < 32 else -1))
+
+    @cute.jit
     def find(self, index, experts, starts, table):
-        """(expert, first token, last + 1) of a tile: the last expert with no more before it."""
-        each, span = (experts + (SPANS - 1)) // SPANS, Int32(0)
-        step = Int32(SPANS // 2)
-        while step > 0:
-            if Int32(load_shared(table + (span + step) * 8, 1, 0, True)[0]) <= index:
-                span += step
-            step //= 2
+        """(expert, first token, last + 1) of a tile: the last expert with no more before it.
+
+        A warp's lanes look at the table together: at one span of each lane's, then at all of those.
+        """
+        lane, each = cute.arch.lane_idx(), (experts + (SPANS - 1)) // SPANS
+        span = (self.not_after(table + lane * (EACH * 8), index, 32) - 1) * EACH
+        span += self.not_after(table + (span + lane % EACH) * 8, index, EACH) - 1
         before, first = load_shared(table + span * 8, 2, 0, True)
         index -= Int32(before)
         expert, start = cutlass.min(span * each, experts - 1), Int32(first)
