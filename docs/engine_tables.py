@@ -23,7 +23,6 @@ from results import (
 
 BATCHES = (1, 16, 64, 128, 256)
 LLAMA = "llama-3-8b"
-FIRST = ("bf16", "liquid@int8")  # of the first screen
 
 
 def made() -> dict[str, str]:
@@ -136,40 +135,28 @@ def kv_cache_gpu() -> str:
 
 
 def headline() -> str:
-    latest = paper_tables.steps()
+    latest, prompts = paper_tables.steps(), vllm_rows("prefill")
     dense = score("bf16", "dense", "study-105m")
     fp6 = score("fp6", "gptq", "study-105m")
-    found = [latest.get((LLAMA, spec, "model", "1", "1280")) for spec in FIRST]
-    if not all(found) or not dense or not fp6:
+    specs = "bf16", "liquid@int8"
+    found = [latest.get((LLAMA, spec, "model", "1", "1280")) for spec in specs]
+    read_by = [prompts[spec, "bf16"].get(("auto", 64)) for spec in specs]
+    if not all(found) or not all(read_by) or not dense or not fp6:
         return ""
     step = [float(row["step_us"]) / 1e3 for row in found if row]
+    prompt = [figure for figure in read_by if figure]
+    spoken, mixed = [f"{n:,.0f} tokens/s" for n, _ in prompt], prompt[0][1] != prompt[1][1]
     scores = [f"{float(row['perplexity']):.3f}" for row in (dense, fp6)]
     out = [
         ["Decode step, Llama-3-8B shapes, batch 1, `liquid@int8`",
          *(f"{ms:.2f} ms" for ms in step), f"**{step[0] / step[1]:.1f}x as fast**"],
-        *prompts_read(),
+        ["Prompts, 64 of 1,024 tokens at once inside vLLM, the same model and format",
+         *spoken, f"**{prompt[1][0] / prompt[0][0]:.1f}x as fast**{', of two runs' * mixed}"],
         *on_one_gpu(),
         ["Perplexity, a 105M-parameter model of Python code, `fp6` with GPTQ",
          *scores, f"**+{loss(fp6)} nats**"],
     ]  # fmt: skip
     return markdown(["measured on one NVIDIA H200", "bf16", "anybit", ""], out)
-
-
-def prompts_read() -> list[list[str]]:
-    """Prompts in the engine; inside vLLM where these were not measured."""
-    found = {row["format"]: row for row in prompt_rows() if key_of(row) == (1024, 8)}
-    rates = [float(found[spec]["tokens_per_s"]) for spec in FIRST if spec in found]
-    what, note = "Prompts, eight of 1,024 tokens at once", ""
-    if len(rates) < len(FIRST):
-        read_by = [vllm_rows("prefill")[spec, "bf16"].get(("auto", 64)) for spec in FIRST]
-        if not all(read_by):
-            return []
-        rates, runs = [r[0] for r in read_by if r], {r[1] for r in read_by if r}
-        what = "Prompts, 64 of 1,024 tokens at once inside vLLM"
-        note = ", of two runs" * (len(runs) > 1)
-    spoken = [f"{rate:,.0f} tokens/s" for rate in rates]
-    faster = f"**{rates[1] / rates[0]:.1f}x as fast**{note}"
-    return [[f"{what}, the same model and format", *spoken, faster]]
 
 
 def prompt_rows() -> list[Row]:
@@ -204,15 +191,14 @@ def prompts() -> str:
 
 def on_one_gpu(batch: str = "16", context: str = "640") -> list[list[str]]:
     """What a model of 70 billion parameters gains by fitting into one GPU."""
-    row = paper_tables.steps().get((*paper_tables.ONE, batch, context))
-    both = paper_tables.on_two(batch, context)
-    if not row or not both:
+    pair = (("llama-3-70b-half", "bf16", "model"), ("llama-3-70b", "fp6", "model"))
+    rows = [paper_tables.steps().get((*key, batch, context)) for key in pair]
+    if not all(rows):
         return []
-    fp6, two = float(row["tokens_per_s"]), int(batch) / both * 1e6 / 2
-    most = "" if read("h200_two_gpus") else " at most"
+    half, fp6 = (float(row["tokens_per_s"]) for row in rows if row)
     return [
         [f"Decoded tokens/s a GPU, Llama-3-70B shapes, batch {batch}: `fp6` on one, bf16 on two",
-         f"{two:,.0f}{most}", f"{fp6:,.0f}", f"**{fp6 / two:.1f}x as many**"],
+         f"{half / 2:,.0f} at most", f"{fp6:,.0f}", f"**{2 * fp6 / half:.1f}x as many**"],
     ]  # fmt: skip
 
 

@@ -103,21 +103,6 @@ def test_half_of_a_model_is_what_two_gpus_take_at_least(folder):
         paper_tables.gains_at("16")
 
 
-def test_gains_by_length_are_those_of_batches_that_fit_beside_two_gpus(folder):
-    steps = "model,format,kv,batch,context,step_us,tokens_per_s,backends,batch_in_80gb\n"
-    for context, full in ((768, 80), (1536, 40)):
-        steps += f"llama-3-70b,fp6,model,{full},{context},20000,1,hopper,40\n"
-        steps += f"llama-3-70b,fp6,model,{2 * full},{context},20000,1,hopper,40\n"  # too many
-        steps += f"llama-3-70b-half,bf16,model,{full // 2},{context},20000,1,,20\n"
-    (folder / "h200_papers_engine.csv").write_text(steps)
-    assert paper_tables.gains_of_full() == {"768": 4.0, "1536": 4.0}
-    both = "batch,context,sums,step_us\n40,768,yes,25000\n40,768,no,20000\n20,1536,yes,30000\n"
-    (folder / "h200_two_gpus.csv").write_text(both)
-    results.read.cache_clear()
-    assert paper_tables.gains_of_full() == {"768": 5.0, "1536": 6.0}
-    assert paper_tables.gains_at("80", missing=True) == {}  # bf16 was not run with as many
-
-
 def test_a_peak_is_of_one_run_and_fits(folder):
     head = "model,format,kv,batch,context,step_us,tokens_per_s,batch_in_80gb,backends\n"
     rows = "a,bf16,int8,64,1280,1,900,64,\na,liquid@int8,int8,64,1280,1,1200,64,hopper\n"
