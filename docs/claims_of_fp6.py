@@ -32,7 +32,8 @@ GEMM = "h200_gemm.csv: peer=anybit-hopper; activation=fp16; format="
 TALL = (57344, 8192)
 LARGER = "h200_layers.csv: model=llama-2-70b-fp6/llama-65b/opt-30b; M=8/16/32; format="
 SIMT = "CUDA cores fp32"
-SIZES = "h200_sizes.csv: model=study-7m/study-27m/study-105m; spec="
+LORC = "cpu_lorc.csv: model=pico; spec="
+LEFT = {"rtn": "", "rtn+lorc": "", "gptq": "code", "gptq+lorc": "code"}  # method: its text
 SHAPES = "h200_shapes.csv: peer=anybit-hopper; activation=fp16; format="
 
 
@@ -46,25 +47,30 @@ def grows(batch: str) -> str:
     return ", ".join(f"{x:.2f}x at {int(c):,} tokens" for c, x in gains_at(batch).items())
 
 
-def kl_of(model: str, spec: str, method: str, text: str) -> float:
-    return one(f"h200_sizes.csv: model={model}; spec={spec}; method={method}; text={text}", "kl")
+def after_gptq(model: str, spec: str, text: str) -> float:
+    return one(f"{H200}{model}; spec={spec}; method=gptq; text={text}", "kl")
 
 
-def overfit_of(model: str, spec: str) -> float:
+def by_model(figure: Callable[[str], float], unit: str = "x") -> str:
+    """A figure of the two models that GPTQ was calibrated on with two kinds of text."""
+    sizes = {"pico": "7M", "study-105m": "105M"}
+    return ", ".join(f"{name} {figure(model):.2f}{unit}" for model, name in sizes.items())
+
+
+def overfit_of(spec: str) -> str:
     """What calibration on prose costs on code, over calibration on code."""
-    return kl_of(model, spec, "gptq", "prose") / kl_of(model, spec, "gptq", "code")
+    return by_model(lambda m: after_gptq(m, spec, "prose") / after_gptq(m, spec, "code"))
 
 
-def left(model: str, spec: str, method: str) -> float:
-    """What a method leaves of the KL of rounding."""
-    text = "code" if "gptq" in method else ""
-    return kl_of(model, spec, method, text) / kl_of(model, spec, "rtn", "")
+def left_by_gptq(model: str) -> float:
+    """What it leaves of the KL of rounding."""
+    return after_gptq(model, "int4", "code") / one(f"{H200}{model}; spec=int4; method=rtn", "kl")
 
 
-def by_size(spec: str, figure: Callable[[str, str], float]) -> str:
-    """A figure of each size of the study's model."""
-    sizes = {f"study-{millions}m": f"{millions}M" for millions in (7, 27, 105)}
-    return ", ".join(f"{name} {figure(model, spec):.2f}x" for model, name in sizes.items())
+def left_on_pico(method: str) -> str:
+    """What a method leaves of the KL of rounding, measured on a CPU."""
+    kl = {m: one(f"{LORC}int4; method={m}; text={t}", "kl") for m, t in LEFT.items()}
+    return f"{kl[method] / kl['rtn']:.2f}"
 
 
 def linear() -> list[str]:
@@ -171,11 +177,10 @@ def zeroquant() -> list[Claim]:
             "... and large models less",
             "1B to 65B",
             lambda: (
-                "three sizes with as many steps of training, KL after prose over KL after code: "
-                f"int4 rows {by_size('int4', overfit_of)}; groups "
-                f"{by_size('int4:group=128', overfit_of)}"
+                "seen on two models, trained differently; KL after prose over KL after code: int4 "
+                f"rows {overfit_of('int4')}; groups {overfit_of('int4:group=128')}"
             ),
-            SIZES + "int4/int4:group=128; method=gptq",
+            H200 + "pico/study-105m; spec=int4/int4:group=128; method=gptq",
         ),
         Claim(
             "INT4 loses code generation",
@@ -211,12 +216,12 @@ def zeroquant() -> list[Claim]:
             "GPTQ and LoRC (a low-rank part beside the codes) help large models most",
             "prior work",
             lambda: (
-                "part of the KL of rounded int4 rows that is left, three sizes: by GPTQ "
-                f"{by_size('int4', lambda m, s: left(m, s, 'gptq'))}; by LoRC of rank 8 "
-                f"{by_size('int4', lambda m, s: left(m, s, 'rtn+lorc'))}; by both "
-                f"{by_size('int4', lambda m, s: left(m, s, 'gptq+lorc'))}"
+                "of the KL of rounded int4 rows, GPTQ leaves "
+                f"{by_model(left_by_gptq, '')}; LoRC of rank 8 on the 7M model "
+                f"{left_on_pico('rtn+lorc')}, GPTQ with 16 windows {left_on_pico('gptq')}, both "
+                f"{left_on_pico('gptq+lorc')}"
             ),
-            SIZES + "int4; method=rtn/gptq/rtn+lorc/gptq+lorc",
+            H200 + f"pico/study-105m; spec=int4; method=rtn/gptq, {LORC}int4",
         ),
         Claim("4+2 storage", "4 and 2 bits", "planes of 4, 2 and 1 bits", "anybit/core/planes.py"),
         Claim(

@@ -28,6 +28,7 @@ LLAMA = "llama-3-8b"
 def made() -> dict[str, str]:
     return {
         "headline": headline(),
+        "prompts": prompts(),
         "speeds": speeds(),
         "accuracy": accuracy(),
         "engine_llama3": engine(LLAMA),
@@ -159,34 +160,24 @@ def headline() -> str:
     return markdown(["measured on one NVIDIA H200", "bf16", "anybit", ""], out)
 
 
-def prompt_rows() -> list[Row]:
-    """Prompts of Llama-3-8B's shapes in the engine."""
-    return [row for row in read("h200_prompts") if row["model"] == LLAMA and "tokens" in row]
-
-
-def key_of(row: Row) -> tuple[int, int]:
-    """Tokens of a prompt, and prompts at once."""
-    return int(row["tokens"]), int(row["prompts"])
-
-
 def prompts() -> str:
     """Milliseconds to a prompt's first token, by length, and tokens a second of several at once."""
     found: dict[tuple[str, str], dict[tuple[int, int], Row]] = defaultdict(dict)
-    for row in prompt_rows():
-        found[row["format"], row["graphs"]][key_of(row)] = row
-    sizes = sorted({key for rows in found.values() for key in rows}, key=lambda k: (k[1] > 1, k))
+    for row in read("h200_prompts"):
+        size = int(row["prompts"]), int(row["tokens"])
+        found[row["format"], row["graphs"]][size] = row
+    sizes = sorted({size for rows in found.values() for size in rows})
     out = []
-    for spec in dict.fromkeys(spec for spec, _ in found):
-        with_graphs, without = found[spec, "yes"], found[spec, "no"]
+    for (spec, graphs), rows in found.items():
         cells = [
-            f"{float(row['ms']):.1f}" if key[1] == 1 else f"{float(row['tokens_per_s']):,.0f}"
-            if (row := with_graphs.get(key) or without.get(key))
-            else ""
-            for key in sizes
+            "" if size not in rows
+            else f"{float(rows[size]['ms']):.1f}" if size[0] == 1
+            else f"{float(rows[size]['tokens_per_s']):,.0f}"
+            for size in sizes
         ]  # fmt: skip
-        out.append([f"`{spec}`", *cells])
-    titles = [f"{t:,} tokens, ms" if n == 1 else f"{n} of {t:,}, tokens/s" for t, n in sizes]
-    return markdown(["weights", *titles], out)
+        out.append([f"`{spec}`", graphs, *cells])
+    titles = [f"{t:,}" if n == 1 else f"{n} of {t:,}, tokens/s" for n, t in sizes]
+    return markdown(["weights", "graphs", *titles], out, words=2)
 
 
 def on_one_gpu(batch: str = "16", context: str = "640") -> list[list[str]]:
