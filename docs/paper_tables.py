@@ -47,9 +47,9 @@ def grouped(rows: Iterable[Row], *columns: str) -> dict[Key, Row]:
     return {tuple(row[c] for c in columns): row for row in rows}
 
 
-def steps() -> dict[Key, Row]:
+def steps(run: str = ENGINE) -> dict[Key, Row]:
     """Decode steps by model, format, cache, batch and context; not those without our kernels."""
-    rows = (row for row in read(ENGINE) if row["backends"] != "triton")
+    rows = (row for row in read(run) if row["backends"] != "triton")
     return grouped(rows, "model", "format", "kv", "batch", "context")
 
 
