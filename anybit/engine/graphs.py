@@ -22,7 +22,7 @@ from anybit.engine.scheduler import Scheduled
 Graph = torch.cuda.CUDAGraph | Recording
 SIZES = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, 1025, 64))
 PROMPTS = (16, 32, 64, 96, 128, 192, 256, 384)  # tokens of a step that reads prompts
-SEEN = 1 << 17  # tokens that those of prompts see, each for itself: attention reads so many
+SEEN = PROMPTS[-1] ** 2  # tokens that those of prompts see at most: each row reads its own
 LONGEST = 1 << 14  # tokens of the longest text beside them: with many rows one program reads it
 
 
