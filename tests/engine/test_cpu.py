@@ -11,7 +11,7 @@ import anybit
 from anybit.checkpoint.save_load import load_dense
 from anybit.engine import attention, fused
 from anybit.engine.detokenizer import Detokenizer
-from anybit.engine.graphs import StepGraphs
+from anybit.engine.graphs import LONGEST, SEEN, StepGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import MOST_RECORDED
 from anybit.engine.scheduler import Scheduled
@@ -63,10 +63,11 @@ def test_short_prompts_as_rows_of_a_recording(checkpoint: Checkpoint, name: str)
     runner.graphs = StepGraphs(runner.model, runner.caches, 4, 4, 64, prompts=(8, 24))
     assert [o.tokens for o in llm.generate(many, GREEDY)] == want
     assert set(runner.graphs.readers) == {8, 24}
-    late = Scheduled(
-        Sequence("", 0, many[0], GREEDY, Detokenizer(None, [], ()), 99), 9000, 15, True
-    )
-    assert not runner.graphs.can_read([late])  # each of its tokens would read all before it
+    seq = Sequence("", 0, many[0], GREEDY, Detokenizer(None, [], ()), 99)
+    steps = {first: [Scheduled(seq, first, 2, True)] for first in (0, SEEN // 2, LONGEST)}
+    assert runner.graphs.can_read(steps[0])
+    assert not runner.graphs.can_read(steps[SEEN // 2])  # both tokens would read all before them
+    assert not runner.graphs.can_read(steps[LONGEST])
 
 
 def test_more_texts_than_a_recording_holds(checkpoint: Checkpoint) -> None:
