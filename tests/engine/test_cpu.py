@@ -64,10 +64,9 @@ def test_short_prompts_as_rows_of_a_recording(checkpoint: Checkpoint, name: str)
     assert [o.tokens for o in llm.generate(many, GREEDY)] == want
     assert set(runner.graphs.readers) == {8, 24}
     seq = Sequence("", 0, many[0], GREEDY, Detokenizer(None, [], ()), 99)
-    steps = {first: [Scheduled(seq, first, 2, True)] for first in (0, SEEN // 2, LONGEST)}
-    assert runner.graphs.can_read(steps[0])
-    assert not runner.graphs.can_read(steps[SEEN // 2])  # both tokens would read all before them
-    assert not runner.graphs.can_read(steps[LONGEST])
+    assert runner.graphs.can_read([Scheduled(seq, 0, 20, True)])
+    assert not runner.graphs.can_read([Scheduled(seq, SEEN // 20, 20, True)])  # each reads as many
+    assert not runner.graphs.can_read([Scheduled(seq, LONGEST, 2, True)])
 
 
 def test_more_texts_than_a_recording_holds(checkpoint: Checkpoint) -> None:
