@@ -65,13 +65,13 @@ int2:group=128 gptq,gptq+pv
 """
 BOOKS = f"""
 bf16 dense
-{M1V4} additive
-{M2V8} additive
-codebook:m=1,v=4,b=8,group=16 additive
 codebook:m=2,v=8,b=8,group=16 additive
 codebook:m=1,v=4,b=8 additive
 codebook:m=2,v=8,b=8 additive
 codebook:m=3,v=16,b=8,group=32 additive
+{M1V4} additive
+{M2V8} additive
+codebook:m=1,v=4,b=8,group=16 additive
 """  # CodeGEMM's figure 4
 # What the front of KL against bits is made of, all on one model. The longest case begins first.
 TRELLIS = f"""
@@ -165,6 +165,11 @@ folded:int4:group=128 rtn gptq
 folded:int3:group=128 gptq
 folded:fp4 gptq
 """
+TEXTS = """
+bf16 dense
+int4 rtn gptq gptq/prose
+int4:group=128 rtn gptq gptq/prose
+"""
 SMOKE = f"""
 bf16 dense
 {PLAN} clip
@@ -181,6 +186,7 @@ KINDS = {
     "gradients": GRADIENTS,
     "trellis": TRELLIS,
     "smoke": SMOKE,
+    "texts": TEXTS,
     "pv": PV,
     "books": BOOKS,
 }
