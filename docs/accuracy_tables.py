@@ -111,7 +111,7 @@ def trellis_options() -> str:
     titles = {"gptq": "GPTQ", "gptq@int8": "`@int8`", "additive": "tuned"}
     titles |= {"gptq-gradients": "gradients", "additive-gradients": "gradients, tuned"}
     found: dict[tuple[str, str], dict[str, str]] = {}
-    for row in read("h200_trellis"):
+    for row in (*read("h200_trellis"), *read("h200_trellis_gradients")):
         spec, at, activation = row["spec"].partition("@")
         trellis = spec.startswith("trellis") and spec.endswith("rotate=kn") and "code" not in spec
         if trellis or spec.startswith("codebook"):
