@@ -53,7 +53,7 @@ SHAPES = ["28672x4096", "4096x14336", "6144x4096", "4096x4096"]
 MS = "1,4,16,64,256,1024"
 CHECKED = (208, 512), (4096, 1152), (20992, 640)  # the last: more CTAs than are resident
 COUNTS = 1, 4, 9, 16, 17, 33, 64, 100, 256, 1024
-H200 = scalar_linear.gpu_for(chip.H200)
+H200 = tiles.gpu_for(chip.H200)
 
 
 def kernels(

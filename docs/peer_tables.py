@@ -1,11 +1,16 @@
 """Tables of ours beside other packages' kernels, of one process for each weight."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import geometric_mean
 from typing import NamedTuple
 
-from results import FOUR, HALVES, OURS, Column, cells, fastest, find, markdown, us
+from results import FOUR, HALVES, OURS, Column, Row, cells, fastest, find, markdown, us
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import efficiency
 
 INT8, FP8 = ("int8-given",), ("fp8-given",)
 LEVEL = 0.97  # of another's speed; below it a cell counts as slower
@@ -34,7 +39,8 @@ class Kind(NamedTuple):
 class Match(NamedTuple):
     """Ours and the fastest other in one cell.
 
-    all: names of all others that were measured. ratio: the time of the fastest over ours.
+    all: names of all others that were measured. ratio: the time of the fastest over ours. share:
+    the larger floor, of reading and of multiplying, over our time.
     """
 
     kind: Kind
@@ -43,6 +49,7 @@ class Match(NamedTuple):
     other: str
     all: frozenset[str]
     ratio: float
+    share: float
 
 
 def kind(
@@ -121,6 +128,7 @@ def made() -> dict[str, str]:
         "peers_ratios": ratios(dense),
         "expert_models": expert_models(),
         "expert_peers": means(experts),
+        "expert_floors": floors(experts),
         "expert_worst": worst(experts, expert),
         "expert_ratios": ratios(experts, expert),
     }
@@ -135,8 +143,16 @@ def matches(kinds: Sequence[Kind], *files: str) -> list[Match]:
             if mine and other:
                 every = frozenset(column[1] for column in each.others if find(rows, column))
                 ratio = float(other["us"]) / float(mine["us"])
-                out.append(Match(each, (n, k), m, other["peer"], every, ratio))
+                share = floor_share(mine)
+                out.append(Match(each, (n, k), m, other["peer"], every, ratio, share))
     return out
+
+
+def floor_share(row: Row) -> float:
+    """The larger floor over the time of a row; 0 where reading was not timed."""
+    peak = efficiency.PEAK.get(row["activation"].removesuffix("-given"), efficiency.PEAK["fp16"])
+    reading = 1 / float(row["vs_floor"]) if row["vs_floor"] else 0.0
+    return max(reading, float(row["tflops"]) / peak)
 
 
 def by_kind(found: Sequence[Match]) -> dict[Kind, list[Match]]:
@@ -180,6 +196,28 @@ def means(found: Sequence[Match]) -> str:
         lines.append([each.name, beside(mine), *cells, f"**{mean(mine)}**", behind(mine)])
     titles = ["", "beside", *(f"M={m}" for m in counts), "all", "slower"]
     return markdown(titles, lines, words=2)
+
+
+def floors(found: Sequence[Match]) -> str:
+    """How near both come to the larger floor, and how far apart they could be at it, by tokens."""
+    counts = sorted({match.m for match in found})
+    lines = []
+    for each, mine in by_kind(found).items():
+        parts: dict[str, Callable[[Match], float]] = {
+            "ours": lambda match: match.share,
+            "the other": lambda match: match.share / match.ratio,
+            "at the floor": lambda match: match.ratio / match.share,
+        }
+        title = each.name
+        for name, value in parts.items():
+            line = []
+            for some in (*([x for x in mine if x.m == m] for m in counts), mine):
+                mean_ = geometric_mean(map(value, some)) if some else 0.0
+                shown = f"{mean_:.2f}x" if name == "at the floor" else f"{mean_:.0%}"
+                line.append(shown if some else "")
+            lines.append([title, name, *line])
+            title = ""
+    return markdown(["", "", *(f"M={m}" for m in counts), "all"], lines, words=2)
 
 
 def weight(shape: tuple[int, int]) -> str:

@@ -406,3 +406,56 @@ def test_tiles_of_experts_hold_more_than_their_mean(
     d = decoder_for(fmt, operand_of(activation, torch.bfloat16))
     tile = choose_grouped(d, rows, n, k, experts)
     assert (tile.tokens, tile.split) == (tokens, split)
+
+
+# Scheme, rows, (N, K), experts; rows and warps of a tile that was fastest or nearly so (H200).
+FEW = [
+    ("int4:group=64", 8, (1536, 2048), 128, (32, 4)),
+    ("int4:group=64", 2, (4096, 14336), 8, (64, 8)),
+    ("int4:group=64", 8, (4096, 7168), 256, (64, 4)),
+    ("int4:group=64", 512, (1536, 2048), 128, (64, 4)),
+    ("fp6", 2, (28672, 4096), 8, (64, 8)),
+    ("liquid@int8", 8, (1536, 2048), 128, (32, 4)),
+    ("fp6", 512, (7168, 2048), 256, None),
+    ("int4:group=64", 512, (2048, 768), 128, None),
+    ("int4:group=64", 2048, (1536, 2048), 128, None),  # 16 tokens an expert
+    ("mxfp4@fp8", 8, (4096, 7168), 256, None),  # mma.sync has no products of fp8
+    ("int4:group=128@int8", 8, (4096, 7168), 256, None),  # nor of groups with scales of their own
+]
+
+
+@pytest.mark.parametrize(("scheme", "rows", "shape", "experts", "best"), FEW)
+def test_few_tokens_of_experts_have_kernels_of_their_own(
+    scheme: str,
+    rows: int,
+    shape: tuple[int, int],
+    experts: int,
+    best: tuple[int, int] | None,
+) -> None:
+    fmt, activation = parse_scheme(scheme)
+    d = decoder_for(fmt, operand_of(activation, torch.bfloat16))
+    tile = expert_tiles.choose_few(d, rows, *shape, experts)
+    assert (tile and (tile.rows, tile.warps)) == best
+    made = scalar_linear.few_kernels(d, ["bfloat16"])
+    assert tile is None or tile in [kernel.tile for kernel in made]  # compiled beforehand
+    assert set(made) <= set(build.kernels_of(scheme))
+
+
+def test_experts_with_few_tokens_are_launched_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import anybit
+
+    seen: list[Any] = []
+
+    def multiply(x: torch.Tensor, *args: Any, starts: torch.Tensor) -> torch.Tensor:
+        seen.append((args[-1].tile.kind, starts))
+        return x.new_zeros(len(x), 256)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(scalar_linear, "chip_of", lambda device: H200)
+    monkeypatch.setattr(scalar_linear.mma, "multiply", multiply)
+    monkeypatch.setattr(scalar_linear, "chosen", lambda *args: pytest.fail("another kernel"))
+    packed = [anybit.quantize_tensor(torch.randn(256, 256), "fp6") for _ in range(4)]
+    prepared, starts = backend.prepare_experts(packed, None, HALF), torch.tensor([0, 1, 1, 2, 2])
+    assert backend.linear_experts(torch.randn(2, 256).half(), starts, prepared).shape == (2, 256)
+    assert seen == [("few", starts)]
+    scalar_linear.few_kernel.cache_clear()

@@ -11,7 +11,7 @@ from anybit.kernels.hopper.expert_tiles import family_grouped
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
 from anybit.kernels.hopper.scalar_linear import narrow
 from anybit.kernels.hopper.tile import Kernel
-from anybit.kernels.hopper.tiles import family
+from anybit.kernels.hopper.tiles import family, gpu_for
 from anybit.kernels.mma import tiles as mma
 
 
@@ -32,7 +32,7 @@ def kernels_of(scheme: str) -> list[KernelSpec]:
         outputs = [operand] if activation is None else ["float16", "bfloat16"]
         out += scalar_linear.copy_kernels(d, outputs)
         out += [Kernel(d, tile, o) for tile in family(d) for o in outputs]
-        out += narrow_kernels(d, outputs)
+        out += narrow_kernels(d, outputs) + scalar_linear.few_kernels(d, outputs)
         out += [Kernel(d, tile, o, grouped=True) for tile in family_grouped(d) for o in outputs]
     return out
 
@@ -43,7 +43,7 @@ def narrow_kernels(d: Decoder, outputs: list[str], chip: Chip = H200) -> list[mm
     Any chip has the same ones: a tile follows from the rows of a multiprocessor, and all numbers of
     rows are asked for, by the 16 of the smallest tile.
     """
-    gpu = scalar_linear.gpu_for(chip)
+    gpu = gpu_for(chip)
     found = [
         mma.kernel_for(d, gpu, m, n, output)
         for m in (1, mma.NARROW)

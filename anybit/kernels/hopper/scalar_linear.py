@@ -25,7 +25,12 @@ from anybit.kernels.cute.operands import refuse_format as refuse_format
 from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper import copies, tiles
 from anybit.kernels.hopper.chip import H200, Chip, chip_of
-from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
+from anybit.kernels.hopper.expert_tiles import (
+    choose_few,
+    choose_grouped,
+    family_few,
+    family_grouped,
+)
 from anybit.kernels.hopper.launch import GemmLauncher
 from anybit.kernels.hopper.tile import Kernel, Tile, slow
 from anybit.kernels.mma import linear as mma
@@ -43,7 +48,7 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
         outs = [d.operand] if layer.activation is None else list(NAMES.values())
         every: list[KernelSpec] = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
         every += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
-        every += copy_kernels(d, outs)
+        every += copy_kernels(d, outs) + few_kernels(d, outs, chip_of(layer.device))
         (n, k), chip = layer.shape, chip_of(layer.device)
         gpu = mma_tiles.gpu_of(layer.device)
         for m in (1, mma_tiles.NARROW):
@@ -66,9 +71,14 @@ def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
     return mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")
 
 
-def gpu_for(chip: Chip) -> mma_tiles.Gpu:
-    """What `kernels/mma` asks of a GPU, of this family's chips."""
-    return mma_tiles.Gpu((9, 0), chip.multiprocessors, tiles.MAX_SHARED, tiles.SHARED_OF_SM)
+def few_kernels(d: Decoder, outputs: list[str], chip: Chip = H200) -> list[KernelSpec]:
+    """Of experts with few tokens."""
+    found = [
+        mma_tiles.kernel_of(d, tiles.gpu_for(chip), tile, o)
+        for tile in family_few(d, chip)
+        for o in outputs
+    ]
+    return [kernel for kernel in found if kernel]
 
 
 def narrow(m: int, n: int, k: int, d: Decoder, chip: Chip = H200) -> bool:
@@ -88,7 +98,7 @@ def narrow(m: int, n: int, k: int, d: Decoder, chip: Chip = H200) -> bool:
     units = -(-n // ROWS) * k_tiles(k)
     if m > 8 and d.slot == 16 and units >= LONG * 2 * chip.multiprocessors:
         return False
-    gpu = gpu_for(chip)
+    gpu = tiles.gpu_for(chip)
     tile = mma_tiles.narrow(d, gpu, m, n)
     if tile is None or mma_tiles.resident(tile, gpu, n):
         return tile is not None
@@ -130,6 +140,10 @@ def multiply(
         with torch.cuda.device(device):
             return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
     decoded = None
+    if starts is not None and tile is None:
+        given = prepared.format, x.dtype, m, n, k, dtype, x.device, len(starts) - 1
+        if m and (few := few_kernel(*given)):
+            return mma.multiply(x, scale, sums, prepared, None, dtype, few, starts=starts)
     if starts is None and tile is None:
         if is_narrow(prepared.format, x.dtype, m, n, k, x.device):
             return mma.multiply(x, scale, sums, prepared, bias, dtype)
@@ -209,6 +223,23 @@ def is_narrow(
 ) -> bool:
     """`narrow`, which every launch asks."""
     return narrow(m, n, k, decoder_for(fmt, x_dtype), chip_of(device))
+
+
+@cache
+def few_kernel(
+    fmt: Format,
+    x_dtype: torch.dtype,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    experts: int,
+) -> mma_tiles.Kernel | None:
+    """The kernel for few tokens of experts, where that is faster."""
+    d, chip = decoder_for(fmt, x_dtype), chip_of(device)
+    tile = choose_few(d, m, n, k, experts, chip)
+    return mma_tiles.kernel_of(d, tiles.gpu_for(chip), tile, NAMES[dtype]) if tile else None
 
 
 @cache

@@ -8,6 +8,7 @@ from anybit.kernels.cute.operands import SPANS
 from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.tile import Tile, slow
+from anybit.kernels.mma.tiles import Gpu
 
 MAX_SHARED = 232_448  # bytes of shared memory that one CTA may have
 SHARED_OF_SM = 233_472  # bytes that all CTAs of a multiprocessor share
@@ -122,6 +123,11 @@ def fitted(tile: Tile, decoder: Decoder, grouped: bool = False) -> Tile:
     if shared_bytes(found, decoder, grouped) > MAX_SHARED:  # whole KB of barriers, and `starts`
         found = replace(found, stages=found.stages - 1)
     return found
+
+
+def gpu_for(chip: Chip) -> Gpu:
+    """What `kernels/mma` asks of a GPU, of this family's chips."""
+    return Gpu((9, 0), chip.multiprocessors, MAX_SHARED, SHARED_OF_SM)
 
 
 def places(tile: Tile, decoder: Decoder, grouped: bool = False) -> int:

@@ -344,6 +344,14 @@ def family_experts(decoder: Decoder, gpu: Gpu, output: str) -> list[Kernel]:
     return [Kernel(decoder, t, output, gpu.architecture) for t in dict.fromkeys(found) if t]
 
 
+def family_few(decoder: Decoder, gpu: Gpu) -> list[Tile]:
+    """Tiles of 8 tokens for experts that few tokens meet: 64 or 32 rows, 8 or 12 warps."""
+    shapes = [Tile(8, slices, warps, ctas=ctas, kind="few")
+              for slices, warps, ctas in ((4, 8, 1), (4, 4, 2), (2, 4, 3))]  # fmt: skip
+    found = (fitted(tile, decoder, gpu, 3, 6) for tile in shapes)
+    return [tile for tile in found if tile]
+
+
 def tiles_of(tile: Tile, m: int, n: int) -> int:
     return -(-n // tile.rows) * -(-m // tile.tokens)
 
