@@ -66,13 +66,31 @@ def absent(path: Path) -> str:
 
 def quantization_of(config: dict[str, Any], source: Path) -> dict[str, Any]:
     """What a config.json says of how the model is quantized; {} when nothing."""
-    found = config.get("quantization_config") or {}
+    found = config.get("quantization_config")
+    if found is None:
+        return {}
     if not isinstance(found, dict):
         raise InvalidInput(
             f"{source}: config.json: quantization_config is {found!r}, and must be an object; "
             "repair it, or remove it from a dense model"
         )
     return found
+
+
+def dense_config(source: Path) -> dict[str, Any]:
+    """The config.json of a model that is to be quantized.
+
+    Raises:
+        FileNotFoundError: There is none.
+        InvalidInput: It is damaged, or says that the model is quantized already.
+    """
+    config = read_json(source / "config.json")
+    if quantization := quantization_of(config, source):
+        method = quantization.get("quant_method", "an unknown method")
+        raise InvalidInput(
+            f"{source} is quantized already, with {method}; start from the dense one"
+        )
+    return config
 
 
 @contextmanager
