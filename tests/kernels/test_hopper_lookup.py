@@ -56,7 +56,10 @@ if EVERY_KERNEL:
 
 @cache
 def lookup_program(d: LookupDecoder, tile: Tile) -> jit.Compiled:
-    return Kernel(d, tile, d.operand).generate()
+    kernel = Kernel(d, tile, d.operand)
+    made = kernel.generate()
+    assert jit.checked(kernel, made)  # also that no product waits for the one before it
+    return made
 
 
 def emulate_lookups(
