@@ -25,14 +25,13 @@ import peers
 import torch
 import triton
 import triton.language as tl
-from hopper_layers import MORE_TILES, Problem
+from hopper_layers import Problem, more_tiles
 from torch import Tensor
 
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.backend import Prepared
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.build import build
-from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import dsl_version
 from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.chip import H200
@@ -288,8 +287,7 @@ def ensure(schemes: list[str]) -> None:
         for dtype in (torch.float16, torch.bfloat16):
             operand = operands.operand_of(activation, dtype)
             d = operands.decoder_for(fmt, getattr(torch, operand))
-            more = (t for t in MORE_TILES if d.slot == 16 or t.columns == K_TILE)
-            every = [*tiles.family(d), *(tiles.fitted(t, d) for t in more)]
+            every = [*tiles.family(d), *more_tiles(d)]
             kernels += [Kernel(d, t, operands.NAMES[dtype]) for t in every if t.tokens >= 32]
     for error in build(kernels):
         print("not compiled:", error[:300])

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import torch
 from hopper_layers import (
-    MORE_TILES,
     Problem,
     dense_us,
     exact_product,
     exact_weight,
+    more_tiles,
     outputs,
     right,
     time_copy,
@@ -265,8 +265,8 @@ def compare(args: argparse.Namespace) -> None:
             fmt, activation = parse_scheme(scheme)
             operand = operands.operand_of(activation, torch.bfloat16)
             d = operands.decoder_for(fmt, getattr(torch, operand))
-            large = [t for t in (*tiles.family(d), *MORE_TILES) if t.tokens >= 96]
-            kernels += [Kernel(d, tiles.fitted(t, d), "bfloat16") for t in large]
+            large = [t for t in (*tiles.family(d), *more_tiles(d)) if t.tokens >= 96]
+            kernels += [Kernel(d, t, "bfloat16") for t in large]
             kernels += scalar_linear.copy_kernels(d)
         print("not compiled:", *build(kernels), sep="\n")
     for n, k in args.shapes:

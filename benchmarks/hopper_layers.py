@@ -12,7 +12,7 @@ from anybit.core.scheme import parse_scheme
 from anybit.formats.minifloat import Minifloat
 from anybit.kernels.backend import Prepared
 from anybit.kernels.cute import operands
-from anybit.kernels.cute.decode import K_TILE
+from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import kernel_file
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.hopper import scalar_linear, tiles
@@ -28,11 +28,13 @@ MORE_TILES = [
     *(Tile(tokens, shared=shared) for tokens in (96, 192) for shared in (False, True)),
     Tile(96, split=2),
     *(Tile(128, rows=rows, shared=shared) for rows in (128, 256) for shared in (False, True)),
-    *(Tile(tokens, rows=256, late=True) for tokens in (64, 96, 160)),
+    *(Tile(tokens, rows=256, late=True) for tokens in (64, 96)),
+    *(Tile(tokens, rows=256, columns=64, late=True) for tokens in (144, 160)),
+    Tile(144, rows=256, columns=64, late=True, shared=True),
     *(Tile(tokens, rows=256, shared=True, late=True) for tokens in (64, 96)),
     *(Tile(tokens, rows=256, split=split) for tokens in (64, 96, 128) for split in (2, 3)),
     *(Tile(tokens, split=split) for tokens in (96, 192) for split in (2, 3)),
-    Tile(160, late=True),
+    *(Tile(tokens, late=True) for tokens in (80, 112, 144, 160, 176)),
 ]  # tried by `sweep` and `compare` beside the family
 
 
@@ -78,12 +80,16 @@ class Problem:
 
     def tiles(self) -> list[Tile]:
         """All that are compiled."""
-        every = dict.fromkeys(
-            tiles.fitted(t, self.decoder) for t in [*tiles.family(self.decoder), *MORE_TILES]
-        )
+        every = dict.fromkeys([*tiles.family(self.decoder), *more_tiles(self.decoder)])
         name = operands.NAMES[self.dtype]
         found = [t for t in every if kernel_file(Kernel(self.decoder, t, name)).exists()]
         return [t for t in found if self.k // K_TILE >= t.split]
+
+
+def more_tiles(decoder: Decoder) -> list[Tile]:
+    """Those of `MORE_TILES` that a decoder can have."""
+    fit = (t for t in MORE_TILES if decoder.slot == 16 or t.columns == K_TILE)
+    return [tiles.fitted(t, decoder) for t in fit]
 
 
 def repeated(part: Tensor, times: int) -> Tensor:

@@ -141,6 +141,11 @@ def dot4(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
     s.write(w, i.args[0], low(total, 32), active)
 
 
+def count_bits(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
+    counts = [int(value).bit_count() for value in s.read(w, i.args[1]) & MASK[32]]
+    s.write(w, i.args[0], np.array(counts, dtype=np.uint64), active)
+
+
 def select(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
     a, b, p = (s.read(w, name) for name in i.args[1:])
     s.write(w, i.args[0], np.where(p != 0, a, b), active)
@@ -203,6 +208,7 @@ HANDLERS: dict[str, Handler] = {
     r"shf\.l\.wrap\.b32": funnel,
     r"prmt\.b32": permute,
     r"lop3\.b32": look_up,
+    r"popc\.b32": count_bits,
     r"dp4a\.u32\.[us]32": dot4,
     r"selp\.[bsuf](16|32|64)": select,
     r"setp\.(eq|ne|lt|le|gt|ge)\.[sub](16|32|64)": compare,

@@ -299,6 +299,13 @@ def test_shuffles() -> None:
     assert bench.register("p") == [1] + [0] * 31
 
 
+def test_lanes_vote() -> None:
+    bench = Bench(a=list(range(WARP)))
+    bench.run("setp.gt.s32 %q, %a, 28; vote.sync.ballot.b32 %v, %q, -1; popc.b32 %c, %v;")
+    assert bench.register("v") == [0b111 << 29] * WARP
+    assert bench.register("c") == [3] * WARP
+
+
 def halves(values: list[float]) -> int:
     """Two fp16 numbers in a word, the first in the low half."""
     low, high = (int(np.float16(v).view(np.uint16)) for v in values)

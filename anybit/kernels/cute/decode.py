@@ -35,6 +35,7 @@ from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.kernels.cute.lang import (
     LANES,
+    Plane,
     Word,
     add2,
     bytes_of,
@@ -143,7 +144,7 @@ class Decoder:
         for plane in planes(self.places, self.slot):
             for register in range(self.slot):
                 shift = plane.places[0] - plane.shifts[register % (self.slot // len(plane.bits))]
-                total += (len(plane.bits) < self.slot) + (shift != 0)
+                total += (len(plane.bits) < self.slot) + (shift != 0 and not whole_byte(plane))
         return total
 
     def main_loop(self) -> Any:
@@ -240,9 +241,13 @@ class Decoder:
             each = self.slot // width
             mask = repeat(plane.places, self.slot)
             left = plane.places[0] - plane.shifts[i % each]
-            piece = rotate(words[first + i // each], left, mask)
-            if mask != 0xFFFFFFFF:
-                piece = piece & mask
+            if self.slot == 16 and whole_byte(plane):  # one PRMT; 4: a byte of zeros
+                at = plane.shifts[i % each] // 8
+                piece = bytes_of(words[first + i // each], 0x4240 + 0x101 * at)
+            else:
+                piece = rotate(words[first + i // each], left, mask)
+                if mask != 0xFFFFFFFF:
+                    piece = piece & mask
             out = piece if out is None else out | piece
             first += width
         assert out is not None
@@ -433,6 +438,8 @@ def number(fmt: Format, operand: str, minus: int = 0, times: int = 1) -> Decoder
     if width > MANTISSA[operand] + 1:
         return f"whole numbers of {width} bits do not fit into {operand}"
     first = max(MANTISSA[operand] - width, 0)
+    if width == 8 and not (fmt.group or zeros):  # one instruction gathers whole bytes
+        first = 0
     shift = BIAS[operand] - 1 + MANTISSA[operand] - first
     return HalfDecoder(
         operand,
@@ -443,6 +450,11 @@ def number(fmt: Format, operand: str, minus: int = 0, times: int = 1) -> Decoder
         center=minus,
         zeros=zeros,
     )
+
+
+def whole_byte(plane: Plane) -> bool:
+    """Whether a plane is the lower byte of each element of 16 bits."""
+    return plane.places == tuple(range(8))
 
 
 def repeat(places: tuple[int, ...], slot: int) -> int:
