@@ -76,10 +76,8 @@ CHECKED = [
 DEVICE = torch.device("cuda")
 MORE_TILES = [
     *(Tile(tokens, split=3) for tokens in (32, 64, 128)), Tile(32, shared=True),
-    Tile(256), Tile(256, shared=True), lookup.WideTile(192, shared=True), Tile(96, rows=256),
-    Tile(256, stages=4, columns=64), Tile(256, columns=64, late=True),
-    *(Tile(128, rows=256, columns=64, shared=shared) for shared in (False, True)),
-    Tile(128, columns=64, shared=True),
+    Tile(256), Tile(256, shared=True), Tile(256, columns=64, late=True),
+    *(lookup.WideTile(192, shared=True, columns=columns) for columns in (64, 128)),
 ]  # fmt: skip
 LAUNCHES = 48  # in a graph: its own start is a few microseconds
 
