@@ -7,8 +7,9 @@
 and drives outliers through. `table` times the kernels that `codebook_tiles.choose` names, plain and
 with programmatic dependent launch (pdl), beside cuBLAS, anybit's integers and fp6, AQLM's kernels
 where the package is installed, and CodeGEMM's where CODEGEMM names a checkout. `sweep` times many
-kernels for a problem; its rows are added to the table's. `tiles` times tiles for more than 8
-tokens. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels; `compile` fills it.
+kernels for a problem; its rows are added to the table's. `tiles` times kernels and tiles for more
+than 8 tokens in turns with cuBLAS (h200_codebook_tiles.csv). Needs no CuTe DSL when ANYBIT_CACHE
+holds the kernels; `compile` fills it.
 """
 
 import argparse
@@ -306,9 +307,14 @@ def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
                     runs[tile.name] = p.calls(m, True, tile)
             found = zip(runs, medians_in_turns(list(runs.values()), DEVICE), strict=True)
             times = {name: us for name, us in found if isinstance(us, float)}
+            label = replace(blank, format=p.fmt.spec, activation="fp16", M=m, N=n, K=k)
+            for name, us in times.items():
+                peer = "cublas" if name == "cublas" else "anybit-hopper"
+                rows.append(replace(label, peer=peer, us=round(us, 1), note=name))
             text = " ".join(f"{name}={times[name]:.1f}" for name in sorted(times, key=times.get))
             name = chosen.name if chosen else plan.kernel.name if plan else "dense"
             print(f"{scheme} {n}x{k} M={m} chosen {name} | {text}", flush=True)
+    bench.write_csv(args.out, rows)
 
 
 @lru_cache(maxsize=4)  # a layer is timed in several ways
