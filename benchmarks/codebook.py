@@ -76,7 +76,8 @@ CHECKED = [
 ]
 DEVICE = torch.device("cuda")
 MORE_TILES = [
-    *(Tile(tokens, split=3) for tokens in (32, 64, 128)), Tile(32, shared=True),
+    *(Tile(tokens, split=split) for tokens in (32, 64) for split in (3, 4)), Tile(128, split=3),
+    Tile(32, shared=True),
     Tile(256), Tile(256, shared=True), Tile(256, columns=64, late=True),
     *(lookup.WideTile(192, shared=True, columns=columns) for columns in (64, 128)),
 ]  # fmt: skip
