@@ -160,7 +160,7 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
         decoded = dense(p.prepared, dtype).double()
         error = float((decoded - weight).norm() / weight.norm())
         tell(error < (4e-4 if dtype == torch.float16 else 4e-3), (n, k), f"dense {error:.2e}")
-        for m in (1, 2, 3, 8, 9, 16, 17, 40, 100, 300):
+        for m in (1, 2, 3, 8, 9, 16, 17, 40, 100, 300, 2100):
             few = m <= codebook_linear.MOST_TOKENS
             if few and choose(cells_of(p.fmt), m, n, k, codebook_linear.NAMES[dtype]) is None:
                 continue
