@@ -43,7 +43,6 @@ from anybit.kernels.cute.decode import MANTISSA
 from anybit.kernels.hopper import scalar_linear, tiles
 from anybit.kernels.hopper.chip import H200
 from anybit.kernels.hopper.expert_tiles import choose_grouped
-from anybit.kernels.hopper.parts import parts_of
 from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.measure import bench
 from anybit.measure.timing import ReadFloor, median_us, rotated
@@ -62,29 +61,10 @@ def check(schemes: list[str]) -> int:
             if not Problem(scheme, dtype, 128, 1024).tiles():
                 print(f"check {scheme} {dtype}: no kernels are compiled", flush=True)
                 continue
-            for one in (check_scheme, check_parts):
-                wrong, done = one(scheme, dtype)
-                bad, total = bad + wrong, total + done
-                print(f"{one.__name__} {scheme} {dtype}: {wrong} of {done} wrong", flush=True)
+            wrong, done = check_scheme(scheme, dtype)
+            bad, total = bad + wrong, total + done
+            print(f"check {scheme} {dtype}: {wrong} of {done} wrong", flush=True)
     return bad
-
-
-def check_parts(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
-    """Products in two launches, with a bias, and again right behind each other."""
-    bad = total = 0
-    for m, n, k in ((256, 17920, 1536), (200, 12296, 4096), (1000, 5128, 5120)):
-        p = Problem(scheme, dtype, n, k)
-        if len(parts_of(p.decoder, m, n, k)) == 1:
-            continue
-        x, bias = p.tokens(m), torch.randn(n, device="cuda").to(dtype)
-        want = exact_product(p, exact_weight(p), *x) + bias
-        first, *others = [p.run(*x, overlap=None, bias=bias) for _ in range(20)]
-        ok = right(p, first, want) and all(torch.equal(first, y) for y in others)
-        bad, total = bad + (not ok), total + 1
-        if not ok:
-            error = (first.double() - want).norm() / want.norm()
-            print(f"WRONG {scheme} {dtype} {(m, n, k)} in two launches {error:.2e}")
-    return bad, total
 
 
 def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
