@@ -35,7 +35,6 @@ from anybit.kernels.cute.build import build
 from anybit.kernels.cute.jit import dsl_version
 from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.chip import H200
-from anybit.kernels.hopper.parts import parts_of
 from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.measure import bench
 from anybit.measure.timing import rotated
@@ -141,10 +140,6 @@ def cases(
         for dtype in (torch.float16, torch.bfloat16):
             p = Problem(scheme, dtype, n, k, cold=True, few=True)
             given = p.tokens(m)
-            found = parts_of(p.decoder, m, n, k)
-            if len(found) > 1:
-                name = " and ".join(f"{part.tile.name} {part.rows}" for part in found)
-                yield f"{scheme} {bench.short(dtype)} {name}", launches(p, given, None, None)
             some = [tiles.choose(p.decoder, m, n, k)]
             if dtype == torch.float16:
                 some += [t for t in worth(p, m) if t.name.startswith(args.tiles)][: args.most]
@@ -157,10 +152,7 @@ def cases(
 
 
 def launches(
-    p: Problem,
-    given: tuple[Tensor, Tensor | None, Tensor | None],
-    tile: Tile | None,
-    early: bool | None,
+    p: Problem, given: tuple[Tensor, Tensor | None, Tensor | None], tile: Tile, early: bool
 ) -> list[Callable[[], object]]:
     def call(weight: Prepared) -> Tensor:
         return p.run(*given, tile=tile, overlap=early, prepared=weight)

@@ -20,7 +20,6 @@ from anybit.kernels.hopper import backend, build, chip, copies, expert_tiles, sc
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.lookup import LookupDecoder, lookup
-from anybit.kernels.hopper.parts import Part, parts_of
 from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.mma.tiles import kernel_for
 from anybit.planning.cost_model import instructions
@@ -136,10 +135,10 @@ def test_launches_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = scalar_linear.chosen.__wrapped__
     for experts in (0, 8):
         problem = get_format("fp6"), HALF, 4096, 28672, 4096, HALF, device, None, experts
-        assert [launch.grid for launch in chosen(*problem)] == [78]
+        assert chosen(*problem)[1] == 78
     assert loaded == [1, 1]
     copied = get_format("trellis"), torch.int8, 1000, 6144, 4096, HALF, device, None, 0
-    early = [launch.early for decoded in (False, True) for launch in chosen(*copied, decoded)]
+    early = [chosen(*copied, decoded)[2] for decoded in (False, True)]
     assert early == [True, False]  # the kernel before writes the copy
     assert not scalar_linear.is_narrow.__wrapped__(get_format("fp6"), HALF, 1, 16384, 4096, device)
     assert scalar_linear.is_narrow.__wrapped__(get_format("fp6"), HALF, 1, 4096, 4096, device)
@@ -200,54 +199,14 @@ def test_a_copy_in_bytes_is_multiplied_by_the_main_loop(monkeypatch: pytest.Monk
     monkeypatch.setattr(scalar_linear.mma, "decoded", lambda *args: copy)
     monkeypatch.setattr(scalar_linear, "copied", lambda *args: "a kernel")
     monkeypatch.setattr(scalar_linear, "is_narrow", lambda *args: False)
-    launch = scalar_linear.Launch(launcher, 0, 16, 1, False, 0)  # type: ignore[arg-type]
-    monkeypatch.setattr(scalar_linear, "chosen", lambda *args: seen.append(args[-1]) or [launch])
+    monkeypatch.setattr(
+        scalar_linear, "chosen", lambda *args: (launcher, seen.append(args[-1]), False, 0)
+    )
     codes = torch.ones(100, 128, dtype=torch.int8)
     scalar_linear.multiply(
         codes, torch.ones(100), codes.sum(1).int(), prepared, None, torch.float16
     )
     assert seen == [True, tuple(t.data_ptr() for t in (copy, *prepared.layout[1:]))]
-
-
-def test_each_launch_gets_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    import anybit
-
-    prepared = backend.prepare(anybit.quantize_tensor(torch.randn(388, 256), "int8"), None, HALF)
-    bias, seen = torch.zeros(388).half(), []
-    launcher = SimpleNamespace(launch=lambda x, pointers, *rest: seen.append((pointers, rest)))
-    launches = [
-        scalar_linear.Launch(launcher, first, rows, 1, True, 0)  # type: ignore[arg-type]
-        for first, rows in ((0, 256), (256, 136))
-    ]
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(scalar_linear, "copied", lambda *args: None)
-    monkeypatch.setattr(scalar_linear, "is_narrow", lambda *args: False)
-    monkeypatch.setattr(scalar_linear, "chosen", lambda *args: launches)
-    y = scalar_linear.multiply(torch.zeros(100, 256).half(), None, None, prepared, bias, HALF)
-    blobs, scale, zero = prepared.layout
-    (one, rest), (two, others) = seen
-    assert (rest[0], rest[-1], others[0], others[-1]) == (256, 392, 136, 392)
-    assert two[0] - one[0] == blobs[2:].data_ptr() - blobs.data_ptr()
-    assert two[1] - one[1] == scale[256:].data_ptr() - scale.data_ptr()
-    assert two[2] - one[2] == zero[256:].data_ptr() - zero.data_ptr()
-    assert (two[5] - one[5], two[6] - one[6]) == (512, 512)
-    assert y.shape == (100, 388)
-
-
-def test_rows_behind_whole_waves_get_a_launch_of_their_own() -> None:
-    for spec in ("int4:group=128", "fp6", "int8"):
-        d = decoder_of(spec, "float16")
-        found = parts_of(d, 256, 17920, 1536)
-        assert [(part.first, part.rows) for part in found] == [(0, 16896), (16896, 1024)]
-        assert all(part.tile in tiles.family(d) for part in found)
-        for m, n, k in ((64, 17920, 1536), (256, 16896, 4096), (256, 4096, 4096), (1024, 256, 512)):
-            assert parts_of(d, m, n, k) == [Part(tiles.choose(d, m, n, k), 0, n)]
-        for m, n, k in ((200, 12296, 4096), (1000, 5128, 5120), (4096, 576, 7168)):
-            found = parts_of(d, m, n, k)
-            assert [part.first for part in found] == [0, found[0].rows][: len(found)]
-            assert sum(part.rows for part in found) == n
-            assert all(part.first % 256 == 0 for part in found)
-    assert len(parts_of(decoder_of("liquid", "int8"), 256, 17920, 1536)) == 1
 
 
 @pytest.mark.parametrize(("spec", "operand"), [("liquid", "int8"), ("int4:group=128", "bfloat16")])

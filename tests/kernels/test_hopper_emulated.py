@@ -128,12 +128,10 @@ class Emulated:
         bias: Tensor | None = None,
         starts: Tensor | None = None,
         seed: int = 0,
-        into: tuple[Tensor, int] | None = None,
     ) -> Tensor:
-        """into: another y, and the first of its outputs that are these n."""
         codes, scale, sums = x
         m, k = codes.shape
-        y, first = into or (torch.full((m, n), torch.nan, dtype=self.dtype), 0)
+        y = torch.full((m, n), torch.nan, dtype=self.dtype)
         size, places = codes.element_size(), grid if self.tile.shared else 0
         work = torch.full((2 * places * self.tile.rows * self.tile.tokens,), torch.nan)
         counters = torch.zeros(8 * places, dtype=torch.int32)
@@ -144,8 +142,8 @@ class Emulated:
             *(array(t) for t in prepared[:3]),
             *(in_use(t) for t in (scale, sums)),
             array(bias),
-            *(in_use(t) for t in (y.view(-1)[first:], starts, work, counters)),
-            *(m, n, k, 1 if starts is None else len(starts) - 1, y.shape[1], 1),
+            *(in_use(t) for t in (y, starts, work, counters)),
+            *(m, n, k, 1 if starts is None else len(starts) - 1, 1),
         ]
         self.machine.launch(arguments, grid, self.tile.threads, self.shared, self.tile.split, seed)
         assert not counters.any()
@@ -196,21 +194,6 @@ def test_products(
     assert all(torch.equal(r, results[0]) for r in results)  # whatever the order of events
     if emulated.tile.split == 1:  # fewer CTAs than tiles: each does several
         assert torch.equal(emulated.run(x, prepared, n, 1, bias), results[0])
-
-
-def test_two_launches_write_one_result() -> None:
-    """Rows of a weight and the rows behind them, in different tiles."""
-    m, n, k, first = 9, 264, 256, 128
-    torch.manual_seed(5)
-    packed, x = packed_weight("int8", n, k), (torch.randn(m, k).half(), None, None)
-    blobs, scales, zeros = operands.layout(packed, "float16")
-    bias, y = torch.randn(n).half(), torch.full((m, n), torch.nan, dtype=HALF)
-    one, other = Emulated("int8", HALF, Tile(16, ctas=2)), Emulated("int8", HALF, Tile(8, ctas=2))
-    one.run(x, [blobs, scales, zeros], first, 1, bias, into=(y, 0))
-    assert y[:, first:].isnan().all()
-    rest = [blobs[first // 128 :], scales[first:], zeros[first:]]
-    other.run(x, rest, n - first, 2, bias[first:], into=(y, first))
-    assert_close(y, product(operand_weight(packed, HALF), x) + bias.double(), HALF)
 
 
 def test_token_tiles_come_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,12 +146,8 @@ class Epilogue:
         self, acc, block: cutlass.Constexpr[int], channels, table, y, n, channel, start, end,
         buffer, lane,
     ):  # fmt: skip
-        """Scale, add the bias, round, and write 16 channels of every token.
-
-        y: (its address, outputs from one token to the next).
-        """
+        """Scale, add the bias, round, and write 16 channels of every token."""
         scales, zeros, offsets = channels
-        outputs, pitch = y
         base = const_expr(block * (self.tokens // 2))
         scale_of = cute.make_tensor(
             cute.recast_ptr(table.iterator, dtype=Float32), cute.make_layout(self.tokens)
@@ -195,7 +191,7 @@ class Epilogue:
                 at = start + p * self.batch + token
                 column = channel + lane % 2 * 8
                 if token < self.batch and at < end and column < n:
-                    target = (outputs + (Int64(at) * pitch + column)).align(16)
+                    target = (y + (Int64(at) * n + column)).align(16)
                     target = cute.recast_ptr(target, dtype=Uint32)
                     cute.autovec_copy(
                         vectors[None, i], cute.make_tensor(target, cute.make_layout(4))

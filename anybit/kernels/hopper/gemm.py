@@ -86,7 +86,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         out = TYPES[self.out]
         pointers = [(self.b, 16), (Uint8, 128), (Float32, 4), (Int32, 4), (Float32, 4), (Int32, 4),
                     (out, 2), (out, 16), (Int32, 4), (Float32, 16), (Int32, 4)]  # fmt: skip
-        return compile_program(self, pointers, 6, ARCHITECTURE)
+        return compile_program(self, pointers, 5, ARCHITECTURE)
 
     def mma_op(self) -> Any:
         shape = (64, self.piece, self.k_mma)
@@ -115,7 +115,6 @@ class Gemm(Order, Producer, Words, Epilogue):
         n: Int32,
         k: Int32,
         experts: Int32,
-        pitch: Int32,
         grid: Int32,
         stream: cuda.CUstream,
     ):
@@ -149,7 +148,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         self.shared = Shared
         self.kernel(
             x_copy, x_tma, w, row_scale, zero_or_book, token_scale, token_sum, bias, y, starts,
-            work, counters, m, n, k, experts, pitch, mma, x_layout,
+            work, counters, m, n, k, experts, mma, x_layout,
         ).launch(
             grid=(grid, 1, 1),
             block=(self.tile.threads, 1, 1),
@@ -179,7 +178,6 @@ class Gemm(Order, Producer, Words, Epilogue):
         n: Int32,
         k: Int32,
         experts: Int32,
-        pitch: Int32,
         mma: cute.TiledMma,
         x_layout: cute.ComposedLayout,
     ):
@@ -243,8 +241,8 @@ class Gemm(Order, Producer, Words, Epilogue):
             self.begin(shared, zero_or_book, thread)
             cute.arch.griddepcontrol_wait()
             self.consume(
-                mma, s_x, shared, row_scale, zero_or_book, token_scale, token_sum, bias,
-                (y, pitch), (work, counters), problem, turns, rank, thread,
+                mma, s_x, shared, row_scale, zero_or_book, token_scale, token_sum, bias, y,
+                (work, counters), problem, turns, rank, thread,
             )  # fmt: skip
 
     def begin(self, shared: Any, book: Any, thread: Any) -> None:

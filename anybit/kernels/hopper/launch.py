@@ -23,8 +23,7 @@ MAP_TYPES = {
 class GemmArguments(ctypes.Structure):
     """The parameters of every kernel of `gemm.py`.
 
-    zero_or_book: zero points of rows; for look-ups, the codebook. pitch: outputs from one token to
-    the next.
+    zero_or_book: zero points of rows; for look-ups, the codebook.
     """
 
     _fields_ = [
@@ -44,7 +43,6 @@ class GemmArguments(ctypes.Structure):
         ("n", c_int32),
         ("k", c_int32),
         ("experts", c_int32),
-        ("pitch", c_int32),
         ("accumulate", c_ubyte),
     ]
 
@@ -88,14 +86,12 @@ class GemmLauncher(Launcher):
         overlap: bool = True,
         experts: int = 1,
         workspace: tuple[int, int] = (0, 0),
-        pitch: int = 0,
     ) -> None:
         """Launch on the current stream of x's device.
 
         pointers: w, row_scale, zero_or_book, token_scale, token_sum, bias, y and starts, 0 for
         none. overlap: begin before the previous kernel of the stream has finished. workspace: of
-        tiles that CTAs share, and counters (see `shares.py`). pitch: outputs from one token to the
-        next, where y has more than these n.
+        tiles that CTAs share, and counters (see `shares.py`).
         """
         frame = self.frame()
         a = frame.arguments
@@ -109,7 +105,6 @@ class GemmLauncher(Launcher):
         ) = pointers  # fmt: skip
         a.work, a.counters = workspace
         a.experts = experts
-        a.pitch = pitch or n
         a.accumulate = 1
         frame.start(grid, overlap, x.device.index)
 

@@ -1,7 +1,6 @@
 """Hopper products of formats whose codes are numbers, and of many experts at once."""
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,27 +27,11 @@ from anybit.kernels.hopper import copies, tiles
 from anybit.kernels.hopper.chip import H200, Chip, chip_of
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.launch import GemmLauncher
-from anybit.kernels.hopper.parts import Part, parts_of
 from anybit.kernels.hopper.tile import Kernel, Tile, slow
 from anybit.kernels.mma import linear as mma
 from anybit.kernels.mma import tiles as mma_tiles
 
 LONG = 20  # K tiles of two CTAs a multiprocessor with equal shares that bring them near the memory
-
-
-class Launch(NamedTuple):
-    """One launch of a product.
-
-    first, rows: of the weight. early: it should overlap the kernel before. shared: numbers of the
-    workspace.
-    """
-
-    function: GemmLauncher
-    first: int
-    rows: int
-    grid: int
-    early: bool
-    shared: int
 
 
 def refuse_kernels(layer: LayerSpec) -> str | None:
@@ -134,7 +117,7 @@ def multiply(
     overlap: bool | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """x (M, K) as the tensor core takes it -> (M, N) in `dtype`.
+    """One launch: x (M, K) as the tensor core takes it -> (M, N) in `dtype`.
 
     scale (M,) fp32 and sums (M,) int32 belong to quantized activations. tile: instead of the
     table's. overlap: programmatic dependent launch, or not; None leaves it to `tiles.overlaps`.
@@ -160,32 +143,30 @@ def multiply(
         return cut(y, n)
     bias = offsets(bias, wide, dtype)
     experts = 0 if starts is None else len(starts) - 1
+    function, grid, best, shared = chosen(
+        prepared.format, x.dtype, m, n, k, dtype, x.device, tile, experts, decoded is not None
+    )
     blobs, row_scale, row_zero = prepared.layout
     blobs = blobs if decoded is None else decoded
-    for part in chosen(
-        prepared.format, x.dtype, m, wide, k, dtype, x.device, tile, experts, decoded is not None
-    ):
-        first = part.first
-        _work, workspace = meeting_place(part.shared, part.grid, x.device)
-        part.function.launch(
-            x,
-            (
-                blobs.data_ptr() + first // ROWS * blobs.stride(0) * blobs.element_size(),
-                row_scale.data_ptr() + 4 * first,
-                row_zero.data_ptr() + 4 * first,
-                0 if scale is None else scale.data_ptr(),
-                0 if sums is None else sums.data_ptr(),
-                0 if bias is None else bias.data_ptr() + 2 * first,
-                y.data_ptr() + 2 * first,
-                0 if starts is None else starts.data_ptr(),
-            ),
-            part.rows,
-            part.grid,
-            part.early if overlap is None else overlap,
-            experts,
-            workspace,
-            wide,
-        )
+    _work, workspace = meeting_place(shared, grid, x.device)
+    function.launch(
+        x,
+        (
+            blobs.data_ptr(),
+            row_scale.data_ptr(),
+            row_zero.data_ptr(),
+            0 if scale is None else scale.data_ptr(),
+            0 if sums is None else sums.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            0 if starts is None else starts.data_ptr(),
+        ),
+        wide,
+        grid,
+        best if overlap is None else overlap,
+        experts,
+        workspace,
+    )
     return cut(y, n)
 
 
@@ -251,8 +232,8 @@ def chosen(
     tile: Tile | None,
     experts: int,
     decoded: bool = False,
-) -> list[Launch]:
-    """What is launched for a problem.
+) -> tuple[GemmLauncher, int, bool, int]:
+    """The loaded kernel for a problem, its grid, whether launches should overlap, its workspace.
 
     decoded: the weight is a copy in bytes, which the kernel before writes: nothing may overlap.
     """
@@ -261,15 +242,13 @@ def chosen(
         tile = copies.choose_copied(m, n, k, chip)
     if tile is None and experts:
         tile = choose_grouped(d, m, n, k, experts, chip)
-    out = []
-    for part in [Part(tile, 0, n)] if tile else parts_of(d, m, n, k, chip):
-        fit = tiles.fitted(part.tile, d, experts > 0)
-        function = loaded(Kernel(d, fit, NAMES[dtype], grouped=experts > 0), device.index)
-        grid = tiles.grid(fit, m, part.rows, experts, chip)
-        shared = tiles.workspace(fit, m, part.rows, grid)
-        early = not decoded and tiles.overlaps(fit, d, m, part.rows, experts, chip)
-        out.append(Launch(function, part.first, part.rows, grid, early, shared))
-    return out
+    tile = tile or tiles.choose(d, m, n, k, chip)
+    tile = tiles.fitted(tile, d, experts > 0)
+    function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device.index)
+    grid = tiles.grid(tile, m, n, experts, chip)
+    shared = tiles.workspace(tile, m, n, grid)
+    early = not decoded and tiles.overlaps(tile, d, m, n, experts, chip)
+    return function, grid, early, shared
 
 
 @cache

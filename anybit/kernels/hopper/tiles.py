@@ -1,7 +1,6 @@
 """The tiles of the Hopper family, and which one a problem gets: data, not code."""
 
 from dataclasses import replace
-from functools import cache
 from math import gcd
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
@@ -105,11 +104,10 @@ def halves(decoder: Decoder) -> list[Tile]:
     return suited(every, decoder)
 
 
-@cache
-def family(decoder: Decoder) -> tuple[Tile, ...]:
+def family(decoder: Decoder) -> list[Tile]:
     """The tiles that a decoder is compiled for."""
     every = few(decoder) + many(decoder) + equal(decoder) + halves(decoder)
-    return tuple(fitted(tile, decoder) for tile in dict.fromkeys(every))
+    return [fitted(tile, decoder) for tile in dict.fromkeys(every)]
 
 
 def fitted(tile: Tile, decoder: Decoder, grouped: bool = False) -> Tile:
