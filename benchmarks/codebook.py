@@ -20,7 +20,6 @@ from pathlib import Path
 
 import peers
 import torch
-from hopper_layers import dense_us
 from torch import Tensor
 
 from anybit.core.format import get_format
@@ -28,7 +27,7 @@ from anybit.core.packed import Packed
 from anybit.kernels import registry
 from anybit.kernels.backend import LayerSpec, Prepared
 from anybit.kernels.cute.build import build
-from anybit.kernels.cute.cells import ROWS, Cells, cells_of
+from anybit.kernels.cute.cells import ROWS, Cells, cells_of, dense, multiply_decoded
 from anybit.kernels.cute.jit import kernel_file
 from anybit.kernels.hopper import codebook_linear, lookup
 from anybit.kernels.hopper.build import kernels_of
@@ -36,7 +35,7 @@ from anybit.kernels.hopper.codebook_tiles import CodebookKernel, Plan, choose
 from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.hopper.tiles import MAX_SHARED, fits_once, fitted
 from anybit.measure import bench, timing
-from anybit.measure.timing import median_us, rotated
+from anybit.measure.timing import median_us, medians_in_turns, rotated
 
 # Llama-3's 8B and 70B, gate and up as one layer and as two; k and v are the smallest.
 SHAPES = [
@@ -76,8 +75,11 @@ CHECKED = [
 ]
 DEVICE = torch.device("cuda")
 MORE_TILES = [
-    *(Tile(tokens, split=3) for tokens in (32, 64, 128)),
-    Tile(64, rows=256), Tile(128, rows=256), Tile(256), Tile(32, shared=True),
+    *(Tile(tokens, split=3) for tokens in (32, 64, 128)), Tile(32, shared=True),
+    Tile(256), Tile(256, shared=True), lookup.WideTile(192, shared=True), Tile(96, rows=256),
+    Tile(256, stages=4, columns=64), Tile(256, columns=64, late=True),
+    *(Tile(128, rows=256, columns=64, shared=shared) for shared in (False, True)),
+    Tile(128, columns=64, shared=True),
 ]  # fmt: skip
 LAUNCHES = 48  # in a graph: its own start is a few microseconds
 
@@ -118,10 +120,13 @@ class Problem:
             return codebook_linear.multiply(*args, plan, overlap)
         return codebook_linear.linear(*args)
 
-    def us(self, m: int, overlap: bool, plan=None, dtype=torch.float16) -> float:
-        x = torch.randn(m, self.k, device=DEVICE).to(dtype)
+    def us(self, m: int, overlap: bool, plan=None) -> float:
+        return median_us(self.calls(m, overlap, plan), DEVICE)
+
+    def calls(self, m: int, overlap: bool, plan=None) -> list:
+        x = torch.randn(m, self.k, device=DEVICE).half()
         calls = [lambda w=w: self.run(x, overlap, w, plan=plan) for w in self.copies]
-        return median_us(calls * -(-LAUNCHES // len(calls)), DEVICE)
+        return calls * (-(-LAUNCHES // len(calls)) if m < 512 else 1)
 
 
 # Correctness.
@@ -152,7 +157,7 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
         p = Problem(scheme, n, k)
         weight = p.packed.dequantize().double()
         bias = torch.randn(n, device=DEVICE).to(dtype)
-        decoded = codebook_linear.dense(p.prepared, dtype).double()
+        decoded = dense(p.prepared, dtype).double()
         error = float((decoded - weight).norm() / weight.norm())
         tell(error < (4e-4 if dtype == torch.float16 else 4e-3), (n, k), f"dense {error:.2e}")
         for m in (1, 2, 3, 8, 9, 16, 17, 40, 100, 300):
@@ -273,34 +278,39 @@ def tiles_of(scheme: str) -> dict[Tile, Kernel]:
     return {tile: Kernel(d, tile, d.operand) for tile in fitting if tile.stages >= 2}
 
 
+def dense_calls(n: int, k: int, m: int) -> list:
+    w, x = (torch.randn(rows, k, device=DEVICE).half() for rows in (n, m))
+    return [lambda w=w: x @ w.T for w in rotated(w, w.nbytes)]
+
+
 def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> None:
-    """Times of every kernel and tile that is worth it, beside cuBLAS; for `choose`'s rules."""
+    """Times of every kernel and tile that is worth it, in turns with cuBLAS's."""
     for (n, k), scheme in product(args.shapes, args.schemes):
         p = Problem(scheme, n, k, cold=True)
         for m in args.m:
             few = m <= codebook_linear.MOST_TOKENS
             plan = choose(cells_of(p.fmt), m, n, k, "float16") if few else None
             plans = [plan, *variants(cells_of(p.fmt), m, k)] if plan else []
-            times = {
-                some.kernel.name: p.us(m, True, some)
-                for some in dict.fromkeys(plans)
-                if there(some.kernel)
-            }
+            runs = {"cublas": dense_calls(n, k, m)}
+            for some in dict.fromkeys(plans):
+                if there(some.kernel):
+                    runs[f"{some.kernel.name} c{some.cluster}"] = p.calls(m, True, some)
             chosen = codebook_linear.lookup_tile(
                 p.fmt, m, n, k, torch.float16, torch.device("cuda", 0)
             )
             if not few and chosen is None:
-                times["decoded"] = p.us(m, True)
+                runs["decoded"] = p.calls(m, True)
             for tile, kernel in tiles_of(scheme).items() if m > lookup.FEW else []:
                 least = 128 if m > 256 else 64
                 small, large = tile.tokens < min(m, least), tile.tokens >= 2 * max(m, 32)
                 fits = fits_once(tile, kernel.decoder, m, n, k)
                 if there(kernel) and fits and not small | large:
-                    times[tile.name] = p.us(m, True, tile)
-            dense = dense_us(n, k, m, torch.float16)
+                    runs[tile.name] = p.calls(m, True, tile)
+            found = zip(runs, medians_in_turns(list(runs.values()), DEVICE), strict=True)
+            times = {name: us for name, us in found if isinstance(us, float)}
             text = " ".join(f"{name}={times[name]:.1f}" for name in sorted(times, key=times.get))
             name = chosen.name if chosen else plan.kernel.name if plan else "dense"
-            print(f"{scheme} {n}x{k} M={m} cublas {dense:.1f} chosen {name} | {text}", flush=True)
+            print(f"{scheme} {n}x{k} M={m} chosen {name} | {text}", flush=True)
 
 
 @lru_cache(maxsize=4)  # a layer is timed in several ways
@@ -333,7 +343,7 @@ def decoded_case(scheme: str) -> bench.Case:
         p = problem(scheme, w.shape[0], w.shape[1])
 
         def run(prepared: Prepared, x: Tensor) -> Tensor:
-            return x @ codebook_linear.dense(prepared, x.dtype).T
+            return multiply_decoded(x, prepared, None)
 
         return bench.Layer(p.prepared, run, p.nbytes, p.packed.dequantize(), random=True)
 

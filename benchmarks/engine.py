@@ -119,6 +119,9 @@ def main() -> None:
         "--without", nargs="+", default=[], help="backends to leave out: hopper mma"
     )
     parser.add_argument("--first", metavar="MODULE", help="a backend that is asked before others")
+    parser.add_argument(
+        "--no-prompts", action="store_true", help="leave their time out, and that of whole answers"
+    )
     parser.add_argument("--workers", action="store_true", help="compile all formats side by side")
     parser.add_argument("--commit", default="", help="what is measured, for the rows")
     parser.add_argument("--out", type=Path)
@@ -225,7 +228,7 @@ def measure(
             prefix_caching=False, block_size=BLOCK, kv_bytes=cache_bytes,
         )  # fmt: skip
         randomize(llm)
-        if kv == args.kv.split(",")[0]:
+        if kv == args.kv.split(",")[0] and not args.no_prompts:
             prefill, ttft = prefill_speed(llm, config)
         for context, batch in itertools.product(contexts, batches):
             if batch > most:
@@ -247,14 +250,14 @@ def measure(
                 llm.engine.step()
             working = torch.cuda.max_memory_allocated() - size - cache_bytes if shares else 0
             free = BUDGET - RESERVE - size - working
-            whole = batch * (PROMPT / prefill + OUTPUT * step / batch / 1e6)
+            whole = batch * (PROMPT / (prefill or 1) + OUTPUT * step / batch / 1e6)
             yield {
                 "format": scheme, "kv": kv, "batch": batch, "context": context,
                 "step_us": round(step), "tokens_per_s": round(batch / step * 1e6),
                 **compared(step, floor), **shares,
                 "idle": "" if busy is None else round(1 - busy / step, 4),
-                "prefill_tokens_per_s": round(prefill), "ttft_ms": round(ttft * 1e3, 1),
-                "whole_tokens_per_s": round(batch * OUTPUT / whole),
+                "prefill_tokens_per_s": round(prefill) or "", "ttft_ms": round(ttft * 1e3, 1) or "",
+                "whole_tokens_per_s": round(batch * OUTPUT / whole) if prefill else "",
                 "weights_gb": round(size / 1e9, 2), "working_gb": round(working / 1e9, 2),
                 "batch_in_80gb": int(free / ((PROMPT + OUTPUT) * per_token)),
                 "backends": " ".join(backends),

@@ -5,9 +5,9 @@
 
 The second one takes the weights of many models (weights_of_models.py), our formats and cuBLAS, and
 in the end the first weights again, which shows how far times of one chip differ. With
-`--part 1/2` on one GPU and `--part 2/2` on another, each measures half of the weights; `--append`
-joins them. Needs a GPU. Peers that are not installed are named and left out. See README.md beside
-this file.
+`--part 1/2` on one GPU and `--part 2/2` on another, each measures weights that take half of the
+time; `--append` joins them. Needs a GPU. Peers that are not installed are named and left out. See
+README.md beside this file.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 import efficiency
 import peers
 import torch
-from weights_of_models import MODELS, weights
+from weights_of_models import MODELS, shares, weights
 
 from anybit.kernels.backend import CODES, Activations, Prepared
 from anybit.kernels.reference import quantize_tokens
@@ -55,7 +55,7 @@ SCHEMES = [
 ]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # With --models.
-REPEATED = 4  # weights that are measured again at the end
+REPEATED = 2  # weights that are measured again at the end
 MODEL_MS = "1,2,4,8,16,32,48,64,96,128,192,256,512,1024,2048,4096"
 MODEL_SCHEMES = [
     "int4:group=128",
@@ -141,7 +141,7 @@ def arguments() -> argparse.Namespace:
         args.formats = args.formats or ["bf16"]
     part, parts = (int(number) for number in args.part.split("/"))
     shapes = weights(args.models) if many else [bench.parse_shape(text) for text in args.shapes]
-    args.shapes = shapes[part - 1 :: parts]
+    args.shapes = shares(shapes, parts)[part - 1]
     again = args.shapes[:REPEATED] if many else []
     args.turns = [(s, "") for s in args.shapes] + [(s, efficiency.AGAIN) for s in again]
     return args

@@ -159,7 +159,7 @@ def main() -> None:
     problems = code_tests.problems()
     print(f"{len(problems)} lines, {time.perf_counter() - began:.0f} s", flush=True)
     work = Work(args.model, args.device, 24_000, 1, 0, args.samples)
-    llm = LLM(args.model, dtype="bfloat16", device=args.device, max_running=64)
+    llm = LLM(args.model, dtype="bfloat16", device=args.device)
     rows, base = [], {}
     for spec, method in CASES:
         if time.perf_counter() - began > args.seconds:

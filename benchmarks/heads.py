@@ -1,8 +1,9 @@
-"""What an output head in fewer bits costs models/pico, all other layers in fp32, on a CPU.
+"""What an output head in fewer bits costs a model in accuracy, all other layers in fp32.
 
-The head shares the embeddings' weight; named, it gets codes of its own, rounded to nearest.
+A head that shares the embeddings' weight gets codes of its own, rounded to nearest.
 
     python benchmarks/heads.py --out benchmarks/results/cpu_heads.csv
+    python benchmarks/heads.py build/study-105m --device cuda --out h200_heads.csv
 """
 
 import argparse
@@ -23,10 +24,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("model", nargs="?", type=Path, default=ROOT / "models" / "pico")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="the .csv file to write")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    work = Work(ROOT / "models" / "pico", "cpu", TOKENS, 1, 0, SAMPLES)
+    work = Work(args.model, args.device, TOKENS, 1, 0, SAMPLES)
     rows = []
     for spec in SPECS:
         model = work.fresh()
@@ -39,7 +42,7 @@ def main() -> None:
             dense=work.dense,
         )
         rows.append({
-            "model": "pico", "head": spec, "tokens": got.tokens,
+            "model": args.model.name, "head": spec, "tokens": got.tokens,
             "perplexity": round(got.perplexity, 4), "loss": round(got.loss or 0, 6),
             "loss_error": round(got.loss_error or 0, 6), "kl": round(got.kl or 0, 7),
             "agreement": round(got.agreement or 0, 5), **when(),

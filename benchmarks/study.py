@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from study_cases import FOLDED, cases  # noqa: E402
+from study_cases import FOLDED, KINDS, cases  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
@@ -340,11 +340,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"windows ({SAMPLES})")
     parser.add_argument("--steps", type=int, default=600, help="of PV-tuning (600)")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
-    parser.add_argument(
-        "--cases",
-        choices=("all", "books", "core", "light", "pv", "rotation", "smoke", "trellis"),
-        default="all",
-    )
+    parser.add_argument("--cases", choices=KINDS, default="all")
     parser.add_argument(
         "--part", default="1/1", help="1/2: every second case, from the first (1/1)"
     )

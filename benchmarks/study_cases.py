@@ -65,13 +65,13 @@ int2:group=128 gptq,gptq+pv
 """
 BOOKS = f"""
 bf16 dense
-{M1V4} additive
-{M2V8} additive
-codebook:m=1,v=4,b=8,group=16 additive
 codebook:m=2,v=8,b=8,group=16 additive
 codebook:m=1,v=4,b=8 additive
 codebook:m=2,v=8,b=8 additive
 codebook:m=3,v=16,b=8,group=32 additive
+{M1V4} additive
+{M2V8} additive
+codebook:m=1,v=4,b=8,group=16 additive
 """  # CodeGEMM's figure 4
 # What the front of KL against bits is made of, all on one model. The longest case begins first.
 TRELLIS = f"""
@@ -138,6 +138,13 @@ trellis gptq
 trellis:bits=3 gptq
 trellis:rotate=kn gptq,gptq+tune
 """
+GRADIENTS = """
+bf16 dense
+trellis:rotate=kn gptq-gradients gptq
+trellis:bits=3,rotate=kn gptq-gradients gptq
+trellis:bits=4,rotate=kn gptq-gradients gptq
+int3:group=128 gptq-gradients gptq
+"""
 ROTATION = """
 bf16 dense
 int8@int8 rtn
@@ -158,6 +165,11 @@ folded:int4:group=128 rtn gptq
 folded:int3:group=128 gptq
 folded:fp4 gptq
 """
+TEXTS = """
+bf16 dense
+int4 rtn gptq gptq/prose
+int4:group=128 rtn gptq gptq/prose
+"""
 SMOKE = f"""
 bf16 dense
 {PLAN} clip
@@ -166,21 +178,26 @@ liquid@int8 smooth+gptq/prose
 """
 
 
+KINDS = {
+    "all": CORE + MORE,
+    "core": CORE,
+    "light": CORE,  # the first method of each, which a CPU can do
+    "rotation": ROTATION,
+    "gradients": GRADIENTS,
+    "trellis": TRELLIS,
+    "smoke": SMOKE,
+    "texts": TEXTS,
+    "pv": PV,
+    "books": BOOKS,
+}
+
+
 def cases(kind: str) -> list[tuple[str, str]]:
-    """(spec, methods) in the order in which they are measured."""
-    tables = {
-        "rotation": ROTATION,
-        "trellis": TRELLIS,
-        "smoke": SMOKE,
-        "pv": PV,
-        "books": BOOKS,
-    }
-    table = (tables | {"all": CORE + MORE}).get(kind, CORE)
+    """(spec, methods) of one of `KINDS`, in the order in which they are measured."""
     found = []
-    for line in table.split("\n"):
+    for line in KINDS[kind].split("\n"):
         spec, *methods = line.split() or [""]
         if spec and spec not in ("bf16", PLAN):
             parse_scheme(spec.removeprefix(FOLDED))
-        # A CPU can do the "light" ones.
         found += [(spec, m.split(",")[0] if kind == "light" else m) for m in methods]
     return found

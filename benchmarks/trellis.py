@@ -1,16 +1,16 @@
 """Trellis codes on an H200: right, and how fast beside cuBLAS; as launched, on random bits.
 
-    python benchmarks/trellis.py build         # the kernels that the others launch; no GPU
-    python benchmarks/trellis.py build tiles   # and other tiles, which are timed then
+    python benchmarks/trellis.py check time --build   # only compiles what these launch; no GPU
     python benchmarks/trellis.py check time
+    python benchmarks/trellis.py tiles --m 256,1024 --schemes trellis
     ncu --profile-from-start off --set full python benchmarks/trellis.py one \\
         --schemes trellis@int8 --shapes 28672x4096 --m 1024
 
 `check` compares products of small layers with exact ones and reads weights back. `time` prints a
 table of microseconds last: cold weights, CUDA graphs, launches that may overlap. From 65 tokens on
 the weight's decoded copy with its product, and the main loop, are timed in any case. `tiles` times
-other tiles, the fastest first. `one` launches each product once with the profiler on. Kernels lie
-in $ANYBIT_CACHE, so that they can be built elsewhere and carried.
+other tiles, if they are compiled, the fastest first. `one` launches each product once with the
+profiler on. Kernels lie in $ANYBIT_CACHE, so that they can be built elsewhere and carried.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from torch import Tensor
 
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.cute.build import build
-from anybit.kernels.cute.decode import Decoder, decoder
+from anybit.kernels.cute.decode import K_TILE, Decoder, decoder
 from anybit.kernels.cute.jit import KernelSpec, kernel_file
 from anybit.kernels.cute.operands import operand_of
 from anybit.kernels.hopper import chip, copies, scalar_linear, tiles
@@ -57,26 +57,38 @@ H200 = scalar_linear.gpu_for(chip.H200)
 
 
 def kernels(
-    schemes: list[str], shapes: list[tuple[int, int]], counts: list[int], others: bool
-) -> list:
-    """What products of these sizes launch, and may launch instead of a copy, or of the rule's."""
+    modes: list[str], schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]
+) -> list[KernelSpec]:
+    """What the modes launch."""
+    problems = [(m, n, k) for m in COUNTS for n, k in CHECKED if "check" in modes]
+    if modes != ["check"]:
+        problems += [(m, n, k) for m in counts for n, k in shapes]
     found: dict[KernelSpec | None, None] = {}
     for scheme in schemes:
         fmt, activation = parse_scheme(scheme)
         d = decoder(fmt, operand_of(activation, DTYPE))
         assert not isinstance(d, str)
         found |= dict.fromkeys(scalar_linear.copy_kernels(d, ["bfloat16"]))
-        for m in counts if others else ():
+        for m, n, k in problems:
+            if scalar_linear.narrow(m, n, k, d):
+                found[mma.kernel_for(d, H200, m, n, "bfloat16")] = None
+            else:
+                found[Kernel(d, tiles.choose(d, m, n, k), "bfloat16")] = None
+        for m in counts if "tiles" in modes else ():
             found |= dict.fromkeys(few_kernels(d, m) if m <= 64 else ())
-            few = (t for n, k in shapes for t in hopper_tiles(d, m, n, k))
-            found |= dict.fromkeys(Kernel(d, t, "bfloat16") for t in few)
-        for n, k in [*shapes, *CHECKED]:
-            for m in [*counts, *COUNTS]:
-                if scalar_linear.narrow(m, n, k, d):
-                    found[mma.kernel_for(d, H200, m, n, "bfloat16")] = None
-                else:
-                    found[Kernel(d, tiles.choose(d, m, n, k), "bfloat16")] = None
+            some = (t for n, k in shapes for t in hopper_tiles(d, m, n, k))
+            found |= dict.fromkeys(Kernel(d, t, "bfloat16") for t in some)
     return [kernel for kernel in found if kernel]
+
+
+def compiled(every: list[KernelSpec], jobs: int) -> None:
+    """Compile what is missing; says when each is done, so that a slow one is known by its name."""
+    start = time.perf_counter()
+
+    def step(_: int, name: str) -> None:
+        print(f"{time.perf_counter() - start:6.1f} s {name}", flush=True)
+
+    print(*build(every, None, jobs, step), f"{len(every)} kernels", sep="\n", flush=True)
 
 
 def check(schemes: list[str]) -> int:
@@ -127,7 +139,13 @@ def hopper_tiles(d: Decoder, m: int, n: int, k: int) -> list[Tile]:
         every = [Tile(t, split=s) for t in (128, 256) for s in (2, 3, 4)]
         every += [Tile(t, shared=s, late=True) for t in (128, 256) for s in (False, True)]
     fit = [tiles.fitted(tile, d) for tile in every]
-    return [tile for tile in fit if tiles.fits_once(tile, d, m, n, k)]
+    return [tile for tile in fit if tiles.fits_once(tile, d, m, n, k) or may_split(tile, m, n, k)]
+
+
+def may_split(tile: Tile, m: int, n: int, k: int) -> bool:
+    """Whether clusters might be resident at once, although the rule does not count on it."""
+    ctas = -(-n // tile.rows) * -(-m // tile.tokens) * tile.split
+    return tile.split > 1 and ctas <= chip.H200.multiprocessors and k // K_TILE >= 4 * tile.split
 
 
 def tile_times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
@@ -237,20 +255,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("modes", nargs="+", choices=["build", "check", "time", "tiles", "one"])
+    parser.add_argument("modes", nargs="+", choices=["check", "time", "tiles", "one"])
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--m", type=bench.parse_counts, default=bench.parse_counts(MS))
+    parser.add_argument("--build", action="store_true", help="compile what is launched, and stop")
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile; 0: one a core")
     parser.add_argument("--out", type=Path, help="the .csv file that `time` writes")
     args = parser.parse_args()
     shapes = [bench.parse_shape(text) for text in args.shapes]
-    for mode in args.modes:
+    if args.build:
+        compiled(kernels(args.modes, args.schemes, shapes, args.m), args.jobs)
+    for mode in args.modes if not args.build else ():
         start = time.perf_counter()
-        if mode == "build":
-            every = kernels(args.schemes, shapes, args.m, "tiles" in args.modes)
-            print(len(every), "kernels", *build(every, None, args.jobs), sep="\n")
-        elif mode == "check":
+        if mode == "check":
             check(args.schemes)
         elif mode == "time":
             rows = times(args.schemes, shapes, args.m)

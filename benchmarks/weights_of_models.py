@@ -1,6 +1,7 @@
 """Weights (N, K) of published models, as engines multiply them: q, k and v as one, gate and up too.
 
-`/2` and `/4` are what one of two or four GPUs holds. N are outputs, K inputs.
+`/2` and `/4` are what one of two or four GPUs holds. N are outputs, K inputs. Those that stand
+first of a model are measured first.
 """
 
 from itertools import zip_longest
@@ -10,11 +11,11 @@ Shape = tuple[int, int]
 MODELS: dict[str, dict[str, Shape]] = {
     "Llama-3-8B": {
         "gate_up": (28672, 4096),
+        "head": (128256, 4096),
         "down": (4096, 14336),
         "qkv": (6144, 4096),
         "o": (4096, 4096),
         "k": (1024, 4096),
-        "head": (128256, 4096),
     },
     "Llama-3-70B": {
         "gate_up": (57344, 8192),
@@ -37,20 +38,20 @@ MODELS: dict[str, dict[str, Shape]] = {
     "Qwen2.5-1.5B": {"gate_up": (17920, 1536), "down": (1536, 8960), "k": (256, 1536)},
     "Qwen2.5-7B": {
         "gate_up": (37888, 3584),
+        "head": (152064, 3584),
         "down": (3584, 18944),
         "qkv": (4608, 3584),
         "o/2": (3584, 1792),
         "k": (512, 3584),
-        "head": (152064, 3584),
     },
     "Qwen3-0.6B": {"gate_up": (6144, 1024), "down": (1024, 3072), "o": (1024, 2048)},
     "Qwen3-14B": {"down": (5120, 17408), "gate_up": (34816, 5120), "qkv": (7168, 5120)},
     "Gemma-2-9B": {"gate_up": (28672, 3584), "down": (3584, 14336), "qkv": (8192, 3584)},
-    "Gemma-3-4B": {"gate_up": (20480, 2560), "down": (2560, 10240), "head": (262144, 2560)},
+    "Gemma-3-4B": {"gate_up": (20480, 2560), "head": (262144, 2560), "down": (2560, 10240)},
     "Phi-3-mini": {"gate_up": (16384, 3072), "down": (3072, 8192), "qkv": (9216, 3072)},
     "OPT-30B": {"fc1": (28672, 7168), "fc2": (7168, 28672), "o": (7168, 7168)},
     "Yi-34B": {"down": (7168, 20480), "gate_up": (40960, 7168), "qkv": (9216, 7168)},
-    "GPT-OSS-20B": {"qkv": (5120, 2880), "o": (2880, 4096), "head": (201088, 2880)},
+    "GPT-OSS-20B": {"qkv": (5120, 2880), "head": (201088, 2880), "o": (2880, 4096)},
     "DeepSeek-V3": {
         "o": (7168, 16384),
         "q_b": (24576, 1536),
@@ -61,13 +62,26 @@ MODELS: dict[str, dict[str, Shape]] = {
 }
 
 
+# Seconds that the run of all formats takes for a weight, and more for each of its numbers.
+SECONDS, MORE = 2.7, 11.5e-9
+
+
 def weights(names: list[str] | None = None) -> list[Shape]:
-    """Every shape of these models (default: all) once, one of each model in turn, heads last.
+    """Every shape of these models (default: all) once, one of each model in turn.
 
     A run that is stopped has then measured something of many models.
     """
-    chosen = [MODELS[name] for name in names or MODELS]
-    layers = [[s for part, s in model.items() if part != "head"] for model in chosen]
-    turns = [s for turn in zip_longest(*layers) for s in turn if s]
-    heads = [model["head"] for model in chosen if "head" in model]
-    return list(dict.fromkeys([*turns, *heads]))
+    chosen = [MODELS[name].values() for name in names or MODELS]
+    return list(dict.fromkeys(s for turn in zip_longest(*chosen) for s in turn if s))
+
+
+def shares(shapes: list[Shape], parts: int) -> list[list[Shape]]:
+    """What each of several GPUs measures, so that all end at about the same time.
+
+    The longest goes first to whoever has least; every share keeps the order of the list.
+    """
+    time = {(n, k): SECONDS + MORE * n * k for n, k in shapes}
+    found: list[list[Shape]] = [[] for _ in range(parts)]
+    for shape in sorted(time, key=time.__getitem__, reverse=True):
+        min(found, key=lambda share: sum(time[s] for s in share)).append(shape)
+    return [sorted(share, key=shapes.index) for share in found]

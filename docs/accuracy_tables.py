@@ -191,11 +191,11 @@ def kv_scales() -> str:
 
 def heads() -> str:
     out = [
-        [f"`{row['head']}`", row["perplexity"], changes(row, "loss", 5), row["kl"],
+        [row["model"], f"`{row['head']}`", row["perplexity"], changes(row, "loss", 5), row["kl"],
          f"{float(row['agreement']):.2%}"]
-        for row in read("cpu_heads")
+        for row in (*read("h200_heads"), *read("cpu_heads"))
     ]  # fmt: skip
-    return markdown(["head", "perplexity", "loss, nats", "KL", "same token"], out)
+    return markdown(["model", "head", "perplexity", "loss, nats", "KL", "same token"], out, words=2)
 
 
 TASKS = {

@@ -161,14 +161,15 @@ def headline() -> str:
 
 def on_one_gpu(batch: str = "16", context: str = "640") -> list[list[str]]:
     """What a model of 70 billion parameters gains by fitting into one GPU."""
-    pair = (("llama-3-70b-half", "bf16", "model"), ("llama-3-70b", "fp6", "model"))
-    rows = [paper_tables.steps().get((*key, batch, context)) for key in pair]
-    if not all(rows):
+    row = paper_tables.steps().get((*paper_tables.ONE, batch, context))
+    both = paper_tables.on_two(batch, context)
+    if not row or not both:
         return []
-    half, fp6 = (float(row["tokens_per_s"]) for row in rows if row)
+    fp6, two = float(row["tokens_per_s"]), int(batch) / both * 1e6 / 2
+    most = "" if read("h200_two_gpus") else " at most"
     return [
         [f"Decoded tokens/s a GPU, Llama-3-70B shapes, batch {batch}: `fp6` on one, bf16 on two",
-         f"{half / 2:,.0f} at most", f"{fp6:,.0f}", f"**{2 * fp6 / half:.1f}x as many**"],
+         f"{two:,.0f}{most}", f"{fp6:,.0f}", f"**{fp6 / two:.1f}x as many**"],
     ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """From config.json to the class of a model: checked before anything is built or loaded."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import get_ident
@@ -143,13 +143,16 @@ def bare_model(source: Path, stored: Mapping[str, Stored] | None = None) -> Any:
     """
     kind, config = model_class(source, stored)
     stored = stored_tensors(source) if stored is None else stored
-    with bounded(source, stored.values()):
+    nbytes = sum(tensor.nbytes for tensor in stored.values())
+    with bounded(source, [tensor.shape for tensor in stored.values()], nbytes):
         return empty_model(source, kind, config)
 
 
 @contextmanager
-def bounded(source: object, stored: Iterable[Stored]) -> Iterator[None]:
+def bounded(source: object, shapes: Sequence[tuple[int, ...]], nbytes: int) -> Iterator[None]:
     """Stop a model from being built that has far more tensors than its files can fill.
+
+    shapes, nbytes: of the tensors in the files, all together.
 
     Each takes memory, even without contents. A tensor of experts counts once for each of them,
     since they become layers of their own.
@@ -157,9 +160,7 @@ def bounded(source: object, stored: Iterable[Stored]) -> Iterator[None]:
     Raises:
         InvalidInput: It has.
     """
-    files = list(stored)
-    held = sum(tensor.shape[0] if len(tensor.shape) > 2 else 1 for tensor in files)
-    nbytes = sum(tensor.nbytes for tensor in files)
+    held = sum(shape[0] if len(shape) > 2 else 1 for shape in shapes)
     limit = SPARE + min(MANY_TIMES * held, nbytes // LEAST_BYTES)
     seen, thread = 0, get_ident()
 
@@ -172,7 +173,7 @@ def bounded(source: object, stored: Iterable[Stored]) -> Iterator[None]:
         if seen > limit:
             raise InvalidInput(
                 f"{source}: config.json describes a model of more than {limit} tensors, but the "
-                f"files hold {len(files)} in {nbytes} bytes; it belongs to another model"
+                f"files hold {len(shapes)} in {nbytes} bytes; it belongs to another model"
             )
 
     hook = register_module_parameter_registration_hook(count)

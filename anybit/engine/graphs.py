@@ -1,9 +1,12 @@
-"""Decode steps as CUDA graphs, or recordings on a CPU: one for each batch size of a few.
+"""Steps with few tokens as CUDA graphs, or recordings on a CPU: one for each of some sizes.
 
-They are captured when first needed.
+They are captured when first needed. Each token is a text by itself, which sees what the step writes
+before it: so one graph takes texts that are written, drafts, and short prompts. The host spends as
+much time on the launches of a prompt that no graph holds as a GPU does on hundreds of tokens.
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,25 +20,32 @@ from anybit.engine.scheduler import Scheduled
 
 Graph = torch.cuda.CUDAGraph | Recording
 SIZES = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, 1025, 64))
+PROMPTS = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # tokens of a step that reads prompts
+SEEN = 1 << 17  # tokens that those of prompts see, each for itself: attention reads so many
+LONGEST = 1 << 14  # tokens of the longest text beside them: with many rows one program reads it
 
 
-class DecodeGraphs:
-    """Replays the model on batches with one token for each sequence.
+class StepGraphs:
+    """Replays the model on steps with few tokens.
 
-    A batch runs as the next larger size that is captured; its unused rows have slot -1 and context
+    A step runs as the next larger size that is captured; its unused rows have slot -1 and context
     0, so they write nothing and see nothing. width: blocks of the longest sequence. steady: every
-    batch runs as the largest.
+    batch of texts that are written runs as the largest. prompts: sizes of steps that read prompts.
     """
 
     def __init__(
         self, model: Decoder, caches: list[LayerCache], block_size: int, largest: int, width: int,
-        steady: bool = False,
+        steady: bool = False, prompts: Sequence[int] = (),
     ):  # fmt: skip
         self.model, self.caches, self.block_size = model, caches, block_size
         self.sizes = [size for size in SIZES if size < largest and not steady] + [largest]
+        self.prompts = prompts
+        # By size: of texts that are written, with logits; of prompts, with hidden states.
         self.graphs: dict[int, tuple[Graph, Tensor]] = {}
+        self.readers: dict[int, tuple[Graph, Tensor]] = {}
         self.pool: Any = None
         device = model.embed_tokens.device
+        largest = max(largest, *prompts, 0)
         # Of every row: token, position, slot and context; blocks. On the host, and on the device.
         pin = device.type == "cuda"
         self.host = [
@@ -52,6 +62,7 @@ class DecodeGraphs:
         """Go on with another model; what was captured knows the old one's memory."""
         self.model = model
         self.graphs.clear()
+        self.readers.clear()
         self.pool = None  # it ends with the last of its graphs, and torch refuses to capture there
 
     def can(self, scheduled: list[Scheduled]) -> bool:
@@ -60,19 +71,34 @@ class DecodeGraphs:
             s.tokens == 1 and s.samples for s in scheduled
         )
 
+    def can_read(self, scheduled: list[Scheduled]) -> bool:
+        """Whether a step that reads prompts fits a graph, and its attention takes little time."""
+        if not self.prompts or rows_of(scheduled) > self.prompts[-1]:
+            return False
+        seen = sum(s.tokens * (s.first + s.tokens) for s in scheduled if s.tokens > 1)
+        return seen <= SEEN and max(s.first + s.tokens for s in scheduled) <= LONGEST
+
     def logits(self, scheduled: list[Scheduled], tokens: Tensor | None = None) -> Tensor:
         """Logits (B, vocabulary) of a step, valid until the next one.
 
         tokens (B,): on the device, if the host does not know them yet; negative ones run as 0.
         """
-        count = sum(s.sampled for s in scheduled)
-        size = self.sizes[bisect_left(self.sizes, count)]
+        return self._run(scheduled, False, tokens)
+
+    def hidden(self, scheduled: list[Scheduled]) -> Tensor:
+        """Hidden states (T, hidden) of a step that reads prompts, valid until the next one."""
+        return self._run(scheduled, True)
+
+    def _run(self, scheduled: list[Scheduled], reads: bool, tokens: Tensor | None = None) -> Tensor:
+        graphs, sizes = (self.readers, self.prompts) if reads else (self.graphs, self.sizes)
+        count = rows_of(scheduled)
+        size = sizes[bisect_left(sizes, count)]
         self._fill(scheduled, size, tokens)
-        if size not in self.graphs:
-            self.graphs[size] = self._capture(size)
-        graph, logits = self.graphs[size]
+        if size not in graphs:
+            graphs[size] = self._capture(size, reads)
+        graph, out = graphs[size]
         graph.replay()
-        return logits[:count]
+        return out[:count]
 
     def _fill(self, scheduled: list[Scheduled], size: int, tokens: Tensor | None) -> None:
         """Write a batch to the device."""
@@ -83,8 +109,8 @@ class DecodeGraphs:
         changed, i = False, 0
         for s in scheduled:
             blocks = s.seq.blocks
-            first = () if tokens is not None else (s.seq.tokens[s.first],)
-            for at, token in enumerate((*first, *s.draft) or (0,), s.first):
+            given = () if tokens is not None else s.seq.tokens[s.first : s.first + s.tokens]
+            for at, token in enumerate((*given, *s.draft) or (0,), s.first):
                 slot = blocks[at // self.block_size] * self.block_size + at % self.block_size
                 rows[:, i] = token, at, slot, at + 1
                 known, count = self.rows[i]
@@ -100,22 +126,22 @@ class DecodeGraphs:
         if tokens is not None:
             torch.clamp_min(tokens, 0, out=self.device[0][:i])
 
-    def _capture(self, size: int) -> tuple[Graph, Tensor]:
+    def _capture(self, size: int, reads: bool) -> tuple[Graph, Tensor]:
         if self.device[0].device.type == "cpu":
-            recording = Recording(partial(self._forward, size))
+            recording = Recording(partial(self._forward, size, reads))
             return recording, recording.out
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._forward(size)  # compiles what is not yet; also the batch's own K and V
+            self._forward(size, reads)  # compiles what is not yet; also the batch's own K and V
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            logits = self._forward(size)
+            out = self._forward(size, reads)
         self.pool = self.pool or graph.pool()
-        return graph, logits
+        return graph, out
 
-    def _forward(self, size: int) -> Tensor:
+    def _forward(self, size: int, reads: bool) -> Tensor:
         tokens, positions, slots, contexts = self.device[0][: 4 * size].view(4, size)
         batch = Batch(
             positions=positions,
@@ -127,4 +153,10 @@ class DecodeGraphs:
             lengths=[],
             decodes=size,
         )
-        return self.model.logits(self.model(tokens, self.caches, batch))
+        hidden = self.model(tokens, self.caches, batch)
+        return hidden if reads else self.model.logits(hidden)
+
+
+def rows_of(scheduled: list[Scheduled]) -> int:
+    """Tokens of a step."""
+    return sum(s.tokens + len(s.draft) for s in scheduled)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,17 @@ class Adapter:
     scales: Mapping[str, float]
 
 
+class Beside(NamedTuple):
+    """What all adapters of a layer add to it. a (ranks, K), scales (adapters + 1, ranks).
+
+    parts: rows of the output that some of the ranks add to, and B (rows, ranks) for these.
+    """
+
+    a: Tensor
+    scales: Tensor
+    parts: list[tuple[slice, slice, Tensor]]
+
+
 @dataclass
 class Adapters:
     """The adapters of a model.
@@ -60,6 +71,11 @@ class Adapters:
     found: Mapping[str, Adapter] = field(default_factory=dict)
     ids: Tensor | None = None
     read: set[tuple[str, str]] = field(default_factory=set)  # adapters and their layers
+    made: dict[tuple[str, ...], Beside | None] = field(default_factory=dict)  # by layers' names
+
+    def of_new_weights(self) -> "Adapters":
+        """These adapters, as they were read, for the same model with other weights."""
+        return Adapters(self.found, made=self.made)
 
     def beside(
         self, layer: nn.Module, names: list[str], rows: list[int], columns: int,
@@ -75,6 +91,16 @@ class Adapters:
             device: Of the adapters.
             dtype: Of the adapters.
         """
+        key = tuple(names)
+        if key not in self.made:
+            self.made[key] = self._read(names, rows, columns, device, dtype)
+        made = self.made[key]
+        return layer if made is None else Adapted(layer, self, made)
+
+    def _read(
+        self, names: list[str], rows: list[int], columns: int, device: torch.device,
+        dtype: torch.dtype,
+    ) -> Beside | None:  # fmt: skip
         a: list[Tensor] = []
         scales: list[Tensor] = []
         parts: list[tuple[slice, slice, Tensor]] = []
@@ -94,9 +120,8 @@ class Adapters:
                 ranks += both.shape[1]
             top += n
         if not parts:
-            return layer
-        merged = torch.cat(a).to(device, dtype), torch.cat(scales, 1).to(device, dtype)
-        return Adapted(layer, self, *merged, parts)
+            return None
+        return Beside(torch.cat(a).to(device, dtype), torch.cat(scales, 1).to(device, dtype), parts)
 
     def select(self, scheduled: list[Scheduled], device: torch.device) -> bool:
         """Note which adapter each token of a step has; whether any has one."""
@@ -138,22 +163,16 @@ class Adapters:
 
 
 class Adapted(nn.Module):
-    """A layer and its adapters. a (ranks, K), scales (adapters + 1, ranks).
-
-    parts: rows of the output that some of the ranks add to, and B (rows, ranks) for these.
-    """
+    """A layer and its adapters."""
 
     a: Tensor
     scales: Tensor
 
-    def __init__(
-        self, layer: nn.Module, adapters: Adapters, a: Tensor, scales: Tensor,
-        parts: list[tuple[slice, slice, Tensor]],
-    ):  # fmt: skip
+    def __init__(self, layer: nn.Module, adapters: Adapters, beside: Beside):
         super().__init__()
-        self.layer, self.adapters, self.parts = layer, adapters, parts
-        self.register_buffer("a", a)
-        self.register_buffer("scales", scales)
+        self.layer, self.adapters, self.parts = layer, adapters, beside.parts
+        self.register_buffer("a", beside.a)
+        self.register_buffer("scales", beside.scales)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T, K) -> (T, N)."""

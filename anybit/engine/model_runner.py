@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anybit.engine.attention import Batch, LayerCache
-from anybit.engine.graphs import DecodeGraphs
+from anybit.engine.graphs import PROMPTS, StepGraphs
 from anybit.engine.models.layers import Decoder
 from anybit.engine.prompts import read_prompts
 from anybit.engine.sampler import Row, Sampled, rows_of, sample
@@ -87,7 +87,8 @@ class ModelRunner:
             elif steady:
                 graphs = min(graphs, STEADY)
             width = -(-model.length // block_size)
-            self.graphs = DecodeGraphs(model, self.caches, block_size, graphs, width, steady)
+            short = PROMPTS if self.overlaps and not steady else ()
+            self.graphs = StepGraphs(model, self.caches, block_size, graphs, width, steady, short)
         self.rows = graphs if self.graphs else 1
 
     @torch.inference_mode()
@@ -115,11 +116,14 @@ class ModelRunner:
         reading = any(s.reads_prompt for s in scheduled)
         adapters = self.model.adapters
         adapted = adapters is not None and adapters.select(scheduled, self.device)
-        by_graph = self.graphs is not None and not reading and not adapted
-        if self.graphs is not None and by_graph and self.graphs.can(scheduled):
-            return self.graphs.logits(scheduled, given)
-        tokens, batch = self.prepare(scheduled, given)
-        hidden = self.model(tokens, self.caches, batch)
+        graphs = None if reading or adapted else self.graphs
+        if graphs is not None and graphs.can(scheduled):
+            return graphs.logits(scheduled, given)
+        if graphs is not None and given is None and graphs.can_read(scheduled):
+            hidden = graphs.hidden(scheduled)
+        else:
+            tokens, batch = self.prepare(scheduled, given)
+            hidden = self.model(tokens, self.caches, batch)
         if reading:
             read_prompts(self.model, hidden, scheduled)
         last: list[int] = []

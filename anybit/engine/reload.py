@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
-from anybit.engine.lora import Adapters
 from anybit.engine.models.layers import Decoder
 from anybit.engine.weights import IGNORED, Part, Weights
 from anybit.errors import InvalidInput
@@ -29,7 +28,7 @@ class Arrived(Weights):
         super().__init__(model.embed_tokens.device, model.embed_tokens.dtype)
         self.plan, self.keep, self.shares_head = dict(plan), keep, shares_head
         if model.adapters is not None:
-            self.adapters = Adapters(model.adapters.found)
+            self.adapters = model.adapters.of_new_weights()
         self.held: dict[str, Tensor | Packed] = {}
 
     def take(self, name: str, own: Tensor) -> None:

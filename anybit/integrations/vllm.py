@@ -9,6 +9,7 @@ vLLM's own methods: `vllm_linear.py` loads linear layers, `vllm_moe.py` experts,
 those of other tools, and `vllm_products.py` multiplies.
 """
 
+import math
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -24,7 +25,7 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizeMethodBase,
 )
 
-from anybit.checkpoint.architecture import empty_model
+from anybit.checkpoint.architecture import bounded, empty_model
 from anybit.checkpoint.names import Names
 from anybit.core.packed import is_codes
 from anybit.engine.weights import plan_text
@@ -171,7 +172,9 @@ class AnybitConfig(QuantizationConfig):
         matrices = {n for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2}
         self.dense = {name.removesuffix(".weight") for name in matrices} - self.coded
         if not self.coded:
-            model = empty_model(model_name, transformers_class(config, model_name), config)
+            nbytes = sum(2 * math.prod(shape) for shape in shapes.values())  # in 16 bits
+            with bounded(model_name, list(shapes.values()), nbytes):
+                model = empty_model(model_name, transformers_class(config, model_name), config)
             table, schemes = Names(model), linear_schemes(model, self.formats or {})
             stored = {table.stored(f"{layer}.weight"): s for layer, s in schemes.items()}
             self.on_load = {name.removesuffix(".weight"): s for name, s in stored.items()}

@@ -10,9 +10,12 @@ import torch
 import anybit
 from anybit.checkpoint.save_load import load_dense
 from anybit.engine import attention, fused
+from anybit.engine.detokenizer import Detokenizer
+from anybit.engine.graphs import StepGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import MOST_RECORDED
-from anybit.engine.sequence import SamplingParams
+from anybit.engine.scheduler import Scheduled
+from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.nn.linear import QuantLinear
 from tests.engine.conftest import prompts
 
@@ -47,6 +50,23 @@ def test_tokens_are_those_of_plain_torch(
     llm = LLM(checkpoint(name), max_running=4, block_size=4, kv_cache=kv)
     assert llm.engine.runner.graphs is None
     assert [output.tokens for output in llm.generate(many, params)] == got
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+def test_short_prompts_as_rows_of_a_recording(checkpoint: Checkpoint, name: str) -> None:
+    """Each token of a prompt is a text by itself, beside those that are written."""
+    many = prompts(5, longest=30)
+    settings = {"block_size": 4, "max_tokens": 24, "max_running": 4}
+    want = [o.tokens for o in LLM(checkpoint(name), **settings).generate(many, GREEDY)]
+    llm = LLM(checkpoint(name), **settings)
+    runner = llm.engine.runner
+    runner.graphs = StepGraphs(runner.model, runner.caches, 4, 4, 64, prompts=(8, 24))
+    assert [o.tokens for o in llm.generate(many, GREEDY)] == want
+    assert set(runner.graphs.readers) == {8, 24}
+    late = Scheduled(
+        Sequence("", 0, many[0], GREEDY, Detokenizer(None, [], ()), 99), 9000, 15, True
+    )
+    assert not runner.graphs.can_read([late])  # each of its tokens would read all before it
 
 
 def test_more_texts_than_a_recording_holds(checkpoint: Checkpoint) -> None:

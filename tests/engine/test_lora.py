@@ -17,6 +17,7 @@ from anybit.engine.loader import load
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput, Unsupported
 from tests.engine.conftest import prompts, reference
+from tests.engine.test_reload import changed
 from tests.engine.test_speculation import Told, assert_taken, same, speculating
 
 peft = pytest.importorskip("peft")
@@ -84,6 +85,24 @@ def test_tokens_equal_peft(
     assert got == [wanted[1][0], wanted[0][1], wanted[2][2]]
     for which, params in zip((1, 0, 2), each, strict=True):  # prefixes are cached for each
         assert [o.tokens for o in llm.generate(many, params)] == wanted[which]
+
+
+def test_new_weights_keep_adapters_as_they_were_read(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Their files may have changed, or be gone."""
+    directory, many = checkpoint("llama-round"), prompts(3)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    place = adapter(model, tmp_path / "a", 1)
+    other = changed(directory, tmp_path / "other")
+    params = replace(GREEDY, adapter="a")
+    llms = [LLM(d, "int4:group=32", adapters={"a": place}) for d in (directory, other)]
+    wanted = [output.tokens for output in llms[1].generate(many, params)]
+    assert [output.tokens for output in llms[0].generate(many, params)] != wanted
+    (place / "adapter_model.safetensors").write_bytes(b"of another training")
+    for _ in range(2):
+        llms[0].load_weights(load_file(other / "model.safetensors").items())
+        assert [output.tokens for output in llms[0].generate(many, params)] == wanted
 
 
 def test_recorded_steps_go_on_beside_adapters(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from anybit.checkpoint.stream import quantize_checkpoint
-from anybit.engine.graphs import DecodeGraphs
+from anybit.engine.graphs import StepGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput, Unsupported
@@ -81,12 +81,12 @@ class Graph:
 def test_graphs_are_captured_anew(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def capture(self: DecodeGraphs, size: int) -> tuple[Graph, Tensor]:
-        graph = Graph(self.pool, lambda: self._forward(size))
+    def capture(self: StepGraphs, size: int, reads: bool) -> tuple[Graph, Tensor]:
+        graph = Graph(self.pool, lambda: self._forward(size, reads))
         self.pool = graph.number
         return graph, graph.out
 
-    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
     source = checkpoint("llama-round")
     sent = load_file(changed(source, tmp_path / "other") / "model.safetensors")
     wanted = tokens(LLM(tmp_path / "other"))

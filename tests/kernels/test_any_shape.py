@@ -4,18 +4,22 @@ Kernels run instruction by instruction. One-hot tokens read the last columns bac
 them in the padded weight must count nothing, whatever number it is.
 """
 
+import os
 from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import Tensor
 
+import anybit
+from anybit.core.scheme import parse_scheme
 from anybit.kernels.backend import CODES
 from anybit.kernels.cute import operands
 from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.mma.tiles import DECODE
 from anybit.kernels.mma.tiles import Tile as MmaTile
-from anybit.kernels.reference import operand_weight
+from anybit.kernels.reference import operand_weight, quantize_tokens
+from anybit.nn.linear import QuantLinear
 from tests.kernels.mma import Emulated as MmaEmulated
 from tests.kernels.mma import Tokens, kernel_of
 from tests.kernels.test_hopper_emulated import Emulated, assert_close, packed_weight, product
@@ -121,3 +125,22 @@ def test_outputs_are_cut() -> None:
     assert torch.equal(operands.cut(y, 21), y[:, :21])
     assert operands.cut(y, 21).is_contiguous()
     assert operands.cut(y, 24) is y
+
+
+@pytest.mark.skipif(os.environ.get("ANYBIT_TEST_DEVICE") != "cuda", reason="runs on a GPU")
+@pytest.mark.parametrize("scheme", ["int4:group=32", "fp6", "liquid:group=32@int8", "int8"])
+def test_layers_of_any_shape_on_this_gpu(scheme: str) -> None:
+    """As `anybit.linear` launches them, with the rules' own tiles; beside the definition."""
+    fmt, activation = parse_scheme(scheme)
+    for n, k in ((8, 32), (200, 96), (1000, 4096), (576, 1792), (2056, 2752), (5120, 2880)):
+        packed = anybit.quantize_tensor(torch.randn(n, k, device="cuda") * 0.02, fmt)
+        layer = QuantLinear(packed, None, activation, BRAIN)
+        for m in (1, 5, 17, 33, 48, 64, 70, 300, 1100):
+            x = torch.randn(m, k, device="cuda", dtype=BRAIN)
+            seen = x.double()
+            if activation is not None:
+                codes, scale = quantize_tokens(x, activation)
+                seen = codes.double() * scale.double()
+            want = seen @ packed.dequantize().double().T
+            error = float((layer(x).double() - want).norm() / want.norm())
+            assert error < 8e-3, (n, k, m, error)

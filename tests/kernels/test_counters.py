@@ -2,6 +2,8 @@
 
 import ctypes
 import os
+import threading
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from anybit.nn.linear import QuantLinear
 
 DEVICE = os.environ.get("ANYBIT_TEST_DEVICE", "cpu")
 CUDA = torch.device("cuda", 0)
+GRAPH = 1000  # and the number of its capture: its address
 INVALID = 900  # what the driver says of calls that a capture does not allow
 
 
@@ -31,12 +34,32 @@ class Driver(SimpleNamespace):
 
     def __init__(self) -> None:
         super().__init__(stream=1, capture=0, mode=0, free=1 << 40, filled=[], own=[], pending={})
+        self.objects: list[tuple[Any, Any]] = []
+        self.owned: dict[int, list[tuple[Any, Any]]] = {}
 
-    def cuStreamGetCaptureInfo_v2(self, stream: Any, status: Any, number: Any, *rest: Any) -> int:
+    def cuStreamGetCaptureInfo_v2(
+        self, stream: Any, status: Any, number: Any, graph: Any, *rest: Any
+    ) -> int:
         assert stream.value == self.stream
-        assert rest == (None, None, None)
-        number._obj.value = self.capture
+        assert rest == (None, None)
+        number._obj.value, graph._obj.value = self.capture, GRAPH + self.capture
         return 0
+
+    def cuUserObjectCreate(self, to: Any, *given: Any) -> int:
+        assert given[2:] == (1, counters.NOT_WAITED_FOR)
+        to._obj.value = len(self.objects) + 1
+        self.objects.append(given[:2])
+        return 0
+
+    def cuGraphRetainUserObject(self, graph: Any, owned: Any, count: int, flags: int) -> int:
+        assert (count, flags) == (1, counters.MOVED)
+        self.owned.setdefault(graph.value - GRAPH, []).append(self.objects[owned.value - 1])
+        return 0
+
+    def destroy(self, capture: int) -> None:
+        """End the graph of a capture, as the driver does."""
+        for what, function in self.owned.pop(capture):
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.value)(what)
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
         self.mode, mode._obj.value = mode._obj.value, self.mode
@@ -74,12 +97,17 @@ class Driver(SimpleNamespace):
         return 0
 
 
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test see no counters but its own."""
+    for name, empty in (("_kept", {}), ("_slabs", {}), ("_lent", []), ("_returned", {})):
+        monkeypatch.setattr(counters, name, empty)
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
     monkeypatch.setattr(driver, "driver", lambda: fake)
-    monkeypatch.setattr(counters, "_kept", {})
-    monkeypatch.setattr(counters, "_slabs", {})
+    forget(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: fake.stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capture != 0)
@@ -109,6 +137,50 @@ def test_more_counters_than_before(fake: Driver) -> None:
     large = zeros(SLAB + 1, CUDA)
     assert fake.filled[1:] == [(large, SLAB + 1)]
     assert zeros(1, CUDA) == large
+
+
+def test_counters_of_graphs_that_are_gone_serve_later_captures(fake: Driver) -> None:
+    """And of no other graph, whatever a capture has taken."""
+
+    def captured(number: int, words: int = 1) -> int:
+        fake.capture = number
+        return zeros(words, CUDA)
+
+    one, other = captured(1), captured(2)
+    more = captured(1, 2 * LEAST)
+    for number in range(3, 100):
+        fake.destroy(1)
+        assert (captured(number), captured(number, 2 * LEAST)) == (one, more)
+        assert len(counters._kept) == 2
+        fake.owned[1] = fake.owned.pop(number)
+    assert captured(2) == other
+    assert captured(100) not in (one, more, other)
+    assert fake.filled == [(one, SLAB)]
+
+
+def test_threads_get_counters_of_their_own(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the interpreter goes on with another thread while the driver takes memory."""
+    both = threading.Barrier(2)
+    streams, found = threading.local(), []
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: streams.own)
+
+    def slow(words: int) -> int:
+        time.sleep(0.01)
+        fake.free += 4 * words
+        return fake.free
+
+    def launch(stream: int) -> None:
+        streams.own = stream
+        both.wait()
+        found.append(zeros(1, CUDA))
+
+    monkeypatch.setattr(counters, "fresh", slow)
+    threads = [threading.Thread(target=launch, args=(stream,)) for stream in (5, 6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert abs(found[0] - found[1]) == 4 * LEAST
 
 
 def test_a_failure_leaves_the_mode_of_the_thread(
@@ -155,3 +227,26 @@ def test_graphs_of_one_stream_are_replayed_on_two_at_once(warm: bool) -> None:
         torch.cuda.synchronize()
         for ys, y in zip(found, want, strict=True):
             assert all(torch.equal(y, other) for other in ys)
+
+
+@pytest.mark.skipif(not shares_tiles(), reason="needs Hopper, whose 132 CTAs share 72 tiles here")
+def test_graphs_that_are_dropped_give_their_counters_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget(monkeypatch)
+    packed = anybit.quantize_tensor(torch.randn(9216, 4096, device=DEVICE), "int4:group=128")
+    layer = QuantLinear(packed)
+    x = torch.randn(100, 4096, device=DEVICE, dtype=torch.float16)
+    want, taken = layer(x), []
+    for _ in range(8):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        graph.replay()
+        del graph
+        torch.cuda.synchronize()
+        assert torch.equal(y, want)
+        deadline = time.monotonic() + 60
+        while counters._lent and time.monotonic() < deadline:  # until the driver's thread says so
+            counters.take_back()
+        assert not counters._lent
+        taken.append(counters._slabs[0])
+    assert taken == taken[:1] * len(taken)

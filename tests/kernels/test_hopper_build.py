@@ -19,7 +19,6 @@ from anybit.kernels.cute.operands import decoder_for, operand_of
 from anybit.kernels.hopper import backend, build, chip, copies, expert_tiles, scalar_linear, tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
-from anybit.kernels.hopper.lookup import LookupDecoder, lookup
 from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.mma.tiles import kernel_for
 from anybit.planning.cost_model import instructions
@@ -244,14 +243,15 @@ def test_one_token_reads_the_experts_that_it_meets() -> None:
 
 def test_stages_of_half_a_k_tile_are_for_kernels_that_give_them_back() -> None:
     fp6, liquid = decoder_of("fp6", "float16"), decoder_of("liquid", "int8")
-    book = lookup(get_format("codebook"), HALF)
-    assert isinstance(book, LookupDecoder)
     half = Tile(128, rows=256, stages=4, columns=64)
     assert Kernel(fp6, half, "float16").tile.slots == 2
-    for d, tile in ((liquid, half), (book, half), (fp6, replace(half, rows=128))):
-        assert Kernel(d, replace(tile, columns=128), "float16")
-        with pytest.raises(Unsupported, match="stages of 64 columns are for 256 rows"):
-            Kernel(d, tile, "float16")
+    assert Kernel(liquid, replace(half, columns=128), "float16")
+    with pytest.raises(Unsupported, match="stages of 64 columns are for operands of 16 bits"):
+        Kernel(liquid, half, "float16")
+    few = replace(half, rows=128)
+    assert Kernel(fp6, few, "float16").tile.slots == 2
+    with pytest.raises(Unsupported, match="with 3 of them the loop would hang"):
+        Kernel(fp6, replace(few, stages=3), "float16")
 
 
 def test_grid_covers_every_tile() -> None:

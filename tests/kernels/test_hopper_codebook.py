@@ -17,8 +17,8 @@ from anybit.core.format import get_format
 from anybit.core.packed import Packed
 from anybit.formats.codebook import Codebook
 from anybit.kernels.backend import LayerSpec
-from anybit.kernels.cute import cubin, jit
-from anybit.kernels.cute.cells import CELL, ROWS, VECTORS, Cells, cells_of, pack
+from anybit.kernels.cute import cells, cubin, jit
+from anybit.kernels.cute.cells import CELL, ROWS, VECTORS, Cells, cells_of, dense, pack
 from anybit.kernels.hopper import backend, build, codebook_linear
 from anybit.kernels.hopper.chip import H200
 from anybit.kernels.hopper.codebook_tiles import (
@@ -127,7 +127,7 @@ def test_a_row_whose_scales_are_zero_is_zero() -> None:
     packed = random_packed(fmt, 16, 256)
     packed.grid["scale"][3] = 0
     packed = packed.to(DEVICE)
-    weight = codebook_linear.dense(codebook_linear.prepare(packed, None), HALF)
+    weight = dense(codebook_linear.prepare(packed, None), HALF)
     assert not weight[3].any()
     assert error(weight, packed.dequantize().double()) < 4e-4
 
@@ -143,15 +143,18 @@ def test_thousands_of_tokens_meet_a_dense_weight(
     monkeypatch.setattr(codebook_linear, "lookup_tile", lambda *problem: None)
     torch.manual_seed(v)
     fmt = codebook(v, m)
-    packed = random_packed(fmt, 24, 384).to(DEVICE)  # of the last blocks, a part
+    packed = random_packed(fmt, 264, 384).to(DEVICE)  # of the last blocks, a part
     prepared = codebook_linear.prepare(packed, None)
-    weight = codebook_linear.dense(prepared, dtype)
+    weight = dense(prepared, dtype)
     assert weight.dtype == dtype
     assert error(weight, packed.dequantize().double()) < (4e-4 if dtype == HALF else 4e-3)
-    x, bias = (torch.randn(*size).to(DEVICE, dtype) for size in ((75, 384), (24,)))
-    y = codebook_linear.linear(x, prepared, bias)
-    want = x.double() @ weight.double().T + bias.double()
+    x, bias = (torch.randn(*size).to(DEVICE, dtype) for size in ((75, 384), (264,)))
+    want = x.double() @ weight.double().T
+    y = codebook_linear.linear(x, prepared, None)
     assert error(y, want) < (1e-3 if dtype == HALF else 5e-3)
+    monkeypatch.setattr(cells, "CHUNK_BYTES", 1)  # 256 rows at a time
+    y = codebook_linear.linear(x, prepared, bias)
+    assert error(y, want + bias.double()) < (1e-3 if dtype == HALF else 5e-3)
     with pytest.raises(TypeError, match=r"torch.float32; the hopper backend"):
         backend.linear(x.float(), prepared, bias)
 

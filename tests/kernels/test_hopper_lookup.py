@@ -41,6 +41,9 @@ LOOKUPS = [
     (4, 1, 4, BRAIN, Tile(32), (9, 128, 260), 1),  # fine groups: of one vector
     (16, 3, 32, HALF, Tile(32), (9, 128, 544), 1),  # of two
     (8, 1, 24, HALF, Tile(32), (9, 128, 528), 1),  # of three, which are scaled one by one
+    (4, 1, 128, HALF, Tile(32, stages=5, columns=64), (40, 136, 384), 2),
+    (8, 2, 64, BRAIN, Tile(32, stages=4, columns=64, shared=True), (20, 296, 640), 2),
+    (4, 1, 128, HALF, Tile(32, rows=256, stages=3, columns=64), (9, 264, 384), 2),
 ]
 if EVERY_KERNEL:
     LOOKUPS += [
@@ -108,11 +111,13 @@ def test_lookups_of_many_tokens(
 
 
 @needs_dsl
-@pytest.mark.parametrize(("v", "m", "tile"), [(4, 1, WideTile(192)), (8, 2, Tile(256))])
+@pytest.mark.parametrize(
+    ("v", "m", "tile"), [(4, 1, WideTile(192, columns=64)), (8, 2, Tile(256, columns=64))]
+)
 def test_lookups_in_equal_shares(v: int, m: int, tile: Tile) -> None:
     """Three CTAs for two tiles: one has parts of both, and sums meet in the workspace.
 
-    Two stages, as so many tokens leave, call what comes next into the L2, nothing behind it.
+    Two K tiles, as so many tokens leave, call what comes next into the L2, nothing behind it.
     """
     torch.manual_seed(0)
     packed, x = random_packed(codebook(v, m), 256, 1024), torch.randn(20, 1024).half()
@@ -142,8 +147,8 @@ def test_lookups_fit(v: int, m: int) -> None:
         d = lookup(codebook(v, m), dtype)
         assert isinstance(d, LookupDecoder)
         for tile in (kernel.tile for kernel in kernels if kernel.decoder == d):
-            stage = d.blob_bytes + tile.tokens * 256
-            assert d.table_bytes + tile.stages * stage < SHARED_OF_SM // tile.ctas - RESERVED
+            ring = tile.slots * d.blob_bytes + tile.stages * tile.tokens * 2 * tile.columns
+            assert d.table_bytes + ring < SHARED_OF_SM // tile.ctas - RESERVED
         problems = product((512, 4096, 28672), (512, 4096, 14336), (17, 32, 64, 200, 1000))
         for n, k, tokens in problems:
             found = choose_lookup(d, tokens, n, k)

@@ -149,11 +149,16 @@ def test_int8_sums_are_exact() -> None:
 EXPERTS = [  # scheme, tile, (N, K), tokens of each expert, CTAs
     ("liquid@int8", Tile(8, 2, 4, 3, kind="experts"), (136, 256), (0, 3, 0, 9, 0), 3),
     ("int4:group=128", Tile(16, 2, 4, 2, kind="experts"), (40, 256), (2, 0, 17), 9),
+    ("liquid@int8", Tile(8, 2, 4, 3, kind="few"), (72, 640), (0, 3, 0, 9, 0), 2),
+    ("int4:group=64", Tile(8, 1, 8, 4, kind="few"), (24, 320), (1, 0, 2), 1),
 ]  # fmt: skip
 if EVERY_KERNEL:
     EXPERTS += [
         (scheme, Tile(tokens, 2, 4, 2, kind="experts"), (264, 384), (0, 70, 3, 0), 5)
         for scheme in FORMATS["sm_80"] for tokens in (8, 16, 32, 64)
+    ] + [
+        (scheme, Tile(tokens, slices, 4, 3, kind="few"), (72, 1152), (0, 20, 3, 0), 4)
+        for scheme in FORMATS["sm_80"] for tokens, slices in ((8, 2), (8, 4), (16, 2))
     ]  # fmt: skip
 
 
@@ -165,7 +170,8 @@ def test_experts(case: tuple[str, Tile, tuple[int, int], tuple[int, ...], int]) 
     """
     scheme, tile, (n, k), counts, grid = case
     torch.manual_seed(0)
-    emulated = Emulated(scheme, BRAIN, kernel_of(scheme, BRAIN, tile))
+    early = ("sm_90", True) if tile.kind == "few" else ("sm_80", False)
+    emulated = Emulated(scheme, BRAIN, kernel_of(scheme, BRAIN, tile, *early))
     experts = [emulated.weight(n, k) for _ in counts]
     given = operands.prepare_experts(experts, emulated.activation, BRAIN)
     ends = [*accumulate(counts)]
@@ -184,9 +190,9 @@ def test_experts(case: tuple[str, Tile, tuple[int, int], tuple[int, ...], int]) 
         assert torch.equal(y[: ends[-1]], again[: ends[-1]])
 
 
-def test_no_expert_has_tokens() -> None:
-    tile = Tile(8, 2, 4, 3, kind="experts")
-    emulated = case_of(tile)
+@pytest.mark.parametrize("kind", ["experts", "few"])
+def test_no_expert_has_tokens(kind: str) -> None:
+    emulated = case_of(Tile(8, 2, 4, 3, kind=kind))
     experts = [emulated.weight(8, 128) for _ in range(256)]
     given = operands.prepare_experts(experts, "int8", BRAIN)
     x = emulated.tokens(2, 128)
@@ -198,9 +204,10 @@ def test_no_expert_has_tokens() -> None:
     assert (y.double() - want).norm() / want.norm() < 5e-3
 
 
-def test_more_experts_than_a_table_has_spans() -> None:
-    n, k, tile = 24, 128, Tile(8, 2, 4, 3, kind="experts")
-    emulated = case_of(tile)
+@pytest.mark.parametrize("kind", ["experts", "few"])
+def test_more_experts_than_a_table_has_spans(kind: str) -> None:
+    n, k = 24, 128
+    emulated = case_of(Tile(8, 2, 4, 3, kind=kind))
     some = [emulated.weight(n, k) for _ in range(3)]
     given = operands.prepare_experts(some, "int8", BRAIN)
     layout = many_experts.layout_of_all(given.layout)
@@ -211,6 +218,8 @@ def test_more_experts_than_a_table_has_spans() -> None:
     for grid in (1, 5):
         y = emulated.run(x, layout, n, grid=grid, starts=many_experts.STARTS)
         assert (y.double() - want).norm() / want.norm() < 5e-3
+    nobody = torch.zeros_like(many_experts.STARTS)
+    assert emulated.run(x, layout, n, grid=2, starts=nobody).isnan().all()
 
 
 MUTANTS = {  # in a narrow kernel and in one whose CTAs share a tile: what is broken

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from anybit.engine import attention as reference
 from anybit.engine import fused
 from anybit.engine.attention import Batch, LayerCache, Scores
-from anybit.engine.graphs import DecodeGraphs
+from anybit.engine.graphs import StepGraphs
 from anybit.engine.int4 import INT4, spread, unpack
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
@@ -361,16 +361,18 @@ def test_the_engine_on_these_kernels(
         layer.fused = True
     runner.overlaps = True
 
-    def capture(self: DecodeGraphs, size: int) -> tuple[FakeGraph, Tensor]:
-        logits = self._forward(size)
-        return FakeGraph(lambda: self._forward(size), logits), logits
+    def capture(self: StepGraphs, size: int, reads: bool) -> tuple[FakeGraph, Tensor]:
+        out = self._forward(size, reads)
+        return FakeGraph(lambda: self._forward(size, reads), out), out
 
-    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
     monkeypatch.setattr(
         kernels, "PROGRAMS", {1: 16, 4: 16}
     )  # two splits; every program takes a while here
-    runner.graphs = DecodeGraphs(runner.model, runner.caches, 4, 4, 16)
+    short = (16,) if kv == "int8" else ()  # the others read prompts without a graph
+    runner.graphs = StepGraphs(runner.model, runner.caches, 4, 4, 16, prompts=short)
     assert [o.tokens for o in llm.generate(many, params)] == want
     assert set(runner.graphs.graphs) == {4}  # three texts in the next larger size
+    assert set(runner.graphs.readers) == set(short)
     manager = llm.engine.scheduler.blocks
     assert len(manager.free) == manager.count

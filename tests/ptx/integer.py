@@ -131,13 +131,19 @@ def look_up(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
 
 
 def dot4(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
-    """Four unsigned bytes times four signed ones, plus a number."""
+    """Four unsigned bytes times four of either kind, plus a number."""
     a, b, c = (s.read(w, name) for name in i.args[1:])
     total = signed(c, 32).copy()
     for at in (0, 8, 16, 24):
         byte = (a >> np.uint64(at) & MASK[8]).astype(np.int64)
-        total += byte * signed(b >> np.uint64(at), 8)
+        other = b >> np.uint64(at)
+        total += byte * (signed(other, 8) if i.op.endswith("s32") else signed(other & MASK[8], 64))
     s.write(w, i.args[0], low(total, 32), active)
+
+
+def count_bits(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
+    counts = [int(value).bit_count() for value in s.read(w, i.args[1]) & MASK[32]]
+    s.write(w, i.args[0], np.array(counts, dtype=np.uint64), active)
 
 
 def select(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
@@ -202,7 +208,8 @@ HANDLERS: dict[str, Handler] = {
     r"shf\.l\.wrap\.b32": funnel,
     r"prmt\.b32": permute,
     r"lop3\.b32": look_up,
-    r"dp4a\.u32\.s32": dot4,
+    r"popc\.b32": count_bits,
+    r"dp4a\.u32\.[us]32": dot4,
     r"selp\.[bsuf](16|32|64)": select,
     r"setp\.(eq|ne|lt|le|gt|ge)\.[sub](16|32|64)": compare,
     r"mov\.([bsuf](16|32|64)|pred)|cvta\..*": move,

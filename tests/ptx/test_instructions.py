@@ -104,6 +104,10 @@ def of_width(n: int) -> list[tuple[str, int, Definition]]:
     return [(f"{name}{n}", n, define) for name, define in table]
 
 
+def dotted_unsigned(a: int, b: int, c: int) -> int:
+    return c + sum((a >> i & 255) * (b >> i & 255) for i in (0, 8, 16, 24))
+
+
 def dotted(a: int, b: int, c: int) -> int:
     return c + sum((a >> i & 255) * signed(b >> i & 255, 8) for i in (0, 8, 16, 24))
 
@@ -122,6 +126,7 @@ INTEGER: list[tuple[str, int, Definition]] = [
     ("shf.l.wrap.b32", 32, lambda a, b, c: (b << 32 | a) << (c & 31) >> 32),
     ("prmt.b32", 32, permuted),
     ("dp4a.u32.s32", 32, dotted),
+    ("dp4a.u32.u32", 32, dotted_unsigned),
     ("setp.lt.s32", 32, lambda a, b: signed(a, 32) < signed(b, 32)),
     ("setp.gt.u16", 16, lambda a, b: a > b),
     ("setp.ge.s64", 64, lambda a, b: signed(a, 64) >= signed(b, 64)),
@@ -292,6 +297,13 @@ def test_shuffles() -> None:
     assert bench.register("i") == [100 + 7 * lane % 32 for lane in range(WARP)]
     bench.run("elect.sync %l|%p, -1;")
     assert bench.register("p") == [1] + [0] * 31
+
+
+def test_lanes_vote() -> None:
+    bench = Bench(a=list(range(WARP)))
+    bench.run("setp.gt.s32 %q, %a, 28; vote.sync.ballot.b32 %v, %q, -1; popc.b32 %c, %v;")
+    assert bench.register("v") == [0b111 << 29] * WARP
+    assert bench.register("c") == [3] * WARP
 
 
 def halves(values: list[float]) -> int:

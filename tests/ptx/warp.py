@@ -24,7 +24,15 @@ def elect(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
     s.write(w, predicate, LANES == 0, active)
 
 
+def ballot(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
+    """A bit of each lane, by its predicate."""
+    whole(active, i.op)
+    bits = (s.read(w, i.args[1]) != 0).astype(np.uint64) << LANES.astype(np.uint64)
+    s.write(w, i.args[0], np.full(len(bits), np.bitwise_or.reduce(bits)), active)
+
+
 HANDLERS: dict[str, Handler] = {
     r"shfl\.sync\.(idx|bfly)\.b32": shuffle,
     r"elect\.sync": elect,
+    r"vote\.sync\.ballot\.b32": ballot,
 }

@@ -29,7 +29,7 @@ from anybit.kernels.cute.pack import ROW_MULTIPLE
 
 ROWS, VECTORS, CELL = 16, 32, 512
 CENTROIDS = 256  # of a table; those beyond 2^b are zeros
-CHUNK_BYTES = 1 << 28  # of temporaries while packing
+CHUNK_BYTES = 1 << 28  # of temporaries, and of a decoded weight
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,25 @@ def dense(prepared: Prepared, dtype: torch.dtype) -> Tensor:
     assert isinstance(cells, Cells)
     blocks, row_scale, *books = prepared.layout
     return decode(blocks, row_scale, books[dtype == torch.bfloat16], prepared.shape, cells.groups)
+
+
+def multiply_decoded(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
+    """x (M, K) -> (M, N) by the library, with `CHUNK_BYTES` of a decoded weight at a time."""
+    n, k = prepared.shape
+    blocks, row_scale, *books = prepared.layout
+    bias = None if bias is None else bias.to(x.dtype)
+    y = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
+    step = max(1, CHUNK_BYTES // (2 * k * ROW_MULTIPLE)) * ROW_MULTIPLE
+    for start in range(0, n, step):
+        end = min(start + step, n)
+        layout = blocks[start // ROWS : -(-end // ROWS)], row_scale[start:], *books
+        part = prepared._replace(shape=(end - start, k), layout=layout)
+        w, out = dense(part, x.dtype).T, y[:, start:end]
+        if bias is None:
+            torch.mm(x, w, out=out)
+        else:
+            torch.addmm(bias[start:end], x, w, out=out)
+    return y
 
 
 def pack(packed: Packed) -> list[Tensor]:

@@ -19,7 +19,7 @@ from anybit.kernels.cute.cells import (
     ROWS,
     Cells,
     cells_of,
-    dense,
+    multiply_decoded,
     refuse,
     refuse_dense,
 )
@@ -83,9 +83,7 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
         return multiply_many(aligned(x), prepared, bias)
     if len(x) <= MOST_TOKENS:
         return multiply(aligned(x), prepared, bias)
-    return torch.nn.functional.linear(
-        x, dense(prepared, x.dtype), None if bias is None else bias.to(x.dtype)
-    )
+    return multiply_decoded(x, prepared, bias)
 
 
 def multiply(

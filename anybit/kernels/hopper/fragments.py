@@ -44,6 +44,14 @@ def insert_code(word: Uint32, base: Uint32, byte: int, *, loc: Any = None, ip: A
 
 
 @dsl_user_op
+def add_code(word: Uint32, base: Uint32, byte: int, *, loc: Any = None, ip: Any = None) -> Int32:
+    """`base` and 128 times a byte of `word`: the address of that code's entry of 128 bytes."""
+    at = {"loc": loc, "ip": ip}
+    text = f"dp4a.u32.u32 $0, $1, {0x80 << 8 * byte}, $2;"
+    return Int32(asm(T.i32(), [Uint32(word), Uint32(base)], text, "=r,r,r", False, at))
+
+
+@dsl_user_op
 def mma(d: list, a: list, b: list, dtype: str, *, loc: Any = None, ip: Any = None) -> list:
     """d + a b: m16n8k16 (4 and 2 registers) or m16n8k8 (2 and 1), sums in fp32."""
     k, kind = 8 * len(b), MMA[dtype]
@@ -77,10 +85,12 @@ def init_barrier(address: Int32, count: Int32, *, loc: Any = None, ip: Any = Non
 
 
 @dsl_user_op
-def copy_async(to: Int32, source: Int64, *, loc: Any = None, ip: Any = None) -> None:
-    """16 bytes, global to shared memory; every thread its own."""
-    args, text = [Int32(to), Int64(source)], "cp.async.cg.shared.global [$0], [$1], 16;"
-    asm(None, args, text, "r,l", True, {"loc": loc, "ip": ip})
+def copy_async(
+    to: Int32, source: Int64, at: int = 0, of: int = 0, *, loc: Any = None, ip: Any = None
+) -> None:
+    """16 bytes, global (`of` bytes on) to shared memory (`at` bytes on); every thread its own."""
+    text = f"cp.async.cg.shared.global [$0+{at}], [$1+{of}], 16;"
+    asm(None, [Int32(to), Int64(source)], text, "r,l", True, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op

@@ -308,7 +308,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         channels = self.fetch_channels(row_scale, row_zero, bias, row, channel, n)
         total.fill(0)
         stage, phase, slot = ring
-        previous, k = Int32(0), k_first
+        older, previous, k = Int32(0), Int32(0), k_first
         if const_expr(self.tile.late):  # the K tile at which the other warpgroup may begin
             ahead = Int32(-1)
             if (group == 0) & (at == turns[0]):
@@ -318,10 +318,13 @@ class Gemm(Order, Producer, Words, Epilogue):
                 half, block = const_expr(batch // self.blocks), const_expr(batch % self.blocks)
                 here = const_expr(batch % self.batches)  # of this stage
                 if const_expr(batch and not here):
-                    previous = stage
+                    older, previous = previous, stage
                     stage, phase = self.next_stage(stage, phase)
-                if const_expr(not here):
+                if const_expr(not here and (self.batches > 1 or not batch)):
                     cute.arch.mbarrier_wait(full + stage, phase)
+                    if const_expr(self.batches == 1):  # a wait later makes ptxas wait for products
+                        second, its_phase = self.next_stage(stage, phase)
+                        cute.arch.mbarrier_wait(full + second, its_phase)
                 if const_expr(not batch):
                     words, grid = self.read_words(shared, group, t, slot)
                 sums, place_a = self.sums_of(acc, mma, block), const_expr(batch % 2 * self.per_half)
@@ -331,6 +334,8 @@ class Gemm(Order, Producer, Words, Epilogue):
                 used = const_expr(batch >= self.batches) or k > k_first  # the stage before
                 if const_expr(here == 1):
                     self.release(empty + previous, used)
+                elif const_expr(self.batches == 1):  # the stage before may still be read
+                    self.release(empty + older, k > k_first)
                 if const_expr(self.tile.late and batch == 1):
                     arrive_if(shared.ahead.data_ptr().toint(), k == ahead)
                 self.decode_half(words, grid, registers, half, block, place_a)
@@ -346,11 +351,13 @@ class Gemm(Order, Producer, Words, Epilogue):
             if const_expr(self.decoder.sums):
                 warpgroup.wait_group(0)
                 self.add_up(acc, total, grid, self.decoder.entries - 1)
-            previous = stage
+            older, previous = previous, stage
             stage, phase = self.next_stage(stage, phase)
             slot = self.next_slot(slot, stage)
             k += 1
         warpgroup.wait_group(0)
+        if const_expr(self.batches == 1):
+            self.release(empty + older, k_last > k_first)
         self.release(empty + previous, k_last > k_first)
         acc = total
 

@@ -6,7 +6,8 @@ same cells as the kernels for up to 16 tokens, so a weight lies in memory once.
 A thread of a WGMMA holds two columns of a row in a register: one word of a centroid. An entry of
 the table in shared memory is 128 bytes of copies of one centroid, one copy for each lane that may
 ask for the same word; so lanes never meet in a bank, whatever their codes are. Two codebooks lie
-side by side in entries of 256 bytes, so that a code is the second byte of an address.
+side by side in entries of 256 bytes, so that a code is the second byte of an address; a codebook
+without a second one has a table of 32 KB, which leaves room for more stages.
 """
 
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from anybit.kernels.hopper.tiles import fits_once, fitted
 TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
 DENSE_FROM = 4096  # tokens, by codebook
 FEW, MOST_FEW = 8, codebook_tiles.TOKENS[-1]  # tokens that never, or not always, come here
+HALF = K_TILE // 2  # columns of a stage of many tokens: two whole ones do not hide the copies
 LOOK_UPS = {4: 470, 8: 340, 16: 400}  # cycles of a codebook's look-ups for 128 rows, by v
 # Cycles of each output of a tile that is not the first of its CTA, and of each sum that goes
 # through the memory; the latter fits int4's times.
@@ -77,7 +79,7 @@ class LookupDecoder(Decoder):
 
     @property
     def table_bytes(self) -> int:  # type: ignore[override]
-        return -(-self.cells.m // 2) * TABLE
+        return self.cells.m * TABLE // 2
 
 
 def lookup(fmt: Format, dtype: torch.dtype) -> LookupDecoder | str:
@@ -101,7 +103,7 @@ class WideTile(Tile):
 
 
 def candidates(d: LookupDecoder) -> list[Tile]:
-    """Tiles that leave room for at least two stages beside the table.
+    """Tiles that leave room for at least two K tiles beside the table.
 
     Spills: 256 rows with more than one codebook, or with fine groups; 256 tokens with fine groups;
     equal shares of 128 tokens with four codebooks. 256 rows of 128 tokens were slower, and those of
@@ -113,10 +115,12 @@ def candidates(d: LookupDecoder) -> list[Tile]:
     if d.cells.m < 4:
         every += [Tile(128, shared=True)]
     if d.cells.m == 1 and d.cells.v == 4 and d.groups <= 4:
-        every += [Tile(96, rows=256)]
+        every += [Tile(96, rows=256, columns=HALF)]
     if d.groups <= 4:
-        every += [Tile(256), Tile(256, shared=True), WideTile(192, shared=True)]
-    return [tile for tile in (fitted(tile, d) for tile in every) if tile.stages >= 2]
+        every += [Tile(256, columns=HALF, shared=shared) for shared in (False, True)]
+        every += [WideTile(192, columns=HALF, shared=True)]
+    every = [fitted(tile, d) for tile in every]
+    return [tile for tile in every if tile.stages * tile.columns >= 2 * K_TILE]
 
 
 def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile | None:

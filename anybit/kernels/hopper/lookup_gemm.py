@@ -20,7 +20,13 @@ from anybit.kernels.cute.ptx import (
     store_shared,
 )
 from anybit.kernels.hopper.codebook_tiles import TABLE, WINDOW
-from anybit.kernels.hopper.fragments import arrive_after_copies, copy_async, insert_code, load_bytes
+from anybit.kernels.hopper.fragments import (
+    add_code,
+    arrive_after_copies,
+    copy_async,
+    insert_code,
+    load_bytes,
+)
 from anybit.kernels.hopper.gemm import Gemm
 from anybit.kernels.hopper.lookup import TILES_OF_BLOB, LookupDecoder
 from anybit.kernels.hopper.ptx import bulk_prefetch
@@ -37,8 +43,17 @@ class LookupGemm(Gemm):
         super().__init__(kernel)
         assert isinstance(kernel.decoder, LookupDecoder)
         self.lookup, self.cells = kernel.decoder, kernel.decoder.cells
-        self.arrivals = 1 + 32  # those of `load_weights`
+        self.arrivals = 1 + 32  # those of `arm`
+        self.tokens_first = True
         self.joined = 4  # as registers allow
+
+    def plane(self, i: int) -> int:
+        """Where codebook i begins in the table."""
+        return i // 2 * TABLE + i % 2 * 128
+
+    def entry(self, i: int) -> int:
+        """Bytes from one of its centroids to the next: two codebooks share an entry."""
+        return 256 if i ^ 1 < self.cells.m else 128
 
     @cute.jit
     def begin(self, shared, book, thread):
@@ -46,7 +61,7 @@ class LookupGemm(Gemm):
         v, m = self.cells.v, self.cells.m
         to = Int32(shared.table.data_ptr().toint()) + thread % 8 * 16
         for c in cutlass.range_constexpr(m):
-            plane = const_expr(c // 2 * TABLE + c % 2 * 128)
+            plane, size = const_expr(self.plane(c)), const_expr(self.entry(c))
             for i in cutlass.range_constexpr(0, 256, CONSUMERS // 8):
                 entry = i + thread // 8
                 source = Int64(book.toint()) + (c * 256 + entry) * (2 * v)
@@ -56,43 +71,49 @@ class LookupGemm(Gemm):
                     words = [low[0], high[0], low[1], high[1]]
                 else:
                     words = load_global(source, v // 2, Int32(1)) * (8 // v)
-                store_shared(to + entry * 256 + plane, words)
+                store_shared(to + entry * size + plane, words)
         cute.arch.barrier(barrier_id=3, number_of_threads=CONSUMERS)
 
     @cute.jit
+    def arm(self, barrier):
+        """For every stage: a lane arrives when its copies of weights so far are there."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.token_bytes)
+        arrive_after_copies(barrier.toint())
+
+    @cute.jit
     def load_weights(self, w, to, barrier, row_blob, k, k_tiles):
-        """Arm the stage's barrier for activations, and start the weights' copies, 16 bytes a lane.
+        """Start the weights' copies, 16 bytes a lane, and arm the stage's barrier for all.
 
         The bytes of 16 rows and a K tile lie in m + 1 places, too small for the copy engine: 24
-        bulk copies of 256 bytes took 2000 cycles. Two stages do not hide the memory's latency: what
-        they hold next is called into the L2.
+        bulk copies of 256 bytes took 2000 cycles. Two K tiles in flight do not hide the memory's
+        latency: what comes next is called into the L2.
         """
         d, cells = self.lookup, self.cells
         lane = cute.arch.lane_idx()
-        if lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.token_bytes)
-        each, of_codes = const_expr(d.tile_bytes // 16), const_expr(cells.m * d.piece // 16)
         row_stride = (k_tiles + (d.k_tiles - 1)) // d.k_tiles * cells.block_bytes
         part = k % d.k_tiles
         tiles = const_expr(TILES_OF_BLOB * self.blocks)
         source = w.toint() + Int64(row_blob * TILES_OF_BLOB) * row_stride
-        if const_expr(self.stages == 2):
+        if const_expr(self.slots == 2):
             later = k + (1 + d.k_tiles)  # the last piece of a block that the next stages need
             if (later < k_tiles) & (lane < tiles):
                 share = const_expr(cells.block_bytes // d.k_tiles)
                 at = (later * cells.block_bytes // d.k_tiles) // 16 * 16
                 bulk_prefetch(source + lane * row_stride + at, (share + 15) // 16 * 16)
-        source += k // d.k_tiles * cells.block_bytes
-        for i in cutlass.range_constexpr(0, tiles * each, 32):
-            tile, at = (i + lane) // each, (i + lane) % each
-            book, rest = at * 16 // d.piece, at * 16 % d.piece
-            offset = book * CELL + part * d.piece + rest
-            if at >= of_codes:
-                offset = cells.m * CELL + part * cells.groups // d.k_tiles * (2 * ROWS)
-                offset += (at - of_codes) * 16
-            if i + lane < tiles * each:
-                copy_async(to + (i + lane) * 16, source + tile * row_stride + offset)
-        arrive_after_copies(barrier.toint())
+        lanes = const_expr(32 // tiles)  # of a row tile
+        tile, first = lane // lanes, lane % lanes * 16
+        source += tile * row_stride + k // d.k_tiles * cells.block_bytes + first
+        to += tile * d.tile_bytes + first
+        codes = source + part * d.piece
+        for book in cutlass.range_constexpr(cells.m):
+            for at in cutlass.range_constexpr(0, d.piece, 16 * lanes):
+                copy_async(to, codes, book * d.piece + at, book * CELL + at)
+        scales = source + part * cells.groups // d.k_tiles * (2 * ROWS)
+        for at in cutlass.range_constexpr(0, 2 * ROWS * d.groups, 16 * lanes):
+            if first + at < 2 * ROWS * d.groups:
+                copy_async(to, scales, cells.m * d.piece + at, cells.m * CELL + at)
+        self.arm(barrier)
 
     def read_words(self, shared: Any, group: Any, t: Any, slot: Any) -> tuple:
         """((codes of every block and codebook, lane's place in an entry), scales of every block).
@@ -152,7 +173,8 @@ class LookupGemm(Gemm):
                 totals: list = []
                 for i, of_book in enumerate(codes):
                     word, byte = of_book[chunk // each]
-                    found = self.look_up(insert_code(word, place, byte + row), i)
+                    find = insert_code if self.entry(i) == 256 else add_code
+                    found = self.look_up(find(word, place, byte + row), i)
                     if totals:
                         both = zip(totals, found, strict=True)
                         found = [half2("add.rn", d.operand, pair) for pair in both]
@@ -168,7 +190,7 @@ class LookupGemm(Gemm):
         Centroids of 16 bytes are the rows of an operand's fragment: `ldmatrix` hands every lane its
         part of those that eight lanes look up.
         """
-        plane = WINDOW + i // 2 * TABLE + i % 2 * 128
+        plane = WINDOW + self.plane(i)
         if self.cells.v == 8:
             return load_matrices(address, plane)
         return load_shared(address, 1 if self.cells.v == 4 else 2, plane)

@@ -25,6 +25,7 @@ class Producer:
     token_bytes: int  # of a stage
     blob: int  # bytes of 128 rows of a K tile
     blocks: int  # of 128 rows in a tile
+    tokens_first = False  # whether many small copies of weights would hold the tokens' back
 
     @cute.jit
     def produce(self, x_copy, x_tma, s_x, w, s_w, full, empty, problem, k_tiles, turns):
@@ -57,23 +58,34 @@ class Producer:
                 for part in cutlass.range_constexpr(self.parts):
                     if const_expr(part):
                         cute.arch.mbarrier_wait(empty + stage, phase)
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.token_bytes)
-                    elif early > 0:
-                        early -= 1
+                        self.arm(full + stage)
                     else:
-                        cute.arch.mbarrier_wait(empty + stage, phase)
-                        to = s_w + slot * size
-                        self.load_weights(w, to, full + stage, row_blob, k, k_tiles)
+                        fresh = early <= 0
+                        early -= 1
+                        if fresh:
+                            cute.arch.mbarrier_wait(empty + stage, phase)
+                            if const_expr(not self.tokens_first):
+                                to = s_w + slot * size
+                                self.load_weights(w, to, full + stage, row_blob, k, k_tiles)
                     cute.copy(
                         x_copy,
                         x_from[None, k * self.parts + part],
                         x_to[None, stage],
                         tma_bar_ptr=full + stage,
                     )
+                    if const_expr(self.tokens_first and not part):  # noqa: SIM102
+                        if fresh:
+                            to = s_w + slot * size
+                            self.load_weights(w, to, full + stage, row_blob, k, k_tiles)
                     stage, phase = self.next_stage(stage, phase)
                 slot = self.next_slot(slot, stage)
                 k += 1
+
+    @cute.jit
+    def arm(self, barrier):
+        """A stage's barrier, for activations alone."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.token_bytes)
 
     @cute.jit
     def next_stage(self, stage, phase):

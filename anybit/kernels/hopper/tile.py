@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from anybit.errors import Unsupported
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
+from anybit.kernels.cute.pack import ROWS
 from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
 
 
@@ -67,8 +68,8 @@ class Kernel:
     """One member of the family: everything that is fixed when it is compiled.
 
     output: "float16" or "bfloat16". grouped: tokens lie sorted by expert, each with its own weight.
-    Raises `Unsupported` for stages of half a K tile where the main loop would hang: it gives one
-    back at the second of two products of a stage, and look-ups arm the first stage only.
+    Raises `Unsupported` for stages of half a K tile of bytes, of products with scaled sums, or of
+    which the main loop would wait for one that it has not given back.
     """
 
     decoder: Decoder
@@ -81,11 +82,15 @@ class Kernel:
 
     def __post_init__(self) -> None:
         d, tile = self.decoder, self.tile
-        usual = d.slot == 16 and not d.sums and not d.table_bytes
-        if tile.columns < K_TILE and not (usual and tile.rows == 256):
+        if tile.columns < K_TILE and (d.slot < 16 or d.sums):
             raise Unsupported(
-                f"stages of {tile.columns} columns are for 256 rows and 16-bit operands without "
-                f"look-ups, not for {tile.rows} rows of {d.operand}: give the tile {K_TILE}"
+                f"stages of {tile.columns} columns are for operands of 16 bits, not for {d.operand}"
+                f"{' with scaled sums' * bool(d.sums)}: give the tile {K_TILE}"
+            )
+        if tile.columns < K_TILE and tile.rows == ROWS and tile.stages < 4:
+            raise Unsupported(
+                f"{tile.name}: a stage of half a K tile is given back two products later, so with "
+                f"{tile.stages} of them the loop would hang: it needs 4"
             )
 
     @property

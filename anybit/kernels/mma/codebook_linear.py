@@ -10,7 +10,7 @@ from anybit.core.packed import Packed
 from anybit.errors import Unsupported
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.cute import cells as layout
-from anybit.kernels.cute.cells import ROWS, Cells, cells_of, dense
+from anybit.kernels.cute.cells import ROWS, Cells, cells_of, multiply_decoded
 from anybit.kernels.cute.counters import zeros
 from anybit.kernels.cute.jit import built
 from anybit.kernels.cute.operands import NAMES, aligned
@@ -50,8 +50,7 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     cells = cells_of(prepared.format)
     assert isinstance(cells, Cells)
     if codebook_tiles.decodes(cells, len(x)):
-        bias = None if bias is None else bias.to(x.dtype)
-        return torch.nn.functional.linear(x, dense(prepared, x.dtype), bias)
+        return multiply_decoded(x, prepared, bias)
     return multiply(aligned(x), prepared, bias)
 
 

@@ -19,8 +19,10 @@ from anybit.kernels.mma.tiles import LEAST_UNITS
 EACH = SPANS // 32  # spans of experts that a lane counts
 
 
-class Experts(Gemm):
-    """The table in shared memory has, for each span and one more: tiles before it, its start.
+class Sorted:
+    """Where tokens that lie sorted by expert have their tiles; a part of a `Product`.
+
+    The table in shared memory has, for each span and one more: tiles before it, its start.
 
     A span is one expert, unless there are more than `SPANS`.
     """
@@ -67,29 +69,44 @@ class Experts(Gemm):
         return total
 
     @cute.jit
+    def not_after(self, place, index, lanes: cutlass.Constexpr[int]):
+        """How many of the first lanes see no more tiles before their spans than `index`."""
+        before = Int32(load_shared(place, 1, 0, True)[0])
+        seen = cute.arch.vote_ballot_sync(before <= index)
+        return cute.arch.popc(seen & Int32((1 << lanes) - 1 if lanes < 32 else -1))
+
+    @cute.jit
+    def find(self, index, experts, starts, table):
+        """(expert, first token, last + 1) of a tile: the last expert with no more before it.
+
+        A warp's lanes look at the table together: at one span of each lane's, then at all of those.
+        """
+        lane, each = cute.arch.lane_idx(), (experts + (SPANS - 1)) // SPANS
+        span = (self.not_after(table + lane * (EACH * 8), index, 32) - 1) * EACH
+        span += self.not_after(table + (span + lane % EACH) * 8, index, EACH) - 1
+        before, first = load_shared(table + span * 8, 2, 0, True)
+        index -= Int32(before)
+        expert, start = cutlass.min(span * each, experts - 1), Int32(first)
+        end = Int32(load_shared(table + span * 8, 1, 12, True)[0])
+        if each > 1:
+            end = self.start(starts, expert + 1)
+            while (self.tiles(start, end) <= index) & (expert < experts - 1):
+                index -= self.tiles(start, end)
+                expert += 1
+                start, end = end, self.start(starts, expert + 1)
+        return expert, start + index * self.tokens, end
+
+
+class Experts(Sorted, Gemm):
+    @cute.jit
     def busy(self, units, ctas):
         """As many CTAs as get enough to do."""
         return cutlass.min(ctas, cutlass.max(units // LEAST_UNITS, Int32(1)))
 
     @cute.jit
     def locate(self, tile, sizes):
-        """The last expert with no more tiles before it than the tile's number."""
+        """A tile's (row tile, expert, first token, last token + 1)."""
         _, _, _, _, m_tiles, experts, (starts, table) = sizes
-        m_tiles, each = cutlass.max(m_tiles, Int32(1)), (experts + (SPANS - 1)) // SPANS
-        index, span = tile % m_tiles, Int32(0)
-        step = Int32(SPANS // 2)
-        while step > 0:
-            if Int32(load_shared(table + (span + step) * 8, 1, 0, True)[0]) <= index:
-                span += step
-            step //= 2
-        before, first = load_shared(table + span * 8, 2, 0, True)
-        index -= Int32(before)
-        expert, start = span * each, Int32(first)
-        end = Int32(load_shared(table + span * 8, 1, 12, True)[0])
-        if each > 1:
-            end = self.start(starts, expert + 1)
-            while self.tiles(start, end) <= index:
-                index -= self.tiles(start, end)
-                expert += 1
-                start, end = end, self.start(starts, expert + 1)
-        return tile // m_tiles, expert, start + index * self.tokens, end
+        m_tiles = cutlass.max(m_tiles, Int32(1))
+        expert, first, last = self.find(tile % m_tiles, experts, starts, table)
+        return tile // m_tiles, expert, first, last

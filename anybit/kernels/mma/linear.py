@@ -74,7 +74,7 @@ def multiply(
     bias = offsets(bias, wide, dtype)
     tile, work, counters = kernel.tile, None, None
     grid = grid or tiles.grid(tile, gpu_of(device), m, n, k, experts)
-    if experts or (tile.kind == "gemm" and grid != tiles.tiles_of(tile, m, n)):
+    if tile.kind == "experts" or (tile.kind == "gemm" and grid != tiles.tiles_of(tile, m, n)):
         work = torch.empty(2 * grid * tile.rows * tile.tokens, dtype=torch.float32, device=device)
         counters = zeros(grid, device)
     tensors = (*prepared.layout, scale, sums, bias, y, work, counters, starts)

@@ -178,7 +178,7 @@ class Problem:
         fmt = layer.format
         self.shape = tile.rows + max(8, fmt.tile[0]), 128 * (tile.warps + tile.stages + 1)
         random = torch.Generator().manual_seed(0)
-        several = tile.kind == "experts"
+        several = tile.sorted
         packed = [self.weight(layer.format, random) for _ in range(3 if several else 1)]
         self.weights = [operand_weight(p, self.dtype).to(self.device).double() for p in packed]
         given = [p.to(self.device) for p in packed]
@@ -211,7 +211,7 @@ class Problem:
             w = linear.decoded(codes, kernel, self.prepared)
             return [(codes.double() @ w.double().T).to(self.dtype)]
         starts = None
-        if tile.kind == "experts":
+        if tile.sorted:
             starts = torch.tensor([0, *ends], dtype=torch.int32, device=device)
         tiles_, steps = tiles.tiles_of(tile, len(x), self.shape[0]), self.shape[1] // 128
         grids = [tiles_] if tile.kind == "narrow" else [tiles_, tiles_ * steps // 3]

@@ -76,9 +76,9 @@ class Tile:
         warps: of a CTA.
         stages: K tiles of a ring; of "decode", that a CTA decodes.
         ctas: that should fit a multiprocessor.
-        kind: "narrow", whose warps split K; "gemm", whose warps split rows; "experts", which is
-            "gemm" for tokens sorted by expert; "decode", whose warps write 16 decoded rows each and
-            multiply nothing.
+        kind: "narrow", whose warps split K; "gemm", whose warps split rows; "few" and "experts",
+            which are the same for tokens sorted by expert; "decode", whose warps write 16 decoded
+            rows each and multiply nothing.
 
     Raises:
         InvalidInput: a narrow tile has more blocks of 16 rows x 8 tokens than warps, each of which
@@ -94,15 +94,26 @@ class Tile:
 
     def __post_init__(self) -> None:
         blocks = self.slices * self.tokens // 8
-        if self.kind == "narrow" and blocks > self.warps:
+        if self.splits and blocks > self.warps:
             raise InvalidInput(
-                f"a narrow tile of {self.rows} rows x {self.tokens} tokens has {blocks} blocks to "
-                f"write and {self.warps} warps, which write one each: give it {blocks} warps"
+                f"a {self.kind} tile of {self.rows} rows x {self.tokens} tokens has {blocks} "
+                f"blocks to write and {self.warps} warps, which write one each: give it "
+                f"{blocks} warps"
             )
 
     @property
+    def sorted(self) -> bool:
+        """Whether it is for tokens that lie sorted by expert."""
+        return self.kind in ("few", "experts")
+
+    @property
+    def splits(self) -> bool:
+        """Whether its warps split K, and not its rows."""
+        return self.kind in ("narrow", "few")
+
+    @property
     def rows(self) -> int:
-        return 16 * self.slices * (1 if self.kind == "narrow" else self.warps)
+        return 16 * self.slices * (1 if self.splits else self.warps)
 
     @property
     def threads(self) -> int:
@@ -162,11 +173,11 @@ class Kernel:
 
     def generate(self) -> Compiled:
         """The kernel, compiled for its architecture; needs CuTe DSL."""
-        from anybit.kernels.mma import decode, experts, gemm, narrow
+        from anybit.kernels.mma import decode, experts, few, gemm, narrow
 
         programs = {
             "narrow": narrow.Narrow, "gemm": gemm.Gemm, "experts": experts.Experts,
-            "decode": decode.Decode,
+            "few": few.Few, "decode": decode.Decode,
         }  # fmt: skip
         compiled: Compiled = programs[self.tile.kind](self).compile()
         return compiled
@@ -190,7 +201,7 @@ def stage_bytes(tile: Tile, decoder: Decoder) -> int:
 
     Code words of every thread, grid words of every slice, tokens; the latter on whole 256 bytes.
     """
-    slices = tile.slices if tile.kind == "narrow" else tile.slices * tile.warps
+    slices = tile.slices if tile.splits else tile.slices * tile.warps
     weights = slices * (256 * decoder.bits + grid_bytes(decoder))
     return -(-weights // 256) * 256 + tile.tokens * token_bytes(decoder)
 
@@ -199,8 +210,9 @@ def shared_bytes(tile: Tile, decoder: Decoder) -> int:
     """Of a CTA."""
     if tile.kind == "decode":
         return tile.rows * COPIED_ROW if decoder.slot == 16 else 0
-    rings = tile.warps if tile.kind == "narrow" else 1
-    beside = {"narrow": 0, "gemm": FLAG, "experts": FLAG + TABLE}[tile.kind]
+    rings = tile.warps if tile.splits else 1
+    meet = 2 * tile.warps * tile.slices * tile.tokens // 8 * 512
+    beside = {"narrow": 0, "few": meet + TABLE, "gemm": FLAG, "experts": FLAG + TABLE}[tile.kind]
     return rings * tile.stages * stage_bytes(tile, decoder) + beside
 
 
@@ -256,7 +268,7 @@ def kernel_of(decoder: Decoder, gpu: Gpu, tile: Tile, output: str) -> Kernel | N
     architecture = gpu.architecture
     if architecture is None:
         return None
-    overlap = tile.kind == "narrow" and gpu.capability[0] == 9  # not tried on others
+    overlap = tile.splits and gpu.capability[0] == 9  # not tried on others
     return Kernel(decoder, tile, output, architecture, overlap)
 
 
@@ -351,6 +363,8 @@ def grid(tile: Tile, gpu: Gpu, m: int, n: int, k: int, experts: int = 0) -> int:
     places = gpu.multiprocessors * tile.ctas
     if experts:  # an expert's last tile may hold one token
         most = -(-n // tile.rows) * (m // tile.tokens + min(m, experts))
+        if tile.kind == "few":
+            return min(places, most)
         return max(1, min(places, most * k_tiles(k) // LEAST_UNITS))
     tiles = tiles_of(tile, m, n)
     waves = -(-tiles // places)
