@@ -1,6 +1,7 @@
 """The tiles of the Hopper family, and which one a problem gets: data, not code."""
 
 from dataclasses import replace
+from functools import cache
 from math import gcd
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
@@ -30,7 +31,7 @@ WEIGHTS, L2, SUMS = 22, 38, 10
 # that a multiprocessor copies; multiply-adds a cycle of each that power allows; cycles of a launch,
 # of a tile's outputs, of a cluster's sums, and of each sum that goes through the memory. How much
 # longer it takes where CTAs share: always, and with as many bytes of tokens as the L2 holds.
-PRODUCTS = {32: 2.07, 64: 1.27, 96: 1.095, 128: 1.01, 192: 1.04}
+PRODUCTS = {32: 2.07, 64: 1.27, 96: 1.095, 112: 1.08, 128: 1.01, 160: 1.045, 176: 1.04, 192: 1.04}
 COPIED, POWER, BEGIN, END, MEET, SUM = 38.7, 1580, 4800, 6500, 1370, 0.366
 APART, AGAIN, NEAR = 1.023, 0.041, 5e7
 
@@ -103,13 +104,15 @@ def halves(decoder: Decoder) -> list[Tile]:
         return []
     every = [Tile(t, rows=256, shared=True, late=True) for t in (64, 96)]
     every += [Tile(96, rows=256, late=True), Tile(96, split=2), Tile(96, shared=True)]
+    every += [Tile(t, late=True) for t in (112, 160, 176)]  # fill waves that others leave open
     return suited(every, decoder)
 
 
-def family(decoder: Decoder) -> list[Tile]:
+@cache
+def family(decoder: Decoder) -> tuple[Tile, ...]:
     """The tiles that a decoder is compiled for."""
     every = few(decoder) + many(decoder) + equal(decoder) + halves(decoder)
-    return [fitted(tile, decoder) for tile in dict.fromkeys(every)]
+    return tuple(fitted(tile, decoder) for tile in dict.fromkeys(every))
 
 
 def fitted(tile: Tile, decoder: Decoder, grouped: bool = False) -> Tile:
