@@ -436,7 +436,7 @@ def test_few_tokens_of_experts_have_kernels_of_their_own(
     d = decoder_for(fmt, operand_of(activation, torch.bfloat16))
     tile = expert_tiles.choose_few(d, rows, *shape, experts)
     assert (tile and (tile.rows, tile.warps)) == best
-    made = scalar_linear.few_kernels(d, ["bfloat16"])
+    made = scalar_linear.small_kernels(d, ["bfloat16"])
     assert tile is None or tile in [kernel.tile for kernel in made]  # compiled beforehand
     assert set(made) <= set(build.kernels_of(scheme))
 
@@ -459,3 +459,48 @@ def test_experts_with_few_tokens_are_launched_so(monkeypatch: pytest.MonkeyPatch
     assert backend.linear_experts(torch.randn(2, 256).half(), starts, prepared).shape == (2, 256)
     assert seen == [("few", starts)]
     scalar_linear.few_kernel.cache_clear()
+
+
+# Scheme, tokens, (N, K); rows and tokens of the tile that was fastest or nearly so on an H200.
+SMALL = [
+    ("int4:group=128", 32, (1024, 2048), (16, 16)),
+    ("int4:group=128", 64, (1024, 2048), (16, 32)),
+    ("fp6", 48, (576, 7168), (16, 16)),
+    ("fp6", 32, (4096, 4096), (32, 32)),
+    ("liquid@int8", 32, (1536, 8960), (16, 16)),
+    ("liquid@int8", 64, (2048, 5120), (32, 32)),
+    ("int4:group=128", 48, (1536, 8960), None),  # tokens are four times the bytes of a long weight
+    ("fp6", 48, (4096, 4096), None),
+    ("int4:group=128", 16, (1024, 2048), None),  # `narrow`'s
+    ("int4:group=128", 65, (256, 1536), None),
+    ("mxfp4@fp8", 32, (1024, 2048), None),
+]
+
+
+@pytest.mark.parametrize(("scheme", "m", "shape", "best"), SMALL)
+def test_17_to_64_tokens_of_small_weights_have_kernels_of_their_own(
+    scheme: str,
+    m: int,
+    shape: tuple[int, int],
+    best: tuple[int, int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import anybit
+
+    fmt, activation = parse_scheme(scheme)
+    dtype = getattr(torch, operand_of(activation, HALF))
+    monkeypatch.setattr(scalar_linear, "chip_of", lambda device: H200)
+    kernel = scalar_linear.small_kernel(fmt, dtype, m, *shape, HALF, CUDA)
+    assert (kernel and (kernel.tile.rows, kernel.tile.tokens)) == best
+    scalar_linear.small_kernel.cache_clear()
+    if kernel is None:
+        return
+    assert kernel in build.kernels_of(scheme)  # compiled beforehand
+    seen: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(scalar_linear.mma, "multiply", lambda *args: seen.append(args[-1]))
+    packed = anybit.quantize_tensor(torch.randn(256, 256), fmt)
+    prepared = backend.prepare(packed, activation, HALF)._replace(shape=shape)
+    scalar_linear.multiply(torch.zeros(m, 256).to(dtype), None, None, prepared, None, HALF)
+    assert seen == [kernel]
+    scalar_linear.small_kernel.cache_clear()

@@ -112,10 +112,15 @@ def test_lookups_of_many_tokens(
         assert error(alone, y.double()) < 4e-4 if tile.shared else torch.equal(alone, y)
 
 
+SHARES: list[tuple[int, int, Tile]] = [
+    (4, 1, WideTile(192, columns=64)),
+    (8, 2, Tile(256, columns=64)),
+    *[(16, 3, WideTile(192, columns=64)), (8, 1, WideTile(192))] * EVERY_KERNEL,
+]
+
+
 @needs_dsl
-@pytest.mark.parametrize(
-    ("v", "m", "tile"), [(4, 1, WideTile(192, columns=64)), (8, 2, Tile(256, columns=64))]
-)
+@pytest.mark.parametrize(("v", "m", "tile"), SHARES)
 def test_lookups_in_equal_shares(v: int, m: int, tile: Tile) -> None:
     """Three CTAs for two tiles: one has parts of both, and sums meet in the workspace.
 

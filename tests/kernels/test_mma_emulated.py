@@ -35,6 +35,7 @@ CASES: list[Case] = [
     ("liquid@int8", BRAIN, NARROW, (5, 40, 768), 0, "sm_80", False),
     ("int4:group=128", BRAIN, Tile(16, 1, 8, 2, kind="narrow"), (13, 24, 1152), 0, "sm_80", False),
     ("fp6", HALF, NARROW, (3, 32, 640), 0, "sm_90", True),
+    ("int4:group=128", HALF, Tile(32, 2, 8, 2, kind="narrow"), (35, 40, 256), 0, "sm_90", True),
     ("fp6@fp8", BRAIN, Tile(16, 2, 4, 3, kind="narrow"), (16, 32, 512), 0, "sm_89", False),
     ("mxfp4@fp8", BRAIN, NARROW, (5, 40, 384), 0, "sm_89", False),
     ("liquid@int8", BRAIN, Tile(16, 2, 4, 3), (17, 136, 384), 2, "sm_80", False),
@@ -60,6 +61,10 @@ def every() -> Iterator[Case]:
             for dtype in (HALF, BRAIN):
                 yield scheme, dtype, NARROW, (5, 48, 896), 0, architecture, False
                 yield scheme, dtype, Tile(32, 2, 4, 3), (33, 144, 384), 5, architecture, False
+                if architecture == "sm_80":
+                    d = kernel_of(scheme, dtype, NARROW).decoder
+                    for tile in tiles.family_small(d, GPUS["H200"]):
+                        yield scheme, dtype, tile, (50, 48, 1152), 0, "sm_90", True
     for scheme in ("liquid@int8", "int4:group=64,zero", "fp6"):  # what `anybit tune` may choose
         for tile in (Tile(32, 2, 8, 2), Tile(64, 4, 4, 2), Tile(8, 2, 4, 5)):
             yield scheme, BRAIN, tile, (tile.tokens - 1, tile.rows + 8, 384), 5, "sm_80", False

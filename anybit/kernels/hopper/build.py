@@ -32,7 +32,7 @@ def kernels_of(scheme: str) -> list[KernelSpec]:
         outputs = [operand] if activation is None else ["float16", "bfloat16"]
         out += scalar_linear.copy_kernels(d, outputs)
         out += [Kernel(d, tile, o) for tile in family(d) for o in outputs]
-        out += narrow_kernels(d, outputs) + scalar_linear.few_kernels(d, outputs)
+        out += narrow_kernels(d, outputs) + scalar_linear.small_kernels(d, outputs)
         out += [Kernel(d, tile, o, grouped=True) for tile in family_grouped(d) for o in outputs]
     return out
 

@@ -13,7 +13,16 @@ from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.tile import Tile, slow
-from anybit.kernels.hopper.tiles import EXCHANGE, fitted, gpu_for, grid, places, scaled, suited
+from anybit.kernels.hopper.tiles import (
+    EXCHANGE,
+    fitted,
+    gpu_for,
+    grid,
+    has_mma,
+    places,
+    scaled,
+    suited,
+)
 from anybit.kernels.mma import tiles as mma
 
 READ = 1.035  # weights in a cycle, of what the memory can bring: at a clock below the highest
@@ -101,14 +110,8 @@ def cycles(
 
 
 def family_few(decoder: Decoder, chip: Chip = H200) -> list[mma.Tile]:
-    """The tiles of `kernels/mma/few.py`, which read the same blobs.
-
-    On sm_90 `mma.sync` has no products of fp8, nor does it multiply scales of groups into sums.
-    Slow decoders were not tried.
-    """
-    if decoder.operand == "float8_e4m3fn" or decoder.sums or slow(decoder):
-        return []
-    return mma.family_few(decoder, gpu_for(chip))
+    """The tiles of `kernels/mma/few.py`, which read the same blobs."""
+    return mma.family_few(decoder, gpu_for(chip)) if has_mma(decoder) else []
 
 
 @cache

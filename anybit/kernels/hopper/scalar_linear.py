@@ -48,7 +48,7 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
         outs = [d.operand] if layer.activation is None else list(NAMES.values())
         every: list[KernelSpec] = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
         every += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
-        every += copy_kernels(d, outs) + few_kernels(d, outs, chip_of(layer.device))
+        every += copy_kernels(d, outs) + small_kernels(d, outs, chip_of(layer.device))
         (n, k), chip = layer.shape, chip_of(layer.device)
         gpu = mma_tiles.gpu_of(layer.device)
         for m in (1, mma_tiles.NARROW):
@@ -71,13 +71,11 @@ def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
     return mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")
 
 
-def few_kernels(d: Decoder, outputs: list[str], chip: Chip = H200) -> list[KernelSpec]:
-    """Of experts with few tokens."""
-    found = [
-        mma_tiles.kernel_of(d, tiles.gpu_for(chip), tile, o)
-        for tile in family_few(d, chip)
-        for o in outputs
-    ]
+def small_kernels(d: Decoder, outputs: list[str], chip: Chip = H200) -> list[KernelSpec]:
+    """Of `kernels/mma`: for experts with few tokens, and for 17 to 64 tokens of small weights."""
+    gpu, every = tiles.gpu_for(chip), family_few(d, chip)
+    every += mma_tiles.family_small(d, gpu) if tiles.has_mma(d) else []
+    found = [mma_tiles.kernel_of(d, gpu, tile, o) for tile in every for o in outputs]
     return [kernel for kernel in found if kernel]
 
 
@@ -147,6 +145,8 @@ def multiply(
     if starts is None and tile is None:
         if is_narrow(prepared.format, x.dtype, m, n, k, x.device):
             return mma.multiply(x, scale, sums, prepared, bias, dtype)
+        if small := small_kernel(prepared.format, x.dtype, m, n, k, dtype, x.device):
+            return mma.multiply(x, scale, sums, prepared, bias, dtype, small)
         if copy := copied(prepared.format, x.dtype, m, n, k, x.device):
             if scale is None:
                 return multiply_decoded(x, copy, prepared, offsets(bias, n, dtype))
@@ -223,6 +223,24 @@ def is_narrow(
 ) -> bool:
     """`narrow`, which every launch asks."""
     return narrow(m, n, k, decoder_for(fmt, x_dtype), chip_of(device))
+
+
+@cache
+def small_kernel(
+    fmt: Format,
+    x_dtype: torch.dtype,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> mma_tiles.Kernel | None:
+    """The kernel of `kernels/mma` for 17 to 64 tokens of a small weight."""
+    d, gpu = decoder_for(fmt, x_dtype), tiles.gpu_for(chip_of(device))
+    if not mma_tiles.NARROW < m <= mma_tiles.SMALL or not tiles.has_mma(d):
+        return None
+    tile = mma_tiles.small(d, gpu, m, n, k)
+    return mma_tiles.kernel_of(d, gpu, tile, NAMES[dtype]) if tile else None
 
 
 @cache

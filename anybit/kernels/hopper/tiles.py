@@ -133,6 +133,15 @@ def gpu_for(chip: Chip) -> Gpu:
     return Gpu((9, 0), chip.multiprocessors, MAX_SHARED, SHARED_OF_SM)
 
 
+def has_mma(decoder: Decoder) -> bool:
+    """Whether `kernels/mma` may have other tiles here than a table's for up to 16 tokens.
+
+    On sm_90 `mma.sync` has no products of fp8, nor does it multiply scales of groups into sums.
+    Slow decoders were not tried.
+    """
+    return not (decoder.operand == "float8_e4m3fn" or decoder.sums or slow(decoder))
+
+
 def places(tile: Tile, decoder: Decoder, grouped: bool = False) -> int:
     """CTAs of a fitted tile that find room on a multiprocessor: `tile.ctas`, with few exceptions.
 

@@ -20,6 +20,8 @@ RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
 NARROW = 16  # most tokens of `narrow.py`
 NARROW_WARPS = 16  # of its CTAs on a multiprocessor: each may keep 128 registers a thread
 BUSY_WARPS = 24  # of 16 rows of decoders to 16 bits that bind, which 80 registers are enough for
+SMALL = 64  # most tokens of small weights on H100 and H200
+LONG = 8  # K tiles of a warp, see `small`
 FLAG = 256  # bytes behind the ring of `gemm.py`, for one word
 TABLE = -(-8 * (SPANS + 1) // 256) * 256  # bytes behind that, of `experts.py`
 COPIED_ROW = 144  # bytes of shared memory for 64 decoded columns: no two rows in the same banks
@@ -307,6 +309,27 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     turns = [Tile(tokens, slices, 4, ctas=ctas, kind="narrow") for slices in (2, 1)]
     fit = (fitted(tile, decoder, gpu, least, 4) for least in (3, 2) for tile in turns)
     return next((tile for tile in fit if tile), None)
+
+
+def family_small(decoder: Decoder, gpu: Gpu) -> list[Tile]:
+    """Tiles for 17 to 64 tokens of small weights: of 16 rows and few tokens first."""
+    last = Tile(16, 1, 8, ctas=2) if decoder.slot == 8 else Tile(32, 1, 8, ctas=1)
+    every = [Tile(16, 1, 8, ctas=1), last, Tile(32, 2, 8, ctas=1)]
+    found = (fitted(replace(tile, kind="narrow"), decoder, gpu, 2, 5) for tile in every)
+    return [tile for tile in found if tile]
+
+
+def small(decoder: Decoder, gpu: Gpu, m: int, n: int, k: int) -> Tile | None:
+    """The first of these whose CTAs are all resident at once; None: the weight is not small.
+
+    Each row tile has several tiles of tokens, which find its weights in the L2. Tokens of 16 bits
+    are four times the bytes of 4-bit weights there: that is too many where K is long.
+    """
+    for tile in family_small(decoder, gpu):
+        long = decoder.slot == 16 and decoder.bits <= 4 and k_tiles(k) >= LONG * tile.warps
+        if tiles_of(tile, m, n) <= tile.ctas * gpu.multiprocessors:
+            return None if tile.slices > 1 and long else tile
+    return None
 
 
 def resident(tile: Tile, gpu: Gpu, n: int) -> bool:
