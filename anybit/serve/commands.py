@@ -1,6 +1,7 @@
 """The commands `anybit serve` and `anybit chat`. What they need is imported when they run."""
 
 import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -126,7 +127,7 @@ def serve(
         keep=keep,
         dtype=dtype,
         length=length,
-        kv_bytes=None if kv_gb is None else int(kv_gb * 1e9),
+        kv_bytes=bytes_of(kv_gb),
         max_running=max_running,
         deterministic=deterministic,
         adapters=adapters_of(lora or []),
@@ -149,6 +150,17 @@ def serve(
     typer.echo(f"{' = '.join(settings.names)} {summary(llm)}{drafts}")
     typer.echo(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
     run(llm, settings, listener)
+
+
+def bytes_of(gigabytes: float | None) -> int | None:
+    """Bytes of a KV cache."""
+    if gigabytes is None:
+        return None
+    if not 0 < gigabytes < math.inf:  # nor is NaN
+        raise typer.BadParameter(
+            f"{gigabytes:g} is no size; give 4, for example", param_hint="--kv-gb"
+        )
+    return int(gigabytes * 1e9)
 
 
 def adapters_of(given: list[str]) -> dict[str, Path]:
