@@ -160,9 +160,10 @@ def check_length(config: PretrainedConfig, length: int | None) -> None:
     """InvalidInput for texts longer than config.json says the model's positions are good for."""
     given = getattr(config, "rope_parameters", None) or {}
     each = [given, *(value for value in given.values() if isinstance(value, dict))]
-    stretched = max([1.0, *(float(parameters.get("factor") or 1) for parameters in each)])
+    factors = [parameters.get("factor") for parameters in each]
+    stretched = max([1, *(factor for factor in factors if isinstance(factor, int | float))])
     positions = config.max_position_embeddings
-    if length is not None and length > stretched * positions:
+    if length is not None and not 1 <= length <= stretched * positions:
         raise InvalidInput(
             f"length={length}, and the model has {positions} positions; ask for fewer, or give "
             "config.json rope_parameters that stretch them"

@@ -259,5 +259,6 @@ def test_keep_reaches_every_layer(checkpoint: Checkpoint, tmp_path: Path, kind: 
 def test_positions_are_not_exceeded(checkpoint: Checkpoint, name: str, most: int) -> None:
     """llama3-rope stretches its 256 by a factor of 8."""
     assert LLM(checkpoint(name), length=most).engine.length == most
-    with pytest.raises(InvalidInput, match=f"length={most + 1}, and the model has 256 positions"):
-        LLM(checkpoint(name), length=most + 1)
+    for wrong in (-1, most + 1):
+        with pytest.raises(InvalidInput, match=f"length={wrong}, and the model has 256 positions"):
+            LLM(checkpoint(name), length=wrong)
