@@ -149,8 +149,8 @@ def cache_blocks(
     room = cache_room(model.embed_tokens.device, step if kv_bytes is None else None)
     if room is not None and kv_bytes is not None and room < kv_bytes:
         raise InvalidInput(
-            f"kv_bytes={kv_bytes} does not fit: beside the weights the GPU has {room} bytes left, "
-            f"of which a step takes about {step}; give at most {max(0, room - step)}, or none"
+            f"kv_bytes={kv_bytes} does not fit: {model.embed_tokens.device} has {room} bytes for "
+            f"it, of which a step takes about {step}; give at most {max(0, room - step)}, or none"
         )
     if room is not None and room < (kv_bytes or 2 * each):
         raise InvalidInput(

@@ -86,7 +86,8 @@ class LLM:
     kv_cache: "auto" (int8 if the checkpoint has scales for it, else the model's dtype), "model"
         (the model's dtype), "int8" or "int4".
     keep: whether layers that no kernel multiplies may hold decoded copies, as in `anybit.load`.
-    length: tokens of the longest text, prompt included; the model's own limit by default.
+    length: tokens of the longest text, prompt included; the model's own limit by default, beyond
+        which only RoPE that config.json stretches may go.
     kv_bytes: size of the KV cache. By default, what the longest texts of max_running requests
         need, but at most 1 GiB on a CPU and, on a GPU, 90 % of the free memory, or less where a
         step takes the rest.

@@ -115,6 +115,7 @@ def load(
         if adapters:
             found = {name: read_adapter(d, config.model_type) for name, d in adapters.items()}
             weights.adapters = Adapters(found)
+        check_length(weights.config, length)
         model = build(kind, weights.config, weights, length)
         weights.check_all_read()
         if weights.adapters is not None:
@@ -153,6 +154,20 @@ def build(
 ) -> Decoder:
     """A model from any source of weights."""
     return kind(config, weights, length or config.max_position_embeddings).eval()
+
+
+def check_length(config: PretrainedConfig, length: int | None) -> None:
+    """InvalidInput for texts longer than config.json says the model's positions are good for."""
+    given = getattr(config, "rope_parameters", None) or {}
+    each = [given, *(value for value in given.values() if isinstance(value, dict))]
+    factors = [parameters.get("factor") for parameters in each]
+    stretched = max([1, *(factor for factor in factors if isinstance(factor, int | float))])
+    positions = config.max_position_embeddings
+    if length is not None and not 1 <= length <= stretched * positions:
+        raise InvalidInput(
+            f"length={length}, and the model has {positions} positions; ask for fewer, or give "
+            "config.json rope_parameters that stretch them"
+        )
 
 
 def model_class(config: PretrainedConfig, directory: Path | str = "the model") -> type[Decoder]:

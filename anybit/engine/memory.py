@@ -1,5 +1,6 @@
 """Whether weights, KV cache and what a step takes fit on a GPU, asked before any of it is there."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,14 @@ def check_weights(directory: Path, least: int, device: torch.device) -> None:
 def cache_room(device: torch.device, step: int | None) -> int | None:
     """Bytes that a KV cache may have; None: as many as are asked for.
 
-    step: what a step takes beside it; None: that is left to who said how large the cache is.
+    step: what a step takes beside it; None: that is left to who said how large the cache is. On a
+    CPU, which gives memory only when it is used, that may be all that the machine has.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what laying out the weights took and gave back
     memory = gpu_memory(device)
+    if memory is None and step is None and device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if memory is None or step is None:
         return memory and memory[0]
     return max(0, min(int(memory[0] * FRACTION), memory[0] - step))

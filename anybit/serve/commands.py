@@ -1,17 +1,21 @@
 """The commands `anybit serve` and `anybit chat`. What they need is imported when they run."""
 
 import logging
+import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from anybit.errors import InvalidInput
+from anybit.files.directory import read_text
 from anybit.progress import say
 
 if TYPE_CHECKING:
     from anybit.engine.llm import LLM
 
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+|null|\*")  # of a web page, as browsers send it
 Model = Annotated[Path, typer.Argument(help="Directory of a model, dense or quantized.")]
 Format = Annotated[
     str | None,
@@ -96,7 +100,8 @@ def serve(
     draft: Draft = None,
     draft_tokens: DraftTokens = 4,
     grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that requests have to finish at shutdown.")
+        float,
+        typer.Option(min=0, max=86400, help="Seconds that requests have to finish at shutdown."),
     ] = 30.0,
     log_level: Annotated[
         str, typer.Option(help="debug, info (a line for each request), warning or error.")
@@ -115,40 +120,74 @@ def serve(
     choose("--log-level", log_level, ("debug", "info", "warning", "error"))
     if not all(api_keys or ()):
         raise InvalidInput("--api-key is empty; give a key, or leave the option out")
-    template = None if chat_template is None else chat_template.read_text("utf-8")
+    if not all(names or ()):
+        raise InvalidInput("--served-model-name is empty; give a name, or leave the option out")
+    for origin in origins or ():
+        if not ORIGIN.fullmatch(origin):
+            raise InvalidInput(
+                f"--allowed-origins {origin!r} is no origin; give https://HOST, with :PORT if it "
+                "has one and no path, or *"
+            )
+    template = None if chat_template is None else read_text(chat_template)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("anybit").setLevel(log_level.upper())
-    listener = bind(host, port)
-    llm = load(
-        model,
-        quantization,
-        kv_cache=kv_cache,
-        keep=keep,
-        dtype=dtype,
-        length=length,
-        kv_bytes=None if kv_gb is None else int(kv_gb * 1e9),
-        max_running=max_running,
-        deterministic=deterministic,
-        adapters=adapters_of(lora or []),
-        draft=draft,
-        draft_tokens=draft_tokens,
-    )
-    if template is not None:
-        if llm.tokenizer is None:
-            raise InvalidInput("--chat-template: the model directory has no tokenizer")
-        llm.tokenizer.chat_template = template
-    settings = Settings(
-        tuple(names or [model.resolve().name]),
-        tuple(api_keys or ()),
-        queue,
-        grace=grace,
-        origins=tuple(origins or ()),
-        tool_parser=tool_parser,
-    )
-    drafts = f"; drafts by {draft}, up to {draft_tokens} tokens" if draft else ""
-    typer.echo(f"{' = '.join(settings.names)} {summary(llm)}{drafts}")
-    typer.echo(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
-    run(llm, settings, listener)
+    with bind(host, port) as listener:  # a port in use is told before the model is loaded
+        llm = load(
+            model,
+            quantization,
+            kv_cache=kv_cache,
+            keep=keep,
+            dtype=dtype,
+            length=length,
+            kv_bytes=bytes_of(kv_gb),
+            max_running=max_running,
+            deterministic=deterministic,
+            adapters=adapters_of(lora or []),
+            draft=draft,
+            draft_tokens=draft_tokens,
+        )
+        if template is not None:
+            if llm.tokenizer is None:
+                raise InvalidInput("--chat-template: the model directory has no tokenizer")
+            llm.tokenizer.chat_template = template
+            check_template(llm)
+        settings = Settings(
+            tuple(names or [model.resolve().name]),
+            tuple(api_keys or ()),
+            queue,
+            grace=grace,
+            origins=tuple(origins or ()),
+            tool_parser=tool_parser,
+        )
+        drafts = f"; drafts by {draft}, up to {draft_tokens} tokens" if draft else ""
+        typer.echo(f"{' = '.join(settings.names)} {summary(llm)}{drafts}")
+        typer.echo(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
+        run(llm, settings, listener)
+
+
+def bytes_of(gigabytes: float | None) -> int | None:
+    """Bytes of a KV cache."""
+    if gigabytes is None:
+        return None
+    if not 0 < gigabytes < math.inf:  # nor is NaN
+        raise typer.BadParameter(
+            f"{gigabytes:g} is no size; give 4, for example", param_hint="--kv-gb"
+        )
+    return int(gigabytes * 1e9)
+
+
+def check_template(llm: "LLM") -> None:
+    """InvalidInput for a chat template that is empty or cannot be read; what it says may be any."""
+    from jinja2 import TemplateSyntaxError
+
+    if not llm.has_template:
+        raise InvalidInput("--chat-template is an empty file; give a template, or leave it out")
+    try:
+        llm.chat_text([{"role": "user", "content": "hello"}])
+    except TemplateSyntaxError as error:
+        raise InvalidInput(f"--chat-template, line {error.lineno}: {error.message}") from None
+    except Exception:  # it may want other messages than this one
+        pass
 
 
 def adapters_of(given: list[str]) -> dict[str, Path]:

@@ -70,6 +70,12 @@ def test_a_cache_that_does_not_fit_is_refused(free: list[int]) -> None:
     assert blocks_of(load(max_running=8)) > blocks
 
 
+def test_a_cache_larger_than_the_machine_is_refused() -> None:
+    """A CPU would give the memory, and run out of it later."""
+    with pytest.raises(InvalidInput, match=r"kv_bytes=1125899906842624 does not fit: cpu has \d+"):
+        load(kv_bytes=1 << 50)
+
+
 def test_a_step_of_llama_3_8b_on_a_card_of_24_gib() -> None:
     """About 0.8 GB: activations, logits, the largest weight decoded."""
     config = SimpleNamespace(hidden_size=4096, intermediate_size=14336, vocab_size=128256)

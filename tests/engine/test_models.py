@@ -255,6 +255,10 @@ def test_keep_reaches_every_layer(checkpoint: Checkpoint, tmp_path: Path, kind: 
         LLM(source, keep="some")  # type: ignore[arg-type]
 
 
-def test_learned_positions_are_not_exceeded(checkpoint: Checkpoint) -> None:
-    with pytest.raises(InvalidInput, match="256 positions, and length=257"):
-        LLM(checkpoint("opt"), length=257)
+@pytest.mark.parametrize(("name", "most"), [("opt", 256), ("llama", 256), ("llama3-rope", 2048)])
+def test_positions_are_not_exceeded(checkpoint: Checkpoint, name: str, most: int) -> None:
+    """llama3-rope stretches its 256 by a factor of 8."""
+    assert LLM(checkpoint(name), length=most).engine.length == most
+    for wrong in (-1, most + 1):
+        with pytest.raises(InvalidInput, match=f"length={wrong}, and the model has 256 positions"):
+            LLM(checkpoint(name), length=wrong)

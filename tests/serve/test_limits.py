@@ -211,11 +211,26 @@ def test_flags_reach_the_server(
     assert (settings.origins, settings.tool_parser) == (("https://x",), "llama")
     assert (settings.grace, settings.queue) == (3, 7)
     assert llm.tokenizer.chat_template == "{{ messages }}"
-    assert "m = n on cpu, float32" in got.output
+    assert f"m = n on {llm.device}, float32" in got.output
     for wrong in ("--tool-parser x", "--log-level x"):
         got = CliRunner().invoke(cli, ["serve", str(tiny), *wrong.split()])
         assert got.exit_code == 1
         assert "choose one of" in str(got.exception) + got.output
+    (tmp_path / "empty.jinja").touch()
+    (tmp_path / "bad.jinja").write_text("{{ messages }}\n{% for x in %}")
+    for wrong, code, message in (
+        ("--kv-gb nan", 2, "nan is no size"),
+        ("--grace inf", 2, "less than or equal to 86400"),
+        ("--served-model-name=", 1, "is empty"),
+        ("--allowed-origins https://x/page", 1, "is no origin"),
+        (f"--chat-template {tmp_path}/none.jinja", 1, "is no file"),
+        (f"--chat-template {tmp_path}/empty.jinja", 1, "an empty file"),
+        (f"--chat-template {tmp_path}/bad.jinja", 1, "line 2: Expected an expression"),
+    ):
+        got = CliRunner().invoke(cli, ["serve", str(tiny), "--port", "0", *wrong.split()])
+        assert got.exit_code == code, wrong
+        assert message in str(got.exception) + got.output
+    assert len(started) == 1
 
 
 def test_the_end_is_short(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:

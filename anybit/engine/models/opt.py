@@ -60,7 +60,7 @@ class OPT(Decoder):
     def __init__(self, config: PretrainedConfig, weights: Weights, length: int):
         c, known = config, config.max_position_embeddings
         if length > known:
-            raise InvalidInput(f"the model has {known} positions, and length={length} were asked")
+            raise InvalidInput(f"length={length}, and the model has {known} positions")
         super().__init__(config, weights, length)
         size, width = c.hidden_size, c.word_embed_proj_dim
         self.positions = weights.tensor(
