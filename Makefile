@@ -40,9 +40,14 @@ docs: .venv/.installed  ## Build the documentation into site/; open site/index.h
 test-models: .venv/.installed  ## Try every architecture of transformers (minutes; goes on where it stopped), and write docs/models.md.
 	@$(BIN)/python -m tests.models.sweep
 
-test-gpu:  ## Run the tests of kernels, engine and experts on the GPU of this machine, with the python in PATH.
-	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider tests/kernels tests/engine \
-		tests/test_experts.py
+# Other tests of kernels need no GPU: they emulate them, or look at what is launched.
+ON_GPU := tests/engine tests/serve tests/test_own_format.py tests/test_trellis.py \
+	$(wildcard tests/kernels/test_triton_*.py) tests/kernels/test_counters.py \
+	tests/kernels/test_hopper_codebook.py tests/kernels/test_recorded_gptq.py
+
+test-gpu:  ## Run the tests that use a GPU on that of this machine, with the python in PATH.
+	@ANYBIT_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:cacheprovider \
+		--numprocesses 8 $(ON_GPU)
 
 test-emulated: .venv/.installed  ## Emulate and compile every kernel of CuTe DSL, for all architectures (an hour).
 	@ANYBIT_TEST_EVERY_KERNEL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 \

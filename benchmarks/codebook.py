@@ -7,8 +7,9 @@
 and drives outliers through. `table` times the kernels that `codebook_tiles.choose` names, plain and
 with programmatic dependent launch (pdl), beside cuBLAS, anybit's integers and fp6, AQLM's kernels
 where the package is installed, and CodeGEMM's where CODEGEMM names a checkout. `sweep` times many
-kernels for a problem; its rows are added to the table's. `tiles` times tiles for more than 8
-tokens. Needs no CuTe DSL when ANYBIT_CACHE holds the kernels; `compile` fills it.
+kernels for a problem; its rows are added to the table's. `tiles` times kernels and tiles for more
+than 8 tokens in turns with cuBLAS (h200_codebook_tiles.csv). Needs no CuTe DSL when ANYBIT_CACHE
+holds the kernels; `compile` fills it.
 """
 
 import argparse
@@ -75,11 +76,10 @@ CHECKED = [
 ]
 DEVICE = torch.device("cuda")
 MORE_TILES = [
-    *(Tile(tokens, split=3) for tokens in (32, 64, 128)), Tile(32, shared=True),
-    Tile(256), Tile(256, shared=True), lookup.WideTile(192, shared=True), Tile(96, rows=256),
-    Tile(256, stages=4, columns=64), Tile(256, columns=64, late=True),
-    *(Tile(128, rows=256, columns=64, shared=shared) for shared in (False, True)),
-    Tile(128, columns=64, shared=True),
+    *(Tile(tokens, split=split) for tokens in (32, 64) for split in (3, 4)), Tile(128, split=3),
+    Tile(32, shared=True),
+    Tile(256), Tile(256, shared=True), Tile(256, columns=64, late=True),
+    *(lookup.WideTile(192, shared=True, columns=columns) for columns in (64, 128)),
 ]  # fmt: skip
 LAUNCHES = 48  # in a graph: its own start is a few microseconds
 
@@ -160,7 +160,7 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
         decoded = dense(p.prepared, dtype).double()
         error = float((decoded - weight).norm() / weight.norm())
         tell(error < (4e-4 if dtype == torch.float16 else 4e-3), (n, k), f"dense {error:.2e}")
-        for m in (1, 2, 3, 8, 9, 16, 17, 40, 100, 300):
+        for m in (1, 2, 3, 8, 9, 16, 17, 40, 100, 300, 2100):
             few = m <= codebook_linear.MOST_TOKENS
             if few and choose(cells_of(p.fmt), m, n, k, codebook_linear.NAMES[dtype]) is None:
                 continue
@@ -308,9 +308,14 @@ def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
                     runs[tile.name] = p.calls(m, True, tile)
             found = zip(runs, medians_in_turns(list(runs.values()), DEVICE), strict=True)
             times = {name: us for name, us in found if isinstance(us, float)}
+            label = replace(blank, format=p.fmt.spec, activation="fp16", M=m, N=n, K=k)
+            for name, us in times.items():
+                peer = "cublas" if name == "cublas" else "anybit-hopper"
+                rows.append(replace(label, peer=peer, us=round(us, 1), note=name))
             text = " ".join(f"{name}={times[name]:.1f}" for name in sorted(times, key=times.get))
             name = chosen.name if chosen else plan.kernel.name if plan else "dense"
             print(f"{scheme} {n}x{k} M={m} chosen {name} | {text}", flush=True)
+    bench.write_csv(args.out, rows)
 
 
 @lru_cache(maxsize=4)  # a layer is timed in several ways

@@ -291,8 +291,8 @@ def indexed(routing: Routing, block: int) -> dict[str, Tensor]:
     sorted_ids = torch.cat(ids).int()
     return {
         "sorted_ids": sorted_ids,
-        "expert_ids": torch.tensor(owners, dtype=torch.int32, device=DEVICE),
-        "num_tokens_padded": torch.tensor(len(sorted_ids), dtype=torch.int32, device=DEVICE),
+        "expert_ids": sorted_ids.new_tensor(owners),
+        "num_tokens_padded": sorted_ids.new_tensor(len(sorted_ids)),
     }
 
 

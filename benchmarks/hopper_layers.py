@@ -29,12 +29,9 @@ MORE_TILES = [
     Tile(96, split=2),
     *(Tile(128, rows=rows, shared=shared) for rows in (128, 256) for shared in (False, True)),
     *(Tile(tokens, rows=256, late=True) for tokens in (64, 96)),
-    *(Tile(tokens, rows=256, columns=64, late=True) for tokens in (144, 160)),
-    Tile(144, rows=256, columns=64, late=True, shared=True),
     *(Tile(tokens, rows=256, shared=True, late=True) for tokens in (64, 96)),
     *(Tile(tokens, rows=256, split=split) for tokens in (64, 96, 128) for split in (2, 3)),
     *(Tile(tokens, split=split) for tokens in (96, 192) for split in (2, 3)),
-    *(Tile(tokens, late=True) for tokens in (80, 112, 144, 160, 176)),
 ]  # tried by `sweep` and `compare` beside the family
 
 

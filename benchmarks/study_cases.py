@@ -167,8 +167,8 @@ folded:fp4 gptq
 """
 TEXTS = """
 bf16 dense
-int4 rtn gptq gptq/prose
-int4:group=128 rtn gptq gptq/prose
+int4 rtn,rtn+lorc gptq,gptq+lorc gptq/prose
+int4:group=128 rtn,rtn+lorc gptq,gptq+lorc gptq/prose
 """
 SMOKE = f"""
 bf16 dense

@@ -54,7 +54,6 @@ SHAPE = {
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
 }
-WIDTH = SHAPE["hidden_size"]
 SMOKE = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -122,22 +121,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the trained model")
     parser.add_argument("--seconds", type=float, default=350, help="training time (350)")
-    parser.add_argument("--steps", type=int, help="train for so many steps instead")
     parser.add_argument("--batch", type=int, default=64, help="windows in a batch (64)")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (0.001)")
     parser.add_argument(
         "--bytes", type=int, help="text to collect and tokenize (all that is found)"
     )
-    parser.add_argument("--width", type=int, default=WIDTH, help="a multiple of 256 (1024)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="a tiny model, 10 seconds, for CPU")
     args = parser.parse_args(arguments)
-    if args.width < 256 or args.width % 256:  # whole heads of 64
-        parser.error(f"--width {args.width} is no multiple of 256")
     args.window, args.noise, args.optimizer = CONTEXT, 0.0, "adamw"
-    modules, max_bytes = held_out_text(), args.bytes
-    shape = {name: size * args.width // WIDTH for name, size in SHAPE.items()}
-    shape["num_hidden_layers"] = SHAPE["num_hidden_layers"]
+    modules, max_bytes, shape = held_out_text(), args.bytes, SHAPE
     if args.smoke:
         args.seconds, args.batch, args.window = 10, 8, 128
         max_bytes, shape = 3_000_000, SMOKE

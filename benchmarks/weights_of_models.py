@@ -62,7 +62,8 @@ MODELS: dict[str, dict[str, Shape]] = {
 }
 
 
-# Seconds that the run of all formats takes for a weight, and more for each of its numbers.
+# Seconds that the run of all formats takes for a weight, and more for each of its numbers: a fit to
+# the run on two H200s that made h200_shapes.csv.
 SECONDS, MORE = 2.7, 11.5e-9
 
 

@@ -111,7 +111,7 @@ def trellis_options() -> str:
     titles = {"gptq": "GPTQ", "gptq@int8": "`@int8`", "additive": "tuned"}
     titles |= {"gptq-gradients": "gradients", "additive-gradients": "gradients, tuned"}
     found: dict[tuple[str, str], dict[str, str]] = {}
-    for row in read("h200_trellis"):
+    for row in (*read("h200_trellis"), *read("h200_trellis_gradients")):
         spec, at, activation = row["spec"].partition("@")
         trellis = spec.startswith("trellis") and spec.endswith("rotate=kn") and "code" not in spec
         if trellis or spec.startswith("codebook"):
@@ -214,15 +214,19 @@ def generation() -> str:
     measured = read("h200_generation") or read("cpu_generation")
     tasks = {task: title for task, title in TASKS.items() if task in {r["task"] for r in measured}}
     for row in measured:
-        name = "" if row["method"] == "dense" else row["method"]
-        name += f" ({row['text']})" * bool(row["text"])
-        found.setdefault((short(row["spec"]), name), {})[row["task"]] = row
+        found.setdefault((short(row["spec"]), quantized(row)), {})[row["task"]] = row
     out = [
         [*key, *("" if t not in rows else task(rows[t]) for t in tasks)]
         for key, rows in found.items()
     ]
     text = markdown(["format", "quantizer", *tasks.values()], out, words=2)
     return f"{text}\n\n{counted(measured)}" if text else ""
+
+
+def quantized(row: Row) -> str:
+    """A row's quantizer, and what it was calibrated on."""
+    name = "" if row["method"] == "dense" else row["method"]
+    return name + f" ({row['text']})" * bool(row["text"])
 
 
 def counted(measured: Iterable[Row]) -> str:
@@ -233,7 +237,9 @@ def counted(measured: Iterable[Row]) -> str:
     sizes = sorted({int(r["documents"]) for r in rows})
     names = " and ".join(dict.fromkeys(r["model"] for r in rows))
     samples = ", ".join(sorted({r["samples"] for r in changed if r["samples"] != "0"}, key=int))
-    said = "; ".join(f"{short(r['spec'])}, {TASKS[r['task']]}: {task(r)}" for r in clear)
+    said = "; ".join(
+        f"{short(r['spec'])} by {quantized(r)}, {TASKS[r['task']]}: {task(r)}" for r in clear
+    )
     return (
         f"{names}; {' to '.join(dict.fromkeys(map(str, (sizes[0], sizes[-1]))))} documents a task; "
         f"GPTQ with {samples} windows. Larger than two standard errors: {len(clear)} of "

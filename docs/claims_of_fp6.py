@@ -1,5 +1,6 @@
 """What ZeroQuant(4+2) and FP6-LLM claim."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from statistics import geometric_mean as mean
 
@@ -10,11 +11,9 @@ from paper_tables import (
     gains,
     gains_at,
     gains_of,
-    gains_of_full,
     named,
     over_layers,
     over_shapes,
-    parts_on_two,
     slower,
     timed,
 )
@@ -33,6 +32,8 @@ GEMM = "h200_gemm.csv: peer=anybit-hopper; activation=fp16; format="
 TALL = (57344, 8192)
 LARGER = "h200_layers.csv: model=llama-2-70b-fp6/llama-65b/opt-30b; M=8/16/32; format="
 SIMT = "CUDA cores fp32"
+LORC = "cpu_lorc.csv: model=pico; spec="
+LEFT = {"rtn": "", "rtn+lorc": "", "gptq": "code", "gptq+lorc": "code"}  # method: its text
 SHAPES = "h200_shapes.csv: peer=anybit-hopper; activation=fp16; format="
 
 
@@ -46,15 +47,30 @@ def grows(batch: str) -> str:
     return ", ".join(f"{x:.2f}x at {int(c):,} tokens" for c, x in gains_at(batch).items())
 
 
-def shrinking() -> str:
-    """fp6's gain by context, with as many sequences as fit."""
-    try:
-        gains = gains_of_full().items()
-    except Missing:
-        return "The paper's batches shrink as the cache grows, and its steps hold prompts, too"
-    return "With the best batch that fits 80 GB a GPU: " + ", ".join(
-        f"{x:.2f}x at {int(context):,} tokens" for context, x in gains
-    )
+def after_gptq(model: str, spec: str, text: str) -> float:
+    return one(f"{H200}{model}; spec={spec}; method=gptq; text={text}", "kl")
+
+
+def by_model(figure: Callable[[str], float], unit: str = "x") -> str:
+    """A figure of the two models that GPTQ was calibrated on with two kinds of text."""
+    sizes = {"pico": "7M", "study-105m": "105M"}
+    return ", ".join(f"{name} {figure(model):.2f}{unit}" for model, name in sizes.items())
+
+
+def overfit_of(spec: str) -> str:
+    """What calibration on prose costs on code, over calibration on code."""
+    return by_model(lambda m: after_gptq(m, spec, "prose") / after_gptq(m, spec, "code"))
+
+
+def left_by_gptq(model: str) -> float:
+    """What it leaves of the KL of rounding."""
+    return after_gptq(model, "int4", "code") / one(f"{H200}{model}; spec=int4; method=rtn", "kl")
+
+
+def left_on_pico(method: str) -> str:
+    """What a method leaves of the KL of rounding, measured on a CPU."""
+    kl = {m: one(f"{LORC}int4; method={m}; text={t}", "kl") for m, t in LEFT.items()}
+    return f"{kl[method] / kl['rtn']:.2f}"
 
 
 def linear() -> list[str]:
@@ -157,11 +173,14 @@ def zeroquant() -> list[Claim]:
             "by loss perhaps, by KL not; see [Accuracy](../accuracy.md#the-papers-claims)",
             H200 + "study-105m; spec=int4/int4:group=128; method=gptq",
         ),
-        Claim(
+        measured(
             "... and large models less",
             "1B to 65B",
-            "",
-            "not run: needs models of several sizes, trained alike",
+            lambda: (
+                "seen on two models, trained differently; KL after prose over KL after code: int4 "
+                f"rows {overfit_of('int4')}; groups {overfit_of('int4:group=128')}"
+            ),
+            H200 + "pico/study-105m; spec=int4/int4:group=128; method=gptq",
         ),
         Claim(
             "INT4 loses code generation",
@@ -180,17 +199,29 @@ def zeroquant() -> list[Claim]:
             + ", benchmarks/code_tests.py",
         ),
         Claim(
+            "Zero-shot tasks",
+            "means of PIQA, ARC and others",
+            "which of four lines comes next in held-out code, minus bf16's: "
+            f"{changes('python_next_line')}; public tasks (`anybit eval --tasks`) need a network",
+            task("python_next_line", "int4/int4:group=128/fp6"),
+        ),
+        Claim(
             "INT4 loses summaries, FP6 does not",
             "BART-406M, ROUGE on CNN and XSum",
             f"docstrings of functions, ROUGE-L minus bf16's: {changes('python_docstring')}; "
             "no BART was at hand",
             task("python_docstring", "int4/int4:group=128/fp6"),
         ),
-        Claim(
+        measured(
             "GPTQ and LoRC (a low-rank part beside the codes) help large models most",
             "prior work",
-            "",
-            "not run: LoRC adds two products to each layer, and the paper's FP6 needs none",
+            lambda: (
+                "of the KL of rounded int4 rows, GPTQ leaves "
+                f"{by_model(left_by_gptq, '')}; LoRC of rank 8 on the 7M model "
+                f"{left_on_pico('rtn+lorc')}, GPTQ with 16 windows {left_on_pico('gptq')}, both "
+                f"{left_on_pico('gptq+lorc')}"
+            ),
+            H200 + f"pico/study-105m; spec=int4; method=rtn/gptq, {LORC}int4",
         ),
         Claim("4+2 storage", "4 and 2 bits", "planes of 4, 2 and 1 bits", "anybit/core/planes.py"),
         Claim(
@@ -351,18 +382,15 @@ def fp6_llm() -> list[Claim]:
             "LLaMA-70B on one GPU instead of two, tokens a second and GPU",
             "1.69x to 2.65x",
             lambda: (
-                f"{span(gains())}, beside our engine in bf16 on two, sums by NCCL"
-                if read("h200_two_gpus")
-                else f"{span(gains())} of the most that bf16 reaches on two (half of its layers on "
-                "one, and no communication)"
+                f"{span(gains())} of the most that bf16 reaches on two (half of its layers on one, "
+                "and no communication)"
             ),
-            "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model"
-            + ", h200_two_gpus.csv: sums=yes" * bool(read("h200_two_gpus")),
+            "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model",
         ),
         measured(
             "... its linear layers alone, over cuBLAS on two GPUs",
             "1.20x on average",
-            lambda: f"{span(parts_on_two('gemm_us'))}, over half of them on one",
+            lambda: f"{span(gains('gemm_us'))}, over half of them on one",
             "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model",
         ),
         *(
@@ -389,10 +417,10 @@ def fp6_llm() -> list[Claim]:
             "The gain grows with the generated length",
             "figure",
             lambda: (
-                f"not at a fixed batch: 70B, batch 1: {grows('1')}; batch 64: {grows('64')}. "
-                f"{shrinking()}"
+                f"not at a fixed batch: 70B, batch 1: {grows('1')}; batch 64: {grows('64')}. The "
+                "paper's batches shrink as the cache grows, and its steps hold prompts, too"
             ),
-            "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model",
+            "h200_papers_engine.csv: model=llama-3-70b/llama-3-70b-half; kv=model; batch=1/64",
         ),
         Claim(
             "A library with a C++ interface, in place of cuBLAS, and one that packs weights",

@@ -3,6 +3,7 @@
 import re
 from itertools import product
 
+import torch
 from kernel_tables import times
 from results import (
     BIG,
@@ -23,6 +24,9 @@ from results import (
     score,
     us,
 )
+
+from anybit.core.format import get_format
+from anybit.kernels.hopper.lookup import LookupDecoder, choose, lookup
 
 # Linear layers of a decoder block, none merged: q, k, v, o, gate, up, down as (N, K).
 BLOCKS = {
@@ -77,6 +81,7 @@ def made() -> dict[str, str]:
         "codebook_layers": times(LAYERS, LAYER_CELLS, "h200_codebook", floor=True),
         "codebook_blocks": blocks(),
         "codebook_batch": batch(),
+        "codebook_many": many(),
         "codebook_bits": bits(),
         "codebook_groups": groups(),
         "codebook_tiles": tile_sizes(),
@@ -118,6 +123,34 @@ def batch() -> str:
         if any(values)
     ]
     return markdown(["tokens", *(columns[i][0] for i in some)], out)
+
+
+def chosen(spec: str) -> dict[tuple[int, int, int], tuple[float, float]]:
+    """(N, K, M) of more than 16 tokens -> us of the tile that is chosen, and of cuBLAS in turns."""
+    decoder = lookup(get_format(spec), torch.float16)
+    assert isinstance(decoder, LookupDecoder)
+    timed: dict[tuple[int, int, int], dict[str, float]] = {}
+    for row in read("h200_codebook_tiles"):
+        if row["format"] == spec and int(row["M"]) > 16:
+            cell = int(row["N"]), int(row["K"]), int(row["M"])
+            timed.setdefault(cell, {})[row["note"]] = float(row["us"])
+    out = {}
+    for (n, k, m), of_cell in timed.items():
+        tile = choose(decoder, m, n, k)
+        assert tile is not None
+        out[n, k, m] = of_cell[tile.name], of_cell["cublas"]
+    return out
+
+
+def many() -> str:
+    """More than 16 tokens: the tiles that are chosen, in turns with cuBLAS."""
+    found, out = [chosen(spec) for spec in (M1V4, M2V8)], []
+    for n, k, m in found[0]:
+        values = [f"{n}x{k}", str(m)]
+        for time, dense in (of_spec[n, k, m] for of_spec in found):
+            values += [number(time), f"{dense / time:.2f}x"]
+        out.append(values)
+    return markdown(["weight", "M", "m1v4", "/ cuBLAS", "m2v8", "/ cuBLAS"], out, words=2)
 
 
 def engine() -> str:
@@ -265,6 +298,10 @@ SCORED = [  # format, quantizer, model
     (M2V8, "additive", "pico"),
     (M1V4, "additive", "pico"),
     ("codebook:m=1,v=4,group=16", "additive", "pico"),
+    ("codebook:m=2,v=8,group=16", "additive", "pico"),
+    ("codebook:m=1,v=4", "additive", "pico"),
+    ("codebook:m=2,v=8", "additive", "pico"),
+    ("codebook:m=3,v=16,group=32", "additive", "pico"),
     (M2V8, "additive+pv", "pico"),
     ("int2:group=128", "gptq", "pico"),
 ]

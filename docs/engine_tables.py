@@ -28,6 +28,7 @@ LLAMA = "llama-3-8b"
 def made() -> dict[str, str]:
     return {
         "headline": headline(),
+        "prompts": prompts(),
         "speeds": speeds(),
         "accuracy": accuracy(),
         "engine_llama3": engine(LLAMA),
@@ -159,17 +160,36 @@ def headline() -> str:
     return markdown(["measured on one NVIDIA H200", "bf16", "anybit", ""], out)
 
 
+def prompts() -> str:
+    """Milliseconds to a prompt's first token, by length, and tokens a second of several at once."""
+    found: dict[tuple[str, str], dict[tuple[int, int], Row]] = defaultdict(dict)
+    for row in read("h200_prompts"):
+        size = int(row["prompts"]), int(row["tokens"])
+        found[row["format"], row["graphs"]][size] = row
+    sizes = sorted({size for rows in found.values() for size in rows})
+    out = []
+    for (spec, graphs), rows in found.items():
+        cells = [
+            "" if size not in rows
+            else f"{float(rows[size]['ms']):.1f}" if size[0] == 1
+            else f"{float(rows[size]['tokens_per_s']):,.0f}"
+            for size in sizes
+        ]  # fmt: skip
+        out.append([f"`{spec}`", graphs, *cells])
+    titles = [f"{t:,}" if n == 1 else f"{n} of {t:,}, tokens/s" for n, t in sizes]
+    return markdown(["weights", "graphs", *titles], out, words=2)
+
+
 def on_one_gpu(batch: str = "16", context: str = "640") -> list[list[str]]:
     """What a model of 70 billion parameters gains by fitting into one GPU."""
-    row = paper_tables.steps().get((*paper_tables.ONE, batch, context))
-    both = paper_tables.on_two(batch, context)
-    if not row or not both:
+    pair = (("llama-3-70b-half", "bf16", "model"), ("llama-3-70b", "fp6", "model"))
+    rows = [paper_tables.steps().get((*key, batch, context)) for key in pair]
+    if not all(rows):
         return []
-    fp6, two = float(row["tokens_per_s"]), int(batch) / both * 1e6 / 2
-    most = "" if read("h200_two_gpus") else " at most"
+    half, fp6 = (float(row["tokens_per_s"]) for row in rows if row)
     return [
         [f"Decoded tokens/s a GPU, Llama-3-70B shapes, batch {batch}: `fp6` on one, bf16 on two",
-         f"{two:,.0f}{most}", f"{fp6:,.0f}", f"**{fp6 / two:.1f}x as many**"],
+         f"{half / 2:,.0f} at most", f"{fp6:,.0f}", f"**{2 * fp6 / half:.1f}x as many**"],
     ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from results import Missing, Row, cells, find, markdown, number, read, us
 
 ENGINE, LAYERS, ABLATION = "h200_papers_engine", "h200_layers", "h200_ablation"
-HALF = "llama-3-70b-half"  # bf16's layers on one of two GPUs
+HALF = "llama-3-70b-half"
 CACHES = {"model": "bf16", "int8": "int8, by tokens", "int8-static": "int8, by channels"}
 NAMES = {
     "llama-2-7b": "Llama-2-7B", "llama-2-13b": "Llama-2-13B", "llama-2-70b": "Llama-2-70B",
@@ -26,8 +26,6 @@ WAYS = {  # decoder and pipeline of `benchmarks/ablation.py`
 }
 BATCHES = (1, 16, 64, 128, 256, 512)
 Key = tuple[str, ...]
-LENGTH = 1536  # tokens of the sequences that `batch_in_80gb` counts
-ONE: Key = ("llama-3-70b", "fp6", "model")
 
 
 def made() -> dict[str, str]:
@@ -49,101 +47,52 @@ def grouped(rows: Iterable[Row], *columns: str) -> dict[Key, Row]:
     return {tuple(row[c] for c in columns): row for row in rows}
 
 
-def steps() -> dict[Key, Row]:
+def steps(run: str = ENGINE) -> dict[Key, Row]:
     """Decode steps by model, format, cache, batch and context; not those without our kernels."""
-    rows = (row for row in read(ENGINE) if row["backends"] != "triton")
+    rows = (row for row in read(run) if row["backends"] != "triton")
     return grouped(rows, "model", "format", "kv", "batch", "context")
 
 
 def llama70b() -> str:
-    """Tokens a second and GPU: fp6 on one, bf16 on two, or the most that it can do there."""
+    """Tokens a second and GPU: fp6 on one, against the best that bf16 can do on two."""
     found, out = steps(), []
-    run = read("h200_two_gpus")
     for (model, spec, kv, batch, context), row in sorted(found.items(), key=by_size):
-        if (model, spec, kv) != ("llama-3-70b", "fp6", "model"):
+        half = found.get((HALF, "bf16", kv, batch, context))
+        if (model, spec) != ("llama-3-70b", "fp6") or half is None:
             continue
-        if context not in gains_at(batch, missing=True):
-            continue
-        gain, ours = gains_at(batch)[context], float(row["tokens_per_s"])
-        theirs = on_two(batch, context)
+        ours = float(row["tokens_per_s"])
+        theirs = float(half["tokens_per_s"]) / 2
+        cells = [float(row["step_us"]) / 1e3, float(half["step_us"]) / 1e3]
         out.append(
-            [f"{int(context):,}", batch, f"{float(row['step_us']) / 1e3:.1f}",
-             f"{theirs / 1e3:.1f}", f"{ours:,.0f}",
-             f"{int(batch) / theirs * 1e6 / 2:,.0f}", f"{gain:.2f}x"]
+            [f"{int(context):,}", batch, *(f"{ms:.1f}" for ms in cells), f"{ours:,.0f}",
+             f"{theirs:,.0f}", f"{gains_at(batch)[context]:.2f}x"]
         )  # fmt: skip
-    both = "bf16 on two, ms" if run else "half of bf16, ms"
-    titles = ["context", "batch", "fp6, ms a step", both, "fp6, tokens/s and GPU"]
-    return markdown([*titles, "bf16 on two" + ", at most" * (not run), ""], out)
+    titles = ["context", "batch", "fp6, ms a step", "half of bf16, ms"]
+    return markdown([*titles, "fp6, tokens/s and GPU", "bf16 on two, at most", ""], out)
 
 
-def on_two(batch: str, context: str) -> float:
-    """Microseconds of a step of bf16 on two GPUs; half of it on one until that was measured."""
-    place = grouped(read("h200_two_gpus"), "batch", "context", "sums")
-    row = place.get((batch, context, "yes"))
-    if not place:
-        row = steps().get((HALF, "bf16", "model", batch, context))
-    return float(row["step_us"]) if row else 0.0
-
-
-def gains() -> list[float]:
-    """Of fp6 on one GPU over bf16 on two in tokens a second and GPU, all batches and contexts."""
-    batches = {key[3] for key in steps() if key[:2] == ("llama-3-70b", "fp6")}
-    found = [x for b in sorted(batches) for x in gains_at(b, missing=True).values()]
+def gains(part: str = "tokens") -> list[float]:
+    """Of fp6 on one GPU over bf16 on two, for all batches and contexts; or times of a part."""
+    batches = [{key[3] for key in steps() if key[0] == model} for model in ("llama-3-70b", HALF)]
+    found = [x for b in sorted(set.intersection(*batches)) for x in gains_at(b, part).values()]
     if not found:
         raise Missing("70B")
     return found
 
 
-def gains_at(batch: str, missing: bool = False) -> dict[str, float]:
-    """Of one batch, by context. missing: {} where that was not measured."""
-    out = {}
-    for context in sorted({key[4] for key in steps()}, key=int):
-        ours, both = steps().get((*ONE, batch, context)), on_two(batch, context)
-        if ours and both:
-            out[context] = 2 * both / float(ours["step_us"])
-    if not out and not missing:
-        raise Missing(f"70B, batch {batch}")
-    return out
-
-
-def gains_of_full() -> dict[str, float]:
-    """Of the best batches that fit 80 GB a GPU, by context."""
-    out = {}
-    for context in sorted({key[4] for key in steps() if key[:3] == ONE}, key=int):
-        ours = [int(b) / float(steps()[*ONE, b, context]["step_us"]) for b in fitting(ONE, context)]
-        batches = fitting((HALF, "bf16", "model"), context)
-        both = [int(b) / us / 2 for b in batches if (us := on_two(b, context))]
-        if ours and both:
-            out[context] = max(ours) / max(both)
-    if len(out) < 2:
-        raise Missing("70B by length")
-    return out
-
-
-def fitting(key: Key, context: str) -> list[str]:
-    """Batches of a model, format and cache that were measured and fit 80 GB at a context.
-
-    None unless one of them fills most of it.
-    """
-    rows = [row for (*of, _, c), row in steps().items() if (tuple(of), c) == (key, context)]
-    used = {
-        row["batch"]: int(row["batch"]) * int(context) / (int(row["batch_in_80gb"]) * LENGTH)
-        for row in rows
-    }
-    fits = {batch: part for batch, part in used.items() if part <= 1}
-    return list(fits) if max(fits.values(), default=0) > 0.8 else []
-
-
-def parts_on_two(part: str) -> list[float]:
-    """Time of a part of bf16's step, half of the layers, over fp6's."""
-    found = steps()
-    out = [
-        float(half[part]) / float(row[part])
-        for (*of, batch, context), row in found.items()
-        if tuple(of) == ONE and (half := found.get((HALF, "bf16", "model", batch, context)))
-    ]
+def gains_at(batch: str, part: str = "tokens") -> dict[str, float]:
+    """Of one batch, by context: tokens a second and GPU, or what a part of a step takes."""
+    found, out = steps(), {}
+    for context in sorted({key[4] for key in found}, key=int):
+        keys = (
+            (*m, batch, context) for m in (("llama-3-70b", "fp6", "model"), (HALF, "bf16", "model"))
+        )
+        ours, half = (found.get(key) for key in keys)
+        if ours and half:
+            column, gpus = ("step_us", 2) if part == "tokens" else (part, 1)
+            out[context] = gpus * float(half[column]) / float(ours[column])
     if not out:
-        raise Missing("70B")
+        raise Missing(f"70B, batch {batch}")
     return out
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from functools import cache
 from pathlib import Path
 
@@ -286,6 +287,11 @@ def test_bad_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr("anybit.planning.allocate.sensitivities", None)  # nothing is measured before
         with pytest.raises(ValueError, match=r"smallest choice of these formats, 2\.75. bits"):
             plan_formats(make(), ids, 1.5, candidates=small)
+        with pytest.raises(ValueError, match="a budget of nan bits is below"):
+            plan_formats(make(), ids, math.nan, candidates=small)
+        quantized = anybit.quantize_(make(), "int8")
+        with pytest.raises(ValueError, match="quantized already; give the dense model"):
+            plan_formats(quantized, ids, 4, candidates=small)
     with pytest.raises(ValueError, match="give one budget"):
         plan_formats(make(), ids)
     with pytest.raises(ValueError, match="unknown device 'abacus'; known: a100, h100, h200"):

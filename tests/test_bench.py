@@ -416,7 +416,7 @@ def test_tokens_are_sorted_by_expert(experts):
 @pytest.mark.parametrize("block", [1, 4, 8])
 def test_an_index_has_every_choice_once_in_blocks_of_one_expert(experts, block):
     routing = routed(experts)
-    found = experts.indexed(routing, block)
+    found = script("experts_cases").indexed(routing, block)
     ids, owners = found["sorted_ids"], found["expert_ids"]
     assert len(ids) == len(owners) * block == found["num_tokens_padded"]
     real = ids < 14

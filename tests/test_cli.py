@@ -190,6 +190,13 @@ def test_usage_errors_exit_with_2() -> None:
     assert "--bits 4.5, or --latency-us" in run("plan", PICO, code=2)[1]
 
 
+def test_a_plan_is_of_a_dense_model(fp6: Path) -> None:
+    _, stderr = run("plan", str(fp6), "--bits", "4.5", code=1)
+    assert stderr.endswith("is quantized already, with anybit; start from the dense one\n")
+    _, stderr = run("plan", "no/model", "--bits", "4.5", code=1)
+    assert "no/model does not exist" in stderr
+
+
 def test_an_output_that_exists_needs_overwrite(fp6: Path) -> None:
     before = (fp6 / "config.json").stat().st_mtime_ns
     _, stderr = run("quantize", PICO, "--format", "int4", "-o", fp6, code=1)

@@ -112,6 +112,7 @@ CONFIGS = [
     ({"architectures": "LlamaForCausalLM"}, "not a list of names"),
     ({"model_type": "nobody"}, "nobody"),
     ({"quantization_config": "x"}, "quantization_config is 'x', and must be an object"),
+    ({"quantization_config": []}, "quantization_config is [], and must be an object"),
 ]
 FILES = [
     ("pickle", "no safetensors, only pytorch_model.bin"),

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 import anybit
 from anybit.checkpoint import rewrite, stream
 from anybit.checkpoint.save_load import load_dense
-from anybit.checkpoint.stream import quantize_checkpoint
+from anybit.checkpoint.stream import Quantization, quantize_checkpoint
 from anybit.errors import InvalidInput
-from anybit.files.directory import write_json
+from anybit.files.directory import held, write_json
 from anybit.files.safetensors import ShardWriter
 from tests.tiny import dense, llama, same_state
 
@@ -240,6 +240,42 @@ def test_resume_is_refused_when_something_changed(copy, tmp_path, monkeypatch):
 
 
 # Bad input.
+
+
+def test_two_runs_do_not_write_into_one_directory(source, tmp_path, monkeypatch):
+    """The second one is told at once, and the first one ends as if it were alone."""
+    out, told = tmp_path / "out", []
+    write = Quantization.write
+
+    def beside(self, *args):
+        if not told:
+            told.append("")
+            for overwrite in (False, True):
+                with pytest.raises(
+                    InvalidInput, match=r"another run is writing into .*out\.partial"
+                ):
+                    quantize_checkpoint(source, out, "int8", overwrite=overwrite)
+        write(self, *args)
+
+    monkeypatch.setattr(Quantization, "write", beside)
+    quantize_checkpoint(source, out, "int4:group=32")
+    assert told
+    monkeypatch.undo()
+    quantize_checkpoint(source, tmp_path / "alone", "int4:group=32")
+    assert contents(out) == contents(tmp_path / "alone")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_an_output_that_another_run_has_finished_meanwhile_is_kept(source, tmp_path, monkeypatch):
+    def first(directory):
+        monkeypatch.undo()
+        quantize_checkpoint(source, tmp_path / "out", "int4:group=32")
+        return held(directory)
+
+    monkeypatch.setattr("anybit.checkpoint.rewrite.held", first)
+    with pytest.raises(FileExistsError, match="out exists"):
+        quantize_checkpoint(source, tmp_path / "out", "int8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def test_existing_output(source, tmp_path):

@@ -19,8 +19,10 @@ from anybit.checkpoint.rewrite import check_paths, fingerprint
 from anybit.checkpoint.stream import Quantization, plan_quantization
 from anybit.errors import InvalidInput
 from anybit.files.directory import (
+    check_absent,
     check_space,
     copy_others,
+    held,
     move_directory,
     write_json,
 )
@@ -67,7 +69,8 @@ def calibrate_checkpoint(
         FileExistsError: `out` exists.
         FileNotFoundError: The source is incomplete.
         InvalidInput: As `quantize_checkpoint` and `quantize_` do; also when `OUT.partial` holds an
-            unfinished run of other settings, or blocks are stored under other names.
+            unfinished run of other settings, another run is writing into it, or blocks are stored
+            under other names.
         OSError: The disk is too small.
     """
     source, out = Path(source), Path(out).absolute()
@@ -78,20 +81,21 @@ def calibrate_checkpoint(
     schemes = {work.names[n].removesuffix(".weight"): scheme for n, scheme in work.schemes.items()}
     model, prefix = without_blocks(work.model, source, schemes, work.heads)
     partial = out.with_name(out.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    check_space(partial, work.needed(list(work.shards)))
-    tensors = {name: work.stored[key] for key, name in work.names.items()}
-    stored = StoredBlocks(tensors, f"files {fingerprint(source, work.stored)}")
-    calibration = dataclasses.replace(calibration, work=partial)
-    try:
-        calibrate(model, schemes, quantizer, calibration, show_progress, stored)
-    except BaseException:
-        if not any(partial.glob("block_*")):  # nothing to go on from
-            shutil.rmtree(partial)
-        raise
-    finish(partial, source, work, model, prefix)
-    write_card(partial, str(source), work.quantized)
-    move_directory(partial, out)
+    with held(partial):
+        check_absent(out, overwrite)  # another run may have written it meanwhile
+        check_space(partial, work.needed(list(work.shards)))
+        tensors = {name: work.stored[key] for key, name in work.names.items()}
+        stored = StoredBlocks(tensors, f"files {fingerprint(source, work.stored)}")
+        calibration = dataclasses.replace(calibration, work=partial)
+        try:
+            calibrate(model, schemes, quantizer, calibration, show_progress, stored)
+        except BaseException:
+            if not any(partial.glob("block_*")):  # nothing to go on from
+                shutil.rmtree(partial)
+            raise
+        finish(partial, source, work, model, prefix)
+        write_card(partial, str(source), work.quantized)
+        move_directory(partial, out)
     return out
 
 

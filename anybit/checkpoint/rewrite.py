@@ -20,6 +20,7 @@ from anybit.files.directory import (
     check_space,
     copy_others,
     disk_full,
+    held,
     is_disk_full,
     move_directory,
     read_json,
@@ -128,13 +129,22 @@ def rewrite(
         The bytes of all tensors written, and how many shards an earlier run had finished.
 
     Raises:
-        InvalidInput: `OUT.partial` holds an unfinished run of other settings.
+        InvalidInput: `OUT.partial` holds an unfinished run of other settings, or another run is
+            writing into it.
         FileExistsError: `OUT.partial` holds something else.
         OSError: The disk is too small.
     """
     partial = out.with_name(out.name + ".partial")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    begin(partial, work.manifest, overwrite)
+    with held(partial):
+        check_absent(out, overwrite)  # another run may have written it meanwhile
+        begin(partial, work.manifest, overwrite)
+        return write_shards(work, source, out, partial, show_progress, title)
+
+
+def write_shards(
+    work: Rewrite, source: Path, out: Path, partial: Path, show_progress: bool | None, title: str
+) -> tuple[int, int]:
+    """As `rewrite`, when the directory of unfinished shards is there."""
     todo = [path for path in work.shards if not (partial / path).exists()]
     resumed = len(work.shards) - len(todo)
     try:
@@ -166,7 +176,7 @@ def rewrite(
 
 
 def begin(partial: Path, manifest: Mapping[str, Any], overwrite: bool) -> None:
-    """Make the directory of an unfinished run, or go on with it when its manifest is the same."""
+    """Put a manifest into a directory, or go on with the run there if its manifest is the same."""
     path = partial / MANIFEST
     if path.is_file():
         old, new = read_json(path), json.loads(json.dumps(manifest))
@@ -181,10 +191,10 @@ def begin(partial: Path, manifest: Mapping[str, Any], overwrite: bool) -> None:
             for left in partial.glob("*.tmp"):
                 left.unlink()
             return
-        shutil.rmtree(partial)
-    elif partial.exists() and any(p.suffix != ".tmp" for p in partial.iterdir()):
+        for left in partial.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    elif any(p.suffix != ".tmp" for p in partial.iterdir()):
         raise FileExistsError(f"{partial} is needed for unfinished shards, but is in use; move it")
-    partial.mkdir(exist_ok=True)
     write_json(path.with_suffix(".tmp"), manifest)
     os.replace(path.with_suffix(".tmp"), path)
 

@@ -24,7 +24,7 @@ from anybit.checkpoint.rewrite import (
 from anybit.core.packed import tensor_shapes
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
-from anybit.files.directory import megabytes, quantization_of, read_json
+from anybit.files.directory import dense_config, megabytes
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import expert_layers
 from anybit.nn.linear import check_finite, is_conv1d
@@ -211,12 +211,7 @@ def plan_quantization(
         InvalidInput: The source is damaged or quantized already, the plan does not fit its
             layers, or its tensors do not fit its config.json.
     """
-    config = read_json(source / "config.json")
-    if quantization := quantization_of(config, source):
-        method = quantization.get("quant_method", "an unknown method")
-        raise InvalidInput(
-            f"{source} is quantized already, with {method}; start from the dense one"
-        )
+    config = dense_config(source)
     model, tensors = bare_model(source), stored_tensors(source)
     formats = planned(quantizer, full_plan(model, spec), dense_layers(model))
     heads = untied_heads(model, resolve(dense_layers(model), formats))

@@ -251,9 +251,11 @@ def plan(
 
     from anybit.checkpoint.save_load import load_dense
     from anybit.cli.options import calibration_of
+    from anybit.files.directory import dense_config
     from anybit.formats.presets import CANDIDATES
     from anybit.planning.allocate import plan_formats
 
+    dense_config(model)
     if calibrate is None:
         say("no --calibrate: planning by the errors of the weights alone")
     chosen = plan_formats(

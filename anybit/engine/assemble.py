@@ -10,6 +10,7 @@ from anybit.engine.block_manager import BlockManager
 from anybit.engine.draft_model import DraftModel
 from anybit.engine.engine import Decode, Engine
 from anybit.engine.fallback import Generator
+from anybit.engine.graphs import PROMPTS
 from anybit.engine.int4 import INT4
 from anybit.engine.loader import Loaded
 from anybit.engine.lookup import Lookup
@@ -109,7 +110,8 @@ def runner_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> tuple
         models.append(small.model)
     size, kind = settings.block_size, settings.kv_dtype
     tokens = min(settings.max_tokens, most * model.length)
-    step = step_bytes(loaded.config.get_text_config(), tokens, most)
+    kept = 0 if settings.deterministic else max(rows, PROMPTS[-1])  # in the memory of graphs
+    step = step_bytes(loaded.config.get_text_config(), tokens + kept, most)
     blocks = cache_blocks(models, size, kind, settings.kv_bytes, most, step)
     return ModelRunner(model, blocks, size, kind, rows, settings.deterministic), blocks
 

@@ -117,7 +117,7 @@ class ModelRunner:
         adapters = self.model.adapters
         adapted = adapters is not None and adapters.select(scheduled, self.device)
         graphs = None if reading or adapted else self.graphs
-        if graphs is not None and graphs.can(scheduled):
+        if graphs is not None and graphs.can_write(scheduled):
             return graphs.logits(scheduled, given)
         if graphs is not None and given is None and graphs.can_read(scheduled):
             hidden = graphs.hidden(scheduled)

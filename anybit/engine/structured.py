@@ -8,8 +8,10 @@ import copy
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ class Structured:
             return grammar_from("grammar", self.grammar)
         if self.choice is not None:
             options = " | ".join(json.dumps(str(option)) for option in self.choice)
-            return LLMatcher.grammar_from_lark(f"start: {options}")
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}")
         return LLMatcher.grammar_from_lark(f"start: {json_rule(self.json)}")
 
 
@@ -81,9 +83,9 @@ def json_rule(schema: Any) -> str:
 
 
 def reason(grammar: Any) -> str:
-    """What is wrong with a grammar, in one line and without its source."""
+    """What is wrong with a grammar, in one line and without its source or llguidance's state."""
     text, _, _ = grammar.get_error().partition("\n   1 |")
-    return " ".join(text.split())
+    return " ".join(text.partition("<state>")[0].split())
 
 
 class Grammars:
@@ -110,11 +112,20 @@ class Grammars:
             found = LLMatcher(tokens, source, log_level=0)
             if found.is_error():
                 raise InvalidInput(f"the grammar is not taken: {reason(found)}")
+            first = found.deep_copy()
+            first.compute_bitmask()
+            if first.is_error():
+                raise InvalidInput(f"the grammar has no text, or is too large: {reason(first)}")
         with self._lock:
             self._compiled[source] = found
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-        return Matcher(found.deep_copy(), structured)
+        return Matcher(found.deep_copy(), structured, partial(self._forget, source))
+
+    def _forget(self, source: str) -> None:
+        """Compile it anew for the next request: all copies share tables, which may be full."""
+        with self._lock:
+            self._compiled.pop(source, None)
 
     def _tokenizer(self) -> Any:
         try:
@@ -133,10 +144,13 @@ class Grammars:
 
 
 class Matcher:
-    """Where a text stands in its grammar. ended: nothing may follow. error: why it cannot go on."""
+    """Where a text stands in its grammar. ended: nothing may follow. error: why it cannot go on.
 
-    def __init__(self, grammar: Any, structured: Structured):
-        self.grammar = grammar
+    failed: is called when there is an error.
+    """
+
+    def __init__(self, grammar: Any, structured: Structured, failed: Callable[[], None]):
+        self.grammar, self.failed = grammar, failed
         self.open, self.close = structured.think or (-1, -1)
         self.fresh, self.thinking = structured.think is not None, structured.thinking
         self.ended, self.error = False, ""
@@ -147,8 +161,7 @@ class Matcher:
             bits.fill_(-1)
             return
         self.grammar.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * bits.element_size())
-        if self.grammar.is_error():
-            self.error = f"the grammar cannot go on: {reason(self.grammar)}"
+        self._check()
         if self.fresh:
             word, bit = divmod(self.open, 32)
             bits[word] |= (1 << bit) - (1 << 32 if bit == 31 else 0)
@@ -173,10 +186,14 @@ class Matcher:
             self.thinking = True
         else:
             self.grammar.consume_token(token)
-            if self.grammar.is_error():
-                self.error = f"the grammar cannot go on: {reason(self.grammar)}"
-            self.ended = self.grammar.is_stopped()
+            self._check()
+            self.ended = not self.error and self.grammar.is_stopped()  # an error stops it, too
         self.fresh = False
+
+    def _check(self) -> None:
+        if self.grammar.is_error():
+            self.error = f"the grammar cannot go on: {reason(self.grammar)}; make it simpler"
+            self.failed()
 
 
 def constrain(logits: Tensor, matchers: list[Matcher | None]) -> Tensor:

@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,31 @@ def absent(path: Path) -> str:
 
 def quantization_of(config: dict[str, Any], source: Path) -> dict[str, Any]:
     """What a config.json says of how the model is quantized; {} when nothing."""
-    found = config.get("quantization_config") or {}
+    found = config.get("quantization_config")
+    if found is None:
+        return {}
     if not isinstance(found, dict):
         raise InvalidInput(
             f"{source}: config.json: quantization_config is {found!r}, and must be an object; "
             "repair it, or remove it from a dense model"
         )
     return found
+
+
+def dense_config(source: Path) -> dict[str, Any]:
+    """The config.json of a model that is to be quantized.
+
+    Raises:
+        FileNotFoundError: There is none.
+        InvalidInput: It is damaged, or says that the model is quantized already.
+    """
+    config = read_json(source / "config.json")
+    if quantization := quantization_of(config, source):
+        method = quantization.get("quant_method", "an unknown method")
+        raise InvalidInput(
+            f"{source} is quantized already, with {method}; start from the dense one"
+        )
+    return config
 
 
 @contextmanager
@@ -91,6 +109,54 @@ def new_directory(out: Path, overwrite: bool, needed: int) -> Iterator[Path]:
         if is_disk_full(error):
             raise disk_full(out.parent, needed) from error
         raise
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Make a directory, if there is none, and let no other run hold it meanwhile.
+
+    It may be renamed then, and is removed if it is empty at the end. A process that is killed holds
+    nothing any more. Windows and some network file systems have no such locks: nobody is kept out.
+
+    Raises:
+        InvalidInput: Another run holds it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if os.name == "nt":
+        yield
+        return
+    handle = os.open(directory, os.O_RDONLY)
+
+    def there() -> bool:
+        return directory.exists() and os.path.samestat(os.fstat(handle), directory.stat())
+
+    try:
+        if not (lock(handle) and there()):  # if it is not there, its run has just ended
+            raise InvalidInput(
+                f"another run is writing into {directory}; wait for its end, or choose another "
+                "directory"
+            )
+        try:
+            yield
+        finally:
+            if there():
+                with suppress(OSError):  # not empty
+                    directory.rmdir()
+    finally:
+        os.close(handle)
+
+
+def lock(handle: int) -> bool:
+    """Whether nobody else has locked an open file; then it is ours until it is closed."""
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # no locks here
+        pass
+    return True
 
 
 def check_absent(out: Path, overwrite: bool) -> None:

@@ -105,6 +105,10 @@ class TrellisDecoder(HalfDecoder):
         return self.instructions / PLANE[self.slot]
 
     @property
+    def hidden(self) -> float:  # type: ignore[override]
+        return 1.0 if self.slot == 16 else 0.4  # products that decode wait for others
+
+    @property
     def step(self) -> int:
         """Bits of a step."""
         return self.bits * PAIRS.get(self.code, 1)

@@ -27,7 +27,7 @@ from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.formats.presets import CANDIDATES
 from anybit.nn.experts import Experts, of_all_experts
-from anybit.nn.model import dense_layers, linear_at, taken_apart
+from anybit.nn.model import dense_layers, linear_at, quantized_layers, taken_apart
 from anybit.nn.plan import is_head
 from anybit.nn.tied import tied_to_embeddings
 from anybit.planning.allocation import Allocation, Group, Option
@@ -89,8 +89,8 @@ def plan_formats(
 
     Raises:
         InvalidInput: The budget is below the smallest choice (which is named), there is not one
-            budget, the device is unknown, no candidate can store a layer, the data does not fit
-            the model, or the quantizer has gradients=True.
+            budget, the device is unknown, the model has no dense layers, no candidate can store a
+            layer, the data does not fit the model, or the quantizer has gradients=True.
     """
     quantizer = quantizer or Clip()
     if calibration is None and quantizer.needs:
@@ -110,6 +110,12 @@ def plan_formats(
     with taken_apart(model):
         dense = dense_layers(model)
         names = [name for name in dense if not is_head(name)]
+        if not names:
+            done = sum(1 for _ in quantized_layers(model))
+            raise InvalidInput(
+                f"{type(model).__name__} has no layers to plan for, and {done} that are quantized "
+                "already; give the dense model"
+            )
         if bits is not None:  # what needs no measuring: the fewest bits of each layer by itself
             shapes = [dense[name] for name in names]
             weights = sum(map(math.prod, shapes))
@@ -170,7 +176,7 @@ def check_budget(
     budget: float, least: float, unit: float, what: str, candidates: Sequence[str]
 ) -> None:
     """InvalidInput if not even the smallest choice is within the budget."""
-    if budget < least:
+    if not budget >= least:  # nor is NaN
         raise InvalidInput(
             f"a budget of {budget / unit:g} {what} is below the smallest choice of these formats, "
             f"{least / unit:.3f} {what}; raise it, or offer smaller formats than "

@@ -87,7 +87,11 @@ Prompt = Annotated[
     | Annotated[list[Tokens], Several, Tag("lists")],
     Discriminator(shape),
 ]
-Stop = Text | Annotated[list[Text], Field(max_length=MAX_STOPS)]
+Stop = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True), Tag("texts")],
+    Discriminator(lambda stop: "texts" if isinstance(stop, list) else "text"),
+]
 Bias = dict[
     Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
 ]

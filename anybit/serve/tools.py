@@ -44,9 +44,10 @@ class Family:
                 "tool_choice: calls of this model's form cannot be forced; use auto or none"
             )
         options = []
-        for tool in tools:
+        for i, tool in enumerate(tools):
             function = tool["function"]
             schema = function.get("parameters") or {"type": "object"}
+            schema = schema | {"$id": f"urn:tool:{i}"}  # the root of its own references
             fields = {"name": {"const": function["name"]}, self.arguments: schema}
             options.append(
                 {

@@ -169,10 +169,7 @@ def noise(matrices: Sequence[Tensor], strength: float) -> Iterator[None]:
 def train(
     model: LlamaForCausalLM, corpus: Corpus, held_out: Tensor, args: argparse.Namespace
 ) -> list[dict[str, float]]:
-    """Train for `args.seconds`, or `args.steps` if given.
-
-    Returns the log, one row for every `LOG_EVERY` steps.
-    """
+    """Train for `args.seconds` and return the log, one row for every `LOG_EVERY` steps."""
     cuda = model.device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     autocast = torch.autocast("cuda", torch.bfloat16, enabled=cuda)
@@ -197,8 +194,8 @@ def train(
     running = torch.zeros((), device=model.device)
     next_held_out = 0.0
     step, elapsed, began = 0, 0.0, time.perf_counter()
-    while (progress := step / args.steps if args.steps else elapsed / args.seconds) < 1:
-        rate = schedule(progress)
+    while elapsed < args.seconds:
+        rate = schedule(elapsed / args.seconds)
         for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = peak * rate
         with noise(matrices, args.noise):
@@ -221,7 +218,7 @@ def train(
                 "learning_rate": round(args.lr * rate, 6),
                 "train_loss": round(train_loss, 4),
             }
-            if progress >= next_held_out:
+            if elapsed >= next_held_out * args.seconds:
                 with autocast:
                     nats = total_loss(model, held_out, dtype) / held_out_tokens
                 row["held_out_loss"] = round(nats, 4)
@@ -360,7 +357,7 @@ def main() -> None:
         "--smoke", action="store_true", help="a little text, short windows and 10 seconds, for CPU"
     )
     args = parser.parse_args()
-    args.window, args.steps = CONTEXT, None
+    args.window = CONTEXT
     modules = held_out_text()
     if args.smoke:  # Muon's bf16 products are slow on most CPUs
         args.seconds, args.batch, args.window, args.optimizer = 10, 8, 128, "adamw"

@@ -11,7 +11,7 @@ import anybit
 from anybit.checkpoint.save_load import load_dense
 from anybit.engine import attention, fused
 from anybit.engine.detokenizer import Detokenizer
-from anybit.engine.graphs import StepGraphs
+from anybit.engine.graphs import SEEN, StepGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import MOST_RECORDED
 from anybit.engine.scheduler import Scheduled
@@ -52,21 +52,35 @@ def test_tokens_are_those_of_plain_torch(
     assert [output.tokens for output in llm.generate(many, params)] == got
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
-def test_short_prompts_as_rows_of_a_recording(checkpoint: Checkpoint, name: str) -> None:
+@pytest.mark.parametrize(("name", "options"), [
+    ("llama", {"prefix_caching": False}), ("qwen3", {"kv_cache": "int8"}),
+    ("mistral", {"kv_cache": "int4"}), ("llama", {"draft": "ngram"}),
+])  # fmt: skip
+def test_short_prompts_as_rows_of_a_recording(
+    checkpoint: Checkpoint, name: str, options: dict[str, object]
+) -> None:
     """Each token of a prompt is a text by itself, beside those that are written."""
     many = prompts(5, longest=30)
-    settings = {"block_size": 4, "max_tokens": 24, "max_running": 4}
+    settings = {"block_size": 4, "max_tokens": 24, "max_running": 4, **options}
     want = [o.tokens for o in LLM(checkpoint(name), **settings).generate(many, GREEDY)]
     llm = LLM(checkpoint(name), **settings)
     runner = llm.engine.runner
     runner.graphs = StepGraphs(runner.model, runner.caches, 4, 4, 64, prompts=(8, 24))
-    assert [o.tokens for o in llm.generate(many, GREEDY)] == want
-    assert set(runner.graphs.readers) == {8, 24}
-    late = Scheduled(
-        Sequence("", 0, many[0], GREEDY, Detokenizer(None, [], ()), 99), 9000, 15, True
-    )
-    assert not runner.graphs.can_read([late])  # each of its tokens would read all before it
+    for _ in range(2):  # the first step of a size has no graph
+        assert [o.tokens for o in llm.generate(many, GREEDY)] == want
+    assert set(runner.graphs.prompts.graphs) == {8, 24}
+
+
+def test_which_prompts_graphs_take(checkpoint: Checkpoint) -> None:
+    runner = LLM(checkpoint("llama"), max_running=4, block_size=4).engine.runner
+    graphs = StepGraphs(runner.model, runner.caches, 4, 4, 64, prompts=(8, 24))
+    seq = Sequence("", 0, [1] * 20, GREEDY, Detokenizer(None, [], ()), 99)
+    assert [graphs.can_read([Scheduled(seq, 0, 20, True)]) for _ in range(2)] == [False, True]
+    assert not graphs.can_read([Scheduled(seq, 0, 4, True)])  # another size
+    assert not graphs.can_read([Scheduled(seq, SEEN // 20, 20, True)])  # each row reads as many
+    assert not graphs.can_read([Scheduled(seq, 0, 25, True)])
+    seq.blocks = [0] * 65
+    assert not graphs.can_read([Scheduled(seq, 0, 20, True)])
 
 
 def test_more_texts_than_a_recording_holds(checkpoint: Checkpoint) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from anybit.checkpoint.stream import quantize_checkpoint
-from anybit.engine.graphs import StepGraphs
+from anybit.engine.graphs import Rows, StepGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput, Unsupported
@@ -81,8 +81,8 @@ class Graph:
 def test_graphs_are_captured_anew(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def capture(self: StepGraphs, size: int, reads: bool) -> tuple[Graph, Tensor]:
-        graph = Graph(self.pool, lambda: self._forward(size, reads))
+    def capture(self: StepGraphs, rows: Rows, size: int) -> tuple[Graph, Tensor]:
+        graph = Graph(self.pool, lambda: self._forward(rows, size))
         self.pool = graph.number
         return graph, graph.out
 

@@ -72,6 +72,24 @@ def test_structure_beside_free_text_and_under_preemption() -> None:
     assert [output.text for output in mixed] == alone * 8
 
 
+def test_thousands_of_choices(llm: LLM) -> None:
+    many = [f"c{i}" for i in range(5000)]
+    assert set(texts(llm, Structured(choice=many))) <= set(many)
+
+
+def test_a_grammar_that_cannot_go_on_is_an_error_and_no_end(llm: LLM) -> None:
+    """llguidance stops there as it does at the end of a text. What its copies share is dropped."""
+    grammar = "start: " + " | ".join(f'"d{i}"' for i in range(5000))
+    for _ in range(2):
+        params = SamplingParams(max_tokens=9, structured=Structured(grammar=grammar))
+        completion = llm.generate("x", params)[0].completions[0]
+        assert completion.finish == "error"
+        assert re.fullmatch("the grammar cannot go on: .*; make it simpler", completion.error)
+        assert completion.text == "d"
+        assert llm.engine.grammars is not None
+        assert not [source for source in llm.engine.grammars._compiled if "d4999" in source]
+
+
 def test_ends(llm: LLM) -> None:
     """A complete text ends whatever min_tokens and ignore_eos say; stop strings still work."""
     two = Structured(regex="[0-9][0-9]")
@@ -104,6 +122,8 @@ def test_thoughts_are_free(llm: LLM) -> None:
         ({"json": {"type": "object", "if": {}}}, "Unimplemented keys"),
         ({"json": "{"}, "not JSON"),
         ({"grammar": "start: nothing"}, "nothing"),
+        ({"grammar": "start: start"}, "has no text"),
+        ({"json": {"$ref": "#"}}, "has no text"),
         ({"choice": []}, "not empty"),
         ({"json": True, "regex": "a"}, "json and regex"),
         ({}, "exactly one"),

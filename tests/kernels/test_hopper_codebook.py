@@ -138,7 +138,7 @@ def test_thousands_of_tokens_meet_a_dense_weight(
     v: int, m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codebook_linear, "chip_of", lambda device: H200)
-    problem = codebook(v, m), 4096, 4096, 4096, dtype, torch.device(DEVICE)
+    problem = codebook(v, m), 16384, 4096, 4096, dtype, torch.device(DEVICE)
     assert codebook_linear.lookup_tile(*problem) is None
     monkeypatch.setattr(codebook_linear, "lookup_tile", lambda *problem: None)
     torch.manual_seed(v)

@@ -39,6 +39,7 @@ CASES = [
     ("int4:group=128", BRAIN, Tile(128, rows=256, stages=2), (130, 200, 256), 1),
     ("fp6", HALF, Tile(16, rows=256, stages=5, columns=64, late=True), (20, 136, 384), 2),
     ("int8", HALF, Tile(16, ctas=2, stages=2), (9, 136, 256), 1),
+    ("int4:group=128", HALF, Tile(112, stages=2, late=True), (115, 128, 256), 1),
     ("fp6@fp8", HALF, Tile(8, ctas=2), (8, 128, 256), 1),
     ("mxfp4", BRAIN, Tile(8, ctas=2), (8, 128, 256), 1),
     ("fp8:group=128@fp8", BRAIN, Tile(16, ctas=2, split=2), (11, 136, 512), 2),

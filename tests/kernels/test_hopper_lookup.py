@@ -10,8 +10,8 @@ from torch import Tensor
 
 from anybit.core.packed import Packed
 from anybit.kernels.cute import cubin, jit
-from anybit.kernels.cute.cells import pack
-from anybit.kernels.hopper import build, tiles
+from anybit.kernels.cute.cells import Cells, cells_of, pack
+from anybit.kernels.hopper import build, codebook_tiles, tiles
 from anybit.kernels.hopper.lookup import LookupDecoder, WideTile, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
 from anybit.kernels.hopper.tile import Kernel, Tile
@@ -36,14 +36,13 @@ LOOKUPS = [
     (4, 1, 32, BRAIN, Tile(64, split=2), (17, 128, 384), 2),
     (8, 2, 64, BRAIN, Tile(32), (18, 128, 320), 1),
     (16, 3, 128, BRAIN, Tile(32), (7, 128, 384), 1),
-    (4, 1, 128, HALF, Tile(32, rows=256, split=3), (9, 392, 384), 1),
+    (4, 1, 128, HALF, Tile(32, split=3), (9, 392, 384), 1),
     (8, 2, 128, HALF, Tile(32, shared=True), (20, 296, 512), 2),
     (4, 1, 4, BRAIN, Tile(32), (9, 128, 260), 1),  # fine groups: of one vector
     (16, 3, 32, HALF, Tile(32), (9, 128, 544), 1),  # of two
     (8, 1, 24, HALF, Tile(32), (9, 128, 528), 1),  # of three, which are scaled one by one
     (4, 1, 128, HALF, Tile(32, stages=5, columns=64), (40, 136, 384), 2),
     (8, 2, 64, BRAIN, Tile(32, stages=4, columns=64, shared=True), (20, 296, 640), 2),
-    (4, 1, 128, HALF, Tile(32, rows=256, stages=3, columns=64), (9, 264, 384), 2),
 ]
 if EVERY_KERNEL:
     LOOKUPS += [
@@ -56,7 +55,10 @@ if EVERY_KERNEL:
 
 @cache
 def lookup_program(d: LookupDecoder, tile: Tile) -> jit.Compiled:
-    return Kernel(d, tile, d.operand).generate()
+    kernel = Kernel(d, tile, d.operand)
+    made = kernel.generate()
+    assert jit.checked(kernel, made)  # also that no product waits for the one before it
+    return made
 
 
 def emulate_lookups(
@@ -110,10 +112,15 @@ def test_lookups_of_many_tokens(
         assert error(alone, y.double()) < 4e-4 if tile.shared else torch.equal(alone, y)
 
 
+SHARES: list[tuple[int, int, Tile]] = [
+    (4, 1, WideTile(192, columns=64)),
+    (8, 2, Tile(256, columns=64)),
+    *[(16, 3, WideTile(192, columns=64)), (8, 1, WideTile(192))] * EVERY_KERNEL,
+]
+
+
 @needs_dsl
-@pytest.mark.parametrize(
-    ("v", "m", "tile"), [(4, 1, WideTile(192, columns=64)), (8, 2, Tile(256, columns=64))]
-)
+@pytest.mark.parametrize(("v", "m", "tile"), SHARES)
 def test_lookups_in_equal_shares(v: int, m: int, tile: Tile) -> None:
     """Three CTAs for two tiles: one has parts of both, and sums meet in the workspace.
 
@@ -161,10 +168,31 @@ def test_up_to_16_tokens_come_here_where_columns_fill_no_warps() -> None:
     """Where the kernel for 16 tokens was measured to be slower: 5120 columns take two CTAs half."""
     d = lookup(codebook(4, 1), HALF)
     assert isinstance(d, LookupDecoder)
-    for n, k in ((27648, 5120), (65536, 5120), (32768, 512), (8192, 28672)):
+    for n, k in ((27648, 5120), (65536, 5120), (32768, 512), (8192, 28672), (6144, 1024)):
         found = choose_lookup(d, 16, n, k)
         assert found is not None
         assert found.tokens == 32
         assert choose_lookup(d, 8, n, k) is None
-    for n, k in ((28672, 4096), (128256, 4096), (57344, 8192), (4096, 4096), (256, 1536)):
+    for n, k in ((28672, 4096), (128256, 4096), (10240, 8192), (4096, 4096), (256, 1536)):
         assert choose_lookup(d, 16, n, k) is None
+
+
+def test_columns_that_fill_half_of_the_warps_take_the_kernel_with_half_as_many() -> None:
+    for n, k, warps in ((17920, 1536, 8), (1024, 2048, 8), (9216, 3072, 16), (28672, 4096, 16)):
+        cells = cells_of(codebook(4, 1))
+        assert isinstance(cells, Cells)
+        plan = codebook_tiles.choose(cells, 16, n, k, "float16")
+        assert plan is not None
+        assert plan.kernel.warps == warps
+
+
+def test_many_tokens_are_looked_up_as_long_as_that_is_faster_than_a_decoded_copy() -> None:
+    whole, fine = lookup(codebook(4, 1), HALF), lookup(codebook(4, 1, 8), HALF)
+    assert isinstance(whole, LookupDecoder)
+    assert isinstance(fine, LookupDecoder)
+    found = choose_lookup(whole, 8192, 28672, 4096)
+    assert found is not None
+    assert found.tokens == 256
+    assert found.stages * found.columns > 2 * 128
+    assert choose_lookup(whole, 16384, 28672, 4096) is None
+    assert choose_lookup(fine, 4096, 28672, 4096) is None  # it has no tiles of 256 tokens

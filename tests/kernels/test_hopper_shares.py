@@ -10,7 +10,7 @@ import torch
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import Decoder
-from anybit.kernels.hopper import tiles
+from anybit.kernels.hopper import copies, tiles
 from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.reference import operand_weight
 from tests.kernels.test_hopper_emulated import Emulated, assert_close, packed_weight, product
@@ -147,6 +147,9 @@ INT4: list[tuple[tuple[int, int, int], Measured]] = [
     ((256, 5120, 5120), {(128, 128, False, 1): 29.9, (128, 96, False, 1): 24.7}),
     ((256, 7168, 20480), {(128, 128, False, 1): 130.7, (128, 128, True, 1): 119.4}),
     ((512, 9216, 7168), {(256, 128, True, 1): 118.8, (128, 128, True, 1): 104.8}),
+    ((512, 5120, 5120), {(128, 192, False, 1): 43.8, (128, 176, False, 1): 41.0}),
+    ((512, 2880, 4096), {(128, 128, False, 1): 23.1, (128, 112, False, 1): 21.7}),
+    ((4096, 576, 7168), {(128, 192, False, 1): 67.8, (128, 160, False, 1): 57.3}),
     ((1024, 3072, 8192), {(256, 128, False, 1): 95.5, (256, 96, True, 1): 77.4}),
     ((4096, 8192, 8192), {(256, 128, False, 1): 770.7, (256, 128, True, 1): 785.0}),
 ]
@@ -159,6 +162,31 @@ def test_the_rule_takes_what_measured_fastest(shape: tuple[int, int, int], times
     found = times[tile.rows, tile.tokens, tile.shared, tile.split]
     assert found < 1.03 * min(times.values())
     assert 0.8 < tiles.expected(tile, d, *shape) / 1750 / found < 1.25
+
+
+S = 128, 128, False, 2
+HALVES, ALONE, SHARES = (128, 256, False, 2), (128, 256, False, 1), (128, 256, True, 1)
+TRELLIS: list[tuple[str, tuple[int, int, int], Measured]] = [
+    ("trellis", (256, 6144, 4096), {HALVES: 25.9, (128, 128, False, 1): 30.2, SHARES: 31.2}),
+    ("trellis", (1024, 6144, 4096), {SHARES: 75.8, ALONE: 86.1, (128, 128, False, 1): 94.1}),
+    ("trellis", (256, 4096, 14336), {SHARES: 50.3, S: 51.1, HALVES: 74.1}),
+    ("trellis", (256, 4096, 4096), {S: 18.4, HALVES: 24.9, SHARES: 25.2}),
+    ("trellis@int8", (256, 6144, 4096), {HALVES: 23.1, SHARES: 26.2, (128, 128, False, 1): 27.7}),
+    ("trellis@int8", (256, 4096, 14336), {SHARES: 39.2, S: 44.3, HALVES: 59.0}),
+    ("trellis@int8", (1024, 4096, 14336), {ALONE: 103.7, SHARES: 106.0}),
+]
+
+
+@pytest.mark.parametrize(("scheme", "shape", "times"), TRELLIS)
+def test_decoding_hides_under_256_tokens(
+    scheme: str, shape: tuple[int, int, int], times: Measured
+) -> None:
+    d = decoder_of(scheme)
+    tile = tiles.choose(d, *shape)
+    found = times[tile.rows, tile.tokens, tile.shared, tile.split]
+    assert found == min(times.values())
+    assert 0.8 < tiles.cycles(tile, d, *shape) / 1750 / found < 1.25
+    assert not copies.copies(d, *shape)
 
 
 def test_tiles_are_shared_evenly_where_few_ctas_are_left_over() -> None:

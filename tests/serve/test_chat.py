@@ -143,6 +143,34 @@ def test_forced_tools(client: openai.OpenAI) -> None:
         ).choices
 
 
+def test_references_of_a_forced_tools_schema_are_its_own(talking: Live) -> None:
+    """As pydantic writes them: two tools may mean other things by one name."""
+    for i, value in ((0, "a"), (1, "b")):
+        tools = [
+            {"type": "function", "function": {"name": f"f{n}", "parameters": of_reference(own)}}
+            for n, own in enumerate("ab")
+        ]
+        named = {"type": "function", "function": {"name": f"f{i}"}}
+        message = choose(talking, tools=tools, tool_choice=named)["message"]
+        (call,) = message["tool_calls"][:1]
+        assert call["function"]["name"] == f"f{i}"
+        assert json.loads(call["function"]["arguments"]) == {"x": value}
+    message = choose(talking, tools=tools, tool_choice="required")["message"]
+    for call in message["tool_calls"]:
+        wanted = "ab"[int(call["function"]["name"][1])]
+        assert json.loads(call["function"]["arguments"]) == {"x": wanted}
+
+
+def of_reference(value: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/X"}},
+        "required": ["x"],
+        "additionalProperties": False,
+        "$defs": {"X": {"enum": [value]}},
+    }
+
+
 def test_free_tools_are_optional(talking: Live) -> None:
     choice = choose(talking, tools=TOOLS, max_tokens=10, ignore_eos=True)
     assert choice["message"]["content"]

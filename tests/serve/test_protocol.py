@@ -220,6 +220,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ("completions", {"prompt": "x", "min_tokens": 99}, 400, "min_tokens=99"),
         ("completions", {"prompt": "x", "logprobs": 99}, 400, "logprobs"),
         ("completions", {"prompt": "x", "stop": [""]}, 400, "stop"),
+        ("completions", {"prompt": "x", "stop": ["a"] * 17}, 400, "at most 16"),
         ("completions", {"prompt": "x", "n": 0}, 400, "n: "),
         ("completions", {"prompt": ["x"] * 9, "n": 128}, 400, "1152 texts"),
         ("chat/completions", {"messages": []}, 400, "messages"),

@@ -77,6 +77,7 @@ class Decoder:
 
     finishing = 0  # instructions of `finish`
     preparing = 0  # instructions of `constants`
+    hidden = 0.0  # part of decoding that Hopper's products of 256 tokens hide, where measured
     octaves = 1 << 10  # powers of two that the scales of a row may lie apart
     table_bytes = 0  # of a table in shared memory, for `begin` of a main loop of its own
 

@@ -15,10 +15,10 @@ FEW_TILES = 2
 # of 8 loses. Lines through times at 512 and 3584 cross at 1630 (m2v8) and 2560 (m1v4).
 SOME_TILES = 12
 
-# Clock cycles: of a launch; of a tile of 16 rows, and more where CTAs share K; of one table's
-# look-ups for 16 rows and 256 columns of each of 8 warps, which take turns, by v.
-LAUNCH, ROW_TILE, MEETING = 4000, 160, 700
-LOOK_UPS = {4: 1170, 8: 950, 16: 950}
+# Clock cycles: of a launch; of a tile of 16 rows for each warp, and more where CTAs share K; of a
+# codebook's look-ups in 256 columns, by v: what a warp waits for, and what all warps share.
+LAUNCH, WARP, MEETING = 5600, 52, 620
+WAIT, LOOK_UPS = {4: 680, 8: 385, 16: 385}, {4: 65, 8: 75, 16: 75}
 
 SHARING = 4  # CTAs of a cluster, where several share K: small ones find room on nearly all SMs
 
@@ -193,17 +193,21 @@ def choose(cells: Cells, m: int, n: int, k: int, dtype: str, chip: Chip = H200) 
         if tokens <= 2 and few and cells.v * cells.m == 4 and k <= 4096:
             continue  # one Psumbook a CTA takes longer than it saves
         kernels = candidates(cells, tokens, dtype)
-        if tokens > 2 and not few:
+        timed = tokens == TOKENS[-1]  # of these the one of the least cycles, else the first
+        if tokens > 2 and not few and not timed:
             kernels = kernels[1:] or kernels
+        fitting = []
         for kernel in kernels:
             cluster = -(-k // kernel.reach)
             most = PORTABLE_CTAS if kernel.psumbook else 1  # the next kernel splits K less
             full = kernel.psumbook and cluster == MOST_CTAS and some
-            if full or kernel is kernels[-1]:
+            if full or timed or kernel is kernels[-1]:
                 most = MOST_CTAS
             most = min(most, chip.multiprocessors * 7 // 8)  # that one cluster finds at once
             if cluster <= most and kernel.shared(cluster) <= MAX_SHARED:
-                return Plan(kernel, cluster)
+                fitting.append(Plan(kernel, cluster))
+        if fitting:
+            return min(fitting, key=lambda p: cycles(p, m, n, k, chip)) if timed else fitting[0]
         if kernels and kernels[-1].psumbook:
             splits = -(-k // (SHARING * kernels[-1].reach))
             if splits * SHARING <= chip.multiprocessors:
@@ -214,15 +218,12 @@ def choose(cells: Cells, m: int, n: int, k: int, dtype: str, chip: Chip = H200) 
 def cycles(plan: Plan, m: int, n: int, k: int, chip: Chip = H200) -> float:
     """Clock cycles of 9 to 16 tokens, to compare with `lookup.cycles`.
 
-    The constants fit m1v4's times of 63 weights on an H200, of a kernel before `codebook_swapped`.
-    At 1.98 GHz they give 0.86 of that one's times in the geometric mean (m1v4 and m2v8; m1v8 0.75),
-    and `lookup.cycles` 0.87 to 0.92 of the main loop's. K that does not fill the chunks of all
-    warps, and of all CTAs of a cluster, costs as if it did.
+    The constants fit times of 30 weights (m1v4) and 12 (m2v8) on an H200, most of them within 10 %.
     """
     kernel, cells = plan.kernel, plan.kernel.cells
     row_tiles, launches = -(-n // ROWS), -(-m // kernel.tokens)
     teams = max(1, min(chip.multiprocessors // (plan.cluster * plan.splits), row_tiles))
-    chunks = -(-k // (kernel.columns * kernel.warps * plan.cluster * plan.splits))
-    chunk = LOOK_UPS[cells.v] * cells.m * kernel.columns / 256 * kernel.warps / 8
-    tile = chunks * chunk + ROW_TILE + MEETING * (plan.cluster > 1)
+    pieces = -(-k // (256 * plan.cluster * plan.splits))  # of a CTA
+    looked_up = WAIT[cells.v] * -(-pieces // kernel.warps) + LOOK_UPS[cells.v] * pieces
+    tile = looked_up * cells.m + WARP * kernel.warps + MEETING * (plan.cluster > 1)
     return launches * (LAUNCH + -(-row_tiles // teams) * tile)

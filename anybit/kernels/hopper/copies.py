@@ -35,7 +35,8 @@ def copies(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> bool:
     own = cycles(choose(decoder, m, n, k, chip), decoder, m, n, k, chip)
     if decoder.slot == 8:
         copied += cycles(choose_copied(m, n, k, chip), BYTES, m, n, k, chip)
-        return own > 1.1 * copied  # an estimate
+        # Of decoders whose loops were timed, copies took a tenth less than this says.
+        return own > (0.94 if decoder.hidden else 1.1) * copied
     products = m * n * k / chip.multiprocessors
     waves = n * m / (128 * 128 * chip.multiprocessors)  # of the library's tiles
     copied += FIXED + products / MULTIPLIED * math.ceil(waves) / waves

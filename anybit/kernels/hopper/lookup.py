@@ -10,7 +10,7 @@ side by side in entries of 256 bytes, so that a code is the second byte of an ad
 without a second one has a table of 32 KB, which leaves room for more stages.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,13 +26,14 @@ from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.hopper.tiles import fits_once, fitted
 
 TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
-DENSE_FROM = 4096  # tokens, by codebook
+# Tokens, by codebook, from which a decoded copy is faster: with tiles of 256 tokens, and without.
+DENSE_FROM, SOON = 16384, 4096
 FEW, MOST_FEW = 8, codebook_tiles.TOKENS[-1]  # tokens that never, or not always, come here
-HALF = K_TILE // 2  # columns of a stage of many tokens: two whole ones do not hide the copies
-LOOK_UPS = {4: 470, 8: 340, 16: 400}  # cycles of a codebook's look-ups for 128 rows, by v
-# Cycles of each output of a tile that is not the first of its CTA, and of each sum that goes
-# through the memory; the latter fits int4's times.
-END, SUM = 0.2, 0.32
+# Cycles: of a codebook's look-ups for a K tile, by v; of a token in it; of a launch; of each output
+# of a tile that is not the first of its CTA; of a part of a tile whose sums go through the memory,
+# and of each of these.
+LOOK_UPS, TOKEN, START = {4: 530, 8: 415, 16: 450}, 7, 3000
+END, JOIN, SUM = 0.2, 2000, 0.8
 MOST_HELD = 64  # tokens that one tile holds, if it may
 
 
@@ -105,60 +106,65 @@ class WideTile(Tile):
 def candidates(d: LookupDecoder) -> list[Tile]:
     """Tiles that leave room for at least two K tiles beside the table.
 
-    Spills: 256 rows with more than one codebook, or with fine groups; 256 tokens with fine groups;
-    equal shares of 128 tokens with four codebooks. 256 rows of 128 tokens were slower, and those of
-    64 no faster. Clusters of four were slower than those of two.
+    Spills: 256 tokens with fine groups; equal shares of 128 tokens with four codebooks. 256 rows
+    were slower. Clusters of four were slower than those of two.
     """
     every = [Tile(tokens, split=split) for tokens in (32, 64, 96, 128) for split in (1, 2)]
     every = every[d.cells.m > 1 :]  # shares of 32 tokens were 1.13 to 1.2 times as fast
     every += [Tile(tokens, shared=True) for tokens in (32, 64, 96)]
     if d.cells.m < 4:
         every += [Tile(128, shared=True)]
-    if d.cells.m == 1 and d.cells.v == 4 and d.groups <= 4:
-        every += [Tile(96, rows=256, columns=HALF)]
     if d.groups <= 4:
-        every += [Tile(256, columns=HALF, shared=shared) for shared in (False, True)]
-        every += [WideTile(192, columns=HALF, shared=True)]
-    every = [fitted(tile, d) for tile in every]
+        every += [Tile(256), Tile(256, shared=True), WideTile(192, shared=True)]
+    every = [staged(tile, d) for tile in every]
     return [tile for tile in every if tile.stages * tile.columns >= 2 * K_TILE]
+
+
+def staged(tile: Tile, d: LookupDecoder) -> Tile:
+    """The tile with all stages that fit, of a K tile or of halves.
+
+    Two whole ones do not hide the copies of 192 tokens and more: halves take 0.95 of the time in
+    the mean. Where three fit, halves take 1.03 to 1.04.
+    """
+    whole = fitted(tile, d)
+    if tile.tokens <= 128 or whole.stages > 2:
+        return whole
+    return fitted(replace(tile, columns=K_TILE // 2), d)
 
 
 def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile | None:
     """The tile for m tokens; None where there is none, or another way is faster.
 
-    That is a dense weight for thousands of tokens, or the kernel for up to 16, unless it takes 3 %
-    longer. Equal shares where they take a tenth less by the model.
+    That is a dense weight for thousands of tokens, or the kernel for up to 16.
     """
-    if m <= FEW or m * d.cells.m >= DENSE_FROM:
+    if m <= FEW:
         return None
     every = candidates(d)
-    least = min(m, MOST_HELD, max((tile.tokens for tile in every), default=0))
-    found = [tile for tile in every if tile.tokens >= least and fits_once(tile, d, m, n, k, chip)]
-
-    def time(tile: Tile) -> float:
-        doubt = 0.9 if tile.shared else 1
-        return cycles(tile, d, m, n, k, chip) / doubt
-
-    best = min(found, key=time, default=None)
-    plan = codebook_tiles.choose(d.cells, m, n, k, d.operand, chip) if m <= MOST_FEW else None
-    if best and plan and 1.03 * time(best) >= codebook_tiles.cycles(plan, m, n, k, chip):
+    most = max((tile.tokens for tile in every), default=0)
+    if m * d.cells.m >= (DENSE_FROM if most == 256 else SOON):
         return None
+    least = min(m, MOST_HELD, most)
+    found = [tile for tile in every if tile.tokens >= least and fits_once(tile, d, m, n, k, chip)]
+    best = min(found, key=lambda tile: cycles(tile, d, m, n, k, chip), default=None)
+    plan = codebook_tiles.choose(d.cells, m, n, k, d.operand, chip) if m <= MOST_FEW else None
+    if best and plan:
+        few = codebook_tiles.cycles(plan, m, n, k, chip)
+        return best if cycles(best, d, m, n, k, chip) < few else None
     return best
 
 
 def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int, chip: Chip) -> float:
     """Clock cycles of a product: of a K tile's look-ups, and of each of its tokens.
 
-    The numbers fit times of an H200. Two stages do not hide all of the copies' latency.
+    The numbers fit times of an H200, in which the tile of the least cycles took 0.5 % longer than
+    the best one in the geometric mean of 90 cells, and 8 % at worst.
     """
-    blocks = tile.rows // pack.ROWS
-    looked_up = LOOK_UPS[d.cells.v] * d.cells.m * blocks + 200 * d.cells.m * (tile.stages == 2)
-    step = looked_up + (7 if blocks == 1 else 13) * tile.tokens
-    met = tiles.parts_met(tile, m, n, k, chip) * SUM * tile.rows * tile.tokens
-    met += tiles.EXCHANGE * (tile.split > 1)
+    outputs = tile.rows * tile.tokens
     steps = tiles.most_steps(tile, m, n, k, chip)
-    ends = max(0, steps / pack.k_tiles(k) - 1) * END * tile.rows * tile.tokens
-    return steps * step + ends + tiles.FIXED + met
+    looped = steps * (LOOK_UPS[d.cells.v] * d.cells.m + TOKEN * tile.tokens)
+    ends = max(0, steps / pack.k_tiles(k) - 1) * END * outputs
+    met = tiles.parts_met(tile, m, n, k, chip) * (JOIN + SUM * outputs)
+    return START + looped + ends + met + tiles.EXCHANGE * (tile.split > 1)
 
 
 def kernels_of(cells: Cells) -> list[Kernel]:

@@ -42,6 +42,7 @@ class LookupGemm(Gemm):
     def __init__(self, kernel: Kernel):
         super().__init__(kernel)
         assert isinstance(kernel.decoder, LookupDecoder)
+        assert self.blocks == 1
         self.lookup, self.cells = kernel.decoder, kernel.decoder.cells
         self.arrivals = 1 + 32  # those of `arm`
         self.tokens_first = True
@@ -93,15 +94,14 @@ class LookupGemm(Gemm):
         lane = cute.arch.lane_idx()
         row_stride = (k_tiles + (d.k_tiles - 1)) // d.k_tiles * cells.block_bytes
         part = k % d.k_tiles
-        tiles = const_expr(TILES_OF_BLOB * self.blocks)
         source = w.toint() + Int64(row_blob * TILES_OF_BLOB) * row_stride
         if const_expr(self.slots == 2):
             later = k + (1 + d.k_tiles)  # the last piece of a block that the next stages need
-            if (later < k_tiles) & (lane < tiles):
+            if (later < k_tiles) & (lane < TILES_OF_BLOB):
                 share = const_expr(cells.block_bytes // d.k_tiles)
                 at = (later * cells.block_bytes // d.k_tiles) // 16 * 16
                 bulk_prefetch(source + lane * row_stride + at, (share + 15) // 16 * 16)
-        lanes = const_expr(32 // tiles)  # of a row tile
+        lanes = const_expr(32 // TILES_OF_BLOB)  # of a row tile
         tile, first = lane // lanes, lane % lanes * 16
         source += tile * row_stride + k // d.k_tiles * cells.block_bytes + first
         to += tile * d.tile_bytes + first
@@ -116,24 +116,20 @@ class LookupGemm(Gemm):
         self.arm(barrier)
 
     def read_words(self, shared: Any, group: Any, t: Any, slot: Any) -> tuple:
-        """((codes of every block and codebook, lane's place in an entry), scales of every block).
+        """((codes of every codebook, lane's place in an entry), scales).
 
         A word has the scales of rows g and g + 8 for a group in the K tile.
         """
         d = self.lookup
         lane = t % 32
-        ring = Int32(shared.w.data_ptr().toint()) + slot * (self.blob * self.blocks)
-        codes, scales = [], []
-        for block in range(self.blocks):
-            tile = ring + block * self.blob + (group * 4 + t // 32) * d.tile_bytes
-            codes.append([self.read_codes(tile + i * d.piece, lane) for i in range(self.cells.m)])
-            at = tile + self.cells.m * d.piece + lane // 4 * 4
-            step = 1
-            if d.groups > PARTS:  # vectors of four columns, of which a quad has two side by side
-                at, step = at + lane % 4 // 2 * (2 * ROWS), 2
-            scales.append(
-                [load_shared(at, 1, 2 * ROWS * i, True)[0] for i in range(0, d.groups, step)]
-            )
+        ring = Int32(shared.w.data_ptr().toint()) + slot * self.blob
+        tile = ring + (group * 4 + t // 32) * d.tile_bytes
+        codes = [self.read_codes(tile + i * d.piece, lane) for i in range(self.cells.m)]
+        at = tile + self.cells.m * d.piece + lane // 4 * 4
+        step = 1
+        if d.groups > PARTS:  # vectors of four columns, of which a quad has two side by side
+            at, step = at + lane % 4 // 2 * (2 * ROWS), 2
+        scales = [load_shared(at, 1, 2 * ROWS * i, True)[0] for i in range(0, d.groups, step)]
         place = {4: lane * 4, 8: lane % 8 * 16, 16: lane % 16 * 8}[self.cells.v]
         table = Int32(shared.table.data_ptr().toint()) - WINDOW
         return (codes, Uint32(table) | Uint32(place)), scales
@@ -157,13 +153,12 @@ class LookupGemm(Gemm):
         return [(word, byte) for load in loads for word in load for byte in (0, 2)]
 
     def decode_half(
-        self, words: Any, grid: Any, registers: Any, half: int, block: int, first: int
+        self, words: Any, scales: Any, registers: Any, half: int, block: int, first: int
     ) -> None:
-        """64 columns of a block: codes -> A registers of their WGMMAs, from `first` on."""
+        """64 columns: codes -> A registers of their WGMMAs, from `first` on."""
         d = self.lookup
-        codes, place = words[0][block], words[1]
+        codes, place = words
         each = {4: 1, 8: 4, 16: 2}[self.cells.v]  # registers of a row that a look-up brings
-        scales = grid[block]
         span = PARTS // len(scales)  # parts that share a scale
         here = range(half * PARTS // 2 // span, -(-(half + 1) * PARTS // 2 // span))
         pairs = {i: factors.pair(scales[i], d.operand) for i in here}

@@ -68,8 +68,8 @@ class Kernel:
     """One member of the family: everything that is fixed when it is compiled.
 
     output: "float16" or "bfloat16". grouped: tokens lie sorted by expert, each with its own weight.
-    Raises `Unsupported` for stages of half a K tile of bytes, of products with scaled sums, or of
-    which the main loop would wait for one that it has not given back.
+    Raises `Unsupported` for stages of half a K tile with 8-bit operands or scaled sums, and for
+    fewer than four of them with 128 rows, whose loop would wait for one that it has not given back.
     """
 
     decoder: Decoder

@@ -1,6 +1,7 @@
 """The tiles of the Hopper family, and which one a problem gets: data, not code."""
 
 from dataclasses import replace
+from functools import cache
 from math import gcd
 
 from anybit.kernels.cute.decode import K_TILE, Decoder
@@ -30,7 +31,7 @@ WEIGHTS, L2, SUMS = 22, 38, 10
 # that a multiprocessor copies; multiply-adds a cycle of each that power allows; cycles of a launch,
 # of a tile's outputs, of a cluster's sums, and of each sum that goes through the memory. How much
 # longer it takes where CTAs share: always, and with as many bytes of tokens as the L2 holds.
-PRODUCTS = {32: 2.07, 64: 1.27, 96: 1.095, 128: 1.01, 192: 1.04}
+PRODUCTS = {32: 2.07, 64: 1.27, 96: 1.095, 112: 1.08, 128: 1.01, 160: 1.045, 176: 1.04, 192: 1.04}
 COPIED, POWER, BEGIN, END, MEET, SUM = 38.7, 1580, 4800, 6500, 1370, 0.366
 APART, AGAIN, NEAR = 1.023, 0.041, 5e7
 
@@ -72,6 +73,7 @@ def many(decoder: Decoder) -> list[Tile]:
     large = [Tile(128, late=True), Tile(128, split=2), Tile(128, split=3)]
     large += [Tile(tokens, late=True) for tokens in (96, 192)]
     large += [replace(tall(decoder), late=True), *largest(decoder)]
+    large += [Tile(256, split=2)] * bool(decoder.hidden and largest(decoder))
     pairs = decoder.slot == 8 and (decoder.bits <= 6 or decoder.crowded)
     large += [Tile(64, ctas=2)] * pairs
     return suited([*shared(decoder), *large], decoder)
@@ -102,13 +104,15 @@ def halves(decoder: Decoder) -> list[Tile]:
         return []
     every = [Tile(t, rows=256, shared=True, late=True) for t in (64, 96)]
     every += [Tile(96, rows=256, late=True), Tile(96, split=2), Tile(96, shared=True)]
+    every += [Tile(t, late=True) for t in (112, 160, 176)]  # fill waves that others leave open
     return suited(every, decoder)
 
 
-def family(decoder: Decoder) -> list[Tile]:
+@cache
+def family(decoder: Decoder) -> tuple[Tile, ...]:
     """The tiles that a decoder is compiled for."""
     every = few(decoder) + many(decoder) + equal(decoder) + halves(decoder)
-    return [fitted(tile, decoder) for tile in dict.fromkeys(every)]
+    return tuple(fitted(tile, decoder) for tile in dict.fromkeys(every))
 
 
 def fitted(tile: Tile, decoder: Decoder, grouped: bool = False) -> Tile:
@@ -243,8 +247,9 @@ def choose(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile:
 
     Up to 32 tokens K is split until the multiprocessors are busy, but not over 8 CTAs if they are
     soon done. Up to 64 one tile holds all tokens. What counts is the time of launches that overlap.
-    Equal shares where the model says that they take a tenth less, clusters of fewer tokens where it
-    says a fifth, and of 64 tokens for 17 to 32 where it says anything (1.06 to 1.45 times as fast).
+    Equal shares where the model says that they take a tenth less (of 256 tokens that hide decoding
+    a twentieth), clusters of fewer tokens where it says a fifth, and of 64 tokens for 17 to 32
+    where it says anything (1.06 to 1.45 times as fast).
 
     More than 32 tokens of 16 bits get the tile that `expected` calls the fastest.
     """
@@ -270,7 +275,8 @@ def choose(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile:
         return max(busy(tile), reading(tile, decoder, m, n, k, chip))
 
     usual = max(candidates, key=lambda t: t.split) if m <= 32 else min(candidates, key=busy)
-    others = [(t, 0.9) for t in equal(decoder) if t.tokens < 2 * max(m, 9)]
+    shares = [t for t in equal(decoder) if t.tokens < 2 * max(m, 9)]
+    others = [(t, 0.95 if decoder.hidden and t.tokens == 256 else 0.9) for t in shares]
     fewer = (t for t in few(decoder) if 16 <= t.tokens < min(m, 64) and t.split > 1)
     others += [(t, 0.8) for t in fewer if m <= 128 and not piles(t, m, n, chip)]
     others += [(t, 1.0) for t in suited(shared(decoder), decoder) if 16 < m <= 32]
@@ -394,6 +400,8 @@ def step_cycles(tile: Tile, decoder: Decoder) -> float:
     """Clock cycles of a K tile of one CTA alone, its copies there in time."""
     multiplied = tile.rows * tile.tokens * K_TILE / (32768 / decoder.slot)
     decoded = DECODE * decoder.cost * (tile.rows // ROWS if slow(decoder) else 1)
+    if tile.tokens == 256:
+        decoded *= 1 - decoder.hidden
     return 1.1 * multiplied + decoded + scaled(tile, decoder) + staged(tile, decoder) / 400
 
 

@@ -98,6 +98,8 @@ class Sorted:
 
 
 class Experts(Sorted, Gemm):
+    """`gemm.py`'s warps for tokens that lie sorted by expert."""
+
     @cute.jit
     def busy(self, units, ctas):
         """As many CTAs as get enough to do."""
