@@ -18,7 +18,13 @@ from anybit.errors import InvalidInput
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.hopper import scalar_linear
-from anybit.kernels.hopper.expert_tiles import choose_grouped, cycles, family_grouped
+from anybit.kernels.hopper.expert_tiles import (
+    choose_few,
+    choose_grouped,
+    cycles,
+    family_grouped,
+    few_cycles,
+)
 from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.reference import quantize_tokens
 
@@ -149,8 +155,10 @@ def anybit(w: Tensor, experts: int, schemes: list[str], sweep: bool) -> Iterator
         d = operands.decoder_for(fmt, operand)
 
         def expected(m: int, tile: Tile | None, d: Decoder = d) -> float:
-            tile = tile or choose_grouped(d, m, n, k, experts)
-            return cycles(tile, d, m, n, k, experts) / 1755  # at 1.755 GHz
+            problem = m, n, k, experts
+            if tile is None and (few := choose_few(d, *problem)):
+                return few_cycles(few, d, *problem) / 1755  # at 1.755 GHz
+            return cycles(tile or choose_grouped(d, *problem), d, *problem) / 1755
 
         def launch(
             x: Tensor,

@@ -40,8 +40,8 @@ REREAD = 0.65  # of a weight's reading: of what a further tile of its expert rea
 # Of `few_cycles`: cycles of a launch and of a tile; what reading reaches; how far the last wave
 # counts. Of a warp's K tile: for each 16 rows and instruction that decodes 64 weights of a lane,
 # for each 16 rows and bit of a number of tokens, and others.
-FEW_LAUNCH, FEW_TILE, FEW_READ, FEW_WHOLE = 3550, 1260, 0.94, 0.8
-FEW_INSTRUCTION, FEW_PRODUCT, FEW_STEP = 0.67, 0.133, 14.6
+FEW_LAUNCH, FEW_TILE, FEW_READ, FEW_WHOLE = 3550, 1400, 0.94, 0.8
+FEW_INSTRUCTION, FEW_PRODUCT, FEW_STEP = 0.6, 0.133, 14.6
 DEVIATIONS = 9  # of a binomial distribution beyond which nothing is counted
 
 
