@@ -16,7 +16,7 @@ from anybit.kernels.backend import Activations, LayerSpec
 from anybit.kernels.cute import jit
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.operands import decoder_for, operand_of
-from anybit.kernels.hopper import backend, build, chip, copies, expert_tiles, scalar_linear, tiles
+from anybit.kernels.hopper import backend, build, chip, copies, scalar_linear, tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.tile import Kernel, Tile
@@ -208,39 +208,6 @@ def test_a_copy_in_bytes_is_multiplied_by_the_main_loop(monkeypatch: pytest.Monk
     assert seen == [True, tuple(t.data_ptr() for t in (copy, *prepared.layout[1:]))]
 
 
-@pytest.mark.parametrize(("spec", "operand"), [("liquid", "int8"), ("int4:group=128", "bfloat16")])
-def test_tiles_of_experts_hold_more_than_the_average(spec: str, operand: str) -> None:
-    """Routed by chance, few experts may need a second tile, which reads their weights again."""
-    d = decoder_of(spec, operand)
-    random = torch.Generator().manual_seed(0)
-    for m in (8, 24, 64, 128):
-        tile = choose_grouped(d, m, 14336, 4096, 8)
-        assert tile in family_grouped(d)
-        counts = torch.randint(8, (1000, m), generator=random)
-        counts = torch.nn.functional.one_hot(counts, 8).sum(1)
-        assert (counts > tile.tokens).float().mean() < 0.08
-
-
-@pytest.mark.parametrize(("m", "experts"), [(1, 8), (30, 8), (300, 8), (64, 128), (4096, 256)])
-def test_costs_of_experts_expect_what_random_routing_does(m: int, experts: int) -> None:
-    counts = torch.randint(experts, (500, m), generator=torch.Generator().manual_seed(m))
-    counts = torch.zeros(500, experts).scatter_add_(1, counts, torch.ones(500, m))
-    busy = (counts > 0).sum(1).float().mean()
-    assert abs(expert_tiles.touched(m, experts) / float(busy) - 1) < 0.02
-    for tokens in (8, 64):
-        found = (counts / tokens).ceil().sum(1).mean()
-        assert abs(expert_tiles.token_tiles(tokens, m, experts) / float(found) - 1) < 0.02
-
-
-def test_one_token_reads_the_experts_that_it_meets() -> None:
-    """Of 128 small ones 8: the time follows what is touched, and few tokens take small tiles."""
-    d = decoder_of("liquid", "int8")
-    tile = choose_grouped(d, 8, 1536, 2048, 128)
-    assert tile.tokens == 8
-    few, all_of_them = (expert_tiles.cycles(tile, d, m, 1536, 2048, 128) for m in (8, 8 * 128))
-    assert few < all_of_them / 5
-
-
 def test_stages_of_half_a_k_tile_are_for_kernels_that_give_them_back() -> None:
     fp6, liquid = decoder_of("fp6", "float16"), decoder_of("liquid", "int8")
     half = Tile(128, rows=256, stages=4, columns=64)
@@ -388,77 +355,6 @@ def test_sums_of_groups_have_tiles_of_one_block_and_no_copy(spec: str) -> None:
     for tile in [*tiles.family(d), *family_grouped(d)]:
         assert tile.rows == 128
         assert tile.tokens <= most
-
-
-@pytest.mark.parametrize(
-    ("scheme", "rows", "n", "k", "experts", "tokens", "split"),
-    [
-        ("int4:group=64", 8192, 4096, 7168, 256, 48, 1),  # 32 tokens an expert on average
-        ("int4:group=64", 32768, 4096, 7168, 256, 160, 1),  # 128
-        ("fp8:group=128@fp8", 8192, 4096, 7168, 256, 48, 1),  # one waits while another multiplies
-        ("int4:group=64", 2, 4096, 14336, 8, 8, 2),  # each CTA of a cluster has a multiprocessor
-    ],
-)
-def test_tiles_of_experts_hold_more_than_their_mean(
-    scheme: str, rows: int, n: int, k: int, experts: int, tokens: int, split: int
-) -> None:
-    fmt, activation = parse_scheme(scheme)
-    d = decoder_for(fmt, operand_of(activation, torch.bfloat16))
-    tile = choose_grouped(d, rows, n, k, experts)
-    assert (tile.tokens, tile.split) == (tokens, split)
-
-
-# Scheme, rows, (N, K), experts; rows and warps of a tile that was fastest or nearly so (H200).
-FEW = [
-    ("int4:group=64", 8, (1536, 2048), 128, (32, 4)),
-    ("int4:group=64", 2, (4096, 14336), 8, (64, 8)),
-    ("int4:group=64", 8, (4096, 7168), 256, (64, 4)),
-    ("int4:group=64", 512, (1536, 2048), 128, (64, 4)),
-    ("fp6", 2, (28672, 4096), 8, (64, 8)),
-    ("liquid@int8", 8, (1536, 2048), 128, (32, 4)),
-    ("fp6", 512, (7168, 2048), 256, None),
-    ("int4:group=64", 512, (2048, 768), 128, None),
-    ("int4:group=64", 2048, (1536, 2048), 128, None),  # 16 tokens an expert
-    ("mxfp4@fp8", 8, (4096, 7168), 256, None),  # mma.sync has no products of fp8
-    ("int4:group=128@int8", 8, (4096, 7168), 256, None),  # nor of groups with scales of their own
-]
-
-
-@pytest.mark.parametrize(("scheme", "rows", "shape", "experts", "best"), FEW)
-def test_few_tokens_of_experts_have_kernels_of_their_own(
-    scheme: str,
-    rows: int,
-    shape: tuple[int, int],
-    experts: int,
-    best: tuple[int, int] | None,
-) -> None:
-    fmt, activation = parse_scheme(scheme)
-    d = decoder_for(fmt, operand_of(activation, torch.bfloat16))
-    tile = expert_tiles.choose_few(d, rows, *shape, experts)
-    assert (tile and (tile.rows, tile.warps)) == best
-    made = scalar_linear.small_kernels(d, ["bfloat16"])
-    assert tile is None or tile in [kernel.tile for kernel in made]  # compiled beforehand
-    assert set(made) <= set(build.kernels_of(scheme))
-
-
-def test_experts_with_few_tokens_are_launched_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    import anybit
-
-    seen: list[Any] = []
-
-    def multiply(x: torch.Tensor, *args: Any, starts: torch.Tensor) -> torch.Tensor:
-        seen.append((args[-1].tile.kind, starts))
-        return x.new_zeros(len(x), 256)
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(scalar_linear, "chip_of", lambda device: H200)
-    monkeypatch.setattr(scalar_linear.mma, "multiply", multiply)
-    monkeypatch.setattr(scalar_linear, "chosen", lambda *args: pytest.fail("another kernel"))
-    packed = [anybit.quantize_tensor(torch.randn(256, 256), "fp6") for _ in range(4)]
-    prepared, starts = backend.prepare_experts(packed, None, HALF), torch.tensor([0, 1, 1, 2, 2])
-    assert backend.linear_experts(torch.randn(2, 256).half(), starts, prepared).shape == (2, 256)
-    assert seen == [("few", starts)]
-    scalar_linear.few_kernel.cache_clear()
 
 
 # Scheme, tokens, (N, K); rows and tokens of the tile that was fastest or nearly so on an H200.
