@@ -323,7 +323,7 @@ def liquid() -> list[Claim]:
                 f"{same_batch(16)}; {same_batch(128)}. For 8B this gives "
                 f"{with_int8(16)[RUN]:.2f}x and {with_int8(128)[RUN]:.2f}x, and "
                 f"{system('int8@int8')['16']:.2f}x and {system('int8@int8')['128']:.2f}x were "
-                "measured"
+                "measured, so 1.03x is level; of several runs"
             ),
             LAYERS + "liquid@int8/int8@int8; M=16/128, "
             "h200_papers_engine.csv: format=liquid@int8; kv=int8; batch=16/128, "
