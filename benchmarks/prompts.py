@@ -91,13 +91,14 @@ def timed(llm: LLM, tokens: int, count: int) -> dict[str, Any]:
     params = SamplingParams(temperature=0, max_tokens=1)
     random = torch.Generator().manual_seed(0)
     runner, launch, hosts = llm.engine.runner, llm.engine.runner.launch, [0.0]
-    taken: list[bool] = []  # whether a graph takes such a step
+    taken = True  # whether graphs take all steps of a run
 
     def counted(*args: Any) -> Any:
+        nonlocal taken
         start = time.perf_counter()
         flight = launch(*args)
         hosts[-1] += time.perf_counter() - start
-        taken.append(bool(runner.graphs) and runner.graphs.can_read(args[0]))
+        taken &= runner.graphs is not None and runner.graphs.can_read(args[0])
         return flight
 
     runner.launch = counted
@@ -114,7 +115,7 @@ def timed(llm: LLM, tokens: int, count: int) -> dict[str, Any]:
     runner.launch = launch
     best = min(range(FIRST, FIRST + RUNS), key=times.__getitem__)
     return {
-        "tokens": tokens, "prompts": count, "graphs": "yes" if taken[-1] else "no",
+        "tokens": tokens, "prompts": count, "graphs": "yes" if taken else "no",
         "ms": round(times[best] * 1e3, 2),
         "tokens_per_s": round(tokens * count / times[best]),
         "host_ms": round(hosts[1 + best] * 1e3, 2),

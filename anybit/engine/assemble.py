@@ -110,8 +110,11 @@ def runner_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> tuple
         models.append(small.model)
     size, kind = settings.block_size, settings.kv_dtype
     tokens = min(settings.max_tokens, most * model.length)
-    kept = 0 if settings.deterministic else max(rows, PROMPTS[-1])  # in the memory of graphs
+    # Beside a step there is what graphs hold.
+    kept = 0 if settings.deterministic or not model.capturable else max(rows, PROMPTS[-1])
     step = step_bytes(loaded.config.get_text_config(), tokens + kept, most)
+    if small is not None:
+        step += step_bytes(small.config.get_text_config(), kept, 0)
     blocks = cache_blocks(models, size, kind, settings.kv_bytes, most, step)
     return ModelRunner(model, blocks, size, kind, rows, settings.deterministic), blocks
 

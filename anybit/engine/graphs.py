@@ -148,19 +148,11 @@ class StepGraphs:
         )
 
     def can_read(self, scheduled: list[Scheduled]) -> bool:
-        """Whether a graph takes a step that reads prompts, and attention takes little time there.
-
-        Not the first step of its size, which does not wait for a capture.
-        """
+        """Whether a graph takes a step that reads prompts; attention must be quick there."""
         if self.prompts is None or rows_of(scheduled) > self.prompts.sizes[-1]:
             return False
         seen = sum(s.tokens * (s.first + s.tokens) for s in scheduled if s.tokens > 1)
-        if seen > SEEN or max(len(s.seq.blocks) for s in scheduled) > self.prompts.width:
-            return False
-        size = self.prompts.size(scheduled)
-        met = size in self.met
-        self.met.add(size)
-        return met
+        return seen <= SEEN and max(len(s.seq.blocks) for s in scheduled) <= self.prompts.width
 
     def logits(self, scheduled: list[Scheduled], tokens: Tensor | None = None) -> Tensor:
         """Logits (B, vocabulary) of a step, valid until the next one.
@@ -170,9 +162,16 @@ class StepGraphs:
         self.written.fill(scheduled, tokens)
         return self._run(scheduled, self.written)
 
-    def hidden(self, scheduled: list[Scheduled]) -> Tensor:
-        """Hidden states (T, hidden) of a step that reads prompts, valid until the next one."""
+    def hidden(self, scheduled: list[Scheduled]) -> Tensor | None:
+        """Hidden states (T, hidden) of a step that reads prompts, valid until the next one.
+
+        None: it is the first of its size, which does not wait for a capture.
+        """
         assert self.prompts is not None
+        size = self.prompts.size(scheduled)
+        if size not in self.met:
+            self.met.add(size)
+            return None
         self.prompts.fill(scheduled)
         return self._run(scheduled, self.prompts)
 

@@ -119,9 +119,10 @@ class ModelRunner:
         graphs = None if reading or adapted else self.graphs
         if graphs is not None and graphs.can_write(scheduled):
             return graphs.logits(scheduled, given)
+        hidden = None
         if graphs is not None and given is None and graphs.can_read(scheduled):
             hidden = graphs.hidden(scheduled)
-        else:
+        if hidden is None:
             tokens, batch = self.prepare(scheduled, given)
             hidden = self.model(tokens, self.caches, batch)
         if reading:

@@ -75,8 +75,9 @@ def test_which_prompts_graphs_take(checkpoint: Checkpoint) -> None:
     runner = LLM(checkpoint("llama"), max_running=4, block_size=4).engine.runner
     graphs = StepGraphs(runner.model, runner.caches, 4, 4, 64, prompts=(8, 24))
     seq = Sequence("", 0, [1] * 20, GREEDY, Detokenizer(None, [], ()), 99)
-    assert [graphs.can_read([Scheduled(seq, 0, 20, True)]) for _ in range(2)] == [False, True]
-    assert not graphs.can_read([Scheduled(seq, 0, 4, True)])  # another size
+    step = [Scheduled(seq, 0, 20, True)]
+    assert graphs.can_read(step)
+    assert graphs.hidden(step) is None  # the first of its size
     assert not graphs.can_read([Scheduled(seq, SEEN // 20, 20, True)])  # each row reads as many
     assert not graphs.can_read([Scheduled(seq, 0, 25, True)])
     seq.blocks = [0] * 65
