@@ -292,6 +292,8 @@ def test_bad_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         quantized = anybit.quantize_(make(), "int8")
         with pytest.raises(ValueError, match="quantized already; give the dense model"):
             plan_formats(quantized, ids, 4, candidates=small)
+    with pytest.raises(ValueError, match="Embedding has no linear layers to plan for; give a"):
+        plan_formats(nn.Embedding(VOCAB, 8), None, bits=4.0)
     with pytest.raises(ValueError, match="give one budget"):
         plan_formats(make(), ids)
     with pytest.raises(ValueError, match="unknown device 'abacus'; known: a100, h100, h200"):

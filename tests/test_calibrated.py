@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import anybit
 from anybit import GPTQ, Additive, Calibration, Smooth
 from anybit.checkpoint.calibrated import calibrate_checkpoint
+from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.quantizers.calibration.block_runner import BlockRunner
 from anybit.quantizers.calibration.stored_blocks import StoredBlocks
 from tests.models.row import rows
@@ -134,6 +135,32 @@ def test_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     calibrate_checkpoint(source, out, PLAN, GPTQ(tokens()))
     assert watched == [2, 3]  # the last block, and the head
     compare(out, anybit.quantize_(llama(), PLAN, GPTQ(tokens())))
+
+
+def test_another_kind_of_run_keeps_its_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = saved(tmp_path / "dense"), tmp_path / "out"
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "manifest.json").write_text("{}")
+    with monkeypatch.context() as patch:
+        killed_after(0, patch)
+        with pytest.raises(FileExistsError, match=r"in use: it holds manifest\.json; finish the"):
+            calibrate_checkpoint(source, out, PLAN, GPTQ(tokens()))
+        assert [path.name for path in partial.iterdir()] == ["manifest.json"]
+        (partial / "manifest.json").rename(partial / "settings.tmp")  # of a run that was killed
+        with pytest.raises(Killed):
+            calibrate_checkpoint(source, out, PLAN, GPTQ(tokens()))
+        assert not partial.exists()
+    with monkeypatch.context() as patch:
+        killed_after(1, patch)
+        with pytest.raises(Killed):
+            calibrate_checkpoint(source, out, PLAN, GPTQ(tokens()))
+    with pytest.raises(FileExistsError, match=r"it holds block_0000\.safetensors"):
+        quantize_checkpoint(source, out, "int4", overwrite=True)
+    calibrate_checkpoint(source, out, PLAN, GPTQ(tokens()))
+    assert out.is_dir()
 
 
 def test_bad_input(tmp_path: Path) -> None:

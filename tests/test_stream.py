@@ -234,8 +234,10 @@ def test_resume_is_refused_when_something_changed(copy, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"differently \(source: config\.json changed\)"):
         quantize_checkpoint(copy, out, "int4", shard_bytes=SHARD)
     assert contents(tmp_path / "out.partial") == kept
+    (tmp_path / "out.partial" / "link").symlink_to(copy, target_is_directory=True)
     report = quantize_checkpoint(copy, out, "int8", shard_bytes=SHARD, overwrite=True)
     assert report.resumed == 0
+    assert not (out / "link").is_symlink()
     same_state(anybit.quantize_(llama(), "int8"), anybit.load(out))
 
 

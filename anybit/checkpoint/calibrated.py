@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from anybit.checkpoint.card import write_card
-from anybit.checkpoint.rewrite import check_paths, fingerprint
+from anybit.checkpoint.rewrite import check_paths, check_unused, fingerprint
 from anybit.checkpoint.stream import Quantization, plan_quantization
 from anybit.errors import InvalidInput
 from anybit.files.directory import (
@@ -66,7 +66,8 @@ def calibrate_checkpoint(
         The directory that was written.
 
     Raises:
-        FileExistsError: `out` exists.
+        FileExistsError: `out` exists, or `OUT.partial` holds something else, such as an unfinished
+            run without calibration.
         FileNotFoundError: The source is incomplete.
         InvalidInput: As `quantize_checkpoint` and `quantize_` do; also when `OUT.partial` holds an
             unfinished run of other settings, another run is writing into it, or blocks are stored
@@ -83,6 +84,8 @@ def calibrate_checkpoint(
     partial = out.with_name(out.name + ".partial")
     with held(partial):
         check_absent(out, overwrite)  # another run may have written it meanwhile
+        if not (partial / SETTINGS).is_file():
+            check_unused(partial)
         check_space(partial, work.needed(list(work.shards)))
         tensors = {name: work.stored[key] for key, name in work.names.items()}
         stored = StoredBlocks(tensors, f"files {fingerprint(source, work.stored)}")
@@ -96,6 +99,7 @@ def calibrate_checkpoint(
         finish(partial, source, work, model, prefix)
         write_card(partial, str(source), work.quantized)
         move_directory(partial, out)
+        (out / SETTINGS).unlink()
     return out
 
 
@@ -197,4 +201,3 @@ def finish(partial: Path, source: Path, work: Quantization, model: nn.Module, pr
     write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     write_json(partial / "config.json", work.new_config)
     copy_others(source, partial)
-    (partial / SETTINGS).unlink()

@@ -192,11 +192,20 @@ def begin(partial: Path, manifest: Mapping[str, Any], overwrite: bool) -> None:
                 left.unlink()
             return
         for left in partial.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-    elif any(p.suffix != ".tmp" for p in partial.iterdir()):
-        raise FileExistsError(f"{partial} is needed for unfinished shards, but is in use; move it")
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+    else:
+        check_unused(partial)
     write_json(path.with_suffix(".tmp"), manifest)
     os.replace(path.with_suffix(".tmp"), path)
+
+
+def check_unused(partial: Path) -> None:
+    """FileExistsError when files of another kind lie where unfinished shards are to go."""
+    if found := sorted(path.name for path in partial.iterdir() if path.suffix != ".tmp"):
+        raise FileExistsError(
+            f"{partial} is needed for unfinished shards, but is in use: it holds {found[0]}; "
+            "finish the run that wrote it, move it, or choose another directory"
+        )
 
 
 def difference(key: str, old: Any, new: Any) -> str:

@@ -121,21 +121,27 @@ def held(directory: Path) -> Iterator[None]:
     Raises:
         InvalidInput: Another run holds it.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    if os.name == "nt":
-        yield
-        return
-    handle = os.open(directory, os.O_RDONLY)
+    busy = InvalidInput(
+        f"another run is writing into {directory}; wait for its end, or choose another directory"
+    )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        handle = None if os.name == "nt" else os.open(directory, os.O_RDONLY)
+    except (FileExistsError, FileNotFoundError):
+        if directory.is_symlink() or directory.is_file():
+            raise
+        raise busy from None  # it was there and then not, or the other way round
 
     def there() -> bool:
-        return directory.exists() and os.path.samestat(os.fstat(handle), directory.stat())
+        try:
+            return handle is None or os.path.samestat(os.fstat(handle), directory.stat())
+        except FileNotFoundError:
+            return False
 
     try:
-        if not (lock(handle) and there()):  # if it is not there, its run has just ended
-            raise InvalidInput(
-                f"another run is writing into {directory}; wait for its end, or choose another "
-                "directory"
-            )
+        # If it is not there, its run has just ended.
+        if handle is not None and not (lock(handle) and there()):
+            raise busy
         try:
             yield
         finally:
@@ -143,7 +149,8 @@ def held(directory: Path) -> Iterator[None]:
                 with suppress(OSError):  # not empty
                     directory.rmdir()
     finally:
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
 
 
 def lock(handle: int) -> bool:

@@ -112,9 +112,10 @@ def plan_formats(
         names = [name for name in dense if not is_head(name)]
         if not names:
             done = sum(1 for _ in quantized_layers(model))
+            why = f", and {done} that are quantized already; give the dense model"
             raise InvalidInput(
-                f"{type(model).__name__} has no layers to plan for, and {done} that are quantized "
-                "already; give the dense model"
+                f"{type(model).__name__} has no linear layers to plan for"
+                f"{why if done else '; give a model that has some'}"
             )
         if bits is not None:  # what needs no measuring: the fewest bits of each layer by itself
             shapes = [dense[name] for name in names]

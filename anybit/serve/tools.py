@@ -43,22 +43,19 @@ class Family:
             raise InvalidInput(
                 "tool_choice: calls of this model's form cannot be forced; use auto or none"
             )
-        options = []
-        for i, tool in enumerate(tools):
-            function = tool["function"]
-            schema = function.get("parameters") or {"type": "object"}
-            schema = schema | {"$id": f"urn:tool:{i}"}  # the root of its own references
-            fields = {"name": {"const": function["name"]}, self.arguments: schema}
-            options.append(
-                {
-                    "type": "object",
-                    "properties": fields,
-                    "required": list(fields),
-                    "additionalProperties": False,
-                }
-            )
+        options = " | ".join(self.call(tool["function"]) for tool in tools)
         rules = self.grammar("call" if several else "one", mark)
-        return f"{rules}\nobject: {json_rule({'anyOf': options})}\n"
+        return f"{rules}\nobject: {options}\n"
+
+    def call(self, function: dict[str, Any]) -> str:
+        """A call's JSON object as a part of a Lark rule.
+
+        The schema is a document by itself: its references, `$id` and `$schema` mean what they mean
+        there, whatever other tools say. Around it, white space is as in all the templates.
+        """
+        start = f'{{"name": {json.dumps(function["name"])}, "{self.arguments}": '
+        schema = json_rule(function.get("parameters") or {"type": "object"})
+        return f'{json.dumps(start)} {schema} "}}"'
 
 
 def hermes_grammar(rule: str, mark: Callable[[str], str]) -> str:

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import llguidance
 import openai
 import pytest
 from transformers import AutoTokenizer
 
 from anybit.engine.llm import LLM
+from anybit.serve.tools import FAMILIES
 from tests.engine.conftest import random_model
 from tests.serve.conftest import Live, serving
 from tests.serve.test_protocol import events
@@ -161,14 +163,57 @@ def test_references_of_a_forced_tools_schema_are_its_own(talking: Live) -> None:
         assert json.loads(call["function"]["arguments"]) == {"x": wanted}
 
 
-def of_reference(value: str) -> dict[str, Any]:
-    return {
+@pytest.mark.parametrize("draft", ["04", "06", "07", ""])
+@pytest.mark.parametrize("definitions", ["definitions", "$defs"])
+@pytest.mark.parametrize("root", [False, True])
+def test_references_in_every_draft(draft: str, definitions: str, root: bool) -> None:
+    parameters = of_reference("a", definitions)
+    if root:  # as converters write it; in these drafts nothing beside such a reference counts
+        known = parameters.pop(definitions)
+        parameters = {
+            "$ref": f"#/{definitions}/Whole",
+            definitions: known | {"Whole": parameters},
+        }
+    if draft:
+        parameters["$schema"] = f"http://json-schema.org/draft-{draft}/schema#"
+    assert takes([parameters], 0, "a")
+    assert not takes([parameters], 0, "b")
+
+
+def test_a_schemas_own_id() -> None:
+    """Tools may even share it."""
+    address = "https://example.com/schema"
+    schemas = [of_reference(value, address=address) for value in "ab"]
+    for i, value in ((0, "a"), (1, "b")):
+        assert takes(schemas, i, value)
+        assert not takes(schemas, 1 - i, value)
+    old = of_reference("a", "definitions") | {"id": address}
+    old["$schema"] = "http://json-schema.org/draft-04/schema#"
+    old["properties"]["x"]["$ref"] = f"{address}#/definitions/X"
+    assert takes([old], 0, "a")
+    assert not takes([old], 0, "b")
+
+
+def of_reference(value: str, definitions: str = "$defs", address: str = "") -> dict[str, Any]:
+    return ({"$id": address} if address else {}) | {
         "type": "object",
-        "properties": {"x": {"$ref": "#/$defs/X"}},
+        "properties": {"x": {"$ref": f"{address}#/{definitions}/X"}},
         "required": ["x"],
         "additionalProperties": False,
-        "$defs": {"X": {"enum": [value]}},
+        definitions: {"X": {"enum": [value]}},
     }
+
+
+def takes(schemas: list[dict[str, Any]], index: int, value: str) -> bool:
+    """Whether forced tools f0, f1, ... of these schemas let one be called with {"x": value}."""
+    tools = [{"function": {"name": f"f{i}", "parameters": s}} for i, s in enumerate(schemas)]
+    rules = FAMILIES["llama"].forced(tools, False, json.dumps)
+    matcher = llguidance.LLMatcher(
+        llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(rules), log_level=0
+    )
+    assert not matcher.is_error(), matcher.get_error()
+    text = json.dumps({"name": f"f{index}", "parameters": {"x": value}}).encode()
+    return bool(matcher.validate_tokens(list(text)) == len(text))
 
 
 def test_free_tools_are_optional(talking: Live) -> None:
