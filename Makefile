@@ -40,19 +40,16 @@ docs: .venv/.installed  ## Build the documentation into site/; open site/index.h
 test-models: .venv/.installed  ## Try every architecture of transformers (minutes; goes on where it stopped), and write docs/models.md.
 	@$(BIN)/python -m tests.models.sweep
 
-# Other tests of kernels need no GPU: they emulate them, or look at what is launched.
-ON_GPU := tests/engine tests/serve tests/test_own_format.py tests/test_trellis.py \
-	$(wildcard tests/kernels/test_triton_*.py) tests/kernels/test_counters.py \
-	tests/kernels/test_hopper_codebook.py tests/kernels/test_recorded_gptq.py
-
+# Engine and server take a GPU by themselves. Other tests that launch kernels on one ask for
+# ANYBIT_TEST_DEVICE, which some read from conftest.py.
 test-gpu:  ## Run the tests that use a GPU on that of this machine, with the python in PATH.
 	@ANYBIT_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:cacheprovider \
-		--numprocesses 8 $(ON_GPU)
+		--numprocesses 8 tests/engine tests/serve \
+		$$(grep -lwE 'ANYBIT_TEST_DEVICE|import DEVICE' tests/test_*.py tests/kernels/test_*.py)
 
-test-emulated: .venv/.installed  ## Emulate and compile every kernel of CuTe DSL, for all architectures (an hour).
+test-emulated: .venv/.installed  ## Emulate and compile every kernel, for all architectures (over an hour).
 	@ANYBIT_TEST_EVERY_KERNEL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 \
-		tests/kernels/test_mma.py tests/kernels/test_mma_emulated.py \
-		tests/kernels/test_hopper_emulated.py tests/kernels/test_hopper_codebook.py
+		$$(grep -lwE 'EVERY_KERNEL' tests/kernels/test_*.py)
 
 test-2gpu:  ## Compare layers and a decoder block divided between two GPUs with undivided ones.
 	@$(PYTHON) tests/multi_gpu.py

@@ -46,6 +46,21 @@ def test_workflows_run_targets_that_exist() -> None:
     assert called <= targets
 
 
+def test_make_finds_the_tests_that_need_a_gpu_or_emulate_every_kernel() -> None:
+    """It looks for what they ask for, in some folders: no other has such a test."""
+    searches = re.findall(r"grep -lwE '([^']+)' ([^)]+)\)", (ROOT / "Makefile").read_text())
+    assert len(searches) == 2
+    for words, places in searches:
+        looked = {path for place in places.split() for path in ROOT.glob(place)}
+        asking = {
+            path
+            for path in (ROOT / "tests").rglob("test_*.py")
+            if re.search(rf"\b({words})\b", path.read_text(encoding="utf-8"))
+        }
+        assert asking
+        assert asking <= looked
+
+
 def test_the_versions_of_python_are_those_that_are_tested() -> None:
     matrix = parsed(ROOT / ".github/workflows/test.yml")["jobs"]["test"]["strategy"]["matrix"]
     classifiers = PYPROJECT["project"]["classifiers"]

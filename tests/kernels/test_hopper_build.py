@@ -20,7 +20,7 @@ from anybit.kernels.hopper import backend, build, chip, copies, scalar_linear, t
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.tile import Kernel, Tile
-from anybit.kernels.mma.tiles import kernel_for
+from anybit.kernels.mma.tiles import kernel_for, tiles_of
 from anybit.planning.cost_model import instructions
 from tests.kernels.mma import GPUS
 
@@ -31,6 +31,7 @@ def decoder_of(spec: str, operand: str) -> Decoder:
     return d
 
 
+pytestmark = pytest.mark.usefixtures("an_h200")
 HALF, CUDA = torch.float16, torch.device("cuda", 0)
 # As `cuDeviceGetAttribute` has it: multiprocessors, clock and memory's clock in kHz, bits of its
 # bus.
@@ -41,11 +42,6 @@ CHIPS = {
     "an eighth of an H200": (16, 1_980_000, 3_201_000, 768),
     "a virtual one": (66, 0, 0, 0),
 }
-
-
-@pytest.fixture(autouse=True)
-def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scalar_linear, "chip_of", lambda device: H200)
 
 
 def chip_named(name: str, monkeypatch: pytest.MonkeyPatch) -> Chip:
@@ -178,11 +174,9 @@ def test_a_copy_is_multiplied_by_the_library(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(scalar_linear.mma, "decoded", decoded)
     monkeypatch.setattr(copies, "copies", lambda *args: True)
-    scalar_linear.copied.cache_clear()
     monkeypatch.setattr(copies, "decoded_rows", lambda k: 128)
     x, bias = torch.randn(100, 128).half(), torch.randn(144)
     y = backend.linear(x, prepared, bias)
-    scalar_linear.copied.cache_clear()
     assert torch.equal(y, torch.nn.functional.linear(x, packed.dequantize().half(), bias.half()))
     assert seen == [("decode", "float16", (128, 128), 1), ("decode", "float16", (16, 128), 1)]
 
@@ -385,18 +379,17 @@ def test_17_to_64_tokens_of_small_weights_have_kernels_of_their_own(
 
     fmt, activation = parse_scheme(scheme)
     dtype = getattr(torch, operand_of(activation, HALF))
-    monkeypatch.setattr(scalar_linear, "chip_of", lambda device: H200)
-    kernel = scalar_linear.small_kernel(fmt, dtype, m, *shape, HALF, CUDA)
-    assert (kernel and (kernel.tile.rows, kernel.tile.tokens)) == best
-    scalar_linear.small_kernel.cache_clear()
-    if kernel is None:
+    found = scalar_linear.few_kernel(fmt, dtype, m, *shape, HALF, CUDA, 0)
+    assert (found and (found[0].tile.rows, found[0].tile.tokens)) == best
+    if found is None:
         return
+    kernel, grid = found
+    assert grid == tiles_of(kernel.tile, m, shape[0])
     assert kernel in build.kernels_of(scheme)  # compiled beforehand
     seen: list[Any] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(scalar_linear.mma, "multiply", lambda *args: seen.append(args[-1]))
+    monkeypatch.setattr(scalar_linear.mma, "multiply", lambda *args: seen.append(args[6:8]))
     packed = anybit.quantize_tensor(torch.randn(256, 256), fmt)
     prepared = backend.prepare(packed, activation, HALF)._replace(shape=shape)
     scalar_linear.multiply(torch.zeros(m, 256).to(dtype), None, None, prepared, None, HALF)
-    assert seen == [kernel]
-    scalar_linear.small_kernel.cache_clear()
+    assert seen == [found]

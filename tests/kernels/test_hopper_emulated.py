@@ -84,6 +84,10 @@ if EVERY_KERNEL:
         ("trellis", HALF, Tile(16, ctas=2, split=2), (16, 144, 384), 2),
         ("trellis:bits=4,code=mul1", BRAIN, Tile(128, rows=256, stages=2), (130, 144, 128), 1),
         ("trellis:bits=3@int8", HALF, Tile(256, stages=2), (64, 144, 256), 1),
+        ("trellis", HALF, Tile(256, split=2), (64, 144, 512), 2),
+        ("trellis@int8", BRAIN, Tile(256, split=2), (64, 144, 512), 2),
+        ("fp6", BRAIN, Tile(160, late=True), (165, 136, 256), 1),
+        ("int4:group=128", HALF, Tile(176, late=True), (180, 136, 256), 1),
     ]
 EXPERTS = [("liquid@int8", 48)]  # and tokens of a tile
 if EVERY_KERNEL:

@@ -9,7 +9,6 @@ from anybit.core.format import get_format
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.cute.operands import decoder_for, operand_of
 from anybit.kernels.hopper import backend, build, expert_tiles, scalar_linear
-from anybit.kernels.hopper.chip import H200
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 
 HALF = torch.float16
@@ -99,21 +98,21 @@ def test_few_tokens_of_experts_have_kernels_of_their_own(
     assert set(made) <= set(build.kernels_of(scheme))
 
 
+@pytest.mark.usefixtures("an_h200")
 def test_experts_with_few_tokens_are_launched_so(monkeypatch: pytest.MonkeyPatch) -> None:
     import anybit
 
     seen: list[Any] = []
 
-    def multiply(x: torch.Tensor, *args: Any, starts: torch.Tensor) -> torch.Tensor:
-        seen.append((args[-1].tile.kind, starts))
+    def multiply(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        kernel, grid, starts = args[5:]
+        seen.append((kernel.tile.kind, grid * kernel.tile.rows, starts))
         return x.new_zeros(len(x), 256)
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(scalar_linear, "chip_of", lambda device: H200)
     monkeypatch.setattr(scalar_linear.mma, "multiply", multiply)
     monkeypatch.setattr(scalar_linear, "chosen", lambda *args: pytest.fail("another kernel"))
     packed = [anybit.quantize_tensor(torch.randn(256, 256), "fp6") for _ in range(4)]
     prepared, starts = backend.prepare_experts(packed, None, HALF), torch.tensor([0, 1, 1, 2, 2])
     assert backend.linear_experts(torch.randn(2, 256).half(), starts, prepared).shape == (2, 256)
-    assert seen == [("few", starts)]
-    scalar_linear.few_kernel.cache_clear()
+    assert seen == [("few", 2 * 256, starts)]  # a CTA for each tile of two experts

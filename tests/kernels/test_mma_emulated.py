@@ -162,8 +162,8 @@ if EVERY_KERNEL:
         (scheme, Tile(tokens, 2, 4, 2, kind="experts"), (264, 384), (0, 70, 3, 0), 5)
         for scheme in FORMATS["sm_80"] for tokens in (8, 16, 32, 64)
     ] + [
-        (scheme, Tile(tokens, slices, 4, 3, kind="few"), (72, 1152), (0, 20, 3, 0), 4)
-        for scheme in FORMATS["sm_80"] for tokens, slices in ((8, 2), (8, 4), (16, 2))
+        (scheme, tile, (72, 1152), (0, 20, 3, 0), 2) for scheme in FORMATS["sm_80"]
+        for tile in tiles.family_few(kernel_of(scheme, BRAIN, NARROW).decoder, GPUS["H200"])
     ]  # fmt: skip
 
 

@@ -138,8 +138,9 @@ class Epilogue:
             for r in cutlass.range(self.split, unroll=1):  # unrolled, its loads would spill
                 for i in cutlass.range_constexpr(chunks):
                     cute.autovec_copy(parts[None, lane, i, warp, r], part[None, i])
-                for i in cutlass.range_constexpr(4 * chunks):
-                    acc[i] = acc[i] + part[i % 4, i // 4]
+                for i in cutlass.range_constexpr(chunks):
+                    for c in cutlass.range_constexpr(4):
+                        acc[4 * i + c] = acc[4 * i + c] + part[c, i]
 
     @cute.jit
     def store(

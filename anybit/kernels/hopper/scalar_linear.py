@@ -137,17 +137,14 @@ def multiply(
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
-    decoded = None
-    if starts is not None and tile is None:
-        given = prepared.format, x.dtype, m, n, k, dtype, x.device, len(starts) - 1
-        if m and (few := few_kernel(*given)):
-            return mma.multiply(x, scale, sums, prepared, None, dtype, few, starts=starts)
-    if starts is None and tile is None:
-        if is_narrow(prepared.format, x.dtype, m, n, k, x.device):
+    decoded, experts = None, 0 if starts is None else len(starts) - 1
+    if tile is None:
+        given = prepared.format, x.dtype, m, n, k
+        if not experts and is_narrow(*given, x.device):
             return mma.multiply(x, scale, sums, prepared, bias, dtype)
-        if small := small_kernel(prepared.format, x.dtype, m, n, k, dtype, x.device):
-            return mma.multiply(x, scale, sums, prepared, bias, dtype, small)
-        if copy := copied(prepared.format, x.dtype, m, n, k, x.device):
+        if m and (few := few_kernel(*given, dtype, x.device, experts)):
+            return mma.multiply(x, scale, sums, prepared, bias, dtype, *few, starts)
+        if not experts and (copy := copied(*given, x.device)):
             if scale is None:
                 return multiply_decoded(x, copy, prepared, offsets(bias, n, dtype))
             decoded = mma.decoded(x, copy, prepared)
@@ -156,7 +153,6 @@ def multiply(
     if not m:
         return cut(y, n)
     bias = offsets(bias, wide, dtype)
-    experts = 0 if starts is None else len(starts) - 1
     function, grid, best, shared = chosen(
         prepared.format, x.dtype, m, n, k, dtype, x.device, tile, experts, decoded is not None
     )
@@ -226,24 +222,6 @@ def is_narrow(
 
 
 @cache
-def small_kernel(
-    fmt: Format,
-    x_dtype: torch.dtype,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> mma_tiles.Kernel | None:
-    """The kernel of `kernels/mma` for 17 to 64 tokens of a small weight."""
-    d, gpu = decoder_for(fmt, x_dtype), tiles.gpu_for(chip_of(device))
-    if not mma_tiles.NARROW < m <= mma_tiles.SMALL or not tiles.has_mma(d):
-        return None
-    tile = mma_tiles.small(d, gpu, m, n, k)
-    return mma_tiles.kernel_of(d, gpu, tile, NAMES[dtype]) if tile else None
-
-
-@cache
 def few_kernel(
     fmt: Format,
     x_dtype: torch.dtype,
@@ -253,11 +231,19 @@ def few_kernel(
     dtype: torch.dtype,
     device: torch.device,
     experts: int,
-) -> mma_tiles.Kernel | None:
-    """The kernel for few tokens of experts, where that is faster."""
+) -> tuple[mma_tiles.Kernel, int] | None:
+    """The kernel of `kernels/mma` and its grid, where that is faster.
+
+    For few tokens of experts, and for 17 to 64 tokens of a small weight.
+    """
     d, chip = decoder_for(fmt, x_dtype), chip_of(device)
-    tile = choose_few(d, m, n, k, experts, chip)
-    return mma_tiles.kernel_of(d, tiles.gpu_for(chip), tile, NAMES[dtype]) if tile else None
+    gpu, tile = tiles.gpu_for(chip), None
+    if experts:
+        tile = choose_few(d, m, n, k, experts, chip)
+    elif mma_tiles.NARROW < m <= mma_tiles.SMALL and tiles.has_mma(d):
+        tile = mma_tiles.small(d, gpu, m, n, k)
+    kernel = mma_tiles.kernel_of(d, gpu, tile, NAMES[dtype]) if tile else None
+    return (kernel, mma_tiles.grid(kernel.tile, gpu, m, n, k, experts)) if kernel else None
 
 
 @cache

@@ -368,7 +368,7 @@ def family_experts(decoder: Decoder, gpu: Gpu, output: str) -> list[Kernel]:
 
 
 def family_few(decoder: Decoder, gpu: Gpu) -> list[Tile]:
-    """Tiles of 8 tokens for experts that few tokens meet: 64 or 32 rows, 8 or 12 warps."""
+    """Tiles of 8 tokens for experts that few tokens meet: 64 or 32 rows, 8 or 4 warps."""
     shapes = [Tile(8, slices, warps, ctas=ctas, kind="few")
               for slices, warps, ctas in ((4, 8, 1), (4, 4, 2), (2, 4, 3))]  # fmt: skip
     found = (fitted(tile, decoder, gpu, 3, 6) for tile in shapes)
