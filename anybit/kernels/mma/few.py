@@ -11,7 +11,6 @@ from cutlass import Int32, Int64, const_expr
 
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.pack import ROWS
-from anybit.kernels.cute.ptx import load_shared, store_shared
 from anybit.kernels.mma.experts import Sorted
 from anybit.kernels.mma.gemm import padded
 from anybit.kernels.mma.narrow import Narrow
@@ -121,23 +120,12 @@ class Few(Sorted, Narrow):
                     stage = Int32(0)
             # Sums of two tiles have two places, so that one barrier a tile is enough.
             here = meet + i % 2 * (self.warps * parts * 512) + lane * 16
-            into = here + warp * (parts * 512)
-            for s in cutlass.range_constexpr(self.slices):
-                for b in cutlass.range_constexpr(self.blocks):
-                    sums = [acc[c, b, s] for c in range(4)]
-                    store_shared(into + (s * self.blocks + b) * 512, sums)
+            self.leave(acc, here + warp * (parts * 512))
             acc.fill(0)
             cute.arch.sync_threads()
             if part < parts:
-                total = [self.acc(0)] * 4
-                for r in cutlass.range_constexpr(self.warps):
-                    more = load_shared(here + part * 512, 4, r * parts * 512, True, self.acc)
-                    total = [a + b for a, b in zip(total, more, strict=True)]
-                for v in cutlass.range_constexpr(2):
-                    self.store_pair(
-                        total[2 * v : 2 * v + 2], rows[v], tokens, y.toint(), token + lane // 4,
-                        channel + v * 8 + lane % 4 * 2, end, n,
-                    )  # fmt: skip
+                at, column = here + part * 512, channel + lane % 4 * 2
+                self.add_up(at, rows, tokens, y, token + lane // 4, column, end, n)
 
     @cute.jit
     def source(self, operands, sizes, tile):

@@ -118,23 +118,28 @@ class Narrow(Product):
         # All rings are idle: the sums meet there.
         wait(0)
         cute.arch.sync_threads()
-        mine = base + warp * (parts * 512) + lane * 16
-        for i in cutlass.range_constexpr(self.slices):
-            for b in cutlass.range_constexpr(self.blocks):
-                store_shared(mine + (i * self.blocks + b) * 512, [acc[c, b, i] for c in range(4)])
+        self.leave(acc, base + warp * (parts * 512) + lane * 16)
         cute.arch.sync_threads()
         if warp < parts:
-            total = [self.acc(0)] * 4
-            for r in cutlass.range_constexpr(self.warps):
-                more = load_shared(
-                    base + warp * 512 + lane * 16, 4, r * parts * 512, True, self.acc
-                )
-                total = [a + b for a, b in zip(total, more, strict=True)]
-            for v in cutlass.range_constexpr(2):
-                self.store_pair(
-                    total[2 * v : 2 * v + 2], rows[v], tokens, y.toint(), token + lane // 4,
-                    channel + v * 8 + lane % 4 * 2, m, n,
-                )  # fmt: skip
+            here = base + warp * 512 + lane * 16
+            self.add_up(here, rows, tokens, y, token + lane // 4, channel + lane % 4 * 2, m, n)
+
+    def leave(self, acc, to):
+        """A warp's sums, where those of others come to lie behind them."""
+        for i in range(self.slices):
+            for b in range(self.blocks):
+                store_shared(to + (i * self.blocks + b) * 512, [acc[c, b, i] for c in range(4)])
+
+    def add_up(self, at, rows, tokens, y, token, channel, end, n):
+        """Add what the warps have left of 16 rows and 8 tokens, in their order, and write it."""
+        total = [self.acc(0)] * 4
+        for r in range(self.warps):
+            more = load_shared(at, 4, r * self.slices * self.blocks * 512, True, self.acc)
+            total = [a + b for a, b in zip(total, more, strict=True)]
+        for v in range(2):
+            self.store_pair(
+                total[2 * v : 2 * v + 2], rows[v], tokens, y.toint(), token, channel + v * 8, end, n
+            )
 
     @property
     def busy(self) -> bool:
