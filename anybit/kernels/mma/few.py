@@ -87,19 +87,11 @@ class Few(Sorted, Narrow):
             channel = row_tile * self.rows + mine // self.blocks * 16
             token += mine % self.blocks * 8
             before = Int64(expert * padded(n)) * 4  # bytes of a number of each row
-            rows = [
-                self.row_values(
-                    row_scale.toint() + before, row_zero.toint() + before, Int64(0),
-                    channel + v * 8 + lane // 4, n,
-                )
-                for v in range(2)
-            ]  # fmt: skip
-            tokens = [
-                self.token_values(
-                    token_scale.toint(), token_sum.toint(), token + lane % 4 * 2 + c, m
-                )
-                for c in range(2)
-            ]
+            vectors = (
+                row_scale.toint() + before, row_zero.toint() + before, Int64(0),
+                token_scale.toint(), token_sum.toint(),
+            )  # fmt: skip
+            rows, tokens = self.factors(vectors, channel, token, lane, m, n)
             for _ in cutlass.range(each, unroll=1):
                 wait(self.stages - 2)
                 cute.arch.sync_warp()  # all lanes have read the stage that is filled now

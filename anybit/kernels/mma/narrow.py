@@ -81,7 +81,7 @@ class Narrow(Product):
         part = cutlass.min(warp, Int32(parts - 1))
         channel = row_tile * self.rows + part // self.blocks * 16
         token = first + part % self.blocks * 8
-        vectors = (row_scale, row_zero, bias, token_scale, token_sum)
+        vectors = [v.toint() for v in (row_scale, row_zero, bias, token_scale, token_sum)]
         # What this warp's part of the epilogue wants, long before it does, if registers hold it.
         if const_expr(self.busy):
             prefetch(row_scale.toint() + Int64(channel) * 4)
@@ -147,8 +147,11 @@ class Narrow(Product):
         return self.warps * self.tile.ctas > NARROW_WARPS
 
     def factors(self, vectors, channel, token, lane, m, n):
-        """What sums are multiplied by: of this lane's two rows, and of its two tokens."""
-        row_scale, row_zero, bias, token_scale, token_sum = (v.toint() for v in vectors)
+        """What sums are multiplied by: of this lane's two rows, and of its two tokens.
+
+        vectors: the addresses of scales and zeros of rows, bias, scales and sums of tokens.
+        """
+        row_scale, row_zero, bias, token_scale, token_sum = vectors
         rows = [
             self.row_values(row_scale, row_zero, bias, channel + v * 8 + lane // 4, n)
             for v in range(2)
