@@ -14,7 +14,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "tables"))
 from codebook_tables import BLOCKS, CONTESTANTS, Column, block
 from plot import name_points
 from results import CUBLAS, FOUR, OURS, cells, find, score

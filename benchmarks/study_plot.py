@@ -1,4 +1,4 @@
-"""Draw the accuracy study; docs/tables.py makes its tables.
+"""Draw the accuracy study; docs/tables/fill.py makes its tables.
 
     python benchmarks/study_plot.py benchmarks/results/h200_accuracy.csv --draw study-105m pico
     python benchmarks/study_plot.py benchmarks/results/h200_trellis.csv --families
@@ -19,7 +19,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "tables"))
 from accuracy_tables import best_of_each, label, short
 from plot import name_points
 from results import Row

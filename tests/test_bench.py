@@ -277,10 +277,10 @@ def test_reports_become_a_table(monkeypatch, tmp_path):
     peers = {"cublas": 5.0, "anybit": 2.0, "anybit-mma": 2.0, "anybit-hopper": None}
     rows = [row | {"peer": peer, "us": us} for peer, us in peers.items()]
     (tmp_path / "a.json").write_text(json.dumps({"gpu": "A", "system": "Linux", "rows": rows}))
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs/tables")
     gpu_tables = importlib.import_module("gpu_tables")
     monkeypatch.setattr(gpu_tables, "REPORTS", tmp_path)
-    line = gpu_tables.made()["gpus"].splitlines()[-1]
+    line = gpu_tables.tables()["gpus"].splitlines()[-1]
     assert line.endswith("| 32x64 | `int4@int8` | 1 | 5.0 |  | 2.0 |  |  |")
 
 

@@ -1,4 +1,4 @@
-"""docs/tables.py: the tables of the pages equal benchmarks/results."""
+"""docs/tables/fill.py: the tables of the pages equal benchmarks/results."""
 
 import re
 import sys
@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parent.parent / "docs"
-sys.path.insert(0, str(DOCS))
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "tables"))
 
 import accuracy_tables  # noqa: E402
 import codebook_tables  # noqa: E402
+import fill  # noqa: E402
 import kernel_tables  # noqa: E402
 import paper_tables  # noqa: E402
 import peer_tables  # noqa: E402
 import results  # noqa: E402
-import tables  # noqa: E402
 
 from anybit.measure.bench import COLUMNS  # noqa: E402
 
@@ -43,17 +42,17 @@ def write(folder, us=20.04, note=""):
 
 
 def test_tables_equal_the_measurements():
-    """If it fails: python docs/tables.py, and read what it changed."""
-    made = tables.pages()
+    """If it fails: python docs/tables/fill.py, and read what it changed."""
+    made = fill.pages()
     stale = [path.name for path, text in made.items() if path.read_text(encoding="utf-8") != text]
     assert not stale
 
 
 def test_every_table_stands_on_a_page():
-    text = "".join(path.read_text() for path in tables.pages())
-    named = re.findall(r"<!-- (\w+), written by docs/tables.py -->", text)
-    assert sorted(named) == sorted(tables.made())
-    assert all(tables.made().values())
+    text = "".join(path.read_text() for path in fill.pages())
+    named = re.findall(r"<!-- (\w+), written by docs/tables/fill.py -->", text)
+    assert sorted(named) == sorted(fill.tables())
+    assert all(fill.tables().values())
 
 
 def test_bits_at_equal_kl(folder):
@@ -80,12 +79,12 @@ def test_a_time_is_that_of_a_layer(folder):
 
 
 def test_a_page_follows_the_results(folder):
-    page = "a\n<!-- fp6, written by docs/tables.py -->\nold\n<!-- end -->\nb"
-    assert tables.filled(page, tables.made()) == page  # nothing measured: the old table stays
+    page = "a\n<!-- fp6, written by docs/tables/fill.py -->\nold\n<!-- end -->\nb"
+    assert fill.filled(page, fill.tables()) == page  # nothing measured: the old table stays
     write(folder)
     results.read.cache_clear()
     results.cells.cache_clear()
-    new = tables.filled(page, tables.made())
+    new = fill.filled(page, fill.tables())
     assert new.startswith("a\n<!-- fp6")
     assert new.endswith("<!-- end -->\nb")
     assert "| 28672x4096 | 1 | 20.0 |  | 50.0 | 2.50x |" in new

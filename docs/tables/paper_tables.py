@@ -28,7 +28,7 @@ BATCHES = (1, 16, 64, 128, 256, 512)
 Key = tuple[str, ...]
 
 
-def made() -> dict[str, str]:
+def tables() -> dict[str, str]:
     tables = {
         "llama70b": llama70b(),
         "dense_models": dense_models(),

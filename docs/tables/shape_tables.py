@@ -7,14 +7,14 @@ from results import RESULTS, markdown
 
 from anybit.measure import bench
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import efficiency
 import weights_of_models
 
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 
 
-def made() -> dict[str, str]:
+def tables() -> dict[str, str]:
     path = RESULTS / "h200_shapes.csv"
     rows = bench.read_csv(path) if path.exists() else []
     found = efficiency.cells(rows)

@@ -25,7 +25,7 @@ BATCHES = (1, 16, 64, 128, 256)
 LLAMA = "llama-3-8b"
 
 
-def made() -> dict[str, str]:
+def tables() -> dict[str, str]:
     return {
         "headline": headline(),
         "prompts": prompts(),

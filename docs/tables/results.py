@@ -8,7 +8,7 @@ from pathlib import Path
 
 from anybit.core.scheme import parse_scheme
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 HALVES = ("fp16", "bf16")
 OURS = "anybit-hopper"
 BIG, DOWN, QKV, OUT = (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)

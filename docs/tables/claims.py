@@ -6,13 +6,11 @@ so it cannot stand for rows that are not there; `tests/test_claims.py` checks ev
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from codebook_tables import CONTESTANTS, block
 from results import BIG, DOWN, OURS, OUT, QKV, Missing, Row, cells, find, markdown, read
 
-ROOT = Path(__file__).parent.parent
 NOT_RUN = "not run: "
 WEIGHTS = (BIG, DOWN, QKV, OUT)  # of Llama-3-8B, gate and up merged
 PLACE = re.compile(r"(\w+)\.csv(?:: (.+))?")
@@ -32,9 +30,9 @@ class Claim(NamedTuple):
     where: str
 
 
-def made() -> dict[str, str]:
+def tables() -> dict[str, str]:
     """Every table by its name in the pages."""
-    return {f"claims_{name}": table(claims) for name, claims in papers().items()}
+    return {f"claims_{name}": claims_table(claims) for name, claims in papers().items()}
 
 
 def papers() -> dict[str, Callable[[], Sequence[Claim]]]:
@@ -46,7 +44,7 @@ def papers() -> dict[str, Callable[[], Sequence[Claim]]]:
     return {f.__name__: f for f in (zeroquant, fp6_llm, liquid, gemlite, codegemm)}
 
 
-def table(claims: Callable[[], Sequence[Claim]]) -> str:
+def claims_table(claims: Callable[[], Sequence[Claim]]) -> str:
     """Markdown; "" while rows that a claim names were not measured."""
     try:
         rows = [(c.what, c.theirs, c.ours, shown(c.where)) for c in claims()]

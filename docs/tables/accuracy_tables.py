@@ -21,8 +21,8 @@ MODELS = {
 }
 
 
-def made() -> dict[str, str]:
-    scores = {name: table(*source) for name, source in MODELS.items()}
+def tables() -> dict[str, str]:
+    scores = {name: by_bits(*source) for name, source in MODELS.items()}
     return scores | {
         "trellis_options": trellis_options(),
         "front_study_105m_60s": front("h200_trellis", "study-105m-60s"),
@@ -37,7 +37,7 @@ def made() -> dict[str, str]:
     }
 
 
-def table(file: str, model: str) -> str:
+def by_bits(file: str, model: str) -> str:
     """All rows of a model, by bits and then loss."""
     rows = [row for row in read(file) if row["model"] == model]
     order = sorted(rows, key=lambda r: (-float(r["bits"]), r["spec"], -float(r["loss"])))

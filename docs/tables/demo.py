@@ -1,18 +1,18 @@
 """Put the table of the last `make demo` into docs/accuracy.md, and its plot into docs/img.
 
-Run it after the demo: make demo && .venv/bin/python docs/figures.py
+Run it after the demo: make demo && .venv/bin/python docs/tables/demo.py
 """
 
 import json
 import shutil
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "out" / "demo"
-BEGIN, END = "<!-- demo, written by docs/figures.py -->", "<!-- end -->"
+BEGIN, END = "<!-- demo, written by docs/tables/demo.py -->", "<!-- end -->"
 
 
-def table() -> str:
+def scores() -> str:
     results = json.loads((DEMO / "results.json").read_text())
     dense = results["rows"][0]["perplexity"]
     lines = [
@@ -38,7 +38,7 @@ def main() -> None:
     page = ROOT / "docs" / "accuracy.md"
     before, old = page.read_text().split(BEGIN)
     after = old.split(END, 1)[1]
-    page.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n\n{scores()}\n\n{END}{after}")
     shutil.copy(DEMO / "size_vs_kl.png", ROOT / "docs" / "img" / "size_vs_kl.png")
 
 

@@ -8,8 +8,8 @@ MEASURED = "cpu_kernels"  # the CSV
 TOKENS = ("1", "4", "16", "128", "512")
 
 
-def made() -> dict[str, str]:
-    return {"cpu": table("avx512_bf16"), "cpu_about": about()}
+def tables() -> dict[str, str]:
+    return {"cpu": speeds("avx512_bf16"), "cpu_about": about()}
 
 
 def about() -> str:
@@ -21,7 +21,7 @@ def about() -> str:
     return f"{row['cpu']}, {row['threads']} threads, {row['date']}, {row['versions']}."
 
 
-def table(isa: str) -> str:
+def speeds(isa: str) -> str:
     """How many times as fast as bf16, by shape, format and tokens; and the share of the floor."""
     found: dict[tuple[str, str, str], dict[str, Row]] = defaultdict(dict)
     for row in read(MEASURED):

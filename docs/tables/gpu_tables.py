@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-REPORTS = Path(__file__).parents[1] / "benchmarks" / "reports"
+REPORTS = Path(__file__).parents[2] / "benchmarks" / "reports"
 PEERS = ("anybit-triton", "anybit-mma", "anybit-hopper", "anybit-native")
 TITLES = ("dense", "Triton", "mma", "Hopper", "native")
 
 
-def made() -> dict[str, str]:
+def tables() -> dict[str, str]:
     rows = [row for path in sorted(REPORTS.glob("*.json")) for row in rows_of(path)]
     if not rows:
         return {"gpus": "No report has come in yet."}

@@ -105,7 +105,7 @@ ALONE: list[tuple[str, list[Column]]] = [  # no other package has the same bits
 ]  # fmt: skip
 
 
-def made() -> dict[str, str]:
+def tables() -> dict[str, str]:
     one, many = (1, 64, 256, 1024), (1, 16, 64)
     return {
         "gemm_about": about(),

@@ -76,7 +76,7 @@ SERVED = [  # engine rows: kernels, format, backend
 ]
 
 
-def made() -> dict[str, str]:
+def tables() -> dict[str, str]:
     return {
         "codebook_layers": times(LAYERS, LAYER_CELLS, "h200_codebook", floor=True),
         "codebook_blocks": blocks(),

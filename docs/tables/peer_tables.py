@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from results import FOUR, HALVES, OURS, Column, Row, cells, fastest, find, markdown, us
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import efficiency
 
 INT8, FP8 = ("int8-given",), ("fp8-given",)
@@ -118,7 +118,7 @@ MODELS = {  # of an expert: gate and up together, and down
 }
 
 
-def made() -> dict[str, str]:
+def tables() -> dict[str, str]:
     dense = [*matches(DENSE, "h200_peers"), *matches(MICRO, "h200_micro")]
     experts = matches(EXPERTS, "h200_expert_peers")
     return {
