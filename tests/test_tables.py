@@ -8,15 +8,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "tables"))
 
-import accuracy_tables  # noqa: E402
-import codebook_tables  # noqa: E402
-import fill  # noqa: E402
-import kernel_tables  # noqa: E402
-import paper_tables  # noqa: E402
-import peer_tables  # noqa: E402
-import results  # noqa: E402
+import accuracy_tables
+import codebook_tables
+import fill
+import kernel_tables
+import paper_tables
+import peer_tables
+import results
 
-from anybit.measure.bench import COLUMNS  # noqa: E402
+from anybit.measure.bench import COLUMNS
 
 CSV = f"""{",".join(COLUMNS)}
 g,d,c,anybit-hopper,fp6,bf16,1,28672,4096,{{us}},1,1,2.5,1.2,{{note}}
