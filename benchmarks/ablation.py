@@ -8,7 +8,7 @@ The same tile, with one of three pipelines. turns: a warpgroup decodes half a K 
 and waits; meanwhile only the other one can use the matrix unit. explicit: one warpgroup decodes K
 tiles into shared memory, another multiplies them (the paper's ExCP). implicit: a warpgroup decodes
 under its own products and the other one's (ImFP; what is shipped). And with one of the ways to
-decode of `decoders.py`. All results of a problem must agree bit for bit. What is not shipped is
+decode of `decoders.py`. All results of a comparison must agree bit for bit. What is not shipped is
 compiled for this benchmark alone, and lies beside the others in ANYBIT_CACHE.
 """
 
@@ -41,7 +41,7 @@ STAGES = {8: 5, 16: 3}  # by bits of an operand: what the explicit pipeline's bu
 
 
 @dataclass(frozen=True)
-class Problem:
+class Comparison:
     """What is multiplied in several ways, each a way to decode (of `decoders`) and a pipeline."""
 
     scheme: str
@@ -71,10 +71,10 @@ class Problem:
 FIGURE13 = (("lanes", "turns"), *(("ours", name) for name in PIPELINES), ("lanes", "implicit"))
 FP6 = tuple(("ours", name) for name in PIPELINES)
 BARS = dict(zip(FIGURE13, ("baseline", "+LQQ", "+LQQ+ExCP", "+LQQ+ImFP"), strict=False))
-PROBLEMS = (
-    Problem("liquid@int8", SHAPE, FIGURE13),
-    Problem("fp6", SHAPE, (*FP6, ("unshifted", "implicit"), ("four", "implicit"))),
-    Problem("liquid@int8", EXPERT, FIGURE13, EXPERTS),
+COMPARISONS = (
+    Comparison("liquid@int8", SHAPE, FIGURE13),
+    Comparison("fp6", SHAPE, (*FP6, ("unshifted", "implicit"), ("four", "implicit"))),
+    Comparison("liquid@int8", EXPERT, FIGURE13, EXPERTS),
 )
 
 
@@ -100,7 +100,7 @@ def compiled(kernel: Kernel, pipeline: str) -> Path:
 
 def compile_all() -> None:
     needed = {
-        (p.kernel(decoder, m), pipeline) for p in PROBLEMS for decoder, pipeline in p.ways
+        (p.kernel(decoder, m), pipeline) for p in COMPARISONS for decoder, pipeline in p.ways
         for m in COUNTS
     }  # fmt: skip
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
@@ -108,82 +108,80 @@ def compile_all() -> None:
 
 
 class Weights:
-    """Random weights of a problem, laid out for each way to decode, as often as caches want it."""
+    """Random weights, laid out for each way to decode, as often as caches want them."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, case: Comparison):
         from hopper_layers import random_packed
 
         from anybit.measure.timing import rotated
 
-        self.activation = parse_scheme(problem.scheme)[1]
-        packed = [
-            random_packed(problem.scheme, *problem.shape) for _ in range(problem.experts or 1)
-        ]
+        self.activation = parse_scheme(case.scheme)[1]
+        packed = [random_packed(case.scheme, *case.shape) for _ in range(case.experts or 1)]
         self.copies: dict[str, list[Prepared]] = {}
-        for name in {decoder for decoder, _ in problem.ways}:
-            own = problem.decoder(name)
+        for name in {decoder for decoder, _ in case.ways}:
+            own = case.decoder(name)
             with patch.object(operands, "decoder", lambda *_, own=own: own):
-                one = operands.prepare_experts(packed, self.activation, problem.dtype)
+                one = operands.prepare_experts(packed, self.activation, case.dtype)
             self.copies[name] = rotated(one, sum(p.nbytes() for p in packed))
 
 
 def measure(out: Path) -> None:
-    """Rows are written problem by problem, those of a wrong product not at all."""
+    """Rows are written comparison by comparison, those of a wrong product not at all."""
     device = torch.device("cuda", torch.cuda.current_device())
     rows = []
-    for problem in PROBLEMS:
-        weights = Weights(problem)
+    for case in COMPARISONS:
+        weights = Weights(case)
         for m in COUNTS:
-            rows += times(problem, weights, m, device)
+            rows += times(case, weights, m, device)
         write_rows(out, rows)
 
 
-def times(problem: Problem, weights: Weights, m: int, device: torch.device) -> list[dict[str, Any]]:
+def times(case: Comparison, weights: Weights, m: int, device: torch.device) -> list[dict[str, Any]]:
     """A row for each way; all products must be equal, and near to what layers compute."""
     from anybit.kernels.hopper import scalar_linear
     from anybit.kernels.hopper.launch import GemmLauncher
     from anybit.kernels.reference import quantize_tokens
     from anybit.measure.timing import median_us
 
-    n, k = problem.shape
+    n, k = case.shape
     count, starts = m, None
-    if problem.experts:  # tokens lie sorted by expert
+    if case.experts:  # tokens lie sorted by expert
         met = torch.stack([torch.randperm(EXPERTS, device=device)[:TOP] for _ in range(m)])
         ends = torch.bincount(met.flatten(), minlength=EXPERTS).cumsum(0)
         count, starts = m * TOP, torch.nn.functional.pad(ends, (1, 0)).int()
-    x = torch.randn(count, k, device=device).to(problem.dtype)
+    x = torch.randn(count, k, device=device).to(case.dtype)
     scale = sums = None
     if weights.activation:
         x, scale = quantize_tokens(x, weights.activation)
         scale, sums = scale.flatten(), x.sum(1, dtype=torch.int32)
     rows, results = [], []
-    for decoder, pipeline in problem.ways:
-        kernel = problem.kernel(decoder, m)
+    for decoder, pipeline in case.ways:
+        kernel = case.kernel(decoder, m)
         function = GemmLauncher(compiled(kernel, pipeline), device.index)
-        y = torch.empty(count, n, dtype=problem.dtype, device=device)
-        grid = tiles.grid(kernel.tile, count, n, problem.experts)
+        y = torch.empty(count, n, dtype=case.dtype, device=device)
+        grid = tiles.grid(kernel.tile, count, n, case.experts)
 
         def run(w: Prepared, function=function, y=y, grid=grid) -> None:
             tensors = (*w.layout, scale, sums, None, y, starts)
             pointers = tuple(0 if t is None else t.data_ptr() for t in tensors)
-            function.launch(x, pointers, n, grid, False, max(1, problem.experts))
+            function.launch(x, pointers, n, grid, False, max(1, case.experts))
 
         copies = weights.copies[decoder]
         run(copies[0])
         results.append(y.clone())
         us = median_us([lambda w=w, run=run: run(w) for w in copies], device)
         rows.append({
-            "gpu": torch.cuda.get_device_name(device), "scheme": problem.scheme,
-            "experts": problem.experts, "N": n, "K": k, "M": m, "decoder": decoder,
+            "gpu": torch.cuda.get_device_name(device), "scheme": case.scheme,
+            "experts": case.experts, "N": n, "K": k, "M": m, "decoder": decoder,
             "pipeline": pipeline, "us": round(us, 2),
         })  # fmt: skip
         print(*rows[-1].values(), flush=True)
-    given = x, scale, sums, weights.copies["ours"][0], None, problem.dtype
+    given = x, scale, sums, weights.copies["ours"][0], None, case.dtype
     want = scalar_linear.multiply(*given, starts=starts).float()
     if not all(torch.equal(y, results[0]) for y in results):
-        raise SystemExit(f"{problem.scheme}, {m} tokens: results differ")
+        raise SystemExit(f"{case.scheme}, {m} tokens: results differ")
     if (results[0].float() - want).norm() > 1e-3 * want.norm():
-        raise SystemExit(f"{problem.scheme}, {m} tokens: wrong")
+        raise SystemExit(f"{case.scheme}, {m} tokens: wrong")
     return rows
 
 
@@ -194,7 +192,7 @@ def plot(source: Path, target: Path) -> None:
     import matplotlib.pyplot as plt
 
     rows = list(csv.DictReader(source.open()))
-    shown = [p for p in PROBLEMS if p.ways == FIGURE13]
+    shown = [p for p in COMPARISONS if p.ways == FIGURE13]
     figure, axes = plt.subplots(1, len(shown), figsize=(10, 3.6), sharey=True)
     for axis, p in zip(axes, shown, strict=True):
         us = {

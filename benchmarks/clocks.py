@@ -25,7 +25,7 @@ import peers
 import torch
 import triton
 import triton.language as tl
-from hopper_layers import Problem, more_tiles
+from hopper_layers import RandomLayer, more_tiles
 from torch import Tensor
 
 from anybit.core.scheme import parse_scheme
@@ -138,7 +138,7 @@ def cases(
         )
     for scheme in args.schemes:
         for dtype in (torch.float16, torch.bfloat16):
-            p = Problem(scheme, dtype, n, k, cold=True, few=True)
+            p = RandomLayer(scheme, dtype, n, k, cold=True, few=True)
             given = p.tokens(m)
             some = [tiles.choose(p.decoder, m, n, k)]
             if dtype == torch.float16:
@@ -152,7 +152,7 @@ def cases(
 
 
 def launches(
-    p: Problem, given: tuple[Tensor, Tensor | None, Tensor | None], tile: Tile, early: bool
+    p: RandomLayer, given: tuple[Tensor, Tensor | None, Tensor | None], tile: Tile, early: bool
 ) -> list[Callable[[], object]]:
     def call(weight: Prepared) -> Tensor:
         return p.run(*given, tile=tile, overlap=early, prepared=weight)
@@ -160,7 +160,7 @@ def launches(
     return [partial(call, weight) for weight in p.copies]
 
 
-def worth(p: Problem, m: int) -> list[Tile]:
+def worth(p: RandomLayer, m: int) -> list[Tile]:
     """Compiled tiles by what products and bytes alone take, the shortest first; up to 1.5 times."""
     times = {}
     for tile in p.tiles():

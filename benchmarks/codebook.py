@@ -84,7 +84,7 @@ MORE_TILES = [
 LAUNCHES = 48  # in a graph: its own start is a few microseconds
 
 
-class Problem:
+class RandomCodebook:
     """A random layer, and with `cold` copies of it. values: centroids are all their vectors."""
 
     def __init__(
@@ -112,8 +112,8 @@ class Problem:
 
     def run(self, x, overlap=True, prepared=None, bias=None, plan=None) -> Tensor:
         args = (x, prepared or self.prepared, bias)
-        problem = self.fmt, len(x), self.n, self.k, x.dtype, x.device
-        tile = codebook_linear.lookup_tile(*problem) if plan is None else plan
+        product = self.fmt, len(x), self.n, self.k, x.dtype, x.device
+        tile = codebook_linear.lookup_tile(*product) if plan is None else plan
         if isinstance(tile, Tile):
             return codebook_linear.multiply_many(*args, tile, overlap)
         if len(x) <= codebook_linear.MOST_TOKENS:
@@ -154,7 +154,7 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
 
     # The last has clusters that share K.
     for n, k in ((200, 512), (1032, 1536), (4096, 4096), (272, 14336), (528, 8192), (1032, 28672)):
-        p = Problem(scheme, n, k)
+        p = RandomCodebook(scheme, n, k)
         weight = p.packed.dequantize().double()
         bias = torch.randn(n, device=DEVICE).to(dtype)
         decoded = dense(p.prepared, dtype).double()
@@ -191,7 +191,7 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
     return bad, total
 
 
-def one_hot(p: Problem, m: int, dtype: torch.dtype) -> bool:
+def one_hot(p: RandomCodebook, m: int, dtype: torch.dtype) -> bool:
     """Tokens with a single number read the weights back: rounded centroids, exactly summed."""
     book = p.prepared.layout[2 + (dtype == torch.bfloat16)].float()
     values = p.fmt.values(p.packed.codes(), {"codebook": book})
@@ -217,7 +217,7 @@ def one_hot(p: Problem, m: int, dtype: torch.dtype) -> bool:
     return ok
 
 
-def outliers(p: Problem, m: int, dtype: torch.dtype) -> bool:
+def outliers(p: RandomCodebook, m: int, dtype: torch.dtype) -> bool:
     """Tokens near fp16's largest number, of which sums would overflow before their scale."""
     x = torch.full((m, p.k), 60000.0, device=DEVICE).to(dtype)
     x *= (torch.rand(m, p.k, device=DEVICE) < 0.5) * 2 - 1
@@ -256,7 +256,7 @@ def there(kernel: CodebookKernel | Kernel) -> bool:
 def sweep(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> None:
     """Every kernel worth timing for a few shapes; a row's note names it."""
     for (n, k), scheme in product(map(bench.parse_shape, SWEPT), args.schemes):
-        p = Problem(scheme, n, k, cold=True)
+        p = RandomCodebook(scheme, n, k, cold=True)
         for m in (1, 8):
             label = replace(blank, peer="anybit-hopper", format=p.fmt.spec, activation="fp16")
             label = replace(label, M=m, N=n, K=k)
@@ -286,7 +286,7 @@ def dense_calls(n: int, k: int, m: int) -> list:
 def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> None:
     """Times of every kernel and tile that is worth it, in turns with cuBLAS's."""
     for (n, k), scheme in product(args.shapes, args.schemes):
-        p = Problem(scheme, n, k, cold=True)
+        p = RandomCodebook(scheme, n, k, cold=True)
         for m in args.m:
             few = m <= codebook_linear.MOST_TOKENS
             plan = choose(cells_of(p.fmt), m, n, k, "float16") if few else None
@@ -319,8 +319,8 @@ def tiles(args: argparse.Namespace, blank: bench.Row, rows: list[bench.Row]) -> 
 
 
 @lru_cache(maxsize=4)  # a layer is timed in several ways
-def problem(scheme: str, n: int, k: int, values: tuple[int, ...] = ()) -> Problem:
-    return Problem(scheme, n, k, values=values)
+def layer_of(scheme: str, n: int, k: int, values: tuple[int, ...] = ()) -> RandomCodebook:
+    return RandomCodebook(scheme, n, k, values=values)
 
 
 def case(
@@ -329,7 +329,7 @@ def case(
     """A codebook of random codes on the Hopper kernels."""
 
     def prepare(w: Tensor) -> bench.Layer:
-        p = problem(scheme, w.shape[0], w.shape[1], values)
+        p = layer_of(scheme, w.shape[0], w.shape[1], values)
 
         def run(prepared: Prepared, x: Tensor) -> Tensor:
             return p.run(x, overlap, prepared)
@@ -345,7 +345,7 @@ def decoded_case(scheme: str) -> bench.Case:
     """The weight decoded in every product, for cuBLAS (the paper's table 9)."""
 
     def prepare(w: Tensor) -> bench.Layer:
-        p = problem(scheme, w.shape[0], w.shape[1])
+        p = layer_of(scheme, w.shape[0], w.shape[1])
 
         def run(prepared: Prepared, x: Tensor) -> Tensor:
             return multiply_decoded(x, prepared, None)

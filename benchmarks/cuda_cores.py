@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from hopper_layers import Problem, dense_us, time_tile
+from hopper_layers import RandomLayer, dense_us, time_tile
 from torch import Tensor
 
 from anybit.measure.timing import median_us, rotated
@@ -86,7 +86,7 @@ def measure(n: int, k: int) -> Iterator[dict[str, Any]]:
     weight = (codes.float() - 8) * scales.float().repeat_interleave(GROUP, 1)
     words = pack(codes)
     copies = rotated(words, words.nbytes)
-    ours = Problem(FORMAT, torch.float16, n, k, cold=True, few=True)
+    ours = RandomLayer(FORMAT, torch.float16, n, k, cold=True, few=True)
     for m in COUNTS:
         x = torch.randn(m, k, device="cuda").half()
         exact = x.double() @ weight.double().T

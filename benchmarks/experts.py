@@ -26,7 +26,7 @@ from experts_cases import (
     DIFFERENT,
     MODELS,
     Experts,
-    Problem,
+    ExpertShape,
     Routing,
     anybit,
     dense,
@@ -103,9 +103,9 @@ def checked(experts: Experts, x: Tensor, routing: Routing) -> Callable[[Tensor],
     return check
 
 
-def run(problem: Problem, args: argparse.Namespace, floor: ReadFloor) -> Iterator[bench.Row]:
-    """Rows of one problem, for every contestant and number of tokens."""
-    experts, top, n, k = problem.experts, problem.top, problem.n, problem.k
+def run(shape: ExpertShape, args: argparse.Namespace, floor: ReadFloor) -> Iterator[bench.Row]:
+    """Rows of experts of one shape, for every contestant and number of tokens."""
+    experts, top, n, k = shape.experts, shape.top, shape.n, shape.k
     w = torch.randn(min(experts, DIFFERENT), n, k, device=DEVICE) * 0.02
     inputs = []
     for m in args.m:
@@ -146,9 +146,9 @@ def main() -> None:
     )
     parser.add_argument("--commit")
     args = parser.parse_args()
-    problems = [Problem(args.experts, args.top, *bench.parse_shape(args.shape))]
+    shapes = [ExpertShape(args.experts, args.top, *bench.parse_shape(args.shape))]
     if args.models is not None:
-        problems = [p for name in args.models or MODELS for p in MODELS[name]]
+        shapes = [p for name in args.models or MODELS for p in MODELS[name]]
     args.m = args.m or ([32, 64, 128, 256] if args.models is None else MODEL_TOKENS)
     usual = SCHEMES if args.models is None else MODEL_SCHEMES
     args.schemes = args.schemes or (MICRO if args.micro else usual)
@@ -157,8 +157,8 @@ def main() -> None:
     torch.manual_seed(0)
     floor = ReadFloor.measure(DEVICE)
     rows: list[bench.Row] = []
-    for problem in problems:
-        for row in run(problem, args, floor):
+    for shape in shapes:
+        for row in run(shape, args, floor):
             rows.append(row)
             print(bench.line(row), flush=True)
             bench.write_csv(args.out, rows)

@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from experts_cases import DEVICE, MODELS, Problem
+from experts_cases import DEVICE, MODELS, ExpertShape
 from torch import Tensor
 
 from anybit.measure import bench
@@ -20,12 +20,12 @@ from anybit.nn import routing
 TOKENS = "1,4,16,64,256,1024,4096"
 
 
-def around(problem: Problem, m: int) -> tuple[float, float]:
+def around(shape: ExpertShape, m: int) -> tuple[float, float]:
     """Microseconds of choosing, sorting, spreading as int8 and combining: by kernels, by torch.
 
     Torch's operators spread tokens without quantizing them.
     """
-    experts, top, k = problem.experts, problem.top, problem.k
+    experts, top, k = shape.experts, shape.top, shape.k
     logits = torch.randn(m, experts, device=DEVICE)  # fp32: no two are equal
     x = torch.randn(m, k, device=DEVICE).bfloat16()
     y = torch.randn(m * top, k, device=DEVICE).bfloat16()
@@ -43,16 +43,16 @@ def around(problem: Problem, m: int) -> tuple[float, float]:
             times.append(median_us([lambda kind=kind: run(kind)], DEVICE))
     error = (outputs[0] - outputs[1]).norm() / outputs[1].norm()
     if float(error) > 0.01:
-        print(f"WRONG: an error of {float(error):.3f}, {problem}, {m} tokens", flush=True)
+        print(f"WRONG: an error of {float(error):.3f}, {shape}, {m} tokens", flush=True)
     return times[0], times[1]
 
 
 def rows(counts: list[int], commit: str | None) -> Iterator[bench.Row]:
     """Of every model; N: its experts, K: its hidden size."""
-    for name, (problem, _) in MODELS.items():
-        blank = replace(bench.blank(DEVICE, commit), N=problem.experts, K=problem.k)
+    for name, (shape, _) in MODELS.items():
+        blank = replace(bench.blank(DEVICE, commit), N=shape.experts, K=shape.k)
         for m in counts:
-            ours, torchs = around(problem, m)
+            ours, torchs = around(shape, m)
             print(f"{name} {m} tokens: {ours:.1f} us, torch {torchs:.1f} us", flush=True)
             for peer, us in (("anybit", ours), ("torch", torchs)):
                 yield replace(blank, peer=peer, format="routing", M=m, us=us, note=name)

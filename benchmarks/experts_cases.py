@@ -43,7 +43,7 @@ DIFFERENT = 8  # experts of different weights; the others are copies, which lie 
 
 
 @dataclass
-class Problem:
+class ExpertShape:
     """Experts (n, k), of which each token meets `top`."""
 
     experts: int
@@ -53,10 +53,10 @@ class Problem:
 
 
 MODELS = {  # gate and up together, and down
-    "Mixtral-8x7B": (Problem(8, 2, 28672, 4096), Problem(8, 2, 4096, 14336)),
-    "Qwen3-30B-A3B": (Problem(128, 8, 1536, 2048), Problem(128, 8, 2048, 768)),
-    "DeepSeek-V3": (Problem(256, 8, 4096, 7168), Problem(256, 8, 7168, 2048)),
-    "GPT-OSS-20B": (Problem(32, 4, 5760, 2880), Problem(32, 4, 2880, 2880)),
+    "Mixtral-8x7B": (ExpertShape(8, 2, 28672, 4096), ExpertShape(8, 2, 4096, 14336)),
+    "Qwen3-30B-A3B": (ExpertShape(128, 8, 1536, 2048), ExpertShape(128, 8, 2048, 768)),
+    "DeepSeek-V3": (ExpertShape(256, 8, 4096, 7168), ExpertShape(256, 8, 7168, 2048)),
+    "GPT-OSS-20B": (ExpertShape(32, 4, 5760, 2880), ExpertShape(32, 4, 2880, 2880)),
 }
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from hopper_layers import (
-    Problem,
+    RandomLayer,
     dense_us,
     exact_product,
     exact_weight,
@@ -58,7 +58,7 @@ def check(schemes: list[str]) -> int:
     bad = total = 0
     for scheme in schemes:
         for dtype in outputs(scheme):
-            if not Problem(scheme, dtype, 128, 1024).tiles():
+            if not RandomLayer(scheme, dtype, 128, 1024).tiles():
                 print(f"check {scheme} {dtype}: no kernels are compiled", flush=True)
                 continue
             wrong, done = check_scheme(scheme, dtype)
@@ -70,7 +70,7 @@ def check(schemes: list[str]) -> int:
 def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
     bad = total = 0
     for n, k in ((208, 512), (1024, 1152), (6144, 4096)):
-        p = Problem(scheme, dtype, n, k)
+        p = RandomLayer(scheme, dtype, n, k)
         bias = torch.randn(n, device="cuda").to(dtype)
         weight = exact_weight(p)
         for m in (1, 7, 16, 33, 100, 300):
@@ -95,7 +95,7 @@ def check_scheme(scheme: str, dtype: torch.dtype) -> tuple[int, int]:
     return bad, total
 
 
-def one_hot(p: Problem, weight: Tensor) -> bool:
+def one_hot(p: RandomLayer, weight: Tensor) -> bool:
     """Activations with a single 1 read the weights back, column by column."""
     ok = True
     for start in range(0, p.k, 256):
@@ -114,7 +114,7 @@ def one_hot(p: Problem, weight: Tensor) -> bool:
     return ok
 
 
-def rounded(p: Problem) -> float:
+def rounded(p: RandomLayer) -> float:
     """What else is rounded in a weight: a group's factor times a code, and its shift."""
     frame = p.fmt.frame(p.packed.grid)
     if frame is None:
@@ -129,7 +129,7 @@ def brief(schemes: list[str]) -> None:
     n, k, counts = 4096, 4096, (1, 16, 64, 256, 1024)
     kernels = []
     for scheme in schemes:
-        p = Problem(scheme, torch.bfloat16, 256, 256)
+        p = RandomLayer(scheme, torch.bfloat16, 256, 256)
         every = [(tiles.choose(p.decoder, m, n, k), False) for m in counts]
         every += [(choose_grouped(p.decoder, m, 14336, 4096, 8), True) for m in (64, 128, 256, 512)]
         every += [(tiles.choose(p.decoder, m, 14336, 4096), False) for m in (16, 32, 64, 128)]
@@ -139,7 +139,7 @@ def brief(schemes: list[str]) -> None:
     dense = [dense_us(n, k, m, torch.bfloat16) for m in counts]
     print("us, M =", *counts, "\ncublas bf16", *(f"{us:.1f}" for us in dense), flush=True)
     for scheme in schemes:
-        p = Problem(scheme, torch.bfloat16, n, k, cold=True)
+        p = RandomLayer(scheme, torch.bfloat16, n, k, cold=True)
         weight = exact_weight(p)
         marks, times = [one_hot(p, weight)], []
         for m in counts:
@@ -155,7 +155,7 @@ def stress(schemes: list[str], rounds: int = 100) -> int:
     """Chains of dependent and independent launches, plain and overlapped: always the same bits."""
     bad = 0
     for scheme in schemes:
-        p = Problem(scheme, outputs(scheme)[-1], 4096, 4096)
+        p = RandomLayer(scheme, outputs(scheme)[-1], 4096, 4096)
         cases = [(p.tokens(m), m) for m in (1, 16, 64, 128, 300)]
         every = p.tiles()
         first = [p.run(*x, tile=every[0], overlap=False).clone() for x, _ in cases]
@@ -173,9 +173,9 @@ def stress(schemes: list[str], rounds: int = 100) -> int:
 def check_experts(scheme: str) -> None:
     """The grouped product against one dense product for each expert, and its time."""
     n, k, experts = 14336, 4096, 8
-    problems = [Problem(scheme, torch.bfloat16, n, k) for _ in range(experts)]
-    p = problems[0]
-    prepared = scalar_linear.prepare_experts([q.packed for q in problems], p.activation)
+    layers = [RandomLayer(scheme, torch.bfloat16, n, k) for _ in range(experts)]
+    p = layers[0]
+    prepared = scalar_linear.prepare_experts([q.packed for q in layers], p.activation)
     for m in (32, 64, 128, 256):
         chosen = torch.stack([torch.randperm(experts, device="cuda")[:2] for _ in range(m)])
         counts = torch.bincount(chosen.flatten(), minlength=experts)
@@ -188,7 +188,7 @@ def check_experts(scheme: str) -> None:
         y, wrong = run(), 0
         for e, (a, b) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
             part = [None if t is None else t[a:b].contiguous() for t in given]
-            want = problems[e].run(*part)  # another tile: floats are added in another order
+            want = layers[e].run(*part)  # another tile: floats are added in another order
             error = (y[a:b].double() - want.double()).norm() / want.double().norm()
             exact = p.operand == "int8" and not p.decoder.sums
             wrong += b > a and not error <= (0 if exact else 6e-3)
@@ -199,9 +199,9 @@ def check_experts(scheme: str) -> None:
 def check_many_experts(scheme: str, experts: int = 700) -> None:
     """More experts than a table has spans: each token beside its product with all weights."""
     n, k, m = 200, 512, 300
-    problems = [Problem(scheme, torch.bfloat16, n, k) for _ in range(3)]
-    p = problems[0]
-    some = scalar_linear.prepare_experts([q.packed for q in problems], p.activation)
+    layers = [RandomLayer(scheme, torch.bfloat16, n, k) for _ in range(3)]
+    p = layers[0]
+    some = scalar_linear.prepare_experts([q.packed for q in layers], p.activation)
     index = torch.arange(experts, device="cuda") % 3
     layout = tuple(
         part.view(torch.uint8).unflatten(0, (3, -1))[index].flatten(0, 1).view(part.dtype)
@@ -215,7 +215,7 @@ def check_many_experts(scheme: str, experts: int = 700) -> None:
     y = scalar_linear.multiply(
         *x, some._replace(layout=layout), None, p.dtype, None, None, starts
     ).double()
-    every = torch.stack([exact_product(q, exact_weight(q), *x).double() for q in problems])
+    every = torch.stack([exact_product(q, exact_weight(q), *x).double() for q in layers])
     want = every[index[owner], torch.arange(m, device="cuda")]
     error = (y - want).norm() / want.norm()
     print(f"{experts} experts {scheme}: {'right' if error <= 2e-2 else 'WRONG'} {error:.1e}")
@@ -230,7 +230,7 @@ def sweep(args: argparse.Namespace) -> None:
         dense = {m: dense_us(n, k, m, torch.bfloat16) for m in args.m}
         for scheme in args.schemes:
             for dtype in outputs(scheme)[-1:] if not args.all_dtypes else outputs(scheme):
-                p = Problem(scheme, dtype, n, k, cold=True)
+                p = RandomLayer(scheme, dtype, n, k, cold=True)
                 for m in args.m:
                     times = {}
                     for tile in p.tiles():
@@ -278,7 +278,7 @@ def compare(args: argparse.Namespace) -> None:
             if (group := parse_scheme(scheme)[0].group) and k % group:
                 print(f"{scheme} {n}x{k}: no whole groups", flush=True)
                 continue
-            p = Problem(scheme, torch.bfloat16, n, k, cold=True, few=True)
+            p = RandomLayer(scheme, torch.bfloat16, n, k, cold=True, few=True)
             for m in args.m:
                 times: dict[str, float] = {}
                 chosen, said = tiles.choose(p.decoder, m, n, k), {}
@@ -362,14 +362,14 @@ class Table:
                 self.add(
                     m, us, n * k, peer="cublas", format="int8(_int_mm)", activation="int8-given"
                 )
-        problems = [
-            Problem(scheme, dtype, n, k, cold=True)
+        layers = [
+            RandomLayer(scheme, dtype, n, k, cold=True)
             for scheme in schemes
             for dtype in outputs(scheme)
         ]
         # Small products timed right behind large ones were 10 to 25 % slower.
         for m in sorted(counts):
-            for p in problems:
+            for p in layers:
                 given = f"{p.activation}-given" if p.activation else bench.short(p.dtype)
                 kind = {"peer": "anybit-hopper", "format": p.fmt.spec, "activation": given}
                 for note, overlap in (("plain", False), ("pdl", True)):
@@ -387,7 +387,7 @@ def int_mm_us(n: int, k: int, m: int) -> float:
 
 def host_us() -> None:
     """What a launch costs the host."""
-    p = Problem("fp6", torch.bfloat16, 4096, 4096)
+    p = RandomLayer("fp6", torch.bfloat16, 4096, 4096)
     x = p.tokens(16)
     for _ in range(200):
         p.run(*x)

@@ -35,7 +35,7 @@ MORE_TILES = [
 ]  # tried by `sweep` and `compare` beside the family
 
 
-class Problem:
+class RandomLayer:
     """A random layer of one scheme, its tokens as the matrix unit takes them, and copies."""
 
     def __init__(
@@ -119,13 +119,13 @@ def outputs(scheme: str) -> list[torch.dtype]:
     return [torch.bfloat16] if parse_scheme(scheme)[1] else [torch.float16, torch.bfloat16]
 
 
-def exact_weight(p: Problem) -> Tensor:
+def exact_weight(p: RandomLayer) -> Tensor:
     """(N, K) fp64: the format's own values, as the operand's dtype has them, times the scale."""
     dtype = torch.bfloat16 if p.operand == "bfloat16" else torch.float32
     return operand_weight(p.packed, dtype).double()
 
 
-def exact_product(p: Problem, weight: Tensor, x, scale, sums) -> Tensor:
+def exact_product(p: RandomLayer, weight: Tensor, x, scale, sums) -> Tensor:
     """(M, N): int8 bit for bit as the kernel must round it, others in fp64."""
     if p.operand == "int8" and not p.decoder.sums:
         row_scale = p.prepared.layout[1][: p.n]
@@ -136,7 +136,7 @@ def exact_product(p: Problem, weight: Tensor, x, scale, sums) -> Tensor:
     return y if scale is None else y * scale[:, None].double()
 
 
-def right(p: Problem, y: Tensor, want: Tensor) -> bool:
+def right(p: RandomLayer, y: Tensor, want: Tensor) -> bool:
     if p.operand == "int8" and not p.decoder.sums:
         return torch.equal(y, want)
     # Rounding of the output, and of scaled weights where scales belong to groups; fp8 matrix
@@ -149,13 +149,13 @@ def right(p: Problem, y: Tensor, want: Tensor) -> bool:
 # Times.
 
 
-def time_tile(p: Problem, m: int, tile: Tile | None, overlap: bool) -> float:
+def time_tile(p: RandomLayer, m: int, tile: Tile | None, overlap: bool) -> float:
     x = p.tokens(m)
     calls = [lambda w=w: p.run(*x, tile=tile, overlap=overlap, prepared=w) for w in p.copies]
     return median_us(calls, torch.device("cuda"))
 
 
-def time_copy(p: Problem, m: int, rows: int = 0) -> float:
+def time_copy(p: RandomLayer, m: int, rows: int = 0) -> float:
     """The weight decoded, so many rows at once (0: all), and cuBLAS's products with them."""
     x, copy = p.tokens(m)[0], scalar_linear.copy_kernel(p.decoder)
     y = torch.empty(m, p.n, dtype=p.dtype, device="cuda")

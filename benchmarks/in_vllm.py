@@ -93,10 +93,10 @@ def make(args: argparse.Namespace, folder: Path) -> None:
 def measure(args: argparse.Namespace, folder: Path) -> None:
     """Write a row for each figure, as they are measured."""
     start = time.perf_counter()
-    made = checkpoint(args, folder)
+    path = checkpoint(args, folder)
     making, batches = time.perf_counter() - start, numbers(args.batches)
     start = time.perf_counter()
-    llm = engine(args, made, batches)
+    llm = engine(args, path, batches)
     write(args, "make", 0, making, "s")
     if not args.together:
         write(args, "startup", 0, time.perf_counter() - start, "s")
@@ -194,11 +194,11 @@ def profile(args: argparse.Namespace, folder: Path) -> None:
 
 def reload(args: argparse.Namespace, folder: Path) -> None:
     """Seconds until a running engine has other dense weights, quantized as they are read."""
-    made = checkpoint(args, folder)
-    llm = engine(args, made, [1])
+    path = checkpoint(args, folder)
+    llm = engine(args, path, [1])
     for _ in range(2):
         start = time.perf_counter()
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(made)})
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
         write(args, "reload", 0, time.perf_counter() - start, "s")
     run(llm, args, 1, 8)
 
@@ -230,17 +230,17 @@ def print_kernels(llm: Any, args: argparse.Namespace, batch: int) -> None:
     layers = MODELS[args.model].num_hidden_layers
     # What runs once for every layer says how many steps there were, and how long a layer takes.
     each = max((len(us), n) for n, us in busy.items() if "flash" in n.lower() or "attn" in n)
-    begins, made = [start for start, _, name in spans if name == each[1]], each[0] / layers
+    begins, steps = [start for start, _, name in spans if name == each[1]], each[0] / layers
     period = median(b - a for a, b in pairwise(begins)) * layers
-    step, whole = (last - spans[0][0]) / made, sum(map(sum, busy.values())) / made
-    print(f"PROFILE {args.case} batch {batch}: {made:.1f} steps of {step:.0f} us, kernels "
+    step, whole = (last - spans[0][0]) / steps, sum(map(sum, busy.values())) / steps
+    print(f"PROFILE {args.case} batch {batch}: {steps:.1f} steps of {step:.0f} us, kernels "
           f"{whole:.0f} us, layers {period:.0f} us; not recorded "
           f"{median(steps_of(ends)) * 1e3:.0f} us")  # fmt: skip
     holes = {pair: [us for us, _ in each] for pair, each in idle.items()}
     for title, groups in (("PROFILE", busy), ("IDLE", holes), ("HOST", calls)):
         for name in sorted(groups, key=lambda name: -sum(groups[name]))[:20]:
             us = groups[name]
-            print(f"{title} {len(us) / made:7.1f} times {sum(us) / made:8.1f} us  {name[:90]}")
+            print(f"{title} {len(us) / steps:7.1f} times {sum(us) / steps:8.1f} us  {name[:90]}")
     longest = idle[max(holes, key=lambda pair: sum(holes[pair]))]
     at = longest[len(longest) // 2][1]  # one of the pauses that count most, and what is around it
     for start, stop, name in spans[max(0, at - 20) : at + 40]:
@@ -255,14 +255,14 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     """
     import vllm
 
-    made = folder / name_of(args.case, args.check.name)
+    path = folder / name_of(args.case, args.check.name)
     if args.case == "bf16":
-        made = args.check
-    elif not made.exists():
+        path = args.check
+    elif not path.exists():
         plan = {"*": args.case} | ({"lm_head": args.head} if args.head else {})
-        quantize_checkpoint(args.check, made, plan)
+        quantize_checkpoint(args.check, path, plan)
     device = "cuda" if on_gpu() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.bfloat16).eval().to(device)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval().to(device)
     wanted = []
     for ids in PROMPTS:
         given = torch.tensor([ids], device=device)
@@ -277,7 +277,7 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     targets = torch.tensor(windows, device=device)[:, 1:]
     theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).exp().item()
     del logits
-    llm = engine(args, made, [1, 2, 4])
+    llm = engine(args, path, [1, 2, 4])
     params = vllm.SamplingParams(temperature=0, max_tokens=CHECKED, ignore_eos=True,
                                  detokenize=False)  # fmt: skip
     given = [{"prompt_token_ids": ids} for ids in PROMPTS]
@@ -311,7 +311,7 @@ def text_of(model: Path) -> list[list[int]]:
     return [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)]
 
 
-def engine(args: argparse.Namespace, made: Path, batches: list[int]) -> Any:
+def engine(args: argparse.Namespace, path: Path, batches: list[int]) -> Any:
     """vLLM with a model, when it is this process's turn."""
     import vllm
 
@@ -335,7 +335,7 @@ def engine(args: argparse.Namespace, made: Path, batches: list[int]) -> Any:
     if args.together:
         share, options["kv_cache_memory_bytes"] = 0.01, memory(args, max(batches))
     llm = vllm.LLM(
-        str(made), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=length(args),
+        str(path), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=length(args),
         max_num_seqs=max(batches), max_num_batched_tokens=max(8192, length(args)),
         kv_cache_dtype=args.kv, gpu_memory_utilization=share,
         enable_prefix_caching=False, seed=0, **options,

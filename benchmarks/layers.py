@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from csv_rows import write_rows
-from hopper_layers import Problem, dense_us, time_tile
+from hopper_layers import RandomLayer, dense_us, time_tile
 from torch import Tensor
 
 from anybit.kernels.reference import quantize_tokens
@@ -89,14 +89,14 @@ def product(
         for m, us in zip(counts, fp8_us(n, k, counts), strict=True):
             yield {"format": "cublas fp8", "N": n, "K": k, "M": m, "us": us}
     for name in formats:
-        p = Problem(name, torch.bfloat16, n, k, cold=True, few=True)
+        p = RandomLayer(name, torch.bfloat16, n, k, cold=True, few=True)
         check(p, counts[0])
         for m in counts:
             yield {"format": name, "N": n, "K": k, "M": m, "us": time_tile(p, m, None, None)}
         del p
 
 
-def check(p: Problem, m: int) -> None:
+def check(p: RandomLayer, m: int) -> None:
     """Compare with the product of the decoded weight; fp8 matrix units keep 14 bits of a sum."""
     x, scale, sums = p.tokens(m)
     tokens = x.float() if scale is None else x.float() * scale[:, None]

@@ -120,7 +120,7 @@ def file_of(kernel) -> Path:
     return path.with_name(path.name.partition("_dsl")[0].removesuffix(".kernel") + ".as_sm_90")
 
 
-def made(kernel) -> str:
+def compile_missing(kernel) -> str:
     """Compile a kernel's file unless it is there; returns a line about it."""
     path = file_of(kernel)
     if path.exists():
@@ -161,7 +161,9 @@ def build(kernels: list, jobs: int) -> None:
         return
     print(f"compiling {len(missing)} of {len(kernels)} kernels", flush=True)
     with ProcessPoolExecutor(min(jobs, len(missing)), mp_context=get_context("spawn")) as pool:
-        for kernel, future in [(kernel, pool.submit(made, kernel)) for kernel in missing]:
+        for kernel, future in [
+            (kernel, pool.submit(compile_missing, kernel)) for kernel in missing
+        ]:
             try:
                 print(future.result(), flush=True)
             except Exception as error:
@@ -199,7 +201,7 @@ def check(schemes: list[str], limit: float) -> int:
 def ragged(scheme: str, kernel: Kernel) -> str | None:
     """Random numbers, a bias, tails of N, K and M, several grids; twice the same bits."""
     for n, k in ((208, 512), (1024, 1152)):
-        p = hopper_layers.Problem(scheme, DTYPE, n, k)
+        p = hopper_layers.RandomLayer(scheme, DTYPE, n, k)
         bias = torch.randn(n, device="cuda").to(DTYPE)
         weight = hopper_layers.exact_weight(p)
         for m in (kernel.tile.tokens // 2 + 1, kernel.tile.tokens, 2 * kernel.tile.tokens + 3):
@@ -228,7 +230,7 @@ def ragged(scheme: str, kernel: Kernel) -> str | None:
 
 def chain(scheme: str, kernel: Kernel, rounds: int = 40) -> str | None:
     """Products of products, in launches that overlap and in such that do not: the same bits."""
-    p = hopper_layers.Problem(scheme, DTYPE, CHAINED, CHAINED)
+    p = hopper_layers.RandomLayer(scheme, DTYPE, CHAINED, CHAINED)
     first = torch.randn(kernel.tile.tokens, CHAINED, device="cuda").to(DTYPE)
 
     def last(overlapping: bool) -> Tensor:
@@ -277,7 +279,7 @@ def times(schemes: list[str], counts: list[int], out: Path, limit: float, sweep:
         for m in counts:
             note("bf16", n, k, m, "cublas", partial(hopper_layers.dense_us, n, k, m, DTYPE))
         for scheme in schemes:
-            p = hopper_layers.Problem(scheme, DTYPE, n, k, cold=True)
+            p = hopper_layers.RandomLayer(scheme, DTYPE, n, k, cold=True)
             for m in counts:
                 x = p.tokens(m)
                 note(scheme, n, k, m, "hopper", partial(hopper_us, p, x))
@@ -310,14 +312,14 @@ def times(schemes: list[str], counts: list[int], out: Path, limit: float, sweep:
     print(f"time: {elapsed():.0f} s, {len(rows)} rows in {out}", flush=True)
 
 
-def mma_us(p: hopper_layers.Problem, x: tuple, kernel: Kernel) -> float:
+def mma_us(p: hopper_layers.RandomLayer, x: tuple, kernel: Kernel) -> float:
     calls = [
         lambda w=w: linear.multiply(*x, w, None, DTYPE, kernel) for w in p.copies
     ]  # fmt: skip
     return median_us(calls, torch.device("cuda"))
 
 
-def hopper_us(p: hopper_layers.Problem, x: tuple) -> float:
+def hopper_us(p: hopper_layers.RandomLayer, x: tuple) -> float:
     calls = [lambda w=w: scalar_linear.multiply(*x, w, None, DTYPE) for w in p.copies]
     return median_us(calls, torch.device("cuda"))
 

@@ -16,7 +16,7 @@ from itertools import product
 
 import mma
 import torch
-from codebook import Problem
+from codebook import RandomCodebook
 from hopper_layers import dense_us
 from mma import A100, H200, KB, elapsed, file_of
 
@@ -79,12 +79,12 @@ def check(limit: float) -> int:
     """Random products with tails and a bias, by several grids; the same bits in 20 repeats."""
     bad = total = 0
     for scheme in [*SCHEMES, *MORE]:
-        problems = [Problem(scheme, *shape) for shape in ((200, 2048), (1024, 4608))]
+        layers = [RandomCodebook(scheme, *shape) for shape in ((200, 2048), (1024, 4608))]
         for kernel in there(scheme):
             if elapsed() > limit:
                 print(f"LIMIT of {limit} s: kernels from {kernel.name} on are unchecked")
                 return bad + 1
-            errors = [wrong(p, kernel) for p in problems]
+            errors = [wrong(p, kernel) for p in layers]
             found = next((error for error in errors if error), "right")
             bad, total = bad + (found != "right"), total + 1
             print(f"{found:8} {kernel.name}", flush=True)
@@ -92,7 +92,7 @@ def check(limit: float) -> int:
     return bad
 
 
-def wrong(p: Problem, kernel: CodebookKernel) -> str | None:
+def wrong(p: RandomCodebook, kernel: CodebookKernel) -> str | None:
     weight = operand_weight(p.packed, DTYPE).double()
     bias = torch.randn(p.n, device="cuda").to(DTYPE)
     tile, c = kernel.tile, kernel.cells
@@ -117,7 +117,7 @@ def wrong(p: Problem, kernel: CodebookKernel) -> str | None:
 def times(shapes: list[tuple[int, int]], counts: list[int], limit: float) -> None:
     """Microseconds: a line for every kernel, the rule's for 99 KB first."""
     for (n, k), scheme in product(shapes, SCHEMES):
-        p = Problem(scheme, n, k, cold=True)
+        p = RandomCodebook(scheme, n, k, cold=True)
         floor = p.nbytes / 4.8e6  # H200's memory, bytes a us
         for m in counts:
             if elapsed() > limit:

@@ -395,7 +395,7 @@ def test_the_test_finds_what_is_wrong(
     )
     kernel = Kernel(next(decoders("int4:group=128")), tile, "float16", "sm_80")
     exact = Exact(wrong)
-    exact.weights = selftest.Problem(layer, tile).weights
+    exact.weights = selftest.SmallWeight(layer, tile).weights
     monkeypatch.setattr(linear, "multiply", exact)
     assert verdict in selftest.verdict(layer, kernel)
 

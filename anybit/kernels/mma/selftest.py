@@ -160,13 +160,13 @@ def verdict(layer: LayerSpec, kernel: Kernel | CodebookKernel) -> str:
     try:
         if isinstance(kernel, CodebookKernel):
             return codebook_selftest.wrong(layer, kernel) or RIGHT
-        problem = Problem(layer, kernel.tile)
-        return problem.one_hot(kernel) or problem.integers(kernel) or RIGHT
+        weight = SmallWeight(layer, kernel.tile)
+        return weight.one_hot(kernel) or weight.integers(kernel) or RIGHT
     except Exception as error:
         return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-class Problem:
+class SmallWeight:
     """A small weight: two tiles of rows and some, more K tiles than warps and stages.
 
     Kernels for experts get three such weights.
