@@ -12,7 +12,10 @@ from anybit.cli.app import app
 from anybit.core.scheme import parse_scheme
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks/README.md"]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 NOTES = sorted((ROOT / "notes").glob("*.md"))  # these may name code that is gone
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 FOLDERS = (
@@ -64,6 +67,13 @@ def test_the_api_page_has_every_public_name() -> None:
     lines = (ROOT / "docs/api.md").read_text(encoding="utf-8").splitlines()
     missing = [n for n, room in anybit.PUBLIC.items() if f"::: anybit.{room}.{n}" not in lines]
     assert not missing
+
+
+def test_the_benchmarks_page_has_every_script_and_every_file_of_results() -> None:
+    named = re.findall(r"`([\w.]+)`", (ROOT / "benchmarks/README.md").read_text(encoding="utf-8"))
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    results = {path.stem for path in (ROOT / "benchmarks/results").glob("*.csv")}
+    assert not (scripts | results) - set(named)
 
 
 def test_there_is_something_to_check() -> None:
