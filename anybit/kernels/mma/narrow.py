@@ -1,4 +1,4 @@
-"""Up to 16 tokens: 16 or 32 rows a CTA, whose warps split K; nothing is shared between CTAs.
+"""Few tokens: 8 to 32 of them and 16 to 64 rows a CTA, whose warps split K; CTAs share nothing.
 
 Warp w of W multiplies K tiles w, w + W, ... from a ring of its own, so that no barrier stands in
 the loop. The sums meet in shared memory and are added in the order of warps.

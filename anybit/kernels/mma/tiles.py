@@ -290,7 +290,7 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     """
     tokens = 8 if m <= 8 else 16
     slow = decoder.cost > 2
-    small = slow and decoder.slot == 16 and tokens == 8 and 2 * decoder.cost > decoder.bits
+    binds = slow and decoder.slot == 16 and tokens == 8 and 2 * decoder.cost > decoder.bits
     crowded = slow and decoder.slot == 8 and tokens == 16  # two slices would spill
     sizes = (1,) if crowded else (2, 1) if slow or tokens == 16 else (4, 2, 1)
     short = tokens == 8 and decoder.slot == 16 and not slow
@@ -299,7 +299,7 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
         for slices, warps in ((s, w) for w in (8, 4) for s in sizes):
             ctas = -(-n // (16 * slices * gpu.multiprocessors))
             tile = Tile(tokens, slices, warps, ctas=ctas, kind="narrow")
-            most = BUSY_WARPS if small and (slices, warps) == (1, 8) else NARROW_WARPS
+            most = BUSY_WARPS if binds and (slices, warps) == (1, 8) else NARROW_WARPS
             found = fitted(tile, decoder, gpu, least, 5) if ctas * warps <= most else None
             if found and resident(found, gpu, n):
                 at_once.append(found)
