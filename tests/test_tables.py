@@ -195,7 +195,7 @@ def test_ours_stand_beside_the_fastest_other_of_one_process(folder):
     assert [(x.m, x.other, x.ratio) for x in found] == [(1, "machete", 2.0), (2, "humming", 0.5)]
     beside = "`int4:group=128` | humming, Machete"
     assert f"| {beside} | 2.00x | 0.50x | **1.00x** | 1 of 2 |" in peer_tables.means(found)
-    assert f"| {beside} | 1.00x |  | 1.00x | 1 of 2 |" in peer_tables.short(found)
+    assert f"| {beside} | 1.00x |  | 1.00x | 1 of 2 |" in peer_tables.few_and_many(found)
     assert "| 64x128 | 2.00 machete | 0.50 humming |" in peer_tables.ratios(found)
     assert peer_tables.worst(found).splitlines() == [
         "- `int4:group=128` beside humming, Machete: the worst is 0.50 (64x128, M=2, humming).",

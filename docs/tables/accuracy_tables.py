@@ -123,6 +123,7 @@ def trellis_options() -> str:
 
 
 def short(spec: str) -> str:
+    """A spec in a table: "int4 g128", "m1v4"."""
     spec = re.sub(r"codebook:m=(\d+),v=(\d+)(,b=8)?", r"m\1v\2", spec)
     spec = re.sub(r"^plan:", "planned ", spec)
     spec = re.sub(r"^folded:(.*)", r"\1 folded", spec)

@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 import paper_tables
-from codebook_tables import letters
+from accuracy_tables import short
 from kernel_tables import CHOICES
 from results import (
     BIG,
@@ -58,10 +58,6 @@ def steps(model: str) -> dict[tuple[str, str], dict[int, Row]]:
         if row["model"] == model:
             found.setdefault((row["format"], row["kv"]), {})[int(row["batch"])] = row
     return found
-
-
-def short(name: str) -> str:
-    return letters(name) if name.startswith("codebook") else name.replace(":group=", " g")
 
 
 def cache(kv: str) -> str:

@@ -122,7 +122,7 @@ def tables() -> dict[str, str]:
     dense = [*matches(DENSE, "h200_peers"), *matches(MICRO, "h200_micro")]
     experts = matches(EXPERTS, "h200_expert_peers")
     return {
-        "peers_short": short(dense),
+        "peers_short": few_and_many(dense),
         "peers": means(dense),
         "peers_worst": worst(dense),
         "peers_ratios": ratios(dense),
@@ -176,7 +176,7 @@ def behind(found: Sequence[Match]) -> str:
     return f"{sum(match.ratio < LEVEL for match in found)} of {len(found)}"
 
 
-def short(found: Sequence[Match]) -> str:
+def few_and_many(found: Sequence[Match]) -> str:
     """Geometric means of few tokens, many and all."""
     lines = []
     for each, mine in by_kind(found).items():
