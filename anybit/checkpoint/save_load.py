@@ -16,12 +16,11 @@ from anybit.checkpoint.architecture import load_model
 from anybit.checkpoint.card import write_card
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.checkpoint.foreign.ready import ready
-from anybit.checkpoint.names import codes_as_they_are
 from anybit.errors import InvalidInput, InvalidType
 from anybit.files.directory import copy_others, new_directory, quantization_of, read_json
 from anybit.files.safetensors import stored_tensors
 from anybit.nn.linear import Keep
-from anybit.nn.model import plan_in, quantized_layers, record, set_keep
+from anybit.nn.model import plan_in, quantized_layers, refuse_adapters, set_keep
 from anybit.nn.plan import METHOD
 
 if TYPE_CHECKING:
@@ -47,14 +46,17 @@ def save(model: Any, directory: str | os.PathLike[str], overwrite: bool = False)
         InvalidInput: No layer of the model is quantized.
         OSError: The disk is too small.
     """
-    if not hasattr(model, "save_pretrained"):
+    from transformers import PreTrainedModel
+
+    refuse_adapters(model)
+    if not isinstance(model, PreTrainedModel):
         raise InvalidType(
             f"{type(model).__name__} is no transformers model; save its state_dict() instead"
         )
-    record(model, plan_in(model))
+    plan_in(model)  # raises without quantized layers; saving records it
     out, source = Path(directory).absolute(), Path(str(getattr(model, "name_or_path", "")))
     needed = sum({t.data_ptr(): t.nbytes for t in model.state_dict().values()}.values())
-    with new_directory(out, overwrite, needed) as temporary, codes_as_they_are(model):
+    with new_directory(out, overwrite, needed) as temporary:
         model.save_pretrained(temporary, max_shard_size=SHARD_BYTES)
         if (source / "config.json").is_file():
             copy_others(source, temporary)

@@ -252,6 +252,8 @@ class Format:
                 to be rotated that has no blocks.
         """
         rows, columns = self.tile
+        if not n or not k:
+            raise InvalidInput(f"a weight of N={n}, K={k} is empty; keep the layer (None)")
         if n % rows:
             raise InvalidInput(
                 f"N={n} is not a multiple of tiles of {rows} rows in format {self.spec!r}; keep "

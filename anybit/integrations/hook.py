@@ -1,6 +1,6 @@
 """Makes transformers and peft know anybit, whichever is imported first.
 
-Both must be told of quantized layers, in one of their modules. Importing it takes seconds, so
+Both must be told of quantized layers, in some of their modules. Importing it takes seconds, so
 `import anybit` does not: it waits until someone else does.
 """
 
@@ -15,6 +15,7 @@ from types import ModuleType
 # A module of theirs -> the one of ours whose `register` enters anybit there.
 WAITED_FOR = {
     "transformers.quantizers.auto": "anybit.integrations.transformers",
+    "transformers.modeling_utils": "anybit.integrations.saving",
     "peft": "anybit.integrations.peft",
 }
 

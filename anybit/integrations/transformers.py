@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
@@ -128,6 +129,7 @@ class AnybitQuantizer(HfQuantizer):
             fill, self.names = swap_for_stored(model, self.quantization_config.formats, stored)
         else:
             self.quantization_config.formats = full_plan(model, self.quantization_config.formats)
+            self.quantization_config.formats |= dict.fromkeys(new_layers(model))
             fill = swap_for_dense(model, self.quantization_config.formats)
         types = model._get_dtype_plan(model.dtype)  # layers that stay in fp32, by their names
         with under_all_names(model):
@@ -278,6 +280,26 @@ def fill_experts(experts: Experts, whole: Tensor, name: str, tensor: str) -> Non
             setattr(layer, key, parameter)
 
 
+def new_layers(model: "PreTrainedModel") -> set[str]:
+    """Linear layers that the class which was saved has not, such as a classifier for a new task.
+
+    transformers gives them random weights, says so, and leaves it to the user to train them.
+    """
+    import transformers
+
+    names = getattr(model.config, "architectures", None) or [""]
+    saved = getattr(transformers, names[0], None)
+    if not isinstance(saved, type) or not issubclass(saved, transformers.PreTrainedModel):
+        return set()
+    if saved is type(model) or not isinstance(model.config, saved.config_class):
+        return set()
+    with torch.device("meta"):
+        known = {name for name, _ in saved(model.config).named_modules()}
+    prefix = f"{model.base_model_prefix}."
+    known |= {prefix + name for name in known} | {name.removeprefix(prefix) for name in known}
+    return {name for name, m in model.named_modules() if is_linear(m) and name not in known}
+
+
 def swap_for_dense(model: nn.Module, formats: Plan) -> dict[str, QuantLinear]:
     """Empty layers with a placeholder `weight` for a dense checkpoint's linear layers.
 
@@ -304,7 +326,7 @@ def swap_for_dense(model: nn.Module, formats: Plan) -> dict[str, QuantLinear]:
 
 
 def swap_for_stored(
-    model: nn.Module, formats: Plan, stored: Mapping[str, Stored]
+    model: "PreTrainedModel", formats: Plan, stored: Mapping[str, Stored]
 ) -> tuple[dict[str, QuantLinear], dict[str, str]]:
     """Empty layers, of the dtypes that are stored, for the quantized layers of a checkpoint.
 
@@ -331,12 +353,15 @@ def swap_for_stored(
         whole |= {name.removeprefix(f"{base}."): (name, own) for name, own in pairs}
         whole |= {name: (name, own) for name, own in pairs}
     split(model, [name for name in expert_layers(model) if name in whole])
+    new = new_layers(model)
     out, placed = {}, set()
     names: dict[str, str] = {}
     for name, module in model.named_modules():
         if not is_linear(module):
             continue
         there, own = whole.get(name, (name, name))
+        if name in new and own not in layers:
+            continue
         patterns = patterns_for(there, formats)
         scheme = formats[patterns[-1]] if patterns else None
         if (scheme is not None) != (own in coded):

@@ -170,7 +170,8 @@ def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def holds_experts(module: nn.Module) -> bool:
     """Whether a module holds experts in tensors with a dimension for them, in any layout."""
-    tensors = [module._parameters.get(name) for name in ("up_proj", *FUSED)]
+    own = dict(module._parameters)  # of a scripted module, they are no dictionary
+    tensors = [own.get(name) for name in ("up_proj", *FUSED)]
     found = [tensor for tensor in tensors if tensor is not None]
     return len(found) == 2 and all(tensor.ndim == 3 for tensor in found)
 

@@ -1,10 +1,14 @@
 """`QuantLinear`: a linear layer whose weight is stored in a few-bit format."""
 
 from collections.abc import Callable
+from operator import is_
 from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from anybit.core.format import LAYER
 from anybit.core.packed import Packed, tensor_shapes
@@ -69,6 +73,7 @@ class QuantLinear(nn.Module):
         self.transposed = False  # whether the dense layer holds W^T
         self.released = False  # whether the canonical tensors are gone
         self.prepared: Prepared | None = None
+        self.prepared_of: tuple[Tensor | None, ...] = ()  # the buffers
         if packed.planes[0].device.type != "meta":
             self.prepare()
 
@@ -168,6 +173,7 @@ class QuantLinear(nn.Module):
             self.prepared = None  # the first call knows what to decode to
         else:
             self.prepared = kernels.prepare(packed, self.activation, dtype, decoded)
+        self.prepared_of = tuple(self._buffers.values())
         return self
 
     def _may_decode(self, dtype: torch.dtype, device: torch.device) -> bool:
@@ -202,7 +208,30 @@ class QuantLinear(nn.Module):
     def _prepare_while_tracing(self, dtype: torch.dtype) -> None:
         """`_prepared_for` during the tracing itself: no part of the graph."""
         if self.prepared is None or self.prepared.dtype not in (None, dtype):
+            if any(isinstance(buffer, FakeTensor) for buffer in self.buffers()):
+                raise Unsupported(f"{self}: call the model once with {dtype} before exporting it")
             self._prepared_for(dtype)
+
+    def _holds_others(self) -> bool:
+        """Whether buffers are other tensors than those that the layout was made from.
+
+        torch.func.functional_call and nn.DataParallel put others there. So do accelerate's hooks
+        and torch.export, but with the same contents.
+        """
+        if self.released or "_hf_hook" in vars(self) or torch.compiler.is_exporting():
+            return False
+        return not all(map(is_, self._buffers.values(), self.prepared_of))
+
+    def _in_torch(self, x: Tensor) -> Tensor:
+        """The layer by torch's own operators, which transforms and forward gradients go through."""
+        if self.activation is not None:
+            raise Unsupported(
+                f"{self} quantizes its activations, which transforms of torch.func and forward "
+                f"gradients do not pass; quantize to {self.format.spec!r} instead"
+            )
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        decoded = self.weight if torch.compiler.is_compiling() else self.dequantize()
+        return nn.functional.linear(x, decoded.to(x.dtype), bias)
 
     def release(self) -> "QuantLinear":
         """Drop the canonical tensors where the backend's layout does without them.
@@ -223,6 +252,8 @@ class QuantLinear(nn.Module):
         return self
 
     def forward(self, x: Tensor | Activations) -> Tensor:
+        if isinstance(x, Tensor):
+            x = autocast(x)
         dtype = x.dtype
         given: tuple[Any, ...] = ()  # what belongs to activations that are quantized already
         rotated = False
@@ -245,15 +276,22 @@ class QuantLinear(nn.Module):
                 f"x has {x.shape[-1]} columns, the layer {self.in_features} inputs (K); "
                 "x must be (..., K)"
             )
-        if torch.compiler.is_compiling():
+        tracing = torch.compiler.is_compiling()
+        others = self._holds_others()
+        if in_transform() or (tracing and others):
+            return self._in_torch(x)
+        if tracing:
             self._prepare_while_tracing(dtype)
+        elif others:
+            self.prepare(self.dtype)
         prepared = self.prepared
         if prepared is None or prepared.dtype not in (None, dtype):
             prepared = self._prepared_for(dtype)
         around = Around.of(self._buffers)
         if not rotated:
             x = around.before(x)
-        args = (around.inside(self.bias), self.kernel_scheme, self.out_features, self.backend)
+        bias = around.inside(self.bias)
+        args = (bias, self.kernel_scheme, self.out_features, self.backend)
         if not self.released and x.requires_grad and torch.is_grad_enabled():
             y = ops.linear(x, prepared.layout, *args, stored=self._stored())
         else:
@@ -298,14 +336,26 @@ class QuantLinear(nn.Module):
                 self._buffers[name] = old if old.device == new.device else old.to(new.device)
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+    ) -> None:
+        *_, errors = rest
+        saved = local_metadata.get("format", self.format.spec)
+        if saved != self.format.spec:  # tensors of int6 and of fp6 look alike
+            errors.append(
+                f"{prefix}codes are in format {saved!r}, and the layer is in {self.format.spec!r}; "
+                "quantize the model to the former before loading"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if not self.released:
             self.prepared = None
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         _ = self.packed  # raises when there is nothing to save
-        super()._save_to_state_dict(*args, **kwargs)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if notes := getattr(destination, "_metadata", None):
+            notes[prefix[:-1]]["format"] = self.format.spec
 
 
 def dequantize(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -320,6 +370,22 @@ def linear(
     return QuantLinear(packed, bias, activation)(x)
 
 
+def autocast(x: Tensor) -> Tensor:
+    """x as torch's own linear layers take it inside torch.autocast."""
+    kind = x.device.type
+    if not x.is_floating_point():
+        raise InvalidType(f"x is {x.dtype}; a quantized layer multiplies floating-point numbers")
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def in_transform() -> bool:
+    """Whether a transform of torch.func, or a forward gradient, is being computed."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether it is transformers' Conv1D (GPT-2): a linear layer whose weight is W^T (K, N)."""
     kind = type(module)
@@ -332,12 +398,26 @@ def check_keep(keep: str) -> None:
         raise InvalidInput(f"keep={keep!r}; choose one of {', '.join(get_args(Keep))}")
 
 
+def check_real(w: Tensor, name: str) -> None:
+    """Raise InvalidType for a weight of other than real numbers, or in parts elsewhere."""
+    if is_traceable_wrapper_subclass(w):
+        raise InvalidType(
+            f"{name}: the weight is a {type(w).__name__}, not a plain tensor; quantize the model "
+            "before it is sharded or wrapped, or keep the layer (None)"
+        )
+    if not w.is_floating_point():
+        raise InvalidType(
+            f"{name}: weights of {w.dtype} are not quantized, only floating-point ones; keep the "
+            "layer (None)"
+        )
+
+
 def check_finite(w: Tensor, name: str) -> None:
-    """Raise ValueError when a weight holds NaN or inf."""
+    """Raise InvalidInput when a weight holds NaN or inf."""
     if not w.is_floating_point():
         return
-    if w.dtype == torch.float64:
-        w = w.float()  # what quantizers make of it, where large numbers are inf
+    if w.itemsize not in (2, 4):
+        w = w.float()  # what quantizers make of it, where large numbers of 64 bits are inf
     # The sum of absolute values is finite only if all are: one pass, no temporary of w's size.
     if not torch.isfinite(torch.linalg.vector_norm(w, 1, dtype=torch.float32)):
         bad = (~torch.isfinite(w)).nonzero()

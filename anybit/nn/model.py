@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 
 from anybit.errors import InvalidInput
 from anybit.nn.experts import expert_layers, fused_experts, holds_experts, linear, split
@@ -25,6 +26,7 @@ TINY = 16  # a layer with fewer inputs or outputs (a gate) stays dense, unless a
 HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
 )  # fmt: skip
 
 
@@ -32,13 +34,24 @@ def is_linear(module: nn.Module) -> bool:
     """Whether a module computes x W^T + bias whenever its weight is used, and nothing else.
 
     Subclasses of nn.Linear with a forward of their own mostly do not: routers of transformers
-    return probabilities. Nor does nn.MultiheadAttention's `out_proj`, which is never called.
+    return probabilities. Nor does nn.MultiheadAttention's `out_proj`, which is never called, nor a
+    layer whose weight a hook makes anew in each call (pruning, the older weight_norm).
     """
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return False
     if not isinstance(module, nn.Linear):
         return is_conv1d(module)
-    return type(module).forward is nn.Linear.forward or multiplies(module)
+    kind, own = type(module), vars(module)
+    # A forward of this one module's; accelerate keeps the one that its hooks go around.
+    forward = own.get("_old_forward", own.get("forward"))
+    if forward is not None and getattr(forward, "__func__", None) is not kind.forward:
+        return False
+    stored = {*module._parameters, *module._buffers}
+    if "weight" not in stored and not is_parametrized(module, "weight"):
+        return False
+    if kind.__call__ is not nn.Module.__call__:
+        return False
+    return kind.forward is nn.Linear.forward or multiplies(module)
 
 
 def multiplies(module: nn.Linear) -> bool:
@@ -53,6 +66,7 @@ def multiplies(module: nn.Linear) -> bool:
     with torch.device("cpu"), torch.no_grad():  # the model may be built on the meta device
         random = torch.Generator().manual_seed(0)
         x, w, b = (torch.randn(s, generator=random).bfloat16() for s in ((2, 3, 4), (5, 4), (5,)))
+        x[1] *= 1024  # some clamp what is large
         bias = None if module.bias is None else b
         other._parameters = {"weight": w, "bias": bias}  # type: ignore[dict-item]
         try:
@@ -156,7 +170,7 @@ def full_plan(model: nn.Module, spec: Spec | Plan) -> dict[str, str | None]:
     for name in sorted(kept):
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         alike = {other for other in shapes if fnmatchcase(other, pattern)}
-        plan[pattern if alike <= kept else name] = None
+        plan[pattern if name in alike and alike <= kept else name] = None
     own = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not is_linear(m)]
     fused = dict(fused_experts(model))
     experts = [n for n, m in model.named_modules() if holds_experts(m) and n not in fused]
@@ -177,7 +191,11 @@ def restored_on_error(model: nn.Module) -> Iterator[None]:
 
     Whether the model was in training mode is restored in any case.
     """
-    before = [(m, dict(m._modules), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    before = [
+        (m, dict(m._modules), dict(m._parameters), dict(m._buffers))
+        for m in model.modules()
+        if not isinstance(m, torch.jit.ScriptModule)
+    ]
     training = model.training
     try:
         yield

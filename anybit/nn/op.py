@@ -119,8 +119,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grad_x = grad @ decode(stored, spec, n, ctx.k, grad.dtype)
     if ctx.needs_input_grad[2]:
         grad_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
-    no_grads = [None] * len(stored) if stored else None
-    return grad_x, [None] * ctx.parts, grad_bias, *[None] * 6, no_grads
+    # None for each argument that was passed; those of the last ones that were left out have none.
+    others = (None if isinstance(n, bool) else [None] * len(n) for n in ctx.needs_input_grad[3:])
+    return grad_x, [None] * ctx.parts, grad_bias, *others
 
 
 _library.impl("linear", multiply, "CompositeExplicitAutograd")

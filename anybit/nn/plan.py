@@ -65,10 +65,11 @@ def resolve(shapes: Mapping[str, tuple[int, ...]], spec: Spec | Plan) -> dict[st
 def patterns_for(name: str, plan: Plan) -> list[str]:
     """The patterns of a plan that match a layer; the last one decides.
 
-    A layer of Mixtral's may be called as its checkpoint or as its model calls it.
+    A layer of Mixtral's may be called as its checkpoint or as its model calls it. A name matches
+    itself, even if it has brackets.
     """
     names = {name, unpublished(name, MIXTRALS[0]), published(name, MIXTRALS[0])}
-    matches = [p for p in plan if any(fnmatchcase(n, p) for n in names)]
+    matches = [p for p in plan if p in names or any(fnmatchcase(n, p) for n in names)]
     return [p for p in matches if not (p == "*" and is_head(name))]
 
 

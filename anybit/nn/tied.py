@@ -35,7 +35,7 @@ def shared_weights(model: nn.Module) -> dict[str, str]:
     """Linear layers whose weight is another module's as well (tied embeddings) -> that module."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
+        weight = dict(module._parameters).get("weight")
         if weight is not None:
             owners.setdefault(id(weight), []).append(name)
     return {

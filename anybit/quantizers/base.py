@@ -11,7 +11,7 @@ from anybit.core.packed import Packed
 from anybit.core.rotation import Rotation
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.errors import InvalidInput
-from anybit.nn.linear import QuantLinear
+from anybit.nn.linear import QuantLinear, check_real
 from anybit.nn.model import linear_at, replace
 from anybit.nn.plan import patterns_for, resolve
 from anybit.quantizers.calibration.data import Calibration, Source
@@ -189,6 +189,7 @@ def quantize_weights(
         Each weight, in memory of its own.
     """
     for w in weights:
+        check_real(w, "weight")
         fmt.check(*w.shape)
     rotations: list[Rotation] = []
     if fmt.rotate:

@@ -1,14 +1,16 @@
 """`quantize_`: replace the linear layers of a model by quantized ones, in place."""
 
 from collections.abc import Mapping
+from itertools import chain
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from anybit.core.format import Format, get_format
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
-from anybit.nn.linear import QuantLinear, check_finite
+from anybit.nn.linear import QuantLinear, check_finite, check_real
 from anybit.nn.model import (
     dense_layers,
     full_plan,
@@ -79,6 +81,7 @@ def quantize_(
                     f"{name} shares its weight with {shared[name]}; untie them first, or keep it: "
                     f"{{'*': ..., '{name}': None}}"
                 )
+            check_real(linear_at(model, name).weight, name)
         for name, parameter in model.named_parameters():
             check_finite(parameter, name)
         if calibration is None:
@@ -95,6 +98,9 @@ def schemes_of(
 ) -> tuple[dict[str, str], dict[str, str | None]]:
     """Schemes of the layers to quantize, and the plan that says so; InvalidInput as `quantize_`."""
     refuse_adapters(model)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise InvalidInput(f"{name} has no shape yet; call the model once, then quantize it")
     shapes, done = dense_layers(model), sum(1 for _ in quantized_layers(model))
     if not shapes and not done:
         raise InvalidInput(f"{type(model).__name__} has no nn.Linear layers to quantize")

@@ -82,6 +82,7 @@ ARCHITECTURES = {
     ),
     "qwen3_moe": ("qwen3_moe", MOE | {"head_dim": 32, "norm_topk_prob": True}),
     "deepseek_v2": ("deepseek_v2", LATENT | {"q_lora_rank": None, "n_group": None}),
+    "deepseek_v2-biases": ("deepseek_v2", LATENT | {"mlp_bias": True, "attention_bias": True}),
     "deepseek_v2-groups": ("deepseek_v2", LATENT | {"topk_method": "group_limited_greedy"}),
     "deepseek_v3": (
         "deepseek_v3",

@@ -179,6 +179,7 @@ def edit(directory: Path, out: Path, **config: object) -> Path:
             r"down_proj.weight: .* of shape \(64, 97\), .* F32 of \(64, 96\)",
         ),
         ({"num_hidden_layers": 3}, "no file holds 9 tensors of the model"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; a model has at least 1"),
         ({"num_hidden_layers": 1}, "9 tensors have no place in the model"),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
@@ -192,6 +193,13 @@ def test_what_cannot_be_loaded_is_named(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(edit(checkpoint("llama"), tmp_path, **config))
+
+
+def test_odd_heads_run_as_transformers_has_them(tmp_path: Path) -> None:
+    model = random_model("phi3", {"hidden_size": 60, "partial_rotary_factor": 0.5})
+    model.save_pretrained(tmp_path)
+    for prompt, output in zip(prompts(2), LLM(tmp_path).generate(prompts(2), SHORT), strict=True):
+        assert output.tokens == reference(model, prompt, 8)
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:

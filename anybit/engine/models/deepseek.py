@@ -98,8 +98,9 @@ class GroupedMoE(MoE):
                 "model"
             )
         self.shared = MLP(
-            weights, f"{name}.shared_experts", c, c.moe_intermediate_size * c.n_shared_experts
-        )
+            weights, f"{name}.shared_experts", c, c.moe_intermediate_size * c.n_shared_experts,
+            bias=mlp_bias(c),
+        )  # fmt: skip
         self.groups, self.best, self.factor = c.n_group, c.topk_group, c.routed_scaling_factor
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ class DeepseekV2(Decoder):
         if index >= c.first_k_dense_replace:
             mlp = self.moe(weights, f"{name}.mlp", c)
         else:
-            mlp = MLP(weights, f"{name}.mlp", c, c.intermediate_size)
+            mlp = MLP(weights, f"{name}.mlp", c, c.intermediate_size, bias=mlp_bias(c))
         return Block(weights, name, c, attention, mlp)
 
 
@@ -192,6 +193,11 @@ class Glm4Moe(DeepseekV3):
     def attention(self, weights: Weights, name: str) -> Mixer:
         c = self.config
         return Attention(weights, name, c, bool(c.attention_bias), qk_norm=bool(c.use_qk_norm))
+
+
+def mlp_bias(config: PretrainedConfig) -> bool:
+    """Whether MLPs have biases; V2 alone may."""
+    return config.model_type == "deepseek_v2" and bool(config.mlp_bias)
 
 
 def score_scale(config: PretrainedConfig) -> float:

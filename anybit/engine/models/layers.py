@@ -15,6 +15,7 @@ from anybit.engine.lora import Adapters
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.rope import Rope, head_dim
 from anybit.engine.weights import Weights
+from anybit.errors import InvalidInput
 from anybit.kernels.backend import Activations
 from anybit.nn.grouped import QuantExperts
 from anybit.nn.linear import QuantLinear
@@ -302,6 +303,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.length, self.adapters = config, length, weights.adapters
         vocabulary, layers = config.vocab_size, config.num_hidden_layers
+        if not layers:
+            raise InvalidInput("config.json: num_hidden_layers is 0; a model has at least 1")
         self.ropes = self.rope_of_layers(length, weights.device)
         self.embed_tokens = weights.tensor(
             f"{self.prefix}.embed_tokens.weight", (vocabulary, self.embedding_size)

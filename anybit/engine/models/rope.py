@@ -58,6 +58,8 @@ class Rope(nn.Module):
     ) -> None:
         """Take the tables of the pairs that are rotated; the rest of `dim` channels stays."""
         length, pairs = cos.shape
+        if dim % 2:
+            raise UnknownModel(f"heads of {dim} channels, an odd number, are not rotated in pairs")
         rest = dim // 2 - pairs
         cos = torch.cat([cos, cos.new_ones(length, rest)], 1)
         sin = torch.cat([sin, sin.new_zeros(length, rest)], 1)
