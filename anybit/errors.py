@@ -26,6 +26,16 @@ class Unsupported(AnybitError, RuntimeError):
     """The request is valid, but not on this machine or in this state."""
 
 
+def check_text(text: str) -> None:
+    """InvalidInput for a text that no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidInput(
+            "a text holds half of a surrogate pair, or bytes that are not UTF-8, which is no text"
+        ) from None
+
+
 @contextmanager
 def loading(directory: object) -> Iterator[None]:
     """Turn a ValueError of transformers about a model directory into an `InvalidInput`."""

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -186,7 +187,20 @@ def test_usage_errors_exit_with_2() -> None:
     run("quantize", PICO, "--format", "fp6", "--plan", "p", "-o", "x", code=2)
     assert "takes no MODEL" in run("plan", PICO, "--roofline", "4096x4096", code=2)[1]
     measured = run("plan", PICO, "--calibrate", "python", "--measured", "rows.csv", code=2)[1]
-    assert "goes with --roofline" in measured
+    assert "no effect without --roofline" in measured
+    for ignored, message in (
+        (["quantize", PICO, "--format", "int4", "-o", "x", "--kv-scales"], "without --calibrate"),
+        (["quantize", PICO, "--format", "int4", "-o", "x", "--samples", 3], "without --calibrate"),
+        (["plan", PICO, "--bits", 4.5, "--length", 3], "without --calibrate"),
+        (["plan", "--roofline", "64x64", "--bits", 4.5], "with --roofline"),
+        (["plan", "--roofline", "64x64", "--candidates", "int4;"], "a name is empty"),
+        (["plan", "--roofline", "64x64", "--candidates", ""], "a name is empty"),
+        (["demo", "--formats", ";"], "a name is empty"),
+        (["eval", PICO, "--limit", 3], "without --tasks"),
+        (["eval", PICO, "--tasks", "", "--text", "x"], "with --tasks"),
+        (["generate", PICO, "x", "--seed", 2**70], "--seed"),
+    ):
+        assert message in run(*ignored, code=2)[1]
     assert "--bits 4.5, or --latency-us" in run("plan", PICO, code=2)[1]
 
 
@@ -229,6 +243,14 @@ def test_an_output_that_exists_needs_overwrite(fp6: Path) -> None:
             "no directory to write plan",
         ),
         (["plan", "--roofline", "64x64", "--plot", "a.doc"], "name ends in .png, .svg, .pdf"),
+        (["plan", str(PICO), "--bits", "4.5", "-o", "tests"], "tests is a directory; name a file"),
+        (["generate", str(PICO), "caf\udce9"], "bytes that are not UTF-8"),
+        (["quantize", str(PICO), "--format", "int4", "--calibrate", "", "-o", "x"], ". is no file"),
+        (["quantize", str(PICO), "--format", "int4", "-o", "."], "the working directory is in it"),
+        (["bench", "int4", "--shape", "999999999x999999999"], "bench a smaller layer"),
+        (["serve", str(PICO), "--host", "a..b"], "it is no host name"),
+        (["bench-serve", "http://[::1"], "no server answers at http://[::1"),
+        (["bench-serve", "http://127.0.0.1:1", "--api-key", "\u00e9"], "no header can"),
         (["demo", "--formats", "int4;foo"], "unknown format 'foo'"),
     ],
 )
@@ -239,6 +261,48 @@ def test_other_errors_are_one_message(
     _, stderr = run(*args, code=1)
     assert message in stderr
     assert len(stderr.splitlines()) == 1
+
+
+def test_an_output_goes_where_a_link_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its target may be absent, or an empty directory; a loop leads nowhere."""
+    monkeypatch.chdir(tmp_path)
+    disk = tmp_path / "disk"
+    (disk / "empty").mkdir(parents=True)
+    for name, target in (("a", disk / "absent"), ("b", disk / "empty"), ("loop", "loop")):
+        Path(name).symlink_to(target)
+    for name in "ab":
+        run("quantize", PICO, "--format", "int4", "-o", name)
+        assert Path(name).is_symlink()
+    assert sorted(path.parent.name for path in disk.rglob("config.json")) == ["absent", "empty"]
+    assert "loop" in run("quantize", PICO, "--format", "int4", "-o", "loop", code=1)[1]
+    monkeypatch.setattr(Path, "is_mount", lambda self: self == disk)
+    _, stderr = run("quantize", PICO, "--format", "int4", "-o", disk, code=1)
+    assert f"it is a mount point; choose a new directory, such as {disk / 'model'}" in stderr
+
+
+def test_what_a_terminal_cannot_show_is_escaped() -> None:
+    code = "import typer; from anybit.cli import main; import anybit.cli.app as cli\n"
+    code += "cli.app = lambda: typer.echo('\u00e9 \u4e2d \\udcff'); main()"
+    env = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, check=True)
+    assert done.stdout == b"\xe9 \\u4e2d \\udcff\n"
+
+
+def test_chat_goes_on_after_what_the_template_refuses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    template = "{% if 'no' in messages[-1].content %}{{ raise_exception('Never') }}{% endif %}x"
+    shutil.copytree(PICO, tmp_path / "pico")
+    (tmp_path / "pico" / "chat_template.jinja").write_text(template)
+    asked = iter(["no", "caf\udce9", "yes"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(asked, None) or exit_chat())
+    stdout, stderr = run("chat", tmp_path / "pico", "--max-tokens", 2)
+    assert "error: Never" in stderr
+    assert "[2 tokens" in stdout
+
+
+def exit_chat() -> str:
+    raise EOFError
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -22,6 +22,7 @@ from anybit.files.directory import (
     check_absent,
     check_space,
     copy_others,
+    destination,
     held,
     move_directory,
     write_json,
@@ -74,7 +75,7 @@ def calibrate_checkpoint(
             under other names.
         OSError: The disk is too small.
     """
-    source, out = Path(source), Path(out).absolute()
+    source, out = Path(source), destination(out)
     calibration = calibration_of(quantizer)
     calibration.check_file()
     check_paths(source, out, overwrite)

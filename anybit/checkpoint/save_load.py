@@ -17,7 +17,13 @@ from anybit.checkpoint.card import write_card
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.checkpoint.foreign.ready import ready
 from anybit.errors import InvalidInput, InvalidType
-from anybit.files.directory import copy_others, new_directory, quantization_of, read_json
+from anybit.files.directory import (
+    copy_others,
+    destination,
+    new_directory,
+    quantization_of,
+    read_json,
+)
 from anybit.files.safetensors import stored_tensors
 from anybit.nn.linear import Keep
 from anybit.nn.model import plan_in, quantized_layers, refuse_adapters, set_keep
@@ -54,7 +60,7 @@ def save(model: Any, directory: str | os.PathLike[str], overwrite: bool = False)
             f"{type(model).__name__} is no transformers model; save its state_dict() instead"
         )
     plan_in(model)  # raises without quantized layers; saving records it
-    out, source = Path(directory).absolute(), Path(str(getattr(model, "name_or_path", "")))
+    out, source = destination(directory), Path(str(getattr(model, "name_or_path", "")))
     needed = sum({t.data_ptr(): t.nbytes for t in model.state_dict().values()}.values())
     with new_directory(out, overwrite, needed) as temporary:
         model.save_pretrained(temporary, max_shard_size=SHARD_BYTES)

@@ -24,7 +24,7 @@ from anybit.checkpoint.rewrite import (
 from anybit.core.packed import tensor_shapes
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
-from anybit.files.directory import dense_config, megabytes
+from anybit.files.directory import dense_config, destination, megabytes
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import expert_layers
 from anybit.nn.linear import check_finite, is_conv1d
@@ -114,7 +114,7 @@ def quantize_checkpoint(
         OSError: The disk is too small.
     """
     started = time.monotonic()
-    source, out = Path(source), Path(out).absolute()
+    source, out = Path(source), destination(out)
     quantizer = quantizer or RTN()
     if quantizer.needs:
         raise InvalidInput(

@@ -1,5 +1,22 @@
 """The command line."""
 
-from anybit.cli.app import main
+import io
+import os
+import sys
 
-__all__ = ["main"]
+from anybit.progress import print_lines
+
+
+def main() -> None:
+    """The program `anybit`."""
+    # Threads that wait sleep: where other programs use the cores, spinning ones made work three
+    # times slower. OpenMP reads that when torch is imported, so it is said here, before.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers reads that, too
+    # Names of files and texts of models may hold what a terminal cannot show.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    print_lines()
+    from anybit.cli.app import app
+
+    app()

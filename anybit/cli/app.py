@@ -1,14 +1,14 @@
 """The command line. Every command imports what it needs when it runs, so that help is instant."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from anybit.cli.group import Commands, check_outputs, examples
-from anybit.progress import print_lines, say
+from anybit.cli.group import Commands, check_outputs, examples, listed, no_effect
+from anybit.errors import check_text
+from anybit.progress import say
 from anybit.serve import commands
 
 app = typer.Typer(
@@ -60,7 +60,7 @@ def demo(
     from anybit.cli.demo import FORMATS
     from anybit.cli.demo import demo as run
 
-    run([s for s in formats.split(";") if s.strip()] if formats else FORMATS, tokens, out)
+    run(listed(formats, "--formats", FORMATS), tokens, out)
 
 
 @app.command(
@@ -76,6 +76,7 @@ def demo(
     )
 )
 def quantize(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="Directory of a dense model (safetensors).")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
     formats: Annotated[
@@ -117,13 +118,17 @@ def quantize(
         raise typer.BadParameter(
             "say how to quantize: give either --format or --plan", param_hint="--format"
         )
+    if calibrate is None:
+        no_effect(context, "without --calibrate", "samples", "length", "kv_scales")
     say(f"quantizing {model} into {out}")
     from anybit.checkpoint.quantize import quantize_directory
     from anybit.cli.options import calibration_of
     from anybit.nn.plan import plan_from, read_plan
 
     chosen = read_plan(plan) if plan else plan_from(formats or [])
-    text = calibration_of(calibrate, samples, length, kv_scales) if calibrate else None
+    text = None
+    if calibrate is not None:
+        text = calibration_of(calibrate, samples, length, kv_scales)
     typer.echo(quantize_directory(model, out, chosen, method, text, overwrite))
 
 
@@ -195,6 +200,7 @@ def export(
     )
 )
 def plan(
+    context: typer.Context,
     model: Annotated[Path | None, typer.Argument(help="Directory of a dense model.")] = None,
     calibrate: Annotated[
         str | None, typer.Option(help='A .txt or .jsonl file, or "python": modules of the library.')
@@ -232,20 +238,23 @@ def plan(
     choice. Without text it goes by the errors of the weights, as if all layers mattered alike. With
     --roofline it prints what the cost model (LiquidGEMM, section 3) says of a layer instead.
     """
-    chosen_formats = [s.strip() for s in candidates.split(";")] if candidates else None
-    if roofline and model:
-        raise typer.BadParameter("takes no MODEL", param_hint="--roofline")
-    if measured and not roofline:
-        raise typer.BadParameter("goes with --roofline NxK", param_hint="--measured")
-    if roofline:
+    if roofline is not None:
         from anybit.measure.roofline import show
 
+        if model:
+            raise typer.BadParameter("takes no MODEL", param_hint="--roofline")
+        ignored = ("calibrate", "bits", "latency_us", "head", "samples", "length", "out")
+        no_effect(context, "with --roofline", *ignored)
+        chosen_formats = listed(candidates, "--candidates", ()) or None
         typer.echo(show(device, roofline, chosen_formats, measured, plot))
         return
+    no_effect(context, "without --roofline", "measured")
     if model is None:
         raise typer.BadParameter("give MODEL, or --roofline NxK", param_hint="MODEL")
     if (bits is None) == (latency_us is None):
         raise typer.BadParameter("give one budget: --bits 4.5, or --latency-us 900")
+    if calibrate is None:
+        no_effect(context, "without --calibrate", "samples", "length")
     say(f"loading {model}")
     check_outputs(out, plot)
 
@@ -260,10 +269,10 @@ def plan(
         say("no --calibrate: planning by the errors of the weights alone")
     chosen = plan_formats(
         load_dense(model),
-        calibration_of(calibrate, samples, length) if calibrate else None,
+        None if calibrate is None else calibration_of(calibrate, samples, length),
         bits,
         seconds=None if latency_us is None else latency_us * 1e-6,
-        candidates=chosen_formats or CANDIDATES,
+        candidates=listed(candidates, "--candidates", CANDIDATES),
         device=device,
         head=None if head == "none" else head,
     )
@@ -284,6 +293,7 @@ def plan(
     ),
 )
 def evaluate(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="Directory of a model, quantized or dense.")],
     against: Annotated[
         Path | None, typer.Option(help="The dense model: adds KL divergence and agreement.")
@@ -310,9 +320,13 @@ def evaluate(
 
     Tasks that need no network: python_next_line, python_parses, python_docstring.
     """
+    if tasks is None:
+        no_effect(context, "without --tasks", "limit", "batch", "run_code", "plot")
+    else:
+        no_effect(context, "with --tasks", "text", "tokens")
     say(f"loading {model}" + (f" and {against}" if against else ""))
     check_outputs(json_file, plot)
-    if tasks:
+    if tasks is not None:
         from anybit.evaluate import harness
 
         models = [model] if against is None else [model, against]
@@ -329,8 +343,6 @@ def evaluate(
         if plot:
             harness.plot(results, plot)
         return
-    if plot or limit or run_code:
-        raise typer.BadParameter("--plot, --limit and --run-code go with --tasks")
     from anybit.evaluate.run import evaluate as run
     from anybit.files.directory import without_nan, write_json
 
@@ -354,9 +366,12 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 always takes the likeliest token.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=-(2**63), max=2**64 - 1, help="Seed of the sampling.")
+    ] = 0,
 ) -> None:
     """Continue a prompt, token by token as they come."""
+    check_text(prompt)
     say(f"loading {model}")
     from anybit.evaluate.model import complete, load_text_model
 
@@ -479,18 +494,3 @@ app.command(epilog=examples("anybit chat out/pico-fp6"))(commands.chat)
 app.command("bench-serve", epilog=examples("anybit bench serve http://127.0.0.1:8000"))(
     commands.bench_serve
 )
-
-
-def main() -> None:
-    """The program `anybit`.
-
-    Threads that wait sleep: where other programs use the cores, spinning ones made work three times
-    slower. OpenMP reads that when torch is imported, so it is said here, before.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    print_lines()
-    app()
-
-
-if __name__ == "__main__":
-    main()

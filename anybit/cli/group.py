@@ -3,6 +3,7 @@
 import errno
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,24 @@ def check_outputs(file: Path | None, plot: Path | None) -> None:
         from anybit.files.picture import check_picture
 
         check_picture(plot)
+
+
+def listed(text: str | None, flag: str, default: Sequence[str]) -> list[str]:
+    """What an option names, separated by ';'; the default without the option."""
+    if text is None:
+        return [*default]
+    found = [part.strip() for part in text.split(";")]
+    if not all(found):
+        raise typer.BadParameter("a name is empty; leave it, or the option, out", param_hint=flag)
+    return found
+
+
+def no_effect(context: typer.Context, why: str, *names: str) -> None:
+    """Refuse options that were given and would be ignored."""
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if param.name in names and source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"has no effect {why}", param_hint=param.opts[0])
 
 
 def examples(*lines: str) -> str:

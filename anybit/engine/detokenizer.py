@@ -1,6 +1,7 @@
 """Tokens to text, one at a time: whole characters only, and never a piece of a stop string."""
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from anybit.errors import InvalidInput
 
@@ -24,7 +25,8 @@ class Detokenizer:
         self.text = ""
         self.released = 0
         self._window = list(prompt[-CONTEXT:])
-        self._seen = len(certain(decode(self._window))) if decode else 0
+        self._prompt = decode(self._window) if decode else ""  # "" once the text has begun
+        self._seen = len(certain(self._prompt))
 
     def add(self, tokens: list[int], last: bool = False, stop: bool = True) -> str | None:
         """Append tokens; return the stop string that ended the text, if one did.
@@ -38,9 +40,13 @@ class Detokenizer:
         self._window += tokens
         decoded = self.decode(self._window)
         now = decoded if last else certain(decoded)
+        if self._prompt and len(now) > self._seen:
+            # What looked like the beginning of a character at the prompt's end may be U+FFFD.
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(now, self._prompt, strict=False))
+            self._seen = len(list(same))
         if len(now) > self._seen:
             self.text += now[self._seen :]
-            self._seen = len(now)
+            self._seen, self._prompt = len(now), ""
         if len(self._window) > 2 * CONTEXT:
             self._shorten(decoded)
         found = self._find(before) if stop else None

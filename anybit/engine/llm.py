@@ -17,7 +17,7 @@ from anybit.engine.loader import Loaded, load
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.reload import again
 from anybit.engine.sequence import Logprob, SamplingParams
-from anybit.errors import InvalidInput, Unsupported
+from anybit.errors import InvalidInput, Unsupported, check_text
 from anybit.nn.linear import Keep, check_keep
 from anybit.nn.plan import Plan, Spec
 from anybit.progress import progress
@@ -207,6 +207,7 @@ class LLM:
         """Tokens of a text, with the special ones that the tokenizer puts around a prompt."""
         if self.tokenizer is None:
             raise InvalidInput("the model directory has no tokenizer; pass prompts as token ids")
+        check_text(text)
         return self.tokenizer.encode(text, add_special_tokens=special)
 
     def encode_chat(self, messages: list[dict[str, Any]], answer: bool = True) -> list[int]:

@@ -6,6 +6,7 @@ others no probability.
 
 import copy
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -84,8 +85,8 @@ def json_rule(schema: Any) -> str:
 
 def reason(grammar: Any) -> str:
     """What is wrong with a grammar, in one line and without its source or llguidance's state."""
-    text, _, _ = grammar.get_error().partition("\n   1 |")
-    return " ".join(text.partition("<state>")[0].split())
+    text, *_ = re.split(r"\n *\d+ \||<state>", grammar.get_error(), maxsplit=1)
+    return " ".join(text.split())
 
 
 class Grammars:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoint.architecture import check_model, load_model
-from anybit.errors import InvalidInput, loading
+from anybit.errors import InvalidInput, check_text, loading
 
 
 def load_text_model(path: str | Path, device: str | None = None) -> tuple[Any, Any]:
@@ -83,6 +83,7 @@ def encode(tokenizer: Any, text: str) -> Tensor:
     Some tokenizers add it, some leave that to the caller; a model that knows one was trained to
     find it at the beginning of a document.
     """
+    check_text(text)
     ids = tokenizer(text, verbose=False).input_ids
     bos = tokenizer.bos_token_id
     return torch.tensor(ids if bos is None or ids[:1] == [bos] else [bos, *ids], dtype=torch.int64)

@@ -93,6 +93,11 @@ def dense_config(source: Path) -> dict[str, Any]:
     return config
 
 
+def destination(out: str | os.PathLike[str]) -> Path:
+    """Where a directory goes that a user calls `out`: the place of a link's target, not its own."""
+    return Path(os.path.realpath(out))
+
+
 @contextmanager
 def new_directory(out: Path, overwrite: bool, needed: int) -> Iterator[Path]:
     """A directory to fill with `needed` bytes that becomes `out` on a clean exit, or vanishes."""
@@ -128,7 +133,7 @@ def held(directory: Path) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         handle = None if os.name == "nt" else os.open(directory, os.O_RDONLY)
     except (FileExistsError, FileNotFoundError):
-        if directory.is_symlink() or directory.is_file():
+        if directory.is_symlink() or directory.is_file() or not directory.parent.is_dir():
             raise
         raise busy from None  # it was there and then not, or the other way round
 
@@ -167,8 +172,22 @@ def lock(handle: int) -> bool:
 
 
 def check_absent(out: Path, overwrite: bool) -> None:
-    """FileExistsError unless `out` is free, or holds a checkpoint that may be overwritten."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    """Raise where a finished directory cannot take the place of `out`.
+
+    Raises:
+        FileExistsError: It is not free, and holds no checkpoint that may be overwritten.
+        InvalidInput: It can only be filled, and not replaced.
+    """
+    if not out.exists():
+        return
+    here = Path.cwd().is_relative_to(out)
+    if here or out.is_mount():
+        what = "the working directory is in it" if here else "it is a mount point"
+        raise InvalidInput(
+            f"{out} cannot be replaced, since {what}; choose a new directory, such as "
+            f"{out / 'model'}"
+        )
+    if out.is_dir() and not any(out.iterdir()):
         return
     if not overwrite:
         raise FileExistsError(f"{out} exists; choose another directory, or pass overwrite=True")
@@ -230,6 +249,8 @@ def check_folder(path: Path) -> None:
         raise InvalidInput(
             f"{path.parent} is no directory to write {path.name} into; make it first"
         )
+    if path.is_dir():
+        raise InvalidInput(f"{path} is a directory; name a file in it to write")
 
 
 def without_nan(row: dict[str, Any]) -> dict[str, Any]:

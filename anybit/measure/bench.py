@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from anybit.core.scheme import parse_scheme
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, Unsupported
 from anybit.files.directory import check_folder
 from anybit.kernels.backend import LayerSpec, Prepared
+from anybit.kernels.dense import free_bytes
 from anybit.kernels.registry import BACKENDS, get_backend, refusals
 from anybit.kernels.rotation import seen_by
 from anybit.measure.timing import ReadFloor, medians_in_turns, rotated
@@ -194,6 +195,7 @@ def run(
             parse_scheme(scheme)[0].check(*shape)
     if csv_path:
         check_folder(csv_path)
+    check_memory(shapes, ms, device)
     rows: list[Row] = []
     for row in measure(cases, shapes, ms, device, current_commit()):
         if not rows:
@@ -203,6 +205,19 @@ def run(
     if csv_path:
         write_csv(csv_path, rows)
     return rows
+
+
+def check_memory(
+    shapes: Sequence[tuple[int, int]], ms: Sequence[int], device: torch.device
+) -> None:
+    """Unsupported for weights and tokens that do not fit: in fp32, and as the layers have them."""
+    free = free_bytes(device)
+    for n, k in shapes:
+        if (needed := 6 * (n * k + max(ms) * (n + k))) > free:
+            raise Unsupported(
+                f"{n}x{k} with {max(ms)} tokens takes {needed / 1e9:.3g} GB or more, and "
+                f"{free / 1e9:.3g} GB are free; bench a smaller layer, or fewer tokens"
+            )
 
 
 def measure(

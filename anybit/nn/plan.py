@@ -9,6 +9,7 @@ from typing import Any
 from anybit.core.format import Format
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.errors import InvalidInput
+from anybit.files.directory import read_text
 from anybit.nn.experts import MIXTRALS, published, unpublished
 from anybit.version import __version__
 
@@ -152,9 +153,10 @@ def read_plan(path: Path) -> dict[str, str | None]:
         InvalidInput: The file is not a JSON object of strings and nulls.
         FileNotFoundError: There is no such file.
     """
+    text = read_text(path)
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        plan = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path} is not JSON: {error}") from None
     if not isinstance(plan, dict) or not all(
         v is None or isinstance(v, str) for v in plan.values()

@@ -1,5 +1,6 @@
 """From the engine's deltas to OpenAI's answers, whole or as server-sent events."""
 
+import codecs
 import json
 import time
 import uuid
@@ -63,6 +64,10 @@ class Text:
     reader: Reader
     blocks: list[Block] = field(default_factory=list)
     offset: int = 0  # characters that log probabilities were given for
+    decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
+    thoughts: int = 0  # tokens that came while it thought
 
     def joined(self, kind: str) -> str:
         return "".join(block.text for block in self.blocks if block.kind == kind)
@@ -73,8 +78,9 @@ class Text:
 
     @property
     def finish(self) -> str | None:
-        finish = self.completion.finish
-        return "tool_calls" if finish == "stop" and self.calls else finish
+        """How the text has ended: "tool_calls" only if the last call is whole."""
+        finish, calls = self.completion.finish, self.calls
+        return "tool_calls" if finish == "stop" and calls and is_json(calls[-1].text) else finish
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,8 @@ class Answer:
             text.blocks[-1].text += piece.text
             pieces.append(piece)
             new.append(begins)
+        if text.blocks and text.blocks[-1].kind == "reasoning":
+            text.thoughts += len(delta.tokens)
         return Step(text, delta, pieces, new)
 
     @property
@@ -214,6 +222,7 @@ class OpenAI(Answer):
             "total_tokens": prompt + written,
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
+                "reasoning_tokens": sum(text.thoughts for text in self.texts),
                 "accepted_prediction_tokens": sum(t.completion.accepted for t in self.texts),
                 "rejected_prediction_tokens": sum(t.completion.rejected for t in self.texts),
             },
@@ -222,13 +231,13 @@ class OpenAI(Answer):
 
 class CompletionsAnswer(OpenAI):
     """/v1/completions. echo: prompts that texts begin with. scored: whether log probabilities
-    are asked for, which an echo then has of its prompt, too."""
+    are asked for, which an echo then has of its prompt, too. hidden: tokens that are no text."""
 
     kind = chunk = "text_completion"
 
-    def __init__(self, asked: Asked, echo: list[str] | None = None, scored: bool = True):
+    def __init__(self, asked: Asked, echo: list[str] | None, scored: bool, hidden: frozenset[int]):
         super().__init__(asked, "cmpl-")
-        self.echo, self.scored = echo, scored
+        self.echo, self.scored, self.hidden = echo, scored, hidden
 
     def choice(self, index: int, text: Text) -> dict[str, Any]:
         completion = text.completion
@@ -261,19 +270,27 @@ class CompletionsAnswer(OpenAI):
         """Log probabilities of tokens. None stands for a prompt's first token, which has none."""
         if not found or not self.scored:
             return None
-        words, first = self.asked.words, self.first_token(text)
-        names = [words.name(first if entry is None else entry.token) for entry in found]
-        lengths = [len(words.text(first if e is None else e.token)) for e in found]
+        first = self.first_token(text)
+        tokens = [first if entry is None else entry.token for entry in found]
         offsets = []
-        for length in lengths:
+        for token in tokens:
             offsets.append(text.offset)
-            text.offset += length
+            text.offset += len(text.decoder.decode(self._shown(text, token)))
         return {
-            "tokens": names,
+            "tokens": [self.asked.words.name(token) for token in tokens],
             "token_logprobs": [entry and entry.logprob for entry in found],
             "top_logprobs": [entry and self._top(entry) for entry in found],
             "text_offset": offsets,
         }
+
+    def _shown(self, text: Text, token: int) -> bytes:
+        """What a token adds to the text, in bytes."""
+        raw, prompt = self.asked.words.bytes(token), self._echo(text.completion.index)
+        if token in self.hidden and not prompt.startswith(raw.decode(), text.offset):
+            return b""
+        # Some tokenizers put a space before a text, and take it away again.
+        added = prompt and not text.offset and raw[:1] == b" " and prompt[0] != " "
+        return raw[1:] if added else raw
 
     def first_token(self, text: Text) -> int:
         return self.asked.prompts[text.completion.index // (self.asked.texts or self.asked.n)][0]
@@ -360,6 +377,15 @@ class ChatAnswer(OpenAI):
                 for logprob in found
             ]
         }
+
+
+def is_json(text: str) -> bool:
+    """Whether a call's arguments are whole: a stop string, or the model, may have cut them."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def likelihood(completion: Completion) -> float:

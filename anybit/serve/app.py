@@ -1,10 +1,10 @@
 """The HTTP server's routes: OpenAI's protocol, and what runs beside it."""
 
-import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -109,6 +109,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
             ),
             echo,
             body.logprobs is not None,
+            server.llm.special - set(params.shown),
         )  # fmt: skip
         return await server.reply(request, answer, body.stream)
 
@@ -217,7 +218,12 @@ def add_information(app: FastAPI, server: Server) -> None:
 
 async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, StarletteHTTPException)
-    return answer_error(request, error.status_code, str(error.detail), error.headers)
+    status, message = error.status_code, str(error.detail)
+    if message == HTTPStatus(status).phrase:  # the router's
+        message = f"{message}: this server has no {request.method} {request.url.path}"
+    elif error.__cause__ is not None:  # FastAPI's, of what json has raised
+        message = f"the body is not JSON: {error.__cause__}"
+    return answer_error(request, status, message, error.headers)
 
 
 async def invalid(request: Request, error: Exception) -> Response:
@@ -240,6 +246,8 @@ def described(problem: dict[str, Any]) -> str:
         reason = problem.get("ctx", {}).get("error", problem["msg"])
         return f"the body is not JSON: {reason} (at character {where[-1] if where else 0})"
     if not where:
+        if isinstance(problem["input"], bytes):
+            return "the body is read as JSON, which its header Content-Type must say"
         return "the body is empty" if kind == "missing" else problem["msg"]
     return f"{path}: {problem['msg']}"
 
@@ -254,7 +262,5 @@ async def unexpected(request: Request, error: Exception) -> Response:
 
 
 def answer_error(request: Request, status: int, message: str, headers: Any = None) -> Response:
-    anthropic = request.url.path.startswith("/v1/messages")
-    body = messages.error(status, message) if anthropic else protocol.error(status, message)
-    text = json.dumps(body)  # ASCII: a message may quote anything
-    return Response(text, status, dict(headers or {}), "application/json")
+    body = protocol.error_at(request.url.path, status, message)
+    return Response(body, status, dict(headers or {}), "application/json")

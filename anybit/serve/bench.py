@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import mean, quantiles
 
+from anybit.errors import InvalidInput, Unsupported
+
 SMALLEST_TOKEN = 100  # random prompts leave out the first tokens of a vocabulary: special ones
 
 
@@ -91,11 +93,13 @@ def run(
     """
     import httpx
 
-    before = drafts(url, api_key)
-    start = time.perf_counter()
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise InvalidInput("the API key holds characters that no header can")
     try:
+        before = drafts(url, api_key)
+        start = time.perf_counter()
         seen = asyncio.run(load(url, streams, requests, prompt, output, largest_token, api_key))
-    except httpx.TransportError as error:
+    except (httpx.TransportError, httpx.InvalidURL) as error:
         raise ConnectionError(
             f"no server answers at {url} ({error or type(error).__name__}); start one with "
             "`anybit serve DIR`, and give its address as http://HOST:PORT"
@@ -107,7 +111,7 @@ def run(
     for text in sorted({s.error for s in seen if s.error}):
         show(f"failed: {text}")
     if not tokens:
-        return
+        raise Unsupported("no request was answered, so there is nothing to measure")
     show(f"{tokens / seconds:.1f} tokens/s written, {len(good) * prompt / seconds:.1f} read")
     between = [b - a for s in good for a, b in zip(s.times, s.times[1:], strict=False)]
     for name, values in (

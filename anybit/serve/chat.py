@@ -3,9 +3,11 @@
 import time
 
 import typer
+from jinja2 import TemplateError
 
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
+from anybit.errors import AnybitError
 
 
 def talk(llm: LLM, params: SamplingParams, system: str | None = None) -> None:
@@ -22,7 +24,8 @@ def talk(llm: LLM, params: SamplingParams, system: str | None = None) -> None:
         messages.append({"role": "user", "content": text})
         try:
             messages.append({"role": "assistant", "content": answer(llm, messages, params)})
-        except ValueError as error:  # the conversation has become too long
+        except (AnybitError, TemplateError) as error:
+            # Too long a conversation, bytes that are no text, or what the template does not take.
             typer.secho(f"error: {error}", fg="red", err=True)
             messages.pop()
 

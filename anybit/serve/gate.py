@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import binascii
-import json
 import logging
 import secrets
 import time
@@ -12,7 +11,7 @@ from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from anybit.serve import protocol
+from anybit.serve.protocol import error_at
 from anybit.serve.server import Settings
 
 log = logging.getLogger("anybit.access")
@@ -47,7 +46,7 @@ class Gate:
             if refusal is None:
                 await self.app(scope, self._limited(receive), noted)
             else:
-                await refuse(noted, *refusal)
+                await refuse(noted, scope["path"], *refusal)
         finally:
             level = logging.DEBUG if scope["path"] in ("/health", "/metrics") else logging.INFO
             client, seconds = scope.get("client") or ("-",), time.monotonic() - start
@@ -64,6 +63,9 @@ class Gate:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self.settings.body:
             return 413, f"the body is larger than {self.settings.body} bytes", {}
+        encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+        if encoding.lower() != "identity":
+            return 415, f"Content-Encoding {encoding}: send the body as it is, without one", {}
         return None
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
@@ -110,9 +112,11 @@ class Gate:
         return limited
 
 
-async def refuse(send: Send, status: int, message: str, headers: dict[bytes, bytes]) -> None:
+async def refuse(
+    send: Send, path: str, status: int, message: str, headers: dict[bytes, bytes]
+) -> None:
     """Answer with an error, without a look at the body."""
-    body = json.dumps(protocol.error(status, message)).encode()
+    body = error_at(path, status, message)
     headers = headers | {b"content-type": b"application/json", b"connection": b"close"}
     headers[b"content-length"] = str(len(body)).encode()
     await send({"type": "http.response.start", "status": status, "headers": list(headers.items())})

@@ -14,10 +14,6 @@ from anybit.serve.protocol import ChatMessage, ChatRequest
 from anybit.serve.server import Server
 
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-KINDS = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
-    408: "timeout_error", 413: "request_too_large", 503: "overloaded_error",
-}  # fmt: skip
 
 
 class CacheControl(protocol.Request):
@@ -34,7 +30,6 @@ class Part(protocol.Request):
 class TextPart(Part):
     type: Literal["text"]
     text: str
-    citations: None = None
 
 
 class ThinkingPart(Part):
@@ -230,7 +225,7 @@ class MessagesAnswer(Answer):
                 if out:
                     yield out
         except Failed as failed:
-            yield named(error(failed.status, str(failed)))
+            yield named(protocol.anthropic_error(failed.status, str(failed)))
             return
         usage = {"output_tokens": self.counts[1]}
         yield self._stopped(at) + named(
@@ -287,12 +282,6 @@ def named(body: dict[str, Any]) -> bytes:
     return event(body, body["type"])
 
 
-def error(status: int, message: str) -> dict[str, Any]:
-    """The body of an error answer."""
-    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
-
-
 class ErrorReply(BaseModel):
     type: str
     error: dict[str, str]
@@ -300,10 +289,16 @@ class ErrorReply(BaseModel):
 
 def add_routes(app: FastAPI, server: Server) -> None:
     """The routes of Anthropic's protocol."""
-    errors: dict[int | str, dict[str, Any]] = {status: {"model": ErrorReply} for status in KINDS}
+    errors: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorReply} for status in protocol.ERRORS
+    }
 
     @app.post("/v1/messages", response_model=MessageReply, responses=errors | protocol.STREAM)
     async def messages(body: MessagesRequest, request: Request) -> Response:
+        if body.messages[-1].role == "assistant":
+            raise HTTPException(
+                400, "messages: an answer is not gone on with here; end with a user's message"
+            )
         asked = await server.ask(request, body.model, body.chat)
         return await server.reply(request, MessagesAnswer(asked), body.stream)
 

@@ -4,6 +4,7 @@ Types are strict and unknown fields are refused, so that nothing a client asks f
 null stands for the default everywhere.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -39,18 +40,20 @@ class Request(BaseModel):
     def known(cls, data: Any) -> Any:
         """Refuse the first unknown field, of which there may be many; take 16.0 as an integer.
 
-        JSON has one kind of number.
+        JSON has one kind of number. A field that is null asks for nothing, whatever its name.
         """
         if not isinstance(data, dict):
             return data
         names = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next((name for name in data if name not in names), None)
+        unknown = next((n for n, v in data.items() if n not in names and v is not None), None)
         if unknown is not None:
             raise PydanticCustomError(
                 "unknown_field", "this server knows no field {name}", {"name": repr(unknown)[:200]}
             )
         return {
-            k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in data.items()
+            k: int(v) if isinstance(v, float) and v.is_integer() else v
+            for k, v in data.items()
+            if k in names
         }
 
 
@@ -127,7 +130,7 @@ class SchemaFormat(Request):
     json_schema: JsonSchema
 
 
-ResponseFormat = TextFormat | JsonFormat | SchemaFormat
+ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class StructuredOutputs(Request):
@@ -248,7 +251,11 @@ class ContentPart(Request):
     text: str
 
 
-Content = str | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)]
+Content = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True), Tag("parts")],
+    Discriminator(lambda content: "parts" if isinstance(content, list) else "text"),
+]
 
 
 def plain(content: Content | None) -> str:
@@ -300,10 +307,7 @@ class ChatMessage(Request):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
 
 
 class ChatRequest(Sampling):
@@ -368,14 +372,27 @@ class Error(BaseModel):
 
 # What routes answer besides their model, for the schema.
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error} for status in (400, 401, 404, 408, 413, 500, 503)
+    status: {"model": Error} for status in (400, 401, 404, 408, 413, 415, 500, 503)
 }
 STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
+ANTHROPIC = KINDS | {408: "timeout_error", 413: "request_too_large", 500: "api_error"}
 
 
 def error(status: int, message: str) -> dict[str, Any]:
     """The body of an error answer."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """The same as Anthropic has it."""
+    kind = ANTHROPIC.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_at(path: str, status: int, message: str) -> bytes:
+    """The body of an error answer to a request of this path."""
+    form = anthropic_error if path.startswith("/v1/messages") else error
+    return json.dumps(form(status, message)).encode()  # ASCII: a message may quote anything

@@ -4,6 +4,7 @@ import json
 import string
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -118,7 +119,10 @@ class JsonCall:
             return ""
         whole = self.text[self._first : len(self.text) if self._end < 0 else self._end].lstrip()
         if whole[:1] == '"':  # some models write them as a string that holds JSON
-            whole = "" if self._end < 0 else json.loads(whole, strict=False)
+            if self._end < 0:
+                return ""
+            with suppress(ValueError):  # of a wrong escape: then as the model has written it
+                whole = json.loads(whole, strict=False)
         new, self.passed = whole[len(self.passed) :], whole
         return new
 
@@ -191,6 +195,8 @@ class Calls:
         while self.state():
             pass
         if last:  # what was the beginning of something is content
+            if self.state == self._between and not self.held.strip(SPACE + self.separators):
+                self.held = ""
             unread = self.call.text if self.state == self._object and not self.started else ""
             self._add((unread + self.held).rstrip() if self.count else unread + self.held)
             self.held = ""
@@ -228,8 +234,7 @@ class Calls:
         if any(mark.startswith(self.held) for mark in (*self.open, *self.between, *self.inner)):
             return False  # nothing yet, or the beginning of a mark
         ahead = self.held.lstrip(SPACE + self.separators)
-        if not ahead:
-            self.held = ""
+        if not ahead:  # separators are dropped only if calls, or nothing, stand behind them
             return False
         if ahead[0] == "{":
             self.state, self.held, self.call = self._object, ahead, JsonCall()
@@ -318,12 +323,11 @@ class Harmony:
 
     def _begin(self, head: str) -> list[Piece]:
         """Take a message's header: its channel, and the tool that it is for."""
-        _, _, tool = head.partition("to=functions.")
         channel = head.partition("<|channel|>")[2].split()[:1]
+        tool = head.partition("to=functions.")[2].partition("<|")[0].split()[:1]
         if tool:
-            name = tool.split("<|")[0].split()[0]
             self.kind, self.count = "call", self.count + 1
-            return [Piece("call", "", self.count - 1, name)]
+            return [Piece("call", "", self.count - 1, tool[0])]
         self.kind = "reasoning" if channel == ["analysis"] else "content"
         return []
 

@@ -186,8 +186,10 @@ def chat_messages(items: list[Item]) -> list[ChatMessage]:
 class ResponsesAnswer(Answer):
     """The answer, with an item for each part."""
 
-    def __init__(self, asked: Asked):
+    def __init__(self, asked: Asked, body: ResponsesRequest):
         super().__init__(asked, "resp_")
+        said = body.model_dump(by_alias=True, include=set(SAID))
+        self.said = {k: default if said[k] is None else said[k] for k, default in SAID.items()}
         self.ids: list[str] = []  # of the items
         self.number = 0  # of the events so far
 
@@ -225,7 +227,7 @@ class ResponsesAnswer(Answer):
             yield self._event("response.failed", response=response)
             return
         end = status(text)
-        yield self._done(text, at) + self._event(
+        yield self._done(text, at, end) + self._event(
             f"response.{end}", response=self._response(text, end)
         )
 
@@ -240,7 +242,7 @@ class ResponsesAnswer(Answer):
             out += self._part(block, at, "response.content_part.added", part=part(empty))
         return out
 
-    def _done(self, text: Text, at: int) -> bytes:
+    def _done(self, text: Text, at: int, state: str = "completed") -> bytes:
         if at < 0:
             return b""
         block = text.blocks[at]
@@ -251,7 +253,7 @@ class ResponsesAnswer(Answer):
         )
         if block.kind != "call":
             out += self._part(block, at, "response.content_part.done", part=part(block))
-        item = self._item(at, block, "completed")
+        item = self._item(at, block, state)
         return out + self._event("response.output_item.done", output_index=at, item=item)
 
     def _part(self, block: Block, at: int, kind: str, **fields: Any) -> bytes:
@@ -281,20 +283,28 @@ class ResponsesAnswer(Answer):
     def _response(self, text: Text, state: str) -> dict[str, Any]:
         prompt, written, cached = self.counts
         items = [self._item(i, block, "completed") for i, block in enumerate(text.blocks)]
-        return {
+        if items and state != "completed":
+            items[-1]["status"] = "incomplete"
+        return self.said | {
             "id": self.id, "object": "response", "created_at": self.created,
             "model": self.asked.model, "status": state, "output": items, "error": None,
             "incomplete_details": INCOMPLETE if state == "incomplete" else None,
-            "instructions": None, "metadata": {}, "parallel_tool_calls": self.asked.calls is None,
-            "tool_choice": "auto", "tools": [], "store": False,
-            "usage": {
+            "store": False, "usage": {
                 "input_tokens": prompt, "input_tokens_details": {"cached_tokens": cached},
-                "output_tokens": written, "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens": written,
+                "output_tokens_details": {"reasoning_tokens": text.thoughts},
                 "total_tokens": prompt + written,
             } if state not in ("in_progress", "failed") else None,
         }  # fmt: skip
 
 
+# What an answer repeats of its request, and what stands for nothing there.
+SAID: dict[str, Any] = {
+    "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
+    "prompt_cache_key": None, "reasoning": None, "safety_identifier": None, "temperature": 1.0,
+    "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": 1.0,
+    "truncation": "disabled", "user": None,
+}  # fmt: skip
 INCOMPLETE = {"reason": "max_output_tokens"}
 DELTAS = {
     "content": "response.output_text.delta",
@@ -325,4 +335,4 @@ def add_routes(app: FastAPI, server: Server) -> None:
     )
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         asked = await server.ask(request, body.model, body.chat)
-        return await server.reply(request, ResponsesAnswer(asked), body.stream)
+        return await server.reply(request, ResponsesAnswer(asked, body), body.stream)

@@ -27,10 +27,11 @@ def bind(host: str, port: int) -> socket.socket:
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
-    except OSError as error:
+        return socket.create_server(address, family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:  # the latter of a name that is none
+        reason = getattr(error, "strerror", None) or "it is no host name"
         raise Unsupported(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
+            f"cannot listen on {host}:{port}: {reason}; choose another --port or --host"
         ) from None
 
 

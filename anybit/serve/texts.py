@@ -130,11 +130,7 @@ class Job:
                 raise InvalidInput(
                     f"the prompt has more than {length} tokens, which the model cannot hold"
                 )
-        try:
-            return self.llm.encode(text, special)
-        except TypeError:
-            text.encode()  # UnicodeEncodeError for half of a surrogate pair
-            raise
+        return self.llm.encode(text, special)
 
 
 class Texts:
@@ -189,8 +185,6 @@ class Texts:
             return function(Job(llm, self.words, stop))
         except (AnybitError, Gone, ModuleNotFoundError):
             raise
-        except UnicodeEncodeError:
-            raise InvalidInput("a text holds half of a surrogate pair, which is no text") from None
         except Exception as error:  # templates and tokenizers raise all kinds
             raise InvalidInput(f"{type(error).__name__}: {error}") from None
 

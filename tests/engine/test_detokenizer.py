@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from transformers import AutoTokenizer
 
 from anybit.engine.detokenizer import UNKNOWN, Detokenizer
@@ -41,8 +41,9 @@ def test_characters_come_whole(tokenizer) -> None:  # type: ignore[no-untyped-de
     assert sum(map(bool, pieces)) > len(tokens) / 3  # it does stream
 
 
-@given(st.text(max_size=60), st.integers(0, 20))
-@settings(deadline=None, max_examples=200)
+@given(st.text(max_size=60) | st.text("aé🙂\ufffd\ud800", max_size=12), st.integers(0, 20))
+@example("caf\ufffd, bar", 6)  # a prompt may end with U+FFFD itself
+@settings(deadline=None, max_examples=300)
 def test_any_text_byte_by_byte(text: str, cut: int) -> None:
     tokens = list(text.encode("utf-8", "surrogatepass"))
     prompt, rest = tokens[:cut], tokens[cut:]

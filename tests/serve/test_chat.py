@@ -229,9 +229,11 @@ def test_thoughts(thinking: Live) -> None:
     """The prompt opens the thoughts, so what comes first is one, until `</think>`."""
     options = {"chat_template_kwargs": {"thinking": True}, "max_tokens": 400, "ignore_eos": True}
     options["logit_bias"] = {"4097": -100}
-    message = choose(thinking, **options)["message"]
+    answer = thinking.post("/v1/chat/completions", {"messages": HI} | options).json()
+    message = answer["choices"][0]["message"]
     assert message["content"] == ""
     assert len(message["reasoning_content"]) > 100
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 390
     # A bias closes them at once, and from there on the grammar holds.
     form = {"guided_choice": ["yes", "no"], "logit_bias": {"4097": 100}, "max_tokens": 9}
     form["chat_template_kwargs"] = {"thinking": True}
@@ -282,6 +284,11 @@ def test_responses(client: openai.OpenAI) -> None:
     assert whole.usage.output_tokens == 9
     plain = client.chat.completions.create(model="tiny", messages=HI, temperature=0, max_tokens=9)
     assert whole.output_text == plain.choices[0].message.content
+    assert (whole.temperature, whole.max_output_tokens, whole.metadata) == (0, 9, {})
+    assert (whole.output[-1].status, whole.top_p) == ("incomplete", 1)
+    said: dict = {"instructions": "Be short.", "metadata": {"a": "b"}, "reasoning": None}
+    named = client.responses.create(**options, **said)
+    assert (named.instructions, named.metadata) == ("Be short.", {"a": "b"})
     stream = list(client.responses.create(**options, stream=True))
     assert [event.sequence_number for event in stream] == list(range(len(stream)))
     text = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
@@ -299,11 +306,13 @@ def test_responses_with_tools(client: openai.OpenAI) -> None:
     options |= {"parallel_tool_calls": False}
     whole = client.responses.create(input=[{"role": "user", "content": "hi"}], **options)
     (call,) = whole.output
+    assert (whole.tools[0].name, whole.tool_choice) == ("weather", "required")
+    assert whole.parallel_tool_calls is False
     assert (call.type, call.name) == ("function_call", "weather")
     json.loads(call.arguments)
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
-        call.model_dump(exclude_none=True),
+        call.model_dump(),
         {"type": "function_call_output", "call_id": call.call_id, "output": "rain"},
     ]
     stream = list(client.responses.create(input=items, stream=True, **options))
@@ -341,6 +350,25 @@ def test_messages(talking: Live) -> None:
     counted = talking.post("/v1/messages/count_tokens", count).json()["input_tokens"]
     usage = answer["usage"]
     assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+def test_a_call_that_a_stop_string_cuts_is_none_to_carry_out(talking: Live) -> None:
+    forced = {"tools": TOOLS, "tool_choice": "required", "stop": ['"city"']}
+    choice = choose(talking, **forced)
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", '"city"')
+    body = ASK | {"tools": [NAMED], "tool_choice": {"type": "any"}, "max_tokens": 200}
+    answer = talking.post("/v1/messages", body | {"stop_sequences": ['"city"']}).json()
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", '"city"')
+
+
+def test_messages_do_not_go_on_with_an_answer(talking: Live) -> None:
+    begun = [*HI, {"role": "assistant", "content": "Well,"}]
+    answer = talking.post("/v1/messages", ASK | {"messages": begun})
+    assert answer.status_code == 400
+    assert "end with a user's message" in answer.json()["error"]["message"]
+    count = {"model": "tiny", "messages": begun}
+    assert talking.post("/v1/messages/count_tokens", count).json()["input_tokens"] > 5
 
 
 def test_messages_with_tools(talking: Live) -> None:

@@ -124,7 +124,7 @@ def test_token_prompts_and_nulls(live: Live) -> None:
     options = {
         "max_tokens": 9, "temperature": 0, "return_token_ids": True, "best_of": 1, "user": "me",
         "frequency_penalty": 0.0, "logit_bias": {}, "top_p": None, "n": None, "stream": None,
-        "seed": 3.0, "stream_options": {"include_obfuscation": False},
+        "seed": 3.0, "stream_options": {"include_obfuscation": False}, "made_up": None,
     }  # fmt: skip
     answers = [
         live.post("/v1/completions", options | {"prompt": prompt}).json()["choices"]
@@ -225,8 +225,15 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ("completions", {"prompt": ["x"] * 9, "n": 128}, 400, "1152 texts"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("chat/completions", {"messages": [{"content": "x"}]}, 400, "role"),
-        ("nothing", {}, 404, "Not Found"),
-        ("models", {}, 405, "Method Not Allowed"),
+        (
+            "chat/completions",
+            {"messages": HI, "response_format": {"type": "xml"}},
+            400,
+            "'text', 'json_object', 'json_schema'",
+        ),
+        ("chat/completions", {"messages": [{"role": "user", "content": []}]}, 400, "at least 1"),
+        ("nothing", {}, 404, "Not Found: this server has no POST /v1/nothing"),
+        ("models", {}, 405, "Method Not Allowed: this server has no POST /v1/models"),
     ],
 )
 def test_mistakes_are_named(live: Live, path: str, body: dict, status: int, message: str) -> None:
@@ -264,6 +271,26 @@ def test_malformed_bodies_are_the_clients_mistake(live: Live, path: str, body: b
     assert answer.status_code in (200, 400), answer.text
     if answer.status_code == 400:
         assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "message"),
+    [
+        ({}, b'{"prompt": "x"}', 400, "Content-Type"),
+        ({"content-type": "application/x-www-form-urlencoded"}, b"{}", 400, "Content-Type"),
+        (JSON, b'{"prompt": "\xe9"}', 400, "not JSON: 'utf-8' codec can't decode byte 0xe9"),
+        (JSON, b"[" * 200000, 400, "not JSON: maximum recursion depth"),
+        (JSON | {"content-encoding": "gzip"}, b"{}", 415, "Content-Encoding gzip"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_bodies_that_are_not_json_are_told(
+    live: Live, path: str, headers: dict, body: bytes, status: int, message: str
+) -> None:
+    answer = httpx.post(live.url + path, content=body, headers=headers, timeout=60)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+    assert ("type" in answer.json()) == (path == "/v1/messages")  # each in its protocol's form
 
 
 def test_random_bytes_never_stop_the_server(live: Live) -> None:
@@ -383,6 +410,29 @@ def test_halves_of_characters_have_their_bytes(live: Live) -> None:
     chat = {"messages": HI, "max_tokens": 1, "logprobs": True, "logit_bias": bias}
     got = live.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
     assert bytes(got[0]["bytes"]) == words.bytes(tokens[0])
+
+
+def test_offsets_are_places_in_the_text(live: Live) -> None:
+    """Parts of a character begin where it does; special tokens that are not shown take no room."""
+    smile = "\U0001f600"
+    tokens = [0, *live.server.llm.encode(f"def {smile}(")]
+    body = {"prompt": tokens, "max_tokens": 12, "temperature": 0, "guided_regex": f"a{smile}bc"}
+    body |= {"logprobs": 0, "echo": True}
+    for shown in (True, False):
+        answer = live.post("/v1/completions", body | {"skip_special_tokens": not shown})
+        choice = answer.json()["choices"][0]
+        assert choice["text"].endswith(f"def {smile}(a{smile}bc")
+        places = list(zip(*(choice["logprobs"][k] for k in ("tokens", "text_offset")), strict=True))
+        assert places[0] == ("<|endoftext|>", 0)
+        assert places[1][1] == (len("<|endoftext|>") if shown else 0)
+        for token, at in places[1:]:
+            if token.startswith("bytes:"):
+                assert choice["text"][at] == smile
+            else:
+                assert choice["text"].startswith(token, at)
+        streamed = events(live.post("/v1/completions", body | {"stream": True}).text)
+        found = [e["choices"][0]["logprobs"] for e in streamed]
+    assert [at for entry in found if entry for at in entry["text_offset"]] == [p[1] for p in places]
 
 
 def test_long_stops_and_penalties(live: Live) -> None:

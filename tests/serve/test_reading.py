@@ -1,6 +1,7 @@
 """Thoughts, content and tool calls, whatever pieces a text arrives in."""
 
 import json
+import random
 
 import pytest
 
@@ -59,6 +60,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", hermes('{"arguments": {"a": 1}, "name": "f"}'), "", [("f", '{"a": 1}')]),
     ("hermes", hermes('{"name": "f"}') + "done", "done", [("f", "{}")]),
     ("hermes", hermes('{"name": "f", "arguments": "{\\"a\\": 1}"}'), "", [("f", '{"a": 1}')]),
+    ("hermes", hermes('{"name": "f", "arguments": "\\d"}'), "", [("f", '"\\d"')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
     ("hermes", '<tool_call>{"nam', '{"nam', []),
     ("hermes", "<tool_call>what?", "what?", []),
@@ -73,6 +75,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama", '{"name": "Ann", "age": 3}', '{"name": "Ann", "age": 3}', []),
     ("llama", "{not json", "{not json", []),
     ("llama", "Use {x}.", "Use {x}.", []),
+    ("llama", "<|python_tag|>[x for x in y]", "[x for x in y]", []),
+    ("llama", '{"name": "get", "parameters": {}}; ', "", [("get", "{}")]),
     (
         "mistral",
         '[TOOL_CALLS][{"name": "get", "arguments": {"l": [1]}}, {"name": "f", "arguments": {}}]',
@@ -122,6 +126,30 @@ def test_harmony(size: int) -> None:
     assert read(Harmony(), text, size) == ("Think.", "", [("get", '{"n": 1}')])
     text = "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>final<|message|>B"
     assert read(Harmony(), text, size) == ("A", "B", [])
+
+
+SCRAPS = [
+    *(mark for family in FAMILIES.values() for mark in (*family.signs, *family.marks)),
+    *'{}[]:,;"\\\n ',
+    *("\\d", "</function>", "<parameter=n>"),
+    *('"name": "get"', '"arguments": ', '"parameters": ', '{"n": 1}', '"{\\"n\\": 1}"', "é", "get"),
+    *("to=functions.", "<think>", "</think>", "</parameter>", "commentary", "null", "\ud800"),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_text_is_read_the_same_in_any_parts(family: str) -> None:
+    rng = random.Random(family)
+    for _ in range(1500):
+        text = "".join(rng.choice(SCRAPS) for _ in range(rng.randrange(1, 14)))
+        if rng.random() < 0.5:  # the inside of a call
+            mark = FAMILIES[family].marks[0]
+            text = f'{mark}{{"name": "get", "{FAMILIES[family].arguments}": {text}}}'
+        readers = [FAMILIES[family].reader(TOOLS) for _ in range(2)]
+        if family != "harmony" and rng.random() < 0.3:
+            readers = [Thoughts("<think>", "</think>", False, reader) for reader in readers]
+        whole = read(readers[0], text, len(text))
+        assert read(readers[1], text, rng.randrange(1, 6)) == whole, text
 
 
 def test_families_by_their_templates() -> None:

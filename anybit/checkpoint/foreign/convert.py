@@ -36,7 +36,7 @@ from anybit.checkpoint.rewrite import (
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
-from anybit.files.directory import megabytes, read_json
+from anybit.files.directory import destination, megabytes, read_json
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import published
 from anybit.nn.plan import METHOD, is_head, quantization_config
@@ -158,7 +158,7 @@ def convert_checkpoint(
         OSError: The disk is too small.
     """
     started = time.monotonic()
-    source, out = Path(source), Path(out).absolute()
+    source, out = Path(source), destination(out)
     check_paths(source, out, overwrite)
     with opened(source) as found:
         work = plan_conversion(found, shard_bytes, to)

@@ -29,7 +29,7 @@ from anybit.core.format import Format
 from anybit.core.packed import Packed, is_codes
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
-from anybit.files.directory import megabytes, quantization_of, read_json
+from anybit.files.directory import destination, megabytes, quantization_of, read_json
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import published
 from anybit.nn.plan import METHOD, patterns_for, stored_plan
@@ -103,7 +103,7 @@ def export_checkpoint(
     started = time.monotonic()
     if to not in TARGETS:
         raise InvalidInput(f"cannot export to {to!r}; known: {', '.join(TARGETS)}")
-    source, out = Path(source), Path(out).absolute()
+    source, out = Path(source), destination(out)
     if to == GGUF:
         from anybit.checkpoint.foreign.gguf_export import export_gguf
 
