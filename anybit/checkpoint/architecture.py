@@ -14,7 +14,6 @@ from anybit.checkpoint.names import check_fit, check_missing, layout
 from anybit.errors import AnybitError, InvalidInput, loading
 from anybit.files.directory import quantization_of, read_json
 from anybit.files.safetensors import Stored, stored_tensors
-from anybit.nn.experts import split
 
 LAYERS = (
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers",
@@ -188,11 +187,6 @@ def empty_model(source: object, kind: Any, config: Any) -> Any:
     make = getattr(kind, "from_config", None) or kind._from_config
     with built(source), torch.device("meta"):
         return make(config)
-
-
-def meta_model(source: Path, stored: Mapping[str, Stored] | None = None) -> nn.Module:
-    """`bare_model` with experts as linear layers of their own, as anybit stores them."""
-    return split(bare_model(source, stored))
 
 
 def check_model(source: Path) -> Any:

@@ -41,6 +41,7 @@ class Names:
         self.model = model
         self.state: dict[str, Tensor] = model.state_dict()
         self.base: str = getattr(model, "base_model_prefix", "")
+        self.fused: dict[str, Any] = dict(fused_experts(model))
         table = get_model_conversion_mapping(model)
         self.renamings: list[Any] = [c for c in table if isinstance(c, WeightRenaming)]
         self.converters: list[Any] = [c for c in table if isinstance(c, WeightConverter)]
@@ -287,7 +288,7 @@ def layout(stored: Mapping[str, Stored], model: Any, wanted: Callable[[str], boo
             it of others. Those that are not wanted are left as they are stored.
     """
     names = Names(model)
-    fused = dict(fused_experts(model))
+    fused = names.fused
     experts = {f"{n}.{key}": m for n, m in fused.items() for key in known_layout(m).tensors}
     apart = {n for n, m in fused.items() if any(wanted(f"{n}.{x}.weight") for x in layers_of(m))}
     out: dict[str, Tensors] = {}

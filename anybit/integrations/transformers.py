@@ -19,7 +19,8 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from anybit.checkpoint.names import Names, natural, renaming
+from anybit.checkpoint.names import Names, renaming
+from anybit.checkpoint.places import Place, places
 from anybit.core.packed import Packed, is_codes, tensor_shapes
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
@@ -341,17 +342,9 @@ def swap_for_stored(
     Raises:
         InvalidInput: The plan, the model and the checkpoint's tensors do not agree.
     """
-    base, table = getattr(model, "base_model_prefix", ""), Names(model)
     coded = {key.rpartition(".")[0] for key in stored if is_codes(key)}
     layers = coded | {key.removesuffix(".weight") for key in stored if key.endswith(".weight")}
-    whole: dict[str, tuple[str, str]] = {}  # the name in the model that was saved, and as stored
-    same = [(own, own) for own in sorted(layers, key=natural)]
-    renamed = [(table.renamed(f"{own}.weight").removesuffix(".weight"), own) for own, _ in same]
-    for pairs in (same, renamed):  # the surer come later, and win
-        # A base model (AutoModel) has shorter names than the model that was saved, or longer.
-        whole |= {f"{base}.{name}": (name, own) for name, own in pairs}
-        whole |= {name.removeprefix(f"{base}."): (name, own) for name, own in pairs}
-        whole |= {name: (name, own) for name, own in pairs}
+    whole = places(Names(model), layers)
     split(model, [name for name in expert_layers(model) if name in whole])
     new = new_layers(model)
     out, placed = {}, set()
@@ -359,7 +352,7 @@ def swap_for_stored(
     for name, module in model.named_modules():
         if not is_linear(module):
             continue
-        there, own = whole.get(name, (name, name))
+        there, own = whole.get(name, Place(name, name))
         if name in new and own not in layers:
             continue
         patterns = patterns_for(there, formats)

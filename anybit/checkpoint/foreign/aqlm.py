@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from anybit.checkpoint.foreign.base import ANY, FLOATS, Layer, Part, option, parts
+from anybit.checkpoint.foreign.base import ANY, FLOATS, Layer, Naming, Part, option, parts
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
@@ -19,7 +19,9 @@ from anybit.formats.codebook import Codebook
 WIDTHS = (*range(1, 9), 16)
 
 
-def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+def layers(
+    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
+) -> dict[str, Layer]:
     """The quantized layers of an AQLM checkpoint."""
     option(config, "out_group_size", (1,), "AQLM")
     b = option(config, "nbits_per_codebook", WIDTHS, "AQLM", required=True)

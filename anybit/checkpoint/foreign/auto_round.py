@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from anybit.checkpoint.foreign import awq, gptq
-from anybit.checkpoint.foreign.base import Layer, Part, option, parts
+from anybit.checkpoint.foreign.base import Layer, Naming, Part, option, parts
 from anybit.checkpoint.foreign.floats import FP8, float_layer
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
@@ -30,35 +30,48 @@ SPECIAL = re.compile(r"[*+?^$|()\[\]{}\\]")  # of patterns, and not of names
 NOTE = "activations were quantized there, and stay in 16 bits here"
 
 
-def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+def layers(
+    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
+) -> dict[str, Layer]:
     """The quantized layers of an AutoRound checkpoint."""
     layout = option(config, "packing_format", (*GPTQ, *AWQ, *FLOATS), TOOL)
     if layout in FLOATS:
         return {
-            part.name: float_weight(part, bits_of(config, part.name, (4, 8)))
+            part.name: float_weight(part, bits_of(config, (part.name, naming(part.name)), (4, 8)))
             for part in parts("weight_scale", stored)
         }
     found = parts("qweight", stored)
     if layout in AWQ:
-        return {part.name: awq.layer(part) for part in found if bits_of(config, part.name, (4,))}
+        return {
+            part.name: awq.layer(part)
+            for part in found
+            if bits_of(config, (part.name, naming(part.name)), (4,))
+        }
     return {
         part.name: gptq.layer(
-            part, bits_of(config, part.name, gptq.BITS), False, GPTQ[layout], act_order=False
+            part,
+            bits_of(config, (part.name, naming(part.name)), gptq.BITS),
+            False,
+            GPTQ[layout],
+            act_order=False,
         )
         for part in found
     }
 
 
-def bits_of(config: Mapping[str, Any], name: str, known: tuple[int, ...]) -> int:
-    """The bits of a layer, by its own settings or by those of all."""
+def bits_of(config: Mapping[str, Any], names: tuple[str, str], known: tuple[int, ...]) -> int:
+    """The bits of a layer, by its own settings or by those of all.
+
+    names: in the checkpoint, and in the model.
+    """
     extra = config.get("extra_config")
     bits = config.get("bits")
     for pattern, own in extra.items() if isinstance(extra, dict) else ():
-        if isinstance(own, dict) and "bits" in own and matches(pattern, name):
+        if isinstance(own, dict) and "bits" in own and any(matches(pattern, n) for n in names):
             bits = own["bits"]
-            if pattern == name:
+            if pattern in names:
                 break
-    return int(option({"bits": bits}, "bits", known, f"{TOOL}: {name}", required=True))
+    return int(option({"bits": bits}, "bits", known, f"{TOOL}: {names[0]}", required=True))
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from anybit.checkpoint.foreign.base import ANY, FLOATS, Layer, Part, option, parts, uniform
+from anybit.checkpoint.foreign.base import ANY, FLOATS, Layer, Naming, Part, option, parts, uniform
 from anybit.checkpoint.foreign.bitfields import fields
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
@@ -20,7 +20,9 @@ BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is column ORDER[i] of its eight
 
 
-def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+def layers(
+    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
+) -> dict[str, Layer]:
     """The quantized layers of an AWQ checkpoint."""
     key = "bits" if "bits" in config else "w_bit"
     option(config, key, (BITS,), "AWQ", required=True)

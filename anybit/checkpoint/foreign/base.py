@@ -1,7 +1,7 @@
 """What a reader of another tool's checkpoint says about a layer, and what readers share."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from anybit.files.safetensors import Stored
 from anybit.formats.integer import Integer
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+Naming = Callable[[str], str]  # the model's name, which tools' settings go by, of a stored layer
 ANY = -1  # a size that is not known before a tensor is found, but not 0
 
 
@@ -49,6 +50,16 @@ class Layer:
     def scheme(self) -> str | None:
         """The format and the activation; None where there is no format."""
         return scheme_name(self.format, self.activation) if self.format else None
+
+
+def decoded(layer: Layer, reason: str) -> Layer:
+    """The layer without a format, for a reason."""
+
+    def read() -> Tensor:
+        weight = layer.read()
+        return weight.dequantize() if isinstance(weight, Packed) else weight
+
+    return replace(layer, format=None, read=read, reason=reason, dtypes={}, activation=None)
 
 
 class Part:

@@ -10,7 +10,16 @@ from typing import Any
 
 import torch
 
-from anybit.checkpoint.foreign.base import ANY, FLOATS, Layer, Part, check_codes, option, parts
+from anybit.checkpoint.foreign.base import (
+    ANY,
+    FLOATS,
+    Layer,
+    Naming,
+    Part,
+    check_codes,
+    option,
+    parts,
+)
 from anybit.checkpoint.foreign.floats import checked
 from anybit.core.packed import Packed
 from anybit.files.safetensors import Stored
@@ -19,7 +28,9 @@ from anybit.formats.integer import Integer
 PER_BYTE = 4
 
 
-def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+def layers(
+    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
+) -> dict[str, Layer]:
     """The quantized layers of a BitNet checkpoint."""
     kind = option(config, "linear_class", ("bitlinear", "autobitlinear"), "bitnet")
     option(config, "quantization_mode", ("offline",), "bitnet")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.checkpoint.foreign.base import Layer, Part, option, parts
+from anybit.checkpoint.foreign.base import Layer, Naming, Part, option, parts
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
@@ -25,7 +25,9 @@ NAMES = {"nf4": "nf4", "fp4": "fp4bnb"}  # of their types, and ours
 LARGEST_STATE = 1 << 16
 
 
-def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+def layers(
+    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
+) -> dict[str, Layer]:
     """The quantized layers of a bitsandbytes checkpoint."""
     option(config, "load_in_8bit", (False,), "bitsandbytes")
     option(config, "bnb_4bit_quant_storage", ("uint8",), "bitsandbytes")

@@ -23,6 +23,7 @@ from anybit.checkpoint.foreign.base import (
     ANY,
     FLOATS,
     Layer,
+    Naming,
     Part,
     check_codes,
     option,
@@ -51,7 +52,9 @@ STRATEGIES = ("group", "channel", "tensor")
 DENSE_SINCE = (0, 19)  # the version from which codes cross words
 
 
-def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+def layers(
+    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
+) -> dict[str, Layer]:
     """The quantized layers of a compressed-tensors checkpoint."""
     option(config, "format", (*FORMATS, MIXED), TOOL, required=True)
     option(config, "quantization_status", ("compressed",), TOOL)
@@ -63,7 +66,7 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
     dense = tuple(map(int, re.findall(r"\d+", str(config.get("version", ""))))) >= DENSE_SINCE
     out = {}
     for part in parts("weight_scale", stored):
-        group = group_of(part.name, groups)
+        group = group_of(part.name, naming(part.name), groups)
         what = f"{TOOL}: {part.name}"
         floats = option(group["weights"], "type", ("int", "float"), what) == "float"
         own = group.get("format") or config["format"]
@@ -205,14 +208,19 @@ def reader(words: int, bits: int, count: int, dense: bool, name: str) -> Callabl
     return lambda t: fields(t, bits)[:, :count].contiguous()
 
 
-def group_of(name: str, groups: list[Any]) -> dict[str, Any]:
-    """The config group of a layer: by its name before a pattern, before its class."""
+def group_of(name: str, own: str, groups: list[Any]) -> dict[str, Any]:
+    """The config group of a layer: by its name before a pattern, before its class.
+
+    name, own: in the checkpoint, and in the model.
+    """
     targets = {target: group for group in groups for target in group.get("targets") or ()}
     ordered = sorted(targets, key=lambda target: ("re:" in target, target))
     for target in ordered:
         pattern = target.removeprefix("re:")
         try:
-            if target == name or (pattern != target and re.match(pattern, name)):
+            if target in (own, name) or (
+                pattern != target and (re.match(pattern, own) or re.match(pattern, name))
+            ):
                 return dict(targets[target])
         except re.error as error:
             raise InvalidInput(f"{TOOL}: target {target!r} is no pattern: {error}") from None

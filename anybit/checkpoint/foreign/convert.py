@@ -1,7 +1,8 @@
 """`anybit convert`: checkpoints of other tools, streamed tensor by tensor into ours.
 
-A tool is one module with one function, `layers(config, stored)`, which says by headers, config and
-a few small tensors what every layer becomes; see `layer.py`. What is exact is kept in codes.
+A tool is one module with one function, `layers(config, stored, naming)`, which says by headers,
+config and a few small tensors what every layer becomes; see `base.py`. What is exact is kept in
+codes.
 """
 
 import math
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybit.checkpoint.architecture import meta_model
-from anybit.checkpoint.foreign.base import Layer, owner
+from anybit.checkpoint.architecture import bare_model
+from anybit.checkpoint.foreign.base import Layer, Naming, decoded, owner
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.checkpoint.foreign.gguf_model import Made, open_model
 from anybit.checkpoint.foreign.mxfp4 import one_by_one
+from anybit.checkpoint.names import Names, check_missing
+from anybit.checkpoint.places import Place, missing, name_of, places
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
     Rewrite,
@@ -38,7 +42,8 @@ from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.files.directory import destination, megabytes, read_json
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
-from anybit.nn.experts import published
+from anybit.nn.experts import split
+from anybit.nn.model import is_linear
 from anybit.nn.plan import METHOD, is_head, quantization_config
 from anybit.nn.tied import untied_heads
 from anybit.quantizers.base import quantize_weight
@@ -66,6 +71,7 @@ CT = "compressed-tensors"
 QUANTIZATION = ("quantization_config", "compression_config")  # their keys in config.json
 KV_SCALES = (".k_scale", ".v_scale")  # theirs are per tensor, and mean something else here
 CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+OTHERS = "transformers makes weights of other layers of it"
 DENSE = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32)}
 
 
@@ -259,7 +265,8 @@ class Opened:
         config: Of config.json.
         stored: The tensors by name.
         layers: The quantized layers by name.
-        model: transformers' model, without memory.
+        names: transformers' tables of the model's names.
+        model: transformers' model, without memory, its experts one by one.
     """
 
     source: Path
@@ -268,6 +275,7 @@ class Opened:
     config: Mapping[str, Any]
     stored: Mapping[str, Stored | Made]
     layers: Mapping[str, Layer]
+    names: Names
     model: nn.Module
 
 
@@ -276,8 +284,10 @@ def opened(source: Path) -> Iterator[Opened]:
     """Read all but weights. Of a GGUF file, the directory is made, and gone in the end."""
     if not is_gguf(source):
         stored, config = one_by_one(stored_tensors(source)), read_json(source / "config.json")
-        method, layers = read_layers(source, config, stored)
-        yield Opened(source, source, method, config, stored, layers, meta_model(source))
+        tables = cache(lambda: Names(bare_model(source)))
+        method, layers = read_layers(source, config, stored, lambda n: name_of(tables(), n))
+        names = tables()
+        yield Opened(source, source, method, config, stored, layers, names, split(names.model))
         return
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / source.stem
@@ -292,35 +302,24 @@ def plan_conversion(found: Opened, shard_bytes: int, to: str | None = None) -> C
     """
     source, stored, config, model = found.source, found.stored, found.config, found.model
     method, layers = found.method, dict(found.layers)
-    model_type = config.get("model_type")
-    modules = {published(name, model_type): m for name, m in model.named_modules()}
-    linears = {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
-    for name, layer in layers.items():
-        if name in linears and layer.cut is not None:
-            rows, columns = linears[name].weight.shape
-            own = layer.cut((rows, columns))
-            layers[name] = replace(own, activation=layer.activation, note=layer.note)
-    if to is not None:
-        layers = {name: rounded(name, layer, to) for name, layer in layers.items()}
+    unit_of = {tensor: name for name, layer in layers.items() for tensor in layer.tensors}
+    dense = [name for name in stored if name not in unit_of]
+    weights = {name.removesuffix(".weight") for name in dense if name.endswith(".weight")}
+    where = places(found.names, layers.keys() | weights)
+    names = {where.get(name, Place(name, name)): name for name, _ in model.named_modules()}
+    own = {place.stored: model.get_submodule(name) for place, name in names.items()}
     dropped = dict.fromkeys(name for name in stored if name.endswith(KV_SCALES))
     for name, layer in layers.items():
-        linear = linears.get(name)
-        if linear is None and name in modules:  # it would be initialized at random
-            raise InvalidInput(
-                f"{name} is a {type(modules[name]).__name__} in {type(model).__name__}, and only "
-                "linear layers can be converted; use this model with the tool that quantized it"
-            )
-        if linear is not None and tuple(linear.weight.shape) != layer.shape:
-            raise InvalidInput(
-                f"{name}: config.json asks for a weight of {tuple(linear.weight.shape)}, the "
-                f"checkpoint holds one of {layer.shape}"
-            )
+        module = own.get(name)
+        if module is None and ".experts." not in name and made_into_others(found.names, name):
+            layers[name] = decoded(layer, OTHERS)
+        else:
+            layers[name] = fitted(name, layer, module, type(model).__name__, to)
         bias = stored.get(f"{name}.bias")
-        if linear is not None and linear.bias is None and bias is not None:
+        if bias is not None and isinstance(module, nn.Linear) and module.bias is None:
             if bias.read().any():
                 raise InvalidInput(f"{name}.bias: not zero, but the model has no bias there")
             dropped[f"{name}.bias"] = None
-    unit_of = {tensor: name for name, layer in layers.items() for tensor in layer.tensors}
     for name, tensor in stored.items():
         layer_of = owner(name, layers)
         if name not in unit_of and name not in dropped and tensor.torch_dtype in CODES:
@@ -333,10 +332,18 @@ def plan_conversion(found: Opened, shard_bytes: int, to: str | None = None) -> C
                 f"{source}: {method} has no tensor {name!r} beside "
                 f"{layers[layer_of].tensors[0]!r} in a layout that anybit knows"
             )
-    if untied_heads(model, layers):  # the head has a weight of its own beside the embeddings'
+    coded = [name for place, name in names.items() if place.stored in layers]
+    others = [name for name, layer in layers.items() if layer.reason == OTHERS]
+    unexpected = tuple(name for name in layers if name not in own and name not in others)
+    kept = [*dense, *(f"{name}.weight" for name in others)]
+    lost = missing(found.names, model, kept, coded)
+    if any(".experts." in name for name in unexpected):  # vLLM may have such layers
+        lost = [name for name in lost if ".experts." not in name]
+    check_missing(source, lost, unexpected)
+    if untied_heads(model, coded):  # the head has a weight of its own beside the embeddings'
         config = {**config, "tie_word_embeddings": False}
-    formats = plan_for(dict.fromkeys(linears) | specs(layers))
-    others = [tensor for name, tensor in stored.items() if name not in unit_of]
+    linears = [place for place in names if is_linear(own[place.stored])]
+    formats = plan_for(layers | {place.saved: layers.get(place.stored) for place in linears})
     manifest = {
         "anybit": __version__,
         "convert": method,
@@ -350,16 +357,16 @@ def plan_conversion(found: Opened, shard_bytes: int, to: str | None = None) -> C
         formats=formats,
         shards=into_shards(unit_sizes(stored, unit_of, dropped), shard_bytes),
         manifest=manifest,
-        unexpected=tuple(name for name in layers if name not in linears),
+        unexpected=unexpected,
         method=method,
         layers=layers,
-        dense=dense_dtype(config, others),
+        dense=dense_dtype(config, (stored[name] for name in dense)),
         dropped=tuple(dropped),
     )
 
 
 def read_layers(
-    source: Path, config: Mapping[str, Any], stored: Mapping[str, Stored]
+    source: Path, config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
 ) -> tuple[str, dict[str, Layer]]:
     """The tool that quantized a checkpoint, and its quantized layers."""
     quantization = quantization_of(source, config)
@@ -376,13 +383,51 @@ def read_layers(
             f"{source} is quantized with {method!r}, which cannot be read; known: "
             f"{', '.join(READERS)}"
         )
-    found: dict[str, Layer] = import_module(READERS[method]).layers(quantization, stored)
+    reader = import_module(READERS[method])
+    found: dict[str, Layer] = reader.layers(quantization, stored, naming)
     if not found:
         raise InvalidInput(
             f"{source}: config.json says {method}, but no tensor is named like a quantized layer's "
             f"(there are {', '.join(list(stored)[:3])}, ...)"
         )
     return method, found
+
+
+def fitted(name: str, layer: Layer, module: nn.Module | None, model: str, to: str | None) -> Layer:
+    """A layer as its place in the model needs it.
+
+    Args:
+        name: In the checkpoint.
+        layer: As it is stored.
+        module: Of the model; None where it has no such layer.
+        model: The name of its class, for the error's text.
+        to: As in `plan_conversion`.
+
+    Raises:
+        InvalidInput: It does not fit.
+    """
+    shape = tuple(module.weight.shape) if isinstance(module, nn.Linear) else None
+    if module is not None and shape is None:  # it would be initialized at random
+        raise InvalidInput(
+            f"{name} is a {type(module).__name__} in {model}, and only linear layers can be "
+            "converted; use this model with the tool that quantized it"
+        )
+    if shape is not None and layer.cut is not None:
+        cut = layer.cut((shape[0], shape[1]))
+        layer = replace(cut, activation=layer.activation, note=layer.note)
+    if shape is not None and shape != layer.shape:
+        raise InvalidInput(
+            f"{name}: config.json asks for a weight of {shape}, the checkpoint holds one of "
+            f"{layer.shape}"
+        )
+    if module is not None and not is_linear(module):
+        return decoded(layer, f"a {type(module).__name__} is more than a linear layer")
+    return layer if to is None else rounded(name, layer, to)
+
+
+def made_into_others(names: Names, layer: str) -> bool:
+    """Whether transformers makes other weights of a layer's when it loads them."""
+    return names.in_model(f"{layer}.weight")[1] is not None
 
 
 def rounded(name: str, layer: Layer, to: str) -> Layer:
@@ -425,12 +470,9 @@ def quantization_of(source: Path, config: Mapping[str, Any]) -> dict[str, Any] |
     return None
 
 
-def specs(layers: Mapping[str, Layer]) -> dict[str, str | None]:
-    return {name: layer.scheme for name, layer in layers.items()}
-
-
-def plan_for(schemes: Mapping[str, str | None]) -> dict[str, str | None]:
+def plan_for(layers: Mapping[str, Layer | None]) -> dict[str, str | None]:
     """A short plan that gives every layer its scheme: the commonest for "*", then the others."""
+    schemes = {name: layer.scheme if layer else None for name, layer in layers.items()}
     counts = Counter(s for name, s in schemes.items() if s and not is_head(name))
     common = counts.most_common(1)[0][0] if counts else None
     rest = {n: s for n, s in sorted(schemes.items()) if s != (None if is_head(n) else common)}

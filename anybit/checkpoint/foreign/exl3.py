@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.checkpoint.foreign.base import ANY, Layer, Part, parts
+from anybit.checkpoint.foreign.base import ANY, Layer, Naming, Part, parts
 from anybit.core.packed import Packed
 from anybit.core.tiles import SIDE, join
 from anybit.errors import InvalidInput
@@ -24,7 +24,9 @@ BLOCK = 128
 MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}  # tensors that name a code hold its own
 
 
-def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+def layers(
+    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
+) -> dict[str, Layer]:
     """The quantized layers of an EXL3 checkpoint. Each one says itself how it is stored."""
     return {part.name: layer(part) for part in parts("trellis", stored)}
 

@@ -13,9 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from anybit.checkpoint.architecture import meta_model
+from anybit.checkpoint.architecture import bare_model
 from anybit.checkpoint.foreign.compressed_tensors import DENSE_SINCE, MIXED, TOOL
 from anybit.checkpoint.foreign.ct_layers import Written, keys_of, written
+from anybit.checkpoint.names import Names
+from anybit.checkpoint.places import Place, places
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
     Rewrite,
@@ -31,7 +33,7 @@ from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.files.directory import destination, megabytes, quantization_of, read_json
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
-from anybit.nn.experts import published
+from anybit.nn.experts import published, split
 from anybit.nn.plan import METHOD, patterns_for, stored_plan
 from anybit.version import __version__
 
@@ -122,18 +124,20 @@ class Export(Rewrite):
 
     Attributes:
         layers: The quantized layers, by name.
-        kept: Linear layers that stay dense.
+        linears: The model's names of all linear layers, by the checkpoint's.
         dropped: Tensors that are left out.
     """
 
     stored: Mapping[str, Stored]
     layers: Mapping[str, Written]
-    kept: tuple[str, ...]
+    linears: Mapping[str, str]
     dropped: tuple[str, ...]
 
     @property
     def new_config(self) -> dict[str, Any]:
-        return {**self.config, "quantization_config": quantization_config(self.layers, self.kept)}
+        layers = {self.linears[name]: layer for name, layer in self.layers.items()}
+        kept = tuple(own for name, own in self.linears.items() if name not in self.layers)
+        return {**self.config, "quantization_config": quantization_config(layers, kept)}
 
     def parts(self, unit: str) -> list[str]:
         layer = self.layers.get(unit)
@@ -170,7 +174,7 @@ class Checkpoint:
         config: Of config.json.
         stored: Its tensors by name.
         model: transformers' model, without memory.
-        linears: Its linear layers, by the names of checkpoints.
+        linears: The model's names of its linear layers, by the checkpoint's.
         layers: Those that are quantized: format, activation and shape (N, K).
     """
 
@@ -178,7 +182,7 @@ class Checkpoint:
     config: Mapping[str, Any]
     stored: Mapping[str, Stored]
     model: nn.Module
-    linears: Mapping[str, nn.Linear]
+    linears: Mapping[str, str]
     layers: Mapping[str, tuple[Format, str | None, tuple[int, int]]]
 
 
@@ -188,18 +192,25 @@ def checkpoint_of(source: Path) -> Checkpoint:
     quantization = quantization_of(config, source)
     if quantization.get("quant_method") != METHOD:
         raise InvalidInput(f"{source} is no checkpoint of anybit; quantize or convert it first")
-    plan, model = stored_plan(quantization), meta_model(source)
-    modules = model.named_modules()
-    model_type = config.get("model_type")
-    linears = {published(n, model_type): m for n, m in modules if isinstance(m, nn.Linear)}
+    bare = bare_model(source)
+    coded = dict.fromkeys(key.rpartition(".")[0] for key in stored if is_codes(key))
+    dense = [key.removesuffix(".weight") for key in stored if key.endswith(".weight")]
+    where = places(Names(bare), [*coded, *dense])
+    plan, model = stored_plan(quantization), split(bare)
+    linears, modules = {}, {}
+    for own, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            place = where.get(own, Place(own, own))
+            linears[place.stored] = published(place.saved, config.get("model_type"))
+            modules[place.stored] = module
     layers = {}
-    for name in dict.fromkeys(key.rpartition(".")[0] for key in stored if is_codes(key)):
-        matches = patterns_for(name, plan)
+    for name in coded:
+        matches = patterns_for(linears.get(name, name), plan)
         scheme = plan[matches[-1]] if matches else None
         if name not in linears or scheme is None:
             what = "its model has no such layer" if name not in linears else "it names no format"
             raise InvalidInput(f"{source}: has codes for {name}, but by config.json {what}")
-        shape = (linears[name].out_features, linears[name].in_features)
+        shape = (modules[name].out_features, modules[name].in_features)
         layers[name] = (*parse_scheme(scheme), shape)
     return Checkpoint(source, config, stored, model, linears, layers)
 
@@ -207,7 +218,7 @@ def checkpoint_of(source: Path) -> Checkpoint:
 def plan_export(source: Path, shard_bytes: int) -> Export:
     """Which layer becomes what; InvalidInput when one of them cannot."""
     found = checkpoint_of(source)
-    stored, config, linears = found.stored, found.config, found.linears
+    stored, config = found.stored, found.config
     layers: dict[str, Written] = {}
     reasons: dict[str, str] = {}
     for name, (fmt, activation, shape) in found.layers.items():
@@ -237,7 +248,7 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
         shards=into_shards(unit_sizes(stored, owner, dropped), shard_bytes),
         manifest=manifest,
         layers=layers,
-        kept=tuple(name for name in linears if name not in layers),
+        linears=found.linears,
         dropped=dropped,
     )
 

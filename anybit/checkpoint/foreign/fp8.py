@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from anybit.checkpoint.foreign.base import FLOATS, Layer, Part, option, parts
+from anybit.checkpoint.foreign.base import FLOATS, Layer, Naming, Part, option, parts
 from anybit.checkpoint.foreign.floats import POWERS, float_layer
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
@@ -21,7 +21,9 @@ BLOCKS = "activations were quantized to fp8 in blocks there, and stay in 16 bits
 WHOLE = "activations were quantized to fp8 by a fixed scale there, and stay in 16 bits here"
 
 
-def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+def layers(
+    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
+) -> dict[str, Layer]:
     """The quantized layers of an FP8 checkpoint."""
     option(config, "fmt", ("e4m3", "float8_e4m3fn"), TOOL)
     block = config.get("weight_block_size")

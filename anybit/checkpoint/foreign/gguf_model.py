@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anybit.checkpoint.architecture import meta_model
+from anybit.checkpoint.architecture import bare_model
 from anybit.checkpoint.foreign.base import Layer
 from anybit.checkpoint.foreign.ggml import CHUNK, TYPES, unpack
 from anybit.checkpoint.foreign.gguf_config import Family, config_of, family_of
 from anybit.checkpoint.foreign.gguf_file import DENSE, Block, Contents, read_model
+from anybit.checkpoint.names import Names
 from anybit.errors import InvalidInput
 from anybit.files.directory import write_json
 from anybit.files.safetensors import Stored
-from anybit.nn.experts import published
+from anybit.nn.experts import published, split
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ def decodable(kind: str) -> bool:
 
 def open_model(
     path: Path, directory: Path
-) -> tuple[dict[str, Any], dict[str, "Stored | Made"], dict[str, Layer], nn.Module]:
+) -> tuple[dict[str, Any], dict[str, "Stored | Made"], dict[str, Layer], Names, nn.Module]:
     """Read the headers of a model, and write what is no tensor into a directory.
 
     Args:
@@ -127,7 +128,7 @@ def open_model(
 
     Returns:
         Of config.json; the tensors by transformers' names; those of them that are quantized linear
-        layers; and transformers' model, without memory.
+        layers; transformers' tables of names; and its model, without memory.
 
     Raises:
         FileNotFoundError: A part is missing.
@@ -141,9 +142,10 @@ def open_model(
     known = sorted({token for token in ends if isinstance(token, int)})
     if known:
         write_json(directory / "generation_config.json", {"eos_token_id": known})
-    model = meta_model(directory, {n: block.stored for n, block in contents.tensors.items()})
+    bare = bare_model(directory, {n: block.stored for n, block in contents.tensors.items()})
+    names, model = Names(bare), split(bare)
     write_tokenizer(contents, directory)
-    return config, *placed(contents, family, config, model), model
+    return config, *placed(contents, family, config, model), names, model
 
 
 def write_tokenizer(contents: Contents, directory: Path) -> None:

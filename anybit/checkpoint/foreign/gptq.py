@@ -17,6 +17,7 @@ from anybit.checkpoint.foreign.base import (
     ANY,
     FLOATS,
     Layer,
+    Naming,
     Part,
     option,
     parts,
@@ -30,7 +31,9 @@ from anybit.files.safetensors import Stored
 BITS = (2, 3, 4, 8)
 
 
-def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+def layers(
+    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
+) -> dict[str, Layer]:
     """The quantized layers of a GPTQ checkpoint."""
     key = "checkpoint_format" if config.get("checkpoint_format") else "format"
     act_order = option(config, "desc_act", (False, True), "GPTQ")

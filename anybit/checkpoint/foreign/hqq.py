@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.checkpoint.foreign.base import FLOATS, Layer, Part, check_codes, parts, uniform
+from anybit.checkpoint.foreign.base import FLOATS, Layer, Naming, Part, check_codes, parts, uniform
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
 
@@ -37,7 +37,9 @@ UNREAD = (  # how the weight was quantized, and how HQQ multiplies with it
 )
 
 
-def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+def layers(
+    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
+) -> dict[str, Layer]:
     """The quantized layers of an HQQ checkpoint. Each one says itself how it is stored."""
     return {part.name: layer(part) for part in parts("W_q", stored)}
 

@@ -7,16 +7,25 @@ dtypes and shapes say which of these a layer is. Inputs are multiplied by
 `<layer>.pre_quant_scale` (K,) where there is one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit.checkpoint.foreign.base import ANY, FLOATS, Layer, Part, option, parts, uniform
+from anybit.checkpoint.foreign.base import (
+    ANY,
+    FLOATS,
+    Layer,
+    Naming,
+    Part,
+    decoded,
+    option,
+    parts,
+    uniform,
+)
 from anybit.checkpoint.foreign.floats import BYTES, checked, float_layer
-from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
 
@@ -30,7 +39,9 @@ FIXED = "activations were quantized there, and stay in 16 bits here"
 SMOOTHED = "its inputs have scales of their own (pre_quant_scale), which join the weight"
 
 
-def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+def layers(
+    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
+) -> dict[str, Layer]:
     """The quantized layers of a ModelOpt checkpoint."""
     inner = config.get("quantization")
     inner = inner if isinstance(inner, dict) else config
@@ -39,7 +50,7 @@ def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str,
     own = own if isinstance(own, dict) else {}
     out = {}
     for part in parts("weight_scale", stored):
-        settings = own.get(part.name)
+        settings = own.get(naming(part.name), own.get(part.name))
         settings = settings if isinstance(settings, dict) else {"quant_algo": usual}
         what = f"modelopt: {part.name}"
         out[part.name] = layer(part, option(settings, "quant_algo", ALGORITHMS, what))
@@ -108,9 +119,11 @@ def smoothed(found: Layer, smooth: Stored, name: str) -> Layer:
         )
     checked(smooth, f"{name}.pre_quant_scale")
 
-    def decode(read: Callable[[], Packed | Tensor] = found.read) -> Tensor:
-        weight = read()
-        dense = weight.dequantize() if isinstance(weight, Packed) else weight
-        return dense * smooth.read().float()
+    plain = decoded(found, SMOOTHED)
 
-    return replace(found, format=None, read=decode, reason=SMOOTHED, dtypes={}, activation=None)
+    def decode() -> Tensor:
+        weight = plain.read()
+        assert isinstance(weight, Tensor)
+        return weight * smooth.read().float()
+
+    return replace(plain, read=decode)

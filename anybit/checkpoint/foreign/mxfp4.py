@@ -8,7 +8,7 @@ Biases are (experts, N). `one_by_one` shows every expert as a layer of its own.
 from collections.abc import Mapping
 from typing import Any
 
-from anybit.checkpoint.foreign.base import Layer, parts
+from anybit.checkpoint.foreign.base import Layer, Naming, parts
 from anybit.checkpoint.foreign.floats import float_layer
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
@@ -21,17 +21,20 @@ KEYS = {
 }
 
 
-def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+def layers(
+    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
+) -> dict[str, Layer]:
     """The quantized layers of a checkpoint like GPT-OSS's."""
     return {part.name: float_layer(part, "blocks", "scales") for part in parts("blocks", stored)}
 
 
 def one_by_one(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The stored tensors, those of all experts cut into one for each."""
+    """The stored tensors, those of all experts cut into one for each where they are MXFP4."""
     out = {}
     for name, tensor in stored.items():
         experts, _, key = name.rpartition(".")
-        if key not in KEYS or not experts.endswith(".experts"):
+        coded = key in KEYS and f"{experts}.{KEYS[key][0]}_blocks" in stored
+        if not coded or not experts.endswith(".experts"):
             out[name] = tensor
             continue
         if len(tensor.shape) < 2 or not tensor.shape[0]:

@@ -22,6 +22,7 @@ from anybit.checkpoint.foreign.base import (
     ANY,
     FLOATS,
     Layer,
+    Naming,
     Part,
     option,
     parts,
@@ -41,21 +42,26 @@ PER_TOKEN = {"int8": "int8", "fp8_e4m3": "fp8"}
 NOTE = "activations were quantized there, and stay in 16 bits here"
 
 
-def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+def layers(
+    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
+) -> dict[str, Layer]:
     """The quantized layers of a Quark checkpoint."""
     export = config.get("export")
     order = option(export if isinstance(export, dict) else {}, "pack_method",
                    ("reorder", "order"), "quark") == "reorder"  # fmt: skip
     found = parts("weight_scale", stored)
-    return {part.name: layer(part, settings(config, part.name), order) for part in found}
+    return {
+        part.name: layer(part, settings(config, part.name, naming(part.name)), order)
+        for part in found
+    }
 
 
-def settings(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The settings of a layer."""
+def settings(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """The settings of a layer, by its names in the checkpoint and in the model."""
     if config.get("layer_type_quant_config"):
         raise InvalidInput("quark: layer_type_quant_config, settings by class, cannot be read")
     for pattern, own in mapping(config.get("layer_quant_config"), "layer_quant_config").items():
-        if fnmatchcase(name, pattern):
+        if any(fnmatchcase(name, pattern) for name in names):
             return mapping(own, f"layer_quant_config of {pattern}")
     return mapping(config.get("global_quant_config"), "global_quant_config")
 

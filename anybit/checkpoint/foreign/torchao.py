@@ -20,7 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.checkpoint.foreign.base import ANY, FLOATS, Layer, Part, parts, symmetric, uniform
+from anybit.checkpoint.foreign.base import (
+    ANY,
+    FLOATS,
+    Layer,
+    Naming,
+    Part,
+    parts,
+    symmetric,
+    uniform,
+)
 from anybit.checkpoint.foreign.bitfields import fields
 from anybit.checkpoint.foreign.floats import FP8, POWERS, checked, checked_numbers, float_layer
 from anybit.errors import InvalidInput
@@ -40,7 +49,9 @@ SHIFTED = "its groups have a float added to them (tinygemm's zero points)"
 NIBBLES = (0, 8, 16, 24, 1, 9, 17, 25)  # columns of a word's eight, beside 2 t of lane t
 
 
-def layers(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Layer]:
+def layers(
+    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
+) -> dict[str, Layer]:
     """The quantized layers of a torchao checkpoint."""
     how = str(config.get("quant_type"))
     return {part.name: with_tokens(layer(part), how) for part in parts(DATA, stored)}

@@ -1,0 +1,85 @@
+"""Which layer of a model each layer of a checkpoint is, whatever a tool calls it."""
+
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from anybit.checkpoint.names import Names, is_merge, known_layout, missing_in, natural, targets_of
+from anybit.nn.experts import layers_of
+
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+class Place(NamedTuple):
+    """Where a layer of a model is stored.
+
+    Attributes:
+        saved: Its name in the model that was saved, which plans go by.
+        stored: Its name in the checkpoint.
+    """
+
+    saved: str
+    stored: str
+
+
+def places(table: Names, layers: Iterable[str]) -> dict[str, Place]:
+    """The places of a model's layers, by its names; experts are one by one.
+
+    Args:
+        table: Of the model.
+        layers: Names in the checkpoint.
+    """
+    same = [Place(own, own) for own in sorted(layers, key=natural)]
+    renamed = [Place(name_of(table, own), own) for _, own in same]
+    out: dict[str, Place] = {}
+    for each in (same, renamed):  # the surer come later, and win
+        # A base model (AutoModel) has shorter names than the model that was saved, or longer.
+        out |= {f"{table.base}.{place.saved}": place for place in each}
+        out |= {place.saved.removeprefix(f"{table.base}."): place for place in each}
+        out |= {place.saved: place for place in each}
+    return out
+
+
+def name_of(table: Names, layer: str) -> str:
+    """The model's name for a stored layer by transformers' tables, the base model's aside."""
+    from transformers.core_model_loading import rename_source_key
+
+    weight = f"{layer}.weight"
+    found, pattern = rename_source_key(weight, table.renamings, table.converters)
+    if pattern is None:
+        return str(found).removesuffix(".weight")
+    converter: Any = next(c for c in table.converters if pattern in c.source_patterns)
+    of, _, tensor = found.rpartition(".")
+    number = EXPERT.search(layer)
+    keys = next((known_layout(m).layers.get(tensor) for m in table.fused.values()), None) or ()
+    if number and is_merge(converter) and len(keys) == len(converter.source_patterns):
+        return f"{of}.{number[1]}.{keys[converter.source_patterns.index(pattern)]}"
+    return table.renamed(weight).removesuffix(".weight")
+
+
+def missing(
+    table: Names, model: nn.Module, stored: Iterable[str], coded: Iterable[str]
+) -> list[str]:
+    """Tensors of a model that no file holds, and that transformers would make up.
+
+    Args:
+        table: Of the model.
+        model: Its experts one by one.
+        stored: Names of dense tensors in the checkpoint.
+        coded: The model's names of its quantized layers.
+    """
+    covered = {f"{name}.weight" for name in coded}
+    for name in sorted(stored, key=natural):
+        found, converter, _ = table.in_model(name)
+        covered |= {found} if converter is None else {*targets_of(found, converter, table.state)}
+        layer, _, end = name.rpartition(".")
+        covered.add(f"{name_of(table, layer)}.{end}")
+        of, _, tensor = found.rpartition(".")
+        if of in table.fused:
+            keys = known_layout(table.fused[of]).layers.get(tensor.removesuffix("_bias"), ())
+            end = "bias" if tensor.endswith("_bias") else "weight"
+            own = (key for key in layers_of(table.fused[of]) if key.rpartition(".")[2] in keys)
+            covered |= {f"{of}.{key}.{end}" for key in own}
+    return missing_in(model, covered)

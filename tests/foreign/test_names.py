@@ -1,0 +1,121 @@
+"""Other tools' checkpoints of models whose tensors transformers calls otherwise than the files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import anybit
+from anybit.checkpoint.foreign.convert import convert_checkpoint
+from anybit.checkpoint.foreign.export import export_checkpoint
+from anybit.checkpoint.names import Names
+from anybit.checkpoint.places import name_of
+from anybit.checkpoint.stream import quantize_checkpoint
+from anybit.errors import InvalidInput
+from anybit.files.directory import read_json
+from anybit.files.safetensors import WEIGHTS
+from anybit.nn.model import quantized_layers
+from tests.models.row import close, forward, representable
+from tests.models.zoo import Model, inputs
+
+POWER = 2.0**-6  # with which e4m3 holds the weights of `representable`
+LLAVA = "LlavaForConditionalGeneration"
+Q = "self_attn.q_proj"
+
+
+def fp8(source: Path, wanted: Callable[[str], bool]) -> None:
+    """Store wanted weights in FP8, as transformers and others do, exactly."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(source / WEIGHTS).items():
+        if name.endswith(".weight") and tensor.ndim == 2 and wanted(name):
+            tensors[name] = (tensor / POWER).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.tensor(POWER)
+            assert torch.equal(tensors[name].float() * POWER, tensor)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, source / WEIGHTS)
+    config = read_json(source / "config.json")
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (source / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("as_in_model", [False, True])
+@pytest.mark.parametrize(
+    ("architecture", "decoded"),
+    [
+        (LLAVA, (0, 0)),  # prefixes
+        ("Lfm2MoeForCausalLM", (0, 0)),  # experts' projections
+        ("HrmTextForCausalLM", (4, 0)),  # several layers in one tensor
+        ("SiglipForImageClassification", (1, 1)),  # a Linear that is never called
+    ],
+)
+def test_layers_that_have_other_names(
+    architecture: str, decoded: tuple[int, int], as_in_model: bool, tmp_path: Path
+) -> None:
+    """decoded: layers that become dense. as_in_model: the tool has stored the model's own names."""
+    model = Model(architecture)
+    dense = representable(model.make())
+    given, head = inputs(dense), dense.get_output_embeddings()
+    expected, source = forward(dense, given), tmp_path / "source"
+    dense.save_pretrained(source)
+    table = Names(dense)
+    linears = {n for n, m in dense.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    if as_in_model:
+        own = {n: t for n, t in dense.state_dict().items() if n != "lm_head.weight" or head}
+        save_file({n: t.clone() for n, t in own.items()}, source / WEIGHTS)
+
+    def wanted(name: str) -> bool:
+        own, converter, _ = table.in_model(name)
+        return own.removesuffix(".weight") in linears or converter is not None
+
+    fp8(source, wanted)
+    report = convert_checkpoint(source, tmp_path / "out")
+    assert not report.unexpected
+    assert len(report.decoded) == decoded[as_in_model]
+    found = anybit.load(tmp_path / "out")
+    assert len(dict(quantized_layers(found))) == len(report.formats)
+    close(forward(found.eval(), given), expected)
+
+
+def test_a_layer_without_weights(tmp_path: Path) -> None:
+    """It is named before a weight is read."""
+    source = tmp_path / "source"
+    representable(Model(LLAVA).make()).save_pretrained(source)
+    fp8(source, lambda name: name.endswith(f"{Q}.weight"))
+    tensors = load_file(source / WEIGHTS)
+    lost = f"language_model.model.layers.1.{Q}.weight"
+    del tensors[lost], tensors[f"{lost}_scale_inv"]
+    save_file(tensors, source / WEIGHTS)
+    with pytest.raises(InvalidInput, match=rf"no file holds 1 .*language_model.layers.1.{Q}"):
+        convert_checkpoint(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_names_layers_as_the_model_does(tmp_path: Path) -> None:
+    """So do llm-compressor and transformers; the tensors keep their names."""
+    model = Model(LLAVA)
+    dense = model.make()
+    dense.save_pretrained(tmp_path / "source")
+    plan = {"*": "int8:group=32", f"*.{Q}": "int4:group=64", "*.vision_tower.*": None}
+    quantize_checkpoint(tmp_path / "source", tmp_path / "ours", plan)
+    export_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+    config = read_json(tmp_path / "theirs" / "config.json")["quantization_config"]
+    q = [f"model.language_model.layers.{i}.{Q}" for i in range(2)]
+    assert [group["targets"] for group in config["config_groups"].values()] == [q, ["Linear"]]
+    assert any(name.startswith("model.vision_tower.") for name in config["ignore"])
+    convert_checkpoint(tmp_path / "theirs", tmp_path / "again")
+    ours, again = (load_file(tmp_path / name / WEIGHTS) for name in ("ours", "again"))
+    assert ours.keys() == again.keys()
+    assert all(torch.equal(ours[name], again[name]) for name in ours)
+    stored = f"language_model.model.layers.0.{Q}"
+    assert f"{stored}.codes4" in ours
+    assert name_of(Names(dense), stored) == q[0]
+    pytest.importorskip("compressed_tensors")
+    theirs = model.type.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
+    found = anybit.load(tmp_path / "ours", dtype=torch.float32).eval()
+    given = inputs(dense)
+    close(forward(theirs, given), forward(found, given))
