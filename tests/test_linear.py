@@ -13,6 +13,7 @@ from torch import nn
 import anybit
 from anybit.cli.doctor import doctor
 from anybit.core.scheme import parse_scheme
+from anybit.errors import InvalidInput, InvalidType
 from anybit.kernels import cpu, dense, reference, registry
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.native import backend as native
@@ -107,8 +108,17 @@ def test_columns_of_x_need_not_be_adjacent(spec, dtype):
 
 
 def test_wrong_width_is_explained():
-    with pytest.raises(ValueError, match="x has 255 columns, the layer 256 inputs"):
-        layer("int4")(torch.randn(1, 255))
+    for shape in ((1, 255), ()):
+        with pytest.raises(InvalidInput, match=r"x has shape .*, and the layer 256 inputs"):
+            layer("int4")(torch.randn(shape))
+
+
+@pytest.mark.parametrize("keep", ["packed", "decoded"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64])
+def test_activations_are_floats(keep, dtype):
+    """Outputs of the same dtype would wrap around, or lose a part."""
+    with pytest.raises(InvalidType, match=f"x is {dtype}, and y would be, too; pass"):
+        layer("int4", keep=keep)(torch.ones(2, K).to(dtype))
 
 
 def test_casts_leave_codes_and_scales_alone():
@@ -204,7 +214,7 @@ def test_tokens_quantized_before_give_the_same(spec, dtype):
     empty = anybit.QuantLinear.empty(q.scheme, (N, K), torch.zeros(N), "cpu", "packed")
     empty.load_state_dict(q.state_dict())
     assert torch.equal(empty(given), q(x))
-    with pytest.raises(ValueError, match="x has 255 columns"):
+    with pytest.raises(InvalidInput, match="255.*, and the layer 256 inputs"):
         q(given._replace(codes=codes[..., :-1]))
     for other, wanted in ((None, "plain activations"), ("fp8", "torch.float8_e4m3fn")):
         with pytest.raises(TypeError, match=f"quantized to torch.int8, .* multiplies {wanted}"):

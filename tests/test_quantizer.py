@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import anybit
-from anybit import GPTQ, RTN, Additive, Calibration, Clip, Format, Packed, Smooth
+from anybit import GPTQ, HQQ, RTN, Additive, Calibration, Clip, Format, Packed, Smooth
 from anybit.checkpoint.calibrated import calibrate_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.nn.model import quantized_layers
@@ -127,3 +127,15 @@ def test_settings_of_a_run_are_the_quantizers_and_not_the_data() -> None:
     settings = "damping=0.1, act_order=True, clip=True, follow=False, gradients=False"
     assert repr(GPTQ(["text"])) == f"GPTQ({settings})"
     assert repr(Smooth(["text"], then=Clip())) == "Smooth(then=Clip())"
+
+
+@pytest.mark.parametrize("quantizer", [RTN(), Clip(), HQQ(), GPTQ(), Additive()], ids=repr)
+@pytest.mark.parametrize("spec", ["int1:group=32", "iq4_nl:group=32", "codebook:m=1,v=8,uniform=1"])
+def test_zeros_stay_zeros_where_no_code_stands_for_them(quantizer: Quantizer, spec: str) -> None:
+    w = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) * 0.02
+    w[3] = 0
+    seen = Statistics(tokens=100, hessian=torch.eye(64))
+    given = (seen,) if quantizer.needs else ()
+    decoded = quantizer.quantize(w, anybit.get_format(spec), *given).dequantize()
+    assert not decoded[3].any()
+    assert (decoded - w).norm() < 0.7 * w.norm()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import anybit
-from anybit import GPTQ, RTN
+from anybit import GPTQ, RTN, QuantLinear
 from anybit.core import tiles
 from anybit.core.format import get_format
 from anybit.errors import InvalidInput
@@ -16,6 +16,7 @@ from anybit.formats import trellis
 from anybit.formats.trellis_encoder import plain_paths
 from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.gptq import fitted_scale, output_error
+from anybit.quantizers.pv_tuning import TunedLayer
 
 CODES = tuple(trellis.CODES)
 EACH = [
@@ -157,9 +158,9 @@ def test_rows_of_zeros_stay_zeros():
     statistics = Statistics(tokens=100, hessian=torch.eye(64))
     for packed in (RTN().quantize(w, get_format("trellis")),
                    GPTQ().quantize(w, get_format("trellis"), statistics)):  # fmt: skip
-        decoded = packed.dequantize()
-        assert not decoded[[3, 20]].any()
-        assert (decoded[0] - w[0]).norm() < 0.4 * w[0].norm()
+        for decoded in (packed.dequantize(), TunedLayer(QuantLinear(packed)).quantized().weight):
+            assert not decoded[[3, 20]].any()
+            assert (decoded[0] - w[0]).norm() < 0.4 * w[0].norm()
 
 
 def test_chunks_of_rows_are_whole_tiles(monkeypatch):

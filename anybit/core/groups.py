@@ -21,16 +21,25 @@ def groups_of(w: Tensor, group: int) -> Tensor:
     return w.reshape(w.shape[0], -1, group or w.shape[1])
 
 
-def store_scale(scale: Tensor) -> Tensor:
-    """A scale as it is stored: in 16 bits, and never zero.
+def store_scale(scale: Tensor, zeros: float = 1) -> Tensor:
+    """A scale as it is stored, in 16 bits.
 
-    The dtype is fp16, or bf16 if a scale lies outside fp16's normal range. Groups of zeros get the
-    scale 1.
+    The dtype is fp16, or bf16 if a scale lies outside fp16's normal range.
+
+    Args:
+        scale: 0 for groups of zeros.
+        zeros: What those get: 0 where no code stands for the weight 0, so that the scale must.
     """
-    scale = torch.where(scale == 0, 1.0, scale)
-    low, high = scale.abs().aminmax()
+    some = torch.where(scale == 0, 1.0, scale)
+    low, high = some.abs().aminmax()
     fits = low >= HALF_NORMAL[0] and high <= HALF_NORMAL[1]
-    return scale.to(torch.float16 if fits else torch.bfloat16)
+    some = some if zeros == 1 else torch.where(scale == 0, zeros, scale)
+    return some.to(torch.float16 if fits else torch.bfloat16)
+
+
+def divisor(scale: Tensor) -> Tensor:
+    """Scales fp32 that weights may be divided by: 1 for those of 0, whose codes do not matter."""
+    return torch.where(scale == 0, 1.0, scale.float())
 
 
 def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:

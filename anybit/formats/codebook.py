@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from anybit.core.format import Entry, Format, Grid, register
-from anybit.core.groups import grouped, groups_of, store_scale, ungroup
+from anybit.core.groups import divisor, grouped, groups_of, store_scale, ungroup
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.formats.integer import Integer
@@ -116,7 +116,7 @@ class Codebook(Format):
     def encode(self, w: Tensor, grid: Grid) -> Tensor:
         """Greedy over the codebooks, then two sweeps that choose each code anew."""
         books = grid["codebook"].float()
-        scale = grid["scale"].float()
+        scale = divisor(grid["scale"])
         vectors = ungroup(grouped(w, scale) / scale[..., None]).reshape(-1, self.v)
         codes = torch.empty(len(vectors), self.m, dtype=torch.int32, device=w.device)
         norms = books.square().sum(2)

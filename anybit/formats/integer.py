@@ -65,7 +65,7 @@ class Integer(Format):
             zero = (-low / scale.float()).round_().clamp_(0, 2**self.bits - 1)
             return {"scale": scale, "zero": zero.to(torch.uint8)}
         if self.bits == 1:  # {-1, +1}: the mean magnitude minimizes the squared error
-            return {"scale": store_scale(rows.abs().mean(-1))}
+            return {"scale": store_scale(rows.abs().mean(-1), zeros=0)}
         low, high = rows.aminmax(dim=-1)
         return {"scale": store_scale(torch.maximum(high, -low) / (2 ** (self.bits - 1) - 1))}
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anybit.core.format import Entry, Grid, read_options, register
-from anybit.core.groups import groups_of, round_scale
+from anybit.core.groups import divisor, groups_of, round_scale
 from anybit.errors import InvalidInput
 from anybit.formats.minifloat import Minifloat
 from anybit.kernels.cute.decode import Decoder
@@ -120,10 +120,11 @@ class NVFP4(Microscaling):
 
     def scales(self, grid: Grid) -> Tensor:
         scale = grid["scale"].float()
-        return scale / divisor(grid) if self.divide else scale * grid["row_scale"]
+        row = grid["row_scale"]  # of padding it is 0
+        return scale / divisor(row) if self.divide else scale * row
 
     def row_factor(self, grid: Grid) -> Tensor | None:
-        return 1 / divisor(grid) if self.divide else grid["row_scale"]
+        return 1 / divisor(grid["row_scale"]) if self.divide else grid["row_scale"]
 
     def fit(self, w: Tensor) -> Grid:
         """Four over six (https://arxiv.org/abs/2512.02010): a group's largest weight becomes 6, or
@@ -165,9 +166,3 @@ def by_pieces(w: Tensor, fit: Callable[[Tensor], Tensor]) -> Tensor:
     """Scales of all rows, fitted to a few rows at a time, so that temporaries stay small."""
     step = max(1, PIECE // max(1, w.shape[1]))
     return torch.cat([fit(rows) for rows in w.split(step)])
-
-
-def divisor(grid: Grid) -> Tensor:
-    """The numbers that scales are divided by; padding has 0 in place of everything."""
-    row = grid["row_scale"]
-    return torch.where(row == 0, 1.0, row)

@@ -60,7 +60,7 @@ class Table4(Codebook):
         table = TABLES[self.table]
         numbers = torch.tensor(table, dtype=torch.float32, device=w.device).view(1, 16, 1)
         scale = groups_of(w, self.group).abs().amax(-1) / numbers.abs().max()
-        return {"scale": store_scale(scale), "codebook": numbers}
+        return {"scale": store_scale(scale, zeros=0), "codebook": numbers}
 
     def hopper_decode(self, operand: str) -> Decoder | str:
         return looked(TABLES[self.table], self.group, operand)

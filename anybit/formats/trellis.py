@@ -24,7 +24,7 @@ from torch.nn.functional import embedding
 
 from anybit.core import tiles
 from anybit.core.format import Format, Grid, register
-from anybit.core.groups import groups_of, store_scale
+from anybit.core.groups import divisor, groups_of, store_scale
 from anybit.errors import InvalidInput
 from anybit.formats.trellis_decoder import decoder_of
 from anybit.formats.trellis_encoder import paths
@@ -83,12 +83,10 @@ class Trellis(Format):
     def fit(self, w: Tensor) -> Grid:
         unit = GAINS[self.rate] * float(table(self.code).std())
         size = groups_of(w, 0).square().mean(-1).sqrt_()
-        scale = store_scale(size / unit)  # no code stands for a row of zeros, its scale does
-        return {"scale": torch.where(size == 0, torch.zeros_like(scale), scale)}
+        return {"scale": store_scale(size / unit, zeros=0)}
 
     def encode(self, w: Tensor, grid: Grid) -> Tensor:
-        scale = grid["scale"].float()
-        x = tiles.sequences(w / torch.where(scale == 0, 1.0, scale))
+        x = tiles.sequences(w / divisor(grid["scale"]))
         states = paths(x.view(len(x), -1, self.width), table(self.code, w.device), self)
         return tiles.join((states & (1 << self.bits) - 1).to(torch.uint8), len(w))
 

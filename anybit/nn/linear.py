@@ -22,6 +22,7 @@ from anybit.nn.around import Around
 from anybit.nn.weight import DecodedWeight
 
 Keep = Literal["auto", "packed", "decoded"]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of activations
 
 
 class QuantLinear(nn.Module):
@@ -271,9 +272,14 @@ class QuantLinear(nn.Module):
                 )
             given = (x.scale, x.sums, x.dtype) if x.codes.dtype == wanted else ()
             rotated, x = x.rotated, x.codes
-        if x.shape[-1] != self.in_features:
+        if dtype not in FLOATS:
+            raise InvalidType(
+                f"x is {dtype}, and y would be, too; pass activations of float16, bfloat16, "
+                "float32 or float64"
+            )
+        if x.shape[-1:] != (self.in_features,):
             raise InvalidInput(
-                f"x has {x.shape[-1]} columns, the layer {self.in_features} inputs (K); "
+                f"x has shape {tuple(x.shape)}, and the layer {self.in_features} inputs (K); "
                 "x must be (..., K)"
             )
         tracing = torch.compiler.is_compiling()

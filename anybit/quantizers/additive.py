@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from anybit.core.format import Format, Grid
-from anybit.core.groups import grouped, store_scale, ungroup
+from anybit.core.groups import divisor, grouped, store_scale, ungroup
 from anybit.core.packed import Packed
 from anybit.formats.kmeans import argmin, sums_at
 from anybit.quantizers.base import Quantizer
@@ -222,7 +222,7 @@ class Layer:
                 here, scale = slice(at, at + v), self.scale[:, at // each, None]
                 change = scale * self.choose(
                     at // v,
-                    g[:, at - start : at - start + v] / scale,
+                    g[:, at - start : at - start + v] / divisor(scale),
                     beam,
                     order[:: -1 if backwards else 1],
                 )
@@ -278,7 +278,10 @@ class Layer:
 
     def round_grid(self) -> None:
         """Codebooks and scales as they are stored."""
-        self.grid: Grid = {"scale": store_scale(self.scale), self.table: self.books.half()}
+        self.grid: Grid = {
+            "scale": store_scale(self.scale, zeros=0),
+            self.table: self.books.half(),
+        }
         self.scale, self.books = self.grid["scale"].float(), self.grid[self.table].float()
 
     def packed(self) -> Packed:

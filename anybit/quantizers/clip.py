@@ -57,9 +57,11 @@ def fit_clipped(w: Tensor, fmt: Format, importance: Tensor | None = None) -> Gri
 def stretched(w: Tensor, fmt: Format, importance: Tensor | None, group: int) -> Grid:
     """The grid of a format with shared tables, its scales stretched to the least error."""
     grid = fmt.fit(w)
+    scale, dtype = grid["scale"].float(), grid["scale"].dtype
 
     def stretch(factor: float | Tensor) -> Grid:
-        return grid | {"scale": round_scale(grid["scale"].float() * factor, grid["scale"].dtype)}
+        some = round_scale(scale * factor, dtype).float()
+        return grid | {"scale": torch.where(scale == 0, 0.0, some).to(dtype)}
 
     errors = [group_errors(w, fmt, stretch(f), importance, group) for f in STRETCH]
     return stretch(least(errors, STRETCH))

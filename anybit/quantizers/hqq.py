@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anybit.core.format import Format, Grid
-from anybit.core.groups import grouped, round_scale
+from anybit.core.groups import divisor, grouped, round_scale
 from anybit.quantizers.rtn import RTN
 
 ROUNDS = 20
@@ -52,14 +52,15 @@ def half_quadratic(w: Tensor, fmt: Format) -> Grid:
     kept = grid[key]
     for _ in range(ROUNDS):
         scale = fmt.scales(grid)[..., None]
+        unscaled = parts / divisor(scale)
         values = grouped(fmt.values(fmt.encode(w, grid), grid), grid[key])
-        error = parts / scale - values  # in units of the scale, so that beta suits every weight
+        error = unscaled - values  # in units of the scale, so that beta suits every weight
         cost = error.abs().mul(scale).pow(P).sum(-1)
         if best is None:
             best = cost
         kept = torch.where(cost < best, grid[key].to(kept.dtype), kept)
         best = torch.minimum(cost, best)
-        target = parts / scale - shrink(error, beta)
+        target = unscaled - shrink(error, beta)
         if fmt.zero_point:
             new = grid[key].float() + (values - target).mean(-1)
             grid = grid | {key: new.half()}

@@ -371,7 +371,7 @@ class TunedLayer(nn.Module):
         for name in self.masters:
             before = self.stored[name].dtype
             half = name == "scale" and before != torch.float32
-            grid[name] = store_scale(grid[name]) if half else grid[name].to(before)
+            grid[name] = store_scale(grid[name], zeros=0) if half else grid[name].to(before)
         inner = Packed.from_codes(self.format, self.shape, self.codes, grid)
         outer = {name: t for name, t in self.around._asdict().items() if t is not None}
         packed = Packed.from_tensors(self.outside, self.shape, inner.tensors() | outer)

@@ -178,6 +178,19 @@ def test_sizes(n: int, k: int, spec: str) -> None:
         check(tokens(m, k, torch.bfloat16), weight, None)
 
 
+@pytest.mark.parametrize("activation", [None, "int8", "fp8"])
+def test_double_activations_are_summed_as_floats(activation: str | None) -> None:
+    layer = anybit.QuantLinear(packed("int4:group=64"), tokens(1, 32)[0], activation)
+    assert layer.backend == "native"
+    for m in (0, 1, 6):
+        x = tokens(m, K)
+        assert torch.equal(layer(x.double()), layer(x).double())
+    x = tokens(3, K, torch.float64).requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, layer.dequantize(torch.float64).sum(0).expand(3, K))
+
+
 def test_more_tokens_than_one_part() -> None:
     check(tokens(backend.MANY + 3, 64, torch.bfloat16), packed("int4", 20, 64), None)
 

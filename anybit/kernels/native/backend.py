@@ -243,9 +243,9 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     if len(facts) == 1:
         own = prepared._replace(layout=prepared.layout[1:])
         return _other(bool(facts[0])).linear(x, own, bias)
-    if x.dtype == torch.float64:  # the sums are in fp32, as the reference's
-        assert isinstance(x, Tensor)
-        return linear(x.float(), prepared, bias).double()
+    if x.dtype == torch.float64:  # sums are those of fp32
+        few = x._replace(dtype=torch.float32) if isinstance(x, Activations) else x.float()
+        return linear(few, prepared, bias).double()
     level = isa()
     assert level is not None
     numbers, scale = _numbers(x, prepared.activation, level)
