@@ -378,10 +378,8 @@ def linear(
 
 def autocast(x: Tensor) -> Tensor:
     """x as torch's own linear layers take it inside torch.autocast."""
-    kind = x.device.type
-    if not x.is_floating_point():
-        raise InvalidType(f"x is {x.dtype}; a quantized layer multiplies floating-point numbers")
-    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+    kind, eligible = x.device.type, x.dtype in FLOATS and x.dtype != torch.float64
+    if x.is_meta or not eligible or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind))
 
