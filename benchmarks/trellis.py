@@ -222,12 +222,12 @@ def copied_us(p: Problem, m: int) -> float:
 def copied() -> Iterator[None]:
     """Decode weights once for more than 16 tokens, whatever the rule says."""
     rule, copies.copies = copies.copies, lambda *args: True
-    scalar_linear.copied.cache_clear()
+    scalar_linear.chosen.cache_clear()
     try:
         yield
     finally:
         copies.copies = rule
-        scalar_linear.copied.cache_clear()
+        scalar_linear.chosen.cache_clear()
 
 
 def line(row: dict, counts: list[int]) -> str:

@@ -156,8 +156,7 @@ def test_the_fastest_kernel_comes_before_the_rule(
 
     def choose(dtype: torch.dtype, m: int) -> MmaTile:
         operand = torch.int8 if activation else dtype
-        decoder = operands.decoder_for(fmt, operand)
-        return linear.chosen(scheme, decoder, m, 40, 256, dtype, device, 0)[0].tile
+        return linear.chosen(fmt, activation, operand, m, 40, 256, dtype, device, 0)[0].tile
 
     rule = {m: choose(torch.bfloat16, m) for m in (3, 64)}
     others = tune.candidates_mma(decoder_of(scheme), gpu, 3, 40)[1:]

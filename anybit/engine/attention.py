@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,36 @@ class Batch:
     queries: list[int]
     lengths: list[int]
     decodes: int
+
+    # What layers ask for, once for all of them.
+
+    @cached_property
+    def single(self) -> "Texts":
+        """The sequences with one token."""
+        n = self.decodes
+        return Texts(self.tables[:n], self.contexts[:n], self.starts[: n + 1], 1)
+
+    @cached_property
+    def several(self) -> "Texts":
+        """The others."""
+        n = self.decodes
+        longest = max(self.queries[n:], default=0)
+        return Texts(self.tables[n:], self.contexts[n:], self.starts[n:], longest)
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether the others are prompts that begin in this step, all of them long."""
+        pairs = zip(self.queries[self.decodes :], self.lengths[self.decodes :], strict=False)
+        return all(q == length and q >= LONG for q, length in pairs)
+
+
+class Texts(NamedTuple):
+    """Some of a step's sequences; see `Batch`. longest: the most tokens of one in this step."""
+
+    tables: Tensor
+    contexts: Tensor
+    starts: Tensor
+    longest: int
 
 
 # What a token sees, as transformers' masks say it: of batch, head, and the positions of queries and
@@ -228,13 +259,11 @@ def attention(
         how, sinks = (scores.scale, scores.window), scores.sinks
         out, n = torch.empty_like(q), batch.decodes
         if n:
-            args = (batch.tables[:n], batch.contexts[:n], batch.starts[: n + 1], 1)
-            kernels.attend(q[:n], planes, *args, *how, out=out[:n], sinks=sinks)
+            kernels.attend(q[:n], planes, *batch.single, *how, out=out[:n], sinks=sinks)
         if whole_prompts(batch, scores):
             prompts(q, cache, batch, scores, out)
         elif len(batch.queries) > n:
-            args = (batch.tables[n:], batch.contexts[n:], batch.starts[n:], max(batch.queries))
-            kernels.attend(q, planes, *args, *how, out=out, sinks=sinks)
+            kernels.attend(q, planes, *batch.several, *how, out=out, sinks=sinks)
         return out
     if cache.native and rope is not None:
         return on_cpu(qkv, heads, cache, batch, rope, scores, norms)
@@ -266,7 +295,8 @@ def on_cpu(
     q = kernels.write(qkv, planes, rope, batch.positions, batch.slots, heads, norms)
     n, how = batch.decodes, (scores.scale, scores.window, scores.softcap, scores.sinks)
     longest = batch.tables.shape[1] * cache.k.shape[2]
-    first = kernels.attend(q[:n], planes, batch.tables[:n], batch.contexts[:n], longest, *how)
+    tables, contexts, _, _ = batch.single
+    first = kernels.attend(q[:n], planes, tables, contexts, longest, *how)
     if n == len(batch.queries):
         return first
     out = torch.empty_like(q)
@@ -304,9 +334,7 @@ def prompts(q: Tensor, cache: LayerCache, batch: Batch, scores: Scores, out: Ten
 
 def whole_prompts(batch: Batch, scores: Scores) -> bool:
     """Whether all prompts of a step are long and begin in it: torch's kernels are faster there."""
-    pairs = zip(batch.queries[batch.decodes :], batch.lengths[batch.decodes :], strict=False)
-    plain = scores.window is None and scores.sinks is None
-    return plain and all(q == length and q >= LONG for q, length in pairs)
+    return scores.window is None and scores.sinks is None and batch.whole
 
 
 def decode(q: Tensor, cache: LayerCache, batch: Batch, scores: Scores) -> Tensor:

@@ -7,6 +7,7 @@ Where the next layer multiplies quantized activations, they leave here as `Activ
 quantized once, in the same kernel. So do products that it wants rotated.
 """
 
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -18,9 +19,20 @@ from torch import Tensor
 from anybit.kernels.backend import Activations
 
 
+@cache
+def module(name: str) -> Any:
+    """A module of kernels; looking one up anew would take longer than a kernel's arguments do."""
+    return import_module(f"anybit.kernels.{name}")
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
 def usable(x: Tensor) -> bool:
     """Whether Triton's kernels can work on x."""
-    return x.is_cuda and find_spec("triton") is not None
+    return x.is_cuda and has_triton()
 
 
 def compiled(x: Tensor) -> bool:
@@ -35,18 +47,18 @@ def compiled(x: Tensor) -> bool:
 def between(*tensors: Tensor) -> Any:
     """The module whose kernels work on these between products; None where torch does."""
     if usable(tensors[0]):
-        return import_module("anybit.kernels.triton.activation")
+        return module("triton.activation")
     if compiled(tensors[0]):
-        module = import_module("anybit.kernels.native.fused")
-        return module if module.suits(*tensors) else None
+        kernels = module("native.fused")
+        return kernels if kernels.suits(*tensors) else None
     return None
 
 
 def dense(x: Tensor, weight: Tensor) -> Any:
     """The module whose kernels multiply these faster than torch; None where there is none."""
     family = "triton" if usable(x) else "native" if compiled(x) else None
-    module: Any = family and import_module(f"anybit.kernels.{family}.dense")
-    return module if module and module.suits(x, weight) else None
+    kernels = family and module(f"{family}.dense")
+    return kernels if kernels and kernels.suits(x, weight) else None
 
 
 def placed(weight: Tensor) -> Tensor:
@@ -82,8 +94,7 @@ class Wanted(NamedTuple):
         """Whether the kernel that makes x (T, K) also makes this of it."""
         if self.activation is None or not usable(x):
             return False
-        kernels = import_module("anybit.kernels.triton.activation")
-        return self.vector is None or bool(kernels.rotates(x.shape[1]))
+        return self.vector is None or bool(module("triton.activation").rotates(x.shape[1]))
 
 
 AS_IT_IS = Wanted()

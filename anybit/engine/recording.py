@@ -23,8 +23,6 @@ aten = torch.ops.aten
 ALLOCATIONS = {
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
 }  # fmt: skip
-# anybit's own operators, which are seen from within.
-INSIDE: dict[Any, Callable[..., Tensor]] = {op.linear: op.multiply, op.rotate: op.turn}
 UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -84,9 +82,9 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in INSIDE:
+        if func in op.FUNCTIONS:  # seen from within
             with self:
-                return INSIDE[func](*args, **kwargs)
+                return op.FUNCTIONS[func](*args, **kwargs)
         if func is aten.copy_.default and _plain(*args[:2]):
             fused.convert(args[1], args[0])
             self.kept.append(args)

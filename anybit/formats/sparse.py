@@ -6,6 +6,7 @@ int4; what is kept, is kept well.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ class SparseDecoder(HalfDecoder):
     The operand is fp16, bf16 or uint8; the column without a weight gets the middle code.
     """
 
-    @property
+    @cached_property
     def instructions(self) -> int:
         words, groups = 4, max(self.entries, 2 * bool(self.entries))
         return words * 5 + self.slot * (1 + self.finishing) + groups * self.preparing // 2

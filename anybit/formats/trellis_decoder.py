@@ -11,7 +11,7 @@ them. In 16 bits it is slower, since products that wait for each other take all 
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -113,7 +113,7 @@ class TrellisDecoder(HalfDecoder):
         """Bits of a step."""
         return self.bits * PAIRS.get(self.code, 1)
 
-    @property
+    @cached_property
     def instructions(self) -> int:
         """About as many, if a line's bytes are in two words at most."""
         plan = windows(self.bits, self.step)

@@ -25,13 +25,13 @@ class Around(NamedTuple):
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor | None]) -> "Around":
         """Those among the stored tensors of a weight."""
-        return cls(*(tensors.get(name) for name in LAYER))
+        return cls(*map(tensors.get, LAYER))
 
     def before(self, x: Tensor) -> Tensor:
         """x (..., K) as the stored weight meets it."""
         if self.order is not None:
             return x.index_select(-1, self.order)
-        return x if self.rotate_in is None else ops.rotate(x, self.rotate_in, False)
+        return x if self.rotate_in is None else ops.run(ops.rotate, x, self.rotate_in, False)
 
     def inside(self, bias: Tensor | None) -> Tensor | None:
         """The bias that the kernel adds: not before outputs are rotated."""
@@ -41,5 +41,5 @@ class Around(NamedTuple):
         """What the layer returns for the product y (..., N)."""
         if self.rotate_out is None:
             return y
-        y = ops.rotate(y, self.rotate_out, True)
+        y = ops.run(ops.rotate, y, self.rotate_out, True)
         return y if bias is None else y + bias.to(y.dtype)

@@ -299,9 +299,9 @@ class QuantLinear(nn.Module):
         bias = around.inside(self.bias)
         args = (bias, self.kernel_scheme, self.out_features, self.backend)
         if not self.released and x.requires_grad and torch.is_grad_enabled():
-            y = ops.linear(x, prepared.layout, *args, stored=self._stored())
+            y = ops.run(ops.linear, x, prepared.layout, *args, stored=self._stored())
         else:
-            y = ops.linear(x, prepared.layout, *args, *given)
+            y = ops.run(ops.linear, x, prepared.layout, *args, *given)
         return around.after(y, self.bias)
 
     def _stored(self) -> list[Tensor]:

@@ -19,6 +19,7 @@ from anybit.kernels.cute.operands import decoder_for, operand_of
 from anybit.kernels.hopper import backend, build, chip, copies, scalar_linear, tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
+from anybit.kernels.hopper.scalar_linear import Way
 from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.mma.tiles import kernel_for, tiles_of
 from anybit.planning.cost_model import instructions
@@ -127,17 +128,20 @@ def test_launches_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[int] = []
     monkeypatch.setattr(scalar_linear, "loaded", lambda kernel, device: loaded.append(device))
     device = torch.device("cuda", 1)
-    chosen = scalar_linear.chosen.__wrapped__
+    fp6, own_launch = get_format("fp6"), scalar_linear.own_launch
     for experts in (0, 8):
-        problem = get_format("fp6"), HALF, 4096, 28672, 4096, HALF, device, None, experts
-        assert chosen(*problem)[1] == 78
+        assert own_launch(fp6, HALF, 4096, 28672, 4096, HALF, device, None, experts).grid == 78
     assert loaded == [1, 1]
     copied = get_format("trellis"), torch.int8, 1000, 6144, 4096, HALF, device, None, 0
-    early = [chosen(*copied, decoded)[2] for decoded in (False, True)]
+    early = [own_launch(*copied, decoded).overlap for decoded in (False, True)]
     assert early == [True, False]  # the kernel before writes the copy
-    assert not scalar_linear.is_narrow.__wrapped__(get_format("fp6"), HALF, 1, 16384, 4096, device)
-    assert scalar_linear.is_narrow.__wrapped__(get_format("fp6"), HALF, 1, 4096, 4096, device)
-    assert asked == [device] * 6
+    monkeypatch.setattr(scalar_linear.mma, "chosen", lambda *problem: problem)
+    chosen = scalar_linear.chosen.__wrapped__
+    assert chosen(fp6, None, HALF, 1, 16384, 4096, HALF, device, None, 0).mma is None
+    few = chosen(fp6, None, HALF, 1, 4096, 4096, HALF, device, None, 0)
+    assert few == Way((fp6, None, HALF, 1, 4096, 4096, HALF, device, 0))
+    assert asked[:4] == [device] * 4
+    assert set(asked) == {device}
 
 
 def test_weights_are_copied_for_many_tokens() -> None:
@@ -155,9 +159,9 @@ def test_weights_are_copied_for_many_tokens() -> None:
         product = Kernel(copies.BYTES, copies.choose_copied(m, n, k), "float16")
         assert product in build.kernels_of("trellis@int8")
     trellis_format = get_format("trellis:bits=4")
-    wanted = scalar_linear.copied(trellis_format, HALF, 4096, 28672, 4096, CUDA)
-    assert wanted in build.kernels_of(trellis_format.spec)
-    assert scalar_linear.copied(get_format("fp6"), HALF, 256, 28672, 4096, CUDA) is None
+    way = scalar_linear.chosen(trellis_format, None, HALF, 4096, 28672, 4096, HALF, CUDA, None, 0)
+    assert way == Way(copy=way.copy)
+    assert way.copy in build.kernels_of(trellis_format.spec)
 
 
 def test_a_copy_is_multiplied_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,16 +194,13 @@ def test_a_copy_in_bytes_is_multiplied_by_the_main_loop(monkeypatch: pytest.Monk
     launcher = SimpleNamespace(launch=lambda x, pointers, *rest: seen.append(pointers[:3]))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(scalar_linear.mma, "decoded", lambda *args: copy)
-    monkeypatch.setattr(scalar_linear, "copied", lambda *args: "a kernel")
-    monkeypatch.setattr(scalar_linear, "is_narrow", lambda *args: False)
-    monkeypatch.setattr(
-        scalar_linear, "chosen", lambda *args: (launcher, seen.append(args[-1]), False, 0)
-    )
+    monkeypatch.setattr(copies, "copies", lambda *args: True)
+    monkeypatch.setattr(scalar_linear, "loaded", lambda kernel, device: launcher)
     codes = torch.ones(100, 128, dtype=torch.int8)
     scalar_linear.multiply(
         codes, torch.ones(100), codes.sum(1).int(), prepared, None, torch.float16
     )
-    assert seen == [True, tuple(t.data_ptr() for t in (copy, *prepared.layout[1:]))]
+    assert seen == [tuple(t.data_ptr() for t in (copy, *prepared.layout[1:]))]
 
 
 def test_stages_of_half_a_k_tile_are_for_kernels_that_give_them_back() -> None:
@@ -379,7 +380,7 @@ def test_17_to_64_tokens_of_small_weights_have_kernels_of_their_own(
 
     fmt, activation = parse_scheme(scheme)
     dtype = getattr(torch, operand_of(activation, HALF))
-    found = scalar_linear.few_kernel(fmt, dtype, m, *shape, HALF, CUDA, 0)
+    found = scalar_linear.few_kernel(decoder_for(fmt, dtype), m, *shape, HALF, H200, 0)
     assert (found and (found[0].tile.rows, found[0].tile.tokens)) == best
     if found is None:
         return

@@ -25,6 +25,7 @@ subclass of its own, or the reason why there is none for this operand.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ class Decoder:
         """Whether it takes many registers: for scales of 16 columns, or a second set of sums."""
         return self.sums > 0 or (self.slot == 16 and self.entries * self.preparing >= 32)
 
-    @property
+    @cached_property
     def instructions(self) -> int:
         """Of `registers` and `constants`: to decode a thread's 32 weights of half a K tile.
 

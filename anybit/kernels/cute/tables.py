@@ -10,6 +10,7 @@ tables @ fp16/bf16   sixteen numbers of 16 bits are four tables of eight bytes
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class Numbers(Digits):
 
     numbers: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def instructions(self) -> int:
         """Thirteen for each of four words."""
         return 4 * 13
@@ -83,7 +84,7 @@ class Folded(Digits):
     grid_words = 1
     octaves = MOST - LEAST
 
-    @property
+    @cached_property
     def instructions(self) -> int:
         """Seven for each of four words, three for each of two rows and groups."""
         return 4 * 7 + 4 * 3
@@ -148,7 +149,7 @@ class Looked(Levels):
 
     crowded = True  # by the table
 
-    @property
+    @cached_property
     def instructions(self) -> int:
         """25 for each of four words, and the factors."""
         return 4 * 25 + self.entries * self.preparing // 2

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 
 from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.cute.pack import ROWS
@@ -43,10 +44,11 @@ def copies(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> bool:
     return 1.1 * own > copied  # the model is a tenth low for slow decoders and many tokens
 
 
-def copied_tiles() -> list[Tile]:
+@cache
+def copied_tiles() -> tuple[Tile, ...]:
     """Tiles for the product of a copy in bytes."""
     tiles = [Tile(128), Tile(128, rows=256)]
-    return [fitted(t, BYTES) for t in (*tiles, *(replace(t, shared=True) for t in tiles))]
+    return tuple(fitted(t, BYTES) for t in (*tiles, *(replace(t, shared=True) for t in tiles)))
 
 
 def choose_copied(m: int, n: int, k: int, chip: Chip = H200) -> Tile:

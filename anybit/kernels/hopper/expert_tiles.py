@@ -45,7 +45,8 @@ FEW_INSTRUCTION, FEW_PRODUCT, FEW_STEP = 0.6, 0.133, 14.6
 DEVIATIONS = 9  # of a binomial distribution beyond which nothing is counted
 
 
-def family_grouped(decoder: Decoder) -> list[Tile]:
+@cache
+def family_grouped(decoder: Decoder) -> tuple[Tile, ...]:
     """The tiles that experts' kernels are compiled for."""
     every = [Tile(8, split=4), Tile(8, split=2), Tile(8, ctas=2, split=2)]
     every += [Tile(tokens, ctas=2) for tokens in (8, 16, 32, 64)]
@@ -56,7 +57,7 @@ def family_grouped(decoder: Decoder) -> list[Tile]:
     if decoder.slot == 8 or decoder.cost < 2 or decoder.entries < 2:  # others would spill
         every += [Tile(128, rows=256)]
     every += [Tile(256)] if decoder.slot == 8 else []  # 16-bit operands would leave two stages
-    return [fitted(tile, decoder, grouped=True) for tile in suited(every, decoder)]
+    return tuple(fitted(tile, decoder, grouped=True) for tile in suited(every, decoder))
 
 
 @cache
@@ -109,9 +110,10 @@ def cycles(
     return LAUNCH + both + EXCHANGE * (tile.split > 1)
 
 
-def family_few(decoder: Decoder, chip: Chip = H200) -> list[mma.Tile]:
+@cache
+def family_few(decoder: Decoder, chip: Chip = H200) -> tuple[mma.Tile, ...]:
     """The tiles of `kernels/mma/few.py`, which read the same blobs."""
-    return mma.family_few(decoder, gpu_for(chip)) if has_mma(decoder) else []
+    return tuple(mma.family_few(decoder, gpu_for(chip))) if has_mma(decoder) else ()
 
 
 @cache

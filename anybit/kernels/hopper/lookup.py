@@ -11,6 +11,7 @@ without a second one has a table of 32 KB, which leaves room for more stages.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -103,7 +104,8 @@ class WideTile(Tile):
         return True
 
 
-def candidates(d: LookupDecoder) -> list[Tile]:
+@cache
+def candidates(d: LookupDecoder) -> tuple[Tile, ...]:
     """Tiles that leave room for at least two K tiles beside the table.
 
     Spills: 256 tokens with fine groups; equal shares of 128 tokens with four codebooks. 256 rows
@@ -117,7 +119,7 @@ def candidates(d: LookupDecoder) -> list[Tile]:
     if d.groups <= 4:
         every += [Tile(256), Tile(256, shared=True), WideTile(192, shared=True)]
     every = [staged(tile, d) for tile in every]
-    return [tile for tile in every if tile.stages * tile.columns >= 2 * K_TILE]
+    return tuple(tile for tile in every if tile.stages * tile.columns >= 2 * K_TILE)
 
 
 def staged(tile: Tile, d: LookupDecoder) -> Tile:

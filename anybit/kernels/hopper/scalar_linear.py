@@ -1,6 +1,7 @@
 """Hopper products of formats whose codes are numbers, and of many experts at once."""
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,36 @@ from anybit.kernels.mma import tiles as mma_tiles
 LONG = 20  # K tiles of two CTAs a multiprocessor with equal shares that bring them near the memory
 
 
+class Own(NamedTuple):
+    """A launch of this family.
+
+    Attributes:
+        function: the loaded kernel.
+        grid: CTAs.
+        overlap: whether it should begin before the kernel before it has ended.
+        shared: numbers of the workspace.
+    """
+
+    function: GemmLauncher
+    grid: int
+    overlap: bool
+    shared: int
+
+
+class Way(NamedTuple):
+    """How a problem is multiplied.
+
+    Attributes:
+        mma: the kernel of `kernels/mma` that does it, and its grid; None: another does.
+        copy: the kernel that decodes the weight first; None: nothing does.
+        own: this family's launch; None where `mma` or, after a copy, the library multiplies.
+    """
+
+    mma: tuple[mma_tiles.Kernel, int] | None = None
+    copy: mma_tiles.Kernel | None = None
+    own: Own | None = None
+
+
 def refuse_kernels(layer: LayerSpec) -> str | None:
     operands = NAMES if layer.dtype is None else [layer.dtype]
     decoders = {decoder(layer.format, operand_of(layer.activation, dtype)) for dtype in operands}
@@ -73,7 +104,7 @@ def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
 
 def small_kernels(d: Decoder, outputs: list[str], chip: Chip = H200) -> list[KernelSpec]:
     """Of `kernels/mma`: for experts with few tokens, and for 17 to 64 tokens of small weights."""
-    gpu, every = tiles.gpu_for(chip), family_few(d, chip)
+    gpu, every = tiles.gpu_for(chip), [*family_few(d, chip)]
     every += mma_tiles.family_small(d, gpu) if tiles.has_mma(d) else []
     found = [mma_tiles.kernel_of(d, gpu, tile, o) for tile in every for o in outputs]
     return [kernel for kernel in found if kernel]
@@ -132,33 +163,29 @@ def multiply(
     starts (experts + 1,) int32, on the device: tokens starts[e] to starts[e + 1] meet the weights
     of expert e; `prepared` is `prepare_experts`'s then, and there is no bias.
     """
-    m, (n, k) = len(x), prepared.shape
-    device = x.device.index
-    if device != torch.cuda.current_device():
+    m, (n, k), device = x.shape[0], prepared.shape, x.device
+    if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
-    decoded, experts = None, 0 if starts is None else len(starts) - 1
-    if tile is None:
-        given = prepared.format, x.dtype, m, n, k
-        if not experts and is_narrow(*given, x.device):
-            return mma.multiply(x, scale, sums, prepared, bias, dtype)
-        if m and (few := few_kernel(*given, dtype, x.device, experts)):
-            return mma.multiply(x, scale, sums, prepared, bias, dtype, *few, starts)
-        if not experts and (copy := copied(*given, x.device)):
-            if scale is None:
-                return multiply_decoded(x, copy, prepared, offsets(bias, n, dtype))
-            decoded = mma.decoded(x, copy, prepared)
-    wide = whole(n)
-    y = torch.empty(m, wide, dtype=dtype, device=x.device)
     if not m:
-        return cut(y, n)
-    bias = offsets(bias, wide, dtype)
-    function, grid, best, shared = chosen(
-        prepared.format, x.dtype, m, n, k, dtype, x.device, tile, experts, decoded is not None
+        return torch.empty(0, n, dtype=dtype, device=device)
+    experts = 0 if starts is None else len(starts) - 1
+    way = chosen(
+        prepared.format, prepared.activation, x.dtype, m, n, k, dtype, device, tile, experts
     )
+    if way.mma:
+        return mma.multiply(x, scale, sums, prepared, bias, dtype, *way.mma, starts)
+    if way.own is None:
+        assert way.copy is not None
+        return multiply_decoded(x, way.copy, prepared, offsets(bias, n, dtype))
     blobs, row_scale, row_zero = prepared.layout
-    blobs = blobs if decoded is None else decoded
-    _work, workspace = meeting_place(shared, grid, x.device)
+    if way.copy:
+        blobs = mma.decoded(x, way.copy, prepared)
+    wide = whole(n)
+    y = torch.empty(m, wide, dtype=dtype, device=device)
+    bias = offsets(bias, wide, dtype)
+    function, grid, best, shared = way.own
+    _work, workspace = meeting_place(shared, grid, device)
     function.launch(
         x,
         (
@@ -214,29 +241,40 @@ def meeting_place(
 
 
 @cache
-def is_narrow(
-    fmt: Format, x_dtype: torch.dtype, m: int, n: int, k: int, device: torch.device
-) -> bool:
-    """`narrow`, which every launch asks."""
-    return narrow(m, n, k, decoder_for(fmt, x_dtype), chip_of(device))
-
-
-@cache
-def few_kernel(
+def chosen(
     fmt: Format,
+    activation: str | None,
     x_dtype: torch.dtype,
     m: int,
     n: int,
     k: int,
     dtype: torch.dtype,
     device: torch.device,
+    tile: Tile | None,
     experts: int,
+) -> Way:
+    """How a problem is multiplied: by the rules, or with a tile; every launch asks it."""
+    d, chip = decoder_for(fmt, x_dtype), chip_of(device)
+    problem = x_dtype, m, n, k, dtype, device
+    if tile:
+        return Way(own=own_launch(fmt, *problem, tile, experts))
+    if not experts and narrow(m, n, k, d, chip):
+        return Way(mma.chosen(fmt, activation, *problem, 0))
+    if few := few_kernel(d, m, n, k, dtype, chip, experts):
+        return Way(few)
+    copy = copy_kernel(d) if not experts and copies.copies(d, m, n, k, chip) else None
+    if copy and d.slot == 16:
+        return Way(copy=copy)
+    return Way(copy=copy, own=own_launch(fmt, *problem, None, experts, copy is not None))
+
+
+def few_kernel(
+    d: Decoder, m: int, n: int, k: int, dtype: torch.dtype, chip: Chip, experts: int
 ) -> tuple[mma_tiles.Kernel, int] | None:
     """The kernel of `kernels/mma` and its grid, where that is faster.
 
     For few tokens of experts, and for 17 to 64 tokens of a small weight.
     """
-    d, chip = decoder_for(fmt, x_dtype), chip_of(device)
     gpu, tile = tiles.gpu_for(chip), None
     if experts:
         tile = choose_few(d, m, n, k, experts, chip)
@@ -246,17 +284,7 @@ def few_kernel(
     return (kernel, mma_tiles.grid(kernel.tile, gpu, m, n, k, experts)) if kernel else None
 
 
-@cache
-def copied(
-    fmt: Format, x_dtype: torch.dtype, m: int, n: int, k: int, device: torch.device
-) -> mma_tiles.Kernel | None:
-    """The kernel that decodes a weight for a product of many tokens, where that is faster."""
-    d = decoder_for(fmt, x_dtype)
-    return copy_kernel(d) if copies.copies(d, m, n, k, chip_of(device)) else None
-
-
-@cache
-def chosen(
+def own_launch(
     fmt: Format,
     x_dtype: torch.dtype,
     m: int,
@@ -267,8 +295,8 @@ def chosen(
     tile: Tile | None,
     experts: int,
     decoded: bool = False,
-) -> tuple[GemmLauncher, int, bool, int]:
-    """The loaded kernel for a problem, its grid, whether launches should overlap, its workspace.
+) -> Own:
+    """This family's launch for a problem, with a tile instead of the rule's if one is given.
 
     decoded: the weight is a copy in bytes, which the kernel before writes: nothing may overlap.
     """
@@ -283,7 +311,7 @@ def chosen(
     grid = tiles.grid(tile, m, n, experts, chip)
     shared = tiles.workspace(tile, m, n, grid)
     early = not decoded and tiles.overlaps(tile, d, m, n, experts, chip)
-    return function, grid, early, shared
+    return Own(function, grid, early, shared)
 
 
 @cache

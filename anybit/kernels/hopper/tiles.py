@@ -1,5 +1,6 @@
 """The tiles of the Hopper family, and which one a problem gets: data, not code."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from math import gcd
@@ -36,7 +37,7 @@ COPIED, POWER, BEGIN, END, MEET, SUM = 38.7, 1580, 4800, 6500, 1370, 0.366
 APART, AGAIN, NEAR = 1.023, 0.041, 5e7
 
 
-def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
+def suited(tiles: Sequence[Tile], decoder: Decoder) -> tuple[Tile, ...]:
     """The tiles without those that would spill beside a crowded decoder, or a slow one."""
     if decoder.crowded:
         converted = decoder.operand == "int8" and decoder.entries > 1
@@ -45,8 +46,8 @@ def suited(tiles: list[Tile], decoder: Decoder) -> list[Tile]:
     if slow(decoder):  # 256 tokens of bytes halve the decoding
         fit = [t for t in tiles if t.rows == ROWS and t.ctas < 3 and t.tokens not in (96, 192)]
         alone = [replace(t, ctas=1) for t in fit]
-        return list(dict.fromkeys(alone))
-    return [replace(t, ctas=1) if decoder.crowded and t.tokens == 64 else t for t in tiles]
+        return tuple(dict.fromkeys(alone))
+    return tuple(replace(t, ctas=1) if decoder.crowded and t.tokens == 64 else t for t in tiles)
 
 
 def shared(decoder: Decoder) -> list[Tile]:
@@ -59,7 +60,8 @@ def shared(decoder: Decoder) -> list[Tile]:
     return [Tile(64, ctas=ctas, split=s) for s in (2, 3)]
 
 
-def few(decoder: Decoder) -> list[Tile]:
+@cache
+def few(decoder: Decoder) -> tuple[Tile, ...]:
     """Tiles for up to 64 tokens."""
     small = [Tile(tokens, ctas=2, split=s) for tokens in (8, 16, 32) for s in (1, 2, 4, 6)]
     if decoder.slot == 8 and decoder.bits <= 6:  # others would leave three CTAs too few stages
@@ -68,7 +70,8 @@ def few(decoder: Decoder) -> list[Tile]:
     return suited([*small, Tile(64, ctas=2), *tall, *shared(decoder)], decoder)
 
 
-def many(decoder: Decoder) -> list[Tile]:
+@cache
+def many(decoder: Decoder) -> tuple[Tile, ...]:
     """Tiles for more than 64 tokens."""
     large = [Tile(128, late=True), Tile(128, split=2), Tile(128, split=3)]
     large += [Tile(tokens, late=True) for tokens in (96, 192)]
@@ -91,17 +94,18 @@ def largest(decoder: Decoder) -> list[Tile]:
     return [Tile(256, late=True)]
 
 
-def equal(decoder: Decoder) -> list[Tile]:
+@cache
+def equal(decoder: Decoder) -> tuple[Tile, ...]:
     """Tiles whose CTAs have equal shares. Two of 64 tokens on a multiprocessor would spill."""
     every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128), tall(decoder)]
     every += [Tile(192)] * (decoder.slot == 8) + largest(decoder)
-    return [replace(t, shared=True, late=t.tokens >= 128) for t in suited(every, decoder)]
+    return tuple(replace(t, shared=True, late=t.tokens >= 128) for t in suited(every, decoder))
 
 
-def halves(decoder: Decoder) -> list[Tile]:
+def halves(decoder: Decoder) -> tuple[Tile, ...]:
     """More tiles of 16-bit operands, for more than 32 tokens."""
     if decoder.slot == 8 or slow(decoder):
-        return []
+        return ()
     every = [Tile(t, rows=256, shared=True, late=True) for t in (64, 96)]
     every += [Tile(96, rows=256, late=True), Tile(96, split=2), Tile(96, shared=True)]
     every += [Tile(t, late=True) for t in (112, 160, 176)]  # fill waves that others leave open
@@ -115,6 +119,7 @@ def family(decoder: Decoder) -> tuple[Tile, ...]:
     return tuple(fitted(tile, decoder) for tile in dict.fromkeys(every))
 
 
+@cache
 def fitted(tile: Tile, decoder: Decoder, grouped: bool = False) -> Tile:
     """The tile with as many stages as fit into the shared memory of a CTA; but see `places`."""
     if tile.stages:
@@ -142,6 +147,7 @@ def has_mma(decoder: Decoder) -> bool:
     return not (decoder.operand == "float8_e4m3fn" or decoder.sums or slow(decoder))
 
 
+@cache
 def places(tile: Tile, decoder: Decoder, grouped: bool = False) -> int:
     """CTAs of a fitted tile that find room on a multiprocessor: `tile.ctas`, with few exceptions.
 

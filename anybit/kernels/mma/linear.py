@@ -5,12 +5,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from anybit.core.format import Format
 from anybit.core.scheme import scheme_name
 from anybit.errors import Unsupported
 from anybit.kernels import tuned
 from anybit.kernels.backend import Activations, Prepared
 from anybit.kernels.cute.counters import zeros
-from anybit.kernels.cute.decode import K_TILE, Decoder
+from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import built
 from anybit.kernels.cute.operands import NAMES, cut, decoder_for, offsets, tokens, whole
 from anybit.kernels.cute.pack import ROWS, k_tiles
@@ -53,24 +54,21 @@ def multiply(
         starts: (experts + 1,) int32, on the device: tokens starts[e] to starts[e + 1] meet the
             weights of expert e. `prepared` is `operands.prepare_experts`'s then.
     """
-    m, (n, k) = len(x), prepared.shape
-    device = x.device
+    m, (n, k), device = x.shape[0], prepared.shape, x.device
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return multiply(x, scale, sums, prepared, bias, dtype, kernel, grid, starts)
+    if not m:
+        return torch.empty(0, n, dtype=dtype, device=device)
     experts = 0 if starts is None else len(starts) - 1
     if kernel is None:
-        scheme = scheme_name(prepared.format, prepared.activation)
-        kernel, count = chosen(
-            scheme, decoder_for(prepared.format, x.dtype), m, n, k, dtype, device, experts
-        )
+        problem = x.dtype, m, n, k, dtype, device
+        kernel, count = chosen(prepared.format, prepared.activation, *problem, experts)
         grid = grid or count
     if kernel.tile.kind == "decode":
         return torch.nn.functional.linear(x, decoded(x, kernel, prepared), offsets(bias, n, dtype))
     wide = whole(n)
     y = torch.empty(m, wide, dtype=dtype, device=device)
-    if not m:
-        return cut(y, n)
     bias = offsets(bias, wide, dtype)
     tile, work, counters = kernel.tile, None, None
     grid = grid or tiles.grid(tile, gpu_of(device), m, n, k, experts)
@@ -98,8 +96,9 @@ def decoded(x: Tensor, kernel: Kernel, prepared: Prepared) -> Tensor:
 
 @cache
 def chosen(
-    scheme: str,
-    decoder: Decoder,
+    fmt: Format,
+    activation: str | None,
+    x_dtype: torch.dtype,
     m: int,
     n: int,
     k: int,
@@ -108,6 +107,7 @@ def chosen(
     experts: int,
 ) -> tuple[Kernel, int]:
     """The kernel for a problem, as tuned or by the rule, and its grid."""
+    decoder, scheme = decoder_for(fmt, x_dtype), scheme_name(fmt, activation)
     gpu, kernel, cell = gpu_of(device), None, tuned_as(scheme, dtype)
     tile = tuned.tile_for(Tile, torch.cuda.get_device_name(device), cell, m, n, k)
     if tile is not None and not experts:

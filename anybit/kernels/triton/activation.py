@@ -15,6 +15,7 @@ from torch import Tensor
 from anybit.core.rotation import block
 from anybit.kernels.backend import CODES
 from anybit.kernels.triton.lang import INTERPRET
+from anybit.kernels.triton.tiles import next_power_of_2
 
 LARGEST = {"int8": 127, "fp8": 448}
 BLOCKS = 16  # that one program rotates by a product of tensor cores, where there are MANY
@@ -237,7 +238,7 @@ def rotate(x: Tensor, vector: Tensor, after: bool, gate: Tensor | None = None) -
             **overlap(x.device),
         )  # fmt: skip
     elif units:
-        _rotate[(triton.cdiv(units, BLOCKS),)](
+        _rotate[(-(-units // BLOCKS),)](
             x, gate, vector, out, units, k // size, *strides, AFTER=after, SIZE=size, TILE=BLOCKS,
             num_warps=4, **overlap(x.device),
         )  # fmt: skip
@@ -284,7 +285,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = side_by_side(gate), side_by_side(up)
     out = torch.empty(m, k, dtype=up.dtype, device=up.device)
     if m:
-        _silu_mul[(m, triton.cdiv(k, COLUMNS))](
+        _silu_mul[(m, -(-k // COLUMNS))](
             gate, up, out, k, gate.stride(0), up.stride(0), WIDE=COLUMNS, num_warps=4,
             **overlap(up.device),
         )  # fmt: skip
@@ -307,7 +308,7 @@ def _launch(
     other = gate if norm is None else delta
     x, other = side_by_side(x), None if other is None else side_by_side(other)
     residual = x if delta is None else torch.empty(m, k, dtype=x.dtype, device=x.device)
-    wide, size = triton.next_power_of_2(k), 0
+    wide, size = next_power_of_2(k), 0
     if vector is not None:  # a product of tensor cores has 16 rows or more
         size = block(k)
         wide = max(wide, 16 * size)

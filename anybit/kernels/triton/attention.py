@@ -8,6 +8,7 @@ token the context is split over programs whose parts `combine` adds up (flash-de
 depend on sizes alone and nothing waits for the device, so a CUDA graph can hold all of it.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from anybit.kernels.triton.cache import Planes, arguments, head_dim, kind, write
 from anybit.kernels.triton.cache import refuse as refuse_cache
 from anybit.kernels.triton.gpu import shared_memory
 from anybit.kernels.triton.lang import NO_PTX
+from anybit.kernels.triton.tiles import next_power_of_2
 
 __all__ = ["attend", "refuse", "write"]
 
@@ -286,7 +288,7 @@ def attend(
     _, kv_heads, block, _ = k.shape
     (_, heads, dim), batch, stored = q.shape, len(tables), kind(cache[2])
     group = heads // kv_heads
-    rows = max(16, min(128, triton.next_power_of_2(longest * group)))
+    rows = max(16, min(128, next_power_of_2(longest * group)))
     tile = tile or (PROMPT if rows == 128 else TILES[stored])
     tile = fitted(
         tile._replace(rows=tile.rows or rows), dim, q.element_size(), k.element_size() * k.shape[3],
@@ -312,7 +314,7 @@ def attend(
             num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device),
         )  # fmt: skip
     else:
-        _attend[(triton.cdiv(longest * group, rows), kv_heads, batch * splits)](
+        _attend[(-(-(longest * group) // rows), kv_heads, batch * splits)](
             q, k, v, k_scale, v_scale, tables, contexts, starts, parts, sums, maxima,
             sinks if splits == 1 else None, tables.stride(0), scale * 1.4426950408889634,
             KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0,
@@ -327,6 +329,7 @@ def attend(
     return out
 
 
+@cache
 def fitted(tile: Tile, dim: int, size: int, head: int, room: int) -> Tile:
     """The tile within `room` bytes of shared memory, or the smallest.
 
@@ -361,6 +364,7 @@ def shared_bytes(tile: Tile, dim: int, size: int, head: int) -> int:
     return tile.rows * dim * size + tile.tokens * keys + 1024
 
 
+@cache
 def choose_splits(programs: int, enough: int) -> int:
     """The power of two by which so many programs become enough for the GPU."""
     splits = 1

@@ -58,7 +58,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (M, K), at most MOST_TOKENS, and weight (N, K) of the same 16-bit dtype -> (M, N)."""
     m, (n, k) = len(x), weight.shape
     y = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    _dense[(triton.cdiv(n, ROWS),)](
+    _dense[(-(-n // ROWS),)](
         x, weight, bias, y, n, k, x.stride(0), M=m, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
         **overlap(x.device),
     )  # fmt: skip

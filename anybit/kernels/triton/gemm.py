@@ -8,6 +8,8 @@ depend on who was last.
 """
 
 from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -302,6 +304,22 @@ def load_grid(
         return tl.load(t + (k // GROUP)[None, :] * PADDED + n[:, None])
 
 
+class Plan(NamedTuple):
+    """What a launch of `gemm` needs beside tensors.
+
+    Attributes:
+        grid: tiles, and programs that share one.
+        pieces: of K.
+        sums: the shape of sums that meet, and their dtype.
+        constants: of the kernel.
+    """
+
+    grid: tuple[int, int]
+    pieces: int
+    sums: tuple[tuple[int, ...], torch.dtype]
+    constants: dict[str, Any]
+
+
 def launch(
     x: Tensor,
     x_scale: Tensor | None,
@@ -314,42 +332,53 @@ def launch(
     """y (M, N) = x (M, K) W^T, with x's scales (M,) and a bias (N,) where there are any."""
     words, scale, grid, factor, locks = split(layout, prepared)
     (m, k), n = x.shape, y.shape[1]
-    # A cut tile is decoded before it has the operand's layout, as `lang.multiply_add` needs it.
-    most = layout.fields if layout.unit == 16 else 1
-    tile = fitted(replace(tile, cut=min(tile.cut, most)), layout, x)
-    cut = tile.cut
-    pieces = layout.granules(k) * cut
-    steps = tile.steps if pieces % tile.steps == 0 else 1
-    tiles = triton.cdiv(n, tile.rows) * triton.cdiv(m, tile.tokens)
-    parts = min(tile.split, pieces // steps) if tiles <= LOCKS else 1
-    mode = layout.scale_mode
-    sums = tile.rows * tile.tokens // (32 * tile.warps)
-    if mode == "partial" and sums > MOST_SUMS and x.dtype != torch.int8:
-        mode = "weight"
-    accumulator = torch.int32 if x.dtype == torch.int8 and mode == "row" else torch.float32
-    size = (parts, tiles, tile.rows * tile.tokens) if parts > 1 else (0,)
-    gemm[(tiles, parts)](
+    plan = planned(layout, tile, x.dtype, x.device, m, n, k)
+    shape, accumulator = plan.sums
+    gemm[plan.grid](
         x, x_scale, words, scale, grid, factor, bias, y,
-        x.new_empty(size, dtype=accumulator), locks,
-        m, n, k, scale.shape[1], pieces, x.stride(0), parts,
-        LAYOUT=layout, DECODE=lang.jit(type(layout.fmt).triton_decode), MODE=mode,
+        x.new_empty(shape, dtype=accumulator), locks,
+        m, n, k, scale.shape[1], plan.pieces, x.stride(0), plan.grid[1],
         HAS_X_SCALE=x_scale is not None, HAS_FACTOR=factor is not None,
-        HAS_BIAS=bias is not None, EVEN_K=k % layout.granule == 0,
-        TOKENS=tile.tokens, ROWS=tile.rows, SHARED=parts > 1,
-        CUT=cut, STEPS=steps, STAGES=tile.stages, BAND=BAND,
-        num_warps=tile.warps, num_stages=tile.stages,
+        HAS_BIAS=bias is not None, **plan.constants,
     )  # fmt: skip
 
 
-def fitted(tile: Tile, layout: Layout, x: Tensor) -> Tile:
+@cache
+def planned(
+    layout: Layout, tile: Tile, dtype: torch.dtype, device: torch.device, m: int, n: int, k: int
+) -> Plan:
+    """The launch for x (M, K) of a dtype and N outputs."""
+    # A cut tile is decoded before it has the operand's layout, as `lang.multiply_add` needs it.
+    most = layout.fields if layout.unit == 16 else 1
+    tile = fitted(replace(tile, cut=min(tile.cut, most)), layout, dtype, device)
+    pieces = layout.granules(k) * tile.cut
+    steps = tile.steps if pieces % tile.steps == 0 else 1
+    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
+    parts = min(tile.split, pieces // steps) if tiles <= LOCKS else 1
+    mode = layout.scale_mode
+    sums = tile.rows * tile.tokens // (32 * tile.warps)
+    if mode == "partial" and sums > MOST_SUMS and dtype != torch.int8:
+        mode = "weight"
+    accumulator = torch.int32 if dtype == torch.int8 and mode == "row" else torch.float32
+    size = (parts, tiles, tile.rows * tile.tokens) if parts > 1 else (0,)
+    constants = {
+        "LAYOUT": layout, "DECODE": lang.jit(type(layout.fmt).triton_decode), "MODE": mode,
+        "EVEN_K": k % layout.granule == 0, "TOKENS": tile.tokens, "ROWS": tile.rows,
+        "SHARED": parts > 1, "CUT": tile.cut, "STEPS": steps, "STAGES": tile.stages, "BAND": BAND,
+        "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+    return Plan((tiles, parts), pieces, (size, accumulator), constants)
+
+
+def fitted(tile: Tile, layout: Layout, dtype: torch.dtype, device: torch.device) -> Tile:
     """The tile with as many stages and as large pieces as shared memory holds."""
-    room = shared_memory(x.device) - RESERVED
+    room = shared_memory(device) - RESERVED
     words = tile.rows * layout.lanes * layout.unit // 8 * layout.fmt.books
 
     def size(tile: Tile) -> int:
         tiles = sum(layout.cut_tiles(p, tile.cut) for p in range(len(layout.segments)))
         columns = layout.granule // tile.cut
-        piece = words * tiles + tile.tokens * columns * x.element_size()
+        piece = words * tiles + tile.tokens * columns * dtype.itemsize
         # Groups narrower than a field: a value is loaded for every column.
         narrow = sum(0 < group < layout.columns for group in layout.grid_groups)
         piece += tile.rows * columns * narrow
@@ -371,7 +400,7 @@ def launch_dense(prepared: list[Tensor], layout: Layout, w: Tensor) -> None:
     """Decode the weight into w (N, K), contiguous, fp16 or bf16."""
     words, scale, grid, factor, _ = split(layout, prepared)
     n, k = w.shape
-    dense[(layout.granules(k), triton.cdiv(n, DENSE_ROWS))](
+    dense[(layout.granules(k), -(-n // DENSE_ROWS))](
         words, scale, grid, factor, w, n, k, scale.shape[1], LAYOUT=layout,
         DECODE=lang.jit(type(layout.fmt).triton_decode), HAS_FACTOR=factor is not None,
         ROWS=DENSE_ROWS,

@@ -14,7 +14,7 @@ by field, each with `lanes` neighbouring columns of x: nothing is shuffled, neit
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class Layout:
         """Units in a row of a tile."""
         return ROW_BYTES * 8 // self.unit
 
-    @property
+    @cached_property
     def segments(self) -> tuple[int, ...]:
         return segments(self.fmt.bits)
 
@@ -128,24 +128,24 @@ class Layout:
     def granules(self, k: int) -> int:
         return -(-k // self.granule)
 
-    @property
+    @cached_property
     def grid(self) -> tuple[tuple[str, Entry], ...]:
         """Grid tensors but the scales, in the order in which kernels get them."""
         entries = self.fmt.entries().items()
         return tuple((name, e) for name, e in entries if name not in ("scale", "row_scale"))
 
-    @property
+    @cached_property
     def factored(self) -> bool:
         """Whether groups' scales have few bits, and rows a factor in fp32."""
         entries = self.fmt.entries()
         return "row_scale" in entries or entries["scale"].dtype == torch.float8_e8m0fnu
 
-    @property
+    @cached_property
     def grid_groups(self) -> tuple[int, ...]:
         """For every tensor of `grid`: columns that share a value, 0 for a row, -1 for a table."""
         return tuple(-1 if e.table is not None else e.group for _, e in self.grid)
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Columns that share a scale, 0 for a row."""
         return self.fmt.entries()["scale"].group
@@ -176,7 +176,7 @@ class Layout:
         """Numbers in grid tensor i, a table."""
         return math.prod(self.grid[i][1].table or ())
 
-    @property
+    @cached_property
     def scale_mode(self) -> str:
         """Where the scale is cheapest: the output ("row"), a group's partial sum, the weight."""
         if not self.group:

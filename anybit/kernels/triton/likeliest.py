@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor, empty, float32, int32
 
 from anybit.kernels.triton.activation import after_previous, launch_next, overlap
+from anybit.kernels.triton.tiles import next_power_of_2
 
 WIDE, WARPS = 4096, 4  # logits of a program: one program for a row of 128,256 took 11 us
 
@@ -45,7 +46,7 @@ def likeliest(logits: Tensor, invalid: int) -> Tensor:
     `invalid` where the largest is infinite, or any is NaN.
     """
     (rows, vocabulary), device = logits.shape, logits.device
-    parts = triton.cdiv(vocabulary, WIDE)
+    parts = -(-vocabulary // WIDE)
     largest = empty(rows, parts, dtype=float32, device=device)
     tokens = empty(rows, parts, dtype=int32, device=device)
     out = empty(rows, dtype=int32, device=device)
@@ -55,7 +56,7 @@ def likeliest(logits: Tensor, invalid: int) -> Tensor:
             **overlap(device),
         )  # fmt: skip
         _likeliest[(rows,)](
-            largest, tokens, out, parts, INVALID=invalid, WIDE=triton.next_power_of_2(parts),
+            largest, tokens, out, parts, INVALID=invalid, WIDE=next_power_of_2(parts),
             num_warps=1, **overlap(device),
         )  # fmt: skip
     return out

@@ -125,7 +125,7 @@ def launch(
     (m, k), n = x.shape, y.shape[1]
     padded = words[0].shape[2]
     rows = tile.rows if padded % tile.rows == 0 else PADDED_ROWS
-    tiles = triton.cdiv(n, rows)
+    tiles = -(-n // rows)
     parts = min(tile.split, layout.granules(k)) if tiles * m <= LOCKS else 1
     partial = x.new_empty(m * parts * tiles * rows if parts > 1 else 0, dtype=torch.float32)
     psumbook[(tiles, parts, m)](

@@ -22,7 +22,7 @@ def read(data: Tensor, config: tuple[int, int, int]) -> Tensor:
     """Xor of the parts of an int32 tensor, one for each program: every word is read once."""
     block, programs, warps = config
     count = torch.cuda.get_device_properties(data.device).multi_processor_count
-    grid = min(count * programs, triton.cdiv(data.numel(), block))
+    grid = min(count * programs, -(-data.numel() // block))
     out = torch.empty(grid, dtype=torch.int32, device=data.device)
     _read[(grid,)](data, out, data.numel(), BLOCK=block, num_warps=warps)
     return out

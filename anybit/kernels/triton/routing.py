@@ -18,6 +18,7 @@ from anybit.kernels.triton.activation import (
     overlap,
     side_by_side,
 )
+from anybit.kernels.triton.tiles import next_power_of_2
 
 CHOICES = 2048  # that a program of `_sort` looks at in one step
 COLUMNS = 1024  # of a program of `_combine` and `_clamped`
@@ -156,7 +157,7 @@ def choose(logits: Tensor, top: int, normalize: bool) -> tuple[Tensor, Tensor]:
     if tokens:
         _choose[(tokens,)](
             logits, weight, chosen, experts, logits.stride(0), TOP=top, NORMALIZE=normalize,
-            WIDE=triton.next_power_of_2(experts), PLACES=triton.next_power_of_2(top), num_warps=1,
+            WIDE=next_power_of_2(experts), PLACES=next_power_of_2(top), num_warps=1,
             **overlap(device),
         )  # fmt: skip
     return weight, chosen
@@ -170,7 +171,7 @@ def sort(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     owners = torch.empty(count, dtype=torch.int32, device=device)
     _sort[(experts + 1,)](
         chosen.contiguous(), starts, rows, owners, count, experts,
-        TILE=max(16, min(CHOICES, triton.next_power_of_2(count))), num_warps=4, **overlap(device),
+        TILE=max(16, min(CHOICES, next_power_of_2(count))), num_warps=4, **overlap(device),
     )  # fmt: skip
     return starts, rows, owners
 
@@ -186,7 +187,7 @@ def spread(x: Tensor, rows: Tensor, starts: Tensor, activation: str | None) -> T
     total = torch.empty(count if sums else 0, dtype=torch.int32, device=x.device)
     parts = top if tokens <= FEW else 1
     if tokens:
-        wide = triton.next_power_of_2(k)
+        wide = next_power_of_2(k)
         _spread[(tokens, parts)](
             x, rows, starts, out, scale, total, k, x.stride(0), len(starts) - 1, TOP=top,
             PARTS=parts, LARGEST=LARGEST[activation] if activation else 0, HAS_SUMS=sums,
@@ -203,7 +204,7 @@ def combine(
     y, weight = y.contiguous(), weight.contiguous()
     out = torch.empty(tokens, n, dtype=y.dtype, device=y.device)
     if tokens:
-        _combine[(tokens, triton.cdiv(n, COLUMNS))](
+        _combine[(tokens, -(-n // COLUMNS))](
             y, rows, starts, weight, owners, bias, out, n, len(starts) - 1, TOP=top, WIDE=COLUMNS,
             num_warps=4, **overlap(y.device),
         )  # fmt: skip
@@ -215,7 +216,7 @@ def clamped(y: Tensor, owners: Tensor, bias: Tensor, alpha: float, limit: float)
     m, n = y.shape[0], y.shape[1] // 2
     out = torch.empty(m, n, dtype=y.dtype, device=y.device)
     if m:
-        _clamped[(m, triton.cdiv(n, COLUMNS))](
+        _clamped[(m, -(-n // COLUMNS))](
             y, owners, bias, out, n, len(bias), alpha, limit, WIDE=COLUMNS, num_warps=4,
             **overlap(y.device),
         )  # fmt: skip
