@@ -127,6 +127,13 @@ def test_layers_without_a_shape_are_named() -> None:
             anybit.quantize_(nn.Sequential(nn.Linear(32, 32), lazy), "int8")
 
 
+def test_layers_are_called_as_those_of_torch() -> None:
+    layer = quantized()[0]
+    assert torch.equal(layer(input=X), layer(X))
+    with pytest.raises(Unsupported, match="cannot be written to"):
+        layer.reset_parameters()  # type: ignore[operator]
+
+
 def test_names_with_brackets() -> None:
     layers = {"a[0]": nn.Linear(32, 32), "[CLS]": nn.Linear(32, 8), "b": nn.Linear(32, 32)}
     model = nn.Sequential(nn.Module(), nn.ModuleDict(layers))

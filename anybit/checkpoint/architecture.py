@@ -103,7 +103,8 @@ def model_class(source: Path, stored: Mapping[str, Stored] | None = None) -> tup
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise InvalidInput(
             f"{source}: config.json names the class {names[0]!r}, which is no model of "
-            f"transformers {transformers.__version__}; install a version that has it"
+            f"transformers {transformers.__version__}; install a version that has it, or call "
+            "from_pretrained of the class itself"
         )
     if kind.config_class and not isinstance(config, kind.config_class):  # a part of a composite
         with built(source):

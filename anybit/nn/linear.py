@@ -126,6 +126,9 @@ class QuantLinear(nn.Module):
             shape, dtype, kept[0].device, lambda: self.dequantize(dtype), self.multiply
         )
 
+    # Models ask for it while they are loaded, when it does nothing; else it writes to the weight.
+    reset_parameters = nn.Linear.reset_parameters
+
     def multiply(self, factor: float) -> None:
         """Multiply the weight by a number, in place; it must be exact, as powers of two are.
 
@@ -252,9 +255,8 @@ class QuantLinear(nn.Module):
                     del self._buffers[name]
         return self
 
-    def forward(self, x: Tensor | Activations) -> Tensor:
-        if isinstance(x, Tensor):
-            x = autocast(x)
+    def forward(self, input: Tensor | Activations) -> Tensor:
+        x = autocast(input) if isinstance(input, Tensor) else input
         dtype = x.dtype
         given: tuple[Any, ...] = ()  # what belongs to activations that are quantized already
         rotated = False
