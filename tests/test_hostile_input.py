@@ -56,7 +56,8 @@ def damage(path: Path, how: str) -> None:
         weight_map = {Q: "../secret.safetensors"}
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     elif how == "short index":
-        weight_map = dict.fromkeys(read_header(path / "model.safetensors"), "model.safetensors")
+        weight_map = dict.fromkeys(read_header(path / "model.safetensors"), "all.safetensors")
+        (path / "model.safetensors").rename(path / "all.safetensors")
         del weight_map[Q]
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     elif how == "overlap":
@@ -110,6 +111,7 @@ CONFIGS = [
     ({"rope_parameters": {"rope_type": "magic"}}, "magic"),
     ({"architectures": ["Trainer"]}, "'Trainer', which is no model of transformers"),
     ({"architectures": "LlamaForCausalLM"}, "not a list of names"),
+    ({"transformers_weights": "other.safetensors"}, "transformers_weights is 'other.safetensors'"),
     ({"model_type": "nobody"}, "nobody"),
     ({"quantization_config": "x"}, "quantization_config is 'x', and must be an object"),
     ({"quantization_config": []}, "quantization_config is [], and must be an object"),

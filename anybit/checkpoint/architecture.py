@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from anybit.checkpoint.names import check_fit, check_missing, layout
 from anybit.errors import AnybitError, InvalidInput, loading
 from anybit.files.directory import quantization_of, read_json
-from anybit.files.safetensors import Stored, stored_tensors
+from anybit.files.safetensors import WEIGHTS, Stored, stored_tensors
 
 LAYERS = (
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers",
@@ -87,6 +87,11 @@ def model_class(source: Path, stored: Mapping[str, Stored] | None = None) -> tup
         check_sizes(raw, stored)
     except InvalidInput as error:
         raise InvalidInput(f"{source}: {error}") from None
+    if own := raw.get("transformers_weights"):
+        raise InvalidInput(
+            f"{source}: config.json: transformers_weights is {own!r}; only {WEIGHTS} and shards "
+            "with an index are read: rename the file, and remove the entry"
+        )
     names = raw.get("architectures") or [""]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InvalidInput(

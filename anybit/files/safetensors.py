@@ -102,6 +102,8 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is not a directory with a checkpoint")
     index = directory / INDEX
+    if (directory / WEIGHTS).is_file():  # before an index, as in transformers: that may be old
+        return read_header(directory / WEIGHTS)
     if index.is_file():
         where = read_json(index).get("weight_map")
         if not isinstance(where, dict) or not where:
@@ -121,9 +123,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
                 raise InvalidInput(
                     f"{directory / file}: has no tensor {name!r}, which the index names"
                 )
-        return {n: t for tensors in found.values() for n, t in tensors.items() if n in where}
-    if (directory / WEIGHTS).is_file():
-        return read_header(directory / WEIGHTS)
+        return {n: t for f, own in found.items() for n, t in own.items() if where.get(n) == f}
     others = [p.name for p in sorted(directory.iterdir()) if p.suffix in OTHER_WEIGHTS]
     if others and others[0].endswith(".gguf"):
         raise InvalidInput(

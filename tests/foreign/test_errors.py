@@ -57,7 +57,7 @@ def refused(source: Path, message: str, error: type[Exception] = ValueError) -> 
         ("aqlm_2x8", {"out_group_size": 2}, "out_group_size is 2, and only 1"),
         ("aqlm_2x8", {"nbits_per_codebook": 12}, "nbits_per_codebook is 12"),
         ("ct_4bit", {"format": "marlin-24"}, "format is 'marlin-24'"),
-        ("ct_4bit", {"transform_config": {"a": 1}}, "weights with a transform_config"),
+        ("ct_4bit", {"transform_config": {"a": 1}}, "transform_config is"),
         (
             "ct_4bit",
             {"sparsity_config": {"format": "sparse-bitmask"}},
@@ -67,6 +67,19 @@ def refused(source: Path, message: str, error: type[Exception] = ValueError) -> 
         ("ct_4bit", {"config_groups": {}}, "no config group is for model.layers.0"),
         ("bnb_nf4", {"load_in_8bit": True}, "load_in_8bit is True"),
         ("bnb_nf4", {"bnb_4bit_quant_storage": "bfloat16"}, "quant_storage is 'bfloat16'"),
+        ("gptq_4bit_v1", {"rotation": "hadamard"}, "gptq: rotation is hadamard, so the model"),
+        ("awq_gemm", {"meta": {"adapter": {"rank": 8}}}, "awq: adapter is {'rank': 8}"),
+        (
+            "gptq_4bit_v1",
+            {"quant_method": "auto-round", "rotation_config": {"block_size": 32}},
+            "auto-round: rotation_config is {'block_size': 32}",
+        ),
+        ("gptq_4bit_v1", {"quant_method": "bitnet", "use_rms_norm": True}, "use_rms_norm is True"),
+        (
+            "gptq_4bit_v1",
+            {"quant_method": "modelopt", "quant_algo": "FP8", "has_zero_point": True},
+            "has_zero_point is True",
+        ),
         ("gptq_4bit_v1", {"quant_method": "aqlm", "nbits_per_codebook": 8}, "no tensor is named"),
         ("gptq_4bit_v1", {"quant_method": "anybit"}, "a checkpoint of anybit already"),
     ],
@@ -176,6 +189,13 @@ def test_a_model_of_another_size(tmp_path: Path) -> None:
     refused(source, r"config.json asks for a weight of \((96, 32|32, 96)\), the checkpoint holds")
 
 
+def test_an_order_that_was_never_found(tmp_path: Path) -> None:
+    """compressed-tensors before 0.20 wrote -1 for the groups of layers without calibration."""
+    unordered = torch.full((32,), -1, dtype=torch.int32)
+    source = changed("ct_4bit", tmp_path, lambda t: t.update({f"{Q}.weight_g_idx": unordered}))
+    assert "order" not in converted(source, tmp_path / "out").formats[Q]
+
+
 def test_biases(tmp_path: Path) -> None:
     """AutoGPTQ writes zeros for layers without bias."""
     source = changed("gptq_4bit_v1", tmp_path, lambda t: t.update({f"{Q}.bias": torch.zeros(32)}))
@@ -187,8 +207,9 @@ def test_biases(tmp_path: Path) -> None:
     refused(source, "bias: not zero, but the model has no bias there")
 
 
-def test_scales_of_a_kv_cache_are_left_out(tmp_path: Path) -> None:
-    name = "model.layers.0.self_attn.k_scale"
+@pytest.mark.parametrize("key", ["k_scale", "q_scale", "kv_scale"])
+def test_scales_of_attention_are_left_out(key: str, tmp_path: Path) -> None:
+    name = f"model.layers.0.self_attn.{key}"
     source = changed("ct_4bit", tmp_path, lambda t: t.update({name: torch.ones(1)}))
     report = converted(source, tmp_path / "out")
     assert report.dropped == (name,)

@@ -64,6 +64,14 @@ def test_blocks_as_deepseek_publishes_them(
     assert "stay in 16 bits" in layer.note
 
 
+def test_scales_as_autofp8_calls_them(tmp_path: Path) -> None:
+    weight, scale = e4m3(16, 32), torch.tensor(0.03)
+    tensors = {"weight": weight, "weight_scale": scale, "input_scale": torch.tensor(0.5)}
+    layer = read("fp8", {"activation_scheme": "static"}, tmp_path, tensors)
+    same(layer, (weight.float() * scale).numpy(), "fp8")
+    assert "by a fixed scale" in layer.note
+
+
 def test_a_block_reaches_over_the_end_of_a_row(tmp_path: Path) -> None:
     weight, scale = e4m3(40, 80), torch.rand(2, 3) + 0.5
     config = {"weight_block_size": [32, 32]}

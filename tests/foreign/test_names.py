@@ -49,6 +49,7 @@ def fp8(source: Path, wanted: Callable[[str], bool]) -> None:
     [
         (LLAVA, (0, 0)),  # prefixes
         ("Lfm2MoeForCausalLM", (0, 0)),  # experts' projections
+        ("GptOssForCausalLM", (0, 0)),  # experts that are not quantized, in one tensor
         ("HrmTextForCausalLM", (4, 0)),  # several layers in one tensor
         ("SiglipForImageClassification", (1, 1)),  # a Linear that is never called
     ],

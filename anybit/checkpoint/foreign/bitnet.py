@@ -34,6 +34,7 @@ def layers(
     """The quantized layers of a BitNet checkpoint."""
     kind = option(config, "linear_class", ("bitlinear", "autobitlinear"), "bitnet")
     option(config, "quantization_mode", ("offline",), "bitnet")
+    option(config, "use_rms_norm", (False,), "bitnet")  # of a layer's inputs
     return {part.name: layer(part, kind == "bitlinear") for part in parts("weight_scale", stored)}
 
 

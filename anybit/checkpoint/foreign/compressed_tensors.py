@@ -49,6 +49,7 @@ FORMATS = tuple(dict.fromkeys((*INTEGERS, *FLOATING)))
 BITS = (2, 3, 4, 5, 6, 7, 8)
 ELEMENTS = {4: (2, 1), 6: (2, 3), 8: (4, 3)}  # of floats, by their bits
 STRATEGIES = ("group", "channel", "tensor")
+UNORDERED = -1  # in weight_g_idx of layers that were not calibrated: columns are in order
 DENSE_SINCE = (0, 19)  # the version from which codes cross words
 
 
@@ -59,8 +60,6 @@ def layers(
     option(config, "format", (*FORMATS, MIXED), TOOL, required=True)
     option(config, "quantization_status", ("compressed",), TOOL)
     option(config.get("sparsity_config") or {}, "format", ("dense",), f"{TOOL}: sparsity_config")
-    if config.get("transform_config"):
-        raise InvalidInput(f"{TOOL}: weights with a transform_config cannot be read")
     groups = config.get("config_groups")
     groups = [g for g in groups.values() if g.get("weights")] if isinstance(groups, dict) else []
     dense = tuple(map(int, re.findall(r"\d+", str(config.get("version", ""))))) >= DENSE_SINCE
@@ -72,7 +71,7 @@ def layers(
         own = group.get("format") or config["format"]
         if own != MIXED:
             option({"format": own}, "format", FLOATING if floats else INTEGERS, what)
-        part.skip("input_scale", "input_zero_point", "input_global_scale")
+        part.skip("input_scale", "input_zero_point", "input_global_scale", "output_scale")
         found = (
             float_weight(part, group["weights"]) if floats else layer(part, group["weights"], dense)
         )
@@ -140,7 +139,8 @@ def layer(part: Part, weights: Mapping[str, Any], dense: bool) -> Layer:
     order = None
     if part.has("weight_g_idx"):
         g_idx = part.find("weight_g_idx", (torch.int32, torch.int64), (k,)).read()
-        order = column_order(g_idx, groups, part.name)
+        if not (g_idx == UNORDERED).all():
+            order = column_order(g_idx, groups, part.name)
     return uniform(
         part,
         (n, k),

@@ -68,8 +68,11 @@ READERS = {
     "torchao": "anybit.checkpoint.foreign.torchao",
 }
 CT = "compressed-tensors"
+# Settings of tools by which layers also rotate their inputs, or add products of low rank.
+BESIDE = ("rotation", "rotation_config", "spinquant_config", "transform_config", "adapter")
 QUANTIZATION = ("quantization_config", "compression_config")  # their keys in config.json
-KV_SCALES = (".k_scale", ".v_scale")  # theirs are per tensor, and mean something else here
+# Of attention and its cache: theirs are per tensor, and mean something else here.
+KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 OTHERS = "transformers makes weights of other layers of it"
 DENSE = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32)}
@@ -383,6 +386,13 @@ def read_layers(
             f"{source} is quantized with {method!r}, which cannot be read; known: "
             f"{', '.join(READERS)}"
         )
+    meta = quantization.get("meta")
+    for part in (quantization, meta if isinstance(meta, dict) else {}):
+        if key := next((key for key in BESIDE if part.get(key)), None):
+            raise InvalidInput(
+                f"{source}: {method}: {key} is {str(part[key])[:80]}, so the model computes more "
+                "than products with its weights, which cannot be read"
+            )
     reader = import_module(READERS[method])
     found: dict[str, Layer] = reader.layers(quantization, stored, naming)
     if not found:

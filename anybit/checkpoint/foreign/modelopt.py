@@ -46,6 +46,7 @@ def layers(
     inner = config.get("quantization")
     inner = inner if isinstance(inner, dict) else config
     usual = option(inner, "quant_algo", ALGORITHMS, "modelopt")
+    option(inner, "has_zero_point", (False,), "modelopt")
     own = inner.get("quantized_layers")
     own = own if isinstance(own, dict) else {}
     out = {}
@@ -53,6 +54,7 @@ def layers(
         settings = own.get(naming(part.name), own.get(part.name))
         settings = settings if isinstance(settings, dict) else {"quant_algo": usual}
         what = f"modelopt: {part.name}"
+        option(settings, "has_zero_point", (False,), what)
         out[part.name] = layer(part, option(settings, "quant_algo", ALGORITHMS, what))
     return out
 

@@ -1,0 +1,36 @@
+"""Which files a directory's tensors are read from."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from anybit.files.safetensors import INDEX, WEIGHTS, stored_tensors
+
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Tensors "a", 1, and "b", 2, in two shards; the second one holds an "a" of its own, 3."""
+    save_file({"a": torch.ones(1)}, tmp_path / ONE)
+    save_file({"a": torch.full((1,), 3.0), "b": torch.full((1,), 2.0)}, tmp_path / TWO)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": ONE, "b": TWO}}))
+    return tmp_path
+
+
+def numbers(directory: Path) -> dict[str, float]:
+    return {name: float(stored.read()) for name, stored in stored_tensors(directory).items()}
+
+
+def test_the_index_says_which_of_two_tensors(sharded: Path) -> None:
+    assert numbers(sharded) == {"a": 1, "b": 2}
+
+
+def test_an_old_index_beside_the_whole(sharded: Path) -> None:
+    """transformers removes old shards and leaves their index, which it does not read then."""
+    save_file({"a": torch.full((1,), 4.0)}, sharded / WEIGHTS)
+    (sharded / ONE).unlink()
+    assert numbers(sharded) == {"a": 4}
