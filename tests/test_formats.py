@@ -102,6 +102,15 @@ def test_a_slice_through_a_group_is_refused():
         packed.columns(slice(64, 512))
 
 
+@pytest.mark.parametrize(("spec", "stop"), [("sparse", 65), ("trellis:code=pair8", 65),
+                                            ("codebook:m=1,v=4,b=4", 129)])  # fmt: skip
+def test_a_slice_through_a_vector_is_refused(spec, stop):
+    packed = anybit.quantize_tensor(weight(16, 256), spec)
+    for end in (stop, 1):
+        with pytest.raises(InvalidInput, match=f"columns 0:{end} .* do not lie on borders"):
+            packed.columns(slice(0, end))
+
+
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("factor", [0.0, 1e-9, 1e9])
 def test_extreme_weights_stay_finite(spec, factor):
