@@ -102,6 +102,15 @@ def test_a_slice_through_a_group_is_refused():
         packed.columns(slice(64, 512))
 
 
+@pytest.mark.parametrize(("spec", "stop"), [("sparse", 65), ("trellis:code=pair8", 65),
+                                            ("codebook:m=1,v=4,b=4", 129)])  # fmt: skip
+def test_a_slice_through_a_vector_is_refused(spec, stop):
+    packed = anybit.quantize_tensor(weight(16, 256), spec)
+    for end in (stop, 1):
+        with pytest.raises(InvalidInput, match=f"columns 0:{end} .* do not lie on borders"):
+            packed.columns(slice(0, end))
+
+
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("factor", [0.0, 1e-9, 1e9])
 def test_extreme_weights_stay_finite(spec, factor):
@@ -383,6 +392,18 @@ def test_weights_that_are_no_numbers_are_refused(bad):
     w[2, 3] = bad
     with pytest.raises(ValueError, match=r"1 values are NaN or inf, the first at \(2, 3\)"):
         anybit.quantize_tensor(w, "int4")
+
+
+@pytest.mark.parametrize("spec", ["int4:zero", "q4_k", "codebook:m=1,v=4", "trellis"])
+def test_weights_too_large_to_be_squared_are_refused(spec):
+    w = weight(16, 256)
+    w[2, 3] = -1e25
+    with pytest.raises(
+        InvalidInput, match=r"up to 1e\+25 .* overflow float32, the first at \(2, 3\)"
+    ):
+        anybit.quantize_tensor(w, spec)
+    w[2, 3] = -1e15
+    assert anybit.quantize_tensor(w, spec).dequantize().isfinite().all()
 
 
 def test_a_name_is_registered_once():

@@ -214,7 +214,7 @@ def test_tokens_quantized_before_give_the_same(spec, dtype):
     empty = anybit.QuantLinear.empty(q.scheme, (N, K), torch.zeros(N), "cpu", "packed")
     empty.load_state_dict(q.state_dict())
     assert torch.equal(empty(given), q(x))
-    with pytest.raises(InvalidInput, match="255.*, and the layer 256 inputs"):
+    with pytest.raises(InvalidInput, match=r"255.*, and the layer 256 inputs"):
         q(given._replace(codes=codes[..., :-1]))
     for other, wanted in ((None, "plain activations"), ("fp8", "torch.float8_e4m3fn")):
         with pytest.raises(TypeError, match=f"quantized to torch.int8, .* multiplies {wanted}"):

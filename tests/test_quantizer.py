@@ -12,6 +12,7 @@ import anybit
 from anybit import GPTQ, HQQ, RTN, Additive, Calibration, Clip, Format, Packed, Smooth
 from anybit.checkpoint.calibrated import calibrate_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
+from anybit.errors import InvalidInput
 from anybit.nn.model import quantized_layers
 from anybit.planning.allocate import plan_formats
 from anybit.quantizers.base import Quantizer
@@ -116,6 +117,15 @@ def test_without_statistics(quantizer: Quantizer, tmp_path: Path) -> None:
         anybit.quantize_tensor(torch.randn(8, 64), "int4", quantizer)
     with pytest.raises(ValueError, match="needs calibration; use calibrate_checkpoint"):
         quantize_checkpoint(tmp_path, tmp_path / "out", "int4", quantizer)
+
+
+@pytest.mark.parametrize("quantizer", [GPTQ(), Additive()])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_statistics_that_are_no_numbers(quantizer: Quantizer, bad: float) -> None:
+    seen = Statistics(tokens=9, hessian=torch.eye(64))
+    seen.hessian[3, 3] = bad
+    with pytest.raises(InvalidInput, match="statistics of the layer's inputs hold NaN or inf"):
+        quantizer.quantize(torch.randn(8, 64), anybit.get_format("int4"), seen)
 
 
 def test_calibration_is_asked_for_before_any_work() -> None:

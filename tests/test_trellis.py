@@ -163,6 +163,16 @@ def test_rows_of_zeros_stay_zeros():
             assert (decoded[0] - w[0]).norm() < 0.4 * w[0].norm()
 
 
+def test_the_size_of_inputs_does_not_matter():
+    """Powers of two are exact, however small their squares make the Hessian."""
+    w, x = gaussian(32, 64), gaussian(99, 64)
+    one, other = (
+        GPTQ().quantize(w, get_format("trellis"), Statistics(tokens=99, hessian=h))
+        for h in (x.T @ x, x.T @ x * 2.0**-110)
+    )
+    assert torch.equal(one.dequantize(), other.dequantize())
+
+
 def test_chunks_of_rows_are_whole_tiles(monkeypatch):
     w = gaussian(48, 64)
     whole = RTN().quantize(w, get_format("trellis"))

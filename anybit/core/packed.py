@@ -121,7 +121,8 @@ class Packed:
         start, stop, _ = columns.indices(self.shape[1])
         first, last = self.format.code_count(start), self.format.code_count(stop)
         whole = self.format.code_count(self.shape[1])
-        if start % self.format.tile[1] or first % 32 or (last % 32 and last != whole):
+        unit = self.format.tile[1]
+        if start % unit or stop % unit or first % 32 or (last % 32 and last != whole):
             raise InvalidInput(
                 f"columns {start}:{stop} of format {self.format.spec!r} do not lie on borders "
                 f"of 32 codes ({32 * self.format.width // self.format.books} columns)"

@@ -419,17 +419,18 @@ def check_real(w: Tensor, name: str) -> None:
 
 
 def check_finite(w: Tensor, name: str) -> None:
-    """Raise InvalidInput when a weight holds NaN or inf."""
+    """Raise InvalidInput when a weight holds NaN, inf, or numbers too large to be squared."""
     if not w.is_floating_point():
         return
     if w.itemsize not in (2, 4):
         w = w.float()  # what quantizers make of it, where large numbers of 64 bits are inf
-    # The sum of absolute values is finite only if all are: one pass, no temporary of w's size.
-    if not torch.isfinite(torch.linalg.vector_norm(w, 1, dtype=torch.float32)):
+    # The sum of squares is finite only if all are: one pass, no temporary of w's size.
+    if not torch.isfinite(torch.linalg.vector_norm(w, 2, dtype=torch.float32)):
         bad = (~torch.isfinite(w)).nonzero()
-        if len(bad):
-            at = tuple(bad[0].tolist())
-            raise InvalidInput(
-                f"{name}: {len(bad)} values are NaN or inf, the first at {at}; "
-                "repair the checkpoint"
-            )
+        found = f"{len(bad)} values are NaN or inf"
+        if not len(bad):
+            bad = (w.abs() == w.abs().max()).nonzero()
+            found = f"values of up to {w.abs().max():.2g} have squares that overflow float32"
+        raise InvalidInput(
+            f"{name}: {found}, the first at {tuple(bad[0].tolist())}; repair the checkpoint"
+        )

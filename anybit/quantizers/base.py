@@ -120,12 +120,17 @@ class Quantizer:
         quantize_layers(block, schemes, self, statistics)
 
     def check_statistics(self, statistics: Statistics | None) -> Statistics:
-        """The statistics; InvalidInput when there are none."""
+        """The statistics; InvalidInput when there are none, or inputs held NaN or inf."""
         if statistics is None:
             raise InvalidInput(
                 f"{type(self).__name__} needs statistics of the layer's inputs "
                 f"({', '.join(self.needs)}); quantize the whole model with quantize_, or this "
                 "weight with a data-free quantizer (RTN, Clip, HQQ)"
+            )
+        if not statistics.finite():
+            raise InvalidInput(
+                f"{type(self).__name__}: the statistics of the layer's inputs hold NaN or inf; "
+                "collect them again from finite inputs"
             )
         return statistics
 

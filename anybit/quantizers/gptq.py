@@ -126,8 +126,8 @@ def fitted_scale(
     """The rows' scales (N, 1) of least squared output error for codes that stay as they are."""
     q = fmt.decode(codes, grid)
     qh = (q @ h).add_(q, alpha=damping * h.diagonal().mean().item())
-    best = (qh * w).sum(1) / (qh * q).sum(1).clamp_min_(1e-30)
-    scale, best = grid["scale"], torch.where(best > 0, best, 1.0)
+    best = (qh * w).sum(1) / (qh * q).sum(1)  # NaN for rows of zeros
+    scale, best = grid["scale"], torch.where((best > 0) & best.isfinite(), best, 1.0)
     return torch.where(scale == 0, scale, round_scale(scale * best[:, None], scale.dtype))
 
 
