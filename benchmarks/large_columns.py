@@ -10,7 +10,6 @@ outputs in fp32. The text and the columns are those of `study.py`.
 
 import argparse
 import copy
-import csv
 import datetime
 import platform
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import study
 import torch
 import transformers
+from csv_rows import add_rows
 from study import ROOT, Row, Work, calibrated, decode, parse
 from torch import Tensor, nn
 
@@ -129,8 +129,7 @@ def main() -> None:
         cases = [("bf16", "dense")] * (name != "pico") + CASES
         for spec, method in cases:
             cells = vars(measure(work, name, spec, method)) | about | {"parse_rate": ""}
-            with args.out.open("a", newline="") as file:
-                csv.DictWriter(file, [*cells], lineterminator="\n").writerow(cells)
+            add_rows(args.out, [cells])
             print(*cells.values(), flush=True)
 
 

@@ -16,7 +16,6 @@ finish; no row is begun when the time is up, and those that are left are named a
 
 import argparse
 import copy
-import csv
 import dataclasses
 import datetime
 import multiprocessing
@@ -36,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from csv_rows import add_rows  # noqa: E402
 from study_cases import FOLDED, KINDS, cases  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
@@ -375,13 +375,7 @@ def main() -> None:
     }
 
     def save(row: Row) -> None:
-        new = not args.out.exists()
-        with args.out.open("a", newline="") as file:
-            cells = asdict(row) | about
-            writer = csv.DictWriter(file, [*cells], lineterminator="\n")
-            if new:
-                writer.writeheader()
-            writer.writerow(cells)
+        add_rows(args.out, [asdict(row) | about])
         print(f"{time.perf_counter() - began:5.0f} s", *asdict(row).values(), flush=True)
 
     for folder in args.models:
