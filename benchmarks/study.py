@@ -367,12 +367,7 @@ def main() -> None:
         parser.error(f"no config.json in {missing}; train a model first (study_train.py)")
     began = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    about = {
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else "CPU",
-        "date": str(datetime.datetime.now(datetime.UTC).date()),
-        "versions": f"anybit {anybit.__version__}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}",
-    }
+    about = facts(device)
 
     def save(row: Row) -> None:
         add_rows(args.out, [asdict(row) | about])
@@ -385,6 +380,16 @@ def main() -> None:
         todo = cases(args.cases)
         own = todo[number - 1 :: parts]
         run(own, args.jobs, time.time() + left, settings, save)
+
+
+def facts(device: str) -> dict[str, str]:
+    """What every row says."""
+    return {
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "date": str(datetime.datetime.now(datetime.UTC).date()),
+        "versions": f"anybit {anybit.__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, Python {platform.python_version()}",
+    }
 
 
 def run(
