@@ -9,7 +9,6 @@ The floor is a sum over 256 MB of fp32, in the same rounds.
 
 import argparse
 import copy
-import csv
 import datetime
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from csv_rows import add_rows
 from torch import Tensor, nn
 
 import anybit
@@ -58,7 +58,7 @@ def main() -> None:
             for one in rows:
                 print(*one.values(), sep=",", flush=True)
             if given.out:
-                write(rows, given.out)
+                add_rows(given.out, rows)
 
 
 class Contestant:
@@ -163,15 +163,6 @@ def row(c: Contestant, times: dict[str, list[float]], m: int, n: int, k: int) ->
         round(us, 1), round(c.nbytes / us / 1e3, 2), round(dense, 3), round(floor, 3),
     )  # fmt: skip
     return dict(zip(COLUMNS, values, strict=True))
-
-
-def write(rows: Sequence[dict[str, object]], path: Path) -> None:
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ where `npm install node-llama-cpp` was run, whose llama.cpp is built for every k
 """
 
 import argparse
-import csv
 import ctypes
 import importlib.metadata
 import json
@@ -23,6 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from csv_rows import add_rows
 from torch import Tensor
 
 from anybit.checkpoint.stream import quantize_checkpoint
@@ -41,11 +41,6 @@ LAYERS = {
     "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 FLOOR = 256 << 20  # bytes that are read to know how fast memory is
-COLUMNS = (
-    "model", "engine", "format", "prompt_tokens_per_s", "decode_tokens_per_s", "weights_gb",
-    "read_gbps", "vs_floor", "prompt", "tokens", "rounds", "cpu", "threads", "date", "commit",
-    "versions",
-)  # fmt: skip
 
 
 def main() -> None:
@@ -70,7 +65,7 @@ def main() -> None:
         for row in run(args):
             print(json.dumps(row))
             if args.out:
-                write(args.out, row)
+                add_rows(args.out, [row])
 
 
 # Making.
@@ -273,15 +268,6 @@ def versions(engine: str, node: Path | None) -> str:
     binaries = node / "node_modules/node-llama-cpp/llama/binariesGithubRelease.json"
     release = json.loads(binaries.read_text())["release"]
     return f"llama.cpp {release} node-llama-cpp {package['version']}"
-
-
-def write(path: Path, row: dict[str, Any]) -> None:
-    fresh = not path.is_file()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if fresh:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ what the rows are.
 """
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from csv_rows import add_rows
 from engine import MODELS, RandomWeights
 from safetensors.torch import save_file
 from torch import Tensor
@@ -173,10 +173,7 @@ def write(args: argparse.Namespace, what: str, batch: int, value: float, unit: s
     )  # fmt: skip
     print("ROW", *row[3:12], flush=True)
     if args.out:
-        new = not args.out.exists()
-        with args.out.open("a", newline="") as file:
-            rows = csv.writer(file, lineterminator="\n")
-            rows.writerows([COLUMNS, row] if new else [row])
+        add_rows(args.out, [dict(zip(COLUMNS, row, strict=True))])
 
 
 def profile(args: argparse.Namespace, folder: Path) -> None:

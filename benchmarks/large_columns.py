@@ -10,20 +10,17 @@ outputs in fp32. The text and the columns are those of `study.py`.
 
 import argparse
 import copy
-import csv
-import datetime
-import platform
 import time
+from dataclasses import replace
 from pathlib import Path
 
-import study
 import torch
 import transformers
-from study import ROOT, Row, Work, calibrated, decode, parse
+from csv_rows import add_rows
+from study import ROOT, Row, Work, facts
 from torch import Tensor, nn
 
-import anybit
-from anybit.evaluate.perplexity import Remembered, score
+from anybit.evaluate.perplexity import Remembered
 
 TOKENS, SAMPLES, FACTOR, PART = 24_000, 16, 8.0, 100
 ZEROS = ("rtn", "hqq")  # HQQ as published, with zero points
@@ -71,28 +68,7 @@ def measure(work: Work, model: str, spec: str, method: str) -> Row:
     start = time.perf_counter()
     quantized = work.fresh() if spec == "bf16" else work.quantize(spec, method)
     seconds = time.perf_counter() - start
-    bits = 16.0 if spec == "bf16" else decode(quantized)
-    torch.set_float32_matmul_precision("highest")
-    window, stride = work.window, work.window * study.STRIDE // study.WINDOW
-    got = score(quantized, work.documents, window=window, stride=stride, dense=work.dense)
-    name, kind, samples = parse(method, SAMPLES)
-    return Row(
-        model=model,
-        spec=spec,
-        method=name,
-        text=kind if calibrated(name) else "",
-        samples=samples if calibrated(name) else 0,
-        bits=round(bits, 3),
-        tokens=got.tokens,
-        perplexity=round(got.perplexity, 4),
-        perplexity_error=round(got.perplexity_error, 4),
-        loss=round(got.loss or 0.0, 6),
-        loss_error=round(got.loss_error or 0.0, 6),
-        kl=round(got.kl or 0.0, 7),
-        agreement=round(got.agreement or 0.0, 5),
-        parse_rate=float("nan"),
-        seconds=round(seconds, 1),
-    )
+    return replace(work.measure(spec, method, quantized, seconds), model=model)
 
 
 @torch.no_grad()
@@ -110,13 +86,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the .csv file to add rows to")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    about = {
-        "gpu": "CPU",
-        "date": str(datetime.datetime.now(datetime.UTC).date()),
-        "versions": f"anybit {anybit.__version__}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}",
-    }
-    work = Work(ROOT / "models" / "pico", "cpu", TOKENS, 1, 0, SAMPLES)
+    about = facts("cpu")
+    work = Work(ROOT / "models" / "pico", "cpu", TOKENS, 0, 0, SAMPLES)
     plain = work.dense
     for name in ("pico", "pico-large-columns"):
         if name != "pico":
@@ -128,9 +99,8 @@ def main() -> None:
         print(f"{name}: largest weight of a row {largest(work.dense.model):.1f} deviations")
         cases = [("bf16", "dense")] * (name != "pico") + CASES
         for spec, method in cases:
-            cells = vars(measure(work, name, spec, method)) | about | {"parse_rate": ""}
-            with args.out.open("a", newline="") as file:
-                csv.DictWriter(file, [*cells], lineterminator="\n").writerow(cells)
+            cells = vars(measure(work, name, spec, method)) | about
+            add_rows(args.out, [cells])
             print(*cells.values(), flush=True)
 
 

@@ -80,7 +80,7 @@ class Routed:
         self.n, self.k, self.experts = n, k, experts
         # Of whole blobs: the layout of all rows is that of one expert behind the other.
         assert n % 256 == 0
-        self.all = hopper_layers.Problem(scheme, DTYPE, experts * n, k)
+        self.all = hopper_layers.RandomLayer(scheme, DTYPE, experts * n, k)
         self.prepared = self.all.prepared._replace(shape=(n, k))
         self.copies = rotated(self.prepared, self.all.nbytes) if cold else [self.prepared]
 
@@ -196,7 +196,7 @@ def shared_by(x: tuple, kernel: Kernel, grid: int, w: Prepared) -> Tensor:
 def time_wide(schemes: list[str], m: int, times: Times) -> None:
     for n, k in SHAPES:
         for scheme in schemes:
-            p = hopper_layers.Problem(scheme, DTYPE, n, k, cold=True)
+            p = hopper_layers.RandomLayer(scheme, DTYPE, n, k, cold=True)
             x = p.tokens(m)
             calls = {"hopper": partial(mma.hopper_us, p, x)}
             for kernel in wide_kernels(scheme, m):

@@ -82,7 +82,7 @@ def share(about: dict[str, Any]) -> Iterator[dict[str, Any]]:
     shapes = [(*bench.parse_shape(text), 0) for text in SHARED] + [(*ONE, 1)]
     for scheme in codebook.TIMED:
         for n, k, teams in shapes:
-            p = codebook.Problem(scheme, n, k, cold=not teams)
+            p = codebook.RandomCodebook(scheme, n, k, cold=not teams)
             for kernel in kernels(scheme):
                 cluster = -(-k // kernel.reach)
                 if teams and kernel.chunks > 1:

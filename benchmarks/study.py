@@ -16,7 +16,6 @@ finish; no row is begun when the time is up, and those that are left are named a
 
 import argparse
 import copy
-import csv
 import dataclasses
 import datetime
 import multiprocessing
@@ -36,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from csv_rows import add_rows  # noqa: E402
 from study_cases import FOLDED, KINDS, cases  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
@@ -367,21 +367,10 @@ def main() -> None:
         parser.error(f"no config.json in {missing}; train a model first (study_train.py)")
     began = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    about = {
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else "CPU",
-        "date": str(datetime.datetime.now(datetime.UTC).date()),
-        "versions": f"anybit {anybit.__version__}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}",
-    }
+    about = facts(device)
 
     def save(row: Row) -> None:
-        new = not args.out.exists()
-        with args.out.open("a", newline="") as file:
-            cells = asdict(row) | about
-            writer = csv.DictWriter(file, [*cells], lineterminator="\n")
-            if new:
-                writer.writeheader()
-            writer.writerow(cells)
+        add_rows(args.out, [asdict(row) | about])
         print(f"{time.perf_counter() - began:5.0f} s", *asdict(row).values(), flush=True)
 
     for folder in args.models:
@@ -391,6 +380,16 @@ def main() -> None:
         todo = cases(args.cases)
         own = todo[number - 1 :: parts]
         run(own, args.jobs, time.time() + left, settings, save)
+
+
+def facts(device: str) -> dict[str, str]:
+    """What every row says."""
+    return {
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "date": str(datetime.datetime.now(datetime.UTC).date()),
+        "versions": f"anybit {anybit.__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, Python {platform.python_version()}",
+    }
 
 
 def run(

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from hopper import one_hot
 from hopper_layers import (
-    Problem,
+    RandomLayer,
     dense_us,
     exact_product,
     exact_weight,
@@ -96,7 +96,7 @@ def check(schemes: list[str]) -> int:
     bad = total = 0
     for scheme in schemes:
         for n, k in CHECKED:
-            p = Problem(scheme, DTYPE, n, k)
+            p = RandomLayer(scheme, DTYPE, n, k)
             weight = exact_weight(p)
             for m in COUNTS:
                 x = p.tokens(m)
@@ -151,7 +151,7 @@ def may_split(tile: Tile, m: int, n: int, k: int) -> bool:
 def tile_times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) -> None:
     for n, k in shapes:
         for scheme in schemes:
-            p = Problem(scheme, DTYPE, n, k, cold=True)
+            p = RandomLayer(scheme, DTYPE, n, k, cold=True)
             for m in counts:
                 x = p.tokens(m)
                 want, found = p.run(*x), {"as launched": time_tile(p, m, None, True)}
@@ -185,7 +185,7 @@ def times(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) 
         row = {"N": n, "K": k, "format": scheme, "how": how, "us": {}}
         rows.setdefault((n, k, scheme, how), row)["us"][m] = us
 
-    every = [(n, k, s, Problem(s, DTYPE, n, k, cold=True)) for n, k in shapes for s in schemes]
+    every = [(n, k, s, RandomLayer(s, DTYPE, n, k, cold=True)) for n, k in shapes for s in schemes]
     for m in counts:
         for n, k in shapes:
             add(n, k, "bf16", "cuBLAS", m, dense_us(n, k, m, DTYPE))
@@ -212,7 +212,7 @@ def write(path: Path, rows: list[dict]) -> None:
                 writer.writerow({**same, **row, "M": m, "us": f"{us:.2f}"})
 
 
-def copied_us(p: Problem, m: int) -> float:
+def copied_us(p: RandomLayer, m: int) -> float:
     """The weight decoded once, whatever the rule says."""
     with copied():
         return time_tile(p, m, None, True)
@@ -240,7 +240,7 @@ def one(schemes: list[str], shapes: list[tuple[int, int]], counts: list[int]) ->
     """A launch of each product between the marks of a profiler."""
     for scheme in schemes:
         for n, k in shapes:
-            p = Problem(scheme, DTYPE, n, k)
+            p = RandomLayer(scheme, DTYPE, n, k)
             for m in counts:
                 x = p.tokens(m)
                 p.run(*x)

@@ -14,7 +14,7 @@ Without text there is neither H nor g. Then the loss of a layer is its relative 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -93,30 +93,14 @@ def plan_formats(
             layer, the data does not fit the model, or the quantizer has gradients=True.
     """
     quantizer = quantizer or Clip()
-    if calibration is None and quantizer.needs:
-        raise InvalidInput(
-            f"{type(quantizer).__name__} needs text to plan with; give calibration data, or plan "
-            "with a data-free quantizer (RTN, Clip, HQQ)"
-        )
-    if "gradients" in quantizer.needs:
-        raise InvalidInput(
-            "plan_formats knows no gradients between a layer's outputs; plan with the quantizer "
-            "without gradients=True, and quantize with it"
-        )
+    check_quantizer(quantizer, calibration is not None)
     if (bits is None) == (seconds is None):
         raise InvalidInput("give one budget: bits=4.5, or seconds=50e-6")
     if device not in DEVICES:
         raise InvalidInput(f"unknown device {device!r}; known: {', '.join(DEVICES)}")
     with taken_apart(model):
         dense = dense_layers(model)
-        names = [name for name in dense if not is_head(name)]
-        if not names:
-            done = sum(1 for _ in quantized_layers(model))
-            why = f", and {done} that are quantized already; give the dense model"
-            raise InvalidInput(
-                f"{type(model).__name__} has no linear layers to plan for"
-                f"{why if done else '; give a model that has some'}"
-            )
+        names = layers_to_plan(model, dense)
         if bits is not None:  # what needs no measuring: the fewest bits of each layer by itself
             shapes = [dense[name] for name in names]
             weights = sum(map(math.prod, shapes))
@@ -134,27 +118,18 @@ def plan_formats(
             inside = [name for name in names if name.startswith(f"{prefix}.")]
             gradients = squared_gradients(model, inside, ids, show_progress)
             loss = partial(predicted_kl, quantizer, gradients)
+        seconds_of = partial(predicted_seconds, device=device, tokens=tokens)
+        busy = busy_experts(model, tokens)
         groups = sensitivities(
-            model,
-            names,
-            ids,
-            candidates,
-            loss,
-            needs,
-            partial(predicted_seconds, device=device, tokens=tokens),
-            show_progress,
-            busy_experts(model, tokens),
+            model, names, ids, candidates, loss, needs, seconds_of, busy, show_progress
         )
-    if bits is not None:
-        budget, costs = (
-            bits * sum(g.weights for g in groups),
-            [[o.bits for o in g.options] for g in groups],
-        )
-        unit, what = float(sum(g.weights for g in groups)), "bits"
+    if seconds is not None:
+        budget, unit, what = seconds, 1e-6, "us"
+        costs = [[o.seconds for o in g.options] for g in groups]
     else:
-        assert seconds is not None
-        budget, costs = seconds, [[o.seconds for o in g.options] for g in groups]
-        unit, what = 1e-6, "us"
+        assert bits is not None
+        unit, what = float(sum(g.weights for g in groups)), "bits"
+        budget, costs = bits * unit, [[o.bits for o in g.options] for g in groups]
     check_budget(budget, sum(map(min, costs)), unit, what, candidates)
     chosen = knapsack(costs, [[o.loss for o in g.options] for g in groups], budget)
     return Allocation(
@@ -164,6 +139,33 @@ def plan_formats(
         "weight error" if calibration is None else "KL",
         heads,
     )
+
+
+def check_quantizer(quantizer: Quantizer, has_data: bool) -> None:
+    """InvalidInput for a quantizer whose losses cannot be predicted."""
+    if quantizer.needs and not has_data:
+        raise InvalidInput(
+            f"{type(quantizer).__name__} needs text to plan with; give calibration data, or plan "
+            "with a data-free quantizer (RTN, Clip, HQQ)"
+        )
+    if "gradients" in quantizer.needs:
+        raise InvalidInput(
+            "plan_formats knows no gradients between a layer's outputs; plan with the quantizer "
+            "without gradients=True, and quantize with it"
+        )
+
+
+def layers_to_plan(model: nn.Module, dense: Iterable[str]) -> list[str]:
+    """The dense layers but for output heads; InvalidInput if there are none."""
+    names = [name for name in dense if not is_head(name)]
+    if not names:
+        done = sum(1 for _ in quantized_layers(model))
+        why = f", and {done} that are quantized already; give the dense model"
+        raise InvalidInput(
+            f"{type(model).__name__} has no linear layers to plan for"
+            f"{why if done else '; give a model that has some'}"
+        )
+    return names
 
 
 def bits_of(candidates: Sequence[str], shape: tuple[int, ...]) -> list[float]:
@@ -260,8 +262,8 @@ def sensitivities(
     loss: Loss,
     needs: tuple[str, ...],
     seconds_of: Callable[[str, tuple[int, int]], float],
-    show_progress: bool | None = None,
-    busy: float = 1.0,
+    busy: float,
+    show_progress: bool | None,
 ) -> list[Group]:
     """Predict the loss of each candidate for each group of a decoder's layers.
 
@@ -275,8 +277,8 @@ def sensitivities(
         loss: Of one layer in one format.
         needs: The statistics that it needs.
         seconds_of: (scheme, (N, K)) -> predicted seconds of one product.
-        show_progress: As in `quantize_`.
         busy: Fraction of the experts that a forward pass reads.
+        show_progress: As in `quantize_`.
 
     Returns:
         The groups in the model's order.

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from anybit.errors import AnybitError, InvalidInput
-from anybit.nn.experts import Experts
-from anybit.quantizers.calibration.padding import masks_of, real_rows, real_tokens_alone
+from anybit.quantizers.calibration.observer import Observer
+from anybit.quantizers.calibration.padding import masks_of, real_tokens_alone
 from anybit.quantizers.calibration.statistics import SAMPLE, Statistics
 
 BATCH = {"cpu": 4096, "cuda": 16384}  # tokens in one forward pass; a GPU waits for its launches
@@ -101,47 +101,15 @@ class BlockRunner:
         names = list(names)
         inside = index < len(self.blocks)
         parent = self.blocks[index] if inside else self.model
-        seen: dict[str, Statistics] = {}
-        source: dict[str, str] = {}  # the layer that was first to see this layer's input
-        last: list[tuple[str, Tensor]] = []
         every = max(1, sum(map(self._rows, range(len(self.batches)))) // SAMPLE)
-        experts = tuple(f"{n}." for n, m in parent.named_modules() if isinstance(m, Experts))
+        observer = Observer(parent, inside, needs, every, weights or {})
         masks, runner = masks_of({}, False), self
-        beside: dict[str, Tensor] = {}  # rows of this batch in the dense model
 
         def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
             def observe(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-                x = args[0]
-                if not last or last[0][1] is not x:
-                    last[:] = [(name, x)]
-                first = source.setdefault(name, last[0][0])
-                if first == name:
-                    context = x.untyped_storage().data_ptr() in runner.context
-                    encoded = context and self.encoder is not None
-                    rows = real_rows(x, masks.context if encoded else masks.own)
-                    # Experts get no padding. Outside of blocks, and in what blocks read beside
-                    # hidden states (images), sequences are of other kinds than the mask's.
-                    other = not inside or (context and not encoded)
-                    if rows is None and (other or name.startswith(experts)):
-                        rows = x.detach().flatten(0, -2)
-                    if rows is None:
-                        raise InvalidInput(
-                            f"{name}: its input {tuple(x.shape)} is not of the attention mask's "
-                            "shape, so padding cannot be told from tokens; give batches without "
-                            "padding, of one sample each"
-                        )
-                    if runner is not self:
-                        beside[name] = rows
-                    else:
-                        given = beside.get(name)  # the same tokens, except in experts
-                        one = seen.setdefault(name, Statistics())
-                        counts = (weights or {}).get(name)
-                        if counts is not None:
-                            counts = counts[one.tokens : one.tokens + len(rows)]
-                        alike = None if name.startswith(experts) else given
-                        one.add(rows, needs, every, alike, counts)
-                if not inside and len(source) == len(names) and name == names[-1]:
-                    raise Done(x)
+                observer.see(name, args[0], runner, masks, runner is not self)
+                if not inside and len(observer.source) == len(names) and name == names[-1]:
+                    raise Done(args[0])
 
             return observe
 
@@ -157,19 +125,19 @@ class BlockRunner:
                 for runner in (self,) if dense is None else (dense, self):
                     with real_tokens_alone(parent, masks.own):
                         runner._call(index, batch)
-                    last.clear()
-                beside.clear()
+                    observer.last = None
+                observer.beside.clear()
         finally:
             for handle in handles:
                 handle.remove()
-        for name, statistic in seen.items():
+        for name, statistic in observer.seen.items():
             if not statistic.finite():
                 raise InvalidInput(
                     f"{f'block {index}: ' if inside else ''}{name}: its inputs hold NaN or inf on "
                     "the calibration data; try the model in bfloat16 or float32, and look for NaN "
                     "in the weights before this layer"
                 )
-        return {name: seen.get(source.get(name, name), Statistics()) for name in names}
+        return {name: observer.of(name) for name in names}
 
     def output(self, index: int) -> Tensor:
         """The output of block `index` for the first sample (or batch), where it is computed."""

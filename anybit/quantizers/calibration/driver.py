@@ -120,10 +120,7 @@ def calibrate(
         beside = [dense_runner(runner, data, quantizer) for runner in runners]
         gradients = dict[str, Gradients]()
         if "gradients" in quantizer.needs and isinstance(data, Tensor):
-            found = lists[0]
-            over = [i for i in range(len(found.modules)) if finished.holds(i)]
-            ready = tuple(f"{found.name}.{i}." for i in over)
-            names = [name for name in schemes if not name.startswith(ready)]
+            names = unfinished(schemes, lists[0], finished)
             if names:
                 gradients = output_gradients(model, names, data, show_progress)
         with progress("calibrating", sum(weights.values()), show_progress) as step:
@@ -135,15 +132,9 @@ def calibrate(
                         if dense is not None and (not own or finished.holds(done)):
                             dense.advance(index)
                         if not finished.restore(done, block, own, start) and own:
+                            given = inside(gradients, start)
                             few |= quantize_block(
-                                block,
-                                own,
-                                quantizer,
-                                runner,
-                                index,
-                                start,
-                                dense,
-                                inside(gradients, start),
+                                block, own, quantizer, runner, index, start, dense, given
                             )
                         runner.advance(index, calibration.kv_scales)
                         finished.save(done, block, start)
@@ -157,16 +148,7 @@ def calibrate(
             starts = tuple(f"{found.name}." for found in lists)
             outside = {n: s for n, s in schemes.items() if not n.startswith(starts)}
             if outside:
-                statistics = runners[-1].collect(
-                    len(lists[-1].modules),
-                    outside,
-                    needed(quantizer, outside),
-                    beside[-1],
-                    weights_in(gradients),
-                )
-                few |= too_few_tokens(statistics, model, "")
-                quantize_layers(model, outside, quantizer, joined(statistics, gradients))
-                forget_dtypes(model.get_submodule(name) for name in outside)
+                few |= quantize_rest(model, outside, quantizer, runners[-1], beside[-1], gradients)
                 step(sum(weights[name] for name in outside))
     if few:
         listed = ", ".join(f"{name} ({tokens})" for name, tokens in list(few.items())[:8])
@@ -176,6 +158,13 @@ def calibrate(
             f"{', ...' if len(few) > 8 else ''}. Give more data",
             stacklevel=3,
         )
+
+
+def unfinished(schemes: Mapping[str, str], found: Blocks, finished: FinishedBlocks) -> list[str]:
+    """Layers outside of the blocks that an earlier run has left in the work folder."""
+    held = (i for i in range(len(found.modules)) if finished.holds(i))
+    ready = tuple(f"{found.name}.{i}." for i in held)
+    return [name for name in schemes if not name.startswith(ready)]
 
 
 def quantize_block(
@@ -226,6 +215,23 @@ def quantize_block(
             quantizer.quantize_block(block, group, joined(statistics, gradients), outputs)
         beside.advance(index)
         beside.copies.clear()
+    return few
+
+
+def quantize_rest(
+    model: nn.Module,
+    schemes: Mapping[str, str],
+    quantizer: Quantizer,
+    runner: BlockRunner,
+    dense: BlockRunner | None,
+    gradients: Mapping[str, Gradients],
+) -> dict[str, int]:
+    """Quantize the layers outside of all blocks; arguments and result as of `quantize_block`."""
+    needs, after = needed(quantizer, schemes), len(runner.blocks)
+    statistics = runner.collect(after, schemes, needs, dense, weights_in(gradients))
+    few = too_few_tokens(statistics, model, "")
+    quantize_layers(model, schemes, quantizer, joined(statistics, gradients))
+    forget_dtypes(model.get_submodule(name) for name in schemes)
     return few
 
 

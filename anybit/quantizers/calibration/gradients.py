@@ -114,7 +114,7 @@ def each_gradient(
     ids: Tensor,
     read: Callable[[str, Tensor], None],
     add: Callable[[str, Tensor], None],
-    show_progress: bool | None = None,
+    show_progress: bool | None,
 ) -> None:
     """Run a model forwards and backwards, from tokens that are drawn from its own predictions.
 

@@ -1,0 +1,49 @@
+"""Scripts of benchmarks/ and docs/tables/ use each other's names as they are.
+
+Most need a GPU to run, so a name that was changed in one of two files would show late.
+"""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = {
+    path.stem: ast.parse(path.read_text(encoding="utf-8"))
+    for folder in ("benchmarks", "docs/tables")
+    for path in (ROOT / folder).glob("*.py")
+}
+
+
+def test_names_of_other_scripts_are_there() -> None:
+    has = {name: defined(tree) for name, tree in SCRIPTS.items()}
+    used = [(name, *pair) for name, tree in SCRIPTS.items() for pair in asked(tree)]
+    assert len(used) > 100
+    assert not [f"{by}: {of}.{name}" for by, of, name in used if name not in has[of]]
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """The names of a module: what is imported, assigned or defined outside of functions."""
+    found, todo = set(), list[ast.AST](tree.body)
+    for node in todo:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        todo += ast.iter_child_nodes(node)
+    return found
+
+
+def asked(tree: ast.Module) -> list[tuple[str, str]]:
+    """(Script, name) of the other scripts, imported from them or as their attributes."""
+    pairs, modules = [], dict[str, str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {a.asname or a.name: a.name for a in node.names if a.name in SCRIPTS}
+        if isinstance(node, ast.ImportFrom) and node.module in SCRIPTS:
+            pairs += [(node.module, alias.name) for alias in node.names]
+    named = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    places = [(node.value.id, node.attr) for node in named if isinstance(node.value, ast.Name)]
+    return pairs + [(modules[name], attribute) for name, attribute in places if name in modules]
