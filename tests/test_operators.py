@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anybit
-from anybit.errors import Unsupported
 from anybit.nn import op as ops
 
 pytestmark = pytest.mark.filterwarnings(
@@ -116,17 +114,3 @@ def test_traces_hold_operators(layer: anybit.QuantLinear, context: Any) -> None:
 def test_tensors_of_another_kind(layer: anybit.QuantLinear, context: Any) -> None:
     with context(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert layer(mode.from_tensor(tokens())).shape == (3, 32)
-    with context(), pytest.raises(RuntimeError, match=r"anybit::(linear|rotate)"):
-        torch.vmap(layer)(tokens())
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad])
-def test_tangents_are_refused(layer: anybit.QuantLinear, context: Any) -> None:
-    """They would be lost without a word."""
-    x = tokens()
-    with context(), forward_ad.dual_level(), pytest.raises(Unsupported, match="forward-mode"):
-        layer(forward_ad.make_dual(x, torch.ones_like(x)))
-    with context(), pytest.raises(Unsupported, match="forward-mode"):
-        torch.func.jvp(layer, (x,), (x,))
-    with context(), forward_ad.dual_level():
-        assert torch.equal(layer(x), layer(x))  # which has none

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from anybit.core.format import get_format
 from anybit.core.packed import Packed, tensor_shapes
@@ -151,33 +150,23 @@ def run(operator: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
 
     torch's dispatcher takes 5 us of the host in inference mode, and 12 without gradients otherwise,
     which is as much as all the rest of a product.
-
-    Raises:
-        Unsupported: x has a tangent (forward-mode derivatives), which would be lost.
     """
-    if not watched(x):
-        return FUNCTIONS[operator](x, *args, **options)
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        raise Unsupported(
-            "quantized layers have no forward-mode derivatives (jvp, jacfwd): use those of "
-            "reverse mode (backward, torch.autograd.grad)"
-        )
-    result: Tensor = operator(x, *args, **options)
+    call = operator if watched(x) else FUNCTIONS[operator]
+    result: Tensor = call(x, *args, **options)
     return result
 
 
 def watched(x: Tensor) -> bool:
     """Whether anything in torch may look at operators on x.
 
-    A trace, a derivative, a mode, a transform of `torch.func`, or a tensor of another kind.
+    A trace, a gradient, a mode, or a tensor of another kind. Layers do without operators in
+    transforms of `torch.func` and forward gradients.
     """
     return (
         torch.compiler.is_compiling()
         or type(x) is not Tensor
         or torch.is_grad_enabled()
-        or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
     )
