@@ -43,8 +43,8 @@ def multiply(
             return multiply(x, layout, bias, scheme, n, backend, scale, sums, dtype)
     k = x.shape[-1]
     if len(x.shape) != 2:
-        flat = [None if t is None else t.reshape(-1) for t in (scale, sums)]
-        y = multiply(x.reshape(-1, k), layout, bias, scheme, n, backend, *flat, dtype)
+        scale, sums = (None if t is None else t.reshape(-1) for t in (scale, sums))
+        y = multiply(x.reshape(-1, k), layout, bias, scheme, n, backend, scale, sums, dtype)
         return y.view(*x.shape[:-1], n)
     fmt, activation = parse_scheme(scheme)
     prepared = Prepared(fmt, (n, k), activation, tuple(layout))

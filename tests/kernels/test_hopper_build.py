@@ -144,6 +144,18 @@ def test_launches_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(asked) == {device}
 
 
+@pytest.mark.parametrize("scheme", ["int4:group=128", "int8@int8", "trellis", "int4:group=64@fp8"])
+def test_another_number_of_tokens_makes_no_tiles(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts have all kinds of lengths, and the host waits for the choice."""
+    fmt, activation = parse_scheme(scheme)
+    d = decoder_for(fmt, getattr(torch, operand_of(activation, HALF)))
+    seen = [tiles.choose(d, 300, 6144, 4096), copies.copies(d, 300, 6144, 4096)]
+    monkeypatch.setattr(tiles, "replace", lambda *args, **options: pytest.fail("another tile"))
+    assert [tiles.choose(d, 301, 6144, 4096), copies.copies(d, 301, 6144, 4096)] == seen
+
+
 def test_weights_are_copied_for_many_tokens() -> None:
     """If they decode slowly; the kernel for it is among those that are built."""
     trellis, fp6 = (decoder_of(spec, "float16") for spec in ("trellis:bits=4", "fp6"))

@@ -285,7 +285,8 @@ def choose(decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile:
     others = [(t, 0.95 if decoder.hidden and t.tokens == 256 else 0.9) for t in shares]
     fewer = (t for t in few(decoder) if 16 <= t.tokens < min(m, 64) and t.split > 1)
     others += [(t, 0.8) for t in fewer if m <= 128 and not piles(t, m, n, chip)]
-    others += [(t, 1.0) for t in suited(shared(decoder), decoder) if 16 < m <= 32]
+    if 16 < m <= 32:
+        others += [(t, 1.0) for t in suited(shared(decoder), decoder)]
     better = [
         t
         for t, part in others
