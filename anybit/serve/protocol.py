@@ -286,9 +286,14 @@ class NamedTool(Request):
     function: NamedFunction
 
 
+# What OpenAI's client reads in an answer's JSON, and sends back beside it; it changes nothing.
+Parsed = Any
+
+
 class Called(Request):
     name: str
     arguments: str
+    parsed_arguments: Parsed = None
 
 
 class ToolCall(Request):
@@ -308,6 +313,7 @@ class ChatMessage(Request):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    parsed: Parsed = None
 
 
 class ChatRequest(Sampling):

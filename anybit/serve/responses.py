@@ -19,6 +19,7 @@ class InputText(protocol.Request):
     text: str
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
+    parsed: protocol.Parsed = None
 
 
 class MessageItem(protocol.Request):
@@ -34,6 +35,7 @@ class CallItem(protocol.Request):
     call_id: str
     name: str
     arguments: str
+    parsed_arguments: protocol.Parsed = None
     id: str | None = None
     status: str | None = None
 

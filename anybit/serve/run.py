@@ -75,5 +75,8 @@ def run(llm: LLM, settings: Settings, listener: socket.socket) -> None:
     # What is loaded stays: collections of garbage would otherwise look at all of it again.
     gc.collect()
     gc.freeze()
-    with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when all has ended
-        Uvicorn(config(llm, settings)).run([listener])
+    try:
+        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when all has ended
+            Uvicorn(config(llm, settings)).run([listener])
+    finally:
+        gc.unfreeze()  # or triton's library calls what is left at the end a leak, in 40 lines

@@ -3,11 +3,12 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import llguidance
 import openai
+import pydantic
 import pytest
 from transformers import AutoTokenizer
 
@@ -323,6 +324,32 @@ def test_responses_with_tools(client: openai.OpenAI) -> None:
     assert "".join(parts) == done.arguments
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         client.responses.create(model="tiny", input="x", previous_response_id="resp_1")
+
+
+class Weather(pydantic.BaseModel):
+    """A place."""
+
+    city: Literal["Rome", "Oslo"]
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client itself
+def test_what_the_client_has_parsed_may_be_sent_back(client: openai.OpenAI) -> None:
+    """Its own objects, and what they are as dicts."""
+    chat: dict = {"model": "tiny", "messages": HI, "temperature": 0}
+    tool = openai.pydantic_function_tool(Weather)
+    form = client.chat.completions.parse(response_format=Weather, **chat).choices[0].message
+    forced: dict = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    called = client.chat.completions.parse(**forced, **chat).choices[0].message
+    assert form.parsed is not None
+    assert called.tool_calls is not None
+    result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "rain"}
+    items = client.responses.parse(model="tiny", input="hi", text_format=Weather).output
+    ways: list[Any] = [lambda it: it, lambda it: it.model_dump()]
+    for way in ways:
+        for again in ([way(form), *HI], [way(called), result]):
+            client.chat.completions.create(**chat | {"messages": [*HI, *again]}, max_tokens=1)
+        sent: Any = [*HI, *map(way, items), *HI]
+        client.responses.create(model="tiny", input=sent, max_output_tokens=1)
 
 
 # Anthropic's Messages.

@@ -1,5 +1,6 @@
 """Nobody blocks anybody: limits of time and size, the tokenizers' threads, and the end."""
 
+import gc
 import json
 import socket
 import threading
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from anybit.cli.app import app as cli
 from anybit.engine.llm import LLM
 from anybit.errors import InvalidInput, Unsupported
-from anybit.serve.run import bind
+from anybit.serve.run import Uvicorn, bind, run
 from anybit.serve.server import Settings
 from anybit.serve.texts import Gone, Job, Words
 from tests.engine.conftest import PICO
@@ -188,6 +189,18 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded() -> None:
         got = CliRunner().invoke(cli, ["serve", "no/such/model", "--port", str(port)])
         assert got.exit_code == 1
         assert "cannot listen" in str(got.exception) + got.output
+
+
+def test_what_was_frozen_while_it_served_is_not_at_the_end(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries would call it leaked."""
+    frozen: list[int] = []
+    monkeypatch.setattr(Uvicorn, "run", lambda *_: frozen.append(gc.get_freeze_count()))
+    with bind("127.0.0.1", 0) as listener:
+        run(LLM(tiny), Settings(("tiny",)), listener)
+    assert frozen[0] > 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_flags_reach_the_server(
