@@ -168,6 +168,8 @@ def lock(handle: int) -> bool:
 
 def check_absent(out: Path, overwrite: bool) -> None:
     """FileExistsError unless `out` is free, or holds a checkpoint that may be overwritten."""
+    if out.is_symlink() and not out.exists():
+        raise FileExistsError(f"{out} is a link to nothing; remove it, or choose another directory")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
