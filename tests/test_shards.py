@@ -7,7 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from anybit.checkpoint.stream import quantize_checkpoint
+from anybit.errors import InvalidInput
 from anybit.files.safetensors import INDEX, WEIGHTS, stored_tensors
+from tests import tiny
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -34,3 +37,18 @@ def test_an_old_index_beside_the_whole(sharded: Path) -> None:
     save_file({"a": torch.full((1,), 4.0)}, sharded / WEIGHTS)
     (sharded / ONE).unlink()
     assert numbers(sharded) == {"a": 4}
+
+
+def test_files_of_other_names(sharded: Path) -> None:
+    (sharded / INDEX).unlink()
+    with pytest.raises(InvalidInput, match=f"neither {WEIGHTS} nor {INDEX}, only {ONE}; rename it"):
+        stored_tensors(sharded)
+
+
+def test_an_adapter_beside_a_model(tmp_path: Path) -> None:
+    """transformers would add it, and what reads the model's files alone would not."""
+    dense = tiny.dense(tmp_path / "dense")
+    (dense / "adapter_config.json").write_text("{}")
+    with pytest.raises(InvalidInput, match=r"adapter_config\.json lies beside the model"):
+        quantize_checkpoint(dense, tmp_path / "out", "int8")
+    assert {path.name for path in tmp_path.iterdir()} == {"dense"}

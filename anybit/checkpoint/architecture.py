@@ -26,6 +26,7 @@ WIDTHS = (
     # Not numbers of tensors: some lie in one, and dense models may state experts they do not have.
     "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
 )  # fmt: skip
+ADAPTER = "adapter_config.json"
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 MOST_POSITIONS = 1 << 31
 # A model may have more tensors than its files: merged ones are taken apart, some are computed.
@@ -91,6 +92,11 @@ def model_class(source: Path, stored: Mapping[str, Stored] | None = None) -> tup
         raise InvalidInput(
             f"{source}: config.json: transformers_weights is {own!r}; only {WEIGHTS} and shards "
             "with an index are read: rename the file, and remove the entry"
+        )
+    if (source / ADAPTER).is_file():
+        raise InvalidInput(
+            f"{source}: {ADAPTER} lies beside the model, and transformers would add that adapter "
+            "to it; merge it into the model, or move it into a directory of its own"
         )
     names = raw.get("architectures") or [""]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

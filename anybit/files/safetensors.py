@@ -124,7 +124,13 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
                     f"{directory / file}: has no tensor {name!r}, which the index names"
                 )
         return {n: t for f, own in found.items() for n, t in own.items() if where.get(n) == f}
-    others = [p.name for p in sorted(directory.iterdir()) if p.suffix in OTHER_WEIGHTS]
+    files = sorted(directory.iterdir())
+    if named := [p.name for p in files if p.suffix == ".safetensors"]:
+        raise InvalidInput(
+            f"{directory} has neither {WEIGHTS} nor {INDEX}, only {named[0]}; rename it if it "
+            "holds the whole model as transformers names tensors"
+        )
+    others = [p.name for p in files if p.suffix in OTHER_WEIGHTS]
     if others and others[0].endswith(".gguf"):
         raise InvalidInput(
             f"{directory} has no safetensors, only {others[0]}; give the path of that file"

@@ -311,7 +311,8 @@ def plan_conversion(found: Opened, shard_bytes: int, to: str | None = None) -> C
     where = places(found.names, layers.keys() | weights)
     names = {where.get(name, Place(name, name)): name for name, _ in model.named_modules()}
     own = {place.stored: model.get_submodule(name) for place, name in names.items()}
-    dropped = dict.fromkeys(name for name in stored if name.endswith(KV_SCALES))
+    scales = [name for name in stored if name.endswith(KV_SCALES)]
+    dropped = {n: None for n in scales if found.names.in_model(n)[0] not in found.names.state}
     for name, layer in layers.items():
         module = own.get(name)
         if module is None and ".experts." not in name and made_into_others(found.names, name):
@@ -338,7 +339,8 @@ def plan_conversion(found: Opened, shard_bytes: int, to: str | None = None) -> C
     coded = [name for place, name in names.items() if place.stored in layers]
     others = [name for name, layer in layers.items() if layer.reason == OTHERS]
     unexpected = tuple(name for name in layers if name not in own and name not in others)
-    kept = [*dense, *(f"{name}.weight" for name in others)]
+    kept = [name for name in dense if name not in dropped]
+    kept += [f"{name}.weight" for name in others]
     lost = missing(found.names, model, kept, coded)
     if any(".experts." in name for name in unexpected):  # vLLM may have such layers
         lost = [name for name in lost if ".experts." not in name]
