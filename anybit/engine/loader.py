@@ -24,6 +24,7 @@ from anybit.nn.linear import Keep
 from anybit.nn.model import quantized_layers
 from anybit.nn.plan import Plan, Spec, plan_of
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 MODELS = {
     "LlamaForCausalLM": "llama.Llama",
     "MistralForCausalLM": "mistral.Mistral",
@@ -143,9 +144,6 @@ def load(
     tokenizer = AutoTokenizer.from_pretrained(directory) if has_tokenizer else None
     eos = end_tokens(directory, config)
     return Loaded(model, tokenizer, config, eos, dtype, quantized, size, plan)
-
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 @torch.inference_mode()
