@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import weakref
 from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -244,6 +245,15 @@ def test_a_released_layer_multiplies_and_says_what_it_cannot(spec, monkeypatch):
     for use in (model.state_dict, lambda: model.to("meta"), q.dequantize, q.prepare):
         with pytest.raises(RuntimeError, match=r"release\(\) has dropped .* load"):
             use()
+
+
+def test_a_released_layer_frees_its_codes():
+    layer = anybit.quantize_(torch.nn.Linear(64, 64), "int8")
+    layer.prepare(torch.float32)
+    codes = weakref.ref(layer.codes8)
+    layer.release()
+    assert layer.released
+    assert codes() is None
 
 
 def test_layers_of_the_reference_keep_what_they_multiply():

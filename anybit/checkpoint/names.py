@@ -341,8 +341,10 @@ def layout(stored: Mapping[str, Stored], model: Any, wanted: Callable[[str], boo
             continue
         conversion = Conversion(converter, first, sources, model)
         each = {t: Converted(t, conversion, tuple(names.state[t].shape)) for t in targets}
-        if first in experts and first.rpartition(".")[0] in apart:
-            place(cut(first, each[first], experts[first]))
+        if any(target.rpartition(".")[0] in apart for target in targets):
+            for target, one in each.items():  # of text and of images, say
+                split = target.rpartition(".")[0] in apart
+                place(cut(target, one, experts[target]) if split else {target: one})
         elif any(wanted(target) for target in targets):
             out |= each
             in_model |= {target: target for target in targets}

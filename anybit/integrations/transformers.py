@@ -292,7 +292,7 @@ def new_layers(model: "PreTrainedModel") -> set[str]:
     saved = getattr(transformers, names[0], None)
     if not isinstance(saved, type) or not issubclass(saved, transformers.PreTrainedModel):
         return set()
-    if saved is type(model) or not isinstance(model.config, saved.config_class):
+    if saved is type(model) or not isinstance(model.config, saved.config_class or ()):
         return set()
     with torch.device("meta"):
         known = {name for name, _ in saved(model.config).named_modules()}

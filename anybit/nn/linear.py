@@ -177,7 +177,7 @@ class QuantLinear(nn.Module):
             self.prepared = None  # the first call knows what to decode to
         else:
             self.prepared = kernels.prepare(packed, self.activation, dtype, decoded)
-        self.prepared_of = tuple(self._buffers.values())
+        self.prepared_of = () if self.prepared is None else tuple(self._buffers.values())
         return self
 
     def _may_decode(self, dtype: torch.dtype, device: torch.device) -> bool:
@@ -249,7 +249,7 @@ class QuantLinear(nn.Module):
         if self.prepared is None and self.packed.planes[0].device.type != "meta":
             self.prepare()  # the contents were loaded and not yet used
         if self.prepared is not None and get_backend(self.backend).own_layout:
-            self.released = True
+            self.released, self.prepared_of = True, ()
             for name in self.names:
                 if name not in LAYER:
                     del self._buffers[name]
@@ -286,7 +286,7 @@ class QuantLinear(nn.Module):
             )
         tracing = torch.compiler.is_compiling()
         others = self._holds_others()
-        if in_transform() or (tracing and others):
+        if isinstance(input, Tensor) and (in_transform() or (tracing and others)):
             return self._in_torch(x)
         if tracing:
             self._prepare_while_tracing(dtype)
@@ -357,7 +357,7 @@ class QuantLinear(nn.Module):
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if not self.released:
-            self.prepared = None
+            self.prepared, self.prepared_of = None, ()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         _ = self.packed  # raises when there is nothing to save
