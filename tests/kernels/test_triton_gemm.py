@@ -13,6 +13,7 @@ from anybit.core.groups import groups_of
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.kernels import reference, registry
+from anybit.kernels.backend import LayerSpec
 from anybit.kernels.triton.tiles import Tile
 from anybit.nn import op as ops
 from anybit.nn.linear import QuantLinear
@@ -284,3 +285,11 @@ def test_compile_and_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         x.copy_(torch.randn_like(x))
         graph.replay()
         assert torch.equal(y, layer(x))
+
+
+@pytest.mark.parametrize("v", [3, 6])
+def test_vectors_that_are_no_power_of_two_are_refused(v: int) -> None:
+    """Triton has no tiles of so many columns; on a GPU, compiling would fail."""
+    packed = quantize_tensor(torch.randn(16, 20 * v, device=DEVICE), f"codebook:m=1,v={v},b=4")
+    why = backend.refuse(LayerSpec.of(packed, None, torch.float16))
+    assert why == f"vectors of {v} weights make tiles of columns that are no power of two"

@@ -36,6 +36,8 @@ def refuse(layer: LayerSpec) -> str | None:
         return "triton is not installed; pip install 'anybit[gpu]'"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
         return f"needs a GPU of sm_80 or later, not {torch.cuda.get_device_name(device)}"
+    if fmt.width & (fmt.width - 1):
+        return f"vectors of {fmt.width} weights make tiles of columns that are no power of two"
     if fmt.code_count(shape[1]) * shape[0] >= MOST_CODES:
         return f"its kernels count words in 32 bits, too few for a weight of {shape}"
     return None
