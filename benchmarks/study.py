@@ -97,7 +97,8 @@ class Work:
         samples: int,
     ):
         self.texts: dict[str, Tensor] = {}
-        for name in ("hopper", "triton", "cpu"):  # the definition, in calibration too
+        for name in ("hopper", "mma", "triton", "native", "cpu"):
+            # What is left is the definition, in calibration too.
             BACKENDS.pop(name, None)
         torch.set_num_threads(1)  # processes share the cores
         self.folder, self.device, self.steps, self.samples = folder, device, steps, samples
