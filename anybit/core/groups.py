@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from anybit.errors import InvalidInput
+
 HALF_NORMAL = (2.0**-14, 65504.0)  # the normal range of fp16
 
 
@@ -29,9 +31,16 @@ def store_scale(scale: Tensor, zeros: float = 1) -> Tensor:
     Args:
         scale: 0 for groups of zeros.
         zeros: What those get: 0 where no code stands for the weight 0, so that the scale must.
+
+    Raises:
+        InvalidInput: A scale is infinite.
     """
     some = torch.where(scale == 0, 1.0, scale)
     low, high = some.abs().aminmax()
+    if not high.isfinite():
+        raise InvalidInput(
+            "weights are so large that a scale overflows float32; repair the checkpoint"
+        )
     fits = low >= HALF_NORMAL[0] and high <= HALF_NORMAL[1]
     some = some if zeros == 1 else torch.where(scale == 0, zeros, scale)
     return some.to(torch.float16 if fits else torch.bfloat16)

@@ -92,14 +92,14 @@ class Codebook(Format):
         if self.uniform:
             scale = Integer(self.uniform, self.group).fit(w)["scale"]
             return {"scale": scale, "codebook": self.integers().to(w.device)}
-        scale = store_scale(groups_of(w, self.group).square().mean(-1).sqrt_())
+        scale = store_scale(groups_of(w, self.group).square().mean(-1).sqrt_(), zeros=0)
         random = torch.Generator().manual_seed(0)  # on the CPU: the same sample on every device
         count = w.numel() // self.v
         if count > SAMPLE:
             at = torch.randint(count, (SAMPLE,), generator=random).to(w.device)
         else:
             at = torch.arange(count, device=w.device)
-        factor = scale.float().flatten()[at // (count // scale.numel())]
+        factor = divisor(scale).flatten()[at // (count // scale.numel())]
         vectors, weight = w.reshape(-1, self.v)[at] / factor[:, None], factor.square()
         books = []
         for _ in range(self.m):

@@ -5,14 +5,16 @@ saved by itself. Without the formats in its config.json, such a checkpoint would
 random weights, and no more than a warning.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 from transformers import modeling_utils
 
 from anybit.checkpoint.names import codes_as_they_are
-from anybit.nn.model import plan_in, quantized_layers, record
-from anybit.nn.plan import METHOD
+from anybit.nn.model import plan_in, quantized_layers
+from anybit.nn.plan import METHOD, quantization_config
 
 
 def register() -> None:
@@ -26,16 +28,32 @@ def register() -> None:
     def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
         if getattr(self, "peft_config", None):  # of which it writes the adapters alone
             return plain(self, *args, **options)
-        if any(True for _ in quantized_layers(self)):
-            record(self, plan_in(self))
-            with codes_as_they_are(self):
-                return plain(self, *args, **options)
-        if method_of(self.config) == METHOD:
-            record(self, None)
-        return plain(self, *args, **options)
+        plan = plan_in(self) if dict(quantized_layers(self)) else None
+        with stated(self.config, plan), codes_as_they_are(self):
+            return plain(self, *args, **options)
 
     save_pretrained.of_anybit = True  # type: ignore[attr-defined]
     kind.save_pretrained = save_pretrained
+
+
+@contextmanager
+def stated(config: Any, plan: dict[str, str | None] | None) -> Iterator[None]:
+    """A configuration that states a plan, or none of anybit's; afterwards it is as it was.
+
+    A part of a model has the configuration of the whole.
+    """
+    before = getattr(config, "quantization_config", None)
+    if plan is not None:
+        config.quantization_config = quantization_config(plan)
+    elif method_of(config) == METHOD:
+        del config.quantization_config
+    try:
+        yield
+    finally:
+        if before is not None:
+            config.quantization_config = before
+        elif hasattr(config, "quantization_config"):
+            del config.quantization_config
 
 
 def method_of(config: Any) -> Any:

@@ -126,7 +126,7 @@ class QuantLinear(nn.Module):
             shape, dtype, kept[0].device, lambda: self.dequantize(dtype), self.multiply
         )
 
-    # Models ask for it while they are loaded, when it does nothing; else it writes to the weight.
+    # Models call it while they are loaded, when it does nothing; else writing to `weight` raises.
     reset_parameters = nn.Linear.reset_parameters
 
     def multiply(self, factor: float) -> None:
@@ -180,6 +180,10 @@ class QuantLinear(nn.Module):
         self.prepared_of = () if self.prepared is None else tuple(self._buffers.values())
         return self
 
+    def unprepare(self) -> None:
+        """Drop the layout; the next call makes it anew."""
+        self.prepared, self.prepared_of = None, ()
+
     def _may_decode(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether a decoded copy may be held."""
         if self.keep != "auto":
@@ -220,7 +224,8 @@ class QuantLinear(nn.Module):
         """Whether buffers are other tensors than those that the layout was made from.
 
         torch.func.functional_call and nn.DataParallel put others there. So do accelerate's hooks
-        and torch.export, but with the same contents.
+        and torch.export, which are taken to put the same contents there.
+        Compiled code asks in vain before torch 2.13.
         """
         if self.released or "_hf_hook" in vars(self) or torch.compiler.is_exporting():
             return False
@@ -332,6 +337,8 @@ class QuantLinear(nn.Module):
         prepared = self.prepared
         if prepared and device.type != "meta" and device != prepared.layout[0].device:
             self.prepare()
+        elif self._holds_others():
+            self.unprepare()
         return self
 
     def _moved(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> Any:
@@ -357,7 +364,7 @@ class QuantLinear(nn.Module):
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if not self.released:
-            self.prepared, self.prepared_of = None, ()
+            self.unprepare()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         _ = self.packed  # raises when there is nothing to save
@@ -380,16 +387,22 @@ def linear(
 
 def autocast(x: Tensor) -> Tensor:
     """x as torch's own linear layers take it inside torch.autocast."""
-    kind, eligible = x.device.type, x.dtype in FLOATS and x.dtype != torch.float64
-    if x.is_meta or not eligible or not torch.is_autocast_enabled(kind):
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return x
-    return x.to(torch.get_autocast_dtype(kind))
+    eligible = x.dtype in FLOATS and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if eligible else x
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func, or a forward gradient, is being computed."""
+    return forward_ad._current_level >= 0 or in_func_transform()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def in_transform() -> bool:
-    """Whether a transform of torch.func, or a forward gradient, is being computed."""
-    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+def in_func_transform() -> bool:
+    """Whether a transform of torch.func is being computed; compiled code has a guard for that."""
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -419,7 +432,7 @@ def check_real(w: Tensor, name: str) -> None:
 
 
 def check_finite(w: Tensor, name: str) -> None:
-    """Raise InvalidInput when a weight holds NaN, inf, or numbers too large to be squared."""
+    """Raise InvalidInput when a weight holds NaN or inf."""
     if not w.is_floating_point():
         return
     if w.itemsize not in (2, 4):
@@ -427,10 +440,9 @@ def check_finite(w: Tensor, name: str) -> None:
     # The sum of squares is finite only if all are: one pass, no temporary of w's size.
     if not torch.isfinite(torch.linalg.vector_norm(w, 2, dtype=torch.float32)):
         bad = (~torch.isfinite(w)).nonzero()
-        found = f"{len(bad)} values are NaN or inf"
-        if not len(bad):
-            bad = (w.abs() == w.abs().max()).nonzero()
-            found = f"values of up to {w.abs().max():.2g} have squares that overflow float32"
-        raise InvalidInput(
-            f"{name}: {found}, the first at {tuple(bad[0].tolist())}; repair the checkpoint"
-        )
+        if len(bad):
+            at = tuple(bad[0].tolist())
+            raise InvalidInput(
+                f"{name}: {len(bad)} values are NaN or inf, the first at {at}; "
+                "repair the checkpoint"
+            )

@@ -159,14 +159,15 @@ def run(operator: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
 def watched(x: Tensor) -> bool:
     """Whether anything in torch may look at operators on x.
 
-    A trace, a gradient, a mode, or a tensor of another kind. Layers do without operators in
-    transforms of `torch.func` and forward gradients.
+    A trace, a profile, a gradient, a mode, or a tensor of another kind. Layers do without operators
+    in transforms of `torch.func` and forward gradients.
     """
     return (
         torch.compiler.is_compiling()
         or type(x) is not Tensor
         or torch.is_grad_enabled()
         or torch._C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
     )

@@ -8,7 +8,7 @@ depend on who was last.
 """
 
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -343,7 +343,7 @@ def launch(
     )  # fmt: skip
 
 
-@cache
+@lru_cache(4096)
 def planned(
     layout: Layout, tile: Tile, dtype: torch.dtype, device: torch.device, m: int, n: int, k: int
 ) -> Plan:

@@ -39,7 +39,8 @@ def forget_dtypes(modules: Iterable[nn.Module]) -> None:
     """Quantized layers choose a kernel anew when they are called, since the model may be cast."""
     for module in modules:
         if isinstance(module, QuantLinear):
-            module.dtype = module.prepared = None
+            module.dtype = None
+            module.unprepare()
 
 
 @contextmanager
