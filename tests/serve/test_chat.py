@@ -13,14 +13,11 @@ import pydantic
 import pytest
 from transformers import AutoTokenizer
 
-from anybit.engine.llm import LLM, Completion
+from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput
 from anybit.serve import protocol
-from anybit.serve.answers import Block, Text
 from anybit.serve.conversation import Dialect
-from anybit.serve.messages import shown
-from anybit.serve.reading import Plain
 from anybit.serve.texts import Job, Words
 from anybit.serve.tools import FAMILIES
 from tests.engine.conftest import random_model
@@ -434,20 +431,6 @@ def test_a_message_that_a_template_changes_is_not_continued(model: Path) -> None
     job = Job(llm, Words(llm.tokenizer), threading.Event())
     with pytest.raises(InvalidInput, match="changes the assistant's last message"):
         Dialect(llm).prepare(body, SamplingParams(), job)
-
-
-def finish(arguments: str, stop_reason: int | str | None) -> str | None:
-    completion = Completion(0, finish="stop", stop_reason=stop_reason)
-    return Text(completion, Plain(), [Block("call", arguments, "id", "get")]).finish
-
-
-def test_only_a_stop_string_cuts_a_call() -> None:
-    assert finish('{"a": 1}', None) == finish('{"a": 1}', "x") == "tool_calls"
-    assert finish('{"a": "\n"}', "x") == finish("{'a': 1}", None) == "tool_calls"
-    assert finish("{'a': 1}", 7) == finish("[" * 100_000, None) == "tool_calls"
-    assert finish('{"a', "x") == finish("[" * 100_000, "x") == "stop"
-    assert shown(Block("call", '{"a": "\n"}'))["input"] == {"a": "\n"}
-    assert shown(Block("call", "[" * 100_000))["input"] == {}
 
 
 def test_formats_of_responses(talking: Live) -> None:

@@ -1,0 +1,20 @@
+"""How an answer is put together, without a server."""
+
+from anybit.engine.llm import Completion
+from anybit.serve.answers import Block, Text
+from anybit.serve.messages import shown
+from anybit.serve.reading import Plain
+
+
+def finish(arguments: str, stop_reason: int | str | None) -> str | None:
+    completion = Completion(0, finish="stop", stop_reason=stop_reason)
+    return Text(completion, Plain(), [Block("call", arguments, "id", "get")]).finish
+
+
+def test_only_a_stop_string_cuts_a_call() -> None:
+    assert finish('{"a": 1}', None) == finish('{"a": 1}', "x") == "tool_calls"
+    assert finish('{"a": "\n"}', "x") == finish("{'a': 1}", None) == "tool_calls"
+    assert finish("{'a': 1}", 7) == finish("[" * 100_000, None) == "tool_calls"
+    assert finish('{"a', "x") == finish("[" * 100_000, "x") == "stop"
+    assert shown(Block("call", '{"a": "\n"}'))["input"] == {"a": "\n"}
+    assert shown(Block("call", "[" * 100_000))["input"] == {}
