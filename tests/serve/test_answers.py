@@ -1,6 +1,10 @@
 """How an answer is put together, without a server."""
 
+import pytest
+
 from anybit.engine.llm import Completion
+from anybit.engine.structured import Structured
+from anybit.errors import InvalidInput
 from anybit.serve.answers import Block, Text
 from anybit.serve.messages import shown
 from anybit.serve.reading import Plain
@@ -18,3 +22,9 @@ def test_only_a_stop_string_cuts_a_call() -> None:
     assert finish('{"a', "x") == finish("[" * 100_000, "x") == "stop"
     assert shown(Block("call", '{"a": "\n"}'))["input"] == {"a": "\n"}
     assert shown(Block("call", "[" * 100_000))["input"] == {}
+
+
+def test_half_a_character_is_no_pattern() -> None:
+    for wrong in (Structured(regex="\ud800"), Structured(choice=["a", "\ud800"])):
+        with pytest.raises(InvalidInput, match="a text holds half of a surrogate pair"):
+            wrong.source()
