@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from anybit.errors import Unsupported
 from anybit.kernels import cpu
 from anybit.measure import bench, report, timing
 from anybit.measure.bench import Case, Layer, Row
@@ -449,3 +450,11 @@ def test_products_of_experts_are_checked_in_either_order(experts, by_token, wron
 
 
 # The run over the weights of many models.
+
+
+def test_a_layer_that_does_not_fit_is_refused_where_memory_can_be_asked(monkeypatch):
+    monkeypatch.setattr(bench, "free_bytes", lambda device: 10**9)
+    with pytest.raises(Unsupported, match="1 GB are free"):
+        bench.check_memory([(1 << 14, 1 << 14)], [1], CPU)
+    monkeypatch.setattr(bench, "free_bytes", lambda device: None)
+    bench.check_memory([(1 << 14, 1 << 14)], [1], CPU)

@@ -193,15 +193,22 @@ def test_usage_errors_exit_with_2() -> None:
         (["quantize", PICO, "--format", "int4", "-o", "x", "--samples", 3], "without --calibrate"),
         (["plan", PICO, "--bits", 4.5, "--length", 3], "without --calibrate"),
         (["plan", "--roofline", "64x64", "--bits", 4.5], "with --roofline"),
-        (["plan", "--roofline", "64x64", "--candidates", "int4;"], "a name is empty"),
-        (["plan", "--roofline", "64x64", "--candidates", ""], "a name is empty"),
-        (["demo", "--formats", ";"], "a name is empty"),
+        (["plan", "--roofline", "64x64", "--candidates", ";"], "names nothing"),
+        (["plan", "--roofline", "64x64", "--candidates", ""], "names nothing"),
+        (["plan", PICO, "--bits", 4.5, "--candidates", ""], "names nothing"),
+        (["demo", "--formats", ";"], "names nothing"),
         (["eval", PICO, "--limit", 3], "without --tasks"),
-        (["eval", PICO, "--tasks", "", "--text", "x"], "with --tasks"),
+        (["eval", PICO, "--tasks", "a", "--text", "x"], "with --tasks"),
+        (["eval", PICO, "--tasks", ""], "names nothing"),
         (["generate", PICO, "x", "--seed", 2**70], "--seed"),
     ):
         assert message in run(*ignored, code=2)[1]
     assert "--bits 4.5, or --latency-us" in run("plan", PICO, code=2)[1]
+
+
+def test_empty_names_and_defaults_are_no_mistakes() -> None:
+    stdout, _ = run("plan", "--roofline", "64x64", "--candidates", "int4;", "--head", "int8")
+    assert "int4" in stdout
 
 
 def test_a_plan_is_of_a_dense_model(fp6: Path) -> None:
@@ -275,7 +282,8 @@ def test_an_output_goes_where_a_link_leads(tmp_path: Path, monkeypatch: pytest.M
         assert Path(name).is_symlink()
     assert sorted(path.parent.name for path in disk.rglob("config.json")) == ["absent", "empty"]
     assert "loop" in run("quantize", PICO, "--format", "int4", "-o", "loop", code=1)[1]
-    monkeypatch.setattr(Path, "is_mount", lambda self: self == disk)
+    disk = disk.resolve()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == disk)
     _, stderr = run("quantize", PICO, "--format", "int4", "-o", disk, code=1)
     assert f"it is a mount point; choose a new directory, such as {disk / 'model'}" in stderr
 
@@ -291,13 +299,15 @@ def test_what_a_terminal_cannot_show_is_escaped() -> None:
 def test_chat_goes_on_after_what_the_template_refuses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    template = "{% if 'no' in messages[-1].content %}{{ raise_exception('Never') }}{% endif %}x"
+    template = "{% if 'no' in messages[-1].content %}{{ raise_exception('Never') }}{% endif %}"
+    template += "{% if 'odd' in messages[-1].content %}{{ 1 // 0 }}{% endif %}x"
     shutil.copytree(PICO, tmp_path / "pico")
     (tmp_path / "pico" / "chat_template.jinja").write_text(template)
-    asked = iter(["no", "caf\udce9", "yes"])
+    asked = iter(["no", "caf\udce9", "odd", "yes"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(asked, None) or exit_chat())
     stdout, stderr = run("chat", tmp_path / "pico", "--max-tokens", 2)
-    assert "error: Never" in stderr
+    assert "error: TemplateError: Never" in stderr
+    assert "error: ZeroDivisionError" in stderr
     assert "[2 tokens" in stdout
 
 

@@ -1,5 +1,6 @@
 """Directories that one run holds at a time."""
 
+import errno
 import os
 import threading
 from contextlib import suppress
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from anybit.errors import InvalidInput
-from anybit.files.directory import held
+from anybit.files.directory import destination, held, new_directory
 
 BUSY = "another run is writing into .*work; wait for its end"
 
@@ -83,3 +84,37 @@ def test_a_file_in_its_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "work").touch()
     with pytest.raises(FileExistsError, match="work"), held(tmp_path / "work"):
         pass
+
+
+def test_what_cannot_be_replaced_leaves_the_finished_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bind mount of the same file system looks like any directory until it is renamed."""
+    out, rename = tmp_path / "out", os.rename
+    out.mkdir()
+
+    def stuck(source: Path, target: Path) -> None:
+        if Path(source) == out:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", stuck)
+    with (
+        pytest.raises(InvalidInput, match="cannot be replaced") as caught,
+        new_directory(out, True, 0) as temporary,
+    ):
+        (temporary / "model").touch()
+    assert str(temporary) in str(caught.value)
+    assert (temporary / "model").is_file()
+    assert out.is_dir()
+
+
+def test_a_path_stays_as_given_without_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tmp_path.resolve()
+    monkeypatch.chdir(real)
+    Path("link").symlink_to("target")
+    assert destination("out/a") == Path("out/a")
+    assert destination("link/a") == real / "target" / "a"
+    assert destination("out/..") == destination(".") == real

@@ -103,7 +103,7 @@ class Rewrite(ABC):
 def check_paths(source: Path, out: Path, overwrite: bool) -> None:
     """Raise FileExistsError or InvalidInput when `out` cannot be written from `source`."""
     check_absent(out, overwrite)
-    if Path(os.path.realpath(source)).is_relative_to(out):
+    if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(out)):
         raise InvalidInput(f"{out} would replace its own source {source}; choose another directory")
 
 

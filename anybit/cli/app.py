@@ -126,9 +126,7 @@ def quantize(
     from anybit.nn.plan import plan_from, read_plan
 
     chosen = read_plan(plan) if plan else plan_from(formats or [])
-    text = None
-    if calibrate is not None:
-        text = calibration_of(calibrate, samples, length, kv_scales)
+    text = None if calibrate is None else calibration_of(calibrate, samples, length, kv_scales)
     typer.echo(quantize_directory(model, out, chosen, method, text, overwrite))
 
 
@@ -238,6 +236,7 @@ def plan(
     choice. Without text it goes by the errors of the weights, as if all layers mattered alike. With
     --roofline it prints what the cost model (LiquidGEMM, section 3) says of a layer instead.
     """
+    chosen_formats = listed(candidates, "--candidates")
     if roofline is not None:
         from anybit.measure.roofline import show
 
@@ -245,8 +244,7 @@ def plan(
             raise typer.BadParameter("takes no MODEL", param_hint="--roofline")
         ignored = ("calibrate", "bits", "latency_us", "head", "samples", "length", "out")
         no_effect(context, "with --roofline", *ignored)
-        chosen_formats = listed(candidates, "--candidates", ()) or None
-        typer.echo(show(device, roofline, chosen_formats, measured, plot))
+        typer.echo(show(device, roofline, chosen_formats or None, measured, plot))
         return
     no_effect(context, "without --roofline", "measured")
     if model is None:
@@ -272,7 +270,7 @@ def plan(
         None if calibrate is None else calibration_of(calibrate, samples, length),
         bits,
         seconds=None if latency_us is None else latency_us * 1e-6,
-        candidates=listed(candidates, "--candidates", CANDIDATES),
+        candidates=chosen_formats or CANDIDATES,
         device=device,
         head=None if head == "none" else head,
     )
@@ -320,22 +318,19 @@ def evaluate(
 
     Tasks that need no network: python_next_line, python_parses, python_docstring.
     """
-    if tasks is None:
+    chosen_tasks = listed(tasks, "--tasks", separator=",")
+    if not chosen_tasks:
         no_effect(context, "without --tasks", "limit", "batch", "run_code", "plot")
     else:
         no_effect(context, "with --tasks", "text", "tokens")
     say(f"loading {model}" + (f" and {against}" if against else ""))
     check_outputs(json_file, plot)
-    if tasks is not None:
+    if chosen_tasks:
         from anybit.evaluate import harness
 
         models = [model] if against is None else [model, against]
         results = harness.run_tasks(
-            models,
-            [name.strip() for name in tasks.split(",")],
-            limit=limit,
-            batch=batch,
-            run_code=run_code,
+            models, chosen_tasks, limit=limit, batch=batch, run_code=run_code
         )
         typer.echo(harness.table(results))
         if json_file:

@@ -60,21 +60,25 @@ def check_outputs(file: Path | None, plot: Path | None) -> None:
         check_picture(plot)
 
 
-def listed(text: str | None, flag: str, default: Sequence[str]) -> list[str]:
-    """What an option names, separated by ';'; the default without the option."""
+def listed(
+    text: str | None, flag: str, default: Sequence[str] = (), separator: str = ";"
+) -> list[str]:
+    """What an option names; the default without the option."""
     if text is None:
         return [*default]
-    found = [part.strip() for part in text.split(";")]
-    if not all(found):
-        raise typer.BadParameter("a name is empty; leave it, or the option, out", param_hint=flag)
+    found = [part.strip() for part in text.split(separator) if part.strip()]
+    if not found:
+        raise typer.BadParameter("names nothing; leave the option out", param_hint=flag)
     return found
 
 
 def no_effect(context: typer.Context, why: str, *names: str) -> None:
-    """Refuse options that were given and would be ignored."""
-    for param in context.command.params:
-        source = context.get_parameter_source(param.name or "")
-        if param.name in names and source is not None and source.name == "COMMANDLINE":
+    """Refuse options that were given another value than their default, and would be ignored."""
+    params = {param.name: param for param in context.command.params}
+    for name in names:
+        param, source = params[name], context.get_parameter_source(name)
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and context.params[name] != param.get_default(context):
             raise typer.BadParameter(f"has no effect {why}", param_hint=param.opts[0])
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from anybit.engine import int4
 from anybit.engine.fused import compiled, rms_norm
+from anybit.kernels.backend import has_triton
 
 INT8_LARGEST = 127.0
 # Tokens of a prompt from which torch's attention takes half the time of our kernel (2 prompts of
@@ -42,17 +42,17 @@ class Batch:
     # What layers ask for, once for all of them.
 
     @cached_property
-    def single(self) -> "Texts":
+    def single(self) -> "Part":
         """The sequences with one token."""
         n = self.decodes
-        return Texts(self.tables[:n], self.contexts[:n], self.starts[: n + 1], 1)
+        return Part(self.tables[:n], self.contexts[:n], self.starts[: n + 1], 1)
 
     @cached_property
-    def several(self) -> "Texts":
+    def several(self) -> "Part":
         """The others."""
         n = self.decodes
         longest = max(self.queries[n:], default=0)
-        return Texts(self.tables[n:], self.contexts[n:], self.starts[n:], longest)
+        return Part(self.tables[n:], self.contexts[n:], self.starts[n:], longest)
 
     @cached_property
     def whole(self) -> bool:
@@ -61,7 +61,7 @@ class Batch:
         return all(q == length and q >= LONG for q, length in pairs)
 
 
-class Texts(NamedTuple):
+class Part(NamedTuple):
     """Some of a step's sequences; see `Batch`. longest: the most tokens of one in this step."""
 
     tables: Tensor
@@ -212,7 +212,7 @@ class LayerCache:
 
 def usable(cache: Tensor) -> bool:
     """Whether Triton's kernels can work on a cache."""
-    if cache.device.type != "cuda" or find_spec("triton") is None:
+    if cache.device.type != "cuda" or not has_triton():
         return False
     from anybit.kernels.triton.attention import refuse
 
@@ -260,7 +260,8 @@ def attention(
         out, n = torch.empty_like(q), batch.decodes
         if n:
             kernels.attend(q[:n], planes, *batch.single, *how, out=out[:n], sinks=sinks)
-        if whole_prompts(batch, scores):
+        # Torch's kernels are faster for whole prompts.
+        if batch.whole and scores.window is None and scores.sinks is None:
             prompts(q, cache, batch, scores, out)
         elif len(batch.queries) > n:
             kernels.attend(q, planes, *batch.several, *how, out=out, sinks=sinks)
@@ -295,8 +296,7 @@ def on_cpu(
     q = kernels.write(qkv, planes, rope, batch.positions, batch.slots, heads, norms)
     n, how = batch.decodes, (scores.scale, scores.window, scores.softcap, scores.sinks)
     longest = batch.tables.shape[1] * cache.k.shape[2]
-    tables, contexts, _, _ = batch.single
-    first = kernels.attend(q[:n], planes, tables, contexts, longest, *how)
+    first = kernels.attend(q[:n], planes, batch.single.tables, batch.single.contexts, longest, *how)
     if n == len(batch.queries):
         return first
     out = torch.empty_like(q)
@@ -330,11 +330,6 @@ def prompts(q: Tensor, cache: LayerCache, batch: Batch, scores: Scores, out: Ten
         stop = start + batch.queries[i]
         out[start:stop] = prefill(q[start:stop], cache, batch, i, scores)
         start = stop
-
-
-def whole_prompts(batch: Batch, scores: Scores) -> bool:
-    """Whether all prompts of a step are long and begin in it: torch's kernels are faster there."""
-    return scores.window is None and scores.sinks is None and batch.whole
 
 
 def decode(q: Tensor, cache: LayerCache, batch: Batch, scores: Scores) -> Tensor:

@@ -9,25 +9,19 @@ quantized once, in the same kernel. So do products that it wants rotated.
 
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybit.kernels.backend import Activations
+from anybit.kernels.backend import Activations, has_triton
 
 
 @cache
 def module(name: str) -> Any:
     """A module of kernels; looking one up anew would take longer than a kernel's arguments do."""
     return import_module(f"anybit.kernels.{name}")
-
-
-@cache
-def has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def usable(x: Tensor) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.errors import InvalidInput, Unsupported
+from anybit.errors import InvalidInput, Unsupported, check_text
 
 KEPT = 64  # compiled grammars that are kept for the next request
 # Models that have nothing to say write white space for ever where a grammar lets them.
@@ -59,6 +59,9 @@ class Structured:
         """The grammar in llguidance's notation."""
         from llguidance import LLMatcher, grammar_from
 
+        for text in (self.json, self.regex, self.grammar, *(self.choice or ())):
+            if isinstance(text, str):
+                check_text(text)
         if self.regex is not None:
             return LLMatcher.grammar_from_regex(self.regex)
         if self.grammar is not None:

@@ -94,8 +94,16 @@ def dense_config(source: Path) -> dict[str, Any]:
 
 
 def destination(out: str | os.PathLike[str]) -> Path:
-    """Where a directory goes that a user calls `out`: the place of a link's target, not its own."""
-    return Path(os.path.realpath(out))
+    """Where a directory goes that a user calls `out`: the place of a link's target, not its own.
+
+    Without links (and `..`) it is the path as it was given, which reports then show.
+    """
+    given, real = Path(out), Path(os.path.realpath(out))
+    return given if given.name and given.absolute() == real else real
+
+
+class Unmoved(InvalidInput):
+    """A finished directory lies beside its place, which cannot be replaced."""
 
 
 @contextmanager
@@ -109,6 +117,8 @@ def new_directory(out: Path, overwrite: bool, needed: int) -> Iterator[Path]:
     try:
         yield temporary
         move_directory(temporary, out)
+    except Unmoved:  # it says where the finished directory is
+        raise
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if is_disk_full(error):
@@ -180,8 +190,8 @@ def check_absent(out: Path, overwrite: bool) -> None:
     """
     if not out.exists():
         return
-    here = Path.cwd().is_relative_to(out)
-    if here or out.is_mount():
+    here = Path.cwd().is_relative_to(os.path.realpath(out))
+    if here or os.path.ismount(out):
         what = "the working directory is in it" if here else "it is a mount point"
         raise InvalidInput(
             f"{out} cannot be replaced, since {what}; choose a new directory, such as "
@@ -199,19 +209,28 @@ def check_absent(out: Path, overwrite: bool) -> None:
 
 
 def move_directory(source: Path, out: Path) -> None:
-    """Put a finished directory in the place of `out`, whose old contents go only after that."""
+    """Put a finished directory in the place of `out`, whose old contents go only after that.
+
+    Raises:
+        Unmoved: `out` stays where it is, as a bind mount does, of which nothing tells before.
+    """
     for path in source.rglob("*"):
         if path.is_file():
             sync(path)
     sync(source)
     old = out.with_name(f".{out.name}.{os.getpid()}.old")
-    if out.exists():
-        os.rename(out, old)
     try:
+        if out.exists():
+            os.rename(out, old)
         os.rename(source, out)
-    except BaseException:
+    except BaseException as error:
         if old.exists():
             os.rename(old, out)
+        if isinstance(error, OSError) and error.errno in (errno.EBUSY, errno.EXDEV):
+            raise Unmoved(
+                f"{out} cannot be replaced ({error.strerror}), as a mount point or a directory of "
+                f"a container's image; the finished directory is {source}: rename that one"
+            ) from error
         raise
     sync(out.parent)
     shutil.rmtree(old, ignore_errors=True)

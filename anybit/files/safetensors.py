@@ -126,6 +126,11 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         return {n: t for f, own in found.items() for n, t in own.items() if where.get(n) == f}
     files = sorted(directory.iterdir())
     if named := [p.name for p in files if p.suffix == ".safetensors"]:
+        if shards := [name for name in named if "-of-" in name]:
+            raise FileNotFoundError(
+                f"{directory} has shards, such as {shards[0]}, and the index is missing: {INDEX}; "
+                "copy it again"
+            )
         raise InvalidInput(
             f"{directory} has neither {WEIGHTS} nor {INDEX}, only {named[0]}; rename it if it "
             "holds the whole model as transformers names tensors"

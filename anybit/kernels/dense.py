@@ -19,6 +19,7 @@ from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.reference import quantized_activation
 
 SHARE = 0.5  # of the memory that is free without decoded copies
+UNKNOWN = 2 << 30  # bytes that are taken to be free where nothing tells
 MEMINFO = Path("/proc/meminfo")
 
 own_layout = True
@@ -68,11 +69,13 @@ def held(weight: Tensor) -> Tensor:
 
 def fits(nbytes: int, device: torch.device) -> bool:
     """Whether one more decoded copy leaves half of the memory free that would be without any."""
-    return _held[device] + nbytes <= SHARE * (free_bytes(device) + _held[device])
+    free = free_bytes(device)
+    free = UNKNOWN if free is None else free
+    return _held[device] + nbytes <= SHARE * (free + _held[device])
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device now; 2 GB where it cannot be asked."""
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that is free on a device now; None where it cannot be asked."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if MEMINFO.exists():
@@ -83,4 +86,4 @@ def free_bytes(device: torch.device) -> int:
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
-        return 2 << 30
+        return None

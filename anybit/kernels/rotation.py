@@ -1,7 +1,6 @@
 """Rotating activations: blockwise Hadamard transforms, for layers with rotated weights."""
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from anybit.core.packed import Packed
 from anybit.core.rotation import turned
-from anybit.kernels.backend import HALVES
+from anybit.kernels.backend import HALVES, has_triton
 from anybit.kernels.reference import quantized_activation
 
 
@@ -34,7 +33,7 @@ def rotate(x: Tensor, vector: Tensor, after: bool) -> Tensor:
 
 def family(x: Tensor) -> Any:
     """The module whose kernels rotate x; None where torch does."""
-    if x.is_cuda and find_spec("triton") and x.dtype in (*HALVES, torch.float32):
+    if x.is_cuda and has_triton() and x.dtype in (*HALVES, torch.float32):
         return import_module("anybit.kernels.triton.activation")
     if x.device.type == "cpu":
         from anybit.kernels.native import fused

@@ -213,7 +213,7 @@ def check_memory(
     """Unsupported for weights and tokens that do not fit: in fp32, and as the layers have them."""
     free = free_bytes(device)
     for n, k in shapes:
-        if (needed := 6 * (n * k + max(ms) * (n + k))) > free:
+        if free is not None and (needed := 6 * (n * k + max(ms) * (n + k))) > free:
             raise Unsupported(
                 f"{n}x{k} with {max(ms)} tokens takes {needed / 1e9:.3g} GB or more, and "
                 f"{free / 1e9:.3g} GB are free; bench a smaller layer, or fewer tokens"

@@ -6,13 +6,12 @@ around the two products is one kernel (`kernels/triton/routing.py`); the functio
 
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from anybit.kernels.backend import Activations
+from anybit.kernels.backend import Activations, has_triton
 
 
 class Routing(NamedTuple):
@@ -75,7 +74,7 @@ def kernels(*tensors: Tensor) -> Any:
 
     And run on any GPU; Triton launches on the current one.
     """
-    if not tensors[0].is_cuda or find_spec("triton") is None:
+    if not tensors[0].is_cuda or not has_triton():
         return None
     if tensors[0].device.index != torch.cuda.current_device():
         return None

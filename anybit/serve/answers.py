@@ -4,7 +4,7 @@ import codecs
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,9 +78,12 @@ class Text:
 
     @property
     def finish(self) -> str | None:
-        """How the text has ended: "tool_calls" only if the last call is whole."""
+        """How the text has ended: "tool_calls" unless a stop string has cut the last call."""
         finish, calls = self.completion.finish, self.calls
-        return "tool_calls" if finish == "stop" and calls and is_json(calls[-1].text) else finish
+        if finish != "stop" or not calls:
+            return finish
+        cut = isinstance(self.completion.stop_reason, str) and not is_json(calls[-1].text)
+        return "stop" if cut else "tool_calls"
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class Answer:
             text.blocks[-1].text += piece.text
             pieces.append(piece)
             new.append(begins)
-        if text.blocks and text.blocks[-1].kind == "reasoning":
+        if text.reader.thinking or any(piece.kind == "reasoning" for piece in pieces):
             text.thoughts += len(delta.tokens)
         return Step(text, delta, pieces, new)
 
@@ -231,13 +234,18 @@ class OpenAI(Answer):
 
 class CompletionsAnswer(OpenAI):
     """/v1/completions. echo: prompts that texts begin with. scored: whether log probabilities
-    are asked for, which an echo then has of its prompt, too. hidden: tokens that are no text."""
+    are asked for, which an echo then has of its prompt, too. special: tokens; shown: those of
+    them that are text."""
 
     kind = chunk = "text_completion"
 
-    def __init__(self, asked: Asked, echo: list[str] | None, scored: bool, hidden: frozenset[int]):
+    def __init__(
+        self, asked: Asked, echo: list[str] | None, scored: bool,
+        special: frozenset[int], shown: Iterable[int],
+    ):  # fmt: skip
         super().__init__(asked, "cmpl-")
-        self.echo, self.scored, self.hidden = echo, scored, hidden
+        self.echo, self.scored = echo, scored
+        self.special, self.hidden = special, special.difference(shown)
 
     def choice(self, index: int, text: Text) -> dict[str, Any]:
         completion = text.completion
@@ -286,7 +294,9 @@ class CompletionsAnswer(OpenAI):
     def _shown(self, text: Text, token: int) -> bytes:
         """What a token adds to the text, in bytes."""
         raw, prompt = self.asked.words.bytes(token), self._echo(text.completion.index)
-        if token in self.hidden and not prompt.startswith(raw.decode(), text.offset):
+        # A prompt that was a text lacks what the tokenizer puts before it.
+        unsure = self.special if text.offset < len(prompt) else self.hidden
+        if token in unsure and not prompt.startswith(raw.decode(), text.offset):
             return b""
         # Some tokenizers put a space before a text, and take it away again.
         added = prompt and not text.offset and raw[:1] == b" " and prompt[0] != " "
@@ -380,10 +390,10 @@ class ChatAnswer(OpenAI):
 
 
 def is_json(text: str) -> bool:
-    """Whether a call's arguments are whole: a stop string, or the model, may have cut them."""
+    """Whether a call's arguments are whole."""
     try:
-        json.loads(text)
-    except ValueError:
+        json.loads(text, strict=False)
+    except (ValueError, RecursionError):
         return False
     return True
 

@@ -109,7 +109,8 @@ def add_generation(app: FastAPI, server: Server) -> None:
             ),
             echo,
             body.logprobs is not None,
-            server.llm.special - set(params.shown),
+            server.llm.special,
+            params.shown,
         )  # fmt: skip
         return await server.reply(request, answer, body.stream)
 

@@ -3,11 +3,10 @@
 import time
 
 import typer
-from jinja2 import TemplateError
 
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
-from anybit.errors import AnybitError
+from anybit.errors import AnybitError, InvalidInput
 
 
 def talk(llm: LLM, params: SamplingParams, system: str | None = None) -> None:
@@ -24,7 +23,7 @@ def talk(llm: LLM, params: SamplingParams, system: str | None = None) -> None:
         messages.append({"role": "user", "content": text})
         try:
             messages.append({"role": "assistant", "content": answer(llm, messages, params)})
-        except (AnybitError, TemplateError) as error:
+        except AnybitError as error:
             # Too long a conversation, bytes that are no text, or what the template does not take.
             typer.secho(f"error: {error}", fg="red", err=True)
             messages.pop()
@@ -33,7 +32,13 @@ def talk(llm: LLM, params: SamplingParams, system: str | None = None) -> None:
 def answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
     """Write an answer as it comes, then its length and speed; the answer."""
     engine, text, tokens = llm.engine, "", 0
-    engine.add("chat", llm.encode_chat(messages), params)
+    try:
+        prompt = llm.encode_chat(messages)
+    except AnybitError:
+        raise
+    except Exception as error:  # templates and tokenizers raise all kinds
+        raise InvalidInput(f"{type(error).__name__}: {error}") from None
+    engine.add("chat", prompt, params)
     start = first = time.monotonic()
     try:
         while engine.busy:

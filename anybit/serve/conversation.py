@@ -14,6 +14,10 @@ from anybit.serve.reading import Harmony, Plain, Reader, Thoughts
 from anybit.serve.texts import Job
 from anybit.serve.tools import FAMILIES, Family, family_of
 
+# What clients say outside of chat_template_kwargs.
+OWN_FIELDS = (
+    "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message",
+)  # fmt: skip
 THINK = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
@@ -53,14 +57,24 @@ class Dialect:
     def prepare(self, body: ChatRequest, params: SamplingParams, job: Job) -> Prepared:
         """Render, tokenize, compile; InvalidInput for what this model's template does not take."""
         tools = self._tools(body)
-        text = job.llm.chat_text(
-            self._messages(body.messages),
-            body.add_generation_prompt is not False,
-            tools=tools or None,
-            **self._options(body),
-        )
+        begun = self._begun(body)
+        options = self._options(body) | ({} if begun is None else {"continue_final_message": True})
+        answer = body.add_generation_prompt is not False and begun is None
+        try:
+            text = job.llm.chat_text(
+                self._messages(body.messages), answer, tools=tools or None, **options
+            )
+        except ValueError:
+            if begun is None:
+                raise
+            raise InvalidInput(
+                "messages: the model's chat template changes the assistant's last message, which "
+                "can so not be continued; end with a user's message"
+            ) from None
         prompt = job.encode(text, special=not self.template)
         thinking = self.think is not None and text.rstrip().endswith(self.think[0])
+        if self.think is not None and begun is not None:
+            thinking = begun.rfind(self.think[0]) > begun.rfind(self.think[1])
         structured = params.structured
         if tools and structured is not None:
             raise InvalidInput(
@@ -113,6 +127,21 @@ class Dialect:
             )
         return [tool.model_dump(exclude_none=True) for tool in body.tools]
 
+    def _begun(self, body: ChatRequest) -> str | None:
+        """The text that the answer goes on with; None: it is a message of its own."""
+        if not body.continue_final_message:
+            return None
+        last = body.messages[-1]
+        text = plain(last.content)
+        if last.role != "assistant" or not text or last.tool_calls or self.harmony:
+            raise InvalidInput(
+                "messages: only a last message of the assistant with text and no tool calls can be "
+                "continued, and none of models that write channels (harmony)"
+            )
+        if body.add_generation_prompt:
+            raise InvalidInput("give either add_generation_prompt or continue_final_message")
+        return text
+
     def _forced(self, body: ChatRequest, tools: list[dict[str, Any]]) -> Structured:
         """A grammar for tool_choice `required`, or one tool."""
         assert self.family is not None
@@ -142,7 +171,7 @@ class Dialect:
         for name in options:
             if name not in self.template or not name.isidentifier():
                 raise InvalidInput(f"{name}: the model's chat template does not read it")
-            if name in ("messages", "tools", "tokenize", "add_generation_prompt"):
+            if name in OWN_FIELDS:
                 raise InvalidInput(f"{name} is a field of its own, not of chat_template_kwargs")
         return options
 

@@ -17,6 +17,8 @@ from anybit.serve.server import Settings
 log = logging.getLogger("anybit.access")
 
 OPEN = ("/health",)  # without a key
+# Some clients put a charset, or nothing, into Content-Encoding: only these change the body.
+CODINGS = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
 
 
 class Gate:
@@ -63,8 +65,8 @@ class Gate:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self.settings.body:
             return 413, f"the body is larger than {self.settings.body} bytes", {}
-        encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
-        if encoding.lower() != "identity":
+        encoding = headers.get(b"content-encoding", b"").decode("latin-1")
+        if CODINGS & {coding.strip() for coding in encoding.lower().split(",")}:
             return 415, f"Content-Encoding {encoding}: send the body as it is, without one", {}
         return None
 

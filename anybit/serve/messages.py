@@ -124,7 +124,8 @@ class MessagesRequest(protocol.Request):
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         return ChatRequest(
             messages=messages, max_tokens=self.max_tokens, temperature=self.temperature,
-            top_p=self.top_p, top_k=self.top_k, stop=self.stop_sequences or None, **fields,
+            top_p=self.top_p, top_k=self.top_k, stop=self.stop_sequences or None,
+            continue_final_message=self.messages[-1].role == "assistant", **fields,
         )  # fmt: skip
 
 
@@ -264,8 +265,8 @@ def shown(block: Block) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     try:
-        arguments = json.loads(block.text or "{}")
-    except ValueError:  # the text has ended in the middle of it
+        arguments = json.loads(block.text or "{}", strict=False)
+    except (ValueError, RecursionError):  # such as of a text that has ended in the middle of it
         arguments = {}
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
 
@@ -295,10 +296,6 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/messages", response_model=MessageReply, responses=errors | protocol.STREAM)
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        if body.messages[-1].role == "assistant":
-            raise HTTPException(
-                400, "messages: an answer is not gone on with here; end with a user's message"
-            )
         asked = await server.ask(request, body.model, body.chat)
         return await server.reply(request, MessagesAnswer(asked), body.stream)
 

@@ -76,24 +76,29 @@ Several = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 
 
 def shape(prompt: Any) -> str:
-    """Which kind of prompt this is, by its first item: one error then, not one for each kind."""
+    """Which kind of prompt this is, by its first item: one error then, not one for each kind.
+
+    Tags are in brackets, so that errors do not name them as if they were fields.
+    """
     if not isinstance(prompt, list):
-        return "text"
+        return "[text]"
     first = prompt[0] if prompt else 0
-    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "tokens"
+    if isinstance(first, str):
+        return "[texts]"
+    return "[lists]" if isinstance(first, list) else "[tokens]"
 
 
 Prompt = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[Tokens, Tag("tokens")]
-    | Annotated[list[Text], Several, Tag("texts")]
-    | Annotated[list[Tokens], Several, Tag("lists")],
+    Annotated[Text, Tag("[text]")]
+    | Annotated[Tokens, Tag("[tokens]")]
+    | Annotated[list[Text], Several, Tag("[texts]")]
+    | Annotated[list[Tokens], Several, Tag("[lists]")],
     Discriminator(shape),
 ]
 Stop = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True), Tag("texts")],
-    Discriminator(lambda stop: "texts" if isinstance(stop, list) else "text"),
+    Annotated[Text, Tag("[text]")]
+    | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True), Tag("[texts]")],
+    Discriminator(lambda stop: "[texts]" if isinstance(stop, list) else "[text]"),
 ]
 Bias = dict[
     Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
@@ -252,9 +257,9 @@ class ContentPart(Request):
 
 
 Content = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True), Tag("parts")],
-    Discriminator(lambda content: "parts" if isinstance(content, list) else "text"),
+    Annotated[str, Tag("[text]")]
+    | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True), Tag("[parts]")],
+    Discriminator(lambda content: "[parts]" if isinstance(content, list) else "[text]"),
 ]
 
 
@@ -329,6 +334,7 @@ class ChatRequest(Sampling):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     store: Not | None = None
     service_tier: Literal["auto", "default"] | None = None

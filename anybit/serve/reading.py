@@ -24,6 +24,10 @@ class Piece:
 class Reader(Protocol):
     """Reads one text."""
 
+    @property
+    def thinking(self) -> bool:
+        """Whether what comes next is a thought."""
+
     def feed(self, text: str, last: bool = False) -> list[Piece]:
         """Take more of the text; last: no more follows."""
 
@@ -47,6 +51,8 @@ def cut(text: str, marks: tuple[str, ...]) -> tuple[str, str | None, str]:
 class Plain:
     """All of the text is content."""
 
+    thinking = False
+
     def feed(self, text: str, last: bool = False) -> list[Piece]:
         return [Piece("content", text)] if text else []
 
@@ -61,6 +67,10 @@ class Thoughts:
         self.open, self.close, self.rest = open, close, rest
         self.state = "inside" if inside else "before"
         self.held, self.begun = "", False  # whether the thoughts have begun
+
+    @property
+    def thinking(self) -> bool:
+        return self.state == "inside"
 
     def feed(self, text: str, last: bool = False) -> list[Piece]:
         self.held += text
@@ -174,6 +184,8 @@ class Calls:
     calls follow the mark.
     """
 
+    thinking = False
+
     def __init__(
         self, open: tuple[str, ...], between: tuple[str, ...] = (),
         bare: frozenset[str] = frozenset(), named: bool = False,
@@ -244,6 +256,8 @@ class Calls:
             self.state, self.held = self._name, ahead
         else:
             self.state = self._content
+            if self.named and self.count:  # the end of a list of calls
+                self.held = self.held.removeprefix("]").lstrip()
         return True
 
     def _name(self) -> bool:
@@ -297,6 +311,10 @@ class Harmony:
     def __init__(self) -> None:
         self.held, self.count = "", 0
         self.kind: Literal["reasoning", "content", "call"] | None = None  # None: in a header
+
+    @property
+    def thinking(self) -> bool:
+        return self.kind == "reasoning"
 
     def feed(self, text: str, last: bool = False) -> list[Piece]:
         self.held += text

@@ -78,7 +78,12 @@ class SchemaFormat(protocol.JsonSchema):
 
 
 class TextOptions(protocol.Request):
-    format: protocol.TextFormat | protocol.JsonFormat | SchemaFormat | None = None
+    format: (
+        Annotated[
+            protocol.TextFormat | protocol.JsonFormat | SchemaFormat, Field(discriminator="type")
+        ]
+        | None
+    ) = None
 
 
 class Reasoning(protocol.Request):
@@ -191,7 +196,8 @@ class ResponsesAnswer(Answer):
     def __init__(self, asked: Asked, body: ResponsesRequest):
         super().__init__(asked, "resp_")
         said = body.model_dump(by_alias=True, include=set(SAID))
-        self.said = {k: default if said[k] is None else said[k] for k, default in SAID.items()}
+        absent = (None, {"format": None})
+        self.said = {k: default if said[k] in absent else said[k] for k, default in SAID.items()}
         self.ids: list[str] = []  # of the items
         self.number = 0  # of the events so far
 

@@ -1,6 +1,7 @@
 """Chats: structured output, tools and thoughts, in every protocol that has them."""
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from anybit.engine.llm import LLM
+from anybit.engine.sequence import SamplingParams
+from anybit.errors import InvalidInput
+from anybit.serve import protocol
+from anybit.serve.conversation import Dialect
+from anybit.serve.texts import Job, Words
 from anybit.serve.tools import FAMILIES
 from tests.engine.conftest import random_model
 from tests.serve.conftest import Live, serving
@@ -389,13 +395,53 @@ def test_a_call_that_a_stop_string_cuts_is_none_to_carry_out(talking: Live) -> N
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", '"city"')
 
 
-def test_messages_do_not_go_on_with_an_answer(talking: Live) -> None:
-    begun = [*HI, {"role": "assistant", "content": "Well,"}]
-    answer = talking.post("/v1/messages", ASK | {"messages": begun})
-    assert answer.status_code == 400
-    assert "end with a user's message" in answer.json()["error"]["message"]
+def test_a_last_message_of_the_assistant_is_continued(talking: Live) -> None:
+    """By Anthropic's protocol; in a chat, if asked. The prompt ends with the message."""
+    begun = [*HI, {"role": "assistant", "content": "Well, "}]
+    prompt = {"prompt": "user: hiassistant: Well, ", "max_tokens": 9, "temperature": 0}
+    want = talking.post("/v1/completions", prompt).json()
+    answer = talking.post("/v1/messages", ASK | {"messages": begun}).json()
+    assert answer["content"][0]["text"] == want["choices"][0]["text"]
     count = {"model": "tiny", "messages": begun}
-    assert talking.post("/v1/messages/count_tokens", count).json()["input_tokens"] > 5
+    counted = talking.post("/v1/messages/count_tokens", count).json()["input_tokens"]
+    assert counted == want["usage"]["prompt_tokens"]
+    chat = {"messages": begun, "max_tokens": 9, "temperature": 0}
+    anew = talking.post("/v1/chat/completions", chat).json()
+    assert anew["usage"]["prompt_tokens"] > counted
+    chat["continue_final_message"] = True
+    answer = talking.post("/v1/chat/completions", chat).json()
+    assert answer["choices"][0]["message"]["content"] == want["choices"][0]["text"]
+    for wrong in ({"messages": HI}, {"add_generation_prompt": True}):
+        assert talking.post("/v1/chat/completions", chat | wrong).status_code == 400
+
+
+def test_thoughts_that_a_message_has_begun_go_on(thinking: Live) -> None:
+    begun = [*HI, {"role": "assistant", "content": "<think> Hm"}]
+    body = {"messages": begun, "continue_final_message": True, "max_tokens": 4}
+    body["logit_bias"] = {"4097": -100}
+    message = thinking.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    assert (message["content"], "reasoning_content" in message) == ("", True)
+
+
+def test_a_message_that_a_template_changes_is_not_continued(model: Path) -> None:
+    llm = LLM(model)
+    llm.tokenizer.chat_template = "{{ messages[-1].content.split('.')[0] }}"
+    begun = protocol.ChatMessage(role="assistant", content="One. Two")
+    body = protocol.ChatRequest(messages=[begun], continue_final_message=True)
+    job = Job(llm, Words(llm.tokenizer), threading.Event())
+    with pytest.raises(InvalidInput, match="changes the assistant's last message"):
+        Dialect(llm).prepare(body, SamplingParams(), job)
+
+
+def test_formats_of_responses(talking: Live) -> None:
+    body = {"input": "hi", "max_output_tokens": 1}
+    answer = talking.post("/v1/responses", body | {"text": {}}).json()
+    assert answer["text"] == {"format": {"type": "text"}}
+    answer = talking.post("/v1/responses", body | {"text": {"format": {"type": "json_schema"}}})
+    assert answer.json()["error"]["message"] == "text.format.json_schema.schema: Field required"
+    wrong = {"messages": [{"role": "user", "content": [{"type": "text"}]}]}
+    answer = talking.post("/v1/chat/completions", wrong)
+    assert answer.json()["error"]["message"] == "messages.0.content.0.text: Field required"
 
 
 def test_messages_with_tools(talking: Live) -> None:

@@ -4,14 +4,19 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
+from transformers import AutoTokenizer
 
 from anybit.engine.llm import LLM
-from anybit.engine.sequence import SamplingParams
+from anybit.engine.sequence import Logprob, SamplingParams
+from anybit.serve.answers import Asked, CompletionsAnswer
 from anybit.serve.bench import run as bench
+from anybit.serve.texts import Words
+from tests.engine.conftest import PICO
 from tests.engine.test_speculation import drafting
 from tests.serve.conftest import Live, serving
 
@@ -190,14 +195,14 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
     ("path", "body", "status", "message"),
     [
         ("completions", {}, 400, "prompt: Field required"),
-        ("completions", {"prompt": ""}, 400, "prompt.text: String should have at least 1"),
-        ("completions", {"prompt": []}, 400, "prompt.tokens: List should have at least 1"),
-        ("completions", {"prompt": [[]]}, 400, "prompt.lists.0: List should have at least 1"),
+        ("completions", {"prompt": ""}, 400, "prompt: String should have at least 1"),
+        ("completions", {"prompt": []}, 400, "prompt: List should have at least 1"),
+        ("completions", {"prompt": [[]]}, 400, "prompt.0: List should have at least 1"),
         ("completions", {"prompt": "x", "made_up": 1}, 400, "knows no field 'made_up'"),
         ("completions", {"prompt": "x", "prompt_logprobs": 1}, 400, "no field 'prompt_logprobs'"),
         ("completions", {"prompt": "x", "max_tokens": 1.5}, 400, "max_tokens: Input should be"),
         ("completions", {"prompt": "x", "n": "3"}, 400, "n: Input should be a valid integer"),
-        ("completions", {"prompt": [[False]]}, 400, "prompt.lists.0.0: Input should be"),
+        ("completions", {"prompt": [[False]]}, 400, "prompt.0.0: Input should be"),
         ("completions", {"prompt": "x", "temperature": float("nan")}, 400, "finite number"),
         ("completions", {"prompt": "\ud800"}, 400, "unicode"),
         ("chat/completions", {"messages": HI, "store": True}, 400, "store: this server does not"),
@@ -281,6 +286,8 @@ def test_malformed_bodies_are_the_clients_mistake(live: Live, path: str, body: b
         (JSON, b'{"prompt": "\xe9"}', 400, "not JSON: 'utf-8' codec can't decode byte 0xe9"),
         (JSON, b"[" * 200000, 400, "not JSON: maximum recursion depth"),
         (JSON | {"content-encoding": "gzip"}, b"{}", 415, "Content-Encoding gzip"),
+        (JSON | {"content-encoding": "utf-8, BR"}, b"{}", 415, "Content-Encoding utf-8, BR"),
+        (JSON | {"content-encoding": "utf-8"}, b"{", 400, "not JSON"),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
@@ -324,6 +331,7 @@ def test_key(tiny: Path) -> None:
         assert httpx.get(locked.url + "/metrics", headers=key).status_code == 200
         assert httpx.get(locked.url + "/metrics", headers={"x-api-key": "other"}).status_code == 200
         assert httpx.get(locked.url + "/", auth=("", "s3cret")).status_code == 200
+        bench(locked.url, 1, 1, 2, 1, 101, "s3cret other", lambda line: None)  # the first is sent
         asked = httpx.get(locked.url + "/")  # a browser asks for the key then
         assert asked.headers["www-authenticate"] == "Basic"
         assert (
@@ -430,9 +438,23 @@ def test_offsets_are_places_in_the_text(live: Live) -> None:
                 assert choice["text"][at] == smile
             else:
                 assert choice["text"].startswith(token, at)
-        streamed = events(live.post("/v1/completions", body | {"stream": True}).text)
+        more = {"stream": True, "skip_special_tokens": not shown}
+        streamed = events(live.post("/v1/completions", body | more).text)
         found = [e["choices"][0]["logprobs"] for e in streamed]
-    assert [at for entry in found if entry for at in entry["text_offset"]] == [p[1] for p in places]
+        offsets = [at for entry in found if entry for at in entry["text_offset"]]
+        assert offsets == [place[1] for place in places]
+
+
+def test_offsets_pass_over_what_a_tokenizer_puts_before_a_text() -> None:
+    words = Words(AutoTokenizer.from_pretrained(PICO))
+    prompt = [0, *words.tokenizer.encode("def f(")]
+    asked = Asked("tiny", [prompt], 1, SimpleNamespace(names=["a"]), words)  # type: ignore[arg-type]
+    answer = CompletionsAnswer(asked, ["def f("], True, frozenset({0}), (0,))
+    tokens = [*prompt, 0]  # the last one is the text's
+    found = answer.logprobs(answer.texts[0], [Logprob(token, 0.0) for token in tokens])
+    assert found is not None
+    assert found["text_offset"][:2] == [0, 0]
+    assert found["text_offset"][-1] == len("def f(")
 
 
 def test_long_stops_and_penalties(live: Live) -> None:

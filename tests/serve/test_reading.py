@@ -83,6 +83,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "",
         [("get", '{"l": [1]}'), ("f", "{}")],
     ),
+    ("mistral", '[TOOL_CALLS][{"name": "f"}] "Done."', '"Done."', [("f", "{}")]),
     (
         "mistral",
         'ok[TOOL_CALLS]get[ARGS]{"n": {}}[TOOL_CALLS]f_2[CALL_ID]abc[ARGS]{}',
@@ -176,3 +177,18 @@ def test_infill_prompts() -> None:
     assert infill(qwen, "a = ", "\nb") == want
     assert infill(qwen, [1, 2], "b") is None
     assert infill({"<|fim_prefix|>"}, "a", "b") is None
+
+
+def test_a_reader_says_whether_it_is_in_thoughts() -> None:
+    reader: Reader = Thoughts("<think>", "</think>", False, Plain())
+    inside = []
+    for text in ("<think>", "Hm", ".", "</think>", "\n", "Yes"):
+        reader.feed(text)
+        inside.append(reader.thinking)
+    assert inside == [True, True, True, False, False, False]
+    reader = Harmony()
+    inside = []
+    for text in ("<|channel|>analysis", "<|message|>", "Hm", "<|end|>", "<|start|>assistant"):
+        reader.feed(text)
+        inside.append(reader.thinking)
+    assert inside == [False, True, True, False, False]
