@@ -8,7 +8,7 @@ from typing import Any
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.structured import Structured
-from anybit.errors import InvalidInput
+from anybit.errors import AnybitError, InvalidInput
 from anybit.serve.protocol import ChatMessage, ChatRequest, NamedTool, plain
 from anybit.serve.reading import Harmony, Plain, Reader, Thoughts
 from anybit.serve.texts import Job
@@ -64,8 +64,8 @@ class Dialect:
             text = job.llm.chat_text(
                 self._messages(body.messages), answer, tools=tools or None, **options
             )
-        except ValueError:
-            if begun is None:
+        except ValueError as error:
+            if begun is None or isinstance(error, AnybitError):
                 raise
             raise InvalidInput(
                 "messages: the model's chat template changes the assistant's last message, which "
