@@ -182,7 +182,8 @@ class AnybitConfig(QuantizationConfig):
                 return empty_model(model_name, kind, config)
 
         if self.coded and self.source is None:
-            with suppress(InvalidInput):  # of models that vLLM alone knows, plans name the files'
+            # Of a model that only vLLM can build, a plan goes by the files' names.
+            with suppress(InvalidInput, ImportError):
                 self.saved = saved_names(model(), self.coded | self.dense)
         if not self.coded:
             own = model()
