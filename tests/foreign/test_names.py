@@ -125,14 +125,14 @@ def test_one_of_the_dense_experts_is_lost(tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_experts_of_a_layer_that_transformers_ignores(lost: bool, tmp_path: Path) -> None:
-    """DeepSeek's layer 61 guesses tokens; it excuses no tensor of the others."""
+@pytest.mark.parametrize(("layer", "lost"), [(61, False), (61, True), (7, True)])
+def test_experts_of_a_layer_that_the_model_lacks(layer: int, lost: bool, tmp_path: Path) -> None:
+    """transformers ignores DeepSeek's layer 61; no such layer excuses a tensor of the others."""
     source, expert = tmp_path / "source", "model.layers.1.mlp.experts.0.up_proj.weight"
     experts = lambda name: ".mlp.experts." in name  # noqa: E731
     tensors = stored_fp8("DeepseekV3ForCausalLM", source, experts)
     extra = {n: tensors[n].clone() for n in (expert, f"{expert}_scale_inv")}
-    tensors |= {n.replace("layers.1.", "layers.61."): t for n, t in extra.items()}
+    tensors |= {n.replace("layers.1.", f"layers.{layer}."): t for n, t in extra.items()}
     for name in extra if lost else ():
         del tensors[name]
     save_file(tensors, source / WEIGHTS)
