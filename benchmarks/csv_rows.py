@@ -13,10 +13,17 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def add_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add rows to a file, which gets a line of their columns if it is empty."""
+    """Add rows to a file: an empty one gets a line of their columns, any other must have it."""
     new = not path.exists() or not path.stat().st_size
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0]], lineterminator="\n")
+    columns = [*rows[0]]
+    with path.open("a+", newline="") as file:
+        file.seek(0)
+        if not new and (found := next(csv.reader(file))) != columns:
+            raise SystemExit(
+                f"{path} has the columns {','.join(found)}, and rows have {','.join(columns)}; "
+                "name another file"
+            )
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerows(rows)

@@ -402,9 +402,14 @@ def test_experts_of_other_layouts_compute_the_same_apart(kind):
     assert (got - expected).norm() < 0.03 * expected.norm()
 
 
-def test_experts_of_an_unknown_layout_stay_dense_and_are_named(caplog):
+@pytest.mark.parametrize("normed", [True, False])
+def test_experts_of_an_unknown_layout_stay_dense_and_are_named(normed, caplog):
+    """Some have a norm of their own, and some say nothing of their layout."""
     module, _, _ = tiny_experts("gpt_oss")
-    module.has_post_expert_norm = True
+    if normed:
+        module.has_post_expert_norm = True
+    else:
+        del module.is_transposed
     model = torch.nn.ModuleDict({"experts": module, "other": torch.nn.Linear(64, 64)})
     anybit.quantize_(model, "int8")
     assert [name for name, _ in quantized_layers(model)] == ["other"]

@@ -4,7 +4,10 @@ Most need a GPU to run, so a name that was changed in one of two files would sho
 """
 
 import ast
+import runpy
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {
@@ -19,6 +22,16 @@ def test_names_of_other_scripts_are_there() -> None:
     used = [(name, *pair) for name, tree in SCRIPTS.items() for pair in asked(tree)]
     assert len(used) > 100
     assert not [f"{by}: {of}.{name}" for by, of, name in used if name not in has[of]]
+
+
+def test_rows_of_other_columns_are_not_added(tmp_path: Path) -> None:
+    add_rows = runpy.run_path(str(ROOT / "benchmarks" / "csv_rows.py"))["add_rows"]
+    path = tmp_path / "rows.csv"
+    add_rows(path, [{"a": 1, "b": 2}])
+    add_rows(path, [{"a": 3, "b": 4}])
+    with pytest.raises(SystemExit, match=r"has the columns a,b, and rows have a,c"):
+        add_rows(path, [{"a": 5, "c": 6}])
+    assert path.read_text() == "a,b\n1,2\n3,4\n"
 
 
 def defined(tree: ast.Module) -> set[str]:

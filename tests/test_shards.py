@@ -17,9 +17,9 @@ ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    """Tensors "a", 1, and "b", 2, in two shards; the second one holds an "a" of its own, 3."""
+    """Tensors "a", 1, and "b", 2, in two shards; the second one has a "c", which is not listed."""
     save_file({"a": torch.ones(1)}, tmp_path / ONE)
-    save_file({"a": torch.full((1,), 3.0), "b": torch.full((1,), 2.0)}, tmp_path / TWO)
+    save_file({"c": torch.full((1,), 3.0), "b": torch.full((1,), 2.0)}, tmp_path / TWO)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": ONE, "b": TWO}}))
     return tmp_path
 
@@ -28,8 +28,15 @@ def numbers(directory: Path) -> dict[str, float]:
     return {name: float(stored.read()) for name, stored in stored_tensors(directory).items()}
 
 
-def test_the_index_says_which_of_two_tensors(sharded: Path) -> None:
+def test_the_index_says_which_tensors_count(sharded: Path) -> None:
     assert numbers(sharded) == {"a": 1, "b": 2}
+
+
+def test_a_tensor_in_two_shards(sharded: Path) -> None:
+    """transformers would take that of the last file, and other readers that of the index."""
+    save_file({"a": torch.full((1,), 3.0), "b": torch.full((1,), 2.0)}, sharded / TWO)
+    with pytest.raises(InvalidInput, match=f"{ONE} and {TWO} both hold 'a', .*save the model anew"):
+        stored_tensors(sharded)
 
 
 def test_an_old_index_beside_the_whole(sharded: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from anybit.checkpoint.names import Names, is_merge, known_layout, missing_in, natural, targets_of
-from anybit.nn.experts import layers_of
+from anybit.nn.experts import expert_layers, layers_of
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -42,6 +42,18 @@ def places(table: Names, layers: Iterable[str]) -> dict[str, Place]:
     return out
 
 
+def saved_names(model: nn.Module, layers: Iterable[str]) -> dict[str, str]:
+    """The names, in the model that was saved, of the stored layers that a model has.
+
+    Args:
+        model: Of transformers, its experts not taken apart.
+        layers: Names in the checkpoint.
+    """
+    where = places(Names(model), layers)
+    own = [*(name for name, _ in model.named_modules()), *expert_layers(model)]
+    return {where[name].stored: where[name].saved for name in own if name in where}
+
+
 def name_of(table: Names, layer: str) -> str:
     """The model's name for a stored layer by transformers' tables, the base model's aside."""
     from transformers.core_model_loading import rename_source_key
@@ -73,13 +85,21 @@ def missing(
     covered = {f"{name}.weight" for name in coded}
     for name in sorted(stored, key=natural):
         found, converter, _ = table.in_model(name)
-        covered |= {found} if converter is None else {*targets_of(found, converter, table.state)}
         layer, _, end = name.rpartition(".")
         covered.add(f"{name_of(table, layer)}.{end}")
-        of, _, tensor = found.rpartition(".")
-        if of in table.fused:
-            keys = known_layout(table.fused[of]).layers.get(tensor.removesuffix("_bias"), ())
-            end = "bias" if tensor.endswith("_bias") else "weight"
-            own = (key for key in layers_of(table.fused[of]) if key.rpartition(".")[2] in keys)
-            covered |= {f"{of}.{key}.{end}" for key in own}
+        targets = [found] if converter is None else targets_of(found, converter, table.state)
+        covered |= {*targets}
+        if converter is None or not is_merge(converter):  # else it is of one expert alone
+            covered |= {one for target in targets for one in one_by_one(table, target)}
     return missing_in(model, covered)
+
+
+def one_by_one(table: Names, tensor: str) -> set[str]:
+    """The tensors of single experts that a fused one holds; of any other, none."""
+    of, _, key = tensor.rpartition(".")
+    if of not in table.fused:
+        return set()
+    keys = known_layout(table.fused[of]).layers.get(key.removesuffix("_bias"), ())
+    end = "bias" if key.endswith("_bias") else "weight"
+    layers = layers_of(table.fused[of])
+    return {f"{of}.{layer}.{end}" for layer in layers if layer.rpartition(".")[2] in keys}

@@ -123,6 +123,14 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
                 raise InvalidInput(
                     f"{directory / file}: has no tensor {name!r}, which the index names"
                 )
+        files_of: dict[str, str] = {}
+        for file, own in found.items():
+            for name in own:
+                if (other := files_of.setdefault(name, file)) != file:
+                    raise InvalidInput(
+                        f"{directory}: {other} and {file} both hold {name!r}, and readers do not "
+                        "agree on which counts; copy the files again, or save the model anew"
+                    )
         return {n: t for f, own in found.items() for n, t in own.items() if where.get(n) == f}
     files = sorted(directory.iterdir())
     if named := [p.name for p in files if p.suffix == ".safetensors"]:

@@ -19,7 +19,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from anybit.checkpoint.names import Names, renaming
+from anybit.checkpoint.names import Names, ignored_unexpected, renaming
 from anybit.checkpoint.places import Place, places
 from anybit.core.packed import Packed, is_codes, tensor_shapes
 from anybit.core.scheme import parse_scheme
@@ -337,16 +337,19 @@ def swap_for_stored(
         stored: Its tensors.
 
     Returns:
-        The layers by name, and the model's names of their tensors by those in the checkpoint.
+        The layers by name, and the model's names of stored tensors, theirs and those of experts, by
+        those in the checkpoint.
 
     Raises:
         InvalidInput: The plan, the model and the checkpoint's tensors do not agree.
     """
     coded = {key.rpartition(".")[0] for key in stored if is_codes(key)}
     layers = coded | {key.removesuffix(".weight") for key in stored if key.endswith(".weight")}
-    whole = places(Names(model), layers)
-    split(model, [name for name in expert_layers(model) if name in whole])
-    new = new_layers(model)
+    table = Names(model)
+    whole = places(table, layers)
+    fused = expert_layers(model)
+    split(model, [name for name in fused if name in whole])
+    new, ignored = new_layers(model), ignored_unexpected(model)
     out, placed = {}, set()
     names: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -367,7 +370,10 @@ def swap_for_stored(
             layer = stored_layer(canonical(scheme), module, own, stored)
             out[name] = layer
             names |= {f"{own}.{key}": f"{name}.{key}" for key in layer.packed.tensors()}
-    experts = sorted(name for name in coded - placed if ".experts." in name)
+        elif name in fused and own in layers:  # transformers' table would merge it
+            names[f"{own}.weight"] = f"{name}.weight"
+    others = (name for name in coded - placed if ".experts." in name)
+    experts = sorted(n for n in others if not ignored(n) and not ignored(table.renamed(n)))
     if experts:  # else they would be initialized at random, with no more than a warning
         raise InvalidInput(
             f"{len(experts)} layers of experts, such as {experts[0]}, are quantized one by one, "

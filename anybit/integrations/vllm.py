@@ -10,6 +10,7 @@ those of other tools, and `vllm_products.py` multiplies.
 """
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -27,6 +28,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 
 from anybit.checkpoint.architecture import bounded, empty_model
 from anybit.checkpoint.names import Names
+from anybit.checkpoint.places import saved_names
 from anybit.core.packed import is_codes
 from anybit.engine.weights import plan_text
 from anybit.errors import InvalidInput
@@ -76,6 +78,7 @@ class AnybitConfig(QuantizationConfig):
         self.formats, self.backend, self.foreign = formats, backend, foreign
         self.source: Source | None = None  # of the layers of another tool's checkpoint
         self.names: dict[str, str] = {}  # vLLM's names of layers -> the checkpoint's
+        self.saved: dict[str, str] = {}  # layers of the checkpoint -> their names in the plan
         self.coded: set[str] = set()  # layers that the checkpoint holds in codes
         self.dense: set[str] = set()  # layers and embeddings whose weight it holds
         self.on_load: dict[str, str] = {}  # schemes of layers to be quantized while loading
@@ -171,11 +174,20 @@ class AnybitConfig(QuantizationConfig):
             self.coded = set(self.source.schemes)
         matrices = {n for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2}
         self.dense = {name.removesuffix(".weight") for name in matrices} - self.coded
-        if not self.coded:
+
+        def model() -> Any:
+            kind = transformers_class(config, model_name)
             nbytes = sum(2 * math.prod(shape) for shape in shapes.values())  # in 16 bits
             with bounded(model_name, list(shapes.values()), nbytes):
-                model = empty_model(model_name, transformers_class(config, model_name), config)
-            table, schemes = Names(model), linear_schemes(model, self.formats or {})
+                return empty_model(model_name, kind, config)
+
+        if self.coded and self.source is None:
+            # Of a model that only vLLM can build, a plan goes by the files' names.
+            with suppress(InvalidInput, ImportError):
+                self.saved = saved_names(model(), self.coded | self.dense)
+        if not self.coded:
+            own = model()
+            table, schemes = Names(own), linear_schemes(own, self.formats or {})
             stored = {table.stored(f"{layer}.weight"): s for layer, s in schemes.items()}
             self.on_load = {name.removesuffix(".weight"): s for name, s in stored.items()}
             self.tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -201,7 +213,7 @@ class AnybitConfig(QuantizationConfig):
         if self.source is not None:
             return self.source.schemes[name]
         plan = self.formats or {}
-        matches = patterns_for(name, plan)
+        matches = patterns_for(self.saved.get(name, name), plan)
         scheme = plan[matches[-1]] if matches else None
         if scheme is None:
             raise InvalidInput(
@@ -256,12 +268,13 @@ def transformers_class(config: Any, model_name: str) -> Any:
     """
     import transformers
 
-    for name in config.architectures or ():
+    names = getattr(config, "architectures", None) or ()
+    for name in names:
         kind = getattr(transformers, name, None)
         if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
             return kind
     raise InvalidInput(
         f"{model_name}: transformers {transformers.__version__} has no class "
-        f"{', '.join(config.architectures or ()) or 'for an unnamed architecture'}, which would "
+        f"{', '.join(names) or 'for an unnamed architecture'}, which would "
         "say what layers can be quantized; use a checkpoint that is quantized already"
     )

@@ -30,7 +30,7 @@ def directory_of(model_name: str, revision: str | None) -> Path:
 def planned(directory: Path) -> Conversion:
     """How a checkpoint becomes one of ours; the headers are read once in each process."""
     with opened(directory) as found:
-        return plan_conversion(found, SHARD_BYTES)
+        return plan_conversion(found, SHARD_BYTES, for_transformers=False)
 
 
 @dataclass

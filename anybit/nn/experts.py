@@ -183,7 +183,8 @@ def layout_of(module: Any) -> Layout | None:
     layers: dict[str, tuple[str, ...]] = {name: (name,) for name in FUSED}
     if type(module).__name__ == "Llama4TextExperts":
         return Layout(layers, transposed=True, biased=False, gate="plain")
-    if getattr(module, "has_post_expert_norm", False) or not hasattr(module, "_apply_gate"):
+    known = all(hasattr(module, name) for name in ("_apply_gate", "is_transposed", "has_bias"))
+    if getattr(module, "has_post_expert_norm", False) or not known:
         return None
     # What transformers' decorator `use_experts_implementation` says of the module.
     transposed, biased = module.is_transposed, module.has_bias

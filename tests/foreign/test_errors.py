@@ -207,7 +207,7 @@ def test_biases(tmp_path: Path) -> None:
     refused(source, "bias: not zero, but the model has no bias there")
 
 
-@pytest.mark.parametrize("key", ["k_scale", "q_scale", "kv_scale"])
+@pytest.mark.parametrize("key", ["k_scale", "q_scale", "kv_scale", "q_proj.q_scale"])
 def test_scales_of_attention_are_left_out(key: str, tmp_path: Path) -> None:
     name = f"model.layers.0.self_attn.{key}"
     source = changed("ct_4bit", tmp_path, lambda t: t.update({name: torch.ones(1)}))

@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import anybit
-from anybit.checkpoint.foreign.convert import convert_checkpoint
+from anybit.checkpoint.foreign.convert import convert_checkpoint, opened, plan_conversion
 from anybit.checkpoint.foreign.export import export_checkpoint
+from anybit.checkpoint.foreign.fit import OTHERS
 from anybit.checkpoint.names import Names
-from anybit.checkpoint.places import name_of
+from anybit.checkpoint.places import name_of, saved_names
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_json
@@ -96,6 +97,93 @@ def test_a_layer_without_weights(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+MIXTRAL = "MixtralForCausalLM"
+
+
+def stored_fp8(architecture: str, source: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """A model with FP8 weights, and all tensors that it has."""
+    representable(Model(architecture).make()).save_pretrained(source)
+    fp8(source, wanted)
+    return load_file(source / WEIGHTS)
+
+
+def test_experts_that_stay_dense(tmp_path: Path) -> None:
+    """transformers makes experts of text and of images of one numbering."""
+    source = tmp_path / "source"
+    stored_fp8(
+        "Ernie4_5_VLMoeForConditionalGeneration", source, lambda n: n.endswith(f"{Q}.weight")
+    )
+    assert convert_checkpoint(source, tmp_path / "out").formats
+
+
+def test_one_of_the_dense_experts_is_lost(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    tensors = stored_fp8(MIXTRAL, source, lambda n: ".self_attn." in n)
+    del tensors[next(n for n in tensors if n.endswith("experts.1.w2.weight"))]
+    save_file(tensors, source / WEIGHTS)
+    with pytest.raises(InvalidInput, match=r"no file holds 1 tensors .*experts\.1\.w2\.weight"):
+        convert_checkpoint(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("layer", "lost"), [(61, False), (61, True), (7, True)])
+def test_experts_of_a_layer_that_the_model_lacks(layer: int, lost: bool, tmp_path: Path) -> None:
+    """transformers ignores DeepSeek's layer 61; no such layer excuses a tensor of the others."""
+    source, expert = tmp_path / "source", "model.layers.1.mlp.experts.0.up_proj.weight"
+    experts = lambda name: ".mlp.experts." in name  # noqa: E731
+    tensors = stored_fp8("DeepseekV3ForCausalLM", source, experts)
+    extra = {n: tensors[n].clone() for n in (expert, f"{expert}_scale_inv")}
+    tensors |= {n.replace("layers.1.", f"layers.{layer}."): t for n, t in extra.items()}
+    for name in extra if lost else ():
+        del tensors[name]
+    save_file(tensors, source / WEIGHTS)
+    if lost:
+        with pytest.raises(InvalidInput, match=r"no file holds 1 tensors .*experts\.0\.up_proj"):
+            convert_checkpoint(source, tmp_path / "out")
+        return
+    report = convert_checkpoint(source, tmp_path / "out")
+    assert report.unexpected == ("model.layers.61.mlp.experts.0.up_proj",)
+    assert quantized_layers(anybit.load(tmp_path / "out"))
+
+
+def test_a_dense_expert_of_another_name(tmp_path: Path) -> None:
+    source, model = tmp_path / "source", Model("Lfm2MoeForCausalLM")
+    dense = representable(model.make())
+    stored_fp8(model.architecture, source, lambda n: ".experts." in n and ".experts.1." not in n)
+    convert_checkpoint(source, tmp_path / "out")
+    found, given = anybit.load(tmp_path / "out", dtype=torch.float32).eval(), inputs(dense)
+    close(forward(found, given), forward(dense, given))
+
+
+@pytest.mark.parametrize("short", [0, 2])
+def test_a_tensor_of_several_layers(short: int, tmp_path: Path) -> None:
+    """It is as high as all layers that transformers makes of it; vLLM has it as it is stored."""
+    source = tmp_path / "source"
+    tensors = stored_fp8("HrmTextForCausalLM", source, lambda n: "mlp.gate_up_proj" in n)
+    name = next(n for n in tensors if n.endswith("gate_up_proj.weight"))
+    tensors[name] = tensors[name][: len(tensors[name]) - short].clone()
+    save_file(tensors, source / WEIGHTS)
+    with opened(source) as found:
+        layer = plan_conversion(found, 1 << 30, for_transformers=False).layers
+        assert layer[name.removesuffix(".weight")].scheme
+        if short:
+            with pytest.raises(InvalidInput, match=r"gate_up_proj: config\.json asks for a weight"):
+                plan_conversion(found, 1 << 30)
+        else:
+            assert OTHERS in {one.reason for one in plan_conversion(found, 1 << 30).layers.values()}
+
+
+def test_names_in_plans() -> None:
+    """Plans name layers as the model that was saved does."""
+    stored = f"language_model.model.layers.0.{Q}"
+    with torch.device("meta"):
+        model = Model(LLAVA).type(Model(LLAVA).config())
+    assert saved_names(model, [stored]) == {stored: f"model.language_model.layers.0.{Q}"}
+    experts = "model.layers.0.block_sparse_moe.experts.1.w2"
+    with torch.device("meta"):
+        mixtral = Model(MIXTRAL).type(Model(MIXTRAL).config())
+    assert saved_names(mixtral, [experts]) == {experts: "model.layers.0.mlp.experts.1.w2"}
+
+
 def test_export_names_layers_as_the_model_does(tmp_path: Path) -> None:
     """So do llm-compressor and transformers; the tensors keep their names."""
     model = Model(LLAVA)
@@ -117,6 +205,7 @@ def test_export_names_layers_as_the_model_does(tmp_path: Path) -> None:
     assert name_of(Names(dense), stored) == q[0]
     pytest.importorskip("compressed_tensors")
     theirs = model.type.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
+    nn.Module.float(theirs)  # older versions of transformers leave some of it in halves
     found = anybit.load(tmp_path / "ours", dtype=torch.float32).eval()
     given = inputs(dense)
     close(forward(theirs, given), forward(found, given))

@@ -34,27 +34,21 @@ def layers(
     config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
 ) -> dict[str, Layer]:
     """The quantized layers of an AutoRound checkpoint."""
+
+    def bits(part: Part, known: tuple[int, ...]) -> int:
+        return bits_of(config, (part.name, naming(part.name)), known)
+
     layout = option(config, "packing_format", (*GPTQ, *AWQ, *FLOATS), TOOL)
     if layout in FLOATS:
         return {
-            part.name: float_weight(part, bits_of(config, (part.name, naming(part.name)), (4, 8)))
+            part.name: float_weight(part, bits(part, (4, 8)))
             for part in parts("weight_scale", stored)
         }
     found = parts("qweight", stored)
     if layout in AWQ:
-        return {
-            part.name: awq.layer(part)
-            for part in found
-            if bits_of(config, (part.name, naming(part.name)), (4,))
-        }
+        return {part.name: awq.layer(part) for part in found if bits(part, (4,))}
     return {
-        part.name: gptq.layer(
-            part,
-            bits_of(config, (part.name, naming(part.name)), gptq.BITS),
-            False,
-            GPTQ[layout],
-            act_order=False,
-        )
+        part.name: gptq.layer(part, bits(part, gptq.BITS), False, GPTQ[layout], act_order=False)
         for part in found
     }
 

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from anybit.checkpoint.architecture import bare_model
-from anybit.checkpoint.foreign.base import Layer, Naming, decoded, owner
+from anybit.checkpoint.foreign.base import Layer, Naming, owner
+from anybit.checkpoint.foreign.fit import OTHERS, fitted, lost_tensors
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.checkpoint.foreign.gguf_model import Made, open_model
 from anybit.checkpoint.foreign.mxfp4 import one_by_one
 from anybit.checkpoint.names import Names, check_missing
-from anybit.checkpoint.places import Place, missing, name_of, places
+from anybit.checkpoint.places import Place, name_of, places
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
     Rewrite,
@@ -38,7 +39,6 @@ from anybit.checkpoint.rewrite import (
     unit_sizes,
 )
 from anybit.core.packed import Packed, tensor_shapes
-from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.files.directory import destination, megabytes, read_json
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
@@ -46,8 +46,6 @@ from anybit.nn.experts import split
 from anybit.nn.model import is_linear
 from anybit.nn.plan import METHOD, is_head, quantization_config
 from anybit.nn.tied import untied_heads
-from anybit.quantizers.base import quantize_weight
-from anybit.quantizers.rtn import RTN
 from anybit.version import __version__
 
 # quant_method in config.json: the module that reads such checkpoints.
@@ -74,7 +72,6 @@ QUANTIZATION = ("quantization_config", "compression_config")  # their keys in co
 # Of attention and its cache: theirs are per tensor, and mean something else here.
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
-OTHERS = "transformers makes weights of other layers of it"
 DENSE = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32)}
 
 
@@ -89,7 +86,7 @@ class Converted:
         notes: What the tool does beside the weights and we do not, and of how many layers.
         decoded: Layers that are dense now, in the model's dtype, and why.
         dropped: Tensors that were left out: biases of zeros that the model does not have, and
-            scales of the KV cache.
+            scales of attention and its cache.
         unexpected: Layers that transformers' model does not have under their names, such as experts
             that it stores in another shape.
         bytes_before: Of all tensors of the source.
@@ -298,10 +295,16 @@ def opened(source: Path) -> Iterator[Opened]:
         yield Opened(source, directory, "gguf", *open_model(source, directory))
 
 
-def plan_conversion(found: Opened, shard_bytes: int, to: str | None = None) -> Conversion:
+def plan_conversion(
+    found: Opened, shard_bytes: int, to: str | None = None, *, for_transformers: bool = True
+) -> Conversion:
     """Decide everything by headers, config.json and small tensors, before any weight is read.
 
-    to: the scheme that decoded weights are rounded to; None: they stay as they are.
+    Args:
+        found: The checkpoint.
+        shard_bytes: Of a file of the output.
+        to: The scheme that decoded weights are rounded to; None: they stay as they are.
+        for_transformers: Whether what transformers would make of a layer, or lack, counts.
     """
     source, stored, config, model = found.source, found.stored, found.config, found.model
     method, layers = found.method, dict(found.layers)
@@ -309,16 +312,13 @@ def plan_conversion(found: Opened, shard_bytes: int, to: str | None = None) -> C
     dense = [name for name in stored if name not in unit_of]
     weights = {name.removesuffix(".weight") for name in dense if name.endswith(".weight")}
     where = places(found.names, layers.keys() | weights)
-    names = {where.get(name, Place(name, name)): name for name, _ in model.named_modules()}
-    own = {place.stored: model.get_submodule(name) for place, name in names.items()}
+    model_name = {where.get(name, Place(name, name)): name for name, _ in model.named_modules()}
+    module_of = {place.stored: model.get_submodule(name) for place, name in model_name.items()}
     scales = [name for name in stored if name.endswith(KV_SCALES)]
     dropped = {n: None for n in scales if found.names.in_model(n)[0] not in found.names.state}
     for name, layer in layers.items():
-        module = own.get(name)
-        if module is None and ".experts." not in name and made_into_others(found.names, name):
-            layers[name] = decoded(layer, OTHERS)
-        else:
-            layers[name] = fitted(name, layer, module, type(model).__name__, to)
+        module = module_of.get(name)
+        layers[name] = fitted(name, layer, module, found.names, to, for_transformers)
         bias = stored.get(f"{name}.bias")
         if bias is not None and isinstance(module, nn.Linear) and module.bias is None:
             if bias.read().any():
@@ -331,23 +331,22 @@ def plan_conversion(found: Opened, shard_bytes: int, to: str | None = None) -> C
                 f"{source}: {name} holds {tensor.dtype} of {tensor.shape}, and belongs to no layer "
                 f"of {method} in a layout that anybit knows"
             )
-        if layer_of and name not in unit_of and name != f"{layer_of}.bias":
+        known = name in unit_of or name in dropped or name == f"{layer_of}.bias"
+        if layer_of and not known:
             raise InvalidInput(
                 f"{source}: {method} has no tensor {name!r} beside "
                 f"{layers[layer_of].tensors[0]!r} in a layout that anybit knows"
             )
-    coded = [name for place, name in names.items() if place.stored in layers]
+    coded = [name for place, name in model_name.items() if place.stored in layers]
     others = [name for name, layer in layers.items() if layer.reason == OTHERS]
-    unexpected = tuple(name for name in layers if name not in own and name not in others)
+    unexpected = tuple(name for name in layers if name not in module_of and name not in others)
     kept = [name for name in dense if name not in dropped]
     kept += [f"{name}.weight" for name in others]
-    lost = missing(found.names, model, kept, coded)
-    if any(".experts." in name for name in unexpected):  # vLLM may have such layers
-        lost = [name for name in lost if ".experts." not in name]
-    check_missing(source, lost, unexpected)
+    if for_transformers:
+        check_missing(source, lost_tensors(found.names, model, kept, coded, unexpected), unexpected)
     if untied_heads(model, coded):  # the head has a weight of its own beside the embeddings'
         config = {**config, "tie_word_embeddings": False}
-    linears = [place for place in names if is_linear(own[place.stored])]
+    linears = [place for place in model_name if is_linear(module_of[place.stored])]
     formats = plan_for(layers | {place.saved: layers.get(place.stored) for place in linears})
     manifest = {
         "anybit": __version__,
@@ -403,59 +402,6 @@ def read_layers(
             f"(there are {', '.join(list(stored)[:3])}, ...)"
         )
     return method, found
-
-
-def fitted(name: str, layer: Layer, module: nn.Module | None, model: str, to: str | None) -> Layer:
-    """A layer as its place in the model needs it.
-
-    Args:
-        name: In the checkpoint.
-        layer: As it is stored.
-        module: Of the model; None where it has no such layer.
-        model: The name of its class, for the error's text.
-        to: As in `plan_conversion`.
-
-    Raises:
-        InvalidInput: It does not fit.
-    """
-    shape = tuple(module.weight.shape) if isinstance(module, nn.Linear) else None
-    if module is not None and shape is None:  # it would be initialized at random
-        raise InvalidInput(
-            f"{name} is a {type(module).__name__} in {model}, and only linear layers can be "
-            "converted; use this model with the tool that quantized it"
-        )
-    if shape is not None and layer.cut is not None:
-        cut = layer.cut((shape[0], shape[1]))
-        layer = replace(cut, activation=layer.activation, note=layer.note)
-    if shape is not None and shape != layer.shape:
-        raise InvalidInput(
-            f"{name}: config.json asks for a weight of {shape}, the checkpoint holds one of "
-            f"{layer.shape}"
-        )
-    if module is not None and not is_linear(module):
-        return decoded(layer, f"a {type(module).__name__} is more than a linear layer")
-    return layer if to is None else rounded(name, layer, to)
-
-
-def made_into_others(names: Names, layer: str) -> bool:
-    """Whether transformers makes other weights of a layer's when it loads them."""
-    return names.in_model(f"{layer}.weight")[1] is not None
-
-
-def rounded(name: str, layer: Layer, to: str) -> Layer:
-    """The layer rounded to nearest in another format; InvalidInput where that cannot store it."""
-    fmt, activation = parse_scheme(to)
-    try:
-        fmt.check(*layer.shape)
-    except InvalidInput as error:
-        raise InvalidInput(f"{name}: {error}") from None
-
-    def read() -> Packed:
-        weight = layer.read()
-        dense = weight.dequantize() if isinstance(weight, Packed) else weight
-        return quantize_weight(RTN(), dense, fmt)
-
-    return replace(layer, format=fmt, read=read, dtypes={}, activation=activation, note="")
 
 
 def dense_dtype(config: Mapping[str, Any], others: Iterable[Stored | Made]) -> torch.dtype:

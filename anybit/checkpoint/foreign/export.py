@@ -63,7 +63,11 @@ class Exported:
     seconds: float
 
     def __str__(self) -> str:
-        left = f", {len(self.dropped)} scales of the KV cache left out" if self.dropped else ""
+        left = (
+            f", {len(self.dropped)} scales of attention and its cache left out"
+            if self.dropped
+            else ""
+        )
         return (
             f"{self.out}: {sum(self.layers.values())} layers as {self.tool} "
             f"({', '.join(self.layers)}){left}; "

@@ -40,7 +40,7 @@ def layer(part: Part, key: str, block: list[int] | None) -> Layer:
     weight = part.find("weight", (torch.float8_e4m3fn, torch.uint8, torch.int8))
     scale = part.find(key, (*FLOATS, *POWERS))
     part.used.clear()
-    part.skip("activation_scale", "input_scale")
+    part.skip("activation_scale", "input_scale", "output_scale")
     blocked = block is not None and weight.torch_dtype == torch.float8_e4m3fn
     whole = all(size == 1 for size in scale.shape)
     found = float_layer(
