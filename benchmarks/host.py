@@ -233,6 +233,7 @@ def stand_ins(backend: str) -> Iterator[None]:
             stand_in(module, "usable", lambda x: True)
             stand_in(module, "compiled", lambda x: False)
         triton.runtime.driver.set_active(TritonDriver(capability))
+        stack.callback(triton.runtime.driver.reset_active)
         yield
 
 

@@ -19,7 +19,7 @@ from anybit.kernels.backend import Activations, has_triton
 
 
 @cache
-def module(name: str) -> Any:
+def kernels_of(name: str) -> Any:
     """A module of kernels; looking one up anew would take longer than a kernel's arguments do."""
     return import_module(f"anybit.kernels.{name}")
 
@@ -41,9 +41,9 @@ def compiled(x: Tensor) -> bool:
 def between(*tensors: Tensor) -> Any:
     """The module whose kernels work on these between products; None where torch does."""
     if usable(tensors[0]):
-        return module("triton.activation")
+        return kernels_of("triton.activation")
     if compiled(tensors[0]):
-        kernels = module("native.fused")
+        kernels = kernels_of("native.fused")
         return kernels if kernels.suits(*tensors) else None
     return None
 
@@ -51,7 +51,7 @@ def between(*tensors: Tensor) -> Any:
 def dense(x: Tensor, weight: Tensor) -> Any:
     """The module whose kernels multiply these faster than torch; None where there is none."""
     family = "triton" if usable(x) else "native" if compiled(x) else None
-    kernels = family and module(f"{family}.dense")
+    kernels = family and kernels_of(f"{family}.dense")
     return kernels if kernels and kernels.suits(x, weight) else None
 
 
@@ -88,7 +88,7 @@ class Wanted(NamedTuple):
         """Whether the kernel that makes x (T, K) also makes this of it."""
         if self.activation is None or not usable(x):
             return False
-        return self.vector is None or bool(module("triton.activation").rotates(x.shape[1]))
+        return self.vector is None or bool(kernels_of("triton.activation").rotates(x.shape[1]))
 
 
 AS_IT_IS = Wanted()
