@@ -167,7 +167,7 @@ def watched(x: Tensor) -> bool:
         or type(x) is not Tensor
         or torch.is_grad_enabled()
         or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
+        or torch._C._autograd._profiler_enabled()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
     )
