@@ -6,7 +6,7 @@ random weights, and no more than a warning.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -28,8 +28,9 @@ def register() -> None:
     def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
         if getattr(self, "peft_config", None):  # of which it writes the adapters alone
             return plain(self, *args, **options)
-        plan = plan_in(self) if dict(quantized_layers(self)) else None
-        with stated(self.config, plan), codes_as_they_are(self):
+        quantized = dict(quantized_layers(self))
+        names = codes_as_they_are(self) if quantized else nullcontext()
+        with stated(self.config, plan_in(self) if quantized else None), names:
             return plain(self, *args, **options)
 
     save_pretrained.of_anybit = True  # type: ignore[attr-defined]
