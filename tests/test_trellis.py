@@ -109,7 +109,7 @@ def test_native_paths_are_the_definition_s(bits, level, monkeypatch):
     if isa.isa() is None:
         pytest.skip("no kernels for this processor")
     if level:
-        monkeypatch.setattr(viterbi, "level", lambda: isa.LEVELS[level])
+        monkeypatch.setattr(viterbi, "level", lambda: isa.able()[level])
     width = 2 - bits % 2
     table = gaussian(1 << 16, width, seed=3)
     x = gaussian(3, 32, width)

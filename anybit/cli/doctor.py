@@ -17,7 +17,7 @@ from anybit.core.format import Format, get_format, known_formats
 from anybit.core.scheme import parse_scheme
 from anybit.kernels import registry
 from anybit.kernels.backend import LayerSpec
-from anybit.kernels.native.isa import is_x86, isa, processor
+from anybit.kernels.native.isa import isa, levels, processor
 
 PACKAGES = (
     "anybit",
@@ -61,7 +61,7 @@ def doctor(schemes: Sequence[str] = (), console: Console | None = None) -> None:
         (in_full if schemes else in_short)(console, answers, device.partition(":")[0])
         if device != "cpu" and (tested := self_test(torch.device(device))):
             console.print(tested)
-        if device == "cpu" and is_x86() and find_spec("llvmlite") is None:
+        if device == "cpu" and levels() and find_spec("llvmlite") is None:
             console.print(WITHOUT_LLVM)
         console.print()
     console.print(

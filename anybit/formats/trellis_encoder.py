@@ -6,17 +6,15 @@ and the first half of the sequence as one open sequence, and finds which bits th
 The second pass begins and ends with these bits. Quarters instead of halves would take 3/4 of the
 time, and err by 0.7 % more at 2 bits.
 
-Three implementations: plain torch, the definition, for any device; LLVM's for x86 CPUs; and
+Three implementations: plain torch, the definition, for any device; LLVM's for x86 and Arm CPUs; and
 Triton's for GPUs.
 """
-
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from anybit.core.format import Format
-from anybit.kernels.native import isa
+from anybit.kernels.native.fused import able
 
 CHUNK = 64  # sequences that plain torch works on at a time
 
@@ -31,7 +29,7 @@ def paths(x: Tensor, table: Tensor, fmt: Format) -> Tensor:
         from anybit.kernels.triton import viterbi as triton
 
         return triton.paths(x, fmt, lead)
-    if x.device.type == "cpu" and isa.is_x86() and find_spec("llvmlite") and isa.isa():
+    if x.device.type == "cpu" and able():
         from anybit.kernels.native import viterbi as native
 
         return native.paths(x, table, fmt.bits, lead)

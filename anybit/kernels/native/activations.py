@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from anybit.kernels.native import build, ir
-from anybit.kernels.native.decode import BLOCK, Operand
 from anybit.kernels.native.ir import BF16, F32, I8, I16, I32, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.isa import Isa
+from anybit.kernels.native.operand import BLOCK, Operand
 
 NAMES = ("next", "x", "stride", "k", "m", "tokens", "blocks", "to", "sums", "groups")
 DTYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: "half", torch.int8: I8}

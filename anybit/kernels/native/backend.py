@@ -24,9 +24,10 @@ from anybit.kernels import dense, reference
 from anybit.kernels.backend import Activations, Backend, LayerSpec, Prepared
 from anybit.kernels.native import activations, build, gemm, gemv
 from anybit.kernels.native import table as probing
-from anybit.kernels.native.decode import BLOCK, RUN, Codes, Operand, Table, Vectors
-from anybit.kernels.native.isa import Isa, is_x86, isa
+from anybit.kernels.native.decode import Codes, Table, Vectors
+from anybit.kernels.native.isa import Isa, isa, levels
 from anybit.kernels.native.layout import blocks_of, lay_out
+from anybit.kernels.native.operand import BLOCK, RUN, Operand
 
 log = logging.getLogger(__name__)
 
@@ -37,18 +38,23 @@ MANY = 512  # activations whose sums fit into the cache beside a tile
 LARGEST_K = 1 << 16  # products of two bytes add up to less than 2**31
 SERIAL = 1 << 18  # products that one thread makes sooner than two would be woken
 SECTION = 1 << 10  # bytes of a table
-SECTIONS = (torch.bfloat16, torch.float16, torch.float32)  # after bf16 numbers: fp32 of each dtype
+SECTIONS = (  # kinds of operands, dtypes of activations
+    ("bf16", torch.bfloat16),
+    ("fp32", torch.bfloat16),
+    ("fp32", torch.float16),
+    ("fp32", torch.float32),
+)
 
 
 def refuse(layer: LayerSpec) -> str | None:
-    if not is_x86():
-        return f"compiles kernels for x86 processors only, not {platform.machine()}"
+    if not levels():
+        return f"compiles kernels for x86 and Arm processors only, not {platform.machine()}"
     if find_spec("llvmlite") is None:
         return "llvmlite is not installed: pip install 'anybit[cpu]'"
     if isa() is None:
-        return "the processor has no AVX2, or ONEDNN_MAX_CPU_ISA forbids it"
+        return f"the processor has no {levels()[-1].name}, or ONEDNN_MAX_CPU_ISA forbids it"
     if build.parallel() is None:
-        return "torch here does not run on GNU's OpenMP, whose threads the kernels share"
+        return "torch here runs on no OpenMP that has GNU's functions, whose threads kernels share"
     k = layer.shape[1]
     if layer.activation == "int8" and k > LARGEST_K:
         return f"K={k}: products of int8 are summed in 32 bits up to K={LARGEST_K}"
@@ -146,19 +152,10 @@ def _tables(table: probing.Table, bits: int, level: Isa) -> Tensor:
     values = table.values
     if values.dim() > 1:
         return values.contiguous()
-    out = torch.zeros((1 + len(SECTIONS)) * SECTION, dtype=torch.uint8)
-    order = torch.tensor(Codes(bits, None).permuted())
-    repeat = max(1, 32 // len(values))
-    half = values[order].to(torch.bfloat16).repeat(repeat).view(torch.uint8)
-    out[: len(half)] = half
-    for i, dtype in enumerate(SECTIONS, 1):
-        codes, numbers = _codes(table.facts(bits), dtype), values.to(dtype).float()
-        way = Table.found(codes, Operand("fp32", level))
-        if way == "bytes":
-            some = numbers[: Table.half(codes)].view(torch.uint8).view(-1, 4)[:, 2:].T.flatten()
-        else:
-            numbers = numbers[order] if way == "registers" else numbers
-            some = numbers.repeat(repeat).view(torch.uint8)
+    out = torch.zeros(len(SECTIONS) * SECTION, dtype=torch.uint8)
+    for i, (kind, dtype) in enumerate(SECTIONS):
+        codes = _codes(table.facts(bits), dtype)
+        some = Table.stored(codes, Operand(kind, level), values.to(dtype))
         out[i * SECTION : i * SECTION + len(some)] = some
     return out
 
@@ -212,9 +209,11 @@ def _product(
         codes = Vectors(bits, fmt.width, fmt.books, dtype == torch.float16)
     quantized, to = activation is not None, activations.DTYPES[dtype]
     table = 0
-    if operand.kind == "fp32" and not vectors:
-        table = SECTION * (1 + SECTIONS.index(dtype))
+    if not operand.whole and not vectors:
+        table = SECTION * SECTIONS.index((operand.kind, dtype))
     shift = one.first or 0
+    if operand.kind == "s8" and bits == 8:
+        shift += 128
     if m <= FEW:
         sums = group if form else 0 if operand.whole else None
         kernel = gemv.kernel(gemv.Few(codes, operand, group, form, m, to, quantized, bool(wide)))
@@ -231,9 +230,11 @@ def _operand(
     facts: tuple[int, ...], activation: str | None, dtype: torch.dtype, level: Isa
 ) -> Operand:
     """What is multiplied: whole numbers, or numbers of the activation's dtype."""
-    _, _, group, _, whole, *_ = facts
+    bits, _, group, _, whole, *_ = facts
     if activation == "int8" and whole:
-        return Operand("u8" if level.vnni and group % 64 == 0 else "i16", level)
+        # Groups have no shift, which makes up for codes of 8 bits that are 128 less.
+        fits = group % 64 == 0 and not (level.bytes == "s8" and group and bits == 8)
+        return Operand(level.bytes if level.bytes and fits else "i16", level)
     return Operand("bf16" if level.bf16 and dtype == torch.bfloat16 else "fp32", level)
 
 

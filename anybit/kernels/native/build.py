@@ -100,29 +100,40 @@ def openmp() -> Any:
     return None
 
 
-def _machine(isa: Isa) -> Any:
+def _machine(isa: Isa, triple: str = "") -> Any:
     from llvmlite import binding
 
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
+    if triple:
+        binding.initialize_all_targets()
+        binding.initialize_all_asmprinters()
+    else:
+        binding.initialize_native_target()
+        binding.initialize_native_asmprinter()
     # evex512: or LLVM 20 aborts at an operator of 512 bits.
-    own = ["-prefer-256-bit"] + ["+evex512"] * (isa.bits == 512)
+    own = [] if isa.arm else ["-prefer-256-bit"] + ["+evex512"] * (isa.bits == 512)
     features = ",".join([*own, *(f"+{feature}" for feature in isa.features)])
-    target = binding.Target.from_default_triple()
-    return target.create_target_machine(cpu="x86-64-v3", features=features, opt=3, jit=True)
+    target = binding.Target.from_triple(triple or binding.get_default_triple())
+    cpu = "generic" if isa.arm else "x86-64-v3"
+    return target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
 
 
-def compile_text(text: str, isa: Isa) -> bytes:
-    """Object code of a module."""
+def optimized(text: str, isa: Isa, triple: str = "") -> tuple[Any, Any]:
+    """The machine that a module is compiled for, this one or that of a triple, and the module."""
     from llvmlite import binding
 
-    machine = _machine(isa)
+    machine = _machine(isa, triple)
     module = binding.parse_assembly(text)
     module.verify()
     options = binding.create_pipeline_tuning_options(speed_level=2)
     options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
     builder = binding.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
+    return machine, module
+
+
+def compile_text(text: str, isa: Isa) -> bytes:
+    """Object code of a module."""
+    machine, module = optimized(text, isa)
     return bytes(machine.emit_object(module))
 
 

@@ -9,113 +9,24 @@ of 32, or 64 in bytes, on every processor.
 The bits of a code are put together in any order that is cheap, since the table can be permuted.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from anybit.core.planes import segments
-from anybit.kernels.native import ir
+from anybit.kernels.native import instructions, ir
 from anybit.kernels.native.ir import F32, I8, I16, I32, Function, Value, vec
 from anybit.kernels.native.isa import Isa
-
-BLOCK = 512  # codes
-RUN = 32  # codes that lie in one vector of 16-bit words
+from anybit.kernels.native.operand import BLOCK, RUN, Operand
 
 
 def place(run: int, width: int) -> int:
     """The lowest bit of a run's codes in the 16-bit words of a plane of `width` bits."""
     run %= 16 // width
     return run // 2 * width + 8 * (run % 2)
-
-
-@dataclass(frozen=True)
-class Operand:
-    """The numbers that a product is made of, in vectors of the processor's width.
-
-    kind: "bf16" (products of bf16 in fp32), "fp32", "u8" (unsigned codes times int8) or "i16"
-        (codes times int8, both in 16 bits); the last two are summed in int32.
-    """
-
-    kind: str
-    isa: Isa
-
-    @property
-    def vectors(self) -> int:
-        """Vectors that hold the numbers of one run; of two runs for u8, whose unit is 64 codes."""
-        width = {"bf16": 2, "fp32": 4, "u8": 1, "i16": 2}[self.kind]
-        return self.codes * width // (self.isa.bits // 8)
-
-    @property
-    def codes(self) -> int:
-        """Codes of a unit, the smallest part that is decoded at once."""
-        return 2 * RUN if self.kind == "u8" else RUN
-
-    @property
-    def units(self) -> int:
-        """Units in a block."""
-        return BLOCK // self.codes
-
-    @property
-    def itemsize(self) -> int:
-        return {"bf16": 2, "fp32": 4, "u8": 1, "i16": 2}[self.kind]
-
-    @property
-    def whole(self) -> bool:
-        """Whether sums are integers."""
-        return self.kind in ("u8", "i16")
-
-    @property
-    def sums(self) -> str:
-        """The type of a vector of partial sums."""
-        return vec(self.isa.floats, I32 if self.whole else F32)
-
-    @property
-    def vector(self) -> str:
-        """The type of a vector of numbers, as they are loaded."""
-        bits = self.isa.bits
-        kinds = {
-            "bf16": vec(bits // 16, ir.BF16),
-            "fp32": vec(bits // 32, F32),
-            "u8": vec(bits // 8, I8),
-            "i16": vec(bits // 16, I16),
-        }
-        return kinds[self.kind]
-
-    def order(self) -> list[int]:
-        """Places of a unit's columns: the number at i is that of column order[i]."""
-        if self.kind == "u8":
-            return [half + i for i in range(RUN) for half in (0, RUN)]
-        if self.kind == "fp32":
-            both = 2 * self.isa.floats
-            return [
-                start + odd + 2 * i
-                for start in range(0, RUN, both)
-                for odd in (0, 1)
-                for i in range(self.isa.floats)
-            ]
-        return list(range(RUN))
-
-    def columns(self, j: int) -> list[int]:
-        """The first column of each lane of the sums of a unit's vector j; not for u8."""
-        lanes = self.isa.floats
-        if self.kind == "fp32":
-            return self.order()[j * lanes : (j + 1) * lanes]
-        return [2 * (j * lanes + i) for i in range(lanes)]
-
-    def dot(self, f: Function, total: Value, weight: Value, x: Value) -> Value:
-        """total + products of a vector of weights and one of activations."""
-        bits = self.isa.bits
-        if self.kind == "fp32":
-            return f.fma(weight, x, total)
-        if self.kind == "bf16":
-            return f.call(total.kind, f"llvm.x86.avx512bf16.dpbf16ps.{bits}", total, weight, x)
-        if self.kind == "u8":
-            name = f"llvm.x86.avx512.vpdpbusd.{bits}"
-            return f.call(
-                total.kind, name, total, f.bits(weight, total.kind), f.bits(x, total.kind)
-            )
-        name = "llvm.x86.avx512.pmaddw.d.512" if bits == 512 else "llvm.x86.avx2.pmadd.wd"
-        return total + f.call(total.kind, name, weight, x)
 
 
 @dataclass(frozen=True)
@@ -162,12 +73,21 @@ class Codes:
         return order
 
     def _index(
-        self, f: Function, block: Value, run: int, skip: int, kind: str, shift: int, true: bool
+        self,
+        f: Function,
+        isa: Isa,
+        block: Value,
+        run: int,
+        skip: int,
+        kind: str,
+        shift: int,
+        true: bool,
     ) -> Value:
         """Indices in the lanes of a vector.
 
         Args:
             f: what is compiled.
+            isa: what the processor can do.
             block: the address of the block.
             run: which 32 codes.
             skip: bytes of a plane's vector that lie before.
@@ -177,7 +97,8 @@ class Codes:
         """
         total, at = None, 0
         word = ir.scalar(kind)
-        lanes16 = vec(ir.lanes(kind) // 2, I16) if word == I8 else kind
+        # x86 shifts no bytes.
+        lanes16 = vec(ir.lanes(kind) // 2, I16) if word == I8 and not isa.arm else kind
         for width, start, low in self.planes():
             per = 16 // width
             bit = place(run, width) + shift
@@ -198,37 +119,41 @@ class Codes:
         self, f: Function, operand: Operand, block: Value, unit: int, table: "Table"
     ) -> list[Value]:
         """The numbers of a unit, in the operand's vectors and order."""
-        bits = operand.isa.bits
+        isa = operand.isa
+        bits, indices = isa.bits, partial(self._index, f, isa, block)
         if table.way == "bytes":
-            index = partial(self._index, f, block, unit // 2 * 2, shift=0, true=True)
+            index = partial(indices, unit // 2 * 2, shift=0, true=True)
             return table.pair(f, (block.text, unit // 2), index)[unit % 2]
         out = []
         if table.way == "halves":
             for skip in range(0, 2 * RUN, bits // 8):
-                words = self._index(f, block, unit, skip, vec(bits // 16, I16), 0, True)
-                out += self._halves(f, words)
+                words = indices(unit, skip, vec(bits // 16, I16), 0, True)
+                out += self._halves(f, operand, words)
             return out
         for j in range(operand.vectors):
             if operand.whole:
-                run = 2 * unit if operand.kind == "u8" else unit
-                out.append(self._index(f, block, run, j * bits // 8, operand.vector, 0, True))
+                run = 2 * unit if operand.itemsize == 1 else unit
+                codes = indices(run, j * bits // 8, operand.vector, 0, True)
+                out.append(codes ^ 128 if operand.kind == "s8" and self.bits == 8 else codes)
             elif operand.kind == "bf16":
-                at = partial(self._index, f, block, unit, 0, vec(bits // 16, I16), 0)
-                out.append(table.bf16(f, at))
+                out.append(
+                    table.bf16(f, partial(indices, unit, j * bits // 8, vec(bits // 16, I16), 0))
+                )
             else:
                 skip, odd = j // 2 * bits // 8, 16 * (j % 2)
-                at = partial(self._index, f, block, unit, skip, vec(bits // 32, I32), odd)
-                out.append(table.fp32(f, at))
+                out.append(table.fp32(f, partial(indices, unit, skip, vec(bits // 32, I32), odd)))
         return out
 
-    def _halves(self, f: Function, code: Value) -> list[Value]:
-        """fp32 of the even and of the odd codes of a vector of words."""
+    def _halves(self, f: Function, operand: Operand, code: Value) -> list[Value]:
+        """bf16 of a vector of words; or fp32 of its even and of its odd codes."""
         assert self.half is not None
         up = f.bits(code << (16 - self.bits), code.kind)
         down = f.constant(16 - self.bits - self.half, code.kind)
         words = f.emit(f"ashr {code.kind} {up.text}, {down.text}", code.kind)
         words = words & (((1 << (self.bits - 1)) - 1) << self.half | 1 << 15)
         lanes = ir.lanes(code.kind)
+        if operand.kind == "bf16":
+            return [short(f, f.cast("fpext", f.bits(words, vec(lanes, "half")), vec(lanes, F32)))]
         parts = (f.shuffle(words, words, range(odd, lanes, 2)) for odd in (0, 1))
         return [
             f.cast("fpext", f.bits(part, vec(lanes // 2, "half")), vec(lanes // 2, F32))
@@ -281,8 +206,10 @@ class Vectors:
             parts = [f.shuffle(a, b, range(2 * count)) for a, b in pairs]
         numbers = parts[0]
         if operand.kind == "bf16":
-            return [f.cast("fptrunc", numbers, operand.vector)]
-        order, lanes = operand.order(), operand.isa.floats
+            numbers = f.cast("fptrunc", numbers, vec(RUN, ir.BF16))
+            if operand.vectors == 1:
+                return [numbers]
+        order, lanes = operand.order(), RUN // operand.vectors
         if self.half:
             half = f.cast("fptrunc", numbers, vec(RUN, "half"))
             numbers = f.cast("fpext", half, numbers.kind)
@@ -295,9 +222,9 @@ class Vectors:
 class Table:
     """The table of a format, or the arithmetic that needs none.
 
-    way: "registers" hold the numbers; "bytes": registers hold their low and high bytes, 16 each;
-    "memory" does; "halves": a code is a number of fp16, but for the place of its bits; "sum": a
-    number is the code and the first; "": there are no numbers to be found.
+    way: "registers" hold the numbers; "bytes": registers hold their bytes, but for those that are
+    all zero; "memory" holds them; "halves": a code is a number of fp16, but for the place of its
+    bits; "sum": a number is the code and the first; "": there are no numbers to be found.
     """
 
     def __init__(self, f: Function, codes: "Codes | Vectors", operand: Operand, memory: Value):
@@ -307,10 +234,13 @@ class Table:
         self.first = None if isinstance(codes, Vectors) else codes.first
         self.way = self.found(codes, operand)
         self.parts: list[Value] = []
+        self.count = 1  # of tables, each of one byte of the numbers
         self.pairs: dict[tuple[str, int], tuple[list[Value], list[Value]]] = {}
         if self.way == "bytes" and isinstance(codes, Codes):
             sixteen, wide = vec(16, I8), list(range(16)) * (operand.isa.bits // 128)
-            some = [f.load(sixteen, memory, i) for i in range(0, 2 * self.half(codes), 16)]
+            self.count = self.bytes(codes)
+            size = self.count * self.half(codes, operand)
+            some = [f.load(sixteen, memory, i) for i in range(0, size, 16)]
             self.parts = [f.shuffle(part, part, wide) for part in some]
         elif self.way == "registers":
             kind = vec(operand.isa.bits // 16, I16) if operand.kind == "bf16" else operand.vector
@@ -324,6 +254,12 @@ class Table:
         if isinstance(codes, Vectors) or operand.whole:
             return ""
         whole, entries = codes.first is not None, 2**codes.bits
+        if operand.isa.arm:
+            if whole and codes.bits > 6:
+                return "sum"
+            if codes.half is not None:
+                return "halves"
+            return "bytes" if codes.short or entries <= operand.isa.entries else "memory"
         if operand.kind == "bf16":
             return "sum" if whole and codes.bits > 6 else "registers"
         if whole and (operand.isa.bits == 512 or codes.bits > 4):
@@ -337,9 +273,30 @@ class Table:
         return "registers" if entries <= 4 * operand.isa.floats else "memory"
 
     @staticmethod
-    def half(codes: Codes) -> int:
-        """Low bytes of a table of bytes, whose high ones follow; without the signed half."""
-        return 2 ** (codes.bits - (codes.signed and codes.bits > 4))
+    def bytes(codes: Codes) -> int:
+        """Bytes of a number that are looked up: the highest ones, where the others are zero."""
+        return 2 if codes.short else 4
+
+    @staticmethod
+    def half(codes: Codes, operand: Operand) -> int:
+        """Entries of a table of bytes, which holds one byte of all numbers, then the next one.
+
+        One that no instruction looks up is left without the signed half.
+        """
+        entries = 2**codes.bits
+        return max(16, entries // 2 if codes.signed and entries > operand.isa.entries else entries)
+
+    @staticmethod
+    def stored(codes: Codes, operand: Operand, numbers: Tensor) -> Tensor:
+        """The numbers of all codes, in the activation's dtype, as the bytes that kernels load."""
+        way = Table.found(codes, operand)
+        if way == "registers":
+            numbers = numbers[torch.tensor(codes.permuted())]
+        numbers = numbers.repeat(max(1, 32 // len(numbers)))
+        if way == "bytes":
+            some = numbers[: Table.half(codes, operand)].float().view(torch.uint8).view(-1, 4)
+            return some[:, 4 - Table.bytes(codes) :].T.flatten()
+        return (numbers if operand.kind == "bf16" else numbers.float()).view(torch.uint8)
 
     def pair(
         self, f: Function, key: tuple[str, int], index: Callable[..., Value]
@@ -354,7 +311,12 @@ class Table:
         kind, words, wide = vec(size, I8), vec(size // 2, I16), vec(size // 4, I32)
         out: tuple[list[Value], list[Value]] = [], []
         for skip in range(0, 2 * RUN, size):
-            low, high = (f.bits(a, words) for a in self._bytes(f, index(skip=skip, kind=kind)))
+            parts = self._bytes(f, index(skip=skip, kind=kind))
+            if self.operand.isa.arm:
+                for run, vectors in zip(out, self._crossed(f, parts), strict=True):
+                    run += [f.bits(vector, self.operand.vector) for vector in vectors]
+                continue
+            low, high = (f.bits(a, words) for a in parts)
             both = (low & 255) | (high << 8), (low >> 8) | (high & 0xFF00)
             for run, some in zip(out, both, strict=True):
                 numbers = f.bits(some, wide)
@@ -363,38 +325,41 @@ class Table:
         self.pairs[key] = out
         return out
 
+    def _crossed(self, f: Function, parts: list[Value]) -> Iterator[Sequence[Value]]:
+        """Numbers of the codes in the low bytes of words, then of those in the high bytes.
+
+        parts: the lowest bytes of the numbers, the next ones, and so on.
+        """
+        words = [instructions.crossed(f, *parts[i : i + 2]) for i in range(0, len(parts), 2)]
+        for run in (0, 1):
+            if self.operand.kind == "bf16":
+                yield [words[0][run]]
+            elif len(words) == 1:
+                numbers = f.bits(words[0][run], vec(self.operand.isa.floats, I32))
+                yield numbers << 16, numbers & -65536
+            else:
+                yield instructions.crossed(f, words[0][run], words[1][run])
+
     def _bytes(self, f: Function, code: Value) -> list[Value]:
-        """The low bytes and the high bytes of the numbers of codes."""
-        kind = code.kind
-        name = "llvm.x86.avx2.pshuf.b" if ir.lanes(kind) == 32 else "llvm.x86.avx512.pshuf.b.512"
-
-        def high(bit: int) -> Value:
-            """The code's bit as the highest of the byte; below it is anything."""
-            return f.bits(f.bits(code, vec(ir.lanes(kind) // 2, I16)) << (7 - bit), kind)
-
-        at = code & 15 if self.bits == 8 else code  # the instruction gives 0 where bit 7 is set
-        out = []
-        count = len(self.parts) // 2
-        for parts in (self.parts[:count], self.parts[count:]):
-            found = [f.call(kind, name, part, at) for part in parts]
-            bit = 4
-            while len(found) > 1:
-                upper = f.compare("slt", high(bit), f.zero(kind))
-                found = [
-                    f.select(upper, b, a) for a, b in zip(found[::2], found[1::2], strict=True)
-                ]
-                bit += 1
-            out.append(found[0])
+        """The bytes of the numbers of codes, the lowest ones first."""
+        count = len(self.parts) // self.count
+        starts = range(0, len(self.parts), count)
+        isa = self.operand.isa
+        out = [
+            instructions.look_up(f, isa, self.parts[i : i + count], code, self.bits) for i in starts
+        ]
         if count * 16 < 2**self.bits:
-            out[1] = out[1] ^ (high(self.bits - 1) & 128)
+            out[-1] = out[-1] ^ (instructions.highest(f, isa, code, self.bits - 1) & 128)
         return out
 
     def bf16(self, f: Function, index: Callable[[bool], Value]) -> Value:
-        """Numbers of 32 codes."""
+        """Numbers of a vector of codes."""
         if self.way == "sum":
-            words = index(True)
+            words, first = index(True), self.first or 0
+            if self.operand.isa.arm:
+                kind = vec(ir.lanes(words.kind), F32)
+                return short(f, f.cast("sitofp", words + first, kind))
             pair = f.bits(words, vec(16, I32))
-            first = self.first or 0
             even = f.cast("sitofp", (pair & 0xFFFF) + first, vec(16, F32))
             odd = f.cast("sitofp", (pair >> 16) + first, vec(16, F32))
             even, odd = f.bits(even, vec(16, I32)), f.bits(odd, vec(16, I32))
@@ -446,3 +411,10 @@ class Table:
         name = "llvm.x86.avx512.vpermi2var.ps.512"
         pairs = zip(self.parts[::2], self.parts[1::2], strict=True)
         return [f.call(kind, name, a, at, b) for a, b in pairs]
+
+
+def short(f: Function, numbers: Value) -> Value:
+    """fp32 numbers that are ones of bf16, as such."""
+    count = ir.lanes(numbers.kind)
+    words = f.bits(numbers, vec(2 * count, I16))
+    return f.bits(f.shuffle(words, words, range(1, 2 * count, 2)), vec(count, ir.BF16))

@@ -14,6 +14,7 @@ from anybit.kernels.native import build, ir, memory
 from anybit.kernels.native.activations import DTYPES
 from anybit.kernels.native.floats import BYTES, read, rounded
 from anybit.kernels.native.fused import FLOATS, level, threads
+from anybit.kernels.native.instructions import dot_bf16
 from anybit.kernels.native.ir import BF16, F32, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 
@@ -116,9 +117,8 @@ class _Rows:
         if self.pairs and not single:
             weight = f.load(vec(self.lanes, BF16), self.w, at)
             for x, total in zip(self.x, sums, strict=True):
-                name = f"llvm.x86.avx512bf16.dpbf16ps.{spec.isa.bits}"
                 number = f.load(weight.kind, x, at)
-                total.set(f.call(total.kind, name, total.get(), weight, number))
+                total.set(dot_bf16(f, spec.isa, total.get(), weight, number))
             return
         count = 1 if single else self.lanes
         weight = read(f, spec.dtype, self.w, at, count)

@@ -42,7 +42,7 @@ def rounded(f: Function, isa: Isa, value: Value, kind: str) -> Value:
     count = lanes(value.kind)
     if kind == F32:
         return value
-    if kind != BF16 or (isa.bf16 and count >= 8):
+    if kind != BF16 or (isa.bf16 and count >= isa.floats // 2):
         return f.cast("fptrunc", value, several(kind, count))
     bits = f.bits(value, several(I32, count))
     up = bits + ((bits >> 16) & 1) + 0x7FFF

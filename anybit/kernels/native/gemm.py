@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from anybit.kernels.native import build, ir
-from anybit.kernels.native.decode import BLOCK, Codes, Operand, Table, Vectors
+from anybit.kernels.native.decode import Codes, Table, Vectors
 from anybit.kernels.native.gemv import scales_at
 from anybit.kernels.native.ir import BF16, F32, I16, I32, I64, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.isa import Isa
+from anybit.kernels.native.operand import BLOCK, Operand
 
 NAMES = (
     "next", "slot", "w", "table", "scale", "offset", "row", "bias", "x", "xsum", "xscale", "y",
@@ -97,7 +98,7 @@ def _decode(spec: Tile) -> Function:
 
 
 def _scaled(f: Function, operand: Operand, weight: Value, factor: Value, more: Value) -> Value:
-    """weight * factor + more, rounded to the operand's type; for u8, 128 more than that.
+    """weight * factor + more, rounded to the operand's type; unsigned bytes are 128 more.
 
     factor, more: fp32 for each lane of the sums.
     """
@@ -109,9 +110,12 @@ def _scaled(f: Function, operand: Operand, weight: Value, factor: Value, more: V
         factor, more = (f.bits(a | (a << 16), vec(2 * lanes, I16)) for a in (factor, more))
         if operand.kind == "i16":
             return weight * factor + more
-        more = more + 128
+        if operand.kind == "u8":
+            more = more + 128
         pair = f.bits(weight, factor.kind)
         even, odd = (pair & 255) * factor + more, (pair >> 8) * factor + more
+        if operand.kind == "s8":
+            even = even & 255
         return f.bits(even | (odd << 8), operand.vector)
     if operand.kind == "fp32":
         return f.fma(weight, factor, more)

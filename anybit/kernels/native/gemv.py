@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from anybit.kernels.native import build, ir
-from anybit.kernels.native.decode import BLOCK, Codes, Operand, Table, Vectors
+from anybit.kernels.native.decode import Codes, Table, Vectors
 from anybit.kernels.native.ir import F32, I32, PTR, Arguments, Function, Value, vec
+from anybit.kernels.native.operand import BLOCK, Operand
 
 NAMES = (
     "next", "w", "table", "scale", "offset", "row", "bias", "x", "xsum", "xscale", "y",
@@ -86,7 +87,8 @@ class _Rows:
         f, spec, operand = self.function, self.spec, self.spec.operand
         m, size, zero = spec.m, operand.isa.bits // 8, f.zero(operand.sums)
         small = 0 < spec.group < operand.codes  # groups whose scales lie in one vector
-        units = spec.group // operand.codes or min(operand.units, CHAIN // operand.vectors)
+        chain = CHAIN // 2 if operand.isa.arm else CHAIN  # shorter vectors: as many products sooner
+        units = spec.group // operand.codes or min(operand.units, chain // operand.vectors)
         first = b * self.per_block
         at = 0
         for unit in range(operand.units):

@@ -1,14 +1,17 @@
 """What this processor can do, and what of it the kernels use.
 
-`ANYBIT_CPU_ISA` (avx2, avx512, avx512_vnni, avx512_bf16) uses less than there is, as oneDNN's own
-`ONEDNN_MAX_CPU_ISA` does, which is respected too.
+`ANYBIT_CPU_ISA` (the name of a level below) uses less than there is, as oneDNN's own
+`ONEDNN_MAX_CPU_ISA` does on x86, which is respected too.
 """
 
 import os
 import platform
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+
+import torch
 
 from anybit.errors import InvalidInput
 
@@ -17,35 +20,51 @@ from anybit.errors import InvalidInput
 class Isa:
     """A set of instructions.
 
-    bits: of a vector register. bf16: vdpbf16ps. vnni: vpdpbusd. features: LLVM's names.
+    arm: whether they are Arm's, not those of x86. bits: of a vector register. bf16: whether
+    products of bf16 are added up in pairs. bytes: the kind of `Operand` whose products with int8
+    are added up in fours; "" where there is none. features: LLVM's names.
     """
 
     name: str
+    arm: bool
     bits: int
     bf16: bool
-    vnni: bool
+    bytes: str
     features: tuple[str, ...]
 
     @property
     def registers(self) -> int:
-        return 32 if self.bits == 512 else 16
+        return 32 if self.arm or self.bits == 512 else 16
 
     @property
     def floats(self) -> int:
         """Numbers of 32 bits in a vector."""
         return self.bits // 32
 
+    @property
+    def entries(self) -> int:
+        """Entries of a table of bytes that one instruction looks up."""
+        return 64 if self.arm else 16
+
 
 _AVX2 = ("avx2", "fma", "f16c", "bmi2")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd")
 _VNNI = (*_AVX512, "avx512vnni")
-LEVELS = (  # best first
-    Isa("avx512_bf16", 512, True, True, (*_VNNI, "avx512bf16")),
-    Isa("avx512_vnni", 512, False, True, _VNNI),
-    Isa("avx512", 512, False, False, _AVX512),
-    Isa("avx2", 256, False, False, _AVX2),
+X86 = (  # best first
+    Isa("avx512_bf16", False, 512, True, "u8", (*_VNNI, "avx512bf16")),
+    Isa("avx512_vnni", False, 512, False, "u8", _VNNI),
+    Isa("avx512", False, 512, False, "", _AVX512),
+    Isa("avx2", False, 256, False, "", _AVX2),
 )
+ARM = (
+    Isa("neon_bf16", True, 128, True, "s8", ("neon", "dotprod", "bf16")),
+    Isa("neon_dot", True, 128, False, "s8", ("neon", "dotprod")),
+    Isa("neon", True, 128, False, "s8", ("neon",)),
+)
+MACHINES = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}
 ONEDNN = {  # oneDNN's limits, as the level that they allow
+    "SSE41": None,
+    "AVX": None,
     "AVX2": "avx2",
     "AVX2_VNNI": "avx2",
     "AVX2_VNNI_2": "avx2",
@@ -54,8 +73,21 @@ ONEDNN = {  # oneDNN's limits, as the level that they allow
 }
 
 
-def is_x86() -> bool:
-    return platform.machine().lower() in ("x86_64", "amd64")
+def levels() -> tuple[Isa, ...]:
+    """The levels of this kind of processor, best first; none where there are no kernels for it."""
+    return MACHINES.get(platform.machine().lower(), ())
+
+
+def able() -> list[Isa]:
+    """The levels that the processor has, best first; llvmlite must be there."""
+    from llvmlite import binding
+
+    if levels() is ARM:  # LLVM does not say all that an Arm processor has
+        has = dict(torch.cpu.get_capabilities())
+        has["dotprod"] = has.get("dot")
+    else:
+        has = binding.get_host_cpu_features()  # those that the operating system has enabled
+    return [level for level in levels() if all(has.get(feature) for feature in level.features)]
 
 
 def processor() -> str:
@@ -64,6 +96,10 @@ def processor() -> str:
     for line in about.read_text().splitlines() if about.exists() else ():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
+    if levels() is ARM and find_spec("llvmlite") is not None:
+        from llvmlite import binding
+
+        return str(binding.get_host_cpu_name())
     return platform.processor() or platform.machine()
 
 
@@ -74,25 +110,24 @@ def isa() -> Isa | None:
     Raises:
         ValueError: `ANYBIT_CPU_ISA` names a level that is unknown or that the processor lacks.
     """
-    if not is_x86():
+    known = [level.name for level in levels()]
+    if not known:
         return None
-    from llvmlite import binding
-
-    known = [level.name for level in LEVELS]
-    has = binding.get_host_cpu_features()  # those that the operating system has enabled
-    able = [level for level in LEVELS if all(has.get(feature) for feature in level.features)]
+    there = able()
     wanted = os.environ.get("ANYBIT_CPU_ISA", "")
     if wanted:
-        chosen = [level for level in able if level.name == wanted]
+        chosen = [level for level in there if level.name == wanted]
         if not chosen:
-            there = ", ".join(level.name for level in able) or "none of them"
+            names = ", ".join(level.name for level in there) or "none of them"
             raise InvalidInput(
                 f"ANYBIT_CPU_ISA={wanted}: known are {', '.join(known)}, and this processor has "
-                f"{there}"
+                f"{names}"
             )
         return chosen[0]
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
-    if limit in ("SSE41", "AVX"):
-        return None
-    least = known.index(ONEDNN[limit]) if limit in ONEDNN else 0
-    return next((level for level in able if known.index(level.name) >= least), None)
+    if levels() is X86 and limit in ONEDNN:
+        least = ONEDNN[limit]
+        there = (
+            [] if least is None else [a for a in there if known.index(a.name) >= known.index(least)]
+        )
+    return there[0] if there else None

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from anybit.core.planes import segments, words
 from anybit.kernels.native import build, ir, memory
-from anybit.kernels.native.decode import BLOCK, RUN, place
+from anybit.kernels.native.decode import place
 from anybit.kernels.native.ir import I8, I16, PTR, Arguments, Function, vec
 from anybit.kernels.native.isa import Isa
+from anybit.kernels.native.operand import BLOCK, RUN
 
 NAMES = ("next", "from", "to", "n", "chunk", "row", "step", "blocks")
 CHUNK = 16  # rows that a thread takes at once

@@ -16,7 +16,7 @@ from torch import Tensor
 from anybit.core.format import Frame, Grid
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
-from anybit.kernels.native.decode import BLOCK
+from anybit.kernels.native.operand import BLOCK
 
 FORMS = ("", "plain", "scaled")  # of offsets
 NONE = 1 << 20  # of a number that a table lacks
