@@ -54,7 +54,9 @@ def refuse(layer: LayerSpec) -> str | None:
     if isa() is None:
         return f"the processor has no {levels()[-1].name}, or ONEDNN_MAX_CPU_ISA forbids it"
     if build.parallel() is None:
-        return "torch here runs on no OpenMP that has GNU's functions, whose threads kernels share"
+        return (
+            "torch here runs on an OpenMP without GNU's functions, by which kernels share threads"
+        )
     k = layer.shape[1]
     if layer.activation == "int8" and k > LARGEST_K:
         return f"K={k}: products of int8 are summed in 32 bits up to K={LARGEST_K}"

@@ -76,7 +76,7 @@ def workspace(size: int) -> Tensor:
 
 
 def parallel() -> Any:
-    """`GOMP_parallel` of the OpenMP library that torch runs on; None where it runs on another.
+    """`GOMP_parallel` of the OpenMP library that torch runs on; None where it has no such function.
 
     torch's operators and these kernels so share one set of threads: none wakes or spins beside it.
     """
@@ -86,8 +86,12 @@ def parallel() -> Any:
 
 @cache
 def openmp() -> Any:
-    """GNU's OpenMP library that torch runs on, or None."""
-    beside = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+    """The OpenMP library that torch runs on, if it has GNU's functions, or None.
+
+    torch for macOS brings LLVM's, which has them.
+    """
+    folder = Path(torch.__file__).parent / "lib"
+    beside = sorted(folder.glob("libgomp*")) + sorted(folder.glob("libomp.dylib"))
     for path in (*map(str, beside), "libgomp.so.1"):
         try:
             library = ctypes.CDLL(path)

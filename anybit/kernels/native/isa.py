@@ -4,14 +4,14 @@
 `ONEDNN_MAX_CPU_ISA` does on x86, which is respected too.
 """
 
+import ctypes
 import os
 import platform
+import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-
-import torch
 
 from anybit.errors import InvalidInput
 
@@ -71,6 +71,9 @@ ONEDNN = {  # oneDNN's limits, as the level that they allow
     "AVX512_CORE": "avx512",
     "AVX512_CORE_VNNI": "avx512_vnni",
 }
+# Of Linux on Arm: words of the auxiliary vector, and bits in them.
+AT_HWCAP, AT_HWCAP2 = 16, 26
+HWCAP_ASIMD, HWCAP_ASIMDDP, HWCAP2_BF16 = 1 << 1, 1 << 20, 1 << 14
 
 
 def levels() -> tuple[Isa, ...]:
@@ -79,15 +82,37 @@ def levels() -> tuple[Isa, ...]:
 
 
 def able() -> list[Isa]:
-    """The levels that the processor has, best first; llvmlite must be there."""
-    from llvmlite import binding
-
-    if levels() is ARM:  # LLVM does not say all that an Arm processor has
-        has = dict(torch.cpu.get_capabilities())
-        has["dotprod"] = has.get("dot")
+    """The levels that the processor has, best first; on x86, llvmlite must be there."""
+    if levels() is ARM:
+        has = _arm_features()
     else:
+        from llvmlite import binding
+
         has = binding.get_host_cpu_features()  # those that the operating system has enabled
     return [level for level in levels() if all(has.get(feature) for feature in level.features)]
+
+
+def _arm_features() -> dict[str, bool]:
+    """What the operating system says of an Arm processor; LLVM asks it for less."""
+    system = ctypes.CDLL(None)
+    if sys.platform == "darwin":
+        place = ctypes.c_void_p
+        system.sysctlbyname.argtypes = [ctypes.c_char_p, place, place, place, ctypes.c_size_t]
+
+        def told(name: str) -> bool:
+            number, size = ctypes.c_int(0), ctypes.c_size_t(4)
+            key = f"hw.optional.arm.{name}".encode()
+            failed = system.sysctlbyname(key, ctypes.byref(number), ctypes.byref(size), None, 0)
+            return not failed and number.value != 0
+
+        return {"neon": True, "dotprod": told("FEAT_DotProd"), "bf16": told("FEAT_BF16")}
+    system.getauxval.argtypes, system.getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+    first, second = system.getauxval(AT_HWCAP), system.getauxval(AT_HWCAP2)
+    return {
+        "neon": bool(first & HWCAP_ASIMD),
+        "dotprod": bool(first & HWCAP_ASIMDDP),
+        "bf16": bool(second & HWCAP2_BF16),
+    }
 
 
 def processor() -> str:
