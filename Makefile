@@ -81,6 +81,25 @@ test-vllm-gpu:  ## Judge vLLM's tokens in bf16 on the GPU of this machine, with 
 	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -W ignore -p no:cacheprovider -n auto --maxprocesses 20 \
 		tests/integrations/test_vllm_bf16.py
 
+ARM := .venv-arm
+
+$(ARM)/.installed: tests/arm/setup.sh | .venv/.installed
+	@echo "== setting up $(ARM) (Python and torch for Arm, some minutes)"
+	@tests/arm/setup.sh $(ARM) $(BIN)/python
+	@touch $@
+
+# LLVM runs outside the emulator (tests/arm/host.py). The first processor has everything, the others lack
+# bf16, and also dot products.
+test-arm: $(ARM)/.installed  ## Run the CPU kernels' tests on emulated Arm processors (an hour).
+	@for run in "max tests/kernels/test_native.py tests/kernels/test_native_engine.py" \
+		"max tests/engine/test_cpu.py -k test_tokens_are_those_of_plain_torch" \
+		"cortex-a76 tests/kernels/test_native.py -k every_level" \
+		"cortex-a72 tests/kernels/test_native.py -k every_level"; do \
+		set -- $$run; cpu=$$1; shift; echo "== $$cpu: $$*"; \
+		OMP_NUM_THREADS=1 ANYBIT_TEST_HOST=$(CURDIR)/$(BIN)/python tests/arm/python.sh $(ARM) $$cpu \
+			-m pytest -p tests.arm.host -p no:cacheprovider -W ignore --timeout 3600 "$$@" || exit 1; \
+	done
+
 RELEASE := .venv-release
 
 # The wheel is tried in an environment that holds nothing but what it asks for.
@@ -100,7 +119,7 @@ soak: .venv/.installed  ## Ten minutes of mixed load on a server: no token lost,
 	@$(BIN)/python tests/serve/soak.py --seconds 600
 
 clean:  ## Remove the environment and what was made.
-	rm -rf .venv .venv-vllm .venv-release out build dist site *.egg-info
+	rm -rf .venv .venv-vllm .venv-arm .venv-release out build dist site *.egg-info
 
-.PHONY: help demo test lint pytest docs test-models test-emulated test-gpu test-2gpu test-vllm test-vllm-gpu release soak clean
+.PHONY: help demo test lint pytest docs test-models test-emulated test-arm test-gpu test-2gpu test-vllm test-vllm-gpu release soak clean
 .DEFAULT_GOAL := help
