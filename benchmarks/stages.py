@@ -14,8 +14,8 @@ class Stage:
     """What makes one file of results.
 
     name: of the file; one of a GPU gets the GPU's name before it. commands: what makes rows; each
-    writes a file of its own, and together they are the stage's. minutes: about how long one command
-    takes on an H200, or a CPU with two cores, with kernels that lie in the cache.
+    writes a file of its own, and together they are the stage's. minutes: to plan with, of one
+    command on an H200 or on two cores of a CPU, with kernels that lie in the cache; a guess.
     needs: keys of `NEEDS`. beside: packages that are measured too if they are there. extra: more
     commands, if what they need is there. before: what is run first and makes no rows.
     apart: whether the host or the board counts, so that no other GPU may work meanwhile.
@@ -134,7 +134,7 @@ STAGES = (
     ),
     Stage(
         "codebook", tuple(f"{BOOK} {mode}" for mode in ("table", "sweep")), 3, ("sm_90",), BOOKS,
-        apart=False,
+        before=("codebook.py compile",), apart=False,
     ),
     Stage(
         "codebook_tiles",
@@ -144,7 +144,7 @@ STAGES = (
             f"{BOOK} tiles --schemes codebook:m=1,v=4,group=128 --m 9,16 --shapes {FEW}",
             f"{BOOK} tiles --schemes codebook:m=2,v=8,group=128 --m 16 --shapes {SOME}",
         ),
-        2, ("sm_90",), apart=False,
+        2, ("sm_90",), before=("codebook.py compile",), apart=False,
     ),
     Stage(
         "codebook_engine",
@@ -242,9 +242,9 @@ STAGES = (
         15, ("llama.cpp",),
         before=("cpu_model.py make build/cpu_model --llama-cpp {llama_cpp}",),
     ),
-    Stage("cpu_kv_cache", ("kv_cache.py time --out {out}",), 2),
-    Stage("kv_accuracy", ("kv_cache.py accuracy models/pico --out {out}",), 2),
-    Stage("cpu_heads", ("heads.py --out {out}",), 2),
+    Stage("cpu_kv_cache", ("kv_cache.py time --out {out}",), 3),
+    Stage("kv_accuracy", ("kv_cache.py accuracy models/pico --out {out}",), 1),
+    Stage("cpu_heads", ("heads.py --out {out}",), 3),
     Stage("cpu_kv_scales", ("kv_scales.py --out {out}",), 5),
     Stage("cpu_accuracy", ("large_columns.py --out {out}",), 25),
     Stage("cpu_lorc", (f"{PICO} --cases texts --tokens 20000 --samples 16",), 8),
