@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybit.checkpoint.names import Tensors, check_fit, check_missing, layout
+from anybit.checkpoint.layout import Tensors, check_fit, check_missing, layout
 from anybit.checkpoint.stream import plan_quantization
 from anybit.core.format import get_format
 from anybit.core.packed import Packed, tensor_shapes
