@@ -138,6 +138,26 @@ def test_the_end_of_time_stops_a_command_and_keeps_what_there_is(
     assert (tmp_path / "cpu_some.unfinished.csv").read_text() == "row,commit\n1,abc\n2,abc\n"
 
 
+@pytest.mark.parametrize(("apart", "used"), [(False, {"3", "5"}), (True, {"3"})])
+def test_gpus_share_what_the_host_does_not_matter_for(
+    apart: bool, used: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import os, sys, time\ntime.sleep(1)\n"
+    code += "open(sys.argv[1], 'w').write('gpu\\n' + os.environ['CUDA_VISIBLE_DEVICES'] + '\\n')\n"
+    (tmp_path / "script.py").write_text(code)
+    monkeypatch.setattr(measure_all, "HERE", tmp_path)
+    stage = Stage("some", ("script.py {out}",) * 4, 0.001, ("two GPUs",), apart=apart)
+    monkeypatch.setattr(measure_all, "STAGES", (stage,))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    run("--out", str(tmp_path), "--commit", "abc")
+    head, *rows = (tmp_path / "h100_some.csv").read_text().split()
+    assert head == "gpu"
+    assert len(rows) == 4
+    assert {*rows} == used
+
+
 def run(*arguments: str) -> None:
     """The command line, in this process; its handlers of signals are put back."""
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
