@@ -312,7 +312,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "results")
     parser.add_argument("--device", help="what files of a GPU are called; by itself h200, rtx4090")
     parser.add_argument("--commit", default=current_commit(), help="for the rows; git is asked")
-    parser.add_argument("--study", type=Path, default=HERE.parent / "build" / "study")
+    parser.add_argument("--study", type=Path, default=HERE.parent / "build" / "study-105m")
     parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="with node-llama-cpp")
     return parser
 

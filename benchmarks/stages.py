@@ -42,7 +42,7 @@ NEEDS = {  # and how to get it
     "vllm": "pip install vllm",
     "aqlm": "pip install aqlm",
     "pynvml": "pip install nvidia-ml-py",
-    "study model": "python benchmarks/study_train.py --out build/study, or --study FOLDER",
+    "study model": "python benchmarks/study_train.py --out build/study-105m, or --study FOLDER",
     "llama.cpp": "npm install node-llama-cpp in a folder, and --llama-cpp FOLDER",
 }  # fmt: skip
 OTHERS = ("humming", "quack", "vllm", "gemlite", "bitsandbytes")  # packages of `peers.py`
