@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from anybit.checkpoint.names import check_fit, check_missing, layout
+from anybit.checkpoint.layout import check_fit, check_missing, layout
 from anybit.errors import AnybitError, InvalidInput, loading
 from anybit.files.directory import quantization_of, read_json
 from anybit.files.safetensors import WEIGHTS, Stored, stored_tensors

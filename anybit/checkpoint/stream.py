@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from anybit.checkpoint.architecture import bare_model, empty_model
-from anybit.checkpoint.names import Tensors, Transposed, check_fit, check_missing, layout, some
+from anybit.checkpoint.layout import Tensors, Transposed, check_fit, check_missing, layout, some
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
     Rewrite,

@@ -431,6 +431,13 @@ def check_real(w: Tensor, name: str) -> None:
         )
 
 
+def check_grid(packed: Packed, name: str) -> Packed:
+    """The stored weight of a checkpoint; InvalidInput when its scales or tables hold NaN or inf."""
+    for key, tensor in packed.grid.items():
+        check_finite(tensor, f"{name}.{key}")
+    return packed
+
+
 def check_finite(w: Tensor, name: str) -> None:
     """Raise InvalidInput when a weight holds NaN or inf."""
     if not w.is_floating_point():

@@ -18,6 +18,7 @@ from anybit.core.packed import Packed, check_rows, tensor_shapes
 from anybit.core.rotation import block, check_part
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
+from anybit.nn.linear import check_grid
 
 WHOLE = slice(None)
 
@@ -219,10 +220,9 @@ class Piece:
         tensors, self.tensors = self.tensors, {}
         if self.format is None:
             return tensors["weight"]
-        if self.apart:
-            whole = Packed.from_tensors(self.format, (self.shape[0], self.k), tensors, self.name)
-            return whole.dequantize()[:, self.columns]
-        return Packed.from_tensors(self.format, self.shape, tensors, self.name)
+        shape = (self.shape[0], self.k) if self.apart else self.shape
+        packed = check_grid(Packed.from_tensors(self.format, shape, tensors, self.name), self.name)
+        return packed.dequantize()[:, self.columns] if self.apart else packed
 
 
 def same(parts: list[Tensor | Packed]) -> bool:

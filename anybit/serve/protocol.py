@@ -392,10 +392,10 @@ KINDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_e
 ANTHROPIC = KINDS | {408: "timeout_error", 413: "request_too_large", 500: "api_error"}
 
 
-def error(status: int, message: str) -> dict[str, Any]:
-    """The body of an error answer."""
+def error(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """The body of an error answer. param: the field of the request that is wrong, if it is one."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:
@@ -404,7 +404,8 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def error_at(path: str, status: int, message: str) -> bytes:
+def error_at(path: str, status: int, message: str, param: str | None = None) -> bytes:
     """The body of an error answer to a request of this path."""
-    form = anthropic_error if path.startswith("/v1/messages") else error
-    return json.dumps(form(status, message)).encode()  # ASCII: a message may quote anything
+    anthropic = path.startswith("/v1/messages")
+    body = anthropic_error(status, message) if anthropic else error(status, message, param)
+    return json.dumps(body).encode()  # ASCII: a message may quote anything

@@ -250,6 +250,24 @@ def test_mistakes_are_named(live: Live, path: str, body: dict, status: int, mess
     assert message in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("completions", {"prompt": "x", "temperature": "hot"}, "temperature"),
+        ("completions", {"prompt": "x", "model": "gpt"}, "model"),
+        ("completions", {"prompt": "x", "best_of": 1, "n": 2}, "best_of"),
+        ("completions", {"prompt": "x", "suffix": "y"}, "suffix"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, "messages.0.role"),
+        ("chat/completions", {"messages": HI, "top_logprobs": 2}, "top_logprobs"),
+        ("completions", {"prompt": ["x"] * 9, "n": 128}, None),
+        ("nothing", {}, None),
+    ],
+)
+def test_mistakes_name_their_field(live: Live, path: str, body: dict, field: str | None) -> None:
+    answer = httpx.post(f"{live.url}/v1/{path}", json=body, timeout=60)
+    assert answer.json()["error"]["param"] == field
+
+
 MALFORMED = [
     b"", b"{", b"null", b"[]", b"3", b'"x"', b"\xff\xfe\x00", b"{\"prompt\": \"\\ud800\"}",
     b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "top_p": Infinity}',

@@ -27,7 +27,8 @@ from anybit.checkpoint.foreign.fit import OTHERS, fitted, lost_tensors
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.checkpoint.foreign.gguf_model import Made, open_model
 from anybit.checkpoint.foreign.mxfp4 import one_by_one
-from anybit.checkpoint.names import Names, check_missing
+from anybit.checkpoint.layout import check_missing
+from anybit.checkpoint.names import Names
 from anybit.checkpoint.places import Place, name_of, places
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
