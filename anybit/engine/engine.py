@@ -244,7 +244,7 @@ class Engine:
                 break
             self.stats.generation_tokens += 1
             since = seq.last_token
-            seq.append(token, logprob)
+            seq.append(token)
             self.observer.token(seq, since)
             drafted = token in s.draft[i : i + 1]
             self.unread.append((seq, seq.generated - 1, logprob, drafted))
@@ -307,7 +307,7 @@ class Engine:
 
     def _end(self, seq: Sequence, reason: str, error: str = "", running: bool = True) -> Delta:
         """Forget a sequence; running: whether the scheduler still has it."""
-        seq.finish, seq.error = reason, error
+        seq.finish = reason
         if running:
             self.scheduler.remove(seq)
         self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1

@@ -22,7 +22,7 @@ from anybit.errors import InvalidInput, Unsupported
 from anybit.files.directory import quantization_of, read_json
 from anybit.nn.linear import Keep
 from anybit.nn.model import quantized_layers
-from anybit.nn.plan import Plan, Spec, plan_of
+from anybit.nn.plan import METHOD, Plan, Spec, stored_plan
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 MODELS = {
@@ -187,17 +187,12 @@ def formats_of(raw: dict[str, Any], directory: Path) -> dict[str, str | None] | 
     if not quantization:
         return None
     method = quantization.get("quant_method")
-    if method != "anybit":
+    if method != METHOD:
         raise InvalidInput(
             f"{directory} is quantized by {method!r}, which the engine does not read; "
             "convert it with `anybit convert`, or load the dense model"
         )
-    if quantization.get("version") != 1:
-        raise InvalidInput(
-            f"{directory}: version {quantization.get('version')!r} of anybit's checkpoints is not "
-            "known, only 1; update anybit"
-        )
-    return plan_of(quantization["formats"])
+    return stored_plan(quantization)
 
 
 def end_tokens(directory: Path, config: PretrainedConfig) -> frozenset[int]:

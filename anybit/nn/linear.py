@@ -91,9 +91,7 @@ class QuantLinear(nn.Module):
         fmt, activation = parse_scheme(scheme)
         fmt.check(*shape)
         tensors = {
-            name: torch.empty(
-                size, dtype=entry.default_dtype if entry else torch.int32, device=device
-            )
+            name: torch.empty(size, dtype=entry.default_dtype, device=device)
             for name, (size, entry) in tensor_shapes(fmt, shape).items()
         }
         return cls(Packed.from_tensors(fmt, shape, tensors), bias, activation, keep=keep)

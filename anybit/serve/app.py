@@ -91,10 +91,8 @@ def add_generation(app: FastAPI, server: Server) -> None:
         if body.suffix is not None:
             if body.echo:
                 raise WrongField("suffix", "echo does not go with suffix; leave out one of them")
-            fill = parameters_of_infill(server, asked, body.suffix)
-            prompts = await server.encode(request, fill, params)
-        else:
-            prompts = await server.encode(request, asked, params)
+            asked = [infilled(server, prompt, body.suffix) for prompt in asked]
+        prompts = await server.encode(request, asked, params)
         echo = None
         if body.echo:
             shown = params.shown
@@ -117,30 +115,18 @@ def add_generation(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/chat/completions", response_model=replies.Response, responses=answers)
     async def chat(body: protocol.ChatRequest, request: Request) -> Response:
-        name = server.model(body.model)
-        prepared = await server.prepare(request, body)
-        stream = server.submit(name, [(prepared.prompt, prepared.params)])
-        asked = Asked(
-            name, [prepared.prompt], body.samples, stream, server.texts.words,
-            usage=body.usage, token_ids=bool(body.return_token_ids), readers=prepared.readers,
-            calls=prepared.calls, short_ids=prepared.short_ids,
-        )  # fmt: skip
+        asked = await server.ask(request, body.model, lambda: body)
         return await server.reply(request, ChatAnswer(asked), body.stream)
 
 
-def parameters_of_infill(
-    server: Server, prompts: list[str | list[int]], suffix: str
-) -> list[str | list[int]]:
-    """Prompts that ask for what stands before the suffix; 400 where the model cannot."""
-    out: list[str | list[int]] = []
-    for prompt in prompts:
-        text = infill(server.dialect.tokens, prompt, suffix)
-        if text is None:
-            raise WrongField(
-                "suffix", "suffix: this model cannot fill in the middle (or the prompt is not text)"
-            )
-        out.append(text)
-    return out
+def infilled(server: Server, prompt: str | list[int], suffix: str) -> str:
+    """The prompt for what stands between it and the suffix; 400 where the model cannot."""
+    text = infill(server.dialect.tokens, prompt, suffix)
+    if text is None:
+        raise WrongField(
+            "suffix", "suffix: this model cannot fill in the middle (or the prompt is not text)"
+        )
+    return text
 
 
 def add_tokens(app: FastAPI, server: Server) -> None:

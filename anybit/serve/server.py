@@ -129,12 +129,14 @@ class Server:
     async def ask(
         self, request: Request, model: str | None, chat: Callable[[], ChatRequest]
     ) -> Asked:
-        """Submit a conversation for one answer. chat: makes it, once the model is known."""
+        """Submit a conversation. chat: makes it, once the model is known."""
         name = self.model(model)
-        prepared = await self.prepare(request, chat())
+        body = chat()
+        prepared = await self.prepare(request, body)
         stream = self.submit(name, [(prepared.prompt, prepared.params)])
         return Asked(
-            name, [prepared.prompt], 1, stream, self.texts.words, readers=prepared.readers,
+            name, [prepared.prompt], body.samples, stream, self.texts.words,
+            usage=body.usage, token_ids=bool(body.return_token_ids), readers=prepared.readers,
             calls=prepared.calls, short_ids=prepared.short_ids,
         )  # fmt: skip
 
