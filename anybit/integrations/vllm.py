@@ -27,7 +27,8 @@ from vllm.model_executor.layers.quantization.base_config import (
 )
 
 from anybit.checkpoint.architecture import bounded, empty_model
-from anybit.checkpoint.names import Names, check_missing
+from anybit.checkpoint.layout import check_missing
+from anybit.checkpoint.names import Names
 from anybit.checkpoint.places import missing, saved_names
 from anybit.core.packed import is_codes
 from anybit.engine.weights import plan_text
