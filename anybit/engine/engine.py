@@ -16,7 +16,7 @@ from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import Logprob, SamplingParams, Sequence
 from anybit.engine.speculation import Speculation
 from anybit.engine.structured import Grammars
-from anybit.errors import InvalidInput, Unsupported
+from anybit.errors import InvalidInput, Unsupported, in_a_line
 
 log = logging.getLogger("anybit.engine")
 
@@ -332,7 +332,7 @@ class Engine:
     def _failed(self, scheduled: list[Scheduled], error: Exception) -> list[Delta]:
         """End the sequences of a step that raised."""
         log.error("a step with %d sequences failed", len(scheduled), exc_info=error)
-        text = f"{type(error).__name__}: {error}"
+        text = in_a_line(error)
         return [self._end(s.seq, "error", text) for s in scheduled if not s.seq.finish]
 
 

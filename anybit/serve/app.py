@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
+from anybit.errors import in_a_line
 from anybit.serve import messages, protocol, replies, responses, site
 from anybit.serve.answers import Asked, ChatAnswer, CompletionsAnswer
 from anybit.serve.gate import Gate
@@ -256,7 +257,7 @@ async def gone(request: Request, error: Exception) -> Response:
 
 async def unexpected(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return answer_error(request, 500, f"{type(error).__name__}: {error}")
+    return answer_error(request, 500, in_a_line(error))
 
 
 def answer_error(
