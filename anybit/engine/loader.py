@@ -17,6 +17,7 @@ from anybit.engine.lora import Adapters, read_adapter
 from anybit.engine.memory import check_weights
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import Decoder
+from anybit.engine.models.rope import rope_parameters
 from anybit.engine.weights import Checkpoint, Rougher, Weights
 from anybit.errors import InvalidInput, Unsupported
 from anybit.files.directory import quantization_of, read_json
@@ -156,9 +157,7 @@ def build(
 
 def check_length(config: PretrainedConfig, length: int | None) -> None:
     """InvalidInput for texts longer than config.json says the model's positions are good for."""
-    given = getattr(config, "rope_parameters", None) or {}
-    each = [given, *(value for value in given.values() if isinstance(value, dict))]
-    factors = [parameters.get("factor") for parameters in each]
+    factors = [parameters.get("factor") for parameters in rope_parameters(config)]
     stretched = max([1, *(factor for factor in factors if isinstance(factor, int | float))])
     positions = config.max_position_embeddings
     if length is not None and not 1 <= length <= stretched * positions:

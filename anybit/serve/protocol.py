@@ -203,14 +203,9 @@ class Sampling(Request):
             if given.json_ is not None and given.json_object:
                 raise InvalidInput("structured_outputs: give either json or json_object")
             forms.append(Structured(json, given.regex, given.choice, given.grammar))
-        if self.guided_json is not None:
-            forms.append(Structured(json=self.guided_json))
-        if self.guided_regex is not None:
-            forms.append(Structured(regex=self.guided_regex))
-        if self.guided_choice is not None:
-            forms.append(Structured(choice=self.guided_choice))
-        if self.guided_grammar is not None:
-            forms.append(Structured(grammar=self.guided_grammar))
+        guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        if any(form is not None for form in guided):
+            forms.append(Structured(*guided))
         if len(forms) > 1:
             raise InvalidInput(
                 "response_format, structured_outputs and guided_*: give one of them, not more"
