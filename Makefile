@@ -84,13 +84,13 @@ test-vllm-gpu:  ## Judge vLLM's tokens in bf16 on the GPU of this machine, with 
 ARM := .venv-arm
 
 $(ARM)/.installed: tests/arm/setup.sh | .venv/.installed
-	@echo "== setting up $(ARM) (Python and torch for Arm, some minutes)"
+	@echo "== setting up $(ARM) (Python and torch for Arm; 5 GB where torch brings CUDA)"
 	@tests/arm/setup.sh $(ARM) $(BIN)/python
 	@touch $@
 
 # LLVM runs outside the emulator (tests/arm/host.py). The first processor has everything, the others lack
 # bf16, and also dot products.
-test-arm: $(ARM)/.installed  ## Run the CPU kernels' tests on emulated Arm processors (an hour).
+test-arm: $(ARM)/.installed  ## Run the CPU kernels' tests on emulated Arm processors; downloads up to 5 GB.
 	@for run in "max tests/kernels/test_native.py tests/kernels/test_native_engine.py" \
 		"max tests/engine/test_cpu.py -k test_tokens_are_those_of_plain_torch" \
 		"cortex-a76 tests/kernels/test_native.py -k every_level" \

@@ -95,6 +95,8 @@ def able() -> list[Isa]:
 
 def _arm_features() -> dict[str, bool]:
     """What the operating system says of an Arm processor; LLVM asks it for less."""
+    if sys.platform not in ("linux", "darwin"):
+        return {}
     system = ctypes.CDLL(None)
     if sys.platform == "darwin":
         place = ctypes.c_void_p
