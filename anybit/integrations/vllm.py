@@ -32,7 +32,8 @@ from anybit.checkpoint.places import missing, saved_names
 from anybit.core.packed import is_codes
 from anybit.engine.weights import plan_text
 from anybit.errors import InvalidInput
-from anybit.integrations.vllm_foreign import Source, directory_of, planned
+from anybit.files.safetensors import Stored as StoredTensor
+from anybit.integrations.vllm_foreign import Source, directory_of, in_files, planned
 from anybit.kernels.registry import BACKENDS
 from anybit.nn.experts import split
 from anybit.nn.model import linear_schemes
@@ -77,6 +78,7 @@ class AnybitConfig(QuantizationConfig):
     ):
         super().__init__()
         self.formats, self.backend, self.foreign = formats, backend, foreign
+        self.checkpoint: tuple[str, str | None] | None = None  # its name and revision
         self.source: Source | None = None  # of the layers of another tool's checkpoint
         self.names: dict[str, str] = {}  # vLLM's names of layers -> the checkpoint's
         self.saved: dict[str, str] = {}  # layers of the checkpoint -> their names in the plan
@@ -123,6 +125,7 @@ class AnybitConfig(QuantizationConfig):
         from vllm.transformers_utils.config import get_safetensors_params_metadata
         from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
+        self.checkpoint = model_name, revision
         if self.foreign:
             directory = directory_of(model_name, revision)
             work = planned(directory)
@@ -213,8 +216,10 @@ class AnybitConfig(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Note the names that the model gives to the checkpoint's layers."""
-        mapped = {hf_to_vllm_mapper.map_name(ours): theirs for ours, theirs in self.names.items()}
-        self.names = {ours: theirs for ours, theirs in mapped.items() if ours is not None}
+        known, self.names = self.names, {}
+        for ours, theirs in known.items():  # a mapper may look for `lm_head.`, with its dot
+            if weight := hf_to_vllm_mapper.map_name(f"{ours}.weight"):
+                self.names[weight.removesuffix(".weight")] = theirs
 
     @property
     def quantizes(self) -> bool:
@@ -260,7 +265,8 @@ class AnybitConfig(QuantizationConfig):
         names = self.parts(prefix)
         schemes = [self.scheme(name) for name in names]
         if any(self.names.get(name, name) in self.coded for name in names):
-            return Stored(names, schemes, self.backend, self.layers_of_others())
+            original = None if self.checkpoint is None else self.in_files
+            return Stored(names, schemes, self.backend, self.layers_of_others(), original)
         if any(schemes):
             return OnLoad(names, schemes, self.backend, self.tied)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
@@ -268,6 +274,11 @@ class AnybitConfig(QuantizationConfig):
     def layers_of_others(self) -> Source | None:
         """The layers that another tool quantized, by vLLM's names, which are known by now."""
         return None if self.source is None else replace(self.source, names=self.names)
+
+    def in_files(self, name: str, key: str) -> StoredTensor:
+        """A tensor of a layer, by vLLM's name, as the checkpoint's files hold it."""
+        assert self.checkpoint is not None
+        return in_files(directory_of(*self.checkpoint))[f"{self.names[name]}.{key}"]
 
     def parts(self, prefix: str) -> list[str]:
         """The checkpoint's layers, by vLLM's names, that make up a layer of vLLM's."""

@@ -149,6 +149,11 @@ class Piece:
         entry = self.format.stored_entries().get(key) if self.format else None
         return entry is not None and entry.table is not None
 
+    def movable(self, key: str) -> bool:
+        """Whether rows of a stored tensor may change places as the weight's do."""
+        fmt = self.format
+        return fmt is None or not (self.is_table(key) or "n" in fmt.rotate or fmt.tile[0] > 1)
+
     def dtype(self, key: str) -> torch.dtype:
         """One that holds every number of a stored tensor."""
         fmt = self.format
