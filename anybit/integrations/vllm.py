@@ -202,7 +202,11 @@ class AnybitConfig(QuantizationConfig):
                 weights = (f"{layer}.weight" for layer in self.coded)
                 lost = missing(Names(own), split(own), [*shapes, *weights], ())
                 check_missing(model_name, lost, ())
-        self.names = {name: name for name in self.coded | self.dense | self.on_load.keys()}
+        known = self.coded | self.dense | self.on_load.keys()
+        self.names = {name: name for name in known}
+        if base := getattr(own, "base_model_prefix", ""):
+            # Of a base model (AutoModel), as embeddings come from, vLLM builds the whole one.
+            self.names = {f"{base}.{name}": name for name in known} | self.names
 
     def _look_up(self, own: Any, config: Any) -> None:
         """Note names and schemes of layers by transformers' model, its experts as they are."""

@@ -1,20 +1,26 @@
 """Models whose layers vLLM names, merges or orders otherwise than the files (`make test-vllm`)."""
 
 import pytest
+import torch
+from torch.nn.functional import normalize
 from transformers import (
+    AutoModel,
+    AutoTokenizer,
     BloomConfig,
     FalconConfig,
     GPT2Config,
     GraniteMoeConfig,
     OPTConfig,
     Phi3Config,
+    Qwen3Config,
+    Qwen3Model,
 )
 
 from anybit.checkpoint.foreign.export import export_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.errors import Unsupported
 from tests.integrations.conftest import SIZES, made
-from tests.integrations.generate import by_transformers, by_vllm
+from tests.integrations.generate import PICO, PROMPTS, by_transformers, by_vllm, engine
 
 END = {"eos_token_id": 2}  # those of some configurations lie outside of this vocabulary
 HEADS = {key: n for key, n in SIZES.items() if key != "num_key_value_heads"} | END
@@ -42,6 +48,25 @@ def test_checkpoint(tmp_path, name, stored):
     options = {"quantization": "anybit", "hf_overrides": {"anybit": {"formats": PLAN}}}
     got = by_vllm(tmp_path / "out") if stored else by_vllm(source, **options)
     assert got == by_transformers(tmp_path / "out")
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_base_model(tmp_path, stored):
+    """Files whose names lack the base's prefix, as those of models for embeddings."""
+    config = Qwen3Config(**SIZES, **END, intermediate_size=192, head_dim=32)
+    torch.manual_seed(0)
+    Qwen3Model(config).save_pretrained(tmp_path / "source")
+    AutoTokenizer.from_pretrained(PICO).save_pretrained(tmp_path / "source")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "out", PLAN)
+    model = AutoModel.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    with torch.no_grad():
+        last = [model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in PROMPTS]
+    options = {"quantization": "anybit", "hf_overrides": {"anybit": {"formats": PLAN}}}
+    path, options = (tmp_path / "out", {}) if stored else (tmp_path / "source", options)
+    with engine(path, runner="pooling", **options) as llm:
+        outputs = llm.embed([{"prompt_token_ids": ids} for ids in PROMPTS], use_tqdm=False)
+    got = torch.tensor([output.outputs.embedding for output in outputs])
+    torch.testing.assert_close(got, normalize(torch.stack(last)), rtol=0, atol=1e-4)
 
 
 MOVED = r"query_key_value: vLLM puts the rows of this layer into another order, "
