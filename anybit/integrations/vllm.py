@@ -33,7 +33,8 @@ from anybit.checkpoint.places import missing, saved_names
 from anybit.core.packed import is_codes
 from anybit.engine.weights import plan_text
 from anybit.errors import InvalidInput
-from anybit.integrations.vllm_foreign import Source, directory_of, planned
+from anybit.files.safetensors import Stored as StoredTensor
+from anybit.integrations.vllm_foreign import Source, directory_of, in_files, planned
 from anybit.kernels.registry import BACKENDS
 from anybit.nn.experts import split
 from anybit.nn.model import linear_schemes
@@ -78,6 +79,7 @@ class AnybitConfig(QuantizationConfig):
     ):
         super().__init__()
         self.formats, self.backend, self.foreign = formats, backend, foreign
+        self.checkpoint: tuple[str, str | None] | None = None  # its name and revision
         self.source: Source | None = None  # of the layers of another tool's checkpoint
         self.names: dict[str, str] = {}  # vLLM's names of layers -> the checkpoint's
         self.saved: dict[str, str] = {}  # layers of the checkpoint -> their names in the plan
@@ -124,6 +126,7 @@ class AnybitConfig(QuantizationConfig):
         from vllm.transformers_utils.config import get_safetensors_params_metadata
         from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
+        self.checkpoint = model_name, revision
         if self.foreign:
             directory = directory_of(model_name, revision)
             work = planned(directory)
@@ -200,7 +203,11 @@ class AnybitConfig(QuantizationConfig):
                 weights = (f"{layer}.weight" for layer in self.coded)
                 lost = missing(Names(own), split(own), [*shapes, *weights], ())
                 check_missing(model_name, lost, ())
-        self.names = {name: name for name in self.coded | self.dense | self.on_load.keys()}
+        known = self.coded | self.dense | self.on_load.keys()
+        self.names = {name: name for name in known}
+        if base := getattr(own, "base_model_prefix", ""):
+            # Of a base model (AutoModel), as embeddings come from, vLLM builds the whole one.
+            self.names = {f"{base}.{name}": name for name in known} | self.names
 
     def _look_up(self, own: Any, config: Any) -> None:
         """Note names and schemes of layers by transformers' model, its experts as they are."""
@@ -214,8 +221,10 @@ class AnybitConfig(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Note the names that the model gives to the checkpoint's layers."""
-        mapped = {hf_to_vllm_mapper.map_name(ours): theirs for ours, theirs in self.names.items()}
-        self.names = {ours: theirs for ours, theirs in mapped.items() if ours is not None}
+        known, self.names = self.names, {}
+        for ours, theirs in known.items():  # a mapper may look for `lm_head.`, with its dot
+            if weight := hf_to_vllm_mapper.map_name(f"{ours}.weight"):
+                self.names[weight.removesuffix(".weight")] = theirs
 
     @property
     def quantizes(self) -> bool:
@@ -261,7 +270,8 @@ class AnybitConfig(QuantizationConfig):
         names = self.parts(prefix)
         schemes = [self.scheme(name) for name in names]
         if any(self.names.get(name, name) in self.coded for name in names):
-            return Stored(names, schemes, self.backend, self.layers_of_others())
+            original = None if self.checkpoint is None else self.in_files
+            return Stored(names, schemes, self.backend, self.layers_of_others(), original)
         if any(schemes):
             return OnLoad(names, schemes, self.backend, self.tied)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
@@ -269,6 +279,11 @@ class AnybitConfig(QuantizationConfig):
     def layers_of_others(self) -> Source | None:
         """The layers that another tool quantized, by vLLM's names, which are known by now."""
         return None if self.source is None else replace(self.source, names=self.names)
+
+    def in_files(self, name: str, key: str) -> StoredTensor:
+        """A tensor of a layer, by vLLM's name, as the checkpoint's files hold it."""
+        assert self.checkpoint is not None
+        return in_files(directory_of(*self.checkpoint))[f"{self.names[name]}.{key}"]
 
     def parts(self, prefix: str) -> list[str]:
         """The checkpoint's layers, by vLLM's names, that make up a layer of vLLM's."""

@@ -151,6 +151,11 @@ class Piece:
         """Whether all rows share the tensor."""
         return key in self.stored and self.stored[key][1].table is not None
 
+    def movable(self, key: str) -> bool:
+        """Whether rows of a stored tensor may change places as the weight's do."""
+        fmt = self.format
+        return fmt is None or not (self.is_table(key) or "n" in fmt.rotate or fmt.tile[0] > 1)
+
     def dtype(self, key: str) -> torch.dtype:
         """One that holds every number of a stored tensor."""
         dtype = self.stored[key][1].default_dtype
