@@ -26,10 +26,20 @@ class Unsupported(AnybitError, RuntimeError):
     """The request is valid, but not on this machine or in this state."""
 
 
+LONGEST = 400  # characters of what another library's error says
+
+
 def in_a_line(error: BaseException) -> str:
-    """The kind of another library's error, and what it says."""
-    text = " ".join(str(error).split())[:200]
+    """The kind of an error, and what it says; what another library says at length is cut."""
+    text = message(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def message(error: BaseException) -> str:
+    """What an error says, without its kind; see `in_a_line`."""
+    text = " ".join(str(error).split())
+    whole = isinstance(error, AnybitError) or len(text) <= LONGEST
+    return text if whole else text[:LONGEST] + "..."
 
 
 def check_text(text: str) -> None:

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 import anybit
-from anybit.errors import AnybitError, InvalidInput, InvalidType, Unsupported
+from anybit.errors import (
+    LONGEST,
+    AnybitError,
+    InvalidInput,
+    InvalidType,
+    Unsupported,
+    in_a_line,
+)
 
 PACKAGE = Path(anybit.__file__).parent
 
@@ -30,3 +37,14 @@ def test_no_mistake_is_a_bare_builtin() -> None:
         and node.func.id in ("ValueError", "TypeError")
     ]
     assert bare == [], "raise InvalidInput or InvalidType of anybit.errors instead"
+
+
+def test_errors_in_a_line() -> None:
+    """Ours are whole, since they end with the remedy; a mark shows where another's is cut."""
+    long = "a fact\n and " * 99
+    words = " ".join(long.split())
+    assert in_a_line(KeyError()) == "KeyError"
+    assert in_a_line(RuntimeError("two\n  lines")) == "RuntimeError: two lines"
+    assert in_a_line(RuntimeError(long)) == f"RuntimeError: {words[:LONGEST]}..."
+    assert in_a_line(RuntimeError("x" * LONGEST)) == f"RuntimeError: {'x' * LONGEST}"
+    assert in_a_line(Unsupported(long)) == f"Unsupported: {words}"

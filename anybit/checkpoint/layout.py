@@ -24,7 +24,7 @@ from anybit.checkpoint.names import (
     natural,
     targets_of,
 )
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, in_a_line
 from anybit.files.safetensors import Stored
 from anybit.nn.experts import layers_of
 
@@ -65,7 +65,7 @@ def convert(conversion: Conversion) -> dict[str, Tensor]:
     except Exception as error:  # transformers skips what it cannot make
         raise InvalidInput(
             f"{conversion.one.file}: transformers cannot make {conversion.first} of "
-            f"{', '.join(conversion.sources)}: {type(error).__name__} {error}"
+            f"{', '.join(conversion.sources)}: {in_a_line(error)}"
         ) from error
     return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
 

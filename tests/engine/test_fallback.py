@@ -220,8 +220,13 @@ def test_what_transformers_itself_cannot_run_is_said(
     make: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(make("mamba"))
-    monkeypatch.setattr(type(llm.engine.runner.model), "forward", lambda *args, **kw: None * 2)  # type: ignore[operator]
+
+    def forward(*args: object, **options: object) -> None:
+        raise TypeError("many words " * 99)
+
+    monkeypatch.setattr(type(llm.engine.runner.model), "forward", forward)
     (out,) = llm.generate([[5, 6, 7]], GREEDY)
     assert out.completions[0].finish == "error"
     found = out.completions[0].error
     assert found.startswith("Unsupported: transformers' MambaForCausalLM.generate fails (TypeError")
+    assert "...); load the model with anybit.load" in found
