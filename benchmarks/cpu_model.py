@@ -26,7 +26,8 @@ from csv_rows import add_rows
 from torch import Tensor
 
 from anybit.checkpoint.stream import quantize_checkpoint
-from anybit.measure.bench import current_commit, processor
+from anybit.kernels.native.isa import processor
+from anybit.measure.bench import current_commit
 
 SHAPE = {
     "hidden_size": 2048, "num_hidden_layers": 22, "intermediate_size": 5632,

@@ -29,7 +29,8 @@ from anybit.engine.loader import Loaded, build, model_class
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import SamplingParams
 from anybit.evaluate.corpus import calibration_text
-from anybit.measure.bench import current_commit, processor
+from anybit.kernels.native.isa import processor
+from anybit.measure.bench import current_commit
 
 SHAPES = MODELS | {
     "1b": LlamaConfig(  # the shapes of cpu_model.py

@@ -5,7 +5,6 @@ Every contestant gets the same random weight and is compared with a reference be
 """
 
 import csv
-import platform
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,10 +17,11 @@ import torch
 from torch import Tensor
 
 from anybit.core.scheme import parse_scheme
-from anybit.errors import InvalidInput, Unsupported
+from anybit.errors import InvalidInput, Unsupported, in_a_line, message
 from anybit.files.directory import check_folder
 from anybit.kernels.backend import LayerSpec, Prepared
 from anybit.kernels.dense import free_bytes
+from anybit.kernels.native.isa import processor
 from anybit.kernels.registry import BACKENDS, get_backend, refusals
 from anybit.kernels.rotation import seen_by
 from anybit.measure.timing import ReadFloor, medians_in_turns, rotated
@@ -371,8 +371,8 @@ def failure(error: Exception) -> str:
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return "failed: out of GPU memory"
     kinds = {Refused: "refused", WrongResult: "wrong result"}
-    text = " ".join(str(error).split())[:200]
-    return f"{kinds.get(type(error), f'failed: {type(error).__name__}')}: {text}"
+    kind = kinds.get(type(error))
+    return f"{kind}: {message(error)}" if kind else f"failed: {in_a_line(error)}"
 
 
 # Rows, names and files.
@@ -436,15 +436,6 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor()}, {torch.get_num_threads()} threads"
-
-
-def processor() -> str:
-    """The name of the CPU, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(x.partition(":")[2].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def current_commit() -> str:
