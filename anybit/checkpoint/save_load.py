@@ -27,7 +27,7 @@ from anybit.files.directory import (
 from anybit.files.safetensors import stored_tensors
 from anybit.nn.linear import Keep
 from anybit.nn.model import plan_in, quantized_layers, refuse_adapters, set_keep
-from anybit.nn.plan import METHOD
+from anybit.nn.plan import METHOD, stored_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,12 +100,14 @@ def load(
     if not is_gguf(path):
         stored_tensors(path)
     path = ready(path)
-    method = quantization_of(read_json(path / "config.json"), path).get("quant_method")
+    quantization = quantization_of(read_json(path / "config.json"), path)
+    method = quantization.get("quant_method")
     if method != METHOD:
         raise InvalidInput(
             f"{path} is {f'quantized with {method}' if method else 'not quantized'}, not a "
             "checkpoint of anybit; load it with transformers"
         )
+    stored_plan(quantization, path)
     model = load_model(path, dtype=dtype)
     set_keep(model.to(device), keep)
     return cast("PreTrainedModel", model)

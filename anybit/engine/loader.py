@@ -191,7 +191,7 @@ def formats_of(raw: dict[str, Any], directory: Path) -> dict[str, str | None] | 
             f"{directory} is quantized by {method!r}, which the engine does not read; "
             "convert it with `anybit convert`, or load the dense model"
         )
-    return stored_plan(quantization)
+    return stored_plan(quantization, directory)
 
 
 def end_tokens(directory: Path, config: PretrainedConfig) -> frozenset[int]:

@@ -88,7 +88,10 @@ def plan_of(spec: Spec | Plan | Iterable[tuple[str, Spec | None]]) -> dict[str, 
         ) from None
     for pattern, value in plan.items():
         if not isinstance(pattern, str) or not isinstance(value, Spec | None):
-            raise InvalidInput(f"{pattern!r}: {value!r} in a plan: a pattern and a format are text")
+            raise InvalidInput(
+                f"{pattern!r}: {value!r} in a plan: a pattern is text, and what it stands for the "
+                "name of a format, a Format or None"
+            )
     return {p: None if value is None else canonical(value) for p, value in plan.items()}
 
 
@@ -102,23 +105,40 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
     return {"quant_method": METHOD, "version": VERSION, "formats": formats}
 
 
-def stored_plan(config: Mapping[str, Any]) -> dict[str, str | None]:
+def stored_plan(
+    config: Mapping[str, Any], where: object = "quantization_config"
+) -> dict[str, str | None]:
     """The plan that a checkpoint's `quantization_config` holds; the inverse of the above.
 
+    Args:
+        config: The `quantization_config`.
+        where: What errors begin with: the checkpoint's directory, where it is known.
+
     Raises:
-        InvalidInput: for a newer layout than this anybit reads, and for other keys than ours.
+        InvalidInput: The layout is newer than this anybit reads, the keys are others than ours, or
+            the formats are no plan.
     """
     version, formats = config.get("version", VERSION), config.get("formats")
-    if not isinstance(version, int) or version > VERSION:
+    if type(version) is not int or version < 1:
         raise InvalidInput(
-            f"the checkpoint has layout version {version}, anybit {__version__} reads up to "
-            f"{VERSION}; upgrade anybit"
+            f"{where}: the layout version is {version!r}, and must be an integer from 1 on; copy "
+            "config.json again, or quantize the model anew"
+        )
+    if version > VERSION:
+        raise InvalidInput(
+            f"{where}: the checkpoint has layout version {version}, anybit {__version__} reads up "
+            f"to {VERSION}; upgrade anybit"
         )
     strange = config.keys() - {"quant_method", "version", "formats"}
     if formats is None or config.get("quant_method") != METHOD or strange:
         given = {key: value for key, value in config.items() if key != "version"}
-        raise InvalidInput(f"anybit's quantization_config has formats and version, not {given}")
-    return plan_of(formats)
+        raise InvalidInput(
+            f"{where}: anybit's quantization_config has formats and version, not {given}"
+        )
+    try:
+        return plan_of(formats)
+    except InvalidInput as error:
+        raise InvalidInput(f"{where}: formats: {error}") from None
 
 
 def canonical(spec: Spec) -> str:

@@ -200,7 +200,7 @@ def checkpoint_of(source: Path) -> Checkpoint:
     coded = dict.fromkeys(key.rpartition(".")[0] for key in stored if is_codes(key))
     dense = [key.removesuffix(".weight") for key in stored if key.endswith(".weight")]
     where = places(Names(bare), [*coded, *dense])
-    plan, model = stored_plan(quantization), split(bare)
+    plan, model = stored_plan(quantization, source), split(bare)
     linears, modules = {}, {}
     for own, module in model.named_modules():
         if isinstance(module, nn.Linear):
