@@ -292,7 +292,7 @@ class Block(Layer):
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model. A subclass says what is its own, attention at least.
+    """A decoder-only language model. A subclass says what is its own: `attention` or `block`.
 
     length: positions that it is prepared for. prefix: of its tensors' names. mlp_name: of what lies
     behind attention. norms: of each block.
