@@ -19,6 +19,7 @@ from anybit.kernels import cpu, dense, reference, registry
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.native import backend as native
 from anybit.nn import op as ops
+from anybit.nn.linear import check_finite
 from tests.specs import SPECS
 from tests.tiny import same_output
 
@@ -431,3 +432,39 @@ def test_a_model_is_told_what_to_keep(caplog):
     model[0].release()
     assert "codes4" not in model[0]._buffers
     assert torch.equal(compiled(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
+     torch.float8_e4m3fnuz, torch.float8_e5m2fnuz],
+)  # fmt: skip
+def test_every_pattern_that_is_no_number_is_found(dtype):
+    size = 8 * dtype.itemsize
+    bits = torch.arange(2**size).to(torch.uint8 if size == 8 else torch.uint16)
+    every = bits.view(dtype)
+    finite = every.float().isfinite()
+    assert 0 < (~finite).sum() < len(finite) / 2
+    check_finite(every[finite], "w")
+    usual = every[finite][:70].contiguous()  # more than a vector register holds
+    for at, pattern in enumerate(every[~finite].split(1)):
+        found = usual.clone()
+        found[at % 70] = pattern[0]
+        with pytest.raises(InvalidInput, match=rf"w: 1 values are NaN or inf.* \({at % 70},\)"):
+            check_finite(found, "w")
+    with pytest.raises(InvalidInput, match=rf"w: {(~finite).sum()} values"):
+        check_finite(every.view(-1, 16).T, "w")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_wide_numbers_that_are_none_are_found(dtype, bad):
+    largest = torch.finfo(torch.float32).max
+    w = torch.tensor([largest, -largest] * 40, dtype=dtype)
+    check_finite(w, "w")
+    check_finite(w[:0], "w")
+    for at in range(80):
+        broken = w.clone()
+        broken[at] = bad
+        with pytest.raises(InvalidInput, match=rf"w: 1 values are NaN or inf.* \({at},\)"):
+            check_finite(broken, "w")

@@ -200,7 +200,7 @@ class Checkpoint(Weights):
             weight = self.tensor(f"{name}.weight", shape)
             if name not in self.schemes:
                 return weight, b, None
-            check_finite(weight, name)
+            check_finite(weight, f"{self.directory}: {name}.weight")
             fmt, activation = parse_scheme(self.schemes[name])
             self.plan[name] = self.schemes[name]
             return quantize_tensor(weight, fmt), b, activation
@@ -209,6 +209,7 @@ class Checkpoint(Weights):
         tensors = {}
         for key, (size, _) in tensor_shapes(fmt, shape).items():
             tensors[key] = self._read(f"{name}.{key}", size)
+        name = f"{self.directory}: {name}"
         packed = check_grid(Packed.from_tensors(fmt, shape, tensors, name), name)
         return packed.to(self.device), b, activation
 

@@ -188,7 +188,7 @@ class AnybitQuantizer(HfQuantizer):
         for name, layer in quantized_layers(model):
             if not any(b.is_meta for b in layer.buffers()):  # offloaded layers have no contents yet
                 if self.pre_quantized:
-                    check_grid(layer.packed, name)
+                    check_grid(layer.packed, f"{model.name_or_path}: {name}")
                 layer.prepare()
         if self.pre_quantized:  # what transformers goes by when it saves the model
             used: Any = [c for c in self.table if c.was_used()]

@@ -23,6 +23,13 @@ from anybit.nn.weight import DecodedWeight
 
 Keep = Literal["auto", "packed", "decoded"]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of activations
+# Bits of the largest finite numbers of dtypes in which torch finds no maximum: of those without the
+# highest bit (the sign, if there is one), and of all. What is not finite lies above either.
+LARGEST = {
+    torch.float8_e4m3fn: (0x7E, 0xFE),
+    torch.float8_e5m2: (0x7B, 0xFB),
+    torch.float8_e8m0fnu: (0x7F, 0xFE),
+}
 
 
 class QuantLinear(nn.Module):
@@ -438,16 +445,24 @@ def check_grid(packed: Packed, name: str) -> Packed:
 
 def check_finite(w: Tensor, name: str) -> None:
     """Raise InvalidInput when a weight holds NaN or inf."""
-    if not w.is_floating_point():
+    if not w.is_floating_point() or all_finite(w.detach()):
         return
+    bad = (~torch.isfinite(w.float())).nonzero()
+    raise InvalidInput(
+        f"{name}: {len(bad)} values are NaN or inf, the first at {tuple(bad[0].tolist())}; "
+        "copy the checkpoint again, or make it anew"
+    )
+
+
+def all_finite(w: Tensor) -> bool:
+    """Whether no number is NaN or inf: without a temporary, which would take most of the time."""
+    if not w.numel():
+        return True
+    if w.dtype in LARGEST:
+        positive, all_numbers = LARGEST[w.dtype]
+        highest, largest = w.view(torch.int8).max(), w.view(torch.uint8).max()
+        return bool((highest <= positive) & (largest <= all_numbers))
     if w.itemsize not in (2, 4):
         w = w.float()  # what quantizers make of it, where large numbers of 64 bits are inf
-    # The sum of squares is finite only if all are: one pass, no temporary of w's size.
-    if not torch.isfinite(torch.linalg.vector_norm(w, 2, dtype=torch.float32)):
-        bad = (~torch.isfinite(w)).nonzero()
-        if len(bad):
-            at = tuple(bad[0].tolist())
-            raise InvalidInput(
-                f"{name}: {len(bad)} values are NaN or inf, the first at {at}; "
-                "repair the checkpoint"
-            )
+    low, high = w.aminmax()  # NaN if any number is
+    return bool(low.isfinite() & high.isfinite())
