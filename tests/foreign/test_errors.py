@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import anybit
 from anybit.checkpoint.foreign import convert
 from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.files.safetensors import INDEX, WEIGHTS, stored_tensors
@@ -162,6 +163,46 @@ def test_tensors_that_do_not_fit(
     fixture: str, change: Callable[[Tensors], Any], message: str, tmp_path: Path
 ) -> None:
     refused(changed(fixture, tmp_path, change), message)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "tensor"),
+    [
+        ("gptq_4bit_v1", "scales"),
+        ("awq_gemm", "scales"),
+        ("ct_4bit", "weight_scale"),
+        ("hqq_4bit", "scale"),
+        ("hqq_axis0", "scale"),  # becomes a dense weight
+        ("bnb_nf4", "weight.absmax"),
+    ],
+)
+def test_numbers_that_are_none(fixture: str, tensor: str, tmp_path: Path) -> None:
+    def damage(held: Tensors) -> None:
+        held[f"{Q}.{tensor}"].view(-1)[1] = torch.nan
+
+    source = changed(fixture, tmp_path, damage)
+    message = rf"{WEIGHTS}: {Q}\.{tensor}: 1 values are NaN or inf, the first at \("
+    refused(source, message)
+
+
+def test_numbers_that_do_not_fit_into_the_models_dtype(tmp_path: Path) -> None:
+    def enlarge(held: Tensors) -> None:
+        held[f"{Q}.scale"].fill_(30000)
+
+    source = changed("hqq_axis0", tmp_path, enlarge)
+    refused(source, rf"{Q}\.weight, converted to torch\.float16: \d+ values are NaN or inf")
+
+
+def test_nothing_is_left_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damage(held: Tensors) -> None:
+        held[f"{Q}.scales"].fill_(torch.nan)
+
+    source = changed("gptq_4bit_v1", tmp_path, damage)
+    monkeypatch.setattr(convert, "SHARD_BYTES", 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=rf"{Q}\.scales: .* values are NaN or inf"):
+        anybit.load(source)
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
 def test_aqlm_codes_out_of_range(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ from anybit.errors import InvalidInput
 from anybit.files.directory import destination, megabytes, read_json
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import split
+from anybit.nn.linear import all_finite, check_finite
 from anybit.nn.model import is_linear
 from anybit.nn.plan import METHOD, is_head, quantization_config
 from anybit.nn.tied import untied_heads
@@ -227,8 +228,20 @@ class Conversion(Rewrite):
         if unit not in self.layers:
             self.copy(unit, shard)
             return
-        for key, tensor in self.tensors(unit).items():
+        tensors = self.tensors(unit)
+        self.check(unit, tensors)
+        for key, tensor in tensors.items():
             shard.add(f"{unit}.{key}", tensor)
+
+    def check(self, layer: str, tensors: Mapping[str, Tensor]) -> None:
+        """InvalidInput where what a layer becomes holds NaN or inf: by the source's names."""
+        if all(all_finite(t) for t in tensors.values() if t.is_floating_point()):
+            return
+        for name in self.parts(layer):
+            stored = self.stored[name]
+            check_finite(stored.read(), f"{stored.file}: {name}")
+        for key, tensor in tensors.items():  # only in their product, or only in this dtype
+            check_finite(tensor, f"{layer}.{key}, converted to {tensor.dtype}")
 
     def tensors(self, layer: str) -> dict[str, Tensor]:
         """What a quantized layer becomes, by the last part of its tensors' names."""
@@ -357,7 +370,7 @@ def read_layers(
     source: Path, config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
 ) -> tuple[str, dict[str, Layer]]:
     """The tool that quantized a checkpoint, and its quantized layers."""
-    quantization = quantization_of(source, config)
+    quantization = foreign_quantization(source, config)
     if quantization is None:
         raise InvalidInput(
             f"{source} is not quantized: its config.json has no quantization_config; quantize it "
@@ -402,7 +415,7 @@ def dense_dtype(config: Mapping[str, Any], others: Iterable[Stored | Made]) -> t
     return named or next((dtype for dtype, _ in sizes.most_common(1)), torch.float16)
 
 
-def quantization_of(source: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+def foreign_quantization(source: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """How a checkpoint says that it is quantized; None where it does not.
 
     Older tools say it under other names: in config.json, or in a file of their own (ModelOpt).

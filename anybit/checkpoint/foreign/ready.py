@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from anybit.checkpoint.foreign.convert import METHODS, convert_checkpoint, quantization_of
+from anybit.checkpoint.foreign.convert import METHODS, convert_checkpoint, foreign_quantization
 from anybit.checkpoint.foreign.gguf_file import is_gguf, read_model
 from anybit.checkpoint.rewrite import fingerprint
 from anybit.files.directory import cache_folder, read_json
@@ -31,7 +31,7 @@ def ready(directory: Path) -> Path:
         stored = {name: block.stored for name, block in read_model(directory).tensors.items()}
     else:
         config = read_json(directory / "config.json")
-        if (quantization_of(directory, config) or {}).get("quant_method") not in METHODS:
+        if (foreign_quantization(directory, config) or {}).get("quant_method") not in METHODS:
             return directory
         stored = stored_tensors(directory)
     what = [__version__, str(directory.resolve()), fingerprint(directory, stored)]
@@ -40,7 +40,11 @@ def ready(directory: Path) -> Path:
     if not (out / "config.json").is_file():
         log.warning("%s is another tool's; its conversion is kept in %s", directory, out)
         own = out.with_name(f"{out.name}.{os.getpid()}")  # another process may do the same
-        convert_checkpoint(directory, own, overwrite=True)
+        try:
+            convert_checkpoint(directory, own, overwrite=True)
+        except BaseException:
+            shutil.rmtree(own.with_name(f"{own.name}.partial"), ignore_errors=True)
+            raise
         try:
             own.rename(out)
         except OSError:  # the other was first
