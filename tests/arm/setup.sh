@@ -1,5 +1,5 @@
 #!/bin/sh
-# An Arm Linux in a folder, for `make test-arm`: Debian's Python 3.11, and packages for it from PyPI.
+# An Arm Linux in a folder for `make test-arm`: Debian's Python 3.11, and packages for it from PyPI.
 # Takes the folder, and a Python with pip. Needs Debian's apt-get and keyring, and no rights of root.
 set -eu
 out=$1 python=$2 system=$1/system packages=$1/packages apt=$1/apt
