@@ -26,6 +26,12 @@ class Unsupported(AnybitError, RuntimeError):
     """The request is valid, but not on this machine or in this state."""
 
 
+def in_a_line(error: BaseException) -> str:
+    """The kind of another library's error, and what it says."""
+    text = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def check_text(text: str) -> None:
     """InvalidInput for a text that no tokenizer takes."""
     try:

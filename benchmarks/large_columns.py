@@ -30,6 +30,11 @@ CASES = [
     *((f"{spec},zero", method) for spec in ("int4:group=64", "int2:group=32") for method in ZEROS),
     *((spec, "gptq") for spec in ("int6", "fp6", "int5", "fp5")),
 ]
+PLAIN = [  # of pico as it is alone
+    *(("int3:group=128", method) for method in ("hqq", "gptq", "gptq/prose")),
+    *(("int4:group=128@int8", method) for method in ("rtn", "smooth", "smooth+gptq")),
+    *(("liquid@int8", method) for method in ("rtn", "smooth", "gptq", "smooth+gptq")),
+]
 
 
 def with_outliers(model: nn.Module) -> nn.Module:
@@ -97,8 +102,7 @@ def main() -> None:
             work.dense = Remembered(model, 12 << 30)
             work.texts.clear()
         print(f"{name}: largest weight of a row {largest(work.dense.model):.1f} deviations")
-        cases = [("bf16", "dense")] * (name != "pico") + CASES
-        for spec, method in cases:
+        for spec, method in [("bf16", "dense"), *CASES, *(PLAIN if name == "pico" else ())]:
             cells = vars(measure(work, name, spec, method)) | about
             add_rows(args.out, [cells])
             print(*cells.values(), flush=True)

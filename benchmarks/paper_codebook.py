@@ -1,13 +1,13 @@
 """CodeGEMM's other tables on this GPU: what building and reading cost, and products per watt.
 
     python benchmarks/paper_codebook.py compile
-    python benchmarks/paper_codebook.py share power --out results/h200_codebook
+    python benchmarks/paper_codebook.py share --out results/h200_codebook_share.csv
+    python benchmarks/paper_codebook.py power --out results/h200_codebook_power.csv
 
 `share` (the paper's table 6) times a Psumbook kernel beside versions of it that leave out the
 building of the table, its reading, or both. They are wrong on purpose, are compiled for this
 benchmark alone (`compile`, with CuTe DSL) and lie beside the others in ANYBIT_CACHE. `power` (table
-3) runs a product for seconds, piece by piece, and reads the board's energy counter. Each writes
-OUT_<mode>.csv.
+3) runs a product for seconds, piece by piece, and reads the board's energy counter.
 """
 
 import argparse
@@ -199,22 +199,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("modes", nargs="+", choices=["compile", "share", "power"])
-    parser.add_argument("--out", type=Path, default=Path("h200_codebook"), help="start of names")
+    parser.add_argument("mode", choices=["compile", "share", "power"])
+    parser.add_argument("--out", type=Path, default=Path("h200_codebook.csv"))
     parser.add_argument("--commit", help="written into the CSV; by default git is asked")
     args = parser.parse_args()
-    for mode in args.modes:
-        if mode == "compile":
-            compile_parts()
-            continue
-        run = bench.blank(codebook.DEVICE, args.commit)
-        about = {"gpu": run.gpu, "date": run.date, "commit": run.commit}
-        path = args.out.with_name(f"{args.out.name}_{mode}.csv")
-        rows = []
-        for row in {"share": share, "power": power}[mode](about):
-            rows.append(row)
-            print(" ".join(str(value) for value in list(row.values())[3:]), flush=True)
-        write_rows(path, rows)
+    if args.mode == "compile":
+        compile_parts()
+        return
+    run = bench.blank(codebook.DEVICE, args.commit)
+    about = {"gpu": run.gpu, "date": run.date, "commit": run.commit}
+    rows = []
+    for row in {"share": share, "power": power}[args.mode](about):
+        rows.append(row)
+        print(" ".join(str(value) for value in list(row.values())[3:]), flush=True)
+    write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ language reference ("prose"), or on text that the model was trained on ("train")
 decoded and multiplied in fp32, 8-bit activations are real int8 codes: the figures hold for every
 kernel that computes what the reference defines.
 
-    python benchmarks/study.py build/study --jobs 2 --seconds 280 --out h200_accuracy.csv
+    python benchmarks/study.py build/study-105m --jobs 2 --seconds 280 --out h200_accuracy.csv
     python benchmarks/study.py models/pico --jobs 2 --tokens 20000 --cases core --out pico.csv
 
 The model's folder may hold `tuning.pt`, token ids (windows, length) of its training text, on which

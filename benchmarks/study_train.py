@@ -4,7 +4,7 @@ It is trained as `models/pico` is, on the same text and with the same tokenizer,
 without noise on its weights: notes/training_pico.md tells what both do to a model's losses. It is
 not published; `benchmarks/study.py` reads it from `--out`.
 
-    python benchmarks/study_train.py --seconds 350 --out build/study      # one H200
+    python benchmarks/study_train.py --seconds 350 --out build/study-105m   # one H200
     python benchmarks/study_train.py --smoke --out build/study            # CPU, a minute
 
 Writes the model in bf16, `train_log.csv` and `facts.json`.

@@ -166,7 +166,7 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
 
 
 def test_codebooks_beat_integers_on_pico() -> None:
-    """2-bit codebooks against GPTQ in two of pico's blocks; 1-bit ones PV-tuned in one."""
+    """2-bit codebooks against GPTQ in one of pico's blocks; 1-bit ones PV-tuned in another."""
     tokenizer: Any = AutoTokenizer.from_pretrained(PICO)
     texts = [
         tokenizer(tokenizer.bos_token + text, return_tensors="pt", verbose=False).input_ids[0, :128]
@@ -177,23 +177,23 @@ def test_codebooks_beat_integers_on_pico() -> None:
     def fresh() -> Any:
         return AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32).eval()
 
-    def quantized(spec: str, quantizer: Any, blocks: str = "[26]") -> Any:
-        layers = {"*": None, f"model.layers.{blocks}.*": spec}
+    def quantized(block: int, spec: str, quantizer: Any) -> Any:
+        layers = {"*": None, f"model.layers.{block}.*": spec}
         return anybit.quantize_(fresh(), layers, quantizer)
 
     def perplexity(model: Any) -> float:
         return score(model, texts, window=128, stride=64).perplexity
 
     dense = fresh()
-    integers = quantized("int2:group=128", anybit.GPTQ(calibration))
+    integers = quantized(6, "int2:group=128", anybit.GPTQ(calibration))
     book = "codebook:m=2,v=8,group=128"
-    books = quantized(book, Additive(calibration, rounds=1, beam=4, steps=4))
+    books = quantized(6, book, Additive(calibration, rounds=1, beam=4, steps=4))
     best, of_integers, of_books = perplexity(dense), perplexity(integers), perplexity(books)
-    # Measured: 13.39 dense, 14.63 integers, 13.88 codebooks.
+    # Measured: 13.39 dense, 14.18 integers, 13.72 codebooks.
     assert of_books - best < 0.6 * (of_integers - best), (best, of_integers, of_books)
 
     fewer = "codebook:m=1,v=8,group=128"
-    coarse = quantized(fewer, Additive(calibration, rounds=1, beam=4, steps=4), "2")
+    coarse = quantized(2, fewer, Additive(calibration, rounds=1, beam=4, steps=4))
     before = perplexity(coarse)
     more = anybit.Calibration(calibration.source, samples=80, length=128)
     pv_tune(coarse, dense, more, steps=6, rate=6e-3)

@@ -206,10 +206,11 @@ def test_beats_uniform_choices_of_a_real_model_at_equal_bytes() -> None:
 
 
 def test_budget_of_time() -> None:
-    slow = plan_formats(make(), text(4, seed=1), seconds=1.0, candidates=CANDIDATES)
+    given = {"candidates": CANDIDATES, "quantizer": anybit.RTN()}
+    slow = plan_formats(make(), text(4, seed=1), seconds=1.0, **given)
     assert {option.scheme for option in slow.chosen} == {"int8"}
     limit = slow.seconds * 0.6
-    fast = plan_formats(make(), text(4, seed=1), seconds=limit, candidates=CANDIDATES)
+    fast = plan_formats(make(), text(4, seed=1), seconds=limit, **given)
     assert fast.seconds <= limit
     assert fast.loss > slow.loss
 

@@ -296,6 +296,14 @@ def test_what_a_terminal_cannot_show_is_escaped() -> None:
     assert done.stdout == b"\xe9 \\u4e2d \\udcff\n"
 
 
+@pytest.mark.parametrize("columns", ["0", "80"])
+def test_a_terminal_of_no_known_width_gets_help(columns: str) -> None:
+    command = [sys.executable, "-m", "anybit.cli", "--help"]
+    env = os.environ | {"COLUMNS": columns}
+    done = subprocess.run(command, capture_output=True, env=env, text=True, check=True)
+    assert "Usage: " in done.stdout
+
+
 def test_chat_goes_on_after_what_the_template_refuses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -7,7 +7,8 @@ from copy import deepcopy as copy_of
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import anybit
 from anybit.checkpoint import save_load as checkpoint
@@ -260,6 +261,24 @@ def test_trailing_bytes(copy):
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(ValueError, match="cut or damaged: its header describes"):
         anybit.load(copy)
+
+
+@pytest.mark.parametrize(
+    ("spec", "key"),
+    [("fp6", "scale"), ("int4:group=32,zero", "scale"), ("mxfp4", "scale"), ("nvfp4", "scale"),
+     ("codebook", "codebook")],
+)  # fmt: skip
+@pytest.mark.parametrize("load", [anybit.load, anybit.LLM, AutoModelForCausalLM.from_pretrained])
+def test_numbers_that_are_none(tmp_path, spec, key, load):
+    """Of a damaged file, or of weights that held NaN: they would make every answer NaN."""
+    anybit.save(anybit.quantize_(llama(), spec), tmp_path)
+    path, name = tmp_path / "model.safetensors", f"model.layers.1.mlp.up_proj.{key}"
+    tensors = load_file(path)
+    broken = torch.full_like(tensors[name].float().flatten()[:2], torch.nan)
+    tensors[name].view(-1)[1:3] = broken.to(tensors[name].dtype)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"up_proj\.{key}: 2 values are NaN or inf, the first at"):
+        load(tmp_path)
 
 
 def test_shapes_that_disagree_with_the_config(copy):

@@ -11,6 +11,7 @@ import torch
 
 import anybit
 from anybit.core.packed import Packed, tensor_shapes
+from anybit.errors import InvalidInput
 from anybit.nn.sharding import Piece, check_columns, cut, shard, share
 from tests.specs import SPECS
 
@@ -43,6 +44,14 @@ def filled(packed, n, columns, first):
     for key, tensor in reversed(packed.tensors().items()):
         piece.take(key, tensor, first)
     return piece.finish()
+
+
+def test_scales_that_are_no_numbers_are_refused():
+    packed = packed_weight("int4:group=32", 32, 64)
+    packed.grid["scale"][3, 1] = torch.inf
+    with pytest.raises(InvalidInput, match=r"layer\.scale: 1 values are NaN or inf.*\(3, 1\)"):
+        filled(packed, 32, slice(0, 64), 0)
+    assert filled(packed, 32, slice(0, 32), 0).shape == (32, 32)  # a part without it
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -91,6 +91,20 @@ def test_a_page_follows_the_results(folder):
     assert "old" not in new
 
 
+def test_tables_of_another_gpu_are_shown(folder, monkeypatch, tmp_path_factory):
+    monkeypatch.setattr(results, "DEVICE", "h200")  # is put back
+    write(folder)
+    own = tmp_path_factory.mktemp("own")
+    (folder / "h200_gemm.csv").rename(own / "h100_gemm.csv")
+    text = fill.shown(own)
+    assert "## docs/papers/fp6.md: fp6\n\n" in text
+    assert "| 28672x4096 | 1 | 20.0 |  | 50.0 | 2.50x |" in text
+    assert "engine" not in text  # nothing was measured
+    (own / "a100_gemm.csv").write_text("")
+    with pytest.raises(SystemExit, match="has files of a100, h100; keep those of one GPU"):
+        fill.shown(own)
+
+
 def test_half_of_a_model_is_what_two_gpus_take_at_least(folder):
     steps = "model,format,kv,batch,context,step_us,tokens_per_s,backends\n"
     steps += "llama-3-70b,fp6,model,4,1280,20000,200,hopper\n"

@@ -87,6 +87,8 @@ def test_config_survives_json_with_sorted_keys(spec):
     [
         ({"formats": "int9"}, "unknown format 'int9'"),
         ({"formats": {"*": "int4:group=x"}}, "must be a whole number"),
+        ({"formats": {"*": 4}}, "a pattern and a format are text"),
+        ({"formats": 4}, "4 is no plan"),
         ({"formats": "int4", "version": 2}, "layout version 2"),
         ({"formats": "int4", "version": "new"}, "layout version new"),
         ({"formats": "int4", "quant_method": "gptq"}, "'quant_method': 'gptq'"),

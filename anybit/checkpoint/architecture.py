@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from anybit.checkpoint.names import check_fit, check_missing, layout
-from anybit.errors import AnybitError, InvalidInput, loading
+from anybit.checkpoint.layout import check_fit, check_missing, layout
+from anybit.errors import AnybitError, InvalidInput, in_a_line, loading
 from anybit.files.directory import quantization_of, read_json
 from anybit.files.safetensors import WEIGHTS, Stored, stored_tensors
 
@@ -135,10 +135,9 @@ class built:
     def __exit__(self, kind: Any, error: BaseException | None, *rest: object) -> None:
         if not isinstance(error, Exception) or isinstance(error, AnybitError | ImportError):
             return
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise InvalidInput(
             f"{self.source}: transformers cannot build the model that config.json describes: "
-            f"{type(error).__name__}: {' '.join(lines)[:200]}"
+            f"{in_a_line(error)}"
         ) from error
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from anybit.checkpoint.card import write_card
 from anybit.checkpoint.rewrite import check_paths, check_unused, fingerprint
 from anybit.checkpoint.stream import Quantization, plan_quantization
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, in_a_line
 from anybit.files.directory import (
     check_absent,
     check_space,
@@ -147,10 +147,9 @@ def without_blocks(
     try:
         model = bare.from_pretrained(source, config=whole.config, local_files_only=True)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
         raise InvalidInput(
             f"{source}: a {kind.__name__} cannot be calibrated from disk, since transformers does "
-            f"not load it without its blocks ({type(error).__name__}: {reason}); load it and use "
+            f"not load it without its blocks ({in_a_line(error)}); load it and use "
             "anybit.quantize_"
         ) from error
     finally:

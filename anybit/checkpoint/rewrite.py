@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from anybit.checkpoint.card import write_card
 from anybit.errors import InvalidInput
 from anybit.files.directory import (
@@ -26,7 +28,7 @@ from anybit.files.directory import (
     read_json,
     write_json,
 )
-from anybit.files.safetensors import INDEX, WEIGHTS, ShardWriter, read_header
+from anybit.files.safetensors import INDEX, WEIGHTS, ShardWriter, Stored, read_header
 from anybit.progress import progress
 
 SHARD_BYTES = 1 << 30  # of the source, in one file; a kill costs that much work at most
@@ -43,6 +45,9 @@ class Source(Protocol):
     @property
     def nbytes(self) -> int:
         """Its bytes there."""
+
+    def read(self) -> Tensor:
+        """Its numbers."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,14 @@ class Rewrite(ABC):
     def parts(self, unit: str) -> list[str]:
         """Names of the source's tensors that a unit is read from."""
         return [unit]
+
+    def copy(self, name: str, shard: ShardWriter) -> None:
+        """Write one of the source's tensors as it is."""
+        stored = self.stored[name]
+        if isinstance(stored, Stored):
+            shard.copy(name, stored)
+        else:
+            shard.add(name, stored.read())
 
     @property
     def source_bytes(self) -> int:

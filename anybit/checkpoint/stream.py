@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from anybit.checkpoint.architecture import bare_model, empty_model
-from anybit.checkpoint.names import Tensors, Transposed, check_fit, check_missing, layout, some
+from anybit.checkpoint.layout import Tensors, Transposed, check_fit, check_missing, layout, some
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
     Rewrite,
@@ -175,14 +175,11 @@ class Quantization(Rewrite):
         return {name: size for part in each for name, size in part.items()}
 
     def write(self, unit: str, shard: ShardWriter) -> None:
-        stored, scheme = self.stored[unit], self.schemes.get(unit)
+        scheme = self.schemes.get(unit)
         if scheme is None:
-            if isinstance(stored, Stored):
-                shard.copy(unit, stored)
-            else:
-                shard.add(unit, stored.read())
+            self.copy(unit, shard)
             return
-        weight = stored.read()
+        weight = self.stored[unit].read()
         check_finite(weight, unit)
         packed = quantize_weight(self.quantizer, weight, parse_scheme(scheme)[0])
         for key, tensor in packed.tensors().items():
@@ -284,7 +281,6 @@ def outputs(name: str, stored: Tensors, scheme: str | None) -> dict[str, int]:
         return {name: stored.nbytes}
     sizes = tensor_shapes(parse_scheme(scheme)[0], (stored.shape[0], stored.shape[1]))
     return {
-        f"{name.removesuffix('weight')}{key}": math.prod(shape)
-        * (entry.default_dtype if entry else torch.int32).itemsize
+        f"{name.removesuffix('weight')}{key}": math.prod(shape) * entry.default_dtype.itemsize
         for key, (shape, entry) in sizes.items()
     }

@@ -14,6 +14,7 @@ from anybit.core.rotation import Rotation, check_part
 from anybit.errors import InvalidInput
 
 CODES = re.compile(r"\.codes\d+$")
+PLANE = Entry(torch.int32)  # of codes, in words
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,14 @@ class Packed:
             if key not in tensors:
                 raise InvalidInput(f"{name}: tensor {key!r} of format {fmt.spec!r} is missing")
             got = tensors[key]
-            ok = got.dtype == torch.int32 if entry is None else entry.accepts(got.dtype)
-            if tuple(got.shape) != size or not ok:
+            if tuple(got.shape) != size or not entry.accepts(got.dtype):
                 raise InvalidInput(
-                    f"{name}.{key}: expected shape {size} and dtype "
-                    f"{'int32' if entry is None else entry.dtype} for format {fmt.spec!r} and a "
-                    f"weight of {shape}, found {tuple(got.shape)} {got.dtype}"
+                    f"{name}.{key}: expected shape {size} and dtype {entry.dtype} for format "
+                    f"{fmt.spec!r} and a weight of {shape}, found {tuple(got.shape)} {got.dtype}"
                 )
-        planes = tuple(tensors[key] for key, (_, entry) in wanted.items() if entry is None)
-        return cls(fmt, shape, planes, {k: tensors[k] for k, (_, e) in wanted.items() if e})
+        planes = tuple(tensors[key] for key, (_, entry) in wanted.items() if entry is PLANE)
+        grid = {key: tensors[key] for key, (_, entry) in wanted.items() if entry is not PLANE}
+        return cls(fmt, shape, planes, grid)
 
     def tensors(self) -> dict[str, Tensor]:
         """All stored tensors by their checkpoint names: codes4, codes2, scale, ..."""
@@ -171,14 +171,12 @@ def is_codes(name: str) -> bool:
     return CODES.search(name) is not None
 
 
-def tensor_shapes(
-    fmt: Format, shape: tuple[int, int]
-) -> dict[str, tuple[tuple[int, ...], Entry | None]]:
-    """Names, shapes and grid entries (None for code planes) of a packed weight of this shape."""
+def tensor_shapes(fmt: Format, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], Entry]]:
+    """Names, shapes and entries (`PLANE` for code planes) of a packed weight of this shape."""
     n, k = shape
     count = fmt.code_count(k)
-    out: dict[str, tuple[tuple[int, ...], Entry | None]] = {
-        f"codes{width}": ((n, planes_of.words(count, width)), None)
+    out: dict[str, tuple[tuple[int, ...], Entry]] = {
+        f"codes{width}": ((n, planes_of.words(count, width)), PLANE)
         for width in planes_of.segments(fmt.bits)
     }
     return out | {name: (entry.shape(n, k), entry) for name, entry in fmt.stored_entries().items()}

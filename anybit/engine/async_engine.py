@@ -12,7 +12,7 @@ from functools import partial
 
 from anybit.engine.engine import Delta, Engine
 from anybit.engine.sequence import SamplingParams
-from anybit.errors import Unsupported
+from anybit.errors import Unsupported, in_a_line
 
 log = logging.getLogger("anybit.engine")
 
@@ -126,7 +126,7 @@ class AsyncEngine:
                 self._send(self.engine.step())
         except BaseException as error:
             log.exception("the engine's thread has died")
-            self.loop.call_soon_threadsafe(self._died, f"{type(error).__name__}: {error}")
+            self.loop.call_soon_threadsafe(self._died, in_a_line(error))
 
     def _add(
         self, name: str, prompt: list[int], params: SamplingParams, arrival: float

@@ -16,7 +16,7 @@ from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import Logprob, SamplingParams, Sequence
 from anybit.engine.speculation import Speculation
 from anybit.engine.structured import Grammars
-from anybit.errors import InvalidInput, Unsupported
+from anybit.errors import InvalidInput, Unsupported, in_a_line
 
 log = logging.getLogger("anybit.engine")
 
@@ -244,7 +244,7 @@ class Engine:
                 break
             self.stats.generation_tokens += 1
             since = seq.last_token
-            seq.append(token, logprob)
+            seq.append(token)
             self.observer.token(seq, since)
             drafted = token in s.draft[i : i + 1]
             self.unread.append((seq, seq.generated - 1, logprob, drafted))
@@ -307,7 +307,7 @@ class Engine:
 
     def _end(self, seq: Sequence, reason: str, error: str = "", running: bool = True) -> Delta:
         """Forget a sequence; running: whether the scheduler still has it."""
-        seq.finish, seq.error = reason, error
+        seq.finish = reason
         if running:
             self.scheduler.remove(seq)
         self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
@@ -332,7 +332,7 @@ class Engine:
     def _failed(self, scheduled: list[Scheduled], error: Exception) -> list[Delta]:
         """End the sequences of a step that raised."""
         log.error("a step with %d sequences failed", len(scheduled), exc_info=error)
-        text = f"{type(error).__name__}: {error}"
+        text = in_a_line(error)
         return [self._end(s.seq, "error", text) for s in scheduled if not s.seq.finish]
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PretrainedConfig
 
+from anybit.checkpoint.architecture import POSITIONS
 from anybit.checkpoint.save_load import load as load_quantized
 from anybit.checkpoint.save_load import load_dense
 from anybit.engine.model_runner import Flight
@@ -25,7 +26,7 @@ from anybit.engine.models.hosted import Hosted
 from anybit.engine.sampler import rows_of, sample
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import Sequence
-from anybit.errors import AnybitError, InvalidInput, Unsupported
+from anybit.errors import AnybitError, InvalidInput, Unsupported, in_a_line
 from anybit.nn.linear import Keep
 from anybit.nn.model import quantized_layers, set_keep
 from anybit.nn.plan import Plan, Spec
@@ -36,9 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("anybit.engine")
 
-# Where configurations say how long a sequence may be, and what a model without a limit gets.
-LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
-UNLIMITED = 8192
+UNLIMITED = 8192  # tokens of the longest sequence, for a model without a limit
 
 
 class Generator:
@@ -124,10 +123,9 @@ class Writing(LogitsProcessor):
         except (AnybitError, MemoryError, torch.OutOfMemoryError) as error:
             self.logits.put(error)
         except Exception as error:  # of a model that transformers itself cannot run like this
-            reason = str(error).strip().partition("\n")[0]
             name = f"{type(model).__name__}.generate"
             failure = Unsupported(
-                f"transformers' {name} fails ({type(error).__name__}: {reason}); load the model "
+                f"transformers' {name} fails ({in_a_line(error)}); load the model "
                 "with anybit.load, and call it as transformers' documentation says"
             )
             failure.__cause__ = error
@@ -208,5 +206,5 @@ def no_cache_options(options: list[str], reason: str) -> InvalidInput:
 def longest(config: PretrainedConfig) -> int | None:
     """Tokens of the longest sequence that a model can hold, if it has a limit."""
     text = config.get_text_config()
-    found = [getattr(text, name, None) for name in LENGTHS]
+    found = [getattr(text, name, None) for name in POSITIONS]
     return next((n for n in found if isinstance(n, int) and n > 1), None)

@@ -183,7 +183,7 @@ class LLM:
             raise Unsupported("requests are running; load weights when they have ended")
         if not isinstance(runner, ModelRunner) or self.plan is None:
             raise Unsupported("only models that the engine knows take new weights; load it anew")
-        if any(cache.k_scale is not None and cache.k_scale.ndim == 2 for cache in runner.caches):
+        if any(cache.static for cache in runner.caches):
             raise Unsupported(
                 "the KV cache has scales that were made for the old weights; use kv_cache='model'"
             )
@@ -210,9 +210,9 @@ class LLM:
         check_text(text)
         return self.tokenizer.encode(text, add_special_tokens=special)
 
-    def encode_chat(self, messages: list[dict[str, Any]], answer: bool = True) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Tokens of a conversation [{"role", "content"}], see `chat_text`."""
-        return self.encode(self.chat_text(messages, answer), special=not self.has_template)
+        return self.encode(self.chat_text(messages), special=not self.has_template)
 
     def chat_text(
         self, messages: list[dict[str, Any]], answer: bool = True, **variables: Any

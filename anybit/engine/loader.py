@@ -17,12 +17,13 @@ from anybit.engine.lora import Adapters, read_adapter
 from anybit.engine.memory import check_weights
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import Decoder
+from anybit.engine.models.rope import rope_parameters
 from anybit.engine.weights import Checkpoint, Rougher, Weights
 from anybit.errors import InvalidInput, Unsupported
 from anybit.files.directory import quantization_of, read_json
 from anybit.nn.linear import Keep
 from anybit.nn.model import quantized_layers
-from anybit.nn.plan import Plan, Spec, plan_of
+from anybit.nn.plan import METHOD, Plan, Spec, stored_plan
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 MODELS = {
@@ -156,9 +157,7 @@ def build(
 
 def check_length(config: PretrainedConfig, length: int | None) -> None:
     """InvalidInput for texts longer than config.json says the model's positions are good for."""
-    given = getattr(config, "rope_parameters", None) or {}
-    each = [given, *(value for value in given.values() if isinstance(value, dict))]
-    factors = [parameters.get("factor") for parameters in each]
+    factors = [parameters.get("factor") for parameters in rope_parameters(config)]
     stretched = max([1, *(factor for factor in factors if isinstance(factor, int | float))])
     positions = config.max_position_embeddings
     if length is not None and not 1 <= length <= stretched * positions:
@@ -187,17 +186,12 @@ def formats_of(raw: dict[str, Any], directory: Path) -> dict[str, str | None] | 
     if not quantization:
         return None
     method = quantization.get("quant_method")
-    if method != "anybit":
+    if method != METHOD:
         raise InvalidInput(
             f"{directory} is quantized by {method!r}, which the engine does not read; "
             "convert it with `anybit convert`, or load the dense model"
         )
-    if quantization.get("version") != 1:
-        raise InvalidInput(
-            f"{directory}: version {quantization.get('version')!r} of anybit's checkpoints is not "
-            "known, only 1; update anybit"
-        )
-    return plan_of(quantization["formats"])
+    return stored_plan(quantization)
 
 
 def end_tokens(directory: Path, config: PretrainedConfig) -> frozenset[int]:

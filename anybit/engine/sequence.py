@@ -141,13 +141,11 @@ class Sequence:
     matcher: "Matcher | None" = None  # where the text stands in its grammar
 
     tokens: list[int] = field(default_factory=list)  # prompt and output
-    logprobs: list[Logprob] = field(default_factory=list)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of the full blocks, in order
     finish: str | None = None
     stop_reason: str | int | None = None
-    error: str = ""
     cached: int = 0  # prompt tokens that the prefix cache had
     accepted: int = 0  # tokens of the text that were drafted
     rejected: int = 0  # drafted ones that were not taken
@@ -157,7 +155,6 @@ class Sequence:
 
     arrival: float = field(default_factory=time.monotonic)
     started: float | None = None  # first scheduled
-    first_token: float | None = None
     last_token: float | None = None
 
     def __post_init__(self) -> None:
@@ -169,10 +166,6 @@ class Sequence:
         seed = self.params.seed
         # Texts of one request differ.
         self.seed = random.Random(None if seed is None else f"{seed}/{self.index}").getrandbits(64)
-
-    @property
-    def output(self) -> list[int]:
-        return self.tokens[len(self.prompt) :]
 
     @property
     def generated(self) -> int:
@@ -194,15 +187,11 @@ class Sequence:
         x ^= x >> 31
         return (x >> 32) - (1 << 31), x % (1 << 32) - (1 << 31)
 
-    def append(self, token: int, logprob: Logprob | None = None) -> None:
+    def append(self, token: int) -> None:
         """Take a sampled token, and finish if it is an end or the last that fits."""
         self.last_token = time.monotonic()
-        if self.first_token is None:
-            self.first_token = self.last_token
         self.tokens.append(token)
         self.counts[token] += 1
-        if logprob:
-            self.logprobs.append(logprob)
         if self.matcher is not None:
             self.matcher.take(token)
         if self.matcher is not None and self.matcher.ended:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybit.checkpoint.names import Tensors, check_fit, check_missing, layout
+from anybit.checkpoint.layout import Tensors, check_fit, check_missing, layout
 from anybit.checkpoint.stream import plan_quantization
 from anybit.core.format import get_format
 from anybit.core.packed import Packed, tensor_shapes
@@ -25,7 +25,7 @@ from anybit.errors import InvalidInput
 from anybit.files.safetensors import stored_tensors
 from anybit.nn.experts import published
 from anybit.nn.grouped import merge
-from anybit.nn.linear import Keep, QuantLinear, check_finite
+from anybit.nn.linear import Keep, QuantLinear, check_finite, check_grid
 from anybit.nn.plan import Plan, Spec, patterns_for
 from anybit.quantizers.quantize import quantize_tensor
 from anybit.quantizers.rtn import RTN
@@ -209,7 +209,7 @@ class Checkpoint(Weights):
         tensors = {}
         for key, (size, _) in tensor_shapes(fmt, shape).items():
             tensors[key] = self._read(f"{name}.{key}", size)
-        packed = Packed.from_tensors(fmt, shape, tensors, name)
+        packed = check_grid(Packed.from_tensors(fmt, shape, tensors, name), name)
         return packed.to(self.device), b, activation
 
     def kv_scales(self, name: str, shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:

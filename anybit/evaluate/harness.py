@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, in_a_line
 from anybit.files.directory import without_nan, write_json
 from anybit.files.picture import check_picture
 
@@ -109,11 +109,10 @@ def check_data(name: str, manager: Any, run_code: bool) -> None:
     try:
         loaded = manager.load([name])
     except Exception as error:  # what datasets, the hub and the network raise is theirs to choose
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise InvalidInput(
-            f"the data of task {name!r} is not to be had here ({reason[:300]}). Run it once with a "
-            f"network, or copy the data set into the cache (HF_HOME); tasks that need no network: "
-            f"{', '.join(OURS)}"
+            f"the data of task {name!r} is not to be had here ({in_a_line(error)}). Run it once "
+            "with a network, or copy the data set into the cache (HF_HOME); tasks that need no "
+            f"network: {', '.join(OURS)}"
         ) from None
     unsafe = [n for n, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)]
     if unsafe and not run_code:

@@ -81,7 +81,7 @@ def score(
     parts = (
         (number, *part)
         for number, document in enumerate(documents)
-        for part in windows([document], window, stride)
+        for part in windows(document, window, stride)
     )
     while some := list(itertools.islice(parts, batch)):
         ids = torch.nn.utils.rnn.pad_sequence([part for _, part, _ in some], batch_first=True)
@@ -122,24 +122,21 @@ def mean_and_error(sums: Tensor, counts: Tensor) -> tuple[float, float]:
     return mean, math.sqrt(spread * len(sums) / (len(sums) - 1)) / counts.sum().item()
 
 
-def windows(
-    documents: Sequence[Tensor], window: int, stride: int | None = None
-) -> Iterator[tuple[Tensor, int]]:
-    """Token ids of each window, and the index in it of the first token that it scores.
+def windows(ids: Tensor, window: int, stride: int | None = None) -> Iterator[tuple[Tensor, int]]:
+    """Token ids of each window of a document, and the index in it of the first token it scores.
 
-    The first window of a document scores all its tokens but the first, every later one the `stride`
-    tokens at its end. The last window ends with the document.
+    The first window scores all its tokens but the first, every later one the `stride` tokens at its
+    end. The last window ends with the document.
     """
     stride = max(window // 2, 1) if stride is None else stride
     if not 1 <= stride < window:
         raise InvalidInput(f"stride={stride} is not in 1..{window - 1} (window={window})")
-    for ids in documents:
-        done = 1
-        while done < len(ids):
-            stop = min(window if done == 1 else done + stride, len(ids))
-            start = max(0, stop - window)
-            yield ids[start:stop], done - start
-            done = stop
+    done = 1
+    while done < len(ids):
+        stop = min(window if done == 1 else done + stride, len(ids))
+        start = max(0, stop - window)
+        yield ids[start:stop], done - start
+        done = stop
 
 
 def compare(logits: Tensor, target: Tensor, dense: Tensor | None) -> Tensor:

@@ -32,7 +32,7 @@ from anybit.nn.experts import (
     fused_experts,
     split,
 )
-from anybit.nn.linear import Keep, QuantLinear, check_finite, check_keep
+from anybit.nn.linear import Keep, QuantLinear, check_finite, check_grid, check_keep
 from anybit.nn.model import (
     dequantize_,
     full_plan,
@@ -185,8 +185,10 @@ class AnybitQuantizer(HfQuantizer):
             for name, parameter in model.named_parameters():
                 if not parameter.is_meta:
                     check_finite(parameter, name)
-        for _, layer in quantized_layers(model):
+        for name, layer in quantized_layers(model):
             if not any(b.is_meta for b in layer.buffers()):  # offloaded layers have no contents yet
+                if self.pre_quantized:
+                    check_grid(layer.packed, name)
                 layer.prepare()
         if self.pre_quantized:  # what transformers goes by when it saves the model
             used: Any = [c for c in self.table if c.was_used()]
@@ -349,14 +351,16 @@ def swap_for_stored(
     whole = places(table, layers)
     fused = expert_layers(model)
     split(model, [name for name in fused if name in whole])
-    new, ignored = new_layers(model), ignored_unexpected(model)
+    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
+    where = {name: whole.get(name, Place(name, name)) for name in linear}
+    absent = {name for name, (_, own) in where.items() if own not in layers}
+    new = absent & new_layers(model) if absent else set()
+    ignored = ignored_unexpected(model)
     out, placed = {}, set()
     names: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if not is_linear(module):
-            continue
-        there, own = whole.get(name, Place(name, name))
-        if name in new and own not in layers:
+    for name, module in linear.items():
+        there, own = where[name]
+        if name in new:
             continue
         patterns = patterns_for(there, formats)
         scheme = formats[patterns[-1]] if patterns else None

@@ -10,7 +10,7 @@ those of other tools, and `vllm_products.py` multiplies.
 """
 
 import math
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -27,13 +27,16 @@ from vllm.model_executor.layers.quantization.base_config import (
 )
 
 from anybit.checkpoint.architecture import bounded, empty_model
+from anybit.checkpoint.layout import check_missing
 from anybit.checkpoint.names import Names
-from anybit.checkpoint.places import saved_names
+from anybit.checkpoint.places import missing, saved_names
 from anybit.core.packed import is_codes
 from anybit.engine.weights import plan_text
 from anybit.errors import InvalidInput
-from anybit.integrations.vllm_foreign import Source, directory_of, planned
+from anybit.files.safetensors import Stored as StoredTensor
+from anybit.integrations.vllm_foreign import Source, directory_of, in_files, planned
 from anybit.kernels.registry import BACKENDS
+from anybit.nn.experts import split
 from anybit.nn.model import linear_schemes
 from anybit.nn.plan import METHOD, patterns_for, plan_of
 
@@ -76,6 +79,7 @@ class AnybitConfig(QuantizationConfig):
     ):
         super().__init__()
         self.formats, self.backend, self.foreign = formats, backend, foreign
+        self.checkpoint: tuple[str, str | None] | None = None  # its name and revision
         self.source: Source | None = None  # of the layers of another tool's checkpoint
         self.names: dict[str, str] = {}  # vLLM's names of layers -> the checkpoint's
         self.saved: dict[str, str] = {}  # layers of the checkpoint -> their names in the plan
@@ -120,7 +124,9 @@ class AnybitConfig(QuantizationConfig):
     ) -> None:
         """Read `hf_overrides`, and what the checkpoint's files hold."""
         from vllm.transformers_utils.config import get_safetensors_params_metadata
+        from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
+        self.checkpoint = model_name, revision
         if self.foreign:
             directory = directory_of(model_name, revision)
             work = planned(directory)
@@ -133,7 +139,8 @@ class AnybitConfig(QuantizationConfig):
         self._override(getattr(hf_config, OVERRIDE, None), model_name)
         stored = get_safetensors_params_metadata(model_name, revision=revision)
         shapes = {n: tuple(entry["shape"]) for n, entry in stored.items() if "shape" in entry}
-        self._survey(shapes, hf_config, model_name)
+        saved = get_hf_file_to_dict("config.json", model_name, revision) or {}
+        self._survey(shapes, hf_config, model_name, saved.get("architectures"))
 
     def _override(self, given: Any, model_name: str) -> None:
         options = {"formats": given} if isinstance(given, str) else dict(given or {})
@@ -164,39 +171,60 @@ class AnybitConfig(QuantizationConfig):
         shapes: dict[str, tuple[int, ...]],
         config: Any = None,
         model_name: str = "the model",
+        architectures: list[str] | None = None,
     ) -> None:
         """Note which layers are stored in codes, or what a dense checkpoint's layers become.
 
         The latter is what `quantize_` would do with transformers' model of this configuration.
+
+        shapes: of the tensors in the checkpoint's files. architectures: as in its config.json,
+            where `hf_overrides` may have changed the configuration's.
+
+        Raises:
+            InvalidInput: A dense checkpoint's model is unknown; tensors of a known model are in no
+                file, for which vLLM would take what lies in memory.
         """
         self.coded = {name.rpartition(".")[0] for name in shapes if is_codes(name)}
         if self.source is not None:
             self.coded = set(self.source.schemes)
         matrices = {n for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2}
         self.dense = {name.removesuffix(".weight") for name in matrices} - self.coded
-
-        def model() -> Any:
-            kind = transformers_class(config, model_name)
+        # Of a model that only vLLM can build, a plan goes by the files' names.
+        only_vllm = suppress(InvalidInput, ImportError) if self.coded else nullcontext()
+        own = None
+        with only_vllm:
+            kind = transformers_class(config, architectures, model_name)
             nbytes = sum(2 * math.prod(shape) for shape in shapes.values())  # in 16 bits
             with bounded(model_name, list(shapes.values()), nbytes):
-                return empty_model(model_name, kind, config)
+                own = empty_model(model_name, kind, config)
+        if own is not None:
+            self._look_up(own, config)
+            if shapes:
+                weights = (f"{layer}.weight" for layer in self.coded)
+                lost = missing(Names(own), split(own), [*shapes, *weights], ())
+                check_missing(model_name, lost, ())
+        known = self.coded | self.dense | self.on_load.keys()
+        self.names = {name: name for name in known}
+        if base := getattr(own, "base_model_prefix", ""):
+            # Of a base model (AutoModel), as embeddings come from, vLLM builds the whole one.
+            self.names = {f"{base}.{name}": name for name in known} | self.names
 
-        if self.coded and self.source is None:
-            # Of a model that only vLLM can build, a plan goes by the files' names.
-            with suppress(InvalidInput, ImportError):
-                self.saved = saved_names(model(), self.coded | self.dense)
+    def _look_up(self, own: Any, config: Any) -> None:
+        """Note names and schemes of layers by transformers' model, its experts as they are."""
         if not self.coded:
-            own = model()
             table, schemes = Names(own), linear_schemes(own, self.formats or {})
             stored = {table.stored(f"{layer}.weight"): s for layer, s in schemes.items()}
             self.on_load = {name.removesuffix(".weight"): s for name, s in stored.items()}
             self.tied = bool(getattr(config, "tie_word_embeddings", False))
-        self.names = {name: name for name in self.coded | self.dense | self.on_load.keys()}
+        elif self.source is None:
+            self.saved = saved_names(own, self.coded | self.dense)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Note the names that the model gives to the checkpoint's layers."""
-        mapped = {hf_to_vllm_mapper.map_name(ours): theirs for ours, theirs in self.names.items()}
-        self.names = {ours: theirs for ours, theirs in mapped.items() if ours is not None}
+        known, self.names = self.names, {}
+        for ours, theirs in known.items():  # a mapper may look for `lm_head.`, with its dot
+            if weight := hf_to_vllm_mapper.map_name(f"{ours}.weight"):
+                self.names[weight.removesuffix(".weight")] = theirs
 
     @property
     def quantizes(self) -> bool:
@@ -242,7 +270,8 @@ class AnybitConfig(QuantizationConfig):
         names = self.parts(prefix)
         schemes = [self.scheme(name) for name in names]
         if any(self.names.get(name, name) in self.coded for name in names):
-            return Stored(names, schemes, self.backend, self.layers_of_others())
+            original = None if self.checkpoint is None else self.in_files
+            return Stored(names, schemes, self.backend, self.layers_of_others(), original)
         if any(schemes):
             return OnLoad(names, schemes, self.backend, self.tied)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
@@ -250,6 +279,11 @@ class AnybitConfig(QuantizationConfig):
     def layers_of_others(self) -> Source | None:
         """The layers that another tool quantized, by vLLM's names, which are known by now."""
         return None if self.source is None else replace(self.source, names=self.names)
+
+    def in_files(self, name: str, key: str) -> StoredTensor:
+        """A tensor of a layer, by vLLM's name, as the checkpoint's files hold it."""
+        assert self.checkpoint is not None
+        return in_files(directory_of(*self.checkpoint))[f"{self.names[name]}.{key}"]
 
     def parts(self, prefix: str) -> list[str]:
         """The checkpoint's layers, by vLLM's names, that make up a layer of vLLM's."""
@@ -260,15 +294,17 @@ class AnybitConfig(QuantizationConfig):
         return parts or [prefix]
 
 
-def transformers_class(config: Any, model_name: str) -> Any:
-    """The class of transformers for a dense checkpoint, whose modules say what a linear layer is.
+def transformers_class(config: Any, architectures: list[str] | None, model_name: str) -> Any:
+    """The class of transformers for a checkpoint, whose modules say what a linear layer is.
+
+    architectures: names of classes; None for the configuration's.
 
     Raises:
         InvalidInput: transformers has none.
     """
     import transformers
 
-    names = getattr(config, "architectures", None) or ()
+    names = architectures or getattr(config, "architectures", None) or ()
     for name in names:
         kind = getattr(transformers, name, None)
         if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):

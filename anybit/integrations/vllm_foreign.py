@@ -15,6 +15,7 @@ from torch import Tensor
 from anybit.checkpoint.foreign.convert import Conversion, opened, plan_conversion
 from anybit.checkpoint.rewrite import SHARD_BYTES
 from anybit.errors import Unsupported
+from anybit.files.safetensors import Stored, stored_tensors
 
 
 def directory_of(model_name: str, revision: str | None) -> Path:
@@ -27,6 +28,12 @@ def directory_of(model_name: str, revision: str | None) -> Path:
 
 
 @lru_cache(maxsize=2)  # a model and a draft for it
+def in_files(directory: Path) -> Mapping[str, Stored]:
+    """A checkpoint's tensors as its files hold them."""
+    return stored_tensors(directory)
+
+
+@lru_cache(maxsize=2)
 def planned(directory: Path) -> Conversion:
     """How a checkpoint becomes one of ours; the headers are read once in each process."""
     with opened(directory) as found:
@@ -49,6 +56,9 @@ class Source:
 
     def has(self, name: str) -> bool:
         return self.names.get(name) in self.schemes
+
+    def rows(self, name: str) -> int:
+        return planned(self.directory).layers[self.names[name]].shape[0]
 
     def keys(self, names: Iterable[str]) -> list[str]:
         """The last parts of the names of some layers' tensors, for which vLLM wants parameters."""

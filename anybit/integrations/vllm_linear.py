@@ -6,7 +6,8 @@ differ in format and have codebooks of their own. When all are read, those of on
 weight, and the rest stay beside it.
 """
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParamete
 
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput, Unsupported
+from anybit.files.safetensors import Stored as StoredTensor
 from anybit.integrations.vllm_foreign import Source
 from anybit.integrations.vllm_products import build, refill
 from anybit.nn.grouped import Weight
@@ -76,7 +78,10 @@ class AnybitLinearMethod(LinearMethodBase):
 
 @register_weight_loader_v2_supported_method
 class Stored(AnybitLinearMethod):
-    """Layers of a quantized checkpoint. source: of layers that another tool quantized."""
+    """Layers of a quantized checkpoint.
+
+    source: of layers that another tool quantized. original: finds a layer's tensor in the files.
+    """
 
     def __init__(
         self,
@@ -84,9 +89,10 @@ class Stored(AnybitLinearMethod):
         schemes: list[str | None],
         backend: str | None,
         source: Source | None = None,
+        original: Callable[[str, str], StoredTensor] | None = None,
     ):
         super().__init__(names, schemes, backend)
-        self.source = source
+        self.source, self.original = source, original
 
     def create_weights(
         self,
@@ -109,15 +115,19 @@ class Stored(AnybitLinearMethod):
         indices = getattr(layer, "shard_indices", None)  # of a vocabulary
         first = None if indices is None else indices.org_vocab_start_index
         keys = dict.fromkeys(key for piece in layer.pieces for key in piece.keys())  # noqa: SIM118
-        receivers = {key: Receiver(key, layer.pieces, loader, first) for key in keys}
+        original = None  # of a layer that is merged in the checkpoint
+        if self.original is not None and len(self.names) < len(layer.pieces):
+            original = partial(self.original, self.names[0])
+        own = original if self.source is None else None
+        receivers = {key: Receiver(key, layer.pieces, loader, first, own) for key in keys}
         if self.source is None:
             for key, receiver in receivers.items():
                 layer.register_parameter(key, receiver)
             return
         seen = set[str]()
         for key in self.source.keys(self.names):
-            own = Foreign(key, self.source, self.names, receivers, seen)
-            layer.register_parameter(key, own)
+            theirs = Foreign(key, self.source, self.names, receivers, seen, original)
+            layer.register_parameter(key, theirs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if "parts" in layer._modules:
@@ -230,18 +240,32 @@ class Empty(BasevLLMParameter):
 class Receiver(Empty):
     """Hands what vLLM loads into it, planes or scales, to the layer's pieces."""
 
-    output_dim = 0  # along which vLLM divides layers that are merged in the checkpoint
-
     def __new__(cls, key: str, pieces: list[Piece], *args: Any) -> "Receiver":
         return super().__new__(cls, nothing(key, pieces))
 
-    def __init__(self, key: str, pieces: list[Piece], weight_loader: Any, first: int | None):
+    def __init__(
+        self,
+        key: str,
+        pieces: list[Piece],
+        weight_loader: Any,
+        first: int | None,
+        original: Callable[[str], StoredTensor] | None,
+    ):
         super().__init__(self.data, weight_loader)
-        self.key, self.pieces, self.first = key, pieces, first
+        self.key, self.pieces, self.first, self.original = key, pieces, first, original
+
+    @property
+    def output_dim(self) -> int | None:
+        """Along which vLLM divides and rearranges layers that are merged in the checkpoint."""
+        return None if self.pieces and self.pieces[0].is_table(self.key) else 0
 
     def load(self, param: "Receiver", loaded: Tensor, shard_id: Any = None) -> None:
         """What a model calls with each tensor. shard_id: which part of a merged layer it is."""
         check_open(self.pieces)
+        name, fmt = self.pieces[0].name, self.pieces[0].format
+        if self.original is not None and fmt is not None and not self.pieces[0].movable(self.key):
+            remedy = f"which {fmt.spec!r} does not allow; leave it dense"
+            check_unmoved(loaded, self.original(self.key), name, remedy)
         if self._weight_loader.__name__ != "weight_loader_v2":  # a replicated layer, or a head
             self.take(self.pieces[0], loaded, self.first or 0)
         elif not isinstance(shard_id, int | str) and self.pieces[0].is_table(self.key):
@@ -297,10 +321,20 @@ class Foreign(Empty):
         names: list[str],
         receivers: Mapping[str, Receiver],
         seen: set[str],
+        original: Callable[[str], StoredTensor] | None,
     ):
         super().__init__(self.data)
         self.key, self.source, self.names = key, source, names
         self.receivers, self.seen = receivers, seen
+        self.original = original(key) if original is not None and source.has(names[0]) else None
+
+    @property
+    def output_dim(self) -> int | None:
+        """Along which models may rearrange a layer that is merged in the checkpoint."""
+        if self.original is None:
+            return None
+        rows, shape = self.source.rows(self.names[0]), self.original.shape
+        return shape.index(rows) if rows in shape else None
 
     def load(self, param: "Foreign", loaded: Tensor, shard_id: Any = None) -> None:
         check_open(next(iter(self.receivers.values())).pieces)
@@ -312,6 +346,9 @@ class Foreign(Empty):
             )
         tensors, name = {self.key: loaded}, self.names[at]
         if self.source.has(name):
+            if self.original is not None:
+                remedy = "as only a checkpoint of anybit allows; make one with `anybit convert`"
+                check_unmoved(loaded, self.original, name, remedy)
             tensors = {} if name in self.seen else self.source.tensors(name)
             self.seen.add(name)
         for key, tensor in tensors.items():
@@ -326,6 +363,14 @@ def check_open(pieces: Sized) -> None:
             "a running engine takes new weights of a dense checkpoint only, which it quantizes "
             "itself (quantization='anybit'); load this one in an engine of its own"
         )
+
+
+def check_unmoved(loaded: Tensor, original: StoredTensor, name: str, remedy: str) -> None:
+    """Raise Unsupported when a model has moved rows of a layer that cannot be moved one by one."""
+    # As bytes: there are floats that torch does not compare.
+    got, wanted = (t.cpu().flatten().view(torch.uint8) for t in (loaded, original.read()))
+    if loaded.shape != original.shape or not torch.equal(got, wanted):
+        raise Unsupported(f"{name}: vLLM puts the rows of this layer into another order, {remedy}")
 
 
 def nothing(key: str, pieces: Iterable[Piece]) -> Tensor:

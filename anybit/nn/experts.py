@@ -4,7 +4,7 @@ transformers holds the experts of a block in two tensors, gate_up_proj (E, 2 I, 
 (E, H, I), for E experts of H hidden and I intermediate channels. Published checkpoints mostly store
 each projection of each expert under a name of its own. So does anybit, since an expert is quantized
 by the tokens that it sees: `split` makes linear layers of what a model holds, and
-a checkpoint of either layout is read as the second one (`checkpoint.names`).
+a checkpoint of either layout is read as the second one (`checkpoint.layout`).
 """
 
 import re

@@ -91,9 +91,7 @@ class QuantLinear(nn.Module):
         fmt, activation = parse_scheme(scheme)
         fmt.check(*shape)
         tensors = {
-            name: torch.empty(
-                size, dtype=entry.default_dtype if entry else torch.int32, device=device
-            )
+            name: torch.empty(size, dtype=entry.default_dtype, device=device)
             for name, (size, entry) in tensor_shapes(fmt, shape).items()
         }
         return cls(Packed.from_tensors(fmt, shape, tensors), bias, activation, keep=keep)
@@ -429,6 +427,13 @@ def check_real(w: Tensor, name: str) -> None:
             f"{name}: weights of {w.dtype} are not quantized, only floating-point ones; keep the "
             "layer (None)"
         )
+
+
+def check_grid(packed: Packed, name: str) -> Packed:
+    """The stored weight of a checkpoint; InvalidInput when its scales or tables hold NaN or inf."""
+    for key, tensor in packed.grid.items():
+        check_finite(tensor, f"{name}.{key}")
+    return packed
 
 
 def check_finite(w: Tensor, name: str) -> None:

@@ -75,8 +75,20 @@ def patterns_for(name: str, plan: Plan) -> list[str]:
 
 
 def plan_of(spec: Spec | Plan | Iterable[tuple[str, Spec | None]]) -> dict[str, str | None]:
-    """The plan that a spec, or a list of (pattern, spec), stands for, in canonical spec strings."""
-    plan: dict[str, Spec | None] = {"*": spec} if isinstance(spec, Spec) else dict(spec)
+    """The plan that a spec, or a list of (pattern, spec), stands for, in canonical spec strings.
+
+    Raises:
+        InvalidInput: It is none of these, or a format is unknown.
+    """
+    try:
+        plan: dict[str, Spec | None] = {"*": spec} if isinstance(spec, Spec) else dict(spec)
+    except (TypeError, ValueError):
+        raise InvalidInput(
+            f"{spec!r} is no plan; write a format, or {{pattern: format or None}}"
+        ) from None
+    for pattern, value in plan.items():
+        if not isinstance(pattern, str) or not isinstance(value, Spec | None):
+            raise InvalidInput(f"{pattern!r}: {value!r} in a plan: a pattern and a format are text")
     return {p: None if value is None else canonical(value) for p, value in plan.items()}
 
 

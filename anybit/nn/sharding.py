@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from anybit.core import planes as bits
-from anybit.core.format import COLUMNS, Format
+from anybit.core.format import COLUMNS, Entry, Format
 from anybit.core.packed import Packed, check_rows, tensor_shapes
 from anybit.core.rotation import block, check_part
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
+from anybit.nn.linear import check_grid
 
 WHOLE = slice(None)
 
@@ -135,27 +136,30 @@ class Piece:
             self.format, self.activation = parse_scheme(scheme)
         self.apart = bool(self.format and self.format.order and self.shape[1] < k)
         self.tensors: dict[str, Tensor] = {}
+        # Shapes (of tables, and but for rows of all others) and entries of the stored tensors.
+        self.stored: dict[str, tuple[tuple[int, ...], Entry]] = {"weight": ((n, k), Entry())}
+        if self.format is not None:
+            self.stored = tensor_shapes(self.format, (n, k))
         if self.format is not None and not self.apart:
             check_columns(self.format, k, k // self.shape[1], name)
 
     def keys(self) -> list[str]:
         """Names of the tensors that it needs."""
-        if self.format is None:
-            return ["weight"]
-        return list(tensor_shapes(self.format, (self.shape[0], self.k)))
+        return list(self.stored)
 
     def is_table(self, key: str) -> bool:
         """Whether all rows share the tensor."""
-        entry = self.format.stored_entries().get(key) if self.format else None
-        return entry is not None and entry.table is not None
+        return key in self.stored and self.stored[key][1].table is not None
+
+    def movable(self, key: str) -> bool:
+        """Whether rows of a stored tensor may change places as the weight's do."""
+        fmt = self.format
+        return fmt is None or not (self.is_table(key) or "n" in fmt.rotate or fmt.tile[0] > 1)
 
     def dtype(self, key: str) -> torch.dtype:
         """One that holds every number of a stored tensor."""
-        fmt = self.format
-        entry = None if fmt is None else fmt.stored_entries().get(key)
-        if fmt is None or (entry is not None and entry.default_dtype.is_floating_point):
-            return torch.float32
-        return torch.int32 if entry is None else entry.default_dtype
+        dtype = self.stored[key][1].default_dtype
+        return torch.float32 if dtype.is_floating_point else dtype
 
     def take(
         self,
@@ -191,16 +195,13 @@ class Piece:
 
     def _check(self, key: str, tensor: Tensor) -> None:
         """A stored tensor has the columns of the whole weight, a table its own shape."""
-        if key not in self.keys():
+        if key not in self.stored:
             raise InvalidInput(
                 f"{self.name}.{key}: in the checkpoint, but not in "
                 f"{self.format.spec if self.format else 'a dense weight'}; copy it again"
             )
-        found: tuple[int, ...] = tuple(tensor.shape)
-        wanted: tuple[int, ...] = (tensor.shape[0], self.k)
-        if self.format is not None:
-            size, _ = tensor_shapes(self.format, (self.shape[0], self.k))[key]
-            wanted = size if self.is_table(key) else (tensor.shape[0], *size[1:])
+        found, (size, _) = tuple(tensor.shape), self.stored[key]
+        wanted = size if self.is_table(key) else (*found[:1], *size[1:])
         if found != wanted:
             kind = f"format {self.format.spec!r}" if self.format else "a dense weight"
             raise InvalidInput(
@@ -210,7 +211,7 @@ class Piece:
 
     def finish(self) -> Tensor | Packed:
         """The part, which the piece then no longer holds; ValueError when a tensor is missing."""
-        missing = [key for key in self.keys() if key not in self.tensors]
+        missing = [key for key in self.stored if key not in self.tensors]
         if missing:
             raise InvalidInput(
                 f"{self.name}: the checkpoint lacks {', '.join(missing)}; a file of it is missing "
@@ -219,10 +220,9 @@ class Piece:
         tensors, self.tensors = self.tensors, {}
         if self.format is None:
             return tensors["weight"]
-        if self.apart:
-            whole = Packed.from_tensors(self.format, (self.shape[0], self.k), tensors, self.name)
-            return whole.dequantize()[:, self.columns]
-        return Packed.from_tensors(self.format, self.shape, tensors, self.name)
+        shape = (self.shape[0], self.k) if self.apart else self.shape
+        packed = check_grid(Packed.from_tensors(self.format, shape, tensors, self.name), self.name)
+        return packed.dequantize()[:, self.columns] if self.apart else packed
 
 
 def same(parts: list[Tensor | Packed]) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.core.rotation import SMALLEST, hadamard, signs
-from anybit.errors import Unsupported
+from anybit.errors import Unsupported, in_a_line
 from anybit.nn.model import quantized_layers, refuse_adapters, restored_on_error
 from anybit.nn.tied import output_embeddings, shared_weights, untied, untied_heads
 
@@ -288,10 +288,9 @@ def rehearse(base: Any, embeddings: nn.Module) -> None:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a model that wants more than hidden states
-            reason = str(error).strip().partition("\n")[0]
             raise Unsupported(
                 f"{type(base).__name__} cannot be rotated: a copy of its blocks does not run "
-                f"({type(error).__name__}: {reason}); use a format with rotate=k instead"
+                f"({in_a_line(error)}); use a format with rotate=k instead"
             ) from error
     added = max((before - kept).norm(), 1e-4 * before.norm())
     apart = float((after - before).norm() / added)

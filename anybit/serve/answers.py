@@ -29,8 +29,9 @@ class Failed(Exception):
 class Asked:
     """What answers of every protocol need to know about their request.
 
-    model: as the client calls it. texts: for each prompt, of which `n` are answered. readers:
-    makes a reader for each text. calls: tool calls of a text at most; None: any number.
+    model: as the client calls it. best_of: texts for each prompt, of which `n` are answered; as
+    many by default. readers: makes a reader for each text. calls: tool calls of a text at most;
+    None: any number.
     """
 
     model: str
@@ -38,12 +39,17 @@ class Asked:
     n: int
     stream: Stream
     words: Words
-    texts: int = 0
+    best_of: int | None = None
     usage: bool = False  # a last event with the usage
     token_ids: bool = False
     readers: Callable[[], Reader] = Plain
     calls: int | None = None
     short_ids: bool = False  # of tool calls
+
+    @property
+    def texts(self) -> int:
+        """Texts for each prompt."""
+        return self.best_of or self.n
 
 
 @dataclass
@@ -102,7 +108,7 @@ class Answer:
     def __init__(self, asked: Asked, prefix: str):
         self.asked = asked
         self.id, self.created = f"{prefix}{uuid.uuid4().hex}", int(time.time())
-        count = asked.texts or asked.n
+        count = asked.texts
         self.index = {name: i * count for i, name in enumerate(asked.stream.names)}
         self.texts = [
             Text(Completion(i), asked.readers()) for i in range(count * len(asked.prompts))
@@ -169,7 +175,7 @@ class OpenAI(Answer):
     def kept(self) -> list[Text]:
         """The texts to answer: of each prompt those with the highest mean log probability."""
         out: list[Text] = []
-        count = self.asked.texts or self.asked.n
+        count = self.asked.texts
         for at in range(0, len(self.texts), count):
             texts = self.texts[at : at + count]
             if count > self.asked.n:
@@ -272,7 +278,7 @@ class CompletionsAnswer(OpenAI):
         return [(step.text.completion.index, part)]
 
     def _echo(self, index: int) -> str:
-        return self.echo[index // (self.asked.texts or self.asked.n)] if self.echo else ""
+        return self.echo[index // self.asked.texts] if self.echo else ""
 
     def logprobs(self, text: Text, found: list[Logprob | None]) -> dict[str, Any] | None:
         """Log probabilities of tokens. None stands for a prompt's first token, which has none."""
@@ -303,7 +309,7 @@ class CompletionsAnswer(OpenAI):
         return raw[1:] if added else raw
 
     def first_token(self, text: Text) -> int:
-        return self.asked.prompts[text.completion.index // (self.asked.texts or self.asked.n)][0]
+        return self.asked.prompts[text.completion.index // self.asked.texts][0]
 
     def _top(self, entry: Logprob) -> dict[str, float]:
         """The likeliest tokens and the chosen one; of two with one text, the likelier."""

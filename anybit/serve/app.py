@@ -16,11 +16,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
+from anybit.errors import in_a_line
 from anybit.serve import messages, protocol, replies, responses, site
 from anybit.serve.answers import Asked, ChatAnswer, CompletionsAnswer
 from anybit.serve.gate import Gate
 from anybit.serve.infill import infill
-from anybit.serve.server import Server, Settings, parameters
+from anybit.serve.server import Server, Settings, WrongField, parameters
 from anybit.serve.texts import Gone
 from anybit.version import __version__
 
@@ -76,7 +77,8 @@ def add_generation(app: FastAPI, server: Server) -> None:
         name, n = server.model(body.model), body.samples
         texts = body.best_of or n
         if texts < n or (texts > n and body.stream):
-            raise HTTPException(400, f"best_of={texts} must be at least n={n}, and not streamed")
+            message = f"best_of={texts} must be at least n={n}, and not streamed"
+            raise WrongField("best_of", message)
         limit = 16 if body.max_tokens is None else body.max_tokens
         params = parameters(lambda: body.sampling(limit, body.logprobs))
         if texts > n and params.logprobs is None:  # by which the best are found
@@ -89,11 +91,9 @@ def add_generation(app: FastAPI, server: Server) -> None:
         asked = protocol.listed(body.prompt)
         if body.suffix is not None:
             if body.echo:
-                raise HTTPException(400, "echo does not go with suffix; leave out one of them")
-            fill = parameters_of_infill(server, asked, body.suffix)
-            prompts = await server.encode(request, fill, params)
-        else:
-            prompts = await server.encode(request, asked, params)
+                raise WrongField("suffix", "echo does not go with suffix; leave out one of them")
+            asked = [infilled(server, prompt, body.suffix) for prompt in asked]
+        prompts = await server.encode(request, asked, params)
         echo = None
         if body.echo:
             shown = params.shown
@@ -116,30 +116,18 @@ def add_generation(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/chat/completions", response_model=replies.Response, responses=answers)
     async def chat(body: protocol.ChatRequest, request: Request) -> Response:
-        name = server.model(body.model)
-        prepared = await server.prepare(request, body)
-        stream = server.submit(name, [(prepared.prompt, prepared.params)])
-        asked = Asked(
-            name, [prepared.prompt], body.samples, stream, server.texts.words,
-            usage=body.usage, token_ids=bool(body.return_token_ids), readers=prepared.readers,
-            calls=prepared.calls, short_ids=prepared.short_ids,
-        )  # fmt: skip
+        asked = await server.ask(request, body.model, lambda: body)
         return await server.reply(request, ChatAnswer(asked), body.stream)
 
 
-def parameters_of_infill(
-    server: Server, prompts: list[str | list[int]], suffix: str
-) -> list[str | list[int]]:
-    """Prompts that ask for what stands before the suffix; 400 where the model cannot."""
-    out: list[str | list[int]] = []
-    for prompt in prompts:
-        text = infill(server.dialect.tokens, prompt, suffix)
-        if text is None:
-            raise HTTPException(
-                400, "suffix: this model cannot fill in the middle (or the prompt is not text)"
-            )
-        out.append(text)
-    return out
+def infilled(server: Server, prompt: str | list[int], suffix: str) -> str:
+    """The prompt for what stands between it and the suffix; 400 where the model cannot."""
+    text = infill(server.dialect.tokens, prompt, suffix)
+    if text is None:
+        raise WrongField(
+            "suffix", "suffix: this model cannot fill in the middle (or the prompt is not text)"
+        )
+    return text
 
 
 def add_tokens(app: FastAPI, server: Server) -> None:
@@ -179,7 +167,8 @@ def add_tokens(app: FastAPI, server: Server) -> None:
         vocabulary = server.llm.engine.vocabulary
         wrong = next((token for token in body.tokens if token >= vocabulary), None)
         if wrong is not None:
-            raise HTTPException(400, f"token {wrong} is not in the vocabulary of {vocabulary}")
+            message = f"token {wrong} is not in the vocabulary of {vocabulary}"
+            raise WrongField("tokens", message)
         shown = tuple(server.llm.special)
         text = await server.in_worker(request, lambda job: job.llm.decode(body.tokens, shown))
         return replies.Detokenized(prompt=text)
@@ -224,7 +213,8 @@ async def http_error(request: Request, error: Exception) -> Response:
         message = f"{message}: this server has no {request.method} {request.url.path}"
     elif error.__cause__ is not None:  # FastAPI's, of what json has raised
         message = f"the body is not JSON: {error.__cause__}"
-    return answer_error(request, status, message, error.headers)
+    param = error.param if isinstance(error, WrongField) else None
+    return answer_error(request, status, message, param, error.headers)
 
 
 async def invalid(request: Request, error: Exception) -> Response:
@@ -236,13 +226,20 @@ async def invalid(request: Request, error: Exception) -> Response:
         where = tuple(problem["loc"][:2])
         if where not in deepest or len(problem["loc"]) > len(deepest[where]["loc"]):
             deepest[where] = problem
-    return answer_error(request, 400, "; ".join(map(described, list(deepest.values())[:5])))
+    found = list(deepest.values())[:5]
+    return answer_error(request, 400, "; ".join(map(described, found)), field_of(found[0]))
+
+
+def field_of(problem: dict[str, Any]) -> str | None:
+    """The field of a body that a problem of pydantic's is in, such as messages.0.role."""
+    where = [str(part) for part in problem["loc"] if part != "body"]
+    path = ".".join(part for part in where if "[" not in part and "(" not in part)
+    return path if path and problem["type"] != "json_invalid" else None
 
 
 def described(problem: dict[str, Any]) -> str:
     """A problem that pydantic has found, as a sentence about a field."""
     kind, where = problem["type"], [str(part) for part in problem["loc"] if part != "body"]
-    path = ".".join(part for part in where if "[" not in part and "(" not in part)
     if kind == "json_invalid":
         reason = problem.get("ctx", {}).get("error", problem["msg"])
         return f"the body is not JSON: {reason} (at character {where[-1] if where else 0})"
@@ -250,7 +247,8 @@ def described(problem: dict[str, Any]) -> str:
         if isinstance(problem["input"], bytes):
             return "the body is read as JSON, which its header Content-Type must say"
         return "the body is empty" if kind == "missing" else problem["msg"]
-    return f"{path}: {problem['msg']}"
+    path = field_of(problem)
+    return f"{path}: {problem['msg']}" if path else problem["msg"]
 
 
 async def gone(request: Request, error: Exception) -> Response:
@@ -259,9 +257,11 @@ async def gone(request: Request, error: Exception) -> Response:
 
 async def unexpected(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return answer_error(request, 500, f"{type(error).__name__}: {error}")
+    return answer_error(request, 500, in_a_line(error))
 
 
-def answer_error(request: Request, status: int, message: str, headers: Any = None) -> Response:
-    body = protocol.error_at(request.url.path, status, message)
+def answer_error(
+    request: Request, status: int, message: str, param: str | None = None, headers: Any = None
+) -> Response:
+    body = protocol.error_at(request.url.path, status, message, param)
     return Response(body, status, dict(headers or {}), "application/json")

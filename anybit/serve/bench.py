@@ -30,12 +30,11 @@ async def load(
     prompt: int,
     output: int,
     largest_token: int,
-    api_key: str | None = None,
+    headers: dict[str, str],
 ) -> list[Seen]:
     """Send random prompts of `prompt` tokens, `streams` at a time; stream `output` tokens each."""
     import httpx
 
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     rng = random.Random(0)
     bodies = [
         {
@@ -98,10 +97,11 @@ def run(
     api_key = next(iter((api_key or "").split()), None)
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise InvalidInput("the API key holds characters that no header can")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        before = drafts(url, api_key)
+        before = drafts(url, headers)
         start = time.perf_counter()
-        seen = asyncio.run(load(url, streams, requests, prompt, output, largest_token, api_key))
+        seen = asyncio.run(load(url, streams, requests, prompt, output, largest_token, headers))
     except (httpx.TransportError, httpx.InvalidURL) as error:
         raise ConnectionError(
             f"no server answers at {url} ({error or type(error).__name__}); start one with "
@@ -128,16 +128,15 @@ def run(
                 f"{name:15} mean {mean(values) * 1e3:8.2f} ms   p50 {cuts[49] * 1e3:8.2f}   "
                 f"p99 {cuts[98] * 1e3:8.2f}"
             )
-    drafted, accepted = (b - a for a, b in zip(before, drafts(url, api_key), strict=True))
+    drafted, accepted = (b - a for a, b in zip(before, drafts(url, headers), strict=True))
     if drafted:
         show(f"drafts          {accepted:,.0f} of {drafted:,.0f} tokens taken")
 
 
-def drafts(url: str, api_key: str | None) -> tuple[float, float]:
+def drafts(url: str, headers: dict[str, str]) -> tuple[float, float]:
     """Tokens that a server has drafted, and those taken; zeros where it does not say."""
     import httpx
 
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         lines = httpx.get(f"{url}/metrics", headers=headers).text.splitlines()
     except httpx.TransportError:

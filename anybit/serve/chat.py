@@ -6,7 +6,7 @@ import typer
 
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
-from anybit.errors import AnybitError, InvalidInput
+from anybit.errors import AnybitError, InvalidInput, in_a_line
 
 
 def talk(llm: LLM, params: SamplingParams, system: str | None = None) -> None:
@@ -37,7 +37,7 @@ def answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> 
     except AnybitError:
         raise
     except Exception as error:  # templates and tokenizers raise all kinds
-        raise InvalidInput(f"{type(error).__name__}: {error}") from None
+        raise InvalidInput(in_a_line(error)) from None
     engine.add("chat", prompt, params)
     start = first = time.monotonic()
     try:

@@ -62,7 +62,10 @@ class Dialect:
         answer = body.add_generation_prompt is not False and begun is None
         try:
             text = job.llm.chat_text(
-                self._messages(body.messages), answer, tools=tools or None, **options
+                [self._message(message) for message in body.messages],
+                answer,
+                tools=tools or None,
+                **options,
             )
         except ValueError as error:
             if begun is None or isinstance(error, AnybitError):
@@ -174,9 +177,6 @@ class Dialect:
             if name in OWN_FIELDS:
                 raise InvalidInput(f"{name} is a field of its own, not of chat_template_kwargs")
         return options
-
-    def _messages(self, messages: list[ChatMessage]) -> list[dict[str, Any]]:
-        return [self._message(message) for message in messages]
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
         """A message as templates want it."""

@@ -203,14 +203,9 @@ class Sampling(Request):
             if given.json_ is not None and given.json_object:
                 raise InvalidInput("structured_outputs: give either json or json_object")
             forms.append(Structured(json, given.regex, given.choice, given.grammar))
-        if self.guided_json is not None:
-            forms.append(Structured(json=self.guided_json))
-        if self.guided_regex is not None:
-            forms.append(Structured(regex=self.guided_regex))
-        if self.guided_choice is not None:
-            forms.append(Structured(choice=self.guided_choice))
-        if self.guided_grammar is not None:
-            forms.append(Structured(grammar=self.guided_grammar))
+        guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        if any(form is not None for form in guided):
+            forms.append(Structured(*guided))
         if len(forms) > 1:
             raise InvalidInput(
                 "response_format, structured_outputs and guided_*: give one of them, not more"
@@ -392,10 +387,10 @@ KINDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_e
 ANTHROPIC = KINDS | {408: "timeout_error", 413: "request_too_large", 500: "api_error"}
 
 
-def error(status: int, message: str) -> dict[str, Any]:
-    """The body of an error answer."""
+def error(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """The body of an error answer. param: the field of the request that is wrong, if it is one."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:
@@ -404,7 +399,8 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def error_at(path: str, status: int, message: str) -> bytes:
+def error_at(path: str, status: int, message: str, param: str | None = None) -> bytes:
     """The body of an error answer to a request of this path."""
-    form = anthropic_error if path.startswith("/v1/messages") else error
-    return json.dumps(form(status, message)).encode()  # ASCII: a message may quote anything
+    anthropic = path.startswith("/v1/messages")
+    body = anthropic_error(status, message) if anthropic else error(status, message, param)
+    return json.dumps(body).encode()  # ASCII: a message may quote anything

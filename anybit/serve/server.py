@@ -87,7 +87,7 @@ class Server:
         """A conversation's prompt and parameters."""
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs and not body.logprobs:
-            raise HTTPException(400, "top_logprobs needs logprobs: true")
+            raise WrongField("top_logprobs", "top_logprobs needs logprobs: true")
         limit = body.max_completion_tokens
         limit = body.max_tokens if limit is None else limit
         params = parameters(lambda: body.sampling(limit, logprobs))
@@ -129,12 +129,14 @@ class Server:
     async def ask(
         self, request: Request, model: str | None, chat: Callable[[], ChatRequest]
     ) -> Asked:
-        """Submit a conversation for one answer. chat: makes it, once the model is known."""
+        """Submit a conversation. chat: makes it, once the model is known."""
         name = self.model(model)
-        prepared = await self.prepare(request, chat())
+        body = chat()
+        prepared = await self.prepare(request, body)
         stream = self.submit(name, [(prepared.prompt, prepared.params)])
         return Asked(
-            name, [prepared.prompt], 1, stream, self.texts.words, readers=prepared.readers,
+            name, [prepared.prompt], body.samples, stream, self.texts.words,
+            usage=body.usage, token_ids=bool(body.return_token_ids), readers=prepared.readers,
             calls=prepared.calls, short_ids=prepared.short_ids,
         )  # fmt: skip
 
@@ -152,7 +154,8 @@ class Server:
         names = self.names
         if name is not None and name not in names:
             known = " or ".join(repr(known) for known in names)
-            raise HTTPException(404, f"the model {name!r} does not exist; this server has {known}")
+            message = f"the model {name!r} does not exist; this server has {known}"
+            raise WrongField("model", message, 404)
         return name or names[0]
 
     async def reply(self, request: Request, answer: Answer, stream: bool | None) -> Response:
@@ -172,6 +175,14 @@ class Server:
         finally:
             work.cancel()
             self.engine.abort(answer.asked.stream)
+
+
+class WrongField(HTTPException):
+    """What is wrong is one field of the request."""
+
+    def __init__(self, param: str, message: str, status: int = 400):
+        super().__init__(status, message)
+        self.param = param
 
 
 class EventStream(StreamingResponse):

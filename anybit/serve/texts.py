@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from anybit.engine.llm import LLM
-from anybit.errors import AnybitError, InvalidInput
+from anybit.errors import AnybitError, InvalidInput, in_a_line
 
 WORKERS = 2
 PIECE = 1 << 16  # characters that are tokenized without a look at the client
@@ -186,7 +186,7 @@ class Texts:
         except (AnybitError, Gone, ModuleNotFoundError):
             raise
         except Exception as error:  # templates and tokenizers raise all kinds
-            raise InvalidInput(f"{type(error).__name__}: {error}") from None
+            raise InvalidInput(in_a_line(error)) from None
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

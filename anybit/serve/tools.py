@@ -19,20 +19,17 @@ class Family:
     """One form of tool calls.
 
     signs: any of these in a chat template tells the family. marks: of which some are special
-    tokens, that the text must then show. grammar: of texts that are calls, from the rule of a
+    tokens, that the text must then show. reader: of one text whose model was given these tools.
+    grammar: of texts that are calls, from the rule of a
     call's JSON object and a function that writes a mark; None if they cannot be forced.
     """
 
     signs: tuple[str, ...]
     marks: tuple[str, ...]
-    read: Callable[[Tools], Reader]
+    reader: Callable[[Tools], Reader]
     grammar: Callable[[str, Callable[[str], str]], str] | None = None
     arguments: str = "arguments"  # their name in the object
     short_ids: bool = False
-
-    def reader(self, tools: Tools) -> Reader:
-        """A reader of one text whose model was given these tools."""
-        return self.read(tools)
 
     def forced(self, tools: Tools, several: bool, mark: Callable[[str], str]) -> str:
         """A Lark grammar of texts that call these tools, once or several times.
@@ -80,32 +77,32 @@ FAMILIES = {
     "harmony": Family(
         signs=("<|channel|>",),
         marks=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>"),
-        read=lambda tools: Harmony(),
+        reader=lambda tools: Harmony(),
     ),
     "qwen-coder": Family(
         signs=("<function=",),
         marks=("<tool_call>", "</tool_call>"),
-        read=lambda tools: Calls(
+        reader=lambda tools: Calls(
             ("<tool_call>",), ("</tool_call>",), xml=lambda body: arguments_of_xml(body, tools)
         ),
     ),
     "hermes": Family(
         signs=("<tool_call>",),
         marks=("<tool_call>", "</tool_call>"),
-        read=lambda tools: Calls(("<tool_call>",), ("</tool_call>",)),
+        reader=lambda tools: Calls(("<tool_call>",), ("</tool_call>",)),
         grammar=hermes_grammar,
     ),
     "mistral": Family(
         signs=("[TOOL_CALLS]",),
         marks=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-        read=lambda tools: Calls(("[TOOL_CALLS]",), named=True),
+        reader=lambda tools: Calls(("[TOOL_CALLS]",), named=True),
         grammar=mistral_grammar,
         short_ids=True,
     ),
     "llama": Family(
         signs=("<|python_tag|>", '"parameters":'),
         marks=("<|python_tag|>",),
-        read=lambda tools: Calls(("<|python_tag|>",), bare=names(tools)),
+        reader=lambda tools: Calls(("<|python_tag|>",), bare=names(tools)),
         grammar=llama_grammar,
         arguments="parameters",
     ),

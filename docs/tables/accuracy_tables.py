@@ -7,14 +7,14 @@ from math import log
 
 from results import Row, loss, markdown, read
 
-# Name in the page: CSV, model.
+# Name in the page: CSV, model; "": whatever was trained.
 MODELS = {
     "study_105m": ("h200_accuracy", "study-105m"),
     "study_105m_earlier": ("h200_accuracy", "study-105m-earlier"),
     "pico": ("h200_accuracy", "pico"),
     "pico_cpu": ("cpu_accuracy", "pico"),
     "pico_trellis": ("cpu_trellis", "pico"),
-    "families_study_105m_60s": ("h200_trellis", "study-105m-60s"),
+    "families_study_105m_60s": ("h200_trellis", ""),
     "pico_large_columns": ("cpu_accuracy", "pico-large-columns"),
     "rotation_outliers": ("cpu_rotation", "pico-outliers"),
     "rotation_pico": ("cpu_rotation", "pico"),
@@ -25,7 +25,7 @@ def tables() -> dict[str, str]:
     scores = {name: by_bits(*source) for name, source in MODELS.items()}
     return scores | {
         "trellis_options": trellis_options(),
-        "front_study_105m_60s": front("h200_trellis", "study-105m-60s"),
+        "front_study_105m_60s": front("h200_trellis", ""),
         "layer_time": layer_time(),
         "kv_scales": kv_scales(),
         "heads": heads(),
@@ -39,7 +39,7 @@ def tables() -> dict[str, str]:
 
 def by_bits(file: str, model: str) -> str:
     """All rows of a model, by bits and then loss."""
-    rows = [row for row in read(file) if row["model"] == model]
+    rows = [row for row in read(file) if model in ("", row["model"])]
     order = sorted(rows, key=lambda r: (-float(r["bits"]), r["spec"], -float(r["loss"])))
     parsed = bool(rows and rows[0]["parse_rate"])
     out = []
@@ -85,7 +85,7 @@ def bits_at(kl: float, curve: Iterable[Row]) -> float | None:
 
 def front(file: str, model: str) -> str:
     """Every format at its best, and the bits that trellis codes take for the same KL."""
-    best = best_of_each(row for row in read(file) if row["model"] == model)
+    best = best_of_each(row for row in read(file) if model in ("", row["model"]))
     curve = [row for row in best if is_trellis(row)]
     out, more = [], {}
     for row in best:

@@ -9,6 +9,7 @@ from pathlib import Path
 from anybit.core.scheme import parse_scheme
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+DEVICE = "h200"  # the GPU that the pages are of; `fill.py --show` puts another in its place
 HALVES = ("fp16", "bf16")
 OURS = "anybit-hopper"
 BIG, DOWN, QKV, OUT = (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)
@@ -26,10 +27,15 @@ Column = tuple[str, str, tuple[str, ...], tuple[str, ...], str]
 CUBLAS: Column = ("cuBLAS", "cublas", HALVES, HALVES, "")
 
 
+def file_of(name: str) -> Path:
+    """The CSV that is called h200_..., cpu_... here, of the GPU whose tables are made."""
+    return RESULTS / f"{name.replace('h200', DEVICE)}.csv"
+
+
 @cache
 def read(name: str) -> tuple[Row, ...]:
     """Rows of a CSV that have a time or a score; none if the file does not exist."""
-    path = RESULTS / f"{name}.csv"
+    path = file_of(name)
     if not path.exists():
         return ()
     with path.open(newline="") as file:

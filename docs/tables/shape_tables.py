@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from results import RESULTS, markdown
+from results import file_of, markdown
 
 from anybit.measure import bench
 
@@ -15,7 +15,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 
 
 def tables() -> dict[str, str]:
-    path = RESULTS / "h200_shapes.csv"
+    path = file_of("h200_shapes")
     rows = bench.read_csv(path) if path.exists() else []
     found = efficiency.cells(rows)
     counted = sorted({cell.m for cell in found})

@@ -186,6 +186,11 @@ def edit(directory: Path, out: Path, **config: object) -> Path:
             "config.json says gptq, but no tensor",
         ),
         ({"quantization_config": {"quant_method": "anybit", "version": 9}}, "version 9"),
+        ({"quantization_config": {"quant_method": "anybit"}}, "has formats and version"),
+        (
+            {"quantization_config": {"quant_method": "anybit", "formats": "int4", "order": 1}},
+            "not .*'order': 1",
+        ),
     ],
 )
 def test_what_cannot_be_loaded_is_named(

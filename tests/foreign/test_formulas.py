@@ -1,7 +1,6 @@
 """Every layout by its published formula, packed here bit by bit, without the tools' or our code."""
 
 import json
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from anybit.checkpoint.foreign.base import Layer
-from anybit.checkpoint.foreign.convert import READERS
+from anybit.checkpoint.foreign.convert import reader_of
 from anybit.core.packed import Packed
 from anybit.files.safetensors import read_header
 
@@ -23,7 +22,7 @@ def read(method: str, config: dict[str, Any], place: Path, tensors: dict[str, An
     """The layer "a.b" of a checkpoint with these tensors."""
     named = {f"a.b.{key}": as_tensor(value) for key, value in tensors.items()}
     save_file({k: v.contiguous() for k, v in named.items()}, place / "model.safetensors")
-    found = import_module(READERS[method]).layers(config, read_header(place / "model.safetensors"))
+    found = reader_of(method).layers(config, read_header(place / "model.safetensors"))
     assert list(found) == ["a.b"]
     assert set(found["a.b"].tensors) == set(named)
     return found["a.b"]

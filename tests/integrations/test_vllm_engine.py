@@ -1,5 +1,7 @@
 """vLLM generates what transformers does, from the same checkpoint (`make test-vllm`)."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -121,14 +123,32 @@ def test_random_weights(tmp_path, dense):
     assert all(len(text) == TOKENS for text in tokens)
 
 
-def test_missing_tensors_are_named(tmp_path):
-    out = tmp_path / "out"
-    quantize_checkpoint(PICO, out, "fp6")
-    tensors = load_file(out / "model.safetensors")
-    del tensors["model.layers.3.self_attn.k_proj.codes2"]
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+def without(directory, tensor):
+    """Take a tensor out of a checkpoint's file."""
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[tensor]
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def test_missing_codes_are_named(tmp_path):
+    quantize_checkpoint(PICO, tmp_path / "out", "fp6")
+    without(tmp_path / "out", "model.layers.3.self_attn.k_proj.codes2")
     with pytest.raises(ValueError, match=r"layers\.3\.self_attn\.k_proj: .* lacks codes2"):
-        by_vllm(out)
+        by_vllm(tmp_path / "out")
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_missing_dense_tensors_are_named(tmp_path, stored):
+    """For which vLLM would take what lies in memory."""
+    out, options = tmp_path / "out", {}
+    if stored:
+        quantize_checkpoint(PICO, out, "fp6")
+    else:
+        shutil.copytree(PICO, out)
+        options = {"quantization": "anybit", "hf_overrides": {"anybit": {"formats": "fp6"}}}
+    without(out, "model.norm.weight")
+    with pytest.raises(ValueError, match=r"no file holds 1 tensors .* \(model\.norm\.weight\)"):
+        by_vllm(out, **options)
 
 
 @pytest.mark.parametrize(

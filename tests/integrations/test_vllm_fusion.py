@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from vllm import ir
 from vllm.compilation.passes.inductor_pass import InductorPass, pass_context
 from vllm.compilation.passes.ir.inplace_functionalization import (
     VllmIRInplaceFunctionalizationPass,
@@ -36,7 +37,8 @@ def config():
         device_config=DeviceConfig(device="cpu"),
         compilation_config=CompilationConfig(custom_ops=["none"]),
     )
-    with set_current_vllm_config(own):
+    # An engine on a CPU, of another test, leaves the operators of norms off.
+    with set_current_vllm_config(own), ir.enable_torch_wrap():
         yield own
 
 

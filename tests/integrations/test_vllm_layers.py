@@ -10,6 +10,7 @@ from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear as layers
 from vllm.model_executor.layers import vocab_parallel_embedding as vocabulary
 from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.models.utils import WeightsMapper
 
 import anybit
 from anybit.core.packed import Packed
@@ -347,6 +348,14 @@ def test_experts_at_once_are_experts_one_by_one():
                 wanted[token] += weights[token, at] * down(up(x[token], expert).relu(), expert)
     for y in got:
         torch.testing.assert_close(y, wanted)
+
+
+def test_mappers_see_names_as_those_of_tensors():
+    """Of Mistral 3, which maps `lm_head.`, with its dot."""
+    own, _, _ = checkpoint({"*": "int8", "lm_head": "int8"})
+    own.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.lm_head.": "language.lm_head."}))
+    assert own.names["language.lm_head"] == "model.lm_head"
+    assert own.scheme("language.lm_head") == "int8"
 
 
 def test_registering_twice_changes_nothing():

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,6 +29,12 @@ CPU = torch.device("cpu")
 
 
 LEVELS = isa.able()
+# The same kernels as those of avx2_vnni, where only AVX-512 has its instructions.
+VNNI = [
+    replace(level, features=(*level.features[:-1], "avx512f", "avx512vl", "avx512vnni"))
+    for level in isa.X86
+    if level.name == "avx2_vnni" and level not in LEVELS and LEVELS[0].name.startswith("avx512_")
+]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,7 +45,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=LEVELS, ids=lambda level: level.name)
+@pytest.fixture(params=LEVELS + VNNI, ids=lambda level: level.name)
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> isa.Isa:
     monkeypatch.setattr(backend, "isa", lambda: request.param)
     chosen: isa.Isa = request.param
@@ -324,7 +330,7 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=f"ANYBIT_CPU_ISA=avx3: known are {known}"):
             isa.isa()
         monkeypatch.delenv("ANYBIT_CPU_ISA")
-        for limit, allowed in (("AVX2_VNNI", "avx2"), ("SSE41", None)):
+        for limit, allowed in (("AVX2", "avx2"), ("SSE41", None)):
             monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
             found = isa.isa()
             if LEVELS[0].arm:  # limits of x86

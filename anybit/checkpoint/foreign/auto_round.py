@@ -88,11 +88,5 @@ def float_weight(part: Part, bits: int) -> Layer:
     part.skip("input_scale", "input_global_scale")
     if part.has("weight_zp"):
         raise InvalidInput(f"{TOOL}: {part.name} has zero points for floats, which cannot be read")
-    found = float_layer(
-        part,
-        key,
-        "weight_scale",
-        number="weight_global_scale" if part.has("weight_global_scale") else None,
-        divide=True,
-    )
+    found = float_layer(part, key, "weight_scale", number="weight_global_scale", divide=True)
     return replace(found, note=NOTE if scaled else "")

@@ -191,6 +191,20 @@ def option(
     return value
 
 
+def block_of(config: Mapping[str, Any], key: str, tool: str) -> tuple[int, int] | None:
+    """Rows and columns that share a scale; None where nothing is said.
+
+    Raises:
+        InvalidInput: They are not two whole numbers.
+    """
+    block = config.get(key)
+    if block is None:
+        return None
+    if not isinstance(block, list) or [type(s) for s in block] != [int, int] or min(block) < 1:
+        raise InvalidInput(f"{tool}: {key} is {block!r}, and not two whole numbers")
+    return block[0], block[1]
+
+
 def check_codes(codes: Tensor, largest: int, name: str) -> Tensor:
     """The codes; InvalidInput when one is above the largest."""
     if codes.numel() and int(codes.max()) > largest:

@@ -25,6 +25,7 @@ from anybit.checkpoint.foreign.base import (
     Layer,
     Naming,
     Part,
+    block_of,
     check_codes,
     option,
     parts,
@@ -100,19 +101,15 @@ def float_weight(part: Part, weights: Mapping[str, Any]) -> Layer:
     bits = option(weights, "num_bits", (4, 6, 8), what, required=True)
     option(weights, "dynamic", (False,), what)
     option(weights, "symmetric", (True,), what)
-    block = weights.get("block_structure") if weights.get("strategy") == "block" else None
-    if block is not None and not (
-        isinstance(block, list) and [type(s) for s in block] == [int, int] and min(block) > 0
-    ):
-        raise InvalidInput(f"{what}: block_structure is {block!r}, and not two whole numbers")
+    blocked = weights.get("strategy") == "block"
     part.skip("weight_shape")
     return float_layer(
         part,
         "weight" if part.has("weight") else "weight_packed",
         "weight_scale",
         element=ELEMENTS[bits],
-        block=(block[0], block[1]) if block else None,
-        number="weight_global_scale" if part.has("weight_global_scale") else None,
+        block=block_of(weights, "block_structure", what) if blocked else None,
+        number="weight_global_scale",
         divide=True,
     )
 

@@ -27,7 +27,8 @@ from anybit.checkpoint.foreign.fit import OTHERS, fitted, lost_tensors
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.checkpoint.foreign.gguf_model import Made, open_model
 from anybit.checkpoint.foreign.mxfp4 import one_by_one
-from anybit.checkpoint.names import Names, check_missing
+from anybit.checkpoint.layout import check_missing
+from anybit.checkpoint.names import Names
 from anybit.checkpoint.places import Place, name_of, places
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
@@ -48,23 +49,11 @@ from anybit.nn.plan import METHOD, is_head, quantization_config
 from anybit.nn.tied import untied_heads
 from anybit.version import __version__
 
-# quant_method in config.json: the module that reads such checkpoints.
-READERS = {
-    "gptq": "anybit.checkpoint.foreign.gptq",
-    "awq": "anybit.checkpoint.foreign.awq",
-    "hqq": "anybit.checkpoint.foreign.hqq",
-    "aqlm": "anybit.checkpoint.foreign.aqlm",
-    "compressed-tensors": "anybit.checkpoint.foreign.compressed_tensors",
-    "bitsandbytes": "anybit.checkpoint.foreign.bitsandbytes",
-    "mxfp4": "anybit.checkpoint.foreign.mxfp4",
-    "fp8": "anybit.checkpoint.foreign.fp8",
-    "modelopt": "anybit.checkpoint.foreign.modelopt",
-    "quark": "anybit.checkpoint.foreign.quark",
-    "bitnet": "anybit.checkpoint.foreign.bitnet",
-    "auto-round": "anybit.checkpoint.foreign.auto_round",
-    "exl3": "anybit.checkpoint.foreign.exl3",
-    "torchao": "anybit.checkpoint.foreign.torchao",
-}
+# quant_method in config.json, and the name of the module that reads such checkpoints.
+METHODS = (
+    "gptq", "awq", "hqq", "aqlm", "compressed-tensors", "bitsandbytes", "mxfp4", "fp8", "modelopt",
+    "quark", "bitnet", "auto-round", "exl3", "torchao",
+)  # fmt: skip
 CT = "compressed-tensors"
 # Settings of tools by which layers also rotate their inputs, or add products of low rank.
 BESIDE = ("rotation", "rotation_config", "spinquant_config", "transform_config", "adapter")
@@ -230,18 +219,13 @@ class Conversion(Rewrite):
                 out[f"{name}.weight"] = math.prod(layer.shape) * self.dense.itemsize
             else:
                 for key, (shape, entry) in tensor_shapes(layer.format, layer.shape).items():
-                    dtype = torch.int32 if entry is None else entry.default_dtype
-                    size = layer.dtypes.get(key, dtype).itemsize
-                    out[f"{name}.{key}"] = math.prod(shape) * size
+                    dtype = layer.dtypes.get(key, entry.default_dtype)
+                    out[f"{name}.{key}"] = math.prod(shape) * dtype.itemsize
         return out
 
     def write(self, unit: str, shard: ShardWriter) -> None:
         if unit not in self.layers:
-            dense = self.stored[unit]
-            if isinstance(dense, Stored):
-                shard.copy(unit, dense)
-            else:
-                shard.add(unit, dense.read())
+            self.copy(unit, shard)
             return
         for key, tensor in self.tensors(unit).items():
             shard.add(f"{unit}.{key}", tensor)
@@ -382,10 +366,10 @@ def read_layers(
     method = quantization.get("quant_method")
     if method == METHOD:
         raise InvalidInput(f"{source} is a checkpoint of anybit already; load it with anybit.load")
-    if method not in READERS:
+    if method not in METHODS:
         raise InvalidInput(
             f"{source} is quantized with {method!r}, which cannot be read; known: "
-            f"{', '.join(READERS)}"
+            f"{', '.join(METHODS)}"
         )
     meta = quantization.get("meta")
     for part in (quantization, meta if isinstance(meta, dict) else {}):
@@ -394,14 +378,18 @@ def read_layers(
                 f"{source}: {method}: {key} is {str(part[key])[:80]}, so the model computes more "
                 "than products with its weights, which cannot be read"
             )
-    reader = import_module(READERS[method])
-    found: dict[str, Layer] = reader.layers(quantization, stored, naming)
+    found: dict[str, Layer] = reader_of(method).layers(quantization, stored, naming)
     if not found:
         raise InvalidInput(
             f"{source}: config.json says {method}, but no tensor is named like a quantized layer's "
             f"(there are {', '.join(list(stored)[:3])}, ...)"
         )
     return method, found
+
+
+def reader_of(method: str) -> Any:
+    """The module that reads checkpoints of a tool."""
+    return import_module(f"anybit.checkpoint.foreign.{method.replace('-', '_')}")
 
 
 def dense_dtype(config: Mapping[str, Any], others: Iterable[Stored | Made]) -> torch.dtype:

@@ -160,7 +160,7 @@ class Export(Rewrite):
     def write(self, unit: str, shard: ShardWriter) -> None:
         layer = self.layers.get(unit)
         if layer is None:
-            shard.copy(unit, self.stored[unit])
+            self.copy(unit, shard)
             return
         keys = keys_of(layer.format, layer.shape)
         tensors = {key: self.stored[f"{unit}.{key}"].read() for key in keys}

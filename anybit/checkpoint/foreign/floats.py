@@ -48,7 +48,7 @@ def float_layer(
         scale: The name of its scales.
         element: X and Y of eXmY where the elements are bytes and not of a float8 dtype.
         block: Rows and columns that share a scale; None: as the scales' shape says.
-        number: The name of NVFP4's number for the whole weight.
+        number: The name of NVFP4's number for the whole weight, where there is one.
         divide: Scales are divided by that number.
 
     Raises:
@@ -68,16 +68,14 @@ def float_layer(
     scales = part.find(scale, (*FLOATS, *POWERS, torch.float8_e4m3fn))
     tall, wide = blocks_of(part.name, scales, (n, k), block)
     checked(scales, f"{part.name}.{scale}")
-    used = [packed, scales]
-    if number is not None:
-        one = part.find(number, (torch.float32,))
+    one = part.find(number, (torch.float32,)) if number and part.has(number) else None
+    if one is not None:
         if one.shape not in ((), (1,), (1, 1), (n,), (n, 1)):
             raise InvalidInput(f"{part.name}.{number}: one number is expected, not {one.shape}")
         checked(one, f"{part.name}.{number}")
-        used.append(one)
-    if (scales.torch_dtype == torch.float8_e4m3fn) != (number is not None):
+    if (scales.torch_dtype == torch.float8_e4m3fn) != (one is not None):
         raise InvalidInput(
-            f"{part.name}: scales of {scales.dtype} {'with' if number else 'without'} a number for "
+            f"{part.name}: scales of {scales.dtype} {'with' if one else 'without'} a number for "
             "the whole weight are no layout that anybit knows"
         )
     fmt = format_of(element, scales, min(wide, k), k, divide)
@@ -92,8 +90,8 @@ def float_layer(
 
     def read() -> Packed:
         grid = {"scale": whole().contiguous()}
-        if number is not None:
-            grid["row_scale"] = used[2].read().reshape(-1, 1).expand(n, 1).contiguous()
+        if one is not None:
+            grid["row_scale"] = one.read().reshape(-1, 1).expand(n, 1).contiguous()
         return Packed(fmt, (n, k), planes(packed.read(), fmt, (n, k), name), grid)
 
     def decode() -> Tensor:

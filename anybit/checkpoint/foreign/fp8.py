@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from anybit.checkpoint.foreign.base import FLOATS, Layer, Naming, Part, option, parts
+from anybit.checkpoint.foreign.base import FLOATS, Layer, Naming, Part, block_of, option, parts
 from anybit.checkpoint.foreign.floats import POWERS, float_layer
-from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
 
 TOOL = "fp8"
@@ -27,26 +26,18 @@ def layers(
 ) -> dict[str, Layer]:
     """The quantized layers of an FP8 checkpoint."""
     option(config, "fmt", ("e4m3", "float8_e4m3fn"), TOOL)
-    block = config.get("weight_block_size")
-    sizes = isinstance(block, list) and [type(size) for size in block] == [int, int]
-    if block is not None and not (sizes and min(block) > 0):
-        raise InvalidInput(f"{TOOL}: weight_block_size is {block!r}, and not two whole numbers")
+    block = block_of(config, "weight_block_size", TOOL)
     found = [(part, key) for key in SCALES for part in parts(key, stored)]
     return {part.name: layer(part, key, block) for part, key in found}
 
 
-def layer(part: Part, key: str, block: list[int] | None) -> Layer:
+def layer(part: Part, key: str, block: tuple[int, int] | None) -> Layer:
     """One layer. key: of its scales."""
     weight = part.find("weight", (torch.float8_e4m3fn, torch.uint8, torch.int8))
     scale = part.find(key, (*FLOATS, *POWERS))
     part.used.clear()
     part.skip("activation_scale", "input_scale", "output_scale")
-    blocked = block is not None and weight.torch_dtype == torch.float8_e4m3fn
     whole = all(size == 1 for size in scale.shape)
-    found = float_layer(
-        part,
-        "weight",
-        key,
-        block=(block[0], block[1]) if block and blocked and not whole else None,
-    )
+    blocked = weight.torch_dtype == torch.float8_e4m3fn and not whole
+    found = float_layer(part, "weight", key, block=block if blocked else None)
     return replace(found, note=WHOLE if whole else BLOCKS)

@@ -22,7 +22,7 @@ from anybit.checkpoint.foreign.ggml import CHUNK, TYPES, unpack
 from anybit.checkpoint.foreign.gguf_config import Family, config_of, family_of
 from anybit.checkpoint.foreign.gguf_file import DENSE, Block, Contents, read_model
 from anybit.checkpoint.names import Names
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, in_a_line
 from anybit.files.directory import write_json
 from anybit.files.safetensors import Stored
 from anybit.nn.experts import published, split
@@ -162,8 +162,8 @@ def write_tokenizer(contents: Contents, directory: Path) -> None:
         tokenizer.save_pretrained(directory)
     except Exception as error:  # whatever transformers trips over; weights do not depend on it
         log.warning(
-            "%s: transformers cannot read its tokenizer (%s: %s); copy that of the original model "
-            "into the directory", first, type(error).__name__, error,
+            "%s: transformers cannot read its tokenizer (%s); copy that of the original model "
+            "into the directory", first, in_a_line(error),
         )  # fmt: skip
 
 

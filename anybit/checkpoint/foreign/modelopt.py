@@ -68,10 +68,7 @@ def layer(part: Part, algorithm: str) -> Layer:
         )
     smooth = part.find("pre_quant_scale", FLOATS) if part.has("pre_quant_scale") else None
     found = whole_numbers(part) or float_layer(
-        part,
-        "weight",
-        "weight_scale",
-        number="weight_scale_2" if part.has("weight_scale_2") else None,
+        part, "weight", "weight_scale", number="weight_scale_2"
     )
     if algorithm == PER_TOKEN:
         found = replace(found, activation="fp8")

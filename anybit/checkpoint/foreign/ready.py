@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from anybit.checkpoint.foreign.convert import READERS, convert_checkpoint, quantization_of
+from anybit.checkpoint.foreign.convert import METHODS, convert_checkpoint, quantization_of
 from anybit.checkpoint.foreign.gguf_file import is_gguf, read_model
 from anybit.checkpoint.rewrite import fingerprint
 from anybit.files.directory import cache_folder, read_json
@@ -31,7 +31,7 @@ def ready(directory: Path) -> Path:
         stored = {name: block.stored for name, block in read_model(directory).tensors.items()}
     else:
         config = read_json(directory / "config.json")
-        if (quantization_of(directory, config) or {}).get("quant_method") not in READERS:
+        if (quantization_of(directory, config) or {}).get("quant_method") not in METHODS:
             return directory
         stored = stored_tensors(directory)
     what = [__version__, str(directory.resolve()), fingerprint(directory, stored)]

@@ -12,7 +12,7 @@ from anybit.engine.attention import Batch, LayerCache, Scores, attention, rotate
 from anybit.engine.fused import rms_norm
 from anybit.engine.lora import Adapted
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.layers import MLP, Attention, Block, Decoder, Mixer, MoE
+from anybit.engine.models.layers import MLP, Attention, Decoder, Mixer, MoE
 from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Weights
 from anybit.errors import InvalidInput
@@ -162,18 +162,14 @@ class DeepseekV2(Decoder):
     def cache_shape(self) -> tuple[int, int]:
         return 1, self.config.kv_lora_rank + self.config.qk_rope_head_dim
 
-    def attention(self, weights: Weights, name: str) -> Mixer:
+    def attention(self, weights: Weights, name: str, index: int) -> Mixer:
         return LatentAttention(weights, name, self.config)
 
-    def block(self, weights: Weights, name: str, index: int) -> Block:
+    def mlp(self, weights: Weights, name: str, index: int) -> nn.Module:
         c = self.config
-        attention = self.attention(weights, f"{name}.self_attn")
-        mlp: nn.Module
         if index >= c.first_k_dense_replace:
-            mlp = self.moe(weights, f"{name}.mlp", c)
-        else:
-            mlp = MLP(weights, f"{name}.mlp", c, c.intermediate_size, bias=mlp_bias(c))
-        return Block(weights, name, c, attention, mlp)
+            return self.moe(weights, name, c)
+        return MLP(weights, name, c, c.intermediate_size, bias=mlp_bias(c))
 
 
 class DeepseekV3(DeepseekV2):
@@ -190,7 +186,7 @@ class Glm4Moe(DeepseekV3):
     def cache_shape(self) -> tuple[int, int]:
         return Decoder.cache_shape.fget(self)  # type: ignore[attr-defined]
 
-    def attention(self, weights: Weights, name: str) -> Mixer:
+    def attention(self, weights: Weights, name: str, index: int) -> Mixer:
         c = self.config
         return Attention(weights, name, c, bool(c.attention_bias), qk_norm=bool(c.use_qk_norm))
 

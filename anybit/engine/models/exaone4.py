@@ -2,23 +2,21 @@
 
 import torch
 
-from anybit.engine.models.layers import MLP, Attention, Block, Decoder, window_of
+from anybit.engine.models.layers import Attention, Decoder, Mixer, window_of
 from anybit.engine.models.olmo2 import NORMS
 from anybit.engine.models.rope import NoRope, Rope
 from anybit.engine.weights import Weights
 
 
 class Exaone4(Decoder):
+    norms = NORMS
+
     def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
         c = self.config
         rope, none = Rope(c, length, device), NoRope(c, length, device)
         every = c.sliding_window is None
         return [rope if every or kind == "sliding_attention" else none for kind in c.layer_types]
 
-    def block(self, weights: Weights, name: str, index: int) -> Block:
+    def attention(self, weights: Weights, name: str, index: int) -> Mixer:
         c = self.config
-        attention = Attention(
-            weights, f"{name}.self_attn", c, qk_norm=True, window=window_of(c, index)
-        )
-        mlp = MLP(weights, f"{name}.mlp", c, c.intermediate_size)
-        return Block(weights, name, c, attention, mlp, NORMS)
+        return Attention(weights, name, c, qk_norm=True, window=window_of(c, index))

@@ -5,15 +5,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from anybit.engine.models.layers import MLP, Attention, Block, Decoder, NormKind, Norms, window_of
+from anybit.engine.models.layers import Attention, Decoder, Mixer, NormKind, Norms, window_of
 from anybit.engine.weights import Weights
-
-NORMS = Norms(
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
 
 
 @cache
@@ -29,27 +22,28 @@ class Gemma(Decoder):
         # Rounded to the model's dtype, as the models were trained: 55.5 in bf16, not 55.43.
         return rounded(self.config.hidden_size**0.5, self.embed_tokens.dtype)
 
-    def block(self, weights: Weights, name: str, index: int) -> Block:
-        c = self.config
-        bias = bool(c.attention_bias)
-        attention = Attention(weights, f"{name}.self_attn", c, bias, output_bias=bias)
-        mlp = MLP(weights, f"{name}.mlp", c, c.intermediate_size)
-        return Block(weights, name, c, attention, mlp, kind=self.norm_kind)
+    def attention(self, weights: Weights, name: str, index: int) -> Mixer:
+        bias = bool(self.config.attention_bias)
+        return Attention(weights, name, self.config, bias, output_bias=bias)
 
 
 class Gemma2(Gemma):
+    norms = Norms(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
     qk_norm = False
 
-    def block(self, weights: Weights, name: str, index: int) -> Block:
+    def attention(self, weights: Weights, name: str, index: int) -> Mixer:
         c = self.config
         bias = bool(c.attention_bias)
-        attention = Attention(
-            weights, f"{name}.self_attn", c, bias, output_bias=bias, qk_norm=self.qk_norm,
+        return Attention(
+            weights, name, c, bias, output_bias=bias, qk_norm=self.qk_norm,
             window=window_of(c, index), scale=c.query_pre_attn_scalar**-0.5,
             softcap=self.softcap, norm=self.norm_kind,
         )  # fmt: skip
-        mlp = MLP(weights, f"{name}.mlp", c, c.intermediate_size)
-        return Block(weights, name, c, attention, mlp, NORMS, self.norm_kind)
 
     @property
     def softcap(self) -> float | None:

@@ -2,25 +2,22 @@
 
 import torch
 
-from anybit.engine.models.layers import MLP, Attention, Block, Decoder, Norms
+from anybit.engine.models.layers import MLP, Attention, Decoder, Mixer, Norms
 from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Weights
 
 
 class Glm(Decoder):
-    norms = Norms()
-
     def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
         rope = Rope(self.config, length, device, partial=True, interleaved=True)
         return [rope] * self.config.num_hidden_layers
 
-    def block(self, weights: Weights, name: str, index: int) -> Block:
+    def attention(self, weights: Weights, name: str, index: int) -> Mixer:
+        return Attention(weights, name, self.config, bool(self.config.attention_bias))
+
+    def mlp(self, weights: Weights, name: str, index: int) -> MLP:
         c = self.config
-        attention = Attention(weights, f"{name}.self_attn", c, bool(c.attention_bias))
-        mlp = MLP(
-            weights, f"{name}.mlp", c, c.intermediate_size, names=("gate_up_proj", "down_proj")
-        )
-        return Block(weights, name, c, attention, mlp, self.norms)
+        return MLP(weights, name, c, c.intermediate_size, ("gate_up_proj", "down_proj"))
 
 
 class Glm4(Glm):

@@ -3,7 +3,7 @@
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from anybit.engine.models.layers import Attention, Block, Decoder, MoE, NormKind, window_of
+from anybit.engine.models.layers import Attention, Decoder, Mixer, MoE, NormKind, window_of
 from anybit.engine.weights import Weights
 from anybit.nn.routing import Routing, kernels
 
@@ -33,12 +33,10 @@ class ClampedMoE(MoE):
 class GptOss(Decoder):
     norm_kind = NormKind(wide=True)
 
-    def block(self, weights: Weights, name: str, index: int) -> Block:
+    def attention(self, weights: Weights, name: str, index: int) -> Mixer:
         c = self.config
-        bias = bool(c.attention_bias)
-        attention = Attention(
-            weights, f"{name}.self_attn", c, bias, output_bias=bias, window=window_of(c, index),
-            sinks=True,
-        )  # fmt: skip
-        moe = ClampedMoE(weights, f"{name}.mlp", c)
-        return Block(weights, name, c, attention, moe, kind=self.norm_kind)
+        bias, window = bool(c.attention_bias), window_of(c, index)
+        return Attention(weights, name, c, bias, output_bias=bias, window=window, sinks=True)
+
+    def mlp(self, weights: Weights, name: str, index: int) -> MoE:
+        return ClampedMoE(weights, name, self.config)

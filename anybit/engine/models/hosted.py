@@ -18,6 +18,7 @@ from anybit.engine.models.interface import NAME, Call, Step, current
 from anybit.engine.models.layers import Decoder
 from anybit.engine.models.rope import check_length
 from anybit.engine.models.trial import Again, Layer, Trial, spoiled
+from anybit.errors import in_a_line
 
 TOKENS = 8  # of the trial runs
 
@@ -107,10 +108,9 @@ class Hosted(Decoder):
                     config._attn_implementation_internal = name
                 if isinstance(error, UnknownModel):
                     raise
-                text = " ".join(str(error).split())[:200]
                 raise UnknownModel(
                     f"{type(model).__name__} does not run on another's attention "
-                    f"({type(error).__name__}: {text})"
+                    f"({in_a_line(error)})"
                 ) from error
         self.kv_scales = [None] * len(self.layers_of_attention)
 

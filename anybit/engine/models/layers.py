@@ -35,7 +35,10 @@ class NormKind(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """Names of a block's norms: of what goes into and what comes out of attention and MLP."""
+    """Names of a block's norms: of what goes into and what comes out of attention and MLP.
+
+    As Llama has them by default.
+    """
 
     attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -43,7 +46,7 @@ class Norms(NamedTuple):
     after_mlp: str | None = None
 
 
-PLAIN, BEFORE = NormKind(), Norms()  # as Llama has them
+PLAIN = NormKind()
 
 
 class RMSNorm(nn.Module):
@@ -256,8 +259,7 @@ class Block(Layer):
 
     def __init__(
         self, weights: Weights, name: str, config: PretrainedConfig, attention: Mixer,
-        mlp: nn.Module, norms: Norms = BEFORE, kind: NormKind = PLAIN,
-        multiplier: float = 1.0,
+        mlp: nn.Module, norms: Norms, kind: NormKind, multiplier: float,
     ):  # fmt: skip
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -290,12 +292,15 @@ class Block(Layer):
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model. A subclass says what a layer is (`block`).
+    """A decoder-only language model. A subclass says what is its own, attention at least.
 
-    length: positions that it is prepared for. prefix: of its tensors' names.
+    length: positions that it is prepared for. prefix: of its tensors' names. mlp_name: of what lies
+    behind attention. norms: of each block.
     """
 
     prefix: ClassVar[str] = "model"
+    mlp_name: ClassVar[str] = "mlp"
+    norms: ClassVar[Norms] = Norms()
     norm_kind: ClassVar[NormKind] = PLAIN
     adapters: Adapters | None = None
 
@@ -318,7 +323,19 @@ class Decoder(nn.Module):
         self.lm_head = weights.head("lm_head", self.embed_tokens, config.tie_word_embeddings)
 
     def block(self, weights: Weights, name: str, index: int) -> Layer:
-        raise NotImplementedError(f"{type(self).__name__}.block")
+        """The layer `index`."""
+        attention = self.attention(weights, f"{name}.self_attn", index)
+        mlp = self.mlp(weights, f"{name}.{self.mlp_name}", index)
+        return Block(
+            weights, name, self.config, attention, mlp, self.norms, self.norm_kind,
+            self.residual_multiplier,
+        )  # fmt: skip
+
+    def attention(self, weights: Weights, name: str, index: int) -> Mixer:
+        raise NotImplementedError(f"{type(self).__name__}.attention")
+
+    def mlp(self, weights: Weights, name: str, index: int) -> nn.Module:
+        return MLP(weights, name, self.config, self.config.intermediate_size)
 
     def last_norm(self, weights: Weights) -> nn.Module:
         c = self.config
@@ -333,6 +350,11 @@ class Decoder(nn.Module):
     @property
     def embedding_scale(self) -> float:
         """What embeddings are multiplied by."""
+        return 1.0
+
+    @property
+    def residual_multiplier(self) -> float:
+        """What attention and MLP add is multiplied by."""
         return 1.0
 
     def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from anybit.engine.models.layers import MLP, Attention, Block, Decoder
+from anybit.engine.models.layers import MLP, Attention, Decoder, Mixer
 from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Weights
 
@@ -14,12 +14,13 @@ class Llama(Decoder):
         c = self.config
         return bool(c.attention_bias), bool(c.attention_bias), bool(c.mlp_bias)
 
-    def block(self, weights: Weights, name: str, index: int) -> Block:
+    def attention(self, weights: Weights, name: str, index: int) -> Mixer:
+        bias, output, _ = self.biases
+        return Attention(weights, name, self.config, bias, output_bias=output)
+
+    def mlp(self, weights: Weights, name: str, index: int) -> MLP:
         c = self.config
-        bias, output, inner = self.biases
-        attention = Attention(weights, f"{name}.self_attn", c, bias, output_bias=output)
-        mlp = MLP(weights, f"{name}.mlp", c, c.intermediate_size, bias=inner)
-        return Block(weights, name, c, attention, mlp)
+        return MLP(weights, name, c, c.intermediate_size, bias=self.biases[2])
 
 
 class SeedOss(Llama):

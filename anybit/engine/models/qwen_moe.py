@@ -3,7 +3,8 @@
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from anybit.engine.models.layers import MLP, Attention, Block, Decoder, MoE, window_of
+from anybit.engine.models.layers import MLP, Attention, Decoder, Mixer, MoE, window_of
+from anybit.engine.models.qwen3 import Qwen3
 from anybit.engine.weights import Weights
 
 
@@ -23,32 +24,21 @@ class SharedMoE(nn.Module):
 
 
 class Qwen2Moe(Decoder):
-    def block(self, weights: Weights, name: str, index: int) -> Block:
+    def attention(self, weights: Weights, name: str, index: int) -> Mixer:
         c = self.config
-        attention = Attention(
-            weights, f"{name}.self_attn", c, bool(c.qkv_bias), window=window_of(c, index)
-        )
-        mlp: nn.Module
-        if is_sparse(c, index):
-            mlp = SharedMoE(weights, f"{name}.mlp", c)
-        else:
-            mlp = MLP(weights, f"{name}.mlp", c, c.intermediate_size)
-        return Block(weights, name, c, attention, mlp)
+        return Attention(weights, name, c, bool(c.qkv_bias), window=window_of(c, index))
+
+    def mlp(self, weights: Weights, name: str, index: int) -> nn.Module:
+        if is_sparse(self.config, index):
+            return SharedMoE(weights, name, self.config)
+        return super().mlp(weights, name, index)
 
 
-class Qwen3Moe(Decoder):
-    def block(self, weights: Weights, name: str, index: int) -> Block:
-        c = self.config
-        bias, window = bool(c.attention_bias), window_of(c, index)
-        attention = Attention(
-            weights, f"{name}.self_attn", c, bias, output_bias=bias, qk_norm=True, window=window
-        )
-        mlp: nn.Module
-        if is_sparse(c, index):
-            mlp = experts(weights, f"{name}.mlp", c)
-        else:
-            mlp = MLP(weights, f"{name}.mlp", c, c.intermediate_size)
-        return Block(weights, name, c, attention, mlp)
+class Qwen3Moe(Qwen3):
+    def mlp(self, weights: Weights, name: str, index: int) -> nn.Module:
+        if is_sparse(self.config, index):
+            return experts(weights, name, self.config)
+        return super().mlp(weights, name, index)
 
 
 def experts(weights: Weights, name: str, config: PretrainedConfig) -> MoE:

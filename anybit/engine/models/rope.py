@@ -1,5 +1,7 @@
 """Rotary embeddings."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -84,9 +86,7 @@ class NoRope(Rope):
 
 def check_length(config: PretrainedConfig, length: int) -> None:
     """UnknownModel when the frequencies of any layer change before a sequence has this length."""
-    given = getattr(config, "rope_parameters", None) or {}
-    each = [given, *(value for value in given.values() if isinstance(value, dict))]
-    for parameters in each:
+    for parameters in rope_parameters(config):
         kind = parameters.get("rope_type")
         known = parameters.get("original_max_position_embeddings") or 0
         known = known or getattr(config, "original_max_position_embeddings", None) or 0
@@ -95,6 +95,12 @@ def check_length(config: PretrainedConfig, length: int) -> None:
                 f"rope type {kind!r} changes with a sequence's length, as no KV cache can"
                 + (f" beyond length={known}" if kind == "longrope" else "")
             )
+
+
+def rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """What config.json says of rotary embeddings: once, and for layers that differ again."""
+    given = getattr(config, "rope_parameters", None) or {}
+    return [given, *(value for value in given.values() if isinstance(value, dict))]
 
 
 def head_dim(config: PretrainedConfig) -> int:

@@ -2,23 +2,20 @@
 
 import torch
 
-from anybit.engine.models.layers import MLP, Attention, Block, Decoder, window_of
+from anybit.engine.models.layers import Attention, Mixer, window_of
+from anybit.engine.models.llama import Llama
 from anybit.engine.models.rope import NoRope, Rope
 from anybit.engine.weights import Weights
 
 
-class SmolLM3(Decoder):
+class SmolLM3(Llama):
     def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
         c = self.config
         rope, none = Rope(c, length, device), NoRope(c, length, device)
         return [rope if used else none for used in c.no_rope_layers[: c.num_hidden_layers]]
 
-    def block(self, weights: Weights, name: str, index: int) -> Block:
+    def attention(self, weights: Weights, name: str, index: int) -> Mixer:
         c = self.config
         bias = bool(c.attention_bias)
         window = window_of(c, index) if c.use_sliding_window else None
-        attention = Attention(
-            weights, f"{name}.self_attn", c, bias, output_bias=bias, window=window
-        )
-        mlp = MLP(weights, f"{name}.mlp", c, c.intermediate_size, bias=bool(c.mlp_bias))
-        return Block(weights, name, c, attention, mlp)
+        return Attention(weights, name, c, bias, output_bias=bias, window=window)

@@ -50,14 +50,14 @@ def suited(tiles: Sequence[Tile], decoder: Decoder) -> tuple[Tile, ...]:
     return tuple(replace(t, ctas=1) if decoder.crowded and t.tokens == 64 else t for t in tiles)
 
 
-def shared(decoder: Decoder) -> list[Tile]:
+def shared(decoder: Decoder) -> tuple[Tile, ...]:
     """Tiles of 64 tokens that two or three CTAs share. Four were slower on every shape.
 
     Where two CTAs of 16-bit operands (or 8-bit codes) share a multiprocessor, each has 3 or 4
     stages, and a kernel that starts early finds places for two CTAs on some and none on others.
     """
     ctas = 2 if decoder.slot == 8 and decoder.bits <= 6 else 1
-    return [Tile(64, ctas=ctas, split=s) for s in (2, 3)]
+    return tuple(Tile(64, ctas=ctas, split=s) for s in (2, 3))
 
 
 @cache
@@ -87,18 +87,18 @@ def tall(decoder: Decoder) -> Tile:
     return Tile(128, rows=256, columns=K_TILE // 2 if decoder.slot == 16 else K_TILE)
 
 
-def largest(decoder: Decoder) -> list[Tile]:
+def largest(decoder: Decoder) -> tuple[Tile, ...]:
     """Tiles of 256 tokens: of bytes; of 16 bits to halve slow decoding, if three stages fit."""
     if decoder.slot == 16 and not (slow(decoder) and fitted(Tile(256), decoder).stages > 2):
-        return []
-    return [Tile(256, late=True)]
+        return ()
+    return (Tile(256, late=True),)
 
 
 @cache
 def equal(decoder: Decoder) -> tuple[Tile, ...]:
     """Tiles whose CTAs have equal shares. Two of 64 tokens on a multiprocessor would spill."""
     every = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128), tall(decoder)]
-    every += [Tile(192)] * (decoder.slot == 8) + largest(decoder)
+    every += [*[Tile(192)] * (decoder.slot == 8), *largest(decoder)]
     return tuple(replace(t, shared=True, late=t.tokens >= 128) for t in suited(every, decoder))
 
 

@@ -54,6 +54,7 @@ X86 = (  # best first
     Isa("avx512_bf16", False, 512, True, "u8", (*_VNNI, "avx512bf16")),
     Isa("avx512_vnni", False, 512, False, "u8", _VNNI),
     Isa("avx512", False, 512, False, "", _AVX512),
+    Isa("avx2_vnni", False, 256, False, "u8", (*_AVX2, "avxvnni")),
     Isa("avx2", False, 256, False, "", _AVX2),
 )
 ARM = (
@@ -62,12 +63,12 @@ ARM = (
     Isa("neon", True, 128, False, "s8", ("neon",)),
 )
 MACHINES = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}
-ONEDNN = {  # oneDNN's limits, as the level that they allow
+ONEDNN = {  # oneDNN's limits, as the best level that they allow
     "SSE41": None,
     "AVX": None,
     "AVX2": "avx2",
-    "AVX2_VNNI": "avx2",
-    "AVX2_VNNI_2": "avx2",
+    "AVX2_VNNI": "avx2_vnni",
+    "AVX2_VNNI_2": "avx2_vnni",
     "AVX512_CORE": "avx512",
     "AVX512_CORE_VNNI": "avx512_vnni",
 }
@@ -153,8 +154,7 @@ def isa() -> Isa | None:
         return chosen[0]
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     if levels() is X86 and limit in ONEDNN:
-        least = ONEDNN[limit]
-        there = (
-            [] if least is None else [a for a in there if known.index(a.name) >= known.index(least)]
-        )
+        best = ONEDNN[limit]
+        allowed = known[known.index(best) :] if best else []
+        there = [level for level in there if level.name in allowed]
     return there[0] if there else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from anybit.errors import AnybitError, InvalidInput
+from anybit.errors import AnybitError, InvalidInput, in_a_line
 from anybit.quantizers.calibration.observer import Observer
 from anybit.quantizers.calibration.padding import masks_of, real_tokens_alone
 from anybit.quantizers.calibration.statistics import SAMPLE, Statistics
@@ -315,10 +315,9 @@ class BlockRunner:
             except (Done, AnybitError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # of a model that needs more than it is given
-                reason = str(error).strip().partition("\n")[0]
                 raise InvalidInput(
                     f"{type(self.model).__name__} does not run block by block on {self.given} "
-                    f"({type(error).__name__}: {reason}); give batches of all that it needs "
+                    f"({in_a_line(error)}); give batches of all that it needs "
                     "(Calibration([{'input_ids': ...}, ...])), or quantize it without calibration "
                     "data"
                 ) from error

@@ -1,13 +1,13 @@
 """Statistics of what layers are given while a block runs."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from anybit.errors import InvalidInput
 from anybit.nn.experts import Experts
-from anybit.quantizers.calibration.padding import real_rows
+from anybit.quantizers.calibration.padding import Masks, real_rows
 from anybit.quantizers.calibration.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Observer:
         self.last: tuple[str, Tensor] | None = None  # an input, and the first layer that saw it
         self.beside: dict[str, Tensor] = {}  # rows of this batch in the dense model
 
-    def see(self, name: str, x: Tensor, runner: "BlockRunner", masks: Any, dense: bool) -> None:
+    def see(self, name: str, x: Tensor, runner: "BlockRunner", masks: Masks, dense: bool) -> None:
         """Add a layer's input, of a batch with these masks; dense: in the dense model."""
         if self.last is None or self.last[1] is not x:
             self.last = name, x
@@ -58,7 +58,7 @@ class Observer:
         alike = None if name.startswith(self.experts) else self.beside.get(name)
         one.add(rows, self.needs, self.every, alike, counts)
 
-    def rows(self, name: str, x: Tensor, runner: "BlockRunner", masks: Any) -> Tensor:
+    def rows(self, name: str, x: Tensor, runner: "BlockRunner", masks: Masks) -> Tensor:
         """The rows of an input that are of tokens, and not of padding."""
         context = x.untyped_storage().data_ptr() in runner.context
         encoded = context and runner.encoder is not None

@@ -1,0 +1,326 @@
+"""What every tensor of a checkpoint is in a model, without reading one.
+
+`layout` follows transformers' tables (`names.py`): a tensor may be one of the model's, one of those
+that transformers makes it of (`Converted`), or hold the experts of a block, which it cuts.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.checkpoint.names import (
+    Names,
+    ignored_unexpected,
+    is_merge,
+    known_layout,
+    missing_in,
+    natural,
+    targets_of,
+)
+from anybit.errors import InvalidInput
+from anybit.files.safetensors import Stored
+from anybit.nn.experts import layers_of
+
+LISTED = 3  # names in a message
+
+
+@dataclass(frozen=True, eq=False)
+class Conversion:
+    """Stored tensors of which transformers makes one or several of a model's.
+
+    Attributes:
+        converter: transformers' WeightConverter.
+        first: The model's name for the first of the tensors that it makes.
+        sources: The stored tensors, by the converter's patterns.
+        model: On the meta device.
+    """
+
+    converter: Any
+    first: str
+    sources: Mapping[str, list[Stored]]
+    model: Any
+
+    @property
+    def one(self) -> Stored:
+        """The first of the stored tensors."""
+        return next(iter(self.sources.values()))[0]
+
+
+@lru_cache(maxsize=1)  # q, k and v are made of one tensor, and asked for one after the other
+def convert(conversion: Conversion) -> dict[str, Tensor]:
+    """Read, and make the model's tensors."""
+    converter, model = copy.deepcopy(conversion.converter), conversion.model
+    for pattern, tensors in conversion.sources.items():
+        for tensor in tensors:
+            converter.add_tensor(conversion.first, pattern, pattern, tensor.read())
+    try:
+        made = converter.convert(conversion.first, model=model, config=model.config)
+    except Exception as error:  # transformers skips what it cannot make
+        raise InvalidInput(
+            f"{conversion.one.file}: transformers cannot make {conversion.first} of "
+            f"{', '.join(conversion.sources)}: {type(error).__name__} {error}"
+        ) from error
+    return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A weight that transformers makes of stored tensors: like a `Stored`, made when it is read.
+
+    Attributes:
+        name: In the model.
+        conversion: Makes it.
+        shape: Of the weight.
+        index: The part of the tensor `name` that this weight is.
+    """
+
+    name: str
+    conversion: Conversion
+    shape: tuple[int, ...]
+    index: tuple[int | slice, ...] = ()
+
+    @property
+    def file(self) -> Path:
+        return self.conversion.one.file
+
+    @property
+    def start(self) -> int:
+        return self.conversion.one.start
+
+    @property
+    def dtype(self) -> str:
+        return self.conversion.one.dtype
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return self.conversion.one.torch_dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    def read(self) -> Tensor:
+        made = convert(self.conversion).get(self.name)
+        found = None if made is None else made[self.index]
+        if found is None or tuple(found.shape) != self.shape:
+            shape = "nothing" if found is None else tuple(found.shape)
+            raise InvalidInput(
+                f"{self.file}: transformers makes {shape} of {', '.join(self.conversion.sources)}, "
+                f"where {self.name} has shape {self.shape}"
+            )
+        return found.contiguous()
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """A stored matrix, transposed when it is read."""
+
+    stored: "Stored | Converted | Transposed"
+
+    @property
+    def file(self) -> Path:
+        return self.stored.file
+
+    @property
+    def start(self) -> int:
+        return self.stored.start
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return self.stored.torch_dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape[::-1]
+
+    def read(self) -> Tensor:
+        return self.stored.read().T.contiguous()
+
+
+Tensors = Stored | Converted | Transposed
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A checkpoint's tensors, experts one by one, and what they are in the model.
+
+    Attributes:
+        stored: By the names that the tensors have in a checkpoint of ours, in the order of files.
+        names: The model's names for those that are one of its tensors as they are.
+        missing: Tensors of the model that no file holds, and that transformers would make up.
+        unexpected: Stored tensors that fit none of the model.
+    """
+
+    stored: Mapping[str, Tensors]
+    names: Mapping[str, str]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def check_missing(source: object, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """Raise InvalidInput when parameters of a model are not stored.
+
+    Args:
+        source: Directory of the model.
+        missing: Parameters that no file holds.
+        unexpected: Stored tensors that fit no parameter.
+    """
+    lost, strange = sorted(missing), sorted(unexpected)
+    if lost:
+        other = f", and {len(strange)} tensors fit none ({some(strange)})" if strange else ""
+        raise InvalidInput(
+            f"{source}: no file holds {len(lost)} tensors of the model ({some(lost)}){other}; a "
+            "file is missing, or config.json is another model's"
+        )
+
+
+def check_fit(source: object, found: Layout, model: Any) -> None:
+    """Raise InvalidInput when a dense model's tensors are no parameters of it.
+
+    transformers would print a table of shapes, and take whole numbers for weights: they are what is
+    left of another tool's codes when config.json no longer tells of them.
+
+    Args:
+        source: Directory of the model.
+        found: Of its tensors.
+        model: On the meta device.
+    """
+    state = model.state_dict()
+    for name, own in found.names.items():
+        if own not in state:  # one of several experts
+            continue
+        want, tensor = state[own], found.stored[name]
+        whole = want.is_floating_point() and not tensor.torch_dtype.is_floating_point
+        if whole or tensor.shape != want.shape:
+            kind = "floats" if want.is_floating_point() else "numbers"
+            raise InvalidInput(
+                f"{source}: {name}: config.json asks for {kind} of shape {tuple(want.shape)}, "
+                f"{tensor.file.name} holds {tensor.dtype} of {tensor.shape}"
+            )
+
+
+def some(names: list[str]) -> str:
+    return ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
+
+
+def layout(stored: Mapping[str, Stored], model: Any, wanted: Callable[[str], bool]) -> Layout:
+    """What every tensor of a checkpoint is in a model.
+
+    Args:
+        stored: The checkpoint's tensors.
+        model: On the meta device, its experts not taken apart.
+        wanted: Whether a weight of the model must be there by itself, also when transformers makes
+            it of others. Those that are not wanted are left as they are stored.
+    """
+    names = Names(model)
+    fused = names.fused
+    experts = {f"{n}.{key}": m for n, m in fused.items() for key in known_layout(m).tensors}
+    apart = {n for n, m in fused.items() if any(wanted(f"{n}.{x}.weight") for x in layers_of(m))}
+    out: dict[str, Tensors] = {}
+    in_model: dict[str, str] = {}
+    made: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    covered, unexpected = set[str](), list[str]()
+
+    def place(layers: Mapping[str, Tensors]) -> None:
+        for layer, tensor in layers.items():
+            name = names.stored(layer)
+            out[name], in_model[name] = tensor, layer
+
+    for name in sorted(stored, key=natural):
+        found, converter, pattern = names.in_model(name)
+        if found not in names.state:
+            unexpected.append(name)
+            out[name] = stored[name]
+        elif converter is not None:
+            made.setdefault(found, (converter, {}))[1].setdefault(pattern, []).append(name)
+        else:
+            covered.add(found)
+            if found in experts and found.rpartition(".")[0] in apart:
+                place(cut(found, stored[name], experts[found]))
+            else:
+                out[name], in_model[name] = stored[name], found
+    for first, (converter, given) in made.items():
+        order = [pattern for pattern in converter.source_patterns if pattern in given]
+        sources = {pattern: [stored[name] for name in given[pattern]] for pattern in order}
+        targets = targets_of(first, converter, names.state)
+        merged, counts = is_merge(converter), {len(tensors) for tensors in sources.values()}
+        whole = len(order) == len(converter.source_patterns)
+        whole = whole and (not merged or counts == {len(names.state[first])})
+        if whole:
+            covered |= set(targets)
+        if first in experts and merged and whole:
+            of, _, tensor = first.rpartition(".")
+            keys = known_layout(experts[first]).layers[tensor]
+            place(
+                {
+                    f"{of}.{e}.{key}.weight": one
+                    for key, tensors in zip(keys, sources.values(), strict=True)
+                    for e, one in enumerate(tensors)
+                }
+            )
+            continue
+        if first in experts and merged:  # of a quantized model: some experts are codes
+            own = {name: stored[name] for each in given.values() for name in each}
+            out |= own
+            in_model |= {name: names.renamed(name) for name in own}
+            continue
+        conversion = Conversion(converter, first, sources, model)
+        each = {t: Converted(t, conversion, tuple(names.state[t].shape)) for t in targets}
+        if any(target.rpartition(".")[0] in apart for target in targets):
+            for target, one in each.items():  # of text and of images, say
+                split = target.rpartition(".")[0] in apart
+                place(cut(target, one, experts[target]) if split else {target: one})
+        elif any(wanted(target) for target in targets):
+            out |= each
+            in_model |= {target: target for target in targets}
+        else:
+            out |= {name: stored[name] for own in given.values() for name in own}
+    ignored = ignored_unexpected(model)
+    return Layout(
+        stored=dict(sorted(out.items(), key=lambda item: (item[1].file, item[1].start))),
+        names=in_model,
+        missing=tuple(missing_in(model, covered)),
+        unexpected=tuple(n for n in unexpected if not ignored(n) and not ignored(names.renamed(n))),
+    )
+
+
+def cut(name: str, tensor: Stored | Converted, module: Any) -> dict[str, Tensors]:
+    """A fused tensor of experts as tensors of layers, by their names in the model."""
+    experts, _, key = name.rpartition(".")
+    how, (count, *shape) = known_layout(module), tensor.shape
+    wanted = tuple(module._parameters[key].shape)
+    if tensor.shape != wanted:
+        raise InvalidInput(
+            f"{name}: config.json asks for shape {wanted}, {tensor.file.name} holds {tensor.shape}"
+        )
+    layers, end = how.layers[key.removesuffix("_bias")], "bias" if len(shape) == 1 else "weight"
+    own = shape[0] // len(layers)
+    out: dict[str, Tensors] = {}
+    for e in range(count):
+        for i, layer in enumerate(layers):
+            part: Stored | Converted
+            if isinstance(tensor, Converted):
+                index = (e, slice(i * own, (i + 1) * own))
+                part = replace(tensor, shape=(own, *shape[1:]), index=index)
+            else:
+                size = tensor.nbytes // (count * len(layers))
+                start = tensor.start + (e * len(layers) + i) * size
+                part = tensor._replace(shape=(own, *shape[1:]), start=start, nbytes=size)
+            turned = how.transposed and end == "weight"
+            out[f"{experts}.{e}.{layer}.{end}"] = Transposed(part) if turned else part
+    return out
