@@ -96,7 +96,7 @@ def int8_product(x: Tensor, weight: Tensor) -> Tensor:
 def int_mm_is_exact() -> bool:
     """Whether `torch._int_mm` is exact on this processor, by its worst cases and random codes.
 
-    x86 without VNNI adds two products of unsigned and signed bytes in 16 bits. A kernel may offset the
+    x86 without VNNI adds products of unsigned and signed bytes in 16 bits. A kernel may offset the
     codes of either side, so that every pair of extremes is tried, for few rows and many.
     """
     random = torch.Generator().manual_seed(0)
