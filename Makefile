@@ -93,6 +93,7 @@ $(ARM)/.installed: tests/arm/setup.sh | .venv/.installed
 test-arm: $(ARM)/.installed  ## Run the CPU kernels' tests on emulated Arm processors; downloads up to 5 GB.
 	@for run in "max tests/kernels/test_native.py tests/kernels/test_native_engine.py" \
 		"max tests/engine/test_cpu.py -k test_tokens_are_those_of_plain_torch" \
+		"max tests/engine/test_cpu.py -k rotations" "max tests/test_trellis.py -k native" \
 		"cortex-a76 tests/kernels/test_native.py -k every_level" \
 		"cortex-a72 tests/kernels/test_native.py -k every_level"; do \
 		set -- $$run; cpu=$$1; shift; echo "== $$cpu: $$*"; \

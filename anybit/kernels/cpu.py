@@ -4,7 +4,7 @@ They serve every format whose values are integers within int8 and whose rows hav
 become int8 at load: twice the bytes of int4, half of bf16. The operators see a scale of 1 and the
 real one is applied afterwards in fp32, because their own arithmetic would round it to bf16.
 
-`torch._int_mm` is not exact on every processor: without VNNI it adds products in 16 bits, which
+`torch._int_mm` is not exact on every processor: x86 without VNNI adds products in 16 bits, which
 saturate. It is proved at its first use; where it is wrong, fp32 sums take its place.
 """
 
@@ -96,8 +96,8 @@ def int8_product(x: Tensor, weight: Tensor) -> Tensor:
 def int_mm_is_exact() -> bool:
     """Whether `torch._int_mm` is exact on this processor, by its worst cases and random codes.
 
-    Processors without VNNI add two products of unsigned and signed bytes in 16 bits. A kernel may
-    offset the codes of either side, so that every pair of extremes is tried, for few rows and many.
+    x86 without VNNI adds products of unsigned and signed bytes in 16 bits. A kernel may offset the
+    codes of either side, so that every pair of extremes is tried, for few rows and many.
     """
     random = torch.Generator().manual_seed(0)
     for m in (1, 17, 64):
@@ -109,7 +109,7 @@ def int_mm_is_exact() -> bool:
                 exact = (x.double() @ weight.double().T).to(torch.int32)
                 if not torch.equal(torch._int_mm(x, weight.T), exact):
                     log.warning(
-                        "torch's int8 product saturates on this processor, which lacks VNNI; "
+                        "torch's int8 product saturates on this processor; "
                         "int8 activations are multiplied in fp32, exactly but slower"
                     )
                     return False

@@ -1,8 +1,8 @@
 #!/bin/sh
-# An Arm Linux in a folder, for `make test-arm`: Debian's Python 3.11, and packages for it from PyPI.
+# An Arm Linux in a folder for `make test-arm`: Debian's Python 3.11, and packages for it from PyPI.
 # Takes the folder, and a Python with pip. Needs Debian's apt-get and keyring, and no rights of root.
 set -eu
-out=$1 python=$2 system=$1/system packages=$1/packages apt=$1/apt
+python=$2 system=$1/system packages=$1/packages apt=$1/apt
 keys=/usr/share/keyrings/debian-archive-keyring.gpg
 
 command -v qemu-aarch64-static >/dev/null || {
@@ -40,4 +40,4 @@ platforms=$(seq -f '--platform manylinux_2_%.0f_aarch64' 17 36)
     --python-version 3.11 --implementation cp --abi cp311 --abi abi3 --abi none \
     $platforms --platform manylinux2014_aarch64 \
     --extra-index-url https://download.pytorch.org/whl/cpu \
-    torch==2.13.0 llvmlite numpy transformers safetensors rich typer pytest pytest-timeout hypothesis
+    torch==2.13.0 "llvmlite==$("$python" -c 'import llvmlite; print(llvmlite.__version__)')" numpy transformers safetensors rich typer pytest pytest-timeout hypothesis

@@ -1,6 +1,7 @@
 """CPU kernels that LLVM compiles, on every level of instructions that the processor has."""
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -29,6 +30,8 @@ CPU = torch.device("cpu")
 
 
 LEVELS = isa.able()
+if not LEVELS:
+    pytest.skip("there are no kernels for this processor", allow_module_level=True)
 # The same kernels as those of avx2_vnni, where only AVX-512 has its instructions.
 VNNI = [
     replace(level, features=(*level.features[:-1], "avx512f", "avx512vl", "avx512vnni"))
@@ -309,7 +312,61 @@ def test_refusals(spec: str, k: int, why: str) -> None:
 def test_other_processors_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     why = backend.refuse(LayerSpec(anybit.get_format("int4"), None, (32, 64), CPU))
-    assert why == "compiles kernels for x86 and Arm processors only, not riscv64"
+    assert why is not None
+    assert "this process has 64 bits on riscv64" in why
+
+
+@pytest.mark.parametrize(("machine", "system", "most"), [
+    ("ARM64", "win32", sys.maxsize), ("arm64", "freebsd14", sys.maxsize),
+    ("aarch64", "linux", 2**31 - 1),
+])  # fmt: skip
+def test_systems_without_kernels(
+    machine: str, system: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("sys.platform", system)
+    monkeypatch.setattr("sys.maxsize", most)
+    assert isa.levels() == ()
+    assert isa.able() == []
+    why = backend.refuse(LayerSpec(anybit.get_format("int4"), None, (32, 64), CPU))
+    assert why is not None
+    assert f"bits on {machine}, {system}" in why
+
+
+def test_kept_code_is_that_of_one_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llvmlite import binding
+
+    before = build._place("", LEVELS[0])
+    monkeypatch.setattr(binding, "get_default_triple", lambda: "arm64-apple-darwin24")
+    assert build._place("", LEVELS[0]) != before
+
+
+def test_kernels_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    isa.isa.cache_clear()
+    try:
+        monkeypatch.setenv("ANYBIT_CPU_ISA", "none")
+        assert isa.isa() is None
+        why = backend.refuse(LayerSpec(anybit.get_format("int4"), None, (32, 64), CPU))
+        assert why == "ANYBIT_CPU_ISA=none turns it off"
+    finally:
+        isa.isa.cache_clear()
+
+
+@pytest.mark.parametrize(("names", "limit", "expected"), [
+    ([], "AVX2_VNNI", "avx2_vnni"), (["avx2"], "AVX2_VNNI", "avx2"),
+    (["avx2_vnni", "avx2"], "AVX512_CORE_VNNI", "avx2_vnni"), (["avx2"], "SSE41", None),
+])  # fmt: skip
+def test_limits_of_onednn(
+    names: list[str], limit: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """names: levels of the processor; none: all of x86."""
+    able = [level for level in isa.X86 if not names or level.name in names]
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(isa, "able", lambda: able)
+    monkeypatch.delenv("ANYBIT_CPU_ISA", raising=False)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    found = isa.isa.__wrapped__()
+    assert (found and found.name) == expected
 
 
 def test_layers_choose_it() -> None:

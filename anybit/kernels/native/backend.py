@@ -10,6 +10,7 @@ applied, as in a checkpoint of that dtype.
 
 import logging
 import platform
+import sys
 from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from anybit.kernels.backend import Activations, Backend, LayerSpec, Prepared
 from anybit.kernels.native import activations, build, gemm, gemv
 from anybit.kernels.native import table as probing
 from anybit.kernels.native.decode import Codes, Table, Vectors
-from anybit.kernels.native.isa import Isa, isa, levels
+from anybit.kernels.native.isa import Isa, isa, levels, why_none
 from anybit.kernels.native.layout import blocks_of, lay_out
 from anybit.kernels.native.operand import BLOCK, RUN, Operand
 
@@ -48,15 +49,16 @@ SECTIONS = (  # kinds of operands, dtypes of activations
 
 def refuse(layer: LayerSpec) -> str | None:
     if not levels():
-        return f"compiles kernels for x86 and Arm processors only, not {platform.machine()}"
+        return (
+            "compiles kernels for 64-bit x86, and 64-bit Arm on Linux and macOS; this process has "
+            f"{sys.maxsize.bit_length() + 1} bits on {platform.machine()}, {sys.platform}"
+        )
     if find_spec("llvmlite") is None:
         return "llvmlite is not installed: pip install 'anybit[cpu]'"
     if isa() is None:
-        return f"the processor has no {levels()[-1].name}, or ONEDNN_MAX_CPU_ISA forbids it"
+        return why_none()
     if build.parallel() is None:
-        return (
-            "torch here runs on an OpenMP without GNU's functions, by which kernels share threads"
-        )
+        return "found no OpenMP with GNU's functions in torch/lib: install torch's wheel"
     k = layer.shape[1]
     if layer.activation == "int8" and k > LARGEST_K:
         return f"K={k}: products of int8 are summed in 32 bits up to K={LARGEST_K}"
@@ -235,8 +237,8 @@ def _operand(
     bits, _, group, _, whole, *_ = facts
     if activation == "int8" and whole:
         # Groups have no shift, which makes up for codes of 8 bits that are 128 less.
-        fits = group % 64 == 0 and not (level.bytes == "s8" and group and bits == 8)
-        return Operand(level.bytes if level.bytes and fits else "i16", level)
+        fits = group % 64 == 0 and not (level.byte_operand == "s8" and group and bits == 8)
+        return Operand(level.byte_operand if level.byte_operand and fits else "i16", level)
     return Operand("bf16" if level.bf16 and dtype == torch.bfloat16 else "fp32", level)
 
 

@@ -143,11 +143,9 @@ def compile_text(text: str, isa: Isa) -> bytes:
 
 def load(text: str, names: Sequence[str], isa: Isa) -> list[Kernel]:
     """Functions of a module, compiled now or read from the cache."""
-    from llvmlite import __version__ as llvmlite
     from llvmlite import binding
 
-    key = "\n".join((__version__, llvmlite, *isa.features, text))
-    path = cache_folder() / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".o")
+    path = _place(text, isa)
     code = _kept(path)
     if code is None:
         code = compile_text(text, isa)
@@ -156,6 +154,15 @@ def load(text: str, names: Sequence[str], isa: Isa) -> list[Kernel]:
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return [Kernel(engine, name) for name in names]
+
+
+def _place(text: str, isa: Isa) -> Path:
+    """The file of a module's code, of which the operating system is a part: folders are shared."""
+    from llvmlite import __version__ as llvmlite
+    from llvmlite import binding
+
+    key = "\n".join((__version__, llvmlite, binding.get_default_triple(), *isa.features, text))
+    return cache_folder() / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".o")
 
 
 def _kept(path: Path) -> bytes | None:

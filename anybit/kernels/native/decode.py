@@ -3,8 +3,9 @@
 A row is cut into blocks of 512 codes. A block holds the planes of `anybit.core.planes`, widest
 first; a plane of w bits takes w vectors of 64 bytes, and a vector 16 / w runs of 32 codes. Code i
 of a run lies in the 16-bit word i of the vector: runs 0, 2, 4, ... in the low byte from bit 0 on,
-runs 1, 3, 5, ... in the high byte. So one shift aligns 32 codes in words of 16 bits, 16 in words
-of 32, or 64 in bytes, on every processor.
+runs 1, 3, 5, ... in the high byte. So one shift aligns the 32 codes of a run in words of 16
+bits, 16 of them in words of 32, or the 64 of two runs in bytes; processors with shorter vectors
+shift each part of it.
 
 The bits of a code are put together in any order that is cheap, since the table can be permuted.
 """
@@ -238,8 +239,8 @@ class Table:
         self.pairs: dict[tuple[str, int], tuple[list[Value], list[Value]]] = {}
         if self.way == "bytes" and isinstance(codes, Codes):
             sixteen, wide = vec(16, I8), list(range(16)) * (operand.isa.bits // 128)
-            self.count = self.bytes(codes)
-            size = self.count * self.half(codes, operand)
+            self.count = self.item_bytes(codes)
+            size = self.count * self.kept_entries(codes, operand)
             some = [f.load(sixteen, memory, i) for i in range(0, size, 16)]
             self.parts = [f.shuffle(part, part, wide) for part in some]
         elif self.way == "registers":
@@ -273,13 +274,13 @@ class Table:
         return "registers" if entries <= 4 * operand.isa.floats else "memory"
 
     @staticmethod
-    def bytes(codes: Codes) -> int:
+    def item_bytes(codes: Codes) -> int:
         """Bytes of a number that are looked up: the highest ones, where the others are zero."""
         return 2 if codes.short else 4
 
     @staticmethod
-    def half(codes: Codes, operand: Operand) -> int:
-        """Entries of a table of bytes, which holds one byte of all numbers, then the next one.
+    def kept_entries(codes: Codes, operand: Operand) -> int:
+        """Entries in memory of a table of bytes: one byte of all numbers, then the next one.
 
         One that no instruction looks up is left without the signed half.
         """
@@ -294,8 +295,10 @@ class Table:
             numbers = numbers[torch.tensor(codes.permuted())]
         numbers = numbers.repeat(max(1, 32 // len(numbers)))
         if way == "bytes":
-            some = numbers[: Table.half(codes, operand)].float().view(torch.uint8).view(-1, 4)
-            return some[:, 4 - Table.bytes(codes) :].T.flatten()
+            some = (
+                numbers[: Table.kept_entries(codes, operand)].float().view(torch.uint8).view(-1, 4)
+            )
+            return some[:, 4 - Table.item_bytes(codes) :].T.flatten()
         return (numbers if operand.kind == "bf16" else numbers.float()).view(torch.uint8)
 
     def pair(
@@ -365,7 +368,7 @@ class Table:
             even, odd = f.bits(even, vec(16, I32)), f.bits(odd, vec(16, I32))
             return f.bits((even >> 16) | (odd & -65536), self.operand.vector)
         at = index(False)
-        found = self._look(f, at, self._words)
+        found = self._look(f, at, instructions.look_up_words)
         return f.bits(found, self.operand.vector)
 
     def fp32(self, f: Function, index: Callable[[bool], Value]) -> Value:
@@ -374,7 +377,7 @@ class Table:
             assert self.first is not None
             return f.cast("sitofp", index(True) + self.first, self.operand.vector)
         if self.way == "registers":
-            return self._look(f, index(False), self._floats)
+            return self._look(f, index(False), instructions.look_up_floats)
         at = index(True)
         total = Value(f, "poison", self.operand.vector)
         for i in range(ir.lanes(at.kind)):
@@ -385,32 +388,15 @@ class Table:
             )
         return total
 
-    def _look(self, f: Function, at: Value, one: Callable[[Function, Value], list[Value]]) -> Value:
+    def _look(self, f: Function, at: Value, one: Callable[..., list[Value]]) -> Value:
         """Numbers at indices whose highest bits no instruction sees, but a choice does."""
-        found = one(f, at)
+        found = one(f, self.parts, at)
         bit = self.bits - (len(found).bit_length() - 1)
         while len(found) > 1:
             high = f.compare("ne", at & (1 << bit), f.zero(at.kind))
             found = [f.select(high, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
             bit += 1
         return found[0]
-
-    def _words(self, f: Function, at: Value) -> list[Value]:
-        if len(self.parts) == 1:
-            return [f.call(at.kind, "llvm.x86.avx512.permvar.hi.512", self.parts[0], at)]
-        name = "llvm.x86.avx512.vpermi2var.hi.512"
-        pairs = zip(self.parts[::2], self.parts[1::2], strict=True)
-        return [f.call(at.kind, name, a, at, b) for a, b in pairs]
-
-    def _floats(self, f: Function, at: Value) -> list[Value]:
-        kind = self.operand.vector
-        if self.operand.isa.bits == 256:
-            return [f.call(kind, "llvm.x86.avx2.permps", p, at) for p in self.parts]
-        if len(self.parts) == 1:
-            return [f.call(kind, "llvm.x86.avx512.permvar.sf.512", self.parts[0], at)]
-        name = "llvm.x86.avx512.vpermi2var.ps.512"
-        pairs = zip(self.parts[::2], self.parts[1::2], strict=True)
-        return [f.call(kind, name, a, at, b) for a, b in pairs]
 
 
 def short(f: Function, numbers: Value) -> Value:

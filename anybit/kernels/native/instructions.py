@@ -76,6 +76,28 @@ def look_up(f: Function, isa: Isa, parts: Sequence[Value], code: Value, bits: in
     return total
 
 
+def look_up_words(f: Function, parts: Sequence[Value], at: Value) -> list[Value]:
+    """Words of a table at indices, from each register or pair of registers that hold it: of x86."""
+    if len(parts) == 1:
+        return [f.call(at.kind, "llvm.x86.avx512.permvar.hi.512", parts[0], at)]
+    return _from_pairs(f, "llvm.x86.avx512.vpermi2var.hi.512", parts, at)
+
+
+def look_up_floats(f: Function, parts: Sequence[Value], at: Value) -> list[Value]:
+    """fp32 of a table at indices, from each register or pair of registers that hold it: of x86."""
+    kind = parts[0].kind
+    if ir.lanes(kind) == 8:
+        return [f.call(kind, "llvm.x86.avx2.permps", part, at) for part in parts]
+    if len(parts) == 1:
+        return [f.call(kind, "llvm.x86.avx512.permvar.sf.512", parts[0], at)]
+    return _from_pairs(f, "llvm.x86.avx512.vpermi2var.ps.512", parts, at)
+
+
+def _from_pairs(f: Function, name: str, parts: Sequence[Value], at: Value) -> list[Value]:
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [f.call(a.kind, name, a, at, b) for a, b in pairs]
+
+
 def highest(f: Function, isa: Isa, code: Value, bit: int) -> Value:
     """This bit of bytes as their highest; below it is anything."""
     if isa.arm:

@@ -1,6 +1,6 @@
 """What this processor can do, and what of it the kernels use.
 
-`ANYBIT_CPU_ISA` (the name of a level below) uses less than there is, as oneDNN's own
+`ANYBIT_CPU_ISA` (the name of a level below, or none) uses less than there is, as oneDNN's own
 `ONEDNN_MAX_CPU_ISA` does on x86, which is respected too.
 """
 
@@ -21,15 +21,15 @@ class Isa:
     """A set of instructions.
 
     arm: whether they are Arm's, not those of x86. bits: of a vector register. bf16: whether
-    products of bf16 are added up in pairs. bytes: the kind of `Operand` whose products with int8
-    are added up in fours; "" where there is none. features: LLVM's names.
+    products of bf16 are added up in pairs. byte_operand: the kind of `Operand` whose products with
+    int8 are added up in fours; "" where there is none. features: LLVM's names.
     """
 
     name: str
     arm: bool
     bits: int
     bf16: bool
-    bytes: str
+    byte_operand: str
     features: tuple[str, ...]
 
     @property
@@ -62,7 +62,9 @@ ARM = (
     Isa("neon_dot", True, 128, False, "s8", ("neon", "dotprod")),
     Isa("neon", True, 128, False, "s8", ("neon",)),
 )
-MACHINES = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}
+# Python's names of machines, the same as at the extra `cpu` in pyproject.toml.
+MACHINES = {"x86_64": X86, "AMD64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}
+OFF = "none"
 ONEDNN = {  # oneDNN's limits, as the best level that they allow
     "SSE41": None,
     "AVX": None,
@@ -78,15 +80,20 @@ HWCAP_ASIMD, HWCAP_ASIMDDP, HWCAP2_BF16 = 1 << 1, 1 << 20, 1 << 14
 
 
 def levels() -> tuple[Isa, ...]:
-    """The levels of this kind of processor, best first; none where there are no kernels for it."""
-    return MACHINES.get(platform.machine().lower(), ())
+    """The levels of this kind of processor, best first; none where there are no kernels for it.
+
+    There are none in processes of 32 bits, and none for Arm but on Linux and macOS.
+    """
+    known = MACHINES.get(platform.machine(), ()) if sys.maxsize > 2**32 else ()
+    return () if known is ARM and sys.platform not in ("linux", "darwin") else known
 
 
 def able() -> list[Isa]:
     """The levels that the processor has, best first; on x86, llvmlite must be there."""
+    has: dict[str, bool] = {}
     if levels() is ARM:
         has = _arm_features()
-    else:
+    elif levels() is X86:
         from llvmlite import binding
 
         has = binding.get_host_cpu_features()  # those that the operating system has enabled
@@ -94,9 +101,10 @@ def able() -> list[Isa]:
 
 
 def _arm_features() -> dict[str, bool]:
-    """What the operating system says of an Arm processor; LLVM asks it for less."""
-    if sys.platform not in ("linux", "darwin"):
-        return {}
+    """What the operating system says of an Arm processor.
+
+    LLVM's own answer lacks dot products and bf16 on Linux.
+    """
     system = ctypes.CDLL(None)
     if sys.platform == "darwin":
         place = ctypes.c_void_p
@@ -133,7 +141,7 @@ def processor() -> str:
 
 @cache
 def isa() -> Isa | None:
-    """The best level that the processor has and the switches allow; None when it has none.
+    """The best level that the processor has and the switches allow; None where there is none.
 
     Raises:
         ValueError: `ANYBIT_CPU_ISA` names a level that is unknown or that the processor lacks.
@@ -141,15 +149,17 @@ def isa() -> Isa | None:
     known = [level.name for level in levels()]
     if not known:
         return None
-    there = able()
     wanted = os.environ.get("ANYBIT_CPU_ISA", "")
+    if wanted == OFF:
+        return None
+    there = able()
     if wanted:
         chosen = [level for level in there if level.name == wanted]
         if not chosen:
             names = ", ".join(level.name for level in there) or "none of them"
             raise InvalidInput(
-                f"ANYBIT_CPU_ISA={wanted}: known are {', '.join(known)}, and this processor has "
-                f"{names}"
+                f"ANYBIT_CPU_ISA={wanted}: known are {', '.join(known)} and {OFF}, and this "
+                f"processor has {names}"
             )
         return chosen[0]
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
@@ -158,3 +168,13 @@ def isa() -> Isa | None:
         allowed = known[known.index(best) :] if best else []
         there = [level for level in there if level.name in allowed]
     return there[0] if there else None
+
+
+def why_none() -> str:
+    """Why `isa` gives none on a machine that has levels."""
+    if os.environ.get("ANYBIT_CPU_ISA") == OFF:
+        return f"ANYBIT_CPU_ISA={OFF} turns it off"
+    lowest = levels()[-1].name
+    if not able():
+        return f"the processor has no {lowest}"
+    return f"ONEDNN_MAX_CPU_ISA={os.environ.get('ONEDNN_MAX_CPU_ISA')} allows less than {lowest}"
