@@ -48,6 +48,7 @@ from anybit.engine.models.layers import Decoder
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.weights import Part, Weights
 from anybit.kernels.registry import BACKENDS, register_backend
+from anybit.measure.timing import ReadFloor
 
 
 def llama(
@@ -100,6 +101,14 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def bandwidth(device: torch.device) -> float:
+    """TB/s at which weights are read; for an H200 that of all published rows."""
+    if device.type == "cuda" and "H200" in torch.cuda.get_device_name(device):
+        return 4.3
+    size, us = ReadFloor.measure(device, (235, 470)).points[-1]
+    return size / us / 1e6
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
@@ -113,11 +122,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--layers", type=int, help="instead of the model's")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s a read floor is made of")
+    parser.add_argument("--bandwidth", type=float, help="TB/s of a read floor; else measured")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after that")
-    parser.add_argument(
-        "--without", nargs="+", default=[], help="backends to leave out: hopper mma"
-    )
+    parser.add_argument("--without", nargs="+", default=[], help="backends to leave out")
     parser.add_argument("--first", metavar="MODULE", help="a backend that is asked before others")
     parser.add_argument(
         "--no-prompts", action="store_true", help="leave their time out, and that of whole answers"
@@ -128,6 +135,7 @@ def main() -> None:
     parser.add_argument("--append", action="store_true", help="keep what the file has")
     args = parser.parse_args()
     args.case = args.case or [["llama-3-8b"]]
+    args.bandwidth = args.bandwidth or bandwidth(torch.device(args.device))
     for model, *_ in args.case:
         if model not in MODELS:
             parser.error(f"unknown model {model}; known: {', '.join(MODELS)}")

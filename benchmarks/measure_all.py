@@ -5,11 +5,12 @@
     python benchmarks/measure_all.py --only shapes peers cpu_kernels
 
 Runs the commands of `stages.py`, each in a process of its own, and writes a file of rows for each
-stage into --out: build/results/h100_shapes.csv on an H100. With --seconds, a command is begun if it
+stage into --out: build/results/h200_shapes.csv on an H200. With --seconds, a command is begun if it
 fits into the time that is left, and one that takes longer than expected is stopped at the end. What
 is complete for this commit is not measured again, so the same command goes on where the last one
 stopped, or was stopped by Ctrl-C. The rows and the output of each command are kept in
 OUT/commands/COMMIT. A stage that is not complete is OUT/NAME.unfinished.csv, with what there is.
+Rows of a checkout with changes, or of no known commit, are never taken for another run's.
 
 Several GPUs share the commands of stages that only time kernels; other stages have one GPU, and
 nothing else runs meanwhile. `docs/tables/fill.py --show OUT` makes the pages' tables of the files.
@@ -37,14 +38,21 @@ from anybit.measure.bench import current_commit
 
 HERE = Path(__file__).resolve().parent
 PATIENCE = 20  # seconds to write what is complete, after a command was told to stop
+HANGS = 10  # times the minutes that a command should take, but as many minutes at least
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
 class Command:
-    """One command of a stage, with what stands for the place of its rows left open."""
+    """One command of a stage, but for the place of its rows and the number of its workers.
+
+    text: with these left open. path: of its rows, once they are complete. beside: packages here
+    that are measured too.
+    """
 
     text: str
-    path: Path  # of its rows, once they are complete
+    path: Path
+    beside: str
 
     @property
     def unfinished(self) -> Path:
@@ -59,7 +67,12 @@ class Command:
         if not (self.path.exists() and self.log.exists()):
             return False
         with self.log.open() as file:
-            return file.readline().rstrip("\n") == self.text
+            return file.readline().rstrip("\n") == self.told
+
+    @property
+    def told(self) -> str:
+        """The first line of its log."""
+        return self.text + (f" # beside {self.beside}" if self.beside else "")
 
     def rows(self) -> Path | None:
         """Its rows as far as there are any."""
@@ -74,7 +87,15 @@ class Running:
     began: float = field(default_factory=time.monotonic)
 
     def stop(self) -> None:
-        """As Ctrl-C does; whatever it has started ends too."""
+        """As Ctrl-C does; whatever it has started ends too. A second Ctrl-C does not disturb it."""
+        before = {name: signal.signal(name, signal.SIG_IGN) for name in SIGNALS}
+        try:
+            self._stop()
+        finally:
+            for name, handler in before.items():
+                signal.signal(name, handler)
+
+    def _stop(self) -> None:
         self.process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(PATIENCE)
@@ -96,7 +117,10 @@ class Measuring:
         self.device = args.device or (
             short_name(torch.cuda.get_device_name()) if self.gpus else "gpu"
         )
-        self.folder = args.out / "commands" / (args.commit or "unknown")
+        name = args.commit or "unknown"
+        if not args.commit or name.endswith("+"):  # of one run alone
+            name += time.strftime("-%Y%m%d-%H%M%S")
+        self.folder = args.out / "commands" / name
         self.end = time.monotonic() + args.seconds if args.seconds else float("inf")
         self.failed: list[str] = []
 
@@ -110,10 +134,19 @@ class Measuring:
         """Those that this machine can run."""
         more = [c for need, some in stage.extra.items() if self.has(need) for c in some]
         stem = self.file(stage).stem
+        beside = ", ".join(package for package in stage.beside if self.has(package))
         return [
-            Command(text, self.folder / f"{stem}.{i + 1}.csv")
+            Command(self.filled(text), self.folder / f"{stem}.{i + 1}.csv", beside)
             for i, text in enumerate([*stage.commands, *more])
         ]
+
+    def filled(self, text: str) -> str:
+        """A command with what is the same in every place."""
+        a = self.args
+        return text.format(
+            out="{out}", workers="{workers}", commit=shlex.quote(a.commit),
+            study=shlex.quote(str(a.study)), llama_cpp=shlex.quote(str(a.llama_cpp)),
+        )  # fmt: skip
 
     def lacks(self, stage: Stage) -> list[str]:
         return [need for need in stage.needs if not self.has(need)]
@@ -160,15 +193,16 @@ class Measuring:
     def run(self, stage: Stage) -> None:
         """Every command that is not done; the stage's file is written at the end in any case."""
         waiting = [command for command in self.commands(stage) if not command.done()]
-        if not waiting and self.file(stage).exists():
+        if not waiting:
             say(f"{stage.name} is complete")
+            self.join(stage)
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         places = range(max(1, self.gpus) if stage.on_gpu and not stage.apart else 1)
         running: dict[int, tuple[Command, Running]] = {}
         try:
-            if waiting and self.fits(stage):
-                self.prepare(stage)
+            if self.fits(stage) and not self.prepare(stage):
+                waiting = []
             while running or (waiting and self.fits(stage)):
                 for place in places:
                     if place not in running and waiting and self.fits(stage):
@@ -176,7 +210,10 @@ class Measuring:
                         running[place] = command, self.start(stage, command, place, len(places))
                 self.wait()
                 for place, (command, job) in list(running.items()):
-                    if job.process.poll() is not None:
+                    hangs = time.monotonic() - job.began > HANGS * 60 * max(1, stage.minutes)
+                    if hangs:
+                        job.stop()
+                    if hangs or job.process.poll() is not None:
                         del running[place]
                         self.finish(command, job)
         finally:
@@ -192,11 +229,11 @@ class Measuring:
         if time.monotonic() > self.end:
             raise Stopped
 
-    def prepare(self, stage: Stage) -> None:
-        """What makes no rows, such as compiling."""
-        for i, text in enumerate(stage.before):
+    def prepare(self, stage: Stage) -> bool:
+        """Run what makes no rows, such as compiling; whether it ended well."""
+        for i, text in enumerate(map(self.filled, stage.before)):
             log = self.folder / f"{self.file(stage).stem}.before{i + 1}.log"
-            job = self.launch(stage, text, log, "", 0, 1)
+            job = self.launch(stage, text, text, log, "", 0, 1)
             try:
                 while job.process.poll() is None:
                     self.wait()
@@ -204,22 +241,20 @@ class Measuring:
                 job.stop()
             if job.process.returncode:
                 self.fail(text, log)
+                return False
+        return True
 
     def start(self, stage: Stage, command: Command, place: int, places: int) -> Running:
         command.path.unlink(missing_ok=True)  # rows of another command
         command.unfinished.unlink(missing_ok=True)
         out = str(command.unfinished)
-        return self.launch(stage, command.text, command.log, out, place, places)
+        return self.launch(stage, command.text, command.told, command.log, out, place, places)
 
     def launch(
-        self, stage: Stage, text: str, log: Path, out: str, place: int, places: int
+        self, stage: Stage, text: str, told: str, log: Path, out: str, place: int, places: int
     ) -> Running:
-        words = {
-            "out": out, "commit": self.args.commit, "study": str(self.args.study),
-            "llama_cpp": str(self.args.llama_cpp),
-            "workers": str(max(1, (os.cpu_count() or 1) // places)),
-        }  # fmt: skip
-        script, *arguments = (word.format(**words) for word in shlex.split(text))
+        words = {"{out}": out, "{workers}": str(max(1, cores() // places))}
+        script, *arguments = (words.get(word, word) for word in shlex.split(text))
         env = os.environ | {"PYTHONPATH": path_with(HERE.parent), "PYTHONUNBUFFERED": "1"}
         if not stage.on_gpu:
             env["CUDA_VISIBLE_DEVICES"] = ""
@@ -229,7 +264,7 @@ class Measuring:
             env["CUDA_VISIBLE_DEVICES"] = names[place]
         say(f"{script} {shlex.join(arguments)}")
         with log.open("w") as file:
-            file.write(f"{text}\n")
+            file.write(f"{told}\n")
             file.flush()
             return Running(
                 subprocess.Popen(
@@ -265,8 +300,13 @@ class Measuring:
         whole = all(command.done() for command in commands)
         new = path.with_suffix(".csv.tmp")
         new.unlink(missing_ok=True)
-        for rows in found:
-            add_rows(new, rows_of(rows))
+        try:
+            for rows in found:
+                add_rows(new, rows_of(rows))
+        except SystemExit as error:  # columns that differ
+            self.failed.append(f"{stage.name}: {error}")
+            new.unlink(missing_ok=True)
+            return
         new.replace(path if whole else unfinished)
         say(f"  {path if whole else unfinished}")
 
@@ -274,8 +314,10 @@ class Measuring:
 def main() -> None:
     args = arguments().parse_args()
     args.out, args.study = args.out.resolve(), args.study.resolve()
-    for name in ("SIGINT", "SIGTERM"):  # in the background, a shell may have had them ignored
-        signal.signal(getattr(signal, name), signal.default_int_handler)
+    args.llama_cpp = args.llama_cpp and args.llama_cpp.resolve()
+    for name in SIGNALS:  # in the background, a shell may have had the first ignored
+        if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:  # nohup's
+            signal.signal(name, signal.default_int_handler)
     all_of = Measuring(args)
     chosen = [s for s in STAGES if not args.only or s.name in args.only]
     if args.list:
@@ -286,6 +328,11 @@ def main() -> None:
         return
     if not args.only:
         chosen = [stage for stage in chosen if stage.on_gpu == (all_of.gpus > 0)]
+    if len(kinds := {torch.cuda.get_device_name(i) for i in range(all_of.gpus)}) > 1:
+        raise SystemExit(
+            f"{', '.join(sorted(kinds))}: CUDA_VISIBLE_DEVICES must name GPUs of a kind"
+        )
+    interrupted = False
     try:
         for stage in chosen:
             if lacks := all_of.lacks(stage):
@@ -293,12 +340,16 @@ def main() -> None:
             else:
                 all_of.run(stage)
     except (KeyboardInterrupt, Stopped) as stop:
-        say("the time is up" if isinstance(stop, Stopped) else "stopped")
+        interrupted = not isinstance(stop, Stopped)
+        say("stopped" if interrupted else "the time is up")
     for stage in chosen:
         if (state := all_of.state(stage)) != "done" and not all_of.lacks(stage):
-            say(f"not complete: {stage.name}, {state}")
+            each = f"{stage.minutes:.0f} min for each command"
+            say(f"not complete: {stage.name}, {state}, {each}")
     if all_of.failed:
         raise SystemExit("failed:\n" + "\n".join(all_of.failed))
+    if interrupted:
+        raise SystemExit(130)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -310,7 +361,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="of --list")
     parser.add_argument("--seconds", type=float, default=0, help="in all; 0: no limit")
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "results")
-    parser.add_argument("--device", help="what files of a GPU are called; by itself h200, rtx4090")
+    parser.add_argument("--device", help="what files of a GPU are called; by itself h200, rtx-4090")
     parser.add_argument("--commit", default=current_commit(), help="for the rows; git is asked")
     parser.add_argument("--study", type=Path, default=HERE.parent / "build" / "study-105m")
     parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="with node-llama-cpp")
@@ -318,11 +369,14 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def short_name(gpu: str) -> str:
-    """ "NVIDIA GeForce RTX 4090" -> "rtx4090"; "NVIDIA A100-SXM4-80GB" -> "a100"."""
-    words = gpu.replace("-", " ").lower().split()
-    words = [word for word in words if word not in ("nvidia", "geforce", "tesla", "quadro")]
-    size = 2 if words[0].isalpha() else 1
-    return "".join(words[:size])
+    """ "NVIDIA H200" -> "h200"; "NVIDIA A100-SXM4-80GB" -> "a100-sxm4-80gb"."""
+    words = gpu.lower().replace("_", "-").split()
+    return "-".join(word for word in words if word not in ("nvidia", "geforce", "gpu"))
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def path_with(folder: Path) -> str:

@@ -374,13 +374,16 @@ def main() -> None:
         add_rows(args.out, [asdict(row) | about])
         print(f"{time.perf_counter() - began:5.0f} s", *asdict(row).values(), flush=True)
 
+    well = True
     for folder in args.models:
         settings = (folder, device, args.tokens, args.prompts, args.steps, args.samples)
         left = args.seconds - (time.perf_counter() - began)
         number, parts = map(int, args.part.split("/"))
         todo = cases(args.cases)
         own = todo[number - 1 :: parts]
-        run(own, args.jobs, time.time() + left, settings, save)
+        well &= run(own, args.jobs, time.time() + left, settings, save)
+    if not well:
+        raise SystemExit("some cases have no rows")
 
 
 def facts(device: str) -> dict[str, str]:
@@ -399,8 +402,12 @@ def run(
     deadline: float,
     settings: tuple[Any, ...],
     save: Callable[[Row], None],
-) -> None:
-    """Measure the cases in order, in several processes; after the deadline, begin no more."""
+) -> bool:
+    """Measure the cases in order, in several processes; after the deadline, begin no more.
+
+    Returns:
+        Whether all that began ended well.
+    """
     context = multiprocessing.get_context("spawn")
     waiting: multiprocessing.Queue[tuple[str, str]] = context.Queue()
     done: multiprocessing.Queue[Message] = context.Queue()
@@ -439,6 +446,7 @@ def run(
             process.join()
     codes = [process.exitcode for process in processes]
     print(f"processes ended with {codes}; left out: {failed}; not begun: {left}", flush=True)
+    return not failed and not any(codes) and (not left or time.time() >= deadline)
 
 
 if __name__ == "__main__":

@@ -66,10 +66,10 @@ def test_list_names_every_file(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     ("gpu", "name"),
     [
         ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA RTX A6000", "rtxa6000"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090-laptop"),
     ],
 )
 def test_files_are_named_after_the_gpu(gpu: str, name: str) -> None:
@@ -79,7 +79,8 @@ def test_files_are_named_after_the_gpu(gpu: str, name: str) -> None:
 SCRIPT = """
 import pathlib, sys, time
 out, row, what = sys.argv[1:]
-pathlib.Path(out).write_text(f"row,commit\\n{row},abc\\n")
+columns = "other,commit" if what == "differs" else "row,commit"
+pathlib.Path(out).write_text(f"{columns}\\n{row},abc\\n")
 if what == "fails":
     raise SystemExit("it broke")
 if what == "waits":
@@ -125,13 +126,52 @@ def test_what_failed_is_measured_again_and_the_rest_is_not(
     assert " 1 ends" in capsys.readouterr().out
 
 
+def test_columns_that_differ_end_no_other_stage(
+    table: Callable[[str], None], tmp_path: Path
+) -> None:
+    table("differs")
+    with pytest.raises(SystemExit, match=r"failed:\ncpu_some: "):
+        run("--only", "cpu_some", "--out", str(tmp_path), "--commit", "abc")
+    assert not list(tmp_path.glob("cpu_some*"))
+
+
+@pytest.mark.parametrize("commit", ["", "abc+"])
+def test_changes_are_always_measured_again(
+    commit: str,
+    table: Callable[[str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table("ends")
+    for now in ("-1", "-2"):
+        monkeypatch.setattr(measure_all.time, "strftime", lambda form, now=now: now)
+        run("--only", "cpu_some", "--out", str(tmp_path), "--commit", commit)
+        assert " 1 ends" in capsys.readouterr().out
+
+
+def test_rows_without_a_package_are_not_those_with_it(
+    table: Callable[[str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    commands = ("script.py {out} 1 ends",)
+    table("ends")
+    for package, again in (("absent", True), ("absent", False), ("json", True)):
+        stage = Stage("cpu_some", commands, 0.001, beside=(package,))
+        monkeypatch.setattr(measure_all, "STAGES", (stage,))
+        run("--only", "cpu_some", "--out", str(tmp_path), "--commit", "abc")
+        assert (" 1 ends" in capsys.readouterr().out) == again
+
+
 def test_the_end_of_time_stops_a_command_and_keeps_what_there_is(
     table: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table("waits")
     start = time.monotonic()
-    run("--only", "cpu_some", "--out", str(tmp_path), "--commit", "abc", "--seconds", "3")
-    assert time.monotonic() - start < 40
+    run("--only", "cpu_some", "--out", str(tmp_path), "--commit", "abc", "--seconds", "8")
+    assert time.monotonic() - start < 50
     text = capsys.readouterr().out
     assert "the time is up" in text
     assert "not complete: cpu_some, 1 of 3" in text
@@ -149,10 +189,10 @@ def test_gpus_share_what_the_host_does_not_matter_for(
     stage = Stage("some", ("script.py {out}",) * 4, 0.001, ("two GPUs",), apart=apart)
     monkeypatch.setattr(measure_all, "STAGES", (stage,))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda i=0: "NVIDIA H100 80GB HBM3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     run("--out", str(tmp_path), "--commit", "abc")
-    head, *rows = (tmp_path / "h100_some.csv").read_text().split()
+    head, *rows = (tmp_path / "h100-80gb-hbm3_some.csv").read_text().split()
     assert head == "gpu"
     assert len(rows) == 4
     assert {*rows} == used

@@ -153,7 +153,8 @@ def headline() -> str:
         ["Perplexity, a 105M-parameter model of Python code, `fp6` with GPTQ",
          *scores, f"**+{loss(fp6)} nats**"],
     ]  # fmt: skip
-    return markdown(["measured on one NVIDIA H200", "bf16", "anybit", ""], out)
+    gpu = next(row["gpu"] for row in found if row)
+    return markdown([f"measured on one {gpu}", "bf16", "anybit", ""], out)
 
 
 def prompts() -> str:

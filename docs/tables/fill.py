@@ -66,6 +66,8 @@ def shown(folder: Path) -> str:
             table = found.get(name)
             if table != empty.get(name) and name not in left and "](img/" not in table:
                 lines += [f"## {path.relative_to(ROOT)}: {name}", "", table, ""]
+    if not lines:
+        raise SystemExit(f"{folder} has no files of which tables of the pages are made")
     return "\n".join(lines)
 
 

@@ -295,9 +295,8 @@ class Table:
             numbers = numbers[torch.tensor(codes.permuted())]
         numbers = numbers.repeat(max(1, 32 // len(numbers)))
         if way == "bytes":
-            some = (
-                numbers[: Table.kept_entries(codes, operand)].float().view(torch.uint8).view(-1, 4)
-            )
+            kept = numbers[: Table.kept_entries(codes, operand)]
+            some = kept.float().view(torch.uint8).view(-1, 4)
             return some[:, 4 - Table.item_bytes(codes) :].T.flatten()
         return (numbers if operand.kind == "bf16" else numbers.float()).view(torch.uint8)
 
