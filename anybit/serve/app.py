@@ -205,6 +205,8 @@ def add_information(app: FastAPI, server: Server) -> None:
 
 # Errors, in the protocol's form.
 
+UNKNOWN = object()  # the body of a request that another route's schema refuses
+
 
 async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, StarletteHTTPException)
@@ -227,17 +229,33 @@ async def invalid(request: Request, error: Exception) -> Response:
         if where not in deepest or len(problem["loc"]) > len(deepest[where]["loc"]):
             deepest[where] = problem
     found = list(deepest.values())[:5]
-    return answer_error(request, 400, "; ".join(map(described, found)), field_of(found[0]))
+    fields = [field_of(problem, getattr(error, "body", UNKNOWN)) for problem in found]
+    text = "; ".join(map(described, found, fields))
+    return answer_error(request, 400, text, fields[0])
 
 
-def field_of(problem: dict[str, Any]) -> str | None:
-    """The field of a body that a problem of pydantic's is in, such as messages.0.role."""
-    where = [str(part) for part in problem["loc"] if part != "body"]
-    path = ".".join(part for part in where if "[" not in part and "(" not in part)
-    return path if path and problem["type"] != "json_invalid" else None
+def field_of(problem: dict[str, Any], body: Any) -> str | None:
+    """The field of a body that a problem of pydantic's is in, such as messages.0.role.
+
+    Where a field may have several types, pydantic also names the type, which is no part of a body.
+    """
+    if problem["type"] == "json_invalid":
+        return None
+    where = [part for part in problem["loc"] if part != "body"]
+    path: list[str] = []
+    for i, part in enumerate(where):
+        inside = body is UNKNOWN and not {"[", "("} & {*str(part)}
+        if isinstance(body, dict | list):
+            inside = part in body if isinstance(body, dict) else isinstance(part, int)
+        missing = problem["type"] == "missing" and i == len(where) - 1
+        if inside or missing or not path:
+            path.append(str(part))
+        if inside and body is not UNKNOWN:
+            body = body[part]
+    return ".".join(path) or None
 
 
-def described(problem: dict[str, Any]) -> str:
+def described(problem: dict[str, Any], field: str | None) -> str:
     """A problem that pydantic has found, as a sentence about a field."""
     kind, where = problem["type"], [str(part) for part in problem["loc"] if part != "body"]
     if kind == "json_invalid":
@@ -247,8 +265,7 @@ def described(problem: dict[str, Any]) -> str:
         if isinstance(problem["input"], bytes):
             return "the body is read as JSON, which its header Content-Type must say"
         return "the body is empty" if kind == "missing" else problem["msg"]
-    path = field_of(problem)
-    return f"{path}: {problem['msg']}" if path else problem["msg"]
+    return f"{field}: {problem['msg']}" if field else problem["msg"]
 
 
 async def gone(request: Request, error: Exception) -> Response:
