@@ -438,7 +438,7 @@ def test_formats_of_responses(talking: Live) -> None:
     answer = talking.post("/v1/responses", body | {"text": {}}).json()
     assert answer["text"] == {"format": {"type": "text"}}
     answer = talking.post("/v1/responses", body | {"text": {"format": {"type": "json_schema"}}})
-    assert answer.json()["error"]["message"] == "text.format.json_schema.schema: Field required"
+    assert answer.json()["error"]["message"] == "text.format.schema: Field required"
     wrong = {"messages": [{"role": "user", "content": [{"type": "text"}]}]}
     answer = talking.post("/v1/chat/completions", wrong)
     assert answer.json()["error"]["message"] == "messages.0.content.0.text: Field required"
