@@ -128,12 +128,13 @@ def test_launches_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[int] = []
     monkeypatch.setattr(scalar_linear, "loaded", lambda kernel, device: loaded.append(device))
     device = torch.device("cuda", 1)
-    fp6, own_launch = get_format("fp6"), scalar_linear.own_launch
+    fp6, own_launches = get_format("fp6"), scalar_linear.own_launches
     for experts in (0, 8):
-        assert own_launch(fp6, HALF, 4096, 28672, 4096, HALF, device, None, experts).grid == 78
+        own = own_launches(fp6, HALF, 4096, 28672, 4096, HALF, device, None, experts)
+        assert own[0].grid == 78
     assert loaded == [1, 1]
     copied = get_format("trellis"), torch.int8, 1000, 6144, 4096, HALF, device, None, 0
-    early = [own_launch(*copied, decoded).overlap for decoded in (False, True)]
+    early = [own_launches(*copied, decoded)[0].overlap for decoded in (False, True)]
     assert early == [True, False]  # the kernel before writes the copy
     monkeypatch.setattr(scalar_linear.mma, "chosen", lambda *problem: problem)
     chosen = scalar_linear.chosen.__wrapped__

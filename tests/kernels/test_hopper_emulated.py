@@ -133,10 +133,12 @@ class Emulated:
         bias: Tensor | None = None,
         starts: Tensor | None = None,
         seed: int = 0,
+        into: tuple[Tensor, int] | None = None,
     ) -> Tensor:
+        """y (M, N). into: another y of more outputs, and the first that is written, instead."""
         codes, scale, sums = x
         m, k = codes.shape
-        y = torch.full((m, n), torch.nan, dtype=self.dtype)
+        y, first = into or (torch.full((m, n), torch.nan, dtype=self.dtype), 0)
         size, places = codes.element_size(), grid if self.tile.shared else 0
         work = torch.full((2 * places * self.tile.rows * self.tile.tokens,), torch.nan)
         counters = torch.zeros(8 * places, dtype=torch.int32)
@@ -147,8 +149,8 @@ class Emulated:
             *(array(t) for t in prepared[:3]),
             *(in_use(t) for t in (scale, sums)),
             array(bias),
-            *(in_use(t) for t in (y, starts, work, counters)),
-            *(m, n, k, 1 if starts is None else len(starts) - 1, 1),
+            *(in_use(t) for t in (y.view(-1)[first:], starts, work, counters)),
+            *(m, n, y.shape[1], k, 1 if starts is None else len(starts) - 1, 1),
         ]
         self.machine.launch(arguments, grid, self.tile.threads, self.shared, self.tile.split, seed)
         assert not counters.any()

@@ -111,7 +111,7 @@ def test_experts_with_few_tokens_are_launched_so(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(scalar_linear.mma, "multiply", multiply)
-    monkeypatch.setattr(scalar_linear, "own_launch", lambda *args: pytest.fail("another kernel"))
+    monkeypatch.setattr(scalar_linear, "own_launches", lambda *args: pytest.fail("another kernel"))
     packed = [anybit.quantize_tensor(torch.randn(256, 256), "fp6") for _ in range(4)]
     prepared, starts = backend.prepare_experts(packed, None, HALF), torch.tensor([0, 1, 1, 2, 2])
     assert backend.linear_experts(torch.randn(2, 256).half(), starts, prepared).shape == (2, 256)

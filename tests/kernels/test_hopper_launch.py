@@ -92,7 +92,7 @@ def use(monkeypatch: pytest.MonkeyPatch, arguments: type[ctypes.Structure]) -> D
 
 
 def test_structs_are_those_of_cuda_and_of_the_kernels() -> None:
-    assert sizes(GemmArguments) == [128, 8, *[8] * 10, 4, 4, 4, 4, 1]
+    assert sizes(GemmArguments) == [128, 8, *[8] * 10, *[4] * 5, 1]
     assert sizes(CodebookArguments) == [*[8] * 8, *[4] * 6]
     assert ctypes.sizeof(Config) == 56  # CUlaunchConfig and CUlaunchAttribute, by cuda.h
     assert ctypes.sizeof(Attribute) == 72
@@ -103,6 +103,7 @@ def gemm_launch(i: int) -> tuple[Activations, tuple[int, ...], dict[str, Any]]:
     """The i-th launch's tokens, pointers, and further numbers: all of them different."""
     pointers = tuple(i * 1000 + 16 * j for j in range(8))
     numbers = {"n": 8 * i, "grid": 3 * i, "experts": 5 * i, "workspace": (7 * i, 9 * i)}
+    numbers |= {"stride": 24 * i} if i % 2 else {}
     return Activations(i << 20, i, 128 * i), pointers, numbers
 
 
@@ -118,6 +119,7 @@ def belongs(found: dict[str, Any], i: int) -> bool:
         and list(seen_map[:3]) == [x.data_ptr(), m, k]
         and [*found["x_shape"], found["m"], found["k"]] == [m, k, m, k]
         and {name: found[name] for name in numbers} == numbers
+        and found["stride"] == numbers.get("stride", numbers["n"])
     )
 
 

@@ -12,7 +12,8 @@ What is an error, whatever the order of events was:
 - a bulk copy or a WGMMA that meets a thread's store without `fence.proxy.async`, or a copy that
   counts at an mbarrier without `fence.mbarrier_init`;
 - a register of a WGMMA in flight that is used, or one that is used without `wgmma.fence`;
-- memory in use by the previous kernel (`state.InUse`) before `griddepcontrol.wait`;
+- memory in use by the previous kernel (`state.InUse`) before `griddepcontrol.wait`, and a cluster
+  that ends without it;
 - another CTA's shared memory before the CTA is known to run, or after it has left;
 - `setmaxnreg`, `bar.sync` and mbarrier counts that do not add up; deadlocks; work in flight at the
   end; addresses that are unaligned or belong to nothing; instructions that the machine lacks.

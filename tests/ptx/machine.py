@@ -142,6 +142,8 @@ class Machine:
                 warps = [w for w in warps if not w.left()]
         if state.later:
             raise PtxError(f"the cluster left with {len(state.later)} copies in flight")
+        if state.previous_runs:  # the next kernel waits for this one alone
+            raise PtxError("the cluster left before the previous kernel had ended")
         for cta in state.ctas:
             control.check_end(cta)
 

@@ -198,6 +198,8 @@ def test_the_previous_kernel_is_waited_for() -> None:
         run(READ.format(wait=""), in_use=True)
     with pytest.raises(PtxError, match="launch_dependents, but nobody waits"):
         run(READ.format(wait=""))
+    with pytest.raises(PtxError, match="left before the previous kernel had ended"):
+        run("st.global.b32 [%to], %t;", in_use=True)
     # One warp waits, and tells the other.
     one = "setp.ge.u32 %p, %t, 32; @%p bra $LON; griddepcontrol.wait; $LON: bar.sync 0;"
     run(READ.format(wait=one), in_use=True)

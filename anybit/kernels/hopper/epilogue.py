@@ -144,8 +144,8 @@ class Epilogue:
 
     @cute.jit
     def store(
-        self, acc, block: cutlass.Constexpr[int], channels, table, y, n, channel, start, end,
-        buffer, lane,
+        self, acc, block: cutlass.Constexpr[int], channels, table, y, stride, n, channel, start,
+        end, buffer, lane,
     ):  # fmt: skip
         """Scale, add the bias, round, and write 16 channels of every token."""
         scales, zeros, offsets = channels
@@ -192,7 +192,7 @@ class Epilogue:
                 at = start + p * self.batch + token
                 column = channel + lane % 2 * 8
                 if token < self.batch and at < end and column < n:
-                    target = (y + (Int64(at) * n + column)).align(16)
+                    target = (y + (Int64(at) * stride + column)).align(16)
                     target = cute.recast_ptr(target, dtype=Uint32)
                     cute.autovec_copy(
                         vectors[None, i], cute.make_tensor(target, cute.make_layout(4))

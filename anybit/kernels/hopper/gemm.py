@@ -8,7 +8,9 @@ K range may be split over the CTAs of a cluster; their sums meet in shared memor
 Or CTAs have equal shares, and sums of tiles that they share meet in memory (`shares.py`).
 
 Launches may overlap the previous kernel (programmatic dependent launch): weights are fetched at
-once, and everything else after that kernel has finished.
+once, and everything else after that kernel has finished. The consumers of every CTA wait for it,
+with a tile or without. So a kernel ends after all before it: of two launches of one product, the
+second's end is both's, and one has counters and workspace when the other is done with them.
 """
 
 from math import gcd
@@ -86,7 +88,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         out = TYPES[self.out]
         pointers = [(self.b, 16), (Uint8, 128), (Float32, 4), (Int32, 4), (Float32, 4), (Int32, 4),
                     (out, 2), (out, 16), (Int32, 4), (Float32, 16), (Int32, 4)]  # fmt: skip
-        return compile_program(self, pointers, 5, ARCHITECTURE)
+        return compile_program(self, pointers, 6, ARCHITECTURE)
 
     def mma_op(self) -> Any:
         shape = (64, self.piece, self.k_mma)
@@ -113,6 +115,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         counters: cute.Pointer,
         m: Int32,
         n: Int32,
+        stride: Int32,
         k: Int32,
         experts: Int32,
         grid: Int32,
@@ -148,7 +151,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         self.shared = Shared
         self.kernel(
             x_copy, x_tma, w, row_scale, zero_or_book, token_scale, token_sum, bias, y, starts,
-            work, counters, m, n, k, experts, mma, x_layout,
+            work, counters, m, n, stride, k, experts, mma, x_layout,
         ).launch(
             grid=(grid, 1, 1),
             block=(self.tile.threads, 1, 1),
@@ -176,6 +179,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         counters: cute.Pointer,
         m: Int32,
         n: Int32,
+        stride: Int32,
         k: Int32,
         experts: Int32,
         mma: cute.TiledMma,
@@ -241,8 +245,8 @@ class Gemm(Order, Producer, Words, Epilogue):
             self.begin(shared, zero_or_book, thread)
             cute.arch.griddepcontrol_wait()
             self.consume(
-                mma, s_x, shared, row_scale, zero_or_book, token_scale, token_sum, bias, y,
-                (work, counters), problem, turns, rank, thread,
+                mma, s_x, shared, row_scale, zero_or_book, token_scale, token_sum, bias,
+                (y, stride), (work, counters), problem, turns, rank, thread,
             )  # fmt: skip
 
     def begin(self, shared: Any, book: Any, thread: Any) -> None:
@@ -250,8 +254,8 @@ class Gemm(Order, Producer, Words, Epilogue):
 
     @cute.jit
     def consume(
-        self, mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y, workspace,
-        problem, turns, rank, thread,
+        self, mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, outputs,
+        workspace, problem, turns, rank, thread,
     ):  # fmt: skip
         """Two warpgroups: 64 rows each of every 128, all tokens of the tile."""
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -271,7 +275,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         if const_expr(self.split > 1):
             slice_of_16 = cutlass.min(rank * self.finishers + warp % self.finishers, Int32(7))
         place = (group, warp, slice_of_16, rank, t)
-        tensors = (row_scale, row_zero, token_scale, token_sum, bias, y, workspace)
+        tensors = (row_scale, row_zero, token_scale, token_sum, bias, outputs, workspace)
         fragments = (mma, operand, registers, x_fragment, acc, total)
         ring = (Int32(0), Int32(0), Int32(0))
         at, last = turns[0], turns[1]
@@ -294,7 +298,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         Returns the ring's state and the next turn.
         """
         mma, operand, registers, x_fragment, acc, total = fragments
-        row_scale, row_zero, token_scale, token_sum, bias, y, workspace = tensors
+        row_scale, row_zero, token_scale, token_sum, bias, outputs, workspace = tensors
         tile, k_first, k_last, after = self.turn(at, turns)
         group, warp, slice_of_16, rank, t = place
         full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
@@ -376,7 +380,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         if finishes:
             for i in cutlass.range_constexpr(self.blocks):
                 self.store(
-                    acc, i, channels, table, y, n,
+                    acc, i, channels, table, *outputs, n,
                     row_tile * rows + i * ROWS + slice_of_16 * 16, start, end,
                     shared.outputs.data_ptr() + warp * (48 * self.batch), t % 32,
                 )  # fmt: skip

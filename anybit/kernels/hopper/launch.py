@@ -23,7 +23,8 @@ MAP_TYPES = {
 class GemmArguments(ctypes.Structure):
     """The parameters of every kernel of `gemm.py`.
 
-    zero_or_book: zero points of rows; for look-ups, the codebook.
+    zero_or_book: zero points of rows; for look-ups, the codebook. stride: from a token's outputs to
+    the next token's, of which these n may be some.
     """
 
     _fields_ = [
@@ -41,6 +42,7 @@ class GemmArguments(ctypes.Structure):
         ("counters", c_uint64),
         ("m", c_int32),
         ("n", c_int32),
+        ("stride", c_int32),
         ("k", c_int32),
         ("experts", c_int32),
         ("accumulate", c_ubyte),
@@ -86,12 +88,14 @@ class GemmLauncher(Launcher):
         overlap: bool = True,
         experts: int = 1,
         workspace: tuple[int, int] = (0, 0),
+        stride: int = 0,
     ) -> None:
         """Launch on the current stream of x's device.
 
         pointers: w, row_scale, zero_or_book, token_scale, token_sum, bias, y and starts, 0 for
         none. overlap: begin before the previous kernel of the stream has finished. workspace: of
-        tiles that CTAs share, and counters (see `shares.py`).
+        tiles that CTAs share, and counters (see `shares.py`). stride: of y, a multiple of 8 like n;
+        0 for n.
         """
         frame = self.frame()
         a = frame.arguments
@@ -99,7 +103,7 @@ class GemmLauncher(Launcher):
         ctypes.memmove(a.x_map, tensor_map(x.data_ptr(), m, k, x.dtype, self.box), 128)
         a.x_shape[0] = a.m = m
         a.x_shape[1] = a.k = k
-        a.n = n
+        a.n, a.stride = n, stride or n
         (
             a.w, a.row_scale, a.zero_or_book, a.token_scale, a.token_sum, a.bias, a.y, a.starts,
         ) = pointers  # fmt: skip

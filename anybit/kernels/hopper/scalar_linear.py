@@ -34,6 +34,7 @@ from anybit.kernels.hopper.expert_tiles import (
 )
 from anybit.kernels.hopper.launch import GemmLauncher
 from anybit.kernels.hopper.tile import Kernel, Tile, slow
+from anybit.kernels.hopper.waves import Part, parts
 from anybit.kernels.mma import linear as mma
 from anybit.kernels.mma import tiles as mma_tiles
 
@@ -41,16 +42,22 @@ LONG = 20  # K tiles of two CTAs a multiprocessor with equal shares that bring t
 
 
 class Own(NamedTuple):
-    """A launch of this family.
+    """A launch of this family, for all rows of a weight or for some.
 
     Attributes:
         function: the loaded kernel.
+        first: the row where it begins, a multiple of 256.
+        rows: what it writes of each token, a multiple of 8.
+        skipped: bytes of the weight before that row.
         grid: CTAs.
         overlap: whether it should begin before the kernel before it has ended.
         shared: numbers of the workspace.
     """
 
     function: GemmLauncher
+    first: int
+    rows: int
+    skipped: int
     grid: int
     overlap: bool
     shared: int
@@ -62,12 +69,12 @@ class Way(NamedTuple):
     Attributes:
         mma: the kernel of `kernels/mma` that does it, and its grid; None: another does.
         copy: the kernel that decodes the weight first; None: nothing does.
-        own: this family's launch; None where `mma` or, after a copy, the library multiplies.
+        own: this family's launches; none where `mma` or, after a copy, the library multiplies.
     """
 
     mma: tuple[mma_tiles.Kernel, int] | None = None
     copy: mma_tiles.Kernel | None = None
-    own: Own | None = None
+    own: tuple[Own, ...] = ()
 
 
 def refuse_kernels(layer: LayerSpec) -> str | None:
@@ -156,7 +163,7 @@ def multiply(
     overlap: bool | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """One launch: x (M, K) as the tensor core takes it -> (M, N) in `dtype`.
+    """One launch, or two: x (M, K) as the tensor core takes it -> (M, N) in `dtype`.
 
     scale (M,) fp32 and sums (M,) int32 belong to quantized activations. tile: instead of the
     table's. overlap: programmatic dependent launch, or not; None leaves it to `tiles.overlaps`.
@@ -175,7 +182,7 @@ def multiply(
     )
     if way.mma:
         return mma.multiply(x, scale, sums, prepared, bias, dtype, *way.mma, starts)
-    if way.own is None:
+    if not way.own:
         assert way.copy is not None
         return multiply_decoded(x, way.copy, prepared, offsets(bias, n, dtype))
     blobs, row_scale, row_zero = prepared.layout
@@ -184,26 +191,27 @@ def multiply(
     wide = whole(n)
     y = torch.empty(m, wide, dtype=dtype, device=device)
     bias = offsets(bias, wide, dtype)
-    function, grid, best, shared = way.own
-    _work, workspace = meeting_place(shared, grid, device)
-    function.launch(
-        x,
-        (
-            blobs.data_ptr(),
-            row_scale.data_ptr(),
-            row_zero.data_ptr(),
-            0 if scale is None else scale.data_ptr(),
-            0 if sums is None else sums.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            0 if starts is None else starts.data_ptr(),
-        ),
-        wide,
-        grid,
-        best if overlap is None else overlap,
-        experts,
-        workspace,
-    )
+    for function, first, rows, skipped, grid, best, shared in way.own:
+        _work, workspace = meeting_place(shared, grid, device)
+        function.launch(
+            x,
+            (
+                blobs.data_ptr() + skipped,
+                row_scale.data_ptr() + 4 * first,
+                row_zero.data_ptr() + 4 * first,
+                0 if scale is None else scale.data_ptr(),
+                0 if sums is None else sums.data_ptr(),
+                0 if bias is None else bias.data_ptr() + 2 * first,
+                y.data_ptr() + 2 * first,
+                0 if starts is None else starts.data_ptr(),
+            ),
+            rows,
+            grid,
+            best if overlap is None else overlap,
+            experts,
+            workspace,
+            wide,
+        )
     return cut(y, n)
 
 
@@ -257,7 +265,7 @@ def chosen(
     d, chip = decoder_for(fmt, x_dtype), chip_of(device)
     problem = x_dtype, m, n, k, dtype, device
     if tile:
-        return Way(own=own_launch(fmt, *problem, tile, experts))
+        return Way(own=own_launches(fmt, *problem, tile, experts))
     if not experts and narrow(m, n, k, d, chip):
         return Way(mma.chosen(fmt, activation, *problem, 0))
     if few := few_kernel(d, m, n, k, dtype, chip, experts):
@@ -265,7 +273,7 @@ def chosen(
     copy = copy_kernel(d) if not experts and copies.copies(d, m, n, k, chip) else None
     if copy and d.slot == 16:
         return Way(copy=copy)
-    return Way(copy=copy, own=own_launch(fmt, *problem, None, experts, copy is not None))
+    return Way(copy=copy, own=own_launches(fmt, *problem, None, experts, copy is not None))
 
 
 def few_kernel(
@@ -284,7 +292,7 @@ def few_kernel(
     return (kernel, mma_tiles.grid(kernel.tile, gpu, m, n, k, experts)) if kernel else None
 
 
-def own_launch(
+def own_launches(
     fmt: Format,
     x_dtype: torch.dtype,
     m: int,
@@ -295,8 +303,8 @@ def own_launch(
     tile: Tile | None,
     experts: int,
     decoded: bool = False,
-) -> Own:
-    """This family's launch for a problem, with a tile instead of the rule's if one is given.
+) -> tuple[Own, ...]:
+    """This family's launches for a problem, or one with a tile instead of the rule's.
 
     decoded: the weight is a copy in bytes, which the kernel before writes: nothing may overlap.
     """
@@ -305,13 +313,16 @@ def own_launch(
         tile = copies.choose_copied(m, n, k, chip)
     if tile is None and experts:
         tile = choose_grouped(d, m, n, k, experts, chip)
-    tile = tile or tiles.choose(d, m, n, k, chip)
-    tile = tiles.fitted(tile, d, experts > 0)
-    function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device.index)
-    grid = tiles.grid(tile, m, n, experts, chip)
-    shared = tiles.workspace(tile, m, n, grid)
-    early = not decoded and tiles.overlaps(tile, d, m, n, experts, chip)
-    return Own(function, grid, early, shared)
+    found = []
+    for each, first, rows in [Part(tile, 0, n)] if tile else parts(d, m, n, k, chip):
+        tile = tiles.fitted(each, d, experts > 0)
+        function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device.index)
+        grid = tiles.grid(tile, m, rows, experts, chip)
+        shared = tiles.workspace(tile, m, rows, grid)
+        early = not decoded and tiles.overlaps(tile, d, m, rows, experts, chip)
+        skipped = first // ROWS * k_tiles(k) * d.blob_bytes
+        found.append(Own(function, first, whole(rows), skipped, grid, early, shared))
+    return tuple(found)
 
 
 @cache
