@@ -41,14 +41,14 @@ class Explicit(Gemm):
 
     @cute.jit
     def consume(
-        self, mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, y, workspace,
-        problem, turns, rank, thread,
+        self, mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, outputs,
+        workspace, problem, turns, rank, thread,
     ):  # fmt: skip
         first, tiles, (_, ctas), _, k_last = turns
         group = cute.arch.make_warp_uniform(thread // 128)
         t = thread % 128
         start = shared.table.data_ptr().align(1024)
-        tensors = (row_scale, row_zero, token_scale, token_sum, bias, y)
+        tensors = (row_scale, row_zero, token_scale, token_sum, bias, outputs)
         steps = ((tiles - first + ctas - 1) // ctas) * k_last
         if group == 0:
             self.decode(shared, start, t, steps)
@@ -138,7 +138,7 @@ class Explicit(Gemm):
     def multiply_tile(self, fragments, shared, tensors, problem, tile, k_tiles, step, t):
         """One tile. Returns the number of K tiles so far."""
         mma, operand, x_fragment, acc = fragments
-        row_scale, row_zero, token_scale, token_sum, bias, y = tensors
+        row_scale, row_zero, token_scale, token_sum, bias, outputs = tensors
         full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
         row_tile, _, expert, start, end = self.locate(tile, problem)
         tokens = self.fetch_tokens(token_scale, token_sum, start, end, t)
@@ -166,7 +166,8 @@ class Explicit(Gemm):
         table = self.share_tokens(shared, tokens, 1, t)
         for i in cutlass.range_constexpr(2):
             self.store(
-                acc, i, channels, table, y, n, row_tile * ROWS + i * 64 + t // 32 * 16, start, end,
+                acc, i, channels, table, outputs, n,
+                row_tile * ROWS + i * 64 + t // 32 * 16, start, end,
                 shared.outputs.data_ptr() + (4 + t // 32) * (48 * self.batch), t % 32,
             )  # fmt: skip
         cute.arch.barrier(barrier_id=2, number_of_threads=128)  # the table is read

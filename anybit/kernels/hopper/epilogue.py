@@ -144,10 +144,14 @@ class Epilogue:
 
     @cute.jit
     def store(
-        self, acc, block: cutlass.Constexpr[int], channels, table, y, stride, n, channel, start,
-        end, buffer, lane,
+        self, acc, block: cutlass.Constexpr[int], channels, table, outputs, n, channel, start, end,
+        buffer, lane,
     ):  # fmt: skip
-        """Scale, add the bias, round, and write 16 channels of every token."""
+        """Scale, add the bias, round, and write 16 channels of every token.
+
+        outputs: y, and how far a token's outputs are from the next one's.
+        """
+        y, stride = outputs
         scales, zeros, offsets = channels
         base = const_expr(block * (self.tokens // 2))
         scale_of = cute.make_tensor(

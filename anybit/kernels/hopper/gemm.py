@@ -380,7 +380,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         if finishes:
             for i in cutlass.range_constexpr(self.blocks):
                 self.store(
-                    acc, i, channels, table, *outputs, n,
+                    acc, i, channels, table, outputs, n,
                     row_tile * rows + i * ROWS + slice_of_16 * 16, start, end,
                     shared.outputs.data_ptr() + warp * (48 * self.batch), t % 32,
                 )  # fmt: skip
