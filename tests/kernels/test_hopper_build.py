@@ -16,7 +16,7 @@ from anybit.kernels.backend import Activations, LayerSpec
 from anybit.kernels.cute import jit
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.operands import decoder_for, operand_of
-from anybit.kernels.hopper import backend, build, chip, copies, scalar_linear, tiles
+from anybit.kernels.hopper import backend, build, chip, copies, scalar_linear, tiles, waves
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
 from anybit.kernels.hopper.scalar_linear import Way
@@ -152,9 +152,9 @@ def test_another_number_of_tokens_makes_no_tiles(
     """Texts have all kinds of lengths, and the host waits for the choice."""
     fmt, activation = parse_scheme(scheme)
     d = decoder_for(fmt, getattr(torch, operand_of(activation, HALF)))
-    seen = [tiles.choose(d, 300, 6144, 4096), copies.copies(d, 300, 6144, 4096)]
+    seen = [waves.parts(d, 300, 6144, 4096), copies.copies(d, 300, 6144, 4096)]
     monkeypatch.setattr(tiles, "replace", lambda *args, **options: pytest.fail("another tile"))
-    assert [tiles.choose(d, 301, 6144, 4096), copies.copies(d, 301, 6144, 4096)] == seen
+    assert [waves.parts(d, 301, 6144, 4096), copies.copies(d, 301, 6144, 4096)] == seen
 
 
 def test_weights_are_copied_for_many_tokens() -> None:
