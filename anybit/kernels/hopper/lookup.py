@@ -109,10 +109,12 @@ def candidates(d: LookupDecoder) -> tuple[Tile, ...]:
     """Tiles that leave room for at least two K tiles beside the table.
 
     Spills: 256 tokens with fine groups; equal shares of 128 tokens with four codebooks. 256 rows
-    were slower. Clusters of four were slower than those of two.
+    were slower. Clusters of four and six are for weights whose tiles leave most multiprocessors
+    idle.
     """
     every = [Tile(tokens, split=split) for tokens in (32, 64, 96, 128) for split in (1, 2)]
     every = every[d.cells.m > 1 :]  # shares of 32 tokens were 1.13 to 1.2 times as fast
+    every += [Tile(tokens, split=split) for tokens in (32, 64) for split in (4, 6)]
     every += [Tile(tokens, shared=True) for tokens in (32, 64, 96)]
     if d.cells.m < 4:
         every += [Tile(128, shared=True)]
