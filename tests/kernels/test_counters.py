@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import anybit
+from anybit.core.format import get_format
 from anybit.kernels.cute import counters, driver
 from anybit.kernels.cute.counters import LEAST, SLAB, zeros
+from anybit.kernels.hopper import scalar_linear
 from anybit.nn.linear import QuantLinear
 
 DEVICE = os.environ.get("ANYBIT_TEST_DEVICE", "cpu")
@@ -198,13 +200,23 @@ def shares_tiles() -> bool:
     return DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 
 
-@pytest.mark.skipif(not shares_tiles(), reason="needs Hopper, whose 132 CTAs share 72 tiles here")
+def sharing() -> tuple[QuantLinear, int]:
+    """A layer, and a number of tokens for which CTAs share tiles."""
+    fmt, shape, half = get_format("int4:group=128"), (9216, 4096), torch.float16
+    layer = QuantLinear(anybit.quantize_tensor(torch.randn(shape, device=DEVICE), fmt))
+    for m in range(33, 513):
+        way = scalar_linear.chosen(fmt, None, half, m, *shape, half, CUDA, None, 0)
+        if any(own.shared for own in way.own):
+            return layer, m
+    raise AssertionError(f"CTAs share no tiles of {shape}: this shows nothing")
+
+
+@pytest.mark.skipif(not shares_tiles(), reason="needs Hopper, whose CTAs share tiles")
 @pytest.mark.parametrize("warm", [False, True])
 def test_graphs_of_one_stream_are_replayed_on_two_at_once(warm: bool) -> None:
     """Captured with and without a launch before, which leaves counters for the stream."""
-    packed = anybit.quantize_tensor(torch.randn(9216, 4096, device=DEVICE), "int4:group=128")
-    layer = QuantLinear(packed)
-    given = [torch.randn(100, 4096, device=DEVICE, dtype=torch.float16) for _ in range(2)]
+    layer, m = sharing()
+    given = [torch.randn(m, 4096, device=DEVICE, dtype=torch.float16) for _ in range(2)]
     before, stream = set(counters._kept), torch.cuda.Stream()
     graphs, found = [], []
     layer.prepare(torch.float16)
@@ -229,12 +241,11 @@ def test_graphs_of_one_stream_are_replayed_on_two_at_once(warm: bool) -> None:
             assert all(torch.equal(y, other) for other in ys)
 
 
-@pytest.mark.skipif(not shares_tiles(), reason="needs Hopper, whose 132 CTAs share 72 tiles here")
+@pytest.mark.skipif(not shares_tiles(), reason="needs Hopper, whose CTAs share tiles")
 def test_graphs_that_are_dropped_give_their_counters_back(monkeypatch: pytest.MonkeyPatch) -> None:
     forget(monkeypatch)
-    packed = anybit.quantize_tensor(torch.randn(9216, 4096, device=DEVICE), "int4:group=128")
-    layer = QuantLinear(packed)
-    x = torch.randn(100, 4096, device=DEVICE, dtype=torch.float16)
+    layer, m = sharing()
+    x = torch.randn(m, 4096, device=DEVICE, dtype=torch.float16)
     want, taken = layer(x), []
     for _ in range(8):
         graph = torch.cuda.CUDAGraph()
