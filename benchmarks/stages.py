@@ -57,7 +57,9 @@ GEMM = "gemm.py --workers {workers} --commit {commit} --out {out}"
 PEERS = (
     f"{GEMM} --shapes 28672x4096 8192x28672 6144x4096 5120x17408 4096x14336 37888x3584 4096x4096 "
     "1024x4096 --schemes int4:group=128 fp6 liquid@int8 "
-    "--only anybit-hopper cublas tinygemm humming quack marlin machete"
+    "--only anybit-hopper cublas humming quack marlin machete "
+    "--formats bf16 int4:group=128 int4:group=64 fp6 'int4:group=128 folded' "
+    "'fp8 rowwise' 'fp8 tensorwise'"
 )
 MICRO = (
     f"{GEMM} --shapes 5760x2880 4096x7168 --m 16,64,256,1024 --schemes mxfp4 mxfp4@fp8 nvfp4 "
