@@ -6,6 +6,7 @@ bug and keeps its traceback. What the operating system and the installation lack
 (FileNotFoundError, ...) or an ImportError.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -62,3 +63,14 @@ def loading(directory: object) -> Iterator[None]:
     except ValueError as error:
         first = str(error).strip().partition("\n")[0]
         raise InvalidInput(f"{directory}: transformers cannot load it: {first}") from error
+
+
+@contextmanager
+def probing() -> Iterator[None]:
+    """Run another package's code to see whether it works: a warning of it is no failure.
+
+    Under `-W error` a deprecation would be raised there, and a model refused for it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

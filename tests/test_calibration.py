@@ -216,7 +216,8 @@ def test_kv_scales_are_the_largest_keys_and_values() -> None:
     ids, plan = tokens(), {"*": None, "*.1.mlp.up_proj": "int8"}
     model = anybit.quantize_(llama(), plan, GPTQ(Calibration(ids, kv_scales=True)))
     with torch.no_grad():
-        cache = model(ids, use_cache=True).past_key_values
+        out = model(ids, use_cache=True)
+    cache = out.cache if "cache" in out else out.past_key_values  # its name since transformers 5.24
     for index, layer in enumerate(model.model.layers):
         for name, states in (
             ("k_scale", cache.layers[index].keys),

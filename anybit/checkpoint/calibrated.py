@@ -17,7 +17,7 @@ from torch import nn
 from anybit.checkpoint.card import write_card
 from anybit.checkpoint.rewrite import check_paths, check_unused, fingerprint
 from anybit.checkpoint.stream import Quantization, plan_quantization
-from anybit.errors import InvalidInput, in_a_line
+from anybit.errors import InvalidInput, in_a_line, probing
 from anybit.files.directory import (
     check_absent,
     check_space,
@@ -145,7 +145,8 @@ def without_blocks(
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # the blocks' tensors are unexpected there
     try:
-        model = bare.from_pretrained(source, config=whole.config, local_files_only=True)
+        with probing():
+            model = bare.from_pretrained(source, config=whole.config, local_files_only=True)
     except Exception as error:
         raise InvalidInput(
             f"{source}: a {kind.__name__} cannot be calibrated from disk, since transformers does "

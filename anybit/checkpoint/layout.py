@@ -24,7 +24,7 @@ from anybit.checkpoint.names import (
     natural,
     targets_of,
 )
-from anybit.errors import InvalidInput, in_a_line
+from anybit.errors import InvalidInput, in_a_line, probing
 from anybit.files.safetensors import Stored
 from anybit.nn.experts import layers_of
 
@@ -61,7 +61,8 @@ def convert(conversion: Conversion) -> dict[str, Tensor]:
         for tensor in tensors:
             converter.add_tensor(conversion.first, pattern, pattern, tensor.read())
     try:
-        made = converter.convert(conversion.first, model=model, config=model.config)
+        with probing():
+            made = converter.convert(conversion.first, model=model, config=model.config)
     except Exception as error:  # transformers skips what it cannot make
         raise InvalidInput(
             f"{conversion.one.file}: transformers cannot make {conversion.first} of "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, probing
 from anybit.nn.experts import expert_layers, fused_experts, holds_experts, linear, split
 from anybit.nn.linear import Keep, QuantLinear, is_conv1d
 from anybit.nn.plan import Plan, Spec, patterns_for, plan_of, quantization_config, resolve
@@ -70,7 +70,8 @@ def multiplies(module: nn.Linear) -> bool:
         bias = None if module.bias is None else b
         other._parameters = {"weight": w, "bias": bias}  # type: ignore[dict-item]
         try:
-            y = type(module).forward(other, x)
+            with probing():
+                y = type(module).forward(other, x)
         except Exception:  # it wants something else
             return False
         expected = nn.functional.linear(x, w, bias)

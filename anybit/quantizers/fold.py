@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.core.rotation import SMALLEST, hadamard, signs
-from anybit.errors import Unsupported, in_a_line
+from anybit.errors import Unsupported, in_a_line, probing
 from anybit.nn.model import quantized_layers, refuse_adapters, restored_on_error
 from anybit.nn.tied import output_embeddings, shared_weights, untied, untied_heads
 
@@ -279,7 +279,7 @@ def rehearse(base: Any, embeddings: nn.Module) -> None:
         out: Tensor = small(inputs_embeds=x, use_cache=False)[0]
         return out
 
-    with torch.no_grad():
+    with torch.no_grad(), probing():
         change(small.norm, "weight", torch.ones_like)
         try:
             before, kept = turned(output(x)), turned(small.norm(x))

@@ -18,7 +18,7 @@ from anybit.engine.models.interface import NAME, Call, Step, current
 from anybit.engine.models.layers import Decoder
 from anybit.engine.models.rope import check_length
 from anybit.engine.models.trial import Again, Layer, Trial, spoiled
-from anybit.errors import in_a_line
+from anybit.errors import in_a_line, probing
 
 TOKENS = 8  # of the trial runs
 
@@ -97,7 +97,7 @@ class Hosted(Decoder):
         (self.base,), self.embed_tokens = below, embedding.weight
         ids = torch.arange(TOKENS, device=model.device) % self.config.get_text_config().vocab_size
         before = {id(c): (c, c._attn_implementation) for c in configs(model)}
-        with torch.inference_mode():
+        with torch.inference_mode(), probing():
             try:
                 want = model(ids[None], use_cache=True).logits[0]
                 model.set_attn_implementation(NAME)

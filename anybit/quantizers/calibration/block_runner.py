@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from anybit.errors import AnybitError, InvalidInput, in_a_line
+from anybit.errors import AnybitError, InvalidInput, in_a_line, probing
 from anybit.quantizers.calibration.observer import Observer
 from anybit.quantizers.calibration.padding import masks_of, real_tokens_alone
 from anybit.quantizers.calibration.statistics import SAMPLE, Statistics
@@ -265,7 +265,7 @@ class BlockRunner:
             x, tail = args[0] if args else kwargs["hidden_states"], self.tails.get(at)
             return x if tail is None else (x, *(*passed, *(None,) * tail)[:tail])
 
-        more = {} if cache is None else {"past_key_values": cache, "use_cache": True}
+        more = {} if cache is None else {cache_argument(self.model): cache, "use_cache": True}
         inside = index < len(self.blocks)
         try:
             self.run_all(inputs, skip, key if inside else None, **more)
@@ -311,7 +311,8 @@ class BlockRunner:
             if self.encoder is not None and key is not None:
                 stack.enter_context(instead(self.encoder, partial(encode, self.encoder.forward)))
             try:
-                self.model(**given)
+                with probing():
+                    self.model(**given)
             except (Done, AnybitError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # of a model that needs more than it is given
@@ -321,6 +322,11 @@ class BlockRunner:
                     "(Calibration([{'input_ids': ...}, ...])), or quantize it without calibration "
                     "data"
                 ) from error
+
+
+def cache_argument(model: Any) -> str:
+    """What a model calls the argument for keys and values: `cache` since transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class Done(Exception):
