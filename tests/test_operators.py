@@ -14,9 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import anybit
 from anybit.nn import op as ops
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
 NO_GRADIENTS = (torch.no_grad, torch.inference_mode)
 
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import anybit
+from tests.published import absolute, with_addresses
 
 ROOT = Path(__file__).parents[1]
 FILES = [
@@ -42,8 +43,46 @@ def test_workflows_run_targets_that_exist() -> None:
     called = set()
     for path in (ROOT / ".github/workflows").glob("*.yml"):
         called |= set(re.findall(r"\bmake ([a-z0-9-]+)", path.read_text()))
-    assert called
-    assert called <= targets
+        for job in parsed(path)["jobs"].values():
+            called |= set(job.get("strategy", {}).get("matrix", {}).get("target", ()))
+    assert {"pytest", "release", "test-newest"} <= called <= targets
+
+
+def test_workflows_use_actions_of_others_by_commit_and_release_what_passes() -> None:
+    workflows = {path.name: parsed(path) for path in (ROOT / ".github/workflows").glob("*.yml")}
+    jobs = [job for workflow in workflows.values() for job in workflow["jobs"].values()]
+    used = [step["uses"] for job in jobs for step in job.get("steps", ()) if "uses" in step]
+    assert used
+    assert not [name for name in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", name)]
+    assert all("timeout-minutes" in job or "uses" in job for job in jobs)
+    release = workflows["release.yml"]["jobs"]
+    assert release["test"]["uses"] == "./.github/workflows/test.yml"
+    assert release["build"]["needs"] == "test"
+    assert release["publish"]["needs"] == "build"
+
+
+def test_the_lock_has_every_package_that_is_asked_for() -> None:
+    """`make lock` writes it; pip would take the newest version of a package that it lacks."""
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    asked = [*PYPROJECT["project"]["dependencies"], *PYPROJECT["build-system"]["requires"]]
+    asked += [line for name in extras for line in extras[name] if not line.startswith("anybit")]
+    names = {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in asked}
+    lock = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.partition(" ;")[0].split("==") for line in lock if "==" in line)
+    assert names - {"lm-eval"} <= pins.keys()  # the extra `eval` is in no command of README's
+    assert pins["torch"] == PYPROJECT["tool"]["uv"]["override-dependencies"][0].partition("==")[2]
+
+
+def test_pypi_gets_links_that_work() -> None:
+    home = "https://example.org/anybit"
+    text = absolute("![a](docs/a.png) [b](docs/b.md#c) [d](https://e.org) [f](#g)", home)
+    pages = f"![a]({home}/raw/HEAD/docs/a.png) [b]({home}/blob/HEAD/docs/b.md#c)"
+    assert text == f"{pages} [d](https://e.org) [f](#g)"
+    readme = absolute((ROOT / "README.md").read_text("utf-8"), home)
+    assert not re.findall(r"\]\((?!https?:|#)[^)]*\)", readme)
+    project = tomllib.loads(with_addresses((ROOT / "pyproject.toml").read_text(), home))
+    assert project["project"]["urls"]["Repository"] == home
+    assert project["project"]["scripts"] == PYPROJECT["project"]["scripts"]
 
 
 def test_make_finds_the_tests_that_need_a_gpu_or_emulate_every_kernel() -> None:

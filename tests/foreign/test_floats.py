@@ -322,7 +322,7 @@ def test_quark(dtype: str, tmp_path: Path) -> None:
     same(layer, floats(codes, kind) * scales, spec)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("kind", ["bitlinear", "autobitlinear"])
 def test_bitnet(kind: str, tmp_path: Path) -> None:
     from transformers.integrations.bitnet import pack_weights

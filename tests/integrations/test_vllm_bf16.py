@@ -26,8 +26,8 @@ SCHEMES = [
     PLANS["unlike parts of a merged layer"],
 ]  # fmt: skip
 # Of the logits' spread: what rounding to bf16 tells apart, and that of activations after it. Wrong
-# tokens are several away. Of experts, a near tie may choose another one.
-NEAR, NEAR_OF_EXPERTS = 0.25, 1.0
+# tokens are several away.
+NEAR = 0.25
 OPTIONS = {"eager": not ON_GPU, "dtype": "bfloat16"}
 if ON_GPU:
     current_platform.import_kernels()  # among others those that choose experts, if it has them
@@ -39,8 +39,20 @@ def no_compiled_graph_of_another_run(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
 
 
-def judge(model, got, prompts=PROMPTS, near=NEAR):
+def judge(model, got, prompts=PROMPTS, near=NEAR, likeliest=0.9):
     """Assert that tokens after prompts are a model's likeliest, or next to them."""
+    gaps = gaps_of(model, got, prompts)
+    assert max(gaps) < near
+    assert share(gaps) > likeliest
+
+
+def share(gaps):
+    """How many of the tokens were the likeliest."""
+    return sum(gap == 0 for gap in gaps) / len(gaps)
+
+
+def gaps_of(model, got, prompts=PROMPTS):
+    """How far each token's logit is below the likeliest one's, in standard deviations of logits."""
     gaps = []
     for prompt, text in zip(prompts, got, strict=True):
         with torch.no_grad():
@@ -48,8 +60,18 @@ def judge(model, got, prompts=PROMPTS, near=NEAR):
         logits[:, model.config.eos_token_id] = -torch.inf  # vLLM writes a number of tokens
         chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
         gaps += ((logits.amax(1) - chosen) / logits[logits.isfinite()].std()).tolist()
-    assert max(gaps) < near
-    assert sum(gap == 0 for gap in gaps) > 0.9 * len(gaps)
+    return gaps
+
+
+def written(model, tokens):
+    """What transformers writes after the prompts."""
+    model.generation_config.eos_token_id = None
+    options = {
+        "max_new_tokens": tokens,
+        "do_sample": False,
+        "suppress_tokens": [model.config.eos_token_id],
+    }
+    return [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in PROMPTS]
 
 
 @pytest.mark.parametrize("plan", SCHEMES if ON_GPU else SCHEMES[:2], ids=str)
@@ -65,7 +87,11 @@ def test_experts(tmp_path, mixtral, plan):
     quantize_checkpoint(mixtral, tmp_path / "out", plan)
     got = by_vllm(tmp_path / "out", **OPTIONS)
     model = dequantize_(anybit.load(tmp_path / "out", dtype=torch.float32)).eval()
-    judge(model, got, near=NEAR_OF_EXPERTS)
+    # In bf16 a near tie of the router chooses another expert, and other tokens follow. How often
+    # depends on the model and the processor: transformers in bf16 tells.
+    plain = dequantize_(anybit.load(tmp_path / "out", dtype=torch.bfloat16)).eval()
+    gaps = gaps_of(model, written(plain, len(got[0])))
+    judge(model, got, near=max(1.0, 1.25 * max(gaps)), likeliest=share(gaps) - 0.1)
 
 
 def test_adapters(tmp_path):

@@ -267,7 +267,7 @@ def test_a_bias_of_another_dtype() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_compile_and_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     others = {name: value for name, value in registry.BACKENDS.items() if name != "hopper"}
     monkeypatch.setattr(registry, "BACKENDS", others)
