@@ -1,6 +1,7 @@
 """From a model's text to its parts, as the text grows: thoughts, content and tool calls."""
 
 import json
+import re
 import string
 import uuid
 from collections.abc import Callable
@@ -67,14 +68,19 @@ class Thoughts:
         self.open, self.close, self.rest = open, close, rest
         self.state = "inside" if inside else "before"
         self.held, self.begun = "", False  # whether the thoughts have begun
+        self.blank: list[str] = []  # white space that was read ahead of all else
 
     @property
     def thinking(self) -> bool:
         return self.state == "inside"
 
     def feed(self, text: str, last: bool = False) -> list[Piece]:
-        self.held += text
         out: list[Piece] = []
+        if self.state == "before" and text.isspace() and not last:
+            self.blank.append(text)
+            return out
+        self.held += "".join([*self.blank, text])
+        self.blank.clear()
         if self.state == "before":
             ahead = self.held.lstrip()
             if ahead.startswith(self.open):
@@ -101,78 +107,147 @@ class Thoughts:
         return out
 
 
+class Collected:
+    """Text up to a mark, as it arrives."""
+
+    def __init__(self, mark: str):
+        self.mark, self.tail = mark, ""
+        self.parts: list[str] = []
+
+    def feed(self, text: str) -> str | None:
+        """Read on; what stands behind the mark, once that has come."""
+        before, mark, rest = (self.tail + text).partition(self.mark)
+        cut = len(before) if mark else max(len(before) - len(self.mark) + 1, 0)
+        self.parts.append(before[:cut])
+        self.tail = before[cut:]
+        return rest if mark else None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts) + self.tail
+
+
 class JsonCall:
     """A tool call's object {"name": ..., "arguments": {...}}, read as it grows.
 
-    name: given when the object is the arguments themselves. text: all that was read.
+    name: given when the object is the arguments themselves. passed: whether some of them have.
     """
 
+    OUTSIDE, INSIDE = re.compile(r'["{}\[\]:,]'), re.compile(r'["\\]')  # of strings
+
     def __init__(self, name: str | None = None):
-        self.text, self.name, self.ended = "", name, False
-        self.passed = ""  # of the arguments
-        self._first, self._end = (-1, -1) if name is None else (0, -1)  # where the arguments are
+        self.name, self.ended, self.passed = name, False, False
+        self._parts: list[str] = []  # all that was read
         self._depth, self._string, self._escaped = 0, False, False
-        self._quote, self._key, self._value = 0, "", -1  # the key's and the value's beginnings
+        self._key: list[str] = []
+        self._value: list[str] | None = None  # of the name, if that is read
+        self._arguments: list[str] = []  # that have not passed
+        self._bare = name is not None
+        self._begun, self._whole = self._bare, False  # the arguments
+        self._waits: bool | None = None  # whether they pass as a whole; None: not known yet
+        self._in_value = False
+        # Where to the text goes that is read, and from where on it has not gone there.
+        self._sink = self._arguments if self._bare else None
+        self._since = 0
+
+    @property
+    def text(self) -> str:
+        """All that was read."""
+        return "".join(self._parts)
 
     def feed(self, text: str) -> str:
         """Read on; the rest of the text behind the object's end."""
-        for at, char in enumerate(text):
-            self.text += char
-            self._step(char)
-            if self.ended:
-                return text[at + 1 :]
-        return ""
+        at = self._since = 0
+        while at < len(text) and not self.ended:
+            if self._escaped:
+                at, self._escaped = at + 1, False
+                continue
+            found = (self.INSIDE if self._string else self.OUTSIDE).search(text, at)
+            if found is None:
+                break
+            at = found.end()
+            if self._string:
+                self._in_string(text, at)
+            else:
+                self._between_strings(text, at)
+        end = at if self.ended else len(text)
+        self._turn(text, end, self._sink)
+        self._parts.append(text[:end])
+        return text[end:]
 
     def news(self) -> str:
         """What has been added to the arguments since the last call."""
-        if self.name is None or self._first < 0:
-            return ""
-        whole = self.text[self._first : len(self.text) if self._end < 0 else self._end].lstrip()
-        if whole[:1] == '"':  # some models write them as a string that holds JSON
-            if self._end < 0:
+        if self._waits is None:
+            self._arguments[:] = ["".join(self._arguments).lstrip()]
+            if not self._arguments[0]:
                 return ""
+            # Some models write them as a string that holds JSON, or null if there are none.
+            self._waits = self._arguments[0][0] in '"n'
+        if self._waits and not self._whole:
+            return ""
+        text = "".join(self._arguments)
+        self._arguments.clear()
+        if self._waits and text:
             with suppress(ValueError):  # of a wrong escape: then as the model has written it
-                whole = json.loads(whole, strict=False)
-        new, self.passed = whole[len(self.passed) :], whole
-        return new
+                text = json.loads(text, strict=False) or ""
+            text = "" if text.strip() == "null" else text
+        self.passed = self.passed or bool(text)
+        return text
 
-    def _step(self, char: str) -> None:
-        if self._string:
-            if self._escaped or char == "\\":
-                self._escaped = not self._escaped
-            elif char == '"':
-                self._string = False
-                if self._depth == 1 and self._value < 0:
-                    self._key = self.text[self._quote : -1]
-        elif char == '"':
-            self._string, self._quote = True, len(self.text)
-        elif char == ":" and self._depth == 1 and self._value < 0:
-            self._value = len(self.text)
-            if self._key in ("arguments", "parameters") and self._first < 0:
-                self._first = self._value
+    def _turn(self, text: str, at: int, sink: list[str] | None) -> None:
+        """Send the text before `at` where it belongs, and what follows elsewhere."""
+        if self._sink is not None:
+            self._sink.append(text[self._since : at])
+        self._sink, self._since = sink, at
+
+    def _in_string(self, text: str, at: int) -> None:
+        if text[at - 1] == "\\":
+            self._escaped = True
+            return
+        self._string = False
+        if self._sink is self._key:
+            self._turn(text, at - 1, None)
+
+    def _between_strings(self, text: str, at: int) -> None:
+        char = text[at - 1]
+        in_key = self._depth == 1 and not self._in_value and not self._bare
+        if char == '"':
+            self._string = True
+            if in_key:
+                self._key = []
+                self._turn(text, at, self._key)
+        elif char == ":" and in_key:
+            self._in_value, key = True, "".join(self._key)
+            if key in ("arguments", "parameters") and not self._begun:
+                self._begun = True
+                self._turn(text, at, self._arguments)
+            elif key == "name" and self.name is None:
+                self._value = []
+                self._turn(text, at, self._value)
         elif char in "{[":
             self._depth += 1
         elif char in "}]":
             self._depth -= 1
             self.ended = self._depth == 0
-            if self._depth == 1 and self._first == self._value >= 0:
-                self._end = len(self.text)
+            if self._sink is self._arguments and self._depth == (0 if self._bare else 1):
+                self._whole = True
+                self._turn(text, at, None)
         if (self._depth == 1 and char == ",") or self.ended:
-            self._close(len(self.text) - 1)
+            self._close(text, at - 1)
 
-    def _close(self, end: int) -> None:
-        """A value of the object has ended, or the object that is the arguments."""
-        if self._first == 0:
-            self._end = end + 1 if self.ended else -1
-        elif self._value >= 0 and self._first == self._value and self._end < 0:
-            self._end = end
-        elif self._value >= 0 and self._key == "name" and self.name is None:
-            try:
-                name = json.loads(self.text[self._value : end])
-            except ValueError:
-                name = None
-            self.name = name if isinstance(name, str) else None
-        self._value = -1
+    def _close(self, text: str, end: int) -> None:
+        """A value of the object has ended."""
+        self._in_value = False
+        if self._bare or self._sink is None:
+            return
+        if self._sink is self._arguments:
+            self._whole = True
+        self._turn(text, end, None)
+        if self._value is not None:
+            with suppress(ValueError, RecursionError):
+                name = json.loads("".join(self._value))
+                self.name = name if isinstance(name, str) else None
+            self._value = None
 
 
 class Calls:
@@ -196,23 +271,43 @@ class Calls:
         self.inner = ("<function=",) if xml else ()
         self.separators = ",;[]" if named or bare else ""
         self.count, self.held = 0, ""
+        self.blank: list[str] = []  # what follows it, and decides nothing by itself
         self.call, self.started = JsonCall(), False  # whether the call's name has passed
+        self.body = Collected("")  # of a call that is not an object, or its name
         # A state takes from what is held, adds pieces, and says whether to go on.
         self.state = self._begin if bare else self._content
         self.out: list[Piece] = []
 
     def feed(self, text: str, last: bool = False) -> list[Piece]:
-        self.held += text
         self.out = []
+        inside = self.state in (self._object, self._function)
+        between = self.state == self._between
+        if not (last or inside or text.strip(SPACE + self.separators if between else SPACE)):
+            self.blank.append(text)
+            return self.out
+        self.held += "".join([*self.blank, text])
+        self.blank.clear()
         while self.state():
             pass
-        if last:  # what was the beginning of something is content
-            if self.state == self._between and not self.held.strip(SPACE + self.separators):
+        if last:  # what was the beginning of something is content, but for a mark or another call
+            if self.state == self._between and self._begins_mark():
                 self.held = ""
-            unread = self.call.text if self.state == self._object and not self.started else ""
+            unread = ""
+            if self.state == self._object and not self.started and (self.bare or not self.count):
+                unread = self.call.text
+            elif self.state == self._name or (self.state == self._function and not self.count):
+                unread = self.body.text
             self._add((unread + self.held).rstrip() if self.count else unread + self.held)
             self.held = ""
         return self.out
+
+    def _begins_mark(self) -> bool:
+        """Whether what is held is nothing, or may be the beginning of a mark."""
+        rest = self.held.strip(SPACE + self.separators)
+        ahead = self.held.lstrip(SPACE + self.separators.replace("[", ""))
+        return not rest or any(
+            mark.startswith(ahead) for mark in (*self.open, *self.between, *self.inner)
+        )
 
     def _add(self, content: str) -> None:
         if content:
@@ -238,35 +333,41 @@ class Calls:
 
     def _between(self) -> bool:
         """Before an object, or behind it."""
-        self.held = self.held.lstrip()
+        ahead = self.held.lstrip(SPACE + self.separators.replace("[", ""))
         for mark in (*self.open, *self.between):
-            if self.held.startswith(mark):
-                self.held = self.held[len(mark) :]
+            if ahead.startswith(mark):
+                self.held = ahead[len(mark) :]
                 return True
-        if any(mark.startswith(self.held) for mark in (*self.open, *self.between, *self.inner)):
-            return False  # nothing yet, or the beginning of a mark
-        ahead = self.held.lstrip(SPACE + self.separators)
-        if not ahead:  # separators are dropped only if calls, or nothing, stand behind them
+        if self._begins_mark():
             return False
+        self.held = self.held.lstrip()
+        # Separators are dropped only if calls, or nothing, stand behind them.
+        ahead = self.held.lstrip(SPACE + self.separators)
         if ahead[0] == "{":
             self.state, self.held, self.call = self._object, ahead, JsonCall()
         elif self.xml and ahead.startswith(self.inner):
-            self.state, self.held = self._function, ahead
+            self.state, self.held, self.body = self._function, ahead, Collected("</function>")
         elif self.named and (ahead[0].isalnum() or ahead[0] == "_"):
-            self.state, self.held = self._name, ahead
+            self.state, self.held, self.body = self._name, ahead, Collected("{")
         else:
             self.state = self._content
             if self.named and self.count:  # the end of a list of calls
                 self.held = self.held.removeprefix("]").lstrip()
         return True
 
+    def _ends(self) -> bool:
+        """Collect what is held; whether the body's end has come, behind which `held` then is."""
+        rest = self.body.feed(self.held)
+        self.held = rest or ""
+        return rest is not None
+
     def _name(self) -> bool:
         """`name[ARGS]{...}`; `[CALL_ID]...` may stand between."""
-        name, brace, rest = self.held.partition("{")
-        if brace:
-            self.call = JsonCall(name.partition("[")[0].strip())
-            self.state, self.held = self._object, brace + rest
-        return bool(brace)
+        if not self._ends():
+            return False
+        self.call = JsonCall(self.body.text.partition("[")[0].strip())
+        self.state, self.held = self._object, "{" + self.held
+        return True
 
     def _object(self) -> bool:
         if not self.held:
@@ -291,14 +392,13 @@ class Calls:
         return True
 
     def _function(self) -> bool:
-        body, end, rest = self.held.partition("</function>")
-        if not end:
+        if not self._ends():
             return False
         assert self.xml is not None
-        name, arguments = self.xml(body)
+        name, arguments = self.xml(self.body.text)
         self.out += [Piece("call", "", self.count, name), Piece("call", arguments, self.count)]
         self.count += 1
-        self.held, self.state = rest, self._between
+        self.state = self._between
         return True
 
 
@@ -310,7 +410,9 @@ class Harmony:
 
     def __init__(self) -> None:
         self.held, self.count = "", 0
+        self.header = Collected(self.MESSAGE)
         self.kind: Literal["reasoning", "content", "call"] | None = None  # None: in a header
+        self.unsure: str | None = None  # arguments that may be null
 
     @property
     def thinking(self) -> bool:
@@ -321,30 +423,45 @@ class Harmony:
         out: list[Piece] = []
         while True:
             if self.kind is None:
-                head, mark, rest = self.held.partition(self.MESSAGE)
-                if not mark:
+                rest = self.header.feed(self.held)
+                self.held, head = rest or "", self.header.text if last or rest is not None else ""
+                if rest is None:
                     if last and head.strip() and "<|" not in head:  # no channel at all
                         out.append(Piece("content", head))
                     return out
                 out += self._begin(head)
-                self.held = rest
+                self.header = Collected(self.MESSAGE)
             body, end, self.held = cut(self.held, self.ENDS)
             if last and end is None:
                 body, self.held = body + self.held, ""
+            assert self.kind is not None
+            if self.kind == "call":
+                body = self._called(body, end is not None, last)
             if body:
-                call = self.count - 1 if self.kind == "call" else -1
-                assert self.kind is not None
-                out.append(Piece(self.kind, body, call))
+                out.append(Piece(self.kind, body, self.count - 1 if self.kind == "call" else -1))
             if end is None:
                 return out
             self.kind = None
+
+    def _called(self, body: str, ended: bool, last: bool) -> str:
+        """What passes of a call's arguments: none are {}, and so is null."""
+        if self.unsure is None:
+            return body
+        self.unsure = (self.unsure + body).lstrip()
+        text = self.unsure.rstrip()
+        if (ended and not text) or ((ended or last) and text == "null"):
+            return "{}"
+        if "null".startswith(text) and not ended:
+            return ""
+        body, self.unsure = self.unsure, None
+        return body
 
     def _begin(self, head: str) -> list[Piece]:
         """Take a message's header: its channel, and the tool that it is for."""
         channel = head.partition("<|channel|>")[2].split()[:1]
         tool = head.partition("to=functions.")[2].partition("<|")[0].split()[:1]
         if tool:
-            self.kind, self.count = "call", self.count + 1
+            self.kind, self.count, self.unsure = "call", self.count + 1, ""
             return [Piece("call", "", self.count - 1, tool[0])]
         self.kind = "reasoning" if channel == ["analysis"] else "content"
         return []

@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -90,6 +91,35 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "ok",
         [("get", '{"n": {}}'), ("f_2", "{}")],
     ),
+    ("hermes", hermes('{"name": "f", "arguments": null}'), "", [("f", "{}")]),
+    ("hermes", hermes('{"name": "f", "arguments": "null" }'), "", [("f", "{}")]),
+    ("hermes", hermes('{"name": "f", "arguments": null, "id": 1}'), "", [("f", "{}")]),
+    ("hermes", hermes('{"arguments": null, "name": "f"}'), "", [("f", "{}")]),
+    (
+        "hermes",
+        hermes('{"name": "a,b", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}'),
+        "",
+        [("a,b", '{"a": 1, "b": 2}')],
+    ),
+    ("llama", '{"name": "get", "parameters": null}', "", [("get", "{}")]),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": null}]', "", [("f", "{}")]),
+    # What a limit of tokens cuts behind a call is no content.
+    ("hermes", HERMES + "\n<", "", [("get", ARGS)]),
+    ("hermes", HERMES + "\n<tool_call", "", [("get", ARGS)]),
+    ("hermes", HERMES[:-3], "", [("get", ARGS)]),
+    ("hermes", HERMES + '\n<tool_call>\n{"na', "", [("get", ARGS)]),
+    ("hermes", HERMES + "\n<tool_call> <b", "<b", [("get", ARGS)]),
+    ("hermes", "<tool_call>\n<", "", []),
+    ("mistral", '[TOOL_CALLS][{"name": "f"}, ', "", [("f", "{}")]),
+    ("mistral", '[TOOL_CALLS][{"name": "f"}, {"n', "", [("f", "{}")]),
+    ("mistral", '[TOOL_CALLS][{"name": "f"}][TOOL_CA', "", [("f", "{}")]),
+    ("llama", '{"name": "get", "parameters": {}}; <|python', "", [("get", "{}")]),
+    (
+        "qwen-coder",
+        XML + "<tool_call>\n<func",
+        "Now.",
+        [("get", '{"n": 3, "s": "4", "l": [1, 2]}')],
+    ),
     ("qwen-coder", XML, "Now.", [("get", '{"n": 3, "s": "4", "l": [1, 2]}')]),
 ]
 
@@ -127,6 +157,69 @@ def test_harmony(size: int) -> None:
     assert read(Harmony(), text, size) == ("Think.", "", [("get", '{"n": 1}')])
     text = "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>final<|message|>B"
     assert read(Harmony(), text, size) == ("A", "B", [])
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("arguments", "want"),
+    [("null", "{}"), ("", "{}"), (" null ", "{}"), ("nul", "nul"), ('{"a": null}', '{"a": null}')],
+)
+def test_harmony_calls_without_arguments(arguments: str, want: str, size: int) -> None:
+    head = "<|channel|>commentary to=functions.get<|message|>"
+    assert read(Harmony(), f"{head}{arguments}<|call|>", size)[2] == [("get", want)]
+
+
+LONG = 'a \n,"<' * 27_000  # 160 kB
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "body", "after"),
+    [
+        (
+            "hermes",
+            '<tool_call>{"name": "get", "arguments": {"s": ',
+            json.dumps(LONG),
+            "}}</tool_call>",
+        ),
+        ("hermes", '<tool_call>{"arguments": {"s": ', json.dumps(LONG), '}, "name": "get"}'),
+        ("llama", '{"name": "get", "parameters": {"s": ', json.dumps(LONG), "}}"),
+        ("mistral", '[TOOL_CALLS]get[ARGS]{"s": ', json.dumps(LONG), "}"),
+        ("qwen-coder", "<tool_call><function=get><parameter=s>", LONG, "</parameter></function>"),
+        ("harmony", '<|channel|>final to=functions.get<|message|>{"s": ', json.dumps(LONG), "}"),
+    ],
+)
+def test_long_calls_take_as_long_a_token_as_short_ones(
+    family: str, before: str, body: str, after: str
+) -> None:
+    """What is held, and would be read again with the next token, stays short."""
+    reader: Any = FAMILIES[family].reader(TOOLS)
+    pieces, text = [], before + body + after
+    for at in range(0, len(text), 4):
+        pieces += reader.feed(text[at : at + 4])
+        assert len(reader.held) < 100
+    pieces += reader.feed("", True)
+    arguments = "".join(piece.text for piece in pieces if piece.kind == "call")
+    assert json.loads(arguments) == {"s": LONG}
+    assert not [piece for piece in pieces if piece.kind == "content"]
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "more"),
+    [
+        ("llama", "", " "), ("hermes", "a", "\n"), ("hermes", "<tool_call>", " "),
+        ("mistral", "[TOOL_CALLS]", ", "), ("mistral", "[TOOL_CALLS]", "name"),
+        ("llama", '{"name": "get", "parameters": {}}', ";"), ("harmony", "", "final"),
+    ],
+)  # fmt: skip
+def test_what_goes_on_for_ever_is_not_read_again(family: str, before: str, more: str) -> None:
+    reader: Any = FAMILIES[family].reader(TOOLS)
+    thoughts: Any = Thoughts("<think>", "</think>", False, Plain())
+    reader.feed(before)
+    for _ in range(1000):
+        reader.feed(more)
+        thoughts.feed(" ")
+        assert len(reader.held) < 100
+        assert len(thoughts.held) < 100
 
 
 SCRAPS = [
