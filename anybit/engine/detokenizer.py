@@ -1,5 +1,6 @@
 """Tokens to text, one at a time: whole characters only, and never a piece of a stop string."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
@@ -9,77 +10,178 @@ Decode = Callable[[list[int]], str]
 
 UNKNOWN = "\ufffd"  # what decoders write for bytes that are no character, or not yet
 CONTEXT = 8  # tokens that are decoded again with a new one, for the spaces and characters between
+BYTES = 4  # of a character
+LONGEST = 64  # tokens that are decoded again where no place to begin is found
 
 
 class Detokenizer:
     """The text of one growing list of tokens.
 
-    text: all that is certain. released: how much of it may be shown; the rest could be the
-    beginning of a stop string.
+    held: the end of the text that is not shown yet, since it could begin a stop string.
     """
 
-    def __init__(self, decode: Decode | None, prompt: Sequence[int], stop: Sequence[str] = ()):
+    def __init__(
+        self, decode: Decode | None, prompt: Sequence[int], stop: Sequence[str] = (),
+        include_stop: bool = False,
+    ):  # fmt: skip
         if stop and decode is None:
             raise InvalidInput(f"stop={list(stop)!r} needs a tokenizer, and this model has none")
-        self.decode, self.stop = decode, stop
-        self.text = ""
-        self.released = 0
+        self.decode, self.include_stop = decode, include_stop
+        self.held = ""
+        self._stops = Stops(stop) if stop else None
         self._window = list(prompt[-CONTEXT:])
         self._prompt = decode(self._window) if decode else ""  # "" once the text has begun
-        self._seen = len(certain(self._prompt))
+        self._done = certain(self._prompt)  # what the window has given
+        self._waited = 0  # tokens with which that was something else
 
-    def add(self, tokens: list[int], last: bool = False, stop: bool = True) -> str | None:
-        """Append tokens; return the stop string that ended the text, if one did.
+    def add(
+        self, tokens: list[int], last: bool = False, stop: bool = True
+    ) -> tuple[str, str | None]:
+        """Append tokens: the text that may be shown now, and the stop string that has ended it.
 
         last: no tokens follow, so incomplete characters are released as they are.
         stop: whether stop strings end the text already (they are held back either way).
         """
         if self.decode is None:
-            return None
-        before = len(self.text)
+            return "", None
+        new = self._decoded(tokens, last)
+        if self._stops is None:
+            return new, None
+        found = self._stops.read(new)
+        self.held += new
+        if stop and found is not None:
+            string, before = found
+            end = len(self.held) - before + (len(string) if self.include_stop else 0)
+            text, self.held = self.held[:end], ""
+            return text, string
+        shown = len(self.held) - (0 if last else self._stops.begun)
+        text, self.held = self.held[:shown], self.held[shown:]
+        return text, None
+
+    def _decoded(self, tokens: list[int], last: bool) -> str:
+        """The characters that tokens complete."""
+        assert self.decode is not None
         self._window += tokens
         decoded = self.decode(self._window)
         now = decoded if last else certain(decoded)
-        if self._prompt and len(now) > self._seen:
+        if self._prompt and len(now) > len(self._done):
             # What looked like the beginning of a character at the prompt's end may be U+FFFD.
             same = takewhile(lambda pair: pair[0] == pair[1], zip(now, self._prompt, strict=False))
-            self._seen = len(list(same))
-        if len(now) > self._seen:
-            self.text += now[self._seen :]
-            self._seen, self._prompt = len(now), ""
+            self._done = now[: len(list(same))]
+        # Byte fallback writes all bytes in a row as U+FFFD while the last character lacks some.
+        self._waited = 0 if now.startswith(self._done) else self._waited + 1
+        if 0 < self._waited < BYTES and not last:
+            return ""
+        new = now[len(self._done) :]
+        if new:
+            self._done, self._prompt = now, ""
         if len(self._window) > 2 * CONTEXT:
             self._shorten(decoded)
-        found = self._find(before) if stop else None
-        if found:
-            self.text = self.text[: found[0]]
-        held = 0 if found or last else self._held()
-        self.released = max(self.released, len(self.text) - held)
-        return found[1] if found else None
+        return new
 
     def _shorten(self, decoded: str) -> None:
         """Drop old tokens from the window, where that leaves the end of the text as it is."""
-        tail = self.decode(self._window[-CONTEXT:])  # type: ignore[misc]
-        if tail and UNKNOWN not in tail and decoded.endswith(tail):
-            self._window = self._window[-CONTEXT:]
-            self._seen = len(tail)
+        assert self.decode is not None
+        unseen, forced = len(decoded) - len(self._done), len(self._window) > LONGEST
+        for size in range(CONTEXT, CONTEXT + BYTES):  # one of four bytes begins a character
+            tail = self.decode(self._window[-size:])
+            if not tail and self.decode(self._window[:-size]) == decoded:  # special tokens
+                self._window = self._window[:-size]
+                return
+            if tail and (forced or UNKNOWN not in tail) and decoded.endswith(tail):
+                break
+            if not forced and len(self._window) % CONTEXT:
+                return  # other sizes are tried now and then
+        else:
+            if not forced:
+                return
+        self._window, self._prompt = self._window[-size:], ""
+        self._done = tail[: max(len(tail) - unseen, 0)]
 
-    def _find(self, before: int) -> tuple[int, str] | None:
-        """The first stop string that ends after the first `before` characters, and where."""
-        found = []
-        for stop in self.stop:
-            at = self.text.find(stop, max(0, before - len(stop) + 1))
-            if at >= 0:
-                found.append((at, stop))
-        return min(found, key=lambda f: f[0]) if found else None
 
-    def _held(self) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
-        longest = min(max((len(s) for s in self.stop), default=1) - 1, len(self.text))
-        for length in range(longest, 0, -1):
-            end = self.text[-length:]
-            if any(len(stop) > length and stop.startswith(end) for stop in self.stop):
-                return length
-        return 0
+class Stops:
+    """Looks for stop strings in a text, in a time that depends on neither's length.
+
+    It is an automaton (Aho and Corasick): a state is the longest end of the text that a stop string
+    begins with. States are made when a text first reaches them, since stop strings may be long.
+
+    begun: the length of the longest end of the text that a longer stop string begins with.
+    """
+
+    def __init__(self, stop: Sequence[str]):
+        self.order = {string: i for i, string in reversed(list(enumerate(stop)))}
+        self.sorted = sorted(self.order)
+        self.next: dict[tuple[int, str], int] = {}
+        # Of each state: its length, which of the sorted strings begin with it, the state of its
+        # next shorter end, the longest string that it ends with, and `begun`.
+        self.length, self.range, self.shorter = [0], [(0, len(self.sorted))], [0]
+        self.whole, self.open = [""], [0]
+        self.state = 0
+
+    @property
+    def begun(self) -> int:
+        return self.open[self.state]
+
+    def read(self, text: str) -> tuple[str, int] | None:
+        """Go on with a text: the stop string in it that begins first, and where, from its end.
+
+        Only strings that end in this text count; of two that begin together, the first one given.
+        """
+        best: tuple[int, int, str, int] | None = None
+        for at, char in enumerate(text, 1):
+            self.state = self._after(char)
+            string = self.whole[self.state]
+            if string:
+                begin = at - len(string)
+                found = (begin, self.order[string], string, len(text) - begin)
+                best = found if best is None else min(best, found)
+        return None if best is None else best[2:]
+
+    def _after(self, char: str) -> int:
+        """The state behind one more character."""
+        state, made = self.state, []
+        while True:
+            to = self.next.get((state, char))
+            if to is not None:
+                break
+            to = self._longer(state, char)
+            if to:
+                made.append(to)
+            if not state:
+                break
+            state = self.shorter[state]
+        # What was made are ends of each other: the shortest is linked first.
+        shorter = to if to not in made else 0
+        for state in reversed(made):
+            low, high = self.range[state]
+            string, size = self.sorted[low], self.length[state]
+            self.shorter[state] = shorter
+            self.whole[state] = string if len(string) == size else self.whole[shorter]
+            goes_on = high - low > 1 or len(string) > size
+            self.open[state] = size if goes_on else self.open[shorter]
+            shorter = state
+        return shorter
+
+    def _longer(self, state: int, char: str) -> int:
+        """A new state, one character longer; 0 where no string begins with it."""
+        (low, high), at = self.range[state], self.length[state]
+
+        def key(string: str) -> str:
+            return string[at : at + 1]
+
+        low = bisect_left(self.sorted, char, low, high, key=key)
+        high = bisect_right(self.sorted, char, low, high, key=key)
+        if low == high:
+            if not state:  # most characters of most texts
+                self.next[0, char] = 0
+            return 0
+        to = self.next[state, char] = len(self.length)
+        self.length.append(at + 1)
+        self.range.append((low, high))
+        for values in (self.shorter, self.open):
+            values.append(0)
+        self.whole.append("")
+        return to
 
 
 def certain(text: str) -> str:

@@ -142,7 +142,7 @@ class Engine:
         decode = None if self.decode is None else partial(decoded, self.decode, params.shown)
         seqs = []
         for index in range(params.n):
-            text = Detokenizer(decode, prompt, params.stop)
+            text = Detokenizer(decode, prompt, params.stop, params.include_stop_str_in_output)
             seq = Sequence(request, index, list(prompt), params, text, limit, self.eos)
             if params.structured is not None and self.grammars is not None:
                 seq.matcher = self.grammars.matcher(params.structured)
@@ -272,11 +272,11 @@ class Engine:
         for seq, at, logprob, drafted in unread:
             if seq not in self._texts(seq):
                 continue
-            released, running = seq.detokenizer.released, not seq.finish
+            running = not seq.finish
             seq.accepted += drafted
             token = None if at is None else seq.tokens[len(seq.prompt) + at]
             try:
-                stopped = at is not None and seq.read(at)
+                text, stopped = ("", False) if at is None else seq.read(at)
             except Exception as error:  # a tokenizer's decoder may fail on a token
                 log.exception("request %s: cannot decode token %s", seq.request, token)
                 out.append(
@@ -286,7 +286,7 @@ class Engine:
             delta = Delta(
                 seq.request,
                 seq.index,
-                seq.detokenizer.text[released : seq.detokenizer.released],
+                text,
                 [] if token is None else [token],
                 [logprob] if logprob else [],
                 cached=seq.cached,

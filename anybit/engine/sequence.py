@@ -35,7 +35,8 @@ class SamplingParams:
     text holds, and frequency_penalty as often as it does. logit_bias: added to logits, by token.
     structured: what the text must be, see `Structured`.
     seed: makes the request reproducible, whatever runs beside it.
-    stop: strings that end the text and are not part of it. stop_token_ids: tokens that do.
+    stop: strings that end the text and are not part of it, unless include_stop_str_in_output.
+    stop_token_ids: tokens that end it.
     min_tokens: no end before so many tokens. ignore_eos: go on after the model's end token.
     logprobs: report the chosen token's log probability and those of so many likeliest tokens,
     taken before temperature and penalties. prompt_logprobs: the same for the prompt's tokens.
@@ -58,6 +59,7 @@ class SamplingParams:
     structured: Structured | None = None
     seed: int | None = None
     stop: Items[str] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: Items[int] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -202,14 +204,14 @@ class Sequence:
         elif len(self.tokens) >= self.limit:
             self.finish = "length"
 
-    def read(self, at: int) -> bool:
-        """Add output token `at` to the text; whether a stop string has ended it."""
+    def read(self, at: int) -> tuple[str, bool]:
+        """What output token `at` adds to the text that is shown; whether a stop string ends it."""
         last = self.finish is not None and at == self.generated - 1
-        found = self.detokenizer.add(
+        text, found = self.detokenizer.add(
             [] if last and self.silent else [self.tokens[len(self.prompt) + at]],
             last=last,
             stop=at + 1 >= self.params.min_tokens,
         )
         if found:
             self.finish, self.stop_reason = "stop", found
-        return found is not None
+        return text, found is not None
