@@ -164,7 +164,7 @@ class Engine:
         return bool(scheduler.running or scheduler.waiting or self.unread or self.flight)
 
     def step(self) -> list[Delta]:
-        """Run one step. A failure ends the requests in it with "error", and no others.
+        """Run one step. If it fails, its sequences run one by one; those that fail end in "error".
 
         On a GPU the host keeps ahead: where that is possible, the next step is started before this
         one's tokens are known, and the texts of the step before are read while both run.
@@ -186,12 +186,26 @@ class Engine:
             self.flight = None
             return out + self._read() + self._failed(flight.scheduled, error)
         self._timed(flight.scheduled)
+        out += self._taken(flight, tokens, logprobs)
+        return out if self.runner.overlaps else out + self._read()
+
+    def _taken(
+        self, flight: Flight, tokens: list[int], logprobs: list[Logprob | None]
+    ) -> list[Delta]:
+        """Take what a step has sampled."""
+        out = []
         sampled = zip(flight.rows, tokens, logprobs, strict=True)
         for s in flight.scheduled:
             found = list(itertools.islice(sampled, s.sampled))
-            if not s.seq.finish:  # else it has ended meanwhile
+            if s.seq.finish:  # it has ended meanwhile
+                continue
+            try:
                 out += self._take(s, found)
-        return out if self.runner.overlaps else out + self._read()
+            except Exception as error:  # of its grammar, say
+                log.exception("request %s: cannot take a token", s.seq.request)
+                s.seq.finish = None  # what it has is read before it ends
+                out += [*self._read(), self._end(s.seq, "error", in_a_line(error))]
+        return out
 
     def _following(self, scheduled: list[Scheduled]) -> list[Scheduled]:
         """The step after one that still runs, if it can be started now."""
@@ -239,7 +253,10 @@ class Engine:
             if row.matcher and row.matcher.error:
                 failure = row.matcher.error
             elif token == INVALID:
-                failure = "the model's logits are NaN or inf"
+                failure = (
+                    "the model's logits are NaN or inf, or no token is left to choose from: see "
+                    "min_tokens, the grammar and biases"
+                )
             if failure:
                 break
             self.stats.generation_tokens += 1
@@ -330,10 +347,22 @@ class Engine:
         )
 
     def _failed(self, scheduled: list[Scheduled], error: Exception) -> list[Delta]:
-        """End the sequences of a step that raised."""
+        """Run the sequences of a step that raised one by one, and end those that cannot."""
         log.error("a step with %d sequences failed", len(scheduled), exc_info=error)
-        text = in_a_line(error)
-        return [self._end(s.seq, "error", text) for s in scheduled if not s.seq.finish]
+        out: list[Delta] = []
+        for s in scheduled:
+            if s.seq.finish:
+                continue
+            failure = error
+            if len(scheduled) > 1:
+                try:
+                    flight = self.runner.launch([s], None)
+                    out += self._taken(flight, *flight.wait())
+                    continue
+                except Exception as own:
+                    failure = own
+            out.append(self._end(s.seq, "error", in_a_line(failure)))
+        return out + self._read()
 
 
 def decoded(decode: Decode, shown: Items[int], tokens: list[int]) -> str:

@@ -1,9 +1,13 @@
 """`LLM`: a model to generate with, in one process and one call."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Number
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,18 +15,28 @@ import torch
 from torch import Tensor
 
 from anybit.engine.assemble import KV_DTYPES, Settings, assemble, kv_kind
+from anybit.engine.checks import integer
 from anybit.engine.draft_model import DraftModel, check_draft, load_draft, share
 from anybit.engine.engine import Delta
 from anybit.engine.loader import Loaded, load
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.reload import again
 from anybit.engine.sequence import Logprob, SamplingParams
-from anybit.errors import InvalidInput, Unsupported, check_text
+from anybit.errors import (
+    AnybitError,
+    InvalidInput,
+    InvalidType,
+    Unsupported,
+    check_text,
+    in_a_line,
+    message,
+)
 from anybit.nn.linear import Keep, check_keep
 from anybit.nn.plan import Plan, Spec
 from anybit.progress import progress
 
-Prompt = str | Items[int]
+Prompt = str | Items[int] | Tensor
+Messages = Items[Mapping[str, Any]]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -49,7 +63,8 @@ class Completion:
         self.text += delta.text
         self.tokens += delta.tokens
         if delta.logprobs:
-            self.logprobs = (self.logprobs or []) + delta.logprobs
+            self.logprobs = self.logprobs or []  # a list of its own
+            self.logprobs += delta.logprobs
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self.embedding = self.embedding or delta.embedding
         self.finish, self.stop_reason, self.error = delta.finish, delta.stop_reason, delta.error
@@ -58,7 +73,7 @@ class Completion:
 
 @dataclass
 class Output:
-    """What `generate` gives for a prompt: its tokens, and n texts."""
+    """What `generate` gives for a prompt: its token ids, also where it was a text, and n texts."""
 
     prompt: list[int]
     completions: list[Completion]
@@ -160,6 +175,7 @@ class LLM:
         self.engine.adapters = tuple(beside)
         self.length, self.device = self.engine.length, self.engine.runner.device
         self._names = itertools.count()
+        self._lock, self._process, self._working = threading.RLock(), os.getpid(), False
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights of the model, which stays in use as it is if that fails.
@@ -176,6 +192,10 @@ class LLM:
             InvalidInput: Tensors are missing, left over, of wrong shapes, or hold NaN or inf.
             Unsupported: Requests are running, or the engine has not loaded this model itself.
         """
+        with self._turn():
+            self._load_weights(weights)
+
+    def _load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         runner = self.engine.runner
         while self.engine.busy and not self.engine.requests:  # what an interrupt has left
             self.engine.step()
@@ -210,9 +230,10 @@ class LLM:
         check_text(text)
         return self.tokenizer.encode(text, add_special_tokens=special)
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], **variables: Any) -> list[int]:
         """Tokens of a conversation [{"role", "content"}], see `chat_text`."""
-        return self.encode(self.chat_text(messages), special=not self.has_template)
+        text = self.chat_text(messages, **variables)
+        return self.encode(text, special=not self.has_template)
 
     def chat_text(
         self, messages: list[dict[str, Any]], answer: bool = True, **variables: Any
@@ -251,31 +272,97 @@ class LLM:
                 raise Unsupported(f"no embedding: {completion.error}")
         return [output.completions[0].embedding or [] for output in outputs]
 
+    def chat(
+        self,
+        messages: Messages | Items[Messages],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        show_progress: bool | None = None,
+        **variables: Any,
+    ) -> list[Output]:
+        """Answer a conversation [{"role", "content"}], or each of several; as `generate` does.
+
+        variables: what the chat template reads, such as tools; see `chat_text`.
+        """
+        one = one_conversation(messages) or not isinstance(messages, list | tuple)
+        several: list[Any] = [messages] if one else list(messages)
+        prompts = []
+        for conversation in several:
+            if not one_conversation(conversation):
+                raise InvalidType(
+                    f"a conversation is {shown(conversation)}; give a list of messages, each a "
+                    "dict with role and content"
+                )
+            try:
+                prompts.append(self.encode_chat(list(conversation), **variables))
+            except AnybitError:
+                raise
+            except Exception as error:  # templates raise all kinds
+                raise InvalidInput(f"a conversation: {in_a_line(error)}") from error
+        return self.generate(prompts, params, show_progress)
+
     def generate(
         self,
-        prompts: Prompt | Items[Prompt],
-        params: SamplingParams | Items[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         show_progress: bool | None = None,
     ) -> list[Output]:
         """Generate for each prompt (text or token ids); one `Output` for each, in order.
 
-        params: one for all prompts, or one for each. Raises ValueError, before anything runs, for
-        a prompt that does not fit.
+        Several threads may call it: they take turns, so give one call many prompts instead.
+
+        Args:
+            prompts: One or several; token ids also as an array or a tensor.
+            params: One for all prompts, or one for each.
+
+        Raises:
+            InvalidInput: A prompt does not fit, or there are not as many params as prompts. Then
+                nothing has run, as with the others.
+            InvalidType: Something is no prompt, or no SamplingParams.
+            Unsupported: It was called from within itself, or in a forked process.
         """
-        ids = [self.encode(p) if isinstance(p, str) else list(p) for p in listed(prompts)]
-        each = params or SamplingParams()
-        all_params = [each] * len(ids) if isinstance(each, SamplingParams) else list(each)
-        if len(all_params) != len(ids):
-            raise InvalidInput(f"{len(ids)} prompts, but {len(all_params)} SamplingParams")
-        for prompt, p in zip(ids, all_params, strict=True):
+        ids = [self.encode(p) if isinstance(p, str) else p for p in listed(prompts)]
+        each = [SamplingParams() if params is None else params]
+        if not isinstance(each[0], SamplingParams):
+            each = listed_params(params)
+        elif len(ids) != 1:
+            each = each * len(ids)
+        if len(each) != len(ids):
+            raise InvalidInput(f"{len(ids)} prompts, but {len(each)} SamplingParams")
+        with self._turn():
+            return self._generate(ids, each, show_progress)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait until no other thread uses the engine; Unsupported where that would be for ever."""
+        if os.getpid() != self._process:
+            raise Unsupported(
+                f"process {os.getpid()} is a fork of the one that has made this LLM "
+                f"({self._process}); make an LLM in each process, after the fork"
+            )
+        with self._lock:
+            if self._working:
+                raise Unsupported(
+                    "this LLM is at work already, and what calls it again is a callback of that; "
+                    "call it when that has returned"
+                )
+            self._working = True
+            try:
+                yield
+            finally:
+                self._working = False
+
+    def _generate(
+        self, prompts: list[list[int]], params: list[SamplingParams], show: bool | None
+    ) -> list[Output]:
+        for prompt, p in zip(prompts, params, strict=True):
             self.engine.check(prompt, p)
-        out = {}
-        for prompt, p in zip(ids, all_params, strict=True):
-            name = f"generate-{next(self._names)}"
-            self.engine.add(name, prompt, p)
-            out[name] = Output(prompt, [Completion(i) for i in range(p.n)])
+        out: dict[str, Output] = {}
         try:
-            with progress("generating", sum(p.n for p in all_params), show_progress) as step:
+            for prompt, p in zip(prompts, params, strict=True):
+                name = f"generate-{next(self._names)}"
+                out[name] = Output(prompt, [Completion(i) for i in range(p.n)])
+                self.engine.add(name, prompt, p)
+            with progress("generating", sum(p.n for p in params), show) as step:
                 while self.engine.busy:
                     for delta in self.engine.step():
                         out[delta.request].completions[delta.index].add(delta)
@@ -306,10 +393,58 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token, entry in added.items() if entry.special)
 
 
-def listed(prompts: Any) -> list[Prompt]:
+def listed(prompts: Any) -> list[str | list[int]]:
     """A list of prompts, from one (text, or token ids) or many."""
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [prompts] if single else list(prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    found = entries(prompts, "prompts")
+    if found and (isinstance(found[0], Number) or not hasattr(found[0], "__len__")):
+        found = [found]
+    return [p if isinstance(p, str) else token_ids(p) for p in found]
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """A prompt's tokens, from anything that holds integers."""
+    found = entries(prompt, "a prompt")
+    if set(map(type, found)) <= {int}:
+        return found
+    return [integer("a prompt's token", token, "token ids, which are integers") for token in found]
+
+
+def entries(value: Any, name: str) -> list[Any]:
+    """What a list, an array, a tensor or an iterator holds."""
+    if hasattr(value, "tolist"):  # of an array or a tensor
+        value = value.tolist()
+    if isinstance(value, bytes | bytearray | str | Mapping | Set) or not isinstance(
+        value, Iterable
+    ):
+        raise InvalidType(f"{name}: {shown(value)} is no text and no list of token ids")
+    return list(value)
+
+
+def listed_params(params: Any) -> list[SamplingParams]:
+    """A list of SamplingParams; InvalidType for anything else."""
+    if isinstance(params, str | bytes | Mapping) or not isinstance(params, Iterable):
+        raise InvalidType(f"params: {shown(params)}; give SamplingParams, or a list of them")
+    found = list(params)
+    for each in found:
+        if not isinstance(each, SamplingParams):
+            raise InvalidType(f"params: {shown(each)} in a list; give SamplingParams")
+    return found
+
+
+def one_conversation(messages: Any) -> bool:
+    """Whether these are messages."""
+    return (
+        isinstance(messages, list | tuple)
+        and len(messages) > 0
+        and all(isinstance(m, Mapping) and "role" in m for m in messages)
+    )
+
+
+def shown(value: object) -> str:
+    """A value and its type, in a line."""
+    return f"{message(ValueError(repr(value)))} (a {type(value).__name__})"
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

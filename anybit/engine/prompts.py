@@ -21,10 +21,10 @@ def read_prompts(model: Decoder, hidden: Tensor, scheduled: list[Scheduled]) -> 
         if not s.reads_prompt:
             continue
         if s.first == 0:  # the beginning, or a new one after a preemption
-            s.seq.prompt_logprobs, s.seq.pooled = [None], None
+            s.seq.pooled.clear()
+        del s.seq.prompt_logprobs[s.first + 1 :]  # of a step that is run again
         if s.seq.params.embed:
-            total = states.float().sum(0)
-            s.seq.pooled = total if s.seq.pooled is None else s.seq.pooled + total
+            s.seq.pooled[s.first] = states.float().sum(0)
         if s.seq.params.prompt_logprobs is not None:
             following = s.seq.prompt[s.first + 1 : s.first + 1 + len(states)]
             for at in range(0, len(following), ROWS):
@@ -50,7 +50,7 @@ def prompt_results(seq: Sequence) -> dict[str, Any]:
     out: dict[str, Any] = {}
     if seq.params.prompt_logprobs is not None:
         out["prompt_logprobs"] = seq.prompt_logprobs
-    if seq.pooled is not None:
-        mean = seq.pooled / len(seq.prompt)
+    if seq.pooled:
+        mean = sum(seq.pooled.values()) / len(seq.prompt)
         out["embedding"] = torch.nn.functional.normalize(mean, dim=0).tolist()
     return out

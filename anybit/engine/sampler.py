@@ -1,6 +1,5 @@
 """Logits to tokens, for a whole batch at once."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from anybit.engine.fused import likeliest
+from anybit.engine.penalties import penalize
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import Logprob, Sequence
 from anybit.engine.structured import Matcher, constrain
@@ -77,18 +77,19 @@ def sample(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Callable[[], Sample
 
 
 def choose(logits: Tensor, rows: list[Row]) -> Tensor:
-    """Tokens (B,) int32 by logits (B, V); INVALID stands for a row with NaN or inf.
+    """Tokens (B,) int32 by logits (B, V).
+
+    INVALID stands for a row with NaN or inf, and for one of which nothing is left to choose.
 
     A token depends on its own row's logits, parameters and key alone, not on the rest of the batch.
     """
-    tokens = first = likeliest(logits, INVALID)
+    tokens = likeliest(logits, INVALID)
     adjusted = constrain(penalize(logits, rows), [row.matcher for row in rows])
     if adjusted is not logits:
-        tokens = adjusted.argmax(-1)
+        tokens = torch.where(tokens == INVALID, tokens, likeliest(adjusted, INVALID))
     if any(row.seq.params.temperature > GREEDY for row in rows):
-        tokens = draw(adjusted.float(), rows, tokens)
-    if tokens is not first:
-        tokens = torch.where(first == INVALID, first, tokens.int())
+        drawn = draw(adjusted.float(), rows, tokens)
+        tokens = torch.where(tokens == INVALID, tokens, drawn.int())
     return tokens
 
 
@@ -117,59 +118,6 @@ def copies(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def penalize(logits: Tensor, rows: list[Row]) -> Tensor:
-    """Logits (B, V) after penalties and biases, and without ends that come too early."""
-    out = logits
-    penalties = {
-        i: row.seq.params.repetition_penalty
-        for i, row in enumerate(rows)
-        if row.seq.params.repetition_penalty != 1
-    }
-    if penalties:
-        logits = logits.float()
-        held = torch.zeros(len(penalties), logits.shape[1], dtype=torch.bool)
-        for at, i in enumerate(penalties):
-            held[at, [*rows[i].seq.tokens, *rows[i].draft]] = True
-        index = tensor([*penalties], logits.device, torch.int64)
-        some = logits[index]
-        penalty = tensor([*penalties.values()], logits.device)[:, None]
-        penalized = torch.where(some > 0, some / penalty, some * penalty)
-        held = held.to(logits.device, non_blocking=True)
-        out = logits.index_copy(0, index, torch.where(held, penalized, some))
-    added = [
-        (i, token, bias)
-        for i, row in enumerate(rows)
-        for token, bias in additions(row).items()
-        if token < logits.shape[1]
-    ]
-    if added:
-        index = tensor([entry[:2] for entry in added], logits.device, torch.int64)
-        values = tensor([entry[2] for entry in added], logits.device)
-        out = out.float().index_put((index[:, 0], index[:, 1]), values, accumulate=True)
-    early = [
-        (i, token)
-        for i, row in enumerate(rows)
-        if row.at < row.seq.params.min_tokens
-        for token in row.seq.eos | frozenset(row.seq.params.stop_token_ids)
-        if token < logits.shape[1]
-    ]
-    if early:
-        index = tensor(early, logits.device, torch.int64)
-        out = out.index_put((index[:, 0], index[:, 1]), out.new_tensor(float("-inf")))
-    return out
-
-
-def additions(row: Row) -> dict[int, float]:
-    """What is added to the logits of some tokens: biases and penalties."""
-    params = row.seq.params
-    out = dict(params.logit_bias)
-    if params.presence_penalty or params.frequency_penalty:
-        for token, count in (row.seq.counts + Counter(row.draft)).items():
-            penalty = params.presence_penalty + params.frequency_penalty * count
-            out[token] = out.get(token, 0.0) - penalty
-    return out
-
-
 def draw(logits: Tensor, rows: list[Row], greedy: Tensor) -> Tensor:
     """Tokens (B,) by temperature, top-k, top-p and min-p; where the temperature is 0, `greedy`."""
     params, vocabulary = [row.seq.params for row in rows], logits.shape[1]
@@ -182,7 +130,8 @@ def draw(logits: Tensor, rows: list[Row], greedy: Tensor) -> Tensor:
         [p.min_p for p in params],
     ]
     temperature, cold, *filters = tensor(numbers, logits.device)[..., None]
-    probs = (logits / temperature).softmax(-1)
+    largest = torch.finfo(logits.dtype).max
+    probs = (logits / temperature).clamp_max_(largest).softmax(-1)
     filtered = [p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params]
     if any(filtered):
         some = tensor(filtered, logits.device, torch.bool)[:, None]
@@ -204,6 +153,7 @@ def keep(probs: Tensor, most: int, top_k: Tensor, top_p: Tensor, min_p: Tensor) 
     out = (before >= top_p * likeliest.sum(-1, keepdim=True)) | (
         likeliest < min_p * likeliest[:, :1]
     )
+    out[:, 0] = False  # the likeliest token stays, also for a top_p that is 0 in fp32
     likeliest = likeliest.masked_fill(out, 0)
     # Back in the order of the vocabulary, so that a draw does not depend on the rows beside it.
     return torch.zeros_like(probs).scatter_(1, order, likeliest)

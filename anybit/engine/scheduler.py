@@ -118,10 +118,9 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> None:
         """Forget a sequence, running or waiting, and free its blocks."""
-        if seq in self.running:
-            self.running.remove(seq)
-        else:
-            self.waiting.remove(seq)
+        for queue in (self.running, self.waiting):
+            if seq in queue:  # an interrupt may have left it in neither
+                queue.remove(seq)
         self.blocks.release(seq)
         self.full = False
 

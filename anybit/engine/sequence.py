@@ -2,12 +2,14 @@
 
 import random
 import time
-from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from anybit.engine.checks import CHECKS
+from anybit.engine.checks import MAX_LOGPROBS as MAX_LOGPROBS
+from anybit.engine.checks import MAX_SAMPLES as MAX_SAMPLES
 from anybit.engine.structured import Structured
 from anybit.errors import InvalidInput
 
@@ -15,10 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anybit.engine.detokenizer import Detokenizer
+    from anybit.engine.penalties import Tally
     from anybit.engine.structured import Matcher
-
-MAX_LOGPROBS = 20
-MAX_SAMPLES = 128
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class SamplingParams:
 
     n: texts for each prompt. max_tokens: new tokens at most; None: as many as the model can hold;
     0: none, for what the prompt itself gives.
-    temperature: 0 is greedy. top_k: keep the k likeliest tokens (0: all). top_p: keep the
+    temperature: 0 is greedy. top_k: keep the k likeliest tokens (0 or -1: all). top_p: keep the
     likeliest tokens whose probabilities reach this sum. min_p: keep tokens with at least this
     fraction of the likeliest one's probability. The three apply in this order, after temperature.
     repetition_penalty: divides positive and multiplies negative logits of every token that the
@@ -43,7 +43,7 @@ class SamplingParams:
     embed: give the mean of the prompt's last hidden states. shown: special tokens that the text
     shows. adapter: the name of the LoRA adapter that the model has for this text.
 
-    Raises ValueError that names the field when a value is out of range.
+    Raises InvalidInput or InvalidType that name the field for a value that cannot be.
     """
 
     n: int = 1
@@ -70,35 +70,12 @@ class SamplingParams:
     adapter: str | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        for name, ok, want in (
-            ("n", 1 <= self.n <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "0 or more, or None"),
-            ("temperature", 0 <= self.temperature <= 100, "0 (greedy) to 100"),
-            ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0, at most 100"),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2"),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2"),
-            (
-                "logit_bias",
-                all(-100 <= bias <= 100 for bias in self.logit_bias.values()),
-                "biases from -100 to 100",
-            ),
-            ("stop", all(self.stop), "strings of at least one character"),
-            ("min_tokens", self.min_tokens >= 0, "0 or more"),
-            (
-                "min_tokens",
-                self.max_tokens is None or self.min_tokens <= self.max_tokens,
-                "<= max_tokens",
-            ),
-            ("logprobs", countable(self.logprobs), f"0 to {MAX_LOGPROBS}, or None"),
-            ("prompt_logprobs", countable(self.prompt_logprobs), f"0 to {MAX_LOGPROBS}, or None"),
-        ):
-            if not ok:
-                raise InvalidInput(f"{name}={getattr(self, name)!r} is out of range: {want}")
+        for name, check in CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidInput(
+                f"min_tokens={self.min_tokens} is out of range: <= max_tokens={self.max_tokens}"
+            )
 
     @property
     def reads_prompt(self) -> bool:
@@ -108,12 +85,13 @@ class SamplingParams:
     @property
     def foreseeable(self) -> bool:
         """Whether the logits of a token stay as they are whatever the token before it is."""
-        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
-        return not penalties and self.structured is None
+        return not self.penalizes and self.structured is None
 
-
-def countable(logprobs: int | None) -> bool:
-    return logprobs is None or 0 <= logprobs <= MAX_LOGPROBS
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits depend on what the text holds."""
+        repeats = bool(self.presence_penalty or self.frequency_penalty)
+        return repeats or self.repetition_penalty != 1
 
 
 @dataclass(frozen=True)
@@ -151,9 +129,12 @@ class Sequence:
     cached: int = 0  # prompt tokens that the prefix cache had
     accepted: int = 0  # tokens of the text that were drafted
     rejected: int = 0  # drafted ones that were not taken
-    counts: Counter[int] = field(default_factory=Counter)  # of the text's tokens, for penalties
-    prompt_logprobs: list[Logprob | None] = field(default_factory=list)  # None: the first token
-    pooled: "Tensor | None" = None  # sum of the prompt's hidden states
+    # Of the sampler, on the device: what the text holds, and tokens whose logits always change.
+    tally: "Tally | None" = None
+    fixed: "dict[str, tuple[Tensor, Tensor]]" = field(default_factory=dict)
+    prompt_logprobs: list[Logprob | None] = field(default_factory=lambda: [None])  # of the first
+    # Sums of the prompt's hidden states, by the first token of the step that had them.
+    pooled: "dict[int, Tensor]" = field(default_factory=dict)
 
     arrival: float = field(default_factory=time.monotonic)
     started: float | None = None  # first scheduled
@@ -193,7 +174,6 @@ class Sequence:
         """Take a sampled token, and finish if it is an end or the last that fits."""
         self.last_token = time.monotonic()
         self.tokens.append(token)
-        self.counts[token] += 1
         if self.matcher is not None:
             self.matcher.take(token)
         if self.matcher is not None and self.matcher.ended:
