@@ -14,7 +14,7 @@ import torch
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.engine import Engine
 from anybit.engine.llm import LLM, Output
-from anybit.engine.sequence import SamplingParams
+from anybit.engine.sequence import SamplingParams, Sequence
 from tests.engine.conftest import PICO, prompts
 
 Checkpoint = Callable[[str], Path]
@@ -313,6 +313,74 @@ def test_a_failing_step_ends_its_requests_and_no_others(
     assert_no_block_is_held(llm.engine)
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_failing_row_takes_no_neighbour_with_it(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, overlaps: bool
+) -> None:
+    llm = LLM(checkpoint("llama"))
+    params = [SamplingParams(seed=1, max_tokens=n, ignore_eos=True) for n in (4, 9, 9)]
+    want = llm.generate([[5, 6], [66], [7]], params)
+    llm.engine.runner.overlaps = overlaps
+    run = llm.engine.runner.launch
+
+    def fail(scheduled: list, previous: object) -> object:
+        if any(s.seq.tokens[0] == 66 and s.first >= 3 for s in scheduled):
+            raise RuntimeError("out of luck")
+        return run(scheduled, previous)
+
+    monkeypatch.setattr(llm.engine.runner, "launch", fail)
+    got = llm.generate([[5, 6], [66], [7]], params)
+    assert [output.completions[0].finish for output in got] == ["length", "error", "length"]
+    assert (got[0].tokens, got[2].tokens) == (want[0].tokens, want[2].tokens)
+    assert got[1].tokens == want[1].tokens[: len(got[1].tokens)]
+    assert_no_block_is_held(llm.engine)
+
+
+def test_a_step_that_is_run_again_changes_nothing(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step of several texts fails at its end, also those that read prompts in chunks."""
+    llm = LLM(checkpoint("llama"), max_tokens=8, prefix_caching=False)
+    params = SamplingParams(max_tokens=5, seed=3, prompt_logprobs=1, embed=True)
+    many = prompts(4)
+    want = llm.generate(many, params)
+    run = llm.engine.runner.launch
+
+    def fail(scheduled: list, previous: object) -> object:
+        flight = run(scheduled, previous)
+        if len(scheduled) > 1:
+            raise RuntimeError("out of luck")
+        return flight
+
+    monkeypatch.setattr(llm.engine.runner, "launch", fail)
+    got = llm.generate(many, params)
+    for a, b in zip(got, want, strict=True):
+        (a,), (b,) = a.completions, b.completions
+        assert (a.tokens, a.finish) == (b.tokens, b.finish)
+        assert a.embedding == pytest.approx(b.embedding, abs=1e-5)
+        values = [[p and p.logprob for p in c.prompt_logprobs][1:] for c in (a, b)]
+        assert values[0] == pytest.approx(values[1], abs=1e-4)
+    assert_no_block_is_held(llm.engine)
+
+
+def test_a_token_that_cannot_be_taken_ends_its_own_text(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(checkpoint("llama"))
+    append = Sequence.append
+
+    def fail(seq: Sequence, token: int) -> None:
+        if seq.prompt == [66] and seq.generated == 2:
+            raise RuntimeError("out of luck")
+        append(seq, token)
+
+    monkeypatch.setattr(Sequence, "append", fail)
+    got = llm.generate([[5], [66], [7]], SamplingParams(max_tokens=4, seed=0, ignore_eos=True))
+    assert [output.completions[0].finish for output in got] == ["length", "error", "length"]
+    assert [len(output.tokens) for output in got] == [4, 2, 4]
+    assert_no_block_is_held(llm.engine)
+
+
 def test_nan_logits_end_only_their_own_text(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,7 +422,7 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(
     "field",
     [
         {"n": 0}, {"max_tokens": -1}, {"temperature": -1.0}, {"temperature": float("nan")},
-        {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": 2.0}, {"repetition_penalty": 0.0},
+        {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -2}, {"min_p": 2.0}, {"repetition_penalty": 0.0},
         {"stop": [""]}, {"min_tokens": 17}, {"logprobs": 21}, {"prompt_logprobs": -1},
         {"presence_penalty": 2.5}, {"frequency_penalty": -3.0}, {"logit_bias": {3: 101.0}},
     ],

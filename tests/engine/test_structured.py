@@ -195,7 +195,8 @@ def test_prompts_are_read(llm: LLM) -> None:
         mean = out.hidden_states[-1][0].mean(0)
         assert completion.embedding == pytest.approx((mean / mean.norm()).tolist(), abs=1e-4)
     # Beside an answer, too.
-    both = small.generate(prompts[0], SamplingParams(max_tokens=3, prompt_logprobs=0))[0]
+    params = SamplingParams(max_tokens=3, prompt_logprobs=0, ignore_eos=True)
+    both = small.generate(prompts[0], params)[0]
     assert len(both.completions[0].prompt_logprobs or ()) == len(prompts[0])
     assert len(both.tokens) == 3
     full = SamplingParams(max_tokens=0, prompt_logprobs=0)
