@@ -18,14 +18,12 @@ Check = Callable[[str, Any], Any]  # from a field's name and value to the value 
 
 def wrong(name: str, value: object, want: str) -> InvalidType:
     """What to raise for a value of the wrong type."""
-    shown = message(ValueError(repr(value)))
-    return InvalidType(f"{name}={shown} is a {type(value).__name__}; give {want}")
+    shown = message(ValueError(repr(value)))  # in a line, which may be cut
+    return InvalidType(f"{name}={shown} is of type {type(value).__name__}; give {want}")
 
 
 def integer(name: str, value: Any, want: str = "an integer") -> int:
     """An integer, also NumPy's; no bool, and no float."""
-    if type(value) is int:
-        return value
     try:
         if not isinstance(value, bool) and not getattr(value, "shape", ()):
             return index(value)

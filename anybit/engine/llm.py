@@ -15,22 +15,14 @@ import torch
 from torch import Tensor
 
 from anybit.engine.assemble import KV_DTYPES, Settings, assemble, kv_kind
-from anybit.engine.checks import integer
+from anybit.engine.checks import integer, wrong
 from anybit.engine.draft_model import DraftModel, check_draft, load_draft, share
 from anybit.engine.engine import Delta
 from anybit.engine.loader import Loaded, load
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.reload import again
 from anybit.engine.sequence import Logprob, SamplingParams
-from anybit.errors import (
-    AnybitError,
-    InvalidInput,
-    InvalidType,
-    Unsupported,
-    check_text,
-    in_a_line,
-    message,
-)
+from anybit.errors import AnybitError, InvalidInput, Unsupported, check_text, in_a_line
 from anybit.nn.linear import Keep, check_keep
 from anybit.nn.plan import Plan, Spec
 from anybit.progress import progress
@@ -288,10 +280,8 @@ class LLM:
         prompts = []
         for conversation in several:
             if not one_conversation(conversation):
-                raise InvalidType(
-                    f"a conversation is {shown(conversation)}; give a list of messages, each a "
-                    "dict with role and content"
-                )
+                want = "a list of messages, each a dict with role and content"
+                raise wrong("messages", conversation, want)
             try:
                 prompts.append(self.encode_chat(list(conversation), **variables))
             except AnybitError:
@@ -321,11 +311,9 @@ class LLM:
             Unsupported: It was called from within itself, or in a forked process.
         """
         ids = [self.encode(p) if isinstance(p, str) else p for p in listed(prompts)]
-        each = [SamplingParams() if params is None else params]
-        if not isinstance(each[0], SamplingParams):
-            each = listed_params(params)
-        elif len(ids) != 1:
-            each = each * len(ids)
+        each = listed_params(SamplingParams() if params is None else params)
+        if params is None or isinstance(params, SamplingParams):
+            each *= len(ids)
         if len(each) != len(ids):
             raise InvalidInput(f"{len(ids)} prompts, but {len(each)} SamplingParams")
         with self._turn():
@@ -397,7 +385,7 @@ def listed(prompts: Any) -> list[str | list[int]]:
     """A list of prompts, from one (text, or token ids) or many."""
     if isinstance(prompts, str):
         return [prompts]
-    found = entries(prompts, "prompts")
+    found = entries(prompts)
     if found and (isinstance(found[0], Number) or not hasattr(found[0], "__len__")):
         found = [found]
     return [p if isinstance(p, str) else token_ids(p) for p in found]
@@ -405,31 +393,31 @@ def listed(prompts: Any) -> list[str | list[int]]:
 
 def token_ids(prompt: Any) -> list[int]:
     """A prompt's tokens, from anything that holds integers."""
-    found = entries(prompt, "a prompt")
+    found = entries(prompt)
     if set(map(type, found)) <= {int}:
         return found
-    return [integer("a prompt's token", token, "token ids, which are integers") for token in found]
+    return [integer("prompts", token, "token ids, which are integers") for token in found]
 
 
-def entries(value: Any, name: str) -> list[Any]:
+def entries(value: Any) -> list[Any]:
     """What a list, an array, a tensor or an iterator holds."""
     if hasattr(value, "tolist"):  # of an array or a tensor
         value = value.tolist()
-    if isinstance(value, bytes | bytearray | str | Mapping | Set) or not isinstance(
+    if isinstance(value, str | bytes | bytearray | Mapping | Set) or not isinstance(
         value, Iterable
     ):
-        raise InvalidType(f"{name}: {shown(value)} is no text and no list of token ids")
+        raise wrong("prompts", value, "text, or token ids, or a list of such prompts")
     return list(value)
 
 
 def listed_params(params: Any) -> list[SamplingParams]:
     """A list of SamplingParams; InvalidType for anything else."""
-    if isinstance(params, str | bytes | Mapping) or not isinstance(params, Iterable):
-        raise InvalidType(f"params: {shown(params)}; give SamplingParams, or a list of them")
-    found = list(params)
+    found = (
+        [params] if isinstance(params, Mapping) or not isinstance(params, Iterable) else [*params]
+    )
     for each in found:
         if not isinstance(each, SamplingParams):
-            raise InvalidType(f"params: {shown(each)} in a list; give SamplingParams")
+            raise wrong("params", each, "SamplingParams, or a list of them")
     return found
 
 
@@ -440,11 +428,6 @@ def one_conversation(messages: Any) -> bool:
         and len(messages) > 0
         and all(isinstance(m, Mapping) and "role" in m for m in messages)
     )
-
-
-def shown(value: object) -> str:
-    """A value and its type, in a line."""
-    return f"{message(ValueError(repr(value)))} (a {type(value).__name__})"
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
