@@ -31,8 +31,8 @@ class Detokenizer:
         self._stops = Stops(stop) if stop else None
         self._window = list(prompt[-CONTEXT:])
         self._prompt = decode(self._window) if decode else ""  # "" once the text has begun
-        self._done = certain(self._prompt)  # what the window has given
-        self._waited = 0  # tokens with which that was something else
+        self._done = certain(self._prompt)  # the part of the window's text that was returned
+        self._waited = 0  # tokens in a row with which the decoder has changed that part
 
     def add(
         self, tokens: list[int], last: bool = False, stop: bool = True
@@ -102,8 +102,8 @@ class Detokenizer:
 class Stops:
     """Looks for stop strings in a text, in a time that depends on neither's length.
 
-    It is an automaton (Aho and Corasick): a state is the longest end of the text that a stop string
-    begins with. States are made when a text first reaches them, since stop strings may be long.
+    The automaton of Aho and Corasick: a state stands for the longest end of the text with which a
+    stop string begins. A state is made when a text first reaches it: stop strings may be long.
 
     begun: the length of the longest end of the text that a longer stop string begins with.
     """

@@ -310,13 +310,14 @@ class LLM:
             InvalidType: Something is no prompt, or no SamplingParams.
             Unsupported: It was called from within itself, or in a forked process.
         """
-        ids = [self.encode(p) if isinstance(p, str) else p for p in listed(prompts)]
+        given = listed(prompts)
         each = listed_params(SamplingParams() if params is None else params)
         if params is None or isinstance(params, SamplingParams):
-            each *= len(ids)
-        if len(each) != len(ids):
-            raise InvalidInput(f"{len(ids)} prompts, but {len(each)} SamplingParams")
-        with self._turn():
+            each *= len(given)
+        if len(each) != len(given):
+            raise InvalidInput(f"{len(given)} prompts, but {len(each)} SamplingParams")
+        with self._turn():  # which tokenizers need, too
+            ids = [self.encode(p) if isinstance(p, str) else p for p in given]
             return self._generate(ids, each, show_progress)
 
     @contextmanager

@@ -146,7 +146,7 @@ class JsonCall:
         self._begun, self._whole = self._bare, False  # the arguments
         self._waits: bool | None = None  # whether they pass as a whole; None: not known yet
         self._in_value = False
-        # Where to the text goes that is read, and from where on it has not gone there.
+        # The list that gets the text being read, if one does, and from where on it lacks it.
         self._sink = self._arguments if self._bare else None
         self._since = 0
 
@@ -195,7 +195,7 @@ class JsonCall:
         return text
 
     def _turn(self, text: str, at: int, sink: list[str] | None) -> None:
-        """Send the text before `at` where it belongs, and what follows elsewhere."""
+        """Give the text before `at` to its list; what follows goes to `sink`."""
         if self._sink is not None:
             self._sink.append(text[self._since : at])
         self._sink, self._since = sink, at
@@ -271,7 +271,7 @@ class Calls:
         self.inner = ("<function=",) if xml else ()
         self.separators = ",;[]" if named or bare else ""
         self.count, self.held = 0, ""
-        self.blank: list[str] = []  # what follows it, and decides nothing by itself
+        self.blank: list[str] = []  # white space or separators that follow it and change nothing
         self.call, self.started = JsonCall(), False  # whether the call's name has passed
         self.body = Collected("")  # of a call that is not an object, or its name
         # A state takes from what is held, adds pieces, and says whether to go on.
