@@ -413,9 +413,8 @@ def entries(value: Any) -> list[Any]:
 
 def listed_params(params: Any) -> list[SamplingParams]:
     """A list of SamplingParams; InvalidType for anything else."""
-    found = (
-        [params] if isinstance(params, Mapping) or not isinstance(params, Iterable) else [*params]
-    )
+    one = isinstance(params, Mapping) or not isinstance(params, Iterable)
+    found: list[Any] = [params] if one else list(params)
     for each in found:
         if not isinstance(each, SamplingParams):
             raise wrong("params", each, "SamplingParams, or a list of them")

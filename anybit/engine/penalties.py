@@ -88,9 +88,9 @@ def counted(rows: "list[Row]", device: torch.device) -> tuple[Tensor, Tensor, Te
         count(seqs, device)
     except BaseException:  # they begin anew
         for seq in seqs:
-            seq.tally = None
+            seq.tallies.pop(device, None)
         raise
-    tallies = [row.seq.tally for row in rows if row.seq.tally is not None]
+    tallies = [row.seq.tallies[device] for row in rows]
     sizes = [len(tally.places) for tally in tallies]
     starts = [0, *accumulate(sizes)]
     tokens = torch.cat([t.tokens[:size] for t, size in zip(tallies, sizes, strict=True)])
@@ -106,11 +106,11 @@ def counted(rows: "list[Row]", device: torch.device) -> tuple[Tensor, Tensor, Te
             else:
                 again.append((starts[i] + place, times))
     if again:
-        places, times = numbers(again, device).unbind(1)
-        counts.index_put_((places,), times, accumulate=True)
+        here, more = numbers(again, device).unbind(1)
+        counts.index_put_((here,), more, accumulate=True)
     if fresh:
-        more = zip((which, tokens, counts), numbers(fresh, device).unbind(1), strict=True)
-        which, tokens, counts = (torch.cat(both) for both in more)
+        pairs = zip((which, tokens, counts), numbers(fresh, device).unbind(1), strict=True)
+        which, tokens, counts = (torch.cat(pair) for pair in pairs)
     return which, tokens, counts
 
 
@@ -119,9 +119,10 @@ def count(seqs: list[Sequence], device: torch.device) -> None:
     first: tuple[list[Tensor], list[int]] = [], []
     again: list[Tensor] = []
     for seq in seqs:
-        if seq.tally is None:
-            seq.tally = Tally(seq, device)
-        tally, known = seq.tally, len(seq.tally.places)
+        if device not in seq.tallies:
+            seq.tallies[device] = Tally(seq, device)
+        tally = seq.tallies[device]
+        known = len(tally.places)
         new, places = tally.take(seq)
         if len(new) == 1:
             here = slice(places[0], places[0] + 1)
@@ -146,18 +147,16 @@ def numbers(values: object, device: torch.device) -> Tensor:
 
 def fixed(seq: Sequence, kind: str, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens, and what their logits change by ("bias") or become ("ends"), kept on the device."""
-    if kind not in seq.fixed:
+    key = kind, logits.device, logits.shape[1]  # a model that drafts may be elsewhere
+    if key not in seq.fixed:
         ends = seq.eos | frozenset(seq.params.stop_token_ids)
         changes: Mapping[int, float] = seq.params.logit_bias
         if kind == "ends":
             changes = dict.fromkeys(ends, float("-inf"))
         tokens = [token for token in changes if token < logits.shape[1]]
         values = torch.tensor([changes[token] for token in tokens])
-        seq.fixed[kind] = (
-            numbers(tokens, logits.device),
-            values.to(logits.device, non_blocking=True),
-        )
-    return seq.fixed[kind]
+        seq.fixed[key] = numbers(tokens, logits.device), values.to(logits.device)
+    return seq.fixed[key]
 
 
 def put(

@@ -51,6 +51,6 @@ def prompt_results(seq: Sequence) -> dict[str, Any]:
     if seq.params.prompt_logprobs is not None:
         out["prompt_logprobs"] = seq.prompt_logprobs
     if seq.pooled:
-        mean = sum(seq.pooled.values()) / len(seq.prompt)
+        mean = torch.stack([*seq.pooled.values()]).sum(0) / len(seq.prompt)
         out["embedding"] = torch.nn.functional.normalize(mean, dim=0).tolist()
     return out

@@ -14,6 +14,7 @@ from anybit.engine.structured import Structured
 from anybit.errors import InvalidInput
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from anybit.engine.detokenizer import Detokenizer
@@ -129,9 +130,11 @@ class Sequence:
     cached: int = 0  # prompt tokens that the prefix cache had
     accepted: int = 0  # tokens of the text that were drafted
     rejected: int = 0  # drafted ones that were not taken
-    # Of the sampler, on the device: what the text holds, and tokens whose logits always change.
-    tally: "Tally | None" = None
-    fixed: "dict[str, tuple[Tensor, Tensor]]" = field(default_factory=dict)
+    # Of the sampler, on devices: what the text holds, and tokens whose logits always change.
+    tallies: "dict[torch.device, Tally]" = field(default_factory=dict)
+    fixed: "dict[tuple[str, torch.device, int], tuple[Tensor, Tensor]]" = field(
+        default_factory=dict
+    )
     prompt_logprobs: list[Logprob | None] = field(default_factory=lambda: [None])  # of the first
     # Sums of the prompt's hidden states, by the first token of the step that had them.
     pooled: "dict[int, Tensor]" = field(default_factory=dict)

@@ -11,7 +11,7 @@ import torch
 from anybit.engine import penalties
 from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.llm import LLM
-from anybit.engine.penalties import Tally, penalize
+from anybit.engine.penalties import penalize
 from anybit.engine.sampler import INVALID, Row, choose
 from anybit.engine.sequence import SamplingParams, Sequence
 from tests.engine.conftest import PICO
@@ -103,8 +103,7 @@ def test_what_is_counted_goes_with_the_text() -> None:
     token = llm.engine.observer.token
 
     def watched(seq: Sequence, since: float | None) -> None:
-        if seq.tally is not None:
-            made.append(weakref.ref(seq.tally))
+        made.extend(weakref.ref(tally) for tally in seq.tallies.values())
         token(seq, since)
 
     llm.engine.observer.token = watched  # type: ignore[method-assign]
@@ -131,7 +130,6 @@ def test_counts_that_fail_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(MemoryError):
             penalize(torch.zeros(1, V), [row])
     assert penalize(torch.zeros(1, V), [row])[0].nonzero().flatten().tolist() == [3, 4, 5]
-    assert isinstance(seq.tally, Tally)
 
 
 SEEN = 4  # the token that the prompt holds; neither the likeliest nor the first
