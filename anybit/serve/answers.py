@@ -12,7 +12,7 @@ from anybit.engine.async_engine import Stream
 from anybit.engine.engine import Delta
 from anybit.engine.llm import Completion
 from anybit.engine.sequence import Logprob
-from anybit.serve.protocol import error
+from anybit.serve.mistakes import error
 from anybit.serve.reading import Piece, Plain, Reader, call_id
 from anybit.serve.texts import Words
 
@@ -30,8 +30,9 @@ class Asked:
     """What answers of every protocol need to know about their request.
 
     model: as the client calls it. best_of: texts for each prompt, of which `n` are answered; as
-    many by default. readers: makes a reader for each text. calls: tool calls of a text at most;
-    None: any number.
+    many by default. running: every event of a stream has the usage so far. scored: the answer
+    has the prompts' log probabilities, as vLLM has them. readers: makes a reader for each text.
+    calls: tool calls of a text at most; None: any number.
     """
 
     model: str
@@ -45,6 +46,8 @@ class Asked:
     readers: Callable[[], Reader] = Plain
     calls: int | None = None
     short_ids: bool = False  # of tool calls
+    running: bool = False
+    scored: bool = False
 
     @property
     def texts(self) -> int:
@@ -54,12 +57,16 @@ class Asked:
 
 @dataclass
 class Block:
-    """A part of a text: thoughts, content or a tool call, with its id and its tool's name."""
+    """A part of a text: thoughts, content or a tool call, with its id and its tool's name.
+
+    logprobs: of the tokens of content.
+    """
 
     kind: str
     text: str = ""
     id: str = ""
     name: str = ""
+    logprobs: list[Logprob] = field(default_factory=list)
 
 
 @dataclass
@@ -74,6 +81,7 @@ class Text:
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
     thoughts: int = 0  # tokens that came while it thought
+    pending: list[Logprob] = field(default_factory=list)  # of tokens that were no piece yet
 
     def joined(self, kind: str) -> str:
         return "".join(block.text for block in self.blocks if block.kind == kind)
@@ -94,12 +102,16 @@ class Text:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step of the engine has added to a text. new: pieces that begin a block."""
+    """What a step of the engine has added to a text. new: pieces that begin a block.
+
+    logprobs: of the tokens of its content.
+    """
 
     text: Text
     delta: Delta
     pieces: list[Piece]
     new: list[bool]
+    logprobs: list[Logprob]
 
 
 class Answer:
@@ -153,7 +165,28 @@ class Answer:
             new.append(begins)
         if text.reader.thinking or any(piece.kind == "reasoning" for piece in pieces):
             text.thoughts += len(delta.tokens)
-        return Step(text, delta, pieces, new)
+        text.pending += delta.logprobs
+        found: list[Logprob] = []
+        if pieces:
+            if pieces[-1].kind == "content":
+                found = text.pending
+                text.blocks[-1].logprobs += found
+            text.pending = []
+        return Step(text, delta, pieces, new, found)
+
+    def spelled(self, found: Iterable[Logprob]) -> list[dict[str, Any]]:
+        """Log probabilities as chats and responses have them."""
+
+        def entry(token: int, value: float) -> dict[str, Any]:
+            words = self.asked.words
+            raw = list(words.bytes(token))
+            return {"token": words.text(token), "logprob": value, "bytes": raw}
+
+        return [
+            entry(logprob.token, logprob.logprob)
+            | {"top_logprobs": [entry(token, value) for token, value in logprob.top]}
+            for logprob in found
+        ]
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -209,7 +242,24 @@ class OpenAI(Answer):
 
     def part(self, index: int, part: dict[str, Any]) -> bytes:
         choice = {"index": index, "logprobs": None, "finish_reason": None} | part
-        return event(self.body(self.chunk, [choice]))
+        body = self.body(self.chunk, [choice])
+        return event(body | ({"usage": self.usage()} if self.asked.running else {}))
+
+    def scores(self, completion: Completion) -> list[dict[str, Any] | None]:
+        """Log probabilities of a prompt, by tokens. rank: None below the tokens asked for."""
+
+        def entry(token: int, value: float, rank: int | None) -> dict[str, Any]:
+            return {"logprob": value, "rank": rank, "decoded_token": self.asked.words.text(token)}
+
+        out: list[dict[str, Any] | None] = []
+        for found in completion.prompt_logprobs or ():
+            scored: dict[str, Any] = {}
+            for rank, (token, value) in enumerate(found.top if found else (), 1):
+                scored[str(token)] = entry(token, value, rank)
+            if found:
+                scored.setdefault(str(found.token), entry(found.token, found.logprob, None))
+            out.append(scored if found else None)
+        return out
 
     def ends(self, text: Text) -> dict[str, Any]:
         return {"finish_reason": text.finish, "stop_reason": text.completion.stop_reason}
@@ -259,6 +309,8 @@ class CompletionsAnswer(OpenAI):
         out = {"index": index, "logprobs": self.logprobs(text, found)} | self.ends(text)
         if self.asked.token_ids:
             out["token_ids"] = completion.tokens
+        if self.asked.scored:
+            out["prompt_logprobs"] = self.scores(completion)
         return out | {"text": self._echo(completion.index) + completion.text}
 
     def first(self, index: int) -> list[dict[str, Any]]:
@@ -327,6 +379,12 @@ class ChatAnswer(OpenAI):
     def __init__(self, asked: Asked):
         super().__init__(asked, "chatcmpl-")
 
+    async def whole(self) -> dict[str, Any]:
+        out = await super().whole()
+        if self.asked.scored:
+            out["prompt_logprobs"] = self.scores(self.texts[0].completion)
+        return out
+
     def choice(self, index: int, text: Text) -> dict[str, Any]:
         content = text.joined("content")
         message: dict[str, Any] = {"role": "assistant", "content": content}
@@ -375,24 +433,7 @@ class ChatAnswer(OpenAI):
         return [(text.completion.index, part) for part in parts]
 
     def logprobs(self, found: list[Logprob]) -> dict[str, Any] | None:
-        if not found:
-            return None
-
-        def entry(token: int, value: float) -> dict[str, Any]:
-            words = self.asked.words
-            return {
-                "token": words.text(token),
-                "logprob": value,
-                "bytes": list(words.bytes(token)),
-            }
-
-        return {
-            "content": [
-                entry(logprob.token, logprob.logprob)
-                | {"top_logprobs": [entry(t, p) for t, p in logprob.top]}
-                for logprob in found
-            ]
-        }
+        return {"content": self.spelled(found)} if found else None
 
 
 def is_json(text: str) -> bool:

@@ -8,11 +8,11 @@ from typing import Any
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.structured import Structured
-from anybit.errors import AnybitError, InvalidInput
-from anybit.serve.protocol import ChatMessage, ChatRequest, NamedTool, plain
+from anybit.errors import AnybitError, InvalidInput, in_a_line
+from anybit.serve.protocol import ChatMessage, ChatRequest, NamedTool
 from anybit.serve.reading import Harmony, Plain, Reader, Thoughts
-from anybit.serve.texts import Job
-from anybit.serve.tools import FAMILIES, Family, family_of
+from anybit.serve.texts import Job, room
+from anybit.serve.tools import FAMILIES, Either, Family, family_of
 
 # What clients say outside of chat_template_kwargs.
 OWN_FIELDS = (
@@ -60,32 +60,41 @@ class Dialect:
         begun = self._begun(body)
         options = self._options(body) | ({} if begun is None else {"continue_final_message": True})
         answer = body.add_generation_prompt is not False and begun is None
+        messages = [self._message(message) for message in body.messages]
         try:
-            text = job.llm.chat_text(
-                [self._message(message) for message in body.messages],
-                answer,
-                tools=tools or None,
-                **options,
-            )
-        except ValueError as error:
-            if begun is None or isinstance(error, AnybitError):
-                raise
-            raise InvalidInput(
-                "messages: the model's chat template changes the assistant's last message, which "
-                "can so not be continued; end with a user's message"
-            ) from None
-        prompt = job.encode(text, special=not self.template)
+            text = job.llm.chat_text(messages, answer, tools=tools or None, **options)
+        except AnybitError:
+            raise
+        except Exception as error:  # templates raise all kinds
+            if begun is not None and isinstance(error, ValueError):
+                raise InvalidInput(
+                    "messages: the model's chat template changes the assistant's last message, "
+                    "which can so not be continued; end with a user's message"
+                ) from None
+            raise InvalidInput(untaken(messages, error)) from None
+        special = body.add_special_tokens
+        special = not self.template if special is None else special
+        prompt = job.prompt(text, special, body.kept(room(job.llm, params)))
         thinking = self.think is not None and text.rstrip().endswith(self.think[0])
         if self.think is not None and begun is not None:
             thinking = begun.rfind(self.think[0]) > begun.rfind(self.think[1])
         structured = params.structured
-        if tools and structured is not None:
-            raise InvalidInput(
-                "tools do not go with response_format or structured output; leave out one of "
-                "them, or say tool_choice: none"
-            )
+        begins: tuple[str, ...] = ()
         if tools and body.tool_choice not in (None, "auto", "none"):
             structured = self._forced(body, tools)
+        elif tools and structured is not None and not self.harmony:
+            assert self.family is not None
+            if structured.json is None:
+                raise InvalidInput(
+                    "tools do not go with a regex, a choice or a grammar; give response_format, "
+                    "leave out one of them, or say tool_choice: none"
+                )
+            several = body.parallel_tool_calls is not False
+            schema = structured.json
+            structured = Structured(
+                grammar=self.family.optional(tools, several, self._mark, schema)
+            )
+            begins = self.family.begins(tools)
         if structured is not None:
             if self.harmony:
                 raise InvalidInput(
@@ -99,21 +108,34 @@ class Dialect:
                 )
             structured = replace(structured, think=think, thinking=thinking)
             if job.llm.engine.grammars is not None:  # compiled here, kept for the engine
-                job.llm.engine.grammars.matcher(structured)
+                matcher = job.llm.engine.grammars.matcher(structured)
+                for begin in begins if self.family and self.family.bare else ():
+                    # The last token of a call's beginning may hold more than it.
+                    tokens = job.llm.encode(begin, special=False)[:-1]
+                    if matcher.grammar.validate_tokens(tokens) < len(tokens):
+                        raise InvalidInput(
+                            "response_format: its objects may have a property 'name', with which "
+                            "this model's tool calls begin; name it otherwise and say "
+                            "additionalProperties: false, or leave out tools"
+                        )
         params = replace(params, structured=structured, shown=(*params.shown, *self.shown))
         return Prepared(
             prompt,
             params,
-            lambda: self.reader(tools, thinking),
+            lambda: self.reader(tools, thinking, begins),
             1 if body.parallel_tool_calls is False else None,
             self.family is not None and self.family.short_ids,
         )
 
-    def reader(self, tools: list[dict[str, Any]], thinking: bool) -> Reader:
-        """A reader of one answer."""
+    def reader(
+        self, tools: list[dict[str, Any]], thinking: bool, begins: tuple[str, ...] = ()
+    ) -> Reader:
+        """A reader of one answer. begins: how calls do, if the answer is calls or an object."""
         if self.harmony:
             return Harmony()
         rest = self.family.reader(tools) if tools and self.family else Plain()
+        if begins:
+            rest = Either(rest, begins)
         return Thoughts(*self.think, thinking, rest) if self.think else rest
 
     def _tools(self, body: ChatRequest) -> list[dict[str, Any]]:
@@ -135,7 +157,7 @@ class Dialect:
         if not body.continue_final_message:
             return None
         last = body.messages[-1]
-        text = plain(last.content)
+        text = last.text
         if last.role != "assistant" or not text or last.tool_calls or self.harmony:
             raise InvalidInput(
                 "messages: only a last message of the assistant with text and no tool calls can be "
@@ -169,8 +191,15 @@ class Dialect:
     def _options(self, body: ChatRequest) -> dict[str, Any]:
         """Variables for the template, all of which it must read."""
         options = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            options["reasoning_effort"] = body.reasoning_effort
+        thinking = False if body.thinking else body.enable_thinking
+        for name, value, usual in (
+            ("reasoning_effort", body.reasoning_effort, "medium"),
+            ("verbosity", body.verbosity, "medium"),
+            ("enable_thinking", thinking, False),
+        ):
+            # The usual asks for nothing where a model has no choice.
+            if value is not None and (value != usual or name in self.template):
+                options[name] = value
         for name in options:
             if name not in self.template or not name.isidentifier():
                 raise InvalidInput(f"{name}: the model's chat template does not read it")
@@ -185,12 +214,15 @@ class Dialect:
             role = "system"
         if (role == "tool" or message.tool_calls) and "tool" not in self.template:
             raise InvalidInput("messages: the model's chat template has no tool calls")
-        out: dict[str, Any] = {"role": role, "content": plain(message.content)}
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(message, name)) is not None:
+        out: dict[str, Any] = {"role": role, "content": message.text}
+        for name, value in (
+            ("name", message.name),
+            ("tool_call_id", message.tool_call_id),
+            ("reasoning_content", message.thoughts),
+            ("thinking", message.thoughts if self.harmony else None),
+        ):
+            if value is not None:
                 out[name] = value
-        if self.harmony and message.reasoning_content:
-            out["thinking"] = message.reasoning_content
         if message.tool_calls:
             out["tool_calls"] = [
                 {
@@ -205,11 +237,27 @@ class Dialect:
 
 def arguments(call: Any) -> Any:
     """A call's arguments as templates want them: the object, if the text is one."""
+    text = call.function.arguments or "{}"
     try:
-        found = json.loads(call.function.arguments or "{}")
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else call.function.arguments
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else {} if found is None else text
+
+
+def untaken(messages: list[dict[str, Any]], error: Exception) -> str:
+    """Why a template does not take a conversation, and the way out."""
+    calls = (call["function"] for message in messages for call in message.get("tool_calls", ()))
+    for function in calls:
+        if not isinstance(function["arguments"], dict):
+            return (
+                f"messages: the arguments of a call of {function['name']!r} are no JSON object, "
+                f"and the model's chat template takes nothing else ({in_a_line(error)})"
+            )
+    return (
+        f"messages: the model's chat template does not take them ({in_a_line(error)}); send others "
+        "(such as without a system message), or start the server with another --chat-template"
+    )
 
 
 def template_text(tokenizer: Any) -> str:

@@ -11,7 +11,7 @@ from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from anybit.serve.protocol import error_at
+from anybit.serve.mistakes import error_at
 from anybit.serve.server import Settings
 
 log = logging.getLogger("anybit.access")

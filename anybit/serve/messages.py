@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, Tag
 
-from anybit.serve import protocol
+from anybit.serve import mistakes, protocol
 from anybit.serve.answers import Answer, Asked, Block, Failed, Text, event
 from anybit.serve.protocol import ChatMessage, ChatRequest
 from anybit.serve.server import Server
@@ -16,57 +17,66 @@ from anybit.serve.server import Server
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class CacheControl(protocol.Request):
-    """Prefixes are always cached here, so that this changes nothing."""
-
-    type: Literal["ephemeral"]
-    ttl: str | None = None
-
-
-class Part(protocol.Request):
-    cache_control: CacheControl | None = None
-
-
-class TextPart(Part):
+class TextPart(protocol.Replayed):
     type: Literal["text"]
     text: str
 
 
-class ThinkingPart(Part):
+class ThinkingPart(protocol.Replayed):
     type: Literal["thinking"]
     thinking: str
-    signature: str | None = None
 
 
-class ToolUsePart(Part):
+class RedactedPart(protocol.Replayed):
+    """Thoughts that only Anthropic can read."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ToolUsePart(protocol.Replayed):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | None
 
 
-class ToolResultPart(Part):
+Texts = Annotated[
+    Annotated[str, Tag("[text]")]
+    | Annotated[list[Annotated[TextPart, protocol.reads("text")]], Tag("[parts]")],
+    protocol.PARTS,
+]
+
+
+class ToolResultPart(protocol.Replayed):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextPart] | None = None
+    content: Texts | None = None
     is_error: bool | None = None
 
 
 AnyPart = Annotated[
-    TextPart | ThinkingPart | ToolUsePart | ToolResultPart, Field(discriminator="type")
+    TextPart | ThinkingPart | RedactedPart | ToolUsePart | ToolResultPart,
+    Field(discriminator="type"),
+    protocol.reads("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
 ]
 
 
-class MessageParam(protocol.Request):
+class MessageParam(protocol.Replayed):
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[AnyPart], Field(fail_fast=True)]
+    content: Annotated[
+        Annotated[str, Tag("[text]")]
+        | Annotated[list[AnyPart], Field(fail_fast=True), Tag("[parts]")],
+        protocol.PARTS,
+    ]
 
 
-class ToolParam(Part):
+class ToolParam(protocol.Replayed):
     type: Literal["custom"] | None = None
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
 
 
 class ToolChoice(protocol.Request):
@@ -75,25 +85,39 @@ class ToolChoice(protocol.Request):
     disable_parallel_tool_use: bool | None = None
 
 
-class Metadata(protocol.Request):
-    user_id: str | None = None
+class OutputConfig(protocol.Request):
+    """effort: "high" is the same as none, by the protocol."""
+
+    format: protocol.FlatSchema | None = None
+    effort: str | None = None
 
 
-class MessagesRequest(protocol.Request):
-    """POST /v1/messages."""
+class CountRequest(protocol.Request):
+    """POST /v1/messages/count_tokens: a conversation."""
+
+    passes = frozenset(("cache_control",))  # prefixes are always cached
 
     model: str
     messages: list[MessageParam] = Field(min_length=1, fail_fast=True)
+    system: Texts | None = None
+    tools: list[ToolParam] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: protocol.Thinking | None = None
+    output_config: OutputConfig | None = None
+    # Edits save tokens of long conversations. None is made here, and the answer says so.
+    context_management: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountRequest):
+    """POST /v1/messages."""
+
     max_tokens: int = Field(ge=1)
-    system: str | list[TextPart] | None = None
     temperature: float | None = Field(default=None, ge=0, le=1)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
     stop_sequences: list[protocol.Text] | None = Field(default=None, max_length=protocol.MAX_STOPS)
     stream: bool | None = None
-    tools: list[ToolParam] | None = None
-    tool_choice: ToolChoice | None = None
-    metadata: Metadata | None = None
+    metadata: dict[str, Any] | None = None
 
     def chat(self) -> ChatRequest:
         """The same as a request of /v1/chat/completions."""
@@ -122,21 +146,18 @@ class MessagesRequest(protocol.Request):
                 choice.type, choice.type
             )  # fmt: skip
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        config = self.output_config or OutputConfig()
+        if config.format is not None:
+            schema = {"schema": config.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if config.effort != "high":
+            fields["reasoning_effort"] = config.effort
         return ChatRequest(
-            messages=messages, max_tokens=self.max_tokens, temperature=self.temperature,
-            top_p=self.top_p, top_k=self.top_k, stop=self.stop_sequences or None,
+            messages=messages, thinking=self.thinking, max_tokens=self.max_tokens,
+            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
+            stop=self.stop_sequences or None,
             continue_final_message=self.messages[-1].role == "assistant", **fields,
         )  # fmt: skip
-
-
-class CountRequest(protocol.Request):
-    """POST /v1/messages/count_tokens."""
-
-    model: str
-    messages: list[MessageParam] = Field(min_length=1, fail_fast=True)
-    system: str | list[TextPart] | None = None
-    tools: list[ToolParam] | None = None
-    tool_choice: ToolChoice | None = None
 
 
 class Counted(BaseModel):
@@ -154,7 +175,7 @@ class MessageReply(BaseModel):
     usage: dict[str, int]
 
 
-def joined(content: str | list[TextPart] | None) -> str:
+def joined(content: Texts | None) -> str:
     return content or "" if not isinstance(content, list) else "".join(p.text for p in content)
 
 
@@ -168,8 +189,10 @@ def chat_messages(message: MessageParam) -> list[ChatMessage]:
             text += part.text
         elif isinstance(part, ThinkingPart):
             thoughts += part.thinking
+        elif isinstance(part, RedactedPart):
+            pass
         elif isinstance(part, ToolUsePart):
-            function = protocol.Called(name=part.name, arguments=json.dumps(part.input))
+            function = protocol.Called(name=part.name, arguments=json.dumps(part.input or {}))
             calls.append(protocol.ToolCall(id=part.id, function=function))
         else:
             result = joined(part.content)
@@ -192,15 +215,18 @@ def chat_messages(message: MessageParam) -> list[ChatMessage]:
 class MessagesAnswer(Answer):
     """The answer, with a block for each part."""
 
-    def __init__(self, asked: Asked):
+    def __init__(self, asked: Asked, edits: bool):
         super().__init__(asked, "msg_")
+        self.edited = {"context_management": {"applied_edits": []}} if edits else {}
 
     async def whole(self) -> dict[str, Any]:
         await self.end()
         (text,) = self.texts
-        return self._message([shown(block) for block in text.blocks], self._stop(text)) | {
-            "usage": self._usage()
-        }
+        return (
+            self._message([shown(block) for block in text.blocks], self._stop(text))
+            | {"usage": self._usage()}
+            | self.edited
+        )
 
     async def events(self) -> AsyncIterator[bytes]:
         (text,) = self.texts
@@ -220,17 +246,17 @@ class MessagesAnswer(Answer):
                             start = shown(Block(block.kind, "", block.id, block.name))
                             out += named({"type": "content_block_start", "index": at,
                                           "content_block": start})  # fmt: skip
-                        if piece.text:
+                        if piece.text and (piece.kind != "call" or is_object(text.blocks[at].text)):
                             out += named({"type": "content_block_delta", "index": at,
                                           "delta": delta(piece.kind, piece.text)})  # fmt: skip
                 if out:
                     yield out
         except Failed as failed:
-            yield named(protocol.anthropic_error(failed.status, str(failed)))
+            yield named(mistakes.anthropic_error(failed.status, str(failed)))
             return
         usage = {"output_tokens": self.counts[1]}
         yield self._stopped(at) + named(
-            {"type": "message_delta", "delta": self._stop(text), "usage": usage}
+            {"type": "message_delta", "delta": self._stop(text), "usage": usage} | self.edited
         )
         yield named({"type": "message_stop"})
 
@@ -264,11 +290,17 @@ def shown(block: Block) -> dict[str, Any]:
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    try:
-        arguments = json.loads(block.text or "{}", strict=False)
-    except (ValueError, RecursionError):  # such as of a text that has ended in the middle of it
-        arguments = {}
+    arguments = {}
+    if is_object(block.text):
+        # Not of a text that has ended in the middle of it.
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(block.text, strict=False)
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
+
+
+def is_object(arguments: str) -> bool:
+    """Whether a call's arguments are an object, or begin as one; the protocol has no others."""
+    return arguments.lstrip()[:1] == "{"
 
 
 def delta(kind: str, text: str) -> dict[str, Any]:
@@ -291,13 +323,14 @@ class ErrorReply(BaseModel):
 def add_routes(app: FastAPI, server: Server) -> None:
     """The routes of Anthropic's protocol."""
     errors: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorReply} for status in protocol.ERRORS
+        status: {"model": ErrorReply} for status in mistakes.ERRORS
     }
 
-    @app.post("/v1/messages", response_model=MessageReply, responses=errors | protocol.STREAM)
+    @app.post("/v1/messages", response_model=MessageReply, responses=errors | mistakes.STREAM)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         asked = await server.ask(request, body.model, body.chat)
-        return await server.reply(request, MessagesAnswer(asked), body.stream)
+        answer = MessagesAnswer(asked, bool(body.context_management))
+        return await server.reply(request, answer, body.stream)
 
     @app.post("/v1/messages/count_tokens", response_model=Counted, responses=errors)
     async def count_tokens(body: CountRequest, request: Request) -> Counted:

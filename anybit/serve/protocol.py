@@ -1,15 +1,16 @@
-"""The requests of OpenAI's completions, chat and embeddings, with vLLM's additions, and errors.
+"""The requests of OpenAI's completions, chat and embeddings, with vLLM's additions.
 
 Types are strict and unknown fields are refused, so that nothing a client asks for is ignored.
-null stands for the default everywhere.
+null stands for the default everywhere. An unknown field may say no, and what comes back of an
+answer may hold annotations.
 """
 
-import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -27,9 +28,36 @@ MAX_PROMPTS = 256
 MAX_STOPS = 16
 MAX_SEED = 2**63 - 1
 
+# Words by which a client asks for nothing. Tiers are what a server offers to everybody.
+NO = ("", "auto", "default", "disabled", "none", "off", "standard", "standard_only")
+# What servers and clients write beside an answer's text, and send back with it: none of it is a
+# part of the prompt.
+ANNOTATIONS = frozenset((
+    "additional_kwargs", "annotations", "cache_control", "caller", "citations", "created",
+    "created_at", "extra_content", "finish_reason", "id", "index", "logprobs", "metadata", "model",
+    "name", "object", "parsed", "parsed_arguments", "phase", "provider_metadata",
+    "provider_options", "provider_specific_fields", "reasoning_details", "response_metadata",
+    "signature", "status", "stop_reason", "stop_sequence", "thinking_blocks",
+    "thought_signature", "timestamp", "token_ids", "type", "usage", "usage_metadata",
+))  # fmt: skip
+
+
+def asks(value: Any) -> bool:
+    """Whether a field's value asks for anything: `{"type": "disabled"}`, as null, does not."""
+    todo = [value]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            todo += part.values()
+        elif not (part is None or part is False or part == [] or part in NO):
+            return True
+    return False
+
 
 class Request(BaseModel):
-    """What clients send."""
+    """What clients send. passes: names of further fields that change nothing."""
+
+    passes: ClassVar[frozenset[str]] = frozenset()
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -40,12 +68,13 @@ class Request(BaseModel):
     def known(cls, data: Any) -> Any:
         """Refuse the first unknown field, of which there may be many; take 16.0 as an integer.
 
-        JSON has one kind of number. A field that is null asks for nothing, whatever its name.
+        JSON has one kind of number. A field that says no asks for nothing, whatever its name.
         """
         if not isinstance(data, dict):
             return data
         names = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next((n for n, v in data.items() if n not in names and v is not None), None)
+        known = names | cls.passes
+        unknown = next((n for n, v in data.items() if n not in known and asks(v)), None)
         if unknown is not None:
             raise PydanticCustomError(
                 "unknown_field", "this server knows no field {name}", {"name": repr(unknown)[:200]}
@@ -55,6 +84,12 @@ class Request(BaseModel):
             for k, v in data.items()
             if k in names
         }
+
+
+class Replayed(Request):
+    """What comes back of an earlier answer, or stands in its place."""
+
+    passes = ANNOTATIONS
 
 
 def refuse_true(value: bool) -> bool:
@@ -100,6 +135,26 @@ Stop = Annotated[
     | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True), Tag("[texts]")],
     Discriminator(lambda stop: "[texts]" if isinstance(stop, list) else "[text]"),
 ]
+# A text, or parts of one.
+PARTS = Discriminator(lambda content: "[parts]" if isinstance(content, list) else "[text]")
+
+
+def reads(*kinds: str) -> BeforeValidator:
+    """Refuse parts of other types than these in one line."""
+
+    def check(part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind is not None and kind not in kinds:
+            raise PydanticCustomError(
+                "no_text",
+                "this model reads text only, in parts of type {kinds}, and not {kind}",
+                {"kinds": ", ".join(kinds), "kind": repr(kind)[:200]},
+            )
+        return part
+
+    return BeforeValidator(check)
+
+
 Bias = dict[
     Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
 ]
@@ -111,7 +166,10 @@ def listed(prompt: str | list[Any]) -> list[str | list[int]]:
 
 
 class StreamOptions(Request):
+    """continuous_usage_stats: every event has the usage so far, as vLLM's."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Not | None = None
 
 
@@ -135,6 +193,12 @@ class SchemaFormat(Request):
     json_schema: JsonSchema
 
 
+class FlatSchema(JsonSchema):
+    """The same in other protocols."""
+
+    type: Literal["json_schema"]
+
+
 ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
 
 
@@ -148,7 +212,32 @@ class StructuredOutputs(Request):
     grammar: str | None = None
 
 
-class Sampling(Request):
+class Labels(Request):
+    """Names that clients give their requests, and tiers that all have; they change nothing."""
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    request_id: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class Prompting(Request):
+    """How a prompt becomes tokens; vLLM's."""
+
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(
+        default=None, ge=-1, description="keep so many of the last; -1: as many as the model holds"
+    )
+
+    def kept(self, length: int) -> int | None:
+        """Tokens of a prompt to keep, of which the model holds `length`; None: all."""
+        return length if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+
+
+class Sampling(Labels, Prompting):
     """What completions and chat have in common."""
 
     model: str | None = None
@@ -176,9 +265,12 @@ class Sampling(Request):
     guided_regex: str | None = None
     guided_choice: list[Text] | None = Field(default=None, min_length=1)
     guided_grammar: str | None = None
-    # Names that clients give their requests; they change nothing.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def running(self) -> bool:
+        """Whether every event of a stream has the usage."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def samples(self) -> int:
@@ -214,9 +306,11 @@ class Sampling(Request):
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """As the engine wants it; InvalidInput for what only a look at all fields can refuse."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidInput("prompt_logprobs has no place in a stream; leave out one of them")
         return SamplingParams(
             n=self.samples,
-            max_tokens=max_tokens,
+            max_tokens=None if max_tokens == -1 else max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(self.top_k or 0, 0),
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -232,6 +326,7 @@ class Sampling(Request):
             min_tokens=self.min_tokens or 0,
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -240,21 +335,35 @@ class CompletionRequest(Sampling):
 
     prompt: Prompt
     suffix: str | None = None
-    max_tokens: int | None = Field(default=16, ge=0)
+    max_tokens: int | None = Field(default=16, ge=-1, description="-1: as many as fit")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
 
 
-class ContentPart(Request):
+class ContentPart(Replayed):
     type: Literal["text"]
     text: str
 
 
+class RefusalPart(Replayed):
+    """What the assistant has said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+AnyPart = Annotated[
+    ContentPart | RefusalPart, Field(discriminator="type"), reads("text", "refusal")
+]
 Content = Annotated[
     Annotated[str, Tag("[text]")]
-    | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True), Tag("[parts]")],
-    Discriminator(lambda content: "[parts]" if isinstance(content, list) else "[text]"),
+    | Annotated[list[AnyPart], Field(min_length=1, fail_fast=True), Tag("[parts]")],
+    PARTS,
 ]
 
 
@@ -265,14 +374,14 @@ def plain(content: Content | None) -> str:
     return content or ""
 
 
-class Function(Request):
+class Function(Replayed):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Request):
+class Tool(Replayed):
     type: Literal["function"]
     function: Function
 
@@ -286,63 +395,81 @@ class NamedTool(Request):
     function: NamedFunction
 
 
-# What OpenAI's client reads in an answer's JSON, and sends back beside it; it changes nothing.
-Parsed = Any
+WORD_OR_TOOL = Discriminator(lambda choice: "[word]" if isinstance(choice, str) else "[tool]")
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("[word]")]
+    | Annotated[NamedTool, Tag("[tool]")],
+    WORD_OR_TOOL,
+]
 
 
-class Called(Request):
+class Called(Replayed):
     name: str
-    arguments: str
-    parsed_arguments: Parsed = None
+    arguments: str | None = None
 
 
-class ToolCall(Request):
+class ToolCall(Replayed):
     id: str
     type: Literal["function"] = "function"
     function: Called
-    index: int | None = None
 
 
-class ChatMessage(Request):
-    """One message. Clients also send back what answers had, so empty fields of those are taken."""
+class ChatMessage(Replayed):
+    """One message. reasoning: vLLM's name for reasoning_content."""
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: Content | None = None
+    refusal: str | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    parsed: Parsed = None
+    reasoning: str | None = None
+
+    @property
+    def text(self) -> str:
+        return plain(self.content) or self.refusal or ""
+
+    @property
+    def thoughts(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
+
+class Thinking(Request):
+    """A model is asked not to think; how long it shall think cannot be said."""
+
+    type: Literal["disabled"]
 
 
 class ChatRequest(Sampling):
     """POST /v1/chat/completions. Without a limit, the answer may fill the model's context."""
 
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
-    max_tokens: int | None = Field(default=None, ge=0)
-    max_completion_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: int | None = Field(default=None, ge=-1, description="-1: as many as fit")
+    max_completion_tokens: int | None = Field(default=None, ge=-1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = None
+    modalities: list[Literal["text"]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     store: Not | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
 
-class EmbeddingRequest(Request):
-    """POST /v1/embeddings."""
+class EmbeddingRequest(Prompting):
+    """POST /v1/embeddings. dimensions: numbers of a vector, of which the first are kept."""
 
     model: str | None = None
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, ge=1)
     user: str | None = None
 
 
@@ -352,8 +479,12 @@ class TokenizeRequest(Request):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(default=None, min_length=1, fail_fast=True)
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Request):
@@ -361,46 +492,3 @@ class DetokenizeRequest(Request):
 
     model: str | None = None
     tokens: list[Token] = Field(fail_fast=True)
-
-
-# Errors, in OpenAI's form and in Anthropic's.
-
-
-class ErrorBody(BaseModel):
-    message: str
-    type: str
-    param: str | None = None
-    code: int
-
-
-class Error(BaseModel):
-    error: ErrorBody
-
-
-# What routes answer besides their model, for the schema.
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error} for status in (400, 401, 404, 408, 413, 415, 500, 503)
-}
-STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-
-KINDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
-ANTHROPIC = KINDS | {408: "timeout_error", 413: "request_too_large", 500: "api_error"}
-
-
-def error(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """The body of an error answer. param: the field of the request that is wrong, if it is one."""
-    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
-
-
-def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    """The same as Anthropic has it."""
-    kind = ANTHROPIC.get(status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-def error_at(path: str, status: int, message: str, param: str | None = None) -> bytes:
-    """The body of an error answer to a request of this path."""
-    anthropic = path.startswith("/v1/messages")
-    body = anthropic_error(status, message) if anthropic else error(status, message, param)
-    return json.dumps(body).encode()  # ASCII: a message may quote anything

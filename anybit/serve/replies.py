@@ -1,6 +1,7 @@
 """What the server answers, as far as it is not generated text."""
 
 import base64
+import math
 import struct
 from typing import Any
 
@@ -45,6 +46,7 @@ class Tokenized(BaseModel):
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | None = None
 
 
 class Detokenized(BaseModel):
@@ -69,17 +71,24 @@ class Version(BaseModel):
 
 
 class EmbeddingsAnswer(Answer):
-    """/v1/embeddings. base64: of little-endian fp32 numbers, as OpenAI's client asks for."""
+    """/v1/embeddings. base64: of little-endian fp32 numbers, as OpenAI's client asks for.
 
-    def __init__(self, asked: Asked, base64: bool):
+    dimensions: the first numbers of a vector, which is then scaled to length 1 again.
+    """
+
+    def __init__(self, asked: Asked, base64: bool, dimensions: int | None):
         super().__init__(asked, "embd-")
-        self.base64 = base64
+        self.base64, self.dimensions = base64, dimensions
 
     async def whole(self) -> dict[str, Any]:
         await self.end()
         data = []
         for text in self.texts:
             vector: Any = text.completion.embedding or []
+            if self.dimensions is not None:
+                vector = vector[: self.dimensions]
+                norm = math.hypot(*vector) or 1.0
+                vector = [number / norm for number in vector]
             if self.base64:
                 raw = struct.pack(f"<{len(vector)}f", *vector)
                 vector = base64.b64encode(raw).decode()

@@ -1,67 +1,94 @@
 """OpenAI's Responses over a chat: /v1/responses, without anything kept between requests."""
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
-from anybit.serve import protocol
+from anybit.engine.sequence import MAX_LOGPROBS, Logprob
+from anybit.serve import mistakes, protocol
 from anybit.serve.answers import Answer, Asked, Block, Failed, Text, event
 from anybit.serve.protocol import ChatMessage, ChatRequest
 from anybit.serve.server import Server
 
 
-class InputText(protocol.Request):
+class InputText(protocol.Replayed):
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
-    parsed: protocol.Parsed = None
 
 
-class MessageItem(protocol.Request):
+Texts = Annotated[
+    Annotated[str, Tag("[text]")]
+    | Annotated[
+        list[
+            Annotated[
+                InputText | protocol.RefusalPart,
+                Field(discriminator="type"),
+                protocol.reads("input_text", "output_text", "text", "refusal"),
+            ]
+        ],
+        Tag("[parts]"),
+    ],
+    protocol.PARTS,
+]
+
+
+class MessageItem(protocol.Replayed):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText]
-    id: str | None = None
-    status: str | None = None
+    content: Texts
 
 
-class CallItem(protocol.Request):
+class CallItem(protocol.Replayed):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
-    parsed_arguments: protocol.Parsed = None
-    id: str | None = None
-    status: str | None = None
+    arguments: str | None = None
 
 
-class OutputItem(protocol.Request):
+class OutputItem(protocol.Replayed):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText]
-    id: str | None = None
-    status: str | None = None
+    output: Texts
 
 
-class ReasoningText(protocol.Request):
+class ReasoningText(protocol.Replayed):
     type: Literal["reasoning_text"]
     text: str
 
 
-class ReasoningItem(protocol.Request):
+class ReasoningItem(protocol.Replayed):
+    """Thoughts, which are in `content` alone."""
+
+    passes = protocol.ANNOTATIONS | {"summary", "encrypted_content"}
+
     type: Literal["reasoning"]
-    id: str | None = None
-    summary: Annotated[list[Any], Field(max_length=0)] | None = None
     content: list[ReasoningText] | None = None
-    status: str | None = None
 
 
-Item = CallItem | OutputItem | ReasoningItem | MessageItem
+def kept(item: Any) -> Any:
+    """Refuse an item that only names one of an earlier answer."""
+    if isinstance(item, dict) and item.get("type") == "item_reference":
+        raise PydanticCustomError(
+            "no_item",
+            "this server keeps no answers that an item_reference could name; send the item",
+        )
+    return item
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("[message]")]
+    | Annotated[CallItem, Tag("[function_call]")]
+    | Annotated[OutputItem, Tag("[function_call_output]")]
+    | Annotated[ReasoningItem, Tag("[reasoning]")],
+    Discriminator(lambda item: f"[{(isinstance(item, dict) and item.get('type')) or 'message'}]"),
+    protocol.reads("message", "function_call", "function_call_output", "reasoning"),
+    BeforeValidator(kept),
+]
 
 
 class FunctionTool(protocol.Function):
@@ -73,45 +100,65 @@ class NamedTool(protocol.Request):
     name: str
 
 
-class SchemaFormat(protocol.JsonSchema):
-    type: Literal["json_schema"]
-
-
 class TextOptions(protocol.Request):
     format: (
         Annotated[
-            protocol.TextFormat | protocol.JsonFormat | SchemaFormat, Field(discriminator="type")
+            protocol.TextFormat | protocol.JsonFormat | protocol.FlatSchema,
+            Field(discriminator="type"),
         ]
         | None
     ) = None
+    verbosity: str | None = None
 
 
 class Reasoning(protocol.Request):
+    """Thoughts come whole, and are never summed up."""
+
     effort: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesRequest(protocol.Request):
+# What an answer shall include: this server's have no parts for the others.
+SCORES = "message.output_text.logprobs"
+Include = Literal[
+    "message.output_text.logprobs", "reasoning.encrypted_content", "file_search_call.results",
+    "web_search_call.results", "web_search_call.action.sources", "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url", "message.input_image.image_url",
+]  # fmt: skip
+
+
+class ResponsesRequest(protocol.Labels):
     """POST /v1/responses."""
 
     model: str | None = None
-    input: protocol.Text | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+    input: Annotated[
+        Annotated[protocol.Text, Tag("[text]")]
+        | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("[parts]")],
+        protocol.PARTS,
+    ]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    include: list[Include] | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("[word]")]
+            | Annotated[NamedTool, Tag("[tool]")],
+            protocol.WORD_OR_TOOL,
+        ]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     stream: bool | None = None
     store: protocol.Not | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     background: protocol.Not | None = None
-    metadata: dict[str, str] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     def chat(self) -> ChatRequest:
         """The same as a request of /v1/chat/completions."""
@@ -135,13 +182,16 @@ class ResponsesRequest(protocol.Request):
         if isinstance(choice, NamedTool):
             choice = {"type": "function", "function": {"name": choice.name}}
         kind: Any = self.text.format if self.text else None
-        if isinstance(kind, SchemaFormat):
+        if isinstance(kind, protocol.FlatSchema):
             kind = {"type": "json_schema", "json_schema": {"schema": kind.schema_}}
         return ChatRequest(
             messages=messages, max_tokens=self.max_output_tokens, temperature=self.temperature,
             top_p=self.top_p, tool_choice=choice, response_format=kind,
             parallel_tool_calls=self.parallel_tool_calls,
-            reasoning_effort=self.reasoning.effort if self.reasoning else None, **fields,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            verbosity=self.text.verbosity if self.text else None,
+            logprobs=SCORES in (self.include or ()) or bool(self.top_logprobs),
+            top_logprobs=self.top_logprobs, **fields,
         )  # fmt: skip
 
 
@@ -155,7 +205,7 @@ class ResponsesReply(BaseModel):
     usage: dict[str, Any] | None = None
 
 
-def plain(content: str | list[InputText]) -> str:
+def plain(content: Texts) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -196,8 +246,9 @@ class ResponsesAnswer(Answer):
     def __init__(self, asked: Asked, body: ResponsesRequest):
         super().__init__(asked, "resp_")
         said = body.model_dump(by_alias=True, include=set(SAID))
-        absent = (None, {"format": None})
-        self.said = {k: default if said[k] in absent else said[k] for k, default in SAID.items()}
+        self.said = {k: default if said[k] is None else said[k] for k, default in SAID.items()}
+        told = {k: v for k, v in self.said["text"].items() if v is not None}
+        self.said["text"] = SAID["text"] | told
         self.ids: list[str] = []  # of the items
         self.number = 0  # of the events so far
 
@@ -223,9 +274,10 @@ class ResponsesAnswer(Answer):
                             at += 1
                             out += self._begun(text, at)
                         if piece.text:
-                            out += self._part(
-                                text.blocks[at], at, DELTAS[piece.kind], delta=piece.text
-                            )
+                            block, found = text.blocks[at], step.logprobs
+                            scores = found if piece is step.pieces[-1] else []
+                            kind = DELTAS[piece.kind]
+                            out += self._part(block, at, kind, scores, delta=piece.text)
                 if out:
                     yield out
         except Failed as failed:
@@ -247,7 +299,7 @@ class ResponsesAnswer(Answer):
             item["content"] = []
         out = self._event("response.output_item.added", output_index=at, item=item)
         if block.kind != "call":
-            out += self._part(block, at, "response.content_part.added", part=part(empty))
+            out += self._part(block, at, "response.content_part.added", part=self._text(empty))
         return out
 
     def _done(self, text: Text, at: int, state: str = "completed") -> bytes:
@@ -256,19 +308,20 @@ class ResponsesAnswer(Answer):
         block = text.blocks[at]
         name = "arguments" if block.kind == "call" else "text"
         more = {"name": block.name} if block.kind == "call" else {}
-        out = self._part(
-            block, at, DELTAS[block.kind].replace("delta", "done"), **{name: block.text}, **more
-        )
+        kind = DELTAS[block.kind].replace("delta", "done")
+        out = self._part(block, at, kind, block.logprobs, **{name: block.text}, **more)
         if block.kind != "call":
-            out += self._part(block, at, "response.content_part.done", part=part(block))
+            out += self._part(block, at, "response.content_part.done", part=self._text(block))
         item = self._item(at, block, state)
         return out + self._event("response.output_item.done", output_index=at, item=item)
 
-    def _part(self, block: Block, at: int, kind: str, **fields: Any) -> bytes:
+    def _part(
+        self, block: Block, at: int, kind: str, scores: Iterable[Logprob] = (), **fields: Any
+    ) -> bytes:
         if block.kind != "call":
             fields["content_index"] = 0
         if "output_text" in kind:
-            fields["logprobs"] = []
+            fields["logprobs"] = self.spelled(scores)
         return self._event(kind, item_id=self._id(at), output_index=at, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -285,8 +338,15 @@ class ResponsesAnswer(Answer):
         if block.kind == "call":
             return item | {"call_id": block.id, "name": block.name, "arguments": block.text}
         if block.kind == "reasoning":
-            return item | {"summary": [], "content": [part(block)]}
-        return item | {"role": "assistant", "content": [part(block)]}
+            return item | {"summary": [], "content": [self._text(block)]}
+        return item | {"role": "assistant", "content": [self._text(block)]}
+
+    def _text(self, block: Block) -> dict[str, Any]:
+        """A block's text in OpenAI's form."""
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": block.text}
+        scores = self.spelled(block.logprobs)
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": scores}
 
     def _response(self, text: Text, state: str) -> dict[str, Any]:
         prompt, written, cached = self.counts
@@ -310,8 +370,8 @@ class ResponsesAnswer(Answer):
 SAID: dict[str, Any] = {
     "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
     "prompt_cache_key": None, "reasoning": None, "safety_identifier": None, "temperature": 1.0,
-    "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": 1.0,
-    "truncation": "disabled", "user": None,
+    "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_logprobs": 0,
+    "top_p": 1.0, "truncation": "disabled", "user": None,
 }  # fmt: skip
 INCOMPLETE = {"reason": "max_output_tokens"}
 DELTAS = {
@@ -320,13 +380,6 @@ DELTAS = {
     "call": "response.function_call_arguments.delta",
 }
 ITEMS = {"content": "message", "reasoning": "reasoning", "call": "function_call"}
-
-
-def part(block: Block) -> dict[str, Any]:
-    """A block's text in OpenAI's form."""
-    if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
 def status(text: Text) -> str:
@@ -339,7 +392,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
     @app.post(
         "/v1/responses",
         response_model=ResponsesReply,
-        responses=protocol.ERRORS | protocol.STREAM,
+        responses=mistakes.ERRORS | mistakes.STREAM,
     )
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         asked = await server.ask(request, body.model, body.chat)

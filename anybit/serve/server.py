@@ -18,8 +18,9 @@ from anybit.errors import AnybitError, InvalidInput
 from anybit.serve.answers import Answer, Asked, Failed
 from anybit.serve.conversation import Dialect, Prepared
 from anybit.serve.metrics import Metrics
-from anybit.serve.protocol import ChatRequest
-from anybit.serve.texts import Gone, Job, Texts
+from anybit.serve.mistakes import WrongField
+from anybit.serve.protocol import ChatRequest, Prompting
+from anybit.serve.texts import Gone, Job, Texts, room
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,20 @@ class Server:
                 raise HTTPException(400, str(error)) from None
 
     async def encode(
-        self, request: Request, prompts: list[str | list[int]], params: SamplingParams | None = None
+        self,
+        request: Request,
+        body: Prompting,
+        prompts: list[str | list[int]],
+        params: SamplingParams,
     ) -> list[list[int]]:
         """Tokens of prompts, and the grammar of their parameters compiled."""
 
         def work(job: Job) -> list[list[int]]:
-            if params and params.structured is not None and job.llm.engine.grammars is not None:
+            if params.structured is not None and job.llm.engine.grammars is not None:
                 job.llm.engine.grammars.matcher(params.structured)
-            return [job.encode(p) if isinstance(p, str) else p for p in prompts]
+            kept = body.kept(room(job.llm, params))
+            special = body.add_special_tokens is not False
+            return [job.prompt(prompt, special, kept) for prompt in prompts]
 
         return await self.in_worker(request, work)
 
@@ -138,6 +145,7 @@ class Server:
             name, [prepared.prompt], body.samples, stream, self.texts.words,
             usage=body.usage, token_ids=bool(body.return_token_ids), readers=prepared.readers,
             calls=prepared.calls, short_ids=prepared.short_ids,
+            running=body.running, scored=body.prompt_logprobs is not None,
         )  # fmt: skip
 
     def overloaded(self, message: str) -> HTTPException:
@@ -175,14 +183,6 @@ class Server:
         finally:
             work.cancel()
             self.engine.abort(answer.asked.stream)
-
-
-class WrongField(HTTPException):
-    """What is wrong is one field of the request."""
-
-    def __init__(self, param: str, message: str, status: int = 400):
-        super().__init__(status, message)
-        self.param = param
 
 
 class EventStream(StreamingResponse):

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from anybit.engine.llm import LLM
+from anybit.engine.sequence import SamplingParams
 from anybit.errors import AnybitError, InvalidInput, in_a_line
 
 WORKERS = 2
@@ -132,6 +133,19 @@ class Job:
                 )
         return self.llm.encode(text, special)
 
+    def prompt(self, prompt: str | list[int], special: bool, kept: int | None) -> list[int]:
+        """Tokens of a prompt. kept: only so many of the last ones, however long it is."""
+        if isinstance(prompt, str):
+            prompt = (
+                self.encode(prompt, special) if kept is None else self.llm.encode(prompt, special)
+            )
+        return prompt if kept is None else prompt[max(len(prompt) - kept, 0) :]
+
+
+def room(llm: LLM, params: SamplingParams) -> int:
+    """Tokens of the longest prompt that an answer may follow."""
+    return llm.length - (params.max_tokens != 0)
+
 
 class Texts:
     """Threads that tokenize, each with a tokenizer of its own. most: jobs that may wait."""
@@ -153,7 +167,8 @@ class Texts:
 
         Raises:
             Gone: The client's connection has ended; the job stops soon.
-            InvalidInput: The text cannot be tokenized, or a template does not take it.
+            InvalidInput: The text cannot be tokenized, or a template does not take it. Any other
+                error is a bug, of us or a library.
         """
         stop = threading.Event()
         self.jobs += 1
@@ -183,9 +198,9 @@ class Texts:
                 llm.tokenizer = copy.deepcopy(self.words.tokenizer)
         try:
             return function(Job(llm, self.words, stop))
-        except (AnybitError, Gone, ModuleNotFoundError):
+        except AnybitError:
             raise
-        except Exception as error:  # templates and tokenizers raise all kinds
+        except (ValueError, OverflowError, RecursionError) as error:  # libraries' refusals
             raise InvalidInput(in_a_line(error)) from None
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from anybit.engine.structured import json_rule
 from anybit.errors import InvalidInput
-from anybit.serve.reading import Calls, Harmony, Reader
+from anybit.serve.reading import Calls, Harmony, Piece, Plain, Reader
 
 Tools = list[dict[str, Any]]
 
@@ -21,13 +21,15 @@ class Family:
     signs: any of these in a chat template tells the family. marks: of which some are special
     tokens, that the text must then show. reader: of one text whose model was given these tools.
     grammar: of texts that are calls, from the rule of a
-    call's JSON object and a function that writes a mark; None if they cannot be forced.
+    call's JSON object and a function that writes a mark; None if they cannot be forced. bare:
+    whether these begin with the object, without a mark.
     """
 
     signs: tuple[str, ...]
     marks: tuple[str, ...]
     reader: Callable[[Tools], Reader]
     grammar: Callable[[str, Callable[[str], str]], str] | None = None
+    bare: bool = False
     arguments: str = "arguments"  # their name in the object
     short_ids: bool = False
 
@@ -42,7 +44,23 @@ class Family:
             )
         options = " | ".join(self.call(tool["function"]) for tool in tools)
         rules = self.grammar("call" if several else "one", mark)
-        return f"{rules}\nobject: {options}\n"
+        return f"start: calls\n{rules}\nobject: {options}\n"
+
+    def optional(self, tools: Tools, several: bool, mark: Callable[[str], str], schema: Any) -> str:
+        """The same, or an object of the schema instead. Calls that cannot be forced are free."""
+        if self.grammar is not None:
+            rules = self.forced(tools, several, mark)
+        else:
+            inside = " | ".join(map(mark, self.marks))
+            rules = f"start: calls\ncalls: {mark(self.marks[0])} (FREE | {inside})*\n"
+            rules += "FREE: /(?s:.)+/\n"
+        return f"{rules.replace('calls', 'calls | answer', 1)}answer: {json_rule(schema)}\n"
+
+    def begins(self, tools: Tools) -> tuple[str, ...]:
+        """What texts of `optional` begin with when they are calls."""
+        if not self.bare:
+            return self.marks[:1]
+        return tuple("".join(self.opening(tool["function"])) for tool in tools)
 
     def call(self, function: dict[str, Any]) -> str:
         """A call's JSON object as a part of a Lark rule.
@@ -50,22 +68,51 @@ class Family:
         The schema is a document by itself: its references, `$id` and `$schema` mean what they mean
         there, whatever other tools say. Around it, white space is as in all the templates.
         """
-        start = f'{{"name": {json.dumps(function["name"])}, "{self.arguments}": '
-        schema = json_rule(function.get("parameters") or {"type": "object"})
-        return f'{json.dumps(start)} {schema} "}}"'
+        opening = " ".join(map(json.dumps, self.opening(function)))
+        return f'{opening} {json_rule(function.get("parameters") or {"type": "object"})} "}}"'
+
+    def opening(self, function: dict[str, Any]) -> tuple[str, ...]:
+        """A call's JSON object up to its arguments, in words that are JSON's, too.
+
+        A longer one would win against JSON's where the text may be another object instead.
+        """
+        name, arguments = json.dumps(function["name"]), f'"{self.arguments}"'
+        return "{", '"name"', ":", " ", name, ",", " ", arguments, ":", " "
+
+
+class Either:
+    """Calls if the text begins as one, or else content, whatever stands in it."""
+
+    thinking = False
+
+    def __init__(self, calls: Reader, begins: tuple[str, ...]):
+        self.calls, self.begins, self.held = calls, begins, ""
+        self.chosen: Reader | None = None
+
+    def feed(self, text: str, last: bool = False) -> list[Piece]:
+        if self.chosen is None:
+            self.held += text
+            if self.held.startswith(self.begins):
+                self.chosen = self.calls
+            elif last or not any(begin.startswith(self.held) for begin in self.begins):
+                self.chosen = Plain()
+            else:
+                return []
+            text = self.held
+        return self.chosen.feed(text, last)
 
 
 def hermes_grammar(rule: str, mark: Callable[[str], str]) -> str:
     one = f'{mark("<tool_call>")} "\\n" object "\\n" {mark("</tool_call>")}'
-    return f'start: {rule}\none: {one}\ncall: one ("\\n" one)*'
+    return f'calls: {rule}\none: {one}\ncall: one ("\\n" one)*'
 
 
 def llama_grammar(rule: str, mark: Callable[[str], str]) -> str:
-    return "start: object"
+    return "calls: object"
 
 
 def mistral_grammar(rule: str, mark: Callable[[str], str]) -> str:
-    return f'start: {mark("[TOOL_CALLS]")} "[" {rule} "]"\none: object\ncall: object (", " object)*'
+    return f'calls: {mark("[TOOL_CALLS]")} "[" {rule} "]"\none: object\ncall: object (", " object)*'
 
 
 def names(tools: Tools) -> frozenset[str]:
@@ -104,6 +151,7 @@ FAMILIES = {
         marks=("<|python_tag|>",),
         reader=lambda tools: Calls(("<|python_tag|>",), bare=names(tools)),
         grammar=llama_grammar,
+        bare=True,
         arguments="parameters",
     ),
 }

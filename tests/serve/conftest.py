@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from anybit.engine.engine import Delta, Engine
 from anybit.engine.llm import LLM
@@ -20,6 +21,16 @@ from tests.engine.conftest import PICO, one_thread, random_model
 
 __all__ = ["one_thread"]  # a fixture that all tests here use
 
+# What Qwen's template does, in short.
+TEMPLATE = """
+{%- if tools %}Tools: {% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Call them as <tool_call>{"name": ..., "arguments": ...}</tool_call>.
+{% endif %}
+{%- for message in messages %}
+{{- message.role }}: {{ message.content }}
+{%- for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{% endfor %}
+{%- if add_generation_prompt %}assistant: {% endif %}"""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -112,4 +123,24 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def live(tiny: Path) -> Iterator[Live]:
     with serving(LLM(tiny, block_size=8, max_running=64)) as live:
+        yield live
+
+
+@pytest.fixture(scope="session")
+def model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that has a chat template with tools."""
+    directory = tmp_path_factory.mktemp("talking")
+    options = {"vocab_size": 4100, "eos_token_id": 0, "max_position_embeddings": 512}
+    random_model("llama", options).save_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=True)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def talking(model: Path) -> Iterator[Live]:
+    with serving(LLM(model, max_running=8), names=("tiny", "alias/small")) as live:
         yield live

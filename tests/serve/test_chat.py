@@ -11,7 +11,6 @@ import llguidance
 import openai
 import pydantic
 import pytest
-from transformers import AutoTokenizer
 
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
@@ -20,20 +19,9 @@ from anybit.serve import protocol
 from anybit.serve.conversation import Dialect
 from anybit.serve.texts import Job, Words
 from anybit.serve.tools import FAMILIES
-from tests.engine.conftest import random_model
 from tests.serve.conftest import Live, serving
 from tests.serve.test_protocol import events
 
-# What Qwen's template does, in short.
-TEMPLATE = """
-{%- if tools %}Tools: {% for tool in tools %}{{ tool | tojson }}
-{% endfor %}Call them as <tool_call>{"name": ..., "arguments": ...}</tool_call>.
-{% endif %}
-{%- for message in messages %}
-{{- message.role }}: {{ message.content }}
-{%- for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
-{% endfor %}
-{%- if add_generation_prompt %}assistant: {% endif %}"""
 THOUGHTS = "{% if thinking %}<think>\n{% endif %}{# </think> #}"
 WEATHER = {
     "name": "weather",
@@ -49,26 +37,6 @@ TOOLS = [{"type": "function", "function": WEATHER}]
 HI = [{"role": "user", "content": "hi"}]
 SMALL: dict = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
 SMALL |= {"additionalProperties": False}
-
-
-@pytest.fixture(scope="module")
-def model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that has a chat template with tools."""
-    directory = tmp_path_factory.mktemp("talking")
-    options = {"vocab_size": 4100, "eos_token_id": 0, "max_position_embeddings": 512}
-    random_model("llama", options).save_pretrained(directory)
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    tokenizer.add_tokens(["<think>", "</think>"])
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=True)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def talking(model: Path) -> Iterator[Live]:
-    with serving(LLM(model, max_running=8), names=("tiny", "alias/small")) as live:
-        yield live
 
 
 @pytest.fixture(scope="module")

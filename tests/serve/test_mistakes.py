@@ -20,7 +20,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ("completions", {"prompt": []}, 400, "prompt: List should have at least 1"),
         ("completions", {"prompt": [[]]}, 400, "prompt.0: List should have at least 1"),
         ("completions", {"prompt": "x", "made_up": 1}, 400, "knows no field 'made_up'"),
-        ("completions", {"prompt": "x", "prompt_logprobs": 1}, 400, "no field 'prompt_logprobs'"),
+        ("completions", {"prompt": "x", "prompt_logprobs": 99}, 400, "prompt_logprobs: "),
         ("completions", {"prompt": "x", "max_tokens": 1.5}, 400, "max_tokens: Input should be"),
         ("completions", {"prompt": "x", "n": "3"}, 400, "n: Input should be a valid integer"),
         ("completions", {"prompt": [[False]]}, 400, "prompt.0.0: Input should be"),
