@@ -114,9 +114,8 @@ class Dialect:
                     tokens = job.llm.encode(begin, special=False)[:-1]
                     if matcher.grammar.validate_tokens(tokens) < len(tokens):
                         raise InvalidInput(
-                            "response_format: its objects may have a property 'name', with which "
-                            "this model's tool calls begin; name it otherwise and say "
-                            "additionalProperties: false, or leave out tools"
+                            "response_format: its objects have a property 'name', with which this "
+                            "model's tool calls begin, too; name it otherwise, or leave out tools"
                         )
         params = replace(params, structured=structured, shown=(*params.shown, *self.shown))
         return Prepared(

@@ -4,9 +4,11 @@ import asyncio
 import base64
 import binascii
 import logging
+import re
 import secrets
 import time
 
+import h11
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -17,6 +19,8 @@ from anybit.serve.server import Settings
 log = logging.getLogger("anybit.access")
 
 OPEN = ("/health",)  # without a key
+# What monitors and the chat page ask for all the time, and browsers.
+QUIET = re.compile(r"/|/(health|metrics|favicon\.ico|page/.*)")
 # Some clients put a charset, or nothing, into Content-Encoding: only these change the body.
 CODINGS = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
 
@@ -50,7 +54,7 @@ class Gate:
             else:
                 await refuse(noted, scope["path"], *refusal)
         finally:
-            level = logging.DEBUG if scope["path"] in ("/health", "/metrics") else logging.INFO
+            level = logging.DEBUG if QUIET.fullmatch(scope["path"]) else logging.INFO
             client, seconds = scope.get("client") or ("-",), time.monotonic() - start
             path = scope.get("raw_path", b"-").decode("ascii", "backslashreplace")
             log.log(level, "%s %s %s %d %.3f s", client[0], scope["method"], path, status, seconds)
@@ -142,6 +146,19 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP in the form of every error; uvicorn's answer is plain text."""
+        body = error_at("", 400, msg)
+        headers = {"content-type": "application/json", "connection": "close"}
+        headers["content-length"] = str(len(body))
+        for part in (
+            h11.Response(status_code=400, headers=list(headers.items()), reason="Bad Request"),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(part) or b"")
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()

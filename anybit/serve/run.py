@@ -1,18 +1,22 @@
-"""Running the server: its socket, its signals and its end."""
+"""Running the server: its socket, its signals and its end.
+
+What takes seconds to import is imported after the socket listens.
+"""
 
 import asyncio
 import gc
 import logging
 import socket
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import uvicorn
 
-from anybit.engine.llm import LLM
 from anybit.errors import Unsupported
-from anybit.serve.app import create_app
-from anybit.serve.gate import Connection
-from anybit.serve.server import Server, Settings
+
+if TYPE_CHECKING:
+    from anybit.engine.llm import LLM
+    from anybit.serve.server import Server, Settings
 
 log = logging.getLogger("anybit.serve")
 
@@ -48,15 +52,18 @@ class Uvicorn(uvicorn.Server):
         await super().shutdown(sockets)
         ending.cancel()
 
-    async def _end(self, server: Server, grace: float) -> None:
+    async def _end(self, server: "Server", grace: float) -> None:
         await server.engine.drain(0 if self.force_exit else grace)
         await asyncio.sleep(LAST)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
 
-def config(llm: LLM, settings: Settings) -> uvicorn.Config:
+def config(llm: "LLM", settings: "Settings") -> uvicorn.Config:
     """Uvicorn's settings for a model."""
+    from anybit.serve.app import create_app
+    from anybit.serve.gate import Connection
+
     protocol = type("Connection", (Connection,), {"patience": settings.patience})
     return uvicorn.Config(
         create_app(llm, settings),
@@ -70,7 +77,7 @@ def config(llm: LLM, settings: Settings) -> uvicorn.Config:
     )
 
 
-def run(llm: LLM, settings: Settings, listener: socket.socket) -> None:
+def run(llm: "LLM", settings: "Settings", listener: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM; then finish or fail every request, and return."""
     # What is loaded stays: collections of garbage would otherwise look at all of it again.
     gc.collect()

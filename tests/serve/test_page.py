@@ -119,20 +119,58 @@ def test_a_conversation(browser: Browser, live: Live) -> None:
     browser.js("document.querySelector('[data-done]').querySelectorAll('.tools button')[1].click()")
     assert answered(browser)
     assert browser.js(text(".assistant .text")) == want
-    # What was said and set is there after the page is loaded again.
+    # What was said and set is there after the page is loaded again, and a new chat is empty.
     browser.call("Page.navigate", url=live.url)
-    assert wait_for(lambda: "main" in browser.js(text("#list .open")), 30)
+    assert wait_for(lambda: browser.js(text(".assistant .text")) == want, 30)
     assert browser.js("document.querySelector('#max_tokens').value") == "200"
+    browser.js("document.querySelector('#new').click()")
     assert browser.js(text(".message")) == ""
     browser.js("document.querySelector('#list .open').click()")
     assert browser.js(text(".assistant .text")) == want
     # A server's refusal is shown.
-    browser.js("document.querySelector('#temperature').value = 1000")
+    browser.js("document.querySelector('#top_k').value = 1.5")
     ask(browser, "x")
-    assert wait_for(lambda: "temperature" in browser.js(text(".error")), 30)
+    assert wait_for(lambda: "top_k" in browser.js(text(".error")), 30)
     browser.js("document.querySelector('#list .remove').click()")
     assert browser.js(text("#list .open")) == ""
     assert browser.log == []
+
+
+def test_fields_and_keys(browser: Browser, live: Live) -> None:
+    browser.call("Page.navigate", url=live.url)
+    assert wait_for(lambda: browser.js(text("#model")) == "tiny", 30)
+    for value, want in (("9", "2"), ("-1", "0"), ("0.5", "0.5")):
+        browser.js(f"""
+            document.querySelector("#temperature").value = {value};
+            document.querySelector("#temperature").dispatchEvent(
+                new Event("change", {{ bubbles: true }}));
+        """)
+        assert browser.js("document.querySelector('#temperature').value") == want
+    browser.js("document.querySelector('#temperature').value = 9")
+    assert browser.js("sampling().temperature") == 2
+    # Without a chat template there is no place for a system prompt.
+    assert browser.js("document.querySelector('#told').hidden") is True
+    browser.js("document.querySelector('#menu').click()")
+    assert browser.js("document.body.className") == "menu"
+    browser.js('document.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" }))')
+    assert browser.js("document.body.className") == ""
+    assert browser.js("document.activeElement.id") == "menu"
+    assert browser.log == []
+
+
+def test_only_a_whole_answer_is_announced(browser: Browser, live: Live) -> None:
+    browser.call("Page.navigate", url=live.url)
+    assert wait_for(lambda: browser.js(text("#model")) == "tiny", 30)
+    browser.js("document.querySelector('#max_tokens').value = 450")
+    assert browser.js("document.querySelectorAll('[aria-live], [role=status]').length") == 1
+    with held(live.server.llm.engine, steps=10):
+        ask(browser, "x = 1")
+        assert wait_for(lambda: browser.js(text(".assistant .text")) != "", 30)
+        assert browser.js(text("#said")) == ""
+        assert wait_for(lambda: "1 running" in browser.js(text("#load")), 30)
+        browser.js("document.querySelector('#form').requestSubmit()")
+        assert answered(browser)
+    assert browser.js(text("#said")) == browser.js(text(".assistant .text"))
 
 
 def test_an_answer_stops(browser: Browser, live: Live) -> None:

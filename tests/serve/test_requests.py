@@ -310,12 +310,13 @@ def test_an_object_that_may_be_taken_for_a_call_is_refused(model: Path) -> None:
     llm = LLM(model)
     llm.tokenizer.chat_template += '{# tools "parameters": #}'
     body: dict = {"messages": HI, "tools": TOOLS, "max_tokens": 200}
-    name = {"type": "object", "properties": {"name": {"type": "string"}}}
+    named = {"type": "object", "properties": {"name": {"enum": ["a"]}}, "required": ["name"]}
+    named["additionalProperties"] = False
     with serving(llm, tool_parser="llama") as live:
         ok(live, "/v1/chat/completions", body | {"response_format": FORMAT})
-        for form in ({"type": "json_object"}, FORMAT | {"json_schema": {"schema": name}}):
-            text = refusal(live, "/v1/chat/completions", body | {"response_format": form})
-            assert "tool calls begin" in text
+        form = {"type": "json_schema", "json_schema": {"schema": named}}
+        text = refusal(live, "/v1/chat/completions", body | {"response_format": form})
+        assert "property 'name', with which this model's tool calls begin" in text
 
 
 def test_an_object_may_hold_the_marks_of_a_call() -> None:

@@ -1,5 +1,6 @@
 "use strict";
-// Conversations, kept in this browser alone: [{id, title, messages: [{role, content, ...}]}].
+// Conversations, kept in this browser alone: [{id, title, messages: [{role, content, ...}]}]. Each tab
+// keeps the id of its own, which is open again when the page is loaded anew.
 
 const MOST = 100;
 
@@ -9,13 +10,22 @@ const history_ = {
 
   // Starts a conversation, which is kept from its first message on.
   begin() {
-    this.now = { id: Date.now(), title: "", messages: [] };
-    return this.now;
+    return this.enter({ id: Date.now(), title: "", messages: [] });
   },
 
   open(id) {
-    this.now = this.all.find(one => one.id === id) || this.begin();
-    return this.now;
+    const found = this.all.find(one => one.id === id);
+    return found ? this.enter(found) : this.begin();
+  },
+
+  reopen() {
+    return this.open(Number(sessionStorage.getItem("anybit.now")));
+  },
+
+  enter(one) {
+    this.now = one;
+    sessionStorage.setItem("anybit.now", one.id);
+    return one;
   },
 
   save() {

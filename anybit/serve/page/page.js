@@ -7,7 +7,7 @@ const STARTS = {
   chat: ["Explain quantization to a child.", "Write a haiku about memory.", "Sort a list in Python, three ways."],
   text: ["def fibonacci(n):", "class Stack:\n    def __init__(self):", "import os\n\ndef main("],
 };
-let about = null, running = null;
+let about = null, running = null, timer = 0;
 
 function element(tag, name, text) {
   const node = document.createElement(tag);
@@ -99,9 +99,15 @@ function showAll() {
 
 // Sending.
 
+// A setting within the bounds of its field.
+function bounded(field) {
+  const low = field.min === "" ? -Infinity : Number(field.min), high = field.max === "" ? Infinity : Number(field.max);
+  return Math.min(Math.max(Number(field.value), low), high);
+}
+
 function sampling() {
   const out = {};
-  for (const name of SETTINGS) if ($(name).value !== "") out[name] = Number($(name).value);
+  for (const name of SETTINGS) if ($(name).value !== "") out[name] = bounded($(name));
   return out;
 }
 
@@ -145,7 +151,11 @@ async function answer(conversation) {
   };
   try {
     for await (const piece of server.answer(given, sampling(), about && about.template, running.signal)) {
-      if (piece.content || piece.reasoning) { first = first || performance.now(); count += 1; }
+      if (piece.content || piece.reasoning) {
+        if (!first) watch();
+        first = first || performance.now();
+        count += 1;
+      }
       message.content += piece.content;
       if (piece.reasoning) message.reasoning = (message.reasoning || "") + piece.reasoning;
       if (piece.usage) count = piece.usage.completion_tokens;
@@ -163,6 +173,8 @@ async function answer(conversation) {
   finish(node, message);
   running = null;
   $("send").textContent = "Send";
+  $("said").textContent = message.error || message.content; // read aloud, once it is whole
+  watch();
   history_.save();
   list();
   scroll(false);
@@ -224,6 +236,7 @@ async function introduce() {
   $("formats").textContent = formats.length
     ? `${formats.join(", ")} · ${about.bits.toFixed(2)} bits a weight · ${size(about.bytes)} instead of ${size(about.dense_bytes)}`
     : `${about.dtype}, not quantized`;
+  $("told").hidden = !about.template;
   $("hint").textContent = about.template
     ? "Everything stays on this server, and conversations in this browser."
     : "This model has no chat template: it continues a text instead of answering. Begin one.";
@@ -235,6 +248,7 @@ async function introduce() {
 }
 
 async function watch() {
+  clearTimeout(timer);
   try {
     const now = await server.load();
     const waiting = now.waiting ? `, ${now.waiting} waiting` : "";
@@ -242,7 +256,8 @@ async function watch() {
   } catch {
     $("load").textContent = "no answer from the server";
   }
-  setTimeout(watch, document.hidden ? 10000 : 2000);
+  clearTimeout(timer);
+  timer = setTimeout(watch, document.hidden ? 10000 : 2000);
 }
 
 function grow() {
@@ -273,6 +288,15 @@ $("settings").addEventListener("click", () => {
   $("drawer").hidden = !$("drawer").hidden;
   $("settings").setAttribute("aria-expanded", String(!$("drawer").hidden));
 });
+document.addEventListener("keydown", event => {
+  if (event.key !== "Escape") return;
+  if (document.body.classList.contains("menu")) $("menu").focus();
+  document.body.classList.remove("menu");
+});
+$("drawer").addEventListener("change", event => {
+  if (event.target.type === "number" && event.target.value !== "") event.target.value = bounded(event.target);
+  keep();
+});
 $("drawer").addEventListener("input", keep);
 $("defaults").addEventListener("click", () => {
   for (const name of [...SETTINGS, "system"]) $(name).value = $(name).defaultValue;
@@ -280,7 +304,7 @@ $("defaults").addEventListener("click", () => {
 });
 
 restore();
-history_.begin();
+history_.reopen();
 list();
-introduce();
+introduce().then(() => running || showAll()); // text is shown as Markdown only where the model has a chat template
 watch();
