@@ -1,0 +1,114 @@
+"""How a server starts, who may use it, and what it logs."""
+
+import json
+import logging
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from anybit.cli.app import app as cli
+from anybit.engine.llm import LLM
+from anybit.serve.run import bind
+from anybit.serve.server import Settings
+from tests.serve.conftest import Live
+from tests.serve.test_limits import ask
+
+LIGHT = """
+import sys
+from anybit.serve.run import bind
+heavy = {"torch", "fastapi", "pydantic", "transformers"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings of servers that commands start; none of them runs."""
+    out: list[Settings] = []
+
+    def run(llm: LLM, settings: Settings, listener: socket.socket) -> None:
+        out.append(settings)
+
+    monkeypatch.setattr("anybit.serve.run.run", run)
+    return out
+
+
+def serve(model: Path, *flags: str, **environment: str) -> tuple[int, str]:
+    words = ["serve", str(model), "--port", "0", *flags]
+    got = CliRunner().invoke(cli, words, env=environment)
+    return got.exit_code, got.output + str(got.exception or "")
+
+
+def test_the_socket_listens_before_what_takes_long_to_import() -> None:
+    subprocess.run([sys.executable, "-c", LIGHT], check=True)
+
+
+@pytest.mark.parametrize("key", ["", " ", "\n", " \t "])
+def test_a_blank_key_opens_no_server(tiny: Path, started: list[Settings], key: str) -> None:
+    code, output = serve(tiny, ANYBIT_API_KEY=key)
+    assert (code, "ANYBIT_API_KEY is set and empty" in output) == (1, True)
+    code, output = serve(tiny, "--api-key", key)
+    assert (code, "--api-key is empty" in output) == (1, True)
+    assert not started
+
+
+def test_where_keys_come_from(tiny: Path, started: list[Settings]) -> None:
+    """The option's replace the variable's."""
+    for flags, variable, keys in (
+        ([], "s3cret other", ("s3cret", "other")),
+        (["--api-key", "given"], "s3cret", ("given",)),
+        (["--api-key", "given"], "", ("given",)),
+    ):
+        code, output = serve(tiny, *flags, ANYBIT_API_KEY=variable)
+        assert code == 0, output
+        assert started.pop().keys == keys
+        assert not any(key in output for key in ("s3cret", "given"))
+    code, output = serve(tiny, "--api-key", "s3cret s3cret")
+    assert (code, "white space" in output, "s3cret" in output) == (1, True, False)
+
+
+def test_an_open_server_is_warned_of(tiny: Path, started: list[Settings]) -> None:
+    for flags, warned in (
+        (["--host", "0.0.0.0"], True),
+        (["--host", "0.0.0.0", "--api-key", "k"], False),
+        (["--host", "127.0.0.1"], False),
+        (["--host", "localhost"], False),
+    ):
+        code, output = serve(tiny, *flags)
+        assert code == 0, output
+        assert ("other machines can reach" in output) == warned
+
+
+def test_help_has_groups() -> None:
+    output = CliRunner().invoke(cli, ["serve", "--help"]).output
+    places = [output.index(f" {name} ") for name in ("Model", "Limits", "Security", "Advanced")]
+    assert places == sorted(places)
+
+
+def test_what_is_no_http_is_refused_as_everything_is(live: Live) -> None:
+    for text in ("nonsense\r\n\r\n", "GET / HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n"):
+        head, _, body = ask(live, text).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400")
+        assert b"application/json" in head
+        assert json.loads(body)["error"]["code"] == 400
+
+
+def test_the_log_has_calls_and_no_files(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "anybit.access"):
+        for path in ("/", "/page/page.js", "/page/about", "/favicon.ico", "/health", "/metrics"):
+            httpx.get(live.url + path)
+        httpx.get(live.url + "/v1/models")
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "anybit.access"]
+    assert "GET /v1/models 200" in line
+
+
+def test_a_port_in_use_is_told_before_options_that_need_imports(tiny: Path) -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = str(listener.getsockname()[1])
+        code, output = serve(tiny, "--port", port, "--tool-parser", "x")
+    assert (code, "cannot listen" in output) == (1, True)
