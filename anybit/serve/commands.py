@@ -15,152 +15,60 @@ import typer
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_text
 from anybit.progress import say
+from anybit.serve.options import (
+    KEY,
+    SECURITY,
+    ApiKeys,
+    ChatTemplate,
+    Deterministic,
+    Draft,
+    DraftTokens,
+    Dtype,
+    Format,
+    Grace,
+    Host,
+    Keep,
+    Kv,
+    KvGb,
+    Length,
+    LogLevel,
+    Lora,
+    MaxRunning,
+    Model,
+    Names,
+    Origins,
+    Port,
+    Queue,
+    ToolParser,
+)
 
 if TYPE_CHECKING:
     from anybit.engine.llm import LLM
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+|null|\*")  # of a web page, as browsers send it
-KEY = "ANYBIT_API_KEY"
-# Groups of options in --help.
-MODEL, LIMITS, SECURITY, ADVANCED = "Model", "Limits", "Security", "Advanced"
-Model = Annotated[Path, typer.Argument(help="Directory of a model, dense or quantized.")]
-Format = Annotated[
-    str | None,
-    typer.Option(
-        "--format",
-        help="Quantize a dense model while loading it: fp6, int4, ...",
-        rich_help_panel=MODEL,
-    ),
-]
-Kv = Annotated[
-    str,
-    typer.Option(
-        help="KV cache: model (its dtype), int8, int4, or auto (int8 if the model has scales).",
-        rich_help_panel=MODEL,
-    ),
-]
-Dtype = Annotated[
-    str, typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=MODEL)
-]
-Keep = Annotated[
-    str,
-    typer.Option(
-        help="Decoded copies of layers without a kernel: auto, packed (none) or decoded.",
-        rich_help_panel=ADVANCED,
-    ),
-]
-Length = Annotated[
-    int | None,
-    typer.Option(
-        min=2, help="Tokens of the longest text, prompt included.", rich_help_panel=LIMITS
-    ),
-]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        help="Guess tokens to run together: ngram (what the text said before), auto (the model in "
-        "4 bits), or the directory of a smaller model with the same tokens.",
-        rich_help_panel=ADVANCED,
-    ),
-]
-DraftTokens = Annotated[
-    int,
-    typer.Option(min=1, help="Tokens guessed at a time, at most.", rich_help_panel=ADVANCED),
-]
 
 
 def serve(
     model: Model,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any.")] = 8000,
-    names: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--served-model-name",
-            "--name",
-            help="The model's name for clients; several are aliases. The directory's if absent.",
-        ),
-    ] = None,
-    log_level: Annotated[
-        str, typer.Option(help="debug, info (a line for each API call), warning or error.")
-    ] = "info",
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    names: Names = None,
+    log_level: LogLevel = "info",
     quantization: Format = None,
     kv_cache: Kv = "auto",
     dtype: Dtype = "auto",
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of a chat template, instead of the model's own.", rich_help_panel=MODEL
-        ),
-    ] = None,
-    lora: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="NAME=DIRECTORY of a LoRA adapter, a model of its own for clients.",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
+    chat_template: ChatTemplate = None,
+    lora: Lora = None,
     length: Length = None,
-    kv_gb: Annotated[
-        float | None,
-        typer.Option(
-            help="Size of the KV cache in GB. As much as helps if absent.", rich_help_panel=LIMITS
-        ),
-    ] = None,
-    max_running: Annotated[
-        int, typer.Option(min=1, help="Texts written at once.", rich_help_panel=LIMITS)
-    ] = 256,
-    queue: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Texts that may wait; beyond them clients get 503.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = 256,
-    grace: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=86400,
-            help="Seconds that requests have to finish at shutdown.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = 30.0,
-    api_keys: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--api-key",
-            envvar=KEY,
-            help="Key that clients must send; any of several. Given here, it replaces those of the "
-            "variable.",
-            rich_help_panel=SECURITY,
-        ),
-    ] = None,
-    origins: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allowed-origins",
-            help="Web pages that may call the server, https://HOST; * for all.",
-            rich_help_panel=SECURITY,
-        ),
-    ] = None,
+    kv_gb: KvGb = None,
+    max_running: MaxRunning = 256,
+    queue: Queue = 256,
+    grace: Grace = 30.0,
+    api_keys: ApiKeys = None,
+    origins: Origins = None,
     keep: Keep = "auto",
-    tool_parser: Annotated[
-        str | None,
-        typer.Option(
-            help="Form of tool calls, if the chat template does not tell: hermes, ...",
-            rich_help_panel=ADVANCED,
-        ),
-    ] = None,
-    deterministic: Annotated[
-        bool,
-        typer.Option(
-            "--deterministic",
-            help="The same text whatever else runs; costs some speed.",
-            rich_help_panel=ADVANCED,
-        ),
-    ] = False,
+    tool_parser: ToolParser = None,
+    deterministic: Deterministic = False,
     draft: Draft = None,
     draft_tokens: DraftTokens = 4,
 ) -> None:

@@ -27,6 +27,6 @@ def test_modes(url: str, mode: str) -> None:
         response_model=Weather,
         max_retries=0,
         temperature=0,
-        **{limit: 200},
+        **{limit: 400},
     )
     assert found.city in ("Rome", "Oslo")

@@ -17,7 +17,7 @@ class Weather(pydantic.BaseModel):  # type: ignore[misc,name-defined]
 @pytest.mark.parametrize("responses", [False, True])
 def test_a_conversation_with_tools(url: str, responses: bool) -> None:
     model: Any = langchain.ChatOpenAI(
-        model="pico", base_url=f"{url}/v1", max_tokens=200, max_retries=0, temperature=0,
+        model="pico", base_url=f"{url}/v1", max_tokens=400, max_retries=0, temperature=0,
         use_responses_api=responses,
     )  # fmt: skip
     assert model.invoke("hi").content

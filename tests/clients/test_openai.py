@@ -44,7 +44,7 @@ def test_chats(client: Any) -> None:
 def test_an_answer_and_its_call_are_sent_back(client: Any) -> None:
     """With a schema and tools at once, as agents do; objects, and what they are as dicts."""
     options: dict = {"model": "pico", "tools": [openai.pydantic_function_tool(Weather)]}
-    options |= {"response_format": Weather, "max_tokens": 200, "temperature": 0}
+    options |= {"response_format": Weather, "max_tokens": 400, "temperature": 0}
     options["parallel_tool_calls"] = False
     first = client.chat.completions.parse(messages=HI, **options).choices[0].message
     assert first.tool_calls or first.parsed.city in ("Rome", "Oslo")
@@ -59,7 +59,7 @@ def test_an_answer_and_its_call_are_sent_back(client: Any) -> None:
 
 def test_responses(client: Any) -> None:
     tool = {"type": "function", "name": "weather", "parameters": Weather.model_json_schema()}
-    options: dict = {"model": "pico", "max_output_tokens": 200, "tools": [tool], "temperature": 0}
+    options: dict = {"model": "pico", "max_output_tokens": 400, "tools": [tool], "temperature": 0}
     options["parallel_tool_calls"] = False
     options |= {"include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}}
     first = client.responses.parse(input="hi", text_format=Weather, **options)

@@ -23,7 +23,7 @@ def test_an_agent(url: str, kind: str, output: str) -> None:
         "pico", provider=providers.OpenAIProvider(base_url=f"{url}/v1", api_key="none")
     )
     form = Weather if output == "tool" else ai.NativeOutput(Weather)
-    agent = ai.Agent(model, output_type=form, model_settings={"max_tokens": 200, "temperature": 0})
+    agent = ai.Agent(model, output_type=form, model_settings={"max_tokens": 400, "temperature": 0})
     first = agent.run_sync("hi")
     assert first.output.city in ("Rome", "Oslo")
     again = agent.run_sync("and now?", message_history=first.all_messages())

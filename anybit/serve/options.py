@@ -1,0 +1,139 @@
+"""The options of the commands that load a model, in the groups that `--help` shows."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+KEY = "ANYBIT_API_KEY"
+# Groups of options in --help.
+MODEL, LIMITS, SECURITY, ADVANCED = "Model", "Limits", "Security", "Advanced"
+Model = Annotated[Path, typer.Argument(help="Directory of a model, dense or quantized.")]
+Format = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        help="Quantize a dense model while loading it: fp6, int4, ...",
+        rich_help_panel=MODEL,
+    ),
+]
+Kv = Annotated[
+    str,
+    typer.Option(
+        help="KV cache: model (its dtype), int8, int4, or auto (int8 if the model has scales).",
+        rich_help_panel=MODEL,
+    ),
+]
+Dtype = Annotated[
+    str, typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=MODEL)
+]
+Keep = Annotated[
+    str,
+    typer.Option(
+        help="Decoded copies of layers without a kernel: auto, packed (none) or decoded.",
+        rich_help_panel=ADVANCED,
+    ),
+]
+Length = Annotated[
+    int | None,
+    typer.Option(
+        min=2, help="Tokens of the longest text, prompt included.", rich_help_panel=LIMITS
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        help="Guess tokens to run together: ngram (what the text said before), auto (the model in "
+        "4 bits), or the directory of a smaller model with the same tokens.",
+        rich_help_panel=ADVANCED,
+    ),
+]
+DraftTokens = Annotated[
+    int,
+    typer.Option(min=1, help="Tokens guessed at a time, at most.", rich_help_panel=ADVANCED),
+]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any.")]
+Names = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--served-model-name",
+        "--name",
+        help="The model's name for clients; several are aliases. The directory's if absent.",
+    ),
+]
+LogLevel = Annotated[
+    str, typer.Option(help="debug, info (a line for each API call), warning or error.")
+]
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of a chat template, instead of the model's own.", rich_help_panel=MODEL
+    ),
+]
+Lora = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=DIRECTORY of a LoRA adapter, a model of its own for clients.",
+        rich_help_panel=MODEL,
+    ),
+]
+KvGb = Annotated[
+    float | None,
+    typer.Option(
+        help="Size of the KV cache in GB. As much as helps if absent.", rich_help_panel=LIMITS
+    ),
+]
+MaxRunning = Annotated[
+    int, typer.Option(min=1, help="Texts written at once.", rich_help_panel=LIMITS)
+]
+Queue = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Texts that may wait; beyond them clients get 503.",
+        rich_help_panel=LIMITS,
+    ),
+]
+Grace = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=86400,
+        help="Seconds that requests have to finish at shutdown.",
+        rich_help_panel=LIMITS,
+    ),
+]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key",
+        envvar=KEY,
+        help="Key that clients must send; any of several. Given here, it replaces those of the "
+        "variable.",
+        rich_help_panel=SECURITY,
+    ),
+]
+Origins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-origins",
+        help="Web pages that may call the server, https://HOST; * for all.",
+        rich_help_panel=SECURITY,
+    ),
+]
+ToolParser = Annotated[
+    str | None,
+    typer.Option(
+        help="Form of tool calls, if the chat template does not tell: hermes, ...",
+        rich_help_panel=ADVANCED,
+    ),
+]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        help="The same text whatever else runs; costs some speed.",
+        rich_help_panel=ADVANCED,
+    ),
+]
