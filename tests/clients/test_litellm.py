@@ -6,7 +6,7 @@ import pytest
 
 litellm = pytest.importorskip("litellm")
 
-PARAMETERS = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}}
+PARAMETERS: dict = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}}
 PARAMETERS |= {"required": ["city"], "additionalProperties": False}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
 
