@@ -1,0 +1,100 @@
+"""Tools together with a schema: the answer is a call, or an object of the schema."""
+
+import json
+from pathlib import Path
+
+import llguidance
+import pytest
+
+from anybit.engine.llm import LLM
+from anybit.serve.reading import Calls
+from anybit.serve.tools import FAMILIES, Either
+from tests.serve.conftest import Live, serving
+from tests.serve.test_protocol import events
+from tests.serve.test_requests import HI, SMALL, TOOLS, WEATHER, ok, refusal
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SMALL}}
+CALL = 4098  # the token <tool_call>
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_a_call_or_an_object(talking: Live, stream: bool) -> None:
+    body: dict = {"messages": HI, "max_tokens": 200, "tools": TOOLS, "response_format": FORMAT}
+    body |= {"parallel_tool_calls": False, "stream": stream}
+    for bias, called in ((100, True), (-100, False)):
+        answer = talking.post("/v1/chat/completions", body | {"logit_bias": {str(CALL): bias}})
+        assert answer.status_code == 200, answer.text
+        if stream:
+            deltas = [event["choices"][0]["delta"] for event in events(answer.text)]
+            content = "".join(delta.get("content", "") for delta in deltas)
+            calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+            arguments = "".join(call["function"]["arguments"] for call in calls)
+        else:
+            message = answer.json()["choices"][0]["message"]
+            content, calls = message["content"], message.get("tool_calls", [])
+            arguments = "".join(call["function"]["arguments"] for call in calls)
+        assert bool(calls) == called
+        assert json.loads(arguments if called else content)["a"] in (1, 2)
+
+
+def test_tools_and_a_schema_in_every_protocol(talking: Live) -> None:
+    openais = {"input": "x", "tools": [{"type": "function", **WEATHER}], "max_output_tokens": 200}
+    openais["text"] = {"format": {"type": "json_schema", "name": "s", "schema": SMALL}}
+    kinds = {item["type"] for item in ok(talking, "/v1/responses", openais)["output"]}
+    assert kinds in ({"message"}, {"function_call"})
+    named = openais | {"tool_choice": {"type": "function", "name": "weather"}}
+    (item,) = ok(talking, "/v1/responses", named)["output"]
+    assert item["type"] == "function_call"
+    tools = [{"name": "weather", "input_schema": SMALL}]
+    anthropics = {"model": "tiny", "messages": HI, "max_tokens": 200, "tools": tools}
+    anthropics["output_config"] = {"format": {"type": "json_schema", "schema": SMALL}}
+    kinds = {part["type"] for part in ok(talking, "/v1/messages", anthropics)["content"]}
+    assert kinds in ({"text"}, {"tool_use"})
+    del anthropics["tools"]
+    (part,) = ok(talking, "/v1/messages", anthropics)["content"]
+    assert json.loads(part["text"])["a"] in (1, 2)
+
+
+@pytest.mark.parametrize("family", ["hermes", "llama", "mistral", "qwen-coder"])
+def test_grammars_of_a_call_or_an_object(family: str) -> None:
+    form = FAMILIES[family]
+    grammar = form.optional(TOOLS, True, json.dumps, SMALL)
+    matcher = llguidance.LLMatcher(
+        llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0
+    )
+    assert not matcher.is_error(), matcher.get_error()
+    arguments = "".join(form.opening(WEATHER)) + '{"a": 1}}'
+    call = {
+        "hermes": f"<tool_call>\n{arguments}\n</tool_call>",
+        "llama": arguments,
+        "mistral": f"[TOOL_CALLS][{arguments}]",
+        "qwen-coder": "<tool_call>\n<function=weather>\n<parameter=a>\n1\n</parameter>\n"
+        "</function>\n</tool_call>",
+    }[family]
+    for text, kind in ((call, "call"), ('{"a": 1}', "content")):
+        assert matcher.validate_tokens(list(text.encode())) == len(text)
+        reader = Either(form.reader(TOOLS), form.begins(TOOLS))
+        pieces = [p for char in text for p in reader.feed(char)] + reader.feed("", True)
+        assert {piece.kind for piece in pieces} == {kind}
+        assert json.loads("".join(piece.text for piece in pieces))["a"] in (1, "1")
+    assert matcher.validate_tokens(list(b"So: ")) == 0
+
+
+def test_an_object_that_may_be_taken_for_a_call_is_refused(model: Path) -> None:
+    """Where calls are bare objects."""
+    llm = LLM(model)
+    llm.tokenizer.chat_template += '{# tools "parameters": #}'
+    body: dict = {"messages": HI, "tools": TOOLS, "max_tokens": 200}
+    named = {"type": "object", "properties": {"name": {"enum": ["a"]}}, "required": ["name"]}
+    named["additionalProperties"] = False
+    with serving(llm, tool_parser="llama") as live:
+        ok(live, "/v1/chat/completions", body | {"response_format": FORMAT})
+        form = {"type": "json_schema", "json_schema": {"schema": named}}
+        text = refusal(live, "/v1/chat/completions", body | {"response_format": form})
+        assert "property 'name', with which this model's tool calls begin" in text
+
+
+def test_an_object_may_hold_the_marks_of_a_call() -> None:
+    reader = Either(Calls(("<tool_call>",), ("</tool_call>",)), ("<tool_call>",))
+    text = '{"a": "<tool_call>"}'
+    assert "".join(piece.text for piece in reader.feed(text, True)) == text
