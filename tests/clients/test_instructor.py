@@ -10,7 +10,9 @@ pydantic = pytest.importorskip("pydantic")
 
 
 class Weather(pydantic.BaseModel):  # type: ignore[misc,name-defined]
-    """The weather of a city."""
+    """The weather of a city; nothing else, of which pico would have much to say."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
 
     city: Literal["Rome", "Oslo"]
 
