@@ -217,7 +217,7 @@ class MessagesAnswer(Answer):
 
     def __init__(self, asked: Asked, edits: bool):
         super().__init__(asked, "msg_")
-        self.edited = {"context_management": {"applied_edits": []}} if edits else {}
+        self.edited: dict[str, Any] = {"context_management": {"applied_edits": []}} if edits else {}
 
     async def whole(self) -> dict[str, Any]:
         await self.end()
