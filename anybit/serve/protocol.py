@@ -253,6 +253,7 @@ class Sampling(Labels, Prompting):
     seed: int | None = Field(default=None, ge=-MAX_SEED, le=MAX_SEED)
     stop: Stop | None = None
     stop_token_ids: list[Token] | None = Field(default=None, max_length=MAX_STOPS)
+    include_stop_str_in_output: bool | None = None
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -323,6 +324,7 @@ class Sampling(Labels, Prompting):
             seed=self.seed,
             stop=self.stop or (),
             stop_token_ids=self.stop_token_ids or (),
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
             min_tokens=self.min_tokens or 0,
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,

@@ -324,6 +324,18 @@ def test_embeddings_of_fewer_numbers(live: Live) -> None:
     assert f"have {len(whole)} numbers" in text
 
 
+def test_a_stop_string_may_stay(live: Live) -> None:
+    body = {"prompt": "x", "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    whole = ok(live, "/v1/completions", body)["choices"][0]["text"]
+    stop = whole[10:13]
+    body |= {"stop": stop, "include_stop_str_in_output": True}
+    end = whole.index(stop) + len(stop)
+    choice = ok(live, "/v1/completions", body)["choices"][0]
+    assert (choice["text"], choice["stop_reason"]) == (whole[:end], stop)
+    streamed = events(live.post("/v1/completions", body | {"stream": True}).text)
+    assert "".join(e["choices"][0]["text"] for e in streamed) == whole[:end]
+
+
 def test_no_limit_is_as_much_as_fits(live: Live) -> None:
     body = {"prompt": [5] * 500, "max_tokens": -1, "ignore_eos": True}
     assert ok(live, "/v1/completions", body)["usage"]["total_tokens"] == 512
