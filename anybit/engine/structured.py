@@ -5,31 +5,46 @@ others no probability.
 """
 
 import copy
+import hashlib
 import json
 import re
+import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from anybit.engine.schemas import json_rule, lark
+from anybit.engine.trial import ROOMY_STACK, Trial, compiled, on_stack, reason, tokenizer
 from anybit.errors import InvalidInput, Unsupported, check_text
 
-KEPT = 64  # compiled grammars that are kept for the next request
-# Models that have nothing to say write white space for ever where a grammar lets them.
-SPACES = r"[\x20\x0A\x0D\x09]{0,64}"
+KEPT, BYTES = 64, 512 << 20  # grammars that are kept for the next request
+STUCK = "the grammar cannot go on"  # which is its fault, not the server's
+GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+ADVICE = {  # what users can do about errors that name llguidance's own options
+    "oneOf constraints are not supported": (
+        "its oneOf has options that may overlap; use anyOf, or give each option, an object, a "
+        "required property with a const of its own"
+    )
+}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Structured:
     """What a text must be; exactly one of the first four is given.
 
-    json: a JSON schema, as a dict or as text; True: any JSON object. regex: what the whole text
+    json: a JSON schema, as a dict or as text; True: any JSON object. There is one space or none
+    behind `,` and `:`, and no other white space; `"x-guidance"` in the schema has llguidance's
+    options for more. What cannot be enforced is refused, but for annotations, among which are
+    `uniqueItems` and formats that JSON Schema does not have (`binary`). regex: what the whole text
     matches, in the syntax of Rust's `regex`. choice: strings, of which the text is one. grammar:
     Lark as llguidance reads it, or GBNF (rules with `::=`). think: tokens that open and close
     thoughts; what stands between them is free. thinking: whether the prompt has opened them.
@@ -55,96 +70,127 @@ class Structured:
         if self.choice is not None and not (self.choice and all(self.choice)):
             raise InvalidInput(f"choice={list(self.choice)!r}: give strings that are not empty")
 
-    def source(self) -> str:
-        """The grammar in llguidance's notation."""
-        from llguidance import LLMatcher, grammar_from
+    def source(self, special: Mapping[str, int]) -> tuple[str, str]:
+        """The kind of the grammar (lark, gbnf or regex), and its text.
 
+        special: the special tokens' texts and numbers, which Lark may name.
+        """
         for text in (self.json, self.regex, self.grammar, *(self.choice or ())):
             if isinstance(text, str):
                 check_text(text)
         if self.regex is not None:
-            return LLMatcher.grammar_from_regex(self.regex)
+            return "regex", self.regex
         if self.grammar is not None:
-            return grammar_from("grammar", self.grammar)
+            if GBNF.search(self.grammar):
+                return "gbnf", self.grammar
+            return "lark", lark(self.grammar, special)
         if self.choice is not None:
             options = " | ".join(json.dumps(str(option)) for option in self.choice)
-            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}")
-        return LLMatcher.grammar_from_lark(f"start: {json_rule(self.json)}")
+            return "lark", f"start: CHOICE\nCHOICE: {options}"
+        return "lark", f"start: {json_rule(self.json)}"
 
 
-def json_rule(schema: Any) -> str:
-    """A JSON schema as a part of a Lark rule."""
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except ValueError as error:
-            raise InvalidInput(f"the JSON schema is not JSON: {error}") from None
-    if schema is True:
-        schema = {"type": "object"}
-    if not isinstance(schema, dict):
-        raise InvalidInput(f"the JSON schema is {schema!r}; give an object")
-    return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': SPACES}})}"
+@dataclass
+class Compiled:
+    """A grammar that was tried. error: why it is refused, or "". size: bytes it takes, about."""
 
-
-def reason(grammar: Any) -> str:
-    """What is wrong with a grammar, in one line and without its source or llguidance's state."""
-    text, *_ = re.split(r"\n *\d+ \||<state>", grammar.get_error(), maxsplit=1)
-    return " ".join(text.split())
+    error: str
+    size: int
+    grammar: Any = None
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer, in any thread.
+    """Compiles grammars for one tokenizer, in any thread, after a child has survived the same.
 
     vocabulary: the number of the model's logits. eos: tokens that end a text.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: frozenset[int]):
         self.tokenizer, self.vocabulary, self.eos = tokenizer, vocabulary, eos
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special = {entry.content: i for i, entry in added.items() if entry.special}
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._compiled: OrderedDict[bytes, Compiled] = OrderedDict()  # by a digest of the text
+        # What requests hold, so that the engine, too, finds it, however many there are.
+        self._found: WeakKeyDictionary[Structured, Compiled] = WeakKeyDictionary()
+        self._trial: Trial | None = None
         self._tokens: Any = None
 
     def matcher(self, structured: Structured) -> "Matcher":
-        """A matcher at the beginning of a text; InvalidInput for what llguidance does not take."""
-        with self._lock:
-            tokens = self._tokens = self._tokens or self._tokenizer()
-            source = structured.source()
-            found = self._compiled.pop(source, None)
-        if found is None:  # compiled without the lock, for which the engine may wait
-            from llguidance import LLMatcher
+        """A matcher at the beginning of a text.
 
-            found = LLMatcher(tokens, source, log_level=0)
-            if found.is_error():
-                raise InvalidInput(f"the grammar is not taken: {reason(found)}")
-            first = found.deep_copy()
-            first.compute_bitmask()
-            if first.is_error():
-                raise InvalidInput(f"the grammar has no text, or is too large: {reason(first)}")
+        Raises:
+            InvalidInput: llguidance does not take the grammar, or does not survive it.
+        """
         with self._lock:
-            self._compiled[source] = found
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
-        return Matcher(found.deep_copy(), structured, partial(self._forget, source))
+            found = self._found.get(structured)
+        if found is None:
+            found = self._compile(*structured.source(self.special))
+        if found.error:
+            advice = "; ".join(say for sign, say in ADVICE.items() if sign in found.error)
+            raise InvalidInput(f"the grammar is not taken: {advice or found.error}")
+        with self._lock:
+            self._found[structured] = found
+        return Matcher(found.grammar.deep_copy(), structured, partial(self._forget, found))
 
-    def _forget(self, source: str) -> None:
+    def _compile(self, kind: str, text: str) -> Compiled:
+        key = hashlib.sha256(f"{kind} {text}".encode()).digest()
+        with self._lock:
+            trial, tokens = self._ready()
+            found = self._compiled.get(key)
+        if found is None:  # tried without the lock, for which the engine may wait
+            answer = trial.judge(kind, text)
+            found = Compiled(answer["error"], answer["size"])
+            if not found.error:
+                if kind == "gbnf":
+                    kind, text = "lark", answer["lark"]
+                found.grammar = on_stack(ROOMY_STACK, compiled, tokens, kind, text)
+                found.error = reason(found.grammar) if found.grammar.is_error() else ""
+        with self._lock:
+            kept = self._compiled
+            kept[key] = found
+            kept.move_to_end(key)
+            while len(kept) > 1 and (
+                len(kept) > KEPT or sum(entry.size for entry in kept.values()) > BYTES
+            ):
+                kept.popitem(last=False)
+        return found
+
+    def _forget(self, found: Compiled) -> None:
         """Compile it anew for the next request: all copies share tables, which may be full."""
         with self._lock:
-            self._compiled.pop(source, None)
+            for key in [key for key, entry in self._compiled.items() if entry is found]:
+                del self._compiled[key]
+            for held in [held for held, entry in self._found.items() if entry is found]:
+                del self._found[held]
 
-    def _tokenizer(self) -> Any:
-        try:
-            from llguidance.hf import from_tokenizer
-        except ModuleNotFoundError:
+    def _ready(self) -> tuple[Trial, Any]:
+        """The child, and llguidance's tokenizer."""
+        if self._trial is not None:
+            return self._trial, self._tokens
+        if find_spec("llguidance") is None:
             raise ModuleNotFoundError(
                 "structured output needs llguidance; install it with: pip install 'anybit[serve]'"
-            ) from None
+            )
         if not getattr(self.tokenizer, "is_fast", False):
             raise Unsupported(
                 "structured output needs a tokenizer of the `tokenizers` library (tokenizer.json)"
             )
         if not self.eos:
             raise Unsupported("structured output needs an end token, and the model names none")
-        return from_tokenizer(self.tokenizer, self.vocabulary, sorted(self.eos))
+        backend = copy.copy(self.tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        text = backend.to_str()
+        # llguidance tokenizes what a grammar forces, where the text of a special token would become
+        # that token. So it gets names for them that no text holds.
+        secret = secrets.token_hex(8)
+        for content, token in self.special.items():
+            text = text.replace(json.dumps(content, ensure_ascii=False), f'"<{token} {secret}>"')
+        eos = sorted(self.eos)
+        self._tokens = tokenizer(text, self.vocabulary, eos)
+        self._trial = Trial(text, self.vocabulary, eos)
+        return self._trial, self._tokens
 
 
 class Matcher:
@@ -196,7 +242,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self.grammar.is_error():
-            self.error = f"the grammar cannot go on: {reason(self.grammar)}; make it simpler"
+            self.error = f"{STUCK}: {reason(self.grammar)}; make it simpler"
             self.failed()
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from anybit.engine.llm import LLM
+from anybit.engine.schemas import json_rule
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.structured import Structured, constrain
 from anybit.errors import InvalidInput
@@ -53,7 +54,7 @@ def test_every_kind_of_structure_holds(llm: LLM) -> None:
         assert set(person) == {"name", "age"}
         assert 0 <= person["age"] <= 150
     assert texts(llm, Structured(json=json.dumps({"const": [1, None]})))
-    for grammar in ('root ::= "a" | "b" root', 'start: "b"~0..5 "a"'):
+    for grammar in ('root ::= "a" | "b" root', 'start: "b"{0,5} "a"'):
         for text in texts(llm, Structured(grammar=grammar)):
             assert re.fullmatch("b*a", text)
 
@@ -80,14 +81,15 @@ def test_thousands_of_choices(llm: LLM) -> None:
 def test_a_grammar_that_cannot_go_on_is_an_error_and_no_end(llm: LLM) -> None:
     """llguidance stops there as it does at the end of a text. What its copies share is dropped."""
     grammar = "start: " + " | ".join(f'"d{i}"' for i in range(5000))
+    assert llm.engine.grammars is not None
+    kept = set(llm.engine.grammars._compiled)
+    params = SamplingParams(max_tokens=9, structured=Structured(grammar=grammar))
     for _ in range(2):
-        params = SamplingParams(max_tokens=9, structured=Structured(grammar=grammar))
         completion = llm.generate("x", params)[0].completions[0]
         assert completion.finish == "error"
         assert re.fullmatch("the grammar cannot go on: .*; make it simpler", completion.error)
         assert completion.text == "d"
-        assert llm.engine.grammars is not None
-        assert not [source for source in llm.engine.grammars._compiled if "d4999" in source]
+        assert set(llm.engine.grammars._compiled) == kept
 
 
 def test_ends(llm: LLM) -> None:
@@ -121,9 +123,12 @@ def test_thoughts_are_free(llm: LLM) -> None:
         ({"json": {"type": "thing"}}, "Invalid type: thing"),
         ({"json": {"type": "object", "if": {}}}, "Unimplemented keys"),
         ({"json": "{"}, "not JSON"),
+        ({"json": {"const": 10**5000}}, "not JSON"),
         ({"grammar": "start: nothing"}, "nothing"),
         ({"grammar": "start: start"}, "has no text"),
         ({"json": {"$ref": "#"}}, "has no text"),
+        ({"grammar": 'root ::= "a" (' + "(" * 9999}, "it is no GBNF"),
+        ({"json": {"oneOf": [{"type": "integer"}, {"minimum": 1}]}}, "use anyOf, or give each"),
         ({"choice": []}, "not empty"),
         ({"json": True, "regex": "a"}, "json and regex"),
         ({}, "exactly one"),
@@ -133,6 +138,130 @@ def test_refusals(llm: LLM, structured: dict, message: str) -> None:
     with pytest.raises(InvalidInput, match=re.escape(message)) as error:
         llm.generate("x", SamplingParams(structured=Structured(**structured)))
     assert "\n" not in str(error.value)
+
+
+def takes(llm: LLM, structured: Structured, text: str) -> bool:
+    """Whether a text, written token by token, is one that a structure wants."""
+    assert llm.engine.grammars is not None
+    matcher = llm.engine.grammars.matcher(structured)
+    for token in llm.encode(text):
+        if not matcher.allows(token):
+            return False
+        matcher.take(token)
+    return matcher.grammar.is_accepting()
+
+
+INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"enum": [2**53, -5, 2.5]}, ["9007199254740992", "-5", "2.5"], ["9007199254740993"]),
+        ({"const": 2**63 - 1}, ["9223372036854775807"], ["9223372036854775808"]),
+        (INT64, ["9223372036854775807", "-1", "-9223372036854774784"],
+         ["9223372036854775808", "-9223372036854775809"]),
+        ({"type": "integer", "exclusiveMinimum": -(2**63) - 1, "exclusiveMaximum": 2**63},
+         ["9223372036854775807"], ["9223372036854775808", "-9223372036854775809"]),
+        # As JavaScript writes int64's ends.
+        ({"type": "integer", "minimum": -9223372036854776000, "maximum": 9223372036854776000},
+         ["9223372036854775807"], ["9223372036854775808"]),
+        # A narrower bound of the other kind stays.
+        (INT64 | {"exclusiveMinimum": 0}, ["1"], ["0", "-1"]),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.1", "0.5"], ["0", "0.0"]),
+        ({"type": "number", "exclusiveMaximum": 0, "minimum": -0.5}, ["-0.1"], ["0", "-0"]),
+        ({"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5},
+         ["0.5"], ["0"]),
+        ({"type": "number", "multipleOf": 0.01}, ["0.25", "3"], ["0.125"]),
+        ({"allOf": [{"multipleOf": 4, "type": "integer"}, {"multipleOf": 6}]}, ["12"], ["4", "6"]),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, ["[1, 2]"], ["[a]"]),
+        ({"type": "string", "format": "binary"}, ['"x"'], ["x"]),
+        ({"type": "object", "properties": {"default": {"const": 7}}, "default": 2**53 + 1},
+         ['{"default": 7}'], ['{"default": 8}']),
+    ],
+)  # fmt: skip
+def test_schemas_mean_what_they_say(
+    llm: LLM, schema: dict, right: list[str], wrong: list[str]
+) -> None:
+    for structured in (Structured(json=schema), Structured(grammar=f"start: {json_rule(schema)}")):
+        assert all(takes(llm, structured, text) for text in right)
+        assert not any(takes(llm, structured, text) for text in wrong)
+
+
+BIG = 2**53 + 1
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [BIG]},
+        {"const": {"a": [BIG]}},
+        {"enum": [1755555555555555557]},
+        {"enum": [12345678901234567890123]},
+        {"enum": [-(2**63)]},
+        {"enum": [123456789.12345679]},  # which llguidance reads as the double below
+        {"const": float("inf")},
+        {"type": "integer", "minimum": BIG},
+        {"type": "integer", "maximum": 2**64 - 1},
+        {"type": "integer", "maximum": 2**63 - 2},
+        {"type": "integer", "exclusiveMaximum": 2**60},
+        {"type": "number", "maximum": 2**60},  # written in 16 digits and zeros
+        {"maximum": -BIG},
+        {"type": "integer", "multipleOf": BIG},
+        {"type": "number", "multipleOf": 0.07},
+        {"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]},
+        {"properties": {"a": {"items": {"anyOf": [{"enum": [BIG]}]}}}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"enum": [BIG]}}},
+        {"$ref": "#/of/a", "of": {"a": {"enum": [BIG]}}},
+    ],
+)
+def test_numbers_that_would_be_rounded_are_refused(llm: LLM, schema: dict) -> None:
+    assert llm.engine.grammars is not None
+    user = 'start: /"/ "%json {" // %json {\n %json ' + json.dumps(schema)
+    for structured in (Structured(json=schema), Structured(grammar=user)):
+        with pytest.raises(InvalidInput, match=r"kept exactly|common multiple"):
+            llm.engine.grammars.matcher(structured)
+
+
+def test_unions_that_a_constant_tells_apart(llm: LLM) -> None:
+    def option(kind: str) -> dict:
+        properties = {"kind": {"const": kind, "title": "Kind"}, "value": {"type": "string"}}
+        return {"type": "object", "properties": properties, "required": ["kind"]}
+
+    cat, dog = {"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}
+    schema = {"oneOf": [cat, dog], "discriminator": {"propertyName": "kind"}}
+    union = Structured(json=schema | {"$defs": {"Cat": option("cat"), "Dog": option("dog")}})
+    assert takes(llm, union, '{"kind": "cat", "value": "x"}')
+    assert not takes(llm, union, '{"kind": "cow"}')
+    overlapping = schema | {"$defs": {"Cat": option("cat"), "Dog": option("cat")}}
+    with pytest.raises(InvalidInput, match="use anyOf"):
+        takes(llm, Structured(json=overlapping), "{}")
+
+
+def test_no_tokens_go_to_white_space(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "maxItems": 2}}}
+    for structured in (Structured(json=schema), Structured(json=True)):
+        assert takes(llm, structured, '{"a":[1,2]}')
+        assert takes(llm, structured, '{"a": [1, 2]}')
+        for text in ('{ "a":[]}', '{"a":  []}', '{"a":\n[]}', '{"a":[ 1]}', '{"a":[1 ,2]}'):
+            assert not takes(llm, structured, text)
+    wide = Structured(json=schema | {"x-guidance": {"whitespace_flexible": True}})
+    assert takes(llm, wide, '{\n  "a": []\n}')
+
+
+def test_the_text_of_a_special_token_is_text(llm: LLM) -> None:
+    """It is written in other tokens, also where nothing else may come."""
+    end = "<|endoftext|>"
+    for structured, text in (
+        (Structured(choice=[end]), end),
+        (Structured(choice=[f"a{end}b"]), f"a{end}b"),
+        (Structured(regex=re.escape(end)), end),
+        (Structured(json={"const": end}), f'"{end}"'),
+        (Structured(grammar=f'start: "{end}" {end}'), end),  # and then the token, by its name
+    ):
+        params = SamplingParams(max_tokens=40, temperature=0, structured=structured)
+        (completion,) = llm.generate("x = ", params)[0].completions
+        assert (completion.text, completion.finish) == (text, "stop")
 
 
 def test_masks_bit_by_bit() -> None:

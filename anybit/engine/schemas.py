@@ -1,0 +1,270 @@
+"""JSON schemas as llguidance enforces them: what it would round, ignore or not know.
+
+llguidance keeps numbers as doubles, which it reads with an error of up to one unit in the last
+place, and integers of 64 bits. What it cannot keep is refused.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, NoReturn
+
+from anybit.errors import InvalidInput
+
+# White space as models write it: none, or one space behind `,` and `:`. Where a grammar lets them,
+# models that have nothing to say write it for ever.
+GUIDANCE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
+NOTES = frozenset(
+    ("title", "description", "$comment", "default", "example", "examples", "deprecated",
+     "readOnly", "writeOnly", "discriminator")
+)  # fmt: skip
+NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+SIDES = ("minimum", "maximum")
+BOUNDS = {"minimum": -1, "maximum": 1, "exclusiveMinimum": -1, "exclusiveMaximum": 1}
+# Of JSON Schema. Others are annotations, such as pydantic's `binary` and OpenAPI's `int64`.
+FORMATS = frozenset(
+    ("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname",
+     "ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template",
+     "json-pointer", "relative-json-pointer", "regex")
+)  # fmt: skip
+INT64 = 2**63
+LOWEST = 1024 - INT64  # the lowest that llguidance can bound integers by, 1024 above int64's
+
+
+def json_rule(schema: Any) -> str:
+    """A JSON schema, as an object or as text, as a part of a Lark rule; True: any object.
+
+    Raises:
+        InvalidInput: It is no schema, or has numbers that llguidance would round.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidInput(f"the JSON schema is not JSON: {error}") from None
+    if schema is True:
+        schema = {"type": "object"}
+    if not isinstance(schema, dict):
+        raise InvalidInput(f"the JSON schema is {schema!r:.100}; give an object")
+    try:
+        text = json.dumps(Rewriter(schema).whole(), allow_nan=False)
+    except InvalidInput:
+        raise
+    except RecursionError:
+        raise InvalidInput("the JSON schema is nested too deeply; make it flatter") from None
+    except (TypeError, ValueError) as error:  # a set, NaN, or an integer of thousands of digits
+        raise InvalidInput(f"the JSON schema is not JSON: {error}") from None
+    return f"%json {text}"
+
+
+class Rewriter:
+    """Of one schema document, into another that llguidance enforces exactly."""
+
+    def __init__(self, root: dict[str, Any]):
+        self.root = root
+        self.multiples: set[Fraction] = set()
+        self.merges = False  # whether llguidance makes one schema of several
+
+    def whole(self) -> dict[str, Any]:
+        out: dict[str, Any] = self.schema(self.root)
+        given = out.get("x-guidance", {})
+        if not isinstance(given, dict):
+            raise InvalidInput("the JSON schema: x-guidance is not an object")
+        out["x-guidance"] = GUIDANCE | given
+        scale = math.lcm(*(m.denominator for m in self.multiples))
+        factors = [int(m * scale) for m in self.multiples]
+        if self.merges and len(factors) > 1 and math.lcm(*factors) * max(factors) >= 2**32:
+            raise InvalidInput(
+                "the JSON schema: its values of multipleOf have no common multiple of 32 bits; "
+                "leave some out"
+            )
+        return out
+
+    def schema(self, schema: Any) -> Any:
+        """A schema, or a list or a map of schemas under a keyword that is not known."""
+        if isinstance(schema, list):
+            return [self.schema(item) for item in schema]
+        if not isinstance(schema, dict):
+            return schema
+        out: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key in NOTES or (key == "uniqueItems" and isinstance(value, bool)):
+                continue
+            if key == "format" and isinstance(value, str) and value not in FORMATS:
+                continue
+            if key in NAMED and isinstance(value, dict):
+                out[key] = {name: self.schema(inner) for name, inner in value.items()}
+            elif key == "oneOf" and "anyOf" not in schema and self.exclusive(value):
+                out["anyOf"] = self.schema(value)
+            elif key in ("enum", "const"):
+                check_data(value)
+                out[key] = value
+            else:
+                out[key] = self.schema(value)
+        bounded(out)
+        if is_number(out.get("multipleOf")):
+            self.multiples.add(multiple(out["multipleOf"]))
+        applied = out.keys() & {"$ref", "anyOf", "oneOf", "enum", "const"}
+        self.merges |= "allOf" in out or bool(applied and out.keys() - applied - NAMED)
+        return out
+
+    def exclusive(self, options: Any) -> bool:
+        """Whether the options of oneOf are objects that a required property tells apart."""
+        if not isinstance(options, list):
+            return False
+        kinds = [constants(self.resolved(option)) for option in options]
+        for name in set.intersection(*map(set, kinds)) if kinds else ():
+            values = [value for kind in kinds for value in kind[name]]
+            if len(values) == len(set(values)):
+                return True
+        return False
+
+    def resolved(self, schema: Any) -> Any:
+        """What a schema refers to in this document, if it does nothing but that."""
+        for _ in range(8):
+            ref = schema.get("$ref") if isinstance(schema, dict) else None
+            if not isinstance(ref, str) or ref[:2] != "#/" or schema.keys() - NOTES != {"$ref"}:
+                break
+            found: Any = self.root
+            for part in ref[2:].split("/"):
+                part = part.replace("~1", "/").replace("~0", "~")
+                found = found.get(part) if isinstance(found, dict) else None
+            schema = found
+        return schema
+
+
+def constants(schema: Any) -> dict[str, set[str]]:
+    """The strings that each required property of an object may be, where they are listed."""
+    if not isinstance(schema, dict) or schema.get("type") != "object":
+        return {}
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return {}
+    out: dict[str, set[str]] = {}
+    for name, inner in properties.items():
+        if name in required and isinstance(inner, dict):
+            listed = [inner["const"]] if "const" in inner else inner.get("enum")
+            if isinstance(listed, list) and all(isinstance(value, str) for value in listed):
+                out[name] = set(listed)
+    return out
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def refuse(value: Any, key: str, remedy: str) -> NoReturn:
+    raise InvalidInput(
+        f"the JSON schema: {value!r:.50} in {key} cannot be kept exactly, as a double; {remedy}"
+    )
+
+
+def check_data(value: Any) -> None:
+    """Refuse numbers of enum or const that would be written with other digits."""
+    if isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            check_data(inner)
+    elif is_number(value) and value != INT64 - 1:  # which llguidance's conversion holds
+        if abs(value) < INT64 and kept(value, isinstance(value, int)):
+            return
+        refuse(value, "enum or const", "give a number of fewer digits, or a string")
+
+
+def bounded(schema: dict[str, Any]) -> None:
+    """Refuse bounds that would be rounded, and replace those that llguidance holds wrongly.
+
+    Integers are held to int64 where bounds name its ends. Of it, the lowest 1023 are not written:
+    they cannot be told apart from what is below.
+    """
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    integer = "integer" in kinds and "number" not in kinds
+    for key, side in BOUNDS.items():
+        value: Any = schema.get(key)
+        if not is_number(value):
+            continue
+        flag = f"exclusive{key.title()}"  # of draft 4
+        strict = key not in SIDES or schema.get(flag) is True
+        if integer and side < 0 and value < LOWEST and float(value) >= -INT64:
+            new: int | float = LOWEST
+        elif integer and side > 0 and value >= INT64 - 1 + strict and float(value) <= INT64:
+            new = INT64 - 1
+        elif not kept(value, integer) or abs(value) >= (2**53 if strict else INT64):
+            refuse(value, key, "give a bound that is no larger than 2**53")
+        elif strict and not integer and value % 1 == 0 and value * side <= 0:
+            # A number that must be above 0 and below 0.5 might be 0, for llguidance.
+            places = 15 - len(str(abs(int(value))))
+            new = -side * float(f"{abs(int(value))}.{1:0{max(places, 1)}}")
+        else:
+            continue
+        del schema[key]
+        if schema.get(flag) is True:
+            del schema[flag]
+        least = min if side > 0 else max
+        schema[SIDES[side > 0]] = least(schema.get(SIDES[side > 0], new), new)
+
+
+def kept(value: int | float, integer: bool) -> bool:
+    """Whether a number keeps its digits: as an integer, or also as a number with a fraction."""
+    if not exact(value) or abs(value) < 2**53:
+        return exact(value)
+    digits, double = Decimal(repr(value)), float(value)
+    return Decimal(double) == digits and (integer or Decimal(repr(double)) == digits)
+
+
+def exact(value: int | float) -> bool:
+    """Whether llguidance reads a number as it is: one rounding at most, of a power of ten."""
+    if isinstance(value, int):
+        return abs(value) <= 2**1000 and int(float(value)) == value
+    if not math.isfinite(value):
+        return False
+    _, digits, exponent = Decimal(repr(value)).as_tuple()
+    assert isinstance(exponent, int)
+    read = float(int("".join(map(str, digits))))
+    while exponent < -308:
+        read, exponent = read / 1e308, exponent + 308
+    power = float(f"1e{abs(exponent)}")
+    return (read * power if exponent > 0 else read / power) == abs(value)
+
+
+def multiple(value: int | float) -> Fraction:
+    """multipleOf as a fraction, which llguidance makes of it by multiplying with ten."""
+    if not exact(value) or value <= 0:
+        refuse(value, "multipleOf", "give a positive number of few digits")
+    want = Fraction(Decimal(repr(value)))
+    number, power = float(value), 0
+    while number % 1:
+        number, power = number * 10, power + 1
+    if number >= 2**32 or power > 9 or Fraction(int(number), 10**power) != want:
+        refuse(value, "multipleOf", "give a number of fewer digits")
+    return want
+
+
+# What a user's Lark says: strings, regular expressions, comments, schemas and special tokens.
+LARK = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|(?:#|//)[^\n]*|(%json)\s*|(<[^<>\s\[\]]+>)'
+)
+
+
+def lark(text: str, special: Mapping[str, int]) -> str:
+    """A user's Lark grammar: its JSON schemas rewritten, and special tokens by number.
+
+    special: from a special token's text to its number.
+    """
+    out, start, at = [], 0, 0
+    while found := LARK.search(text, at):
+        at = found.end()
+        if found[2] in special:
+            out += [text[start : found.start()], f"<[{special[found[2]]}]>"]
+            start = at
+        elif found[1]:
+            try:
+                schema, at = json.JSONDecoder().raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
+                raise InvalidInput(f"the grammar's JSON schema is not JSON: {error}") from None
+            out += [text[start : found.start()], json_rule(schema)]
+            start = at
+    return "".join(out) + text[start:]
