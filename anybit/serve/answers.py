@@ -12,6 +12,7 @@ from anybit.engine.async_engine import Stream
 from anybit.engine.engine import Delta
 from anybit.engine.llm import Completion
 from anybit.engine.sequence import Logprob
+from anybit.engine.structured import STUCK
 from anybit.serve.mistakes import error
 from anybit.serve.reading import Piece, Plain, Reader, call_id
 from anybit.serve.texts import Words
@@ -21,7 +22,8 @@ class Failed(Exception):
     """The engine ended a text before its time."""
 
     def __init__(self, delta: Delta | Completion):
-        self.status = 503 if delta.finish == "abort" else 500
+        status = 400 if (delta.error or "").startswith(STUCK) else 500
+        self.status = 503 if delta.finish == "abort" else status
         super().__init__(delta.error or "the server is shutting down")
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from anybit.engine.structured import json_rule
+from anybit.engine.schemas import json_rule
 from anybit.errors import InvalidInput
 from anybit.serve.reading import Calls, Harmony, Piece, Plain, Reader
 

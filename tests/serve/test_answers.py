@@ -27,4 +27,4 @@ def test_only_a_stop_string_cuts_a_call() -> None:
 def test_half_a_character_is_no_pattern() -> None:
     for wrong in (Structured(regex="\ud800"), Structured(choice=["a", "\ud800"])):
         with pytest.raises(InvalidInput, match="a text holds half of a surrogate pair"):
-            wrong.source()
+            wrong.source({})
