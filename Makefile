@@ -46,7 +46,7 @@ docs: .venv/.installed  ## Build the documentation into site/; open site/index.h
 	@echo "== mkdocs"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-test-models: .venv/.installed  ## Try every architecture of transformers (minutes; goes on where it stopped), and write docs/models.md.
+test-models: .venv/.installed  ## Try every architecture of transformers (minutes; goes on where it stopped), and write docs/models.csv and the counts of docs/models.md.
 	@$(BIN)/python -m tests.models.sweep
 
 # Engine and server take a GPU by themselves. Other tests that launch kernels on one ask for

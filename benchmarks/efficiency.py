@@ -1,6 +1,6 @@
 """How near kernels come to what the GPU allows, and where they are slower than cuBLAS.
 
-    python benchmarks/efficiency.py benchmarks/results/h200_shapes.csv --out docs/img
+    python benchmarks/efficiency.py benchmarks/results/h200_shapes.csv --out build
 
 A product takes at least as long as reading its weight's bytes, which the CSV holds a measurement
 of, and as its multiplications at the matrix unit's highest rate seen in long products. The larger
@@ -254,7 +254,7 @@ def main() -> None:
     )
     parser.add_argument("csv", type=Path, nargs="+")
     parser.add_argument("--peer", default=PEER)
-    parser.add_argument("--out", type=Path, default=Path("docs/img"))
+    parser.add_argument("--out", type=Path, default=Path("build"))
     args = parser.parse_args()
     rows = [row for path in args.csv for row in read_csv(path)]
     print(report(rows, args.peer))

@@ -1,165 +1,163 @@
-"""Draw the measurements of a CSV: for each shape, speed against the number of tokens.
+"""Draw the pictures of the pages: python benchmarks/plot.py [--out docs/img]
 
-    python benchmarks/plot.py benchmarks/results/h200_gemm.csv --out docs/img
-
-Writes one PNG for each shape: times as fast as cuBLAS fp16, both axes logarithmic. Every panel
-holds one number of bits, so that kernels that read the same bytes stand together. Where a CSV has
-several rows for a point (overlapping launches or not, fp16 or bf16), the fastest is drawn.
+At most four lines a picture, named at the line, legible at the 690 pixels of a page and on a phone.
+A line joins points that differ in its x axis alone.
 """
 
 import argparse
-import itertools
-from collections import defaultdict
-from collections.abc import Iterable
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import geometric_mean
 
 import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
-from matplotlib.transforms import Bbox
 
-from anybit.measure.bench import Row, read_csv
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "tables"))
+import efficiency
+from engine_tables import system_steps
+from results import RESULTS, read
 
-NAMES = {
-    (6144, 4096): "qkv",
-    (4096, 4096): "o",
-    (28672, 4096): "gate and up",
-    (4096, 14336): "down",
-}
-COLORS = {
-    "cublas": "0.55",
-    "humming": "tab:orange",
-    "quack": "tab:purple",
-    "gemlite": "tab:olive",
-    "tinygemm": "tab:brown",
-    "bitsandbytes": "tab:pink",
-    "anybit": "tab:blue",
-    "anybit-triton": "tab:cyan",
-    "anybit-hopper": "tab:green",
-}
-DASHES = ["-", "--", "-.", (0, (1, 1)), (0, (4, 1, 1, 1, 1, 1))]
-PANELS = {
-    "1 to 3 bits": ("int1", "int2", "int3", "codebook", "trellis"),
-    "4 bits": ("int4", "nf4", "fp4bnb", "liquid", "fp4", "mxfp4", "nvfp4", "sparse"),
-    "5 and 6 bits": ("int5", "int6", "fp5", "fp6", "mxfp6"),
-    "7 and 8 bits": ("int7", "int8", "fp8", "mxfp8"),
-    "GGUF": ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_1", "q5_1", "iq4_nl", "iq4_xs"),
-}
-QUANTIZED = {
-    "4 bits, 8-bit activations": ("int4", "liquid", "sparse"),
-    "6 and 8 bits, 8-bit activations": ("int8", "fp8", "fp6", "int8(_int_mm)"),
-}
-SPEEDS = (0.25, 0.5, 1, 2, 3, 4)
-SLOWEST = 0.2  # slower points would press all others together
-Key = tuple[str, str, str]  # peer, format, activation
+from anybit.measure import bench
+
+ROOT = Path(__file__).parents[1]
+COLORS = ["#1b6ca8", "#c8501e", "#2a8a4a", "#7a4fa3"]
+SIZE = (6.4, 4.2)  # inches, at 14 points: as large as the text of a page that is 690 pixels wide
+LEFT = ("trellis",)  # names whose right side another line crosses
+Lines = Mapping[str, Mapping[float, float]]  # name: x, y
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("csv", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, default=Path("docs/img"))
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "img")
     args = parser.parse_args()
-    shapes: dict[tuple[int, int], list[Row]] = defaultdict(list)
-    for path in args.csv:
-        for row in read_csv(path):
-            if row.us is not None:
-                shapes[row.N, row.K].append(row)
-    args.out.mkdir(parents=True, exist_ok=True)
-    for (n, k), rows in shapes.items():
-        path = args.out / f"gemm_{n}x{k}.png"
-        draw(n, k, rows, path)
-        print(path)
-
-
-def panel_of(row: Row) -> str | None:
-    """The panel that a row belongs to; None for the dense layers, which are in all of them."""
-    if row.format in ("fp16", "bf16", "fp32"):
-        return None
-    panels = QUANTIZED if row.activation.startswith(("int8", "fp8")) else PANELS
-    name = row.format.split(":")[0].split()[0]
-    return next((panel for panel, names in panels.items() if name in names), "other formats")
-
-
-def draw(n: int, k: int, rows: list[Row], path: Path) -> None:
-    """One PNG with a panel for each kind of format."""
-    panels: dict[str, dict[Key, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in rows:
-        panel = panel_of(row)
-        if panel is None or row.vs_cublas_fp16 is None or row.vs_cublas_fp16 < SLOWEST:
-            continue
-        activation = "" if row.activation in ("fp16", "bf16") else row.activation
-        points = panels[panel][row.peer, row.format, activation]
-        points[row.M] = max(row.vs_cublas_fp16, points.get(row.M, 0.0))
-    order = [name for name in (*PANELS, *QUANTIZED, "other formats") if name in panels]
-    columns = min(len(order), 3)
-    lines = -(-len(order) // columns)
-    figure, grid = plt.subplots(
-        lines, columns, figsize=(5.2 * columns, 5.6 * lines), sharey=True, squeeze=False
-    )
-    for axis in grid.flat[len(order) :]:
-        axis.set_visible(False)
-    for axis, name in zip(grid.flat, order, strict=False):
-        axis.axhline(1, color=COLORS["cublas"], linewidth=1.2)
-        used: dict[str, int] = defaultdict(int)
-        for key, points in sorted(panels[name].items()):
-            line(axis, key, points, DASHES[used[key[0]] % len(DASHES)])
-            used[key[0]] += 1
-        axis.set(title=name, xscale="log", yscale="log", xlabel="tokens M")
-        ticks = sorted({row.M for row in rows})
-        axis.set_xticks(ticks, [str(m) for m in ticks], fontsize=7)
-        axis.set_yticks(SPEEDS, [f"{speed:g}" for speed in SPEEDS])
-        axis.minorticks_off()
-        axis.grid(True, alpha=0.3)
-        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
-    for axis in grid[:, 0]:
-        axis.set_ylabel("times as fast as cuBLAS fp16")
-    about = rows[0]
-    figure.suptitle(f"{NAMES.get((n, k), 'linear')} {n}x{k}, {about.gpu}, {about.date}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)
-
-
-def line(axis: plt.Axes, key: Key, points: dict[int, float], dash: object) -> None:
-    ms = sorted(points)
-    axis.plot(
-        ms,
-        [points[m] for m in ms],
-        linestyle=dash,
-        color=COLORS.get(key[0], "black"),
-        linewidth=2 if key[0].startswith("anybit") else 1.2,
-        marker="o",
-        markersize=3,
-        label=" ".join((key[0], key[1].replace(":group=", " g"), key[2])),
+    plt.rcParams.update({"font.size": 14, "axes.spines.top": False, "axes.spines.right": False})
+    draw(engine(), "sequences", "decode speed over bf16", args.out / "engine.png", level=1)
+    draw(gemm(), "tokens M", "speed over cuBLAS, 16 bits", args.out / "gemm.png", level=1)
+    draw(models(), "bits a weight", "KL, nats a token", args.out / "accuracy_models.png", bits=True)
+    draw(
+        calibrated(), "bits a weight", "KL, nats a token", args.out / "accuracy_gptq.png", bits=True
     )
 
 
-def name_points(
-    axis: plt.Axes,
-    points: Iterable[tuple[str, float, float]],
-    others: Iterable[tuple[float, float]] = (),
+def engine() -> Lines:
+    """Speed of decode steps over bf16's, all with an INT8 cache, by batch."""
+    found = system_steps()
+    names = {"liquid@int8": "liquid@int8", "int4:group=128": "int4", "fp8@fp8": "fp8@fp8"}
+    return {
+        name: {
+            batch: found["bf16"][batch] / ms
+            for batch, ms in sorted(found[spec].items())
+            if batch in found["bf16"]
+        }
+        for spec, name in names.items()
+    }
+
+
+def gemm() -> Lines:
+    """Geometric means over the weights of many models, by tokens."""
+    cells = efficiency.cells(bench.read_csv(RESULTS / "h200_shapes.csv"))
+    names = {
+        "liquid@int8": "liquid@int8",
+        "int4:group=128": "int4",
+        "fp6": "fp6",
+        "codebook:m=1,v=4,group=128": "2 bits",
+    }
+    tokens = sorted({cell.m for cell in cells})
+    return {
+        name: {
+            m: geometric_mean(c.speed for c in cells if (c.scheme, c.m) == (spec, m) and c.speed)
+            for m in tokens
+        }
+        for spec, name in names.items()
+    }
+
+
+def models() -> Lines:
+    """Integers and floats, one scale a row, rounded: a published model and one of this project."""
+    sources = {
+        "SmolLM2": [r for r in read("real_models") if r["model"].startswith("SmolLM2")],
+        "105M": list(read("h200_trellis")),
+    }
+    kinds = {"int": ("int4", "int6", "int8"), "fp": ("fp4", "fp5", "fp6")}
+    return {
+        f"{model}, {kind}": points(r for r in rows if r["spec"] in specs and r["method"] == "rtn")
+        for model, rows in sources.items()
+        for kind, specs in kinds.items()
+    }
+
+
+def calibrated() -> Lines:
+    """Families with GPTQ on the same text, study-105m-60s."""
+    families = {
+        "int, groups": tuple(f"int{bits}:group=128" for bits in (2, 3, 4)),
+        "floats": ("fp4", "fp5", "fp6"),
+        "trellis": ("trellis:rotate=kn", *(f"trellis:bits={b},rotate=kn" for b in (3, 4))),
+    }
+    return {
+        name: points(
+            r for r in read("h200_trellis") if r["spec"] in specs and r["method"] == "gptq"
+        )
+        for name, specs in families.items()
+    }
+
+
+def points(rows: object) -> dict[float, float]:
+    found = {float(row["bits"]): float(row["kl"]) for row in rows}  # type: ignore[attr-defined]
+    return dict(sorted(found.items()))
+
+
+def draw(
+    lines: Lines, x: str, y: str, path: Path, level: float | None = None, bits: bool = False
 ) -> None:
-    """Names (name, x, y) beside their points, clear of all points and names. To be called last."""
-    axis.figure.tight_layout()
-    axis.figure.canvas.draw()
-    points, boxes = list(points), []
-    for x, y in [*others, *((x, y) for _, x, y in points)]:
-        at = axis.transData.transform((x, y))
-        boxes.append(Bbox.from_bounds(at[0] - 3, at[1] - 3, 6, 6))
-    for name, x, y in points:
-        for up, right in itertools.product((4, -9, 13, -18), (5, -5)):
-            text = axis.annotate(
-                name, (x, y), xytext=(right, up), textcoords="offset points", fontsize=7,
-                ha="left" if right > 0 else "right",
-            )  # fmt: skip
-            box = text.get_window_extent()
-            if not box.count_overlaps(boxes):
-                break
-            text.remove()
-        boxes.append(box)
+    """One picture. level: a dashed line, of what is compared with. bits: KL on a log axis."""
+    figure, axes = plt.subplots(figsize=SIZE)
+    if level is not None:
+        axes.axhline(level, color="0.5", linestyle="--", linewidth=1)
+    for color, found in zip(COLORS, lines.values(), strict=False):
+        xs, ys = list(found), list(found.values())
+        axes.plot(xs, ys, color=color, marker="o", markersize=5, linewidth=2)
+    if bits:
+        axes.set_yscale("log")
+    else:
+        axes.set_xscale("log", base=2)
+        ticks = sorted({value for found in lines.values() for value in found})
+        shown = [t for t in ticks if t in (1, 4, 16, 64, 256, 1024, 4096)]
+        axes.set_xticks(shown, [f"{t:g}" for t in shown])
+        axes.xaxis.minorticks_off()
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.25)
+    name_lines(axes, lines)
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    plt.close(figure)
+    print(path)
+
+
+def name_lines(axes: plt.Axes, lines: Lines) -> None:
+    """Names at the right end of the lines, moved apart where they meet; LEFT: at the left of it."""
+    axes.figure.subplots_adjust(left=0.16, right=0.74, bottom=0.15, top=0.97)
+    ends = [(name, color, max(found), found[max(found)])
+            for color, (name, found) in zip(COLORS, lines.items(), strict=False)]  # fmt: skip
+    ends.sort(key=lambda end: end[3])
+    at = [axes.transData.transform(end[2:]) for end in ends]
+    heights = [y for _, y in at]
+    for _ in range(200):
+        for i in range(len(heights) - 1):
+            overlap = 21 - (heights[i + 1] - heights[i])
+            if overlap > 0 and abs(at[i][0] - at[i + 1][0]) < 100:
+                heights[i] -= overlap / 2
+                heights[i + 1] += overlap / 2
+    for (name, color, *_), (x, _), height in zip(ends, at, heights, strict=True):
+        left = name in LEFT
+        axes.annotate(
+            name, axes.transData.inverted().transform((x, height)), xytext=(-10 if left else 8, 0),
+            textcoords="offset points", color=color, va="center", ha="right" if left else "left",
+            fontweight="bold", annotation_clip=False,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -76,6 +76,43 @@ def test_the_benchmarks_page_has_every_script_and_every_file_of_results() -> Non
     assert not (scripts | results) - set(named)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_is_read_in_minutes(page: Path) -> None:
+    prose, _ = words(page)
+    assert prose <= 1200
+
+
+def test_all_pages_are_read_in_two_hours() -> None:
+    """Whole tables are files of benchmarks/results and docs/models.csv; pages show what decides."""
+    counts = [words(page) for page in PAGES if page.name != "CONTRIBUTING.md"]
+    assert sum(prose for prose, _ in counts) <= 18_000
+    assert sum(others for _, others in counts) <= 15_000
+
+
+def test_the_first_screen_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text[: text.index("\n## ")].split()) < 300
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_speak_the_language_of_the_field(page: Path) -> None:
+    """Each of these has an ordinary word: interleaved, bandwidth bound, unquantized, request."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    private = (
+        r"in turns of|read floor|no measurable loss|texts at once|dense (model|checkpoint)s?\b"
+    )
+    assert not re.findall(private, text)
+
+
+def test_pictures_are_used_and_drawn() -> None:
+    """Every picture stands on a page, and `benchmarks/plot.py` draws those of measurements."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    pictures = {path.name for path in (ROOT / "docs/img").iterdir()}
+    assert {name for name in pictures if f"img/{name})" in pages} == pictures
+    script = (ROOT / "benchmarks/plot.py").read_text(encoding="utf-8")
+    assert all(name in script for name in pictures - {"chat.png"} if name.endswith(".png"))
+
+
 def test_there_is_something_to_check() -> None:
     lines = [
         line for page in PAGES for block in blocks(page.read_text()) for line in block.split("\n")
@@ -87,3 +124,12 @@ def blocks(text: str) -> list[str]:
     """Code without a language: what one types in a shell."""
     fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M)
     return [code for language, code in fences if not language]
+
+
+def words(page: Path) -> tuple[int, int]:
+    """Words of prose, and those of tables and code."""
+    text = page.read_text(encoding="utf-8")
+    left = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.S)
+    prose = [line for line in left.splitlines() if not line.lstrip().startswith("|")]
+    count = sum(len(line.split()) for line in prose)
+    return count, len(text.split()) - count

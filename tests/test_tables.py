@@ -10,19 +10,26 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "tables"))
 
 import accuracy_tables
 import codebook_tables
+import engine_tables
 import fill
-import kernel_tables
+import first_tables
 import paper_tables
 import peer_tables
 import results
 
 from anybit.measure.bench import COLUMNS
 
+ROOT = Path(__file__).parents[1]
 CSV = f"""{",".join(COLUMNS)}
 g,d,c,anybit-hopper,fp6,bf16,1,28672,4096,{{us}},1,1,2.5,1.2,{{note}}
 g,d,c,anybit-hopper,fp6,fp16,1,28672,4096,30,1,1,2,1.5,
 g,d,c,anybit-hopper,fp6,bf16,1,28672,4096,9,1,1,2,1.5,pdl sweep: a tile
 g,d,c,cublas,fp16,fp16,1,28672,4096,50,1,1,1,1.1,
+"""
+STEPS = """model,format,kv,batch,step_us,backends
+llama-3-8b,bf16,int8,1,4000,
+llama-3-8b,fp6,int8,1,{us},hopper
+llama-3-8b,fp6+int8,int8,1,1000,hopper
 """
 
 
@@ -35,10 +42,6 @@ def folder(tmp_path, monkeypatch):
     yield tmp_path
     for function in (results.read, results.cells):
         function.cache_clear()
-
-
-def write(folder, us=20.04, note=""):
-    (folder / "h200_gemm.csv").write_text(CSV.format(us=us, note=note))
 
 
 def test_tables_equal_the_measurements():
@@ -55,50 +58,97 @@ def test_every_table_stands_on_a_page():
     assert all(fill.tables().values())
 
 
+def test_the_first_table_has_the_numbers_of_the_pages_behind_it():
+    """One number for one quantity: each stands in the table that its page shows."""
+    benchmarks = (ROOT / "docs/benchmarks.md").read_text()
+    accuracy = (ROOT / "docs/accuracy.md").read_text()
+    codebooks = (ROOT / "docs/papers/codegemm.md").read_text()
+    rows = [row.split("|")[1:-1] for row in first_tables.first().splitlines()[2:]]
+    assert [row[0].strip() for row in rows] == [row[0] for row in first_tables.FIRST]
+    for name, _, small, own, gpu, cpu in ([cell.strip() for cell in row] for row in rows):
+        rate = gpu.partition(" ")[0]
+        pages = benchmarks + codebooks if "2 bits" in name else benchmarks
+        assert f"| {rate} |" in pages
+        if name != "`bf16`":
+            assert f"| {own} ± " in accuracy
+        if small not in ("0", first_tables.NOT_RUN):
+            assert f"| {small} | " in accuracy
+        if cpu != first_tables.NOT_RUN:
+            assert f"| {cpu} |" in benchmarks
+
+
+def test_sizes_are_those_of_the_engine():
+    """Gigabytes that are computed equal the ones that a run measured."""
+    rows = [r for r in results.read("h200_engine_steps") if "+" not in r["format"]]
+    for row in rows:
+        if row["format"] != "trellis":  # whose bits depend on nothing but its name
+            assert first_tables.gigabytes(row["format"]) == pytest.approx(
+                float(row["weights_gb"]), abs=0.02
+            )
+    assert rows
+
+
+def test_a_speed_is_over_the_bf16_of_its_run(folder):
+    (folder / "h200_engine_steps.csv").write_text(STEPS.format(us=2000))
+    assert first_tables.gpu_speed("fp6") == "500 (2.0x)"
+    assert first_tables.gpu_speed("bf16") == "250"
+    assert first_tables.gpu_speed("int4") == first_tables.NOT_RUN
+    assert "| `fp6` | bf16 | 2.00 | 500 | 2.00x |" in engine_tables.engine_steps()
+    assert "| `fp6` | int8 | 1.00 | 1,000 | 4.00x |" in engine_tables.engine_steps()
+
+
+def test_a_star_is_said_where_a_loss_is_of_another_format():
+    for _, _, spec, (small, _, star), _ in first_tables.HARDWARE:
+        assert bool(star) == (small != spec)
+
+
+def test_traffic_keeps_every_row(folder):
+    rows = (ROOT / "benchmarks/results/serving_h100.csv").read_text()
+    (folder / "serving_h100.csv").write_text(rows)
+    assert len(engine_tables.traffic().splitlines()) == len(rows.splitlines()) + 1
+
+
 def test_bits_at_equal_kl(folder):
     """Halfway between two points in the logarithm of their KLs; none beyond the curve's ends."""
-    lines = ["model,spec,method,text,bits,kl", "m,bf16,dense,,16,0"]
-    lines += ["m,trellis,gptq,code,2,0.01", "m,trellis:bits=4,gptq,code,4,0.0001"]
-    lines += ["m,trellis,rtn,,2,0.5", "m,trellis:bits=5,rtn,,5,0.001"]  # not on the curve
-    lines += ["m,int4,gptq,code,4,0.001", "m,int2,gptq,code,2,0.1", "m,fp6,rtn,,6,0.00001"]
+    lines = ["model,spec,method,text,bits,kl,loss,loss_error", "m,bf16,dense,,16,0,0,0"]
+    lines += ["m,trellis,gptq,code,2,0.01,0,0", "m,trellis:bits=4,gptq,code,4,0.0001,0,0"]
+    lines += ["m,trellis,rtn,,2,0.5,0,0", "m,trellis:bits=5,rtn,,5,0.001,0,0"]  # another quantizer
+    lines += ["m,int4,gptq,code,4,0.001,0,0", "m,int2,gptq,code,2,0.1,0,0"]
     (folder / "some.csv").write_text("\n".join(lines))
     table = accuracy_tables.front("some", "m")
-    assert "| int4, gptq | 4.00 | 0.00100 | 3.00 | +1.00 |" in table
-    assert "| int2, gptq | 2.00 | 0.10000 |  |  |" in table
-    assert "| fp6, rtn | 6.00 | 0.00001 |  |  |" in table
-    assert "int4, gptq, which takes 1.00 bits more. 1 of 1" in table
+    assert "| int4, gptq | 4.00 | 0.00100 | 0.0000 ± 0.0000 | 3.00 | +1.00 |" in table
+    assert "| int2, gptq | 2.00 | 0.10000 | 0.0000 ± 0.0000 |  |  |" in table
+    assert "rtn" not in table
 
 
 def test_a_time_is_that_of_a_layer(folder):
     """Of the faster dtype, and none of a sweep of tiles."""
-    write(folder)
-    column = kernel_tables.ours("", "fp6")
-    row = results.find(results.cells()[28672, 4096, 1], column)
+    (folder / "h200_gemm.csv").write_text(CSV.format(us=20.04, note=""))
+    row = results.find(
+        results.cells()[28672, 4096, 1], ("", results.OURS, ("fp6",), results.HALVES, "")
+    )
     assert row is not None
     assert results.us(row) == "20.0"
 
 
 def test_a_page_follows_the_results(folder):
-    page = "a\n<!-- fp6, written by docs/tables/fill.py -->\nold\n<!-- end -->\nb"
-    assert fill.filled(page, fill.tables()) == page  # nothing measured: the old table stays
-    write(folder)
-    results.read.cache_clear()
-    results.cells.cache_clear()
-    new = fill.filled(page, fill.tables())
-    assert new.startswith("a\n<!-- fp6")
+    page = "a\n<!-- engine_steps, written by docs/tables/fill.py -->\nold\n<!-- end -->\nb"
+    assert fill.filled(page, {"engine_steps": ""}) == page  # nothing measured: the old table stays
+    (folder / "h200_engine_steps.csv").write_text(STEPS.format(us=2000))
+    new = fill.filled(page, {"engine_steps": engine_tables.engine_steps()})
+    assert new.startswith("a\n<!-- engine_steps")
     assert new.endswith("<!-- end -->\nb")
-    assert "| 28672x4096 | 1 | 20.0 |  | 50.0 | 2.50x |" in new
+    assert "| 2.00 | 500 | 2.00x |" in new
     assert "old" not in new
 
 
 def test_tables_of_another_gpu_are_shown(folder, monkeypatch, tmp_path_factory):
     monkeypatch.setattr(results, "DEVICE", "h200")  # is put back
-    write(folder)
     own = tmp_path_factory.mktemp("own")
-    (folder / "h200_gemm.csv").rename(own / "h100_gemm.csv")
+    (own / "h100_peers.csv").write_text(PEERS)
     text = fill.shown(own)
-    assert "## docs/papers/fp6.md: fp6\n\n" in text
-    assert "| 28672x4096 | 1 | 20.0 |  | 50.0 | 2.50x |" in text
+    assert "## docs/benchmarks.md: peers\n\n" in text
+    assert "`int4:group=128` | humming, Machete" in text
     assert "engine" not in text  # nothing was measured
     (own / "a100_gemm.csv").write_text("")
     with pytest.raises(SystemExit, match="has files of a100, h100; keep those of one GPU"):
@@ -130,16 +180,13 @@ def test_a_peak_is_of_one_run_and_fits(folder):
     assert paper_tables.peak("a", "int8@int8") is None
 
 
-def test_steps_are_compared_batch_by_batch(folder):
+def test_the_system_is_of_one_cache(folder):
     head = "model,format,kv,batch,context,step_us,backends\n"
-    rows = "llama-3-8b,int8@int8,int8,16,1280,3000,hopper\nllama-3-8b,int8@int8,int8,1,1280,2000,\n"
-    rows += "llama-3-8b,liquid@int8,int8,16,1280,2400,hopper\n"
-    rows += "llama-3-8b,liquid@int8,int8,16,1280,9600,triton\n"
+    rows = "llama-3-8b,bf16,int8,1,1280,4000,\nllama-3-8b,bf16,model,1,1280,5000,\n"
+    rows += "llama-3-8b,liquid@int8,int8,1,1280,2000,hopper\n"
+    rows += "llama-3-8b,liquid@int8,int8,1,1280,9000,triton\n"
     (folder / "h200_papers_engine.csv").write_text(head + rows)
-    assert paper_tables.system("int8@int8") == {"16": 1.25}
-    assert paper_tables.without() == {"16": 4.0}
-    with pytest.raises(LookupError, match="fp8"):
-        paper_tables.system("fp8@fp8")
+    assert engine_tables.system_steps() == {"bf16": {1: 4.0}, "liquid@int8": {1: 2.0}}
 
 
 def test_a_layer_is_the_sum_of_its_products(folder):
@@ -147,19 +194,6 @@ def test_a_layer_is_the_sum_of_its_products(folder):
     rows += "".join(f"a,{f},{n},1,8,{us}\n" for n, f, us in ((1, "bf16", 9), (2, "bf16", 6)))
     (folder / "h200_layers.csv").write_text(rows + "a,fp6,1,1,8,3\na,fp6,2,1,8,2\n")
     assert paper_tables.ratios_of("a", "bf16", "fp6", 8) == 3
-
-
-def test_losses_are_counted(folder):
-    head, row, *_, dense = CSV.splitlines()
-    peer = dense.replace("cublas,fp16", "humming,fp6")
-    for us, counts in ((49, "0 | 1 | 0"), (52, "0 | 0 | 1"), (40, "1 | 0 | 0")):
-        lines = [head, row.format(us=us, note=""), peer, dense.replace(",50,", ",60,")]
-        (folder / "h200_gemm.csv").write_text("\n".join(lines))
-        results.read.cache_clear()
-        results.cells.cache_clear()
-        text = kernel_tables.losses()
-        assert f"| fp6 | 1 | {counts} |" in text
-        assert ("M=1 1.04 (humming)" in text) == (us == 52)
 
 
 def test_a_block_is_the_sum_of_its_layers(folder):
@@ -176,19 +210,6 @@ def test_a_block_is_the_sum_of_its_layers(folder):
     weights = {"8B": 218_103_808, "70B": 855_638_016}  # of Llama-3's blocks
     for model, layers in codebook_tables.BLOCKS.items():
         assert sum(n * k for n, k in layers) == weights[model]
-
-
-@pytest.mark.parametrize(
-    ("name", "bits", "letters"),
-    [
-        ("codebook:group=128", 2.125, "m2v8 g128"),
-        ("codebook:m=1,v=4", 2, "m1v4, a scale a row"),
-        ("codebook:m=1,group=128 binary", 1.125, "m1v8 g128, binary"),
-    ],
-)
-def test_names_of_codebooks(name, bits, letters):
-    assert codebook_tables.weight_bits(name) == bits
-    assert codebook_tables.letters(name) == letters
 
 
 PEERS = f"""{",".join(COLUMNS)}
@@ -209,25 +230,12 @@ def test_ours_stand_beside_the_fastest_other_of_one_process(folder):
     assert [(x.m, x.other, x.ratio) for x in found] == [(1, "machete", 2.0), (2, "humming", 0.5)]
     beside = "`int4:group=128` | humming, Machete"
     assert f"| {beside} | 2.00x | 0.50x | **1.00x** | 1 of 2 |" in peer_tables.means(found)
-    assert f"| {beside} | 1.00x |  | 1.00x | 1 of 2 |" in peer_tables.few_and_many(found)
-    assert "| 64x128 | 2.00 machete | 0.50 humming |" in peer_tables.ratios(found)
-    assert peer_tables.worst(found).splitlines() == [
-        "- `int4:group=128` beside humming, Machete: the worst is 0.50 (64x128, M=2, humming).",
-        "    - 64x128: M=2 0.50 (humming)",
-    ]
+    assert peer_tables.worst(found) == (
+        "- `int4:group=128` beside humming, Machete: slower in 1 of 2 cells, at worst 0.50 times "
+        "as fast (64x128, M=2, humming)."
+    )
     assert peer_tables.worst(found[:1]) == "None."
     assert peer_tables.worst([]) == ""
-
-
-def test_several_processes_are_named(folder):
-    write(folder)
-    assert kernel_tables.about() == "1 weights, g, d: all kernels of a weight in one process."
-    text = CSV.format(us=20.04, note="").replace("g,d,c,cublas", "g,d,other,cublas")
-    (folder / "h200_gemm.csv").write_text(text)
-    results.read.cache_clear()
-    results.cells.cache_clear()
-    # 9 and 30 us at twice the speed of a dense layer that takes 50 here.
-    assert "took 0.36 to 1.20 times as long" in kernel_tables.about()
 
 
 def test_experts_stand_with_their_model(folder):
@@ -240,4 +248,19 @@ def test_experts_stand_with_their_model(folder):
     (folder / "h200_expert_peers.csv").write_text("\n".join([head, *rows]))
     found = peer_tables.matches(peer_tables.EXPERTS, "h200_expert_peers")
     text = peer_tables.worst(found, peer_tables.expert)
-    assert text.endswith("    - Qwen3-30B-A3B 2048x768: M=16 0.95 (humming)")
+    assert "at worst 0.95 times as fast (Qwen3-30B-A3B 2048x768, M=16, humming)" in text
+
+
+FILES = re.compile(r"`((?:h200|cpu|kv|real|serving)_\w+)(?:\.csv)?`")
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda p: p.name)
+def test_files_that_pages_name_are_there(page):
+    """The papers' figures are typed; the file that each is from exists."""
+    for name in FILES.findall(page.read_text(encoding="utf-8")):
+        assert (ROOT / "benchmarks/results" / f"{name}.csv").is_file(), name
+    if page.parent.name == "papers":
+        table = page.read_text().split("## Claim by claim")[1]
+        rows = [row for row in table.splitlines() if row.startswith("| ")]
+        assert len(rows) > 4
+        assert all(row.count("|") == 6 for row in rows)  # claim, theirs, ours, from, verdict

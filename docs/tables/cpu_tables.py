@@ -6,6 +6,7 @@ from results import Row, markdown, read
 
 MEASURED = "cpu_kernels"  # the CSV
 TOKENS = ("1", "4", "16", "128", "512")
+SHAPE = ("4096", "4096")
 
 
 def tables() -> dict[str, str]:
@@ -25,19 +26,16 @@ def speeds(isa: str) -> str:
     """How many times as fast as bf16, by shape, format and tokens; and the share of the floor."""
     found: dict[tuple[str, str, str], dict[str, Row]] = defaultdict(dict)
     for row in read(MEASURED):
-        if row["isa"] == isa:
+        if row["isa"] == isa and (row["N"], row["K"]) == SHAPE:
             found[row["N"], row["K"], row["format"]][row["M"]] = row
     shown = [m for m in TOKENS if any(m in rows for rows in found.values())]
     lines = []
-    before = ""
-    for (n, k, name), rows in found.items():
-        shape = f"{n}x{k}"
+    for (*_, name), rows in found.items():
         one = rows.get("1")
         cells = [f"{float(one['vs_floor']):.2f}" if one else ""]
         for m in shown:
             row = rows.get(m)
             ratio = f"{float(row['us']):,.0f} us" if row and name == "bf16" else ""
             cells.append(ratio or (f"{float(row['vs_bf16']):.2f}" if row else ""))
-        lines.append(["" if shape == before else shape, name, *cells])
-        before = shape
-    return markdown(["weight", "format", "floor, M=1", *(f"M={m}" for m in shown)], lines, 2)
+        lines.append([f"`{name}`", *cells])
+    return markdown(["format", "of the bandwidth, M=1", *(f"M={m}" for m in shown)], lines)

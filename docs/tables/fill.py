@@ -1,13 +1,13 @@
 """Fill the tables of README.md and docs/ from benchmarks/results.
 
-Each `*_tables.py` here makes some of them, and `claims.py` those of the papers' pages.
+Each `*_tables.py` here makes some of them.
 
     python docs/tables/fill.py            after new measurements
     python docs/tables/fill.py --check    names the pages that are out of date
     python docs/tables/fill.py --show build/results > tables.md
 
 With --show, the tables of what `benchmarks/measure_all.py` measured on another machine are printed,
-and no page is changed. Claims of papers and pictures are left out.
+and no page is changed.
 
 A table stands between <!-- NAME, written by docs/tables/fill.py --> and <!-- end -->, where NAME
 is a key of `tables()`.
@@ -18,12 +18,11 @@ import re
 from pathlib import Path
 
 import accuracy_tables
-import claims
 import codebook_tables
 import cpu_tables
 import engine_tables
+import first_tables
 import gpu_tables
-import kernel_tables
 import paper_tables
 import peer_tables
 import results
@@ -60,11 +59,11 @@ def shown(folder: Path) -> str:
     if len(names) > 1:
         raise SystemExit(f"{folder} has files of {', '.join(sorted(names))}; keep those of one GPU")
     empty, found = (tables_of(place, [*names, "gpu"][0]) for place in (folder / "none", folder))
-    left, lines = {*claims.tables(), *gpu_tables.tables()}, []
+    left, lines = {*gpu_tables.tables()}, []
     for path in page_files():
         for name in NAME.findall(path.read_text()):
             table = found.get(name)
-            if table != empty.get(name) and name not in left and "](img/" not in table:
+            if table != empty.get(name) and name not in left:
                 lines += [f"## {path.relative_to(ROOT)}: {name}", "", table, ""]
     if not lines:
         raise SystemExit(f"{folder} has no files of which tables of the pages are made")
@@ -82,8 +81,8 @@ def tables_of(folder: Path, device: str) -> dict[str, str]:
 def tables() -> dict[str, str]:
     """Every table by its name in the pages; "" where nothing was measured."""
     modules = (
-        kernel_tables, peer_tables, shape_tables, codebook_tables, cpu_tables, accuracy_tables,
-        engine_tables, gpu_tables, paper_tables, claims,
+        first_tables, peer_tables, shape_tables, codebook_tables, cpu_tables, accuracy_tables,
+        engine_tables, gpu_tables, paper_tables,
     )  # fmt: skip
     return {name: table for module in modules for name, table in module.tables().items()}
 

@@ -3,28 +3,25 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from results import Missing, Row, cells, find, markdown, number, read, us
+from results import Missing, Row, markdown, number, read, us
 
 ENGINE, LAYERS, ABLATION = "h200_papers_engine", "h200_layers", "h200_ablation"
 HALF = "llama-3-70b-half"
-CACHES = {"model": "bf16", "int8": "int8, by tokens", "int8-static": "int8, by channels"}
 NAMES = {
     "llama-2-7b": "Llama-2-7B", "llama-2-13b": "Llama-2-13B", "llama-2-70b": "Llama-2-70B",
-    "llama-3-8b": "Llama-3-8B", "llama-3-70b": "Llama-3-70B", "llama-30b": "Llama-30B",
-    "llama-65b": "Llama-65B", "mistral-7b": "Mistral-7B", "yi-34b": "Yi-34B",
+    "llama-3-8b": "Llama-3-8B", "llama-65b": "Llama-65B", "yi-34b": "Yi-34B",
     "mixtral-8x7b": "Mixtral-8x7B", "opt-30b": "OPT-30B",
 }  # fmt: skip
 FORMATS = {"cublas fp8": "cuBLAS fp8", "bf16": "cuBLAS bf16"}
 WAYS = {  # decoder and pipeline of `benchmarks/ablation.py`
-    ("lanes", "turns"): "bytes added without carries, in turns",
-    ("ours", "turns"): "in turns",
+    ("lanes", "turns"): "QServe's decoding, alternating",
+    ("ours", "turns"): "alternating",
     ("ours", "explicit"): "explicit",
-    ("ours", "implicit"): "implicit",
-    ("lanes", "implicit"): "bytes added without carries, implicit",
+    ("ours", "implicit"): "implicit (shipped)",
+    ("lanes", "implicit"): "QServe's decoding, implicit",
     ("unshifted", "implicit"): "implicit, without bias shift",
     ("four", "implicit"): "implicit, four codes at once",
 }
-BATCHES = (1, 16, 64, 128, 256, 512)
 Key = tuple[str, ...]
 
 
@@ -32,10 +29,11 @@ def tables() -> dict[str, str]:
     tables = {
         "llama70b": llama70b(),
         "dense_models": dense_models(),
-        "w4a8_system": w4a8_system(),
         "peaks": peaks(),
-        "layers_liquid": layers("liquid@int8"),
-        "layers_fp6": layers("fp6"),
+        "layers_liquid": layers(
+            "liquid@int8", ("cublas fp8", "fp8@fp8", "int8@int8", "liquid@int8"), (4, 16, 64, 256)
+        ),
+        "layers_fp6": layers("fp6", ("bf16", "int8", "fp6", "int4:group=128"), (8, 16, 32)),
         "squares": squares(),
         "pipelines": pipelines(),
     }
@@ -71,15 +69,6 @@ def llama70b() -> str:
     return markdown([*titles, "fp6, tokens/s and GPU", "bf16 on two, at most", ""], out)
 
 
-def gains(part: str = "tokens") -> list[float]:
-    """Of fp6 on one GPU over bf16 on two, for all batches and contexts; or times of a part."""
-    batches = [{key[3] for key in steps() if key[0] == model} for model in ("llama-3-70b", HALF)]
-    found = [x for b in sorted(set.intersection(*batches)) for x in gains_at(b, part).values()]
-    if not found:
-        raise Missing("70B")
-    return found
-
-
 def gains_at(batch: str, part: str = "tokens") -> dict[str, float]:
     """Of one batch, by context: tokens a second and GPU, or what a part of a step takes."""
     found, out = steps(), {}
@@ -96,84 +85,10 @@ def gains_at(batch: str, part: str = "tokens") -> dict[str, float]:
     return out
 
 
-def cores(kernel: str, of: str) -> dict[str, list[float]]:
-    """Times of a kernel over those of another in `h200_cuda_cores`, by tokens: each weight's."""
-    times = grouped(read("h200_cuda_cores"), "kernel", "N", "M")
-    out: dict[str, list[float]] = defaultdict(list)
-    for (name, n, m), row in times.items():
-        if name == kernel:
-            out[m].append(float(row["us"]) / float(times[of, n, m]["us"]))
-    if not out:
-        raise Missing("CUDA cores")
-    return out
-
-
-def gains_of(model: str, part: str = "step_us") -> dict[str, float]:
-    """Speed of fp6's steps, or a part of them, over bf16's, by batch."""
-    return ratios((model, "bf16", "model"), (model, "fp6", "model"), part)
-
-
 def ratios_of(model: str, other: str, spec: str, m: int) -> float:
     """Time of all products of a layer over that of another format."""
     formats = sums().get(model, {})
     return formats[other][m] / formats[spec][m]
-
-
-def named(model: str) -> str:
-    """A model's name on the pages; "-fp6" stands for the formats that its layers were timed in."""
-    return NAMES[model.removesuffix("-fp6")]
-
-
-def timed(spec: str) -> list[str]:
-    """Models whose layers were timed in a format, by name; squares left out."""
-    found = [m for m, formats in sums().items() if spec in formats and not m.startswith("square")]
-    return sorted(found, key=lambda model: list(NAMES).index(model.removesuffix("-fp6")))
-
-
-def over_layers(other: str, spec: str, m: int) -> list[float]:
-    """Speed of a format over another in all products of a layer, by model."""
-    found = [ratios_of(model, other, spec, m) for model in timed(spec)]
-    if not found:
-        raise Missing(f"no layers in {spec}")
-    return found
-
-
-def over_shapes(other: str, spec: str, m: int) -> list[float]:
-    """Speed of a format over another with 16-bit tokens, by weight; "bf16" is cuBLAS."""
-    peer = "cublas" if other == "bf16" else "anybit-hopper"
-    found = []
-    for (*_, tokens), rows in cells("h200_shapes").items():
-        mine = find(rows, ("", "anybit-hopper", (spec,), ("bf16", "fp16"), ""))
-        theirs = find(rows, ("", peer, (other,), ("bf16", "fp16"), ""))
-        if tokens == m and mine and theirs:
-            found.append(float(theirs["us"]) / float(mine["us"]))
-    if not found:
-        raise Missing(f"{other} and {spec}, {m} tokens")
-    return found
-
-
-def ablation(scheme: str, way: Key, other: Key, experts: int = 0) -> list[float]:
-    """Times of one way to decode and multiply over those of another, for all numbers of tokens."""
-    times: dict[Key, list[float]] = defaultdict(list)
-    for r in read(ABLATION):
-        if (r["scheme"], int(r["experts"])) == (scheme, experts):
-            times[r["decoder"], r["pipeline"]].append(float(r["us"]))
-    if not times[way] or not times[other]:
-        raise Missing(f"{scheme}: {way}, {other}")
-    return [a / b for a, b in zip(times[way], times[other], strict=True)]
-
-
-SHIPPED = ("ours", "implicit")
-
-
-def slower(scheme: str, way: Key, experts: int = 0) -> list[float]:
-    """Times of a way over those of what is shipped."""
-    return ablation(scheme, way, SHIPPED, experts)
-
-
-def faster(scheme: str, way: Key, experts: int = 0) -> list[float]:
-    """Speed of a way over that of what is shipped."""
-    return ablation(scheme, SHIPPED, way, experts)
 
 
 def by_size(item: tuple[Key, Row]) -> tuple[int, int]:
@@ -195,22 +110,6 @@ def dense_models() -> str:
             a, b = (float(r["step_us"]) / 1e3 for r in (rows[batch], dense))
             out.append([NAMES[model], batch, f"{a:.2f}", f"{b:.2f}", f"{b / a:.2f}x"])
     return markdown(["model", "batch", "fp6, ms a step", "bf16, ms", ""], out)
-
-
-def w4a8_system() -> str:
-    """Milliseconds of a decode step of Llama-3-8B's shapes, by weights and cache."""
-    found: dict[Key, dict[int, float]] = defaultdict(dict)
-    for (model, spec, kv, batch, context), row in steps().items():
-        if (model, context) == ("llama-3-8b", "1280") and int(batch) in BATCHES:
-            found[spec, kv][int(batch)] = float(row["step_us"]) / 1e3
-    counts = sorted({batch for times in found.values() for batch in times})
-    order = ("bf16", "int4:group=128", "fp8@fp8", "int8@int8", "liquid@int8")
-    out = []
-    for spec, kv in ((spec, kv) for spec in order for kv in CACHES if (spec, kv) in found):
-        times = found[spec, kv]
-        cells = [f"{times[b]:.2f}" if b in times else "" for b in counts]
-        out.append([f"`{spec}`", CACHES[kv], *cells])
-    return markdown(["weights", "KV cache", *(f"batch {b}" for b in counts)], out, words=2)
 
 
 def peak(model: str, spec: str) -> Row | None:
@@ -267,16 +166,16 @@ def sums() -> dict[str, dict[str, dict[int, float]]]:
     return found
 
 
-def layers(of: str) -> str:
-    """Of models in which this format was timed, squares left out."""
+def layers(of: str, shown: tuple[str, ...], counts: tuple[int, ...]) -> str:
+    """Microseconds of all GEMMs of a layer, of models in which a format was timed; no squares."""
+    order = list(NAMES)
+    models = [m for m, formats in sums().items() if of in formats and not m.startswith("square")]
     out = []
-    counts: list[int] = []
-    for model in timed(of):
-        formats = sums()[model]
-        counts = counts or sorted(formats[of])
-        for spec, times in formats.items():
+    for model in sorted(models, key=lambda m: order.index(m.removesuffix("-fp6"))):
+        for spec in shown:
+            times = sums()[model].get(spec, {})
             cells = [number(times[m]) if m in times else "" for m in counts]
-            out.append([named(model), FORMATS.get(spec, f"`{spec}`"), *cells])
+            out.append([NAMES[model.removesuffix("-fp6")], FORMATS.get(spec, f"`{spec}`"), *cells])
     return markdown(["model", "weights", *(f"M={m}" for m in counts)], out, words=2)
 
 
@@ -304,44 +203,10 @@ def squares_of(spec: str) -> list[float]:
 
 def pipelines() -> str:
     """LiquidGEMM's figure 13 and FP6-LLM's decoding: times by how weights are decoded and when."""
-    rows = read(ABLATION)
-    tokens = sorted({int(r["M"]) for r in rows})
+    rows = [row for row in read(ABLATION) if row["experts"] == "0"]
+    tokens = sorted({int(r["M"]) for r in rows} & {16, 64, 128, 512})
     found: dict[Key, dict[int, str]] = defaultdict(dict)
     for r in rows:
-        what = f"{r['scheme']}, {r['experts']} experts" if int(r["experts"]) else r["scheme"]
-        found[what, WAYS[r["decoder"], r["pipeline"]]][int(r["M"])] = us(r)
+        found[r["scheme"], WAYS[r["decoder"], r["pipeline"]]][int(r["M"])] = us(r)
     out = [[*key, *(times[m] for m in tokens)] for key, times in found.items()]
     return markdown(["scheme", "kernel", *(f"M={m}" for m in tokens)], out, words=2)
-
-
-def system(other: str, kv: str = "int8") -> dict[str, float]:
-    """Speed of liquid's decode steps over another format's, Llama-3-8B, by batch."""
-    return ratios(("llama-3-8b", other, kv), ("llama-3-8b", "liquid@int8", kv))
-
-
-def caches(of: str, to: str, part: str) -> dict[str, float]:
-    """Time of a step, or a part, with a cache over that with another, liquid, Llama-3-8B."""
-    return ratios(*(("llama-3-8b", "liquid@int8", kv) for kv in (of, to)), part)
-
-
-def ratios(of: Key, to: Key, part: str = "step_us") -> dict[str, float]:
-    """Times of a model, format and cache over another's, by batch, 1,280 tokens of context."""
-    found, out = steps(), {}
-    for (*key, batch, context), row in sorted(found.items(), key=by_size):
-        other = found.get((*to, batch, context))
-        if (tuple(key), context) == (of, "1280") and other:
-            out[batch] = float(row[part]) / float(other[part])
-    if not out:
-        raise Missing(f"{of}, {to}")
-    return out
-
-
-def without() -> dict[str, float]:
-    """Steps of liquid by Triton's kernels over those by Hopper's, Llama-3-8B, INT8 cache."""
-    times: dict[bool, dict[str, float]] = {True: {}, False: {}}
-    for row in sorted(read(ENGINE), key=lambda row: int(row["batch"])):
-        if (row["model"], row["format"], row["kv"]) == ("llama-3-8b", "liquid@int8", "int8"):
-            times["hopper" in row["backends"]][row["batch"]] = float(row["step_us"])
-    if not times[False]:
-        raise Missing("no steps by Triton's kernels")
-    return {batch: us / times[True][batch] for batch, us in times[False].items()}

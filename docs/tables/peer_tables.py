@@ -1,20 +1,14 @@
 """Tables of ours beside other packages' kernels, of one process for each weight."""
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import geometric_mean
 from typing import NamedTuple
 
-from results import FOUR, HALVES, OURS, Column, Row, cells, fastest, find, markdown, us
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import efficiency
+from results import BIG, CUBLAS, FOUR, HALVES, OURS, Column, cells, fastest, find, markdown, us
 
 INT8, FP8 = ("int8-given",), ("fp8-given",)
 LEVEL = 0.97  # of another's speed; below it a cell counts as slower
-FEW = 64  # tokens, up to which reading the weight counts most
 OTHERS = {  # and their names in words
     "humming": "humming",
     "quack": "quack",
@@ -39,8 +33,7 @@ class Kind(NamedTuple):
 class Match(NamedTuple):
     """Ours and the fastest other in one cell.
 
-    all: names of all others that were measured. ratio: the time of the fastest over ours. share:
-    the larger floor, of reading and of multiplying, over our time.
+    all: names of all others that were measured. ratio: the time of the fastest over ours.
     """
 
     kind: Kind
@@ -49,7 +42,6 @@ class Match(NamedTuple):
     other: str
     all: frozenset[str]
     ratio: float
-    share: float
 
 
 def kind(
@@ -122,16 +114,31 @@ def tables() -> dict[str, str]:
     dense = [*matches(DENSE, "h200_peers"), *matches(MICRO, "h200_micro")]
     experts = matches(EXPERTS, "h200_expert_peers")
     return {
-        "peers_short": few_and_many(dense),
+        "peer_times": times(),
         "peers": means(dense),
         "peers_worst": worst(dense),
-        "peers_ratios": ratios(dense),
-        "expert_models": expert_models(),
         "expert_peers": means(experts),
-        "expert_floors": floors(experts),
         "expert_worst": worst(experts, expert),
-        "expert_ratios": ratios(experts, expert),
     }
+
+
+def times() -> str:
+    """Microseconds of ours, the fastest other and cuBLAS for the largest weight of Llama-3-8B."""
+    found = cells("h200_peers")
+    counts = sorted({m for n, k, m in found if (n, k) == BIG})
+    out = []
+    for each in (DENSE[0], DENSE[1], DENSE[3]):
+        rows = [
+            (find(found[*BIG, m], each.ours), fastest(found[*BIG, m], each.others)) for m in counts
+        ]
+        if not all(mine for mine, _ in rows):
+            continue
+        out.append([each.name, *(us(mine) for mine, _ in rows)])
+        others = [f"{us(row)} {OTHERS[row['peer']]}" if row else "" for _, row in rows]
+        out.append(["its fastest other", *others])
+    dense = [find(found[*BIG, m], CUBLAS) for m in counts]
+    out.append(["cuBLAS, 16 bits", *map(us, dense)])
+    return markdown(["", *(f"M={m}" for m in counts)], out if any(dense) else [])
 
 
 def matches(kinds: Sequence[Kind], *files: str) -> list[Match]:
@@ -143,16 +150,8 @@ def matches(kinds: Sequence[Kind], *files: str) -> list[Match]:
             if mine and other:
                 every = frozenset(column[1] for column in each.others if find(rows, column))
                 ratio = float(other["us"]) / float(mine["us"])
-                share = floor_share(mine)
-                out.append(Match(each, (n, k), m, other["peer"], every, ratio, share))
+                out.append(Match(each, (n, k), m, other["peer"], every, ratio))
     return out
-
-
-def floor_share(row: Row) -> float:
-    """The larger floor over the time of a row; 0 where reading was not timed."""
-    peak = efficiency.PEAK.get(row["activation"].removesuffix("-given"), efficiency.PEAK["fp16"])
-    reading = 1 / float(row["vs_floor"]) if row["vs_floor"] else 0.0
-    return max(reading, float(row["tflops"]) / peak)
 
 
 def by_kind(found: Sequence[Match]) -> dict[Kind, list[Match]]:
@@ -176,17 +175,6 @@ def behind(found: Sequence[Match]) -> str:
     return f"{sum(match.ratio < LEVEL for match in found)} of {len(found)}"
 
 
-def few_and_many(found: Sequence[Match]) -> str:
-    """Geometric means of few tokens, many and all."""
-    lines = []
-    for each, mine in by_kind(found).items():
-        few = [match for match in mine if match.m <= FEW]
-        many = [match for match in mine if match.m > FEW]
-        lines.append([each.name, beside(mine), mean(few), mean(many), mean(mine), behind(mine)])
-    titles = ["", "beside", f"up to {FEW} tokens", "more", "all", "slower cells"]
-    return markdown(titles, lines, words=2)
-
-
 def means(found: Sequence[Match]) -> str:
     """Geometric means over all weights, by tokens."""
     counts = sorted({match.m for match in found})
@@ -196,28 +184,6 @@ def means(found: Sequence[Match]) -> str:
         lines.append([each.name, beside(mine), *cells, f"**{mean(mine)}**", behind(mine)])
     titles = ["", "beside", *(f"M={m}" for m in counts), "all", "slower"]
     return markdown(titles, lines, words=2)
-
-
-def floors(found: Sequence[Match]) -> str:
-    """How near both come to the larger floor, and how far apart they could be at it, by tokens."""
-    counts = sorted({match.m for match in found})
-    lines = []
-    for each, mine in by_kind(found).items():
-        parts: dict[str, Callable[[Match], float]] = {
-            "ours": lambda match: match.share,
-            "the other": lambda match: match.share / match.ratio,
-            "at the floor": lambda match: match.ratio / match.share,
-        }
-        title = each.name
-        for name, value in parts.items():
-            line = []
-            for some in (*([x for x in mine if x.m == m] for m in counts), mine):
-                mean_ = geometric_mean(map(value, some)) if some else 0.0
-                shown = f"{mean_:.2f}x" if name == "at the floor" else f"{mean_:.0%}"
-                line.append(shown if some else "")
-            lines.append([title, name, *line])
-            title = ""
-    return markdown(["", "", *(f"M={m}" for m in counts), "all"], lines, words=2)
 
 
 def weight(shape: tuple[int, int]) -> str:
@@ -230,59 +196,16 @@ def expert(shape: tuple[int, int]) -> str:
 
 
 def worst(found: Sequence[Match], name: Callable[[tuple[int, int]], str] = weight) -> str:
-    """Cells in which the other is faster by more than 3 %: its time over ours, by weight."""
+    """Cells in which the other is faster by more than 3 %: how many, and the worst of each kind."""
     lines = []
-    for each, mine in by_kind(found).items():
-        slower = [match for match in mine if match.ratio < LEVEL]
-        if not slower:
-            continue
-        low = min(slower, key=lambda match: match.ratio)
-        lines.append(
-            f"- {each.name} beside {beside(mine)}: the worst is {low.ratio:.2f} "
-            f"({name(low.shape)}, M={low.m}, {low.other})."
-        )
-        for shape in dict.fromkeys(match.shape for match in slower):
-            here = [match for match in slower if match.shape == shape]
-            parts = ", ".join(f"M={x.m} {x.ratio:.2f} ({x.other})" for x in here)
-            lines.append(f"    - {name(shape)}: {parts}")
+    for mine in by_kind(found).values():
+        if slower := [match for match in mine if match.ratio < LEVEL]:
+            low = min(slower, key=lambda match: match.ratio)
+            lines.append(
+                f"- {low.kind.name} beside {beside(mine)}: slower in {len(slower)} of {len(mine)} "
+                f"cells, at worst {low.ratio:.2f} times as fast ({name(low.shape)}, M={low.m}, "
+                f"{OTHERS[low.other]})."
+            )
     if found and not lines:
         return "None."
     return "\n".join(lines)
-
-
-def ratios(found: Sequence[Match], name: Callable[[tuple[int, int]], str] = weight) -> str:
-    """Every cell: the fastest other's time over ours, and its name where there is a choice."""
-    counts = sorted({match.m for match in found})
-    lines = []
-    for each, mine in by_kind(found).items():
-        named = len({name for match in mine for name in match.all}) > 1
-        title = f"{each.name}, {beside(mine)}"
-        for shape in dict.fromkeys(match.shape for match in mine):
-            here = {match.m: match for match in mine if match.shape == shape}
-            line = [cell(here.get(m), named) for m in counts]
-            lines.append([title, name(shape), *line])
-            title = ""
-    return markdown(["", "weight", *(f"M={m}" for m in counts)], lines, words=2)
-
-
-def cell(match: Match | None, named: bool) -> str:
-    if match is None:
-        return ""
-    return f"{match.ratio:.2f}" + (f" {match.other}" if named else "")
-
-
-def expert_models() -> str:
-    """Experts of models, all at once: times, and how many times those of reading."""
-    found = cells("h200_expert_peers")
-    counts = sorted({m for _, _, m in found})
-    out = []
-    for model, shapes in MODELS.items():
-        for n, k in shapes:
-            for fmt in ("liquid", "int4:group=64", "fp6"):
-                row = [model, f"{n}x{k}", "liquid@int8" if fmt == "liquid" else fmt]
-                for m in counts:
-                    here = [r for r in found[n, k, m] if r["format"] == fmt and r["peer"] == OURS]
-                    floor = f" ({float(here[0]['vs_floor']):.1f}x)" if here else ""
-                    row.append(us(here[0] if here else None) + floor)
-                out.append(row)
-    return markdown(["model", "expert", "format", *map(str, counts)], out, words=3)

@@ -19,17 +19,16 @@ def tables() -> dict[str, str]:
     rows = bench.read_csv(path) if path.exists() else []
     found = efficiency.cells(rows)
     counted = sorted({cell.m for cell in found})
-    some = [m for m in TOKENS if m in counted]
     return {
         "shapes_about": about(rows, found),
-        "shapes": markdown(*efficiency.table(found, some)),
-        "shapes_slower": markdown(*efficiency.slower_by_tokens(found, counted)),
-        "shapes_worst": "\n".join(f"- {text}." for text in efficiency.worst(found)),
-        "shapes_maps": "\n".join(
-            f"![{scheme}: floor over time](img/{efficiency.picture(scheme)})"
-            for scheme in sorted({cell.scheme for cell in found if not cell.quantizes})
-        ),
+        "shapes": means(found, [m for m in TOKENS if m in counted]),
     }
+
+
+def means(found: list[efficiency.Cell], tokens: list[int]) -> str:
+    """Geometric means of the speed over cuBLAS, and the cells that are slower than it."""
+    titles, rows = efficiency.table(found, tokens)
+    return markdown(titles[:-2], [row[:-2] for row in rows])
 
 
 def about(rows: list[bench.Row], found: list[efficiency.Cell]) -> str:

@@ -1,70 +1,64 @@
-"""docs/models.md: what became of every architecture, in a table."""
+"""docs/models.csv: what became of every architecture; docs/models.md: how many, step by step."""
 
+import csv
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import transformers
 
 from tests.models.row import Row
 
 OUTCOMES = ("equal", "refused", "wrong", "-")
-HEAD = """# Models
-
-<!-- Written by `make test-models`. -->
-
-Tiny random models of {count} architectures of transformers {version} went through anybit, {images}
-of them with an image beside the tokens:
-
-{steps}
-
-A cell is one of these:
-
-- **equal**: the outputs are those of the dense model, whose weights the format holds exactly here,
-  and every stored tensor is bit for bit the one that was quantized in memory.
-- **refused**: an error of anybit's says so before any work; the reasons are below.
-- **wrong**: another result, or a failure in the middle; a bug.
-- **-**: does not apply: calibration of a model without tokens as its input, the engine for a model
-  that is not a causal language model, and what follows after a refusal in memory.
-
-"Quantized" is the share of the weights in matrices, embeddings and heads aside; what is left are
-convolutions, routers, and layers in a form of their own.
-"""
+BEGIN, END = "<!-- counts, written by `make test-models` -->", "<!-- end -->"
 SAID = {
     "memory": "quantized in memory",
     "load": "saved, and read by `anybit.load`",
     "from_pretrained": "saved, and read by `from_pretrained`",
-    "on_load": "quantized by `from_pretrained` while loading the dense checkpoint",
+    "on_load": "quantized by `from_pretrained` while loading",
     "stream": "quantized from file to file",
     "gptq": "calibrated with GPTQ in memory",
-    "gptq_stream": "calibrated with GPTQ from file to file; the tensors are those of gptq",
-    "engine": "run by `anybit.LLM`, which must write the tokens that transformers does",
+    "gptq_stream": "calibrated with GPTQ from file to file",
+    "engine": "run by `anybit.LLM`, with transformers' tokens",
 }
 
 
-def page(rows: Sequence[Row], steps: Sequence[str]) -> str:
-    """The page, as Markdown."""
+def write(rows: Sequence[Row], steps: Sequence[str], page: Path) -> None:
+    """The table of counts in a page, and every row in the CSV beside it."""
+    text = page.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    new = f"{before}{BEGIN}\n\n{about(rows, steps)}\n\n{END}{rest.split(END, 1)[1]}"
+    page.write_text(new, encoding="utf-8")
+    with page.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["architecture", "tried", "quantized", *steps, "notes"])
+        writer.writerows(line(row, steps) for row in sorted(rows, key=lambda r: r.architecture))
+
+
+def line(row: Row, steps: Sequence[str]) -> list[str]:
+    """A row of the CSV."""
+    share = "" if row.quantized is None else f"{row.quantized:.0%}"
+    notes = {"not tried": row.unable} if row.unable is not None else row.notes
+    said = "; ".join(f"{step}: {shown(note)}" for step, note in notes.items())
+    cells = ("" if row.unable is not None else row.cells.get(step, "-") for step in steps)
+    return [row.architecture, "no" if row.unable is not None else "yes", share, *cells, said]
+
+
+def about(rows: Sequence[Row], steps: Sequence[str]) -> str:
     run = [row for row in rows if row.unable is None]
-    parts = [
-        HEAD.format(
-            count=len(run),
-            images=sum(row.image for row in run),
-            version=transformers.__version__,
-            steps="\n".join(f"- {step}: {SAID[step]}" for step in steps),
-        ),
-        "## Counts\n\n" + count_table(run, steps),
-        "## Architectures\n\n" + row_table(run, steps),
-    ]
-    for kind, title in (("refused", "Refusals"), ("wrong", "Wrong")):
-        if text := reasons(run, kind):
-            parts.append(f"## {title}\n\n{text}")
-    if unable := [row for row in rows if row.unable is not None]:
-        lines = [f"- {row.architecture}: {quoted(row.unable or '')}" for row in unable]
-        parts.append(
-            f"## Not tried\n\ntransformers did not run the tiny form of {len(unable)} more:\n\n"
-            + "\n".join(lines)
-        )
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    images = sum(row.image for row in run)
+    cells = {step: Counter(row.cells.get(step, "-") for row in run) for step in steps}
+    lines = [[SAID[step], *(str(cells[step][kind]) for kind in OUTCOMES)] for step in steps]
+    whole = counts(run)
+    lines.append(["all steps of an architecture", *(str(whole[kind]) for kind in OUTCOMES[:3]), ""])
+    table = ["| step | " + " | ".join(OUTCOMES) + " |", "|---|" + "--:|" * len(OUTCOMES)]
+    table += ["| " + " | ".join(cells_of) + " |" for cells_of in lines]
+    return (
+        f"{len(run)} architectures of transformers {transformers.__version__}, {images} of them "
+        f"with an image beside the tokens; transformers did not run the tiny form of "
+        f"{len(rows) - len(run)} more.\n\n" + "\n".join(table)
+    )
 
 
 def counts(rows: Iterable[Row]) -> Counter[str]:
@@ -77,49 +71,7 @@ def counts(rows: Iterable[Row]) -> Counter[str]:
     )  # fmt: skip
 
 
-def count_table(rows: Sequence[Row], steps: Sequence[str]) -> str:
-    cells = {step: Counter(row.cells.get(step, "-") for row in rows) for step in steps}
-    lines = [[step, *(str(cells[step][kind]) for kind in OUTCOMES)] for step in steps]
-    whole = counts(rows)
-    lines.append(["all steps of a row", *(str(whole[kind]) for kind in OUTCOMES[:3]), ""])
-    return table(["", *OUTCOMES], lines)
-
-
-def row_table(rows: Sequence[Row], steps: Sequence[str]) -> str:
-    lines = []
-    for row in sorted(rows, key=lambda row: row.architecture):
-        share = "-" if row.quantized is None else f"{row.quantized:.0%}"
-        family, kind = parted(row.architecture)
-        lines.append([family, kind, share, *(row.cells.get(step, "-") for step in steps)])
-    return table(["Architecture", "Class", "Quantized", *steps], lines)
-
-
-def parted(architecture: str) -> tuple[str, str]:
-    """LlamaForCausalLM -> Llama, ForCausalLM."""
-    found = re.match(r"(.+?)((?:For|LMHead|WithLMHead|Model).*)", architecture)
-    return (found[1], found[2]) if found else (architecture, "")
-
-
-def reasons(rows: Iterable[Row], kind: str) -> str:
-    """Notes of one kind, those that differ in names and numbers only as one."""
-    found: dict[tuple[str, str], list[tuple[Row, str]]] = defaultdict(list)
-    for row in rows:
-        for step, note in row.notes.items():
-            if row.cells.get(step) == kind:
-                found[step, re.sub(r"[\w.]*[\d._][\w.]*", "", note)].append((row, note))
-    lines = []
-    for (step, _), cases in sorted(found.items(), key=lambda item: -len(item[1])):
-        names = ", ".join(row.architecture for row, _ in cases)
-        lines.append(f"- {step}, {quoted(cases[0][1])}: {names}")
-    return "\n".join(lines)
-
-
-def quoted(text: str, length: int = 240) -> str:
-    """A message on one line, as code."""
-    text = text if len(text) <= length else text[: length - 3] + "..."
-    return "`" + text.replace("`", "'").replace("\n", " ") + "`"
-
-
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = [head, ["---"] * len(head), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+def shown(text: str, length: int = 240) -> str:
+    """A message on one line."""
+    text = re.sub(r"\s+", " ", text)
+    return text if len(text) <= length else text[: length - 3] + "..."

@@ -1,6 +1,6 @@
 """Every architecture of transformers through anybit, as docs/models.md tells.
 
-    python -m tests.models.sweep                        every architecture; writes docs/models.md
+    python -m tests.models.sweep                        every architecture; writes docs/models.csv
     python -m tests.models.sweep LlamaForCausalLM ...   some of them, printed
 
 Each runs in a process of its own. What was found is kept in out/models.jsonl, and is not run again
@@ -27,7 +27,7 @@ import transformers
 from transformers import conversion_mapping
 
 import anybit
-from tests.models.page import counts, page
+from tests.models.page import counts, write
 from tests.models.row import STEPS, Row, rows
 from tests.models.zoo import architectures
 
@@ -151,7 +151,7 @@ def main() -> int:
             show(row, f"[{len(found)}/{len(names)}]")
     ordered = [found[name] for name in names]
     if not options.architectures and tuple(steps) == STEPS:
-        PAGE.write_text(page(ordered, STEPS))
+        write(ordered, STEPS, PAGE)
     print(dict(counts(ordered)))
     return int(any("wrong" in row.cells.values() for row in ordered))
 
