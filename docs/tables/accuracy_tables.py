@@ -176,6 +176,7 @@ def heads() -> str:
 
 
 def layer_time() -> str:
-    rows = read("h200_layer_time")
+    shown = ("rtn", "hqq", "additive")
+    rows = [r for r in read("h200_layer_time") if r["quantizer"] in shown or "int4" in r["format"]]
     out = [[r["quantizer"], short(r["format"]), f"{float(r['seconds']):.3f}"] for r in rows]
     return markdown(["quantizer", "format", "seconds"], out, words=2)

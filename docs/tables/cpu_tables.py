@@ -7,6 +7,8 @@ from results import Row, markdown, read
 MEASURED = "cpu_kernels"  # the CSV
 TOKENS = ("1", "4", "16", "128", "512")
 SHAPE = ("4096", "4096")
+SHOWN = ("bf16", "int8", "int4", "int4:group=128", "int4:group=64,zero", "fp8", "fp6", "sparse")
+SHOWN += ("codebook:m=2,v=8", "int8@int8", "int4@int8", "liquid@int8")
 
 
 def tables() -> dict[str, str]:
@@ -26,7 +28,7 @@ def speeds(isa: str) -> str:
     """How many times as fast as bf16, by shape, format and tokens; and the share of the floor."""
     found: dict[tuple[str, str, str], dict[str, Row]] = defaultdict(dict)
     for row in read(MEASURED):
-        if row["isa"] == isa and (row["N"], row["K"]) == SHAPE:
+        if row["isa"] == isa and (row["N"], row["K"]) == SHAPE and row["format"] in SHOWN:
             found[row["N"], row["K"], row["format"]][row["M"]] = row
     shown = [m for m in TOKENS if any(m in rows for rows in found.values())]
     lines = []
