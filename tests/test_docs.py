@@ -1,5 +1,6 @@
 """What the documentation names exists: files, links, commands with their options, and formats."""
 
+import csv
 import re
 import shlex
 from pathlib import Path
@@ -10,6 +11,7 @@ import typer
 import anybit
 from anybit.cli.app import app
 from anybit.core.scheme import parse_scheme
+from tests.models.page import OUTCOMES, SAID
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -111,6 +113,20 @@ def test_pictures_are_used_and_drawn() -> None:
     assert {name for name in pictures if f"img/{name})" in pages} == pictures
     script = (ROOT / "benchmarks/plot.py").read_text(encoding="utf-8")
     assert all(name in script for name in pictures - {"chat.png"} if name.endswith(".png"))
+
+
+def test_the_models_page_counts_its_file() -> None:
+    """`make test-models` writes both."""
+    with (ROOT / "docs/models.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    tried = [row for row in rows if row["tried"] == "yes"]
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    assert f"{len(tried)} architectures of transformers" in page
+    assert f"tiny form of {len(rows) - len(tried)} more" in page
+    for step, said in SAID.items():
+        cells = [row[step] for row in tried]
+        counts = " | ".join(str(cells.count(outcome)) for outcome in OUTCOMES)
+        assert f"| {said} | {counts} |" in page
 
 
 def test_there_is_something_to_check() -> None:

@@ -231,7 +231,7 @@ def test_ours_stand_beside_the_fastest_other_of_one_process(folder):
     beside = "`int4:group=128` | humming, Machete"
     assert f"| {beside} | 2.00x | 0.50x | **1.00x** | 1 of 2 |" in peer_tables.means(found)
     assert peer_tables.worst(found) == (
-        "- `int4:group=128` beside humming, Machete: slower in 1 of 2 cells, at worst 0.50 times "
+        "- `int4:group=128` beside humming, Machete: slower in 1 of 2 results, at worst 0.50 times "
         "as fast (64x128, M=2, humming)."
     )
     assert peer_tables.worst(found[:1]) == "None."

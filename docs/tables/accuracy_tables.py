@@ -108,7 +108,7 @@ def bits_at(kl: float, curve: Iterable[Row]) -> float | None:
 def front(file: str, model: str) -> str:
     """Every format with GPTQ (codebooks: additive), and the bits of trellis codes at its KL."""
     rows = (row for row in read(file) if model in ("", row["model"]))
-    best = best_of_each(row for row in rows if row["method"] in ("gptq", "additive"))
+    best = best_of_each(row for row in rows if row["method"] == calibrated(row["spec"]))
     curve = [row for row in best if is_trellis(row)]
     out = []
     for row in best:
@@ -118,6 +118,11 @@ def front(file: str, model: str) -> str:
         out.append([name, f"{bits(row):.2f}", f"{float(row['kl']):.5f}", loss(row), *cells])
     titles = ["format, quantizer", "bits", "KL", "loss, nats", "trellis bits at this KL", "saved"]
     return markdown(titles, out)
+
+
+def calibrated(spec: str) -> str:
+    """The quantizer by which formats are compared at equal calibration."""
+    return "additive" if spec.startswith("codebook") else "gptq"
 
 
 def short(spec: str) -> str:

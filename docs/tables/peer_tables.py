@@ -203,7 +203,7 @@ def worst(found: Sequence[Match], name: Callable[[tuple[int, int]], str] = weigh
             low = min(slower, key=lambda match: match.ratio)
             lines.append(
                 f"- {low.kind.name} beside {beside(mine)}: slower in {len(slower)} of {len(mine)} "
-                f"cells, at worst {low.ratio:.2f} times as fast ({name(low.shape)}, M={low.m}, "
+                f"results, at worst {low.ratio:.2f} times as fast ({name(low.shape)}, M={low.m}, "
                 f"{OTHERS[low.other]})."
             )
     if found and not lines:

@@ -41,7 +41,7 @@ def about(rows: list[bench.Row], found: list[efficiency.Cell]) -> str:
     models = [m for m, parts in weights_of_models.MODELS.items() if shapes & {*parts.values()}]
     text = (
         f"{len(shapes)} of {len(every)} weights of {len(models)} models ({', '.join(models)}), "
-        f"with {len(tokens)} numbers of tokens each, {len(found)} products of ours, "
+        f"with {len(tokens)} token counts each, {len(found)} GEMMs of ours, "
         f"{rows[0].gpu}, {max(row.date for row in rows)}. "
     )
     text += f"Not measured: {left}. " if left else ""
