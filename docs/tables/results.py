@@ -12,7 +12,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 DEVICE = "h200"  # the GPU that the pages are of; `fill.py --show` puts another in its place
 HALVES = ("fp16", "bf16")
 OURS = "anybit-hopper"
-BIG, DOWN, QKV, OUT = (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)
+BIG, DOWN, OUT = (28672, 4096), (4096, 14336), (4096, 4096)
 FOUR, M1V4, M2V8 = "int4:group=128", "codebook:m=1,v=4,group=128", "codebook:group=128"
 
 
