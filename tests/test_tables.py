@@ -1,5 +1,6 @@
 """docs/tables/fill.py: the tables of the pages equal benchmarks/results."""
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -54,6 +55,7 @@ def test_tables_equal_the_measurements():
 def test_every_table_stands_on_a_page():
     text = "".join(path.read_text() for path in fill.pages())
     named = re.findall(r"<!-- (\w+), written by docs/tables/fill.py -->", text)
+    named.remove("first")  # README.md and the site's first page
     assert sorted(named) == sorted(fill.tables())
     assert all(fill.tables().values())
 
@@ -249,6 +251,14 @@ def test_experts_stand_with_their_model(folder):
     found = peer_tables.matches(peer_tables.EXPERTS, "h200_expert_peers")
     text = peer_tables.worst(found, peer_tables.expert)
     assert "at worst 0.95 times as fast (Qwen3-30B-A3B 2048x768, M=16, humming)" in text
+
+
+@pytest.mark.parametrize("name", ["engine", "gemm", "models", "calibrated"])
+def test_a_picture_has_at_most_four_lines(name, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    lines = getattr(importlib.import_module("plot"), name)()
+    assert 1 < len(lines) <= 4
+    assert all(len(found) >= 3 for found in lines.values())
 
 
 FILES = re.compile(r"`((?:h200|cpu|kv|real|serving)_\w+)(?:\.csv)?`")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from math import log
 
-from results import Row, loss, markdown, read
+from results import BIG, OUT, Row, loss, markdown, read
 
 Keep = Callable[[Row], bool]
 
@@ -144,7 +144,8 @@ def trellis_products() -> str:
     """Microseconds of GEMMs as they are launched, one line for each weight and format."""
     found: dict[tuple[str, str], dict[int, str]] = {}
     for row in read("h200_trellis_products"):
-        if row["how"] in ("cuBLAS", "as launched") and "pair8" not in row["format"]:
+        shown = (int(row["N"]), int(row["K"])) in (BIG, OUT) and "pair8" not in row["format"]
+        if shown and row["how"] in ("cuBLAS", "as launched"):
             name = f"cuBLAS {row['format']}" if row["how"] == "cuBLAS" else f"`{row['format']}`"
             cell = found.setdefault((f"{row['N']}x{row['K']}", name), {})
             cell[int(row["M"])] = f"{float(row['us']):.1f}"
@@ -175,7 +176,7 @@ def heads() -> str:
             row["kl"],
             f"{float(row['agreement']):.2%}",
         ]
-        for row in (*read("h200_heads"), *read("cpu_heads"))
+        for row in read("h200_heads")
     ]
     return markdown(["model", "head", "loss, nats", "KL", "top-1"], out, words=2)
 

@@ -31,7 +31,7 @@ def tables() -> dict[str, str]:
         "dense_models": dense_models(),
         "peaks": peaks(),
         "layers_liquid": layers(
-            "liquid@int8", ("cublas fp8", "fp8@fp8", "int8@int8", "liquid@int8"), (4, 16, 64, 256)
+            "liquid@int8", ("cublas fp8", "int8@int8", "liquid@int8"), (4, 16, 64, 256)
         ),
         "layers_fp6": layers("fp6", ("bf16", "int8", "fp6", "int4:group=128"), (8, 16, 32)),
         "squares": squares(),
