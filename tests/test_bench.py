@@ -15,7 +15,6 @@ from anybit.kernels import cpu
 from anybit.measure import bench, report, timing
 from anybit.measure.bench import Case, Layer, Row
 from anybit.measure.timing import ReadFloor
-from tests.specs import NAMES
 
 CPU = torch.device("cpu")
 FLOOR = ReadFloor([(1_000_000, 3.0), (2_000_000, 4.0), (10_000_000, 20.0)])
@@ -362,15 +361,6 @@ def test_missing_packages_are_named(monkeypatch, peers):
     found, missing = peers.cases()
     assert {case.peer for case in found} == {"cublas"}
     assert "a_package_that_nobody_has" in missing["gone"]
-
-
-def test_every_format_has_a_panel():
-    plot = script("plot")
-    for name in NAMES:
-        assert plot.panel_of(replace(BLANK, format=name, activation="fp16")) in plot.PANELS, name
-    for name in ("liquid", "int4", "int8", "fp6", "fp8 rowwise", "sparse"):
-        assert plot.panel_of(replace(BLANK, format=name, activation="fp8-given")) in plot.QUANTIZED
-    assert plot.panel_of(replace(BLANK, format="fp16")) is None
 
 
 # Arguments.
