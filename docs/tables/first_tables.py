@@ -84,7 +84,7 @@ INT4 = ("int4:group=64,zero", "gptq", "*")  # of SmolLM2, for other int4: a star
 HARDWARE = [  # hardware and goal, what to use, format, its row of SmolLM2, also runs in
     ("H100 or H200", "`liquid@int8`, calibrated", "liquid@int8", ("liquid@int8", "gptq", ""),
      "vLLM with the plugin"),
-    ("another NVIDIA GPU from Ampere on", f"`{FOUR}`, calibrated", FOUR, INT4,
+    ("another NVIDIA GPU from Ampere on (untested)", f"`{FOUR}`, calibrated", FOUR, INT4,
      "vLLM: plugin, or exported"),
     ("memory for 8 bits, no data", "`int8`", "int8", ("int8", "rtn", ""), "the same"),
     ("less memory, no data", "`fp6`", "fp6", ("fp6", "rtn", ""), "vLLM with the plugin only"),
