@@ -260,7 +260,7 @@ def attention(
         out, n = torch.empty_like(q), batch.decodes
         if n:
             kernels.attend(q[:n], planes, *batch.single, *how, out=out[:n], sinks=sinks)
-        # Torch's kernels are faster for whole prompts.
+        # Torch's kernels are faster for whole prompts. A graph does not know its prompts' lengths.
         if batch.whole and scores.window is None and scores.sinks is None:
             prompts(q, cache, batch, scores, out)
         elif len(batch.queries) > n:

@@ -1,10 +1,13 @@
-"""Steps with few tokens as CUDA graphs, or recordings on a CPU: one for each of some sizes.
+"""Steps as CUDA graphs, or recordings on a CPU: one for each of some numbers of tokens.
 
-Each token is a text by itself, which sees what the step writes before it: so one graph takes texts
-that are written, drafts, and short prompts. The launches of a prompt without a graph can take the
-host longer than its products take the GPU (8B on an H200: up to 1,024 tokens).
+A graph holds launches whose grids depend on its size alone. What varies from step to step lies in
+memory that the kernels read: each token's position and slot, each sequence's blocks and context.
+Sequences with one token come first; those that read a prompt follow, tokens side by side. Without a
+graph, launching a prompt takes the host longer than its products take the GPU (8B on an H100: 40 ms
+for 512 tokens, of which the GPU works 9).
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
@@ -17,103 +20,141 @@ from torch import Tensor
 from anybit.engine.attention import Batch, LayerCache
 from anybit.engine.models.layers import Decoder
 from anybit.engine.recording import Recording
-from anybit.engine.scheduler import Scheduled
+from anybit.engine.scheduler import MOST_PROMPTS, Scheduled
+from anybit.progress import progress
 
 Graph = torch.cuda.CUDAGraph | Recording
 SIZES = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, 1025, 64))
-PROMPTS = (16, 32, 48, *range(64, 385, 32))  # rows of a step that reads prompts
-# What attention costs there: every row of a prompt reads all tokens before it by itself.
-SEEN = PROMPTS[-1] ** 2  # tokens that the rows of prompts read, together
-LONGEST = 1 << 14  # tokens of any text; so many rows leave one program for each text
+# Tokens of a step that reads prompts: at most an eighth of it is padding.
+PROMPTS = (16, 32, 48, *range(64, 257, 32), *range(320, 513, 64), *range(640, 2049, 128))
+MOST_SINGLE = 256  # sequences with one token, and drafted tokens, beside prompts
+LONGEST = 1 << 14  # tokens of one sequence beside prompts: a single program reads all before it
 
 
 class Rows:
-    """What the rows of a step are, in buffers that graphs read, and the graphs of each size.
+    """What the tokens of a step are, in buffers that graphs read, and the graphs of each size.
 
-    A step runs as the next larger size; its unused rows have slot -1 and context 0, so they write
-    nothing and see nothing. width: blocks of the longest sequence.
+    A step runs as the next larger size; its unused rows have slot -1, so they write nothing, and
+    unused sequences have context 0. single: the most sequences with one token. prompts: the most
+    others. width: blocks of the longest sequence.
     """
 
-    def __init__(self, sizes: Sequence[int], width: int, block_size: int, device: torch.device):
-        self.sizes, self.width, self.block_size = sizes, width, block_size
+    def __init__(
+        self, sizes: Sequence[int], single: int, prompts: int, width: int, block_size: int,
+        device: torch.device,
+    ):  # fmt: skip
+        self.sizes, self.most, self.prompts = sizes, single, prompts
+        self.width, self.block_size = width, block_size
         self.graphs: dict[int, tuple[Graph, Tensor]] = {}
-        # Of every row: token, position, slot and context; blocks. On the host, and on the device.
-        pin, most = device.type == "cuda", sizes[-1]
+        # Of every token: itself, position and slot; of every sequence: context and first row, and
+        # blocks. On the host, and on the device.
+        pin, lists = device.type == "cuda", single + prompts
+        numbers = 3 * sizes[-1] + 2 * lists + 1
         self.host = [
-            torch.zeros(n, dtype=torch.int32, pin_memory=pin) for n in (4 * most, most * width)
+            torch.zeros(n, dtype=torch.int32, pin_memory=pin) for n in (numbers, lists * width)
         ]
         self.device = [torch.zeros_like(t, device=device) for t in self.host]
         self.copied = torch.cuda.Event() if pin else None  # the host's buffers to the device
-        self.starts = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self.known: list[tuple[list[int], int]] = [([], 0)] * most  # blocks written to tables
+        self.known: list[tuple[list[int], int]] = [([], 0)] * lists  # blocks written to tables
 
     def size(self, scheduled: list[Scheduled]) -> int:
         """The size that a step runs as."""
-        return self.sizes[bisect_left(self.sizes, rows_of(scheduled))]
+        return self.size_of(rows_of(scheduled))
 
-    def fill(self, scheduled: list[Scheduled], tokens: Tensor | None = None) -> None:
+    def size_of(self, rows: int) -> int:
+        """The smallest size of so many rows or more; `rows` if there is none."""
+        return next(iter(self.sizes[bisect_left(self.sizes, rows) :]), rows)
+
+    def single(self, size: int) -> int:
+        """Sequences with one token that a graph takes."""
+        return min(size, self.most)
+
+    def parts(self, buffer: Any, size: int) -> tuple[Any, Any, Any]:
+        """Of the first buffer: tokens, positions and slots (3, size); contexts; starts."""
+        lists = self.single(size) + self.prompts
+        end = 3 * size + lists
+        rows = buffer[: 3 * size].reshape(3, size)
+        return rows, buffer[3 * size : end], buffer[end : end + lists + 1]
+
+    def fill(self, size: int, scheduled: list[Scheduled], tokens: Tensor | None = None) -> None:
         """Write a step to the device. tokens: as `StepGraphs.logits` has them."""
-        size = self.size(scheduled)
         if self.copied:
             self.copied.synchronize()  # of the step before, which may still be running
-        rows = self.host[0].numpy()[: 4 * size].reshape(4, size)
+        rows, contexts, starts = self.parts(self.host[0].numpy(), size)
         tables = self.host[1].numpy().reshape(-1, self.width)
-        changed, i = False, 0
+        changed, i, single = False, 0, self.single(size)
+        at_prompt = single
+        contexts[:], starts[:single] = 0, np.arange(single)
         for s in scheduled:
             if s.tokens > 1:
-                self._fill_prompt(s, slice(i, i + s.tokens), rows, tables)
-                i, changed = i + s.tokens, True
+                if at_prompt == single:
+                    starts[single] = i
+                self._fill_prompt(s, slice(i, i + s.tokens), rows, tables[at_prompt])
+                i += s.tokens
+                contexts[at_prompt], starts[at_prompt + 1] = s.first + s.tokens, i
+                self.known[at_prompt] = ([], 0)
+                at_prompt, changed = at_prompt + 1, True
                 continue
             blocks = s.seq.blocks
             given = () if tokens is not None else (s.seq.tokens[s.first],)
             for at, token in enumerate((*given, *s.draft) or (0,), s.first):
                 slot = blocks[at // self.block_size] * self.block_size + at % self.block_size
-                rows[:, i] = token, at, slot, at + 1
+                rows[:, i] = token, at, slot
+                contexts[i] = at + 1
                 known, count = self.known[i]
                 if known is not blocks or count != len(blocks):
                     tables[i, : len(blocks)] = blocks
                     self.known[i], changed = (blocks, len(blocks)), True
                 i += 1
-        rows[:, i:] = [[0], [0], [-1], [0]]
-        for which, count in ((0, 4 * size), (1, size * self.width * changed)):
+        if at_prompt == single:
+            starts[single] = single
+        starts[at_prompt + 1 :] = starts[at_prompt]
+        rows[:, i:] = [[0], [0], [-1]]
+        numbers, lists = 3 * size + 2 * len(contexts) + 1, len(contexts)
+        for which, count in ((0, numbers), (1, lists * self.width * changed)):
             self.device[which][:count].copy_(self.host[which][:count], non_blocking=True)
         if self.copied:
             self.copied.record()
         if tokens is not None:
             torch.clamp_min(tokens, 0, out=self.device[0][:i])
 
-    def _fill_prompt(self, s: Scheduled, rows: slice, values: Any, tables: Any) -> None:
-        """Write tokens of a prompt to some rows of the host's buffers."""
+    def _fill_prompt(self, s: Scheduled, where: slice, rows: Any, table: Any) -> None:
+        """Write tokens of a prompt to some rows of the host's buffers, and its blocks."""
         at, size = np.arange(s.first, s.first + s.tokens), self.block_size
         blocks = np.array(s.seq.blocks)
         slots = blocks[at // size] * size + at % size
-        values[:, rows] = s.seq.tokens[s.first : s.first + s.tokens], at, slots, at + 1
-        tables[rows, : len(blocks)] = blocks
-        self.known[rows] = [(s.seq.blocks, len(blocks))] * s.tokens
+        rows[:, where] = s.seq.tokens[s.first : s.first + s.tokens], at, slots
+        table[: len(blocks)] = blocks
 
     def batch(self, size: int) -> tuple[Tensor, Batch]:
         """Tokens and the rest of a step of so many rows, as they are on the device."""
-        tokens, positions, slots, contexts = self.device[0][: 4 * size].view(4, size)
+        (tokens, positions, slots), contexts, starts = self.parts(self.device[0], size)
+        single, lists = self.single(size), len(contexts)
+        # To those who launch, one prompt may be all, and no prompt is whole.
+        prompts = [size, *(0,) * (self.prompts - 1)] if self.prompts else []
         return tokens, Batch(
             positions=positions,
             slots=slots,
-            tables=self.device[1][: size * self.width].view(size, self.width),
+            tables=self.device[1][: lists * self.width].view(lists, self.width),
             contexts=contexts,
-            starts=self.starts[: size + 1],
-            queries=[1] * size,
-            lengths=[],
-            decodes=size,
+            starts=starts,
+            queries=[1] * single + prompts,
+            lengths=[0] * lists,
+            decodes=single,
         )
 
 
 class StepGraphs:
-    """Replays the model on steps with few tokens.
+    """Replays the model on steps.
 
-    Texts that are written have graphs from the first step of a size on, which end in logits;
-    prompts from the second on, which end in hidden states: capturing takes longer than a prompt.
+    Steps in which every sequence has one token end in logits; steps that read prompts end in
+    hidden states.
 
-    width: blocks of the longest sequence. steady: every step of texts that are written runs as the
-    largest. prompts: sizes of steps that read prompts, if any do.
+    width: blocks of the longest sequence. steady: every step without prompts runs as the largest.
+    prompts: sizes of steps that read prompts, if any do.
+
+    Attributes:
+        captures: Graphs that were captured so far.
     """
 
     def __init__(
@@ -123,15 +164,17 @@ class StepGraphs:
         self.model, self.caches = model, caches
         self.sizes = [size for size in SIZES if size < largest and not steady] + [largest]
         device = model.embed_tokens.device
-        self.written = Rows(self.sizes, width, block_size, device)
-        short = min(width, LONGEST // block_size)
-        self.prompts = Rows(prompts, short, block_size, device) if prompts else None
-        self.met: set[int] = set()  # sizes of prompts that have run
+        self.written = Rows(self.sizes, largest, 0, width, block_size, device)
+        self.prompts = None
+        if prompts:
+            short, single = min(width, LONGEST // block_size), min(MOST_SINGLE, largest)
+            self.prompts = Rows(prompts, single, MOST_PROMPTS, short, block_size, device)
         self.pool: Any = None
+        self.captures = 0
 
     @property
     def graphs(self) -> dict[int, tuple[Graph, Tensor]]:
-        """Of texts that are written, by size."""
+        """Of steps without prompts, by size."""
         return self.written.graphs
 
     def replace(self, model: Decoder) -> None:
@@ -141,6 +184,28 @@ class StepGraphs:
             rows.graphs.clear()
         self.pool = None  # it ends with the last of its graphs, and torch refuses to capture there
 
+    def capture_all(self, show_progress: bool | None = None) -> dict[int, float]:
+        """Capture every graph, the largest first, whose memory the others share.
+
+        Returns:
+            Seconds of a step that reads prompts, by its size, without what attention sees.
+        """
+        both = filter(None, (self.prompts, self.written))
+        todo = [(rows, size) for rows in both for size in rows.sizes]
+        seconds = {}
+        with progress("preparing steps", len(todo), show_progress) as step:
+            for rows, size in sorted(todo, key=lambda pair: -pair[1]):
+                rows.fill(size, [])
+                self._replay(rows, size)
+                if rows is self.prompts:
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                    self._replay(rows, size)
+                    torch.cuda.synchronize()
+                    seconds[size] = time.perf_counter() - start
+                step(1)
+        return seconds
+
     def can_write(self, scheduled: list[Scheduled]) -> bool:
         """Whether a graph takes a step: one token for each sequence, sampled, and drafts."""
         return sum(s.sampled for s in scheduled) <= self.sizes[-1] and all(
@@ -148,40 +213,40 @@ class StepGraphs:
         )
 
     def can_read(self, scheduled: list[Scheduled]) -> bool:
-        """Whether a graph takes a step that reads prompts; attention must be quick there."""
+        """Whether a graph takes a step that reads prompts."""
         if self.prompts is None or rows_of(scheduled) > self.prompts.sizes[-1]:
             return False
-        seen = sum(s.tokens * (s.first + s.tokens) for s in scheduled if s.tokens > 1)
-        return seen <= SEEN and max(len(s.seq.blocks) for s in scheduled) <= self.prompts.width
+        single = sum(1 + len(s.draft) for s in scheduled if s.tokens == 1)
+        return (
+            single <= self.prompts.single(self.prompts.size(scheduled))
+            and sum(s.tokens > 1 for s in scheduled) <= self.prompts.prompts
+            and max(len(s.seq.blocks) for s in scheduled) <= self.prompts.width
+        )
 
     def logits(self, scheduled: list[Scheduled], tokens: Tensor | None = None) -> Tensor:
         """Logits (B, vocabulary) of a step, valid until the next one.
 
         tokens (B,): on the device, if the host does not know them yet; negative ones run as 0.
         """
-        self.written.fill(scheduled, tokens)
-        return self._run(scheduled, self.written)
+        return self._run(scheduled, self.written, tokens)
 
-    def hidden(self, scheduled: list[Scheduled]) -> Tensor | None:
-        """Hidden states (T, hidden) of a step that reads prompts, valid until the next one.
-
-        None: it is the first of its size, which does not wait for a capture.
-        """
+    def hidden(self, scheduled: list[Scheduled]) -> Tensor:
+        """Hidden states (T, hidden) of a step that reads prompts, valid until the next one."""
         assert self.prompts is not None
-        size = self.prompts.size(scheduled)
-        if size not in self.met:
-            self.met.add(size)
-            return None
-        self.prompts.fill(scheduled)
         return self._run(scheduled, self.prompts)
 
-    def _run(self, scheduled: list[Scheduled], rows: Rows) -> Tensor:
+    def _run(self, scheduled: list[Scheduled], rows: Rows, tokens: Tensor | None = None) -> Tensor:
         size = rows.size(scheduled)
+        rows.fill(size, scheduled, tokens)
+        return self._replay(rows, size)[: rows_of(scheduled)]
+
+    def _replay(self, rows: Rows, size: int) -> Tensor:
         if size not in rows.graphs:
             rows.graphs[size] = self._capture(rows, size)
+            self.captures += 1
         graph, out = rows.graphs[size]
         graph.replay()
-        return out[: rows_of(scheduled)]
+        return out
 
     def _capture(self, rows: Rows, size: int) -> tuple[Graph, Tensor]:
         work = partial(self._forward, rows, size)

@@ -20,6 +20,7 @@ from anybit.engine.draft_model import DraftModel, check_draft, load_draft, share
 from anybit.engine.engine import Delta
 from anybit.engine.loader import Loaded, load
 from anybit.engine.model_runner import ModelRunner
+from anybit.engine.ready import make_ready
 from anybit.engine.reload import again
 from anybit.engine.sequence import Logprob, SamplingParams
 from anybit.errors import AnybitError, InvalidInput, Unsupported, check_text, in_a_line
@@ -107,6 +108,10 @@ class LLM:
         the text has said before), "auto" (the model itself in few bits), or a smaller model with
         the same tokens. Texts are the same as without. draft_tokens: the longest guess.
 
+    max_itl: milliseconds that a step with a prompt may take on a GPU while other requests are being
+        written, which bounds the time between their tokens. All kernels are compiled and all graphs
+        captured before anything is asked, which takes seconds; with None that happens at first use.
+
     Attributes:
         kv_cache: What the KV cache holds: "int8", "int4", or a dtype, such as "bfloat16".
     """
@@ -130,6 +135,7 @@ class LLM:
         adapters: Mapping[str, str | Path] | None = None,
         draft: str | Path | Loaded | None = None,
         draft_tokens: int = 4,
+        max_itl: float | None = 15.0,
     ):
         check_choice("dtype", dtype, ("auto", *DTYPES))
         check_choice("kv_cache", kv_cache, ("auto", "model", *KV_DTYPES))
@@ -165,6 +171,8 @@ class LLM:
         self.special = special_tokens(self.tokenizer)
         self.engine = assemble(loaded, small, settings, self.decode if self.tokenizer else None)
         self.engine.adapters = tuple(beside)
+        if max_itl is not None:
+            make_ready(self.engine, max_itl / 1e3)
         self.length, self.device = self.engine.length, self.engine.runner.device
         self._names = itertools.count()
         self._lock, self._process, self._working = threading.RLock(), os.getpid(), False

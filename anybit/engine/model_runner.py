@@ -119,10 +119,9 @@ class ModelRunner:
         graphs = None if reading or adapted else self.graphs
         if graphs is not None and graphs.can_write(scheduled):
             return graphs.logits(scheduled, given)
-        hidden = None
         if graphs is not None and given is None and graphs.can_read(scheduled):
             hidden = graphs.hidden(scheduled)
-        if hidden is None:
+        else:
             tokens, batch = self.prepare(scheduled, given)
             hidden = self.model(tokens, self.caches, batch)
         if reading:
@@ -132,10 +131,13 @@ class ModelRunner:
         for s in scheduled:
             end += s.tokens + len(s.draft)
             last += range(end - s.sampled, end)
+        count = len(last)
         if not last:
             return None
+        if graphs is not None and self.overlaps:  # the head has run with as many rows
+            last += [0] * (graphs.written.size_of(len(last)) - len(last))
         rows = hidden if len(last) == len(hidden) else hidden[self.tensor(last)]
-        return self.model.logits(rows)
+        return self.model.logits(rows)[:count]
 
     def replace(self, model: Decoder) -> None:
         """Go on with another model of the same shapes, on the same cache."""

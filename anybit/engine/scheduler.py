@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.sequence import Sequence
 
+MOST_PROMPTS = 64  # that one step begins to read
+
 
 @dataclass(frozen=True)
 class Scheduled:
@@ -38,13 +40,15 @@ class Scheduler:
     """Continuous batching, first come first served.
 
     A step runs at most `max_tokens` tokens: one for each text being written, and the rest of the
-    budget for prompts, in chunks (so a long prompt delays others by one step at most). When blocks
-    run out, the latest arrival gives its blocks back and starts over later; what it has written is
-    kept and run through the model again.
+    budget for prompts, in chunks (so a long prompt delays others by one step at most). While
+    sequences are being written, a step has at most `beside` tokens, so that the time between their
+    tokens stays short. When blocks run out, the latest arrival gives its blocks back and starts
+    over later; what it has written is kept and run through the model again.
     """
 
     def __init__(self, blocks: BlockManager, max_running: int, max_tokens: int):
         self.blocks, self.max_running, self.max_tokens = blocks, max_running, max_tokens
+        self.beside = max_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.full = False  # whether what waits has found too few free blocks
@@ -58,7 +62,9 @@ class Scheduler:
         """The next step: texts being written first, then prompts."""
         out: list[Scheduled] = []
         budget, preempted = self.max_tokens, False
-        at = 0
+        if any(seq.generated for seq in self.running):
+            budget = min(budget, max(self.beside, len(self.running) + self.blocks.block_size))
+        at = prompts = 0
         while at < len(self.running) and budget:
             seq = self.running[at]
             tokens = min(seq.remaining, budget)
@@ -71,6 +77,9 @@ class Scheduler:
                 budget -= tokens
                 at += 1
         while self.waiting and budget and len(self.running) < self.max_running and not preempted:
+            prompts += 1
+            if prompts > MOST_PROMPTS:
+                break
             seq = self.waiting[0]
             if not seq.blocks and not seq.params.reads_prompt:  # cached tokens run no more
                 self.blocks.match(seq)

@@ -10,12 +10,9 @@ import torch
 import anybit
 from anybit.checkpoint.save_load import load_dense
 from anybit.engine import attention, fused
-from anybit.engine.detokenizer import Detokenizer
-from anybit.engine.graphs import SEEN, StepGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import MOST_RECORDED
-from anybit.engine.scheduler import Scheduled
-from anybit.engine.sequence import SamplingParams, Sequence
+from anybit.engine.sequence import SamplingParams
 from anybit.nn.linear import QuantLinear
 from tests.engine.conftest import prompts
 
@@ -50,38 +47,6 @@ def test_tokens_are_those_of_plain_torch(
     llm = LLM(checkpoint(name), max_running=4, block_size=4, kv_cache=kv)
     assert llm.engine.runner.graphs is None
     assert [output.tokens for output in llm.generate(many, params)] == got
-
-
-@pytest.mark.parametrize(("name", "options"), [
-    ("llama", {"prefix_caching": False}), ("qwen3", {"kv_cache": "int8"}),
-    ("mistral", {"kv_cache": "int4"}), ("llama", {"draft": "ngram"}),
-])  # fmt: skip
-def test_short_prompts_as_rows_of_a_recording(
-    checkpoint: Checkpoint, name: str, options: dict[str, object]
-) -> None:
-    """Each token of a prompt is a text by itself, beside those that are written."""
-    many = prompts(5, longest=30)
-    settings = {"block_size": 4, "max_tokens": 24, "max_running": 4, **options}
-    want = [o.tokens for o in LLM(checkpoint(name), **settings).generate(many, GREEDY)]
-    llm = LLM(checkpoint(name), **settings)
-    runner = llm.engine.runner
-    runner.graphs = StepGraphs(runner.model, runner.caches, 4, 4, 64, prompts=(8, 24))
-    for _ in range(2):  # the first step of a size has no graph
-        assert [o.tokens for o in llm.generate(many, GREEDY)] == want
-    assert set(runner.graphs.prompts.graphs) == {8, 24}
-
-
-def test_which_prompts_graphs_take(checkpoint: Checkpoint) -> None:
-    runner = LLM(checkpoint("llama"), max_running=4, block_size=4).engine.runner
-    graphs = StepGraphs(runner.model, runner.caches, 4, 4, 64, prompts=(8, 24))
-    seq = Sequence("", 0, [1] * 20, GREEDY, Detokenizer(None, [], ()), 99)
-    step = [Scheduled(seq, 0, 20, True)]
-    assert graphs.can_read(step)
-    assert graphs.hidden(step) is None  # the first of its size
-    assert not graphs.can_read([Scheduled(seq, SEEN // 20, 20, True)])  # each row reads as many
-    assert not graphs.can_read([Scheduled(seq, 0, 25, True)])
-    seq.blocks = [0] * 65
-    assert not graphs.can_read([Scheduled(seq, 0, 20, True)])
 
 
 def test_more_texts_than_a_recording_holds(checkpoint: Checkpoint) -> None:

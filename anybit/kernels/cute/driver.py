@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from anybit.kernels import compilations
+
 SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -93,6 +95,7 @@ class Launcher:
     arguments: ClassVar[type[ctypes.Structure]]
 
     def __init__(self, path: Path, device: int):
+        compilations.note()
         header, _, cubin = path.read_bytes().partition(b"\n")
         self.meta = json.loads(header)
         library, self.kernel = c_void_p(), c_void_p()

@@ -28,6 +28,7 @@ from anybit.kernels.triton.tiles import next_power_of_2
 __all__ = ["attend", "refuse", "write"]
 
 MOST_SPLITS = 32
+MOST_PROMPTS = 64  # sequences of a step with several queries, for which the kernel is compiled once
 LEAST_TOKENS = 32  # what the int8 matrix unit multiplies at a time
 FEW_ROWS, LEAST_ROWS = 32, 16
 # Programs that fill a GPU of 132 multiprocessors, by bytes of a number in the cache.
@@ -114,14 +115,29 @@ def _values(
 @triton.jit
 def _attend(
     q, k_cache, v_cache, k_scale, v_scale, tables, contexts, starts, out, sums, maxima, sinks,
-    TABLE_STRIDE, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    TABLE_STRIDE, BATCH, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, KIND: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries (tokens x the heads of one K head) against its part of the context."""
+    """A tile of queries (tokens x the heads of one K head) against its part of the context.
+
+    SEQUENCES: 0 where each sequence has one query. Else tiles are numbered through all BATCH <=
+    SEQUENCES sequences, and the last ones, which see most, go first. Programs beyond the last tile
+    do nothing, so the grid depends on no sequence's length.
+    """
     launch_next(PDL)
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
-    seq, split = tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    if SEQUENCES == 0:
+        EACH: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+        seq, tile = tl.program_id(0) // EACH, tl.program_id(0) % EACH
+    else:
+        number = tl.num_programs(0) - 1 - tl.program_id(0)
+        every = tl.arange(0, SEQUENCES)
+        begins = tl.load(starts + every, every < BATCH, other=0)
+        counts = tl.load(starts + every + 1, every < BATCH, other=0) - begins
+        tiles = tl.cdiv(tl.maximum(counts, 0) * GROUP, ROWS)
+        seq = tl.minimum(tl.sum((tl.cumsum(tiles, 0) <= number).to(tl.int32), 0), BATCH - 1)
+        tile = number - tl.sum(tl.where(every < seq, tiles, 0), 0)
     first = tl.load(starts + seq)
     count = tl.load(starts + seq + 1) - first
     context = tl.load(contexts + seq)
@@ -314,11 +330,15 @@ def attend(
             num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device),
         )  # fmt: skip
     else:
-        _attend[(-(-(longest * group) // rows), kv_heads, batch * splits)](
+        most = batch * -(-group // rows)
+        if longest > 1:  # at most one tile of each sequence is not full
+            most = -(-len(q) * group // rows) + batch
+        _attend[(most, kv_heads, splits)](
             q, k, v, k_scale, v_scale, tables, contexts, starts, parts, sums, maxima,
-            sinks if splits == 1 else None, tables.stride(0), scale * 1.4426950408889634,
+            sinks if splits == 1 else None, tables.stride(0), batch, scale * 1.4426950408889634,
             KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0,
             KIND=stored, SPLITS=splits, ROWS=rows, TOKENS=tile.tokens,
+            SEQUENCES=next_power_of_2(max(batch, MOST_PROMPTS)) if longest > 1 else 0,
             num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device),
         )  # fmt: skip
     if splits > 1:

@@ -1,0 +1,58 @@
+"""What an engine does before its first request, so that none waits for a compiler or a capture."""
+
+import torch
+
+from anybit.engine.draft_model import DraftModel
+from anybit.engine.engine import Engine, Stats
+from anybit.engine.model_runner import ModelRunner
+from anybit.engine.sequence import SamplingParams
+from anybit.kernels import compilations
+
+# What samples in other ways, and what no graph takes: a prompt that is read for its own sake.
+REHEARSED = (
+    (3, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)),
+    (20, SamplingParams(max_tokens=4, temperature=0.5, top_p=0.9, top_k=20, ignore_eos=True)),
+    (20, SamplingParams(
+        max_tokens=4, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.5, logprobs=2,
+        ignore_eos=True,
+    )),
+    (300, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)),
+)  # fmt: skip
+
+
+def make_ready(engine: Engine, max_itl: float) -> None:
+    """Capture all graphs, compile all kernels, and choose how many tokens of prompts go in a step.
+
+    Args:
+        engine: Without requests. Elsewhere than on a GPU there is nothing to do.
+        max_itl: Seconds that a step with a prompt may take while other sequences are being written.
+    """
+    runner, scheduler = engine.runner, engine.scheduler
+    if not isinstance(runner, ModelRunner) or runner.graphs is None or not runner.overlaps:
+        return
+    compilations.watch()
+    drafter = engine.speculation.drafter if engine.speculation else None
+    with torch.inference_mode(), torch.accelerator.device_index(runner.device.index):
+        seconds = runner.graphs.capture_all()
+        if isinstance(drafter, DraftModel) and drafter.runner.graphs is not None:
+            drafter.runner.graphs.capture_all()
+    if seconds:
+        scheduler.beside = max([n for n, s in seconds.items() if s <= max_itl] or [min(seconds)])
+    token = engine.vocabulary - 1
+    for at, (tokens, params) in enumerate(REHEARSED):
+        if tokens + 4 < engine.length:
+            engine.add(f"ready-{at}", [token] * tokens, params)
+            while engine.busy:
+                engine.step()
+    scheduler.blocks.forget()
+    scheduler.preemptions = scheduler.prefix_queries = scheduler.prefix_hits = 0
+    engine.stats = Stats()
+    engine.ready_at = (compilations.count(), runner.graphs.captures)
+
+
+def after_ready(engine: Engine) -> tuple[int, int]:
+    """Kernels that were compiled and graphs that were captured since then."""
+    runner = engine.runner
+    graphs = runner.graphs if isinstance(runner, ModelRunner) else None
+    compiled, captured = engine.ready_at
+    return compilations.count() - compiled, (graphs.captures if graphs else 0) - captured
