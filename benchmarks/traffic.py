@@ -10,6 +10,7 @@ tokens, answers lognormal(5.2, 0.7) within 8 to 800, greedy. A row for each rate
 import argparse
 import csv
 import importlib.metadata
+import itertools
 import random
 import subprocess
 import sys
@@ -52,15 +53,12 @@ class Ours:
         weights = shapes.RandomWeights(device, scheme, None)
         model = build(model_class(config), config, weights, 4096)
         begun = time.perf_counter()
-        self.llm = LLM(
-            Loaded(model, None, config, frozenset(), torch.bfloat16), kv_cache=args.kv,
-            max_running=256, prefix_caching=False, **({"max_itl": args.max_itl} if args.max_itl else {}),
-        )  # fmt: skip
-        self.engine = self.llm.engine
-        print(
-            f"ready in {time.perf_counter() - begun:.1f} s, {self.engine.scheduler.beside} tokens beside",
-            flush=True,
-        )
+        loaded = Loaded(model, None, config, frozenset(), torch.bfloat16)
+        more = {"max_itl": args.max_itl} if args.max_itl else {}
+        llm = LLM(loaded, kv_cache=args.kv, max_running=256, prefix_caching=False, **more)
+        self.engine = llm.engine
+        beside = self.engine.scheduler.beside
+        print(f"ready in {time.perf_counter() - begun:.1f} s; {beside} tokens a step", flush=True)
 
     def add(self, name: str, prompt: list[int], tokens: int) -> None:
         from anybit.engine.sequence import SamplingParams
@@ -168,7 +166,7 @@ def run(server: Server, rate: float, seconds: float, seed: int = 0) -> dict[str,
     arrivals = {f"{rate}-{seed}-{i}": one[0] for i, one in enumerate(todo)}
     first = [t[0] - arrivals[name] for name, t in times.items() if t]
     each = [(t[-1] - t[0]) / (len(t) - 1) for t in times.values() if len(t) > 8]
-    between = [b - a for t in times.values() for a, b in zip(t, t[1:], strict=False)]
+    between = [b - a for t in times.values() for a, b in itertools.pairwise(t)]
     row = {"rate": rate, "requests": len(todo), "tokens_s": sum(map(len, times.values())) / wall}
     for name, values in (("ttft", first), ("tpot", each), ("itl", between)):
         for part, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
