@@ -238,8 +238,9 @@ POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions":
             "slots": "*i32", "sums": "*fp32", "maxima": "*fp32", "cos": "*fp32", "sin": "*fp32",
             "k_scale": "*fp32", "v_scale": "*fp32", "TABLE_STRIDE": "i32", "STRIDE": "i32",
             "SCALE": "fp32", "EPS": "fp32", "K": "i32", "N": "i32", "X_STRIDE": "i32",
-            "OTHER_STRIDE": "i32", "GATE_STRIDE": "i32", "UP_STRIDE": "i32"}  # fmt: skip
-SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64}
+            "OTHER_STRIDE": "i32", "GATE_STRIDE": "i32", "UP_STRIDE": "i32", "BATCH": "i32"}  # fmt: skip
+SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64,
+         "SEQUENCES": 64}  # fmt: skip
 
 COMPILE = """
 import sys
@@ -278,7 +279,7 @@ KERNELS = [  # arch, name, kind of cache, constants, warps
     (80, "_token", "model", SILU, 32),
     (90, "_attend", "dynamic", {"ROWS": 32, "SPLITS": 1, "WINDOW": 64}, 4),
     (90, "_attend", "static", {"ROWS": 128} | WHOLE, 8),
-    (90, "_attend", "int4", {"ROWS": 32, "SPLITS": 1, "WINDOW": 64}, 4),
+    (90, "_attend", "int4", {"ROWS": 32, "SPLITS": 1, "WINDOW": 64, "SEQUENCES": 0}, 4),
     (90, "_attend_int8", "dynamic", {"SPLITS": 32, "WINDOW": 64}, 2),
     (90, "_attend_int8", "int4", {"SPLITS": 32, "WINDOW": 64}, 2),
     (90, "_write", "dynamic", {"NORM": True, "TOGETHER": 4}, 4),
