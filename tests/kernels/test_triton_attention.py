@@ -238,7 +238,8 @@ POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions":
             "slots": "*i32", "sums": "*fp32", "maxima": "*fp32", "cos": "*fp32", "sin": "*fp32",
             "k_scale": "*fp32", "v_scale": "*fp32", "TABLE_STRIDE": "i32", "STRIDE": "i32",
             "SCALE": "fp32", "EPS": "fp32", "K": "i32", "N": "i32", "X_STRIDE": "i32",
-            "OTHER_STRIDE": "i32", "GATE_STRIDE": "i32", "UP_STRIDE": "i32", "BATCH": "i32"}  # fmt: skip
+            "OTHER_STRIDE": "i32", "GATE_STRIDE": "i32", "UP_STRIDE": "i32",
+            "BATCH": "i32"}  # fmt: skip
 SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64,
          "SEQUENCES": 64}  # fmt: skip
 
@@ -375,6 +376,6 @@ def test_the_engine_on_these_kernels(
     assert [o.tokens for o in llm.generate(many, params)] == want
     assert set(runner.graphs.graphs) == {4}  # three texts in the next larger size
     read = runner.graphs.prompts
-    assert set(read.graphs if read else ()) == set(sizes)
+    assert set(read.graphs if read else ()) == set(sizes[-1:])
     manager = llm.engine.scheduler.blocks
     assert len(manager.free) == manager.count
