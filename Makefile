@@ -130,6 +130,20 @@ test-vllm-gpu:  ## Judge vLLM's tokens in bf16 on the GPU of this machine, with 
 	@ANYBIT_TEST_DEVICE=cuda $(PYTHON) -m pytest -W ignore -p no:cacheprovider -n auto --maxprocesses 20 \
 		tests/integrations/test_vllm_bf16.py
 
+CLIENTS := .venv-clients
+
+# guidellm needs torch. The server runs in .venv.
+$(CLIENTS)/.installed: tests/clients/requirements.txt | .venv/.installed
+	@echo "== setting up $(CLIENTS) (clients of the server; 2 GB)"
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(call cpu-torch,$(CLIENTS)/bin/python)
+	@$(CLIENTS)/bin/python -m pip install --quiet --requirement tests/clients/requirements.txt
+	@touch $@
+
+test-clients: $(CLIENTS)/.installed  ## Run openai, anthropic, litellm and other clients against a server.
+	@ANYBIT_TEST_PYTHON=$(CURDIR)/$(BIN)/python OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest \
+		-W ignore -p no:cacheprovider tests/clients
+
 ARM := .venv-arm
 
 $(ARM)/.installed: tests/arm/setup.sh | .venv/.installed
@@ -176,5 +190,5 @@ clean:  ## Remove the environment and what was made.
 	rm -rf .venv .venv-* out build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
 
 .PHONY: help demo test lint pytest docs lock test-models test-emulated test-arm test-gpu test-2gpu test-newest test-lowest \
-	test-installs test-vllm test-vllm-gpu release soak clean
+	test-installs test-clients test-vllm test-vllm-gpu release soak clean
 .DEFAULT_GOAL := help

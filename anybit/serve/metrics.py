@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from anybit.engine.engine import Engine, Observer
+from anybit.engine.ready import after_ready
 from anybit.engine.sequence import Sequence
 
 REQUEST = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
@@ -76,6 +77,16 @@ class Metrics(Observer):
         ):
             counter = CounterMetricFamily(f"vllm:{name}", what, labels=["model_name"])
             counter.add_metric([self.model], value)
+            yield counter
+        compiled, captured = after_ready(self.engine)
+        for name, what, value in (
+            ("compilations", "Kernels compiled or loaded", compiled),
+            ("captures", "Graphs captured", captured),
+        ):
+            counter = CounterMetricFamily(
+                f"anybit:{name}_after_ready", f"{what} since the server is ready"
+            )
+            counter.add_metric([], value)
             yield counter
         ended = CounterMetricFamily(
             "vllm:request_success",

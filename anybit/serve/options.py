@@ -87,6 +87,15 @@ KvGb = Annotated[
 MaxRunning = Annotated[
     int, typer.Option(min=1, help="Texts written at once.", rich_help_panel=LIMITS)
 ]
+MaxItl = Annotated[
+    float,
+    typer.Option(
+        min=1,
+        help="Milliseconds that a step with a prompt may take on a GPU while others are written, "
+        "which bounds the time between their tokens.",
+        rich_help_panel=LIMITS,
+    ),
+]
 Queue = Annotated[
     int,
     typer.Option(
