@@ -11,7 +11,6 @@ from torch import Tensor
 from anybit.core.packed import Packed
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 
-own_layout = True
 MOST_TOKENS = 6  # of its kernels that do not decode the whole weight
 KERNELS = {(2, 8): "code2x8_matmat", (1, 16): "code1x16_matmat"}  # by codebooks and bits of a code
 

@@ -8,7 +8,6 @@ The floor is a sum over 256 MB of fp32, in the same rounds.
 """
 
 import argparse
-import copy
 import datetime
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.native import memory
 from anybit.kernels.native.isa import isa, processor
-from anybit.nn.linear import QuantLinear
+from anybit.nn.multiplier import Multiplier
 
 COLUMNS = (
     "cpu", "threads", "isa", "date", "versions", "format", "backend", "M", "N", "K", "us",
@@ -96,20 +95,18 @@ class Quantized(Contestant):
         fmt, activation = parse_scheme(scheme)
         packed = tall(anybit.quantize_tensor(random(k), fmt), n)
         self.name, self.nbytes = scheme, packed.nbytes()
-        layer = QuantLinear(packed, None, activation, torch.bfloat16)
-        layer(tokens(1, k))
-        self.backend = layer.release().backend
+        layer = Multiplier.of(packed, activation, torch.bfloat16)
+        self.backend = layer.backend
         self.layers = [layer, *(twin(layer) for _ in range(self.copies() - 1))]
 
 
-def twin(layer: QuantLinear) -> QuantLinear:
+def twin(layer: Multiplier) -> Multiplier:
     """A layer with the same weight in other memory."""
-    out = copy.copy(layer)
-    assert layer.prepared is not None
     layout = (memory.empty(t.nbytes).view(t.dtype).view(t.shape) for t in layer.prepared.layout)
-    out.prepared = layer.prepared._replace(layout=tuple(layout))
-    for to, tensor in zip(out.prepared.layout, layer.prepared.layout, strict=True):
-        to.copy_(tensor)
+    out = Multiplier(
+        layer.backend, layer.prepared._replace(layout=tuple(layout)), layer.around, layer.bias
+    )
+    out.fill(layer)
     return out
 
 

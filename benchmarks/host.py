@@ -92,7 +92,8 @@ def product(layer: linear.QuantLinear, m: int) -> list[float]:
     x = torch.randn(m, layer.in_features, dtype=torch.bfloat16)
     kernels, prepared = get_backend(layer.backend), layer.prepared
     assert prepared is not None
-    given = (x, prepared.layout, None, layer.kernel_scheme, layer.out_features, layer.backend)
+    scheme = layer.multiplier(x.dtype).scheme
+    given = (x, prepared.layout, None, scheme, layer.out_features, layer.backend)
     launches: list[Callable[[], Any]] = []
     with watched(launches):
         kernels.linear(x, prepared, None)

@@ -146,7 +146,7 @@ def test_five_launches_around_two_products(scheme: str, monkeypatch: pytest.Monk
         gate, up = y.chunk(2, -1)
         if not kind:
             return activation.silu_mul(gate, up)
-        vector = last._buffers["rotate_in"]
+        vector = last.around.rotate_in
         made = activation.silu_quantize(gate, up, kind, vector)
         return Activations(*made, y.dtype, vector is not None)
 

@@ -25,8 +25,8 @@ from anybit.files.directory import (
     read_json,
 )
 from anybit.files.safetensors import stored_tensors
-from anybit.nn.linear import Keep
 from anybit.nn.model import plan_in, quantized_layers, refuse_adapters, set_keep
+from anybit.nn.multiplier import Keep
 from anybit.nn.plan import METHOD, stored_plan
 
 if TYPE_CHECKING:

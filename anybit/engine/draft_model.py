@@ -24,7 +24,7 @@ from anybit.engine.sampler import INVALID, Row, choose
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.errors import InvalidInput
-from anybit.nn.linear import Keep
+from anybit.nn.multiplier import Keep
 
 # Of a model that guesses for itself: the first that fits its layers. Fewer bits are not faster
 # where it counts, and their guesses are worse (notes/engine.md).

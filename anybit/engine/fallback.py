@@ -27,8 +27,8 @@ from anybit.engine.sampler import rows_of, sample
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import Sequence
 from anybit.errors import AnybitError, InvalidInput, Unsupported, in_a_line
-from anybit.nn.linear import Keep
 from anybit.nn.model import quantized_layers, set_keep
+from anybit.nn.multiplier import Keep
 from anybit.nn.plan import Plan, Spec
 from anybit.quantizers.quantize import quantize_
 

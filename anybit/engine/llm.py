@@ -24,7 +24,7 @@ from anybit.engine.ready import make_ready
 from anybit.engine.reload import again
 from anybit.engine.sequence import Logprob, SamplingParams
 from anybit.errors import AnybitError, InvalidInput, Unsupported, check_text, in_a_line
-from anybit.nn.linear import Keep, check_keep
+from anybit.nn.multiplier import Keep, check_keep
 from anybit.nn.plan import Plan, Spec
 from anybit.progress import progress
 

@@ -21,8 +21,8 @@ from anybit.engine.models.rope import rope_parameters
 from anybit.engine.weights import Checkpoint, Rougher, Weights
 from anybit.errors import InvalidInput, Unsupported
 from anybit.files.directory import quantization_of, read_json
-from anybit.nn.linear import Keep
 from anybit.nn.model import quantized_layers
+from anybit.nn.multiplier import Keep
 from anybit.nn.plan import METHOD, Plan, Spec, stored_plan
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")

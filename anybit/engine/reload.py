@@ -12,7 +12,8 @@ from anybit.core.scheme import parse_scheme
 from anybit.engine.models.layers import Decoder
 from anybit.engine.weights import IGNORED, Part, Weights
 from anybit.errors import InvalidInput
-from anybit.nn.linear import Keep, check_finite
+from anybit.nn.linear import check_finite
+from anybit.nn.multiplier import Keep
 from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.rtn import RTN
 

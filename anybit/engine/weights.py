@@ -25,7 +25,8 @@ from anybit.errors import InvalidInput
 from anybit.files.safetensors import stored_tensors
 from anybit.nn.experts import published
 from anybit.nn.grouped import merge
-from anybit.nn.linear import Keep, QuantLinear, check_finite, check_grid
+from anybit.nn.linear import check_finite, check_grid
+from anybit.nn.multiplier import Keep, Multiplier
 from anybit.nn.plan import Plan, Spec, patterns_for
 from anybit.quantizers.quantize import quantize_tensor
 from anybit.quantizers.rtn import RTN
@@ -121,7 +122,7 @@ class Weights:
 def build(part: Part, dtype: torch.dtype, keep: Keep = "auto") -> nn.Module:
     weight, bias, activation = part
     if isinstance(weight, Packed):
-        return QuantLinear(weight, bias, activation, dtype, keep).release()
+        return Multiplier.of(weight, activation, dtype, keep, bias)
     return Dense(placed(weight), bias)
 
 

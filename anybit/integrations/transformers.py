@@ -32,7 +32,7 @@ from anybit.nn.experts import (
     fused_experts,
     split,
 )
-from anybit.nn.linear import Keep, QuantLinear, check_finite, check_grid, check_keep
+from anybit.nn.linear import QuantLinear, check_finite, check_grid
 from anybit.nn.model import (
     dequantize_,
     full_plan,
@@ -43,6 +43,7 @@ from anybit.nn.model import (
     under_all_names,
     weight_of,
 )
+from anybit.nn.multiplier import Keep, check_keep
 from anybit.nn.plan import (
     METHOD,
     VERSION,

@@ -8,21 +8,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config_or_none
 
-from anybit.core.format import LAYER
 from anybit.core.packed import Packed
-from anybit.core.scheme import scheme_name
 from anybit.errors import InvalidInput
 from anybit.integrations.vllm_fusion import quantize
 from anybit.kernels.backend import LayerSpec
 from anybit.kernels.registry import choose, get_backend, refusals
 from anybit.nn import op as ops
 from anybit.nn.around import Around
-from anybit.nn.grouped import QuantExperts, Weight, group, merge, parameters
+from anybit.nn.grouped import QuantExperts, Weight, group, merge
+from anybit.nn.multiplier import Frozen, Multiplier
 from anybit.nn.routing import Routing, mixture
 
 
-class Multiply(nn.Module):
-    """A weight in the layout of the kernel that multiplies with it."""
+def parameters(weights: Frozen) -> nn.ParameterList:
+    """A backend's tensors as parameters, so that vLLM and its compiler see them."""
+    return nn.ParameterList(nn.Parameter(t, requires_grad=False) for t in weights.prepared.layout)
+
+
+class Multiply(Multiplier):
+    """A weight in the layout of the kernel that multiplies with it, where vLLM sees it."""
+
+    _save_to_state_dict = nn.Module._save_to_state_dict  # by which vLLM offloads layers
 
     def __init__(
         self,
@@ -32,32 +38,21 @@ class Multiply(nn.Module):
         dtype: torch.dtype,
         name: str,
     ):
-        super().__init__()
         stored = packed.stored()
-        self.n = packed.shape[0]
-        self.scheme, self.activation = scheme_name(stored.format, activation), activation
-        self.backend = chosen(stored, activation, backend, dtype, name)
-        self.layout = parameters(get_backend(self.backend).prepare(stored, activation, dtype))
-        self.dtype, self.memory = dtype, tuple(tensor.data for tensor in self.layout)
-        for key in LAYER:
-            self.register_buffer(key, packed.grid.get(key))
+        backend = chosen(stored, activation, backend, dtype, name)
+        prepared = get_backend(backend).prepare(stored, activation, dtype)
+        super().__init__(backend, prepared, Around.of(packed.grid))
+        self.layout, self.n, self.dtype = parameters(self), packed.shape[0], dtype
 
-    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        around = Around.of(self._buffers)
-        x, inside = around.before(x), around.inside(bias)
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
+        x, inside = self.around.before(x), self.around.inside(bias)
         given = (list(self.layout), inside, self.scheme, self.n, self.backend)
         if self.activation is None:
             y = ops.linear(x, *given)
         else:  # apart, so that compiled graphs can quantize earlier
             codes, scale, sums = quantize(x, self.activation)
             y = ops.linear(codes, *given, scale, sums, x.dtype)
-        return around.after(y, bias)
-
-    def fill(self, packed: Packed, activation: str | None) -> None:
-        """Other codes in the memory of these, which compiled graphs know by its address."""
-        prepared = get_backend(self.backend).prepare(packed.stored(), activation, self.dtype)
-        for old, new in zip(self.memory, prepared.layout, strict=True):
-            old.copy_(new)
+        return self.around.after(y, bias)
 
 
 class Dense(nn.Module):
@@ -92,7 +87,7 @@ def refill(parts: nn.ModuleList, weights: list[Weight], name: str) -> None:
     """
     for part, (weight, activation) in zip(parts, side_by_side(weights), strict=True):
         if isinstance(part, Multiply) and isinstance(weight, Packed):
-            part.fill(weight, activation)
+            part.fill(Multiplier.by(part.backend, weight, activation, part.dtype))
         elif isinstance(part, Dense) and isinstance(weight, Tensor):
             part.memory[0].copy_(weight)
         else:
@@ -141,7 +136,7 @@ class Experts(nn.Module):
                 build(parts, backend, dtype, f"{name}.{at}") for at, parts in enumerate(weights)
             )
         else:
-            self.memory = tuple(tensor.data for tensor in self.product.layout)
+            self.layout = parameters(self.product)
 
     def _grouped(self, weights: list[list[Weight]]) -> QuantExperts | None:
         """All experts as one product, if they can be."""
@@ -163,8 +158,7 @@ class Experts(nn.Module):
             return
         fresh = self._grouped(weights)
         assert fresh is not None
-        for old, new in zip(self.memory, fresh.layout, strict=True):
-            old.copy_(new)
+        self.product.fill(fresh)
 
     @property
     def grouped(self) -> bool:

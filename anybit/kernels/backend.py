@@ -95,14 +95,7 @@ class Activations(NamedTuple):
 
 
 class Backend(Protocol):
-    """Kernels that multiply: a module, or any object, with these names.
-
-    Attributes:
-        own_layout: whether `linear` does without the canonical tensors of the weight, so that
-            they may be freed. False: `Prepared.layout` holds them.
-    """
-
-    own_layout: bool
+    """Kernels that multiply: a module, or any object, with these names."""
 
     def refuse(self, layer: LayerSpec) -> str | None:
         """None when this backend multiplies such a layer, else the reason in words why not."""
@@ -117,7 +110,7 @@ class Backend(Protocol):
         dtype: torch.dtype | None = None,
         decoded: bool = False,
     ) -> Prepared:
-        """Lay a weight out; done once, at load.
+        """Lay a weight out; done once, at load. The weight may be freed afterwards.
 
         Args:
             packed: the weight, in the stored order.

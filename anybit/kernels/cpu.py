@@ -25,9 +25,6 @@ FEW_TOKENS = 8  # up to here torch's int8 weight-only operator beats one bf16 ma
 SLICE = 1024  # columns whose products, of at most 128 * 128, fp32 sums exactly in any order
 
 
-own_layout = True
-
-
 def refuse(layer: LayerSpec) -> str | None:
     fmt, shape = layer.format, layer.shape
     if fmt.operand != "int8":

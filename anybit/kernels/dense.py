@@ -22,8 +22,6 @@ SHARE = 0.5  # of the memory that is free without decoded copies
 UNKNOWN = 2 << 30  # bytes that are taken to be free where nothing tells
 MEMINFO = Path("/proc/meminfo")
 
-own_layout = True
-
 _held: Counter[torch.device] = Counter()  # bytes of the decoded copies that are alive
 
 

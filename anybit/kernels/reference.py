@@ -14,9 +14,6 @@ from anybit.kernels.backend import Activations, LayerSpec, Prepared
 INT8_LARGEST, FP8_LARGEST = 127.0, 448.0
 
 
-own_layout = False
-
-
 def refuse(layer: LayerSpec) -> str | None:
     return None
 

@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anybit.core.packed import Packed, stack
 from anybit.kernels.backend import Activations, Grouped, LayerSpec, Prepared, octaves
 from anybit.kernels.registry import grouped
 from anybit.nn.around import Around
+from anybit.nn.multiplier import Frozen
 from anybit.nn.routing import Routing, kernels, spread
 from anybit.nn.sharding import same
 
@@ -27,43 +28,30 @@ def merge(weights: Sequence[Weight]) -> Weight | None:
     return (stack(packed) if packed else torch.cat(tensors)), activations[0]
 
 
-def parameters(prepared: Prepared) -> nn.ParameterList:
-    """A backend's tensors as parameters, so that compilers see them."""
-    return nn.ParameterList(nn.Parameter(t, requires_grad=False) for t in prepared.layout)
-
-
-class QuantExperts(nn.Module):
+class QuantExperts(Frozen):
     """One projection of all experts, multiplied at once."""
 
     def __init__(self, kernels: Grouped, prepared: Prepared, around: Around):
-        super().__init__()
-        self.kernels, self.prepared = kernels, prepared._replace(layout=())
-        self.layout = parameters(prepared)
-        for name, tensor in around._asdict().items():
-            self.register_buffer(name, tensor)
-
-    @property
-    def activation(self) -> str | None:
-        return self.prepared.activation
+        super().__init__(prepared, around)
+        self.kernels = kernels
 
     def take(self, x: Tensor, routing: Routing) -> Tensor | Activations:
         """A row for each choice of x (T, K); where kernels can, rotated and quantized before."""
         if self.activation is None or kernels(x) is None:
             return spread(x, routing)
-        around = Around.of(self._buffers)
+        around = self.around
         rows = spread(x if around.order is not None else around.before(x), routing, self.activation)
         assert isinstance(rows, Activations)
         return rows._replace(rotated=around.rotate_in is not None)
 
     def forward(self, x: Tensor | Activations, starts: Tensor) -> Tensor:
         """x (M, K), rows starts[e] to starts[e + 1] for expert e -> (M, N)."""
-        prepared = self.prepared._replace(layout=tuple(self.layout))
-        around = Around.of(self._buffers)
+        around = self.around
         if isinstance(x, Tensor):
             x = around.before(x)
         elif around.order is not None:
             x = x._replace(codes=around.before(x.codes))
-        return around.after(self.kernels.linear_experts(x, starts, prepared), None)
+        return around.after(self.kernels.linear_experts(x, starts, self.prepared), None)
 
 
 def group(

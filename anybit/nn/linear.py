@@ -1,8 +1,8 @@
 """`QuantLinear`: a linear layer whose weight is stored in a few-bit format."""
 
 from collections.abc import Callable
-from operator import is_
-from typing import Any, Literal, cast, get_args
+from operator import attrgetter, is_, methodcaller
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,12 @@ from anybit.core.format import LAYER
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.errors import InvalidInput, InvalidType, Unsupported
-from anybit.kernels import dense
-from anybit.kernels.backend import CODES, Activations, LayerSpec, Prepared
-from anybit.kernels.registry import choose, get_backend
+from anybit.kernels.backend import Activations, Prepared
+from anybit.kernels.registry import get_backend
 from anybit.nn import op as ops
-from anybit.nn.around import Around
+from anybit.nn.multiplier import Keep, Multiplier, autocast, check, check_keep, chosen
 from anybit.nn.weight import DecodedWeight
 
-Keep = Literal["auto", "packed", "decoded"]
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of activations
 # Bits of the largest finite numbers of dtypes in which torch finds no maximum: of those without the
 # highest bit (the sign, if there is one), and of all. What is not finite lies above either.
 LARGEST = {
@@ -32,14 +29,49 @@ LARGEST = {
 }
 
 
+VERSION, ADDRESS = attrgetter("_version"), methodcaller("data_ptr")
+
+
+def constant(function: Any) -> Any:
+    """`torch.compiler.assume_constant_result`, whose import of torch._dynamo takes 1.6 s."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+class Made(NamedTuple):
+    """What multiplies, and the contents that it was made from.
+
+    Attributes:
+        backend: its name.
+        multiplier: None: the first call knows what dtype it is for.
+        tensors: that were stored.
+        versions: theirs at that time.
+        addresses: theirs at that time.
+        memory: theirs; held, or other contents might get the same addresses.
+    """
+
+    backend: str
+    multiplier: Multiplier | None
+    tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    addresses: tuple[int, ...]
+    memory: tuple[torch.UntypedStorage, ...]
+
+    def written(self) -> bool:
+        """Whether the tensors hold other contents than then, as far as torch counts it."""
+        return (
+            tuple(map(VERSION, self.tensors)) != self.versions
+            or tuple(map(ADDRESS, self.tensors)) != self.addresses
+        )
+
+
 class QuantLinear(nn.Module):
     """y = x W^T + bias with a quantized W of shape (out_features, in_features).
 
     The buffers are the canonical tensors of `Packed` (codes4, codes2, ..., scale, ...), which is
-    what `state_dict` and checkpoints hold; a backend's own layout is made from them by `prepare`.
-    Moving the module to another device moves them; casts (`.half()`, `.to(dtype)`) do not touch
-    them, since they are not numbers of the model's dtype. A layer that will only multiply can do
-    without them where the backend has a layout of its own: see `release`.
+    what `state_dict`, pickles and checkpoints hold. A `Multiplier` is made from them, and anew when
+    they are moved, replaced or written to. Moving the module to another device moves them; casts
+    (`.half()`, `.to(dtype)`) do not touch them, since they are not numbers of the model's dtype.
 
     `weight` is there for models that look at it: its shape, device and dtype (`weight_dtype`, that
     of the dense layer, which follows casts) cost nothing, and an operation on it decodes it. It is
@@ -54,6 +86,7 @@ class QuantLinear(nn.Module):
     """
 
     bias: Tensor | None
+    _made: Made | None = None
 
     def __init__(
         self,
@@ -77,12 +110,8 @@ class QuantLinear(nn.Module):
         for name, tensor in packed.tensors().items():
             self.register_buffer(name, tensor)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self.backend, self.kernel_scheme = "", self.scheme
         self.transposed = False  # whether the dense layer holds W^T
-        self.released = False  # whether the canonical tensors are gone
-        self.prepared: Prepared | None = None
-        self.prepared_of: tuple[Tensor | None, ...] = ()  # the buffers
-        if packed.planes[0].device.type != "meta":
+        if not packed.planes[0].is_meta:
             self.prepare()
 
     @classmethod
@@ -98,10 +127,16 @@ class QuantLinear(nn.Module):
         fmt, activation = parse_scheme(scheme)
         fmt.check(*shape)
         tensors = {
-            name: torch.empty(size, dtype=entry.default_dtype, device=device)
+            name: torch.empty(size, dtype=entry.default_dtype, device="meta")
             for name, (size, entry) in tensor_shapes(fmt, shape).items()
         }
-        return cls(Packed.from_tensors(fmt, shape, tensors), bias, activation, keep=keep)
+        layer = cls(Packed.from_tensors(fmt, shape, tensors), bias, activation, keep=keep)
+        for name, tensor in tensors.items():
+            filled = torch.empty_like(tensor, device=device)
+            if filled.is_floating_point():  # or what nobody fills would multiply like a weight
+                filled.fill_(torch.nan)
+            setattr(layer, name, filled)
+        return layer
 
     @classmethod
     def instead_of(
@@ -126,10 +161,8 @@ class QuantLinear(nn.Module):
             n, k, spec = self.out_features, self.in_features, self.format.spec
             return ops.decode([getattr(self, m) for m in self.names], spec, n, k, self.weight_dtype)
         shape, dtype = (self.out_features, self.in_features), self.weight_dtype
-        kept = self.prepared.layout if self.released and self.prepared else tuple(self.buffers())
-        return DecodedWeight(
-            shape, dtype, kept[0].device, lambda: self.dequantize(dtype), self.multiply
-        )
+        device = next(self.buffers()).device
+        return DecodedWeight(shape, dtype, device, lambda: self.dequantize(dtype), self.multiply)
 
     # Models call it while they are loaded, when it does nothing; else writing to `weight` raises.
     reset_parameters = nn.Linear.reset_parameters
@@ -154,87 +187,95 @@ class QuantLinear(nn.Module):
     @property
     def packed(self) -> Packed:
         shape = (self.out_features, self.in_features)
-        if self.released:
-            raise Unsupported(
-                f"{self}: release() has dropped the canonical tensors, and only the "
-                f"{self.backend} backend's layout is left; load the checkpoint again to save, move "
-                "or decode it"
-            )
         return Packed.from_tensors(self.format, shape, {n: getattr(self, n) for n in self.names})
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend that multiplies; "" until a call has to choose one."""
+        return self._made.backend if self._made else ""
+
+    @property
+    def prepared(self) -> Prepared | None:
+        """The weight as it multiplies; None until a call has to make it."""
+        return self._made.multiplier.prepared if self._made and self._made.multiplier else None
 
     def prepare(self, dtype: torch.dtype | None = None) -> "QuantLinear":
         """Choose a backend for the device that the layer is on, and make its layout.
 
-        Done when the layer is built, loaded or moved; call it after writing to the buffers.
+        Done by itself when the layer is built or moved, and by calls that find other contents than
+        before. torch does not count writes through `.data`, NumPy and `torch.distributed`'s
+        collectives: call it after those.
 
         Args:
             dtype: of the activations that the layout is for, by default the layer's.
         """
-        packed = self.packed.stored()
-        device = packed.planes[0].device
-        self.kernel_scheme = scheme_name(packed.format, self.activation)
-        dtype = dtype or self.dtype
-        decoded = self._may_decode(dtype or torch.get_default_dtype(), device)
-        layer = LayerSpec.of(packed, self.activation, self.dtype, decoded)
-        self.backend = "dense" if self.keep == "decoded" else choose(layer)
-        kernels = get_backend(self.backend)
-        if decoded and dtype is None and kernels.decodes(self.activation):
-            self.prepared = None  # the first call knows what to decode to
-        else:
-            self.prepared = kernels.prepare(packed, self.activation, dtype, decoded)
-        self.prepared_of = () if self.prepared is None else tuple(self._buffers.values())
+        self._make(dtype or self.dtype)
         return self
 
-    def unprepare(self) -> None:
-        """Drop the layout; the next call makes it anew."""
-        self.prepared, self.prepared_of = None, ()
+    def forget(self) -> None:
+        """Drop what multiplies; the next call makes it anew."""
+        self._made = None
 
-    def _may_decode(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether a decoded copy may be held."""
-        if self.keep != "auto":
-            return self.keep == "decoded"
-        return dense.fits(self.out_features * self.in_features * dtype.itemsize, device)
+    def multiplier(self, dtype: torch.dtype) -> Multiplier:
+        """What multiplies activations of this dtype with the contents as they are now."""
+        made = self._made
+        if made is None or self._swapped(made) or made.written():
+            made = self._make(self.dtype or dtype)
+        if made.multiplier is None or made.multiplier.prepared.dtype not in (None, dtype):
+            made = self._make(dtype)
+        assert made.multiplier is not None
+        return made.multiplier
 
-    def _prepared_for(self, dtype: torch.dtype) -> Prepared:
-        """The layout for activations of this dtype, made anew if it was made for another."""
-        if self.prepared is None:
-            self.prepare(self.dtype or dtype)
-        prepared = self.prepared
-        assert prepared is not None
-        if prepared.dtype in (None, dtype):
-            return prepared
-        laid_out = f"x is {dtype}, and {self}'s weight is laid out for {prepared.dtype}"
-        if self.released:
-            raise InvalidType(
-                f"{laid_out} alone, since its canonical tensors were released: make the layer "
-                f"with dtype={dtype}"
-            )
-        if prepared.layout[0].is_cuda and torch.cuda.is_current_stream_capturing():
+    def _make(self, dtype: torch.dtype | None) -> Made:
+        missing = [name for name in self.names if getattr(self, name).is_meta]
+        if missing:
             raise Unsupported(
-                f"{laid_out}: call the layer once before capturing a CUDA graph, or make it with "
-                f"dtype={dtype}"
+                f"{self} has no contents in {', '.join(missing)}; load a checkpoint first"
             )
-        self.prepare(dtype)
-        return self.prepared or prepared
+        if next(self.buffers()).is_cuda and torch.cuda.is_current_stream_capturing():
+            raise Unsupported(
+                f"{self} is to be laid out for {dtype}, which no CUDA graph can hold: call it once "
+                f"before capturing, or make it with dtype={dtype}"
+            )
+        for name in self.names:
+            if (tensor := getattr(self, name)).is_inference():  # whose versions are not counted
+                with torch.inference_mode(False):
+                    setattr(self, name, tensor.clone())
+        tensors = tuple(getattr(self, name) for name in self.names)
+        before = (
+            tensors, tuple(map(VERSION, tensors)), tuple(map(ADDRESS, tensors)),
+            tuple(tensor.untyped_storage() for tensor in tensors),
+        )  # fmt: skip
+        packed, multiplier = self.packed, None
+        copy = dtype or self.dtype
+        backend, decoded = chosen(packed, self.activation, self.dtype, self.keep, copy)
+        if copy or not (decoded and get_backend(backend).decodes(self.activation)):
+            multiplier = Multiplier.by(backend, packed, self.activation, copy, decoded)
+        self._made = made = Made(backend, multiplier, *before)
+        return made
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _prepare_while_tracing(self, dtype: torch.dtype) -> None:
-        """`_prepared_for` during the tracing itself: no part of the graph."""
-        if self.prepared is None or self.prepared.dtype not in (None, dtype):
-            if any(isinstance(buffer, FakeTensor) for buffer in self.buffers()):
-                raise Unsupported(f"{self}: call the model once with {dtype} before exporting it")
-            self._prepared_for(dtype)
+    @constant
+    def _make_while_tracing(self, dtype: torch.dtype) -> None:
+        """`multiplier` during the tracing itself: no part of the graph."""
+        if not any(isinstance(buffer, FakeTensor) for buffer in self.buffers()):
+            self.multiplier(dtype)
+            return
+        made, prepared = self._made, self.prepared
+        ready = made is not None and prepared is not None and not made.written()
+        if not ready or (prepared and prepared.dtype not in (None, dtype)):
+            raise Unsupported(f"{self}: call the model once with {dtype} before exporting it")
 
-    def _holds_others(self) -> bool:
+    def _swapped(self, made: Made) -> bool:
         """Whether buffers are other tensors than those that the layout was made from.
 
         torch.func.functional_call and nn.DataParallel put others there. So do accelerate's hooks
-        and torch.export, which are taken to put the same contents there.
+        that offload and torch.export, which are taken to put the same contents there.
         Compiled code asks in vain before torch 2.13.
         """
-        if self.released or "_hf_hook" in vars(self) or torch.compiler.is_exporting():
+        hook = vars(self).get("_hf_hook")
+        if torch.compiler.is_exporting() or (hook is not None and getattr(hook, "offload", True)):
             return False
-        return not all(map(is_, self._buffers.values(), self.prepared_of))
+        return not all(map(is_, self._buffers.values(), made.tensors))
 
     def _in_torch(self, x: Tensor) -> Tensor:
         """The layer by torch's own operators, which transforms and forward gradients go through."""
@@ -243,78 +284,42 @@ class QuantLinear(nn.Module):
                 f"{self} quantizes its activations, which transforms of torch.func and forward "
                 f"gradients do not pass; quantize to {self.format.spec!r} instead"
             )
+        check(x, self.in_features)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         decoded = self.weight if torch.compiler.is_compiling() else self.dequantize()
         return nn.functional.linear(x, decoded.to(x.dtype), bias)
 
-    def release(self) -> "QuantLinear":
-        """Drop the canonical tensors where the backend's layout does without them.
+    def release(self) -> Multiplier:
+        """A layer that only multiplies: without the stored tensors, which take memory of their own.
 
-        For inference: it halves the layer's memory on a GPU. Saving, moving or decoding the layer
-        raises RuntimeError from then on. A layer that waits for its first call to be decoded keeps
-        them; give it a dtype.
+        Put it in the place of this one. Saving, copying, moving or decoding it raises Unsupported.
         """
-        if self.released:
-            return self
-        if self.prepared is None and self.packed.planes[0].device.type != "meta":
-            self.prepare()  # the contents were loaded and not yet used
-        if self.prepared is not None and get_backend(self.backend).own_layout:
-            self.released, self.prepared_of = True, ()
-            for name in self.names:
-                if name not in LAYER:
-                    del self._buffers[name]
-        return self
+        made_for = self.prepared.dtype if self.prepared else None
+        found = self.multiplier(made_for or self.dtype or self.weight_dtype)
+        return Multiplier(found.backend, found.prepared, found.around, self.bias)
 
     def forward(self, input: Tensor | Activations) -> Tensor:
         x = autocast(input) if isinstance(input, Tensor) else input
-        dtype = x.dtype
-        given: tuple[Any, ...] = ()  # what belongs to activations that are quantized already
-        rotated = False
-        if isinstance(x, Activations):
-            wanted = CODES.get(self.activation or "")
-            if x.codes.dtype not in (wanted, x.dtype):
-                raise InvalidType(
-                    f"{self}: x is quantized to {x.codes.dtype}, and it multiplies "
-                    f"{wanted or 'plain activations'}; pass it what they were quantized from"
-                )
-            if x.rotated != bool(self.format.rotate):
-                raise InvalidInput(
-                    f"{self}: x was quantized {'after' if x.rotated else 'without'} a rotation, "
-                    f"and its weight is {'' if self.format.rotate else 'not '}rotated"
-                )
-            given = (x.scale, x.sums, x.dtype) if x.codes.dtype == wanted else ()
-            rotated, x = x.rotated, x.codes
-        if dtype not in FLOATS:
-            raise InvalidType(
-                f"x is {dtype}, and y would be, too; pass activations of float16, bfloat16, "
-                "float32 or float64"
-            )
-        if x.shape[-1:] != (self.in_features,):
-            raise InvalidInput(
-                f"x has shape {tuple(x.shape)}, and the layer {self.in_features} inputs (K); "
-                "x must be (..., K)"
-            )
-        tracing = torch.compiler.is_compiling()
-        others = self._holds_others()
-        if isinstance(input, Tensor) and (in_transform() or (tracing and others)):
+        if not torch.compiler.is_compiling():
+            if isinstance(x, Tensor):
+                if in_transform():
+                    return self._in_torch(x)
+                if x.is_meta and all(buffer.is_meta for buffer in self.buffers()):
+                    check(x, self.in_features)
+                    return x.new_empty(*x.shape[:-1], self.out_features)
+                if x.requires_grad and torch.is_grad_enabled():
+                    return self.multiplier(x.dtype).multiply(x, self.bias, self._stored())
+            return self.multiplier(x.dtype).multiply(x, self.bias)
+        self._make_while_tracing(x.dtype)
+        made = self._made
+        assert made is not None
+        assert made.multiplier is not None
+        if isinstance(x, Tensor) and (in_transform() or self._swapped(made)):
             return self._in_torch(x)
-        if tracing:
-            self._prepare_while_tracing(dtype)
-        elif others:
-            self.prepare(self.dtype)
-        prepared = self.prepared
-        if prepared is None or prepared.dtype not in (None, dtype):
-            prepared = self._prepared_for(dtype)
-        around = Around.of(self._buffers)
-        if not rotated:
-            x = around.before(x)
-        bias = around.inside(self.bias)
-        args = (bias, self.kernel_scheme, self.out_features, self.backend)
-        if not self.released and x.requires_grad and torch.is_grad_enabled():
-            y = ops.run(ops.linear, x, prepared.layout, *args, stored=self._stored())
-        else:
-            y = ops.run(ops.linear, x, prepared.layout, *args, *given)
-        return around.after(y, self.bias)
+        versions = None  # of the stored tensors, which compiled code looks at in each call
+        if not torch.compiler.is_exporting():
+            versions = [v for n, v in zip(self.names, made.versions, strict=True) if n not in LAYER]
+        return made.multiplier.multiply(x, self.bias, self._stored(), versions)
 
     def _stored(self) -> list[Tensor]:
         """The canonical tensors of the weight that the backend multiplies with."""
@@ -330,30 +335,23 @@ class QuantLinear(nn.Module):
             f"bias={self.bias is not None}, scheme={self.scheme!r}, backend={self.backend!r}"
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of pickle and copy: what multiplies is right here only."""
+        return {name: value for name, value in vars(self).items() if name != "_made"}
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
-        if self.released and self.prepared is not None:
-            device = self.prepared.layout[0].device
-            if fn(torch.empty(0, device=device)).device != device:
-                _ = self.packed  # raises
-            return self._moved(fn, recurse)
-        self._moved(fn, recurse)
-        device = next(iter(self._buffers.values())).device  # type: ignore[union-attr]
-        prepared = self.prepared
-        if prepared and device.type != "meta" and device != prepared.layout[0].device:
-            self.prepare()
-        elif self._holds_others():
-            self.unprepare()
-        return self
-
-    def _moved(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> Any:
-        """What `_apply` does, without its casts."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, old in before.items():
+        for name, old in before.items():  # without its casts
             new = self._buffers[name]
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old if old.device == new.device else old.to(new.device)
+        made = self._made
+        if made and not all(map(is_, self._buffers.values(), made.tensors)):
+            self.forget()
+            if made.multiplier and not any(buffer.is_meta for buffer in self.buffers()):
+                self.prepare()
         return self
 
     def _load_from_state_dict(
@@ -368,11 +366,9 @@ class QuantLinear(nn.Module):
             )
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        if not self.released:
-            self.unprepare()
+        self.forget()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        _ = self.packed  # raises when there is nothing to save
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if notes := getattr(destination, "_metadata", None):
             notes[prefix[:-1]]["format"] = self.format.spec
@@ -390,21 +386,12 @@ def linear(
     return QuantLinear(packed, bias, activation)(x)
 
 
-def autocast(x: Tensor) -> Tensor:
-    """x as torch's own linear layers take it inside torch.autocast."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return x
-    eligible = x.dtype in FLOATS and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(kind)) if eligible else x
-
-
 def in_transform() -> bool:
     """Whether a transform of torch.func, or a forward gradient, is being computed."""
     return forward_ad._current_level >= 0 or in_func_transform()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def in_func_transform() -> bool:
     """Whether a transform of torch.func is being computed; compiled code has a guard for that."""
     return bool(torch._C._are_functorch_transforms_active())
@@ -414,12 +401,6 @@ def is_conv1d(module: nn.Module) -> bool:
     """Whether it is transformers' Conv1D (GPT-2): a linear layer whose weight is W^T (K, N)."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-
-
-def check_keep(keep: str) -> None:
-    """Raise InvalidInput for what is no `Keep`."""
-    if keep not in get_args(Keep):
-        raise InvalidInput(f"keep={keep!r}; choose one of {', '.join(get_args(Keep))}")
 
 
 def check_real(w: Tensor, name: str) -> None:

@@ -15,7 +15,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from anybit.errors import InvalidInput, probing
 from anybit.nn.experts import expert_layers, fused_experts, holds_experts, linear, split
-from anybit.nn.linear import Keep, QuantLinear, is_conv1d
+from anybit.nn.linear import QuantLinear, is_conv1d
+from anybit.nn.multiplier import Keep
 from anybit.nn.plan import Plan, Spec, patterns_for, plan_of, quantization_config, resolve
 from anybit.nn.tied import output_embeddings, tied_layers, tied_to_embeddings
 
@@ -217,8 +218,9 @@ def record(model: nn.Module, plan: dict[str, str | None] | None) -> None:
     if hasattr(type(model), "dequantize"):
         if plan is not None:
             model.dequantize = partial(dequantized, model)  # type: ignore[assignment]
-        else:
-            vars(model).pop("dequantize", None)
+        else:  # nor what transformers goes by that has loaded it
+            for name in ("dequantize", "hf_quantizer", "is_quantized", "quantization_method"):
+                vars(model).pop(name, None)
     if plan is not None:  # so that `save_pretrained` writes it too
         config.quantization_config = quantization_config(plan)  # type: ignore[union-attr]
     elif hasattr(config, "quantization_config"):
@@ -295,16 +297,14 @@ def set_keep(model: nn.Module, keep: Keep) -> nn.Module:
     Args:
         model: whose layers choose their kernels anew.
         keep: see `QuantLinear`.
-
-    Raises:
-        RuntimeError: `QuantLinear.release` has dropped what a layer would be decoded from.
     """
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     for _, layer in quantized_layers(model):
-        same, layer.keep = layer.keep == keep, keep
-        done = same and layer.prepared is not None
-        if not done and not any(buffer.is_meta for buffer in layer.buffers()):
-            layer.prepare(dtype)
+        if layer.keep != keep:
+            layer.keep = keep
+            layer.forget()
+        if not any(buffer.is_meta for buffer in layer.buffers()):
+            layer.multiplier(dtype or layer.weight_dtype)
     for backend, text in (
         ("dense", "are held decoded, in %.2f GB, since no kernel multiplies them here as they are; "
          "keep='packed' frees that memory and is slower"),

@@ -1,6 +1,8 @@
 """The operators behind every quantized layer: traceable, compilable, capturable, differentiable."""
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,13 +16,15 @@ from anybit.kernels import rotation
 from anybit.kernels.backend import Activations, Prepared
 from anybit.kernels.registry import get_backend
 
+log = logging.getLogger(__name__)
 _library = torch.library.Library("anybit", "DEF")
 # layout is `Prepared.layout`. scale, sums and dtype: of quantized activations, whose codes x are.
-# stored: the canonical tensors, which the gradient of x is computed from.
+# stored: the canonical tensors, which the gradient of x is computed from. versions: of these when
+# the layout was made, for compiled code, which meets other contents later.
 _library.define(
     "linear(Tensor x, Tensor[] layout, Tensor? bias, str scheme, int n, str backend, "
-    "Tensor? scale=None, Tensor? sums=None, ScalarType? dtype=None, Tensor[]? stored=None) "
-    "-> Tensor"
+    "Tensor? scale=None, Tensor? sums=None, ScalarType? dtype=None, Tensor[]? stored=None, "
+    "int[]? versions=None) -> Tensor"
 )
 _library.define("rotate(Tensor x, Tensor vector, bool after) -> Tensor")
 _library.define("decode(Tensor[] stored, str spec, int n, int k, ScalarType dtype) -> Tensor")
@@ -37,7 +41,11 @@ def multiply(
     sums: Tensor | None = None,
     dtype: torch.dtype | None = None,
     stored: Sequence[Tensor] | None = None,
+    versions: Sequence[int] | None = None,
 ) -> Tensor:
+    if stored and versions and [tensor._version for tensor in stored] != list(versions):
+        decoding(scheme)
+        layout, backend = stored, "reference"
     if x.is_cuda and x.device.index != torch.cuda.current_device():  # kernels run on the current
         with torch.cuda.device(x.device):
             return multiply(x, layout, bias, scheme, n, backend, scale, sums, dtype)
@@ -56,6 +64,15 @@ def multiply(
     return get_backend(backend).linear(rows, prepared, bias)
 
 
+@cache
+def decoding(scheme: str) -> None:
+    log.warning(
+        "weights in %s were written to after a model was compiled, and are decoded in each call; "
+        "call prepare() on its quantized layers",
+        scheme,
+    )
+
+
 def _linear_fake(
     x: Tensor,
     layout: Sequence[Tensor],
@@ -67,6 +84,7 @@ def _linear_fake(
     sums: Tensor | None = None,
     dtype: torch.dtype | None = None,
     stored: Sequence[Tensor] | None = None,
+    versions: Sequence[int] | None = None,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], n), dtype=dtype or x.dtype)
 
@@ -103,7 +121,7 @@ def _decode_fake(stored: Sequence[Tensor], spec: str, n: int, k: int, dtype: tor
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, layout, bias, scheme, *_, stored = inputs
+    x, layout, bias, scheme, *_, stored, _ = inputs
     ctx.save_for_backward(*(stored or ()))
     ctx.scheme, ctx.k, ctx.parts = scheme, x.shape[-1], len(layout)
     ctx.bias_dtype = None if bias is None else bias.dtype

@@ -13,7 +13,7 @@ from anybit.engine import attention, fused
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import MOST_RECORDED
 from anybit.engine.sequence import SamplingParams
-from anybit.nn.linear import QuantLinear
+from anybit.nn.multiplier import Multiplier
 from tests.engine.conftest import prompts
 
 pytestmark = [
@@ -76,7 +76,7 @@ def test_rotations_are_recorded(checkpoint: Checkpoint, spec: str) -> None:
     """Q, K and V are one layer, with one transform, unless blocks of outputs differ."""
     llm = LLM(checkpoint("llama-round"), quantization=spec, max_running=1)
     qkv = llm.engine.runner.model.layers[0].self_attn.qkv_proj
-    assert isinstance(qkv, QuantLinear) == ("kn" not in spec)
+    assert isinstance(qkv, Multiplier) == ("kn" not in spec)
     many = prompts(2)
     got = llm.generate(many, GREEDY)
     recording, _ = llm.engine.runner.graphs.graphs[1]

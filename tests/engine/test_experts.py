@@ -14,7 +14,7 @@ from anybit.engine.weights import Part, Weights
 from anybit.kernels import dense, reference, registry
 from anybit.kernels.backend import LayerSpec, Prepared
 from anybit.nn import grouped
-from anybit.nn.linear import QuantLinear
+from anybit.nn.multiplier import Multiplier
 from anybit.quantizers.quantize import quantize_tensor
 
 E, N, K = 3, 32, 64
@@ -119,17 +119,16 @@ def test_float32_experts_on_a_gpu_get_the_reference(
     def choose_there(layer: LayerSpec) -> str:
         return registry.choose(layer._replace(device=device))
 
-    for place in (experts, import_module("anybit.nn.linear")):
+    for place in (experts, import_module("anybit.nn.multiplier")):
         monkeypatch.setattr(place, "choose", choose_there)
     x = torch.randn(9, K, generator=torch.Generator().manual_seed(1))
     found = module([scheme] * E, torch.float32)
     assert isinstance(found, experts.OneByOne)
     rows = []
     for layer, (a, b) in zip(found.layers, itertools.pairwise(STARTS), strict=True):
-        assert isinstance(layer, QuantLinear)
+        assert isinstance(layer, Multiplier)
         assert layer.backend == "reference"
-        prepared = reference.prepare(layer.packed, layer.activation)
-        rows.append(reference.linear(x[a:b], prepared, None))
+        rows.append(reference.linear(x[a:b], layer.prepared, None))
     y = found(x, STARTS)
     assert y.dtype == torch.float32
     assert torch.equal(y, torch.cat(rows))

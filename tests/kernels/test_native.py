@@ -1,5 +1,6 @@
 """CPU kernels that LLVM compiles, on every level of instructions that the processor has."""
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -53,6 +54,24 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> is
     monkeypatch.setattr(backend, "isa", lambda: request.param)
     chosen: isa.Isa = request.param
     return chosen
+
+
+@pytest.mark.parametrize("spec", ["int4:group=64", "fp6", "int4:group=64@int8"])
+def test_layers_move_between_processors(
+    spec: str, level: isa.Isa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pickle holds no layout of the processor that wrote it."""
+    spec, _, activation = spec.partition("@")
+    x = torch.randn(2, K)
+    layer = anybit.QuantLinear(packed(spec), None, activation or None)
+    want = x @ layer.dequantize().T
+    for there in LEVELS:
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "isa", lambda there=there: there)
+            file = io.BytesIO()
+            torch.save(layer.prepare(), file)
+        read = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+        assert (read(x) - want).norm() < (0.02 if activation else 1e-5) * want.norm()
 
 
 def packed(spec: str, n: int = 32, k: int = K) -> Packed:

@@ -18,7 +18,7 @@ from anybit.engine.attention import Batch, LayerCache, Scores
 from anybit.engine.fused import rms_norm
 from anybit.engine.int4 import INT4, spread, unpack
 from anybit.engine.recording import Recording
-from anybit.kernels.native import attention, cache, dense, floats, fused, isa
+from anybit.kernels.native import attention, build, cache, dense, floats, fused, isa
 from tests.kernels.test_native import LEVELS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -319,6 +319,17 @@ def test_recordings_do_what_was_recorded(threads: int) -> None:
     assert 1 < len(recording.parts) < 12
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
+
+
+def test_recordings_have_memory_of_their_own() -> None:
+    """Any thread may replay one, beside what the thread that recorded it does meanwhile."""
+    found = [build.workspace(64)]
+    for _ in range(2):
+        Recording(lambda: (found.append(build.workspace(64)), torch.zeros(1))[1])
+    found.append(build.workspace(64))
+    own, first, second, again = (memory.data_ptr() for memory in found)
+    assert len({own, first, second}) == 3
+    assert again == own
 
 
 def test_steps_that_the_host_looks_into_run_as_they_are() -> None:

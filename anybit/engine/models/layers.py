@@ -17,8 +17,7 @@ from anybit.engine.models.rope import Rope, head_dim
 from anybit.engine.weights import Weights
 from anybit.errors import InvalidInput
 from anybit.kernels.backend import Activations
-from anybit.nn.grouped import QuantExperts
-from anybit.nn.linear import QuantLinear
+from anybit.nn.multiplier import Frozen, Multiplier
 from anybit.nn.routing import Routing, choose, mixture
 
 SILU = ("silu", "swish")  # two names of one function
@@ -421,10 +420,9 @@ def gated(act: str, gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tens
 
 def wanted_by(layer: nn.Module | None) -> Wanted:
     """How a layer wants its input."""
-    if not isinstance(layer, QuantLinear | QuantExperts):
+    if not isinstance(layer, Frozen):
         return AS_IT_IS
-    vector, rotated = layer._buffers.get("rotate_in"), isinstance(layer, QuantLinear)
-    return Wanted(layer.activation, vector, rotated)
+    return Wanted(layer.activation, layer.around.rotate_in, isinstance(layer, Multiplier))
 
 
 def window_of(config: PretrainedConfig, index: int) -> int | None:

@@ -32,8 +32,6 @@ from anybit.kernels.native.operand import BLOCK, RUN, Operand
 
 log = logging.getLogger(__name__)
 
-own_layout = True
-
 FEW = 4  # activations that are multiplied by registers
 MANY = 512  # activations whose sums fit into the cache beside a tile
 LARGEST_K = 1 << 16  # products of two bytes add up to less than 2**31

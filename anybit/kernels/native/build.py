@@ -54,18 +54,21 @@ _local = threading.local()  # of a thread: a list of calls that is recorded, and
 
 @contextmanager
 def recorded(calls: list[Any]) -> Iterator[None]:
-    """Append what this thread runs to a list: (kernel, its arguments), and workspaces."""
+    """Append what this thread runs to a list: (kernel, its arguments), and workspaces.
+
+    These belong to the recording alone, which any thread may replay beside others.
+    """
+    own, _local.workspace = getattr(_local, "workspace", None), None
     _local.calls = calls
     try:
         yield
     finally:
-        _local.calls = None
+        _local.calls, _local.workspace = None, own
 
 
 def workspace(size: int) -> Tensor:
-    """Bytes that calls of this thread share: fresh pages would cost more than small products.
-
-    Nothing outlasts the call that asks for it.
+    """Bytes that calls of this thread share, or of a recording: fresh pages would cost more than
+    small products. Nothing outlasts the call that asks for it.
     """
     buffer: Tensor | None = getattr(_local, "workspace", None)
     if buffer is None or buffer.numel() < size:

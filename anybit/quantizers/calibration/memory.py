@@ -40,7 +40,7 @@ def forget_dtypes(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, QuantLinear):
             module.dtype = None
-            module.unprepare()
+            module.forget()
 
 
 @contextmanager

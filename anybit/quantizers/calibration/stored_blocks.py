@@ -54,7 +54,7 @@ class StoredBlocks:
         yield
         for module in (*modules, *block.modules()):
             if isinstance(module, QuantLinear):
-                module.unprepare()
+                module.forget()
             for own in (module._parameters, module._buffers):
                 for key, tensor in own.items():
                     if tensor is not None and key not in module._non_persistent_buffers_set:
