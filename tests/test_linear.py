@@ -167,6 +167,21 @@ def test_every_refusal_is_in_words():
     assert all(reason is None or len(reason.split()) > 3 for reason in answers.values())
 
 
+def test_the_first_backend_that_takes_a_layer_is_the_last_to_be_asked(monkeypatch):
+    asked = []
+
+    class Asked(Stranger):
+        def refuse(self, layer):
+            asked.append(layer)
+
+    monkeypatch.setattr(registry, "BACKENDS", dict(registry.BACKENDS))
+    anybit.register_backend("asked", Asked(), before="dense")
+    cpu = LayerSpec(anybit.get_format("int8"), None, (N, K), torch.device("cpu"))
+    assert registry.choose(cpu) == "cpu"
+    assert not asked
+    assert registry.choose(cpu._replace(format=anybit.get_format("fp6"))) == "asked"
+
+
 @pytest.mark.parametrize("m", [1, 3, 40])
 @pytest.mark.parametrize("saturates", [False, True])
 def test_int8_products_are_exact_on_every_processor(monkeypatch, saturates, m):

@@ -88,6 +88,11 @@ def test_peft_may_be_imported_first() -> None:
 # Training.
 
 
+def test_quantized_weights_count_among_all_parameters() -> None:
+    dense = get_peft_model(llama(dtype=torch.float32), lora())
+    assert tuned().get_nb_trainable_parameters() == dense.get_nb_trainable_parameters()
+
+
 @pytest.mark.parametrize(("spec", "dora"), FORMATS)
 def test_trained_saved_loaded_and_merged(tmp_path: Path, spec: str, dora: bool) -> None:
     base = anybit.quantize_(llama(dtype=torch.bfloat16), spec)

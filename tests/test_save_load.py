@@ -137,6 +137,23 @@ def test_a_dequantized_model_is_saved_as_a_dense_one(tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
+def test_a_dequantized_model_has_no_marks_of_a_quantized_one(saved):
+    model = anybit.dequantize_(anybit.load(saved))
+    assert model.double().dtype == torch.float64  # which transformers refuses for some marks
+    assert not {"hf_quantizer", "is_quantized", "quantization_method"} & set(vars(model))
+
+
+def test_parameters_of_quantized_models_are_counted(saved):
+    model = llama()
+    counts = [model.num_parameters(exclude_embeddings=e) for e in (False, True)]
+    for quantized in (anybit.quantize_(model, "fp6"), copy_of(model), anybit.load(saved)):
+        found = [quantized.num_parameters(exclude_embeddings=e) for e in (False, True)]
+        assert found == counts
+        trainable = sum(p.numel() for p in quantized.parameters() if p.requires_grad)
+        assert quantized.num_parameters(only_trainable=True) == trainable
+    assert anybit.dequantize_(model).num_parameters() == counts[0]
+
+
 def test_tokenizer_files_come_along(tmp_path):
     source = dense(tmp_path / "dense")
     (source / "tokenizer.json").write_text("{}")

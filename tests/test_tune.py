@@ -1,6 +1,7 @@
 """Tiles of one's own GPU: what is kept, what is used, and what tuning refuses."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -173,7 +174,6 @@ def test_the_fastest_kernel_comes_before_the_rule(
         assert spilling not in times
         assert min(times, key=times.__getitem__) == fast
     tuned.save(GPU, {(f"{scheme} in bfloat16", 40, 256): [(16, fast)]})
-    linear.chosen.cache_clear()
     assert [choose(torch.bfloat16, m) for m in (1, 3, 16)] == [fast] * 3
     assert choose(torch.bfloat16, 64) == rule[64]  # beyond what was tuned
     assert choose(torch.float16, 3) == rule[3]  # another dtype
@@ -198,6 +198,38 @@ def test_candidates_fit_the_gpu(name: str, m: int) -> None:
         assert found[0] == mma_tiles.choose(d, gpu, m, 4096)
         assert 3 <= len(set(found)) == len(found) <= 14
         assert all(mma_tiles.shared_bytes(tile, d) <= gpu.shared for tile in found)
+
+
+def test_what_is_tuned_reaches_shapes_that_were_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
+    layout = layout_of(anybit.get_format("int4"), None)
+    given = layout, None, 4, 256, 512, torch.device("cuda")
+    before = backend.tile_for(*given)
+    assert before != FEW
+    tuned.save(GPU, {("int4", 256, 512): [(4, FEW)]})
+    assert backend.tile_for(*given) == FEW
+
+
+def test_cells_of_other_processes_stay() -> None:
+    """One that has read the file before another wrote to it adds to what is there now."""
+    tuned.load(GPU)
+    path = tuned.save(GPU, {("fp6", 128, 128): [(4, MANY)]})
+    written = path.read_text()
+    path.unlink()
+    tuned.forget()
+    assert tuned.load(GPU) == {}
+    path.write_text(written)
+    tuned.save(GPU, {("int4", 256, 512): [(4, FEW)]})
+    assert set(tuned.load(GPU)) == {("int4", 256, 512), ("fp6", 128, 128)}
+
+
+def test_only_one_process_writes_at_a_time(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    handle = os.open(tmp_path, os.O_RDONLY)
+    with tuned.alone(tmp_path), pytest.raises(BlockingIOError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(handle)
 
 
 def test_both_families_share_a_file() -> None:

@@ -1,7 +1,7 @@
 """`Packed`: a quantized weight as it is stored, and the tensors that a format stores."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from anybit.core import planes as planes_of
 from anybit.core.format import LAYER, Entry, Format, Grid
-from anybit.core.rotation import Rotation, check_part
-from anybit.errors import InvalidInput
+from anybit.core.rotation import Rotation, block, check_part
+from anybit.errors import InvalidInput, InvalidType
 
 CODES = re.compile(r"\.codes\d+$")
 PLANE = Entry(torch.int32)  # of codes, in words
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch computes little with these
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,13 @@ class Packed:
 
     @classmethod
     def from_codes(cls, fmt: Format, shape: tuple[int, int], codes: Tensor, grid: Grid) -> "Packed":
-        """Pack codes (N, C) and their grid, which has all tensors of `fmt.stored_entries()`."""
+        """Pack codes (N, C) and their grid, which has all tensors of `fmt.stored_entries()`.
+
+        Raises:
+            InvalidInput: Codes are of another shape, or not among 0 to 2**bits - 1.
+            InvalidType: They are no integers.
+        """
+        codes = checked(fmt, shape, codes)
         if fmt.rotate and "rotate_in" not in grid:
             raise InvalidInput(
                 f"codes of {fmt.spec!r} need rotate_in in their grid; quantize with "
@@ -102,7 +109,7 @@ class Packed:
 
     def rows(self, rows: slice) -> "Packed":
         """The part for a range of outputs, of whole tiles: a slice of all tensors but tables."""
-        start, stop, _ = rows.indices(self.shape[0])
+        start, stop = span(rows, self.shape[0], "rows")
         check_rows(self.format, start, stop)
         if "n" in self.format.rotate:
             check_part(self.shape[0], start, stop, self.format.spec)
@@ -118,7 +125,7 @@ class Packed:
                 f"a weight in format {self.format.spec!r} cannot be cut along K: the columns of a "
                 "group lie apart; cut it along N, or use its dequantized weight"
             )
-        start, stop, _ = columns.indices(self.shape[1])
+        start, stop = span(columns, self.shape[1], "columns")
         first, last = self.format.code_count(start), self.format.code_count(stop)
         whole = self.format.code_count(self.shape[1])
         unit = self.format.tile[1]
@@ -136,6 +143,11 @@ class Packed:
         grid = self.format.at(self.grid, slice(start, stop))
         return Packed(self.format, (self.shape[0], stop - start), planes, grid)
 
+    def __repr__(self) -> str:
+        (n, k), nbytes = self.shape, self.nbytes()
+        bits = f"{8 * nbytes / (n * k):.3g} bits a weight"
+        return f"Packed({n}x{k}, {self.format.spec!r}, {bits}, {nbytes} bytes)"
+
     def nbytes(self) -> int:
         """Bytes of all stored tensors."""
         return sum(t.nbytes for t in self.tensors().values())
@@ -146,7 +158,13 @@ class Packed:
 
 
 def stack(parts: list[Packed]) -> Packed:
-    """Weights on top of each other, (sum of N, K); see `nn.sharding.same`."""
+    """Weights on top of each other, (sum of N, K).
+
+    Raises:
+        InvalidInput: `why_apart` says why they cannot be one.
+    """
+    if why := why_apart(parts):
+        raise InvalidInput(f"weights cannot be stacked: {why}; keep them apart, or decode them")
     first, entries = parts[0], parts[0].format.stored_entries()
     planes = tuple(torch.cat(p) for p in zip(*(part.planes for part in parts), strict=True))
     grid = {
@@ -154,6 +172,51 @@ def stack(parts: list[Packed]) -> Packed:
         for name, tensor in first.grid.items()
     }
     return Packed(first.format, (sum(p.shape[0] for p in parts), first.shape[1]), planes, grid)
+
+
+def why_apart(parts: Sequence[Packed]) -> str | None:
+    """What keeps weights on top of each other from being one weight, or None."""
+    first, *others = parts
+    for part in others:
+        if (part.format, part.shape[1]) != (first.format, first.shape[1]):
+            one, other = (f"{p.format.spec!r} with K={p.shape[1]}" for p in (first, part))
+            return f"one is {one}, another {other}"
+        for name, entry in first.format.stored_entries().items():
+            if entry.table and not torch.equal(part.grid[name], first.grid[name]):
+                return f"their {name!r} differ, which all rows share"
+    sizes = [part.shape[0] for part in parts] if "n" in first.format.rotate else []
+    if len({block(size) for size in (*sizes, sum(sizes))} - {0}) > 1:
+        return f"N={sizes} would be rotated in other blocks as a whole"
+    return None
+
+
+def span(part: slice, size: int, what: str) -> tuple[int, int]:
+    """Start and stop of a range; InvalidInput unless it is one, in order and not empty."""
+    start, stop, step = part.indices(size)
+    if step != 1 or start >= stop:
+        given = ":".join("" if x is None else str(x) for x in (part.start, part.stop, part.step))
+        raise InvalidInput(f"{what} {given} of {size} are no range; cut it from start to stop")
+    return start, stop
+
+
+def checked(fmt: Format, shape: tuple[int, int], codes: Tensor) -> Tensor:
+    """The codes of a weight (N, K), or what `Packed.from_codes` raises."""
+    kind, most = codes.dtype, 2**fmt.bits - 1
+    if kind.is_floating_point or kind.is_complex or kind == torch.bool:
+        raise InvalidType(f"codes of {fmt.spec!r} are {kind}; convert them to integers")
+    wanted = shape[0], fmt.code_count(shape[1])
+    if codes.shape != wanted:
+        raise InvalidInput(
+            f"codes of {fmt.spec!r} for a weight of {shape} have shape {wanted}, not "
+            f"{tuple(codes.shape)}"
+        )
+    codes = codes.long() if kind in UNSIGNED else codes
+    if (kind == torch.uint8 and most == 255) or codes.is_meta or not codes.numel():
+        return codes
+    low, high = (int(x) for x in codes.aminmax())
+    if low < 0 or high > most:
+        raise InvalidInput(f"codes of {fmt.spec!r} lie from {low} to {high}, not from 0 to {most}")
+    return codes
 
 
 def check_rows(fmt: Format, start: int, stop: int) -> None:

@@ -27,7 +27,7 @@ from anybit.core.rotation import Rotation
 from anybit.errors import InvalidInput, Unsupported
 from anybit.nn.experts import Experts
 from anybit.nn.linear import QuantLinear
-from anybit.nn.model import quantized_layers
+from anybit.nn.model import quantized_layers, quantized_weights
 from anybit.nn.tied import output_embeddings
 from anybit.quantizers.base import quantize_weights
 from anybit.quantizers.rtn import RTN
@@ -61,8 +61,7 @@ class LoraQuantLinear(lora.Linear):
 
         Raises:
             InvalidInput: The sum holds NaN or inf.
-            Unsupported: The layer's tensors were released, or an adapter has a bias to add to a
-                layer without.
+            Unsupported: An adapter has a bias to add to a layer without.
         """
         layer = self.get_base_layer()
         if not isinstance(layer, QuantLinear):  # dequantized since then
@@ -232,6 +231,16 @@ def with_refusal(check: Callable[..., None]) -> Callable[..., None]:
     return check_module
 
 
+def with_weights(count: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+    """`get_nb_trainable_parameters`, which sees no parameter in a quantized weight."""
+
+    def count_all(model: Any) -> tuple[int, int]:
+        trainable, total = count(model)
+        return trainable, total + quantized_weights(model)
+
+    return count_all
+
+
 def apart(model: nn.Module) -> bool:
     """Whether experts of a model are layers of their own, as in checkpoints."""
     return any(isinstance(module, Experts) for module in model.modules())
@@ -290,6 +299,8 @@ def register() -> None:
     ):
         setattr(conversion, name, change(getattr(conversion, name)))
     PeftAdapterMixin.load_adapter = with_experts_refused(PeftAdapterMixin.load_adapter)  # type: ignore[method-assign]
+    for kind in (peft.PeftModel, peft.PeftMixedModel):
+        kind.get_nb_trainable_parameters = with_weights(kind.get_nb_trainable_parameters)
     wrapper = other.ModulesToSaveWrapper
     wrapper.check_module = with_refusal(wrapper.check_module)
     prepare = for_quantized(other.prepare_model_for_kbit_training)

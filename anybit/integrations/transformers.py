@@ -34,6 +34,7 @@ from anybit.nn.experts import (
 )
 from anybit.nn.linear import QuantLinear, check_finite, check_grid
 from anybit.nn.model import (
+    count_weights,
     dequantize_,
     full_plan,
     is_linear,
@@ -195,6 +196,7 @@ class AnybitQuantizer(HfQuantizer):
             used: Any = [c for c in self.table if c.was_used()]
             model._weight_conversions = used
         model.anybit_formats = self.quantization_config.formats  # type: ignore[assignment]
+        count_weights(model)
 
     def _dequantize(self, model: "PreTrainedModel", dtype: Any = None) -> "PreTrainedModel":
         return cast("PreTrainedModel", dequantize_(model))

@@ -14,6 +14,7 @@ from anybit.core.packed import Packed
 from anybit.errors import InvalidType
 
 HALVES = (torch.float16, torch.bfloat16)  # activations that kernels for GPUs multiply
+COUNTS = 4096  # of tokens, for each of which a choice is kept: any number may come
 ROWS_AT_ONCE = 1 << 24  # weights whose groups are looked at together
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # codes of quantized activations
 

@@ -4,7 +4,7 @@ The first backend in `BACKENDS` that does not refuse takes the layer; `anybit do
 refusal. `register_backend` adds one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import cast
 
@@ -66,19 +66,22 @@ def grouped(name: str) -> Grouped | None:
 
 def refusals(layer: LayerSpec) -> dict[str, str | None]:
     """Every backend's answer to a layer: None, or why it refuses."""
+    return dict(answers(layer))
+
+
+def answers(layer: LayerSpec) -> Iterator[tuple[str, str | None]]:
+    """`refusals`, each backend asked when its turn comes."""
     if layer.format.plain() != layer.format:
         raise InvalidInput(
             f"{layer.format.spec}: kernels take Packed.stored(), and x in its order or rotated"
         )
-    out: dict[str, str | None] = {}
     for name, (_, devices) in list(BACKENDS.items()):
         if devices and layer.device.type not in devices:
-            out[name] = f"runs on {' and '.join(devices)} only, not on {layer.device.type}"
+            yield name, f"runs on {' and '.join(devices)} only, not on {layer.device.type}"
         else:
-            out[name] = get_backend(name).refuse(layer)
-    return out
+            yield name, get_backend(name).refuse(layer)
 
 
 def choose(layer: LayerSpec) -> str:
     """Name of the first backend that does not refuse."""
-    return next(name for name, reason in refusals(layer).items() if reason is None)
+    return next(name for name, reason in answers(layer) if reason is None)

@@ -3,13 +3,16 @@
 import json
 import os
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from anybit.errors import InvalidInput
 from anybit.files.directory import cache_folder, write_json
+from anybit.kernels.backend import COUNTS
 from anybit.kernels.mma.tiles import Tile as MmaTile
 from anybit.kernels.triton.tiles import Tile as TritonTile
 from anybit.version import __version__
@@ -17,8 +20,10 @@ from anybit.version import __version__
 FAMILIES = {"mma": MmaTile, "triton": TritonTile}  # backends that are tuned, best first
 Tile = MmaTile | TritonTile
 T = TypeVar("T", MmaTile, TritonTile)
+C = TypeVar("C", bound=Callable[..., Any])
 Cell = tuple[str, int, int]  # scheme, N, K
 Tuned = dict[Cell, list[tuple[int, Tile]]]  # most tokens of a tile's range, in rising order
+_caches: list[Any] = []
 
 
 def tuned_file(gpu: str) -> Path:
@@ -26,10 +31,47 @@ def tuned_file(gpu: str) -> Path:
     return cache_folder() / f"tiles-{re.sub('[^a-z0-9]+', '-', gpu.lower())}.json"
 
 
+def cached(function: C) -> C:
+    """`lru_cache` for what follows from tuned tiles: `save` makes it forget."""
+    made: Any = lru_cache(COUNTS)(function)
+    _caches.append(made)
+    return made  # type: ignore[no-any-return]
+
+
+def forget() -> None:
+    for each in _caches:
+        each.cache_clear()
+
+
 def save(gpu: str, tiles: Tuned) -> Path:
     """Add the tiles of some cells to the GPU's file, in the place of their family's."""
     path = tuned_file(gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
+    with alone(path.parent):
+        forget()  # others may have written
+        _add(gpu, tiles, path)
+    forget()
+    return path
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Wait for all others that are in here with the same folder. On Windows, nobody waits."""
+    if os.name == "nt":
+        yield
+        return
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _add(gpu: str, tiles: Tuned, path: Path) -> None:
     merged = dict(load(gpu))
     for cell, found in tiles.items():
         fresh = {type(tile) for _, tile in found}
@@ -44,11 +86,9 @@ def save(gpu: str, tiles: Tuned) -> Path:
     unfinished = path.with_suffix(f".{os.getpid()}")
     write_json(unfinished, {"version": __version__, "gpu": gpu, "tiles": cells})
     os.replace(unfinished, path)
-    load.cache_clear()
-    return path
 
 
-@cache
+@cached
 def load(gpu: str) -> Tuned:
     """The tiles of a GPU; none when the file is absent, or of another version of anybit.
 

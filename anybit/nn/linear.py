@@ -219,14 +219,14 @@ class QuantLinear(nn.Module):
     def multiplier(self, dtype: torch.dtype) -> Multiplier:
         """What multiplies activations of this dtype with the contents as they are now."""
         made = self._made
-        if made is None or self._swapped(made) or made.written():
-            made = self._make(self.dtype or dtype)
-        if made.multiplier is None or made.multiplier.prepared.dtype not in (None, dtype):
-            made = self._make(dtype)
-        assert made.multiplier is not None
-        return made.multiplier
+        if made is not None and made.multiplier is not None:
+            fits = made.multiplier.prepared.dtype in (None, dtype)
+            if fits and not self._swapped(made) and not made.written():
+                return made.multiplier
+        return cast(Multiplier, self._make(dtype).multiplier)
 
     def _make(self, dtype: torch.dtype | None) -> Made:
+        """Make what multiplies; None: only where it does for activations of any dtype."""
         missing = [name for name in self.names if getattr(self, name).is_meta]
         if missing:
             raise Unsupported(
@@ -247,10 +247,9 @@ class QuantLinear(nn.Module):
             tuple(tensor.untyped_storage() for tensor in tensors),
         )  # fmt: skip
         packed, multiplier = self.packed, None
-        copy = dtype or self.dtype
-        backend, decoded = chosen(packed, self.activation, self.dtype, self.keep, copy)
-        if copy or not (decoded and get_backend(backend).decodes(self.activation)):
-            multiplier = Multiplier.by(backend, packed, self.activation, copy, decoded)
+        backend, decoded = chosen(packed, self.activation, self.dtype, self.keep, dtype)
+        if dtype or not (decoded and get_backend(backend).decodes(self.activation)):
+            multiplier = Multiplier.by(backend, packed, self.activation, dtype, decoded)
         self._made = made = Made(backend, multiplier, *before)
         return made
 
@@ -284,7 +283,6 @@ class QuantLinear(nn.Module):
                 f"{self} quantizes its activations, which transforms of torch.func and forward "
                 f"gradients do not pass; quantize to {self.format.spec!r} instead"
             )
-        check(x, self.in_features)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         decoded = self.weight if torch.compiler.is_compiling() else self.dequantize()
         return nn.functional.linear(x, decoded.to(x.dtype), bias)
@@ -300,12 +298,12 @@ class QuantLinear(nn.Module):
 
     def forward(self, input: Tensor | Activations) -> Tensor:
         x = autocast(input) if isinstance(input, Tensor) else input
+        check(x, self.in_features)
         if not torch.compiler.is_compiling():
             if isinstance(x, Tensor):
                 if in_transform():
                     return self._in_torch(x)
                 if x.is_meta and all(buffer.is_meta for buffer in self.buffers()):
-                    check(x, self.in_features)
                     return x.new_empty(*x.shape[:-1], self.out_features)
                 if x.requires_grad and torch.is_grad_enabled():
                     return self.multiplier(x.dtype).multiply(x, self.bias, self._stored())
@@ -316,9 +314,10 @@ class QuantLinear(nn.Module):
         assert made.multiplier is not None
         if isinstance(x, Tensor) and (in_transform() or self._swapped(made)):
             return self._in_torch(x)
-        versions = None  # of the stored tensors, which compiled code looks at in each call
-        if not torch.compiler.is_exporting():
-            versions = [v for n, v in zip(self.names, made.versions, strict=True) if n not in LAYER]
+        if torch.compiler.is_exporting():
+            grad = isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
+            return made.multiplier.multiply(x, self.bias, self._stored() if grad else None)
+        versions = [v for n, v in zip(self.names, made.versions, strict=True) if n not in LAYER]
         return made.multiplier.multiply(x, self.bias, self._stored(), versions)
 
     def _stored(self) -> list[Tensor]:

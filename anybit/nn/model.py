@@ -218,8 +218,12 @@ def record(model: nn.Module, plan: dict[str, str | None] | None) -> None:
     if hasattr(type(model), "dequantize"):
         if plan is not None:
             model.dequantize = partial(dequantized, model)  # type: ignore[assignment]
+            count_weights(model)
         else:  # nor what transformers goes by that has loaded it
-            for name in ("dequantize", "hf_quantizer", "is_quantized", "quantization_method"):
+            for name in (
+                "dequantize", "num_parameters", "hf_quantizer", "is_quantized",
+                "quantization_method",
+            ):  # fmt: skip
                 vars(model).pop(name, None)
     if plan is not None:  # so that `save_pretrained` writes it too
         config.quantization_config = quantization_config(plan)  # type: ignore[union-attr]
@@ -231,6 +235,23 @@ def record(model: nn.Module, plan: dict[str, str | None] | None) -> None:
             config._is_quantized = True  # type: ignore[union-attr]
         elif hasattr(config, "_is_quantized"):
             del config._is_quantized  # type: ignore[union-attr]
+
+
+def count_weights(model: nn.Module) -> None:
+    """Let `num_parameters` of a model of transformers count quantized weights as well."""
+    model.num_parameters = partial(num_parameters, model)  # type: ignore[assignment]
+
+
+def num_parameters(model: nn.Module, only_trainable: bool = False, **options: Any) -> int:
+    """`num_parameters` of transformers, which sees no parameter in a quantized weight."""
+    kind: Any = type(model)
+    count: int = kind.num_parameters(model, only_trainable=only_trainable, **options)
+    return count if only_trainable else count + quantized_weights(model)
+
+
+def quantized_weights(model: nn.Module) -> int:
+    """How many weights the quantized layers of a model hold."""
+    return sum(layer.out_features * layer.in_features for _, layer in quantized_layers(model))
 
 
 def refuse_adapters(model: nn.Module) -> None:

@@ -26,7 +26,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of act
 
 
 class Frozen(nn.Module):
-    """Weights that only multiply. Saving, copying or moving them raises `Unsupported`.
+    """Weights that only multiply. Pickling, copying or moving them raises `Unsupported`.
 
     Attributes:
         prepared: The weights in the layout of a backend.
@@ -63,9 +63,6 @@ class Frozen(nn.Module):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # of pickle and copy
-        self._refuse()
-
-    def _save_to_state_dict(self, *args: Any) -> None:
         self._refuse()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -123,6 +120,9 @@ class Multiplier(Frozen):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, backend={self.backend!r}"
 
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self._refuse()
+
     @property
     def weight(self) -> Tensor:
         """Shape, device and dtype (that of activations, if known) for models that look at them."""
@@ -131,6 +131,7 @@ class Multiplier(Frozen):
 
     def forward(self, input: Tensor | Activations) -> Tensor:
         x = autocast(input) if isinstance(input, Tensor) else input
+        check(x, self.in_features)
         if self.prepared.dtype not in (None, x.dtype):
             raise InvalidType(
                 f"x is {x.dtype}, and {self} is laid out for {self.prepared.dtype} alone; make it "
@@ -148,12 +149,11 @@ class Multiplier(Frozen):
         """x (..., K) -> (..., N) in the dtype of x.
 
         Args:
-            x: in a dtype that the layout is for.
+            x: that passes `check`, in a dtype that the layout is for.
             bias: (N,), or None.
             stored: the tensors that the layout was made from, for the gradient of x.
             versions: of these at that time, where compiled code is to look at them in each call.
         """
-        check(x, self.in_features)
         given: tuple[Any, ...] = ()  # what belongs to activations that are quantized already
         rotated = False
         if isinstance(x, Activations):

@@ -43,7 +43,8 @@ def multiply(
     stored: Sequence[Tensor] | None = None,
     versions: Sequence[int] | None = None,
 ) -> Tensor:
-    if stored and versions and [tensor._version for tensor in stored] != list(versions):
+    written = stored and versions and [tensor._version for tensor in stored] != list(versions)
+    if stored and written and backend != "reference":
         decoding(scheme)
         layout, backend = stored, "reference"
     if x.is_cuda and x.device.index != torch.cuda.current_device():  # kernels run on the current

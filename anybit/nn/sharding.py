@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anybit.core import planes as bits
 from anybit.core.format import COLUMNS, Entry, Format
-from anybit.core.packed import Packed, check_rows, tensor_shapes
+from anybit.core.packed import Packed, check_rows, span, tensor_shapes, why_apart
 from anybit.core.rotation import block, check_part
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
@@ -79,8 +79,8 @@ def shard(packed: Packed, rows: slice = WHOLE, columns: slice = WHOLE) -> Packed
     Raises ValueError when the inputs begin or end inside a group or a vector.
     """
     n, k = packed.shape
-    start, stop, _ = columns.indices(k)
-    top, bottom, _ = rows.indices(n)
+    start, stop = span(columns, k, "columns")
+    top, bottom = span(rows, n, "rows")
     tensors = {
         key: cut(packed.format, k, key, tensor, rows, slice(start, stop))
         for key, tensor in packed.tensors().items()
@@ -231,16 +231,8 @@ def same(parts: list[Tensor | Packed]) -> bool:
     Rotated ones are where inputs are rotated alike, and no block holds outputs of two of them.
     """
     packed = [part for part in parts if isinstance(part, Packed)]
-    if not packed:
-        return True
-    fmt = packed[0].format
-    if len(packed) < len(parts) or any(part.format != fmt for part in packed):
-        return False
-    tables = {name for name, entry in fmt.stored_entries().items() if entry.table}
-    if fmt.rotate:
-        tables.discard("rotate_in")
-        first = packed[0].grid["rotate_in"]
-        if not all(torch.equal(part.grid["rotate_in"], first) for part in packed):
-            return False
-    sizes = [part.shape[0] for part in packed] if "n" in fmt.rotate else []
-    return not tables and len({block(size) for size in (*sizes, sum(sizes))} - {0}) <= 1
+    if not packed or len(packed) < len(parts):
+        return not packed
+    entries = packed[0].format.stored_entries().items()
+    tables = {name for name, entry in entries if entry.table and name != "rotate_in"}
+    return not tables and why_apart(packed) is None

@@ -278,8 +278,10 @@ def test_few_tokens_may_go_to_other_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(scalar_linear.mma_tiles, "kernel_for", lambda *args: None)
     monkeypatch.setattr(jit, "dsl_version", lambda: "4.8.1")
     layer = LayerSpec(get_format("fp6"), None, (4096, 4096), device)
-    assert scalar_linear.refuse_kernels(layer) is None
+    assert list(scalar_linear.kernels_of(layer))
     assert seen == [device, device]  # fp16 and bf16
+    assert scalar_linear.refuse_kernels(layer) is None
+    assert seen == [device, device]  # nobody names kernels where they can be compiled
 
 
 def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,8 +24,6 @@ from anybit.kernels.backend import (
 )
 from anybit.kernels.hopper import codebook_linear, scalar_linear
 
-own_layout = True
-
 
 @cache
 def family(fmt: Format) -> ModuleType:

@@ -7,14 +7,14 @@ kernel decodes it to a dense weight for the library's product.
 """
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
 from anybit.core.format import Format
 from anybit.errors import InvalidInput
-from anybit.kernels.backend import Activations, LayerSpec, Prepared
+from anybit.kernels.backend import COUNTS, Activations, LayerSpec, Prepared
 from anybit.kernels.cute.cells import (
     ROWS,
     Cells,
@@ -27,7 +27,7 @@ from anybit.kernels.cute.cells import (
     prepare as prepare,
 )
 from anybit.kernels.cute.counters import zeros
-from anybit.kernels.cute.jit import built, kernel_file, missing_kernels
+from anybit.kernels.cute.jit import built, missing_kernels
 from anybit.kernels.cute.operands import NAMES, aligned, cut, offsets, whole
 from anybit.kernels.hopper import codebook_tiles, scalar_linear, tiles
 from anybit.kernels.hopper.chip import H200, Chip, chip_of
@@ -62,9 +62,8 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     if None in here:
         k = layer.shape[1]
         return f"{layer.format.spec}: K={k} wants more multiprocessors at once than this GPU has"
-    files = [kernel_file(plan.kernel) for plan in here if plan]
-    files += [kernel_file(kernel) for kernel in lookup_kernels(cells)]
-    return missing_kernels(files, layer.format.spec)
+    kernels = [*(plan.kernel for plan in here if plan), *lookup_kernels(cells)]
+    return missing_kernels(kernels, layer.format.spec)
 
 
 def plans(cells: Cells, shape: tuple[int, int], chip: Chip = H200) -> list[Plan | None]:
@@ -156,7 +155,7 @@ def multiply_many(
     return cut(y, n)
 
 
-@cache
+@lru_cache(COUNTS)
 def lookup_tile(
     fmt: Format, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device
 ) -> Tile | None:
@@ -165,7 +164,7 @@ def lookup_tile(
     return choose_lookup(d, m, n, k, chip_of(device)) if isinstance(d, LookupDecoder) else None
 
 
-@cache
+@lru_cache(COUNTS)
 def launch_of_many(
     fmt: Format,
     m: int,
@@ -187,7 +186,7 @@ def launch_of_many(
     return function, grid, early, tiles.workspace(tile, m, n, grid)
 
 
-@cache
+@lru_cache(COUNTS)
 def launch_of(
     fmt: Format,
     m: int,

@@ -7,8 +7,9 @@ the tiles of tokens that they have together.
 
 import math
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 
+from anybit.kernels.backend import COUNTS
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.hopper.chip import H200, Chip
@@ -60,7 +61,7 @@ def family_grouped(decoder: Decoder) -> tuple[Tile, ...]:
     return tuple(fitted(tile, decoder, grouped=True) for tile in suited(every, decoder))
 
 
-@cache
+@lru_cache(COUNTS)
 def choose_grouped(
     decoder: Decoder, m: int, n: int, k: int, experts: int, chip: Chip = H200
 ) -> Tile:
@@ -116,7 +117,7 @@ def family_few(decoder: Decoder, chip: Chip = H200) -> tuple[mma.Tile, ...]:
     return tuple(mma.family_few(decoder, gpu_for(chip))) if has_mma(decoder) else ()
 
 
-@cache
+@lru_cache(COUNTS)
 def choose_few(
     decoder: Decoder, m: int, n: int, k: int, experts: int, chip: Chip = H200
 ) -> mma.Tile | None:
@@ -156,7 +157,7 @@ def touched(m: int, experts: int) -> float:
     return experts * (1 - (1 - 1 / experts) ** m)
 
 
-@cache
+@lru_cache(COUNTS)
 def token_tiles(tokens: int, m: int, experts: int) -> float:
     """Tiles of so many tokens of all experts, expected."""
     return experts * math.fsum(p * -(-count // tokens) for count, p in counts(m, experts))

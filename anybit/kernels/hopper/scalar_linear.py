@@ -1,16 +1,17 @@
 """Hopper products of formats whose codes are numbers, and of many experts at once."""
 
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from anybit.core.format import Format
-from anybit.kernels.backend import Activations, LayerSpec, Prepared
+from anybit.kernels.backend import COUNTS, Activations, LayerSpec, Prepared
 from anybit.kernels.cute.counters import zeros
 from anybit.kernels.cute.decode import Decoder, decoder
-from anybit.kernels.cute.jit import KernelSpec, built, kernel_file, missing_kernels
+from anybit.kernels.cute.jit import KernelSpec, built, missing_kernels
 from anybit.kernels.cute.operands import (
     NAMES,
     cut,
@@ -78,23 +79,25 @@ class Way(NamedTuple):
 
 
 def refuse_kernels(layer: LayerSpec) -> str | None:
+    return missing_kernels(kernels_of(layer))
+
+
+def kernels_of(layer: LayerSpec) -> Iterator[KernelSpec]:
+    """All that may multiply a layer."""
     operands = NAMES if layer.dtype is None else [layer.dtype]
     decoders = {decoder(layer.format, operand_of(layer.activation, dtype)) for dtype in operands}
-    files = []
     for d in decoders:
         assert not isinstance(d, str)
         outs = [d.operand] if layer.activation is None else list(NAMES.values())
-        every: list[KernelSpec] = [Kernel(d, t, o) for t in tiles.family(d) for o in outs]
-        every += [Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs]
-        every += copy_kernels(d, outs) + small_kernels(d, outs, chip_of(layer.device))
+        yield from (Kernel(d, t, o) for t in tiles.family(d) for o in outs)
+        yield from (Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs)
+        yield from copy_kernels(d, outs) + small_kernels(d, outs, chip_of(layer.device))
         (n, k), chip = layer.shape, chip_of(layer.device)
         gpu = mma_tiles.gpu_of(layer.device)
         for m in (1, mma_tiles.NARROW):
             if narrow(m, n, k, d, chip):
                 few = (mma_tiles.kernel_for(d, gpu, m, n, o) for o in outs)
-                every += [kernel for kernel in few if kernel]
-        files += [kernel_file(kernel) for kernel in every]
-    return missing_kernels(files)
+                yield from (kernel for kernel in few if kernel)
 
 
 def copy_kernels(d: Decoder, outputs: list[str]) -> list[KernelSpec]:
@@ -248,7 +251,7 @@ def meeting_place(
     return work, (work.data_ptr(), zeros(8 * grid, device))
 
 
-@cache
+@lru_cache(COUNTS)
 def chosen(
     fmt: Format,
     activation: str | None,

@@ -20,7 +20,7 @@ from anybit.kernels.backend import (
     refuse_vendor,
 )
 from anybit.kernels.cute import operands
-from anybit.kernels.cute.jit import kernel_file, missing_kernels
+from anybit.kernels.cute.jit import missing_kernels
 from anybit.kernels.mma import codebook_linear as codebooks
 from anybit.kernels.mma import linear as products
 from anybit.kernels.mma import selftest
@@ -28,8 +28,6 @@ from anybit.kernels.mma.tiles import gpu_of
 
 OLDEST = (8, 0)  # the first architecture with bf16 tensor cores and cp.async
 OLDEST_FP8 = (8, 9)
-
-own_layout = True
 
 
 def refuse(layer: LayerSpec) -> str | None:
@@ -52,7 +50,7 @@ def refuse(layer: LayerSpec) -> str | None:
     kernels = [k for dtype in dtypes for k in selftest.kernels_of(layer, dtype, gpu)]
     if not kernels:
         return f"its tiles do not fit into the shared memory of {name}: {gpu.shared} bytes"
-    if reason := missing_kernels([kernel_file(kernel) for kernel in kernels]):
+    if reason := missing_kernels(kernels):
         return reason
     return selftest.refuse(layer, kernels)
 
@@ -77,7 +75,7 @@ def takes_experts(layer: LayerSpec) -> bool:
     if layer.dtype not in operands.NAMES or operands.refuse_format(layer):  # codebooks as well
         return False
     kernels = selftest.kernels_of(layer, layer.dtype, gpu_of(layer.device), experts=True)
-    missing = missing_kernels([kernel_file(kernel) for kernel in kernels])
+    missing = missing_kernels(kernels)
     if not kernels or missing:
         return False
     return not selftest.refuse(layer, kernels, experts=True)

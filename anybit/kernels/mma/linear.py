@@ -94,7 +94,7 @@ def decoded(x: Tensor, kernel: Kernel, prepared: Prepared) -> Tensor:
     return w
 
 
-@cache
+@tuned.cached
 def chosen(
     fmt: Format,
     activation: str | None,

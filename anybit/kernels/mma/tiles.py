@@ -5,11 +5,12 @@ and from what the GPU says of itself.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
 from anybit.errors import InvalidInput
+from anybit.kernels.backend import COUNTS
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.cute.operands import SPANS
@@ -235,7 +236,7 @@ def fitted(tile: Tile, decoder: Decoder, gpu: Gpu, least: int, most: int) -> Til
     return None
 
 
-@cache
+@lru_cache(COUNTS)
 def choose(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     """The tile for M tokens and N rows; None where shared memory is too small for any."""
     if decodes(decoder, m):
@@ -349,7 +350,7 @@ def wide(decoder: Decoder, gpu: Gpu, m: float, kind: str) -> Tile | None:
     return next((tile for tile in found if tile), None)
 
 
-@cache
+@lru_cache(COUNTS)
 def choose_experts(decoder: Decoder, gpu: Gpu, m: int, experts: int) -> Tile | None:
     """The tile for tokens of which an expert gets m / experts on average.
 

@@ -4,8 +4,6 @@ Programs that split a layer's K meet at locks that belong to the layer: it must 
 streams at the same time.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -20,8 +18,6 @@ from anybit.kernels.triton.tiles import Tile
 
 MOST_CODES = 1 << 31
 OLDEST = (8, 0)  # the first architecture with bf16 tensor cores
-
-own_layout = True
 
 
 def refuse(layer: LayerSpec) -> str | None:
@@ -111,7 +107,7 @@ def multiply(
     return y
 
 
-@cache
+@tuned.cached
 def tile_for(
     layout: Layout, activation: str | None, m: int, n: int, k: int, device: torch.device
 ) -> Tile:
