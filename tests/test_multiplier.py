@@ -5,7 +5,6 @@ import io
 import pickle
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -199,22 +198,6 @@ def test_activations_elsewhere_are_refused() -> None:
     for q in (layer(), layer().release()):
         with pytest.raises(InvalidInput, match=r"x is on meta, and .* on cpu"):
             q(X.to("meta"))
-
-
-def test_threads_share_a_layer() -> None:
-    """Each lays it out for a dtype of its own."""
-    q, wrong = layer(keep="decoded"), []
-
-    def work(dtype: torch.dtype) -> None:
-        want = X.to(dtype) @ q.dequantize(dtype).T
-        wrong.extend(dtype for _ in range(30) if not torch.equal(q(X.to(dtype)), want))
-
-    threads = [threading.Thread(target=work, args=(d,)) for d in (torch.float32, torch.bfloat16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 def test_multipliers_multiply_as_their_layer() -> None:
