@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, prune
 import anybit
 from anybit.errors import InvalidInput, InvalidType, Unsupported
 from anybit.nn.linear import QuantLinear
+from anybit.nn.multiplier import Keep
 
 # torch's own forward gradients use what it calls deprecated, as some of these tests do.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch")
@@ -201,7 +202,7 @@ def test_a_scripted_part_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("keep", ["packed", "decoded"])
-def test_doubles_stay_doubles(keep: anybit.nn.linear.Keep) -> None:
+def test_doubles_stay_doubles(keep: Keep) -> None:
     model = anybit.set_keep(anybit.quantize_(two().double(), "int4"), keep)
     got = model(X.double())
     assert got.dtype == torch.float64

@@ -35,7 +35,7 @@ def cached(function: C) -> C:
     """`lru_cache` for what follows from tuned tiles: `save` makes it forget."""
     made: Any = lru_cache(COUNTS)(function)
     _caches.append(made)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def forget() -> None:

@@ -27,7 +27,7 @@ from anybit.kernels.cute.cells import (
     prepare as prepare,
 )
 from anybit.kernels.cute.counters import zeros
-from anybit.kernels.cute.jit import built, missing_kernels
+from anybit.kernels.cute.jit import KernelSpec, built, missing_kernels
 from anybit.kernels.cute.operands import NAMES, aligned, cut, offsets, whole
 from anybit.kernels.hopper import codebook_tiles, scalar_linear, tiles
 from anybit.kernels.hopper.chip import H200, Chip, chip_of
@@ -62,7 +62,8 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
     if None in here:
         k = layer.shape[1]
         return f"{layer.format.spec}: K={k} wants more multiprocessors at once than this GPU has"
-    kernels = [*(plan.kernel for plan in here if plan), *lookup_kernels(cells)]
+    kernels: list[KernelSpec] = [plan.kernel for plan in here if plan]
+    kernels += lookup_kernels(cells)
     return missing_kernels(kernels, layer.format.spec)
 
 
