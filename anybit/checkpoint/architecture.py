@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from anybit.checkpoint.layout import check_fit, check_missing, layout
+from anybit.checkpoint.names import Names, natural
 from anybit.errors import AnybitError, InvalidInput, in_a_line, loading
 from anybit.files.directory import quantization_of, read_json
 from anybit.files.safetensors import WEIGHTS, Stored, stored_tensors
+from anybit.nn.tied import untie
 
 LAYERS = (
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers",
@@ -150,12 +152,40 @@ def bare_model(source: Path, stored: Mapping[str, Stored] | None = None) -> Any:
         FileNotFoundError: Files are missing.
         InvalidInput: As `model_class` does, when transformers cannot build the model, and when it
             has many times more tensors than the files.
+
+    Returns:
+        The model. `has_own_head` says that its files untied it: see `own_head`.
     """
     kind, config = model_class(source, stored)
     stored = stored_tensors(source) if stored is None else stored
     nbytes = sum(tensor.nbytes for tensor in stored.values())
     with bounded(source, [tensor.shape for tensor in stored.values()], nbytes):
-        return empty_model(source, kind, config)
+        model = empty_model(source, kind, config)
+    model.has_own_head = own_head(model, stored)
+    if model.has_own_head:
+        untie(config)
+        model = empty_model(source, kind, config)
+        model.has_own_head = True
+    return model
+
+
+def own_head(model: Any, stored: Mapping[str, Stored]) -> bool:
+    """Whether files hold another weight for a head than for the embedding that it is tied to.
+
+    transformers then takes the head for one of its own, whatever `tie_word_embeddings` says. Where
+    that flag ties more than files hold, as T5's may, it stays as it is.
+    """
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+    state = model.state_dict()
+    shapes = {tuple(state[name].shape) for pair in ties.items() for name in pair if name in state}
+    alike = [n for n in sorted(stored, key=natural) if stored[n].shape in shapes]
+    if len(alike) < 2:
+        return False
+    names = Names(model)
+    found = {names.in_model(name)[0]: stored[name] for name in alike}
+    pairs = [(found.get(target), found.get(source)) for target, source in ties.items()]
+    whole = [(a, b) for a, b in pairs if a is not None and b is not None]
+    return len(whole) == len(pairs) and not all(a.equals(b) for a, b in whole)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from anybit.files.safetensors import stored_tensors
 from anybit.nn.model import plan_in, quantized_layers, refuse_adapters, set_keep
 from anybit.nn.multiplier import Keep
 from anybit.nn.plan import METHOD, stored_plan
+from anybit.nn.tied import tied_layers, untie
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,6 +61,8 @@ def save(model: Any, directory: str | os.PathLike[str], overwrite: bool = False)
             f"{type(model).__name__} is no transformers model; save its state_dict() instead"
         )
     plan_in(model)  # raises without quantized layers; saving records it
+    if model._tied_weights_keys and not tied_layers(model):  # files may have untied it
+        untie(model.config)
     out, source = destination(directory), Path(str(getattr(model, "name_or_path", "")))
     needed = sum({t.data_ptr(): t.nbytes for t in model.state_dict().values()}.values())
     with new_directory(out, overwrite, needed) as temporary:

@@ -30,7 +30,7 @@ from anybit.nn.experts import expert_layers
 from anybit.nn.linear import check_finite, is_conv1d
 from anybit.nn.model import dense_layers, full_plan, linear_schemes
 from anybit.nn.plan import Plan, Spec, quantization_config, resolve
-from anybit.nn.tied import untied_heads
+from anybit.nn.tied import untie, untied_config, untied_heads
 from anybit.quantizers.base import Quantizer, planned, quantize_weight
 from anybit.quantizers.rtn import RTN
 from anybit.version import __version__
@@ -130,7 +130,7 @@ def quantize_checkpoint(
         kept=tuple(name for name in work.stored if name not in work.schemes),
         unexpected=work.unexpected,
         weights=sum(math.prod(work.stored[name].shape) for name in work.schemes),
-        bytes_before=work.source_bytes,
+        bytes_before=work.source_bytes - sum(work.stored[f"{n}.weight"].nbytes for n in work.heads),
         bytes_after=after,
         shards=len(work.shards),
         resumed=resumed,
@@ -213,10 +213,11 @@ def plan_quantization(
     formats = planned(quantizer, full_plan(model, spec), dense_layers(model))
     heads = untied_heads(model, resolve(dense_layers(model), formats))
     given: dict[str, Stored] = dict(tensors)
+    if heads or model.has_own_head:
+        config = untied_config(config)
     if heads:
-        config = {**config, "tie_word_embeddings": False}
         given |= heads_of_their_own(tensors, model, heads)
-        model.config.tie_word_embeddings = False
+        untie(model.config)
         model = empty_model(source, type(model), model.config)
     layers, experts = linear_schemes(model, formats), expert_layers(model)
     found = layout(given, model, lambda name: as_in_model or name.removesuffix(".weight") in layers)

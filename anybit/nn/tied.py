@@ -95,6 +95,21 @@ def untied(model: Any, heads: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
+def untie(config: Any) -> None:
+    """Say in a configuration of transformers that heads have weights of their own."""
+    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+
+
+def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json that says so, also where that of its text model does."""
+    text = {
+        key: untied_config(value)
+        for key, value in config.items()
+        if isinstance(value, dict) and value.get("tie_word_embeddings")
+    }
+    return {**config, **text, "tie_word_embeddings": False}
+
+
 def layer_of(key: str) -> str:
     """The layer that a weight's name belongs to; the name itself if it is no weight."""
     return key.removesuffix(".weight")

@@ -47,7 +47,7 @@ from anybit.nn.experts import split
 from anybit.nn.linear import all_finite, check_finite
 from anybit.nn.model import is_linear
 from anybit.nn.plan import METHOD, is_head, quantization_config
-from anybit.nn.tied import untied_heads
+from anybit.nn.tied import untied_config, untied_heads
 from anybit.version import __version__
 
 # quant_method in config.json, and the name of the module that reads such checkpoints.
@@ -341,8 +341,8 @@ def plan_conversion(
     kept += [f"{name}.weight" for name in others]
     if for_transformers:
         check_missing(source, lost_tensors(found.names, model, kept, coded, unexpected), unexpected)
-    if untied_heads(model, coded):  # the head has a weight of its own beside the embeddings'
-        config = {**config, "tie_word_embeddings": False}
+    if found.names.model.has_own_head or untied_heads(model, coded):
+        config = untied_config(config)
     linears = [place for place in model_name if is_linear(module_of[place.stored])]
     formats = plan_for(layers | {place.saved: layers.get(place.stored) for place in linears})
     manifest = {

@@ -35,6 +35,7 @@ from anybit.files.directory import destination, megabytes, quantization_of, read
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import published, split
 from anybit.nn.plan import METHOD, patterns_for, stored_plan
+from anybit.nn.tied import untied_config
 from anybit.version import __version__
 
 GGUF = "gguf"
@@ -185,7 +186,7 @@ class Checkpoint:
     directory: Path
     config: Mapping[str, Any]
     stored: Mapping[str, Stored]
-    model: nn.Module
+    model: Any
     linears: Mapping[str, str]
     layers: Mapping[str, tuple[Format, str | None, tuple[int, int]]]
 
@@ -216,6 +217,7 @@ def checkpoint_of(source: Path) -> Checkpoint:
             raise InvalidInput(f"{source}: has codes for {name}, but by config.json {what}")
         shape = (modules[name].out_features, modules[name].in_features)
         layers[name] = (*parse_scheme(scheme), shape)
+    config = untied_config(config) if bare.has_own_head else config
     return Checkpoint(source, config, stored, model, linears, layers)
 
 

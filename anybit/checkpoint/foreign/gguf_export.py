@@ -86,10 +86,7 @@ class _File:
     """
 
     def __init__(self, source: Checkpoint):
-        from transformers import AutoConfig
-
-        self.source = source
-        self.config: Any = AutoConfig.from_pretrained(source.directory, local_files_only=True)
+        self.source, self.config = source, source.model.config
         self.family = family_of(source)
         self.kinds: dict[str, str] = {}
         reasons: dict[str, str] = {}
