@@ -16,6 +16,7 @@ from anybit.engine import fallback
 from anybit.engine.lora import Adapters, read_adapter
 from anybit.engine.memory import check_weights
 from anybit.engine.models import UnknownModel
+from anybit.engine.models.fields import check_fields
 from anybit.engine.models.layers import Decoder
 from anybit.engine.models.rope import rope_parameters
 from anybit.engine.weights import Checkpoint, Rougher, Weights
@@ -111,6 +112,7 @@ def load(
     plan = None
     try:
         kind = model_class(config, directory)
+        check_fields(kind, bare, directory)
         source = Rougher if rougher and formats is not None else Checkpoint
         weights = source(directory, device, dtype, bare, formats, quantization, keep)
         check_weights(directory, weights.least_bytes(), device)
@@ -174,8 +176,6 @@ def model_class(config: PretrainedConfig, directory: Path | str = "the model") -
         raise UnknownModel(
             f"{directory}: the engine does not know {', '.join(names) or 'an unnamed architecture'}"
         )
-    if getattr(config, "use_bidirectional_attention", False):
-        raise UnknownModel(f"{directory}: the engine has no bidirectional attention")
     module, _, cls = MODELS[name].partition(".")
     return getattr(import_module(f"anybit.engine.models.{module}"), cls)
 

@@ -46,6 +46,12 @@ CAPS = {
 EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
            "expert_feed_forward_length": "moe_intermediate_size"}  # fmt: skip
 SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+# What a model does without a key, where that is not 0, none or "": llama.cpp's defaults.
+USUAL = {
+    "logit_scale": 1, "residual_scale": 1, "embedding_scale": 1, "expert_weights_scale": 1,
+}  # fmt: skip
+NOT_IDLE = {"rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"}  # at 0
+OFF = {"expert_weights_norm", "swin_norm", "use_parallel_residual"}  # false, where files say nothing
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of those whose queries are scaled otherwise
 GEMMA3_PERIOD, GEMMA3_LOCAL_BASE = 6, 10000.0
 TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
@@ -85,7 +91,8 @@ FAMILIES = (
            {"norm_topk_prob": False}),
     Family("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", EXPERTS, {"norm_topk_prob": True}),
     Family("gemma", "gemma", "GemmaForCausalLM", plus_one=True),
-    Family("gemma2", "gemma2", "Gemma2ForCausalLM", WINDOW | CAPS, plus_one=True),
+    Family("gemma2", "gemma2", "Gemma2ForCausalLM", WINDOW | CAPS, plus_one=True,
+           fixed={"sliding_window": 4096}),
     Family("gemma3", "gemma3_text", "Gemma3ForCausalLM", WINDOW | CAPS, plus_one=True,
            fixed={"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     Family("phi3", "phi3", "Phi3ForCausalLM", WINDOW),
@@ -125,6 +132,8 @@ def config_of(contents: Contents) -> dict[str, Any]:
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
         if not isinstance(config.get(name), int) or config[name] < 1:
             raise InvalidInput(f"{path}: has no whole number of {name} in its metadata")
+    if "rms_norm_eps" not in config:  # which has no default
+        raise InvalidInput(f"{path}: has no attention.layer_norm_rms_epsilon in its metadata")
     if config["num_hidden_layers"] > len(contents.tensors):
         raise InvalidInput(
             f"{path}: {config['num_hidden_layers']} layers in its metadata, and "
@@ -148,6 +157,9 @@ def config_of(contents: Contents) -> dict[str, Any]:
         config["mlp_bias"] = "blk.0.ffn_up.bias" in contents.tensors
     if not config.get("sliding_window"):
         config["sliding_window"] = None
+    config |= {cap: None for cap in CAPS if config.get(cap) == 0}
+    if not own.flag("attention.causal", True):
+        config["is_causal"] = False
     for name, key in TOKENS.items():
         token = contents.metadata.get(f"tokenizer.ggml.{name}_token_id")
         config[key] = token if isinstance(token, int) else None
@@ -193,10 +205,23 @@ class Own:
         value = self.values.get(key, default)
         return value if isinstance(value, str) else repr(value)
 
+    def flag(self, key: str, default: bool) -> bool:
+        """Yes or no."""
+        self.known.add(key)
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            raise InvalidInput(f"{self.path}: {self.arch}.{key} is {str(value)[:40]!r}, no boolean")
+        return value
+
     def check_all_known(self) -> None:
         """InvalidInput when there is a key that nothing here understands."""
-        idle = (0, 0.0, False, "", None)  # of what a model does without
-        unknown = [k for k, v in self.values.items() if k not in self.known and v not in idle]
+
+        def idle(key: str, value: Any) -> bool:
+            if isinstance(value, bool):
+                return not value and key in OFF
+            return value == USUAL.get(key, 0) or (value in (0, "", None) and key not in NOT_IDLE)
+
+        unknown = [k for k, v in self.values.items() if k not in self.known and not idle(k, v)]
         if unknown:
             key = unknown[0]
             raise InvalidInput(
@@ -326,6 +351,7 @@ def metadata_of(
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     own |= {"attention.key_length": dim, "attention.value_length": dim}
     own["vocab_size"] = config.vocab_size
+    own |= {"attention.causal": False} if getattr(config, "is_causal", None) is False else {}
     given = config.rope_parameters
     if family.arch == "gemma3":
         own["rope.freq_base_swa"] = given["sliding_attention"]["rope_theta"]
@@ -342,7 +368,7 @@ def metadata_of(
     nowhere = Stored(Path("the checkpoint"), "F32", shape, 0, 0)
     blocks = {name: Block("F32", shape, nowhere) for name in names}
     back = config_of(Contents((nowhere.file,), metadata, blocks))
-    again, before = type(config)(**back).to_dict(), config.to_dict()
+    again, before = {"is_causal": True} | type(config)(**back).to_dict(), config.to_dict()
     idle = IDLE | ({"rope_parameters"} if tensors else set())
     for key in before:
         if key not in idle and not same(again.get(key), before[key]):

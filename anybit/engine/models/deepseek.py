@@ -40,6 +40,8 @@ class LatentAttention(Mixer):
         rows = self.heads * (self.plain + self.rotary)
         if rank is None and bias:
             raise UnknownModel("attention_bias without q_lora_rank is unknown")
+        if c.num_key_value_heads != self.heads:
+            raise UnknownModel("heads of Q and K of different numbers are unknown in a latent")
         self.sizes = [rows if rank is None else rank, self.latent, self.rotary]
         first = "q_proj" if rank is None else "q_a_proj"
         self.qkv_proj = weights.linear(

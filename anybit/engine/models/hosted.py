@@ -99,10 +99,11 @@ class Hosted(Decoder):
         before = {id(c): (c, c._attn_implementation) for c in configs(model)}
         with torch.inference_mode(), probing():
             try:
-                want = model(ids[None], use_cache=True).logits[0]
+                first = model(ids[None], use_cache=True)
                 model.set_attn_implementation(NAME)
                 self.layers_of_attention = self._try(ids)
-                self._compare(ids, want)
+                self._check_kept(first.get("past_key_values"))
+                self._compare(ids, first.logits[0])
             except Exception as error:
                 for config, name in before.values():
                     config._attn_implementation_internal = name
@@ -168,6 +169,18 @@ class Hosted(Decoder):
                 f"{type(self.model).__name__} does not take the positions that it is given"
             )
         return trial.layers
+
+    def _check_kept(self, cache: Any) -> None:
+        """UnknownModel where transformers' cache forgets tokens that attention would look at."""
+        layers = getattr(cache, "layers", [])
+        for kept, layer in zip(layers, self.layers_of_attention, strict=False):
+            if getattr(kept, "is_sliding", False) and layer.scores.mask is None:
+                seen = min(layer.scores.window or self.length, self.length)
+                if kept.sliding_window < seen:
+                    raise UnknownModel(
+                        f"{type(self.model).__name__} keeps {kept.sliding_window} tokens in its "
+                        f"cache, and looks at {seen} without one"
+                    )
 
     def _compare(self, ids: Tensor, want: Tensor) -> None:
         """Two copies of a text side by side, in chunks, against the model as it was."""

@@ -404,8 +404,9 @@ def norm_weight(weights: Weights, name: str, size: int, kind: NormKind) -> Tenso
 
 def activation_of(config: PretrainedConfig) -> str:
     """The name of an MLP's activation function."""
-    keys = ("hidden_act", "hidden_activation", "activation_function")
-    name = next((found for key in keys if (found := getattr(config, key, None))), None)
+    keys = ("hidden_act", "hidden_activation", "activation_function")  # of its class, not others'
+    own = [key for key in keys if hasattr(type(config), key)]
+    name = next((found for key in own if (found := getattr(config, key))), None)
     if name not in ACT2FN:
         raise UnknownModel(f"hidden_act={name!r} is unknown; known: {', '.join(ACT2FN)}")
     return str(name)
@@ -427,9 +428,9 @@ def wanted_by(layer: nn.Module | None) -> Wanted:
 
 def window_of(config: PretrainedConfig, index: int) -> int | None:
     """The sliding window of a layer, or None when it sees everything."""
-    kinds = getattr(config, "layer_types", None)
+    kinds, window = (getattr(config, name, None) for name in ("layer_types", "sliding_window"))
     if kinds and kinds[index] == "full_attention":
         return None
     if kinds and kinds[index] != "sliding_attention":
         raise UnknownModel(f"layer type {kinds[index]!r} is unknown")
-    return getattr(config, "sliding_window", None) or None
+    return window or None

@@ -2,6 +2,7 @@
 
 import torch
 
+from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import Attention, Mixer, window_of
 from anybit.engine.models.llama import Llama
 from anybit.engine.models.rope import NoRope, Rope
@@ -17,5 +18,7 @@ class SmolLM3(Llama):
     def attention(self, weights: Weights, name: str, index: int) -> Mixer:
         c = self.config
         bias = bool(c.attention_bias)
-        window = window_of(c, index) if c.use_sliding_window else None
+        window = window_of(c, index)
+        if window and not c.use_sliding_window:
+            raise UnknownModel("layers with windows, and use_sliding_window=False, are unknown")
         return Attention(weights, name, c, bias, output_bias=bias, window=window)

@@ -1,0 +1,109 @@
+"""Fields of config.json that the engine's own families do not know never change its answers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import anybit
+from anybit.engine.llm import LLM
+from anybit.engine.loader import MODELS, model_class
+from anybit.engine.models import UnknownModel
+from anybit.engine.models.fields import check_fields, read_by_theirs
+from anybit.engine.models.layers import Decoder
+from anybit.engine.sequence import SamplingParams
+from tests.engine.conftest import ARCHITECTURES, prompts, random_model, reference
+from tests.engine.test_models import edit
+
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("published.json").read_text()
+)
+Checkpoint = Callable[[str], Path]
+
+
+def bare(config: Any) -> Any:
+    with torch.device("meta"):
+        return getattr(transformers, config.architectures[0])._from_config(config)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_families_know_all_that_transformers_reads(checkpoint: Checkpoint, name: str) -> None:
+    model = bare(AutoConfig.from_pretrained(checkpoint(name)))
+    check_fields(model_class(model.config), model, name)
+    assert read_by_theirs(model) is not None  # or a name such as "unsloth_fixed" would count
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_run_in_the_engine(tmp_path: Path, name: str) -> None:
+    """With what their files say beside: other tools' fields, training, tokens, versions."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    model = bare(AutoConfig.from_pretrained(tmp_path))
+    check_fields(model_class(model.config), model, name)
+
+
+def test_every_family_has_a_published_model() -> None:
+    assert {config["architectures"][0] for config in PUBLISHED.values()} == MODELS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "known"),
+    [
+        ("llama", "is_causal", False, False),
+        ("qwen3", "is_causal", False, False),
+        ("llama", "is_causal", True, True),
+        ("gemma2", "hidden_act", "relu", True),  # its class calls it hidden_activation
+        ("gemma3", "use_bidirectional_attention", True, False),
+        ("gemma3", "attn_logit_softcapping", 1.0, None),
+        ("gemma3", "final_logit_softcapping", 1.0, True),
+        ("llama", "use_bidirectional_attention", True, True),  # transformers' Llama has no such
+        ("llama", "sliding_window", 6, False),
+        ("llama", "attention_chunk_size", 6, False),
+        ("llama", "partial_rotary_factor", 0.5, None),
+        ("llama", "residual_multiplier", 0.3, True),
+        ("llama", "logit_scale", 3.0, True),
+        ("llama", "clip_qkv", 0.5, True),
+        ("mistral", "attention_bias", True, True),
+        ("llama", "is_decoder", True, True),
+        ("mixtral", "layer_types", ["full_attention"] * 2, False),  # its class has none
+        ("olmo2", "sliding_window", 6, False),
+        ("deepseek_v2", "rope_interleave", False, False),
+        ("mistral", "layer_types", ["full_attention", "sliding_attention"], None),
+        ("granite", "logits_scaling", 3.0, True),
+        ("qwen2_moe", "norm_topk_prob", True, True),
+        ("deepseek_v3", "norm_topk_prob", False, None),
+        ("gpt_oss", "attention_bias", False, None),
+    ],
+)
+def test_other_values_give_the_tokens_of_transformers(
+    tmp_path: Path, name: str, field: str, value: Any, known: bool | None
+) -> None:
+    """known: whether the engine's own model runs it; None: either."""
+    kind, options = ARCHITECTURES[name]
+    random_model(kind, {**options, field: value}).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    llm = LLM(tmp_path, max_tokens=16, block_size=4)
+    assert known in (None, isinstance(getattr(llm.engine.runner, "model", None), Decoder) and
+                     type(llm.engine.runner.model).__module__ != "anybit.engine.models.hosted")
+    params = SamplingParams(max_tokens=10, temperature=0)
+    for prompt, output in zip(prompts(2), llm.generate(prompts(2), params), strict=True):
+        assert output.tokens == reference(model, prompt, 10)[: len(output.tokens)]
+
+
+def test_a_bidirectional_model_gives_no_causal_embeddings(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    llm = LLM(edit(checkpoint("qwen3"), tmp_path, is_causal=False))
+    with pytest.raises(anybit.errors.Unsupported, match="embeddings need a model that the engine"):
+        llm.embed([[5, 6, 7]])
+
+
+def test_the_field_and_its_value_are_named(checkpoint: Checkpoint) -> None:
+    config = AutoConfig.from_pretrained(checkpoint("llama"))
+    config.is_causal = False
+    with pytest.raises(UnknownModel, match="is_causal is False, which the engine's Llama does not"):
+        check_fields(model_class(config), bare(config), "x")
