@@ -148,9 +148,10 @@ def test_a_stored_head_is_used_whatever_the_flag_says(apart: Path, tmp_path: Pat
     for name, logs in (("saved", kept), ("streamed", kept), ("named", named)):
         again = anybit.load(tmp_path / name, dtype=torch.float32)
         assert torch.equal(logits(again), logs)
-        assert json.loads((tmp_path / name / "config.json").read_text())[
-            "tie_word_embeddings"
-        ] is False
+        assert (
+            json.loads((tmp_path / name / "config.json").read_text())["tie_word_embeddings"]
+            is False
+        )
         tokens = again.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)
         assert generated(tmp_path / name) == tokens[0, 3:].tolist()
     found = anybit.load(tmp_path / "named", dtype=torch.float32).get_submodule("lm_head")

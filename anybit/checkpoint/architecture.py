@@ -1,5 +1,6 @@
 """From config.json to the class of a model: checked before anything is built or loaded."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from anybit.checkpoint.layout import check_fit, check_missing, layout
 from anybit.checkpoint.names import Names, natural
 from anybit.errors import AnybitError, InvalidInput, in_a_line, loading
-from anybit.files.directory import quantization_of, read_json
+from anybit.files.directory import quantization_of, read_json, stated_quantization
 from anybit.files.safetensors import WEIGHTS, Stored, stored_tensors
 from anybit.nn.tied import untie
 
@@ -31,8 +32,12 @@ WIDTHS = (
 ADAPTER = "adapter_config.json"
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 MOST_POSITIONS = 1 << 31
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+CODES = {"U8", "I8", "I16", "I32", "F8_E4M3", "F8_E5M2", "F8_E8M0"}  # of weights that are not dense
 # A model may have more tensors than its files: merged ones are taken apart, some are computed.
 SPARE, MANY_TIMES, LEAST_BYTES = 1000, 16, 64
+
+log = logging.getLogger(__name__)
 
 
 def check_sizes(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
@@ -71,6 +76,34 @@ def entries(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from entries(value, f"{prefix}{name}.")
 
 
+def dense_config(source: Path) -> dict[str, Any]:
+    """The config.json of a model that is to be quantized.
+
+    A quantization_config that was left beside dense weights is not in it.
+
+    Raises:
+        FileNotFoundError: There is none.
+        InvalidInput: It is damaged, or the model is quantized already.
+    """
+    config = read_json(source / "config.json")
+    quantization_of(config, source)
+    stated = stated_quantization(source, config)
+    if stated is None:
+        return config
+    if any(tensor.dtype in CODES for tensor in stored_tensors(source).values()):
+        raise quantized_already(source, stated)
+    log.warning(
+        "%s: config.json says that the model is quantized, with %s; its weights are dense, so that "
+        "does not count", source, stated.get("quant_method", "an unknown method"),
+    )  # fmt: skip
+    return {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+
+
+def quantized_already(source: Path, stated: Mapping[str, Any]) -> InvalidInput:
+    method = stated.get("quant_method", "an unknown method")
+    return InvalidInput(f"{source} is quantized already, with {method}; start from the dense one")
+
+
 def model_class(source: Path, stored: Mapping[str, Stored] | None = None) -> tuple[Any, Any]:
     """The class of transformers that a directory's config.json names, and its configuration.
 
@@ -100,6 +133,7 @@ def model_class(source: Path, stored: Mapping[str, Stored] | None = None) -> tup
             f"{source}: {ADAPTER} lies beside the model, and transformers would add that adapter "
             "to it; merge it into the model, or move it into a directory of its own"
         )
+    refuse_code(source, raw)
     names = raw.get("architectures") or [""]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InvalidInput(
@@ -109,7 +143,9 @@ def model_class(source: Path, stored: Mapping[str, Stored] | None = None) -> tup
     import transformers
 
     with built(source):
-        config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(
+            source, local_files_only=True, trust_remote_code=False
+        )
     if not names[0]:
         return transformers.AutoModelForCausalLM, config
     kind = getattr(transformers, names[0], None)
@@ -123,6 +159,22 @@ def model_class(source: Path, stored: Mapping[str, Stored] | None = None) -> tup
         with built(source):
             config = kind.config_class.from_pretrained(source, local_files_only=True)
     return kind, config
+
+
+def refuse_code(source: Path, raw: Mapping[str, Any]) -> None:
+    """InvalidInput for a model that runs by Python files of its own alone."""
+    import transformers
+
+    code, names = raw.get("auto_map"), raw.get("architectures") or []
+    known = raw.get("model_type") in transformers.CONFIG_MAPPING
+    if not code or (known and all(hasattr(transformers, str(name)) for name in names)):
+        return
+    raise InvalidInput(
+        f"{source}: {', '.join(map(str, names)) or 'the model'} is not in transformers "
+        f"{transformers.__version__} but in Python files of the checkpoint, which anybit does not "
+        "run; if you trust them, load it with from_pretrained(..., trust_remote_code=True), and "
+        "use anybit.quantize_ and anybit.save"
+    )
 
 
 class built:

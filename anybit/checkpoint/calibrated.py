@@ -98,10 +98,19 @@ def calibrate_checkpoint(
                 shutil.rmtree(partial)
             raise
         finish(partial, source, work, model, prefix)
-        write_card(partial, str(source), work.quantized)
+        write_card(partial, str(source), work.quantized, described(quantizer))
         move_directory(partial, out)
         (out / SETTINGS).unlink()
     return out
+
+
+def described(quantizer: Quantizer) -> str:
+    """A quantizer and its data, for the model card."""
+    data = calibration_of(quantizer)
+    given = isinstance(data.source, str | Path)
+    source = f" of {Path(str(data.source)).name}" if given else ""
+    windows = f"at most {data.samples} windows of {data.length} tokens"
+    return f"{type(quantizer).__name__}, calibrated on {windows}{source}"
 
 
 def without_blocks(

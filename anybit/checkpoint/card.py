@@ -1,8 +1,13 @@
 """The model card of a quantized checkpoint: what it was made of, and how to load it."""
 
 import math
+import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from anybit.core.scheme import parse_scheme
 from anybit.files.directory import read_json
@@ -10,16 +15,14 @@ from anybit.nn.plan import stored_plan
 from anybit.version import __version__
 
 NAME = "README.md"
-CARD = """---
-library_name: transformers
-{base}tags:
-- anybit
----
-
+BEGIN, END = "<!-- anybit -->", "<!-- /anybit -->"  # around what is written here
+FRONT = re.compile(r"\A---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/[^/]+/?$")  # in the hub's cache
+CARD = """{begin}
 # {title}, quantized
 
-{title}, quantized with anybit {version}: {weights:.4g} million weights of {layers} linear layers in
-{bits:.2f} bits each, scales and tables included. All other tensors are as they were.
+{title}, quantized with anybit {version}{how}: {weights:.4g} million weights of {layers} linear
+layers in {bits:.2f} bits each, scales and tables included. All other tensors are as they were.
 
 | layers | format |
 |---|---|
@@ -35,21 +38,24 @@ model = anybit.load(DIRECTORY)  # or AutoModelForCausalLM.from_pretrained, once 
 ```
 anybit serve DIRECTORY
 ```
+{end}
 """
 
 
-def write_card(directory: Path, source: str, layers: Iterable[tuple[str, tuple[int, int]]]) -> None:
-    """Write a README.md into a finished checkpoint that has none.
+def write_card(
+    directory: Path, source: str, layers: Iterable[tuple[str, tuple[int, int]]], how: str = ""
+) -> None:
+    """Say in a finished checkpoint's README.md what it is; what stands there already follows.
 
     Args:
-        directory: Of the checkpoint.
+        directory: Of the checkpoint, with the dense model's README.md if that has one.
         source: The dense model: a name of the hub, or a directory, of which the name is told.
         layers: Scheme and shape (N, K) of each quantized layer.
+        how: The quantizer and its data, in words.
     """
-    if (directory / NAME).exists():
-        return
-    hub = source.count("/") == 1 and not Path(source).exists()
-    name = source if hub else Path(source).name
+    hub = source if source.count("/") == 1 and not Path(source).exists() else None
+    if found := SNAPSHOT.search(str(Path(source).absolute())):
+        hub = f"{found[1]}/{found[2]}"
     layers = list(layers)
     weights = sum(math.prod(shape) for _, shape in layers)
     bits = sum(
@@ -59,12 +65,38 @@ def write_card(directory: Path, source: str, layers: Iterable[tuple[str, tuple[i
     plan = stored_plan(read_json(directory / "config.json")["quantization_config"])
     rows = (f"| `{pattern}` | {f'`{s}`' if s else 'dense'} |" for pattern, s in plan.items())
     card = CARD.format(
-        base=f"base_model: {name}\n" if hub else "",
-        title=name or "A model",
+        begin=BEGIN,
+        end=END,
+        title=hub or Path(source).name or "A model",
         version=__version__,
+        how=f", by {how}" if how else "",
         weights=weights / 1e6,
         layers=len(layers),
         bits=bits / weights,
         formats="\n".join(rows),
     )
-    (directory / NAME).write_text(card, "utf-8")
+    data, text = old_card(directory / NAME)
+    tags = data.get("tags") if isinstance(data.get("tags"), list) else []
+    data = {"library_name": "transformers"} | data
+    data |= {"base_model": hub, "base_model_relation": "quantized"} if hub else {}
+    data["tags"] = [*(tag for tag in tags if tag != "anybit"), "anybit"]
+    front = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+    whole = f"---\n{front}---\n\n{card}" + (f"\n{text}" if text else "")
+    (directory / NAME).write_text(whole, "utf-8")
+
+
+def old_card(path: Path) -> tuple[dict[str, Any], str]:
+    """The metadata and the text of a README.md, without what was written here before."""
+    if not path.is_file():
+        return {}, ""
+    text = path.read_text("utf-8-sig", errors="replace")
+    found = FRONT.match(text)
+    data: Any = None
+    if found:
+        with suppress(yaml.YAMLError):
+            data = yaml.safe_load(found[1])
+    if found and isinstance(data, dict):
+        text = text[found.end() :]
+    before, begin, rest = text.partition(BEGIN)
+    text = before + rest.partition(END)[2] if begin else text
+    return data if isinstance(data, dict) else {}, text.lstrip()

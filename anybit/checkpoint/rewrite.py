@@ -87,6 +87,11 @@ class Rewrite(ABC):
         """Scheme and shape (N, K) of each layer that is quantized, for the model card."""
         return []
 
+    @property
+    def how(self) -> str:
+        """The quantizer in words, for the model card."""
+        return ""
+
     def parts(self, unit: str) -> list[str]:
         """Names of the source's tensors that a unit is read from."""
         return [unit]
@@ -173,7 +178,7 @@ def write_shards(
                         step(work.nbytes([name]), name)
         after = finish(partial, source, work)
         if work.quantized:
-            write_card(partial, str(source), work.quantized)
+            write_card(partial, str(source), work.quantized, work.how)
         move_directory(partial, out)
         (out / MANIFEST).unlink()
     except BaseException as error:

@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 
-from anybit.checkpoint.architecture import bare_model, empty_model
+from anybit.checkpoint.architecture import (
+    bare_model,
+    dense_config,
+    empty_model,
+    quantized_already,
+)
 from anybit.checkpoint.layout import Tensors, Transposed, check_fit, check_missing, layout, some
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
@@ -24,7 +29,7 @@ from anybit.checkpoint.rewrite import (
 from anybit.core.packed import tensor_shapes
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
-from anybit.files.directory import dense_config, destination, megabytes
+from anybit.files.directory import destination, megabytes, read_json, stated_quantization
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import expert_layers
 from anybit.nn.linear import check_finite, is_conv1d
@@ -170,17 +175,24 @@ class Quantization(Rewrite):
         shapes = ((s, self.stored[name].shape) for name, s in self.schemes.items())
         return [(scheme, (shape[0], shape[1])) for scheme, shape in shapes]
 
+    @property
+    def how(self) -> str:
+        return type(self.quantizer).__name__
+
     def outputs(self, units: list[str]) -> dict[str, int]:
         each = (outputs(name, self.stored[name], self.schemes.get(name)) for name in units)
         return {name: size for part in each for name, size in part.items()}
 
     def write(self, unit: str, shard: ShardWriter) -> None:
         scheme = self.schemes.get(unit)
-        if scheme is None:
+        if unit in self.unexpected:
             self.copy(unit, shard)
             return
         weight = self.stored[unit].read()
         check_finite(weight, unit)
+        if scheme is None:
+            shard.add(unit, weight)
+            return
         packed = quantize_weight(self.quantizer, weight, parse_scheme(scheme)[0])
         for key, tensor in packed.tensors().items():
             shard.add(f"{unit.removesuffix('weight')}{key}", tensor)
@@ -208,8 +220,13 @@ def plan_quantization(
         InvalidInput: The source is damaged or quantized already, the plan does not fit its
             layers, or its tensors do not fit its config.json.
     """
-    config = dense_config(source)
+    config, stated = (
+        dense_config(source),
+        stated_quantization(source, read_json(source / "config.json")),
+    )
     model, tensors = bare_model(source), stored_tensors(source)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
     formats = planned(quantizer, full_plan(model, spec), dense_layers(model))
     heads = untied_heads(model, resolve(dense_layers(model), formats))
     given: dict[str, Stored] = dict(tensors)
@@ -223,6 +240,8 @@ def plan_quantization(
     found = layout(given, model, lambda name: as_in_model or name.removesuffix(".weight") in layers)
     check_missing(source, found.missing, found.unexpected)
     check_fit(source, found, model)
+    if found.unexpected and stated:  # what lies beside weights that are codes
+        raise quantized_already(source, stated)
     if found.unexpected:
         log.warning(
             "%s: %d tensors fit no parameter of the model, and stay as they are: %s",

@@ -256,9 +256,9 @@ def plan(
     say(f"loading {model}")
     check_outputs(out, plot)
 
+    from anybit.checkpoint.architecture import dense_config
     from anybit.checkpoint.save_load import load_dense
     from anybit.cli.options import calibration_of
-    from anybit.files.directory import dense_config
     from anybit.formats.presets import CANDIDATES
     from anybit.planning.allocate import plan_formats
 

@@ -20,7 +20,7 @@ from anybit.engine.models.fields import check_fields
 from anybit.engine.models.layers import Decoder
 from anybit.engine.models.rope import rope_parameters
 from anybit.engine.weights import Checkpoint, Rougher, Weights
-from anybit.errors import InvalidInput, Unsupported
+from anybit.errors import InvalidInput, Unsupported, loading
 from anybit.files.directory import quantization_of, read_json
 from anybit.nn.model import quantized_layers
 from anybit.nn.multiplier import Keep
@@ -144,7 +144,10 @@ def load(
         for layer in layers:
             quantized[layer.scheme] += layer.in_features * layer.out_features
     has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
-    tokenizer = AutoTokenizer.from_pretrained(directory) if has_tokenizer else None
+    tokenizer = None
+    if has_tokenizer:
+        with loading(directory):
+            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     eos = end_tokens(directory, config)
     return Loaded(model, tokenizer, config, eos, dtype, quantized, size, plan)
 

@@ -2,10 +2,11 @@
 
 import errno
 import json
+import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,14 +15,27 @@ from typing import Any
 from anybit.errors import InvalidInput
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
-# Files of a model that are no weights: what tokenizers and processors read, templates, settings of
-# generation, code that config.json may name, and what its licence asks to be kept.
-OF_A_MODEL = (
-    "*token*.json", "*token*.txt", "tekken.json", "*.model", "*.tiktoken", "*.jinja", "*.py",
-    "*vocab*", "merges.txt", "*processor_config.json", "*chat_template*", "generation_config.json",
-    "license*", "licence*", "notice*", "*use_policy*", "readme.md", "*.spm", "*.bpe",
+# What lies beside a model and is none of it. Folders with weights of their own are other models.
+WEIGHTS_OF_ALL = (
+    *(f"*{end}" for end in OTHER_WEIGHTS), "*.safetensors", "*.index.json", "*.onnx_data", "*.ot",
+    "*.npz", "*.npy", "*.pkl", "*.pickle", "*.ggml", "*.tflite", "*.nemo", "*.mlmodel", "*.distcp",
+    "*.engine",
 )  # fmt: skip
+LEFT_OUT = (
+    ".*", "__pycache__", "*.pyc", "*.tmp", "*.partial", "*.lock", "cache", "node_modules",
+    "optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state.json", "training_args*",
+    "checkpoint-*", "global_step*", "zero_to_fp32.py", "wandb", "runs", "logs", "mlruns",
+    "lightning_logs", "tensorboard", "events.out.*", "*.log", "*.csv", "*.tsv", "*.parquet",
+    "*.arrow", "*.jsonl", "*.db", "*.sqlite", "*.tar", "*.gz", "*.zip", "*.7z", "*.pem", "*.key",
+    "*credential*", "*secret*", "adapter_config.json",
+    # How another tool has quantized it.
+    "quantize_config.json", "quant_config.json", "hf_quant_config.json", "quanto_qmap.json",
+)  # fmt: skip
+LARGEST_FILE = 1 << 26  # bytes of a file that is no weight, such as a tokenizer
+QUANTIZATION = "quantization_config"  # its key in config.json
 COPY = 1 << 24  # bytes copied at a time
+
+log = logging.getLogger(__name__)
 
 
 def read_text(path: Path) -> str:
@@ -66,7 +80,7 @@ def absent(path: Path) -> str:
 
 def quantization_of(config: dict[str, Any], source: Path) -> dict[str, Any]:
     """What a config.json says of how the model is quantized; {} when nothing."""
-    found = config.get("quantization_config")
+    found = config.get(QUANTIZATION)
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -77,20 +91,29 @@ def quantization_of(config: dict[str, Any], source: Path) -> dict[str, Any]:
     return found
 
 
-def dense_config(source: Path) -> dict[str, Any]:
-    """The config.json of a model that is to be quantized.
+def stated_quantization(source: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How a directory says that its model is quantized; None where it does not.
 
-    Raises:
-        FileNotFoundError: There is none.
-        InvalidInput: It is damaged, or says that the model is quantized already.
+    Older tools say it under other names: in config.json, or in files of their own (ModelOpt,
+    AutoGPTQ, AutoAWQ).
     """
-    config = read_json(source / "config.json")
-    if quantization := quantization_of(config, source):
-        method = quantization.get("quant_method", "an unknown method")
-        raise InvalidInput(
-            f"{source} is quantized already, with {method}; start from the dense one"
-        )
-    return config
+    for key, method in ((QUANTIZATION, None), ("compression_config", "compressed-tensors")):
+        if isinstance(config.get(key), dict):
+            return ({"quant_method": method} if method else {}) | config[key]
+    found = {
+        name: read_json(source / name)
+        for name in ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+        if (source / name).is_file()
+    }
+    if isinstance(own := found.get("hf_quant_config.json", {}).get("quantization"), dict):
+        return {"quant_method": "modelopt", "quantization": own}
+    gptq, awq = found.get("quantize_config.json", {}), found.get("quant_config.json", {})
+    if "bits" in gptq:
+        return {"quant_method": "gptq"} | gptq
+    if "w_bit" in awq:
+        words = {"w_bit": "bits", "q_group_size": "group_size"}
+        return {"quant_method": "awq"} | {words.get(key, key): v for key, v in awq.items()}
+    return None
 
 
 def destination(out: str | os.PathLike[str]) -> Path:
@@ -110,7 +133,10 @@ class Unmoved(InvalidInput):
 def new_directory(out: Path, overwrite: bool, needed: int) -> Iterator[Path]:
     """A directory to fill with `needed` bytes that becomes `out` on a clean exit, or vanishes."""
     check_absent(out, overwrite)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(out.parent, error) from error
     check_space(out.parent, needed)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     temporary.mkdir()
@@ -139,13 +165,18 @@ def held(directory: Path) -> Iterator[None]:
     busy = InvalidInput(
         f"another run is writing into {directory}; wait for its end, or choose another directory"
     )
+    made = False
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        made = True
         handle = None if os.name == "nt" else os.open(directory, os.O_RDONLY)
-    except (FileExistsError, FileNotFoundError):
-        if directory.is_symlink() or directory.is_file() or not directory.parent.is_dir():
-            raise
-        raise busy from None  # it was there and then not, or the other way round
+    except (FileExistsError, FileNotFoundError) as error:
+        taken = directory.is_symlink() or directory.is_file()
+        if made or (isinstance(error, FileExistsError) and not taken):
+            raise busy from None  # it was there and then not, or the other way round
+        raise unwritable(directory, error) from error
+    except OSError as error:
+        raise unwritable(directory, error) from error
 
     def there() -> bool:
         try:
@@ -166,6 +197,12 @@ def held(directory: Path) -> Iterator[None]:
     finally:
         if handle is not None:
             os.close(handle)
+
+
+def unwritable(directory: Path, error: OSError) -> OSError:
+    """The same kind of error, in words: a directory cannot be made."""
+    what = "is a file" if directory.is_file() else error.strerror or type(error).__name__
+    return type(error)(f"{directory} cannot be made ({what}); choose another directory")
 
 
 def lock(handle: int) -> bool:
@@ -237,21 +274,70 @@ def move_directory(source: Path, out: Path) -> None:
 
 
 def copy_others(source: Path, out: Path) -> list[str]:
-    """Copy the files of a model that are no weights, and nothing else that lies beside them.
+    """Copy all that a model is beside its weights and config.json, and log what is left out.
 
-    Not config.json, nor what `out` has already. Returns the names.
+    Left out are weights in any format, what training leaves, caches, data, and what is large. Kept
+    as they are: parts that `modules.json` names, weights included, as sentence-transformers has
+    them. Files that `out` has already stay. Returns the names of the files that were copied.
     """
-    copied = []
-    for path in sorted([*source.glob("*"), *source.glob("additional_chat_templates/*.jinja")]):
+    copied, left = list[str](), list[str]()
+    for path in of_a_model(source, module_folders(source), left):
         name = path.relative_to(source)
-        known = any(fnmatchcase(path.name.lower(), pattern) for pattern in OF_A_MODEL)
-        hidden = path.name.startswith(".")
-        if path.is_file() and known and not hidden and not (out / name).exists():
-            (out / name).parent.mkdir(exist_ok=True)
+        if not (out / name).exists():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, out / f"{name}.tmp")
             os.replace(out / f"{name}.tmp", out / name)
             copied.append(str(name))
+    if left:
+        log.warning("%s: left out, as no part of the model: %s", source, ", ".join(sorted(left)))
     return copied
+
+
+def of_a_model(source: Path, kept: set[Path], left: list[str], below: Path = Path()) -> list[Path]:
+    """The files that `copy_others` copies, below a folder; names of others are added to `left`."""
+    found: list[Path] = []
+    for path in sorted((source / below).iterdir()):
+        name = path.relative_to(source)
+        known = any(name.is_relative_to(folder) for folder in kept)
+        holds = any(folder.is_relative_to(name) for folder in kept)  # parts of the model
+        if path.name.startswith(".") or name == Path("config.json") or own_weights(name):
+            continue  # not worth a word
+        if path.is_dir():
+            other = any(matches(p.name, WEIGHTS_OF_ALL) for p in path.iterdir())
+            if known or holds or not (other or matches(path.name, LEFT_OUT) or path.is_symlink()):
+                found += of_a_model(source, kept, left, name)
+                continue
+        elif path.is_file():
+            small = path.stat().st_size <= LARGEST_FILE
+            if known or (small and not matches(path.name, (*WEIGHTS_OF_ALL, *LEFT_OUT))):
+                found.append(path)
+                continue
+        left.append(f"{name}/" if path.is_dir() else str(name))
+    return found
+
+
+def own_weights(name: Path) -> bool:
+    """Whether a file is one of those that the model is read from."""
+    return name.parent == Path() and matches(
+        name.name, ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+    )
+
+
+def module_folders(source: Path) -> set[Path]:
+    """The folders of the parts of a model of sentence-transformers that lie beside it."""
+    path = source / "modules.json"
+    try:
+        parts = json.loads(path.read_text("utf-8")) if path.is_file() else []
+        names = {str(part["path"]) for part in parts} - {"", "."}
+    except (ValueError, TypeError, KeyError):
+        raise InvalidInput(f"{path}: expected a list of objects with a path; repair it") from None
+    if wrong := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+        raise InvalidInput(f"{path}: names {wrong[0]!r}, which is no folder of the model")
+    return {Path(name) for name in names}
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
 
 
 def cache_folder(folder: str | Path | None = None) -> Path:

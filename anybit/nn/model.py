@@ -143,7 +143,8 @@ def linear_schemes(model: nn.Module, spec: Spec | Plan) -> dict[str, str]:
         if name in tied:
             raise InvalidInput(
                 f"{name} shares its weight with {tied[name]}; keep it: {{'*': ..., '{name}': "
-                "None}, or quantize the model before (anybit quantize)"
+                "None}. `anybit quantize` gives a weight of its own to a head that shares "
+                "the embeddings' alone"
             )
     return schemes
 

@@ -8,6 +8,7 @@ nested_quant_map[absmax[j]] * nested_absmax[j / nested_blocksize] + nested_offse
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from anybit.formats.table4 import TABLES, Table4
 
 NAMES = {"nf4": "nf4", "fp4": "fp4bnb"}  # of their types, and ours
 LARGEST_STATE = 1 << 16
+STORAGE = ("uint8", "bfloat16", "float16", "float32")  # what the bytes of codes are called
 
 
 def layers(
@@ -30,7 +32,7 @@ def layers(
 ) -> dict[str, Layer]:
     """The quantized layers of a bitsandbytes checkpoint."""
     option(config, "load_in_8bit", (False,), "bitsandbytes")
-    option(config, "bnb_4bit_quant_storage", ("uint8",), "bitsandbytes")
+    option(config, "bnb_4bit_quant_storage", STORAGE, "bitsandbytes")
     return {part.name: layer(part) for part in parts("weight.absmax", stored)}
 
 
@@ -38,7 +40,13 @@ def layer(part: Part) -> Layer:
     state = quant_state(part)
     (n, k), block = state["shape"], state["blocksize"]
     count = -(-n * k // block)
-    weight = part.find("weight", (torch.uint8,), (-(-n * k // 2), 1))
+    dtypes = tuple(getattr(torch, name) for name in STORAGE)
+    weight = part.find("weight", dtypes)
+    if math.prod(weight.shape) * weight.torch_dtype.itemsize != -(-n * k // 2):
+        raise InvalidInput(
+            f"{part.name}: weight is {weight.dtype} of {weight.shape}, and the layer's codes take "
+            f"{-(-n * k // 2)} bytes"
+        )
     table = part.find("weight.quant_map", (torch.float32,), (16,))
     nested = "nested_blocksize" in state
     absmax = part.find("weight.absmax", (torch.uint8 if nested else torch.float32,), (count,))
@@ -55,7 +63,7 @@ def layer(part: Part) -> Layer:
         return levels.read()[absmax.read().int()] * each + torch.tensor(state["nested_offset"])
 
     def codes() -> Tensor:
-        pairs = weight.read().flatten()
+        pairs = weight.read().flatten().view(torch.uint8)
         return torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()[: n * k].view(n, k)
 
     def read() -> Packed:

@@ -41,7 +41,7 @@ from anybit.checkpoint.rewrite import (
 )
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.errors import InvalidInput
-from anybit.files.directory import destination, megabytes, read_json
+from anybit.files.directory import destination, megabytes, read_json, stated_quantization
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import split
 from anybit.nn.linear import all_finite, check_finite
@@ -370,7 +370,7 @@ def read_layers(
     source: Path, config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
 ) -> tuple[str, dict[str, Layer]]:
     """The tool that quantized a checkpoint, and its quantized layers."""
-    quantization = foreign_quantization(source, config)
+    quantization = stated_quantization(source, config)
     if quantization is None:
         raise InvalidInput(
             f"{source} is not quantized: its config.json has no quantization_config; quantize it "
@@ -395,7 +395,8 @@ def read_layers(
     if not found:
         raise InvalidInput(
             f"{source}: config.json says {method}, but no tensor is named like a quantized layer's "
-            f"(there are {', '.join(list(stored)[:3])}, ...)"
+            f"(there are {', '.join(list(stored)[:3])}, ...); if its weights are dense, remove "
+            "quantization_config from config.json"
         )
     return method, found
 
@@ -413,20 +414,6 @@ def dense_dtype(config: Mapping[str, Any], others: Iterable[Stored | Made]) -> t
         if tensor.torch_dtype in DENSE.values():
             sizes[tensor.torch_dtype] += tensor.nbytes
     return named or next((dtype for dtype, _ in sizes.most_common(1)), torch.float16)
-
-
-def foreign_quantization(source: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """How a checkpoint says that it is quantized; None where it does not.
-
-    Older tools say it under other names: in config.json, or in a file of their own (ModelOpt).
-    """
-    own = source / "hf_quant_config.json"
-    for key, method in zip(QUANTIZATION, (None, CT), strict=True):
-        if isinstance(config.get(key), dict):
-            return ({"quant_method": method} if method else {}) | config[key]
-    if own.is_file() and isinstance(read_json(own).get("quantization"), dict):
-        return {"quant_method": "modelopt", "quantization": read_json(own)["quantization"]}
-    return None
 
 
 def plan_for(layers: Mapping[str, Layer | None]) -> dict[str, str | None]:

@@ -51,7 +51,11 @@ USUAL = {
     "logit_scale": 1, "residual_scale": 1, "embedding_scale": 1, "expert_weights_scale": 1,
 }  # fmt: skip
 NOT_IDLE = {"rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"}  # at 0
-OFF = {"expert_weights_norm", "swin_norm", "use_parallel_residual"}  # false, where files say nothing
+OFF = {
+    "expert_weights_norm",
+    "swin_norm",
+    "use_parallel_residual",
+}  # false, where files say nothing
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of those whose queries are scaled otherwise
 GEMMA3_PERIOD, GEMMA3_LOCAL_BASE = 6, 10000.0
 TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
