@@ -10,6 +10,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import anybit
+from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.errors import InvalidInput
 from anybit.files.directory import held
@@ -220,3 +221,20 @@ def test_a_head_that_shares_more_is_told_of(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"lm_head shares its weight .* keep it") as caught:
         quantize_checkpoint(tmp_path / "t5", tmp_path / "out", {"*": "int4", "lm_head": "int8"})
     assert "before" not in str(caught.value)
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", "float32"])
+def test_codes_of_bitsandbytes_may_be_called_numbers(tmp_path: Path, storage: str) -> None:
+    """As training with FSDP stores them: the same bytes."""
+    place = Path(__file__).parent / "foreign" / "fixtures" / "bnb_nf4"
+    copy = shutil.copytree(place, tmp_path / "model")
+    tensors = load_file(copy / "model.safetensors")
+    for name in [n.removesuffix(".absmax") for n in tensors if n.endswith(".weight.absmax")]:
+        tensors[name] = tensors[name].view(-1).view(getattr(torch, storage)).view(-1, 1)
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    raw = json.loads((copy / "config.json").read_text())
+    raw["quantization_config"]["bnb_4bit_quant_storage"] = storage
+    (copy / "config.json").write_text(json.dumps(raw))
+    convert_checkpoint(place, tmp_path / "want")
+    convert_checkpoint(copy, tmp_path / "got")
+    same_state(anybit.load(tmp_path / "got"), anybit.load(tmp_path / "want"))

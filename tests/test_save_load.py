@@ -395,7 +395,7 @@ def test_an_interrupted_shard_leaves_nothing(tmp_path):
 
 
 def test_the_model_card(tmp_path):
-    """Written where there is none; the bits are those of the files."""
+    """Before what the dense model's says; the bits are those of the files."""
     model = anybit.quantize_(llama(), {"*": "int4:group=32", "*.q_proj": "fp6"})
     model.name_or_path = "somebody/tiny"
     anybit.save(model, tmp_path / "tiny-int4")
@@ -415,7 +415,7 @@ def test_the_model_card(tmp_path):
     assert str(tmp_path) not in card
     (tmp_path / "dense" / "README.md").write_text("mine")
     quantize_checkpoint(tmp_path / "dense", tmp_path / "again", "fp6")
-    assert (tmp_path / "again" / "README.md").read_text() == "mine"
+    assert (tmp_path / "again" / "README.md").read_text() == card + "\nmine"
 
 
 def test_dequantize_as_transformers_calls_it(tmp_path, saved):

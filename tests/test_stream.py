@@ -149,7 +149,7 @@ def test_resumed_after_kill_9_byte_for_byte(source, tmp_path, monkeypatch):
     seen = interrupt_at(monkeypatch, -1, None)
     report = quantize_checkpoint(source, out, "fp6", shard_bytes=SHARD)
     assert report.resumed == len(done) < report.shards
-    assert 0 < len(seen) < 14
+    assert 0 < len(seen) < 21
     assert {name: (out / name).stat().st_mtime_ns for name in done} == done
     quantize_checkpoint(source, tmp_path / "whole", "fp6", shard_bytes=SHARD)
     assert contents(out) == contents(tmp_path / "whole")

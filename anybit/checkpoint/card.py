@@ -63,7 +63,10 @@ def write_card(
         for scheme, shape in layers
     )
     plan = stored_plan(read_json(directory / "config.json")["quantization_config"])
-    rows = (f"| `{pattern}` | {f'`{s}`' if s else 'dense'} |" for pattern, s in plan.items())
+    table = "\n".join(f"| `{p}` | {f'`{s}`' if s else 'dense'} |" for p, s in plan.items())
+    data, text, said = old_card(directory / NAME)
+    if f"{table}\n\n" in said:  # of the same model, with more of how it was made
+        return
     card = CARD.format(
         begin=BEGIN,
         end=END,
@@ -73,9 +76,8 @@ def write_card(
         weights=weights / 1e6,
         layers=len(layers),
         bits=bits / weights,
-        formats="\n".join(rows),
+        formats=table,
     )
-    data, text = old_card(directory / NAME)
     tags = data.get("tags") if isinstance(data.get("tags"), list) else []
     data = {"library_name": "transformers"} | data
     data |= {"base_model": hub, "base_model_relation": "quantized"} if hub else {}
@@ -85,10 +87,10 @@ def write_card(
     (directory / NAME).write_text(whole, "utf-8")
 
 
-def old_card(path: Path) -> tuple[dict[str, Any], str]:
-    """The metadata and the text of a README.md, without what was written here before."""
+def old_card(path: Path) -> tuple[dict[str, Any], str, str]:
+    """The metadata of a README.md, its text, and what was written here before."""
     if not path.is_file():
-        return {}, ""
+        return {}, "", ""
     text = path.read_text("utf-8-sig", errors="replace")
     found = FRONT.match(text)
     data: Any = None
@@ -97,6 +99,6 @@ def old_card(path: Path) -> tuple[dict[str, Any], str]:
             data = yaml.safe_load(found[1])
     if found and isinstance(data, dict):
         text = text[found.end() :]
-    before, begin, rest = text.partition(BEGIN)
-    text = before + rest.partition(END)[2] if begin else text
-    return data if isinstance(data, dict) else {}, text.lstrip()
+    before, _, rest = text.partition(BEGIN)
+    said, _, after = rest.partition(END)
+    return data if isinstance(data, dict) else {}, (before + after).lstrip(), said

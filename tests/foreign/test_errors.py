@@ -67,7 +67,7 @@ def refused(source: Path, message: str, error: type[Exception] = ValueError) -> 
         ("ct_4bit", {"quantization_status": "frozen"}, "quantization_status is 'frozen'"),
         ("ct_4bit", {"config_groups": {}}, "no config group is for model.layers.0"),
         ("bnb_nf4", {"load_in_8bit": True}, "load_in_8bit is True"),
-        ("bnb_nf4", {"bnb_4bit_quant_storage": "bfloat16"}, "quant_storage is 'bfloat16'"),
+        ("bnb_nf4", {"bnb_4bit_quant_storage": "int64"}, "quant_storage is 'int64'"),
         ("gptq_4bit_v1", {"rotation": "hadamard"}, "gptq: rotation is hadamard, so the model"),
         ("awq_gemm", {"meta": {"adapter": {"rank": 8}}}, "awq: adapter is {'rank': 8}"),
         (
@@ -150,7 +150,7 @@ def fill(at: int, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
         ("ct_4bit", put("weight_packed", lambda t: t[:, 1:]), "3 words hold 32 codes of 4 bits"),
         ("ct_4bit", put("weight_shape", fill(1, 48)), "4 words hold 48 codes"),
         ("ct_4bit", put("weight_shape", fill(1, 1 << 40)), "words hold|cannot have groups"),
-        ("bnb_nf4", put("weight", lambda t: t[1:]), r"weight: expected uint8 of shape \(512, 1\)"),
+        ("bnb_nf4", put("weight", lambda t: t[1:]), "the layer's codes take 512 bytes"),
         ("bnb_nf4", put("weight.absmax", lambda t: t[1:]), "absmax: expected float32"),
         (
             "bnb_nf4",

@@ -15,6 +15,7 @@ from anybit.errors import InvalidInput
 from anybit.files.directory import read_json
 from anybit.files.safetensors import ShardWriter
 from anybit.nn.model import quantized_layers
+from tests.foreign import gguf_models
 from tests.foreign.gguf_models import LONG, MODELS, tiny, write
 
 IDS = torch.arange(48)[None] * 7 % 90
@@ -258,3 +259,62 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(InvalidInput, match="architecture 'rwkv7' cannot be read, only llama, qwen"):
         convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
+
+
+def test_a_bidirectional_model_stays_one(tmp_path: Path) -> None:
+    model = tiny("llama")
+    for name, said in (("yes", {"attention.causal": True}), ("no", {"attention.causal": False})):
+        write(model, tmp_path / f"{name}.gguf", {"ffn": "Q8_0"}, said)
+        convert_checkpoint(tmp_path / f"{name}.gguf", tmp_path / name)
+    found = {name: anybit.load(tmp_path / name, dtype=torch.float32) for name in ("yes", "no")}
+    assert not hasattr(found["yes"].config, "is_causal")
+    assert found["no"].config.is_causal is False
+    with torch.no_grad():
+        causal, whole = (found[name](IDS).logits for name in ("yes", "no"))
+        found["yes"].config.is_causal = False
+        torch.testing.assert_close(found["yes"](IDS).logits, whole)
+    assert (causal - whole).norm() > 0.1 * whole.norm()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "known"),
+    [
+        ("logit_scale", 1.0, True),
+        ("logit_scale", 0.0, True),
+        ("logit_scale", 2.0, False),
+        ("expert_weights_norm", False, True),
+        ("some.switch", False, False),  # nobody knows what it is without the key
+        ("rope.scaling.yarn_ext_factor", 0.0, False),
+        ("attention.clamp_kqv", 0.0, True),
+        ("attention.causal", 1, False),
+    ],
+)
+def test_values_that_change_nothing_are_known_by_key(
+    tmp_path: Path, key: str, value: Any, known: bool
+) -> None:
+    write(tiny("llama"), tmp_path / "model.gguf", {"ffn": "Q8_0"}, {key: value})
+    if known:
+        convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
+        return
+    with pytest.raises(InvalidInput, match=f"llama.{key} is "):
+        convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
+
+
+def test_what_llama_cpp_has_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of 4096 in Gemma 2; no default of the norms' epsilon."""
+    keys = gguf_models.keys
+
+    def without(name: str) -> None:
+        def some(config: Any, arch: str) -> dict[str, Any]:
+            return {k: v for k, v in keys(config, arch).items() if k != name}
+
+        monkeypatch.setattr(gguf_models, "keys", some)
+
+    without("attention.sliding_window")
+    write(tiny("gemma2"), tmp_path / "a.gguf", {"ffn": "Q8_0"})
+    convert_checkpoint(tmp_path / "a.gguf", tmp_path / "out")
+    assert read_json(tmp_path / "out/config.json")["sliding_window"] == 4096
+    without("attention.layer_norm_rms_epsilon")
+    write(tiny("llama"), tmp_path / "b.gguf", {"ffn": "Q8_0"})
+    with pytest.raises(InvalidInput, match=r"has no attention\.layer_norm_rms_epsilon"):
+        convert_checkpoint(tmp_path / "b.gguf", tmp_path / "other")

@@ -223,7 +223,7 @@ class Own:
         def idle(key: str, value: Any) -> bool:
             if isinstance(value, bool):
                 return not value and key in OFF
-            return value == USUAL.get(key, 0) or (value in (0, "", None) and key not in NOT_IDLE)
+            return value == USUAL.get(key) or (value in (0, "", None) and key not in NOT_IDLE)
 
         unknown = [k for k, v in self.values.items() if k not in self.known and not idle(k, v)]
         if unknown:

@@ -101,8 +101,8 @@ def read_by_ours(kind: type[Decoder], config: Any) -> set[str]:
     with torch.inference_mode():
         model = kind(noting(config, seen), Shapes(), 1)
         model.logits(torch.empty(1, model.embedding_size, dtype=torch.bfloat16, device="meta"))
-    seen |= {"max_position_embeddings"} if model.embedding_scale else set()
-    return seen
+        model.embedding_scale  # noqa: B018  the forward pass reads it
+    return seen | {"max_position_embeddings"}  # so does who asks for a length
 
 
 def read_by_theirs(model: nn.Module) -> tuple[set[str], set[str]] | None:
