@@ -78,10 +78,11 @@ def write_card(
         bits=bits / weights,
         formats=table,
     )
-    tags = data.get("tags") if isinstance(data.get("tags"), list) else []
+    tags = data.get("tags")
     data = {"library_name": "transformers"} | data
     data |= {"base_model": hub, "base_model_relation": "quantized"} if hub else {}
-    data["tags"] = [*(tag for tag in tags if tag != "anybit"), "anybit"]
+    others = tags if isinstance(tags, list) else [tags] if isinstance(tags, str) else []
+    data["tags"] = [*(tag for tag in others if tag != "anybit"), "anybit"]
     front = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
     whole = f"---\n{front}---\n\n{card}" + (f"\n{text}" if text else "")
     (directory / NAME).write_text(whole, "utf-8")

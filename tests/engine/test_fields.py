@@ -14,7 +14,7 @@ import anybit
 from anybit.engine.llm import LLM
 from anybit.engine.loader import MODELS, model_class
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.fields import check_fields, read_by_theirs
+from anybit.engine.models.fields import check_fields
 from anybit.engine.models.layers import Decoder
 from anybit.engine.sequence import SamplingParams
 from tests.engine.conftest import ARCHITECTURES, prompts, random_model, reference
@@ -35,7 +35,6 @@ def bare(config: Any) -> Any:
 def test_families_know_all_that_transformers_reads(checkpoint: Checkpoint, name: str) -> None:
     model = bare(AutoConfig.from_pretrained(checkpoint(name)))
     check_fields(model_class(model.config), model, name)
-    assert read_by_theirs(model) is not None  # or a name such as "unsloth_fixed" would count
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -278,7 +278,7 @@ def test_what_described_the_old_quantization_is_not_copied(tmp_path: Path) -> No
         (source / name).write_text("{}")
     converted(source, tmp_path / "out")
     left = {path.name for path in (tmp_path / "out").iterdir()}
-    assert left == {"README.md", "config.json", WEIGHTS, "tokenizer.json"}
+    assert left == {"README.md", "config.json", "expected.json", WEIGHTS, "tokenizer.json"}
 
 
 def test_layers_that_are_no_linear_layers(tmp_path: Path) -> None:

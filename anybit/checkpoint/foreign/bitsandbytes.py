@@ -40,8 +40,7 @@ def layer(part: Part) -> Layer:
     state = quant_state(part)
     (n, k), block = state["shape"], state["blocksize"]
     count = -(-n * k // block)
-    dtypes = tuple(getattr(torch, name) for name in STORAGE)
-    weight = part.find("weight", dtypes)
+    weight = part.find("weight", tuple(getattr(torch, name) for name in STORAGE))
     if math.prod(weight.shape) * weight.torch_dtype.itemsize != -(-n * k // 2):
         raise InvalidInput(
             f"{part.name}: weight is {weight.dtype} of {weight.shape}, and the layer's codes take "

@@ -6,13 +6,16 @@ value that the class of the configuration has by default.
 """
 
 import copy
+import inspect
+import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, masking_utils
 
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import Decoder
@@ -22,6 +25,7 @@ from anybit.engine.weights import Part, Weights
 # (dropout, losses of routers), how it runs a model, and what other fields say again.
 IDLE = {
     "_attn_implementation_internal", "_experts_implementation_internal", "_name_or_path",
+    "base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan",
     "_output_attentions", "architectures", "attention_dropout", "attn_implementation", "auto_map",
     "dropout", "dtype", "embd_pdrop", "experts_implementation", "gradient_checkpointing",
     "initializer_range", "layerdrop", "model_type", "output_attentions", "output_hidden_states",
@@ -30,7 +34,8 @@ IDLE = {
     "sliding_window_pattern", "tie_last_hidden_states", "torch_dtype", "transformers_version",
     "use_cache",
 }  # fmt: skip
-DEFAULTS = {"is_causal": True}  # of fields that no class declares; None: of all others
+# Of fields that no class declares, or not in all releases; None: of all others.
+DEFAULTS = {"is_causal": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 TOKENS = 4
 
 
@@ -105,21 +110,24 @@ def read_by_ours(kind: type[Decoder], config: Any) -> set[str]:
     return seen | {"max_position_embeddings"}  # so does who asks for a length
 
 
-def read_by_theirs(model: nn.Module) -> tuple[set[str], set[str]] | None:
+def read_by_theirs(model: nn.Module) -> tuple[set[str], set[str]]:
     """The fields that transformers' model asks for while it is built and runs, and its cache.
 
-    model: on the meta device. None: it does not run there.
+    model: on the meta device. Where it does not run there, all that its source names counts.
     """
     seen, kept = set[str](), set[str]()
     kind: Any = type(model)
+    DynamicCache(config=noting(model.config, kept))
     try:
         with torch.device("meta"), torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # `past_key_values` is `cache` in new releases
             again = kind._from_config(noting(model.config, seen), dtype=torch.bfloat16).eval()
             again(torch.zeros(1, TOKENS, dtype=torch.long), past_key_values=DynamicCache())
-        DynamicCache(config=noting(model.config, kept))
-    except Exception:
-        return None
+    except Exception:  # it waits for numbers, which there are none of
+        source = inspect.getsource(sys.modules[kind.__module__]) + inspect.getsource(masking_utils)
+        words = set(re.findall(r"(?<=config\.)\w+|(?<=[\"'])\w+(?=[\"'])", source))
+        names = (name for name, _ in fields(vars(model.config)))
+        seen |= {name for name in names if name.rpartition(".")[2] in words}
     return seen, kept
 
 
@@ -149,8 +157,8 @@ def check_fields(kind: type[Decoder], model: Any, name: object) -> None:
     # Not for such a model, says its class: those have a meaning that ours may take for another.
     alien = {f for f in differ.keys() & ours if f not in declared and "." not in f}
     left = differ.keys() - ours
-    if left | alien and (theirs := read_by_theirs(model)) is not None:
-        seen, kept = theirs
+    if left | alien:
+        seen, kept = read_by_theirs(model)
         left, alien = left & (seen | kept), alien - seen
     if left := left | alien:
         field = min(left)
