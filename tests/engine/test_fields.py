@@ -81,8 +81,9 @@ def test_other_values_give_the_tokens_of_transformers(
     tmp_path: Path, name: str, field: str, value: Any, known: bool | None
 ) -> None:
     """known: whether the engine's own model runs it; None: either."""
+    options: Any
     kind, options = ARCHITECTURES[name]
-    random_model(kind, {**options, field: value}).save_pretrained(tmp_path)
+    random_model(str(kind), {**options, field: value}).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     llm = LLM(tmp_path, max_tokens=16, block_size=4)
     assert known in (
