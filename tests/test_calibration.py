@@ -1,22 +1,35 @@
 """Calibration: what layers see, block by block, with every error in words."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlavaConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    RobertaConfig,
+)
 
 import anybit
 from anybit import GPTQ, Additive, Calibration
+from anybit.errors import InvalidInput
 from anybit.nn.linear import QuantLinear
 from anybit.nn.model import linear_at
 from anybit.quantizers.base import Quantizer, quantize_layers
 from anybit.quantizers.calibration.block_runner import BlockRunner, batches_of, find_blocks
-from anybit.quantizers.calibration.data import read_texts
+from anybit.quantizers.calibration.data import context_of
 from anybit.quantizers.calibration.memory import on_device
 from anybit.quantizers.calibration.statistics import Statistics
 from tests import tiny
@@ -286,11 +299,16 @@ def test_killed_run_goes_on_and_ends_the_same(
             GPTQ(damping=0.05),
             r"quantizer: GPTQ\(.*damping=0.1.* then, .*damping=0.05.* now",
         ),
-        ("int3", GPTQ(), "formats: .*int4.* then, .*int3.* now"),
+        ("int3", GPTQ(), "formats: int4 then, int3 now, of 21 layers"),
+        (
+            {"*": "int4", "*.0.mlp.up_proj": None, "*.1.*": "int8"},
+            GPTQ(),
+            "formats: int4 then, int8 now, of 7 layers, int4 then, none now, of 1 layer",
+        ),
     ],
 )
 def test_other_settings_are_refused(
-    spec: str, quantizer: GPTQ, difference: str, tmp_path: Path
+    spec: Any, quantizer: GPTQ, difference: str, tmp_path: Path
 ) -> None:
     import dataclasses
 
@@ -302,11 +320,17 @@ def test_other_settings_are_refused(
 
 def test_other_text_and_weights_are_refused(tmp_path: Path) -> None:
     anybit.quantize_(llama(), "int4", GPTQ(Calibration(tokens(), work=tmp_path)))
-    with pytest.raises(ValueError, match=r"data: 20 samples.* then, 19 samples"):
+    with pytest.raises(
+        ValueError, match=r"data: 20 samples of 32 tokens, of other contents\).*rm -r "
+    ):
+        anybit.quantize_(llama(), "int4", GPTQ(Calibration(tokens().flip(0), work=tmp_path)))
+    with pytest.raises(
+        ValueError, match=r"data: 20 samples of 32 tokens then, 19 samples of 32 tokens now\)"
+    ):
         anybit.quantize_(llama(), "int4", GPTQ(Calibration(tokens(19), work=tmp_path)))
     other = llama()
     other.model.layers[1].mlp.up_proj.weight.data.neg_()
-    with pytest.raises(ValueError, match="model: LlamaForCausalLM, weights"):
+    with pytest.raises(ValueError, match="model: LlamaForCausalLM, weights, of other contents"):
         anybit.quantize_(other, "int4", GPTQ(Calibration(tokens(), work=tmp_path)))
 
 
@@ -338,8 +362,9 @@ def test_text_is_cut_into_evenly_spaced_windows(tmp_path: Path) -> None:
     ("calibration", "message"),
     [
         (None, r"GPTQ needs data to calibrate on"),
-        (["x"], r"the calibration data has 1 tokens; give more text"),
-        ([b"bytes"], r"texts are strings, found bytes"),
+        (["x"], r"the calibration data has 1 tokens, less than one sample of 64"),
+        ([b"bytes"], r"calibration text 0: expected an object with .*, found bytes"),
+        (Calibration(7), r"texts, token ids, a file or batches, and no int"),  # type: ignore[arg-type]
         (torch.full((4, 8), VOCAB), r"32 calibration tokens lie outside.*of 96, the first is 96"),
         (torch.full((4, 8), -1), r"outside the model's vocabulary"),
         (torch.rand(4, 8), r"token ids are integers of shape.*float32 \(4, 8\)"),
@@ -354,24 +379,76 @@ def test_bad_text(calibration: Any, message: str) -> None:
     assert isinstance(model.model.layers[0].mlp.up_proj, nn.Linear)
 
 
-@pytest.mark.parametrize(("tokens", "shape"), [(5, (1, 5)), (200, (3, 64))])
-def test_little_text_is_all_used(tokens: int, shape: tuple[int, int]) -> None:
-    with pytest.warns(UserWarning, match=f"has {tokens} tokens, enough for {shape[0]} samples"):
-        ids = Calibration(["x" * tokens], tokenizer=Characters()).tokens(llama())
-    assert ids.shape == shape
+def test_little_text_is_all_used_and_less_than_a_sample_refused() -> None:
+    with pytest.warns(UserWarning, match="has 200 tokens, enough for 3 samples of 64"):
+        ids = Calibration(["x" * 200], tokenizer=Characters()).tokens(llama())
+    assert ids.shape == (3, 64)
+    with pytest.raises(InvalidInput, match="has 63 tokens, less than one sample of 64; give more"):
+        Calibration(["x" * 63], tokenizer=Characters()).tokens(llama())
+    with pytest.warns(UserWarning, match="has 63 tokens, enough for 1 samples of 63"):
+        ids = Calibration(["x" * 63], length=63, tokenizer=Characters()).tokens(llama())
+    assert ids.shape == (1, 63)
+
+
+def test_an_endless_source_is_read_until_there_is_enough() -> None:
+    read: list[int] = []
+    texts = (read.append(n) or "x" * 30 for n in itertools.count())  # type: ignore[func-returns-value]
+    data = Calibration(texts, samples=3, length=40, tokenizer=Characters())
+    assert data.data(llama()).shape == (3, 40)  # type: ignore[union-attr]
+    assert len(read) == 4
+    batches = ({"input_ids": tokens(2)} for _ in itertools.count())
+    assert len(Calibration(batches, samples=5).data(llama())) == 3
+    known = Calibration([{"input_ids": tokens(2)}] * 9, samples=5)
+    assert len(known.data(llama())) == 9  # a list is used whole
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint8", "int32", "uint32"])
+def test_token_ids_of_any_whole_dtype(dtype: str, tmp_path: Path) -> None:
+    ids = tokens(4).flatten()
+    want = Calibration(ids, 2, 32).tokens(llama())
+    ids.numpy().astype(dtype).tofile(tmp_path / "train.bin")
+    mapped = np.memmap(tmp_path / "train.bin", dtype=dtype, mode="r")
+    assert torch.equal(Calibration(mapped, 2, 32).tokens(llama()), want)
+    given = ids.to(getattr(torch, dtype))
+    got = Calibration(given, 2, 32).tokens(llama())
+    assert torch.equal(got, want)
+    assert got.dtype == torch.int64
+    batch = Calibration([{"input_ids": given[None]}]).data(llama())
+    assert torch.equal(batch[0]["input_ids"], ids[None])  # type: ignore[call-overload]
+
+
+def test_windows_fit_the_model() -> None:
+    """Of a model in a model, and with learned positions, of which OPT and RoBERTa keep some."""
+    text = LlamaConfig(**tiny.SIZES | {"max_position_embeddings": 48})
+    model = llama()
+    model.config = LlavaConfig(text_config=text, vision_config=CLIPVisionConfig())
+    assert context_of(model) == 48
+    small = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 2, "ffn_dim": 32}
+    opt = OPTConfig(
+        **small, num_hidden_layers=1, word_embed_proj_dim=32, max_position_embeddings=20
+    )
+    assert context_of(AutoModelForCausalLM.from_config(opt)) == 20
+    del small["ffn_dim"]
+    roberta = RobertaConfig(
+        **small,
+        num_hidden_layers=1,
+        intermediate_size=32,
+        max_position_embeddings=20,
+        is_decoder=True,
+    )
+    model = AutoModelForCausalLM.from_config(roberta)
+    assert context_of(model) == 18
+    model(torch.arange(18)[None] + 5)
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        model(torch.arange(19)[None] + 5)
+    gpt2 = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=24)
+    assert context_of(AutoModelForCausalLM.from_config(gpt2)) == 24
+    assert context_of(nn.Linear(3, 4)) is None
 
 
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nowhere\.txt is no file"):
         Calibration(tmp_path / "nowhere.txt", tokenizer=Characters()).tokens(llama())
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"label": 1}\n')
-    with pytest.raises(ValueError, match=r'a\.jsonl, line 2: expected a JSON object with a "text"'):
-        Calibration(tmp_path / "a.jsonl", tokenizer=Characters()).tokens(llama())
-    (tmp_path / "a.txt").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text: .* at byte 0"):
-        Calibration(tmp_path / "a.txt", tokenizer=Characters()).tokens(llama())
-    (tmp_path / "b.jsonl").write_text('\ufeff{"text": "abc"}\r\n')
-    assert read_texts(tmp_path / "b.jsonl") == ["abc"]
     with pytest.raises(ValueError, match="no tokenizer at"):
         Calibration(["text"]).tokens(llama())
 

@@ -81,6 +81,7 @@ def test_eval_prints_and_writes_what_score_computes(fp6: Path, tmp_path: Path) -
     assert (scores["perplexity"], scores["tokens"]) == (want.perplexity, want.tokens)
     for name in ("perplexity", "kl", "agreement"):
         assert f"{scores[name]:.5g}" in stdout
+    assert "Python standard library (default; choose with --text)" in stdout
 
 
 def test_eval_of_a_text(tmp_path: Path) -> None:
@@ -90,7 +91,9 @@ def test_eval_of_a_text(tmp_path: Path) -> None:
     model, tokenizer = load_text_model(PICO, "cpu")
     want = score(model, [encode(tokenizer, text.read_text())], window=1024)
     assert f"{want.perplexity:.5g}" in stdout
-    assert "kl" not in stdout
+    assert str(text) in stdout
+    assert "unknown: one window" in stdout
+    assert not {"kl", "nan"} & set(stdout.split())
 
 
 def test_generate_prints_the_completion_and_samples_by_the_seed() -> None:

@@ -1,12 +1,19 @@
 """Scores against sums worked out another way."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
+from anybit.errors import InvalidInput
+from anybit.evaluate.model import encode, load_text_model
 from anybit.evaluate.perplexity import Remembered, excerpts, score, windows
+from anybit.evaluate.run import evaluate
+
+PICO = Path(__file__).parent.parent / "models/pico"
 
 
 class Bigram:
@@ -135,3 +142,55 @@ def test_excerpts_take_the_middle_and_as_much_of_every_document_as_fits() -> Non
     assert torch.equal(excerpts(texts, 100)[3], texts[3][484:516])
     with pytest.raises(ValueError, match="7 tokens are too few for 4 documents"):
         excerpts(texts, 7)
+
+
+def test_only_what_counts_is_scored_with_all_its_context() -> None:
+    model, dense, texts = Bigram(seed=1), Bigram(seed=2), documents(3, 40, 301)
+    generator = torch.Generator().manual_seed(5)
+    masks = [torch.rand(len(t), generator=generator) < 0.3 for t in texts]
+    masks[0][:] = False
+    got = score(model, texts, window=16, stride=5, dense=dense, counted=masks, batch=3)
+    kept = torch.cat([mask[1:] for mask in masks])
+    logits = torch.cat([model.table[t[:-1]] for t in texts])[kept].double()
+    target = torch.cat([t[1:] for t in texts])[kept]
+    assert got.tokens == len(target)
+    assert got.nll == pytest.approx(cross_entropy(logits, target).item(), rel=1e-6)
+    whole = [torch.ones(len(t), dtype=torch.bool) for t in texts]
+    assert score(model, texts, window=16, counted=whole) == score(model, texts, window=16)
+    with pytest.raises(InvalidInput, match="every document has no answer"):
+        score(model, texts[:1], window=16, counted=masks[:1])
+
+
+def test_a_file_of_entries_is_scored_entry_by_entry_and_named(tmp_path: Path) -> None:
+    path, plain = tmp_path / "a.json", tmp_path / "a.txt"
+    texts = [f"def f{n}(x):\n    return x + {n}\n" * 4 for n in range(20)]
+    path.write_text(json.dumps([{"text": t} for t in texts]))
+    got = evaluate(PICO, None, path, 20 * 256)
+    assert got["text"] == f"{path}, 20 entries"
+    model, tokenizer = load_text_model(PICO, "cpu")
+    want = score(model, [encode(tokenizer, t) for t in texts], window=1024)
+    assert got["perplexity"] == pytest.approx(want.perplexity)
+    some = evaluate(PICO, None, path, 5 * 256)
+    assert some["text"] == f"{path}, 20 entries, of which 5 are scored"
+    plain.write_text(texts[0])
+    alone = evaluate(PICO, None, plain, 5 * 256)
+    assert alone["text"] == str(plain)
+    assert alone["standard_error"] is None  # of one window nothing tells it
+
+
+def test_answers_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    pairs = [("def add(a, b", "):\n    return a + b\n"), ("class A", ":\n    pass\n")] * 3
+    lines = [json.dumps({"prompt": p, "completion": c}) for p, c in pairs]
+    path.write_text("\n".join(lines))
+    got, whole = (evaluate(PICO, None, path, 4096, answers_only=only) for only in (True, False))
+    _, tokenizer = load_text_model(PICO, "cpu")
+    count = sum(len(tokenizer(p + c).input_ids) - len(tokenizer(p).input_ids) for p, c in pairs)
+    assert got["tokens"] == count < whole["tokens"]
+    assert got["perplexity"] != whole["perplexity"]
+    assert evaluate(PICO, None, path, 5, answers_only=True)["tokens"] < 5
+    with pytest.raises(InvalidInput, match="give them with --text"):
+        evaluate(PICO, None, None, 4096, answers_only=True)
+    (tmp_path / "a.txt").write_text("plain")
+    with pytest.raises(InvalidInput, match="plain text has no answers"):
+        evaluate(PICO, None, tmp_path / "a.txt", 4096, answers_only=True)

@@ -92,7 +92,10 @@ def quantize(
     ] = None,
     calibrate: Annotated[
         str | None,
-        typer.Option(help='A .txt or .jsonl file, or "python": modules of the standard library.'),
+        typer.Option(
+            help="Text to calibrate on: a file of plain text, or of texts, conversations or "
+            'prompts with answers as JSON, CSV or parquet; or "python": modules of Python.'
+        ),
     ] = None,
     method: Annotated[
         str | None,
@@ -201,7 +204,7 @@ def plan(
     context: typer.Context,
     model: Annotated[Path | None, typer.Argument(help="Directory of a dense model.")] = None,
     calibrate: Annotated[
-        str | None, typer.Option(help='A .txt or .jsonl file, or "python": modules of the library.')
+        str | None, typer.Option(help="Text to measure on, as of quantize --calibrate.")
     ] = None,
     bits: Annotated[
         float | None, typer.Option(help="Stored bits of a weight, on average, with scales.")
@@ -286,6 +289,7 @@ def plan(
     epilog=examples(
         "anybit eval out/pico-fp6 --against models/pico",
         "anybit eval out/pico-fp6 --text notes.txt --json scores.json",
+        "anybit eval OUT --against MODEL --text chats.jsonl --answers-only",
         "anybit eval out/pico-fp6 --tasks python_next_line --against models/pico --plot tasks.png",
         "anybit eval OUT --tasks piqa,arc_easy,hellaswag,winogrande,humaneval --run-code",
     ),
@@ -298,8 +302,11 @@ def evaluate(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="Text to score, UTF-8. Modules of the standard library if absent."),
+        typer.Option(help="Text to score, as for --calibrate; modules of Python if absent."),
     ] = None,
+    answers_only: Annotated[
+        bool, typer.Option("--answers-only", help="Score answers in conversations alone.")
+    ] = False,
     tokens: Annotated[int, typer.Option(min=2, help="Score at most so many tokens.")] = 65536,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the scores to this file as well.")
@@ -322,7 +329,7 @@ def evaluate(
     if not chosen_tasks:
         no_effect(context, "without --tasks", "limit", "batch", "run_code", "plot")
     else:
-        no_effect(context, "with --tasks", "text", "tokens")
+        no_effect(context, "with --tasks", "text", "tokens", "answers_only")
     say(f"loading {model}" + (f" and {against}" if against else ""))
     check_outputs(json_file, plot)
     if chosen_tasks:
@@ -339,13 +346,14 @@ def evaluate(
             harness.plot(results, plot)
         return
     from anybit.evaluate.run import evaluate as run
-    from anybit.files.directory import without_nan, write_json
+    from anybit.files.directory import write_json
 
-    scores = run(model, against, text, tokens)
+    scores = run(model, against, text, tokens, answers_only)
     for name, value in scores.items():
-        typer.echo(f"{name:16} {value:.5g}" if isinstance(value, float) else f"{name:16} {value}")
+        shown = f"{value:.5g}" if isinstance(value, float) else value
+        typer.echo(f"{name:16} {'unknown: one window' if value is None else shown}")
     if json_file:
-        write_json(json_file, without_nan(scores))
+        write_json(json_file, scores)
 
 
 @app.command(

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoint.architecture import check_model, load_model
-from anybit.errors import InvalidInput, check_text, loading
+from anybit.errors import InvalidInput, loading
+from anybit.files.texts import Text
+from anybit.quantizers.calibration.chat import tokenized
+from anybit.quantizers.calibration.data import context_of as context
 
 
 def load_text_model(path: str | Path, device: str | None = None) -> tuple[Any, Any]:
@@ -77,18 +80,18 @@ def complete(
     return str(tokenizer.decode(ids[0, count:], skip_special_tokens=True))
 
 
-def encode(tokenizer: Any, text: str) -> Tensor:
+def encode(tokenizer: Any, text: Text) -> Tensor:
     """Token ids (T,) of a text that begins with the BOS token, where the tokenizer has one.
 
     Some tokenizers add it, some leave that to the caller; a model that knows one was trained to
-    find it at the beginning of a document.
+    find it at the beginning of a document. A conversation begins as its chat template says.
     """
-    check_text(text)
-    ids = tokenizer(text, verbose=False).input_ids
-    bos = tokenizer.bos_token_id
-    return torch.tensor(ids if bos is None or ids[:1] == [bos] else [bos, *ids], dtype=torch.int64)
+    ids, bos = tokenized(text, tokenizer), tokenizer.bos_token_id
+    if isinstance(text, str) and bos is not None and ids[:1] != [bos]:
+        ids = [bos, *ids]
+    return torch.tensor(ids, dtype=torch.int64)
 
 
 def context_of(model: Any, default: int = 2048) -> int:
     """The longest sequence, in tokens, that the model was made for."""
-    return int(getattr(model.config, "max_position_embeddings", None) or default)
+    return context(model) or default

@@ -61,12 +61,15 @@ def score(
     stride: int | None = None,
     batch: int = 1,
     dense: Model | None = None,
+    counted: Sequence[Tensor] | None = None,
     step: Callable[[int], None] = lambda tokens: None,
 ) -> Score:
     """Score a model on documents, and compare it with a dense one in the same pass.
 
     documents: token ids, each (T,). Every token but the first of each document is scored exactly
         once, with at least `window - stride` tokens of context, or all that precede it.
+    counted: for each document which of its tokens count, (T,) bool; all by default. The others are
+        context alone.
     window: tokens that the model sees at once. stride: tokens scored in a window after a
         document's first; half a window by default. A smaller one gives more context for more time.
     batch: windows in one call of the models; shorter ones are padded at their end, which a causal
@@ -78,25 +81,27 @@ def score(
     256 rows in fp32.
     """
     numbers, lengths, sums = [], [], []
+    masks = counted or [None] * len(documents)
     parts = (
-        (number, *part)
-        for number, document in enumerate(documents)
-        for part in windows(document, window, stride)
+        (number, ids, at)
+        for number, (document, mask) in enumerate(zip(documents, masks, strict=True))
+        for ids, at in scored_windows(document, mask, window, stride)
     )
     while some := list(itertools.islice(parts, batch)):
         ids = torch.nn.utils.rnn.pad_sequence([part for _, part, _ in some], batch_first=True)
         logits = logits_of(model, ids)
         others = None if dense is None else logits_of(dense, ids)
-        for row, (number, part, first) in enumerate(some):
+        for row, (number, part, at) in enumerate(some):
             # The logits at a position predict the next token.
-            target, at = part[first:], slice(first - 1, len(part) - 1)
-            other = None if others is None else others[row, at]
+            target = part[1:][at]
+            other = None if others is None else others[row, :-1][at]
             numbers.append(number)
             lengths.append(len(target))
-            sums.append(compare(logits[row, at], target, other))
+            sums.append(compare(logits[row, :-1][at], target, other))
             step(len(target))
     if not sums:
-        raise InvalidInput("nothing to score: every document is shorter than two tokens")
+        what = "is shorter than two tokens" if counted is None else "has no answer"
+        raise InvalidInput(f"nothing to score: every document {what}")
     table = torch.cat((torch.tensor(lengths)[:, None], torch.stack(sums).cpu()), 1)
     _, of = torch.tensor(numbers).unique(return_inverse=True)
     if int(of.max()) + 1 >= DOCUMENTS:
@@ -137,6 +142,21 @@ def windows(ids: Tensor, window: int, stride: int | None = None) -> Iterator[tup
         start = max(0, stop - window)
         yield ids[start:stop], done - start
         done = stop
+
+
+def scored_windows(
+    document: Tensor, mask: Tensor | None, window: int, stride: int | None
+) -> Iterator[tuple[Tensor, slice | Tensor]]:
+    """Token ids of each window with something to score, and which of its tokens but the first."""
+    if mask is None:
+        for ids, first in windows(document, window, stride):
+            yield ids, slice(first - 1, len(ids) - 1)
+        return
+    parts = zip(windows(document, window, stride), windows(mask, window, stride), strict=True)
+    for (ids, first), (own, _) in parts:
+        at = own[first:].nonzero()[:, 0] + first - 1
+        if len(at):
+            yield ids, at
 
 
 def compare(logits: Tensor, target: Tensor, dense: Tensor | None) -> Tensor:

@@ -1,21 +1,26 @@
 """Calibration data: texts, token ids, a file or batches of a model's inputs, checked."""
 
-import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from anybit.errors import InvalidInput
-from anybit.files.directory import read_text
+from anybit.files.texts import Text, is_entry, read_texts, text_of
+from anybit.quantizers.calibration.chat import tokenized
 
-Source = str | Path | Sequence[str] | Tensor | Iterable[Mapping[str, Tensor]]
+Ids = Tensor | np.ndarray[Any, Any]
+Source = str | Path | Ids | Iterable[Text | Mapping[str, Any]]
+ARRAYS = (Tensor, np.ndarray)
 MASKS = ("attention_mask", "decoder_attention_mask")
-FIELDS = ("text", "content")  # where a line of a .jsonl file keeps its text
 
 
 @dataclass(frozen=True)
@@ -23,12 +28,17 @@ class Calibration:
     """The data that a calibrated quantizer runs the model on.
 
     Attributes:
-        source: Texts, a .txt or .jsonl file (objects with a "text"), or token ids: a tensor (T,),
-            cut like text, or (samples, length), used as it is. For models that need more than
-            token ids: batches, dicts of tensors by the names of the model's arguments (input_ids,
-            attention_mask, decoder_input_ids, input_features, pixel_values, ...), as a processor
-            or a DataLoader gives them, all used as they are. Positions that attention_mask (for a
-            decoder decoder_attention_mask, or labels of -100) calls padding are not counted.
+        source: Texts, a file, or token ids. A file holds plain text, or entries as JSON lines, a
+            JSON array, CSV, TSV or parquet (`files/texts.py`): texts, conversations, to which the
+            tokenizer's chat template is applied, or prompts with answers. Such entries may be given
+            as a list as well, or as a data set of the package `datasets`. Token ids are a tensor or
+            an array (T,), cut like text, or (samples, length), used as they are. For models that
+            need more than token ids: batches, dicts of tensors by the names of the model's
+            arguments (input_ids, attention_mask, decoder_input_ids, input_features, pixel_values,
+            ...), as a processor or a DataLoader gives them, all used as they are. Positions that
+            attention_mask (for a decoder decoder_attention_mask, or labels of -100) calls padding
+            are not counted. An iterator that does not say its length may be endless: it is read
+            until it has given `samples`.
         samples: Number of windows.
         length: Tokens in each window, no more than the model's context.
         tokenizer: For texts; by default the one in the folder that the model was loaded from.
@@ -51,13 +61,26 @@ class Calibration:
             InvalidInput: As `tokens`; also when a batch holds anything but tensors of the kind that
                 its name means.
         """
-        if isinstance(self.source, str | Path | Tensor):
+        if isinstance(self.source, (str, Path, *ARRAYS)):
             return self.tokens(model)
-        items = list(self.source)
-        if not any(isinstance(item, Mapping) for item in items):
-            texts = [item for item in items if not isinstance(item, Mapping)]
+        if not isinstance(self.source, Iterable):
+            raise InvalidInput(
+                f"calibration data is texts, token ids, a file or batches, and no "
+                f"{type(self.source).__name__}"
+            )
+        endless, items = is_endless(self.source), iter(self.source)
+        first = next(items, None)
+        items = chain([] if first is None else [first], items)
+        if not is_batch(first):
+            texts: Any = items if endless else list(items)
             return replace(self, source=texts).tokens(model)
-        return [checked(item, f"calibration batch {n}", model) for n, item in enumerate(items)]
+        batches, seen = list[dict[str, Tensor]](), 0
+        for number, item in enumerate(items):
+            batches.append(checked(item, f"calibration batch {number}", model))
+            seen += next((len(t) for t in batches[-1].values() if t.ndim), 1)
+            if endless and seen >= self.samples:
+                break
+        return batches
 
     def tokens(self, model: nn.Module) -> Tensor:
         """Token ids (samples, length): windows evenly spaced over the data.
@@ -66,50 +89,64 @@ class Calibration:
             model: Gives the context length, the vocabulary and the default tokenizer.
 
         Raises:
-            InvalidInput: There is no data, no tokenizer is found, or ids are outside the model's
-                vocabulary.
+            InvalidInput: There is less data than one window, no tokenizer is found, an entry is
+                neither text nor conversation, or ids are outside the model's vocabulary.
             FileNotFoundError: The source is no file.
 
         Warns:
             UserWarning: There is too little data for so many windows; all of it is used.
         """
-        full = length = min(self.length, context_of(model) or self.length)
+        length = min(self.length, context_of(model) or self.length)
         ids = self.source
-        if not isinstance(ids, Tensor):
-            ids = self._tokenize(ids, model)
-        check_vocabulary(ids, model)
+        if not isinstance(ids, ARRAYS):
+            ids = self._tokenize(ids, model, self.samples * length)
+        check_ids(ids)
         if ids.ndim == 2:
-            return ids
-        if len(ids) < 2:
-            raise InvalidInput(f"the calibration data has {len(ids)} tokens; give more text")
-        length = min(length, len(ids))
+            return checked_ids(ids, model)
+        if len(ids) < length:
+            raise InvalidInput(
+                f"the calibration data has {len(ids)} tokens, less than one sample of {length}; "
+                "give more text, or a smaller length"
+            )
         need = min(self.samples, len(ids) // length)
         if need < self.samples:
             warnings.warn(
                 f"the calibration data has {len(ids)} tokens, enough for {need} samples of "
-                f"{length} tokens, where {self.samples} of {full} were asked for; more text "
-                "calibrates better",
+                f"{length} tokens, where {self.samples} were asked for; more text calibrates "
+                "better",
                 stacklevel=2,
             )
         starts = torch.linspace(0, len(ids) - length, need, dtype=torch.float64).long()
-        return torch.stack([ids[start : start + length] for start in starts.tolist()])
+        parts = (ids[start : start + length] for start in starts.tolist())
+        return torch.stack([checked_ids(part, model) for part in parts])
 
     def check_file(self) -> None:
         """Raise what is wrong with the file, if the source is one, before any model is loaded."""
         if isinstance(self.source, str | Path):
             read_texts(self.source)
 
-    def _tokenize(self, source: Any, model: nn.Module) -> Tensor:
-        texts = read_texts(source) if isinstance(source, str | Path) else list(source)
-        wrong = next((t for t in texts if not isinstance(t, str)), None)
-        if wrong is not None:
-            raise InvalidInput(
-                f"calibration texts are strings, found {type(wrong).__name__}; give a tensor for "
-                "token ids"
-            )
+    def _tokenize(self, source: Any, model: nn.Module, enough: int) -> Tensor:
+        """Token ids (T,) of all texts; of an endless source, of as many as are enough."""
         tokenizer = self.tokenizer or tokenizer_of(model)
-        ids = [torch.tensor(tokenizer(text, verbose=False).input_ids) for text in texts if text]
-        return torch.cat(ids).long() if ids else torch.empty(0, dtype=torch.long)
+        endless, out = is_endless(source), list[int]()
+        for number, item in enumerate(
+            read_texts(source) if isinstance(source, str | Path) else source
+        ):
+            text = text_of(item, f"calibration text {number}")
+            out += tokenized(text, tokenizer) if text else []
+            if endless and len(out) >= enough:
+                break
+        return torch.tensor(out, dtype=torch.long)
+
+
+def is_endless(source: Any) -> bool:
+    """Whether nothing says how much a source holds."""
+    return not isinstance(source, str | Path) and length_hint(source, -1) < 0
+
+
+def is_batch(item: object) -> bool:
+    """Whether the first item of a source is a batch of a model's inputs, and no text."""
+    return isinstance(item, Mapping) and not is_entry(item)
 
 
 def checked(batch: Any, name: str, model: nn.Module) -> dict[str, Tensor]:
@@ -129,42 +166,13 @@ def checked(batch: Any, name: str, model: nn.Module) -> dict[str, Tensor]:
     if not out:
         raise InvalidInput(f"{name} is empty")
     if "input_ids" in out:
-        check_vocabulary(out["input_ids"], model)
+        check_ids(out["input_ids"])
+        out["input_ids"] = checked_ids(out["input_ids"], model)
         if out["input_ids"].ndim != 2:
             raise InvalidInput(
                 f"{name}: 'input_ids' has shape {tuple(out['input_ids'].shape)}; token ids of a "
                 "batch are (samples, length)"
             )
-    return out
-
-
-def read_texts(path: str | Path) -> list[str]:
-    """The texts of a .txt file (one) or a .jsonl file (one a line).
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        InvalidInput: The file is not UTF-8, or a line is not a JSON object with a "text" or
-            "content".
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} is no file; give a .txt or .jsonl file, or a list of texts"
-        )
-    text = read_text(path)
-    if path.suffix != ".jsonl":
-        return [text]
-    out = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            out.append(next(entry[field] for field in FIELDS if field in entry))
-        except (ValueError, TypeError, StopIteration):
-            raise InvalidInput(
-                f'{path}, line {number}: expected a JSON object with a "text"'
-            ) from None
     return out
 
 
@@ -183,13 +191,21 @@ def tokenizer_of(model: nn.Module) -> Any:
         ) from None
 
 
-def check_vocabulary(ids: Tensor, model: nn.Module) -> None:
-    """Raise InvalidInput for ids that the model has no embedding of."""
-    if ids.is_floating_point() or ids.ndim not in (1, 2):
+def check_ids(ids: Ids) -> None:
+    """Raise InvalidInput for what cannot be token ids."""
+    whole = not ids.is_floating_point() if isinstance(ids, Tensor) else ids.dtype.kind in "iu"
+    if not whole or ids.ndim not in (1, 2):
         raise InvalidInput(
             f"token ids are integers of shape (T,) or (samples, length), found {ids.dtype} "
             f"{tuple(ids.shape)}"
         )
+
+
+def checked_ids(ids: Ids, model: nn.Module) -> Tensor:
+    """Token ids as int64; InvalidInput for those that the model has no embedding of."""
+    if not isinstance(ids, Tensor):
+        ids = torch.from_numpy(ids.astype(np.int64))
+    ids = ids.long()
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     size = getattr(embedding, "num_embeddings", None)
     if size and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
@@ -198,8 +214,27 @@ def check_vocabulary(ids: Tensor, model: nn.Module) -> None:
             f"{len(bad)} calibration tokens lie outside the model's vocabulary of {size}, the "
             f"first is {int(bad[0])}; use the tokenizer that belongs to the model"
         )
+    return ids
 
 
 def context_of(model: nn.Module) -> int | None:
-    """Tokens that the model was made for, if it says so."""
-    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    """Tokens that the model was made for, if it says so; no more than it has learned positions."""
+    config = getattr(model, "config", None)
+    with suppress(AttributeError, ValueError):  # no config of transformers, or of several texts
+        config = config.get_text_config()  # type: ignore[union-attr]
+    said = getattr(config, "max_position_embeddings", None)
+    known = [*learned_positions(model), *([said] if said else [])]
+    return min(known, default=None)
+
+
+def learned_positions(model: nn.Module) -> Iterator[int]:
+    """How many positions the tables beside the embedding of tokens hold, as in GPT-2 and OPT."""
+    tokens = getattr(model, "get_input_embeddings", lambda: None)()
+    for parent in model.modules():
+        tables = {n: m for n, m in parent.named_children() if isinstance(m, nn.Embedding)}
+        if not any(table is tokens for table in tables.values()):
+            continue
+        for name, table in tables.items():
+            if "pos" in name or name == "wpe":
+                first = 0 if table.padding_idx is None else table.padding_idx + 1  # RoBERTa's
+                yield table.num_embeddings - max(first, getattr(table, "offset", 0))

@@ -52,7 +52,7 @@ def calibration_of(quantizer: Quantizer) -> Calibration:
         name = type(quantizer).__name__
         raise InvalidInput(
             f"{name} needs data to calibrate on: {name}(calibration=['some text', ...]), token "
-            "ids, a .txt or .jsonl file, or batches of the model's inputs"
+            "ids, a file of texts, or batches of the model's inputs"
         )
     return source if isinstance(source, Calibration) else Calibration(source)
 

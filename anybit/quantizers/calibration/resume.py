@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -21,6 +23,7 @@ from anybit.nn.model import replace, weight_of
 
 SETTINGS = "settings.json"
 PROBE = 4096  # numbers of each weight that go into the digest
+DIGEST = re.compile(r",? ?\b[0-9a-f]{16}\b")
 
 
 class FinishedBlocks:
@@ -112,15 +115,38 @@ class FinishedBlocks:
 def check_same(folder: Path, then: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Raise InvalidInput for settings other than those that the folder was made with."""
     lines = [
-        f"{key}: {then.get(key)} then, {now.get(key)} now"
+        f"{key}: {difference(then.get(key, 'none'), now.get(key, 'none'))}"
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key)
     ]
     if lines:
         raise InvalidInput(
-            f"{folder} holds blocks that were made with other settings; use these again, or "
-            f"another folder. The difference: {'; '.join(lines)}"
+            f"{folder} holds blocks that were made with other settings ({'; '.join(lines)}); use "
+            f"those again, or remove the folder to start anew: rm -r {folder}"
         )
+
+
+def difference(then: str, now: str) -> str:
+    """How two settings differ, in short: of formats the layers, of data no digest."""
+    try:
+        old, new = json.loads(then), json.loads(now)
+        changes = Counter(
+            (old.get(name) or "none", new.get(name) or "none") for name in {**old, **new}
+        )
+    except (ValueError, AttributeError):  # no formats of layers
+        old, new = (shortened(DIGEST.sub("", text)) for text in (then, now))
+        return f"{old}, of other contents" if old == new else f"{old} then, {new} now"
+    kinds = [
+        f"{shortened(a)} then, {shortened(b)} now, of {count} layer{'s' * (count > 1)}"
+        for (a, b), count in changes.most_common()
+        if a != b
+    ]
+    return ", ".join([*kinds[:3], *(["..."] if kinds[3:] else [])])
+
+
+def shortened(text: str, limit: int = 160) -> str:
+    """A text that is no longer than a line or two."""
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
