@@ -157,6 +157,14 @@ def test_minifloat_equals_ml_dtypes_for_every_fp16(spec):
     assert (fmt.to_float(codes)[~inside].abs() == fmt.largest).all()
 
 
+@pytest.mark.parametrize("spec", [*FLOATS, "fp:e1m1", "fp:e2m0"])
+def test_numbers_are_rounded_without_codes_as_with_them(spec):
+    fmt = minifloat(spec)
+    half = torch.arange(32768, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    x = half[torch.isfinite(half)].float()
+    assert torch.equal(fmt.round_(x.clone()), fmt.to_float(fmt.from_float(x)))
+
+
 @pytest.mark.parametrize(
     ("spec", "largest"), [("fp6", 28), ("fp:e2m3", 7.5), ("fp4", 6), ("fp8", 448)]
 )
@@ -350,10 +358,11 @@ def test_what_one_codebook_cannot_hold_is_refused():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("int44", "unknown format 'int44'.*known: .*codebook.*int4.*liquid"),
+        ("int44", "unknown format 'int44'.*did you mean int4.*known: .*codebook.*int4.*liquid"),
         (
             "int4:grup=64",
-            "unknown option 'grup' in format 'int4'; known options: group, zero",
+            "unknown option 'grup' in format 'int4'; known options: group, zero, rotate; did you "
+            "mean group",
         ),
         ("int4:group=big", "must be a whole number, not 'big'"),
         ("int4:group", "option 'group' of format 'int4' needs a value"),
@@ -376,7 +385,10 @@ def test_bad_specs_are_explained(spec, message):
 @pytest.mark.parametrize(
     ("spec", "k", "message"),
     [
-        ("int4:group=128", 1000, "K=1000 is not a multiple of group=128.*use group=8"),
+        ("int4:group=128", 1000, r"K=1000 is not a multiple of group=128.*use group=0 \(a scale"),
+        ("int4:group=128", 576, "use group=64, or keep"),
+        ("int4:group=100", 256, "use group=64 or group=128, or keep"),
+        ("int4:group=4096", 4304, "use group=16, or keep"),
         ("sparse", 33, "K=33 is not a multiple of vectors of 2"),
         ("codebook:m=1,v=8", 100, "K=100 is not a multiple of vectors of 8"),
     ],

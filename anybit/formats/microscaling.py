@@ -22,7 +22,7 @@ from anybit.kernels.cute.tables import folded
 
 ELEMENTS = {"mxfp4": ((2, 1),), "mxfp6": ((2, 3), (3, 2)), "mxfp8": ((4, 3), (5, 2))}
 E4M3_REACH = 256  # of NVFP4's scales: 1.5 times as much, for a group that ends at 4, is below 448
-PIECE = 1 << 20  # weights that are fitted at a time
+PIECE = 1 << 18  # weights that are fitted at a time
 
 
 @register(*ELEMENTS)
@@ -49,7 +49,8 @@ class Microscaling(Minifloat):
         return {"scale": by_pieces(w, lambda rows: self._fit(groups_of(rows, self.group), emax))}
 
     def _fit(self, groups: Tensor, emax: int) -> Tensor:
-        largest = groups.abs().amax(-1)
+        groups = groups.abs()
+        largest = groups.amax(-1)
         _, exponent = torch.frexp(torch.where(largest == 0, 2.0**emax, largest))
         low = torch.ldexp(torch.ones_like(largest), exponent - 1 - emax)
         two = [round_scale(scale, torch.float8_e8m0fnu) for scale in (low, 2 * low)]
@@ -57,12 +58,13 @@ class Microscaling(Minifloat):
 
     def _better(self, groups: Tensor, stored: list[Tensor], scales: list[Tensor]) -> Tensor:
         """Of two scales for each group (N, groups), the one of less squared error, the first of
-        equals. stored: as the grid holds them; scales: in fp32.
+        equals. groups: without signs; stored: scales as the grid holds them; scales: in fp32.
         """
         errors = []
         for scale in scales:
-            rounded = self.to_float(self.from_float(groups * (1 / scale[..., None])))
-            errors.append((rounded * scale[..., None] - groups).square_().sum(-1))
+            scaled = groups * (1 / scale[..., None])
+            rounded = self.round_(scaled.clone())
+            errors.append(torch.linalg.vector_norm(rounded.sub_(scaled), dim=-1) * scale)
         first, second = (scale.view(torch.uint8) for scale in stored)  # `where` takes any bytes
         return torch.where(errors[0] <= errors[1], first, second).view(stored[0].dtype)
 
@@ -143,8 +145,8 @@ class NVFP4(Microscaling):
         }
 
     def _four_over_six(self, w: Tensor, unit: Tensor) -> Tensor:
-        groups = groups_of(w, self.group)
-        largest = groups.abs().amax(-1)
+        groups = groups_of(w, self.group).abs()
+        largest = groups.amax(-1)
         one = unit.view(1, 1)
         wanted = largest * one if self.divide else largest / one
         wanted = torch.where(largest == 0, 1.0, wanted)

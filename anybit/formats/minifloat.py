@@ -95,15 +95,27 @@ class Minifloat(Format):
         """fp32 -> codes (uint8): to nearest, ties to even; too large numbers become the largest."""
         m = self.mantissa
         sign = x.view(torch.int32).lt(0)
-        x = x.abs().clamp_max_(self.largest)
-        # Adding 2**(e + 23 - m) to a number with exponent e leaves its mantissa, rounded to m
-        # bits, at the end of the sum; subnormals count as the smallest exponent.
-        smallest = (127 + 1 - self.bias) << 23
-        exponent = (x.view(torch.int32) & 0x7F800000).clamp_min_(smallest)
-        magic = exponent + ((23 - m) << 23)
-        code = x.add_(magic.view(torch.float32)).view(torch.int32).sub_(magic)
-        code += (exponent.sub_(smallest)) >> (23 - m)
+        x = x.abs()
+        magic = self._magic(x)
+        code = x.add_(magic).view(torch.int32).sub_(magic.view(torch.int32))
+        first = (127 + 1 - self.bias + 23 - m) << 23
+        code += (magic.view(torch.int32).sub_(first)) >> (23 - m)
         return code.add_(sign, alpha=1 << (self.bits - 1)).to(torch.uint8)
+
+    def round_(self, x: Tensor) -> Tensor:
+        """Numbers fp32, none negative, in place: what the codes of `from_float` stand for."""
+        magic = self._magic(x)
+        return x.add_(magic).sub_(magic)
+
+    def _magic(self, x: Tensor) -> Tensor:
+        """What rounds numbers fp32, none negative, when it is added; clamps them in place.
+
+        Adding 2**(e + 23 - m) to a number with exponent e leaves its mantissa, rounded to m bits,
+        at the end of the sum; subnormals count as the smallest exponent.
+        """
+        exponent = x.clamp_max_(self.largest).view(torch.int32) & 0x7F800000
+        exponent.clamp_min_((127 + 1 - self.bias) << 23)
+        return exponent.add_((23 - self.mantissa) << 23).view(torch.float32)
 
     def to_float(self, codes: Tensor) -> Tensor:
         """Codes -> fp32, by the definition: (-1)^S * 2^(E - bias) * 1.M, or 2^(1 - bias) * 0.M."""
