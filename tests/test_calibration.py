@@ -1,26 +1,14 @@
 """Calibration: what layers see, block by block, with every error in words."""
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    CLIPVisionConfig,
-    GPT2Config,
-    LlamaConfig,
-    LlavaConfig,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OPTConfig,
-    RobertaConfig,
-)
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import anybit
 from anybit import GPTQ, Additive, Calibration
@@ -29,7 +17,6 @@ from anybit.nn.linear import QuantLinear
 from anybit.nn.model import linear_at
 from anybit.quantizers.base import Quantizer, quantize_layers
 from anybit.quantizers.calibration.block_runner import BlockRunner, batches_of, find_blocks
-from anybit.quantizers.calibration.data import context_of
 from anybit.quantizers.calibration.memory import on_device
 from anybit.quantizers.calibration.statistics import Statistics
 from tests import tiny
@@ -388,62 +375,6 @@ def test_little_text_is_all_used_and_less_than_a_sample_refused() -> None:
     with pytest.warns(UserWarning, match="has 63 tokens, enough for 1 samples of 63"):
         ids = Calibration(["x" * 63], length=63, tokenizer=Characters()).tokens(llama())
     assert ids.shape == (1, 63)
-
-
-def test_an_endless_source_is_read_until_there_is_enough() -> None:
-    read: list[int] = []
-    texts = (read.append(n) or "x" * 30 for n in itertools.count())  # type: ignore[func-returns-value]
-    data = Calibration(texts, samples=3, length=40, tokenizer=Characters())
-    assert data.data(llama()).shape == (3, 40)  # type: ignore[union-attr]
-    assert len(read) == 4
-    batches = ({"input_ids": tokens(2)} for _ in itertools.count())
-    assert len(Calibration(batches, samples=5).data(llama())) == 3
-    known = Calibration([{"input_ids": tokens(2)}] * 9, samples=5)
-    assert len(known.data(llama())) == 9  # a list is used whole
-
-
-@pytest.mark.parametrize("dtype", ["uint16", "uint8", "int32", "uint32"])
-def test_token_ids_of_any_whole_dtype(dtype: str, tmp_path: Path) -> None:
-    ids = tokens(4).flatten()
-    want = Calibration(ids, 2, 32).tokens(llama())
-    ids.numpy().astype(dtype).tofile(tmp_path / "train.bin")
-    mapped = np.memmap(tmp_path / "train.bin", dtype=dtype, mode="r")
-    assert torch.equal(Calibration(mapped, 2, 32).tokens(llama()), want)
-    given = ids.to(getattr(torch, dtype))
-    got = Calibration(given, 2, 32).tokens(llama())
-    assert torch.equal(got, want)
-    assert got.dtype == torch.int64
-    batch = Calibration([{"input_ids": given[None]}]).data(llama())
-    assert torch.equal(batch[0]["input_ids"], ids[None])  # type: ignore[call-overload]
-
-
-def test_windows_fit_the_model() -> None:
-    """Of a model in a model, and with learned positions, of which OPT and RoBERTa keep some."""
-    text = LlamaConfig(**tiny.SIZES | {"max_position_embeddings": 48})
-    model = llama()
-    model.config = LlavaConfig(text_config=text, vision_config=CLIPVisionConfig())
-    assert context_of(model) == 48
-    small = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 2, "ffn_dim": 32}
-    opt = OPTConfig(
-        **small, num_hidden_layers=1, word_embed_proj_dim=32, max_position_embeddings=20
-    )
-    assert context_of(AutoModelForCausalLM.from_config(opt)) == 20
-    del small["ffn_dim"]
-    roberta = RobertaConfig(
-        **small,
-        num_hidden_layers=1,
-        intermediate_size=32,
-        max_position_embeddings=20,
-        is_decoder=True,
-    )
-    model = AutoModelForCausalLM.from_config(roberta)
-    assert context_of(model) == 18
-    model(torch.arange(18)[None] + 5)
-    with pytest.raises((IndexError, RuntimeError), match="out of"):
-        model(torch.arange(19)[None] + 5)
-    gpt2 = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=24)
-    assert context_of(AutoModelForCausalLM.from_config(gpt2)) == 24
-    assert context_of(nn.Linear(3, 4)) is None
 
 
 def test_bad_files(tmp_path: Path) -> None:

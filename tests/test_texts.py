@@ -177,8 +177,7 @@ def test_parquet_is_read_by_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read_texts(path)
     monkeypatch.undo()
     pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
+    parquet = pytest.importorskip("pyarrow.parquet")
     with pytest.raises(InvalidInput, match="is a damaged parquet file"):
         read_texts(path)
     rows = {"id": [1, 2], "messages": [CHAT[:2]] * 2}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from anybit.errors import InvalidInput
+from anybit.evaluate.model import context_of
 
 CONTEXT_LINES = 24  # of the module that a prompt shows before the function
 
@@ -118,11 +119,11 @@ def parse_rate(
     """
     if not prompts:
         raise InvalidInput("no prompts; give modules with functions of three statements or more")
-    room = model.config.max_position_embeddings - tokens
+    room = context_of(model) - tokens
     if room < 1:
         raise InvalidInput(
             f"{tokens} tokens to write leave no room for a prompt in the model's context of "
-            f"{model.config.max_position_embeddings}; write fewer"
+            f"{context_of(model)}; write fewer"
         )
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {}

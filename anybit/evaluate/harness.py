@@ -6,7 +6,6 @@ winogrande, humaneval, ...) read their data sets from the cache of the package `
 the network.
 """
 
-import difflib
 import logging
 import math
 import os
@@ -15,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from anybit.errors import InvalidInput, in_a_line
+from anybit.errors import InvalidInput, in_a_line, near
 from anybit.files.directory import without_nan, write_json
 from anybit.files.picture import check_picture
 
@@ -97,9 +96,8 @@ def check_known(tasks: Sequence[str], manager: Any) -> None:
     """ValueError for names that lm-eval does not know, with those that look like them."""
     for name in tasks:
         if name not in manager.all_tasks:
-            like = difflib.get_close_matches(name, manager.all_tasks, n=4)
             raise InvalidInput(
-                f"unknown task {name!r}{'; did you mean ' + ', '.join(like) if like else ''}; "
+                f"unknown task {name!r}{near(name, manager.all_tasks)}; "
                 f"without a network there are {', '.join(OURS)}; `lm_eval ls tasks` lists all"
             )
 

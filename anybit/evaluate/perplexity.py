@@ -81,7 +81,7 @@ def score(
     256 rows in fp32.
     """
     numbers, lengths, sums = [], [], []
-    masks = counted or [None] * len(documents)
+    masks: Sequence[Tensor | None] = counted or [None] * len(documents)
     parts = (
         (number, ids, at)
         for number, (document, mask) in enumerate(zip(documents, masks, strict=True))

@@ -14,6 +14,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ def structured(row: dict[str, Any], where: str) -> dict[str, Any]:
 def from_parquet(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
     """The rows of a parquet file, without the columns that nobody asks for."""
     try:
-        from pyarrow import ArrowException, parquet
+        pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError:
         raise ImportError(
             f"{path} is a parquet file, which pyarrow reads: pip install pyarrow"
@@ -216,7 +217,7 @@ def from_parquet(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
         file = parquet.ParquetFile(io.BytesIO(data))
         names = [name for name in file.schema_arrow.names if name in FIELDS]
         rows = file.read(names or None).to_pylist()
-    except (ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise InvalidInput(f"{path} is a damaged parquet file ({error})") from None
     return ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
 

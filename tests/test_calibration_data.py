@@ -1,0 +1,79 @@
+"""What calibration takes from endless sources and arrays, and windows that fit the model."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlavaConfig,
+    OPTConfig,
+    RobertaConfig,
+)
+
+from anybit import Calibration
+from anybit.quantizers.calibration.data import context_of
+from tests import tiny
+from tests.test_calibration import VOCAB, Characters, llama, tokens
+
+
+def test_an_endless_source_is_read_until_there_is_enough() -> None:
+    read: list[int] = []
+    texts = (read.append(n) or "x" * 30 for n in itertools.count())  # type: ignore[func-returns-value]
+    data = Calibration(texts, samples=3, length=40, tokenizer=Characters())
+    assert data.data(llama()).shape == (3, 40)  # type: ignore[union-attr]
+    assert len(read) == 4
+    batches = ({"input_ids": tokens(2)} for _ in itertools.count())
+    assert len(Calibration(batches, samples=5).data(llama())) == 3
+    known = Calibration([{"input_ids": tokens(2)}] * 9, samples=5)
+    assert len(known.data(llama())) == 9  # a list is used whole
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint8", "int32", "uint32"])
+def test_token_ids_of_any_whole_dtype(dtype: str, tmp_path: Path) -> None:
+    ids = tokens(4).flatten()
+    want = Calibration(ids, 2, 32).tokens(llama())
+    ids.numpy().astype(dtype).tofile(tmp_path / "train.bin")
+    mapped = np.memmap(tmp_path / "train.bin", dtype=dtype, mode="r")
+    assert torch.equal(Calibration(mapped, 2, 32).tokens(llama()), want)
+    given = ids.to(getattr(torch, dtype))
+    got = Calibration(given, 2, 32).tokens(llama())
+    assert torch.equal(got, want)
+    assert got.dtype == torch.int64
+    batch = Calibration([{"input_ids": given[None]}]).data(llama())
+    assert torch.equal(batch[0]["input_ids"], ids[None])  # type: ignore[call-overload]
+
+
+def test_windows_fit_the_model() -> None:
+    """Of a model in a model, and with learned positions, of which OPT and RoBERTa keep some."""
+    text = LlamaConfig(**tiny.SIZES | {"max_position_embeddings": 48})
+    model = llama()
+    model.config = LlavaConfig(text_config=text, vision_config=CLIPVisionConfig())
+    assert context_of(model) == 48
+    small = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 2, "ffn_dim": 32}
+    opt = OPTConfig(
+        **small, num_hidden_layers=1, word_embed_proj_dim=32, max_position_embeddings=20
+    )
+    assert context_of(AutoModelForCausalLM.from_config(opt)) == 20
+    del small["ffn_dim"]
+    roberta = RobertaConfig(
+        **small,
+        num_hidden_layers=1,
+        intermediate_size=32,
+        max_position_embeddings=20,
+        is_decoder=True,
+    )
+    model = AutoModelForCausalLM.from_config(roberta)
+    assert context_of(model) == 18
+    model(torch.arange(18)[None] + 5)
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        model(torch.arange(19)[None] + 5)
+    gpt2 = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=24)
+    assert context_of(AutoModelForCausalLM.from_config(gpt2)) == 24
+    assert context_of(nn.Linear(3, 4)) is None
