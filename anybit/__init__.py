@@ -98,11 +98,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in PUBLIC:
-        raise AttributeError(f"module 'anybit' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"anybit.{PUBLIC[name]}"), name)
-    return value
+if not TYPE_CHECKING:  # who checks types shall find misspelled names
+
+    def __getattr__(name: str) -> Any:
+        if name not in PUBLIC:
+            raise AttributeError(f"module 'anybit' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"anybit.{PUBLIC[name]}"), name)
+        return value
 
 
 def __dir__() -> list[str]:

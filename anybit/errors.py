@@ -7,7 +7,7 @@ bug and keeps its traceback. What the operating system and the installation lack
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -41,6 +41,14 @@ def message(error: BaseException) -> str:
     text = " ".join(str(error).split())
     whole = isinstance(error, AnybitError) or len(text) <= LONGEST
     return text if whole else text[:LONGEST] + "..."
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown word: known ones that look like it, if there are any."""
+    import difflib
+
+    found = difflib.get_close_matches(word.lower(), list(known), n=3)
+    return f"; did you mean {', '.join(found)}" if found else ""
 
 
 def check_text(text: str) -> None:

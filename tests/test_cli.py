@@ -22,6 +22,7 @@ import anybit.checkpoint.stream
 from anybit.cli.app import app
 from anybit.cli.build import schemes_of
 from anybit.core.format import known_formats
+from anybit.core.names import ALIASES
 from anybit.errors import InvalidInput, InvalidType, Unsupported
 from anybit.evaluate.corpus import held_out_text
 from anybit.evaluate.model import complete, encode, load_text_model
@@ -139,6 +140,8 @@ def test_formats_lists_every_name_with_its_bits() -> None:
     for name in dict(known_formats()).keys() - {"fp"}:
         bits = anybit.get_format(name).bits_per_weight((4096, 4096))
         assert [name, f"{bits:.3f}"] in shown
+    for name, spec in ALIASES.items():
+        assert [name, spec] in shown
     for source in ("LiquidGEMM, section 4", "ZeroQuant(4+2)", "GemLite", "CodeGEMM"):
         assert source in stdout
 
@@ -162,8 +165,12 @@ def test_formats_of_the_command_line_make_a_plan(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--format", "int9"], "unknown format 'int9' in 'int9'; known: codebook, fp"),
+        (["--format", "int9"], "unknown format 'int9' in 'int9'; did you mean int"),
         (["--format", "fp6", "--format", "int4"], "--format is given twice for '*'"),
+        (
+            ["--format", "int4:group=96"],
+            "use group=64 or group=128, or keep the layer unquantized (FORMAT none)",
+        ),
         (["--format", "*.q_proj="], "write FORMAT or PATTERN=FORMAT"),
         (["--format", "fp6", "--format", "*.nope=int4"], "no layer matches '*.nope'"),
         (["--plan", "broken.json"], "broken.json is not JSON"),
@@ -185,9 +192,9 @@ def test_a_bad_quantize_is_one_message_and_leaves_nothing(
 
 
 def test_usage_errors_exit_with_2() -> None:
-    assert "give either --format or --plan" in run("quantize", PICO, "-o", "x", code=2)[1]
     assert "No such command" in run("quantise", code=2)[1]
-    run("quantize", PICO, "--format", "fp6", "--plan", "p", "-o", "x", code=2)
+    both = ["quantize", PICO, "--format", "fp6", "--plan", "p", "-o", "x"]
+    assert "give either --format or --plan" in run(*both, code=2)[1]
     assert "takes no MODEL" in run("plan", PICO, "--roofline", "4096x4096", code=2)[1]
     measured = run("plan", PICO, "--calibrate", "python", "--measured", "rows.csv", code=2)[1]
     assert "no effect without --roofline" in measured

@@ -1,8 +1,12 @@
 """quantize_: which layers, which formats, and that nothing is left half-done."""
 
+import ast
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, get_overloads, get_type_hints
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import anybit
+from anybit.errors import AnybitError, InvalidType
 from anybit.nn.linear import QuantLinear
 from anybit.nn.model import dense_layers, is_linear, quantized_layers
 from anybit.nn.plan import resolve
@@ -97,7 +102,10 @@ BAD = [
     ({"*.q_proj": "int4"}, r"no pattern matches layer 'layers\.0\.down_proj'; add '\*': None"),
     ({"*": None}, "nothing to quantize"),
     ("int44", "unknown format 'int44'"),
-    ("int4:group=96", r"layers\.0\.q_proj: K=256 is not a multiple of group=96.*use group=32"),
+    (
+        "int4:group=96",
+        r"layers\.0\.q_proj: K=256 is not a.*group=96.*use group=64 or group=128",
+    ),
 ]
 
 
@@ -303,3 +311,42 @@ def test_every_layer_tied_to_an_embedding_is_a_head():
     assert [name for name, _ in quantized_layers(m)] == ["fc"]
     with pytest.raises(ValueError, match="out shares its weight with words"):
         anybit.quantize_(m, {"out": "int8"})
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: anybit.quantize_("models/pico", "fp6"),  # type: ignore[type-var]
+        lambda: anybit.dequantize_("models/pico"),  # type: ignore[type-var]
+        lambda: anybit.rotate_(Path("models/pico")),  # type: ignore[type-var]
+        lambda: anybit.set_keep(None, "packed"),  # type: ignore[type-var]
+        lambda: anybit.save("models/pico", "out"),
+        lambda: anybit.pv_tune("models/pico", nn.Linear(3, 4), []),  # type: ignore[arg-type]
+    ],
+)
+def test_a_name_is_no_model(call: Callable[[], object]) -> None:
+    with pytest.raises(InvalidType, match=r"takes a loaded model, not \w+; load it with"):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        ("x", r"a weight is a tensor \(N, K\), not str"),
+        (torch.ones(4, 64, dtype=torch.int64), "weights of torch.int64 are not quantized"),
+        (torch.ones(4, 64, device="meta"), "the weight is on the meta device"),
+        (torch.ones(64), r"a weight has shape \(N, K\); found \(64,\)"),
+    ],
+)
+def test_what_is_no_weight_is_refused(weight: Any, message: str) -> None:
+    with pytest.raises(AnybitError, match=message):
+        anybit.quantize_tensor(weight, "int4")
+
+
+def test_types_say_what_comes_back() -> None:
+    """Of checkers: a misspelled name is none, and the model keeps its class."""
+    tree = ast.parse(Path(anybit.__file__).read_text("utf-8"))
+    assert "__getattr__" not in {getattr(node, "name", None) for node in tree.body}
+    linear, model = (get_type_hints(f)["return"] for f in get_overloads(anybit.quantize_))
+    assert linear is anybit.QuantLinear
+    assert isinstance(model, TypeVar)

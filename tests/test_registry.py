@@ -65,12 +65,49 @@ def test_unknown_and_unfit_methods(tmp_path: Path) -> None:
         (
             "gtpq",
             None,
-            f"unknown method 'gtpq'; without calibration data there are {', '.join(DATA_FREE)}",
+            "unknown method 'gtpq'; did you mean gptq; without calibration data there are "
+            + ", ".join(DATA_FREE),
         ),
+        ("AWQ", None, "'awq' is done by --method smooth and --calibrate FILE; without"),
+        ("awq", text, "'awq' is done by --method smooth; with calibration data there are"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
             quantize_directory(PICO, tmp_path / "out", {"*": "int4"}, method, given, False)
     assert not (tmp_path / "out").exists()
+
+
+def test_without_a_format_one_that_suits_the_machine_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anybit.progress._lines", True)
+    for gpu, cpu, text, want in [
+        (None, True, [], "fp6"),
+        (None, False, [], "int8"),
+        (None, True, TEXT, "int4:group=64,zero"),
+        ((9, 0), False, TEXT, "liquid@int8"),
+        ((8, 6), True, TEXT, "int4:group=64,zero"),
+        ((8, 6), False, [], "fp6"),
+    ]:
+        monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu is not None)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu=gpu: gpu)
+        found = object() if cpu else None
+        monkeypatch.setattr("anybit.formats.presets.find_spec", lambda name, found=found: found)
+        plans: list[dict[str, str | None]] = []
+        monkeypatch.setattr(
+            "anybit.checkpoint.quantize.quantize_directory",
+            lambda model, out, plan, *rest, plans=plans: plans.append(plan),
+        )
+        output = run("quantize", PICO, *text, "-o", tmp_path / "out")
+        assert plans == [{"*": want}]
+        assert f"no --format: {want} (" in output
+        default_method(plans[0])
+
+
+def test_budgets_that_are_none() -> None:
+    for bits in ("400", "0", "-1"):
+        result = CliRunner().invoke(app, ["plan", str(PICO), "--bits", bits])
+        assert result.exit_code == 1
+        assert f"bits={bits} is no budget; an unquantized weight has 16" in result.output
 
 
 def test_plan_and_what_it_is_for(tmp_path: Path) -> None:

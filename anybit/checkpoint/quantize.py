@@ -5,9 +5,9 @@ from pathlib import Path
 
 from anybit.checkpoint.calibrated import calibrate_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, near
 from anybit.quantizers.calibration.data import Calibration
-from anybit.quantizers.registry import CALIBRATED, DATA_FREE, default_method
+from anybit.quantizers.registry import CALIBRATED, DATA_FREE, ELSEWHERE, default_method
 
 
 def quantize_directory(
@@ -37,14 +37,17 @@ def quantize_directory(
     """
     if method is None:
         method = default_method(plan) if calibration else "rtn"
-    known = CALIBRATED if calibration else DATA_FREE
+    method = method.lower()
+    known, other = (CALIBRATED, DATA_FREE) if calibration else (DATA_FREE, CALIBRATED)
     if method not in known:
-        other = DATA_FREE if calibration else CALIBRATED
-        reason = (
-            f"{method!r} {'takes no data' if calibration else 'needs data: --calibrate FILE'}"
-            if method in other
-            else f"unknown method {method!r}"
-        )
+        data = "takes no data" if calibration else "needs data: --calibrate FILE"
+        if method in ELSEWHERE:
+            data = "" if calibration else " and --calibrate FILE"
+            reason = f"{method!r} is done by --method {ELSEWHERE[method]}{data}"
+        elif method in other:
+            reason = f"{method!r} {data}"
+        else:
+            reason = f"unknown method {method!r}{near(method, [*known, *other])}"
         raise InvalidInput(
             f"{reason}; {'with' if calibration else 'without'} calibration data there are "
             f"{', '.join(known)}"

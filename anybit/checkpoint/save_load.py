@@ -25,7 +25,7 @@ from anybit.files.directory import (
     read_json,
 )
 from anybit.files.safetensors import stored_tensors
-from anybit.nn.model import plan_in, quantized_layers, refuse_adapters, set_keep
+from anybit.nn.model import check_module, plan_in, quantized_layers, refuse_adapters, set_keep
 from anybit.nn.multiplier import Keep
 from anybit.nn.plan import METHOD, stored_plan
 from anybit.nn.tied import tied_layers, untie
@@ -55,6 +55,7 @@ def save(model: Any, directory: str | os.PathLike[str], overwrite: bool = False)
     """
     from transformers import PreTrainedModel
 
+    check_module(model, "save")
     refuse_adapters(model)
     if not isinstance(model, PreTrainedModel):
         raise InvalidType(

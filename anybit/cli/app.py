@@ -65,12 +65,13 @@ def demo(
 
 @app.command(
     epilog=examples(
+        "anybit quantize models/pico -o out/pico",
         "anybit quantize models/pico --format fp6 -o out/pico-fp6",
         "anybit quantize MODEL --format int4:group=128,zero -o OUT",
         "anybit quantize MODEL --format int3 --format '*.down_proj=int4' -o OUT",
         "anybit quantize MODEL --format fp6 --format '*.layers.0.*=none' -o OUT",
         "anybit quantize MODEL --plan plan.json -o OUT",
-        "anybit quantize MODEL --format int3 --calibrate text.jsonl -o OUT",
+        "anybit quantize MODEL --format int3 --calibrate chats.jsonl -o OUT",
         "anybit quantize MODEL --format liquid@int8 --calibrate text.jsonl -o OUT",
         "anybit quantize MODEL --format int4 --method clip -o OUT",
     )
@@ -84,7 +85,8 @@ def quantize(
         typer.Option(
             "--format",
             help="A format for all layers, or PATTERN=FORMAT for those whose name matches; "
-            "FORMAT none keeps them. May be repeated; the last match wins.",
+            "FORMAT none keeps them. May be repeated; the last match wins. If absent, one that "
+            "suits this machine.",
         ),
     ] = None,
     plan: Annotated[
@@ -117,18 +119,15 @@ def quantize(
     Run the same command again after an interruption: finished parts are kept. `anybit formats`
     lists the formats.
     """
-    if bool(formats) == bool(plan):
-        raise typer.BadParameter(
-            "say how to quantize: give either --format or --plan", param_hint="--format"
-        )
+    if formats and plan:
+        raise typer.BadParameter("give either --format or --plan", param_hint="--format")
     if calibrate is None:
         no_effect(context, "without --calibrate", "samples", "length", "kv_scales")
-    say(f"quantizing {model} into {out}")
+    say(f"reading {model}")
     from anybit.checkpoint.quantize import quantize_directory
-    from anybit.cli.options import calibration_of
-    from anybit.nn.plan import plan_from, read_plan
+    from anybit.cli.options import calibration_of, plan_of_options
 
-    chosen = read_plan(plan) if plan else plan_from(formats or [])
+    chosen = plan_of_options(formats, plan, calibrate is not None)
     text = None if calibrate is None else calibration_of(calibrate, samples, length, kv_scales)
     typer.echo(quantize_directory(model, out, chosen, method, text, overwrite))
 

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from anybit.errors import AnybitError
 
 INTERRUPTED = 130
+WORDS = {"overwrite=True": "--overwrite", "(None)": "(FORMAT none)"}  # of Python: of commands
 
 
 class Commands(TyperGroup):
@@ -38,7 +39,9 @@ class Commands(TyperGroup):
         except (AnybitError, OSError, ImportError) as error:
             if os.environ.get("ANYBIT_DEBUG") or getattr(error, "errno", None) == errno.EPIPE:
                 raise
-            message = str(error).replace("overwrite=True", "--overwrite")
+            message = str(error)
+            for word, own in WORDS.items():
+                message = message.replace(word, own)
             typer.secho(f"error: {message}", fg="red", err=True)
             raise typer.Exit(1) from None
 

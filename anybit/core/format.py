@@ -16,10 +16,12 @@ from torch import Tensor
 
 from anybit.core import rotation
 from anybit.core.groups import grouped, ungroup
-from anybit.errors import InvalidInput
+from anybit.core.names import explained, own_spec
+from anybit.errors import InvalidInput, InvalidType, near
 
 Grid = dict[str, Tensor]
 COLUMNS = -1
+GROUPS = (16, 32, 64, 128, 256)  # smaller ones take more memory than a larger format
 LAYER = ("order", "rotate_in", "rotate_out")  # tensors of a layer that its backend never sees
 
 
@@ -263,9 +265,8 @@ class Format:
         for unit in sorted(units, reverse=True):
             if k % unit:
                 what = f"group={unit}" if unit != columns else f"{self.unit} of {unit}"
-                divisor = math.gcd(k, unit)
-                fits = unit != columns and divisor > 1 and self.has_group_option
-                remedy = f"use group={divisor}, or " if fits else ""
+                fits = unit != columns and self.has_group_option
+                remedy = f"use {groups_near(k, unit)}, or " if fits else ""
                 raise InvalidInput(
                     f"K={k} is not a multiple of {what} in format {self.spec!r}; "
                     f"{remedy}keep the layer unquantized (None)"
@@ -333,6 +334,13 @@ class Format:
         return [*args, f"rotate={self.rotate}"] if self.rotate else args  # of every format
 
 
+def groups_near(k: int, group: int) -> str:
+    """Sizes of groups that K columns have, in words: the next smaller one and the next larger."""
+    fit = [size for size in GROUPS if k % size == 0]
+    nearest = [*[s for s in fit if s < group][-1:], *[s for s in fit if s > group][:1]]
+    return " or ".join(f"group={size}" for size in nearest) or "group=0 (a scale for each row)"
+
+
 # Names.
 
 FORMATS: dict[str, type[Format]] = {}
@@ -372,20 +380,41 @@ def register(*names: str) -> Callable[[FormatClass], FormatClass]:
 def get_format(spec: "str | Format") -> Format:
     """Parse a spec string: `int4`, `int4:group=128,zero`, `fp6`, `fp:e3m2`, `codebook:m=2,v=8`.
 
+    Names of other tools (`core/names.py`) are understood, and case does not matter.
+
     Args:
         spec: A spec string; a format is returned as it is.
 
     Raises:
         InvalidInput: A name or an option is unknown; the message lists the known ones.
+        InvalidType: The spec is no string.
     """
     if isinstance(spec, Format):
         return spec
+    if not isinstance(spec, str):
+        raise InvalidType(f"a format is a string such as 'int4', or a Format, not {spec!r}")
     register_builtin()
+    own = own_spec(spec)
+    try:
+        return parsed(own)
+    except InvalidInput:
+        if own == own.lower():
+            raise
+    return parsed(own.lower())
+
+
+def parsed(spec: str) -> Format:
+    """The format of a spec string with anybit's own names, as they are written."""
+    if "@" in spec:
+        weights = spec.partition("@")[0]
+        raise InvalidInput(
+            f"{spec!r} quantizes activations as well; here is a format of weights, {weights!r}"
+        )
     name, _, rest = spec.strip().partition(":")
     if name not in FORMATS:
-        raise InvalidInput(
-            f"unknown format {name!r} in {spec!r}; known: {', '.join(sorted(FORMATS))}"
-        )
+        known = f"{near(name, FORMATS)}; known: {', '.join(sorted(FORMATS))}"
+        why = explained(name)
+        raise InvalidInput(f"unknown format {name!r} in {spec!r}" + (f": {why}" if why else known))
     fmt = FORMATS[name].from_spec(name, [a.strip() for a in rest.split(",") if a.strip()])
     if fmt.group < 0:
         raise InvalidInput(
@@ -431,6 +460,7 @@ def read_options(
             problem = "repeated" if key in fields else "unknown"
             raise InvalidInput(
                 f"{problem} option {key!r} in format {name!r}; known options: {known}"
+                f"{near(key, fields) if problem == 'unknown' else ''}"
             )
         if not eq:
             if fields[key].type not in (bool, "bool"):

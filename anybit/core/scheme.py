@@ -3,7 +3,8 @@
 from functools import cache
 
 from anybit.core.format import Format, get_format
-from anybit.errors import InvalidInput
+from anybit.core.names import own_spec
+from anybit.errors import InvalidInput, near
 
 ACTIVATIONS = ("int8", "fp8")
 
@@ -11,11 +12,12 @@ ACTIVATIONS = ("int8", "fp8")
 @cache
 def parse_scheme(scheme: str) -> tuple[Format, str | None]:
     """`"liquid@int8"` -> (the format, "int8"): a layer's weight format and activation notation."""
-    spec, at, activation = scheme.partition("@")
+    spec, at, activation = own_spec(scheme).partition("@")
+    activation = activation.strip().lower()
     if at and activation not in ACTIVATIONS:
         raise InvalidInput(
-            f"unknown activation {activation!r} in {scheme!r}; known: {', '.join(ACTIVATIONS)}, or "
-            "none at all for weights only"
+            f"unknown activation {activation!r} in {scheme!r}{near(activation, ACTIVATIONS)}; "
+            f"known: {', '.join(ACTIVATIONS)}, or none at all for weights only"
         )
     return get_format(spec), activation or None
 

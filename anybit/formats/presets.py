@@ -1,5 +1,9 @@
 """Formats that a command uses where the user names none."""
 
+from importlib.util import find_spec
+
+import torch
+
 CANDIDATES = (  # of `anybit plan`
     "int2:group=32,zero",
     "int3:group=128",
@@ -20,3 +24,18 @@ HOPPER = (  # of `anybit build`
     "int8", "int4:group=128", "int4:group=64", "int4:group=128,zero", "int3:group=64",
     "int2:group=64", "codebook:m=1,v=4,group=128", "codebook:m=2,v=8,group=128",
 )  # fmt: skip
+
+
+def default_format(calibrated: bool) -> tuple[str, str]:
+    """The format of `anybit quantize` on this machine, and why, in words.
+
+    calibrated: whether there is data to calibrate on, without which 4 bits lose much.
+    """
+    gpu = torch.cuda.is_available()
+    if not gpu and find_spec("llvmlite") is None:
+        return "int8", "8 bits, which this CPU multiplies without the extra anybit[cpu]"
+    if not calibrated:
+        return "fp6", "6 bits, close to the unquantized model without calibration data"
+    if gpu and torch.cuda.get_device_capability()[0] == 9:
+        return "liquid@int8", "4 bits with the fastest kernels of this GPU"
+    return "int4:group=64,zero", "4 bits, which calibration keeps close to the unquantized model"

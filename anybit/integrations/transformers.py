@@ -199,7 +199,7 @@ class AnybitQuantizer(HfQuantizer):
         count_weights(model)
 
     def _dequantize(self, model: "PreTrainedModel", dtype: Any = None) -> "PreTrainedModel":
-        return cast("PreTrainedModel", dequantize_(model))
+        return dequantize_(model)
 
     def is_serializable(self) -> bool:
         return True

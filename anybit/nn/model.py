@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from anybit.errors import InvalidInput, probing
+from anybit.errors import InvalidInput, InvalidType, probing
 from anybit.nn.experts import expert_layers, fused_experts, holds_experts, linear, split
 from anybit.nn.linear import QuantLinear, is_conv1d
 from anybit.nn.multiplier import Keep
@@ -21,7 +21,7 @@ from anybit.nn.plan import Plan, Spec, patterns_for, plan_of, quantization_confi
 from anybit.nn.tied import output_embeddings, tied_layers, tied_to_embeddings
 
 log = logging.getLogger(__name__)
-
+Module = TypeVar("Module", bound=nn.Module)
 
 TINY = 16  # a layer with fewer inputs or outputs (a gate) stays dense, unless a pattern names it
 HOOKS = (
@@ -313,13 +313,23 @@ def quantized_layers(model: nn.Module) -> Iterable[tuple[str, QuantLinear]]:
     return ((name, m) for name, m in model.named_modules() if isinstance(m, QuantLinear))
 
 
-def set_keep(model: nn.Module, keep: Keep) -> nn.Module:
+def check_module(model: object, function: str) -> None:
+    """InvalidType unless a model is given, rather than its name or directory."""
+    if not isinstance(model, nn.Module):
+        raise InvalidType(
+            f"{function} takes a loaded model, not {type(model).__name__}; load it with "
+            "transformers' from_pretrained or anybit.load, or use the command line for directories"
+        )
+
+
+def set_keep(model: Module, keep: Keep) -> Module:
     """Say whether quantized layers may hold decoded copies of their weights; returns the model.
 
     Args:
         model: whose layers choose their kernels anew.
         keep: see `QuantLinear`.
     """
+    check_module(model, "set_keep")
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     for _, layer in quantized_layers(model):
         if layer.keep != keep:
@@ -342,7 +352,7 @@ def set_keep(model: nn.Module, keep: Keep) -> nn.Module:
     return model
 
 
-def dequantize_(model: nn.Module) -> nn.Module:
+def dequantize_(model: Module) -> Module:
     """Turn quantized layers back into dense ones that hold the decoded weights, in place.
 
     For speed where memory does not matter: a CPU then decodes each weight once instead of on every
@@ -354,6 +364,7 @@ def dequantize_(model: nn.Module) -> nn.Module:
     Returns:
         The model.
     """
+    check_module(model, "dequantize_")
     with under_all_names(model):
         for name, layer in list(quantized_layers(model)):
             replace(model, name, dense_layer(layer))

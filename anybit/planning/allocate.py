@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from anybit.core.format import Format
 from anybit.core.scheme import parse_scheme
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, near
 from anybit.formats.presets import CANDIDATES
 from anybit.nn.experts import Experts, of_all_experts
 from anybit.nn.model import dense_layers, linear_at, quantized_layers, taken_apart
@@ -96,8 +96,12 @@ def plan_formats(
     check_quantizer(quantizer, calibration is not None)
     if (bits is None) == (seconds is None):
         raise InvalidInput("give one budget: bits=4.5, or seconds=50e-6")
+    if bits is not None and not 0 < bits <= 16:
+        raise InvalidInput(f"bits={bits:g} is no budget; an unquantized weight has 16, give fewer")
     if device not in DEVICES:
-        raise InvalidInput(f"unknown device {device!r}; known: {', '.join(DEVICES)}")
+        raise InvalidInput(
+            f"unknown device {device!r}{near(device, DEVICES)}; known: {', '.join(DEVICES)}"
+        )
     with taken_apart(model):
         dense = dense_layers(model)
         names = layers_to_plan(model, dense)

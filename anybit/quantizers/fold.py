@@ -20,7 +20,13 @@ from torch import Tensor, nn
 
 from anybit.core.rotation import SMALLEST, hadamard, signs
 from anybit.errors import Unsupported, in_a_line, probing
-from anybit.nn.model import quantized_layers, refuse_adapters, restored_on_error
+from anybit.nn.model import (
+    Module,
+    check_module,
+    quantized_layers,
+    refuse_adapters,
+    restored_on_error,
+)
 from anybit.nn.tied import output_embeddings, shared_weights, untied, untied_heads
 
 MLP = r"(?:mlp|block_sparse_moe)\.(?:\w+\.)*"
@@ -43,7 +49,7 @@ SAME = 0.2  # of a token's logits, in the median, in the model's dtype
 TRIED = 16  # tokens
 
 
-def rotate_(model: nn.Module) -> nn.Module:
+def rotate_(model: Module) -> Module:
     """Rotate a dense model's residual stream and values in place; it computes what it did before.
 
     Quantize it afterwards, in formats without `rotate`, but for the down projections, whose inputs
@@ -68,6 +74,7 @@ def rotate_(model: nn.Module) -> nn.Module:
         Unsupported: The model has parts that no rotation passes through, is quantized, or a copy of
             its blocks computes something else when rotated. The message names what.
     """
+    check_module(model, "rotate_")
     refuse_adapters(model)
     if any(True for _ in quantized_layers(model)):
         raise Unsupported("the model is quantized; rotate the dense one, then quantize it")

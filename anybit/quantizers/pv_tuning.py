@@ -24,6 +24,7 @@ from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.nn.around import Around
 from anybit.nn.linear import QuantLinear
+from anybit.nn.model import check_module
 from anybit.progress import progress
 from anybit.quantizers.calibration.data import Calibration, Source
 
@@ -78,6 +79,8 @@ def pv_tune(
         InvalidInput: The model has no quantized layers, an argument is out of range, the data does
             not fit the model, or gradients hold NaN or inf.
     """
+    for given in (model, dense):
+        check_module(given, "pv_tune")
     if not any(isinstance(m, QuantLinear) for m in model.modules()):
         raise InvalidInput("the model has no quantized layers to tune; call quantize_ first")
     if not (0 <= share <= 1 and every >= 1 and batch >= 1 and steps >= 1):

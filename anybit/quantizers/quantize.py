@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import chain
+from typing import overload
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -9,9 +10,11 @@ from torch.nn.parameter import is_lazy
 from anybit.core.format import Format, get_format
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, InvalidType
 from anybit.nn.linear import QuantLinear, check_finite, check_real
 from anybit.nn.model import (
+    Module,
+    check_module,
     dense_layers,
     full_plan,
     is_linear,
@@ -33,6 +36,22 @@ from anybit.quantizers.calibration.driver import calibrate, calibration_of
 from anybit.quantizers.rtn import RTN
 
 
+@overload
+def quantize_(
+    model: nn.Linear,
+    spec: Spec | Plan,
+    quantizer: Quantizer | None = None,
+    *,
+    show_progress: bool | None = None,
+) -> QuantLinear: ...
+@overload
+def quantize_(
+    model: Module,
+    spec: Spec | Plan,
+    quantizer: Quantizer | None = None,
+    *,
+    show_progress: bool | None = None,
+) -> Module: ...
 def quantize_(
     model: nn.Module,
     spec: Spec | Plan,
@@ -64,7 +83,9 @@ def quantize_(
         InvalidInput: A format is unknown or cannot store a layer's shape, a pattern matches no
             layer or a layer no pattern, weights are shared or hold NaN or inf, the model is
             quantized already, or the calibration data does not fit it.
+        InvalidType: The model is no module, or a weight has no floating-point dtype.
     """
+    check_module(model, "quantize_")
     if is_linear(model):
         alone = nn.ModuleDict({"layer": model})
         return quantize_(alone, spec, quantizer, show_progress=show_progress).layer  # type: ignore[return-value]
@@ -151,8 +172,14 @@ def quantize_tensor(w: Tensor, spec: str | Format, quantizer: Quantizer | None =
     Raises:
         InvalidInput: The format is unknown or cannot store the shape, `w` holds NaN or inf, or the
             quantizer needs calibration.
+        InvalidType: `w` is no tensor of a floating-point dtype.
     """
     fmt = get_format(spec)
+    if not isinstance(w, Tensor):
+        raise InvalidType(f"a weight is a tensor (N, K), not {type(w).__name__}")
+    check_real(w, "weight")
+    if w.is_meta:
+        raise InvalidInput("the weight is on the meta device, and has no values; load it first")
     if w.ndim != 2:
         raise InvalidInput(f"a weight has shape (N, K); found {tuple(w.shape)}")
     fmt.check(*w.shape)

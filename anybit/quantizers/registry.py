@@ -25,6 +25,13 @@ CALIBRATED: dict[str, Callable[[Calibration], Quantizer]] = {
     "smooth": lambda data: Smooth(data, then=Clip()),
     "smooth+gptq": lambda data: Smooth(data, then=GPTQ()),
 }
+ELSEWHERE = {  # methods of others, and those here that do the like
+    "awq": "smooth",
+    "smoothquant": "smooth+gptq",
+    "quarot": "rotate+gptq",
+    "aqlm": "additive",
+    "nearest": "rtn",
+}
 
 
 def default_method(plan: Mapping[str, str | None]) -> str:
