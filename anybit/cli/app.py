@@ -265,11 +265,14 @@ def plan(
     from anybit.planning.allocate import plan_formats
 
     dense_config(model)
-    if calibrate is None:
+    text = None if calibrate is None else calibration_of(calibrate, samples, length)
+    if text is None:
         say("no --calibrate: planning by the errors of the weights alone")
+    else:
+        text.check_file()
     chosen = plan_formats(
         load_dense(model),
-        None if calibrate is None else calibration_of(calibrate, samples, length),
+        text,
         bits,
         seconds=None if latency_us is None else latency_us * 1e-6,
         candidates=chosen_formats or CANDIDATES,
@@ -287,8 +290,7 @@ def plan(
     name="eval",
     epilog=examples(
         "anybit eval out/pico-fp6 --against models/pico",
-        "anybit eval out/pico-fp6 --text notes.txt --json scores.json",
-        "anybit eval OUT --against MODEL --text chats.jsonl --answers-only",
+        "anybit eval OUT --text chats.jsonl --answers-only --json scores.json",
         "anybit eval out/pico-fp6 --tasks python_next_line --against models/pico --plot tasks.png",
         "anybit eval OUT --tasks piqa,arc_easy,hellaswag,winogrande,humaneval --run-code",
     ),
