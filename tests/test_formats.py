@@ -361,8 +361,8 @@ def test_what_one_codebook_cannot_hold_is_refused():
         ("int44", "unknown format 'int44'.*did you mean int4.*known: .*codebook.*int4.*liquid"),
         (
             "int4:grup=64",
-            "unknown option 'grup' in format 'int4'; known options: group, zero, rotate; did you "
-            "mean group",
+            "unknown option 'grup' in format 'int4'; known options: group, zero, order, rotate; "
+            "did you mean group",
         ),
         ("int4:group=big", "must be a whole number, not 'big'"),
         ("int4:group", "option 'group' of format 'int4' needs a value"),
