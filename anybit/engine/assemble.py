@@ -10,7 +10,7 @@ from anybit.engine.block_manager import BlockManager
 from anybit.engine.draft_model import DraftModel
 from anybit.engine.engine import Decode, Engine
 from anybit.engine.fallback import Generator
-from anybit.engine.graphs import PROMPTS
+from anybit.engine.graphs import prompt_sizes
 from anybit.engine.int4 import INT4
 from anybit.engine.loader import Loaded
 from anybit.engine.lookup import Lookup
@@ -111,12 +111,15 @@ def runner_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> tuple
     size, kind = settings.block_size, settings.kv_dtype
     tokens = min(settings.max_tokens, most * model.length)
     # Beside a step there is what graphs hold.
-    kept = 0 if settings.deterministic or not model.capturable else max(rows, PROMPTS[-1])
+    kept = max(rows, prompt_sizes(tokens)[-1])
+    if settings.deterministic or not model.capturable:
+        kept = 0
     step = step_bytes(loaded.config.get_text_config(), tokens + kept, most)
     if small is not None:
         step += step_bytes(small.config.get_text_config(), kept, 0)
     blocks = cache_blocks(models, size, kind, settings.kv_bytes, most, step)
-    return ModelRunner(model, blocks, size, kind, rows, settings.deterministic), blocks
+    runner = ModelRunner(model, blocks, size, kind, rows, tokens, settings.deterministic)
+    return runner, blocks
 
 
 def draft_model(
@@ -127,8 +130,9 @@ def draft_model(
     apart, size = has_own_cache(settings), settings.block_size
     caches = None if apart else runner.caches
     behind = ModelRunner(
-        small.model, blocks, size, settings.kv_dtype, settings.max_running, caches=caches
-    )
+        small.model, blocks, size, settings.kv_dtype, settings.max_running, settings.max_tokens,
+        caches=caches,
+    )  # fmt: skip
     own = BlockManager(blocks, size, settings.prefix_caching) if apart else None
     return DraftModel(behind, vocabulary, own, settings.max_tokens)
 

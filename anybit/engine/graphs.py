@@ -270,6 +270,11 @@ class StepGraphs:
         return hidden if rows is self.prompts else self.model.logits(hidden)
 
 
+def prompt_sizes(tokens: int) -> tuple[int, ...]:
+    """Sizes of steps that read prompts, where a step has so many tokens at most."""
+    return PROMPTS[: bisect_left(PROMPTS, tokens) + 1]
+
+
 def rows_of(scheduled: list[Scheduled]) -> int:
     """Tokens of a step."""
     return sum(s.tokens + len(s.draft) for s in scheduled)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anybit.engine.attention import Batch, LayerCache
-from anybit.engine.graphs import PROMPTS, StepGraphs
+from anybit.engine.graphs import StepGraphs, prompt_sizes
 from anybit.engine.models.layers import Decoder
 from anybit.engine.prompts import read_prompts
 from anybit.engine.sampler import Row, Sampled, rows_of, sample
@@ -56,8 +56,8 @@ class Runner(Protocol):
 class ModelRunner:
     """A model and its KV cache on one device.
 
-    graphs: the largest batch to capture; 0: none. steady: decode steps are all of the same shape.
-    caches: those of another runner; None: it gets its own.
+    graphs: the largest batch to capture; 0: none. tokens: of a step, at most. steady: decode steps
+    are all of the same shape. caches: those of another runner; None: it gets its own.
 
     Attributes:
         rows: Texts that a steady decode step writes at once.
@@ -72,6 +72,7 @@ class ModelRunner:
         block_size: int,
         kv_dtype: torch.dtype,
         graphs: int = 0,
+        tokens: int = 2048,
         steady: bool = False,
         caches: list[LayerCache] | None = None,
     ):
@@ -87,8 +88,8 @@ class ModelRunner:
             elif steady:
                 graphs = min(graphs, STEADY)
             width = -(-model.length // block_size)
-            short = PROMPTS if self.overlaps and not steady else ()
-            self.graphs = StepGraphs(model, self.caches, block_size, graphs, width, steady, short)
+            sizes = prompt_sizes(tokens) if self.overlaps and not steady else ()
+            self.graphs = StepGraphs(model, self.caches, block_size, graphs, width, steady, sizes)
         self.rows = graphs if self.graphs else 1
 
     @torch.inference_mode()

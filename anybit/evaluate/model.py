@@ -32,7 +32,7 @@ def load_text_model(path: str | Path, device: str | None = None) -> tuple[Any, A
     logging.disable_progress_bar()
     check_model(path)  # else a tokenizer's error would hide what is wrong with the model
     with loading(path):
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     model = load_model(path, dtype="auto")
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
 

@@ -15,6 +15,7 @@ from anybit.engine.models.llama import Llama
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.structured import Structured
 from anybit.errors import InvalidInput
+from anybit.nn.linear import QuantLinear
 from anybit.nn.multiplier import Multiplier
 from tests.engine.conftest import ARCHITECTURES, PICO, prompts
 from tests.engine.test_engine import assert_no_block_is_held, assert_same, mixed_params
@@ -87,7 +88,8 @@ def test_a_model_of_any_kind_drafts_for_itself(
     assert_taken(llm.engine)
     drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
     assert isinstance(drafter, DraftModel)
-    layers = [m for m in drafter.runner.model.modules() if isinstance(m, Multiplier)]
+    kinds = (Multiplier, QuantLinear)  # ours, and those in modules of transformers
+    layers = [m for m in drafter.runner.model.modules() if isinstance(m, kinds)]
     assert {layer.scheme for layer in layers} == {FORMATS[1]}  # of groups that fit
 
 

@@ -217,7 +217,9 @@ def looking() -> LLM:
         SamplingParams(
             temperature=0,
             max_tokens=90,
-            structured=Structured(json={"type": "array", "items": {"const": "once more"}}),
+            structured=Structured(
+                json={"type": "array", "minItems": 9, "items": {"const": "once more"}}
+            ),
         ),
     ],
 )

@@ -183,7 +183,7 @@ def tokenizer_of(model: nn.Module) -> Any:
     try:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, TypeError):
         raise InvalidInput(
             f"no tokenizer at {folder!r}, where the model comes from; pass one: "
