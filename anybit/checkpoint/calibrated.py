@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from anybit.checkpoint.card import write_card
+from anybit.checkpoint.foreign.ready import dense_directory
 from anybit.checkpoint.rewrite import check_paths, check_unused, fingerprint
 from anybit.checkpoint.stream import Quantization, plan_quantization
 from anybit.errors import InvalidInput, in_a_line, probing
@@ -56,7 +57,7 @@ def calibrate_checkpoint(
     statistics, and the activations of the calibration data.
 
     Args:
-        source: Directory of a dense model.
+        source: Directory of a dense model, or org/name of the hub.
         out: Directory to write.
         spec: As in `quantize_`.
         quantizer: A calibrated quantizer with its data.
@@ -75,10 +76,10 @@ def calibrate_checkpoint(
             under other names.
         OSError: The disk is too small.
     """
-    source, out = Path(source), destination(out)
+    out = destination(out)
     calibration = calibration_of(quantizer)
     calibration.check_file()
-    check_paths(source, out, overwrite)
+    source = dense_directory(check_paths(source, out, overwrite))
     work = plan_quantization(source, spec, quantizer, as_in_model=True)
     schemes = {work.names[n].removesuffix(".weight"): scheme for n, scheme in work.schemes.items()}
     model, prefix = without_blocks(work.model, source, schemes, work.heads)

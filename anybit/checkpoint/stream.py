@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from anybit.checkpoint.architecture import bare_model, empty_model
+from anybit.checkpoint.foreign.ready import dense_directory
 from anybit.checkpoint.layout import Tensors, Transposed, check_fit, check_missing, layout, some
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
@@ -93,7 +94,7 @@ def quantize_checkpoint(
     A run that was killed goes on where it stopped when it is started again.
 
     Args:
-        source: Directory of a dense model.
+        source: Directory of a dense model, or org/name of the hub.
         out: Directory to write.
         spec: As in `quantize_`.
         quantizer: A data-free quantizer; `RTN()` by default. For calibrated ones there is
@@ -114,14 +115,13 @@ def quantize_checkpoint(
         OSError: The disk is too small.
     """
     started = time.monotonic()
-    source, out = Path(source), destination(out)
-    quantizer = quantizer or RTN()
+    out, quantizer = destination(out), quantizer or RTN()
     if quantizer.needs:
         raise InvalidInput(
             f"{type(quantizer).__name__} needs calibration; use calibrate_checkpoint, or a "
             "data-free quantizer (RTN, Clip, HQQ)"
         )
-    check_paths(source, out, overwrite)
+    source = dense_directory(check_paths(source, out, overwrite))
     work = plan_quantization(source, spec, quantizer, shard_bytes)
     after, resumed = rewrite(work, source, out, overwrite, show_progress, "quantizing")
     return Report(
