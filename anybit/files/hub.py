@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,7 +18,7 @@ from typing import Any
 
 from anybit.errors import AnybitError, InvalidInput, Unsupported, in_a_line
 from anybit.files.directory import OF_A_MODEL, OTHER_WEIGHTS, check_space, read_json
-from anybit.files.safetensors import INDEX, WEIGHTS
+from anybit.files.safetensors import INDEX, WEIGHTS, Stored, stored_tensors
 from anybit.progress import Progress, progress, say
 
 CONFIG = "config.json"
@@ -111,6 +112,43 @@ def download(name: Name, weights: bool = True) -> Path:
     if now is None or now.name != commit:
         fetch(name, wanted[0], name.revision)  # notes the commit, for a day without network
     return place(fetch(name, wanted[0], commit), name)
+
+
+def peek(model: str | os.PathLike[str]) -> tuple[Path, dict[str, Stored]]:
+    """A model's directory and the headers of its tensors, without their contents.
+
+    Of a model of the hub whose weights are not here, only config.json and what else is small comes,
+    and the tensors lie in no file.
+
+    Raises:
+        As `located` and `stored_tensors` do.
+    """
+    from huggingface_hub import HfApi
+
+    name = name_of(model)
+    if name is None or name.variant:
+        path = located(model)
+        return path, stored_tensors(path)
+    path = download(name, weights=False)
+    files = [WEIGHTS]
+    if (path / INDEX).is_file():
+        files = sorted(set(read_json(path / INDEX)["weight_map"].values()))
+    if all((path / file).is_file() for file in files):
+        return path, stored_tensors(path)
+
+    def read(file: str) -> dict[str, Stored]:
+        with told(name):
+            found = HfApi().parse_safetensors_file_metadata(
+                name.repository, file, revision=path.name
+            )
+        return {
+            key: Stored(path / file, t.dtype, tuple(t.shape), t.data_offsets[0], size)
+            for key, t in found.tensors.items()
+            for size in [t.data_offsets[1] - t.data_offsets[0]]
+        }
+
+    with ThreadPoolExecutor(8) as pool:
+        return path, {key: t for part in pool.map(read, files) for key, t in part.items()}
 
 
 def listing(name: Name) -> tuple[str, dict[str, int | None]] | None:
