@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Report:
-    """What `quantize_checkpoint` did.
+    """What `quantize_checkpoint` or `calibrate_checkpoint` did.
 
     Attributes:
         out: The directory that was written.
@@ -123,7 +123,13 @@ def quantize_checkpoint(
         )
     source = dense_directory(check_paths(source, out, overwrite))
     work = plan_quantization(source, spec, quantizer, shard_bytes)
-    after, resumed = rewrite(work, source, out, overwrite, show_progress, "quantizing")
+    _, resumed = rewrite(work, source, out, overwrite, show_progress, "quantizing")
+    return report_of(work, out, resumed, started)
+
+
+def report_of(work: "Quantization", out: Path, resumed: int, started: float) -> Report:
+    """What a finished run did, which began at a time of `time.monotonic`."""
+    written = stored_tensors(out)
     return Report(
         out=out,
         schemes={work.names[name].removesuffix(".weight"): s for name, s in work.schemes.items()},
@@ -131,8 +137,8 @@ def quantize_checkpoint(
         unexpected=work.unexpected,
         weights=sum(math.prod(work.stored[name].shape) for name in work.schemes),
         bytes_before=work.source_bytes,
-        bytes_after=after,
-        shards=len(work.shards),
+        bytes_after=sum(tensor.nbytes for tensor in written.values()),
+        shards=len({tensor.file for tensor in written.values()}),
         resumed=resumed,
         seconds=time.monotonic() - started,
     )

@@ -115,7 +115,7 @@ def info(
         formats: Schemes to compute sizes for, if it is not quantized.
         devices: Usual names of GPUs.
         memory: Of another machine: "24GB".
-        context: Tokens of a sequence in the KV cache.
+        context: Tokens of a sequence in the KV cache, or as many as the model takes.
         sequences: How many run at the same time.
 
     Raises:
@@ -124,7 +124,7 @@ def info(
         Unsupported: The hub cannot be reached.
     """
     places = [LAPTOP, *(Place(g.name, g.memory, g.bandwidth) for g in map(gpu, devices))]
-    places += [Place("", bytes_of(memory))] if memory else []
+    places += [Place("memory of", bytes_of(memory))] if memory else []
     for scheme in formats:
         parse_scheme(scheme)
     named = name_of(model)
@@ -150,6 +150,8 @@ def info(
         else:
             found[scheme] = bits / held, bits / 8 + (parameters - held) * total / parameters
     cache = cache_of(bare.config)
+    longest = getattr(bare.config.get_text_config(), "max_position_embeddings", None) or context
+    context = min(context, longest)
     kept = (cache or 0) * context * sequences
     read = 1 - idle_share(bare, shapes, parameters, sequences)
     sizes = [
@@ -219,7 +221,7 @@ def rates(
     for place in places:
         fits = weights + kept <= place.memory * FRACTION
         most = sequences * place.bandwidth / (read + kept) if place.bandwidth else None
-        out[f"{place.name} {place.memory / 1e9:g} GB".strip()] = most if fits else 0.0
+        out[f"{place.name} {place.memory / 1e9:.3g} GB"] = most if fits else 0.0
     return out
 
 
@@ -291,7 +293,7 @@ def show(found: Info, console: Console | None = None) -> None:
         f"{found.dtype}" + (f", quantized by {found.quantized}" if found.quantized else "")
     )
     say(
-        f"quantized by default: {found.layers} linear layers with {found.weights / 1e6:,.4g} million "
+        f"quantized by default: {found.layers} linear layers, {found.weights / 1e6:,.4g} million "
         "weights; embeddings, output head and norms stay as they are"
     )
     say(f"runs in: {found.engine}; vLLM with anybit's plugin, if vLLM has {found.architecture}")
@@ -312,8 +314,8 @@ def show(found: Info, console: Console | None = None) -> None:
     for scheme, why in found.refused.items():
         say(f"{scheme}: {why}")
     say(
-        f"Memory: weights and KV cache; it fits into {FRACTION:.0%} of a memory. Tokens/s: the most "
-        "that reading the weights allows (bandwidth / bytes), not measured."
+        f"memory: weights and KV cache; a model fits that takes up to {FRACTION:.0%} of it. "
+        "tok/s: the bound that memory bandwidth sets (bandwidth / bytes read), not measured."
     )
 
 

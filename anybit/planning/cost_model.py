@@ -1,8 +1,8 @@
 """The cost model of a quantized matrix product (LiquidGEMM, section 3.2, equations 3 to 6).
 
 Three rates of a device and three numbers of a kernel say what a product is bound by: weights must
-be read, decoded on the CUDA cores, and multiplied on the tensor cores. `anybit plan` goes by it under
-a budget of time.
+be read, decoded on the CUDA cores, and multiplied on the tensor cores. `anybit plan` goes by it
+under a budget of time.
 """
 
 import math
