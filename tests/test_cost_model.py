@@ -81,7 +81,9 @@ def test_a_gpu_is_known_by_any_usual_name(name: str, key: str) -> None:
 def test_other_gpus_are_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match=r"T4 is too old: its compute capability is 7\.5"):
         gpu("Tesla T4")
-    with pytest.raises(ValueError, match=r"unknown GPU 'rtx409'; did you mean RTX 4090\? known: RTX"):
+    with pytest.raises(
+        ValueError, match=r"unknown GPU 'rtx409'; did you mean RTX 4090\? known: RTX"
+    ):
         gpu("rtx409")
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.errors import InvalidInput, Unsupported
 from anybit.files.directory import quantization_of, read_json
-from anybit.files.hub import download, name_of
 from anybit.formats.presets import HOPPER
 from anybit.kernels.cute.build import build as compile_missing
 from anybit.kernels.cute.jit import KernelSpec, dsl_version, kernel_folder
@@ -19,7 +18,7 @@ def build(given: Sequence[str], cache: Path | None, jobs: int) -> str:
     """Compile every kernel that layers may launch.
 
     Args:
-        given: Schemes, and checkpoints (directories, config.json, org/name), whose schemes count;
+        given: Schemes, and directories of checkpoints (or their config.json), whose schemes count;
             none: the usual schemes.
         cache: Where the kernels go; None for the user's cache folder.
         jobs: Processes; 0 for one a core.
@@ -57,8 +56,6 @@ def schemes_of(given: str) -> list[tuple[str, bool]]:
     try:
         parse_scheme(given)
     except InvalidInput:
-        if name := name_of(given):
-            path = download(name, weights=False)
         if not path.exists():
             if path.name != given:
                 raise InvalidInput(f"no such directory or file: {given}") from None
