@@ -38,7 +38,7 @@ def test_it_is_made_of_known_instructions_and_what_it_copies_is_there() -> None:
     for line in arguments("RUN"):
         shlex.split(line)
         assert line.count("(") == line.count(")")
-    assert arguments("USER") == ["anybit"]  # not root
+    assert arguments("USER") == ["1000"]  # not root
 
 
 def test_extras_exist() -> None:
