@@ -16,6 +16,8 @@ from anybit.files.directory import read_json
 from anybit.files.safetensors import ShardWriter
 from anybit.nn.model import quantized_layers
 from tests.foreign.gguf_models import LONG, MODELS, tiny, write
+from tests.hub import serving, use
+from tests.test_cli import run
 
 IDS = torch.arange(48)[None] * 7 % 90
 K_MIX = {"attn_v|ffn_down": "Q6_K", "attn|ffn_(gate|up)": "Q4_K", "output|token_embd": "Q6_K"}
@@ -258,3 +260,34 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(InvalidInput, match="architecture 'rwkv7' cannot be read, only llama, qwen"):
         convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
+
+
+def test_commands_take_a_file_here_or_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is quantized already is not quantized again, and a dense one is."""
+    monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "served"
+    folder.mkdir()
+    write(tiny("llama"), folder / "m-Q4_K_M.gguf", K_MIX, tokens=96)
+    write(tiny("llama"), folder / "m-BF16.gguf", {"attn|ffn": "BF16"}, tokens=96)
+    few, dense = folder / "m-Q4_K_M.gguf", folder / "m-BF16.gguf"
+    with serving({"org/m": folder}) as hub:
+        use(hub, tmp_path / "home", monkeypatch)
+        for each in (few, "org/m:q4_k_m"):
+            stdout, _ = run("generate", each, "ab", "--max-tokens", 2)
+            assert stdout.startswith("ab")
+            for command in (
+                ["quantize", each, "--format", "int4", "-o", "x"],
+                ["plan", each, "--bits", 4],
+            ):
+                _, stderr = run(*command, code=1)
+                assert "m-Q4_K_M.gguf is quantized already (Q4_K, Q6_K); start from" in stderr
+                assert not Path("x").exists()
+        run("quantize", dense, "--format", "fp6", "-o", "here")
+        run("quantize", "org/m:BF16", "--format", "fp6", "-o", "there")
+        names = {path.name.rpartition("-")[0] for path in (tmp_path / "cache/converted").iterdir()}
+        assert names == {"m-Q4_K_M.gguf", "m-BF16.gguf"}
+    here, there = (anybit.load(path).state_dict() for path in ("here", "there"))
+    assert all(torch.equal(here[name], there[name]) for name in here)
