@@ -27,7 +27,6 @@ from anybit.evaluate.corpus import held_out_text
 from anybit.evaluate.model import complete, encode, load_text_model
 from anybit.evaluate.perplexity import excerpts, score
 from anybit.nn.plan import plan_from
-from tests import hub
 
 PICO = Path(__file__).parent.parent / "models" / "pico"
 ENTRY = typer.main.get_command(app)
@@ -190,6 +189,7 @@ def test_usage_errors_exit_with_2() -> None:
         (["quantize", PICO, "--format", "int4", "-o", "x", "--kv-scales"], "without --calibrate"),
         (["quantize", PICO, "--format", "int4", "-o", "x", "--samples", 3], "without --calibrate"),
         (["plan", PICO, "--bits", 4.5, "--length", 3], "without --calibrate"),
+        (["plan", PICO, "--bits", 4.5, "--device", "h100"], "without --latency-us"),
         (["info", PICO, "--format", ";"], "names nothing"),
         (["plan", PICO, "--bits", 4.5, "--candidates", ""], "names nothing"),
         (["demo", "--formats", ";"], "names nothing"),
@@ -241,7 +241,7 @@ def test_an_output_that_exists_needs_overwrite(fp6: Path) -> None:
             "no directory to write plan",
         ),
         (["plan", str(PICO), "--bits", "4", "--plot", "a.doc"], "name ends in .png, .svg, .pdf"),
-        (["plan", str(PICO), "--bits", "4", "--device", "t4"], "T4 is too old"),
+        (["plan", str(PICO), "--latency-us", "4", "--device", "t4"], "T4 is too old"),
         (["plan", str(PICO), "--bits", "4.5", "-o", "tests"], "tests is a directory; name a file"),
         (["generate", str(PICO), "caf\udce9"], "bytes that are not UTF-8"),
         (["quantize", str(PICO), "--format", "int4", "--calibrate", "", "-o", "x"], ". is no file"),
@@ -429,37 +429,6 @@ def test_build_takes_the_formats_of_a_checkpoint(tmp_path: Path) -> None:
         schemes_of("nowhere/OUT")
     _, error = run("build", PICO, code=1)
     assert "names no formats of anybit's" in error
-
-
-@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's
-def test_from_a_name_of_the_hub_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with hub.serving({"org/pico": PICO}) as served:
-        hub.use(served, tmp_path / "home", monkeypatch)
-        command = [
-            "quantize",
-            "org/pico",
-            "--format",
-            "fp6",
-            "-o",
-            "out",
-            "--push-to",
-            "me/pico-fp6",
-        ]
-        assert "needs a token" in run(*command, code=1)[1]
-        assert not served.fetched("org/pico")
-        monkeypatch.setenv("HF_TOKEN", hub.TOKEN)
-        stdout, _ = run(*command)
-        assert stdout.splitlines()[-1] == f"{served.address}/me/pico-fp6"
-        pushed = served.pushed["me/pico-fp6"]
-        files = {path.name: path.read_bytes() for path in Path("out").iterdir()}
-        assert pushed == files
-        assert run("generate", "org/pico", "def f(", "--max-tokens", 4)[0].startswith("def f(")
-        # A refused OUT costs no download, nor does a name that is not there cost OUT.
-        served.asked.clear()
-        assert "exists" in run(*command[:-2], code=1)[1]
-        assert not served.asked
-        assert "org/none does not exist, neither here" in run("eval", "org/none", code=1)[1]
 
 
 def test_a_calibrated_run_ends_with_the_same_summary(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from anybit.checkpoint.save_load import load_dense
 from anybit.errors import InvalidInput, Unsupported
 from anybit.files.hub import check_push, located, name_of, push, repository_of
 from tests import hub as stand_in
+from tests.test_cli import PICO, run
 
-PICO = Path(__file__).parent.parent / "models" / "pico"
 NAME = "org/pico"
 
 
@@ -87,6 +87,34 @@ def test_shards_are_those_that_the_index_names(hub: stand_in.Hub, tmp_path: Path
     assert len(names) > 1
     assert {p.name for p in path.glob("*.safetensors")} == names
     assert anybit.load("org/sharded").num_parameters() == model.num_parameters()
+
+
+def test_load_and_llm_take_a_name(hub: stand_in.Hub, tmp_path: Path) -> None:
+    llm = anybit.LLM(NAME, "int8", draft=NAME)
+    params = anybit.SamplingParams(max_tokens=4, temperature=0)
+    assert llm.generate("def f(", params)[0].tokens == (
+        anybit.LLM(PICO, "int8").generate("def f(", params)[0].tokens
+    )
+    (hub.repositories[NAME] / "README.md").unlink()
+    shutil.rmtree(tmp_path / "home")
+    out = tmp_path / "out"
+    anybit.save(anybit.quantize_(load_dense(located(NAME)), "int8"), out)
+    assert "base_model: org/pico" in (out / "README.md").read_text()
+    hub.repositories["me/pico-int8"] = out
+    again = anybit.load("me/pico-int8")
+    assert again.state_dict().keys() == anybit.load(out).state_dict().keys()
+
+
+def test_an_adapter_of_the_hub_is_located(hub: stand_in.Hub, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors", "optimizer.pt"):
+        (folder / name).write_text("{}")
+    hub.repositories["org/lora"] = folder
+    assert {p.name for p in located("org/lora").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
 
 
 def test_a_directory_of_that_name_wins(hub: stand_in.Hub, tmp_path: Path) -> None:
@@ -218,6 +246,37 @@ def test_pushing_uploads_a_directory_or_a_file(
     hub.down = True
     with pytest.raises(Unsupported, match=r"out is complete, but .*hf upload org/out"):
         push(out, "org/out")
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's
+def test_from_a_name_of_the_hub_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with stand_in.serving({"org/pico": PICO}) as served:
+        stand_in.use(served, tmp_path / "home", monkeypatch)
+        command = [
+            "quantize",
+            "org/pico",
+            "--format",
+            "fp6",
+            "-o",
+            "out",
+            "--push-to",
+            "me/pico-fp6",
+        ]
+        assert "needs a token" in run(*command, code=1)[1]
+        assert not served.fetched("org/pico")
+        monkeypatch.setenv("HF_TOKEN", stand_in.TOKEN)
+        stdout, _ = run(*command)
+        assert stdout.splitlines()[-1] == f"{served.address}/me/pico-fp6"
+        pushed = served.pushed["me/pico-fp6"]
+        files = {path.name: path.read_bytes() for path in Path("out").iterdir()}
+        assert pushed == files
+        assert run("generate", "org/pico", "def f(", "--max-tokens", 4)[0].startswith("def f(")
+        # A refused OUT costs no download, nor does a name that is not there cost OUT.
+        served.asked.clear()
+        assert "exists" in run(*command[:-2], code=1)[1]
+        assert not served.asked
+        assert "org/none does not exist, neither here" in run("eval", "org/none", code=1)[1]
 
 
 def test_importing_anybit_does_not_import_the_hub() -> None:

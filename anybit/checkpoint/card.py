@@ -6,6 +6,7 @@ from pathlib import Path
 
 from anybit.core.scheme import parse_scheme
 from anybit.files.directory import read_json
+from anybit.files.hub import repository_of
 from anybit.nn.plan import stored_plan
 from anybit.version import __version__
 
@@ -48,6 +49,7 @@ def write_card(directory: Path, source: str, layers: Iterable[tuple[str, tuple[i
     """
     if (directory / NAME).exists():
         return
+    source = repository_of(source) or source
     hub = source.count("/") == 1 and not Path(source).exists()
     name = source if hub else Path(source).name
     layers = list(layers)

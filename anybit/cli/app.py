@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from anybit.cli import authors
+from anybit.cli import about, authors
 from anybit.cli.group import Commands, check_outputs, examples, listed, no_effect, pushing
 from anybit.errors import check_text
 from anybit.progress import say
 from anybit.serve import commands
-from anybit.serve.commands import MODEL
+from anybit.serve.options import MODEL_HELP
 
 AUTHORS = "For authors of kernels and formats"
 ENVIRONMENT = """
@@ -99,7 +99,7 @@ def demo(
 )
 def quantize(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(help=f"An unquantized model: {MODEL}")],
+    model: Annotated[Path, typer.Argument(help=f"An unquantized model: {MODEL_HELP}")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
     formats: Annotated[
         list[str] | None,
@@ -164,7 +164,9 @@ def quantize(
     )
 )
 def convert(
-    model: Annotated[Path, typer.Argument(help=f"A model that another tool quantized: {MODEL}")],
+    model: Annotated[
+        Path, typer.Argument(help=f"A model that another tool quantized: {MODEL_HELP}")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
     to: Annotated[
         str | None, typer.Option("--to", help="Round the decoded weights to this format instead.")
@@ -227,7 +229,7 @@ def export(
 )
 def plan(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(help=f"An unquantized model: {MODEL}")],
+    model: Annotated[Path, typer.Argument(help=f"An unquantized model: {MODEL_HELP}")],
     calibrate: Annotated[
         str | None, typer.Option(help='A .txt or .jsonl file, or "python": modules of the library.')
     ] = None,
@@ -244,7 +246,8 @@ def plan(
         str | None, typer.Option(help="Formats to choose from, separated by ';'.")
     ] = None,
     head: Annotated[
-        str, typer.Option(help="Format of the output head, beside the budget; none keeps it.")
+        str,
+        typer.Option(help="Format of the output head, not counted in the budget; none keeps it."),
     ] = "int8",
     samples: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 32,
     length: Annotated[int, typer.Option(min=1, help="Tokens in each, at most.")] = 2048,
@@ -263,6 +266,8 @@ def plan(
         raise typer.BadParameter("give one budget: --bits 4.5, or --latency-us 900")
     if calibrate is None:
         no_effect(context, "without --calibrate", "samples", "length")
+    if latency_us is None:
+        no_effect(context, "without --latency-us", "device")
     say(f"loading {model}")
     check_outputs(out, plot)
 
@@ -304,7 +309,7 @@ def plan(
 )
 def evaluate(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(help=f"A model: {MODEL}")],
+    model: Annotated[Path, typer.Argument(help=f"A model: {MODEL_HELP}")],
     against: Annotated[
         Path | None, typer.Option(help="The dense model: adds KL divergence and agreement.")
     ] = None,
@@ -320,7 +325,7 @@ def evaluate(
         str | None, typer.Option(help="Run these tasks of lm-eval instead, separated by ','.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Requests of a task at a time.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 8,
     run_code: Annotated[
         bool, typer.Option("--run-code", help="Let tasks execute what the model writes.")
     ] = False,
@@ -367,7 +372,7 @@ def evaluate(
     )
 )
 def generate(
-    model: Annotated[Path, typer.Argument(help=f"A model: {MODEL}")],
+    model: Annotated[Path, typer.Argument(help=f"A model: {MODEL_HELP}")],
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 128,
     temperature: Annotated[
@@ -403,68 +408,21 @@ def generate(
     show("\n")
 
 
-@app.command(
+app.command(
     epilog=examples(
         "anybit info Qwen/Qwen3-0.6B",
         "anybit info MODEL --format 'fp6;int4:group=64' --device l40s --context 32768",
         "anybit info MODEL --memory 24GB --json info.json",
     )
-)
-def info(
-    model: Annotated[Path, typer.Argument(help="A model: a directory, or ORG/NAME[@REVISION].")],
-    formats: Annotated[
-        str | None, typer.Option("--format", help="Formats, separated by ';'. The usual if absent.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="GPUs, separated by ';': 'RTX 4090', l40s, h100, ...")
-    ] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory of another machine: 24GB.")] = None,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences at the same time.")] = 1,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all of it to this file as well.")
-    ] = None,
-) -> None:
-    """Tell a model's size in each format, where it fits, and what runs it.
-
-    Reads config.json and headers alone: of a model of the hub, the weights are not downloaded.
-    """
-    check_outputs(json_file, None)
-    say(f"reading headers of {model}")
-    from dataclasses import asdict
-
-    from anybit.cli.info import DEVICES, FORMATS, show
-    from anybit.cli.info import info as run
-    from anybit.files.directory import write_json
-
-    chosen = listed(formats, "--format", FORMATS), listed(device, "--device", DEVICES)
-    found = run(model, *chosen, memory, context, sequences)
-    show(found)
-    if json_file:
-        write_json(json_file, asdict(found))
-
-
-@app.command(epilog=examples("anybit cache", "anybit cache --clear --yes"))
-def cache(
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all of it.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-) -> None:
-    """Show what anybit keeps on this disk to be faster the next time, or clear it.
-
-    The folder is $ANYBIT_CACHE, or ~/.cache/anybit. Models of the hub lie in its own cache, which
-    `hf cache ls` shows.
-    """
-    from anybit.cli import cache as kept
-
-    typer.echo(kept.show())
-    if clear and (yes or typer.confirm("Remove all of it?")):
-        typer.echo(kept.clear())
+)(about.info)
+app.command(epilog=examples("anybit cache", "anybit cache --clear --yes"))(about.cache)
 
 
 @app.command(epilog=examples("anybit doctor", "anybit doctor liquid@int8 int4:group=128"))
 def doctor(
     formats: Annotated[
-        list[str] | None, typer.Argument(help="Formats to be told all about; none: all in short.")
+        list[str] | None,
+        typer.Argument(help="Formats to explain in full; all of them in short if absent."),
     ] = None,
 ) -> None:
     """Show which kernels the formats run on, on each device, why not others, and versions."""

@@ -13,7 +13,9 @@ def bench(
     shape: Annotated[
         list[str], typer.Option(help="Outputs x inputs of a layer, NxK. May be repeated.")
     ] = ["4096x4096"],  # noqa: B006
-    m: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,16,256",
+    m: Annotated[
+        str, typer.Option(help="Numbers of tokens to time, such as 1,16,256.")
+    ] = "1,16,256",
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file as well.")] = None,
     report: Annotated[Path | None, typer.Option(help="Time all backends: a JSON report.")] = None,
 ) -> None:
@@ -32,7 +34,9 @@ def tune(
         list[str], typer.Argument(help="Formats; @int8 or @fp8 quantizes activations as well.")
     ],
     shape: Annotated[list[str], typer.Option(help="Outputs x inputs of a layer, NxK. Repeatable.")],
-    m: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,4,16,64,256,1024",
+    m: Annotated[
+        str, typer.Option(help="Numbers of tokens to time, such as 1,16,256.")
+    ] = "1,4,16,64,256,1024",
 ) -> None:
     """Find the fastest tiles for this GPU, and use them from now on.
 

@@ -138,6 +138,7 @@ def plan_formats(
         f"{budget / unit:g} {what}",
         "weight error" if calibration is None else "KL",
         heads,
+        None if seconds is None else rates.name,
     )
 
 

@@ -70,9 +70,7 @@ def dense_directory(model: str | os.PathLike[str]) -> Path:
     """
     path = located(model)
     if not is_gguf(path):
-        return (
-            path  # if another tool has quantized it, that is refused by what its config.json says
-        )
+        return path  # `dense_config` refuses what config.json says is quantized
     kinds = sorted({block.kind for block in read_model(path).tensors.values()} - DENSE.keys())
     if kinds:
         raise InvalidInput(
