@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from anybit.errors import AnybitError, InvalidInput, Unsupported, in_a_line
-from anybit.files.directory import OF_A_MODEL, OTHER_WEIGHTS, check_space, read_json
+from anybit.files.directory import OF_A_MODEL, OTHER_WEIGHTS, check_space, is_disk_full, read_json
 from anybit.files.safetensors import INDEX, WEIGHTS, Stored, stored_tensors
 from anybit.progress import Progress, progress, say
 
@@ -382,6 +382,8 @@ def told(name: Name) -> Iterator[None]:
             f"forbids to ask; {remedy}"
         ) from None
     except Exception as error:  # the classes of the network's errors change between versions
+        if is_disk_full(error):
+            raise
         raise Unsupported(
             f"{name} does not exist here{meant(name)}, and {hub} cannot be asked "
             f"({in_a_line(error)}); {remedy}"
