@@ -24,6 +24,7 @@ from anybit.planning.allocate import (
     weight_error,
 )
 from anybit.planning.allocation import Allocation
+from anybit.planning.gpus import gpu
 from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.calibration.statistics import Statistics
 from tests import tiny
@@ -135,7 +136,7 @@ def test_trellis_codes_and_rotations_are_chosen_among_others() -> None:
 
 def test_rotations_cost_time() -> None:
     plain, turned, both = (
-        predicted_seconds(f"int4:group=128{rotate}", (4096, 8192), "h200", 64)
+        predicted_seconds(f"int4:group=128{rotate}", (4096, 8192), gpu("h200"), 64)
         for rotate in ("", ",rotate=k", ",rotate=kn")
     )
     assert turned - plain == pytest.approx(64 * 8192 * 4 / 4.8e12, rel=0.3)
@@ -244,6 +245,7 @@ def test_table_and_plot(plan: Allocation, tmp_path: Path) -> None:
     table = plan.table()
     assert "model.layers.1.self_attn.q_proj, k_proj, v_proj" in table
     assert f"{plan.bits:.3f}" in table
+    assert "us" not in table.split()
     assert "lm_head" in table
     assert all(option.scheme in table for option in plan.groups[0].options)
     plan.plot(tmp_path / "plan.png")
@@ -288,7 +290,7 @@ def test_bad_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr("anybit.planning.allocate.sensitivities", None)  # nothing is measured before
         with pytest.raises(ValueError, match=r"smallest choice of these formats, 2\.75. bits"):
             plan_formats(make(), ids, 1.5, candidates=small)
-        with pytest.raises(ValueError, match="a budget of nan bits is below"):
+        with pytest.raises(ValueError, match="bits=nan is no budget"):
             plan_formats(make(), ids, math.nan, candidates=small)
         quantized = anybit.quantize_(make(), "int8")
         with pytest.raises(ValueError, match="quantized already; give the dense model"):
@@ -297,7 +299,14 @@ def test_bad_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         plan_formats(nn.Embedding(VOCAB, 8), None, bits=4.0)
     with pytest.raises(ValueError, match="give one budget"):
         plan_formats(make(), ids)
-    with pytest.raises(ValueError, match="unknown device 'abacus'; known: a100, h100, h200"):
+    with pytest.raises(ValueError, match="unknown GPU 'abacus'; known: RTX 3060, "):
         plan_formats(make(), ids, 4, device="abacus")
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj: none of int4:group=48"):
         plan_formats(make(), ids, 4, candidates=["int4:group=48"])
+
+
+def test_a_budget_of_time_names_the_gpu() -> None:
+    given = {"candidates": ["int4", "int8"], "quantizer": anybit.RTN()}
+    got = plan_formats(make(), None, seconds=1.0, device="RTX 4090", **given)
+    assert "us, RTX 4090" in got.table()
+    assert {option.scheme for option in got.chosen} == {"int8"}

@@ -195,16 +195,12 @@ def test_usage_errors_exit_with_2() -> None:
     assert "No such command" in run("quantise", code=2)[1]
     both = ["quantize", PICO, "--format", "fp6", "--plan", "p", "-o", "x"]
     assert "give either --format or --plan" in run(*both, code=2)[1]
-    assert "takes no MODEL" in run("plan", PICO, "--roofline", "4096x4096", code=2)[1]
-    measured = run("plan", PICO, "--calibrate", "python", "--measured", "rows.csv", code=2)[1]
-    assert "no effect without --roofline" in measured
     for ignored, message in (
         (["quantize", PICO, "--format", "int4", "-o", "x", "--kv-scales"], "without --calibrate"),
         (["quantize", PICO, "--format", "int4", "-o", "x", "--samples", 3], "without --calibrate"),
         (["plan", PICO, "--bits", 4.5, "--length", 3], "without --calibrate"),
-        (["plan", "--roofline", "64x64", "--bits", 4.5], "with --roofline"),
-        (["plan", "--roofline", "64x64", "--candidates", ";"], "names nothing"),
-        (["plan", "--roofline", "64x64", "--candidates", ""], "names nothing"),
+        (["plan", PICO, "--bits", 4.5, "--device", "h100"], "without --latency-us"),
+        (["info", PICO, "--format", ";"], "names nothing"),
         (["plan", PICO, "--bits", 4.5, "--candidates", ""], "names nothing"),
         (["demo", "--formats", ";"], "names nothing"),
         (["eval", PICO, "--limit", 3], "without --tasks"),
@@ -216,16 +212,11 @@ def test_usage_errors_exit_with_2() -> None:
     assert "--bits 4.5, or --latency-us" in run("plan", PICO, code=2)[1]
 
 
-def test_empty_names_and_defaults_are_no_mistakes() -> None:
-    stdout, _ = run("plan", "--roofline", "64x64", "--candidates", "int4;", "--head", "int8")
-    assert "int4" in stdout
-
-
 def test_a_plan_is_of_a_dense_model(fp6: Path) -> None:
     _, stderr = run("plan", str(fp6), "--bits", "4.5", code=1)
     assert stderr.endswith("is quantized already, with anybit; start from the dense one\n")
     _, stderr = run("plan", "no/model", "--bits", "4.5", code=1)
-    assert "no/model does not exist" in stderr
+    assert stderr.startswith("error: no/model does not exist here, nor in the hub's cache")
 
 
 def test_an_output_that_exists_needs_overwrite(fp6: Path) -> None:
@@ -259,7 +250,8 @@ def test_an_output_that_exists_needs_overwrite(fp6: Path) -> None:
             ["plan", str(PICO), "--bits", "4.5", "-o", "no/plan.json"],
             "no directory to write plan",
         ),
-        (["plan", "--roofline", "64x64", "--plot", "a.doc"], "name ends in .png, .svg, .pdf"),
+        (["plan", str(PICO), "--bits", "4", "--plot", "a.doc"], "name ends in .png, .svg, .pdf"),
+        (["plan", str(PICO), "--latency-us", "4", "--device", "t4"], "T4 is too old"),
         (["plan", str(PICO), "--bits", "4.5", "-o", "tests"], "tests is a directory; name a file"),
         (["generate", str(PICO), "caf\udce9"], "bytes that are not UTF-8"),
         (["quantize", str(PICO), "--format", "int4", "--calibrate", "", "-o", "x"], ". is no file"),
@@ -275,9 +267,10 @@ def test_other_errors_are_one_message(
     args: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(PICO.parent.parent)
-    _, stderr = run(*args, code=1)
+    stdout, stderr = run(*args, code=1)
     assert message in stderr
     assert len(stderr.splitlines()) == 1
+    assert not stdout
 
 
 def test_an_output_goes_where_a_link_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,3 +439,44 @@ def test_build_takes_the_formats_of_a_checkpoint(tmp_path: Path) -> None:
         schemes_of("nowhere/OUT")
     _, error = run("build", PICO, code=1)
     assert "names no formats of anybit's" in error
+
+
+def test_a_calibrated_run_ends_with_the_same_summary(tmp_path: Path) -> None:
+    options = ["--calibrate", "python", "--samples", 16, "--length", 128]
+    stdout, _ = run("quantize", PICO, "--format", "int4", "-o", tmp_path / "out", *options)
+    assert "out: 56 layers with 6.291 million weights quantized, 18 tensors kept; 14.7 MB -> " in (
+        stdout.replace("\n", "")
+    )
+
+
+def test_the_cache_is_shown_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
+    assert run("cache")[0] == f"{tmp_path}\nempty\n"
+    for name in ("converted/llama-12", "native", "mine"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.o").write_bytes(bytes(1000))
+    (tmp_path / "tiles-h200.json").write_text("{}")
+    stdout, _ = run("cache")
+    assert "  0.001 MB  models of other tools, converted\n      0.001 MB  llama-12" in stdout
+    assert "tiles that `anybit tune` has found" in stdout
+    got = CliRunner().invoke(app, ["cache", "--clear"], input="n\n")
+    assert got.exit_code == 0
+    assert (tmp_path / "native").exists()
+    assert run("cache", "--clear", "--yes")[0].endswith("removed 0.002 MB\n")
+    assert [path.name for path in tmp_path.rglob("*.o")] == ["a.o"]
+    assert not (tmp_path / "converted" / "llama-12").exists()
+
+
+def test_help_teaches_the_first_steps_and_puts_authors_commands_apart() -> None:
+    stdout, _ = run("--help")
+    usual, _, rest = stdout.partition("For authors of kernels and formats")
+    assert all(f" {name} " in rest for name in ("bench", "tune", "build"))
+    assert not any(f" {name} " in usual for name in ("bench", "tune", "build"))
+    assert "bench-serve" not in stdout
+    steps = [line.strip() for line in rest.splitlines() if line.strip().startswith("$ anybit")]
+    assert [line.split()[2] for line in steps] == ["info", "quantize", "chat"]
+    for line in steps:
+        _, _, command, *args = shlex.split(line)
+        COMMANDS[command].make_context(command, args)
+    for name in ("ANYBIT_CACHE", "ANYBIT_DEBUG", "HF_TOKEN"):
+        assert name in rest

@@ -1,11 +1,9 @@
 """The cost model against the numbers that LiquidGEMM derives from it (section 3.3)."""
 
-from pathlib import Path
-
 import pytest
 
-from anybit.measure.roofline import measured_times, plot, roofline, show
-from anybit.planning.cost_model import DEVICES, cost, instructions, threshold
+from anybit.planning.cost_model import cost, instructions, threshold
+from anybit.planning.gpus import DEVICES, gpu
 
 H100, A100 = DEVICES["h100"], DEVICES["a100"]
 
@@ -60,41 +58,38 @@ def test_instructions_by_format() -> None:
         instructions("codebook")
 
 
-def test_roofline_is_drawn(tmp_path: Path) -> None:
-    measured = {("fp6", 16): 30e-6}
-    points = roofline(
-        DEVICES["h200"], ["fp6", "liquid@int8"], [1, 16, 256], (28672, 4096), measured
-    )
-    assert [p.measured for p in points] == [None, 30e-6, None, None, None, None]
-    fp6 = points[1]
-    assert fp6.cost.bound == "memory"
-    assert fp6.cost.seconds == pytest.approx(28672 * 4096 * 6 / 8 / 4.8e12, rel=0.01)
-    plot(points, tmp_path / "roofline.svg", "H200")
-    assert "liquid@int8" in (tmp_path / "roofline.svg").read_text()
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("rtx4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("4090", "RTX 4090"),
+        ("rtx 5070ti", "RTX 5070 Ti"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("h100-pcie", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("a100 40gb", "A100 40 GB"),
+        ("l40s", "L40S"),
+        ("H200", "H200"),
+        ("b200", "B200"),
+    ],
+)
+def test_a_gpu_is_known_by_any_usual_name(name: str, key: str) -> None:
+    assert gpu(name).name == key
 
 
-def test_measured_times_stand_beside_predictions(tmp_path: Path) -> None:
-    csv = tmp_path / "times.csv"
-    rows = [
-        "anybit-hopper,liquid,int8-given,1,28672,4096,20.5,,,,,plain",
-        "anybit-hopper,liquid,int8-given,1,28672,4096,15.2,,,,,pdl",
-        "anybit-hopper,liquid,int8,1,28672,4096,9.0,,,,,quantizes as well: not compared",
-        "humming,int4:group=64,int8-given,1,28672,4096,1.0,,,,,",
-        "anybit-hopper,fp6,fp16,1,6144,4096,2.0,,,,,another shape",
-        "anybit-triton,fp6,fp16,1,28672,4096,29.7,,,,,",
-    ]
-    head = "gpu,date,commit,peer,format,activation,M,N,K,us,weight_gbps,tflops,vs_cublas_fp16,"
-    csv.write_text("\n".join([head + "vs_floor,note", *(f"g,d,c,{row}" for row in rows)]))
-    assert measured_times(csv, (28672, 4096)) == {
-        ("liquid@int8", 1): pytest.approx(15.2e-6),
-        ("fp6", 1): pytest.approx(29.7e-6),
-    }
-    text = show("h200", "28672x4096", ["liquid@int8", "fp6"], csv)
-    lines = [line.split() for line in text.splitlines()]
-    assert len(lines) == 21
-    first = lines[1]  # format, M, us, "us", in turns, "us", bound, measured, "us", ratio
-    assert first[:2] == ["liquid@int8", "1"]
-    assert first[6:8] == ["memory", "15.2"]
-    assert float(first[9]) == pytest.approx(15.2 / float(first[2]), abs=0.01)
-    with pytest.raises(ValueError, match="unknown device 'b900'; known: a100, h100, h200"):
-        show("b900", "28672x4096")
+def test_other_gpus_are_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"T4 is too old: its compute capability is 7\.5"):
+        gpu("Tesla T4")
+    with pytest.raises(
+        ValueError, match=r"unknown GPU 'rtx409'; did you mean RTX 4090\? known: RTX"
+    ):
+        gpu("rtx409")
+
+
+def test_the_table_of_gpus_has_sensible_figures() -> None:
+    for device in DEVICES.values():
+        assert 1e11 < device.bandwidth < 1e13, device
+        assert 8e9 < device.memory < 3e11, device
+        assert device.alu < device.mma["fp16"] < 1e16, device
+        assert ("fp8" in device.mma) == (device.capability >= (8, 9)), device

@@ -7,6 +7,7 @@ the shards of `OUT`, which appears, complete, at the end.
 import dataclasses
 import os
 import shutil
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import torch
 from torch import nn
 
 from anybit.checkpoint.card import write_card
+from anybit.checkpoint.foreign.ready import dense_directory
 from anybit.checkpoint.rewrite import check_paths, check_unused, fingerprint
-from anybit.checkpoint.stream import Quantization, plan_quantization
+from anybit.checkpoint.stream import Quantization, Report, plan_quantization, report_of
 from anybit.errors import InvalidInput, in_a_line, probing
 from anybit.files.directory import (
     check_absent,
@@ -49,14 +51,14 @@ def calibrate_checkpoint(
     *,
     overwrite: bool = False,
     show_progress: bool | None = None,
-) -> Path:
+) -> Report:
     """Quantize a transformers checkpoint from one directory to another with calibration.
 
     The result is that of `quantize_`. Peak memory: the embeddings and the head, one block with its
     statistics, and the activations of the calibration data.
 
     Args:
-        source: Directory of a dense model.
+        source: Directory of a dense model, or org/name of the hub.
         out: Directory to write.
         spec: As in `quantize_`.
         quantizer: A calibrated quantizer with its data.
@@ -64,7 +66,7 @@ def calibrate_checkpoint(
         show_progress: As in `quantize_`.
 
     Returns:
-        The directory that was written.
+        What was done.
 
     Raises:
         FileExistsError: `out` exists, or `OUT.partial` holds something else, such as an unfinished
@@ -75,10 +77,10 @@ def calibrate_checkpoint(
             under other names.
         OSError: The disk is too small.
     """
-    source, out = Path(source), destination(out)
+    started, out = time.monotonic(), destination(out)
     calibration = calibration_of(quantizer)
     calibration.check_file()
-    check_paths(source, out, overwrite)
+    source = dense_directory(check_paths(source, out, overwrite))
     work = plan_quantization(source, spec, quantizer, as_in_model=True)
     schemes = {work.names[n].removesuffix(".weight"): scheme for n, scheme in work.schemes.items()}
     model, prefix = without_blocks(work.model, source, schemes, work.heads)
@@ -91,6 +93,7 @@ def calibrate_checkpoint(
         tensors = {name: work.stored[key] for key, name in work.names.items()}
         stored = StoredBlocks(tensors, f"files {fingerprint(source, work.stored)}")
         calibration = dataclasses.replace(calibration, work=partial)
+        resumed = len(list(partial.glob("block_*.safetensors")))
         try:
             calibrate(model, schemes, quantizer, calibration, show_progress, stored)
         except BaseException:
@@ -101,7 +104,7 @@ def calibrate_checkpoint(
         write_card(partial, str(source), work.quantized, described(quantizer))
         move_directory(partial, out)
         (out / SETTINGS).unlink()
-    return out
+    return report_of(work, out, resumed, started)
 
 
 def described(quantizer: Quantizer) -> str:

@@ -11,13 +11,13 @@ import yaml
 
 from anybit.core.scheme import parse_scheme
 from anybit.files.directory import read_json
+from anybit.files.hub import repository_of
 from anybit.nn.plan import stored_plan
 from anybit.version import __version__
 
 NAME = "README.md"
 BEGIN, END = "<!-- anybit -->", "<!-- /anybit -->"  # around what is written here
 FRONT = re.compile(r"\A---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
-SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/[^/]+/?$")  # in the hub's cache
 CARD = """{begin}
 # {title}, quantized
 
@@ -53,9 +53,9 @@ def write_card(
         layers: Scheme and shape (N, K) of each quantized layer.
         how: The quantizer and its data, in words.
     """
-    hub = source if source.count("/") == 1 and not Path(source).exists() else None
-    if found := SNAPSHOT.search(str(Path(source).absolute())):
-        hub = f"{found[1]}/{found[2]}"
+    hub = repository_of(source)
+    if not hub and source.count("/") == 1 and not Path(source).exists():
+        hub = source
     layers = list(layers)
     weights = sum(math.prod(shape) for _, shape in layers)
     bits = sum(

@@ -28,6 +28,7 @@ from anybit.files.directory import (
     read_json,
     write_json,
 )
+from anybit.files.hub import located
 from anybit.files.safetensors import INDEX, WEIGHTS, ShardWriter, Stored, read_header
 from anybit.progress import progress
 
@@ -118,11 +119,18 @@ class Rewrite(ABC):
         return sum(size for path in shards for size in self.outputs(self.shards[path]).values())
 
 
-def check_paths(source: Path, out: Path, overwrite: bool) -> None:
-    """Raise FileExistsError or InvalidInput when `out` cannot be written from `source`."""
+def check_paths(model: str | os.PathLike[str], out: Path, overwrite: bool) -> Path:
+    """Where the model is that `out` is to be written from: downloaded if `out` can be.
+
+    Raises:
+        FileExistsError: `out` exists.
+        InvalidInput: It cannot be replaced, or not by what is made of this model.
+    """
     check_absent(out, overwrite)
+    source = located(model)
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(out)):
         raise InvalidInput(f"{out} would replace its own source {source}; choose another directory")
+    return source
 
 
 def rewrite(

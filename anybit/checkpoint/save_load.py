@@ -24,6 +24,7 @@ from anybit.files.directory import (
     quantization_of,
     read_json,
 )
+from anybit.files.hub import located
 from anybit.files.safetensors import stored_tensors
 from anybit.nn.model import check_module, plan_in, quantized_layers, refuse_adapters, set_keep
 from anybit.nn.multiplier import Keep
@@ -86,7 +87,8 @@ def load(
     checkpoint, the conversion (`anybit convert`) is made once, in the cache folder, and loaded.
 
     Args:
-        directory: Of the checkpoint; or a GGUF file.
+        directory: Of the checkpoint; or a GGUF file, or org/name[@revision] of the hub, with
+            :Q4_K_M for one of its GGUF files.
         device: Where the model will run.
         dtype: Of activations and of the weights that are not quantized; the saved one by default.
         keep: Whether layers that no kernel multiplies may hold decoded copies of their weights;
@@ -100,7 +102,7 @@ def load(
         InvalidInput: Files are damaged, the checkpoint is not one of anybit or of a newer version,
             or tensors do not fit its config.json.
     """
-    path = Path(directory)
+    path = located(directory)
     if not is_gguf(path):
         stored_tensors(path)
     path = ready(path)

@@ -17,6 +17,7 @@ from anybit.checkpoint.architecture import (
     empty_model,
     quantized_already,
 )
+from anybit.checkpoint.foreign.ready import dense_directory
 from anybit.checkpoint.layout import Tensors, Transposed, check_fit, check_missing, layout, some
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Report:
-    """What `quantize_checkpoint` did.
+    """What `quantize_checkpoint` or `calibrate_checkpoint` did.
 
     Attributes:
         out: The directory that was written.
@@ -98,7 +99,7 @@ def quantize_checkpoint(
     A run that was killed goes on where it stopped when it is started again.
 
     Args:
-        source: Directory of a dense model.
+        source: Directory of a dense model, or org/name of the hub.
         out: Directory to write.
         spec: As in `quantize_`.
         quantizer: A data-free quantizer; `RTN()` by default. For calibrated ones there is
@@ -119,16 +120,21 @@ def quantize_checkpoint(
         OSError: The disk is too small.
     """
     started = time.monotonic()
-    source, out = Path(source), destination(out)
-    quantizer = quantizer or RTN()
+    out, quantizer = destination(out), quantizer or RTN()
     if quantizer.needs:
         raise InvalidInput(
             f"{type(quantizer).__name__} needs calibration; use calibrate_checkpoint, or a "
             "data-free quantizer (RTN, Clip, HQQ)"
         )
-    check_paths(source, out, overwrite)
+    source = dense_directory(check_paths(source, out, overwrite))
     work = plan_quantization(source, spec, quantizer, shard_bytes)
-    after, resumed = rewrite(work, source, out, overwrite, show_progress, "quantizing")
+    _, resumed = rewrite(work, source, out, overwrite, show_progress, "quantizing")
+    return report_of(work, out, resumed, started)
+
+
+def report_of(work: "Quantization", out: Path, resumed: int, started: float) -> Report:
+    """What a finished run did, which began at a time of `time.monotonic`."""
+    written = stored_tensors(out)
     return Report(
         out=out,
         schemes={work.names[name].removesuffix(".weight"): s for name, s in work.schemes.items()},
@@ -136,8 +142,8 @@ def quantize_checkpoint(
         unexpected=work.unexpected,
         weights=sum(math.prod(work.stored[name].shape) for name in work.schemes),
         bytes_before=work.source_bytes - sum(work.stored[f"{n}.weight"].nbytes for n in work.heads),
-        bytes_after=after,
-        shards=len(work.shards),
+        bytes_after=sum(tensor.nbytes for tensor in written.values()),
+        shards=len({tensor.file for tensor in written.values()}),
         resumed=resumed,
         seconds=time.monotonic() - started,
     )

@@ -6,10 +6,26 @@ from typing import Annotated
 
 import typer
 
-from anybit.cli.group import Commands, check_outputs, examples, listed, no_effect
+from anybit.cli import about, authors
+from anybit.cli.group import Commands, check_outputs, examples, listed, no_effect, pushing
 from anybit.errors import check_text
 from anybit.progress import say
 from anybit.serve import commands
+from anybit.serve.options import MODEL_HELP
+
+AUTHORS = "For authors of kernels and formats"
+ENVIRONMENT = """
+
+Environment: ANYBIT_CACHE is the folder of what anybit keeps (see `anybit cache`). HF_HOME,
+HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE count for models of the hub. A mistake is one line;
+ANYBIT_DEBUG=1 shows where it comes from.
+"""
+PushTo = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ORG/NAME", help="Then upload OUT to the hub; a new repository is private."
+    ),
+]
 
 app = typer.Typer(
     cls=Commands,
@@ -18,7 +34,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="A mistake is one line; set ANYBIT_DEBUG=1 to see where it comes from.",
+    epilog=examples(
+        "anybit info Qwen/Qwen3-0.6B",
+        "anybit quantize Qwen/Qwen3-0.6B --format fp6 -o qwen3-fp6",
+        "anybit chat qwen3-fp6",
+        title="First steps",
+    )
+    + ENVIRONMENT,
 )
 
 
@@ -53,9 +75,9 @@ def demo(
 ) -> None:
     """Quantize a small real model to every family of formats, and measure each.
 
-    Shows bits per weight, size, perplexity, KL divergence, agreement and speed on this CPU; saves
-    one checkpoint, lets a fresh process load it and complete a function; writes report.html,
-    size_vs_kl.png and results.json. Takes under three minutes on two cores.
+    Shows bits per weight, size, perplexity, KL divergence and agreement; saves one checkpoint, lets
+    a fresh process load it and complete a function; writes report.html, size_vs_kl.png and
+    results.json. Takes under three minutes on two cores.
     """
     from anybit.cli.demo import FORMATS
     from anybit.cli.demo import demo as run
@@ -65,20 +87,20 @@ def demo(
 
 @app.command(
     epilog=examples(
-        "anybit quantize models/pico -o out/pico",
-        "anybit quantize models/pico --format fp6 -o out/pico-fp6",
+        "anybit quantize Qwen/Qwen3-0.6B -o qwen3",
+        "anybit quantize Qwen/Qwen3-0.6B --format fp6 -o qwen3-fp6",
         "anybit quantize MODEL --format int4:group=128,zero -o OUT",
         "anybit quantize MODEL --format int3 --format '*.down_proj=int4' -o OUT",
         "anybit quantize MODEL --format fp6 --format '*.layers.0.*=none' -o OUT",
         "anybit quantize MODEL --plan plan.json -o OUT",
         "anybit quantize MODEL --format int3 --calibrate chats.jsonl -o OUT",
         "anybit quantize MODEL --format liquid@int8 --calibrate text.jsonl -o OUT",
-        "anybit quantize MODEL --format int4 --method clip -o OUT",
+        "anybit quantize MODEL --format int4 --method clip -o OUT --push-to ORG/NAME",
     )
 )
 def quantize(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(help="Directory of a dense model (safetensors).")],
+    model: Annotated[Path, typer.Argument(help=f"An unquantized model: {MODEL_HELP}")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
     formats: Annotated[
         list[str] | None,
@@ -113,8 +135,9 @@ def quantize(
         bool, typer.Option("--kv-scales", help="Also store int8 scales of the KV cache.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
+    push_to: PushTo = None,
 ) -> None:
-    """Quantize a model of any size, without ever holding it in memory.
+    """Quantize a model of any size, tensor by tensor: it never has to fit in memory.
 
     Run the same command again after an interruption: finished parts are kept. `anybit formats`
     lists the formats.
@@ -129,7 +152,8 @@ def quantize(
 
     chosen = plan_of_options(formats, plan, calibrate is not None)
     text = None if calibrate is None else calibration_of(calibrate, samples, length, kv_scales)
-    typer.echo(quantize_directory(model, out, chosen, method, text, overwrite))
+    with pushing(out, push_to):
+        typer.echo(quantize_directory(model, out, chosen, method, text, overwrite))
 
 
 @app.command(
@@ -138,17 +162,19 @@ def quantize(
         "anybit convert gpt-oss-20b -o out/gpt-oss",
         "anybit convert DeepSeek-V3 -o out/deepseek --to nvfp4",
         "anybit convert Qwen3-8B-Q4_K_M.gguf -o out/qwen3",
+        "anybit convert Qwen/Qwen3-8B-GGUF:Q4_K_M -o out/qwen3",
     )
 )
 def convert(
     model: Annotated[
-        Path, typer.Argument(help="Directory (safetensors) or GGUF file of another tool's model.")
+        Path, typer.Argument(help=f"A model that another tool quantized: {MODEL_HELP}")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
     to: Annotated[
         str | None, typer.Option("--to", help="Round the decoded weights to this format instead.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
+    push_to: PushTo = None,
 ) -> None:
     """Turn a checkpoint of another tool into one of anybit, with the same weights bit for bit.
 
@@ -160,7 +186,8 @@ def convert(
     say(f"converting {model} into {out}")
     from anybit.checkpoint.foreign.convert import convert_checkpoint
 
-    typer.echo(convert_checkpoint(model, out, to, overwrite=overwrite))
+    with pushing(out, push_to):
+        typer.echo(convert_checkpoint(model, out, to, overwrite=overwrite))
 
 
 @app.command(
@@ -170,7 +197,9 @@ def convert(
     )
 )
 def export(
-    model: Annotated[Path, typer.Argument(help="Directory of a checkpoint of anybit.")],
+    model: Annotated[
+        Path, typer.Argument(help="A checkpoint of anybit: a directory, or ORG/NAME of the hub.")
+    ],
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Directory to write; for gguf, the file.")
     ],
@@ -178,6 +207,7 @@ def export(
         str, typer.Option("--to", help="Whose layout: compressed-tensors or gguf.")
     ] = "compressed-tensors",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
+    push_to: PushTo = None,
 ) -> None:
     """Write a checkpoint for other engines, with the same weights bit for bit.
 
@@ -187,7 +217,8 @@ def export(
     say(f"exporting {model} into {out}")
     from anybit.checkpoint.foreign.export import export_checkpoint
 
-    typer.echo(export_checkpoint(model, out, to, overwrite=overwrite))
+    with pushing(out, push_to):
+        typer.echo(export_checkpoint(model, out, to, overwrite=overwrite))
 
 
 @app.command(
@@ -196,12 +227,11 @@ def export(
         "anybit plan models/pico --bits 4.5 --calibrate python --samples 32 --length 512",
         "anybit plan MODEL --bits 4.5 --calibrate text.jsonl -o plan.json --plot plan.png",
         "anybit plan MODEL --latency-us 900 --device h200 --calibrate text.jsonl -o plan.json",
-        "anybit plan --roofline 28672x4096 --candidates 'liquid@int8;fp6' --plot roofline.png",
     )
 )
 def plan(
     context: typer.Context,
-    model: Annotated[Path | None, typer.Argument(help="Directory of a dense model.")] = None,
+    model: Annotated[Path, typer.Argument(help=f"An unquantized model: {MODEL_HELP}")],
     calibrate: Annotated[
         str | None, typer.Option(help="Text to measure on, as of quantize --calibrate.")
     ] = None,
@@ -211,12 +241,15 @@ def plan(
     latency_us: Annotated[
         float | None, typer.Option(help="Predicted time of all layers for one token, instead.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Whose rates predict the time.")] = "h200",
+    device: Annotated[
+        str, typer.Option(help="GPU whose time is predicted: h100, 'RTX 4090', l40s, ...")
+    ] = "h200",
     candidates: Annotated[
         str | None, typer.Option(help="Formats to choose from, separated by ';'.")
     ] = None,
     head: Annotated[
-        str, typer.Option(help="Format of the output head, beside the budget; none keeps it.")
+        str,
+        typer.Option(help="Format of the output head, not counted in the budget; none keeps it."),
     ] = "int8",
     samples: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 32,
     length: Annotated[int, typer.Option(min=1, help="Tokens in each, at most.")] = 2048,
@@ -224,54 +257,38 @@ def plan(
         Path | None, typer.Option("--out", "-o", help="Write the plan for quantize --plan.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the choice (PNG, SVG or PDF).")] = None,
-    roofline: Annotated[
-        str | None,
-        typer.Option(metavar="NxK", help="No model: predict a layer's times on --device instead."),
-    ] = None,
-    measured: Annotated[
-        Path | None, typer.Option(help="A CSV of benchmarks/ to set beside the roofline.")
-    ] = None,
 ) -> None:
     """Choose a format for every layer under a budget of memory or of predicted time.
 
     Measures on text (--calibrate) how much each layer's rounding costs the model, and explains the
-    choice. Without text it goes by the errors of the weights, as if all layers mattered alike. With
-    --roofline it prints what the cost model (LiquidGEMM, section 3) says of a layer instead.
+    choice. Without text it goes by the errors of the weights, as if all layers mattered alike.
     """
     chosen_formats = listed(candidates, "--candidates")
-    if roofline is not None:
-        from anybit.measure.roofline import show
-
-        if model:
-            raise typer.BadParameter("takes no MODEL", param_hint="--roofline")
-        ignored = ("calibrate", "bits", "latency_us", "head", "samples", "length", "out")
-        no_effect(context, "with --roofline", *ignored)
-        typer.echo(show(device, roofline, chosen_formats or None, measured, plot))
-        return
-    no_effect(context, "without --roofline", "measured")
-    if model is None:
-        raise typer.BadParameter("give MODEL, or --roofline NxK", param_hint="MODEL")
     if (bits is None) == (latency_us is None):
         raise typer.BadParameter("give one budget: --bits 4.5, or --latency-us 900")
     if calibrate is None:
         no_effect(context, "without --calibrate", "samples", "length")
+    if latency_us is None:
+        no_effect(context, "without --latency-us", "device")
     say(f"loading {model}")
     check_outputs(out, plot)
 
     from anybit.checkpoint.architecture import dense_config
+    from anybit.checkpoint.foreign.ready import dense_directory
     from anybit.checkpoint.save_load import load_dense
     from anybit.cli.options import calibration_of
     from anybit.formats.presets import CANDIDATES
     from anybit.planning.allocate import plan_formats
 
-    dense_config(model)
+    directory = dense_directory(model)
+    dense_config(directory)
     text = None if calibrate is None else calibration_of(calibrate, samples, length)
     if text is None:
         say("no --calibrate: planning by the errors of the weights alone")
     else:
         text.check_file()
     chosen = plan_formats(
-        load_dense(model),
+        load_dense(directory),
         text,
         bits,
         seconds=None if latency_us is None else latency_us * 1e-6,
@@ -297,7 +314,7 @@ def plan(
 )
 def evaluate(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(help="Directory of a model, quantized or dense.")],
+    model: Annotated[Path, typer.Argument(help=f"A model: {MODEL_HELP}")],
     against: Annotated[
         Path | None, typer.Option(help="The dense model: adds KL divergence and agreement.")
     ] = None,
@@ -316,7 +333,7 @@ def evaluate(
         str | None, typer.Option(help="Run these tasks of lm-eval instead, separated by ','.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Requests of a task at a time.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 8,
     run_code: Annotated[
         bool, typer.Option("--run-code", help="Let tasks execute what the model writes.")
     ] = False,
@@ -364,7 +381,7 @@ def evaluate(
     )
 )
 def generate(
-    model: Annotated[Path, typer.Argument(help="Directory of a model, quantized or dense.")],
+    model: Annotated[Path, typer.Argument(help=f"A model: {MODEL_HELP}")],
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 128,
     temperature: Annotated[
@@ -379,12 +396,15 @@ def generate(
     say(f"loading {model}")
     from anybit.evaluate.model import complete, load_text_model
 
+    begun = False
+
     def show(piece: str) -> None:
-        typer.echo(piece, nl=False)
+        nonlocal begun
+        typer.echo(piece if begun else prompt + piece, nl=False)
         sys.stdout.flush()
+        begun = True
 
     loaded, tokenizer = load_text_model(model)
-    show(prompt)
     complete(
         loaded,
         tokenizer,
@@ -394,85 +414,24 @@ def generate(
         seed=seed,
         show=show,
     )
-    typer.echo()
+    show("\n")
 
 
-@app.command(
+app.command(
     epilog=examples(
-        "anybit bench int4 --shape 4096x4096 --m 1,16,256",
-        "anybit bench fp6 liquid@int8 --shape 4096x4096 --shape 4096x14336 --csv rows.csv",
+        "anybit info Qwen/Qwen3-0.6B",
+        "anybit info MODEL --format 'fp6;int4:group=64' --device l40s --context 32768",
+        "anybit info MODEL --memory 24GB --json info.json",
     )
-)
-def bench(
-    formats: Annotated[
-        list[str], typer.Argument(help="Formats; @int8 or @fp8 quantizes activations as well.")
-    ],
-    shape: Annotated[
-        list[str], typer.Option(help="Outputs x inputs of a layer, NxK. May be repeated.")
-    ] = ["4096x4096"],  # noqa: B006
-    m: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,16,256",
-    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file as well.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Time all backends: a JSON report.")] = None,
-) -> None:
-    """Time quantized layers against the dense layer, on this machine's GPU or CPU.
-
-    Weights are random and cold, results are checked before they are timed, and the read floor, the
-    time to read the weight's bytes and do nothing else, is measured in the same run.
-    """
-    from anybit.measure.report import run
-
-    run(formats, shape, m, csv, report, typer.echo)
-
-
-@app.command(
-    epilog=examples(
-        "anybit tune int4:group=128 --shape 4096x4096 --shape 4096x14336",
-        "anybit tune fp6 liquid@int8 --shape 6144x4096 --m 1,4,16,64,256",
-    )
-)
-def tune(
-    formats: Annotated[
-        list[str], typer.Argument(help="Formats; @int8 or @fp8 quantizes activations as well.")
-    ],
-    shape: Annotated[list[str], typer.Option(help="Outputs x inputs of a layer, NxK. Repeatable.")],
-    m: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,4,16,64,256,1024",
-) -> None:
-    """Find the fastest tiles for this GPU, and use them from now on.
-
-    Of the kernels for mma.sync where they take the layer, else of Triton's. The shipped tiles were
-    measured on an H200. Takes a minute or more for each format and shape; what is found is kept in
-    the cache folder ($ANYBIT_CACHE), for this GPU and version of anybit.
-    """
-    from anybit.measure.bench import parse_counts, parse_shape
-    from anybit.measure.tune import tune as run
-
-    path = run(formats, [parse_shape(text) for text in shape], parse_counts(m), typer.echo)
-    typer.echo(f"wrote {path}")
-
-
-@app.command(
-    epilog=examples("anybit build liquid@int8 fp6", "anybit build OUT", "anybit build --cache DIR")
-)
-def build(
-    formats: Annotated[
-        list[str] | None,
-        typer.Argument(help="Formats, with @int8 or @fp8, or a checkpoint; none: the usual ones."),
-    ] = None,
-    cache: Annotated[
-        Path | None, typer.Option(help="A folder instead of the user's cache.")
-    ] = None,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0 is one a core.")] = 0,
-) -> None:
-    """Compile the kernels for H100 and H200 before a layer needs them; needs no GPU."""
-    from anybit.cli.build import build as run
-
-    typer.echo(run(formats or (), cache, jobs))
+)(about.info)
+app.command(epilog=examples("anybit cache", "anybit cache --clear --yes"))(about.cache)
 
 
 @app.command(epilog=examples("anybit doctor", "anybit doctor liquid@int8 int4:group=128"))
 def doctor(
     formats: Annotated[
-        list[str] | None, typer.Argument(help="Formats to be told all about; none: all in short.")
+        list[str] | None,
+        typer.Argument(help="Formats to explain in full; all of them in short if absent."),
     ] = None,
 ) -> None:
     """Show which kernels the formats run on, on each device, why not others, and versions."""
@@ -495,6 +454,24 @@ app.command(
     )
 )(commands.serve)
 app.command(epilog=examples("anybit chat out/pico-fp6"))(commands.chat)
-app.command("bench-serve", epilog=examples("anybit bench serve http://127.0.0.1:8000"))(
-    commands.bench_serve
-)
+app.command(
+    rich_help_panel=AUTHORS,
+    epilog=examples(
+        "anybit bench int4 --shape 4096x4096 --m 1,16,256",
+        "anybit bench fp6 liquid@int8 --shape 4096x4096 --shape 4096x14336 --csv rows.csv",
+    ),
+)(authors.bench)
+app.command(
+    "bench-serve", hidden=True, epilog=examples("anybit bench serve http://127.0.0.1:8000")
+)(commands.bench_serve)
+app.command(
+    rich_help_panel=AUTHORS,
+    epilog=examples(
+        "anybit tune int4:group=128 --shape 4096x4096 --shape 4096x14336",
+        "anybit tune fp6 liquid@int8 --shape 6144x4096 --m 1,4,16,64,256",
+    ),
+)(authors.tune)
+app.command(
+    rich_help_panel=AUTHORS,
+    epilog=examples("anybit build liquid@int8 fp6", "anybit build OUT", "anybit build --cache DIR"),
+)(authors.build)

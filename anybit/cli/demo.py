@@ -6,11 +6,9 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -27,7 +25,6 @@ from torch.nn import Linear
 import anybit
 from anybit.cli import report
 from anybit.cli.report import COLUMNS, Results, Row, cells
-from anybit.engine.engine import Engine
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.evaluate.corpus import held_out_text
@@ -56,7 +53,6 @@ FORMATS = (
 )
 TOKENS = 16384
 SAVED = "fp6"  # the format of the checkpoint that is kept
-PROMPT_TOKENS, STEPS = 16, 64  # for the speed
 WRITTEN = 20  # tokens of the example
 PROMPT = '''\
 import json
@@ -110,8 +106,8 @@ def demo(
         f"{dtype_name(dense.dtype)}. Every format is scored on the same {total} tokens of "
         f"{len(documents)} modules of Python's standard library that training left out, against "
         "the dense model.\nbits: per weight of the quantized layers, with scales. MB: the whole "
-        "checkpoint. KL: nats per token. top-1: positions with the same likeliest token. tokens/s: "
-        f"greedy decoding by the engine on {processor()}, {torch.get_num_threads()} threads."
+        "checkpoint. KL: nats per token. top-1: positions with the same likeliest token. Speed is "
+        "not shown: this model is too small for it; `anybit bench` times layers."
     )
     reference = Remembered(copy.deepcopy(dense).float())
     with Board(console, total * (1 + len(formats))) as board:
@@ -163,8 +159,8 @@ def measure(
 ) -> Row:
     """The row of one format, or of the dense model itself for spec=None.
 
-    Speed is that of the model as it is stored. Scores are computed in fp32: in bf16, the rounding
-    of activations alone makes a KL divergence of 0.0007, more than int8 weights do.
+    Scores are computed in fp32: in bf16, the rounding of activations alone makes a KL
+    divergence of 0.0007, more than int8 weights do.
     """
     name = spec or dtype_name(dense.dtype)
     step(name, 0)
@@ -176,20 +172,20 @@ def measure(
             sum(p.nbytes() for p in layers) * 8 / sum(n * k for n, k in (p.shape for p in layers))
         )
     beginning = encode(tokenizer, PROMPT).tolist()
-    size, speed, tokens = stored(model, documents[0][:PROMPT_TOKENS].tolist(), beginning)
+    size, tokens = stored(model, beginning)
     got = score(
         model.float(), documents, window=window, dense=reference, step=lambda n: step(name, n)
     )
     assert got.kl is not None
     assert got.agreement is not None
     return Row(
-        name, bits, size, got.perplexity, got.perplexity_error, got.kl, got.agreement, speed,
+        name, bits, size, got.perplexity, got.perplexity_error, got.kl, got.agreement,
         tokenizer.decode(tokens, skip_special_tokens=True),
     )  # fmt: skip
 
 
-def stored(model: Any, prompt: list[int], beginning: list[int]) -> tuple[int, float, list[int]]:
-    """Bytes of the model's tensors when it is saved, and the engine's speed and text with them."""
+def stored(model: Any, beginning: list[int]) -> tuple[int, list[int]]:
+    """Bytes of the model's tensors when it is saved, and what the engine writes with them."""
     with TemporaryDirectory(prefix="anybit-") as folder:
         target = Path(folder, "model")
         if any(quantized_layers(model)):
@@ -200,22 +196,7 @@ def stored(model: Any, prompt: list[int], beginning: list[int]) -> tuple[int, fl
         llm = LLM(target, max_running=1)
         greedy = SamplingParams(max_tokens=WRITTEN, temperature=0)
         (output,) = llm.generate(beginning, greedy, show_progress=False)
-        return size, engine_speed(llm.engine, prompt), output.tokens
-
-
-def engine_speed(engine: Engine, prompt: list[int]) -> float:
-    """Tokens a second of greedy decoding at batch 1, after the prompt has been read.
-
-    From the median time of a step, so that a pause of the machine does not count.
-    """
-    params = SamplingParams(max_tokens=STEPS + 1, temperature=0, ignore_eos=True)
-    engine.add("speed", prompt, params)
-    times = []
-    while engine.busy:
-        start = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - start)
-    return 1 / median(times[1:])
+        return size, output.tokens
 
 
 def complete_afresh(checkpoint: Path) -> str:

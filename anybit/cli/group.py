@@ -3,7 +3,8 @@
 import errno
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from anybit.errors import AnybitError
+from anybit.progress import say
 
 INTERRUPTED = 130
 WORDS = {"overwrite=True": "--overwrite", "(None)": "(FORMAT none)"}  # of Python: of commands
@@ -85,6 +87,25 @@ def no_effect(context: typer.Context, why: str, *names: str) -> None:
             raise typer.BadParameter(f"has no effect {why}", param_hint=param.opts[0])
 
 
-def examples(*lines: str) -> str:
+@contextmanager
+def pushing(out: Path, repository: str | None) -> Iterator[None]:
+    """Push what is written inside to the hub; what would keep it from that is told before.
+
+    Raises:
+        InvalidInput: The name is none, or there is no token that the hub knows.
+        Unsupported: The hub cannot be reached, or does not take it.
+    """
+    if repository is None:
+        yield
+        return
+    from anybit.files.hub import check_push, push
+
+    check_push(repository)
+    yield
+    say(f"pushing {out} to {repository}")
+    typer.echo(push(out, repository))
+
+
+def examples(*lines: str, title: str = "Examples") -> str:
     """An epilog that shows what to type; the leading backspace keeps its line breaks."""
-    return "\n".join(["\b", "[bold]Examples[/]", *(f"$ [cyan]{line}[/]" for line in lines)])
+    return "\n".join(["\b", f"[bold]{title}[/]", *(f"$ [cyan]{line}[/]" for line in lines)])

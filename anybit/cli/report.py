@@ -17,8 +17,8 @@ class Row:
     """The figures of one format, or of the dense model (spec "bf16").
 
     bits: stored bits per weight over the quantized layers, scales and tables included. bytes: size
-    of the checkpoint's tensors on disk. kl: nats per token. speed: tokens/s on the CPU, batch 1.
-    text: what the model writes behind the prompt of `Results`, greedily.
+    of the checkpoint's tensors on disk. kl: nats per token. text: what the model writes behind the
+    prompt of `Results`, greedily.
     """
 
     spec: str
@@ -28,7 +28,6 @@ class Row:
     perplexity_error: float
     kl: float
     agreement: float
-    speed: float
     text: str = ""
 
 
@@ -51,7 +50,7 @@ class Results:
     completion: str
 
 
-COLUMNS = ("format", "bits", "MB", "perplexity", "KL", "top-1", "tokens/s")
+COLUMNS = ("format", "bits", "MB", "perplexity", "KL", "top-1")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -63,7 +62,6 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row.perplexity:.3f}" if row.perplexity < 100 else f"{row.perplexity:.4g}",
         f"{row.kl:.5f}",
         f"{row.agreement:.1%}",
-        f"{row.speed:.0f}",
     )
 
 
@@ -165,7 +163,7 @@ def plot(rows: Sequence[Row], dark: bool = False) -> bytes:
 
 
 def label(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
-    """Write each point's name beside it, where it covers neither a point nor another name."""
+    """Write each point's name beside it, nearest to it, where it covers no point and no name."""
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
@@ -182,6 +180,7 @@ def label(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
         for side in (1, -1)
     ]
     for x, y, name in sorted(points):
+        here = axes.transData.transform((x, y))
         best, cost = None, math.inf
         for dx, dy, align in places:
             line = {"arrowstyle": "-", "color": "#999999", "lw": 0.7} if abs(dy) > 20 else None
@@ -193,6 +192,8 @@ def label(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
             box = Text.get_window_extent(text, renderer)  # without the line
             outside = box.x1 > frame.x1 or box.x0 < frame.x0
             worse = sum(box.overlaps(other) for other in taken) + 3 * outside
+            nearest = min(pixels, key=lambda at: distance(box, at))
+            worse += 2 * bool(distance(box, nearest) < distance(box, here) - 1)
             if worse < cost:
                 if best is not None:
                     best.remove()
@@ -203,6 +204,12 @@ def label(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
                 break
         assert best is not None
         taken.append(Text.get_window_extent(best, renderer))
+
+
+def distance(box: Any, at: Sequence[float]) -> float:
+    """Pixels between a rectangle and a point."""
+    across = max(box.x0 - at[0], 0, at[0] - box.x1)
+    return math.hypot(across, max(box.y0 - at[1], 0, at[1] - box.y1))
 
 
 # The page.
@@ -320,7 +327,7 @@ library that training left out, in windows of {window} tokens, computed in fp32.
 <p class="note">bits: stored bits per weight of the quantized layers, scales and tables included.
 MB: all tensors of the saved checkpoint, with the embeddings, which stay dense. KL: mean divergence
 KL(dense || quantized) over the whole vocabulary, nats per token. top-1: positions where both models
-find the same token most likely. tokens/s: greedy decoding at batch 1 on the CPU, in {dense}.
+find the same token most likely.
 A name without options has one scale for a whole row, which is little for 3 bits or fewer: compare
 the rows with groups of 64.</p>
 <h2>What each writes behind the same beginning</h2>

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.fallback import Generator
 from anybit.engine.loader import Loaded, load
@@ -24,6 +25,7 @@ from anybit.engine.sampler import INVALID, Row, choose
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.errors import InvalidInput
+from anybit.files.hub import name_of
 from anybit.nn.multiplier import Keep
 
 # Of a model that guesses for itself: the first that fits its layers. Fewer bits are not faster
@@ -179,9 +181,11 @@ def check_draft(draft: str | Path | Loaded | None, tokens: int, deterministic: b
         )
     if isinstance(draft, Loaded) or draft in ("ngram", "auto"):
         return
-    if not (Path(draft) / "config.json").is_file():
+    there = (Path(draft) / "config.json").is_file() or is_gguf(Path(draft))
+    if not there and name_of(draft) is None:
         raise InvalidInput(
-            f"draft={str(draft)!r} is neither ngram nor auto nor the directory of a model"
+            f"draft={str(draft)!r} is neither ngram nor auto nor the directory of a model, nor "
+            "org/name of the hub"
         )
 
 
@@ -196,7 +200,8 @@ def load_draft(
     """The model that guesses for another; None where none does (None, "ngram").
 
     Args:
-        draft: A directory, "auto" for a version of the model itself in few bits, or "ngram".
+        draft: A directory, a GGUF file, org/name of the hub, "auto" for a version of the model
+            itself in few bits, or "ngram".
         directory: Of the other model.
         loaded: The other model.
         length: As for the other model.

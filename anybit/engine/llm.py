@@ -24,6 +24,7 @@ from anybit.engine.ready import make_ready
 from anybit.engine.reload import again
 from anybit.engine.sequence import Logprob, SamplingParams
 from anybit.errors import AnybitError, InvalidInput, Unsupported, check_text, in_a_line
+from anybit.files.hub import located
 from anybit.nn.multiplier import Keep, check_keep
 from anybit.nn.plan import Plan, Spec
 from anybit.progress import progress
@@ -88,8 +89,9 @@ class LLM:
     sequence at a time, and a warning in the log says so; then max_running, max_tokens, block_size
     and prefix_caching do not apply, and options of the engine's KV cache are refused.
 
-    model: a directory with a Hugging Face checkpoint, dense or quantized by anybit; or a model
-        that `anybit.engine.loader` has loaded or built already.
+    model: a directory with a Hugging Face checkpoint, dense or quantized, a GGUF file, or the name
+        of one on the hub (org/name, org/name:Q4_K_M); or a model that `anybit.engine.loader` has
+        loaded or built already.
     quantization: a format ("fp6") or plan to quantize a dense checkpoint by while it is loaded.
     kv_cache: "auto" (int8 if the checkpoint has scales for it, else the model's dtype), "model"
         (the model's dtype), "int8" or "int4".
@@ -375,13 +377,13 @@ def checked(
     adapters: Mapping[str, str | Path] | None, model: str | Path | Loaded, deterministic: bool
 ) -> dict[str, Path]:
     """Directories of adapters by names; InvalidInput where they cannot be."""
-    beside = {name: Path(directory) for name, directory in (adapters or {}).items()}
+    beside = dict(adapters or {})
     if "" in beside:
         raise InvalidInput(f"adapters: {beside['']} has an empty name; give it another")
     if beside and (deterministic or isinstance(model, Loaded)):
         what = "deterministic=True" if deterministic else "a model that is loaded already"
         raise InvalidInput(f"adapters do not go with {what}; leave out one of them")
-    return beside
+    return {name: located(adapter) for name, adapter in beside.items()}
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:

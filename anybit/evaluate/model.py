@@ -3,7 +3,6 @@
 For many requests at once there is an engine; this is one prompt, to see what a model has to say.
 """
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,29 +11,31 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoint.architecture import check_model, load_model
+from anybit.checkpoint.foreign.ready import ready
 from anybit.errors import InvalidInput, loading
 from anybit.files.texts import Text
 from anybit.quantizers.calibration.chat import tokenized
 from anybit.quantizers.calibration.data import context_of as context
 
 
-def load_text_model(path: str | Path, device: str | None = None) -> tuple[Any, Any]:
-    """A model, dense or quantized, and its tokenizer from a directory, in the stored dtype.
+def load_text_model(model: str | Path, device: str | None = None) -> tuple[Any, Any]:
+    """A model, dense or quantized, and its tokenizer, in the stored dtype.
 
-    device: "cuda" where there is one, "cpu" otherwise, unless given. Raises FileNotFoundError for a
-    directory that holds no model. Nothing is downloaded.
+    model: what `ready` takes. device: "cuda" where there is one, "cpu" otherwise, unless given.
+    Raises FileNotFoundError for a directory that holds no model.
     """
-    path = Path(path)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    path = ready(model)
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     check_model(path)  # else a tokenizer's error would hide what is wrong with the model
     with loading(path):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    model = load_model(path, dtype="auto")
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    loaded = load_model(path, dtype="auto")
+    return loaded.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
 
 
 def complete(

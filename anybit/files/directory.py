@@ -344,7 +344,7 @@ def cache_folder(folder: str | Path | None = None) -> Path:
     """Where things lie that can be made again: `folder`, $ANYBIT_CACHE, or the user's cache."""
     folder = folder or os.environ.get("ANYBIT_CACHE")
     if folder:
-        return Path(folder)
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anybit"
 
 

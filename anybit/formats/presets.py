@@ -16,7 +16,6 @@ CANDIDATES = (  # of `anybit plan`
     "fp6",
     "int8",
 )
-ROOFLINE = ("liquid@int8", "int8@int8", "int4:group=128", "fp6", "int8")  # of `--roofline`
 HOPPER = (  # of `anybit build`
     "liquid@int8", "int8@int8", "int4@int8", "sparse@int8",
     "fp6", "fp5", "fp4", "fp8", "sparse", "fp6@fp8", "int4@fp8", "mxfp4@fp8", "mxfp4", "nvfp4",

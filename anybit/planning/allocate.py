@@ -24,14 +24,15 @@ from torch import Tensor, nn
 
 from anybit.core.format import Format
 from anybit.core.scheme import parse_scheme
-from anybit.errors import InvalidInput, near
+from anybit.errors import InvalidInput
 from anybit.formats.presets import CANDIDATES
 from anybit.nn.experts import Experts, of_all_experts
 from anybit.nn.model import dense_layers, linear_at, quantized_layers, taken_apart
 from anybit.nn.plan import is_head
 from anybit.nn.tied import tied_to_embeddings
 from anybit.planning.allocation import Allocation, Group, Option
-from anybit.planning.cost_model import DEVICES, cost, instructions, operand_of
+from anybit.planning.cost_model import cost, instructions, operand_of
+from anybit.planning.gpus import Device, gpu
 from anybit.progress import progress
 from anybit.quantizers.base import Quantizer, quantize_weight
 from anybit.quantizers.calibration.block_runner import BlockRunner, find_blocks
@@ -78,7 +79,7 @@ def plan_formats(
             `device`, by `planning.cost_model`. Give one of both budgets.
         candidates: Schemes to choose from. A layer that a format cannot store does without it.
         quantizer: The one that will be used, whose own data is ignored; `Clip()` by default.
-        device: A name of `cost_model.DEVICES`.
+        device: A usual name of a GPU of `gpus.DEVICES`.
         tokens: In one forward pass, for predicted times.
         head: The output head's format, which the budget does not count; None keeps it. A head that
             shares the embeddings' weight is kept: codes of its own would take more memory.
@@ -98,10 +99,7 @@ def plan_formats(
         raise InvalidInput("give one budget: bits=4.5, or seconds=50e-6")
     if bits is not None and not 0 < bits <= 16:
         raise InvalidInput(f"bits={bits:g} is no budget; an unquantized weight has 16, give fewer")
-    if device not in DEVICES:
-        raise InvalidInput(
-            f"unknown device {device!r}{near(device, DEVICES)}; known: {', '.join(DEVICES)}"
-        )
+    rates = gpu(device)
     with taken_apart(model):
         dense = dense_layers(model)
         names = layers_to_plan(model, dense)
@@ -122,7 +120,7 @@ def plan_formats(
             inside = [name for name in names if name.startswith(f"{prefix}.")]
             gradients = squared_gradients(model, inside, ids, show_progress)
             loss = partial(predicted_kl, quantizer, gradients)
-        seconds_of = partial(predicted_seconds, device=device, tokens=tokens)
+        seconds_of = partial(predicted_seconds, device=rates, tokens=tokens)
         busy = busy_experts(model, tokens)
         groups = sensitivities(
             model, names, ids, candidates, loss, needs, seconds_of, busy, show_progress
@@ -142,6 +140,7 @@ def plan_formats(
         f"{budget / unit:g} {what}",
         "weight error" if calibration is None else "KL",
         heads,
+        None if seconds is None else rates.name,
     )
 
 
@@ -429,7 +428,7 @@ def knapsack(costs: list[list[float]], losses: list[list[float]], budget: float)
     return out[::-1]
 
 
-def predicted_seconds(scheme: str, shape: tuple[int, int], device: str, tokens: int) -> float:
+def predicted_seconds(scheme: str, shape: tuple[int, int], device: Device, tokens: int) -> float:
     """Time of one product by the cost model; decoding is free where no kernel was counted.
 
     A rotation of inputs or outputs takes the time in which they are read and written.
@@ -439,11 +438,9 @@ def predicted_seconds(scheme: str, shape: tuple[int, int], device: str, tokens: 
     except (ValueError, ImportError):
         alpha = 0.0
     fmt, (n, k) = parse_scheme(scheme)[0], shape
-    product = cost(
-        DEVICES[device], tokens, n, k, fmt.bits_per_weight(shape), operand_of(scheme), alpha
-    )
+    product = cost(device, tokens, n, k, fmt.bits_per_weight(shape), operand_of(scheme), alpha)
     turned = k * ("k" in fmt.rotate) + n * ("n" in fmt.rotate)
-    return product.seconds + tokens * turned * TURN / DEVICES[device].bandwidth
+    return product.seconds + tokens * turned * TURN / device.bandwidth
 
 
 def fits(fmt: Format, shape: tuple[int, int]) -> bool:

@@ -50,6 +50,7 @@ class Allocation:
         measure: What losses are: "KL", predicted nats per token, or "weight error", squared errors
             of the weights over their squares, summed over layers.
         heads: Output heads and their formats, which the budget does not count.
+        device: The GPU whose time is the budget; None: bits are.
     """
 
     groups: tuple[Group, ...]
@@ -57,6 +58,7 @@ class Allocation:
     budget: str
     measure: str
     heads: tuple[tuple[str, str], ...] = ()
+    device: str | None = None
 
     @property
     def plan(self) -> dict[str, str | None]:
@@ -109,14 +111,15 @@ class Allocation:
             )
         lines += [f"{name:48} {scheme:22} (beside the budget)" for name, scheme in self.heads]
         lines.append("")
-        lines.append(f"{'whole model, predicted':48} {'':22} {'bits':>6} {loss} {'us':>9}")
+        time = f" {f'us, {self.device}':>14}" if self.device else ""
+        lines.append(f"{'whole model, predicted':48} {'':22} {'bits':>6} {loss}{time}")
         for name, it in [
             (f"this plan ({self.budget})", self),
             *((u.budget, u) for u in self.uniform()),
         ]:
             lines.append(
-                f"{name:48} {'':22} {it.bits:6.3f} {it.loss * 1000:{wide}.3f} "
-                f"{it.seconds * 1e6:9.2f}"
+                f"{name:48} {'':22} {it.bits:6.3f} {it.loss * 1000:{wide}.3f}"
+                + (f" {it.seconds * 1e6:14.2f}" if self.device else "")
             )
         return "\n".join(lines)
 

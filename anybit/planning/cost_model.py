@@ -1,8 +1,8 @@
 """The cost model of a quantized matrix product (LiquidGEMM, section 3.2, equations 3 to 6).
 
 Three rates of a device and three numbers of a kernel say what a product is bound by: weights must
-be read, decoded on the CUDA cores, and multiplied on the tensor cores. `anybit plan --roofline`
-prints it beside measured times.
+be read, decoded on the CUDA cores, and multiplied on the tensor cores. `anybit plan` goes by it
+under a budget of time.
 """
 
 import math
@@ -10,30 +10,7 @@ from dataclasses import dataclass
 
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
-
-
-@dataclass(frozen=True)
-class Device:
-    """Rates from the datasheet.
-
-    Attributes:
-        name: The GPU's name.
-        bandwidth: Bytes/s from memory.
-        alu: 32-bit instructions/s of the CUDA cores, one lane each.
-        mma: Operations/s of the tensor cores by operand ("int8", "fp8", "fp16"); an FMA is two.
-    """
-
-    name: str
-    bandwidth: float
-    alu: float
-    mma: dict[str, float]
-
-
-DEVICES = {
-    "a100": Device("A100 80 GB", 2.0e12, 19.5e12 / 2, {"int8": 624e12, "fp16": 312e12}),
-    "h100": Device("H100 SXM", 3.35e12, 34e12, {"int8": 1979e12, "fp8": 1979e12, "fp16": 989e12}),
-    "h200": Device("H200", 4.8e12, 34e12, {"int8": 1979e12, "fp8": 1979e12, "fp16": 989e12}),
-}
+from anybit.planning.gpus import Device
 
 
 @dataclass(frozen=True)
@@ -80,7 +57,7 @@ def cost(
     """The terms of equation 6 for y (m, n) = x (m, k) w (n, k)^T.
 
     Args:
-        device: One of `DEVICES`, or rates of another GPU.
+        device: A GPU of `gpus.DEVICES`, or rates of another one.
         m: Tokens.
         n: Outputs.
         k: Inputs.

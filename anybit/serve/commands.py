@@ -118,7 +118,7 @@ def serve(
             llm.tokenizer.chat_template = template
             check_template(llm)
         settings = Settings(
-            tuple(names or [model.resolve().name]),
+            tuple(names or [served(model)]),
             keys,
             queue,
             grace=grace,
@@ -164,6 +164,11 @@ def warn_if_open(host: str, address: str) -> None:
     if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         text = f"other machines can reach {host}, and no key is asked for; set --api-key or {KEY}"
         typer.secho(f"warning: {text}", fg="yellow", err=True)
+
+
+def served(model: Path) -> str:
+    """What clients call a model: a directory by its name, and one of the hub as the hub does."""
+    return model.resolve().name if model.exists() else str(model)
 
 
 def bytes_of(gigabytes: float | None) -> int | None:

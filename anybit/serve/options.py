@@ -8,7 +8,8 @@ import typer
 KEY = "ANYBIT_API_KEY"
 # Groups of options in --help.
 MODEL, LIMITS, SECURITY, ADVANCED = "Model", "Limits", "Security", "Advanced"
-Model = Annotated[Path, typer.Argument(help="Directory of a model, dense or quantized.")]
+MODEL_HELP = "a directory, a GGUF file, or ORG/NAME of the hub, with @REVISION or :Q4_K_M (GGUF)."
+Model = Annotated[Path, typer.Argument(help=f"A model: {MODEL_HELP}")]
 Format = Annotated[
     str | None,
     typer.Option(

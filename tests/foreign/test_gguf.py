@@ -17,6 +17,8 @@ from anybit.files.safetensors import ShardWriter
 from anybit.nn.model import quantized_layers
 from tests.foreign import gguf_models
 from tests.foreign.gguf_models import LONG, MODELS, tiny, write
+from tests.hub import serving, use
+from tests.test_cli import run
 
 IDS = torch.arange(48)[None] * 7 % 90
 K_MIX = {"attn_v|ffn_down": "Q6_K", "attn|ffn_(gate|up)": "Q4_K", "output|token_embd": "Q6_K"}
@@ -318,3 +320,34 @@ def test_what_llama_cpp_has_without_a_key(tmp_path: Path, monkeypatch: pytest.Mo
     write(tiny("llama"), tmp_path / "b.gguf", {"ffn": "Q8_0"})
     with pytest.raises(InvalidInput, match=r"has no attention\.layer_norm_rms_epsilon"):
         convert_checkpoint(tmp_path / "b.gguf", tmp_path / "other")
+
+
+def test_commands_take_a_file_here_or_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is quantized already is not quantized again, and a dense one is."""
+    monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "served"
+    folder.mkdir()
+    write(tiny("llama"), folder / "m-Q4_K_M.gguf", K_MIX, tokens=96)
+    write(tiny("llama"), folder / "m-BF16.gguf", {"attn|ffn": "BF16"}, tokens=96)
+    few, dense = folder / "m-Q4_K_M.gguf", folder / "m-BF16.gguf"
+    with serving({"org/m": folder}) as hub:
+        use(hub, tmp_path / "home", monkeypatch)
+        for each in (few, "org/m:q4_k_m"):
+            stdout, _ = run("generate", each, "ab", "--max-tokens", 2)
+            assert stdout.startswith("ab")
+            for command in (
+                ["quantize", each, "--format", "int4", "-o", "x"],
+                ["plan", each, "--bits", 4],
+            ):
+                _, stderr = run(*command, code=1)
+                assert "m-Q4_K_M.gguf is quantized already (Q4_K, Q6_K); start from" in stderr
+                assert not Path("x").exists()
+        run("quantize", dense, "--format", "fp6", "-o", "here")
+        run("quantize", "org/m:BF16", "--format", "fp6", "-o", "there")
+        names = {path.name.rpartition("-")[0] for path in (tmp_path / "cache/converted").iterdir()}
+        assert names == {"m-Q4_K_M.gguf", "m-BF16.gguf"}
+    here, there = (anybit.load(path).state_dict() for path in ("here", "there"))
+    assert all(torch.equal(here[name], there[name]) for name in here)

@@ -136,7 +136,8 @@ def convert_checkpoint(
     resuming: as in `quantize_checkpoint`.
 
     Args:
-        source: Directory of a model that another tool quantized, or a GGUF file.
+        source: Directory of a model that another tool quantized, or a GGUF file; or org/name of
+            the hub, with :Q4_K_M for one of its GGUF files.
         out: Directory to write.
         to: A scheme that the decoded weights are rounded to instead, such as "int4:group=128".
         overwrite: As in `quantize_checkpoint`.
@@ -154,8 +155,8 @@ def convert_checkpoint(
         OSError: The disk is too small.
     """
     started = time.monotonic()
-    source, out = Path(source), destination(out)
-    check_paths(source, out, overwrite)
+    out = destination(out)
+    source = check_paths(source, out, overwrite)
     with opened(source) as found:
         work = plan_conversion(found, shard_bytes, to)
         after, _ = rewrite(work, found.directory, out, overwrite, show_progress, "converting")

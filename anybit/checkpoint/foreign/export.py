@@ -32,6 +32,7 @@ from anybit.core.packed import Packed, is_codes
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.files.directory import destination, megabytes, quantization_of, read_json
+from anybit.files.hub import located
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import published, split
 from anybit.nn.plan import METHOD, patterns_for, stored_plan
@@ -90,7 +91,7 @@ def export_checkpoint(
     Memory and resuming: as in `quantize_checkpoint`.
 
     Args:
-        source: Directory of a checkpoint of anybit.
+        source: Directory of a checkpoint of anybit, or org/name of the hub.
         out: Directory to write; of GGUF, the file.
         to: The other tool, one of `TARGETS`.
         overwrite: As in `quantize_checkpoint`.
@@ -110,13 +111,13 @@ def export_checkpoint(
     started = time.monotonic()
     if to not in TARGETS:
         raise InvalidInput(f"cannot export to {to!r}; known: {', '.join(TARGETS)}")
-    source, out = Path(source), destination(out)
+    out = destination(out)
     if to == GGUF:
         from anybit.checkpoint.foreign.gguf_export import export_gguf
 
-        counts, size = export_gguf(checkpoint_of(source), out, overwrite, show_progress)
+        counts, size = export_gguf(checkpoint_of(located(source)), out, overwrite, show_progress)
         return Exported(out, GGUF, counts, (), size, time.monotonic() - started)
-    check_paths(source, out, overwrite)
+    source = check_paths(source, out, overwrite)
     work = plan_export(source, shard_bytes)
     after, _ = rewrite(work, source, out, overwrite, show_progress, "exporting")
     layers = Counter(layer.name for layer in work.layers.values())

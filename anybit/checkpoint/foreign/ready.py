@@ -1,4 +1,8 @@
-"""Other tools' checkpoints where one of ours is wanted: converted once, into the cache folder."""
+"""What users call a model, as a directory that anybit reads.
+
+A name of the hub is downloaded into its cache; another tool's checkpoint is converted once, into
+the cache folder.
+"""
 
 import hashlib
 import json
@@ -9,26 +13,29 @@ import tempfile
 from pathlib import Path
 
 from anybit.checkpoint.foreign.convert import METHODS, convert_checkpoint
-from anybit.checkpoint.foreign.gguf_file import is_gguf, read_model
+from anybit.checkpoint.foreign.gguf_file import DENSE, is_gguf, read_model
 from anybit.checkpoint.rewrite import fingerprint
-from anybit.errors import Unsupported, in_a_line
+from anybit.errors import InvalidInput, Unsupported, in_a_line
 from anybit.files.directory import cache_folder, read_json, stated_quantization
+from anybit.files.hub import located, title
 from anybit.files.safetensors import stored_tensors
 from anybit.version import __version__
 
 log = logging.getLogger(__name__)
 
 
-def ready(directory: Path) -> Path:
+def ready(model: str | os.PathLike[str]) -> Path:
     """A directory with the same model that anybit reads: itself, or a conversion in the cache.
 
-    directory: of a model; or a GGUF file.
+    model: a directory, a GGUF file, or org/name of the hub.
 
     Raises:
         FileNotFoundError: Files are missing.
-        InvalidInput: As `convert_checkpoint` does.
-        OSError: The disk of the cache folder is too small.
+        InvalidInput: As `located` and `convert_checkpoint` do.
+        OSError: The disk of a cache is too small.
+        Unsupported: The hub cannot be reached.
     """
+    directory = located(model)
     if is_gguf(directory):
         stored = {name: block.stored for name, block in read_model(directory).tensors.items()}
     else:
@@ -38,7 +45,7 @@ def ready(directory: Path) -> Path:
         stored = stored_tensors(directory)
     what = [__version__, str(directory.resolve()), fingerprint(directory, stored)]
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-    out = writable_cache(directory) / f"{directory.resolve().name}-{key}"
+    out = writable_cache(directory) / f"{title(directory)}-{key}"
     if not (out / "config.json").is_file():
         log.warning("%s is another tool's; its conversion is kept in %s", directory, out)
         own = out.with_name(f"{out.name}.{os.getpid()}")  # another process may do the same
@@ -73,3 +80,21 @@ def writable_cache(directory: Path) -> Path:
             f"it: anybit convert {directory} -o DIRECTORY"
         ) from error
     return folder
+
+
+def dense_directory(model: str | os.PathLike[str]) -> Path:
+    """As `ready`, of a model that is to be quantized.
+
+    Raises:
+        InvalidInput: It is a GGUF file that is quantized already; and as `ready` does.
+    """
+    path = located(model)
+    if not is_gguf(path):
+        return path  # `dense_config` refuses what config.json says is quantized
+    kinds = sorted({block.kind for block in read_model(path).tensors.values()} - DENSE.keys())
+    if kinds:
+        raise InvalidInput(
+            f"{path} is quantized already ({', '.join(kinds)}); start from the dense one, or keep "
+            f"its weights with `anybit convert {path} -o OUT`, which rounds them with --to FORMAT"
+        )
+    return ready(path)

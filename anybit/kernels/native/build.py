@@ -15,18 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.files.directory import cache_folder
 from anybit.kernels.native.isa import Isa
 from anybit.version import __version__
 
 log = logging.getLogger(__name__)
 
 DIGEST = 32  # bytes
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: ANYBIT_CACHE, or the user's cache folder."""
-    base = os.environ.get("ANYBIT_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "anybit" / "native"
 
 
 class Kernel:
@@ -165,7 +160,7 @@ def _place(text: str, isa: Isa) -> Path:
     from llvmlite import binding
 
     key = "\n".join((__version__, llvmlite, binding.get_default_triple(), *isa.features, text))
-    return cache_folder() / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".o")
+    return cache_folder() / "native" / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".o")
 
 
 def _kept(path: Path) -> bytes | None:

@@ -1,0 +1,67 @@
+"""Commands for those who write kernels and formats, and for those who tune a server."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def bench(
+    formats: Annotated[
+        list[str], typer.Argument(help="Formats; @int8 or @fp8 quantizes activations as well.")
+    ],
+    shape: Annotated[
+        list[str], typer.Option(help="Outputs x inputs of a layer, NxK. May be repeated.")
+    ] = ["4096x4096"],  # noqa: B006
+    m: Annotated[
+        str, typer.Option(help="Numbers of tokens to time, such as 1,16,256.")
+    ] = "1,16,256",
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file as well.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Time all backends: a JSON report.")] = None,
+) -> None:
+    """Time quantized layers against the dense layer, on this machine's GPU or CPU.
+
+    Weights are random and cold, results are checked before they are timed, and the read floor, the
+    time to read the weight's bytes and do nothing else, is measured in the same run.
+    """
+    from anybit.measure.report import run
+
+    run(formats, shape, m, csv, report, typer.echo)
+
+
+def tune(
+    formats: Annotated[
+        list[str], typer.Argument(help="Formats; @int8 or @fp8 quantizes activations as well.")
+    ],
+    shape: Annotated[list[str], typer.Option(help="Outputs x inputs of a layer, NxK. Repeatable.")],
+    m: Annotated[
+        str, typer.Option(help="Numbers of tokens to time, such as 1,16,256.")
+    ] = "1,4,16,64,256,1024",
+) -> None:
+    """Find the fastest tiles for this GPU, and use them from now on.
+
+    Of the kernels for mma.sync where they take the layer, else of Triton's. The shipped tiles were
+    measured on an H200. Takes a minute or more for each format and shape; what is found is kept in
+    the cache folder ($ANYBIT_CACHE), for this GPU and version of anybit.
+    """
+    from anybit.measure.bench import parse_counts, parse_shape
+    from anybit.measure.tune import tune as run
+
+    path = run(formats, [parse_shape(text) for text in shape], parse_counts(m), typer.echo)
+    typer.echo(f"wrote {path}")
+
+
+def build(
+    formats: Annotated[
+        list[str] | None,
+        typer.Argument(help="Formats, with @int8 or @fp8, or a checkpoint; none: the usual ones."),
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="A folder instead of the user's cache.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0 is one a core.")] = 0,
+) -> None:
+    """Compile the kernels for H100 and H200 before a layer needs them; needs no GPU."""
+    from anybit.cli.build import build as run
+
+    typer.echo(run(formats or (), cache, jobs))

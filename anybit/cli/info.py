@@ -1,0 +1,326 @@
+"""`anybit info`: what a model is, how large it gets in each format, and where it then fits.
+
+All is told by config.json and the headers of the weights, which are not read.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from anybit.checkpoint.architecture import bare_model
+from anybit.checkpoint.foreign.convert import METHODS
+from anybit.core.scheme import parse_scheme
+from anybit.engine.loader import model_class
+from anybit.engine.memory import FRACTION
+from anybit.engine.models import UnknownModel
+from anybit.errors import InvalidInput
+from anybit.files.directory import megabytes, read_json, stated_quantization
+from anybit.files.hub import name_of, peek
+from anybit.files.safetensors import Stored
+from anybit.nn.model import dense_layers, linear_schemes
+from anybit.nn.plan import METHOD, stored_plan
+from anybit.planning.gpus import gpu
+
+FORMATS = ("int8", "fp6", "liquid@int8", "int4:group=128", "int3:group=128", "int2:group=32,zero")
+DEVICES = ("rtx4090", "h100")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model may run. bandwidth: bytes/s of its memory; None: not known."""
+
+    name: str
+    memory: float
+    bandwidth: float | None = None
+
+
+LAPTOP = Place("laptop", 16e9)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model in one format.
+
+    Attributes:
+        format: Of all layers that are quantized by default; "as it is".
+        bits: Of a weight of these layers, scales included.
+        disk: Bytes of the files.
+        memory: Bytes of the weights and the KV cache.
+        tokens_per_second: By place, the most that its memory bandwidth allows, of all sequences
+            together; 0 where the model does not fit, None where no bandwidth is known.
+    """
+
+    format: str
+    bits: float
+    disk: int
+    memory: int
+    tokens_per_second: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Info:
+    """All that `anybit info` tells.
+
+    Attributes:
+        model: As it was given.
+        architecture: The class of transformers.
+        parameters: Numbers of weights.
+        dtype: Of most bytes in the files.
+        quantized: How the files are quantized; "" if they are not.
+        layers: Linear layers that are quantized by default.
+        weights: Their weights.
+        cache: Bytes of the KV cache of a token in 16 bits; None: not known.
+        context: Tokens of each sequence.
+        sequences: At the same time.
+        engine: What runs it.
+        sizes: By format.
+        refused: Formats that cannot store it, and why.
+    """
+
+    model: str
+    architecture: str
+    parameters: int
+    dtype: str
+    quantized: str
+    layers: int
+    weights: int
+    cache: int | None
+    context: int
+    sequences: int
+    engine: str
+    sizes: list[Size]
+    refused: dict[str, str]
+
+
+def info(
+    model: str | Path,
+    formats: Sequence[str] = FORMATS,
+    devices: Sequence[str] = DEVICES,
+    memory: str | None = None,
+    context: int = 4096,
+    sequences: int = 1,
+) -> Info:
+    """What a model is, in numbers.
+
+    Args:
+        model: A directory, or org/name of the hub, of whose weights only headers are read.
+        formats: Schemes to compute sizes for, if it is not quantized.
+        devices: Usual names of GPUs.
+        memory: Of another machine: "24GB".
+        context: Tokens of a sequence in the KV cache, or as many as the model takes.
+        sequences: How many run at the same time.
+
+    Raises:
+        FileNotFoundError: There is no such model.
+        InvalidInput: Its files cannot be read; a format, GPU or size is unknown.
+        Unsupported: The hub cannot be reached.
+    """
+    places = [LAPTOP, *(Place(g.name, g.memory, g.bandwidth) for g in map(gpu, devices))]
+    places += [Place("memory of", bytes_of(memory))] if memory else []
+    for scheme in formats:
+        parse_scheme(scheme)
+    named = name_of(model)
+    if str(model).endswith(".gguf") or (named and named.variant):
+        raise InvalidInput(
+            f"{model} is a GGUF file, and info reads safetensors; `anybit convert {model} -o OUT` "
+            "makes a checkpoint of it"
+        )
+    directory, stored = peek(model)
+    bare = bare_model(directory, stored)
+    shapes = dense_layers(bare)
+    default = linear_schemes(bare, "int8")
+    parameters = sum(p.numel() for p in bare.parameters())
+    quantization = stated_quantization(directory, read_json(directory / "config.json"))
+    total = sum(tensor.nbytes for tensor in stored.values())
+    found: dict[str, tuple[float, float]] = {"as it is": (8 * total / parameters, total)}
+    refused: dict[str, str] = {}
+    for scheme in () if quantization else formats:
+        try:
+            bits, held = in_format(shapes, linear_schemes(bare, scheme))
+        except InvalidInput as error:
+            refused[scheme] = str(error)
+        else:
+            found[scheme] = bits / held, bits / 8 + (parameters - held) * total / parameters
+    cache = cache_of(bare.config)
+    longest = getattr(bare.config.get_text_config(), "max_position_embeddings", None) or context
+    context = min(context, longest)
+    kept = (cache or 0) * context * sequences
+    read = 1 - idle_share(bare, shapes, parameters, sequences)
+    sizes = [
+        Size(
+            name,
+            bits,
+            int(disk),
+            int(disk + kept),
+            rates(places, disk, disk * read, kept, sequences),
+        )
+        for name, (bits, disk) in found.items()
+    ]
+    return Info(
+        model=str(model),
+        architecture=type(bare).__name__,
+        parameters=parameters,
+        dtype=main_dtype(stored),
+        quantized=quantized_by(quantization, directory),
+        layers=len(default),
+        weights=sum(math.prod(shapes[name]) for name in default),
+        cache=cache,
+        context=context,
+        sequences=sequences,
+        engine=engine_of(bare.config),
+        sizes=sizes,
+        refused=refused,
+    )
+
+
+def in_format(
+    shapes: Mapping[str, tuple[int, ...]], schemes: Mapping[str, str]
+) -> tuple[float, int]:
+    """Stored bits of the layers that are quantized, and their weights."""
+    bits, weights = 0.0, 0
+    for name, scheme in schemes.items():
+        n, k = shapes[name]
+        bits += parse_scheme(scheme)[0].bits_per_weight((n, k)) * n * k
+        weights += n * k
+    return bits, max(weights, 1)
+
+
+def idle_share(
+    bare: Any, shapes: Mapping[str, tuple[int, ...]], parameters: int, sequences: int
+) -> float:
+    """The share of the weights that a step of one token of each sequence does not read.
+
+    These are embeddings that are not the head as well, and experts that no token is sent to.
+    """
+    words = bare.get_input_embeddings()
+    head = bare.get_output_embeddings()
+    idle = 0.0
+    if words is not None and (head is None or head.weight is not words.weight):
+        idle += words.weight.numel()
+    experts = {int(m[1]): 0 for m in map(EXPERT.search, shapes) if m}
+    top = getattr(bare.config.get_text_config(), "num_experts_per_tok", None)
+    if experts and top:
+        of_experts = sum(math.prod(shape) for n, shape in shapes.items() if EXPERT.search(n))
+        idle += of_experts * max(0.0, 1 - top / len(experts)) ** sequences
+    return idle / parameters
+
+
+def rates(
+    places: Sequence[Place], weights: float, read: float, kept: int, sequences: int
+) -> dict[str, float | None]:
+    """`Size.tokens_per_second` of weights that take, and are read by, so many bytes a step."""
+    out: dict[str, float | None] = {}
+    for place in places:
+        fits = weights + kept <= place.memory * FRACTION
+        most = sequences * place.bandwidth / (read + kept) if place.bandwidth else None
+        out[f"{place.name} {place.memory / 1e9:.3g} GB"] = most if fits else 0.0
+    return out
+
+
+def cache_of(config: Any) -> int | None:
+    """Bytes of the engine's KV cache of a token, in 16 bits, as if every layer had attention."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
+    latent = getattr(text, "kv_lora_rank", None)
+    width = getattr(text, "head_dim", None)
+    if latent:
+        heads, width = 1, latent + text.qk_rope_head_dim
+    elif not width and heads and getattr(text, "hidden_size", None):
+        width = text.hidden_size // text.num_attention_heads
+    kinds = getattr(text, "layer_types", None) or []
+    layers = getattr(text, "num_hidden_layers", 0) - sum("attention" not in kind for kind in kinds)
+    return 2 * 2 * layers * heads * width if layers and heads and width else None
+
+
+def main_dtype(stored: Mapping[str, Stored]) -> str:
+    sizes: Counter[str] = Counter()
+    for tensor in stored.values():
+        sizes[tensor.dtype] += tensor.nbytes
+    return sizes.most_common(1)[0][0].lower()
+
+
+def quantized_by(quantization: Mapping[str, Any] | None, directory: Path) -> str:
+    """How a checkpoint is quantized, in words; "" if it is not."""
+    if quantization is None:
+        return ""
+    method = str(quantization.get("quant_method"))
+    if method == METHOD:
+        plan = stored_plan(dict(quantization), directory)
+        return "anybit: " + ", ".join(dict.fromkeys(scheme for scheme in plan.values() if scheme))
+    if method in METHODS:
+        return f"{method}, which anybit converts when it loads it, without loss"
+    return f"{method}, which anybit cannot read"
+
+
+def engine_of(config: Any) -> str:
+    """What runs a model, and why not something faster."""
+    try:
+        model_class(config, "it")
+    except UnknownModel as reason:
+        why = str(reason).removeprefix("it: ")
+        return (
+            "transformers' modules, on the KV cache of anybit's engine if attention is all that "
+            f"looks at other tokens, else one sequence at a time ({why})"
+        )
+    return "anybit's engine (serve, chat, LLM), and transformers"
+
+
+def bytes_of(text: str) -> float:
+    """Bytes of a memory: "24GB", "24 GiB", "24"."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|g)?\s*", text.lower())
+    if not found or not float(found[1]):
+        raise InvalidInput(f"{text!r} is not the size of a memory; give 24GB, for example")
+    return float(found[1]) * (2.0**30 if found[2] == "gib" else 1e9)
+
+
+def show(found: Info, console: Console | None = None) -> None:
+    """Print it."""
+    console = console or Console()
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    say(
+        f"{found.model}: {found.architecture}, {found.parameters / 1e6:,.4g} million parameters, "
+        f"{found.dtype}" + (f", quantized by {found.quantized}" if found.quantized else "")
+    )
+    say(
+        f"quantized by default: {found.layers} linear layers, {found.weights / 1e6:,.4g} million "
+        "weights; embeddings, output head and norms stay as they are"
+    )
+    say(f"runs in: {found.engine}; vLLM with anybit's plugin, if vLLM has {found.architecture}")
+    kept = "of unknown size, not counted"
+    if found.cache is not None:
+        whole = megabytes(found.cache * found.context * found.sequences)
+        kept = f"{whole} ({found.sequences} x {found.context:,} tokens of {found.cache:,} bytes)"
+    say(f"KV cache: {kept}")
+    columns = [*found.sizes[0].tokens_per_second]
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("format", "bits", "disk", "memory", *columns):
+        table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
+    for size in found.sizes:
+        cells = [rate_text(size.tokens_per_second[name]) for name in columns]
+        disk, memory = megabytes(size.disk), megabytes(size.memory)
+        table.add_row(size.format, f"{size.bits:.2f}", disk, memory, *cells)
+    console.print(table, highlight=False)
+    for scheme, why in found.refused.items():
+        say(f"{scheme}: {why}")
+    say(
+        f"memory: weights and KV cache; a model fits that takes up to {FRACTION:.0%} of it. "
+        "tok/s: the bound that memory bandwidth sets (bandwidth / bytes read), not measured."
+    )
+
+
+def rate_text(rate: float | None) -> str:
+    """A cell: whether it fits, and the tokens/s."""
+    if rate is None:
+        return "fits"
+    return f"<= {rate:,.0f} tok/s" if rate else "too large"
