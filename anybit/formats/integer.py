@@ -87,9 +87,14 @@ class Integer(Format):
         return codes.float() - (1 << (self.bits - 1))
 
     def triton_decode(self, at: Any) -> Any:
+        # One return: Triton compiles what follows a branch that returns.
         if self.zero:
-            return lang.number(at) - lang.level(at, 0)
-        return lang.number(at, 1, 2) if self.bits == 1 else lang.number(at, 2 ** (self.bits - 1))
+            value = lang.number(at) - lang.level(at, 0)
+        elif self.bits == 1:
+            value = lang.number(at, 1, 2)
+        else:
+            value = lang.number(at, 2 ** (self.bits - 1))
+        return value
 
     def hopper_decode(self, operand: str) -> Decoder | str:
         if self.zero:

@@ -11,7 +11,7 @@ def count() -> int:
     return _count
 
 
-def note(*_args: Any, **_options: Any) -> None:
+def note(**_what: Any) -> None:
     """One more."""
     global _count
     _count += 1
@@ -20,4 +20,4 @@ def note(*_args: Any, **_options: Any) -> None:
 def watch() -> None:
     """Count Triton's kernels as well, where it is in use."""
     if "triton" in sys.modules:
-        sys.modules["triton"].knobs.runtime.jit_post_compile_hook = note
+        sys.modules["triton"].knobs.compilation.listener = note

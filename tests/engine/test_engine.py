@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -385,14 +386,15 @@ def test_nan_logits_end_only_their_own_text(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(checkpoint("llama"))
-    logits = llm.engine.runner.model.logits
+    runner = llm.engine.runner
+    logits = runner.logits  # a graph does not call the model's again
 
-    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
-        out = logits(hidden)
+    def poisoned(*step: Any) -> torch.Tensor:
+        out = logits(*step)
         out[0] = torch.nan
         return out
 
-    monkeypatch.setattr(llm.engine.runner.model, "logits", poisoned)
+    monkeypatch.setattr(runner, "logits", poisoned)
     outputs = llm.generate([[5], [7]], SamplingParams(max_tokens=1, seed=0))
     assert [o.completions[0].finish for o in outputs] == ["error", "length"]
     assert "NaN" in outputs[0].completions[0].error

@@ -14,6 +14,7 @@ from anybit.engine.llm import LLM
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput
+from anybit.nn.linear import QuantLinear
 from anybit.nn.multiplier import Multiplier
 from tests.engine.conftest import ARCHITECTURES, PICO, prompts, random_model, reference
 from tests.specs import NAMES, columns_of_a_group
@@ -262,7 +263,7 @@ def test_keep_reaches_every_layer(checkpoint: Checkpoint, tmp_path: Path, kind: 
     anybit.save(anybit.quantize_(model, "fp6"), tmp_path / "out")
     for llm in (LLM(source, "fp6", keep="decoded"), LLM(tmp_path / "out", keep="decoded")):
         found = llm.engine.runner.model.modules()
-        backends = {layer.backend for layer in found if isinstance(layer, Multiplier)}
+        backends = {layer.backend for layer in found if isinstance(layer, Multiplier | QuantLinear)}
         assert backends == {"dense"}
     with pytest.raises(ValueError, match="keep='some'; choose one of"):
         LLM(source, keep="some")  # type: ignore[arg-type]

@@ -169,7 +169,8 @@ def owner() -> Iterator[subprocess.Popen]:
 
 def start(code: str) -> subprocess.Popen:
     root = str(Path(anybit.__file__).parents[1])
-    env = os.environ | {"PYTHONPATH": root, "PYTHONWARNINGS": "error"}
+    paths = filter(None, (root, os.environ.get("PYTHONPATH")))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "error"}
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env)
 
 

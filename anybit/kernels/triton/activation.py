@@ -40,7 +40,8 @@ def _divided(v, scale):
 @triton.jit
 def _quantize(v, LARGEST: tl.constexpr, CODE: tl.constexpr):
     """A token's values in fp32 -> (codes, scale)."""
-    scale = tl.max(tl.abs(v), axis=0) / LARGEST
+    largest = tl.max(tl.abs(v), axis=0)
+    scale = tl.div_rn(largest, largest * 0 + LARGEST)  # `/` is not correctly rounded on a GPU
     scale = tl.where(scale == 0, 1.0, scale)
     q = _divided(v, scale)
     if LARGEST == 127:
