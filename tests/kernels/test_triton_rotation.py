@@ -122,7 +122,7 @@ torch.version.hip = "6.4" if sys.argv[1] == "hip" else None  # as torch is built
 from anybit.kernels.triton import activation
 
 kinds = dict(
-    x="*bf16", gate="*bf16", other="*bf16", weight="*bf16", vector="*fp16", scales="*fp32",
+    x="*bf16", gate="*bf16", other="*bf16", weight="*bf16", vector="*fp16", hadamard="*bf16", scales="*fp32",
     sums="*i32", residual="*bf16", K="i32", X_STRIDE="i32", OTHER_STRIDE="i32", EPS="fp32",
     UNITS="i32", ROW="i32", GATE_STRIDE="i32",
 )

@@ -80,10 +80,23 @@ def _silu(gate, up, dtype):
 
 
 @triton.jit
-def _transformed(v, SIZE: tl.constexpr):
-    """v (blocks, SIZE) fp32 times Sylvester's Hadamard matrix, normalized, in fp32's precision."""
-    h = (1 - 2 * _parities(SIZE)).to(tl.float32)
-    return tl.dot(v, h, input_precision=PRECISION) * (1 / tl.sqrt(SIZE * 1.0))
+def _transformed(v, hadamard, SIZE: tl.constexpr):
+    """v (blocks, SIZE) fp32 times Sylvester's Hadamard matrix, normalized.
+
+    hadamard: the matrix, in the dtype of activations. In 16 bits v is the sum of two numbers, whose
+    products are exact and added in fp32. Of an activation times a sign, the second number is zero.
+    """
+    i = tl.arange(0, SIZE)
+    h = tl.load(hadamard + i[:, None] * SIZE + i[None, :])
+    if INTERPRET or h.dtype == tl.float32:  # the interpreter multiplies no bfloat16
+        y = tl.dot(v, h.to(tl.float32), input_precision=PRECISION)
+    else:
+        high = v.to(h.dtype)
+        low = (v - high.to(tl.float32)).to(h.dtype)
+        y = tl.dot(high, h)
+        if tl.max(tl.abs(low).to(tl.float32)) > 0:
+            y += tl.dot(low, h)
+    return y * (1 / tl.sqrt(SIZE * 1.0))
 
 
 @triton.jit
@@ -124,7 +137,7 @@ def _rotate_one(
 
 @triton.jit
 def _rotate(
-    x, gate, vector, out, UNITS, ROW, X_STRIDE, GATE_STRIDE, AFTER: tl.constexpr,
+    x, gate, vector, hadamard, out, UNITS, ROW, X_STRIDE, GATE_STRIDE, AFTER: tl.constexpr,
     SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """H (vector * x), or vector * (H x), of TILE blocks of SIZE columns. A token has ROW.
@@ -143,14 +156,17 @@ def _rotate(
         g = tl.load(gate + (unit // ROW * GATE_STRIDE)[:, None] + k, mask=live, other=0)
         v = _silu(g, v, dtype)
     v = v.to(tl.float32)
-    v = _transformed(v, SIZE) * scale if AFTER else _transformed(v * scale, SIZE)
+    if AFTER:
+        v = _transformed(v, hadamard, SIZE) * scale
+    else:
+        v = _transformed(v * scale, hadamard, SIZE)
     at = unit[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     tl.store(out + at, v.to(dtype), mask=live)
 
 
 @triton.jit
 def _token(
-    x, other, weight, vector, out, scales, sums, residual, K, X_STRIDE, OTHER_STRIDE, EPS,
+    x, other, weight, vector, hadamard, out, scales, sums, residual, K, X_STRIDE, OTHER_STRIDE, EPS,
     LARGEST: tl.constexpr, FUSE: tl.constexpr, HAS_SUMS: tl.constexpr, WIDE: tl.constexpr,
     SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -181,7 +197,8 @@ def _token(
         v = (v * w.to(tl.float32)).to(dtype).to(tl.float32)
     if SIZE > 0:
         v = v * tl.load(vector + k, mask=k < K, other=0).to(tl.float32)
-        v = tl.reshape(_transformed(tl.reshape(v, (WIDE // SIZE, SIZE)), SIZE), (WIDE,))
+        blocks = tl.reshape(v, (WIDE // SIZE, SIZE))
+        v = tl.reshape(_transformed(blocks, hadamard, SIZE), (WIDE,))
         v = v.to(dtype).to(tl.float32)
     if LARGEST == 0:
         tl.store(out + m * K + k, v.to(dtype), mask=k < K)
@@ -240,10 +257,19 @@ def rotate(x: Tensor, vector: Tensor, after: bool, gate: Tensor | None = None) -
         )  # fmt: skip
     elif units:
         _rotate[(-(-units // BLOCKS),)](
-            x, gate, vector, out, units, k // size, *strides, AFTER=after, SIZE=size, TILE=BLOCKS,
-            num_warps=4, **overlap(x.device),
+            x, gate, vector, matrix(size, x.dtype, x.device), out, units, k // size, *strides,
+            AFTER=after, SIZE=size, TILE=BLOCKS, num_warps=4, **overlap(x.device),
         )  # fmt: skip
     return out
+
+
+@cache
+def matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Sylvester's Hadamard matrix (size, size) of ones and minus ones."""
+    h = torch.ones(1, 1)
+    while len(h) < size:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return h.to(device, dtype)
 
 
 def rotates(k: int) -> bool:
@@ -314,8 +340,9 @@ def _launch(
         size = block(k)
         wide = max(wide, 16 * size)
     if m:
+        hadamard = matrix(size, x.dtype, x.device) if size else None
         _token[(m,)](
-            x, other, weight, vector, out, scale, sums, residual, k, x.stride(0),
+            x, other, weight, vector, hadamard, out, scale, sums, residual, k, x.stride(0),
             0 if other is None else other.stride(0), eps, LARGEST=largest,
             FUSE="norm" if norm is not None else "silu" if gate is not None else "",
             HAS_SUMS=sums is not None and len(sums) > 0, WIDE=wide, SIZE=size,
