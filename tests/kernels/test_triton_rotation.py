@@ -122,16 +122,13 @@ torch.version.hip = "6.4" if sys.argv[1] == "hip" else None  # as torch is built
 from anybit.kernels.triton import activation
 
 kinds = dict(
-    x="*bf16", gate="*bf16", other="*bf16", weight="*bf16", vector="*fp16", hadamard="*bf16", scales="*fp32",
-    sums="*i32", residual="*bf16", K="i32", X_STRIDE="i32", OTHER_STRIDE="i32", EPS="fp32",
-    UNITS="i32", ROW="i32", GATE_STRIDE="i32",
+    x="*bf16", gate="*bf16", other="*bf16", weight="*bf16", vector="*fp16", hadamard="*bf16",
+    scales="*fp32", sums="*i32", residual="*bf16", K="i32", X_STRIDE="i32", OTHER_STRIDE="i32",
+    EPS="fp32", UNITS="i32", ROW="i32", GATE_STRIDE="i32",
 )
 token = dict(LARGEST=127, FUSE="norm", HAS_SUMS=True, WIDE=activation.WIDEST, SIZE=128, PDL=False)
-alone = dict(AFTER=True, SIZE=128, TILE=activation.BLOCKS, PDL=False)
-one = dict(AFTER=True, SIZE=128, PDL=False)
-for kernel, constants, warps in (
-    (activation._token, token, 16), (activation._rotate, alone, 4), (activation._rotate_one, one, 8)
-):
+alone = dict(AFTER=True, SIZE=128, TILE=activation.MORE_BLOCKS, PDL=False)
+for kernel, constants, warps in ((activation._token, token, 16), (activation._rotate, alone, 4)):
     names = kernel.arg_names
     signature = {n: kinds.get(n, "constexpr") for n in names}
     signature["out"] = "*i8" if warps == 16 else "*bf16"
