@@ -1,7 +1,9 @@
 """Structured output, penalties, biases, and what is asked about prompts."""
 
+import itertools
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -90,6 +92,23 @@ def test_a_grammar_that_cannot_go_on_is_an_error_and_no_end(llm: LLM) -> None:
         assert re.fullmatch("the grammar cannot go on: .*; make it simpler", completion.error)
         assert completion.text == "d"
         assert set(llm.engine.grammars._compiled) == kept
+
+
+def test_a_grammar_whose_masks_take_long_is_refused(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its texts end, and it is not taken again; what runs beside it goes on."""
+    clock = itertools.count(0, 0.02)
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    slow = SamplingParams(n=4, max_tokens=100, structured=Structured(regex="[a-z ]{90}"))
+    several = llm.generate(["x", "y"], [slow, SamplingParams(max_tokens=60, ignore_eos=True)])
+    for text in several[0].completions:
+        assert text.finish == "error"
+        assert "takes 20 ms" in text.error
+        assert 10 < len(text.tokens) < 20  # 50 masks of four texts take a second
+    assert several[1].completions[0].finish == "length"
+    with pytest.raises(InvalidInput, match="takes 20 ms; make it less ambiguous"):
+        llm.generate("x", SamplingParams(structured=Structured(regex="[a-z ]{90}")))
 
 
 def test_ends(llm: LLM) -> None:
