@@ -93,6 +93,7 @@ class Engine:
         self.flight: Flight | None = None  # the next step, if it was started ahead
         self.begun = 0.0  # when the device turned to the step that runs
         self.stats, self.observer = Stats(), Observer()
+        self.served = False  # by an AsyncEngine, whose thread is then the one
         self.ready_at = (0, 0)  # kernels and graphs there were when it was ready
 
     def check(self, prompt: Items[int], params: SamplingParams) -> None:
