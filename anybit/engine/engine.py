@@ -106,7 +106,8 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens; {'with at least one more ' * more}they must "
                 f"fit into {self.length}"
             )
-        tokens = itertools.chain(prompt, params.stop_token_ids, params.logit_bias)
+        marks = (params.structured and params.structured.think) or ()
+        tokens = itertools.chain(prompt, params.stop_token_ids, params.logit_bias, marks)
         wrong = next((t for t in tokens if not 0 <= t < self.vocabulary), None)
         if wrong is not None:
             raise InvalidInput(f"token {wrong} is not in the vocabulary of {self.vocabulary}")

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from anybit.engine.schemas import json_rule, lark
 from anybit.engine.trial import ROOMY_STACK, Trial, compiled, on_stack, reason, tokenizer
-from anybit.errors import InvalidInput, Unsupported, check_text
+from anybit.errors import InvalidInput, InvalidType, Unsupported, check_text
 
 KEPT, BYTES = 64, 512 << 20  # grammars that are kept for the next request
 STUCK = "the grammar cannot go on"  # which is its fault, not the server's
@@ -68,6 +68,15 @@ class Structured:
                 f"structured output by {' and '.join(given) or 'nothing'}; give exactly one of "
                 f"{', '.join(names)}"
             )
+        texts: list[Any] = [self.regex, self.grammar]
+        if isinstance(self.choice, Iterable) and not isinstance(self.choice, str | bytes):
+            object.__setattr__(self, "choice", tuple(self.choice))
+            texts += self.choice
+        elif self.choice is not None:
+            raise InvalidType(f"choice={self.choice!r:.50}: give a list of strings")
+        wrong = [text for text in texts if not isinstance(text, str | None)]
+        if wrong:
+            raise InvalidType(f"{wrong[0]!r:.50} is no string, which {given[0]} needs")
         if self.thinking and self.think is None:
             raise InvalidInput("thinking=True needs the tokens that open and close thoughts")
         if self.choice is not None and not (self.choice and all(self.choice)):
@@ -88,7 +97,7 @@ class Structured:
                 return "gbnf", self.grammar
             return "lark", lark(self.grammar, special)
         if self.choice is not None:
-            options = " | ".join(json.dumps(str(option)) for option in self.choice)
+            options = " | ".join(json.dumps(option) for option in self.choice)
             return "lark", f"start: CHOICE\nCHOICE: {options}"
         return "lark", f"start: {json_rule(self.json)}"
 

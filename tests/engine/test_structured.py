@@ -6,6 +6,7 @@ import re
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,7 +15,7 @@ from anybit.engine.llm import LLM
 from anybit.engine.schemas import json_rule
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.structured import Structured, constrain
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, InvalidType
 from tests.engine.conftest import PICO, one_thread
 
 __all__ = ["one_thread"]
@@ -240,6 +241,22 @@ def test_numbers_that_would_be_rounded_are_refused(llm: LLM, schema: dict) -> No
     for structured in (Structured(json=schema), Structured(grammar=user)):
         with pytest.raises(InvalidInput, match=r"kept exactly|common multiple"):
             llm.engine.grammars.matcher(structured)
+
+
+def test_what_python_calls_a_list_or_a_number(llm: LLM) -> None:
+    assert set(texts(llm, Structured(choice=(c for c in "ab")))) <= {"a", "b"}
+    assert set(texts(llm, Structured(json={"enum": (1, np.float64(1e-7))}))) <= {"1", "0.0000001"}
+    with pytest.raises(InvalidInput, match="kept exactly"):
+        json_rule({"enum": (2**53 + 1,)})
+    for wrong in (
+        {"choice": "ab"}, {"choice": b"ab"}, {"choice": 5}, {"choice": ["a", 1]}, {"regex": b"a"},
+        {"regex": 5}, {"grammar": 5},
+    ):  # fmt: skip
+        with pytest.raises(InvalidType, match=r"no string|list of strings"):
+            Structured(**wrong)
+    marks = SamplingParams(structured=Structured(regex="a", think=(10**6, 5)))
+    with pytest.raises(InvalidInput, match="token 1000000 is not in the vocabulary"):
+        llm.generate("x", marks)
 
 
 def test_unions_that_a_constant_tells_apart(llm: LLM) -> None:
