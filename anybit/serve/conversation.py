@@ -190,9 +190,13 @@ class Dialect:
     def _options(self, body: ChatRequest) -> dict[str, Any]:
         """Variables for the template, all of which it must read."""
         options = dict(body.chat_template_kwargs or {})
-        thinking = False if body.thinking else body.enable_thinking
+        effort, thinking = body.reasoning_effort, body.enable_thinking
+        if effort == "none" and "reasoning_effort" not in self.template:
+            effort = None
+            thinking = False if thinking is None else thinking
+        thinking = False if body.thinking else thinking
         for name, value, usual in (
-            ("reasoning_effort", body.reasoning_effort, "medium"),
+            ("reasoning_effort", effort, "medium"),
             ("verbosity", body.verbosity, "medium"),
             ("enable_thinking", thinking, False),
         ):
