@@ -192,8 +192,7 @@ class Dialect:
         options = dict(body.chat_template_kwargs or {})
         effort, thinking = body.reasoning_effort, body.enable_thinking
         if effort == "none" and "reasoning_effort" not in self.template:
-            effort = None
-            thinking = False if thinking is None else thinking
+            effort, thinking = None, bool(thinking)
         thinking = False if body.thinking else thinking
         for name, value, usual in (
             ("reasoning_effort", effort, "medium"),
