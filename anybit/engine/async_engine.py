@@ -67,7 +67,17 @@ class AsyncEngine:
         self._count = itertools.count()
 
     def start(self) -> None:
-        """Start the thread; call it in the loop that will call everything else."""
+        """Start the thread; call it in the loop that will call everything else.
+
+        Raises:
+            Unsupported: Something else uses the engine.
+        """
+        if self.engine.served or self.engine.requests:
+            raise Unsupported(
+                "the engine is at work already, for another AsyncEngine or LLM; wait until that "
+                "has ended, or make an engine of its own"
+            )
+        self.engine.served = True
         self.loop = asyncio.get_running_loop()
         self._thread.start()
         self.accepting = True
@@ -111,6 +121,7 @@ class AsyncEngine:
         await self.drain(0)
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
+        self.engine.served = False
         await asyncio.sleep(0)  # what the thread has sent is delivered now
 
     @property

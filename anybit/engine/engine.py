@@ -93,6 +93,7 @@ class Engine:
         self.flight: Flight | None = None  # the next step, if it was started ahead
         self.begun = 0.0  # when the device turned to the step that runs
         self.stats, self.observer = Stats(), Observer()
+        self.served = False  # by an AsyncEngine, whose thread is then the one
         self.ready_at = (0, 0)  # kernels and graphs there were when it was ready
 
     def check(self, prompt: Items[int], params: SamplingParams) -> None:
@@ -105,7 +106,8 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens; {'with at least one more ' * more}they must "
                 f"fit into {self.length}"
             )
-        tokens = itertools.chain(prompt, params.stop_token_ids, params.logit_bias)
+        marks = (params.structured and params.structured.think) or ()
+        tokens = itertools.chain(prompt, params.stop_token_ids, params.logit_bias, marks)
         wrong = next((t for t in tokens if not 0 <= t < self.vocabulary), None)
         if wrong is not None:
             raise InvalidInput(f"token {wrong} is not in the vocabulary of {self.vocabulary}")

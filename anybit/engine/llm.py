@@ -318,7 +318,8 @@ class LLM:
             InvalidInput: A prompt does not fit, or there are not as many params as prompts. Then
                 nothing has run, as with the others.
             InvalidType: Something is no prompt, or no SamplingParams.
-            Unsupported: It was called from within itself, or in a forked process.
+            Unsupported: It was called from within itself, in a forked process, or while an
+                AsyncEngine runs its engine.
         """
         given = listed(prompts)
         each = listed_params(SamplingParams() if params is None else params)
@@ -339,6 +340,11 @@ class LLM:
                 f"({self._process}); make an LLM in each process, after the fork"
             )
         with self._lock:
+            if self.engine.served:
+                raise Unsupported(
+                    "an AsyncEngine, such as a server's, runs this LLM's engine; ask that, or stop "
+                    "it first"
+                )
             if self._working:
                 raise Unsupported(
                     "this LLM is at work already, and what calls it again is a callback of that; "

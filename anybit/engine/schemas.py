@@ -50,6 +50,7 @@ def json_rule(schema: Any) -> str:
     if not isinstance(schema, dict):
         raise InvalidInput(f"the JSON schema is {schema!r:.100}; give an object")
     try:
+        schema = json.loads(json.dumps(schema))  # of tuples and numbers of other libraries, too
         text = json.dumps(Rewriter(schema).whole(), allow_nan=False)
     except InvalidInput:
         raise

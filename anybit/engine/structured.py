@@ -10,8 +10,9 @@ import json
 import re
 import secrets
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +25,12 @@ from torch import Tensor
 
 from anybit.engine.schemas import json_rule, lark
 from anybit.engine.trial import ROOMY_STACK, Trial, compiled, on_stack, reason, tokenizer
-from anybit.errors import InvalidInput, Unsupported, check_text
+from anybit.errors import InvalidInput, InvalidType, Unsupported, check_text
 
 KEPT, BYTES = 64, 512 << 20  # grammars that are kept for the next request
 STUCK = "the grammar cannot go on"  # which is its fault, not the server's
+# Others wait while a mask is computed: after some seconds, a grammar's may take so long each.
+SECONDS, MASK = 1.0, 5e-3
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 ADVICE = {  # what users can do about errors that name llguidance's own options
     "oneOf constraints are not supported": (
@@ -65,6 +68,15 @@ class Structured:
                 f"structured output by {' and '.join(given) or 'nothing'}; give exactly one of "
                 f"{', '.join(names)}"
             )
+        texts: list[Any] = [self.regex, self.grammar]
+        if isinstance(self.choice, Iterable) and not isinstance(self.choice, str | bytes):
+            object.__setattr__(self, "choice", tuple(self.choice))
+            texts += self.choice
+        elif self.choice is not None:
+            raise InvalidType(f"choice={self.choice!r:.50}: give a list of strings")
+        wrong = [text for text in texts if not isinstance(text, str | None)]
+        if wrong:
+            raise InvalidType(f"{wrong[0]!r:.50} is no string, which {given[0]} needs")
         if self.thinking and self.think is None:
             raise InvalidInput("thinking=True needs the tokens that open and close thoughts")
         if self.choice is not None and not (self.choice and all(self.choice)):
@@ -85,18 +97,30 @@ class Structured:
                 return "gbnf", self.grammar
             return "lark", lark(self.grammar, special)
         if self.choice is not None:
-            options = " | ".join(json.dumps(str(option)) for option in self.choice)
+            options = " | ".join(json.dumps(option) for option in self.choice)
             return "lark", f"start: CHOICE\nCHOICE: {options}"
         return "lark", f"start: {json_rule(self.json)}"
 
 
 @dataclass
 class Compiled:
-    """A grammar that was tried. error: why it is refused, or "". size: bytes it takes, about."""
+    """A grammar that was tried. error: why it is refused, or "". size: bytes it takes, about.
+
+    masks: that its texts have computed, in `seconds` of processor time.
+    """
 
     error: str
     size: int
     grammar: Any = None
+    masks: int = 0
+    seconds: float = 0.0
+
+    def computed(self, seconds: float) -> None:
+        """Note the time of a mask; refuse the grammar from now on if they take too long."""
+        self.masks, self.seconds = self.masks + 1, self.seconds + seconds
+        if self.seconds > SECONDS and self.seconds > MASK * self.masks and not self.error:
+            each = self.seconds / self.masks * 1e3
+            self.error = f"a token of it takes {each:.0f} ms; make it less ambiguous"
 
 
 class Grammars:
@@ -131,7 +155,7 @@ class Grammars:
             raise InvalidInput(f"the grammar is not taken: {advice or found.error}")
         with self._lock:
             self._found[structured] = found
-        return Matcher(found.grammar.deep_copy(), structured, partial(self._forget, found))
+        return Matcher(found, structured, partial(self._forget, found))
 
     def _compile(self, kind: str, text: str) -> Compiled:
         key = hashlib.sha256(f"{kind} {text}".encode()).digest()
@@ -196,11 +220,11 @@ class Grammars:
 class Matcher:
     """Where a text stands in its grammar. ended: nothing may follow. error: why it cannot go on.
 
-    failed: is called when there is an error.
+    failed: is called when the library reports an error.
     """
 
-    def __init__(self, grammar: Any, structured: Structured, failed: Callable[[], None]):
-        self.grammar, self.failed = grammar, failed
+    def __init__(self, found: Compiled, structured: Structured, failed: Callable[[], None]):
+        self.found, self.grammar, self.failed = found, found.grammar.deep_copy(), failed
         self.open, self.close = structured.think or (-1, -1)
         self.fresh, self.thinking = structured.think is not None, structured.thinking
         self.ended, self.error = False, ""
@@ -210,7 +234,12 @@ class Matcher:
         if self.thinking:
             bits.fill_(-1)
             return
+        if self.found.error:
+            self._check()
+            return
+        begun = time.thread_time()
         self.grammar.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * bits.element_size())
+        self.found.computed(time.thread_time() - begun)
         self._check()
         if self.fresh:
             word, bit = divmod(self.open, 32)
@@ -241,7 +270,9 @@ class Matcher:
         self.fresh = False
 
     def _check(self) -> None:
-        if self.grammar.is_error():
+        if self.found.error:
+            self.error = f"{STUCK}: {self.found.error}"
+        elif self.grammar.is_error():
             self.error = f"{STUCK}: {reason(self.grammar)}; make it simpler"
             self.failed()
 

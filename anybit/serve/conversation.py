@@ -80,7 +80,7 @@ class Dialect:
             thinking = begun.rfind(self.think[0]) > begun.rfind(self.think[1])
         structured = params.structured
         begins: tuple[str, ...] = ()
-        if tools and body.tool_choice not in (None, "auto", "none"):
+        if tools and forces(body):
             structured = self._forced(body, tools)
         elif tools and structured is not None and not self.harmony:
             assert self.family is not None
@@ -140,7 +140,7 @@ class Dialect:
     def _tools(self, body: ChatRequest) -> list[dict[str, Any]]:
         """The tools that the template shall show."""
         if body.tool_choice == "none" or not body.tools:
-            if body.tool_choice not in (None, "none", "auto"):
+            if forces(body):
                 raise InvalidInput("tool_choice asks for a tool, and the request has no tools")
             return []
         if self.family is None or "tools" not in self.template:
@@ -190,9 +190,12 @@ class Dialect:
     def _options(self, body: ChatRequest) -> dict[str, Any]:
         """Variables for the template, all of which it must read."""
         options = dict(body.chat_template_kwargs or {})
-        thinking = False if body.thinking else body.enable_thinking
+        effort, thinking = body.reasoning_effort, body.enable_thinking
+        if effort == "none" and "reasoning_effort" not in self.template:
+            effort, thinking = None, bool(thinking)
+        thinking = False if body.thinking else thinking
         for name, value, usual in (
-            ("reasoning_effort", body.reasoning_effort, "medium"),
+            ("reasoning_effort", effort, "medium"),
             ("verbosity", body.verbosity, "medium"),
             ("enable_thinking", thinking, False),
         ):
@@ -232,6 +235,11 @@ class Dialect:
                 for call in message.tool_calls
             ]
         return out
+
+
+def forces(body: ChatRequest) -> bool:
+    """Whether an answer must call a tool."""
+    return body.tool_choice not in (None, "none", "auto")
 
 
 def arguments(call: Any) -> Any:

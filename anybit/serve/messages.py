@@ -126,6 +126,9 @@ class MessagesRequest(CountRequest):
             messages.append(ChatMessage(role="system", content=joined(self.system)))
         for message in self.messages:
             messages += chat_messages(message)
+        last = self.messages[-1]
+        if last.role == "assistant" and not last.content and len(messages) > 1:
+            messages.pop()  # it begins nothing
         fields: dict[str, Any] = {}
         if self.tools:
             fields["tools"] = [
@@ -156,7 +159,7 @@ class MessagesRequest(CountRequest):
             messages=messages, thinking=self.thinking, max_tokens=self.max_tokens,
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
             stop=self.stop_sequences or None,
-            continue_final_message=self.messages[-1].role == "assistant", **fields,
+            continue_final_message=messages[-1].role == "assistant", **fields,
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import AnybitError, InvalidInput
 from anybit.serve.answers import Answer, Asked, Failed
-from anybit.serve.conversation import Dialect, Prepared
+from anybit.serve.conversation import Dialect, Prepared, forces
 from anybit.serve.metrics import Metrics
 from anybit.serve.mistakes import WrongField
 from anybit.serve.protocol import ChatRequest, Prompting
@@ -62,13 +62,18 @@ class Server:
         self.stopping = asyncio.Event()  # no more requests are read
         self.started = int(time.time())
 
-    async def in_worker(self, request: Request, function: Callable[[Job], Any]) -> Any:
-        """Do a tokenizer's job for a client; 400 for what it cannot take."""
+    async def in_worker(
+        self, request: Request, function: Callable[[Job], Any], grammar: bool = False
+    ) -> Any:
+        """Do a tokenizer's job for a client; 400 for what it cannot take.
+
+        grammar: whether it compiles one, for which other jobs do not wait.
+        """
         if self.texts.full:
             raise self.overloaded("the server has too many requests")
         async with leaving(request) as gone:
             try:
-                return await self.texts.run(gone, function)
+                return await self.texts.run(gone, function, grammar)
             except (AnybitError, ModuleNotFoundError) as error:
                 raise HTTPException(400, str(error)) from None
 
@@ -88,7 +93,7 @@ class Server:
             special = body.add_special_tokens is not False
             return [job.prompt(prompt, special, kept) for prompt in prompts]
 
-        return await self.in_worker(request, work)
+        return await self.in_worker(request, work, params.structured is not None)
 
     async def prepare(self, request: Request, body: ChatRequest) -> Prepared:
         """A conversation's prompt and parameters."""
@@ -100,7 +105,10 @@ class Server:
         params = parameters(lambda: body.sampling(limit, logprobs))
         if body.skip_special_tokens is False:
             params = self.showing(params)
-        return await self.in_worker(request, lambda job: self.dialect.prepare(body, params, job))
+        grammar = params.structured is not None or forces(body)
+        return await self.in_worker(
+            request, lambda job: self.dialect.prepare(body, params, job), grammar
+        )
 
     def showing(self, params: SamplingParams) -> SamplingParams:
         """The same, with all special tokens in the text."""

@@ -148,12 +148,16 @@ def room(llm: LLM, params: SamplingParams) -> int:
 
 
 class Texts:
-    """Threads that tokenize, each with a tokenizer of its own. most: jobs that may wait."""
+    """Threads that tokenize, each with a tokenizer of its own. most: jobs that may wait.
+
+    What compiles a grammar has threads of its own: that takes seconds, and one runs at a time.
+    """
 
     def __init__(self, llm: LLM, most: int):
         self.llm, self.most = llm, most
         self.words = Words(copy.deepcopy(llm.tokenizer))
         self._pool = ThreadPoolExecutor(WORKERS, "anybit-tokenizer")
+        self._slow = ThreadPoolExecutor(WORKERS, "anybit-grammars")
         self._own = threading.local()
         self._copying = threading.Lock()
         self.jobs = 0
@@ -162,8 +166,12 @@ class Texts:
     def full(self) -> bool:
         return self.jobs >= self.most
 
-    async def run(self, gone: "asyncio.Future[None]", function: Callable[[Job], Any]) -> Any:
+    async def run(
+        self, gone: "asyncio.Future[None]", function: Callable[[Job], Any], grammar: bool = False
+    ) -> Any:
         """Do a job in a thread. Gone if the client goes before it has ended.
+
+        grammar: whether the job compiles one.
 
         Raises:
             Gone: The client's connection has ended; the job stops soon.
@@ -172,7 +180,8 @@ class Texts:
         """
         stop = threading.Event()
         self.jobs += 1
-        work = asyncio.get_running_loop().run_in_executor(self._pool, self._do, function, stop)
+        pool = self._slow if grammar else self._pool
+        work = asyncio.get_running_loop().run_in_executor(pool, self._do, function, stop)
         work.add_done_callback(self._done)
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -204,4 +213,5 @@ class Texts:
             raise InvalidInput(in_a_line(error)) from None
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._slow):
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -69,7 +69,14 @@ class Family:
         there, whatever other tools say. Around it, white space is as in all the templates.
         """
         opening = " ".join(map(json.dumps, self.opening(function)))
-        return f'{opening} {json_rule(function.get("parameters") or {"type": "object"})} "}}"'
+        schema = {"type": "object"} | (function.get("parameters") or {})
+        kind = schema["type"]
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            raise InvalidInput(
+                f"tools: the parameters of {function['name']!r} are of type {kind!r:.50}; "
+                "arguments are an object"
+            )
+        return f'{opening} {json_rule(schema | {"type": "object"})} "}}"'
 
     def opening(self, function: dict[str, Any]) -> tuple[str, ...]:
         """A call's JSON object up to its arguments, in words that are JSON's, too.

@@ -1,5 +1,6 @@
 """What `LLM` takes: right, or refused in one line before anything runs; from threads, too."""
 
+import asyncio
 import os
 import threading
 from collections.abc import Callable
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from anybit.engine.async_engine import AsyncEngine
+from anybit.engine.engine import Delta
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import AnybitError, InvalidInput, InvalidType, Unsupported
@@ -160,6 +163,29 @@ def test_a_callback_that_generates_is_refused(llm: LLM, monkeypatch: pytest.Monk
     assert "at work already" in output.completions[0].error
     assert llm.generate([5], GREEDY)[0].completions[0].finish == "length"
     assert_no_block_is_held(llm.engine)
+
+
+def test_a_served_engine_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve() -> None:
+        engine = AsyncEngine(llm.engine)
+        engine.start()
+        for use in (llm.generate, llm.embed):
+            with pytest.raises(Unsupported, match="an AsyncEngine"):
+                use("a")
+        with pytest.raises(Unsupported, match="at work already"):
+            AsyncEngine(llm.engine).start()
+        await engine.stop()
+
+    asyncio.run(serve())
+    step = llm.engine.step
+
+    def start() -> list[Delta]:
+        with pytest.raises(Unsupported, match="at work already"):
+            asyncio.run(serve())
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", start)
+    assert llm.generate("a")[0].completions[0].finish
 
 
 def test_a_fork_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

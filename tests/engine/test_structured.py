@@ -1,9 +1,12 @@
 """Structured output, penalties, biases, and what is asked about prompts."""
 
+import itertools
 import json
 import re
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,7 +15,7 @@ from anybit.engine.llm import LLM
 from anybit.engine.schemas import json_rule
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.structured import Structured, constrain
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, InvalidType
 from tests.engine.conftest import PICO, one_thread
 
 __all__ = ["one_thread"]
@@ -90,6 +93,23 @@ def test_a_grammar_that_cannot_go_on_is_an_error_and_no_end(llm: LLM) -> None:
         assert re.fullmatch("the grammar cannot go on: .*; make it simpler", completion.error)
         assert completion.text == "d"
         assert set(llm.engine.grammars._compiled) == kept
+
+
+def test_a_grammar_whose_masks_take_long_is_refused(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its texts end, and it is not taken again; what runs beside it goes on."""
+    clock = itertools.count(0, 0.02)
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    slow = SamplingParams(n=4, max_tokens=100, structured=Structured(regex="[a-z ]{90}"))
+    several = llm.generate(["x", "y"], [slow, SamplingParams(max_tokens=60, ignore_eos=True)])
+    for text in several[0].completions:
+        assert text.finish == "error"
+        assert "takes 20 ms" in text.error
+        assert 10 < len(text.tokens) < 20  # 50 masks of four texts take a second
+    assert several[1].completions[0].finish == "length"
+    with pytest.raises(InvalidInput, match="takes 20 ms; make it less ambiguous"):
+        llm.generate("x", SamplingParams(structured=Structured(regex="[a-z ]{90}")))
 
 
 def test_ends(llm: LLM) -> None:
@@ -221,6 +241,22 @@ def test_numbers_that_would_be_rounded_are_refused(llm: LLM, schema: dict) -> No
     for structured in (Structured(json=schema), Structured(grammar=user)):
         with pytest.raises(InvalidInput, match=r"kept exactly|common multiple"):
             llm.engine.grammars.matcher(structured)
+
+
+def test_what_python_calls_a_list_or_a_number(llm: LLM) -> None:
+    assert set(texts(llm, Structured(choice=(c for c in "ab")))) <= {"a", "b"}
+    assert set(texts(llm, Structured(json={"enum": (1, np.float64(1e-7))}))) <= {"1", "0.0000001"}
+    with pytest.raises(InvalidInput, match="kept exactly"):
+        json_rule({"enum": (2**53 + 1,)})
+    for wrong in (
+        {"choice": "ab"}, {"choice": b"ab"}, {"choice": 5}, {"choice": ["a", 1]}, {"regex": b"a"},
+        {"regex": 5}, {"grammar": 5},
+    ):  # fmt: skip
+        with pytest.raises(InvalidType, match=r"no string|list of strings"):
+            Structured(**wrong)
+    marks = SamplingParams(structured=Structured(regex="a", think=(10**6, 5)))
+    with pytest.raises(InvalidInput, match="token 1000000 is not in the vocabulary"):
+        llm.generate("x", marks)
 
 
 def test_unions_that_a_constant_tells_apart(llm: LLM) -> None:

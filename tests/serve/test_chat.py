@@ -381,6 +381,10 @@ def test_a_last_message_of_the_assistant_is_continued(talking: Live) -> None:
     assert answer["choices"][0]["message"]["content"] == want["choices"][0]["text"]
     for wrong in ({"messages": HI}, {"add_generation_prompt": True}):
         assert talking.post("/v1/chat/completions", chat | wrong).status_code == 400
+    plain = talking.post("/v1/messages/count_tokens", count | {"messages": HI}).json()
+    for nothing in ("", []):  # begins nothing
+        empty = {"messages": [*HI, {"role": "assistant", "content": nothing}]}
+        assert talking.post("/v1/messages/count_tokens", count | empty).json() == plain
 
 
 def test_thoughts_that_a_message_has_begun_go_on(thinking: Live) -> None:

@@ -1,14 +1,16 @@
 """Grammars that end the library that reads them: a 400 for their client, and nothing for others."""
 
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from anybit.errors import InvalidInput
 from anybit.serve.tools import FAMILIES
-from tests.serve.conftest import Live
+from tests.serve.conftest import Live, wait_for
 from tests.serve.test_robustness import SHORT, Process, port, start
 
 __all__ = ["port", "start"]  # fixtures
@@ -19,6 +21,7 @@ def chain(length: int) -> dict:
     return {"$ref": "#/$defs/d0", "$defs": refs | {f"d{length}": {"type": "integer"}}}
 
 
+TOOL = {"type": "function", "function": {"name": "unheard"}}
 RULES = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(12000)), 'r12000: "a"'])
 DEADLY = {
     "an integer": {"guided_json": {"enum": [-(2**63)]}},
@@ -45,6 +48,36 @@ def test_the_server_outlives_them(start: Callable[[int, float], Process], port: 
             assert "\n" not in error["message"], name
         body = SHORT | {"guided_json": {"const": 5}, "max_tokens": 9}
         assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == "5"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_prompts_do_not_wait_for_grammars(
+    talking: Live, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    grammars = talking.server.llm.engine.grammars
+    assert grammars is not None
+    with grammars._lock:
+        trial, _ = grammars._ready()
+    judge, go_on = trial.judge, threading.Event()
+
+    def held(kind: str, text: str) -> dict:
+        assert go_on.wait(60)
+        return judge(kind, text)
+
+    monkeypatch.setattr(trial, "judge", held)
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    body = SHORT if path == "/v1/completions" else chat
+    slow = [body | {"guided_regex": f"{path}{i}"} for i in range(3)]
+    slow += [chat | {"tools": [TOOL], "tool_choice": "required"}] if body is chat else []
+    with ThreadPoolExecutor() as pool:
+        try:
+            waiting = [pool.submit(talking.post, path, each) for each in slow]
+            assert wait_for(lambda: talking.server.texts.jobs == len(slow))
+            assert talking.post(path, body).status_code == 200
+            assert not any(answer.done() for answer in waiting)
+        finally:
+            go_on.set()
+        assert [answer.result().status_code for answer in waiting] == [200] * len(slow)
 
 
 def test_numbers_of_a_request_are_not_rounded(live: Live) -> None:

@@ -86,6 +86,8 @@ def test_a_field_that_asks_is_refused_by_its_name(talking: Live, path: str, yes:
         ("/v1/chat/completions", {"verbosity": "medium", "modalities": ["text"], "audio": None}),
         ("/v1/chat/completions", {"service_tier": "auto", "store": False, "metadata": {"a": "b"}}),
         ("/v1/chat/completions", {"thinking": {"type": "disabled"}, "enable_thinking": False}),
+        ("/v1/chat/completions", {"reasoning_effort": "none"}),
+        ("/v1/responses", {"reasoning": {"effort": "none"}}),
         ("/v1/chat/completions", {"request_id": "r", "functions": [], "function_call": "none"}),
         ("/v1/completions", {"use_beam_search": False, "bad_words": [], "user": "u"}),
     ],
@@ -373,9 +375,12 @@ def test_thoughts_are_left_out_where_a_template_can(model: Path) -> None:
     )
     with serving(llm) as live:
         usual = ok(live, "/v1/chat/completions", {"messages": HI, "max_tokens": 1})["usage"]
-        for path in ("/v1/chat/completions", "/v1/messages"):
-            body = BODIES[path] | {"thinking": {"type": "disabled"}}
-            usage = ok(live, path, body)["usage"]
+        for path, no in (
+            ("/v1/chat/completions", {"thinking": {"type": "disabled"}}),
+            ("/v1/chat/completions", {"reasoning_effort": "none"}),
+            ("/v1/messages", {"thinking": {"type": "disabled"}}),
+        ):
+            usage = ok(live, path, BODIES[path] | no)["usage"]
             count = usage.get("prompt_tokens") or sum(
                 usage[k] for k in ("input_tokens", "cache_read_input_tokens")
             )

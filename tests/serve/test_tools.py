@@ -7,6 +7,7 @@ import llguidance
 import pytest
 
 from anybit.engine.llm import LLM
+from anybit.errors import InvalidInput
 from anybit.serve.reading import Calls
 from anybit.serve.tools import FAMILIES, Either
 from tests.serve.conftest import Live, serving
@@ -53,6 +54,23 @@ def test_tools_and_a_schema_in_every_protocol(talking: Live) -> None:
     del anthropics["tools"]
     (part,) = ok(talking, "/v1/messages", anthropics)["content"]
     assert json.loads(part["text"])["a"] in (1, 2)
+
+
+def test_arguments_are_an_object_whatever_the_schema_says() -> None:
+    rule = FAMILIES["hermes"].call
+    for parameters in ({}, {"type": ["object", "null"]}, {"properties": {"a": {"const": 1}}}):
+        text = rule({"name": "f", "parameters": parameters})
+        matcher = llguidance.LLMatcher(
+            llguidance.LLTokenizer("byte"),
+            llguidance.LLMatcher.grammar_from_lark(f"start: {text}"),
+            log_level=0,
+        )
+        begun = '{"name": "f", "arguments": '
+        assert matcher.validate_tokens(list(f"{begun}{{".encode())) == len(begun) + 1
+        for other in ("[", "1", '"', "null"):
+            assert matcher.validate_tokens(list(f"{begun}{other}".encode())) == len(begun)
+    with pytest.raises(InvalidInput, match="of type 'string'; arguments are an object"):
+        rule({"name": "f", "parameters": {"type": "string"}})
 
 
 @pytest.mark.parametrize("family", ["hermes", "llama", "mistral", "qwen-coder"])
