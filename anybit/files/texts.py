@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,9 @@ def read_texts(path: str | Path) -> list[Text]:
         InvalidInput: The file is damaged, binary or empty, or an entry is none of the above.
         ImportError: The file is parquet, and pyarrow is not installed.
     """
+    if not isfile(path):  # a text, maybe, which Path.is_file finds too long
+        raise FileNotFoundError(f"{str(path)[:80]} is no file; give {KINDS}, or texts as a list")
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file; give {KINDS}, or texts as a list")
     texts = (text_of(entry, where) for where, entry in entries(path))
     found = [text for text in texts if not isinstance(text, str) or text.strip()]
     if not found:
