@@ -278,7 +278,8 @@ def conversation(items: Any, where: str, entry: Mapping[str, Any]) -> Conversati
         role, content = said.get("role"), said.get("content")
         if isinstance(content, list):
             parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-            content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
+            texts = [part for part in parts if isinstance(part, str)]
+            content = "".join(texts) if len(texts) == len(parts) else content
         called = content is None and said.get("tool_calls")
         if not isinstance(role, str) or not (isinstance(content, str) or called):
             raise InvalidInput(

@@ -203,8 +203,8 @@ class QuantLinear(nn.Module):
         """Choose a backend for the device that the layer is on, and make its layout.
 
         Done by itself when the layer is built or moved, and by calls that find other contents than
-        before. torch does not count writes through `.data`, NumPy and `torch.distributed`'s
-        collectives: call it after those.
+        before. torch does not count writes through `.data`, NumPy, storages, `torch.distributed`'s
+        collectives and other processes: call it after those.
 
         Args:
             dtype: of the activations that the layout is for, by default the layer's.
