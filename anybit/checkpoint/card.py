@@ -42,7 +42,7 @@ anybit serve DIRECTORY
 """
 
 
-class Front(yaml.SafeLoader):
+class Front(yaml.SafeLoader):  # type: ignore[misc]
     """YAML 1.2, as the hub reads it, where `no` is Norwegian."""
 
 

@@ -226,7 +226,8 @@ def check(x: Tensor | Activations, k: int) -> None:
 
 def travels() -> bool:
     """Whether what is traced may be saved, and run on another processor or with other contents."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+    traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return torch.compiler.is_exporting() or bool(traced)
 
 
 def autocast(x: Tensor) -> Tensor:
