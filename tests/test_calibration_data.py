@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from anybit import Calibration
+from anybit.errors import InvalidInput
 from anybit.quantizers.calibration.data import context_of
 from tests import tiny
 from tests.test_calibration import VOCAB, Characters, llama, tokens
@@ -48,6 +50,27 @@ def test_token_ids_of_any_whole_dtype(dtype: str, tmp_path: Path) -> None:
     assert got.dtype == torch.int64
     batch = Calibration([{"input_ids": given[None]}]).data(llama())
     assert torch.equal(batch[0]["input_ids"], ids[None])  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ({"text": ["a", "b"]}, {}, "is a list of texts or of batches, .* and no dict"),
+        ({"input_ids": tokens(2)}, {}, "and no dict"),
+        (torch.ones(2, 8, dtype=torch.bool), {}, r"token ids are integers .* found torch.bool"),
+        (torch.ones(0, 8, dtype=torch.long), {}, r"token ids are integers .* \(0, 8\)"),
+        (tokens(2), {"samples": 0}, "samples=0 and length=2048; both must be at least 1"),
+        (tokens(2), {"length": 0}, "samples=128 and length=0"),
+    ],
+)
+def test_what_is_no_calibration_data(source: Any, options: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        Calibration(source, **options).data(llama())
+
+
+def test_a_text_is_no_path() -> None:
+    with pytest.raises(FileNotFoundError, match=r"^x{80} is no file; give .* or texts as a list$"):
+        Calibration("x" * 5000).check_file()
 
 
 def test_windows_fit_the_model() -> None:

@@ -10,6 +10,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import anybit
+from anybit.checkpoint.card import old_card
 from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.errors import InvalidInput
@@ -125,6 +126,14 @@ def test_any_card_is_kept(tmp_path: Path, front: str) -> None:
     text = (tmp_path / "out/README.md").read_text()
     assert yaml.safe_load(text.split("---\n", 2)[1])["base_model"] == "org/name"
     assert text.endswith("# My model\n")
+
+
+def test_nothing_of_a_card_is_lost_or_changed(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("---\nlanguage: [no, en]\ninference: false\n---\n# A\n<!-- anybit -->\nmine\n")
+    data, text, said = old_card(path)
+    assert data == {"language": ["no", "en"], "inference": False}  # Norwegian
+    assert (text, said) == ("# A\n<!-- anybit -->\nmine\n", "")  # its end was edited away
 
 
 def test_nan_in_a_tensor_that_is_kept_is_found(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -319,11 +320,33 @@ def test_a_state_of_another_format_is_refused() -> None:
     torch.testing.assert_close(decoded(other)(X), decoded(quantized(spec="fp6"))(X))
 
 
-def test_export_before_the_first_call_is_refused() -> None:
-    model = quantized()
-    model.load_state_dict(model.state_dict())
-    with pytest.raises(Unsupported, match=r"call the model once with torch.float32 before expor"):
-        torch.export.export(model, (X,))
-    model(X)
-    exported = torch.export.export(model, (X,)).module()
+@pytest.mark.parametrize("spec", ["int6", "int8@int8", "int4:rotate=kn", "codebook:m=1,v=4"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_hold_what_is_stored(spec: str, strict: bool) -> None:
+    """So they run on other processors, and with other contents."""
+    model, other = quantized(spec=spec), quantized(1, spec)
+    program = torch.export.export(model, (X,), strict=strict)
+    assert program.state_dict.keys() == model.state_dict().keys()
+    assert not program.constants
+    exported = program.module()
     torch.testing.assert_close(exported(X), model(X))
+    x = X.clone().requires_grad_()
+    exported(x).sum().backward()
+    assert x.grad is not None
+    exported.load_state_dict(other.state_dict())
+    torch.testing.assert_close(exported(X), other(X))
+
+
+def test_traces_see_what_is_written() -> None:
+    model = quantized()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(model, X)
+    model.load_state_dict(quantized(1).state_dict())
+    torch.testing.assert_close(traced(X), model(X))
+
+
+def test_what_only_multiplies_is_not_exported() -> None:
+    layer = next(m for m in quantized().modules() if isinstance(m, anybit.QuantLinear))
+    with pytest.raises(Unsupported, match="only multiplies"):
+        torch.export.export(layer.release(), (X,))

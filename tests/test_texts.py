@@ -102,6 +102,8 @@ CONVERSATIONS: dict[str, Any] = {
             CHAT[1],
         ]
     },
+    "text": {"messages": json.dumps(CHAT[:2])},  # as tables hold it
+    "strings": {"messages": [{"role": "User", "content": ["Hi", "?"]}, CHAT[1]]},
     "two lists": {"prompt": CHAT[:1], "completion": CHAT[1:2]},
     "pair": {"prompt": "Hi?", "completion": " Hello. "},
     "alpaca": {"instruction": "Hi?", "input": "", "output": " Hello. "},
@@ -130,6 +132,19 @@ def test_what_else_an_entry_says() -> None:
     found = text_of({"messages": CHAT, "tools": tools}, "a")
     assert isinstance(found, Conversation)
     assert found.tools == tools
+    found = text_of({"messages": CHAT, "tools": json.dumps(tools)}, "a")
+    assert isinstance(found, Conversation)
+    assert found.tools == tools
+
+
+def test_arguments_of_tool_calls_are_objects() -> None:
+    """Templates write them as JSON, and what is a text already once more."""
+    for given, want in (('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("a", "a")):
+        call = {"type": "function", "function": {"name": "f", "arguments": given}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        found = text_of([*CHAT[:1], said], "a")
+        assert isinstance(found, Conversation)
+        assert found.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": want}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +160,11 @@ def test_what_else_an_entry_says() -> None:
         ("a", '{"prompt": "a", "completion": null}', r"'completion' is null"),
         ("a", '{"messages": []}', r"line 1: the conversation has no messages"),
         ("a", '{"messages": [{"role": "user"}]}', r"message 1 needs a \"role\" and a \"content\""),
-        ("a", '{"messages": "Hi"}', r"the conversation has no messages"),
+        ("a", '{"messages": "Hi"}', r"line 1: 'messages' is not valid JSON"),
+        ("a", '{"messages": 3}', r"the conversation has no messages"),
+        ("a", '[[{"role": "user", "content": [{"text": null}]}]]', "entry 1: message 1 needs a"),
+        ("a", '[[{"from": ["user"], "value": "Hi"}]]', "entry 1: message 1 needs a"),
+        ("a", '{"instruction": "a", "input": 3, "output": "b"}', "'input' is a number, and must"),
         ("a.json", "[1, 2]", r"entry 1: expected an object with .*, found a number"),
         ("a", '{"text": ["a", "b"]}', r"line 1: 'text' is a list, and must be a text"),
         ("a", '{"role": "user", "content": "Hi"}', "expected an object with .*, found one message"),
@@ -225,8 +244,12 @@ def test_a_pair_without_a_template_is_one_text(plain: Any, chatty: Any) -> None:
         (None, "a.jsonl, line 7: messages need a chat template, which this model's tokenizer does"),
         ("{{ raise_exception('Never') }}", "line 7: the chat template refuses it: .*Never"),
         (
-            "{{ messages | length }}{{ messages[-1].content }}",
+            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
             "the chat template writes message 2 otherwise than after its prompt",
+        ),
+        (
+            "{{ messages[-1].content }}",
+            "line 7: the chat template leaves out message 1, of role 'us",
         ),
     ],
 )

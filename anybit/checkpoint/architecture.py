@@ -146,12 +146,15 @@ def model_class(source: Path, stored: Mapping[str, Stored] | None = None) -> tup
         config = transformers.AutoConfig.from_pretrained(
             source, local_files_only=True, trust_remote_code=False
         )
-    if not names[0]:
+    name = names[0]
+    if not name:
         return transformers.AutoModelForCausalLM, config
-    kind = getattr(transformers, names[0], None)
+    if config.model_type == "ministral" != raw.get("model_type"):  # a Mistral with layer_types
+        name = name.replace("Mistral", "Ministral")
+    kind = getattr(transformers, name, None)
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise InvalidInput(
-            f"{source}: config.json names the class {names[0]!r}, which is no model of "
+            f"{source}: config.json names the class {name!r}, which is no model of "
             f"transformers {transformers.__version__}; install a version that has it, or call "
             "from_pretrained of the class itself"
         )

@@ -42,6 +42,18 @@ anybit serve DIRECTORY
 """
 
 
+class Front(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML 1.2, as the hub reads it, where `no` is Norwegian."""
+
+
+BOOL = "tag:yaml.org,2002:bool"
+Front.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag != BOOL]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+Front.add_implicit_resolver(BOOL, re.compile("^(true|True|TRUE|false|False|FALSE)$"), [*"tTfF"])
+
+
 def write_card(
     directory: Path, source: str, layers: Iterable[tuple[str, tuple[int, int]]], how: str = ""
 ) -> None:
@@ -97,9 +109,11 @@ def old_card(path: Path) -> tuple[dict[str, Any], str, str]:
     data: Any = None
     if found:
         with suppress(yaml.YAMLError):
-            data = yaml.safe_load(found[1])
+            data = yaml.load(found[1], Front)
     if found and isinstance(data, dict):
         text = text[found.end() :]
     before, _, rest = text.partition(BEGIN)
-    said, _, after = rest.partition(END)
+    said, end, after = rest.partition(END)
+    if not end:  # somebody has edited it
+        before, said = text, ""
     return data if isinstance(data, dict) else {}, (before + after).lstrip(), said

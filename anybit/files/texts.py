@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ PAIRS = (
 )
 MORE = ("input", "context")  # what an instruction is about
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
+SPEAKERS |= {role: role for role in ("system", "user", "assistant", "tool")}  # in any case
 FIELDS = {*TEXTS, *CHATS, *MORE, "system", "tools", *(name for pair in PAIRS for name in pair)}
 EXPECTED = '"text", "messages", "conversations", "prompt" with "completion", or "instruction" with '
 EXPECTED += '"output"'
@@ -65,9 +67,9 @@ def read_texts(path: str | Path) -> list[Text]:
         InvalidInput: The file is damaged, binary or empty, or an entry is none of the above.
         ImportError: The file is parquet, and pyarrow is not installed.
     """
+    if not isfile(path):  # a text, maybe, which Path.is_file finds too long
+        raise FileNotFoundError(f"{str(path)[:80]} is no file; give {KINDS}, or texts as a list")
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file; give {KINDS}, or texts as a list")
     texts = (text_of(entry, where) for where, entry in entries(path))
     found = [text for text in texts if not isinstance(text, str) or text.strip()]
     if not found:
@@ -187,22 +189,11 @@ def table_rows(path: Path, rows: Any, header: list[str]) -> Iterator[tuple[str, 
                     "around texts with separators"
                 )
             if row:
-                yield where, structured(dict(zip(header, row, strict=True)), where)
+                yield where, dict(zip(header, row, strict=True))
     except csv.Error as error:
         raise InvalidInput(f"{path}, line {rows.line_num}: no row of a table ({error})") from None
     finally:
         csv.field_size_limit(limit)
-
-
-def structured(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """A row whose lists of messages, which a table holds as JSON, are lists."""
-    for name in (*CHATS, "tools"):
-        if row.get(name):
-            try:
-                row[name] = json.loads(row[name])
-            except ValueError:
-                raise InvalidInput(f"{where}: {name!r} is not valid JSON") from None
-    return row
 
 
 def from_parquet(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
@@ -252,6 +243,7 @@ def text_of(entry: Any, where: str) -> Text:
     if not isinstance(entry, Mapping) or is_message(entry):
         what = "one message" if isinstance(entry, Mapping) else kind(entry)
         raise InvalidInput(f"{where}: expected an object with {EXPECTED}, found {what}")
+    entry = structured(entry, where)
     chat = next((name for name in CHATS if entry.get(name) is not None), None)
     if chat:
         return conversation(entry[chat], where, entry)
@@ -264,24 +256,38 @@ def text_of(entry: Any, where: str) -> Text:
     raise InvalidInput(f"{where}: expected {EXPECTED}, found {', '.join(map(str, entry))}")
 
 
+def structured(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """An entry whose messages and tools are lists, which tables hold as JSON."""
+    found = {}
+    for name in (*CHATS, "tools"):
+        if isinstance(text := entry.get(name), str):
+            try:
+                found[name] = json.loads(text) if text else None
+            except ValueError:
+                raise InvalidInput(f"{where}: {name!r} is not valid JSON") from None
+    return {**entry, **found}
+
+
 def conversation(items: Any, where: str, entry: Mapping[str, Any]) -> Conversation:
     """A conversation from its messages, written as {"role", "content"} or {"from", "value"}."""
     messages = []
     for number, item in enumerate(items if isinstance(items, list) else [], 1):
         said = dict(item) if isinstance(item, Mapping) else {}
         if "from" in said and "role" not in said:
-            speaker = said.pop("from")
-            said = {"role": SPEAKERS.get(speaker, speaker), "content": said.pop("value", None)}
-        content = said.get("content")
-        if isinstance(content, list) and all(
-            isinstance(c, Mapping) and "text" in c for c in content
-        ):
-            content = "".join(str(part["text"]) for part in content)
+            said = {"role": said["from"], "content": said.get("value")}
+        role, content = said.get("role"), said.get("content")
+        if isinstance(content, list):
+            parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+            texts = [part for part in parts if isinstance(part, str)]
+            content = "".join(texts) if len(texts) == len(parts) else content
         called = content is None and said.get("tool_calls")
-        if not isinstance(said.get("role"), str) or not (isinstance(content, str) or called):
+        if not isinstance(role, str) or not (isinstance(content, str) or called):
             raise InvalidInput(
                 f'{where}: message {number} needs a "role" and a "content" that are texts'
             )
+        said |= {"role": SPEAKERS.get(role.lower(), role)}
+        if isinstance(calls := said.get("tool_calls"), list):
+            said["tool_calls"] = [with_arguments(call) for call in calls]
         messages.append({k: v for k, v in said.items() if v is not None} | {"content": content})
     if not messages:
         raise InvalidInput(f"{where}: the conversation has no messages; remove it")
@@ -290,13 +296,27 @@ def conversation(items: Any, where: str, entry: Mapping[str, Any]) -> Conversati
     return Conversation(messages, entry.get("tools") or None, where=where)
 
 
+def with_arguments(call: Any) -> Any:
+    """A tool call with its arguments as an object, as templates want them; OpenAI's are a text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 def pair(entry: Mapping[str, Any], first: str, second: str, where: str) -> Conversation:
     """A prompt with its answer; both may be lists of messages."""
     if isinstance(entry[first], list) and isinstance(entry[second], list):
         return conversation(entry[first] + entry[second], where, entry)
     prompt, answer = string(entry, first, where), string(entry, second, where)
     if first == "instruction":
-        prompt = "\n\n".join([prompt, *(entry[name] for name in MORE if entry.get(name))])
+        prompt = "\n\n".join(
+            [prompt, *(string(entry, name, where) for name in MORE if entry.get(name))]
+        )
     messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     between = "" if second == "completion" else "\n\n"
     return Conversation(

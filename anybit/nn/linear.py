@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -17,7 +16,8 @@ from anybit.errors import InvalidInput, InvalidType, Unsupported
 from anybit.kernels.backend import Activations, Prepared
 from anybit.kernels.registry import get_backend
 from anybit.nn import op as ops
-from anybit.nn.multiplier import Keep, Multiplier, autocast, check, check_keep, chosen
+from anybit.nn.around import Around
+from anybit.nn.multiplier import Keep, Multiplier, autocast, check, check_keep, chosen, travels
 from anybit.nn.weight import DecodedWeight
 
 # Bits of the largest finite numbers of dtypes in which torch finds no maximum: of those without the
@@ -203,8 +203,8 @@ class QuantLinear(nn.Module):
         """Choose a backend for the device that the layer is on, and make its layout.
 
         Done by itself when the layer is built or moved, and by calls that find other contents than
-        before. torch does not count writes through `.data`, NumPy and `torch.distributed`'s
-        collectives: call it after those.
+        before. torch does not count writes through `.data`, NumPy, storages, `torch.distributed`'s
+        collectives and other processes: call it after those.
 
         Args:
             dtype: of the activations that the layout is for, by default the layer's.
@@ -256,23 +256,17 @@ class QuantLinear(nn.Module):
     @constant
     def _make_while_tracing(self, dtype: torch.dtype) -> None:
         """`multiplier` during the tracing itself: no part of the graph."""
-        if not any(isinstance(buffer, FakeTensor) for buffer in self.buffers()):
-            self.multiplier(dtype)
-            return
-        made, prepared = self._made, self.prepared
-        ready = made is not None and prepared is not None and not made.written()
-        if not ready or (prepared and prepared.dtype not in (None, dtype)):
-            raise Unsupported(f"{self}: call the model once with {dtype} before exporting it")
+        self.multiplier(dtype)
 
     def _swapped(self, made: Made) -> bool:
         """Whether buffers are other tensors than those that the layout was made from.
 
         torch.func.functional_call and nn.DataParallel put others there. So do accelerate's hooks
-        that offload and torch.export, which are taken to put the same contents there.
+        that offload, which are taken to put the same contents there.
         Compiled code asks in vain before torch 2.13.
         """
         hook = vars(self).get("_hf_hook")
-        if torch.compiler.is_exporting() or (hook is not None and getattr(hook, "offload", True)):
+        if hook is not None and getattr(hook, "offload", True):
             return False
         return not all(map(is_, self._buffers.values(), made.tensors))
 
@@ -299,6 +293,8 @@ class QuantLinear(nn.Module):
     def forward(self, input: Tensor | Activations) -> Tensor:
         x = autocast(input) if isinstance(input, Tensor) else input
         check(x, self.in_features)
+        if isinstance(x, Tensor) and travels():
+            return self._by_stored(x)
         if not torch.compiler.is_compiling():
             if isinstance(x, Tensor):
                 if in_transform():
@@ -314,11 +310,18 @@ class QuantLinear(nn.Module):
         assert made.multiplier is not None
         if isinstance(x, Tensor) and (in_transform() or self._swapped(made)):
             return self._in_torch(x)
-        if torch.compiler.is_exporting():
-            grad = isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
-            return made.multiplier.multiply(x, self.bias, self._stored() if grad else None)
         versions = [v for n, v in zip(self.names, made.versions, strict=True) if n not in LAYER]
         return made.multiplier.multiply(x, self.bias, self._stored(), versions)
+
+    def _by_stored(self, x: Tensor) -> Tensor:
+        """The layer for a program that may run elsewhere: from its buffers, which it decodes."""
+        around, stored = Around.of(self._buffers), self._stored()
+        scheme = scheme_name(self.format.plain(), self.activation)
+        y = ops.run(
+            ops.linear, around.before(x), stored, around.inside(self.bias), scheme,
+            self.out_features, "reference", None, None, None, stored,
+        )  # fmt: skip
+        return around.after(y, self.bias)
 
     def _stored(self) -> list[Tensor]:
         """The canonical tensors of the weight that the backend multiplies with."""

@@ -132,6 +132,8 @@ class Multiplier(Frozen):
     def forward(self, input: Tensor | Activations) -> Tensor:
         x = autocast(input) if isinstance(input, Tensor) else input
         check(x, self.in_features)
+        if travels():
+            self._refuse()
         if self.prepared.dtype not in (None, x.dtype):
             raise InvalidType(
                 f"x is {x.dtype}, and {self} is laid out for {self.prepared.dtype} alone; make it "
@@ -220,6 +222,12 @@ def check(x: Tensor | Activations, k: int) -> None:
         raise InvalidInput(
             f"x has shape {tuple(shape)}, and the layer {k} inputs (K); x must be (..., K)"
         )
+
+
+def travels() -> bool:
+    """Whether what is traced may be saved, and run on another processor or with other contents."""
+    traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return torch.compiler.is_exporting() or bool(traced)
 
 
 def autocast(x: Tensor) -> Tensor:

@@ -67,6 +67,9 @@ def test_every_family_has_a_published_model() -> None:
         ("llama", "logit_scale", 3.0, True),
         ("llama", "clip_qkv", 0.5, True),
         ("mistral", "attention_bias", True, True),
+        # transformers reads it as Ministral then, whose class declares it.
+        ("mistral", "layer_types", ["full_attention", "sliding_attention"], True),
+        ("mistral", "layer_types", ["sliding_attention"] * 2, True),
         ("llama", "is_decoder", True, True),
         ("mixtral", "layer_types", ["full_attention"] * 2, False),  # its class has none
         ("olmo2", "sliding_window", 6, False),
@@ -102,6 +105,15 @@ def test_a_bidirectional_model_gives_no_causal_embeddings(
     llm = LLM(edit(checkpoint("qwen3"), tmp_path, is_causal=False))
     with pytest.raises(anybit.errors.Unsupported, match="embeddings need a model that the engine"):
         llm.embed([[5, 6, 7]])
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3"])
+def test_windows_without_a_size_are_refused(tmp_path: Path, name: str) -> None:
+    kind, options = ARCHITECTURES[name]
+    changes = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None}
+    random_model(str(kind), {**options, **changes}).save_pretrained(tmp_path)
+    with pytest.raises(anybit.errors.InvalidInput, match=r"layer_types.1. .* no sliding_window"):
+        LLM(tmp_path)
 
 
 def test_the_field_and_its_value_are_named(checkpoint: Checkpoint) -> None:

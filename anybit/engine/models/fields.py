@@ -117,8 +117,8 @@ def read_by_theirs(model: nn.Module) -> tuple[set[str], set[str]]:
     """
     seen, kept = set[str](), set[str]()
     kind: Any = type(model)
-    DynamicCache(config=noting(model.config, kept))
     try:
+        DynamicCache(config=noting(model.config, kept))
         with torch.device("meta"), torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # `past_key_values` is `cache` in new releases
             again = kind._from_config(noting(model.config, seen), dtype=torch.bfloat16).eval()

@@ -433,4 +433,9 @@ def window_of(config: PretrainedConfig, index: int) -> int | None:
         return None
     if kinds and kinds[index] != "sliding_attention":
         raise UnknownModel(f"layer type {kinds[index]!r} is unknown")
+    if kinds and window is None:
+        raise InvalidInput(
+            f"config.json: layer_types[{index}] is 'sliding_attention', and there is no "
+            "sliding_window; set one, or call the layer 'full_attention'"
+        )
     return window or None

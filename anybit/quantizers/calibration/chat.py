@@ -57,7 +57,15 @@ def written(text: Text, tokenizer: Any) -> tuple[str, bool]:
         assert text.plain is not None
         whole = "".join(text.plain)
         return whole, not whole.startswith(getattr(tokenizer, "bos_token", None) or "\0")
-    return rendered(text, tokenizer, text.messages), False
+    whole = rendered(text, tokenizer, text.messages)
+    for number, message in enumerate(text.messages, 1):  # of others, templates rewrite contents
+        role, content = message["role"], message["content"] or ""
+        if role not in ("assistant", "tool") and content.strip() not in whole:
+            raise InvalidInput(
+                f"{text.where}: the chat template leaves out message {number}, of role {role!r}; "
+                "remove it, or give it a role that the template knows"
+            )
+    return whole, False
 
 
 def is_plain(conversation: Conversation, tokenizer: Any) -> bool:

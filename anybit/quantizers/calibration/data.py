@@ -54,6 +54,12 @@ class Calibration:
     work: str | Path | None = None
     kv_scales: bool = False
 
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.length < 1:
+            raise InvalidInput(
+                f"samples={self.samples} and length={self.length}; both must be at least 1"
+            )
+
     def data(self, model: nn.Module) -> Tensor | list[dict[str, Tensor]]:
         """Token ids as `tokens` gives them, or the batches that were given, checked.
 
@@ -63,9 +69,9 @@ class Calibration:
         """
         if isinstance(self.source, (str, Path, *ARRAYS)):
             return self.tokens(model)
-        if not isinstance(self.source, Iterable):
+        if isinstance(self.source, Mapping) or not isinstance(self.source, Iterable):
             raise InvalidInput(
-                f"calibration data is texts, token ids, a file or batches, and no "
+                "calibration data is a list of texts or of batches, token ids or a file, and no "
                 f"{type(self.source).__name__}"
             )
         endless, items = is_endless(self.source), iter(self.source)
@@ -194,7 +200,8 @@ def tokenizer_of(model: nn.Module) -> Any:
 def check_ids(ids: Ids) -> None:
     """Raise InvalidInput for what cannot be token ids."""
     whole = not ids.is_floating_point() if isinstance(ids, Tensor) else ids.dtype.kind in "iu"
-    if not whole or ids.ndim not in (1, 2):
+    empty = ids.ndim == 2 and 0 in ids.shape
+    if not whole or ids.dtype == torch.bool or ids.ndim not in (1, 2) or empty:
         raise InvalidInput(
             f"token ids are integers of shape (T,) or (samples, length), found {ids.dtype} "
             f"{tuple(ids.shape)}"
