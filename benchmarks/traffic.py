@@ -168,7 +168,10 @@ def run(server: Server, rate: float, seconds: float, seed: int = 0) -> dict[str,
     each = [(t[-1] - t[0]) / (len(t) - 1) for t in times.values() if len(t) > 8]
     between = [b - a for t in times.values() for a, b in itertools.pairwise(t)]
     tokens = sum(map(len, times.values()))
-    row = {"rate_per_s": rate, "requests": len(todo), "out_tok_s": tokens / wall}
+    row = {
+        "rate_per_s": int(rate) if rate.is_integer() else rate, "requests": len(todo),
+        "out_tok_s": round(tokens / wall),
+    }  # fmt: skip
     for name, values in (("ttft", first), ("tpot", each), ("itl", between)):
         for part, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
             row[f"{name}_{part}_ms"] = (
@@ -191,7 +194,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     build: Callable[[argparse.Namespace], Any] = Vllm if args.vllm else Ours
     server = build(args)
-    run(server, 16, 2, 9)
+    run(server, 16.0, 2, 9)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )

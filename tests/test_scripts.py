@@ -36,9 +36,7 @@ class Parsed(Exception):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_of_the_page_are_understood(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_of_the_page_are_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script, *arguments = shlex.split(command)
     for name in ("parse_args", "parse_intermixed_args"):
         parse = getattr(argparse.ArgumentParser, name)

@@ -1,4 +1,4 @@
-"""Three compiled kernels, small problems for them, and their results."""
+"""Four compiled kernels, small problems for them, and their results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +30,16 @@ def gemm() -> Case:
     emulated = Emulated("liquid@int8", torch.float16, Tile(16, ctas=2, split=2, stages=2))
     prepared = operands.layout(packed_weight("liquid@int8", n, k), "int8")
     return _emulated(emulated, prepared, (16, n, k), 2)
+
+
+@cache
+def alone() -> Case:
+    """A CTA that shares its tile with no other, so that only its own barriers order its warps."""
+    torch.manual_seed(0)
+    n, k = 128, 512
+    emulated = Emulated("int4@int8", torch.float16, Tile(8, stages=4))
+    prepared = operands.layout(packed_weight("int4@int8", n, k), "int8")
+    return _emulated(emulated, prepared, (8, n, k), 1)
 
 
 def _emulated(
