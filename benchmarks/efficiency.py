@@ -1,21 +1,18 @@
 """How near kernels come to what the GPU allows, and where they are slower than cuBLAS.
 
-    python benchmarks/efficiency.py benchmarks/results/h200_shapes.csv --out build
+    python benchmarks/efficiency.py benchmarks/results/h200_shapes.csv
 
 A product takes at least as long as reading its weight's bytes, which the CSV holds a measurement
 of, and as its multiplications at the matrix unit's highest rate seen in long products. The larger
 of both floors over the time is the efficiency: 1 is as fast as can be. Prints a table and the worst
-cells, and draws a heat map for each format.
+cells of each format.
 """
 
 import argparse
-import io
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -200,41 +197,6 @@ def spread(rows: Sequence[Row]) -> str:
     )
 
 
-def picture(scheme: str) -> str:
-    """The file of a scheme's heat map."""
-    return "efficiency_" + re.sub(r"[^a-z0-9]+", "_", scheme) + ".png"
-
-
-def draw(found: Sequence[Cell], title: str, path: Path) -> None:
-    """The heat map of one scheme."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-    from PIL import Image
-
-    shapes = sorted({cell.shape for cell in found}, key=lambda shape: (prod(shape), shape))
-    counts = sorted({cell.m for cell in found})
-    values = np.full((len(shapes), len(counts)), np.nan)
-    size = 1.6 + 0.36 * len(counts), 1.2 + 0.17 * len(shapes)
-    figure, axis = plt.subplots(figsize=size, layout="constrained")
-    for cell in found:
-        row, column = shapes.index(cell.shape), counts.index(cell.m)
-        values[row, column] = cell.efficiency
-        number = f"{100 * cell.efficiency:.0f}"
-        axis.text(column, row, number, ha="center", va="center", fontsize=7)
-    axis.imshow(values, cmap="RdYlGn", vmin=0.3, vmax=1, aspect="auto")
-    axis.set_title(title, fontsize=9)
-    axis.set_xlabel("tokens", fontsize=8)
-    axis.set_xticks(range(len(counts)), [str(m) for m in counts], fontsize=7, rotation=60)
-    axis.set_yticks(range(len(shapes)), [f"{n}x{k}" for n, k in shapes], fontsize=7)
-    image = io.BytesIO()
-    figure.savefig(image, dpi=80)
-    plt.close(figure)
-    Image.open(image).convert("RGB").quantize(64).save(path, optimize=True)  # a third of the size
-
-
 def report(rows: Sequence[Row], peer: str = PEER) -> str:
     """The table and the worst cells as text."""
     found = cells(rows, peer)
@@ -254,17 +216,9 @@ def main() -> None:
     )
     parser.add_argument("csv", type=Path, nargs="+")
     parser.add_argument("--peer", default=PEER)
-    parser.add_argument("--out", type=Path, default=Path("build"))
     args = parser.parse_args()
     rows = [row for path in args.csv for row in read_csv(path)]
     print(report(rows, args.peer))
-    found = [cell for cell in cells(rows, args.peer) if not cell.quantizes]
-    args.out.mkdir(parents=True, exist_ok=True)
-    for scheme in sorted({cell.scheme for cell in found}):
-        path = args.out / picture(scheme)
-        mine = [cell for cell in found if cell.scheme == scheme]
-        draw(mine, f"{scheme}: floor over time, %, {rows[0].gpu}", path)
-        print(path)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ measured; README.md says what the columns are.
 import argparse
 import copy
 import csv
-import dataclasses
 import gc
 import importlib.metadata
 import itertools
@@ -26,8 +25,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from hopper_layers import finite
-from study_cases import FOLDED
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -37,6 +34,7 @@ from transformers import (
     PretrainedConfig,
 )
 
+from anybit.core.format import Format
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.rotation import Rotation
 from anybit.core.scheme import parse_scheme
@@ -47,7 +45,8 @@ from anybit.engine.loader import Loaded, build, model_class
 from anybit.engine.models.layers import Decoder
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.weights import Part, Weights
-from anybit.kernels.registry import BACKENDS, register_backend
+from anybit.formats.minifloat import Minifloat
+from anybit.kernels.registry import BACKENDS
 from anybit.measure.timing import ReadFloor
 
 
@@ -113,8 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--case", nargs="+", action="append", metavar=("MODEL", "FORMAT"),
-        help=f"a model ({', '.join(MODELS)}) and formats for it; +FORMAT names the head's, and "
-        f"{FOLDED}FORMAT rotates the inputs of down projections alone",
+        help=f"a model ({', '.join(MODELS)}) and formats for it; +FORMAT names the head's",
     )  # fmt: skip
     parser.add_argument("--kv", default="model,int8", help=f"model, int8, int4, {STATIC}")
     parser.add_argument("--batches", default="1,16,64,128,256", help="80gb: as many as fit there")
@@ -125,7 +123,6 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, help="TB/s of a read floor; else measured")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after that")
     parser.add_argument("--without", nargs="+", default=[], help="backends to leave out")
-    parser.add_argument("--first", metavar="MODULE", help="a backend that is asked before others")
     parser.add_argument(
         "--no-prompts", action="store_true", help="leave their time out, and that of whole answers"
     )
@@ -141,8 +138,6 @@ def main() -> None:
             parser.error(f"unknown model {model}; known: {', '.join(MODELS)}")
     for name in args.without:
         BACKENDS.pop(name)
-    if args.first:
-        register_backend(args.first, args.first, before=next(iter(BACKENDS)))
     args.end = time.monotonic() + args.seconds
     if args.workers:
         compile_all(args)
@@ -176,7 +171,6 @@ def compile_all(args: argparse.Namespace) -> None:
     start = time.monotonic()
     names = [(m, f) for m, *formats in args.case for f in formats or FORMATS if f != PEER]
     command = [sys.executable, __file__, "--layers", "1", "--steps", "1", "--device", args.device]
-    command += ["--first", args.first] if args.first else []
     command += ["--batches", args.batches, "--kv", args.kv, "--contexts", args.contexts]
     waiting = [
         subprocess.Popen(
@@ -300,9 +294,7 @@ class RandomWeights(Weights):
         scheme = self.head_scheme if name == "lm_head" else self.scheme
         if scheme is None:
             return self.tensor(name, shape), None, None
-        fmt, activation = parse_scheme(scheme.removeprefix(FOLDED))
-        if scheme.startswith(FOLDED) and "down_proj" in name:
-            fmt = dataclasses.replace(fmt, rotate="k")
+        fmt, activation = parse_scheme(scheme)
         signs = Rotation.random("kn", shape, self.device).tensors() if fmt.rotate else {}
         tensors = {}
         for key, (size, entry) in tensor_shapes(fmt, shape).items():
@@ -323,6 +315,14 @@ class RandomWeights(Weights):
         if fmt.bits == 8:  # some of which are no numbers
             packed = Packed.from_codes(fmt, shape, finite(fmt, packed.codes()), packed.grid)
         return packed, None, activation
+
+
+def finite(fmt: Format, codes: Tensor) -> Tensor:
+    """Codes with the largest number in place of NaN and inf."""
+    if not isinstance(fmt, Minifloat):
+        return codes
+    half = 1 << (fmt.bits - 1)
+    return codes & half | (codes & (half - 1)).clamp_max(fmt.largest_code)
 
 
 def batches_of(text: str, weights: int, per_token: int) -> list[int]:

@@ -5,8 +5,8 @@
 
 The second one takes the experts of four models, both projections, from 1 to 4096 tokens, and prints
 beside each time what `hopper/expert_tiles.py` expects. `--micro` takes the formats in which such
-models are published, `--formats` some of humming's. `--sweep` times every tile instead.
-`experts_around.py` times what happens to tokens around the two products.
+models are published, `--formats` some of humming's, and `--append` keeps what the file has.
+`--sweep` times every tile instead.
 
 Tokens are sorted by expert beforehand, and quantized beforehand where they are 8 bits. Every result
 is compared with one product for each expert before it is timed. Compiling (humming's kernels) comes
@@ -132,6 +132,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("h200_experts.csv"))
+    parser.add_argument("--append", action="store_true", help="keep what the file has")
     parser.add_argument("--shape", default="14336x4096", metavar="NxK", help="of an expert")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top", type=int, default=2, help="experts of a token")
@@ -156,7 +157,7 @@ def main() -> None:
     args.formats = args.formats or (micro if args.micro else ["int4:group=64", "fp6"])
     torch.manual_seed(0)
     floor = ReadFloor.measure(DEVICE)
-    rows: list[bench.Row] = []
+    rows = bench.read_csv(args.out) if args.append and args.out.exists() else []
     for shape in shapes:
         for row in run(shape, args, floor):
             rows.append(row)

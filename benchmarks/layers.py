@@ -1,30 +1,32 @@
-"""Products of a decoder layer on this GPU, by model, format and number of tokens.
+"""GEMMs of a decoder layer on this GPU, by model, format and number of tokens.
 
     python benchmarks/layers.py --out benchmarks/results/h200_layers.csv
 
 What LiquidGEMM shows in figures 5 and 12, FP6-LLM in its table of linear layers, and GemLite on
-square weights. Q, K and V are one product, and gate and up. A time is that of one product as a
-layer launches it, with cold weights and 16-bit or quantized tokens; each is compared with the
-product of the decoded weight first. Build the formats' kernels beforehand (`anybit build`).
+square weights. Q, K and V are one product, and gate and up. Times and checks are those of
+`gemm.py`: cold weights, all contestants in turns, tokens quantized beforehand where a format takes
+8 bits. A wrong product ends the run. Build the formats' kernels beforehand (`anybit build`).
 """
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 from csv_rows import write_rows
-from hopper_layers import RandomLayer, dense_us, time_tile
-from torch import Tensor
+from gemm import given
 
-from anybit.kernels.reference import quantize_tokens
-from anybit.measure.timing import median_us, rotated
+from anybit.kernels.backend import CODES
+from anybit.measure import bench
+from anybit.measure.timing import ReadFloor
 
 LIQUID = ("liquid@int8", "int8@int8", "fp8@fp8", "int4:group=128")
 FP6 = ("fp6", "int8", "int4:group=128", "int4", "fp5", "int6")
 BITS = ("int8", "int4:group=128", "int2:group=128", "sparse")
+DEVICE, BACKEND = torch.device("cuda"), "hopper"
 FEW, MANY = (8, 16, 32), (4, 8, 16, 32, 64, 128, 256)
 
 
@@ -37,7 +39,7 @@ def square(size: int) -> tuple[tuple[int, int], ...]:
     return ((size, size),)
 
 
-# name: products, formats, numbers of tokens
+# name: GEMMs, formats, numbers of tokens
 MODELS = {
     "llama-2-7b": (llama(4096, 11008, 4096), LIQUID, MANY),
     "llama-2-13b": (llama(5120, 13824, 5120), LIQUID, MANY),
@@ -66,6 +68,7 @@ def main() -> None:
         "commit": args.commit,
     }  # fmt: skip
     end = time.monotonic() + args.seconds
+    floor = ReadFloor.measure(DEVICE)
     rows: list[dict[str, Any]] = []
     for model in args.models:
         if time.monotonic() > end:
@@ -73,55 +76,37 @@ def main() -> None:
             continue
         shapes, formats, counts = MODELS[model]
         for n, k in shapes:
-            for row in product(n, k, formats, counts):
+            for row in product((n, k), formats, counts, floor):
                 rows.append({"model": model, **row, "us": round(row["us"], 2), **facts})
         print(model, *summary(rows, model), sep="\n", flush=True)
         write_rows(args.out, rows)
 
 
+def contestants(formats: Sequence[str]) -> dict[tuple[str, str, str], tuple[str, bench.Case]]:
+    """What the rows call each, and its case, by the peer, format and activation of its rows."""
+    theirs = {"bf16": "bf16"}
+    if any("@" in name for name in formats):
+        theirs["fp8 rowwise"] = "cublas fp8"
+    cases = [(theirs[case.format], case) for case in peers.cublas() if case.format in theirs]
+    for name in formats:
+        case = bench.anybit_case(name, torch.bfloat16, BACKEND)
+        cases.append((name, given(case) if case.activation in CODES else case))
+    return {(case.peer, case.format, case.activation): (name, case) for name, case in cases}
+
+
 def product(
-    n: int, k: int, formats: tuple[str, ...], counts: tuple[int, ...]
+    shape: tuple[int, int], formats: Sequence[str], counts: Sequence[int], floor: ReadFloor
 ) -> Iterator[dict[str, Any]]:
     """A row for each format and number of tokens."""
-    for m in counts:
-        yield {"format": "bf16", "N": n, "K": k, "M": m, "us": dense_us(n, k, m, torch.bfloat16)}
-    if any("@" in name for name in formats):
-        for m, us in zip(counts, fp8_us(n, k, counts), strict=True):
-            yield {"format": "cublas fp8", "N": n, "K": k, "M": m, "us": us}
-    for name in formats:
-        p = RandomLayer(name, torch.bfloat16, n, k, cold=True, few=True)
-        check(p, counts[0])
-        for m in counts:
-            yield {"format": name, "N": n, "K": k, "M": m, "us": time_tile(p, m, None, None)}
-        del p
-
-
-def check(p: RandomLayer, m: int) -> None:
-    """Compare with the product of the decoded weight; fp8 matrix units keep 14 bits of a sum."""
-    x, scale, sums = p.tokens(m)
-    tokens = x.float() if scale is None else x.float() * scale[:, None]
-    rows = p.packed.dequantize().float()  # which the weight repeats
-    want = (tokens @ rows.T).repeat(1, p.n // len(rows))
-    error = (p.run(x, scale, sums, overlap=None).float() - want).norm() / want.norm()
-    if not error < 2e-2:
-        raise SystemExit(f"{p.fmt.spec} {p.n}x{p.k}: the product is off by {error:.1e}")
-
-
-def fp8_us(n: int, k: int, counts: tuple[int, ...]) -> list[float]:
-    """cuBLAS in fp8, a scale for each row and token."""
-    codes, scale = quantize_tokens(torch.randn(n, k, device="cuda") * 0.02, "fp8")
-    copies, across, times = rotated(codes, codes.nbytes), scale.T.contiguous(), []
-    for m in counts:
-        x, own = quantize_tokens(torch.randn(m, k, device="cuda"), "fp8")
-
-        def call(w: Tensor, x: Tensor = x, own: Tensor = own) -> Tensor:
-            return torch._scaled_mm(
-                x, w.T, scale_a=own, scale_b=across, out_dtype=torch.bfloat16, use_fast_accum=True
-            )
-
-        calls: list[Callable[[], Tensor]] = [lambda w=w, call=call: call(w) for w in copies]
-        times.append(median_us(calls, torch.device("cuda")))
-    return times
+    found = contestants(formats)
+    cases = [case for _, case in found.values()]
+    for row in bench.measure(cases, [shape], counts, DEVICE, "", floor):
+        key = row.peer, row.format, row.activation
+        if key not in found:  # the unquantized layer that `measure` adds
+            continue
+        if row.us is None:
+            raise SystemExit(f"{key[1]} {row.N}x{row.K}, {row.M} tokens: {row.note}")
+        yield {"format": found[key][0], "N": row.N, "K": row.K, "M": row.M, "us": row.us}
 
 
 def summary(rows: list[dict[str, Any]], model: str) -> Iterator[str]:

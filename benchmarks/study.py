@@ -54,7 +54,6 @@ from anybit.planning.allocate import plan_formats  # noqa: E402
 WINDOW, STRIDE = 1024, 768
 SAMPLES = 128  # calibration windows, unless told
 PROMPTS, COMPLETION = 128, 96  # functions to complete, and tokens of each completion
-RANK = 8  # of what LoRC keeps beside the codes
 LONG = 60  # seconds that a case of calibrated codebooks wants before the time is up
 PATIENCE = 600  # seconds after which rows begun before the deadline are given up
 
@@ -197,14 +196,12 @@ class Work:
         made, model, seconds = "", self.fresh(), 0.0
         for method in methods:
             start = time.perf_counter()
-            first = method.replace("+pv", "").replace("+tune", "").replace("+lorc", "")
+            first = method.replace("+pv", "").replace("+tune", "")
             if first == made:
                 start -= seconds
             elif spec != "bf16":
                 model, made = self.quantize(spec, first), first
-            if "+lorc" in method:
-                compensate(model, self.dense.model)
-            elif first != method:
+            if first != method:
                 torch.manual_seed(0)
                 torch.set_float32_matmul_precision("high")
                 self.tune(model, share=0.002 if "+pv" in method else 0.0)
@@ -269,16 +266,6 @@ class Int8Input(nn.Linear):
         return super().forward(seen_by(self.packed, x, "int8"))
 
 
-def compensate(model: nn.Module, dense: nn.Module) -> None:
-    """LoRC of ZeroQuant-V2: keep the largest part of each layer's error as a product of rank 8."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, QuantLinear):
-            weight = dense.get_submodule(name).weight
-            assert isinstance(weight, Tensor)
-            u, s, v = torch.linalg.svd(weight.detach() - layer.dequantize(), full_matrices=False)
-            layer.rest = ((u * s)[:, :RANK].bfloat16(), v[:RANK].bfloat16())
-
-
 def decode(model: nn.Module) -> float:
     """Put decoded weights in place of quantized ones; bits a weight of what was there."""
     total = weights = 0
@@ -287,11 +274,7 @@ def decode(model: nn.Module) -> float:
             n, k = layer.packed.shape
             total, weights = total + layer.packed.nbytes() * 8, weights + n * k
             new = (Int8Input if layer.activation else nn.Linear)(k, n, bias=False, device="meta")
-            weight = layer.dequantize()
-            if rest := getattr(layer, "rest", ()):
-                weight = weight + rest[0].float() @ rest[1].float()
-                total += 16 * sum(part.numel() for part in rest)
-            new.weight = nn.Parameter(weight, requires_grad=False)
+            new.weight = nn.Parameter(layer.dequantize(), requires_grad=False)
             new.bias, new.packed = layer.bias, layer.packed
             model.set_submodule(name, new)
     return total / weights
@@ -305,7 +288,7 @@ def parse(method: str, default: int) -> tuple[str, str, int]:
 
 
 def calibrated(name: str) -> bool:
-    return name.removesuffix("+lorc") not in ("dense", "rtn", "clip", "hqq")
+    return name not in ("dense", "rtn", "clip", "hqq")
 
 
 Message = Row | tuple[str, str] | None  # a row, what failed and why, or the end of a process
@@ -337,14 +320,6 @@ def work(
             if own.device == "cuda":
                 torch.cuda.synchronize()  # an error that stays ends this process
     done.put(None)
-
-
-def when() -> dict[str, str]:
-    """The columns that say when and with what a row was measured."""
-    return {
-        "date": str(datetime.datetime.now(datetime.UTC).date()),
-        "versions": f"anybit {anybit.__version__}, torch {torch.__version__}",
-    }
 
 
 def main() -> None:

@@ -58,21 +58,6 @@ int8 rtn
 {TABLE} rtn gptq additive
 {M2V8} additive:16 additive/train:512
 """
-PV = f"""
-bf16 dense
-{M2V8} additive,additive+pv
-int2:group=128 gptq,gptq+pv
-"""
-BOOKS = f"""
-bf16 dense
-codebook:m=2,v=8,b=8,group=16 additive
-codebook:m=1,v=4,b=8 additive
-codebook:m=2,v=8,b=8 additive
-codebook:m=3,v=16,b=8,group=32 additive
-{M1V4} additive
-{M2V8} additive
-codebook:m=1,v=4,b=8,group=16 additive
-"""  # CodeGEMM's figure 4
 # What the front of KL against bits is made of, all on one model. The longest case begins first.
 TRELLIS = f"""
 {M2V8} additive
@@ -138,38 +123,6 @@ trellis gptq
 trellis:bits=3 gptq
 trellis:rotate=kn gptq,gptq+tune
 """
-GRADIENTS = """
-bf16 dense
-trellis:rotate=kn gptq-gradients gptq
-trellis:bits=3,rotate=kn gptq-gradients gptq
-trellis:bits=4,rotate=kn gptq-gradients gptq
-int3:group=128 gptq-gradients gptq
-"""
-ROTATION = """
-bf16 dense
-int8@int8 rtn
-int8:rotate=k@int8 rtn
-liquid@int8 rtn gptq smooth+gptq
-liquid:rotate=k@int8 rtn gptq
-int4:group=128 rtn gptq
-int4:group=128,rotate=k rtn gptq
-int4:group=128,rotate=kn rtn gptq
-int3:group=128 rtn gptq
-int3:group=128,rotate=k rtn gptq
-int3:group=128,rotate=kn rtn
-fp4 rtn gptq
-fp4:rotate=k rtn gptq
-fp4:rotate=kn rtn
-folded:liquid@int8 rtn gptq
-folded:int4:group=128 rtn gptq
-folded:int3:group=128 gptq
-folded:fp4 gptq
-"""
-TEXTS = """
-bf16 dense
-int4 rtn,rtn+lorc gptq,gptq+lorc gptq/prose
-int4:group=128 rtn,rtn+lorc gptq,gptq+lorc gptq/prose
-"""
 SMOKE = f"""
 bf16 dense
 {PLAN} clip
@@ -182,13 +135,8 @@ KINDS = {
     "all": CORE + MORE,
     "core": CORE,
     "light": CORE,  # the first method of each, which a CPU can do
-    "rotation": ROTATION,
-    "gradients": GRADIENTS,
     "trellis": TRELLIS,
     "smoke": SMOKE,
-    "texts": TEXTS,
-    "pv": PV,
-    "books": BOOKS,
 }
 
 

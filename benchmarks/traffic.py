@@ -167,10 +167,14 @@ def run(server: Server, rate: float, seconds: float, seed: int = 0) -> dict[str,
     first = [t[0] - arrivals[name] for name, t in times.items() if t]
     each = [(t[-1] - t[0]) / (len(t) - 1) for t in times.values() if len(t) > 8]
     between = [b - a for t in times.values() for a, b in itertools.pairwise(t)]
-    row = {"rate": rate, "requests": len(todo), "tokens_s": sum(map(len, times.values())) / wall}
+    tokens = sum(map(len, times.values()))
+    row = {
+        "rate_per_s": int(rate) if rate.is_integer() else rate, "requests": len(todo),
+        "out_tok_s": round(tokens / wall),
+    }  # fmt: skip
     for name, values in (("ttft", first), ("tpot", each), ("itl", between)):
         for part, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
-            row[f"{name}_{part}"] = (
+            row[f"{name}_{part}_ms"] = (
                 1e3 * sorted(values)[min(len(values) - 1, int(share * len(values)))]
             )
     return row
@@ -190,7 +194,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     build: Callable[[argparse.Namespace], Any] = Vllm if args.vllm else Ours
     server = build(args)
-    run(server, 16, 2, 9)
+    run(server, 16.0, 2, 9)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )

@@ -3,9 +3,14 @@
 Most need a GPU to run, so a name that was changed in one of two files would show late.
 """
 
+import argparse
 import ast
+import re
 import runpy
+import shlex
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -15,6 +20,8 @@ SCRIPTS = {
     for folder in ("benchmarks", "docs/tables")
     for path in (ROOT / folder).glob("*.py")
 }
+README = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^python (benchmarks/.+)$", README, re.M)
 
 
 def test_names_of_other_scripts_are_there() -> None:
@@ -22,6 +29,27 @@ def test_names_of_other_scripts_are_there() -> None:
     used = [(name, *pair) for name, tree in SCRIPTS.items() for pair in asked(tree)]
     assert len(used) > 100
     assert not [f"{by}: {of}.{name}" for by, of, name in used if name not in has[of]]
+
+
+class Parsed(Exception):
+    """The script knows its arguments; it is not run any further."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_page_are_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, *arguments = shlex.split(command)
+    for name in ("parse_args", "parse_intermixed_args"):
+        parse = getattr(argparse.ArgumentParser, name)
+
+        def parse_only(self, args=None, parse=parse) -> NoReturn:
+            raise Parsed(parse(self, args))
+
+        monkeypatch.setattr(argparse.ArgumentParser, name, parse_only)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(Parsed) as parsed:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    if "--out" in arguments:
+        assert str(parsed.value.args[0].out) == arguments[arguments.index("--out") + 1]
 
 
 def test_rows_of_other_columns_are_not_added(tmp_path: Path) -> None:

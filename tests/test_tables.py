@@ -148,6 +148,7 @@ def test_tables_of_another_gpu_are_shown(folder, monkeypatch, tmp_path_factory):
     monkeypatch.setattr(results, "DEVICE", "h200")  # is put back
     own = tmp_path_factory.mktemp("own")
     (own / "h100_peers.csv").write_text(PEERS)
+    (own / "serving_h100.csv").write_text("engine\n")
     text = fill.shown(own)
     assert "## docs/benchmarks.md: peers\n\n" in text
     assert "`int4:group=128` | humming, Machete" in text

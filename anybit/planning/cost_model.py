@@ -32,17 +32,6 @@ class Cost:
         """Time of the product when all three overlap, which is what the paper's pipeline is for."""
         return max(self.load, self.decode, self.multiply)
 
-    @property
-    def in_turns(self) -> float:
-        """Equation 6 as printed: decoding and multiplying alternate, and loading overlaps both."""
-        return max(self.load, self.decode + self.multiply)
-
-    @property
-    def bound(self) -> str:
-        """What takes longest: "memory", "decoding" or "tensor core"."""
-        names = {"memory": self.load, "decoding": self.decode, "tensor core": self.multiply}
-        return max(names, key=names.__getitem__)
-
 
 def cost(
     device: Device,
@@ -78,11 +67,6 @@ def cost(
     decode = passes * alpha * n * k / device.alu
     multiply = passes * min(tile, m) * 2 * n * k / device.mma[operand]
     return Cost(load, decode, multiply)
-
-
-def threshold(device: Device, bits: float, operand: str) -> float:
-    """Tokens from which on a product is bound by the tensor core: T_LD = T_MMA (section 3.3)."""
-    return bits / 8 / device.bandwidth * device.mma[operand] / 2
 
 
 def operand_of(scheme: str) -> str:

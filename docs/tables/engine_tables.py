@@ -31,7 +31,7 @@ def traffic() -> str:
     out = [
         [r["rate_per_s"], re.sub(r" \(.*\)", ", warmed", r["engine"]), r["case"], r["kv"]]
         + [r[time] for time in times]
-        for r in sorted(rows, key=lambda r: int(r["rate_per_s"]))
+        for r in sorted(rows, key=lambda r: float(r["rate_per_s"]))
     ]
     titles = ["requests/s", "engine", "weights", "KV", "tokens/s", "TTFT p50", "p99", "TPOT p50"]
     return markdown([*titles, "p99"], out, words=4)

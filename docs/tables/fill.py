@@ -6,7 +6,7 @@ Each `*_tables.py` here makes some of them.
     python docs/tables/fill.py --check    names the pages that are out of date
     python docs/tables/fill.py --show build/results > tables.md
 
-With --show, the tables of what `benchmarks/measure_all.py` measured on another machine are printed,
+With --show, the tables of what was measured on another machine (benchmarks/README.md) are printed,
 and no page is changed.
 
 A table stands between <!-- NAME, written by docs/tables/fill.py --> and <!-- end -->, where NAME
@@ -55,7 +55,8 @@ def main() -> None:
 
 def shown(folder: Path) -> str:
     """Every table that a folder's files make, page by page."""
-    names = {path.name.partition("_")[0] for path in folder.glob("*_*.csv")} - {"cpu", "kv"}
+    names = {path.name.partition("_")[0] for path in folder.glob("*_*.csv")}
+    names -= {"cpu", "kv", "serving"}
     if len(names) > 1:
         raise SystemExit(f"{folder} has files of {', '.join(sorted(names))}; keep those of one GPU")
     empty, found = (tables_of(place, [*names, "gpu"][0]) for place in (folder / "none", folder))

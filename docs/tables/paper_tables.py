@@ -13,7 +13,7 @@ NAMES = {
     "mixtral-8x7b": "Mixtral-8x7B", "opt-30b": "OPT-30B",
 }  # fmt: skip
 FORMATS = {"cublas fp8": "cuBLAS fp8", "bf16": "cuBLAS bf16"}
-WAYS = {  # decoder and pipeline of `benchmarks/ablation.py`
+WAYS = {  # decoder and pipeline of ablation.py, at commit 0d72981
     ("lanes", "turns"): "QServe's decoding, alternating",
     ("ours", "turns"): "alternating",
     ("ours", "explicit"): "explicit",

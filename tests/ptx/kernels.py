@@ -1,12 +1,8 @@
 """Four compiled kernels, small problems for them, and their results."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -37,27 +33,13 @@ def gemm() -> Case:
 
 
 @cache
-def explicit() -> Case:
-    """One warpgroup decodes into shared memory, another multiplies from there."""
-    from anybit.kernels.hopper import gemm as gemm_program
-
+def alone() -> Case:
+    """A CTA that shares its tile with no other, so that only its own barriers order its warps."""
     torch.manual_seed(0)
     n, k = 128, 512
-    with patch.object(gemm_program, "Gemm", pipelines().Explicit):
-        emulated = Emulated("int4@int8", torch.float16, Tile(8, stages=4))
+    emulated = Emulated("int4@int8", torch.float16, Tile(8, stages=4))
     prepared = operands.layout(packed_weight("int4@int8", n, k), "int8")
     return _emulated(emulated, prepared, (8, n, k), 1)
-
-
-def pipelines() -> Any:
-    """The main loops that the benchmark of pipelines compares."""
-    path = Path(__file__).parents[2] / "benchmarks" / "explicit.py"
-    spec = importlib.util.spec_from_file_location("explicit_pipelines", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _emulated(

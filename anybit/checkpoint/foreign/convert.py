@@ -55,7 +55,6 @@ METHODS = (
     "gptq", "awq", "hqq", "aqlm", "compressed-tensors", "bitsandbytes", "mxfp4", "fp8", "modelopt",
     "quark", "bitnet", "auto-round", "exl3", "torchao",
 )  # fmt: skip
-CT = "compressed-tensors"
 # Settings of tools by which layers also rotate their inputs, or add products of low rank.
 BESIDE = ("rotation", "rotation_config", "spinquant_config", "transform_config", "adapter")
 QUANTIZATION = ("quantization_config", "compression_config")  # their keys in config.json

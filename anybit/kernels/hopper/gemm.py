@@ -45,10 +45,6 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 class Gemm(Order, Producer, Words, Epilogue):
     """The main loop of a kernel; what is not a parameter is known when it is compiled."""
 
-    source = warpgroup.OperandSource.RMEM  # of the decoded weights
-    multipliers = 2  # warpgroups that multiply
-    running = 1  # batches of products that may still run while the next one is decoded
-
     def __init__(self, kernel: Kernel):
         decoder, tile = kernel.decoder, kernel.tile
         self.decoder, self.tile = decoder, tile
@@ -92,7 +88,7 @@ class Gemm(Order, Producer, Words, Epilogue):
 
     def mma_op(self) -> Any:
         shape = (64, self.piece, self.k_mma)
-        where = (self.source, OperandMajorMode.K, OperandMajorMode.K)
+        where = (warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K)
         if self.products is Int32:
             return warpgroup.MmaI8Op(self.a, self.b, Int32, shape, *where)
         if self.quantized:
@@ -132,7 +128,8 @@ class Gemm(Order, Producer, Words, Epilogue):
             cute.slice_(x_layout, (None, None, 0)),
             (self.tokens, self.columns),
         )
-        mma = cute.make_tiled_mma(cute.make_mma_atom(self.mma_op()), (self.multipliers, 1, 1))
+        # Two warpgroups multiply.
+        mma = cute.make_tiled_mma(cute.make_mma_atom(self.mma_op()), (2, 1, 1))
 
         @cute.struct
         class Shared:
@@ -334,7 +331,7 @@ class Gemm(Order, Producer, Words, Epilogue):
                 sums, place_a = self.sums_of(acc, mma, block), const_expr(batch % 2 * self.per_half)
                 # The batch before may still run; the registers of the one before it are free.
                 if const_expr(not self.decoder.sums):
-                    warpgroup.wait_group(self.running)
+                    warpgroup.wait_group(1)
                 used = const_expr(batch >= self.batches) or k > k_first  # the stage before
                 if const_expr(here == 1):
                     self.release(empty + previous, used)

@@ -1,0 +1,118 @@
+"""Run the tests that lie closest to what differs from main, for at most so many seconds.
+
+    python tests/quick.py [--base main] [--seconds 40]
+
+First the tests that were changed, then those named after a changed file, then those that import or
+name it; where there are none, all that import from its folder, or from the folder above. Tests left
+when the time is up are counted as skipped: `make test` runs them all.
+"""
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+class Only:
+    """Runs some files of tests, in their order, and skips what begins after the time is up.
+
+    Files given on pytest's command line would be collected even where a conftest.py leaves them
+    out, since a package is missing.
+    """
+
+    def __init__(self, tests: Sequence[str], seconds: float):
+        self.places = {ROOT / test: place for place, test in enumerate(tests)}
+        self.end = time.monotonic() + seconds
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        other = collection_path.name.startswith("test_") and collection_path not in self.places
+        return True if other else None
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: self.places[item.path])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if time.monotonic() > self.end:
+            pytest.skip("the time is up")
+
+
+def changed(base: str) -> list[str]:
+    """Files that differ from where this branch left the base, or that git does not know yet."""
+
+    def git(*words: str) -> list[str]:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.split("\n")[:-1]
+
+    (start,) = git("merge-base", base, "HEAD")
+    differ = git("diff", "--name-only", start)
+    return differ + git("ls-files", "--others", "--exclude-standard")
+
+
+def imported(text: str) -> set[str]:
+    """Modules that a file imports, and names from them as if they were modules, too."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def chosen(files: Iterable[str]) -> list[str]:
+    """Files of tests, the closest first."""
+    texts = {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+    }
+    modules = {test: imported(text) for test, text in texts.items()}
+    ranks: dict[str, int] = {}
+
+    def take(rank: int, tests: Iterable[str]) -> bool:
+        before = [ranks.setdefault(test, rank) for test in tests]
+        return bool(before)
+
+    for file in files:
+        path = Path(file)
+        module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+        top = path.parts[0] if len(path.parts) > 1 else path.name
+        close = [take(0, {file} & texts.keys())]
+        close += [take(1, [t for t in texts if Path(t).stem == f"test_{path.stem}"])]
+        if path.suffix == ".py" and top in ("anybit", "tests"):
+            close += [take(2, [t for t in texts if module in modules[t]])]
+        elif top != "anybit":
+            named = re.compile(rf"(?<![\w.]){re.escape(top)}(?=[\"/`])")
+            close += [take(2, [t for t in texts if named.search(texts[t])])]
+        if top == "anybit" and not any(close):
+            for folder in list(path.parents)[:-2]:  # anybit itself is everybody's
+                room = ".".join(folder.parts) + "."
+                if take(3, [t for t in texts if any(m.startswith(room) for m in modules[t])]):
+                    break
+    return sorted(ranks, key=lambda test: (ranks[test], test))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--base", default="main")
+    parser.add_argument("--seconds", type=float, default=40)
+    args = parser.parse_args()
+    tests = chosen(changed(args.base))
+    if not tests:
+        print(f"no test is close to what differs from {args.base}")
+        return 0
+    print(f"{len(tests)} files of tests: {' '.join(tests)}", flush=True)
+    options = ["-q", "-rs", "-x", "-p", "no:randomly", str(ROOT / "tests")]
+    return int(pytest.main(options, [Only(tests, args.seconds)]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

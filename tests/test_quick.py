@@ -1,0 +1,49 @@
+"""tests/quick.py: which tests lie closest to a change, and what happens when the time is up."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.quick import Only, chosen
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("file", "test"),
+    [
+        ("anybit/planning/cost_model.py", "tests/test_cost_model.py"),  # named after it
+        ("tests/test_bits.py", "tests/test_bits.py"),
+        ("tests/tiny.py", "tests/test_allocate.py"),  # imports it
+        ("docs/index.md", "tests/test_docs.py"),
+        ("benchmarks/gemm.py", "tests/test_scripts.py"),
+        (".github/workflows/test.yml", "tests/test_repository.py"),
+        ("Makefile", "tests/test_repository.py"),
+        ("anybit/kernels/hopper/order.py", "tests/kernels/test_hopper_emulated.py"),  # its folder
+    ],
+)
+def test_what_lies_close_to_a_file_is_chosen(file: str, test: str) -> None:
+    found = chosen([file])
+    assert test in found
+    assert all((ROOT / name).is_file() for name in found)
+
+
+def test_the_closest_come_first_and_each_once() -> None:
+    found = chosen(["anybit/errors.py", "tests/test_bits.py", "tests/test_deleted.py"])
+    assert found[0] == "tests/test_bits.py"
+    assert {*found[1:3]} == {"tests/foreign/test_errors.py", "tests/test_errors.py"}
+    assert len({*found}) == len(found)
+    assert chosen(["anybit/errors.py", "CITATION.cff"])[:2] == found[1:3]
+
+
+def test_only_the_chosen_are_collected() -> None:
+    only = Only(["tests/test_bits.py"], 1000)
+    assert only.pytest_ignore_collect(ROOT / "tests/test_bits.py") is None
+    assert only.pytest_ignore_collect(ROOT / "tests/engine") is None
+    assert only.pytest_ignore_collect(ROOT / "tests/test_errors.py")
+
+
+def test_nothing_begins_when_the_time_is_up(request: pytest.FixtureRequest) -> None:
+    Only([], 1000).pytest_runtest_setup(request.node)
+    with pytest.raises(pytest.skip.Exception, match="the time is up"):
+        Only([], -1).pytest_runtest_setup(request.node)
