@@ -101,15 +101,17 @@ def draws(samples: int) -> Tensor:
 def tail(values: Tensor, of: Tensor, weights: Tensor) -> Tensor:
     """The 99.9 % quantile of values (N,) in each draw (D,), where a value counts as often as its
     sample `of` (N,) does by the weights (D, S)."""
-    total = weights @ of.bincount(minlength=weights.shape[1]).to(weights.dtype)
-    order = values.argsort(descending=True)
-    out = torch.empty(len(weights), dtype=torch.float64)
-    for number, (row, size) in enumerate(zip(weights, total, strict=True)):
-        above = row[of[order[: 16 * (len(order) // TAIL + 1)]]].cumsum(0)
-        if above[-1] < size / TAIL:  # the draw has few of the largest
-            above = row[of[order]].cumsum(0)
-        out[number] = values[order[int((above < size / TAIL).sum())]]
-    return out
+    share = weights @ of.bincount(minlength=weights.shape[1]).to(weights.dtype) / TAIL
+    order, out = values.argsort(descending=True), []
+    for some, need in zip(weights.split(50), share.split(50), strict=True):
+        count = 16 * (len(order) // TAIL + 1)  # of the largest, which hold a thousandth as a rule
+        while True:
+            above = some[:, of[order[:count]]].cumsum(1)
+            if count >= len(order) or (above[:, -1] >= need).all():
+                break
+            count *= 4
+        out.append(values[order[(above < need[:, None]).sum(1)]].double())
+    return torch.cat(out)
 
 
 def table(receipt: Mapping[str, Any]) -> str:
