@@ -66,9 +66,10 @@ def evaluate(
     texts = None if stored else read(text, tokens, answers_only)
     path = ready(model)
     loaded, tokenizer = load_text_model(path)
-    context, vocabulary, hashes = context_of(loaded), vocabulary_hash(tokenizer), {}
-    theirs, counted, dense = vocabulary, None, None
-    hashes["model"] = model_hashes(path)
+    context, theirs = context_of(loaded), vocabulary_hash(tokenizer)
+    vocabulary, counted = theirs, None
+    dense: Any = None
+    hashes: dict[str, Any] = {"model": model_hashes(path)}
     if stored:
         documents, counted, about = stored.documents, stored.counted, stored.about
         dense, theirs = stored.to(loaded.device), about["vocabulary"]
@@ -78,7 +79,8 @@ def evaluate(
                 f"{against} was saved with windows of {about['window']} tokens, and the context of "
                 f"{model} is {context}; compare with the dense model itself"
             )
-    elif texts:
+    else:
+        assert texts is not None
         if against:
             dense, other = load_text_model(ready(against))
             theirs, hashes["against"] = vocabulary_hash(other), model_hashes(ready(against))
