@@ -10,13 +10,15 @@ from typing import Any
 import yaml
 
 from anybit.core.scheme import parse_scheme
-from anybit.files.directory import read_json
+from anybit.errors import InvalidInput
+from anybit.files.directory import read_json, write_whole
 from anybit.files.hub import repository_of
 from anybit.nn.plan import stored_plan
 from anybit.version import __version__
 
 NAME = "README.md"
 BEGIN, END = "<!-- anybit -->", "<!-- /anybit -->"  # around what is written here
+FIGURES = "<!-- anybit eval -->", "<!-- /anybit eval -->"  # around figures
 FRONT = re.compile(r"\A---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 CARD = """{begin}
 # {title}, quantized
@@ -98,6 +100,33 @@ def write_card(
     front = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
     whole = f"---\n{front}---\n\n{card}" + (f"\n{text}" if text else "")
     (directory / NAME).write_text(whole, "utf-8")
+
+
+def check_card(directory: Path) -> None:
+    """InvalidInput for a model that is no directory, whose card is not the user's to write."""
+    if not (directory / "config.json").is_file():
+        raise InvalidInput(
+            f"{directory} is no directory of a model, into whose {NAME} figures can be put; give "
+            "one, or leave --card out"
+        )
+
+
+def write_figures(directory: Path, figures: str) -> None:
+    """Put figures (Markdown) into a model's README.md, in the place of older ones."""
+    path = directory / NAME
+    text = path.read_text("utf-8-sig", errors="replace") if path.is_file() else ""
+    begin, end = FIGURES
+    before, found, rest = text.partition(begin)
+    block = f"{begin}\n{figures}\n{end}"
+    if found:
+        block += rest.partition(end)[2]
+    elif END in text:  # below what was written here
+        before, found, rest = text.partition(END)
+        block = f"{found}\n\n{block}{rest}"
+    else:
+        before = f"{text.rstrip()}\n\n" if text else ""
+        block += "\n"
+    write_whole(path, before + block)
 
 
 def old_card(path: Path) -> tuple[dict[str, Any], str, str]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from anybit.cli import about, authors
+from anybit.cli import about, authors, scores
 from anybit.cli.group import Commands, check_outputs, examples, listed, no_effect, pushing
 from anybit.errors import check_text
 from anybit.progress import say
@@ -303,75 +303,18 @@ def plan(
         chosen.plot(plot)
 
 
-@app.command(
+app.command(
     name="eval",
     epilog=examples(
-        "anybit eval out/pico-fp6 --against models/pico",
-        "anybit eval OUT --text chats.jsonl --answers-only --json scores.json",
+        "anybit eval out/pico-fp6 --against models/pico --json receipt.json --card",
+        "anybit eval --verify receipt.json",
+        "anybit eval models/pico --save-reference pico.reference",
+        "anybit eval out/pico-fp6 --against pico.reference",
+        "anybit eval OUT --text chats.jsonl --answers-only --json receipt.json",
         "anybit eval out/pico-fp6 --tasks python_next_line --against models/pico --plot tasks.png",
         "anybit eval OUT --tasks piqa,arc_easy,hellaswag,winogrande,humaneval --run-code",
     ),
-)
-def evaluate(
-    context: typer.Context,
-    model: Annotated[Path, typer.Argument(help=f"A model: {MODEL_HELP}")],
-    against: Annotated[
-        Path | None, typer.Option(help="The dense model: adds KL divergence and agreement.")
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Text to score, as for --calibrate; modules of Python if absent."),
-    ] = None,
-    answers_only: Annotated[
-        bool, typer.Option("--answers-only", help="Score answers in conversations alone.")
-    ] = False,
-    tokens: Annotated[int, typer.Option(min=2, help="Score at most so many tokens.")] = 65536,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the scores to this file as well.")
-    ] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Run these tasks of lm-eval instead, separated by ','.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 8,
-    run_code: Annotated[
-        bool, typer.Option("--run-code", help="Let tasks execute what the model writes.")
-    ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the tasks (PNG, SVG or PDF).")] = None,
-) -> None:
-    """Print a model's perplexity on text, or its results on tasks, beside the dense model's.
-
-    Tasks that need no network: python_next_line, python_parses, python_docstring.
-    """
-    chosen_tasks = listed(tasks, "--tasks", separator=",")
-    if not chosen_tasks:
-        no_effect(context, "without --tasks", "limit", "batch", "run_code", "plot")
-    else:
-        no_effect(context, "with --tasks", "text", "tokens", "answers_only")
-    say(f"loading {model}" + (f" and {against}" if against else ""))
-    check_outputs(json_file, plot)
-    if chosen_tasks:
-        from anybit.evaluate import harness
-
-        models = [model] if against is None else [model, against]
-        results = harness.run_tasks(
-            models, chosen_tasks, limit=limit, batch=batch, run_code=run_code
-        )
-        typer.echo(harness.table(results))
-        if json_file:
-            harness.write_results(results, json_file)
-        if plot:
-            harness.plot(results, plot)
-        return
-    from anybit.evaluate.run import evaluate as run
-    from anybit.files.directory import write_json
-
-    scores = run(model, against, text, tokens, answers_only)
-    for name, value in scores.items():
-        shown = f"{value:.5g}" if isinstance(value, float) else value
-        typer.echo(f"{name:16} {'unknown: one window' if value is None else shown}")
-    if json_file:
-        write_json(json_file, scores)
+)(scores.evaluate)
 
 
 @app.command(

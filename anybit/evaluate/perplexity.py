@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from anybit.errors import InvalidInput
 Model = Callable[[Tensor], Any]
 
 ROWS = 256  # positions whose log-probabilities are held in fp32 at a time
+CACHED = 1 << 18  # of these numbers on a CPU at a time, so that they stay in its cache
 DOCUMENTS = 12  # from so many on, documents are the samples that a standard error is taken from
+COLUMNS = ("nll", "loss", "kl", "agreement", "kl_reverse", "top5")
 
 
 @dataclass(frozen=True)
@@ -52,18 +54,72 @@ class Score:
         return self.perplexity * self.nll_error
 
 
+@runtime_checkable
+class Rows(Protocol):
+    """A model that has run already: its logits at the tokens that `measure` scores, in order."""
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Logits (stop - start, V) that predict the scored tokens start..stop-1."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What `measure` finds, one row for each of N scored tokens.
+
+    values: (N, 6) fp32, the columns of `COLUMNS`; (N, 1) without a dense model. "loss" is by how
+        much the NLL exceeds the dense model's, "kl" KL(dense || model), "kl_reverse"
+        KL(model || dense), "agreement" 1 where both find the same token most likely, and "top5"
+        how large a part of the five likeliest tokens they share.
+    document, window: (N,) their numbers. context: (N,) tokens that the model saw before.
+    """
+
+    values: Tensor
+    document: Tensor
+    window: Tensor
+    context: Tensor
+
+    def samples(self) -> Tensor:
+        """(N,) numbers from 0 on of what errors are taken from: documents, or windows where there
+        are fewer than `DOCUMENTS` of them."""
+        of = self.document.unique(return_inverse=True)[1]
+        return of if int(of.max()) + 1 >= DOCUMENTS else self.window
+
+    def sums(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums (S, C) in fp64 over each sample of values (N, C), and tokens (S,) in it."""
+        of = self.samples()
+        total = torch.zeros(int(of.max()) + 1, values.shape[1], dtype=torch.float64)
+        return total.index_add_(0, of, values.double()), of.bincount().double()
+
+    def score(self) -> Score:
+        sums, counts = self.sums(self.values)
+        tokens = len(self.values)
+        mean, error = mean_and_error(sums[:, 0], counts)
+        if sums.shape[1] == 1:
+            return Score(tokens, mean, error)
+        divergence, agreement = (sums[:, i].sum().item() / tokens for i in (2, 3))
+        return Score(
+            tokens, mean, error, divergence, agreement, *mean_and_error(sums[:, 1], counts)
+        )
+
+
+def score(model: Model, documents: Sequence[Tensor], **options: Any) -> Score:
+    """Means of what `measure` finds, which has the same arguments."""
+    return measure(model, documents, **options).score()
+
+
 @torch.inference_mode()
-def score(
+def measure(
     model: Model,
     documents: Sequence[Tensor],
     *,
     window: int,
     stride: int | None = None,
     batch: int = 1,
-    dense: Model | None = None,
+    dense: Model | Rows | None = None,
     counted: Sequence[Tensor] | None = None,
+    most: int | None = None,
     step: Callable[[int], None] = lambda tokens: None,
-) -> Score:
+) -> Tokens:
     """Score a model on documents, and compare it with a dense one in the same pass.
 
     documents: token ids, each (T,). Every token but the first of each document is scored exactly
@@ -74,45 +130,50 @@ def score(
         document's first; half a window by default. A smaller one gives more context for more time.
     batch: windows in one call of the models; shorter ones are padded at their end, which a causal
         model does not see.
-    dense: the model to compare with; wrap it in `Remembered` to compare several with it.
+    dense: the model to compare with; wrap it in `Remembered` to compare several with it. Or what
+        it has said about the same windows.
+    most: windows to score; all by default.
     step: called with the number of tokens scored, after each window.
 
-    Raises ValueError when there is nothing to score. Memory: the logits of a batch of windows, and
-    256 rows in fp32.
+    Raises ValueError when there is nothing to score, when the models have different vocabularies,
+    and for logits that are not finite. Memory: the logits of a batch of windows, and 256 rows in
+    fp32.
     """
-    numbers, lengths, sums = [], [], []
-    masks: Sequence[Tensor | None] = counted or [None] * len(documents)
-    parts = (
-        (number, ids, at)
-        for number, (document, mask) in enumerate(zip(documents, masks, strict=True))
-        for ids, at in scored_windows(document, mask, window, stride)
-    )
+    values, places, done = list[Tensor](), list[Tensor](), 0
+    parts = itertools.islice(all_windows(documents, counted, window, stride), most)
     while some := list(itertools.islice(parts, batch)):
         ids = torch.nn.utils.rnn.pad_sequence([part for _, part, _ in some], batch_first=True)
         logits = logits_of(model, ids)
-        others = None if dense is None else logits_of(dense, ids)
+        others = logits_of(dense, ids) if callable(dense) else None
         for row, (number, part, at) in enumerate(some):
             # The logits at a position predict the next token.
             target = part[1:][at]
             other = None if others is None else others[row, :-1][at]
-            numbers.append(number)
-            lengths.append(len(target))
-            sums.append(compare(logits[row, :-1][at], target, other))
+            if isinstance(dense, Rows):
+                other = dense.rows(done, done + len(target))
+            values.append(compare(logits[row, :-1][at], target, other).cpu())
+            context = torch.arange(1, len(part))[at.cpu() if isinstance(at, Tensor) else at]
+            place = torch.tensor((number, len(places))).expand(len(target), 2)
+            places.append(torch.cat((place, context[:, None]), 1))
+            done += len(target)
             step(len(target))
-    if not sums:
+    if not values:
         what = "is shorter than two tokens" if counted is None else "has no answer"
         raise InvalidInput(f"nothing to score: every document {what}")
-    table = torch.cat((torch.tensor(lengths)[:, None], torch.stack(sums).cpu()), 1)
-    _, of = torch.tensor(numbers).unique(return_inverse=True)
-    if int(of.max()) + 1 >= DOCUMENTS:
-        table = table.new_zeros(int(of.max()) + 1, 5).index_add_(0, of, table)
-    counts, nll, loss, kl, same = table.T
-    tokens = int(counts.sum())
-    mean, error = mean_and_error(nll, counts)
-    if dense is None:
-        return Score(tokens, mean, error)
-    divergence, agreement = (x.sum().item() / tokens for x in (kl, same))
-    return Score(tokens, mean, error, divergence, agreement, *mean_and_error(loss, counts))
+    return Tokens(torch.cat(values), *torch.cat(places).T)
+
+
+def all_windows(
+    documents: Sequence[Tensor],
+    counted: Sequence[Tensor] | None,
+    window: int,
+    stride: int | None = None,
+) -> Iterator[tuple[int, Tensor, slice | Tensor]]:
+    """The number of its document, and what `scored_windows` says, of each window to score."""
+    masks: Sequence[Tensor | None] = counted or [None] * len(documents)
+    for number, (document, mask) in enumerate(zip(documents, masks, strict=True)):
+        for ids, at in scored_windows(document, mask, window, stride):
+            yield number, ids, at
 
 
 def mean_and_error(sums: Tensor, counts: Tensor) -> tuple[float, float]:
@@ -160,26 +221,46 @@ def scored_windows(
 
 
 def compare(logits: Tensor, target: Tensor, dense: Tensor | None) -> Tensor:
-    """Sums (4,) over positions of the NLL, of what it exceeds the dense model's by, of
-    KL(dense || model), and of equal top tokens; on the logits' device, in fp64 over fp32 terms.
+    """The columns of `COLUMNS` at each position, (T, 6) fp32 on the logits' device.
 
-    logits, dense: (T, V) of any float dtype; target: (T,). Without dense, all but the first are 0.
+    logits, dense: (T, V) of any float dtype; target: (T,). Without dense, the NLL alone: (T, 1).
+
+    Raises InvalidInput for two sizes of a vocabulary, and for what is not finite.
     """
-    total = torch.zeros(4, dtype=torch.float64, device=logits.device)
-    for at in range(0, len(target), ROWS):
-        part = slice(at, at + ROWS)
+    vocabulary = logits.shape[1]
+    if dense is not None and dense.shape[1] != vocabulary:
+        raise InvalidInput(
+            f"the models have different vocabularies: {vocabulary} logits, and {dense.shape[1]} of "
+            "the dense model; no KL to compute"
+        )
+    step = ROWS if logits.is_cuda else max(1, min(ROWS, CACHED // vocabulary))
+    out = []
+    for at in range(0, len(target), step):
+        part = slice(at, at + step)
         log_q = logits[part].float().log_softmax(-1)
         right = target[part, None].to(log_q.device)
-        nll = -log_q.gather(1, right).sum(dtype=torch.float64)
-        loss = kl = same = torch.zeros_like(nll)
+        nll = -log_q.gather(1, right)[:, 0]
+        columns = [nll]
         if dense is not None:
             log_p = dense[part].to(log_q.device).float().log_softmax(-1)
-            loss = nll + log_p.gather(1, right).sum(dtype=torch.float64)
-            same = (log_p.argmax(-1) == log_q.argmax(-1)).sum().double()
-            # A row's sum is no less than zero but for rounding.
-            kl = (log_p.exp() * (log_p - log_q)).sum(-1).clamp_min_(0).sum(dtype=torch.float64)
-        total += torch.stack((nll, loss, kl, same))
-    return total
+            loss = nll + log_p.gather(1, right)[:, 0]
+            same = (log_p.argmax(-1) == log_q.argmax(-1)).float()
+            best = (x.topk(min(5, vocabulary), sorted=False).indices for x in (log_p, log_q))
+            shared = (next(best)[:, :, None] == next(best)[:, None]).any(2).float().mean(1)
+            ratio = log_p - log_q
+            # In place: new memory costs more than the arithmetic. A row's sum is no less than zero
+            # but for rounding.
+            kl = log_p.exp_().mul_(ratio).sum(-1).clamp_min_(0)
+            reverse = log_q.exp_().mul_(ratio).sum(-1).neg_().clamp_min_(0)
+            columns += [loss, kl, same, reverse, shared]
+        out.append(torch.stack(columns, 1))
+    found = torch.cat(out)
+    if not found.isfinite().all():
+        raise InvalidInput(
+            "a model's logits are not finite, so that its loss or KL is not: its weights are "
+            "damaged, or overflow in this dtype"
+        )
+    return found
 
 
 def logits_of(model: Model, ids: Tensor) -> Tensor:

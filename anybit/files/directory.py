@@ -364,7 +364,17 @@ def without_nan(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    write_whole(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file of text: as it was before, or with all of it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        part.write_text(text, "utf-8")
+        os.replace(part, os.path.realpath(path))
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

@@ -1,0 +1,150 @@
+"""`anybit eval`: scores of a model, on text or on tasks."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anybit.cli.group import check_outputs, listed, no_effect
+from anybit.progress import say
+from anybit.serve.options import MODEL_HELP
+
+OF_TEXT = ("text", "tokens", "answers_only")
+UNTOLD = ("intervals", "thirds", "receipt", "seconds")  # in lines of their own, or in JSON alone
+
+
+def evaluate(
+    context: typer.Context,
+    model: Annotated[Path | None, typer.Argument(help=f"A model: {MODEL_HELP}")] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="The dense model, or a file of --save-reference: adds KL and others."),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text to score, as for --calibrate; modules of Python if absent."),
+    ] = None,
+    answers_only: Annotated[
+        bool, typer.Option("--answers-only", help="Score answers in conversations alone.")
+    ] = False,
+    tokens: Annotated[int, typer.Option(min=2, help="Score at most so many tokens.")] = 65536,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write a receipt to this file as well.")
+    ] = None,
+    card: Annotated[
+        bool, typer.Option("--card", help="Put the figures into the README.md of MODEL as well.")
+    ] = False,
+    save_reference: Annotated[
+        Path | None,
+        typer.Option(help="Keep this pass in a file, as a reference for --against."),
+    ] = None,
+    verify: Annotated[
+        Path | None,
+        typer.Option(help="Repeat the scoring of this receipt, and tell what differs."),
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Run these tasks of lm-eval instead, separated by ','.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 8,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Let tasks execute what the model writes.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the tasks (PNG, SVG or PDF).")] = None,
+) -> None:
+    """Print a model's perplexity on text, or its results on tasks, beside the dense model's.
+
+    With the dense model: loss, KL divergence both ways with its largest thousandth, and how often
+    both find the same token likeliest; each with its 95 % interval over documents. A receipt holds
+    them with hashes of models and text, versions and hardware; --verify exits with 1 where a model,
+    a text or a figure is another.
+
+    Tasks that need no network: python_next_line, python_parses, python_docstring.
+    """
+    chosen_tasks = listed(tasks, "--tasks", separator=",")
+    if not chosen_tasks:
+        no_effect(context, "without --tasks", "limit", "batch", "run_code", "plot")
+    else:
+        no_effect(context, "with --tasks", *OF_TEXT, "card", "save_reference", "verify")
+    if verify:
+        no_effect(context, "with --verify", *OF_TEXT, "card", "save_reference")
+        repeat(verify, model, against, json_file)
+        return
+    if model is None:
+        raise typer.BadParameter("name a model", param_hint="MODEL")
+    if against and save_reference:
+        raise typer.BadParameter(
+            "saves the pass of MODEL, which is the dense one then: leave --against out",
+            param_hint="--save-reference",
+        )
+    if against and against.is_file() and against.suffix != ".gguf":  # as `is_stored`
+        no_effect(context, "with a saved reference, which holds its text", *OF_TEXT)
+    say(f"loading {model}" + (f" and {against}" if against else ""))
+    check_outputs(json_file, plot)
+    check_outputs(save_reference, None)
+    if chosen_tasks:
+        from anybit.evaluate import harness
+
+        models = [model] if against is None else [model, against]
+        results = harness.run_tasks(
+            models, chosen_tasks, limit=limit, batch=batch, run_code=run_code
+        )
+        typer.echo(harness.table(results))
+        if json_file:
+            harness.write_results(results, json_file)
+        if plot:
+            harness.plot(results, plot)
+        return
+    from anybit.checkpoint.card import check_card, write_figures
+    from anybit.evaluate.receipt import table
+    from anybit.evaluate.run import evaluate as run
+    from anybit.files.directory import write_json
+
+    if card:
+        check_card(model)
+    receipt = run(model, against, text, tokens, answers_only, save_reference)
+    show(receipt)
+    if json_file:
+        write_json(json_file, receipt)
+    if card:
+        write_figures(model, table(receipt))
+
+
+def show(receipt: Mapping[str, Any]) -> None:
+    """Print a receipt's figures, a line each."""
+    for name, value in receipt.items():
+        if name in UNTOLD:
+            continue
+        shown = f"{value:.5g}" if isinstance(value, float) else value
+        ends = receipt["intervals"].get(name)
+        between = "  [{:.5g}, {:.5g}]".format(*ends) if ends else ""
+        typer.echo(f"{name:16} {'unknown: one window' if value is None else shown}{between}")
+    name = "kl" if "kl" in receipt else "nll"
+    for row in receipt["thirds"] if "against" in receipt else ():
+        if row["tokens"]:
+            first, last = row["context"]
+            typer.echo(f"{name:16} {row[name]:.5g} after {first} to {last} tokens")
+
+
+def repeat(path: Path, model: Path | None, against: Path | None, json_file: Path | None) -> None:
+    """Score again what a receipt is about, and say what differs; exit code 1 if too much.
+
+    model, against: where they lie now, if elsewhere.
+    """
+    check_outputs(json_file, None)
+    from anybit.evaluate.receipt import differences, read_receipt
+    from anybit.evaluate.run import evaluate as run
+    from anybit.files.directory import write_json
+
+    then = read_receipt(path)
+    settings = then["receipt"]["settings"]
+    at = [settings[name] and Path(settings[name]) for name in ("model", "against", "text")]
+    say(f"repeating {path}")
+    now = run(model or at[0], against or at[1], at[2], settings["tokens"], settings["answers_only"])
+    if json_file:
+        write_json(json_file, now)
+    lines, same = differences(then, now)
+    typer.echo("\n".join([*lines, f"{path}: " + ("confirmed" if same else "not confirmed")]))
+    if not same:
+        raise typer.Exit(1)
