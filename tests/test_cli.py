@@ -214,7 +214,7 @@ def test_usage_errors_exit_with_2() -> None:
 
 def test_a_plan_is_of_a_dense_model(fp6: Path) -> None:
     _, stderr = run("plan", str(fp6), "--bits", "4.5", code=1)
-    assert stderr.endswith("is quantized already, with anybit; start from the dense one\n")
+    assert stderr.endswith("is quantized already, with anybit; start from the unquantized one\n")
     _, stderr = run("plan", "no/model", "--bits", "4.5", code=1)
     assert stderr.startswith("error: no/model does not exist here, nor in the hub's cache")
 

@@ -24,6 +24,7 @@ def test_sizes_are_those_of_what_quantize_writes(scheme: str, tmp_path: Path) ->
     again = info(tmp_path / "out")
     assert [size.format for size in again.sizes] == ["as it is"]
     assert again.sizes[0].disk == report.bytes_after
+    assert again.sizes[0].bits == pytest.approx(quantized.bits, rel=0.001)
     assert again.quantized == f"anybit: {scheme}"
     assert again.parameters == found.parameters
 

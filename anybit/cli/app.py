@@ -23,7 +23,7 @@ ANYBIT_DEBUG=1 shows where it comes from.
 PushTo = Annotated[
     str | None,
     typer.Option(
-        metavar="ORG/NAME", help="Then upload OUT to the hub; a new repository is private."
+        metavar="ORG/NAME", help="Upload OUT to the hub at the end; a new repository is private."
     ),
 ]
 
@@ -117,14 +117,14 @@ def quantize(
     calibrate: Annotated[
         str | None,
         typer.Option(
-            help="Text to calibrate on: a file of plain text, or of texts, conversations or "
-            'prompts with answers as JSON, CSV or parquet; or "python": modules of Python.'
+            help="Text to calibrate on: a file of plain text; JSON, CSV or parquet with records of "
+            '"text", "messages", or "prompt" and "completion"; or python: modules of Python.'
         ),
     ] = None,
     method: Annotated[
         str | None,
         typer.Option(
-            help="Without text: rtn (the default), clip or hqq. With text: gptq (the "
+            help="Without --calibrate: rtn (the default), clip or hqq. With it: gptq (the "
             "default), additive (the default for codebooks), rotate+gptq, smooth, or smooth+gptq "
             "(the default where activations are quantized too)."
         ),
@@ -204,7 +204,7 @@ def export(
         Path, typer.Option("--out", "-o", help="Directory to write; for gguf, the file.")
     ],
     to: Annotated[
-        str, typer.Option("--to", help="Whose layout: compressed-tensors or gguf.")
+        str, typer.Option("--to", help="Target layout: compressed-tensors or gguf.")
     ] = "compressed-tensors",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
     push_to: PushTo = None,
@@ -316,7 +316,7 @@ def evaluate(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(help=f"A model: {MODEL_HELP}")],
     against: Annotated[
-        Path | None, typer.Option(help="The dense model: adds KL divergence and agreement.")
+        Path | None, typer.Option(help="The unquantized model: adds KL divergence, agreement.")
     ] = None,
     text: Annotated[
         Path | None,
@@ -339,7 +339,7 @@ def evaluate(
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the tasks (PNG, SVG or PDF).")] = None,
 ) -> None:
-    """Print a model's perplexity on text, or its results on tasks, beside the dense model's.
+    """Print a model's perplexity on text, or its results on tasks, beside the unquantized one's.
 
     Tasks that need no network: python_next_line, python_parses, python_docstring.
     """

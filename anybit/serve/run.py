@@ -43,10 +43,10 @@ class Uvicorn(uvicorn.Server):
     """Uvicorn that ends requests before it ends itself."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Give texts that are written some time, then fail them, then close every connection."""
+        """Give running requests some time, then fail them, then close every connection."""
         server: Server = self.config.app.state.server  # type: ignore[union-attr]
         grace = server.settings.grace
-        log.warning("shutting down; %d texts have %g s", server.engine.texts, grace)
+        log.warning("shutting down; %d running sequences have %g s", server.engine.texts, grace)
         server.stopping.set()
         ending = asyncio.ensure_future(self._end(server, grace))
         await super().shutdown(sockets)
