@@ -236,7 +236,8 @@ def plan(
         str | None, typer.Option(help="Text to measure on, as of quantize --calibrate.")
     ] = None,
     bits: Annotated[
-        float | None, typer.Option(help="Stored bits of a weight, on average, with scales.")
+        float | None,
+        typer.Option(min=0, max=16, help="Stored bits of a weight, on average, with scales."),
     ] = None,
     latency_us: Annotated[
         float | None, typer.Option(help="Predicted time of all layers for one token, instead.")
@@ -272,6 +273,13 @@ def plan(
         no_effect(context, "without --latency-us", "device")
     say(f"loading {model}")
     check_outputs(out, plot)
+
+    from anybit.core.scheme import parse_scheme
+    from anybit.planning.gpus import gpu
+
+    gpu(device)  # what is unknown is told before the model is loaded
+    for scheme in chosen_formats:
+        parse_scheme(scheme)
 
     from anybit.checkpoint.architecture import dense_config
     from anybit.checkpoint.foreign.ready import dense_directory
