@@ -87,7 +87,7 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (["--device", "rtx409"], "did you mean RTX 4090?"),
         (["--memory", "much"], "'much' is not the size of a memory"),
         (["--format", "int9"], "unknown format 'int9'"),
-        (["--json", "no/a.json"], "no directory to write a.json into"),
+        (["--json", "no/a.json"], "not a directory to write a.json into"),
     ):
         _, stderr = run("info", PICO, *args, code=1)
         assert message in stderr

@@ -237,7 +237,7 @@ def plan(
     ] = None,
     bits: Annotated[
         float | None,
-        typer.Option(min=0, max=16, help="Stored bits of a weight, on average, with scales."),
+        typer.Option(min=0.1, max=16, help="Stored bits of a weight, on average, with scales."),
     ] = None,
     latency_us: Annotated[
         float | None, typer.Option(help="Predicted time of all layers for one token, instead.")

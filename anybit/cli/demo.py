@@ -188,6 +188,7 @@ def stored(model: Any, beginning: list[int]) -> tuple[int, list[int]]:
     """Bytes of the model's tensors when it is saved, and what the engine writes with them."""
     with TemporaryDirectory(prefix="anybit-") as folder:
         target = Path(folder, "model")
+        model.name_or_path = ""  # whose other files need no copy
         if any(quantized_layers(model)):
             anybit.save(model, target)
         else:

@@ -67,7 +67,7 @@ def read_texts(path: str | Path) -> list[Text]:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file; give {KINDS}, or texts as a list")
+        raise FileNotFoundError(f"{path} is not a file; give {KINDS}, or texts as a list")
     texts = (text_of(entry, where) for where, entry in entries(path))
     found = [text for text in texts if not isinstance(text, str) or text.strip()]
     if not found:

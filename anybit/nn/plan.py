@@ -84,7 +84,7 @@ def plan_of(spec: Spec | Plan | Iterable[tuple[str, Spec | None]]) -> dict[str, 
         plan: dict[str, Spec | None] = {"*": spec} if isinstance(spec, Spec) else dict(spec)
     except (TypeError, ValueError):
         raise InvalidInput(
-            f"{spec!r} is no plan; write a format, or {{pattern: format or None}}"
+            f"{spec!r} is not a plan; write a format, or {{pattern: format or None}}"
         ) from None
     for pattern, value in plan.items():
         if not isinstance(pattern, str) or not isinstance(value, Spec | None):

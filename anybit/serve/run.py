@@ -33,7 +33,7 @@ def bind(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family, backlog=2048)
     except (OSError, UnicodeError) as error:  # the latter of a name that is none
-        reason = getattr(error, "strerror", None) or "it is no host name"
+        reason = getattr(error, "strerror", None) or "it is not a host name"
         raise Unsupported(
             f"cannot listen on {host}:{port}: {reason}; choose another --port or --host"
         ) from None

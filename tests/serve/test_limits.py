@@ -236,7 +236,7 @@ def test_flags_reach_the_server(
         ("--grace inf", 2, "less than or equal to 86400"),
         ("--served-model-name=", 1, "is empty"),
         ("--allowed-origins https://x/page", 1, "is not an origin"),
-        (f"--chat-template {tmp_path}/none.jinja", 1, "is no file"),
+        (f"--chat-template {tmp_path}/none.jinja", 1, "is not a file"),
         (f"--chat-template {tmp_path}/empty.jinja", 1, "an empty file"),
         (f"--chat-template {tmp_path}/bad.jinja", 1, "line 2: Expected an expression"),
     ):
