@@ -46,7 +46,8 @@ class Uvicorn(uvicorn.Server):
         """Give running requests some time, then fail them, then close every connection."""
         server: Server = self.config.app.state.server  # type: ignore[union-attr]
         grace = server.settings.grace
-        log.warning("shutting down; %d running sequences have %g s", server.engine.texts, grace)
+        left = server.engine.texts
+        log.warning("shutting down%s", f"; {left} running sequences have {grace:g} s" * bool(left))
         server.stopping.set()
         ending = asyncio.ensure_future(self._end(server, grace))
         await super().shutdown(sockets)
