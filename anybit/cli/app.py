@@ -107,8 +107,8 @@ def quantize(
         typer.Option(
             "--format",
             help="A format for all layers, or PATTERN=FORMAT for those whose name matches; "
-            "FORMAT none keeps them. May be repeated; the last match wins. If absent, one that "
-            "suits this machine.",
+            "none leaves them unquantized. May be repeated; the last match wins. If absent, one "
+            "that suits this machine.",
         ),
     ] = None,
     plan: Annotated[
