@@ -42,8 +42,8 @@ def resolve(shapes: Mapping[str, tuple[int, ...]], spec: Spec | Plan) -> dict[st
             if is_head(name):
                 continue
             raise InvalidInput(
-                f"no pattern matches layer {name!r}; add '*': None to keep all other layers "
-                f"as they are, or '*': FORMAT to quantize them (patterns: {', '.join(plan)})"
+                f"no pattern matches layer {name!r} (patterns: {', '.join(plan)}); give '*', all "
+                "other layers, a format, or none to leave them unquantized"
             )
         scheme = plan[matches[-1]]
         if scheme is None:
