@@ -107,7 +107,7 @@ def test_budgets_that_are_none() -> None:
     for bits in ("400", "0", "-1"):
         result = CliRunner().invoke(app, ["plan", str(PICO), "--bits", bits])
         assert result.exit_code == 2
-        assert f"{bits}.0 is not in the range 0.1<=x<=16" in " ".join(result.output.split())
+        assert "Invalid value for '--bits'" in result.output
 
 
 def test_plan_and_what_it_is_for(tmp_path: Path) -> None:
