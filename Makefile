@@ -40,7 +40,11 @@ lint: .venv/.installed  ## Check style, types, and that rooms import only what s
 
 pytest: .venv/.installed  ## Run all tests, in random order.
 	@echo "== pytest"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 15
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15
+
+quick: .venv/.installed  ## Lint, and run the tests closest to what differs from main; about a minute.
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports --no-logo --no-cache
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.quick --seconds 40
 
 docs: .venv/.installed  ## Build the documentation into site/; open site/index.html.
 	@echo "== mkdocs"
@@ -189,6 +193,6 @@ soak: .venv/.installed  ## Ten minutes of mixed load on a server: no token lost,
 clean:  ## Remove the environment and what was made.
 	rm -rf .venv .venv-* out build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
 
-.PHONY: help demo test lint pytest docs lock test-models test-emulated test-arm test-gpu test-2gpu test-newest test-lowest \
+.PHONY: help demo test quick lint pytest docs lock test-models test-emulated test-arm test-gpu test-2gpu test-newest test-lowest \
 	test-installs test-clients test-vllm test-vllm-gpu release soak clean
 .DEFAULT_GOAL := help

@@ -57,7 +57,7 @@ def check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise InvalidInput(
-            "a text holds half of a surrogate pair, or bytes that are not UTF-8, which is no text"
+            "a text holds half of a surrogate pair, or bytes that are not UTF-8, which is not text"
         ) from None
 
 

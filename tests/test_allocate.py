@@ -290,7 +290,7 @@ def test_bad_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr("anybit.planning.allocate.sensitivities", None)  # nothing is measured before
         with pytest.raises(ValueError, match=r"smallest choice of these formats, 2\.75. bits"):
             plan_formats(make(), ids, 1.5, candidates=small)
-        with pytest.raises(ValueError, match="bits=nan is no budget"):
+        with pytest.raises(ValueError, match="bits=nan is not a budget"):
             plan_formats(make(), ids, math.nan, candidates=small)
         quantized = anybit.quantize_(make(), "int8")
         with pytest.raises(ValueError, match="quantized already; give the dense model"):

@@ -268,7 +268,7 @@ def test_a_report_has_every_kind_of_kernels(two_sizes, tmp_path):
     assert found["packages"]["torch"] == torch.__version__
     assert found["threads"] == torch.get_num_threads()
     assert not list(tmp_path.glob("cpu.json.*"))
-    with pytest.raises(ValueError, match="no directory to write"):
+    with pytest.raises(ValueError, match="not a directory to write"):
         report.run(["int4"], ["32x64"], "1", None, tmp_path / "no" / "r.json", pytest.fail)
 
 
@@ -289,7 +289,7 @@ def test_reports_become_a_table(monkeypatch, tmp_path):
     [
         (["int4", "int99"], "rows.csv", "unknown format 'int99'"),
         (["int4:group=128"], "rows.csv", "K=64 is not a multiple of group=128"),
-        (["int4"], "no/rows.csv", "no directory to write rows.csv into"),
+        (["int4"], "no/rows.csv", "not a directory to write rows.csv into"),
     ],
 )
 def test_a_run_that_cannot_end_well_does_not_start(two_sizes, tmp_path, schemes, where, message):

@@ -378,7 +378,7 @@ def test_little_text_is_all_used_and_less_than_a_sample_refused() -> None:
 
 
 def test_bad_files(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.txt is no file"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.txt is not a file"):
         Calibration(tmp_path / "nowhere.txt", tokenizer=Characters()).tokens(llama())
     with pytest.raises(ValueError, match="no tokenizer at"):
         Calibration(["text"]).tokens(llama())

@@ -214,7 +214,7 @@ def test_usage_errors_exit_with_2() -> None:
 
 def test_a_plan_is_of_a_dense_model(fp6: Path) -> None:
     _, stderr = run("plan", str(fp6), "--bits", "4.5", code=1)
-    assert stderr.endswith("is quantized already, with anybit; start from the dense one\n")
+    assert stderr.endswith("is quantized already, with anybit; start from the unquantized one\n")
     _, stderr = run("plan", "no/model", "--bits", "4.5", code=1)
     assert stderr.startswith("error: no/model does not exist here, nor in the hub's cache")
 
@@ -237,10 +237,10 @@ def test_an_output_that_exists_needs_overwrite(fp6: Path) -> None:
         ),
         (["eval", str(PICO), "--text", str(PICO / "model.safetensors")], "is not UTF-8 text"),
         (["eval", str(PICO), "--tokens", "30"], "30 tokens are too few for 24 documents"),
-        (["eval", str(PICO), "--json", "no/scores.json"], "no directory to write scores.json into"),
+        (["eval", str(PICO), "--json", "no/scores.json"], "not a directory to write scores.json"),
         (
             ["eval", str(PICO), "--tasks", "piqa", "--plot", "no/a.png"],
-            "no directory to write a.png",
+            "not a directory to write a.png",
         ),
         (
             ["eval", str(PICO), "--tasks", "piqa", "--plot", "a.doc"],
@@ -248,16 +248,21 @@ def test_an_output_that_exists_needs_overwrite(fp6: Path) -> None:
         ),
         (
             ["plan", str(PICO), "--bits", "4.5", "-o", "no/plan.json"],
-            "no directory to write plan",
+            "not a directory to write plan",
         ),
         (["plan", str(PICO), "--bits", "4", "--plot", "a.doc"], "name ends in .png, .svg, .pdf"),
         (["plan", str(PICO), "--latency-us", "4", "--device", "t4"], "T4 is too old"),
+        (["plan", "absent", "--latency-us", "4", "--device", "voodoo"], "unknown GPU 'voodoo'"),
+        (["plan", "absent", "--bits", "4", "--candidates", "int4;foo"], "unknown format 'foo'"),
         (["plan", str(PICO), "--bits", "4.5", "-o", "tests"], "tests is a directory; name a file"),
         (["generate", str(PICO), "caf\udce9"], "bytes that are not UTF-8"),
-        (["quantize", str(PICO), "--format", "int4", "--calibrate", "", "-o", "x"], ". is no file"),
+        (
+            ["quantize", str(PICO), "--format", "int4", "--calibrate", "", "-o", "x"],
+            ". is not a file",
+        ),
         (["quantize", str(PICO), "--format", "int4", "-o", "."], "the working directory is in it"),
         (["bench", "int4", "--shape", "999999999x999999999"], "bench a smaller layer"),
-        (["serve", str(PICO), "--host", "a..b"], "it is no host name"),
+        (["serve", str(PICO), "--host", "a..b"], "it is not a host name"),
         (["bench-serve", "http://[::1"], "no server answers at http://[::1"),
         (["bench-serve", "http://127.0.0.1:1", "--api-key", "\u00e9"], "no header can"),
         (["demo", "--formats", "int4;foo"], "unknown format 'foo'"),

@@ -13,7 +13,7 @@ from rich.console import Console
 import anybit
 from anybit.cli import demo as demo_module
 from anybit.cli.demo import FORMATS, PROMPT, demo
-from anybit.cli.report import Results, Row, plot, summary, texts
+from anybit.cli.report import Results, Row, distance, plot, summary, texts
 from anybit.evaluate.corpus import held_out_text
 from anybit.evaluate.model import encode, load_text_model
 from anybit.evaluate.perplexity import excerpts, score
@@ -120,13 +120,19 @@ def test_the_plot_labels_do_not_cover_each_other(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
     made = [Row(spec, 4 + i / 20, 1, 5, 0, 0.1 + i / 50, 0.9, 1) for i, spec in enumerate(FORMATS)]
     plot(made)
-    texts = figures[0].axes[0].texts
+    axes = figures[0].axes[0]
+    texts = axes.texts
     assert len(texts) == len(FORMATS)
     renderer = figures[0].canvas.get_renderer()  # type: ignore[attr-defined]
     for text in texts:
         text.update_positions(renderer)  # type: ignore[attr-defined]
     boxes = [Text.get_window_extent(text, renderer) for text in texts]  # without lines to points
     assert sum(a.overlaps(b) for a in boxes for b in boxes) == len(boxes)
+    points = {row.spec: axes.transData.transform((row.bits, row.kl)) for row in made}
+    for text, box in zip(texts, boxes, strict=True):  # each stands nearest to its own point
+        name, *options = text.get_text().split(" ")
+        own = points[name + (":" if options else "") + ",".join(options)]
+        assert distance(box, own) <= min(distance(box, at) for at in points.values()) + 1
 
 
 def test_the_summary_names_the_smallest_that_is_good_enough() -> None:

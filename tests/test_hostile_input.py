@@ -118,7 +118,7 @@ CONFIGS = [
 ]
 FILES = [
     ("pickle", "no safetensors, only pytorch_model.bin"),
-    ("outside", "names '../secret.safetensors', which is no file of its directory"),
+    ("outside", "names '../secret.safetensors', which is not a file of its directory"),
     ("short index", "no file holds 1 tensors of the model"),
     ("overlap", "damaged safetensors header"),
     ("twice", f"damaged safetensors header ({Q} stands in it twice)"),

@@ -24,6 +24,7 @@ def test_sizes_are_those_of_what_quantize_writes(scheme: str, tmp_path: Path) ->
     again = info(tmp_path / "out")
     assert [size.format for size in again.sizes] == ["as it is"]
     assert again.sizes[0].disk == report.bytes_after
+    assert again.sizes[0].bits == pytest.approx(quantized.bits, rel=0.001)
     assert again.quantized == f"anybit: {scheme}"
     assert again.parameters == found.parameters
 
@@ -86,7 +87,7 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (["--device", "rtx409"], "did you mean RTX 4090?"),
         (["--memory", "much"], "'much' is not the size of a memory"),
         (["--format", "int9"], "unknown format 'int9'"),
-        (["--json", "no/a.json"], "no directory to write a.json into"),
+        (["--json", "no/a.json"], "not a directory to write a.json into"),
     ):
         _, stderr = run("info", PICO, *args, code=1)
         assert message in stderr

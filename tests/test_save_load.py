@@ -344,7 +344,7 @@ def test_what_is_no_checkpoint_of_anybit(tmp_path):
 def test_what_cannot_be_saved(tmp_path):
     with pytest.raises(ValueError, match="no quantized layers"):
         anybit.save(llama(), tmp_path / "out")
-    with pytest.raises(TypeError, match="Linear is no transformers model"):
+    with pytest.raises(TypeError, match="Linear is not a transformers model"):
         anybit.save(torch.nn.Linear(2, 2), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

@@ -101,7 +101,9 @@ def dense_config(source: Path) -> dict[str, Any]:
 
 def quantized_already(source: Path, stated: Mapping[str, Any]) -> InvalidInput:
     method = stated.get("quant_method", "an unknown method")
-    return InvalidInput(f"{source} is quantized already, with {method}; start from the dense one")
+    return InvalidInput(
+        f"{source} is quantized already, with {method}; start from the unquantized one"
+    )
 
 
 def model_class(source: Path, stored: Mapping[str, Stored] | None = None) -> tuple[Any, Any]:

@@ -60,7 +60,7 @@ def save(model: Any, directory: str | os.PathLike[str], overwrite: bool = False)
     refuse_adapters(model)
     if not isinstance(model, PreTrainedModel):
         raise InvalidType(
-            f"{type(model).__name__} is no transformers model; save its state_dict() instead"
+            f"{type(model).__name__} is not a transformers model; save its state_dict() instead"
         )
     plan_in(model)  # raises without quantized layers; saving records it
     if model._tied_weights_keys and not tied_layers(model):  # files may have untied it

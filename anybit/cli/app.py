@@ -23,7 +23,7 @@ ANYBIT_DEBUG=1 shows where it comes from.
 PushTo = Annotated[
     str | None,
     typer.Option(
-        metavar="ORG/NAME", help="Then upload OUT to the hub; a new repository is private."
+        metavar="ORG/NAME", help="Upload OUT to the hub at the end; a new repository is private."
     ),
 ]
 
@@ -107,8 +107,8 @@ def quantize(
         typer.Option(
             "--format",
             help="A format for all layers, or PATTERN=FORMAT for those whose name matches; "
-            "FORMAT none keeps them. May be repeated; the last match wins. If absent, one that "
-            "suits this machine.",
+            "none leaves them unquantized. May be repeated; the last match wins. If absent, one "
+            "that suits this machine.",
         ),
     ] = None,
     plan: Annotated[
@@ -117,14 +117,14 @@ def quantize(
     calibrate: Annotated[
         str | None,
         typer.Option(
-            help="Text to calibrate on: a file of plain text, or of texts, conversations or "
-            'prompts with answers as JSON, CSV or parquet; or "python": modules of Python.'
+            help="Text to calibrate on: a file of plain text; JSON, CSV or parquet with records of "
+            '"text", "messages", or "prompt" and "completion"; or python: modules of Python.'
         ),
     ] = None,
     method: Annotated[
         str | None,
         typer.Option(
-            help="Without text: rtn (the default), clip or hqq. With text: gptq (the "
+            help="Without --calibrate: rtn (the default), clip or hqq. With it: gptq (the "
             "default), additive (the default for codebooks), rotate+gptq, smooth, or smooth+gptq "
             "(the default where activations are quantized too)."
         ),
@@ -204,7 +204,7 @@ def export(
         Path, typer.Option("--out", "-o", help="Directory to write; for gguf, the file.")
     ],
     to: Annotated[
-        str, typer.Option("--to", help="Whose layout: compressed-tensors or gguf.")
+        str, typer.Option("--to", help="Target layout: compressed-tensors or gguf.")
     ] = "compressed-tensors",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
     push_to: PushTo = None,
@@ -236,7 +236,8 @@ def plan(
         str | None, typer.Option(help="Text to measure on, as of quantize --calibrate.")
     ] = None,
     bits: Annotated[
-        float | None, typer.Option(help="Stored bits of a weight, on average, with scales.")
+        float | None,
+        typer.Option(min=0.1, max=16, help="Stored bits of a weight, on average, with scales."),
     ] = None,
     latency_us: Annotated[
         float | None, typer.Option(help="Predicted time of all layers for one token, instead.")
@@ -272,6 +273,13 @@ def plan(
         no_effect(context, "without --latency-us", "device")
     say(f"loading {model}")
     check_outputs(out, plot)
+
+    from anybit.core.scheme import parse_scheme
+    from anybit.planning.gpus import gpu
+
+    gpu(device)  # what is unknown is told before the model is loaded
+    for scheme in chosen_formats:
+        parse_scheme(scheme)
 
     from anybit.checkpoint.architecture import dense_config
     from anybit.checkpoint.foreign.ready import dense_directory

@@ -14,15 +14,15 @@ def bench(
         list[str], typer.Option(help="Outputs x inputs of a layer, NxK. May be repeated.")
     ] = ["4096x4096"],  # noqa: B006
     m: Annotated[
-        str, typer.Option(help="Numbers of tokens to time, such as 1,16,256.")
+        str, typer.Option(help="Token counts (batch sizes) to time, such as 1,16,256.")
     ] = "1,16,256",
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file as well.")] = None,
     report: Annotated[Path | None, typer.Option(help="Time all backends: a JSON report.")] = None,
 ) -> None:
-    """Time quantized layers against the dense layer, on this machine's GPU or CPU.
+    """Time quantized layers against the unquantized one, on this machine's GPU or CPU.
 
-    Weights are random and cold, results are checked before they are timed, and the read floor, the
-    time to read the weight's bytes and do nothing else, is measured in the same run.
+    Weights are random and not in the cache, results are checked before they are timed, and the time
+    to read the weight's bytes and do nothing else, the least possible, is measured in the same run.
     """
     from anybit.measure.report import run
 
@@ -35,7 +35,7 @@ def tune(
     ],
     shape: Annotated[list[str], typer.Option(help="Outputs x inputs of a layer, NxK. Repeatable.")],
     m: Annotated[
-        str, typer.Option(help="Numbers of tokens to time, such as 1,16,256.")
+        str, typer.Option(help="Token counts (batch sizes) to time, such as 1,16,256.")
     ] = "1,4,16,64,256,1024",
 ) -> None:
     """Find the fastest tiles for this GPU, and use them from now on.

@@ -105,9 +105,9 @@ def demo(
         f"[bold]{path.name}[/]: {dense.num_parameters() / 1e6:.1f} million parameters in "
         f"{dtype_name(dense.dtype)}. Every format is scored on the same {total} tokens of "
         f"{len(documents)} modules of Python's standard library that training left out, against "
-        "the dense model.\nbits: per weight of the quantized layers, with scales. MB: the whole "
-        "checkpoint. KL: nats per token. top-1: positions with the same likeliest token. Speed is "
-        "not shown: this model is too small for it; `anybit bench` times layers."
+        "the unquantized model.\nbits: per weight of the quantized layers, with scales. MB: the "
+        "whole checkpoint. KL: nats per token. top-1: positions with the same likeliest token. "
+        "Speed is not shown: this model is too small for it; `anybit bench` times layers."
     )
     reference = Remembered(copy.deepcopy(dense).float())
     with Board(console, total * (1 + len(formats))) as board:
@@ -117,7 +117,7 @@ def demo(
     checkpoint = out / SAVED
     anybit.save(anybit.quantize_(copy.deepcopy(dense), SAVED), checkpoint, overwrite=True)
     tokenizer.save_pretrained(checkpoint)
-    console.print("\nWhat each writes behind the same beginning, greedily:\n")
+    console.print("\nGreedy completions of the same prompt:\n")
     console.print(code(PROMPT))
     for names, text in report.texts(board.rows):
         console.print(f"\n[bold]{', '.join(names)}[/]")
@@ -188,6 +188,7 @@ def stored(model: Any, beginning: list[int]) -> tuple[int, list[int]]:
     """Bytes of the model's tensors when it is saved, and what the engine writes with them."""
     with TemporaryDirectory(prefix="anybit-") as folder:
         target = Path(folder, "model")
+        model.name_or_path = ""  # whose other files need no copy
         if any(quantized_layers(model)):
             anybit.save(model, target)
         else:
@@ -225,8 +226,8 @@ def pico() -> Path:
     path = Path(anybit.__file__).parent.parent / "models" / "pico"
     if not (path / "config.json").is_file():
         raise FileNotFoundError(
-            f"{path} holds no model; the demo needs a clone of the repository: run `make demo` "
-            "in it, or install it with `pip install --editable '.[plot]'`"
+            "the demo needs a clone of the repository: its model, models/pico, is not in the "
+            "package; run `make demo` in a clone, or `anybit quantize ORG/NAME -o OUT` anywhere"
         )
     return path
 

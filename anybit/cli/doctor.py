@@ -32,9 +32,9 @@ PACKAGES = (
 )
 SHAPE = (4096, 4096)
 WITHOUT_LLVM = (
-    "pip install 'anybit\\[cpu]' adds `native`, kernels for this processor that multiply every "
-    "format in its few bits. Without it, `cpu` multiplies integers with one scale a row as int8, "
-    "and `dense` holds a decoded copy of every other weight, 16 bits or more for each."
+    "pip install 'anybit\\[cpu]' adds `native`, kernels for this processor that read the packed "
+    "weights of every format but trellis and 1x16 codebooks. Without it, `cpu` multiplies integers "
+    "with one scale a row as int8, and `dense` holds a dequantized copy of every other weight."
 )
 
 ROTATE = (

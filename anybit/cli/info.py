@@ -140,7 +140,8 @@ def info(
     parameters = sum(p.numel() for p in bare.parameters())
     quantization = stated_quantization(directory, read_json(directory / "config.json"))
     total = sum(tensor.nbytes for tensor in stored.values())
-    found: dict[str, tuple[float, float]] = {"as it is": (8 * total / parameters, total)}
+    now = stored_bits(stored, {name: shapes[name] for name in default}) or 8 * total / parameters
+    found: dict[str, tuple[float, float]] = {"as it is": (now, total)}
     refused: dict[str, str] = {}
     for scheme in () if quantization else formats:
         try:
@@ -179,6 +180,16 @@ def info(
         sizes=sizes,
         refused=refused,
     )
+
+
+def stored_bits(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Bits of a weight of those layers whose tensors have their names; 0.0 if none has."""
+    held: Counter[str] = Counter()
+    for name, tensor in stored.items():
+        layer, _, part = name.rpartition(".")
+        if layer in shapes and part != "bias":
+            held[layer] += tensor.nbytes
+    return 8 * held.total() / max(sum(math.prod(shapes[name]) for name in held), 1)
 
 
 def in_format(
@@ -284,13 +295,14 @@ def bytes_of(text: str) -> float:
 def show(found: Info, console: Console | None = None) -> None:
     """Print it."""
     console = console or Console()
+    console.width = max(console.width, 100)  # where a cell is cut, a number says something else
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     say(
         f"{found.model}: {found.architecture}, {found.parameters / 1e6:,.4g} million parameters, "
-        f"{found.dtype}" + (f", quantized by {found.quantized}" if found.quantized else "")
+        + (f"quantized by {found.quantized}" if found.quantized else found.dtype)
     )
     say(
         f"quantized by default: {found.layers} linear layers, {found.weights / 1e6:,.4g} million "
@@ -303,9 +315,10 @@ def show(found: Info, console: Console | None = None) -> None:
         kept = f"{whole} ({found.sequences} x {found.context:,} tokens of {found.cache:,} bytes)"
     say(f"KV cache: {kept}")
     columns = [*found.sizes[0].tokens_per_second]
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("format", "bits", "disk", "memory", *columns):
-        table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
+        heading = re.sub(r" (?=[\d.]+ GB$)", "\n", name)
+        table.add_column(heading, justify="left" if name == "format" else "right", no_wrap=True)
     for size in found.sizes:
         cells = [rate_text(size.tokens_per_second[name]) for name in columns]
         disk, memory = megabytes(size.disk), megabytes(size.memory)
@@ -315,12 +328,12 @@ def show(found: Info, console: Console | None = None) -> None:
         say(f"{scheme}: {why}")
     say(
         f"memory: weights and KV cache; a model fits that takes up to {FRACTION:.0%} of it. "
-        "tok/s: the bound that memory bandwidth sets (bandwidth / bytes read), not measured."
+        "<=: tokens/s that memory bandwidth allows (bandwidth / bytes read), not measured."
     )
 
 
 def rate_text(rate: float | None) -> str:
-    """A cell: whether it fits, and the tokens/s."""
+    """A cell: whether it fits, and at how many tokens/s."""
     if rate is None:
         return "fits"
-    return f"<= {rate:,.0f} tok/s" if rate else "too large"
+    return f"<= {rate:,.0f}" if rate else "too large"

@@ -90,12 +90,12 @@ def summary(rows: Sequence[Row]) -> str:
     if near:
         out.append(
             f"{near.spec} is the smallest of these formats whose perplexity is within 1 % of the "
-            f"dense model's: {near.bits:.2f} instead of {wide}."
+            f"unquantized model's: {near.bits:.2f} instead of {wide}."
         )
     if same and same is not near:
         out.append(
             f"{same.spec} ({same.bits:.2f} bits) is the smallest that finds the same token "
-            "likeliest in over 95 % of all places."
+            "likeliest at over 95 % of all positions."
         )
     return " ".join(out) or f"None of these formats stays within 1 % of the perplexity at {wide}."
 
@@ -144,7 +144,7 @@ def plot(rows: Sequence[Row], dark: bool = False) -> bytes:
     axes.set_yscale("log")
     axes.margins(x=0.09, y=0.09)
     axes.set_xlabel("stored bits per weight", fontsize=13, color=ink)
-    axes.set_ylabel("KL divergence from the dense model, nats per token", fontsize=13, color=ink)
+    axes.set_ylabel("KL divergence from bf16, nats per token", fontsize=13, color=ink)
     axes.tick_params(colors=ink, labelsize=12, which="both")
     axes.grid(True, color=grid, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -310,7 +310,7 @@ PAGE = """<!doctype html>
 <body>
 <h1>{model} in every family of formats</h1>
 <p>A language model of {parameters} million parameters, quantized without any data (round to
-nearest) and compared with the dense {dense} model, whose perplexity is {perplexity} (standard
+nearest) and compared with the {dense} model, whose perplexity is {perplexity} (standard
 error). Scored on {tokens} tokens, the middle of each of {documents} modules of Python's standard
 library that training left out, in windows of {window} tokens, computed in fp32.</p>
 <p><strong>{summary}</strong></p>
@@ -325,12 +325,12 @@ library that training left out, in windows of {window} tokens, computed in fp32.
 </tbody>
 </table>
 <p class="note">bits: stored bits per weight of the quantized layers, scales and tables included.
-MB: all tensors of the saved checkpoint, with the embeddings, which stay dense. KL: mean divergence
-KL(dense || quantized) over the whole vocabulary, nats per token. top-1: positions where both models
-find the same token most likely.
+MB: all tensors of the saved checkpoint, with the embeddings, which stay unquantized. KL: mean
+divergence KL({dense} || quantized) over the whole vocabulary, nats per token. top-1: positions
+where both models find the same token most likely.
 A name without options has one scale for a whole row, which is little for 3 bits or fewer: compare
 the rows with groups of 64.</p>
-<h2>What each writes behind the same beginning</h2>
+<h2>Completions of the same prompt</h2>
 {prompt}
 <p class="note">Greedily, by the engine. Formats under one heading write the same.</p>
 {written}

@@ -36,7 +36,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass
 class Completion:
-    """One of a request's texts. finish: "stop", "length", "abort" or "error".
+    """One output of a request. finish: "stop", "length", "abort" or "error".
 
     accepted: tokens that were drafted; rejected: drafted ones that were not taken.
     """
@@ -67,7 +67,7 @@ class Completion:
 
 @dataclass
 class Output:
-    """What `generate` gives for a prompt: its token ids, also where it was a text, and n texts."""
+    """What `generate` gives for a prompt: its token ids, also if it was text, and n completions."""
 
     prompt: list[int]
     completions: list[Completion]
@@ -84,34 +84,34 @@ class Output:
 class LLM:
     """A language model with a paged KV cache and continuous batching.
 
-    A model that the engine does not know runs as transformers has it, on the same cache where
-    attention is all that looks at other tokens. Else it runs in transformers' `generate`, one
+    A model that the engine does not know runs as transformers has it, on the same cache if
+    attention is its only operation across tokens. Else it runs in transformers' `generate`, one
     sequence at a time, and a warning in the log says so; then max_running, max_tokens, block_size
     and prefix_caching do not apply, and options of the engine's KV cache are refused.
 
-    model: a directory with a Hugging Face checkpoint, dense or quantized, a GGUF file, or the name
+    model: a directory with a Hugging Face checkpoint, quantized or not, a GGUF file, or the name
         of one on the hub (org/name, org/name:Q4_K_M); or a model that `anybit.engine.loader` has
         loaded or built already.
-    quantization: a format ("fp6") or plan to quantize a dense checkpoint by while it is loaded.
+    quantization: a format ("fp6") or plan to quantize a checkpoint by while it is loaded.
     kv_cache: "auto" (int8 if the checkpoint has scales for it, else the model's dtype), "model"
         (the model's dtype), "int8" or "int4".
     keep: whether layers that no kernel multiplies may hold decoded copies, as in `anybit.load`.
-    length: tokens of the longest text, prompt included; the model's own limit by default, beyond
-        which only RoPE that config.json stretches may go.
-    kv_bytes: size of the KV cache. By default, what the longest texts of max_running requests
+    length: context length, prompt and output; the model's own limit by default, beyond which only
+        RoPE that config.json stretches may go.
+    kv_bytes: size of the KV cache. By default, what max_running sequences of that length
         need, but at most 1 GiB on a CPU and, on a GPU, 90 % of the free memory, or less where a
         step takes the rest.
-    max_running: texts written at the same time. max_tokens: tokens in one step.
+    max_running: sequences that run at the same time. max_tokens: tokens in one step.
     deterministic: an answer has the same tokens whatever else runs, at some cost in speed; see
         `anybit.engine.steady`.
     adapters: directories of LoRA adapters that peft has written, by the names under which
-        `SamplingParams.adapter` asks for them; in one step each text may have another.
+        `SamplingParams.adapter` asks for them; each sequence of a step may have its own.
     draft: what guesses tokens that then run together in a step, where that is faster: "ngram" (what
-        the text has said before), "auto" (the model itself in few bits), or a smaller model with
-        the same tokens. Texts are the same as without. draft_tokens: the longest guess.
+        followed earlier in the sequence), "auto" (the model itself in 4 bits), or a smaller model
+        with the same tokenizer. Outputs are the same as without. draft_tokens: the longest guess.
 
-    max_itl: milliseconds that a step with a prompt may take on a GPU while other requests are being
-        written, which bounds the time between their tokens. All kernels are compiled and all graphs
+    max_itl: milliseconds that a step with a prompt may take on a GPU while other sequences
+        run, which bounds the time between their tokens. All kernels are compiled and all graphs
         captured before anything is asked, which takes seconds; with None that happens at first use.
 
     Attributes:

@@ -51,7 +51,7 @@ def run_tasks(
     """
     for directory in models:
         if not (directory / "config.json").is_file():
-            raise FileNotFoundError(f"{directory} is no directory of a model: no config.json")
+            raise FileNotFoundError(f"{directory} is not a directory of a model: no config.json")
     # Before any model is loaded, which turns the hub off for packages that are imported later.
     evaluator, manager, language_model = harness()
     check_known(tasks, manager)

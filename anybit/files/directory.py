@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 def read_text(path: Path) -> str:
     """A file of UTF-8 text; errors name the file."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file")
+        raise FileNotFoundError(f"{path} is not a file")
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -352,7 +352,7 @@ def check_folder(path: Path) -> None:
     """ValueError when there is no directory to write a file into; call it before the work."""
     if not path.parent.is_dir():
         raise InvalidInput(
-            f"{path.parent} is no directory to write {path.name} into; make it first"
+            f"{path.parent} is not a directory to write {path.name} into; make it first"
         )
     if path.is_dir():
         raise InvalidInput(f"{path} is a directory; name a file in it to write")

@@ -111,11 +111,12 @@ def download(name: Name, weights: bool = True) -> Path:
     if not weights:
         wanted = [file for file in wanted if not file.endswith((".safetensors", ".gguf"))]
     missing = [file for file in wanted if not is_cached(name, file, commit)]
-    size = sum(sizes[file] or 0 for file in missing)
-    check_space(existing(cache(name)), size)
-    with progress(f"downloading {name}", size) as step:
-        for file in missing:
-            fetch(name, file, commit, step)
+    if missing:
+        size = sum(sizes[file] or 0 for file in missing)
+        check_space(existing(cache(name)), size)
+        with progress(f"downloading {name}", size) as step:
+            for file in missing:
+                fetch(name, file, commit, step)
     now = snapshot(name)
     if now is None or now.name != commit:
         fetch(name, wanted[0], name.revision)  # notes the commit, for a day without network

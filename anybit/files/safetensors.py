@@ -119,7 +119,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
             raise InvalidInput(f"{index}: has no weight_map; copy it again")
         for file in where.values():
             if not isinstance(file, str) or Path(file).name != file:
-                raise InvalidInput(f"{index}: names {file!r}, which is no file of its directory")
+                raise InvalidInput(f"{index}: names {file!r}, which is not a file of its directory")
         missing = sorted({f for f in where.values() if not (directory / f).is_file()})
         if missing:
             raise FileNotFoundError(

@@ -68,7 +68,7 @@ def read_texts(path: str | Path) -> list[Text]:
         ImportError: The file is parquet, and pyarrow is not installed.
     """
     if not isfile(path):  # a text, maybe, which Path.is_file finds too long
-        raise FileNotFoundError(f"{str(path)[:80]} is no file; give {KINDS}, or texts as a list")
+        raise FileNotFoundError(f"{str(path)[:80]} is not a file; give {KINDS}, or texts as a list")
     path = Path(path)
     texts = (text_of(entry, where) for where, entry in entries(path))
     found = [text for text in texts if not isinstance(text, str) or text.strip()]

@@ -42,8 +42,8 @@ def resolve(shapes: Mapping[str, tuple[int, ...]], spec: Spec | Plan) -> dict[st
             if is_head(name):
                 continue
             raise InvalidInput(
-                f"no pattern matches layer {name!r}; add '*': None to keep all other layers "
-                f"as they are, or '*': FORMAT to quantize them (patterns: {', '.join(plan)})"
+                f"no pattern matches layer {name!r} (patterns: {', '.join(plan)}); give '*', all "
+                "other layers, a format, or none to leave them unquantized"
             )
         scheme = plan[matches[-1]]
         if scheme is None:
@@ -84,7 +84,7 @@ def plan_of(spec: Spec | Plan | Iterable[tuple[str, Spec | None]]) -> dict[str, 
         plan: dict[str, Spec | None] = {"*": spec} if isinstance(spec, Spec) else dict(spec)
     except (TypeError, ValueError):
         raise InvalidInput(
-            f"{spec!r} is no plan; write a format, or {{pattern: format or None}}"
+            f"{spec!r} is not a plan; write a format, or {{pattern: format or None}}"
         ) from None
     for pattern, value in plan.items():
         if not isinstance(pattern, str) or not isinstance(value, Spec | None):

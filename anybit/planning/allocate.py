@@ -98,7 +98,9 @@ def plan_formats(
     if (bits is None) == (seconds is None):
         raise InvalidInput("give one budget: bits=4.5, or seconds=50e-6")
     if bits is not None and not 0 < bits <= 16:
-        raise InvalidInput(f"bits={bits:g} is no budget; an unquantized weight has 16, give fewer")
+        raise InvalidInput(
+            f"bits={bits:g} is not a budget; an unquantized weight has 16, give fewer"
+        )
     rates = gpu(device)
     with taken_apart(model):
         dense = dense_layers(model)

@@ -84,8 +84,8 @@ def serve(
     for origin in origins or ():
         if not ORIGIN.fullmatch(origin):
             raise InvalidInput(
-                f"--allowed-origins {origin!r} is no origin; give https://HOST, with :PORT if it "
-                "has one and no path, or *"
+                f"--allowed-origins {origin!r} is not an origin; give https://HOST, with :PORT if "
+                "it has one and no path, or *"
             )
     template = None if chat_template is None else read_text(chat_template)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
@@ -177,7 +177,7 @@ def bytes_of(gigabytes: float | None) -> int | None:
         return None
     if not 0 < gigabytes < math.inf:  # nor is NaN
         raise typer.BadParameter(
-            f"{gigabytes:g} is no size; give 4, for example", param_hint="--kv-gb"
+            f"{gigabytes:g} is not a size; give 4, for example", param_hint="--kv-gb"
         )
     return int(gigabytes * 1e9)
 
@@ -227,7 +227,7 @@ def chat(
     keep: Keep = "auto",
     dtype: Dtype = "auto",
     length: Length = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token.")] = 0.7,
     draft: Draft = None,

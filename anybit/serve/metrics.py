@@ -23,8 +23,8 @@ class Metrics(Observer):
         self.registry = CollectorRegistry()
         self.first = self._histogram("time_to_first_token_seconds", "Until the first token", FIRST)
         self.between = self._histogram("inter_token_latency_seconds", "Between tokens", BETWEEN)
-        self.whole = self._histogram("e2e_request_latency_seconds", "Whole requests", REQUEST)
-        self.queued = self._histogram("request_queue_time_seconds", "Until first run", REQUEST)
+        self.whole = self._histogram("e2e_request_latency_seconds", "Until the last token", REQUEST)
+        self.queued = self._histogram("request_queue_time_seconds", "In the queue", REQUEST)
         self.registry.register(self)
         engine.observer = self
 
@@ -50,9 +50,9 @@ class Metrics(Observer):
     def collect(self) -> Iterator[Metric]:
         scheduler, stats = self.engine.scheduler, self.engine.stats
         for name, what, value in (
-            ("num_requests_running", "Texts being written", len(scheduler.running)),
-            ("num_requests_waiting", "Texts waiting", len(scheduler.waiting)),
-            ("kv_cache_usage_perc", "Used part of the KV cache, 0 to 1", scheduler.blocks.usage),
+            ("num_requests_running", "Sequences that are running", len(scheduler.running)),
+            ("num_requests_waiting", "Sequences in the queue", len(scheduler.waiting)),
+            ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", scheduler.blocks.usage),
         ):
             gauge = GaugeMetricFamily(f"vllm:{name}", what, labels=["model_name"])
             gauge.add_metric([self.model], value)
@@ -66,14 +66,14 @@ class Metrics(Observer):
         info.add_metric(list(labels.values()), 1)
         yield info
         for name, what, value in (
-            ("prompt_tokens", "Prompt tokens of texts begun", stats.prompt_tokens),
+            ("prompt_tokens", "Prompt tokens of sequences that have started", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated", stats.generation_tokens),
-            ("num_preemptions", "Texts that had to start over", scheduler.preemptions),
-            ("spec_decode_num_drafts", "Drafts of texts", stats.drafts),
+            ("num_preemptions", "Preempted sequences, which start over", scheduler.preemptions),
+            ("spec_decode_num_drafts", "Drafts", stats.drafts),
             ("spec_decode_num_draft_tokens", "Tokens in drafts", stats.draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Those taken", stats.accepted_tokens),
+            ("spec_decode_num_accepted_tokens", "Draft tokens accepted", stats.accepted_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up", scheduler.prefix_queries),
-            ("prefix_cache_hits", "Prompt tokens found", scheduler.prefix_hits),
+            ("prefix_cache_hits", "Prompt tokens found in the cache", scheduler.prefix_hits),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", what, labels=["model_name"])
             counter.add_metric([self.model], value)
@@ -84,13 +84,13 @@ class Metrics(Observer):
             ("captures", "Graphs captured", captured),
         ):
             counter = CounterMetricFamily(
-                f"anybit:{name}_after_ready", f"{what} since the server is ready"
+                f"anybit:{name}_after_ready", f"{what} since the server was ready"
             )
             counter.add_metric([], value)
             yield counter
         ended = CounterMetricFamily(
             "vllm:request_success",
-            "Texts by how they ended",
+            "Ended sequences, by reason",
             labels=["model_name", "finished_reason"],
         )
         for reason, count in list(stats.finished.items()):

@@ -14,7 +14,7 @@ Format = Annotated[
     str | None,
     typer.Option(
         "--format",
-        help="Quantize a dense model while loading it: fp6, int4, ...",
+        help="Quantize an unquantized model while loading it: fp6, int4, ...",
         rich_help_panel=MODEL,
     ),
 ]
@@ -31,27 +31,28 @@ Dtype = Annotated[
 Keep = Annotated[
     str,
     typer.Option(
-        help="Decoded copies of layers without a kernel: auto, packed (none) or decoded.",
+        help="Dequantized copies of layers that have no kernel: auto, packed (never) or decoded "
+        "(always).",
         rich_help_panel=ADVANCED,
     ),
 ]
 Length = Annotated[
     int | None,
     typer.Option(
-        min=2, help="Tokens of the longest text, prompt included.", rich_help_panel=LIMITS
+        min=2, help="Context length: tokens of a prompt and its output.", rich_help_panel=LIMITS
     ),
 ]
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Guess tokens to run together: ngram (what the text said before), auto (the model in "
-        "4 bits), or the directory of a smaller model with the same tokens.",
+        help="Speculative decoding: ngram (what followed earlier in the sequence), auto (a copy of "
+        "the model in 4 bits), or a smaller model with the same tokenizer.",
         rich_help_panel=ADVANCED,
     ),
 ]
 DraftTokens = Annotated[
     int,
-    typer.Option(min=1, help="Tokens guessed at a time, at most.", rich_help_panel=ADVANCED),
+    typer.Option(min=1, help="Most tokens of a draft.", rich_help_panel=ADVANCED),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any.")]
@@ -75,24 +76,24 @@ ChatTemplate = Annotated[
 Lora = Annotated[
     list[str] | None,
     typer.Option(
-        help="NAME=DIRECTORY of a LoRA adapter, a model of its own for clients.",
+        help="NAME=DIRECTORY of a LoRA adapter; clients ask for it as model NAME.",
         rich_help_panel=MODEL,
     ),
 ]
 KvGb = Annotated[
     float | None,
     typer.Option(
-        help="Size of the KV cache in GB. As much as helps if absent.", rich_help_panel=LIMITS
+        help="Size of the KV cache in GB; default: as much as is useful.", rich_help_panel=LIMITS
     ),
 ]
 MaxRunning = Annotated[
-    int, typer.Option(min=1, help="Texts written at once.", rich_help_panel=LIMITS)
+    int, typer.Option(min=1, help="Sequences that run at the same time.", rich_help_panel=LIMITS)
 ]
 MaxItl = Annotated[
     float,
     typer.Option(
         min=1,
-        help="Milliseconds that a step with a prompt may take on a GPU while others are written, "
+        help="Milliseconds that a step with a prompt may take on a GPU while other sequences run, "
         "which bounds the time between their tokens.",
         rich_help_panel=LIMITS,
     ),
@@ -101,7 +102,7 @@ Queue = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Texts that may wait; beyond them clients get 503.",
+        help="Sequences that may wait; further requests get 503.",
         rich_help_panel=LIMITS,
     ),
 ]
@@ -143,7 +144,7 @@ Deterministic = Annotated[
     bool,
     typer.Option(
         "--deterministic",
-        help="The same text whatever else runs; costs some speed.",
+        help="The same output whatever else runs; costs some speed.",
         rich_help_panel=ADVANCED,
     ),
 ]

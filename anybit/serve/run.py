@@ -33,7 +33,7 @@ def bind(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family, backlog=2048)
     except (OSError, UnicodeError) as error:  # the latter of a name that is none
-        reason = getattr(error, "strerror", None) or "it is no host name"
+        reason = getattr(error, "strerror", None) or "it is not a host name"
         raise Unsupported(
             f"cannot listen on {host}:{port}: {reason}; choose another --port or --host"
         ) from None
@@ -43,10 +43,11 @@ class Uvicorn(uvicorn.Server):
     """Uvicorn that ends requests before it ends itself."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Give texts that are written some time, then fail them, then close every connection."""
+        """Give running requests some time, then fail them, then close every connection."""
         server: Server = self.config.app.state.server  # type: ignore[union-attr]
         grace = server.settings.grace
-        log.warning("shutting down; %d texts have %g s", server.engine.texts, grace)
+        left = server.engine.texts
+        log.warning("shutting down%s", f"; {left} running sequences have {grace:g} s" * bool(left))
         server.stopping.set()
         ending = asyncio.ensure_future(self._end(server, grace))
         await super().shutdown(sockets)

@@ -128,7 +128,7 @@ class Server:
         if texts > room or tokens > settings.queue_tokens:
             raise HTTPException(
                 400,
-                f"{texts} texts from {tokens} prompt tokens are too many for one request; this "
+                f"{texts} completions of {tokens} prompt tokens are too many for one request; this "
                 f"server takes {room} and {settings.queue_tokens}",
             )
         open_tokens = sum(s.tokens for s in set(self.engine.streams.values()))

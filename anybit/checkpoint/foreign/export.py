@@ -197,7 +197,7 @@ def checkpoint_of(source: Path) -> Checkpoint:
     stored, config = stored_tensors(source), read_json(source / "config.json")
     quantization = quantization_of(config, source)
     if quantization.get("quant_method") != METHOD:
-        raise InvalidInput(f"{source} is no checkpoint of anybit; quantize or convert it first")
+        raise InvalidInput(f"{source} is not a checkpoint of anybit; quantize or convert it first")
     bare = bare_model(source)
     coded = dict.fromkeys(key.rpartition(".")[0] for key in stored if is_codes(key))
     dense = [key.removesuffix(".weight") for key in stored if key.endswith(".weight")]

@@ -152,7 +152,7 @@ def config_of(contents: Contents) -> dict[str, Any]:
         raise InvalidInput(f"{path}: keys and values of different lengths cannot be read")
     embedding = contents.tensors.get("token_embd.weight")
     if embedding is None:
-        raise InvalidInput(f"{path}: has no token_embd.weight; it is no language model")
+        raise InvalidInput(f"{path}: has no token_embd.weight; it is not a language model")
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in contents.tensors
     if family.model_type in ("llama", "qwen3", "qwen3_moe"):

@@ -60,7 +60,11 @@ def write_vocabulary(writer: Any, directory: Path, count: int) -> None:
     else:
         pre = next((name for name, split in SPLITS.items() if split in pattern(found)), "gpt-2")
         if pre == "gpt-2" and pattern(found):
-            log.warning("%s: llama.cpp's way to split text may differ here", directory)
+            log.warning(
+                "%s: GGUF has no name for the way its tokenizer splits text; programs that read "
+                "the file may split text in another way, which the model predicts worse",
+                directory,
+            )
         writer.add_tokenizer_pre(pre)
     others.add_to_gguf(writer, quiet=True)
 

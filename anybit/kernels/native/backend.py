@@ -66,7 +66,7 @@ def refuse(layer: LayerSpec) -> str | None:
 @cache
 def _refuse_format(fmt: Format, k: int) -> str | None:
     if fmt.window:
-        return "a value depends on the codes of a tile, which its tables do not hold"
+        return "a weight depends on neighbouring codes, which its tables of values cannot express"
     vectors = _is_vectors(fmt)
     if vectors and (fmt.width > RUN or RUN % fmt.width):
         return f"vectors of {fmt.width} weights do not lie on borders of {RUN}"

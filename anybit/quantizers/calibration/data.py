@@ -97,7 +97,7 @@ class Calibration:
         Raises:
             InvalidInput: There is less data than one window, no tokenizer is found, an entry is
                 neither text nor conversation, or ids are outside the model's vocabulary.
-            FileNotFoundError: The source is no file.
+            FileNotFoundError: The source is not a file.
 
         Warns:
             UserWarning: There is too little data for so many windows; all of it is used.
