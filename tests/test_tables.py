@@ -105,8 +105,8 @@ def test_a_star_is_said_where_a_loss_is_of_another_format():
 
 
 def test_traffic_keeps_every_row(folder):
-    rows = (ROOT / "benchmarks/results/serving_h100.csv").read_text()
-    (folder / "serving_h100.csv").write_text(rows)
+    rows = (ROOT / "benchmarks/results/h200_traffic.csv").read_text()
+    (folder / "h200_traffic.csv").write_text(rows)
     assert len(engine_tables.traffic().splitlines()) == len(rows.splitlines()) + 1
 
 
@@ -148,7 +148,7 @@ def test_tables_of_another_gpu_are_shown(folder, monkeypatch, tmp_path_factory):
     monkeypatch.setattr(results, "DEVICE", "h200")  # is put back
     own = tmp_path_factory.mktemp("own")
     (own / "h100_peers.csv").write_text(PEERS)
-    (own / "serving_h100.csv").write_text("engine\n")
+    (own / "h100_traffic.csv").write_text("engine\n")
     text = fill.shown(own)
     assert "## docs/benchmarks.md: peers\n\n" in text
     assert "`int4:group=128` | humming, Machete" in text

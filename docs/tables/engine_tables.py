@@ -1,6 +1,5 @@
 """Tables of whole models: docs/serving.md, docs/vllm.md and docs/benchmarks.md."""
 
-import re
 from collections import defaultdict
 
 from accuracy_tables import short
@@ -26,15 +25,14 @@ def tables() -> dict[str, str]:
 
 def traffic() -> str:
     """Requests that arrive at random: throughput and latencies, by engine and rate."""
-    rows = read("serving_h100")
-    times = ("out_tok_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
+    rows = read("h200_traffic")
+    times = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "itl_p99_ms")
     out = [
-        [r["rate_per_s"], re.sub(r" \(.*\)", ", warmed", r["engine"]), r["case"], r["kv"]]
-        + [r[time] for time in times]
+        [r["rate_per_s"], r["engine"], r["case"], r["kv"]] + [r[time] for time in times]
         for r in sorted(rows, key=lambda r: float(r["rate_per_s"]))
     ]
-    titles = ["requests/s", "engine", "weights", "KV", "tokens/s", "TTFT p50", "p99", "TPOT p50"]
-    return markdown([*titles, "p99"], out, words=4)
+    titles = ["requests/s", "engine", "weights", "KV", "TTFT p50", "p99", "TPOT p50", "p99"]
+    return markdown([*titles, "ITL p99"], out, words=4)
 
 
 def engine_steps() -> str:

@@ -111,7 +111,7 @@ def test_a_bidirectional_model_gives_no_causal_embeddings(
 def test_windows_without_a_size_are_refused(tmp_path: Path, name: str) -> None:
     kind, options = ARCHITECTURES[name]
     changes = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None}
-    random_model(str(kind), {**options, **changes}).save_pretrained(tmp_path)
+    random_model(str(kind), {**options, **changes}).save_pretrained(tmp_path)  # type: ignore[dict-item]
     with pytest.raises(anybit.errors.InvalidInput, match=r"layer_types.1. .* no sliding_window"):
         LLM(tmp_path)
 
