@@ -69,7 +69,9 @@ def test_what_is_no_calibration_data(source: Any, options: Any, message: str) ->
 
 
 def test_a_text_is_no_path() -> None:
-    with pytest.raises(FileNotFoundError, match=r"^x{80} is no file; give .* or texts as a list$"):
+    with pytest.raises(
+        FileNotFoundError, match=r"^x{80} is not a file; give .* or texts as a list$"
+    ):
         Calibration("x" * 5000).check_file()
 
 

@@ -207,7 +207,10 @@ def test_a_processor_that_saturates_is_found(monkeypatch, caplog):
 
 
 def test_unknown_activation_lists_the_known():
-    with pytest.raises(ValueError, match="unknown activation 'int6' in 'liquid@int6'; known: int8"):
+    with pytest.raises(
+        ValueError,
+        match="'int6' in 'liquid@int6'; did you mean int8; known: int8",
+    ):
         parse_scheme("liquid@int6")
 
 

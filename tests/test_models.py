@@ -6,7 +6,7 @@ import pytest
 
 import anybit
 from anybit.checkpoint.stream import quantize_checkpoint
-from tests.models.page import counts, page
+from tests.models.page import BEGIN, END, counts, write
 from tests.models.row import Row, Wrong, outcome, rows
 from tests.models.zoo import Model
 from tests.tiny import same_state
@@ -68,14 +68,20 @@ def test_what_is_wrong_is_called_so() -> None:
     assert outcome(bug)[0] == "wrong"
 
 
-def test_page() -> None:
+def test_page(tmp_path: Path) -> None:
     found = [
         Row("LlamaForCausalLM", 1.0, {"memory": "equal", "load": "equal"}),
         Row("BertForMaskedLM", None, {"memory": "refused", "load": "-"}, {"memory": "a tie"}),
         Row("DbrxForCausalLM", unable="no rope_theta"),
     ]
     assert counts(found) == {"equal": 1, "refused": 1, "not tried": 1}
-    text = page(found, ["memory", "load"])
-    assert "| Llama | ForCausalLM | 100% | equal | equal |" in text
-    assert "- memory, `a tie`: BertForMaskedLM" in text
-    assert "no rope_theta" in text
+    page = tmp_path / "models.md"
+    page.write_text(f"# Models\n\n{BEGIN}\nold\n{END}\nMore.\n")
+    write(found, ["memory", "load"], page)
+    text = page.read_text()
+    assert "| quantized in memory | 1 | 1 | 0 | 0 |" in text
+    assert "old" not in text
+    rows = (tmp_path / "models.csv").read_text().splitlines()
+    assert "LlamaForCausalLM,yes,100%,equal,equal," in rows
+    assert "BertForMaskedLM,yes,,refused,-,memory: a tie" in rows
+    assert any("no rope_theta" in row for row in rows)

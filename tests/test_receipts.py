@@ -296,7 +296,7 @@ def test_options_that_do_not_go_together(int4: Path, text: Path, tmp_path: Path)
         (("eval", int4, "--against", stored), 1, "no safetensors file"),
         (("eval", "--verify", broken), 1, "is no receipt"),
         (("eval", "--verify", stored, "--tokens", 50), 2, "with --verify"),
-        (("eval", int4, "--save-reference", tmp_path / "no/x"), 1, "no directory to write x"),
+        (("eval", int4, "--save-reference", tmp_path / "no/x"), 1, "is not a directory to write x"),
         (("eval", "org/name", "--card"), 1, "leave --card out"),
     ]:
         # The terminal breaks lines of usage errors inside a frame.

@@ -88,7 +88,7 @@ def test_config_survives_json_with_sorted_keys(spec):
         ({"formats": "int9"}, "unknown format 'int9'"),
         ({"formats": {"*": "int4:group=x"}}, "must be a whole number"),
         ({"formats": {"*": 4}}, "a pattern is text, and what it stands for"),
-        ({"formats": 4}, "quantization_config: formats: 4 is no plan"),
+        ({"formats": 4}, "quantization_config: formats: 4 is not a plan"),
         ({"formats": "int4", "version": 2}, "layout version 2"),
         ({"formats": "int4", "version": "1"}, "layout version is '1', and must be an integer"),
         ({"formats": "int4", "version": 0}, "layout version is 0, and must be"),

@@ -18,7 +18,7 @@ Check = Callable[[str, Any], Any]  # from a field's name and value to the value 
 
 def wrong(name: str, value: object, want: str) -> InvalidType:
     """What to raise for a value of the wrong type."""
-    shown = message(ValueError(repr(value)))  # in a line, which may be cut
+    shown = message(Exception(repr(value)))  # in a line, which may be cut
     return InvalidType(f"{name}={shown} is of type {type(value).__name__}; give {want}")
 
 

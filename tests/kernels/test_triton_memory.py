@@ -97,7 +97,8 @@ for kind, dim, (tokens, warps, stages, rows), cache in json.loads(sys.argv[2]):
     )
     function = attention_int8._attend_int8 if single else attention._attend
     if not single:
-        kinds["starts"], constants["ROWS"] = "*i32", rows
+        kinds |= {"starts": "*i32", "BATCH": "i32"}
+        constants |= {"ROWS": rows, "SEQUENCES": 0 if rows < 128 else 64}
     print(kind, dim, rows, shared(function, kinds, constants, warps, stages))
 if sys.argv[3] == "activations":
     tokens = dict.fromkeys(["x", "other", "weight", "residual"], "*bf16")

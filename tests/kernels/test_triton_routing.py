@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from anybit.kernels.backend import Activations
-from anybit.kernels.reference import quantize_tokens
+from anybit.kernels.triton import activation as activations
 from anybit.kernels.triton import routing as kernel
 from anybit.nn import routing
 from anybit.nn.routing import Routing
@@ -65,9 +65,10 @@ def test_tokens_are_spread(case: tuple[int, int, int, bool], activation: str | N
         assert torch.equal(got.cpu()[:used], wanted[:used])
         return
     assert isinstance(got, Activations)
-    codes, scale = quantize_tokens(wanted, activation)
+    # As tokens of a layer are: a GPU's division rounds in its own way.
+    codes, scale = (t.cpu() for t in activations.quantize_tokens(wanted.to(DEVICE), activation))
     assert torch.equal(got.codes.cpu()[:used], codes[:used])
-    assert torch.equal(got.scale.cpu()[:used], scale[:used, 0])
+    assert torch.equal(got.scale.cpu()[:used], scale[:used])
     assert torch.equal(got.sums.cpu()[:used], codes[:used].sum(1, dtype=torch.int32))
     assert got.dtype == torch.float16
 

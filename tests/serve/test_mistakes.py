@@ -48,7 +48,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ("completions", {"prompt": "x", "stop": [""]}, 400, "stop"),
         ("completions", {"prompt": "x", "stop": ["a"] * 17}, 400, "at most 16"),
         ("completions", {"prompt": "x", "n": 0}, 400, "n: "),
-        ("completions", {"prompt": ["x"] * 9, "n": 128}, 400, "1152 texts"),
+        ("completions", {"prompt": ["x"] * 9, "n": 128}, 400, "1152 completions"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("chat/completions", {"messages": [{"content": "x"}]}, 400, "role"),
         (

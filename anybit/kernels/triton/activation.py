@@ -42,8 +42,7 @@ def _divided(v, scale):
 @triton.jit
 def _quantize(v, LARGEST: tl.constexpr, CODE: tl.constexpr):
     """A token's values in fp32 -> (codes, scale)."""
-    largest = tl.max(tl.abs(v), axis=0)
-    scale = tl.div_rn(largest, largest * 0 + LARGEST)  # `/` is not correctly rounded on a GPU
+    scale = tl.max(tl.abs(v), axis=0) / LARGEST
     scale = tl.where(scale == 0, 1.0, scale)
     q = _divided(v, scale)
     if LARGEST == 127:

@@ -242,6 +242,8 @@ def _attend(
             tl.store(out + part[:, None] * D + d[None, :], acc, mask=live[:, None])
             tl.store(sums + part, total, mask=live)
             tl.store(maxima + part, most, mask=live)
+    else:  # what comes after this kernel waits for it alone, and so for the one before
+        after_previous(PDL)
 
 
 @triton.jit

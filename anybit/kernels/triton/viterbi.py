@@ -98,7 +98,8 @@ def _values(state, LAYOUT: tl.constexpr, DECODE: tl.constexpr):
     B: tl.constexpr = state.shape[1]
     C: tl.constexpr = state.shape[2]
     window = tl.reshape(state, (A * B, C)).to(tl.uint32, bitcast=True)
-    values = DECODE(FORMAT, ((window,), 0, LAYOUT, tl.float32, ())).to(tl.float16)
+    DTYPE: tl.constexpr = tl.float32  # Triton 3.7 takes no dtype in a tuple that is no constexpr
+    values = DECODE(FORMAT, ((window,), 0, LAYOUT, DTYPE, ())).to(tl.float16)
     if LAYOUT.fmt.width == 1:
         return tl.reshape(values, (A, B, C))
     else:
