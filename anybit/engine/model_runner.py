@@ -135,9 +135,11 @@ class ModelRunner:
         count = len(last)
         if not last:
             return None
+        size = count
         if graphs is not None and self.overlaps:  # the head has run with as many rows
-            last += [0] * (graphs.written.size_of(len(last)) - len(last))
-        rows = hidden if len(last) == len(hidden) else hidden[self.tensor(last)]
+            size = graphs.written.size_of(count)
+        last += [0] * (size - count)
+        rows = hidden if size == count == len(hidden) else hidden[self.tensor(last)]
         return self.model.logits(rows)[:count]
 
     def replace(self, model: Decoder) -> None:

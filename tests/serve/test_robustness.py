@@ -13,7 +13,6 @@ from pathlib import Path
 import httpx
 import pytest
 import schemathesis
-import torch
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
@@ -158,10 +157,7 @@ def test_many_clients_at_once_each_get_their_own(live: Live) -> None:
             streamed = list(pool.map(lambda i: ask(i, True), range(48)))
         alone = [ask(i, False) for i in range(48)]
     assert [len(tokens) for tokens in alone] == [10 + i for i in range(48)]
-    # On a GPU the sums of a batch are rounded otherwise, and a sampled token may be another one.
-    differ = sum(a != b for a, b in zip(streamed, alone, strict=True))
-    assert differ <= (4 if torch.cuda.is_available() else 0)
-    assert [len(tokens) for tokens in streamed] == [len(tokens) for tokens in alone]
+    assert streamed == alone
 
 
 def test_the_schema_fuzzed(tiny: Path) -> None:
