@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from anybit.engine.block_manager import BlockManager
+from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.engine import Engine
 from anybit.engine.llm import LLM, Output
+from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import SamplingParams, Sequence
 from tests.engine.conftest import PICO, prompts
 
@@ -477,3 +479,20 @@ def test_stop_strings_of_a_real_tokenizer() -> None:
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert (cut.completions[0].finish, cut.completions[0].stop_reason) == ("stop", stop)
     assert cut.tokens == whole.tokens[: len(cut.tokens)]
+
+
+def test_padded_rows_of_the_head_are_not_all_rows(checkpoint: Checkpoint) -> None:
+    """Two single tokens and a prompt of two: three rows of four are sampled, and run as four."""
+    runner = LLM(checkpoint("llama"), max_running=4, block_size=4).engine.runner
+    step = []
+    for i, prompt in enumerate(([5], [6], [7, 8])):
+        params, text = SamplingParams(temperature=0), Detokenizer(None, [], ())
+        seq = Sequence(str(i), 0, prompt, params, text, 99, frozenset())
+        seq.blocks = [i]
+        step.append(Scheduled(seq, 0, len(prompt), True))
+    with torch.inference_mode():
+        want = runner.logits(step).clone()
+        runner.overlaps = True  # as on a GPU, where the head runs in the sizes of graphs
+        assert runner.graphs is not None
+        got = runner.logits(step)
+    torch.testing.assert_close(got, want)
