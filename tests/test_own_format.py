@@ -1,5 +1,6 @@
 """A format that anybit does not know, as docs/add_a_format.md writes it, through all of anybit."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -98,6 +99,14 @@ def test_a_fresh_process_can_load_it_once_the_module_is_imported(
     assert "unknown format 'ternary'" in refusal
     assert "codebook, fp, " in refusal
     assert scheme == "ternary"
+
+
+def test_a_module_that_is_reloaded_replaces_the_format(module: Path) -> None:
+    before = type(anybit.quantize_tensor(torch.randn(8, 64), "ternary").format)
+    again = importlib.reload(sys.modules["ternary"]).Ternary
+    layer = anybit.quantize_(nn.Sequential(nn.Linear(64, 64)), "ternary@int8")[0]
+    assert type(layer.format) is again is not before
+    assert layer.scheme == "ternary@int8"
 
 
 def test_a_layer_it_cannot_store_is_named(module: Path) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -372,6 +373,7 @@ def register(*names: str) -> Callable[[FormatClass], FormatClass]:
                     f"format {name!r} is already registered by {path(known)}; choose another name"
                 )
             FORMATS[name] = cls
+        parsed.cache_clear()
         return cls
 
     return add
@@ -403,6 +405,7 @@ def get_format(spec: "str | Format") -> Format:
     return parsed(own.lower())
 
 
+@cache
 def parsed(spec: str) -> Format:
     """The format of a spec string with anybit's own names, as they are written."""
     if "@" in spec:

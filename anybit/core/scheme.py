@@ -1,7 +1,5 @@
 """Schemes: a format and, after an "@", the dtype that activations are quantized to."""
 
-from functools import cache
-
 from anybit.core.format import Format, get_format
 from anybit.core.names import own_spec
 from anybit.errors import InvalidInput, near
@@ -9,7 +7,6 @@ from anybit.errors import InvalidInput, near
 ACTIVATIONS = ("int8", "fp8")
 
 
-@cache
 def parse_scheme(scheme: str) -> tuple[Format, str | None]:
     """`"liquid@int8"` -> (the format, "int8"): a layer's weight format and activation notation."""
     spec, at, activation = own_spec(scheme).partition("@")

@@ -5,6 +5,7 @@ import logging
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -103,8 +104,15 @@ def test_the_log_has_calls_and_no_files(live: Live, caplog: pytest.LogCaptureFix
         for path in ("/", "/page/page.js", "/page/about", "/favicon.ico", "/health", "/metrics"):
             httpx.get(live.url + path)
         httpx.get(live.url + "/v1/models")
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "anybit.access"]
-    assert "GET /v1/models 200" in line
+        deadline = time.monotonic() + 10  # a line is written after the response has arrived
+        while not (lines := calls(caplog)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert ["GET /v1/models 200" in line for line in lines] == [True]
+
+
+def calls(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines of the log of calls."""
+    return [record.getMessage() for record in caplog.records if record.name == "anybit.access"]
 
 
 def test_a_port_in_use_is_told_before_options_that_need_imports(tiny: Path) -> None:
