@@ -142,9 +142,10 @@ def test_the_child_ends_with_its_grammars() -> None:
 
 
 OWNER = f"""
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from anybit.engine.trial import Trial
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 trial = Trial(Path({str(PICO / "tokenizer.json")!r}).read_text(), 4096, [0])
 assert trial.judge("regex", "a")["error"] == ""
 print(trial._process.pid, flush=True)
