@@ -287,13 +287,13 @@ class LLM:
         """
         one = one_conversation(messages) or not isinstance(messages, list | tuple)
         several: list[Any] = [messages] if one else list(messages)
-        prompts = []
         for conversation in several:
             if not one_conversation(conversation):
                 want = "a list of messages, each a dict with role and content"
                 raise wrong("messages", conversation, want)
+        with self._turn():
             try:
-                prompts.append(self.encode_chat(list(conversation), **variables))
+                prompts = [self.encode_chat(list(each), **variables) for each in several]
             except AnybitError:
                 raise
             except Exception as error:  # templates raise all kinds

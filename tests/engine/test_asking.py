@@ -169,9 +169,15 @@ def test_a_served_engine_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     async def serve() -> None:
         engine = AsyncEngine(llm.engine)
         engine.start()
-        for use in (llm.generate, llm.embed):
-            with pytest.raises(Unsupported, match="an AsyncEngine"):
-                use("a")
+        with monkeypatch.context() as patch:
+            patch.setattr(llm, "encode", lambda *_, **__: pytest.fail("beside the engine's thread"))
+            for use, what in (
+                (llm.generate, "a"),
+                (llm.embed, "a"),
+                (llm.chat, [{"role": "user", "content": "a"}]),
+            ):
+                with pytest.raises(Unsupported, match="an AsyncEngine"):
+                    use(what)
         with pytest.raises(Unsupported, match="at work already"):
             AsyncEngine(llm.engine).start()
         await engine.stop()
