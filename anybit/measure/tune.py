@@ -109,7 +109,7 @@ def time_triton(packed: Packed, activation: str | None, m: int) -> Iterator[tupl
         assert isinstance(tile, Tile)
         return backend.multiply(x, weight, None, tile)
 
-    family = backend.family(layout, m, activation)
+    family = backend.family(layout)
     found = candidates(family, m, packed.shape[0], activation is None)
     prepared = backend.prepare(packed, activation)
     times = time_tiles(found, packed, prepared, x, run, OutOfResources)
@@ -202,10 +202,6 @@ def candidates(family: str, m: int, n: int, dense: bool) -> Iterator[Tile]:
 
     dense: whether decoding the weight and cuBLAS are a choice; not for quantized activations.
     """
-    if family == "psumbook":
-        for rows, split in itertools.product((256, 512), (1, 2, 4, 8, 16)):
-            if 50 <= -(-n // rows) * split <= 300:
-                yield Tile("psumbook", rows, 1, split, 1, 8, 3)
     if m <= 16:
         plans = [(64, 2, 4, 1), (128, 4, 3, 1), (32, 1, 3, 1), (64, 4, 3, 1)]
         if family in ("rows", "groups"):

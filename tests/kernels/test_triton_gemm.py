@@ -133,19 +133,6 @@ def test_dense_is_the_weight(scheme: str, dtype: torch.dtype) -> None:
     assert torch.equal(got, expected(x, packed, None))
 
 
-@pytest.mark.parametrize("scheme", CODEBOOKS)
-def test_psumbook_looks_up_what_the_weights_say(scheme: str) -> None:
-    packed, _ = packed_of(scheme, N, 576)
-    x = torch.randn(2, 576, generator=torch.Generator().manual_seed(2)).half().to(DEVICE)
-    bias = torch.randn(N, generator=torch.Generator().manual_seed(3)).half().to(DEVICE)
-    want = expected(x, packed, None, bias).float()
-    for parts in (1, 3):
-        tile = Tile("psumbook", rows=128, tokens=1, split=parts, warps=4, stages=1)
-        got = multiply(x, packed, None, tile, bias)
-        assert ((got.float() - want).abs() <= bound(x, packed)).all()
-    assert torch.equal(got, multiply(x, packed, None, tile, bias))  # the same each time
-
-
 @pytest.mark.parametrize(
     ("m", "tile"),
     [

@@ -81,10 +81,10 @@ def multiply(
 
     With a scale (M,), x holds codes, in int8 if the layout's unit has 8 bits and else in `dtype`.
 
-    The tile's kernel must suit: dense and psumbook take no activation notation.
+    The tile's kernel must suit: dense takes no activation notation.
     """
     from anybit.kernels.triton import activation as activations
-    from anybit.kernels.triton import gemm, psumbook
+    from anybit.kernels.triton import gemm
 
     n, k = prepared.shape
     layout = layout_of(prepared.format, prepared.activation)
@@ -100,10 +100,7 @@ def multiply(
         x, scale = activations.quantize_tokens(
             x, prepared.activation, torch.int8 if layout.unit == 8 else x.dtype
         )
-    if tile.kernel == "psumbook":
-        psumbook.launch(x, tensors, bias, y, layout, tile)
-    else:
-        gemm.launch(x, scale, tensors, bias, y, layout, tile)
+    gemm.launch(x, scale, tensors, bias, y, layout, tile)
     return y
 
 
@@ -118,19 +115,13 @@ def tile_for(
         tile = tuned.tile_for(Tile, gpu, scheme, m, n, k)
         if tile is not None:
             return tile
-    return tiles.choose(family(layout, m, activation), m, n, dense=activation is None)
+    return tiles.choose(family(layout), m, n, dense=activation is None)
 
 
-def family(layout: Layout, m: int, activation: str | None) -> str:
-    """The table of `tiles.py` for a layout and M tokens."""
-    from anybit.kernels.triton import psumbook
-
-    if layout.fmt.window:
+def family(layout: Layout) -> str:
+    """The table of `tiles.py` for a layout."""
+    if layout.fmt.window or any(entry.table is not None for _, entry in layout.grid):
         return "tables"
-    if any(entry.table is not None for _, entry in layout.grid):
-        # A token's look-ups in one book cost as much as decoding for all tokens.
-        few = m <= layout.fmt.books and activation is None
-        return "psumbook" if few and psumbook.supports(layout) else "tables"
     if layout.granule > 128 * layout.fmt.width:
         return "planes"
     return "groups" if layout.group else "rows"

@@ -13,7 +13,7 @@ MOST_SPLIT = 8
 class Tile:
     """One program's work and resources.
 
-    kernel: "gemm" (tensor cores), "psumbook" (look-ups), or "dense" (decode once, then cuBLAS).
+    kernel: "gemm" (tensor cores), or "dense" (decode once, then cuBLAS).
     rows, tokens: outputs and tokens of a tile. split: programs that share a tile along K.
     cut, steps: an iteration is `steps` pieces, `cut` of which make a granule of the layout.
     warps, stages: a program's warps, and loads in flight.
@@ -79,7 +79,6 @@ TABLES: dict[str, tuple[Row, ...]] = {
         Row(80, Tile(rows=64, tokens=64, warps=4, stages=3), 256),
         DENSE,
     ),
-    "psumbook": (Row(ALWAYS, Tile("psumbook", rows=512, tokens=1, warps=8, stages=3), 128),),
 }
 
 
@@ -91,9 +90,8 @@ def choose(family: str, m: int, n: int, dense: bool = True) -> Tile:
     rows = [row for row in TABLES[family] if dense or row.tile.kernel != "dense"]
     row = next((row for row in rows if m <= row.tokens), rows[-1])
     tiles = -(-n // row.tile.rows) * -(-m // row.tile.tokens)
-    most = MOST_SPLIT * 2 if row.tile.kernel == "psumbook" else MOST_SPLIT
     split = 1
-    while split < most and tiles * split * 2 <= row.programs:
+    while split < MOST_SPLIT and tiles * split * 2 <= row.programs:
         split *= 2
     return replace(row.tile, split=split)
 
