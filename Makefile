@@ -95,13 +95,17 @@ LOWEST := tests/test_cli.py tests/test_formats.py tests/test_peft.py tests/test_
 	tests/foreign/test_gguf.py tests/engine/test_engine.py tests/engine/test_structured.py tests/serve/test_protocol.py \
 	tests/kernels/test_native.py
 
+# The tools of these tests; others of `dev` want newer packages than users need.
+TOOLS := httpx hypothesis openai psutil pytest pytest-randomly pytest-rerunfailures pytest-timeout pytest-xdist
+
 test-lowest: $(UV)  ## Run the users' tests with the oldest versions that are declared (an environment of its own, 6 GB).
 	@echo "== setting up .venv-lowest"
 	@$(PYTHON) -m venv --clear .venv-lowest
 	@$(UV) pip compile --quiet --no-config --python .venv-lowest/bin/python --resolution lowest-direct --no-annotate \
-		--extra cpu --extra gguf --extra gpu --extra hopper --extra peft --extra plot --extra serve \
+		--extra cpu --extra data --extra gguf --extra gpu --extra hopper --extra peft --extra plot --extra serve \
 		pyproject.toml --output-file .venv-lowest/constraints.txt
-	@.venv-lowest/bin/python -m pip install --quiet --constraint .venv-lowest/constraints.txt --editable '.[dev]'
+	@.venv-lowest/bin/python -m pip install --quiet --constraint .venv-lowest/constraints.txt $(TOOLS) \
+		--editable '.[cpu,data,gguf,gpu,hopper,peft,plot,serve]'
 	@OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest --numprocesses 2 --dist worksteal $(SHOWN) $(LOWEST)
 
 test-installs:  ## Ask pip whether every extra can be installed, alone, together, and beside vLLM, lm-eval and peft.
