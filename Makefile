@@ -19,7 +19,7 @@ cpu-torch = @$(1) -m pip install --quiet --no-deps --retries 1 $(TORCH)+cpu \
 	@echo "== setting up .venv from constraints.txt (torch and transformers; a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(call cpu-torch,$(BIN)/python)
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools
+	@$(BIN)/python -m pip install --quiet --no-warn-conflicts --constraint constraints.txt setuptools  # torch has none of its own yet
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
