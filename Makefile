@@ -91,7 +91,8 @@ test-newest:  ## Run the tests with the newest version of every package (an envi
 	@OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest --numprocesses 2 --dist worksteal $(SHOWN)
 
 # What a user meets first; the formats' and kernels' arithmetic depends on torch alone.
-LOWEST := tests/test_cli.py tests/test_formats.py tests/test_peft.py tests/test_save_load.py tests/test_transformers.py \
+LOWEST := tests/test_cli.py tests/test_formats.py tests/test_multiplier.py tests/test_peft.py tests/test_plain_torch.py \
+	tests/test_save_load.py tests/test_transformers.py \
 	tests/foreign/test_gguf.py tests/engine/test_engine.py tests/engine/test_structured.py tests/serve/test_protocol.py \
 	tests/kernels/test_native.py
 

@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 import anybit
 from anybit.errors import InvalidInput, Unsupported
+from anybit.nn import op as ops
 from anybit.nn.linear import QuantLinear
 from anybit.nn.multiplier import Multiplier
 
@@ -161,6 +162,22 @@ def test_compiled_layers_see_what_is_written(write: Callable[[QuantLinear], None
             assert_current(q, compiled)  # before the layer itself has been called
             q.prepare()
             assert_current(q, compiled)
+
+
+def test_compiled_layers_decode_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    q = layer()
+    asked: list[str] = []
+    compiled = torch.compile(q, backend="aot_eager", fullgraph=True)
+    found = ops.get_backend
+
+    def spy(name: str) -> Any:
+        asked.append(name)
+        return found(name)
+
+    monkeypatch.setattr(ops, "get_backend", spy)
+    compiled(X)
+    assert asked == [q.backend] != ["reference"]
 
 
 def test_contents_that_torch_does_not_count_are_prepared_by_hand() -> None:

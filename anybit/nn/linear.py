@@ -17,7 +17,16 @@ from anybit.kernels.backend import Activations, Prepared
 from anybit.kernels.registry import get_backend
 from anybit.nn import op as ops
 from anybit.nn.around import Around
-from anybit.nn.multiplier import Keep, Multiplier, autocast, check, check_keep, chosen, travels
+from anybit.nn.multiplier import (
+    Keep,
+    Multiplier,
+    autocast,
+    check,
+    check_keep,
+    chosen,
+    constant,
+    travels,
+)
 from anybit.nn.weight import DecodedWeight
 
 # Bits of the largest finite numbers of dtypes in which torch finds no maximum: of those without the
@@ -30,12 +39,6 @@ LARGEST = {
 
 
 VERSION, ADDRESS = attrgetter("_version"), methodcaller("data_ptr")
-
-
-def constant(function: Any) -> Any:
-    """`torch.compiler.assume_constant_result`, whose import of torch._dynamo takes 1.6 s."""
-    function._dynamo_marked_constant = True
-    return function
 
 
 class Made(NamedTuple):
