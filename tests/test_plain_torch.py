@@ -298,12 +298,13 @@ def test_buffers_of_another_model_are_multiplied_with() -> None:
     first, second, _ = models
     torch.testing.assert_close(functional_call(first, tensors(second), (X,)), b)
     torch.testing.assert_close(first(X), a)
-    if torch.__version__ >= "2.13":
-        compiled = torch.compile(
-            lambda given: functional_call(first, given, (X,)), backend="aot_eager", fullgraph=True
-        )
-        torch.testing.assert_close(compiled(tensors(second)), b)
-        torch.testing.assert_close(compiled(tensors(first)), a)
+    if torch.__version__ < "2.13":  # compiled code and vmap are not so far there
+        return
+    compiled = torch.compile(
+        lambda given: functional_call(first, given, (X,)), backend="aot_eager", fullgraph=True
+    )
+    torch.testing.assert_close(compiled(tensors(second)), b)
+    torch.testing.assert_close(compiled(tensors(first)), a)
     # The recipe for ensembles in torch's documentation.
     given, base = stack_module_state(models), copy.deepcopy(first).to("meta")  # type: ignore[arg-type]
     every = vmap(lambda p, b: functional_call(base, (p, b), (X,)))(*given)
