@@ -103,10 +103,10 @@ test-lowest: $(UV)  ## Run the users' tests with the oldest versions that are de
 	@echo "== setting up .venv-lowest"
 	@$(PYTHON) -m venv --clear .venv-lowest
 	@$(UV) pip compile --quiet --no-config --python .venv-lowest/bin/python --resolution lowest-direct --no-annotate \
-		--extra cpu --extra data --extra gguf --extra gpu --extra hopper --extra peft --extra plot --extra serve \
+		--extra data --extra gguf --extra gpu --extra hopper --extra peft --extra plot --extra serve \
 		pyproject.toml --output-file .venv-lowest/constraints.txt
 	@.venv-lowest/bin/python -m pip install --quiet --constraint .venv-lowest/constraints.txt $(TOOLS) \
-		--editable '.[cpu,data,gguf,gpu,hopper,peft,plot,serve]'
+		--editable '.[data,gguf,gpu,hopper,peft,plot,serve]'
 	@OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest --numprocesses 2 --dist worksteal \
 		-W ignore::DeprecationWarning -W ignore::FutureWarning $(LOWEST)  # old packages call new ones as one no longer does
 

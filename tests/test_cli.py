@@ -1,6 +1,5 @@
 """The command line: what it prints, writes, refuses, and exits with."""
 
-import importlib.util
 import json
 import os
 import re
@@ -121,17 +120,6 @@ def test_doctor_shows_a_backend_for_every_format() -> None:
     else:  # what does not run there runs elsewhere
         for name in re.findall(r"all formats but ([a-z0-9_, ]+?) runs on", runs):
             assert all(runs.count(one) == 2 for one in name.split(", "))
-
-
-def test_doctor_says_what_the_extra_for_cpus_would_bring(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "adds `native`" not in run("doctor")[0]
-    find = importlib.util.find_spec
-    without = lambda name, *_: None if name == "llvmlite" else find(name)  # noqa: E731
-    for module in ("anybit.cli.doctor", "anybit.kernels.native.backend"):
-        monkeypatch.setattr(f"{module}.find_spec", without)
-    stdout, _ = run("doctor")
-    assert "no compiled kernels" in stdout
-    assert "pip install 'anybit[cpu]' adds `native`" in " ".join(stdout.split())
 
 
 def test_formats_lists_every_name_with_its_bits() -> None:

@@ -80,18 +80,15 @@ def test_without_a_format_one_that_suits_the_machine_is_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("anybit.progress._lines", True)
-    for gpu, cpu, text, want in [
-        (None, True, [], "fp6"),
-        (None, False, [], "int8"),
-        (None, True, TEXT, "int4:group=64,zero"),
-        ((9, 0), False, TEXT, "liquid@int8"),
-        ((8, 6), True, TEXT, "int4:group=64,zero"),
-        ((8, 6), False, [], "fp6"),
+    for gpu, text, want in [
+        (None, [], "fp6"),
+        (None, TEXT, "int4:group=64,zero"),
+        ((9, 0), TEXT, "liquid@int8"),
+        ((8, 6), TEXT, "int4:group=64,zero"),
+        ((8, 6), [], "fp6"),
     ]:
         monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu is not None)
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu=gpu: gpu)
-        found = object() if cpu else None
-        monkeypatch.setattr("anybit.formats.presets.find_spec", lambda name, found=found: found)
         plans: list[dict[str, str | None]] = []
         monkeypatch.setattr(
             "anybit.checkpoint.quantize.quantize_directory",

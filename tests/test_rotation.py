@@ -58,7 +58,6 @@ def test_h_is_sylvesters_and_its_own_inverse(size: int) -> None:
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 112, 640])
 def test_kernels_rotate_tokens(size: int, after: bool) -> None:
-    pytest.importorskip("llvmlite")
     if not fused.able():
         pytest.skip("no kernels for this processor")
     vector = random(size, seed=1).half()

@@ -103,7 +103,6 @@ def check_paths(found, x, table, bits):
 @pytest.mark.parametrize("level", [0, -1])
 @pytest.mark.parametrize("bits", [1, 2, 3, 5, 8])
 def test_native_paths_are_the_definition_s(bits, level, monkeypatch):
-    pytest.importorskip("llvmlite")
     from anybit.kernels.native import isa, viterbi
 
     if isa.isa() is None:

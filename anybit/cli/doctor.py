@@ -6,7 +6,6 @@ import inspect
 import platform
 import textwrap
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from anybit.core.names import ALIASES
 from anybit.core.scheme import parse_scheme
 from anybit.kernels import registry
 from anybit.kernels.backend import LayerSpec
-from anybit.kernels.native.isa import isa, levels, processor
+from anybit.kernels.native.isa import isa, processor
 
 PACKAGES = (
     "anybit",
@@ -31,12 +30,6 @@ PACKAGES = (
     "llvmlite",
 )
 SHAPE = (4096, 4096)
-WITHOUT_LLVM = (
-    "pip install 'anybit\\[cpu]' adds `native`, kernels for this processor that read the packed "
-    "weights of every format but trellis and 1x16 codebooks. Without it, `cpu` multiplies integers "
-    "with one scale a row as int8, and `dense` holds a dequantized copy of every other weight."
-)
-
 ROTATE = (
     "Every format also has the option rotate=k or rotate=kn: the layer's inputs, or inputs and "
     "outputs, are rotated, which spreads outliers over 128 columns. Calibrate then (gptq)."
@@ -69,8 +62,6 @@ def doctor(schemes: Sequence[str] = (), console: Console | None = None) -> None:
         (in_full if schemes else in_short)(console, answers, device.partition(":")[0])
         if device != "cpu" and (tested := self_test(torch.device(device))):
             console.print(tested)
-        if device == "cpu" and levels() and find_spec("llvmlite") is None:
-            console.print(WITHOUT_LLVM)
         console.print()
     console.print(
         f"Asked for a weight of {SHAPE[0]}x{SHAPE[1]}. `anybit doctor FORMAT...` shows every "
@@ -201,7 +192,7 @@ def version(package: str) -> str:
 
 def devices() -> dict[str, str]:
     """Devices of this machine and what they are, in words."""
-    level = isa() if find_spec("llvmlite") else None
+    level = isa()
     kernels = f"`native` compiles for {level.name}" if level else "no compiled kernels"
     out = {"cpu": f"{processor()}, {torch.get_num_threads()} threads, {kernels}"}
     for index in range(torch.cuda.device_count()):

@@ -1,6 +1,5 @@
 """Formats that a command uses where the user names none."""
 
-from importlib.util import find_spec
 
 import torch
 
@@ -30,11 +29,8 @@ def default_format(calibrated: bool) -> tuple[str, str]:
 
     calibrated: whether there is data to calibrate on, without which 4 bits lose much.
     """
-    gpu = torch.cuda.is_available()
-    if not gpu and find_spec("llvmlite") is None:
-        return "int8", "8 bits, which this CPU multiplies without the extra anybit[cpu]"
     if not calibrated:
         return "fp6", "6 bits, close to the unquantized model without calibration data"
-    if gpu and torch.cuda.get_device_capability()[0] == 9:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
         return "liquid@int8", "4 bits with the fastest kernels of this GPU"
     return "int4:group=64,zero", "4 bits, which calibration keeps close to the unquantized model"

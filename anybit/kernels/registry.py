@@ -18,7 +18,6 @@ BACKENDS: dict[str, tuple[Backend | str, tuple[str, ...]]] = {
     "mma": ("anybit.kernels.mma.backend", ("cuda",)),
     "triton": ("anybit.kernels.triton.backend", ("cuda",)),
     "native": ("anybit.kernels.native.backend", ("cpu",)),
-    "cpu": ("anybit.kernels.cpu", ("cpu",)),
     "dense": ("anybit.kernels.dense", ()),
     "reference": ("anybit.kernels.reference", ()),
 }

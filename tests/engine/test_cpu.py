@@ -1,7 +1,6 @@
 """Decode steps on a CPU: recorded, by kernels that LLVM compiles; tokens are those of torch."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,13 @@ from anybit.engine.sequence import SamplingParams
 from anybit.nn.multiplier import Multiplier
 from tests.engine.conftest import prompts
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("llvmlite") is None, reason="llvmlite is not installed"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the engine takes the GPU"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the engine takes the GPU")
 Checkpoint = Callable[[str], Path]
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 
 
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine without llvmlite."""
+    """As on a processor without compiled kernels."""
     for module in (attention, fused):
         monkeypatch.setattr(module, "compiled", lambda x: False)
 

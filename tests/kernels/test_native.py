@@ -1,11 +1,9 @@
 """CPU kernels that LLVM compiles, on every level of instructions that the processor has."""
 
 import io
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,12 +16,8 @@ from anybit.core.groups import groups_of, store_scale
 from anybit.core.packed import Packed
 from anybit.kernels import reference
 from anybit.kernels.backend import Activations, LayerSpec
-from tests.specs import SPECS, columns_of_a_group
-
-if find_spec("llvmlite") is None and not os.environ.get("CI"):
-    pytest.skip("llvmlite is not installed", allow_module_level=True)
-
 from anybit.kernels.native import activations, backend, build, isa, table
+from tests.specs import SPECS, columns_of_a_group
 
 K = 576  # a block and a part of one, in groups of 32, 64 and of the row
 EPS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25}

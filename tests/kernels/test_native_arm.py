@@ -1,18 +1,14 @@
 """Kernels for Arm, compiled on any processor: `make test-arm` runs them, in an emulator."""
 
-import os
 import re
 from collections import Counter
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
 
 from anybit.kernels.native.isa import ARM, Isa, levels
 
-if find_spec("llvmlite") is None and not os.environ.get("CI"):
-    pytest.skip("llvmlite is not installed", allow_module_level=True)
 if levels() is ARM:
     pytest.skip("Arm's kernels run here in all other tests", allow_module_level=True)
 

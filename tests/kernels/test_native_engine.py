@@ -1,17 +1,12 @@
 """CPU kernels of the engine, on every level of instructions, against the definitions in torch."""
 
-import os
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-if find_spec("llvmlite") is None and not os.environ.get("CI"):
-    pytest.skip("llvmlite is not installed", allow_module_level=True)
 
 from anybit.engine import attention as definition
 from anybit.engine.attention import Batch, LayerCache, Scores

@@ -12,7 +12,6 @@ import logging
 import platform
 import sys
 from functools import cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -51,8 +50,6 @@ def refuse(layer: LayerSpec) -> str | None:
             "compiles kernels for 64-bit x86, and 64-bit Arm on Linux and macOS; this process has "
             f"{sys.maxsize.bit_length() + 1} bits on {platform.machine()}, {sys.platform}"
         )
-    if find_spec("llvmlite") is None:
-        return "llvmlite is not installed: pip install 'anybit[cpu]'"
     if isa() is None:
         return why_none()
     if build.parallel() is None:

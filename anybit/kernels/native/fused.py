@@ -3,7 +3,6 @@
 import struct
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 @cache
 def able() -> bool:
     """Whether kernels can be compiled for this processor and share torch's threads."""
-    return find_spec("llvmlite") is not None and isa() is not None and build.parallel() is not None
+    return isa() is not None and build.parallel() is not None
 
 
 def level() -> Isa:

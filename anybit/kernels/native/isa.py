@@ -10,7 +10,6 @@ import platform
 import sys
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 from anybit.errors import InvalidInput
@@ -62,7 +61,7 @@ ARM = (
     Isa("neon_dot", True, 128, False, "s8", ("neon", "dotprod")),
     Isa("neon", True, 128, False, "s8", ("neon",)),
 )
-# Python's names of machines, the same as at the extra `cpu` in pyproject.toml.
+# Python's names of machines, the same as at llvmlite in pyproject.toml.
 MACHINES = {"x86_64": X86, "AMD64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}
 OFF = "none"
 ONEDNN = {  # oneDNN's limits, as the best level that they allow
@@ -89,7 +88,7 @@ def levels() -> tuple[Isa, ...]:
 
 
 def able() -> list[Isa]:
-    """The levels that the processor has, best first; on x86, llvmlite must be there."""
+    """The levels that the processor has, best first."""
     has: dict[str, bool] = {}
     if levels() is ARM:
         has = _arm_features()
@@ -132,7 +131,7 @@ def processor() -> str:
     for line in about.read_text().splitlines() if about.exists() else ():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
-    if levels() is ARM and find_spec("llvmlite") is not None:
+    if levels() is ARM:
         from llvmlite import binding
 
         return str(binding.get_host_cpu_name())
