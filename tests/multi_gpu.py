@@ -28,11 +28,9 @@ from anybit.core.scheme import parse_scheme
 from anybit.kernels.reference import INT8_LARGEST, operand_weight
 from anybit.nn.linear import QuantLinear
 from anybit.nn.sharding import shard, share
-from tests.specs import SPECS
 
 RANKS = 2
-ON_CPU = (*SPECS, "liquid@int8", "int8@int8")
-ON_GPUS = (
+SCHEMES = (
     "int4:group=64",
     "liquid@int8",
     "fp6",
@@ -212,7 +210,7 @@ def main() -> int:
     if not args.cpu and torch.cuda.device_count() < RANKS:
         print(f"{torch.cuda.device_count()} GPUs; {RANKS} are needed (--cpu needs none)")
         return 1
-    schemes = tuple(args.schemes) or (ON_CPU if args.cpu else ON_GPUS)
+    schemes = tuple(args.schemes) or SCHEMES
     context = multiprocessing.get_context("spawn")
     meet = tempfile.mktemp(prefix="anybit-ranks-")  # ranks meet at a file that is not there yet
     ranks = [

@@ -1,12 +1,23 @@
 """What some tests cannot run without: elsewhere they are skipped, in CI nothing is."""
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import product
+from typing import TypeVar
 
 import pytest
 
 EVERY_KERNEL = "ANYBIT_TEST_EVERY_KERNEL" in os.environ  # emulate all, not a few of each kind
 COMPILERS = {"triton": "gpu", "cutlass": "hopper"}  # module, and the extra that installs it
+A, B = TypeVar("A"), TypeVar("B")
+
+
+def pairs(first: Sequence[A], second: Sequence[B]) -> list[tuple[A, B]]:
+    """All pairs, or, without EVERY_KERNEL, each of `first` with one of `second`, in turn."""
+    if EVERY_KERNEL:
+        return list(product(first, second))
+    return [(a, second[i % len(second)]) for i, a in enumerate(first)]
 
 
 def check_compilers() -> None:

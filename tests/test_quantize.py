@@ -66,9 +66,9 @@ def test_every_format_quantizes_a_model(spec):
             decoded = anybit.quantize_tensor(layer.weight.detach(), spec).dequantize()
             m.get_submodule(name).weight.data = decoded.bfloat16()
     expected = m(ids)
-    got = anybit.quantize_(model(), spec)(ids)
-    assert len(schemes(anybit.quantize_(model(), spec))) == 4
-    assert (got - expected).float().norm() < 0.02 * dense.float().norm()
+    quantized = anybit.quantize_(model(), spec)
+    assert len(schemes(quantized)) == 4
+    assert (quantized(ids) - expected).float().norm() < 0.02 * dense.float().norm()
 
 
 def test_last_match_wins_and_the_head_is_kept():

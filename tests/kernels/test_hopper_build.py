@@ -70,8 +70,8 @@ def test_the_family_holds_every_choice(scheme: str) -> None:
     copied = {copies.BYTES} if "trellis" in scheme else set()  # whose products are few
     for d in {kernel.decoder for kernel in kernels} - copied:
         output = d.operand if d.operand in ("float16", "bfloat16") else "bfloat16"
-        for n, k in ((4096, 4096), (28672, 4096), (4096, 14336), (256, 128), (6144, 512)):
-            for m in (1, 7, 8, 9, 16, 17, 32, 33, 64, 65, 96, 128, 200, 256, 1000, 1024, 5000):
+        for n, k in ((28672, 4096), (4096, 14336), (256, 128)):
+            for m in (1, 8, 9, 16, 17, 33, 64, 96, 200, 1000, 5000):
                 tile = tiles.choose(d, m, n, k)
                 assert Kernel(d, tile, output) in kernels
                 assert tile.split <= k // 128

@@ -34,18 +34,19 @@ from tests.ptx.state import Parameter, TensorMap
 
 LOOKUPS = [
     (4, 1, 32, BRAIN, Tile(64, split=2), (17, 128, 384), 2),
-    (8, 2, 64, BRAIN, Tile(32), (18, 128, 320), 1),
     (16, 3, 128, BRAIN, Tile(32), (7, 128, 384), 1),
-    (4, 1, 128, HALF, Tile(32, split=3), (9, 392, 384), 1),
-    (8, 2, 128, HALF, Tile(32, shared=True), (20, 296, 512), 2),
     (4, 1, 4, BRAIN, Tile(32), (9, 128, 260), 1),  # fine groups: of one vector
-    (16, 3, 32, HALF, Tile(32), (9, 128, 544), 1),  # of two
     (8, 1, 24, HALF, Tile(32), (9, 128, 528), 1),  # of three, which are scaled one by one
-    (4, 1, 128, HALF, Tile(32, stages=5, columns=64), (40, 136, 384), 2),
-    (8, 2, 64, BRAIN, Tile(32, stages=4, columns=64, shared=True), (20, 296, 640), 2),
+    (8, 2, 64, HALF, Tile(32, stages=4, columns=64, shared=True), (20, 296, 384), 2),
 ]
 if EVERY_KERNEL:
     LOOKUPS += [
+        (8, 2, 64, BRAIN, Tile(32), (18, 128, 320), 1),
+        (4, 1, 128, HALF, Tile(32, split=3), (9, 392, 384), 1),
+        (8, 2, 128, HALF, Tile(32, shared=True), (20, 296, 512), 2),
+        (16, 3, 32, HALF, Tile(32), (9, 128, 544), 1),
+        (4, 1, 128, HALF, Tile(32, stages=5, columns=64), (40, 136, 384), 2),
+        (8, 2, 64, BRAIN, Tile(32, stages=4, columns=64, shared=True), (20, 296, 640), 2),
         (4, 1, 128, HALF, Tile(32), (40, 264, 256), 2),
         (8, 2, 128, HALF, Tile(64), (20, 136, 512), 1),
         (8, 1, 0, HALF, Tile(64, split=4), (70, 128, 456), 1),
@@ -114,8 +115,8 @@ def test_lookups_of_many_tokens(
 
 SHARES: list[tuple[int, int, Tile]] = [
     (4, 1, WideTile(192, columns=64)),
-    (8, 2, Tile(256, columns=64)),
-    *[(16, 3, WideTile(192, columns=64)), (8, 1, WideTile(192))] * EVERY_KERNEL,
+    *[(8, 2, Tile(256, columns=64)), (16, 3, WideTile(192, columns=64))] * EVERY_KERNEL,
+    *[(8, 1, WideTile(192))] * EVERY_KERNEL,
 ]
 
 
@@ -133,7 +134,7 @@ def test_lookups_in_equal_shares(v: int, m: int, tile: Tile) -> None:
 
 
 @needs_dsl
-@pytest.mark.parametrize(("v", "m"), [(4, 1), (8, 2), (16, 1)])
+@pytest.mark.parametrize(("v", "m"), [(4, 1), *[(8, 2), (16, 1)] * EVERY_KERNEL])
 def test_one_hot_tokens_look_centroids_up(v: int, m: int) -> None:
     """Every column: a sum of centroids, rounded once."""
     torch.manual_seed(0)

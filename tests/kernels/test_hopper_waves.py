@@ -18,15 +18,16 @@ from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.hopper.waves import Part
 from anybit.kernels.reference import operand_weight
 from tests.kernels.test_hopper_emulated import Emulated, assert_close, packed_weight, product
+from tests.needs import EVERY_KERNEL
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 CHIPS = H200, Chip(114, 2000), Chip(78, 2100), Chip(16, 600)
 LAST = [
     ("int4:group=128", HALF, Tile(16, ctas=2)),
     ("fp6", BRAIN, Tile(16, rows=256, stages=5, columns=64, late=True)),
-    ("int4:group=128", HALF, Tile(16, ctas=2, split=2, stages=2)),
-    ("fp6", BRAIN, Tile(16, ctas=2, stages=3, shared=True)),
     ("int8@int8", HALF, Tile(16, split=3)),
+    *[("int4:group=128", HALF, Tile(16, ctas=2, split=2, stages=2))] * EVERY_KERNEL,
+    *[("fp6", BRAIN, Tile(16, ctas=2, stages=3, shared=True))] * EVERY_KERNEL,
 ]
 
 

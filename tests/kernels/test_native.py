@@ -17,6 +17,7 @@ from anybit.core.packed import Packed
 from anybit.kernels import reference
 from anybit.kernels.backend import Activations, LayerSpec
 from anybit.kernels.native import activations, backend, build, isa, table
+from tests.needs import pairs
 from tests.specs import SPECS, columns_of_a_group
 
 K = 576  # a block and a part of one, in groups of 32, 64 and of the row
@@ -108,10 +109,10 @@ def test_tables_are_read_without_wide_look_ups(
 
 
 SMALL = ("int4:group=16", "int3:group=24,zero", "fp6:group=4", "int8:group=96")
+TABLES = [s for s in SPECS + SMALL if not anybit.get_format(s).window]
 
 
-@pytest.mark.parametrize("dtype", EPS, ids=str)
-@pytest.mark.parametrize("spec", [s for s in SPECS + SMALL if not anybit.get_format(s).window])
+@pytest.mark.parametrize(("spec", "dtype"), pairs(TABLES, list(EPS)), ids=str)
 def test_one_hot_activations_read_the_weights_back(spec: str, dtype: torch.dtype) -> None:
     weight = packed(spec, 13)
     prepared = backend.prepare(weight, None)
@@ -135,13 +136,19 @@ def test_one_hot_activations_read_the_weights_back(spec: str, dtype: torch.dtype
     assert same(backend.linear(eye, prepared, None), expected)
 
 
-@pytest.mark.parametrize("spec", ["int3", "int4:group=32", "int4:group=128,zero", "int5:zero",
-                                  "int7", "int8", "fp6", "fp8", "liquid", "sparse",
-                                  "codebook:m=3,v=16,b=4,group=32", *SMALL])  # fmt: skip
-def test_products_on_every_level(level: isa.Isa, spec: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "counts"),
+    pairs(
+        ["int3", "int4:group=32", "int4:group=128,zero", "int5:zero", "int7", "int8", "fp6", "fp8",
+         "liquid", "sparse", "codebook:m=3,v=16,b=4,group=32", *SMALL],
+        [(1, 5), (2, 11), (3, 4)],
+    ),
+    ids=str,
+)  # fmt: skip
+def test_products_on_every_level(level: isa.Isa, spec: str, counts: tuple[int, int]) -> None:
     weight = packed(spec, 19)
     k = weight.shape[1]
-    for m in (1, 2, 3, 4, 5, 11):
+    for m in counts:
         dtype = list(EPS)[m % 3]
         check(tokens(m, k, dtype), weight, None, tokens(1, 19)[0])
 

@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from anybit.engine.sequence import SamplingParams
 from anybit.kernels.triton import activation, attention_int8, cache, dense
 from anybit.kernels.triton import attention as kernels
 from tests.engine.conftest import ARCHITECTURES, prompts, random_model
+from tests.needs import EVERY_KERNEL, pairs
 
 DEVICE = torch.device(os.environ.get("ANYBIT_TEST_DEVICE", "cpu"))
 # The interpreter keeps bf16 in integers, so bf16 is tested on the GPU alone.
@@ -99,17 +102,20 @@ CASES = [  # queries, contexts (single tokens first)
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["model", "dynamic", "static", "int4"])
-@pytest.mark.parametrize(("queries", "contexts"), CASES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "splits", "sunk"), [
+KINDS = ("model", "dynamic", "static", "int4")
+SHAPES = [  # heads, KV heads, dim, window, splits, whether there are sinks
     (4, 2, 32, None, 1, True), (3, 3, 16, 30, 1, False), (6, 1, 32, None, 4, False),
     (4, 2, 32, 30, 4, True), (5, 1, 64, 30, 2, True),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("made", "texts"), pairs([*product(SHAPES, KINDS)], CASES))
 def test_attend(
-    dtype: torch.dtype, kind: str, queries: list[int], contexts: list[int], heads: int,
-    kv_heads: int, dim: int, window: int | None, splits: int | None, sunk: bool,
-) -> None:  # fmt: skip
+    dtype: torch.dtype, made: tuple[tuple[Any, ...], str], texts: tuple[list[int], list[int]]
+) -> None:
+    (heads, kv_heads, dim, window, splits, sunk), kind = made
+    queries, contexts = texts
     torch.manual_seed(0)
     dim = max(dim, 32) if kind == "int4" else dim  # as `refuse` has it
     cache = make_cache(kv_heads, dim, kind, dtype)
@@ -135,13 +141,14 @@ def test_attend(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["model", "dynamic", "static", "int4"])
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 2), (6, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("made", "counts"), pairs([*product(KINDS, [False, True])], [(3, 2), (6, 2), (4, 4)])
+)
 def test_write_equals_its_parts(
-    dtype: torch.dtype, kind: str, norm: bool, heads: int, kv_heads: int
+    dtype: torch.dtype, made: tuple[str, bool], counts: tuple[int, int]
 ) -> None:
     """Bit for bit what rotation, norm, rounding and store do one after the other."""
+    (kind, norm), (heads, kv_heads) = made, counts
     torch.manual_seed(0)
     dim = 32
     batch = batch_of([1, 4, 9], [30, 4, 20])
@@ -342,8 +349,9 @@ class FakeGraph:
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="engine tests use the GPU where there is one")
 @pytest.mark.parametrize(("model", "kv", "scheme"), [
-    ("qwen3", "int8", None), ("mistral", "model", None), ("llama-round", "model", "liquid@int8"),
-    ("gpt_oss", "int8", None), ("starcoder2", "model", None), ("qwen3", "int4", None),
+    ("llama-round", "model", "liquid@int8"), ("gpt_oss", "int8", None), ("qwen3", "int4", None),
+    *[("qwen3", "int8", None), ("mistral", "model", None)] * EVERY_KERNEL,
+    *[("starcoder2", "model", None)] * EVERY_KERNEL,
 ])  # fmt: skip
 def test_the_engine_on_these_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, kv: str, scheme: str | None
