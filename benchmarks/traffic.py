@@ -10,7 +10,6 @@ tokens, answers lognormal(5.2, 0.7) within 8 to 800, greedy. A row for each rate
 import argparse
 import csv
 import importlib.metadata
-import itertools
 import random
 import subprocess
 import sys
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from anybit.serve.bench import Lengths, Load, Seen, summary
 
 MODEL = "llama-3-8b"
 
@@ -131,19 +132,10 @@ class Vllm:
         return {}
 
 
-def plan(rate: float, seconds: float, seed: int) -> list[tuple[float, int, int]]:
-    """Arrivals, tokens of prompts and of answers."""
-    draw, at, out = random.Random(seed), 0.0, []
-    while at < seconds:
-        at += draw.expovariate(rate)
-        prompt = min(3000, max(16, int(draw.lognormvariate(5.6, 1.0))))
-        out.append((at, prompt, min(800, max(8, int(draw.lognormvariate(5.2, 0.7))))))
-    return out
-
-
 def run(server: Server, rate: float, seconds: float, seed: int = 0) -> dict[str, float]:
     """Put a load on a server; times in ms."""
-    draw, todo = random.Random(seed + 1), plan(rate, seconds, seed)
+    lengths = Lengths(270, 1.0, 16, 3000), Lengths(181, 0.7, 8, 800)
+    draw, todo = random.Random(seed + 1), Load(*lengths, rate, seconds).plan(random.Random(seed))
     times: dict[str, list[float]] = {}
     start, at = time.perf_counter(), 0
     while at < len(todo) or server.busy():
@@ -163,20 +155,10 @@ def run(server: Server, rate: float, seconds: float, seed: int = 0) -> dict[str,
             times[name] += [time.perf_counter() - start] * tokens
     wall = time.perf_counter() - start
     server.stop()
-    arrivals = {f"{rate}-{seed}-{i}": one[0] for i, one in enumerate(todo)}
-    first = [t[0] - arrivals[name] for name, t in times.items() if t]
-    each = [(t[-1] - t[0]) / (len(t) - 1) for t in times.values() if len(t) > 8]
-    between = [b - a for t in times.values() for a, b in itertools.pairwise(t)]
-    tokens = sum(map(len, times.values()))
-    row = {
-        "rate_per_s": int(rate) if rate.is_integer() else rate, "requests": len(todo),
-        "out_tok_s": round(tokens / wall),
-    }  # fmt: skip
-    for name, values in (("ttft", first), ("tpot", each), ("itl", between)):
-        for part, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
-            row[f"{name}_{part}_ms"] = (
-                1e3 * sorted(values)[min(len(values) - 1, int(share * len(values)))]
-            )
+    seen = [Seen(todo[i][0], found, len(found)) for i, found in enumerate(times.values())]
+    row = {"rate_per_s": int(rate) if rate.is_integer() else rate} | summary(seen, wall)
+    row["requests"] = len(todo)
+    del row["failed"]
     return row
 
 

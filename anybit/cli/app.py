@@ -413,7 +413,12 @@ app.command(
     ),
 )(authors.bench)
 app.command(
-    "bench-serve", hidden=True, epilog=examples("anybit bench serve http://127.0.0.1:8000")
+    "bench-serve",
+    hidden=True,
+    epilog=examples(
+        "anybit bench serve http://127.0.0.1:8000",
+        "anybit bench serve http://127.0.0.1:8000 --rate 4,16 --prompt 270~1.0 --plot a.png",
+    ),
 )(commands.bench_serve)
 app.command(
     rich_help_panel=AUTHORS,

@@ -1,6 +1,5 @@
 """Formats that a command uses where the user names none."""
 
-
 import torch
 
 CANDIDATES = (  # of `anybit plan`

@@ -1,136 +1,330 @@
-"""A client that puts load on a server and measures what its users would see."""
+"""A client that puts load on any OpenAI server, and measures what its users would see."""
 
 import asyncio
 import json
+import math
 import random
+import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from statistics import mean, quantiles
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from anybit.errors import InvalidInput, Unsupported
+from anybit.files.directory import check_folder, write_json
+from anybit.files.picture import check_picture
+
+if TYPE_CHECKING:
+    import httpx
 
 SMALLEST_TOKEN = 100  # random prompts leave out the first tokens of a vocabulary: special ones
+HEAD = (  # times in ms
+    f"{'':38}{'first token, ms':>20}{'per token, ms':>18}{'between':>10}\n"
+    f"{'load':>10}{'requests':>10}{'failed':>8}{'tokens/s':>10}{'median':>11}{'99 %':>9}"
+    f"{'median':>9}{'99 %':>9}{'99 %':>10}"
+)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Numbers of tokens: one, or lognormal ones.
+
+    Attributes:
+        median: of them.
+        spread: standard deviation of their logarithm.
+        least: that are drawn.
+        most: that are drawn.
+    """
+
+    median: int
+    spread: float = 0.0
+    least: int = 1
+    most: int = 1 << 20
+
+    @classmethod
+    def read(cls, text: str) -> "Lengths":
+        """Of `128`, `270~1.0` (median and spread), or `270~1.0:16-3000` (within bounds).
+
+        Raises:
+            InvalidInput: The text is none of these.
+        """
+        found = re.fullmatch(r"(\d+)(?:~(\d*\.?\d+)(?::(\d+)-(\d+))?)?", text.strip())
+        if (
+            found is None
+            or not int(found[1])
+            or (found[3] and not 0 < int(found[3]) <= int(found[4]))
+        ):
+            raise InvalidInput(
+                f"{text!r} is no number of tokens; give 128, or 270~1.0 for a median and a spread, "
+                "or 270~1.0:16-3000 for these within bounds"
+            )
+        bounds = (int(found[3]), int(found[4])) if found[3] else (1, 1 << 20)
+        return cls(int(found[1]), float(found[2] or 0), *bounds)
+
+    def draw(self, rng: random.Random) -> int:
+        drawn = self.median * rng.lognormvariate(0, self.spread) if self.spread else self.median
+        return min(self.most, max(self.least, int(drawn)))
+
+
+def rates(text: str | None) -> list[float | None]:
+    """Requests a second of `4,16`; None alone where none are given.
+
+    Raises:
+        InvalidInput: The text is something else.
+    """
+    if text is None:
+        return [None]
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = [0.0]
+    if not all(0 < each < math.inf for each in found):
+        raise InvalidInput(f"--rate {text}: give requests a second, such as 4 or 4,16,32")
+    return [*found]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of a server.
+
+    Attributes:
+        prompt: tokens of prompts.
+        output: tokens of answers.
+        rate: requests a second, at random times (Poisson); None: `streams` at a time.
+        seconds: of arrivals at that rate.
+        streams: requests at the same time, if there is no rate.
+        requests: in all, if there is no rate.
+    """
+
+    prompt: Lengths
+    output: Lengths
+    rate: float | None = None
+    seconds: float = 30.0
+    streams: int = 16
+    requests: int = 64
+
+    def plan(self, rng: random.Random) -> list[tuple[float, int, int]]:
+        """Each request's arrival in seconds, tokens of its prompt, and of its answer."""
+        if self.rate is None:
+            return [(0, self.prompt.draw(rng), self.output.draw(rng)) for _ in range(self.requests)]
+        at, out = rng.expovariate(self.rate), []
+        while at < self.seconds or not out:
+            out.append((at, self.prompt.draw(rng), self.output.draw(rng)))
+            at += rng.expovariate(self.rate)
+        return out
 
 
 @dataclass
 class Seen:
-    """One answer: when it was asked for, and when its tokens came. error: what went wrong."""
+    """One answer: when it was asked for, when its tokens came, how many. error: what went wrong."""
 
     asked: float
-    tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    tokens: int = 0
     error: str = ""
 
 
-async def load(
-    url: str,
-    streams: int,
-    requests: int,
-    prompt: int,
-    output: int,
-    largest_token: int,
-    headers: dict[str, str],
-) -> list[Seen]:
-    """Send random prompts of `prompt` tokens, `streams` at a time; stream `output` tokens each."""
-    import httpx
+def summary(seen: Sequence[Seen], seconds: float) -> dict[str, float]:
+    """What users saw: numbers of requests, tokens a second, and times in ms.
 
+    `ttft` is the time to the first token, `tpot` the rest's time for each token, `itl` the time
+    between two that arrive one after the other.
+    """
+    good = [s for s in seen if s.times and not s.error]
+    waits = {
+        "ttft": [s.times[0] - s.asked for s in good],
+        "tpot": [(s.times[-1] - s.times[0]) / (s.tokens - 1) for s in good if s.tokens > 1],
+        "itl": [b - a for s in good for a, b in pairwise(s.times)],
+    }
+    out = {
+        "requests": float(len(seen)),
+        "failed": float(len(seen) - len(good)),
+        "out_tok_s": sum(s.tokens for s in good) / seconds,
+    }
+    for name, values in waits.items():
+        ranked = sorted(values)
+        for part, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
+            at = min(len(ranked) - 1, int(share * len(ranked)))
+            out[f"{name}_{part}_ms"] = 1e3 * ranked[at] if ranked else 0.0
+    return out
+
+
+async def ask(client: "httpx.AsyncClient", body: dict[str, Any], seen: Seen) -> None:
+    """Stream one answer."""
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        if answer.status_code != 200:
+            seen.error = f"{answer.status_code}: {(await answer.aread()).decode()[:200]}"
+            return
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                seen.error = str(event["error"].get("message", event["error"]))
+                return
+            for choice in event.get("choices", ()):
+                # Servers that do not tell tokens send text for each, and their number at the end.
+                count = len(choice.get("token_ids") or choice.get("text", "")[:1])
+                seen.times += [time.perf_counter()] * count
+            seen.tokens = (event.get("usage") or {}).get("completion_tokens", len(seen.times))
+    if not seen.times:
+        seen.error = "the answer has no tokens"
+
+
+async def put(load: Load, client: "httpx.AsyncClient", model: str, largest: int) -> list[Seen]:
+    """Ask for random prompts of tokens from `SMALLEST_TOKEN` up to below `largest`."""
     rng = random.Random(0)
+    shared = {
+        "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True,
+        "stream_options": {"include_usage": True},
+    } | ({"model": model} if model else {})  # fmt: skip
+    plan = load.plan(rng)
     bodies = [
-        {
-            "prompt": [rng.randrange(SMALLEST_TOKEN, largest_token) for _ in range(prompt)],
-            "max_tokens": output,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            "return_token_ids": True,
+        shared | {
+            "prompt": [rng.randrange(SMALLEST_TOKEN, largest) for _ in range(prompt)],
+            "max_tokens": tokens,
         }
-        for _ in range(requests)
-    ]
-    todo, out = iter(bodies), []
+        for _, prompt, tokens in plan
+    ]  # fmt: skip
+    out: list[Seen] = []
+    begin = time.perf_counter()
 
-    async def work(client: httpx.AsyncClient) -> None:
+    async def arrive(at: float, body: dict[str, Any]) -> None:
+        await asyncio.sleep(begin + at - time.perf_counter())
+        out.append(Seen(begin + at))  # a client that is late makes nobody's wait shorter
+        await ask(client, body, out[-1])
+
+    async def repeat() -> None:
         for body in todo:
-            seen = Seen(time.perf_counter())
-            out.append(seen)
-            async with client.stream("POST", "/v1/completions", json=body) as answer:
-                if answer.status_code != 200:
-                    seen.error = f"{answer.status_code}: {(await answer.aread()).decode()[:200]}"
-                    continue
-                async for line in answer.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        seen.error = event["error"]["message"]
-                        break
-                    tokens = event["choices"][0]["token_ids"]
-                    seen.tokens += tokens
-                    seen.times += [time.perf_counter()] * len(tokens)
+            out.append(Seen(time.perf_counter()))
+            await ask(client, body, out[-1])
 
-    limits = httpx.Limits(max_connections=streams)
-    async with httpx.AsyncClient(
-        base_url=url, timeout=None, headers=headers, limits=limits
-    ) as client:
-        await asyncio.gather(*(work(client) for _ in range(streams)))
+    todo = iter(bodies)
+    if load.rate is None:
+        await asyncio.gather(*(repeat() for _ in range(load.streams)))
+    else:
+        pairs = zip(plan, bodies, strict=True)
+        await asyncio.gather(*(arrive(at, body) for (at, *_), body in pairs))
     return out
 
 
 def run(
     url: str,
-    streams: int,
-    requests: int,
-    prompt: int,
-    output: int,
+    loads: Sequence[Load],
     largest_token: int,
     api_key: str | None,
     show: Callable[[str], object],
+    report: Path | None = None,
+    picture: Path | None = None,
 ) -> None:
-    """Measure and print: throughput, means and percentiles of latencies, and how drafts went.
+    """Put each load on a server, print a line for it, and write the rows.
 
-    api_key: the first is sent of several, which the server's variable may hold.
+    Args:
+        url: http://HOST:PORT of any server with `/v1/completions`.
+        loads: one after the other.
+        largest_token: prompts hold tokens below it.
+        api_key: the first is sent of several, which the server's variable may hold.
+        show: takes lines.
+        report: a JSON file to write.
+        picture: a plot to write.
 
-    Raises ConnectionError when there is no server, or none any more.
+    Raises:
+        ConnectionError: There is no server, or none any more.
+        Unsupported: No request was answered.
     """
     import httpx
 
+    if report:
+        check_folder(report)
+    if picture:
+        check_picture(picture)
     api_key = next(iter((api_key or "").split()), None)
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise InvalidInput("the API key holds characters that no header can")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def one(load: Load, model: str) -> list[Seen]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=url, timeout=None, headers=headers, limits=limits
+        ) as client:
+            return await put(load, client, model, largest_token)
+
+    rows: list[dict[str, Any]] = []
     try:
-        before = drafts(url, headers)
-        start = time.perf_counter()
-        seen = asyncio.run(load(url, streams, requests, prompt, output, largest_token, headers))
+        before, model = drafts(url, headers), served(url, headers)
+        for load in loads:
+            start = time.perf_counter()
+            seen = asyncio.run(one(load, model))
+            row = summary(seen, time.perf_counter() - start)
+            for text in sorted({s.error for s in seen if s.error})[:3]:
+                show(f"failed: {text}")
+            if row["failed"] == row["requests"]:
+                raise Unsupported("no request was answered, so there is nothing to measure")
+            if not rows:
+                show(HEAD)
+            rows.append({"rate_per_s": load.rate, "streams": load.streams} | row)
+            show(line(load, row))
     except (httpx.TransportError, httpx.InvalidURL) as error:
         raise ConnectionError(
             f"no server answers at {url} ({error or type(error).__name__}); start one with "
             "`anybit serve DIR`, and give its address as http://HOST:PORT"
         ) from None
-    seconds = time.perf_counter() - start
-    good = [s for s in seen if s.tokens and not s.error]
-    tokens = sum(len(s.tokens) for s in good)
-    show(f"{len(good)} of {len(seen)} requests in {seconds:.1f} s, {streams} at a time")
-    for text in sorted({s.error for s in seen if s.error}):
-        show(f"failed: {text}")
-    if not tokens:
-        raise Unsupported("no request was answered, so there is nothing to measure")
-    show(f"{tokens / seconds:.1f} tokens/s written, {len(good) * prompt / seconds:.1f} read")
-    between = [b - a for s in good for a, b in zip(s.times, s.times[1:], strict=False)]
-    for name, values in (
-        ("first token", [s.times[0] - s.asked for s in good]),
-        ("between tokens", between),
-        ("whole answer", [s.times[-1] - s.asked for s in good]),
-    ):
-        if len(values) > 1:
-            cuts = quantiles(values, n=100)
-            show(
-                f"{name:15} mean {mean(values) * 1e3:8.2f} ms   p50 {cuts[49] * 1e3:8.2f}   "
-                f"p99 {cuts[98] * 1e3:8.2f}"
-            )
     drafted, accepted = (b - a for a, b in zip(before, drafts(url, headers), strict=True))
     if drafted:
-        show(f"drafts          {accepted:,.0f} of {drafted:,.0f} tokens taken")
+        show(f"drafts: {accepted:,.0f} of {drafted:,.0f} tokens taken")
+    lengths = {"prompt": asdict(loads[0].prompt), "output": asdict(loads[0].output)}
+    facts = {"url": url, "model": model, "date": date.today().isoformat()} | lengths
+    if report:
+        write_json(report, facts | {"rows": rows})
+    if picture:
+        plot(rows, model, picture)
+
+
+def line(load: Load, row: dict[str, float]) -> str:
+    name = f"{load.streams} open" if load.rate is None else f"{load.rate:g}/s"
+    return (
+        f"{name:>10}{row['requests']:>10.0f}{row['failed']:>8.0f}{row['out_tok_s']:>10.1f}"
+        f"{row['ttft_p50_ms']:>11.1f}{row['ttft_p99_ms']:>9.1f}{row['tpot_p50_ms']:>9.2f}"
+        f"{row['tpot_p99_ms']:>9.2f}{row['itl_p99_ms']:>10.1f}"
+    )
+
+
+def plot(rows: Sequence[dict[str, Any]], model: str, path: Path) -> None:
+    """Times over the load: medians, and dashed the 99th percentiles."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    loads = [row["rate_per_s"] or row["streams"] for row in rows]
+    names = {"ttft": "time to first token", "tpot": "time per token", "itl": "between tokens"}
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for color, (key, label) in zip(("C0", "C1", "C2"), names.items(), strict=True):
+        for part, style in (("p50", "o-"), ("p99", "o--")):
+            shown = label if part == "p50" else None
+            values = [row[f"{key}_{part}_ms"] for row in rows]
+            axes.plot(loads, values, style, color=color, label=shown)
+    axes.set(
+        xlabel="requests a second" if rows[0]["rate_per_s"] else "requests at the same time",
+        ylabel="ms (dashed: 99 % of them)", yscale="log", title=model,
+    )  # fmt: skip
+    axes.legend()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def served(url: str, headers: dict[str, str]) -> str:
+    """The first model that a server names; "" where it names none."""
+    import httpx
+
+    try:
+        return str(httpx.get(f"{url}/v1/models", headers=headers).json()["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        return ""
 
 
 def drafts(url: str, headers: dict[str, str]) -> tuple[float, float]:

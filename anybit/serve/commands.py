@@ -257,21 +257,46 @@ def chat(
 
 def bench_serve(
     url: Annotated[str, typer.Argument(help="The server, such as http://127.0.0.1:8000.")],
-    streams: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 16,
-    requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 64,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
-    output: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="R,R...", help="Requests a second, at random times; a line for each rate."
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of arrivals, with --rate.")] = 30.0,
+    streams: Annotated[
+        int, typer.Option(min=1, help="Without --rate: requests at the same time.")
+    ] = 16,
+    requests: Annotated[int, typer.Option(min=1, help="Without --rate: requests in all.")] = 64,
+    prompt: Annotated[
+        str,
+        typer.Option(
+            metavar="N[~S[:A-B]]",
+            help="Tokens of a prompt: 128; or 270~1.0:16-3000, lognormal with this median and "
+            "spread, within bounds.",
+        ),
+    ] = "128",
+    output: Annotated[
+        str, typer.Option(metavar="N[~S[:A-B]]", help="Tokens of an answer, in the same way.")
+    ] = "128",
     largest_token: Annotated[
         int, typer.Option(min=101, help="Prompts use tokens from 100 up to below this.")
     ] = 4096,
     api_key: Annotated[
         str | None, typer.Option(envvar=KEY, help="Key.", rich_help_panel=SECURITY)
     ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file, too.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw them (PNG, SVG or PDF).")] = None,
 ) -> None:
-    """Put load on a running server and print throughput and latencies: `anybit bench serve`."""
-    from anybit.serve.bench import run
+    """Put load on a running server, and print what its users see: `anybit bench serve`.
 
-    run(url, streams, requests, prompt, output, largest_token, api_key, typer.echo)
+    On any server with OpenAI's /v1/completions, such as anybit's, vLLM's or llama.cpp's.
+    """
+    from anybit.serve.bench import Lengths, Load, rates, run
+
+    lengths = Lengths.read(prompt), Lengths.read(output)
+    loads = [Load(*lengths, each, seconds, streams, requests) for each in rates(rate)]
+    run(url, loads, largest_token, api_key, typer.echo, json, plot)
 
 
 def load(model: Path, quantization: str | None, **options: Any) -> "LLM":

@@ -102,8 +102,8 @@ def test_any_chip_has_the_same_kernels_and_all_of_its_multiprocessors(
         narrow = build.narrow_kernels(d, [output], found)
         assert set(narrow) <= set(build.narrow_kernels(d, [output]))
         gpu = replace(GPUS["H200"], multiprocessors=found.multiprocessors)
-        for n, k in ((4096, 4096), (5120, 17408), (256, 512)):
-            for m in (1, 16, 64, 256, 1024):
+        for n, k in ((5120, 17408), (256, 512)):
+            for m in (1, 16, 64, 1024):
                 tile = tiles.choose(d, m, n, k, found)
                 assert tile in tiles.family(d)
                 assert tiles.fits_once(tile, d, m, n, k, found)
