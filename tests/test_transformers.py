@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
 )
@@ -158,6 +159,16 @@ def test_other_dtypes_cast_only_what_is_not_quantized(quantized, dtype):
             assert tensor.dtype == dtype
         else:
             assert torch.equal(tensor, stored[name])
+
+
+def test_tensors_that_transformers_renames_are_cast_too(tmp_path):
+    """Mixtral's routers have another name in files."""
+    config = MixtralConfig(num_local_experts=4, **SIZES)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "out", "int4:group=32")
+    model = anybit.load(tmp_path / "out", dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert logits(model).isfinite().all()
 
 
 def test_a_base_model_loads_from_a_whole_one(quantized):

@@ -118,6 +118,7 @@ class AnybitQuantizer(HfQuantizer):
     quantization_config: AnybitConfig
     error: Exception | None = None  # the first that a weight caused; see Quantize
     apart = False  # whether experts were taken apart
+    types: Mapping[str, torch.dtype] = MappingProxyType({})  # of parameters, before they are loaded
     names: Mapping[str, str] = MappingProxyType({})  # of stored codes, in the model
     table: Sequence[Any] = ()  # transformers' own for names
 
@@ -134,13 +135,17 @@ class AnybitQuantizer(HfQuantizer):
             self.quantization_config.formats = full_plan(model, self.quantization_config.formats)
             self.quantization_config.formats |= dict.fromkeys(new_layers(model))
             fill = swap_for_dense(model, self.quantization_config.formats)
-        types = model._get_dtype_plan(model.dtype)  # layers that stay in fp32, by their names
+        plan = model._get_dtype_plan(model.dtype)  # layers that stay in fp32, by their names
+
+        def planned(name: str, dtype: torch.dtype) -> torch.dtype:
+            return next((plan[p] for p in plan if re.search(rf"\b{p}\b", name)), dtype)
+
         with under_all_names(model):
             for name, layer in fill.items():
                 replace(model, name, layer)
                 layer.keep = self.quantization_config.keep
-                if found := next((p for p in types if re.search(rf"\b{p}\b", name)), None):
-                    layer.weight_dtype = types[found]
+                layer.weight_dtype = planned(name, layer.weight_dtype)
+        self.types = {name: planned(name, p.dtype) for name, p in model.named_parameters()}
         self.apart = any(isinstance(module, Experts) for module in model.modules())
 
     def param_needs_quantization(
@@ -183,10 +188,11 @@ class AnybitQuantizer(HfQuantizer):
                     f"{name}.{tensor}: not in the checkpoint, so it cannot be quantized; "
                     "a file is missing, or config.json is another model's"
                 )
-        if not self.pre_quantized:
-            for name, parameter in model.named_parameters():
-                if not parameter.is_meta:
-                    check_finite(parameter, name)
+        for name, parameter in model.named_parameters():
+            if self.pre_quantized:  # renamed, it is loaded as stored before transformers 5.24
+                parameter.data = parameter.data.to(self.types.get(name, parameter.dtype))
+            elif not parameter.is_meta:
+                check_finite(parameter, name)
         for name, layer in quantized_layers(model):
             if not any(b.is_meta for b in layer.buffers()):  # offloaded layers have no contents yet
                 if self.pre_quantized:
