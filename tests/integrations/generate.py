@@ -25,6 +25,7 @@ def engine(path, eager=True, **options):
     given: dict[str, Any] = {"dtype": "float32"}
     if torch.cuda.is_available():  # the default takes nearly all memory; others test beside it
         given |= {"gpu_memory_utilization": 0.01, "kv_cache_memory_bytes": 1 << 26}
+    gc.collect()  # an engine that failed to start ends the process groups when it is collected
     llm = vllm.LLM(
         str(path),
         enforce_eager=eager,

@@ -68,10 +68,10 @@ def test_compiled_and_cached_graphs_follow_the_backend(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     quantize_checkpoint(PICO, tmp_path / "out", "int8")
     wanted = by_transformers(tmp_path / "out")
-    for backend in ("reference", "cpu", "reference"):
+    for backend in ("reference", "native", "reference"):
         options = {"hf_overrides": {"anybit": {"backend": backend}}}
         assert by_vllm(tmp_path / "out", eager=False, **options) == wanted, backend
-    assert by_vllm(tmp_path / "out", eager=False) == wanted  # the cpu backend again, unnamed
+    assert by_vllm(tmp_path / "out", eager=False) == wanted  # native again, unnamed
 
 
 MIXTURES = {
@@ -163,8 +163,8 @@ def test_missing_dense_tensors_are_named(tmp_path, stored):
         ({"anybit": {"formats": {"*.q_proj": "fp6"}}}, "no pattern matches layer .*k_proj"),
         ({"anybit": {"formats": {"*": "fp6", "lm_head": "int8"}}}, "lm_head shares its weight"),
         (
-            {"anybit": {"formats": "fp6", "backend": "cpu"}},
-            "'cpu' refuses it: .* no 8-bit integers",
+            {"anybit": {"formats": "trellis", "backend": "native"}},
+            "'native' refuses it: .* depends on neighbouring codes",
         ),
     ],
 )
