@@ -62,7 +62,7 @@ test-gpu:  ## Run the tests that use a GPU on that of this machine, with the pyt
 
 test-emulated: .venv/.installed  ## Emulate and compile every kernel, for all architectures (over an hour).
 	@ANYBIT_TEST_EVERY_KERNEL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 \
-		$$(grep -lwE 'EVERY_KERNEL' tests/kernels/test_*.py)
+		$$(grep -rlwE 'EVERY_KERNEL|pairs' tests --include 'test_*.py')
 
 test-2gpu:  ## Compare layers and a decoder block divided between two GPUs with undivided ones.
 	@$(PYTHON) tests/multi_gpu.py

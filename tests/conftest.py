@@ -39,7 +39,10 @@ def same_start_and_nothing_left() -> Iterator[None]:
     def state() -> tuple[torch.dtype, bool, set[str]]:
         return torch.get_default_dtype(), torch.is_grad_enabled(), set(dict(known_formats()))
 
-    torch.manual_seed(0)
+    # Not `torch.manual_seed`: where CUDA has not started, that keeps a stack trace for each call.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
     before, log = state(), logging.getLogger("anybit")
     level = log.level
     yield

@@ -1,5 +1,7 @@
 """Kernels of the `mma.sync` family as compiled, on the CPU: what their tests launch."""
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -8,6 +10,8 @@ import anybit
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.cute import operands
+from anybit.kernels.cute.jit import KernelSpec
+from anybit.kernels.hopper import build
 from anybit.kernels.mma import tiles
 from anybit.kernels.mma.tiles import Gpu, Kernel, Tile
 from anybit.kernels.reference import quantize_tokens
@@ -24,6 +28,12 @@ GPUS = {
     "B200": Gpu((10, 0), 148, 227 * KB, 228 * KB),
 }
 Tokens = tuple[Tensor, Tensor | None, Tensor | None]  # codes, scale, sums
+
+
+@cache
+def built(scheme: str) -> frozenset[KernelSpec]:
+    """Hopper's kernels of a scheme, which takes a second to ask for."""
+    return frozenset(build.kernels_of(scheme))
 
 
 def kernel_of(

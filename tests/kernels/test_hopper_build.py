@@ -23,7 +23,8 @@ from anybit.kernels.hopper.scalar_linear import Way
 from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.mma.tiles import kernel_for, tiles_of
 from anybit.planning.cost_model import instructions
-from tests.kernels.mma import GPUS
+from tests.kernels.mma import GPUS, built
+from tests.needs import pairs
 
 
 def decoder_of(spec: str, operand: str) -> Decoder:
@@ -64,7 +65,7 @@ SCALAR += ["trellis", "trellis:bits=4,code=pair8@int8", "int5:group=128@int8", "
 
 @pytest.mark.parametrize("scheme", SCALAR)
 def test_the_family_holds_every_choice(scheme: str) -> None:
-    every = set(build.kernels_of(scheme))
+    every = built(scheme)
     kernels = {kernel for kernel in every if isinstance(kernel, Kernel)}
     assert instructions(scheme) < 5.07
     copied = {copies.BYTES} if "trellis" in scheme else set()  # whose products are few
@@ -87,9 +88,12 @@ def test_the_family_holds_every_choice(scheme: str) -> None:
             assert tiles.shared_bytes(tile, d, grouped=True) <= tiles.MAX_SHARED
 
 
-@pytest.mark.parametrize("name", CHIPS)
+WEIGHTS = [("liquid", "int8"), ("fp6", "float16"), ("trellis", "bfloat16")]
+
+
+@pytest.mark.parametrize(("name", "weight"), pairs([*CHIPS], WEIGHTS))
 def test_any_chip_has_the_same_kernels_and_all_of_its_multiprocessors(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, weight: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is compiled for another number of them; grids follow the number."""
     found = chip_named(name, monkeypatch)
@@ -97,24 +101,24 @@ def test_any_chip_has_the_same_kernels_and_all_of_its_multiprocessors(
     assert 0.3 < found.read / H200.read * 132 / found.multiprocessors < 1.5
     if name == "H200":
         assert round(found.read) == H200.read
-    for spec, operand in (("liquid", "int8"), ("fp6", "float16"), ("trellis", "bfloat16")):
-        d, output = decoder_of(spec, operand), "float16" if operand == "float16" else "bfloat16"
-        narrow = build.narrow_kernels(d, [output], found)
-        assert set(narrow) <= set(build.narrow_kernels(d, [output]))
-        gpu = replace(GPUS["H200"], multiprocessors=found.multiprocessors)
-        for n, k in ((5120, 17408), (256, 512)):
-            for m in (1, 16, 64, 1024):
-                tile = tiles.choose(d, m, n, k, found)
-                assert tile in tiles.family(d)
-                assert tiles.fits_once(tile, d, m, n, k, found)
-                grid = tiles.grid(tile, m, n, chip=found)
-                room = found.multiprocessors * tile.ctas
-                assert grid == room if tile.shared else tile.split > 1 or grid <= room
-                if scalar_linear.narrow(m, n, k, d, found):
-                    assert kernel_for(d, gpu, m, n, output) in narrow
-                for experts in (8, 128):
-                    grouped = choose_grouped(d, m, n, k, experts, found)
-                    assert grouped in family_grouped(d)
+    (spec, operand), output = weight, "float16" if weight[1] == "float16" else "bfloat16"
+    d = decoder_of(spec, operand)
+    narrow = build.narrow_kernels(d, [output], found)
+    assert set(narrow) <= set(build.narrow_kernels(d, [output]))
+    gpu = replace(GPUS["H200"], multiprocessors=found.multiprocessors)
+    for n, k in ((4096, 4096), (5120, 17408), (256, 512)):
+        for m in (1, 16, 64, 256, 1024):
+            tile = tiles.choose(d, m, n, k, found)
+            assert tile in tiles.family(d)
+            assert tiles.fits_once(tile, d, m, n, k, found)
+            grid = tiles.grid(tile, m, n, chip=found)
+            room = found.multiprocessors * tile.ctas
+            assert grid == room if tile.shared else tile.split > 1 or grid <= room
+            if scalar_linear.narrow(m, n, k, d, found):
+                assert kernel_for(d, gpu, m, n, output) in narrow
+            for experts in (8, 128):
+                grouped = choose_grouped(d, m, n, k, experts, found)
+                assert grouped in family_grouped(d)
 
 
 def test_launches_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,11 +174,11 @@ def test_weights_are_copied_for_many_tokens() -> None:
     assert [copies.copies(whole, m, 28672, 4096) for m in (64, 256, 4096)] == [False, False, True]
     for m, n, k in ((4096, 28672, 4096), (1000, 48, 128), (600, 4096, 14336)):
         product = Kernel(copies.BYTES, copies.choose_copied(m, n, k), "float16")
-        assert product in build.kernels_of("trellis@int8")
+        assert product in built("trellis@int8")
     trellis_format = get_format("trellis:bits=4")
     way = scalar_linear.chosen(trellis_format, None, HALF, 4096, 28672, 4096, HALF, CUDA, None, 0)
     assert way == Way(copy=way.copy)
-    assert way.copy in build.kernels_of(trellis_format.spec)
+    assert way.copy in built(trellis_format.spec)
 
 
 def test_a_copy_is_multiplied_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +405,7 @@ def test_17_to_64_tokens_of_small_weights_have_kernels_of_their_own(
         return
     kernel, grid = found
     assert grid == tiles_of(kernel.tile, m, shape[0])
-    assert kernel in build.kernels_of(scheme)  # compiled beforehand
+    assert kernel in built(scheme)  # compiled beforehand
     seen: list[Any] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(scalar_linear.mma, "multiply", lambda *args: seen.append(args[6:8]))

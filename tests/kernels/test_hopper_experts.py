@@ -8,8 +8,9 @@ import torch
 from anybit.core.format import get_format
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.cute.operands import decoder_for, operand_of
-from anybit.kernels.hopper import backend, build, expert_tiles, scalar_linear
+from anybit.kernels.hopper import backend, expert_tiles, scalar_linear
 from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
+from tests.kernels.mma import built
 
 HALF = torch.float16
 
@@ -95,7 +96,7 @@ def test_few_tokens_of_experts_have_kernels_of_their_own(
     assert (tile and (tile.rows, tile.warps)) == best
     made = scalar_linear.small_kernels(d, ["bfloat16"])
     assert tile is None or tile in [kernel.tile for kernel in made]  # compiled beforehand
-    assert set(made) <= set(build.kernels_of(scheme))
+    assert set(made) <= built(scheme)
 
 
 @pytest.mark.usefixtures("an_h200")

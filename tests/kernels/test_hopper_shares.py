@@ -76,7 +76,7 @@ def test_shared_tiles(case: Case) -> None:
 
 
 @needs_dsl
-@pytest.mark.parametrize(("shared", "grids"), [(False, (1, 3)), (True, (3, 5))])
+@pytest.mark.parametrize(("shared", "grids"), [(False, (3,)), (True, (3, 5))])
 def test_one_warpgroup_stays_behind(shared: bool, grids: tuple[int, ...]) -> None:
     """Whole tiles of three K tiles and of one, and shares: the same bits as side by side."""
     beside = Tile(8, ctas=2, stages=4, shared=shared)
@@ -110,12 +110,11 @@ def test_the_last_may_arrive_after_it_looked() -> None:
     emulated = Emulated("fp6", BRAIN, SMALL)
     prepared = operands.layout(packed_weight("fp6", 264, 512), emulated.operand)
     x = emulated.tokens(5, 512)
-    want = [emulated.run(x, prepared, 264, grid) for grid in (5, 7)]
+    want = emulated.run(x, prepared, 264, 5)
     looked = re.compile(r"ld\.relaxed\.gpu\.global\.b32 (%r\d+), \[%rd\d+\];")
     assert len(looked.findall(emulated.ptx)) == 1
     emulated.machine = Machine(looked.sub(r"mov.b32 \1, 0;", emulated.ptx))
-    for grid, y in zip((5, 7), want, strict=True):
-        assert torch.equal(emulated.run(x, prepared, 264, grid, seed=1), y)
+    assert torch.equal(emulated.run(x, prepared, 264, 5, seed=1), want)
 
 
 def decoder_of(scheme: str) -> Decoder:

@@ -18,6 +18,7 @@ from anybit.kernels import rotation
 from anybit.kernels.backend import Activations
 from anybit.kernels.reference import quantize_tokens
 from anybit.kernels.triton import activation as kernel
+from tests.needs import EVERY_KERNEL
 
 DEVICE = torch.device(os.environ.get("ANYBIT_TEST_DEVICE", "cpu"))
 
@@ -140,7 +141,10 @@ for kernel, constants, warps in ((activation._token, token, 16), (activation._ro
 """
 
 
-@pytest.mark.parametrize("target", [("cuda", 80, 32), ("hip", "gfx942", 64)])
+TARGETS = [("cuda", 80, 32), *[("hip", "gfx942", 64)] * EVERY_KERNEL]
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_they_compile_without_a_gpu(target: tuple[str, int | str, int]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *map(str, target)],

@@ -222,6 +222,7 @@ def shared_bytes(tile: Tile, decoder: Decoder) -> int:
 # Choices.
 
 
+@cache
 def fitted(tile: Tile, decoder: Decoder, gpu: Gpu, least: int, most: int) -> Tile | None:
     """The tile with `least` to `most` stages and up to its number of CTAs, as shared memory allows.
 
