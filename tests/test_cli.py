@@ -20,10 +20,11 @@ import anybit
 import anybit.checkpoint.stream
 from anybit.cli.app import app
 from anybit.cli.build import schemes_of
+from anybit.cli.options import calibration_of, few_bits
 from anybit.core.format import known_formats
 from anybit.core.names import ALIASES
 from anybit.errors import InvalidInput, InvalidType, Unsupported
-from anybit.evaluate.corpus import held_out_text
+from anybit.evaluate.corpus import held_out_text, prose
 from anybit.evaluate.model import complete, encode, load_text_model
 from anybit.evaluate.perplexity import excerpts, score
 from anybit.nn.plan import plan_from
@@ -212,6 +213,28 @@ def test_an_output_that_exists_needs_overwrite(fp6: Path) -> None:
     _, stderr = run("quantize", PICO, "--format", "int4", "-o", fp6, code=1)
     assert "--overwrite" in stderr
     assert (fp6 / "config.json").stat().st_mtime_ns == before
+
+
+def test_prose_to_calibrate_on_is_not_what_is_scored(tmp_path: Path) -> None:
+    """Both come with Python: documentation, whose topics are divided."""
+    calibrated = calibration_of("prose", 4, 64).source
+    held_out = prose(held_out=True)
+    assert isinstance(calibrated, list)
+    assert min(len(calibrated), len(held_out)) > 20
+    assert not set(calibrated) & set(held_out)
+    receipt = tmp_path / "a.json"
+    run("eval", PICO, "--text", "prose", "--tokens", 256, "--json", receipt)
+    assert json.loads(receipt.read_text())["text"] == "Python's language reference"
+    assert run("eval", "--verify", receipt)[0].endswith("confirmed\n")
+    assert (
+        "scores conversations" in run("eval", PICO, "--text", "prose", "--answers-only", code=1)[1]
+    )
+
+
+def test_few_bits_without_data_are_told_of_it() -> None:
+    assert few_bits({"*": "int8", "lm_head": "int4", "*.q_proj": None}) == "int4"
+    assert few_bits({"*": "fp6", "lm_head": "int8@int8"}) == ""
+    assert few_bits({"*": None}) == ""
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,26 @@
 """What commands make of their options."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from anybit.evaluate.corpus import calibration_text
+from anybit.core.scheme import parse_scheme
+from anybit.evaluate.corpus import calibration_text, prose
 from anybit.formats.presets import default_format
 from anybit.nn.plan import plan_from, plan_of, read_plan
 from anybit.progress import say
 from anybit.quantizers.calibration.data import Calibration
 
+CALIBRATE_BELOW = 5.5  # bits a weight
+
 
 def calibration_of(source: str, samples: int, length: int, kv_scales: bool = False) -> Calibration:
-    """A file's text, or with "python" that of modules of the standard library."""
-    texts: Any = [text for _, text in calibration_text()] if source == "python" else Path(source)
+    """A file's text, or with "python" or "prose" what comes with Python."""
+    texts: Any = Path(source)
+    if source == "python":
+        texts = [text for _, text in calibration_text()]
+    elif source == "prose":
+        texts = prose(held_out=False)
     return Calibration(texts, samples=samples, length=length, kv_scales=kv_scales)
 
 
@@ -27,3 +35,12 @@ def plan_of_options(
         say(f"no --format: {spec} ({why}); `anybit formats` lists the others")
         formats = [spec]
     return plan_of(plan_from(formats))
+
+
+def few_bits(plan: Mapping[str, str | None]) -> str:
+    """The scheme of fewest bits in a plan, if these are so few that calibration is worth it."""
+    shape = 4096, 4096
+    found = {scheme: parse_scheme(scheme)[0] for scheme in plan.values() if scheme}
+    bits = {s: fmt.bits_per_weight(shape) for s, fmt in found.items()}
+    least = min(bits, key=bits.__getitem__, default="")
+    return least if least and bits[least] < CALIBRATE_BELOW else ""

@@ -23,7 +23,9 @@ def evaluate(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="Text to score, as for --calibrate; modules of Python if absent."),
+        typer.Option(
+            help="Text to score, as for --calibrate, prose too; modules of Python if absent."
+        ),
     ] = None,
     answers_only: Annotated[
         bool, typer.Option("--answers-only", help="Score answers in conversations alone.")

@@ -3,7 +3,9 @@
 Perplexity needs text that the model was not trained on. The source of the standard library is
 on every machine that runs this package, so two fixed lists of its modules serve: `HELD_OUT` for
 evaluation (kept out of the training data of ``models/pico``) and `CALIBRATION` for calibration.
-Both texts differ a little between versions of Python; compare figures within one version.
+English prose is there as well: the language reference that `help()` shows, every other topic of
+which is for calibration. All texts differ a little between versions of Python; compare figures
+within one version.
 """
 
 from __future__ import annotations
@@ -103,3 +105,18 @@ def calibration_text() -> list[tuple[str, str]]:
     A module that this Python lacks is left out; fewer than 12 raise `FileNotFoundError`.
     """
     return _read(CALIBRATION)
+
+
+def prose(held_out: bool) -> list[str]:
+    """Topics of Python's language reference: those for evaluation, or those for calibration.
+
+    Raises:
+        FileNotFoundError: This Python was installed without them.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise FileNotFoundError(
+            "this Python was installed without its documentation (pydoc_data); pass your own text"
+        ) from None
+    return list(dict.fromkeys(topics[name] for name in sorted(topics)))[held_out::2]

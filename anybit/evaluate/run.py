@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anybit.checkpoint.foreign.ready import ready
 from anybit.errors import InvalidInput
-from anybit.evaluate.corpus import held_out_text
+from anybit.evaluate.corpus import held_out_text, prose
 from anybit.evaluate.model import context_of, encode, load_text_model
 from anybit.evaluate.perplexity import Model, Rows, excerpts, logits_of, measure
 from anybit.evaluate.receipt import (
@@ -33,6 +33,7 @@ LONGEST = 2048  # tokens in a window, for models that could see more
 FLOOR = 4  # windows whose noise is measured
 FEWEST = 256  # tokens of an entry that are worth to be scored, if it has as many
 DEFAULT = "Python standard library (default; choose with --text)"
+PROSE = "Python's language reference"
 
 
 def evaluate(
@@ -132,16 +133,21 @@ class Scored:
 
 def read(text: Path | None, tokens: int, answers_only: bool) -> Scored:
     """The texts that `evaluate` scores."""
+    if answers_only and str(text) in ("None", "prose"):
+        raise InvalidInput("--answers-only scores conversations: give them with --text")
     if text is None:
-        if answers_only:
-            raise InvalidInput("--answers-only scores conversations: give them with --text")
-        texts = [source for _, source in held_out_text()]
-        return Scored(texts, DEFAULT, sha256("\0".join(texts).encode()).hexdigest())
+        return scored([source for _, source in held_out_text()], DEFAULT)
+    if str(text) == "prose":
+        return scored(prose(held_out=True), PROSE)
     whole = read_texts(text)
     name = str(text) if len(whole) == 1 else f"{text}, {len(whole)} entries"
     some = spread(whole, max(1, tokens // FEWEST))
     name += f", of which {len(some)} are scored" if len(some) < len(whole) else ""
     return Scored(some, name, file_hash(text))
+
+
+def scored(texts: Sequence[str], name: str) -> Scored:
+    return Scored(texts, name, sha256("\0".join(texts).encode()).hexdigest())
 
 
 def floor(model: Model, documents: list[Tensor], dense: Model | Rows, options: Any) -> float:

@@ -26,15 +26,16 @@ def engine(path, eager=True, **options):
     if torch.cuda.is_available():  # the default takes nearly all memory; others test beside it
         given |= {"gpu_memory_utilization": 0.01, "kv_cache_memory_bytes": 1 << 26}
     gc.collect()  # an engine that failed to start ends the process groups when it is collected
-    llm = vllm.LLM(
-        str(path),
-        enforce_eager=eager,
-        max_model_len=128,
-        max_num_seqs=4,
-        seed=0,
-        **(given | options),
-    )
+    llm = None
     try:
+        llm = vllm.LLM(
+            str(path),
+            enforce_eager=eager,
+            max_model_len=128,
+            max_num_seqs=4,
+            seed=0,
+            **(given | options),
+        )
         yield weakref.proxy(llm)  # a reference would keep it alive beyond `cleanup`
     finally:
         del llm
