@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import Logprob, SamplingParams
 from anybit.serve.answers import Asked, CompletionsAnswer
+from anybit.serve.bench import Lengths, Load
 from anybit.serve.bench import run as bench
 from anybit.serve.texts import Words
 from tests.engine.conftest import PICO
@@ -217,7 +218,8 @@ def test_key(tiny: Path) -> None:
         assert httpx.get(locked.url + "/metrics", headers=key).status_code == 200
         assert httpx.get(locked.url + "/metrics", headers={"x-api-key": "other"}).status_code == 200
         assert httpx.get(locked.url + "/", auth=("", "s3cret")).status_code == 200
-        bench(locked.url, 1, 1, 2, 1, 101, "s3cret other", lambda line: None)  # the first is sent
+        load = Load(Lengths(2), Lengths(1), streams=1, requests=1)
+        bench(locked.url, [load], 101, "s3cret other", lambda line: None)  # the first is sent
         asked = httpx.get(locked.url + "/")  # a browser asks for the key then
         assert asked.headers["www-authenticate"] == "Basic"
         assert (
@@ -372,5 +374,11 @@ def test_drafts_are_counted(tiny: Path) -> None:
             name = f"vllm:spec_decode_num_{name}_tokens_total"
             assert f'{name}{{model_name="tiny"}} {float(value)}' in text
         shown: list[str] = []
-        bench(live.url, 2, 2, 8, 8, 4096, None, shown.append)
+        bench(
+            live.url,
+            [Load(Lengths(8), Lengths(8), streams=2, requests=2)],
+            4096,
+            None,
+            shown.append,
+        )
         assert any("tokens taken" in line for line in shown)
