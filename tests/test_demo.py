@@ -18,7 +18,7 @@ from anybit.evaluate.corpus import held_out_text
 from anybit.evaluate.model import encode, load_text_model
 from anybit.evaluate.perplexity import excerpts, score
 
-TOKENS = 3072
+TOKENS = 2048
 LADDER = ("int8", "fp6", "int4", "int3")  # from the least KL divergence to the most
 PICO = demo_module.pico()
 
