@@ -197,6 +197,6 @@ def test_codebooks_beat_integers_on_pico() -> None:
     before = perplexity(coarse)
     more = anybit.Calibration(calibration.source, samples=80, length=128)
     pv_tune(coarse, dense, more, steps=6, rate=6e-3)
-    # Measured: 1.09 above it before, 1.01 after. The text to tune on is 10 thousand tokens, which is what
+    # Measured: 1.09 above it before, 1.01 after. The text to tune on is 10 thousand tokens, which
     # bounds the gain; codebooks of two bits lose too little for so little text to help.
     assert perplexity(coarse) - best < 0.97 * (before - best), (best, before)
