@@ -170,7 +170,7 @@ def test_codebooks_beat_integers_on_pico() -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(PICO)
     texts = [
         tokenizer(tokenizer.bos_token + text, return_tensors="pt", verbose=False).input_ids[0, :128]
-        for _, text in held_out_text()
+        for _, text in held_out_text()[::2]
     ]
     calibration = anybit.Calibration([text for _, text in calibration_text()], 4, 256)
 
@@ -189,7 +189,7 @@ def test_codebooks_beat_integers_on_pico() -> None:
     book = "codebook:m=2,v=8,group=128"
     books = quantized(6, book, Additive(calibration, rounds=1, beam=4, steps=4))
     best, of_integers, of_books = perplexity(dense), perplexity(integers), perplexity(books)
-    # Measured: 13.39 dense, 14.18 integers, 13.72 codebooks.
+    # Measured: 0.97 above the dense model with integers, 0.32 with codebooks.
     assert of_books - best < 0.6 * (of_integers - best), (best, of_integers, of_books)
 
     fewer = "codebook:m=1,v=8,group=128"
@@ -197,6 +197,6 @@ def test_codebooks_beat_integers_on_pico() -> None:
     before = perplexity(coarse)
     more = anybit.Calibration(calibration.source, samples=80, length=128)
     pv_tune(coarse, dense, more, steps=6, rate=6e-3)
-    # Measured: 14.59 before, 14.49 after. The text to tune on is 10 thousand tokens, which is what
+    # Measured: 1.09 above it before, 1.01 after. The text to tune on is 10 thousand tokens, which
     # bounds the gain; codebooks of two bits lose too little for so little text to help.
     assert perplexity(coarse) - best < 0.97 * (before - best), (best, before)

@@ -1,14 +1,9 @@
 """Every script of examples/, run on models/pico in a folder of its own."""
 
 import json
-import os
 import runpy
-import signal
 import socket
-import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +15,10 @@ from torch.nn import Linear
 import anybit
 from anybit.checkpoint.save_load import load
 from anybit.core.format import FORMATS
+from anybit.engine.llm import LLM
 from anybit.evaluate.model import load_text_model
 from anybit.nn.model import quantized_layers
+from anybit.serve.server import Settings
 
 ROOT = Path(__file__).parent.parent
 
@@ -132,50 +129,24 @@ def test_sparse_finetune(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ((pairs != 0).sum(-1) <= 1).all()
 
 
-def test_w4a8_serve(folder: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = ROOT / "examples" / "w4a8_serve.py"
-    command = [sys.executable, str(script), str(port)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    log = (folder / "log").open("w")
-    with log, subprocess.Popen(command, stdout=log, stderr=log, env=environment) as server:
-        try:
-            wait(server, f"http://127.0.0.1:{port}/health", folder / "log")
-            body = {"model": "pico", "prompt": "def f(x):", "max_tokens": 8, "temperature": 0}
-            answer = post(f"http://127.0.0.1:{port}/v1/completions", body)
-            assert answer["usage"]["completion_tokens"] == 8
-            assert answer["choices"][0]["text"].strip()
-            server.send_signal(signal.SIGINT)
-            code = server.wait(30)
-        finally:
-            server.kill()
-    assert code == 0, (folder / "log").read_text()
-    assert "Traceback" not in (folder / "log").read_text()
+def test_w4a8_serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[tuple[LLM, Settings, str]] = []
+
+    def serve(llm: LLM, settings: Settings, listener: socket.socket) -> None:
+        with listener:
+            served.append((llm, settings, listener.getsockname()[0]))
+
+    monkeypatch.setattr("anybit.serve.run.run", serve)
+    run("w4a8_serve", monkeypatch, 0)
+    ((llm, settings, host),) = served
+    assert (settings.names, host) == (("pico",), "127.0.0.1")
+    assert llm.kv_dtype == torch.int8
+    (answer,) = llm.generate("def f(x):", anybit.SamplingParams(temperature=0, max_tokens=8))
+    assert len(answer.tokens) == 8
+    assert answer.text.strip()
     config = json.loads((folder / "out/w4a8/config.json").read_text())
     assert "liquid@int8" in json.dumps(config["quantization_config"])
     with safe_open(folder / "out/w4a8/model.safetensors", "pt") as saved:
         names = list(saved.keys())
     assert sum(name.endswith(".step") for name in names) == 56  # LiquidQuant's second level
     assert sum(name.endswith(".k_scale") for name in names) == 8
-
-
-def wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Until the server answers; a failure with its log if it ends first, or after two minutes."""
-    for _ in range(600):
-        assert server.poll() is None, log.read_text()
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise TimeoutError(log.read_text())
-
-
-def post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.load(response)

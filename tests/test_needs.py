@@ -1,8 +1,7 @@
 """In CI, a missing compiler is a failure, and no reason to skip tests."""
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,13 +18,13 @@ def test_ci_skips_nothing(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
         needs.check_compilers()
 
 
-def test_pytest_asks_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytest_asks_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
     monkeypatch.setenv("CI", "true")
-    script = (
-        "import sys, pytest; sys.modules['cutlass'] = None; "
-        "sys.exit(pytest.main(['--collect-only', '-p', 'no:cacheprovider', 'tests/test_needs.py']))"
+    monkeypatch.setattr(needs, "find_spec", lambda name: None)
+    plugin: Any = pytestconfig.pluginmanager.get_plugin(
+        str(Path(__file__).with_name("conftest.py"))
     )
-    root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "cutlass is missing" in done.stderr
+    with pytest.raises(pytest.UsageError, match="is missing"):
+        plugin.pytest_configure()

@@ -16,6 +16,7 @@ from torch import nn
 import anybit
 from anybit.core.format import FORMATS
 from anybit.evaluate.model import complete, load_text_model
+from tests import tiny
 
 DEVICE = os.environ.get("ANYBIT_TEST_DEVICE", "cpu")
 ROOT = Path(__file__).parent.parent
@@ -87,8 +88,7 @@ print(anybit.load(sys.argv[1]).model.layers[0].mlp.up_proj.scheme)
 def test_a_fresh_process_can_load_it_once_the_module_is_imported(
     module: Path, tmp_path: Path
 ) -> None:
-    model, _ = load_text_model(PICO, "cpu")
-    anybit.save(anybit.quantize_(model, "ternary"), tmp_path / "out")
+    anybit.save(anybit.quantize_(tiny.llama(), "ternary"), tmp_path / "out")
     done = subprocess.run(
         [sys.executable, "-c", FRESH, str(tmp_path / "out"), str(module.parent)],
         capture_output=True,

@@ -4,18 +4,15 @@ Each fenced block that names such a model (Qwen/Qwen3-0.6B) is run by itself in 
 a Python block that begins with an import, and of other blocks the lines that begin with `anybit`.
 """
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from anybit.files.hub import name_of
 from tests import hub
-from tests.test_cli import PICO
+from tests.test_cli import PICO, run
 
 ROOT = Path(__file__).parent.parent
 RUNS_ON = ("serve", "demo")  # which do not end, or need a clone
@@ -37,26 +34,20 @@ def names(block: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("language", "block"), blocks())
-def test_blocks_that_name_a_model_run(language: str, block: str, tmp_path: Path) -> None:
+def test_blocks_that_name_a_model_run(
+    language: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work = tmp_path / "work"
     work.mkdir()
-    commands = [[sys.executable, "-c", block]]
-    if language != "python":
-        lines = [shlex.split(line, comments=True) for line in block.splitlines()]
-        anybit = [line for line in lines if line[:1] == ["anybit"] and line[1] not in RUNS_ON]
-        commands = [[sys.executable, "-m", "anybit.cli", *line[1:]] for line in anybit]
-    assert commands
+    monkeypatch.chdir(work)
     with hub.serving(dict.fromkeys(names(block), PICO)) as served:
-        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ANYBIT_CACHE": str(tmp_path)}
-        environment = os.environ | hub.environment(served, tmp_path / "home") | own
-        for command in commands:
-            done = subprocess.run(
-                command,
-                cwd=work,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-            )
-            assert done.returncode == 0, done.stderr
+        hub.use(served, tmp_path / "home", monkeypatch)
+        if language == "python":
+            exec(block, {})
+        else:
+            lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+            anybit = [line for line in lines if line[:1] == ["anybit"] and line[1] not in RUNS_ON]
+            assert anybit
+            for line in anybit:
+                run(*line[1:])
         assert served.asked

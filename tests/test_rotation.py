@@ -25,6 +25,7 @@ from anybit.planning.allocate import plan_formats
 from anybit.quantizers.base import Quantizer, quantize_weight
 from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.registry import CALIBRATED
+from tests.needs import pairs
 from tests.specs import NAMES
 from tests.tiny import dense, llama, logits, same_output, same_state
 
@@ -93,8 +94,7 @@ def test_a_rotated_weight_is_the_stored_one_between_two_transforms(sides: str) -
     assert torch.equal(compiled(x), layer(x))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sides", ["k", "kn"])
+@pytest.mark.parametrize(("name", "sides"), pairs(NAMES, ["k", "kn"]))
 def test_every_format_is_rotated(name: str, sides: str) -> None:
     spec = f"{name}:rotate={sides}"
     w, x = random(N, K), random(7, K, seed=1)

@@ -14,6 +14,7 @@ from anybit.core.packed import Packed, tensor_shapes
 from anybit.errors import InvalidInput
 from anybit.nn.sharding import Piece, check_columns, cut, shard, share
 from tests.multi_gpu import SCHEMES
+from tests.needs import pairs
 from tests.specs import SPECS
 
 RANKS = (2, 4)
@@ -55,8 +56,7 @@ def test_scales_that_are_no_numbers_are_refused():
     assert filled(packed, 32, slice(0, 32), 0).shape == (32, 32)  # a part without it
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "ranks"), pairs(SPECS, RANKS))
 def test_rows_of_all_ranks_are_the_weight(spec, ranks):
     fmt = anybit.get_format(spec)
     n = 3 * fmt.tile[0]
@@ -71,9 +71,8 @@ def test_rows_of_all_ranks_are_the_weight(spec, ranks):
     assert torch.equal(torch.cat(parts), packed.dequantize())
 
 
-@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("times", [1, 3, 5])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "ranks"), pairs(SPECS, RANKS))
 def test_columns_of_all_ranks_are_the_weight(spec, times, ranks):
     """A rank's columns are 1, 3 or 5 groups, vectors or single weights: words are split."""
     fmt = anybit.get_format(spec)

@@ -272,5 +272,5 @@ def prompts(count: int, longest: int = 40, vocabulary: int = 96) -> list[list[in
 
 
 ROUND = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}  # fits all groups
-ARCHITECTURES["llama-round"] = ("llama", ROUND)
+ARCHITECTURES["llama-round"] = ("llama", ROUND | {"intermediate_size": 128})
 ARCHITECTURES["qwen2-round"] = ("qwen2", ROUND)

@@ -18,6 +18,7 @@ from anybit.kernels.triton.tiles import Tile
 from anybit.nn import op as ops
 from anybit.nn.linear import QuantLinear
 from anybit.quantizers.quantize import quantize_tensor
+from tests.needs import pairs
 from tests.specs import columns_of_a_group
 
 pytest.importorskip("triton")
@@ -133,18 +134,20 @@ def test_dense_is_the_weight(scheme: str, dtype: torch.dtype) -> None:
     assert torch.equal(got, expected(x, packed, None))
 
 
+TILES = [
+    (1, Tile("gemm", rows=32, tokens=8, warps=1, stages=2)),
+    (7, Tile("gemm", rows=32, tokens=16, split=3, stages=2, cut=2)),
+    (17, Tile("gemm", rows=64, tokens=32, split=2, stages=2, cut=4)),
+    (33, Tile("gemm", rows=64, tokens=64, stages=3)),
+    (70, Tile("gemm", rows=64, tokens=128, split=2, stages=2)),
+]
+
+
 @pytest.mark.parametrize(
-    ("m", "tile"),
-    [
-        (1, Tile("gemm", rows=32, tokens=8, warps=1, stages=2)),
-        (7, Tile("gemm", rows=32, tokens=16, split=3, stages=2, cut=2)),
-        (17, Tile("gemm", rows=64, tokens=32, split=2, stages=2, cut=4)),
-        (33, Tile("gemm", rows=64, tokens=64, stages=3)),
-        (70, Tile("gemm", rows=64, tokens=128, split=2, stages=2)),
-    ],
+    ("tokens", "scheme"), pairs(TILES, ["int4:group=32", "fp6", "int3:group=32", "liquid@int8"])
 )
-@pytest.mark.parametrize("scheme", ["int4:group=32", "fp6", "int3:group=32", "liquid@int8"])
-def test_random_activations_bias_and_split_k(scheme: str, m: int, tile: Tile) -> None:
+def test_random_activations_bias_and_split_k(scheme: str, tokens: tuple[int, Tile]) -> None:
+    m, tile = tokens
     packed, activation = packed_of(scheme, N, 544)
     x = torch.randn(m, 544, generator=torch.Generator().manual_seed(2)).half().to(DEVICE)
     bias = torch.randn(N, generator=torch.Generator().manual_seed(3)).half().to(DEVICE)
@@ -182,10 +185,10 @@ def test_shapes_and_strides() -> None:
         run(x.float())
 
 
-@pytest.mark.parametrize("m", [1, 3, 12, 40, 90])
-@pytest.mark.parametrize(
-    "scheme", ["int4", "int4:group=32", "fp6", "codebook:m=2,v=8,b=4", "liquid@int8", "fp6@int8"]
-)
+CHOSEN = ["int4", "int4:group=32", "fp6", "codebook:m=2,v=8,b=4", "liquid@int8", "fp6@int8"]
+
+
+@pytest.mark.parametrize(("scheme", "m"), pairs(CHOSEN, [1, 3, 12, 40, 90]))
 def test_chosen_tiles_fit_every_number_of_tokens(scheme: str, m: int) -> None:
     packed, activation = packed_of(scheme)
     x = torch.randn(m, packed.shape[1], generator=torch.Generator().manual_seed(2))

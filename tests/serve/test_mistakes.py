@@ -5,6 +5,7 @@ import json
 import httpx
 import pytest
 
+from tests.needs import pairs
 from tests.serve.conftest import Live
 
 JSON = {"content-type": "application/json"}
@@ -116,8 +117,9 @@ MALFORMED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
-@pytest.mark.parametrize("body", MALFORMED, ids=range(len(MALFORMED)))
+@pytest.mark.parametrize(
+    ("body", "path"), pairs(MALFORMED, ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+)
 def test_malformed_bodies_are_the_clients_mistake(live: Live, path: str, body: bytes) -> None:
     headers = {"content-type": "application/json"}
     answer = httpx.post(live.url + path, content=body, headers=headers, timeout=60)

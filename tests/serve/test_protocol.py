@@ -192,14 +192,14 @@ def test_random_bytes_never_stop_the_server(live: Live) -> None:
     good = b'{"prompt": "' + b"def f(" * 30 + b'", "max_tokens": 3, "stop": ["a"], "n": 2}'
     headers, statuses = {"content-type": "application/json"}, []
     with httpx.Client(base_url=live.url, timeout=60, headers=headers) as client:
-        for _ in range(150):
+        for _ in range(60):
             body = bytearray(good)
             for _ in range(rng.randrange(1, 6)):
                 body[rng.randrange(len(body))] = rng.choice(b'\x00"{}[],:0129aen\xff\\')
             answer = client.post("/v1/completions", content=bytes(body))
             assert answer.status_code in (200, 400, 404), (bytes(body), answer.text)
             statuses.append(answer.status_code)
-    assert min(statuses.count(200), statuses.count(400)) > 10
+    assert min(statuses.count(200), statuses.count(400)) > 5
     assert live.idle()
 
 

@@ -14,6 +14,7 @@ from anybit.engine.llm import LLM
 from anybit.serve import messages
 from anybit.serve.answers import Block
 from anybit.serve.conversation import Dialect
+from tests.needs import pairs
 from tests.serve.conftest import Live, serving
 from tests.serve.test_protocol import events
 
@@ -54,18 +55,17 @@ def prompt_of(live: Live, **body: Any) -> str:
 # Values that mean no.
 
 
-@pytest.mark.parametrize(
-    "no",
-    [None, False, [], {}, "", "auto", "none", "default", "disabled", "standard_only",
-     {"type": "disabled"}, {"mode": "auto", "more": {"deep": None}, "list": []}],
-)  # fmt: skip
-@pytest.mark.parametrize("path", BODIES)
+NO = [None, False, [], {}, "", "auto", "none", "default", "disabled", "standard_only",
+      {"type": "disabled"}, {"mode": "auto", "more": {"deep": None}, "list": []}]  # fmt: skip
+YES = [True, 0, 1, "on", [None], {"type": "enabled"}, {"a": [0]}]
+
+
+@pytest.mark.parametrize(("no", "path"), pairs(NO, [*BODIES]))
 def test_a_field_that_says_no_asks_for_nothing(talking: Live, path: str, no: object) -> None:
     ok(talking, path, BODIES[path] | {"made_up": no})
 
 
-@pytest.mark.parametrize("yes", [True, 0, 1, "on", [None], {"type": "enabled"}, {"a": [0]}])
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(("yes", "path"), pairs(YES, [*BODIES]))
 def test_a_field_that_asks_is_refused_by_its_name(talking: Live, path: str, yes: object) -> None:
     assert "knows no field 'made_up'" in refusal(talking, path, BODIES[path] | {"made_up": yes})
 
