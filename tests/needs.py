@@ -10,7 +10,8 @@ import pytest
 
 EVERY_KERNEL = "ANYBIT_TEST_EVERY_KERNEL" in os.environ  # emulate all, not a few of each kind
 COMPILERS = {"triton": "gpu", "cutlass": "hopper"}  # module, and the extra that installs it
-A, B = TypeVar("A"), TypeVar("B")
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 def pairs(first: Sequence[A], second: Sequence[B]) -> list[tuple[A, B]]:
