@@ -110,7 +110,8 @@ class Load:
         """Each request's arrival in seconds, tokens of its prompt, and of its answer."""
         if self.rate is None:
             return [(0, self.prompt.draw(rng), self.output.draw(rng)) for _ in range(self.requests)]
-        at, out = rng.expovariate(self.rate), list[tuple[float, int, int]]()
+        at = rng.expovariate(self.rate)
+        out: list[tuple[float, int, int]] = []
         while at < self.seconds or not out:
             out.append((at, self.prompt.draw(rng), self.output.draw(rng)))
             at += rng.expovariate(self.rate)

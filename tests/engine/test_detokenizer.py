@@ -55,7 +55,7 @@ def test_any_text_byte_by_byte(text: str, cut: int) -> None:
 
 
 @given(st.binary(max_size=80) | st.lists(st.sampled_from(range(256)), min_size=150).map(bytes))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 def test_bytes_that_are_no_text_are_not_held_back_forever(data: bytes) -> None:
     pieces, _ = stream(Detokenizer(bytes_decode, []), list(data))
     assert "".join(pieces) == data.decode("utf-8", "replace")
@@ -115,7 +115,7 @@ class Naive:
     st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=12),
     st.booleans(),
 )
-@settings(deadline=None, max_examples=1000)
+@settings(deadline=None, max_examples=400)
 def test_stop_strings_of_tokens_of_several_characters(
     pieces: list[tuple[str, bool]], stop: list[str], include: bool
 ) -> None:

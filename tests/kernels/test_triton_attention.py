@@ -360,7 +360,7 @@ def test_the_engine_on_these_kernels(
     kind, options = ARCHITECTURES.get(model) or (model, {"sliding_window": 12})
     random_model(kind, options | {"num_hidden_layers": 1}).save_pretrained(tmp_path)
     many = prompts(3, longest=12)
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     settings = {"block_size": 4, "max_tokens": 16, "max_running": 4, "kv_cache": kv}
     want = [o.tokens for o in LLM(tmp_path, scheme, **settings).generate(many, params)]
 
