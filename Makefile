@@ -60,9 +60,9 @@ test-gpu:  ## Run the tests that use a GPU on that of this machine, with the pyt
 		--numprocesses 8 tests/engine tests/serve \
 		$$(grep -lwE 'ANYBIT_TEST_DEVICE|import DEVICE' tests/test_*.py tests/kernels/test_*.py)
 
-test-emulated: .venv/.installed  ## Emulate and compile every kernel, for all architectures (over an hour).
+test-emulated: .venv/.installed  ## Try every kernel, for all architectures, and every pair of parameters (over an hour).
 	@ANYBIT_TEST_EVERY_KERNEL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 \
-		$$(grep -rlwE 'EVERY_KERNEL|pairs' tests --include 'test_*.py')
+		$$(grep -rl 'from tests.needs import' tests --include 'test_*.py')
 
 test-2gpu:  ## Compare layers and a decoder block divided between two GPUs with undivided ones.
 	@$(PYTHON) tests/multi_gpu.py
