@@ -422,7 +422,7 @@ def knapsack(costs: list[list[float]], losses: list[list[float]], budget: float)
                 totals[option, steps:] = best[: BINS + 1 - steps] + loss_
         picks.append(totals.argmin(0).astype(np.int16))
         best = totals.min(0)
-    at, out = int(best.argmin()), []
+    at, out = int(np.argmin(best)), []
     for group, floor, pick in zip(reversed(costs), reversed(floors), reversed(picks), strict=True):
         option = int(pick[at])
         out.append(option)
