@@ -154,7 +154,7 @@ def quantize(
     chosen = plan_of_options(formats, plan, calibrate is not None)
     text = None if calibrate is None else calibration_of(calibrate, samples, length, kv_scales)
     if text is None and (few := few_bits(chosen)):
-        say(f"{few} without --calibrate: with --calibrate prose it loses much less, in minutes")
+        say(f"{few} without data: --calibrate prose takes minutes and usually loses less")
     with pushing(out, push_to):
         typer.echo(quantize_directory(model, out, chosen, method, text, overwrite))
 
