@@ -15,10 +15,13 @@ B = TypeVar("B")
 
 
 def pairs(first: Sequence[A], second: Sequence[B]) -> list[tuple[A, B]]:
-    """All pairs, or, without EVERY_KERNEL, each of `first` with one of `second`, in turn."""
+    """All pairs, or, without EVERY_KERNEL, each of `first` with one of `second`, in turn.
+
+    Each turn begins one further, so that what repeats in `first` does not meet the same again.
+    """
     if EVERY_KERNEL:
         return list(product(first, second))
-    return [(a, second[i % len(second)]) for i, a in enumerate(first)]
+    return [(a, second[(i + i // len(second)) % len(second)]) for i, a in enumerate(first)]
 
 
 def check_compilers() -> None:

@@ -61,7 +61,7 @@ class Lengths:
                 f"{text!r} is no number of tokens; give 128, or 270~1.0 for a median and a spread, "
                 "or 270~1.0:16-3000 for these within bounds"
             )
-        bounds = (int(found[3]), int(found[4])) if found[3] else (1, 1 << 20)
+        bounds = (int(found[3]), int(found[4])) if found[3] else ()
         return cls(int(found[1]), float(found[2] or 0), *bounds)
 
     def draw(self, rng: random.Random) -> int:
