@@ -1,13 +1,16 @@
 """The accuracy study: formats by quantizers on one model, against the same model in bf16.
 
-Perplexity, KL and agreement on all held-out modules of the standard library, and how often greedy
-completions of their functions parse. Calibrated on other modules ("code"), on the prose of the
-language reference ("prose"), or on text that the model was trained on ("train"). Weights are
+Perplexity, KL and agreement on all held-out modules of the standard library or on a file of texts,
+and how often greedy completions of the modules' functions parse. Calibrated on other modules
+("code"), on the prose of the language reference ("prose"), on both in turns ("mixed"), or on text
+that the model was trained on ("train"). Weights are
 decoded and multiplied in fp32, 8-bit activations are real int8 codes: the figures hold for every
 kernel that computes what the reference defines.
 
     python benchmarks/study.py build/study-105m --jobs 2 --seconds 280 --out h200_accuracy.csv
     python benchmarks/study.py models/pico --jobs 2 --tokens 20000 --cases core --out pico.csv
+    python benchmarks/study.py SmolLM2-135M-Instruct --cases published --text book.json \
+        --tokens 60000 --out h200_published.csv
 
 The model's folder may hold `tuning.pt`, token ids (windows, length) of its training text, on which
 PV-tuning works, too. The cases are measured in order of importance, and rows written as they
@@ -18,6 +21,7 @@ import argparse
 import copy
 import dataclasses
 import datetime
+import json
 import multiprocessing
 import platform
 import queue
@@ -94,8 +98,10 @@ class Work:
         prompts: int,
         steps: int,
         samples: int,
+        text: Path | None,
     ):
         self.texts: dict[str, Tensor] = {}
+        self.tuned_on = "mixed" if text else "code"
         for name in ("hopper", "mma", "triton", "native", "cpu"):
             # What is left is the definition, in calibration too.
             BACKENDS.pop(name, None)
@@ -106,7 +112,9 @@ class Work:
         self.dense = Remembered(model.to(device).eval(), 12 << 30)
         self.plans: dict[str, dict[str, str | None]] = {}
         self.window = min(WINDOW, self.dense.model.config.max_position_embeddings)
-        encoded = [self.tokenizer(t, verbose=False).input_ids for _, t in held_out_text()]
+        texts = [entry["text"] for entry in json.loads(text.read_text("utf-8"))] if text else None
+        scored = texts or [module for _, module in held_out_text()]
+        encoded = [self.tokenizer(t, verbose=False).input_ids for t in scored]
         documents = [torch.tensor([self.tokenizer.bos_token_id, *ids]) for ids in encoded]
         self.documents = [ids.to(device) for ids in excerpts(documents, tokens)]
         self.prompts = function_prompts(held_out_text(), prompts)
@@ -124,6 +132,9 @@ class Work:
     def tokenized(self, kind: str) -> Tensor:
         if kind == "train":
             return self.tuning_windows().flatten()
+        if kind == "mixed":
+            halves = [self.text(half).split(self.window) for half in ("prose", "code")]
+            return torch.cat([ids for pair in zip(*halves, strict=False) for ids in pair])
         if kind == "prose":
             path = module_path("pydoc_data.topics")
             paths = [path] if path.is_file() else sorted((ROOT / "docs").glob("*.md"))
@@ -139,11 +150,11 @@ class Work:
         return Calibration(torch.stack([ids[at : at + self.window] for at in starts]))
 
     def tuning_windows(self) -> Tensor:
-        """Text that the model was trained on (windows, length); pico's is the "code"."""
+        """Text that the model was trained on (windows, length), or what else there is."""
         path = self.folder / "tuning.pt"
         if path.is_file():
             return torch.load(path)[:, : self.window]
-        ids = self.calibration("code", 4 * self.samples).source
+        ids = self.calibration(self.tuned_on, 4 * self.samples).source
         assert isinstance(ids, Tensor)
         return ids
 
@@ -172,7 +183,7 @@ class Work:
         if name:
             return spec
         if spec not in self.plans:
-            text = self.calibration("code", self.samples // 4)
+            text = self.calibration(self.tuned_on, self.samples // 4)
             plan = plan_formats(self.fresh(), text, bits=float(bits), show_progress=False)
             print(plan.table(), flush=True)
             self.plans[spec] = plan.plan
@@ -333,6 +344,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"windows ({SAMPLES})")
     parser.add_argument("--steps", type=int, default=600, help="of PV-tuning (600)")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
+    parser.add_argument("--text", type=Path, help='to score: JSON, [{"text": ...}] (the modules)')
     parser.add_argument("--cases", choices=KINDS, default="all")
     parser.add_argument(
         "--part", default="1/1", help="1/2: every second case, from the first (1/1)"
@@ -351,7 +363,7 @@ def main() -> None:
 
     well = True
     for folder in args.models:
-        settings = (folder, device, args.tokens, args.prompts, args.steps, args.samples)
+        settings = (folder, device, args.tokens, args.prompts, args.steps, args.samples, args.text)
         left = args.seconds - (time.perf_counter() - began)
         number, parts = map(int, args.part.split("/"))
         todo = cases(args.cases)

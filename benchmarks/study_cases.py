@@ -123,6 +123,34 @@ trellis gptq
 trellis:bits=3 gptq
 trellis:rotate=kn gptq,gptq+tune
 """
+# For models of hubs, whose widths groups of 64 divide.
+PUBLISHED = """
+bf16 dense
+trellis:rotate=kn gptq/mixed gptq-gradients/mixed
+codebook:m=2,v=8,b=8,group=64 additive/mixed,additive+pv/mixed
+int4:group=64,zero rtn gptq/mixed gptq/prose gptq/code clip hqq gptq-gradients/mixed
+fp6 rtn gptq/mixed clip
+int6 rtn gptq/mixed clip
+trellis:bits=3,rotate=kn gptq/mixed gptq-gradients/mixed
+trellis:bits=4,rotate=kn gptq/mixed gptq-gradients/mixed
+int3:group=64,zero rtn gptq/mixed gptq-gradients/mixed hqq
+int2:group=32,zero rtn gptq/mixed gptq-gradients/mixed hqq
+int8 rtn
+int8@int8 rtn smooth+gptq/mixed
+liquid@int8 rtn smooth+gptq/mixed
+nvfp4 rtn gptq/mixed clip
+mxfp4 rtn gptq/mixed clip
+int4:group=64 rtn gptq/mixed clip
+int4:group=32 rtn gptq/mixed clip
+int4 rtn gptq/mixed
+fp5 rtn gptq/mixed clip
+fp4 rtn gptq/mixed
+int5:group=64 rtn gptq/mixed
+fp6:group=64 rtn gptq/mixed
+plan:4.5 gptq/mixed
+codebook:m=1,v=4,b=8,group=64 additive/mixed
+trellis:rotate=kn additive/mixed additive-gradients/mixed
+"""
 SMOKE = f"""
 bf16 dense
 {PLAN} clip
@@ -136,6 +164,7 @@ KINDS = {
     "core": CORE,
     "light": CORE,  # the first method of each, which a CPU can do
     "trellis": TRELLIS,
+    "published": PUBLISHED,
     "smoke": SMOKE,
 }
 
@@ -145,7 +174,7 @@ def cases(kind: str) -> list[tuple[str, str]]:
     found = []
     for line in KINDS[kind].split("\n"):
         spec, *methods = line.split() or [""]
-        if spec and spec not in ("bf16", PLAN):
+        if spec and spec != "bf16" and not spec.startswith("plan:"):
             parse_scheme(spec.removeprefix(FOLDED))
         found += [(spec, m.split(",")[0] if kind == "light" else m) for m in methods]
     return found

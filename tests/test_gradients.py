@@ -12,7 +12,6 @@ from transformers import LlamaForSequenceClassification, MixtralConfig, MixtralF
 
 import anybit
 from anybit import GPTQ, Calibration
-from anybit.checkpoint.calibrated import calibrate_checkpoint
 from anybit.core.rotation import Rotation, signs, turned
 from anybit.errors import InvalidInput, Unsupported
 from anybit.nn.model import dense_layers, taken_apart
@@ -275,7 +274,7 @@ def test_tiles_that_do_not_divide_blocks_of_rows() -> None:
         propagate_both(w, torch.eye(16), torch.arange(16), one, fmt, {})
 
 
-def test_refused(tmp_path: Path) -> None:
+def test_refused() -> None:
     batches = Calibration([{"input_ids": IDS}])
     with pytest.raises(Unsupported, match="token ids"):
         anybit.quantize_(llama(), "int4", GPTQ(batches, gradients=True))
@@ -287,7 +286,3 @@ def test_refused(tmp_path: Path) -> None:
         anybit.quantize_(labels, {"*": None, "*_proj": "int4"}, GPTQ(IDS, gradients=True))
     with pytest.raises(Unsupported, match="rotate"):
         anybit.Smooth(IDS, then=GPTQ(gradients=True))
-    llama().save_pretrained(tmp_path / "dense")
-    dense, out = tmp_path / "dense", tmp_path / "out"
-    with pytest.raises(Unsupported, match="from disk"):
-        calibrate_checkpoint(dense, out, "int4", GPTQ(IDS, gradients=True))

@@ -5,16 +5,20 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import anybit
 from anybit.checkpoint.quantize import quantize_directory
 from anybit.cli.app import app
+from anybit.evaluate.corpus import calibration_text
 from anybit.nn.model import quantized_layers
+from anybit.quantizers.gptq import GPTQ
 from anybit.quantizers.registry import CALIBRATED, DATA_FREE, default_method
 
 PICO = Path(__file__).resolve().parents[1] / "models" / "pico"
-PART = ["--format", "none", "--format", "*.layers.1.self_attn.*=int3"]
+LAYERS = "*.layers.1.self_attn.*"
+PART = ["--format", "none", "--format", f"{LAYERS}=int3"]
 TEXT = ["--calibrate", "python", "--samples", "4", "--length", "128"]
 
 
@@ -32,13 +36,21 @@ def codes(directory: Path) -> dict[str, list[int]]:
 
 def test_methods_choose_other_codes(tmp_path: Path) -> None:
     found = {}
-    for method, text in [("rtn", []), ("clip", []), ("hqq", []), ("gptq", TEXT), ("smooth", TEXT)]:
+    free, with_text = ("rtn", "clip", "hqq"), ("gptq", "gptq+gradients", "smooth")
+    for method in (*free, *with_text):
+        text = [] if method in free else TEXT
         run("quantize", PICO, *PART, *text, "--method", method, "-o", tmp_path / method)
         found[method] = codes(tmp_path / method)
         assert len(found[method]) == 4
     assert len({json.dumps(value) for value in found.values()}) == len(found)
     run("quantize", PICO, *PART, *TEXT, "-o", tmp_path / "default")
     assert codes(tmp_path / "default") == found["gptq"]
+    model = AutoModelForCausalLM.from_pretrained(PICO)
+    texts = [text for _, text in calibration_text()]
+    data = anybit.Calibration(texts, 4, 128, tokenizer=AutoTokenizer.from_pretrained(PICO))
+    anybit.quantize_(model, {"*": None, LAYERS: "int3"}, GPTQ(data, gradients=True))
+    from_memory = {n: layer.packed.codes()[0].tolist() for n, layer in quantized_layers(model)}
+    assert from_memory == found["gptq+gradients"]
 
 
 def test_default_method() -> None:

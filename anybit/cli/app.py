@@ -126,8 +126,8 @@ def quantize(
         str | None,
         typer.Option(
             help="Without --calibrate: rtn (the default), clip or hqq. With it: gptq (the "
-            "default), additive (the default for codebooks), rotate+gptq, smooth, or smooth+gptq "
-            "(the default where activations are quantized too)."
+            "default), gptq+gradients (slower, loses less), additive (the default for codebooks), "
+            "rotate+gptq, smooth, or smooth+gptq (the default where activations are quantized too)."
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Windows of text to calibrate on.")] = 128,

@@ -20,6 +20,7 @@ DATA_FREE: dict[str, Callable[[], Quantizer]] = {
 }
 CALIBRATED: dict[str, Callable[[Calibration], Quantizer]] = {
     "gptq": GPTQ,
+    "gptq+gradients": lambda data: GPTQ(data, gradients=True),
     "additive": Additive,
     "rotate+gptq": lambda data: Rotate(data, then=GPTQ()),
     "smooth": lambda data: Smooth(data, then=Clip()),

@@ -12,6 +12,7 @@ Keep = Callable[[Row], bool]
 
 def tables() -> dict[str, str]:
     return {
+        "published": by_bits("h200_published", "SmolLM2-135M-Instruct", mixed),
         "real_models": real_models(),
         "study_105m": by_bits("h200_accuracy", "study-105m"),
         "large_columns": by_bits("cpu_accuracy", "pico-large-columns", rounded),
@@ -34,35 +35,27 @@ def rotation(row: Row) -> bool:
     return "kn" not in spec and spec in ("bf16", "int4:group=128", "liquid@int8", "int8@int8")
 
 
+def mixed(row: Row) -> bool:
+    """Uncalibrated, or calibrated on code and prose in turns."""
+    return row["text"] in ("", "mixed")
+
+
 def real_models() -> str:
-    """Published models: every format and quantizer that was scored."""
-    found: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in read("real_models"):
-        if row["method"] != "dense":
-            found.setdefault((row["spec"], row["method"]), {})[row["model"]] = row
-    models = list(dict.fromkeys(row["model"] for row in read("real_models")))
-    out = []
-    for (spec, method), rows in sorted(
-        found.items(), key=lambda x: -bits(next(iter(x[1].values())))
-    ):
-        cells = []
-        for model in models:
-            row = rows.get(model)
-            cells += [row["loss"], row["kl"], top(row["agreement"])] if row else [""] * 3
-        first = next(iter(rows.values()))
-        out.append([f"`{spec}`", method, first["bits"], *cells])
-    titles = ["format", "quantizer", "bits"]
-    titles += [f"{model.partition('-')[0]}: loss" for model in models[:1]] + ["KL", "top-1"]
-    titles += [f"{model.partition('-')[0]}: loss" for model in models[1:]] + ["KL", "top-1"]
-    return markdown(titles, out, words=2)
+    """Gemma 3 270M on a CPU."""
+    rows = [row for row in read("real_models") if row["method"] != "dense"]
+    out = [
+        [f"`{row['spec']}`", row["method"], row["bits"], row["loss"], row["kl"], top(row)]
+        for row in sorted(rows, key=bits, reverse=True)
+    ]
+    return markdown(["format", "quantizer", "bits", "loss, nats", "KL", "top-1"], out, words=2)
 
 
 def bits(row: Row) -> float:
     return float(row["bits"])
 
 
-def top(agreement: str) -> str:
-    return f"{float(agreement):.0%}" if agreement else ""
+def top(row: Row) -> str:
+    return f"{float(row['agreement']):.0%}" if row["agreement"] else ""
 
 
 def by_bits(file: str, model: str, keep: Keep = lambda row: True) -> str:
@@ -136,7 +129,7 @@ def short(spec: str) -> str:
 
 def label(row: Row) -> str:
     """The quantizer; its calibration data in brackets if it was not windows of code."""
-    default = row["text"] in ("", "code") and row["samples"] in ("0", "16", "32", "128")
+    default = row["text"] in ("", "code", "mixed") and row["samples"] in ("0", "16", "32", "128")
     return row["method"] + ("" if default else f" ({row['text']})")
 
 

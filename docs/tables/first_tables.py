@@ -9,7 +9,8 @@ from anybit.core.scheme import parse_scheme
 # Rows, columns and number of the linear layers; what the embeddings and the head hold.
 LLAMA_8B = ([(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)], 32, 2 * 128256 * 4096)
 LLAMA_70B = ([(10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)], 80, 2 * 128256 * 8192)
-SMALL, OWN = "SmolLM2-135M-Instruct", "study-105m"
+OWN = "study-105m"
+SMALL_M2V8 = ("codebook:m=2,v=8,b=8,group=64", "additive")  # groups that its widths bear
 NOT_RUN = "not run"
 
 
@@ -51,11 +52,12 @@ def cpu_speed(spec: str) -> str:
     return f"{float(rows[0]['decode_tokens_per_s']):.1f}" if rows else NOT_RUN
 
 
-def real(spec: str, method: str, model: str = SMALL) -> str:
-    """The loss of a published model."""
-    for row in read("real_models"):
-        if (row["model"], row["spec"], row["method"]) == (model, spec, method):
-            return row["loss"]
+def real(spec: str, method: str) -> str:
+    """The loss of a published model, uncalibrated or calibrated on code and prose."""
+    for row in read("h200_published"):
+        same = (row["spec"], row["method"]) == (spec, method)
+        if same and row["text"] in ("", "mixed"):
+            return f"{float(row['loss']):.2g}"
     return NOT_RUN
 
 
@@ -63,7 +65,7 @@ FIRST = [  # name; format on the GPU, quantizer; format on SmolLM2, quantizer; f
     ("`bf16`", "bf16", "dense", "", "", "bf16"),
     ("`fp6`", "fp6", "rtn", "fp6", "rtn", "fp6"),
     ("`int4`, calibrated", FOUR, "gptq", "int4:group=64,zero", "gptq", "int4:group=64"),
-    ("2 bits, calibrated", M2V8, "additive", "", "", ""),
+    ("2 bits, calibrated", M2V8, "additive", *SMALL_M2V8, ""),
 ]
 
 
@@ -82,7 +84,7 @@ def first() -> str:
 
 INT4 = ("int4:group=64,zero", "gptq", "*")  # of SmolLM2, for other int4: a star
 HARDWARE = [  # hardware and goal, what to use, format, its row of SmolLM2, also runs in
-    ("H100 or H200", "`liquid@int8`, calibrated", "liquid@int8", ("liquid@int8", "gptq", ""),
+    ("H100 or H200", "`liquid@int8`, calibrated", "liquid@int8", ("liquid@int8", "smooth+gptq", ""),
      "vLLM with the plugin"),
     ("another NVIDIA GPU from Ampere on (untested)", f"`{FOUR}`, calibrated", FOUR, INT4,
      "vLLM: plugin, or exported"),
@@ -91,7 +93,7 @@ HARDWARE = [  # hardware and goal, what to use, format, its row of SmolLM2, also
     ("a CPU", "`int4:group=64`, calibrated", "int4:group=64", INT4, "vLLM: plugin, or exported"),
     ("llama.cpp or Ollama", "`int4:group=32`", "int4:group=32", ("int4:group=32", "rtn", ""),
      "GGUF (Q4_0), exported"),
-    ("little memory", "`codebook:m=2,v=8,group=128`, calibrated", M2V8, (M2V8, "additive", ""),
+    ("little memory", "`codebook:m=2,v=8,group=128`, calibrated", M2V8, (*SMALL_M2V8, ""),
      "vLLM with the plugin only"),
 ]  # fmt: skip
 

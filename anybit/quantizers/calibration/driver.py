@@ -9,7 +9,7 @@ import copy
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -78,7 +78,8 @@ def calibrate(
         calibration: The data to run the model on.
         show_progress: As in `quantize_`.
         stored: Where the weights of blocks on the meta device are; each block is then in memory
-            only while it is at work, and ends up in the work folder alone.
+            only while it is at work, and ends up in the work folder alone. For gradients all are
+            in memory at once, on the CPU.
 
     Raises:
         InvalidInput: The model has no list of blocks, the data does not fit the model, NaN or inf
@@ -95,7 +96,7 @@ def calibrate(
             "caches; leave it out"
         )
     if "gradients" in quantizer.needs:
-        refuse_gradients(model, data, stored is not None or len(lists) > 1)
+        refuse_gradients(model, data, len(lists) > 1)
     settings = settings_of(model, schemes, quantizer, calibration, data, stored)
     config = getattr(model, "config", None)
     finished = FinishedBlocks(calibration.work, settings, getattr(config, "model_type", None))
@@ -122,7 +123,11 @@ def calibrate(
         if "gradients" in quantizer.needs and isinstance(data, Tensor):
             names = unfinished(schemes, lists[0], finished)
             if names:
-                gradients = output_gradients(model, names, data, show_progress)
+                with ExitStack() as whole:
+                    for index, block in enumerate(lists[0].modules if stored else ()):
+                        assert stored is not None
+                        whole.enter_context(stored.loaded(block, f"{lists[0].name}.{index}."))
+                    gradients = output_gradients(model, names, data, show_progress)
         with progress("calibrating", sum(weights.values()), show_progress) as step:
             for found, runner, dense in zip(lists, runners, beside, strict=True):
                 for index, block in enumerate(found.modules):

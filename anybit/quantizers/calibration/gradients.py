@@ -30,8 +30,8 @@ def refuse_gradients(model: nn.Module, data: object, in_parts: bool) -> None:
     """Raise Unsupported where gradients of a model's outputs cannot be had."""
     if in_parts or not isinstance(data, Tensor):
         raise Unsupported(
-            f"gradients=True needs a decoder in memory and token ids, not {type(model).__name__} "
-            "from disk, of several parts, or with batches of other inputs; use GPTQ without it"
+            f"gradients=True needs a decoder and token ids, not {type(model).__name__} of several "
+            "parts, or with batches of other inputs; use GPTQ without it"
         )
 
 
