@@ -74,7 +74,7 @@ def test_the_first_table_has_the_numbers_of_the_pages_behind_it():
         if name != "`bf16`":
             assert f"| {own} ± " in accuracy
         if small not in ("0", first_tables.NOT_RUN):
-            assert f"| {small} | " in accuracy
+            assert f"| {small} ± " in accuracy
         if cpu != first_tables.NOT_RUN:
             assert f"| {cpu} |" in benchmarks
 

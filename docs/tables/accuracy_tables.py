@@ -12,8 +12,7 @@ Keep = Callable[[Row], bool]
 
 def tables() -> dict[str, str]:
     return {
-        "published": by_bits("h200_published", "SmolLM2-135M-Instruct", mixed),
-        "real_models": real_models(),
+        "published": by_bits("h200_published", "SmolLM2-135M-Instruct", published),
         "study_105m": by_bits("h200_accuracy", "study-105m"),
         "large_columns": by_bits("cpu_accuracy", "pico-large-columns", rounded),
         "rotation_outliers": by_bits("cpu_rotation", "pico-outliers", rotation),
@@ -35,27 +34,17 @@ def rotation(row: Row) -> bool:
     return "kn" not in spec and spec in ("bf16", "int4:group=128", "liquid@int8", "int8@int8")
 
 
-def mixed(row: Row) -> bool:
-    """Uncalibrated, or calibrated on code and prose in turns."""
-    return row["text"] in ("", "mixed")
-
-
-def real_models() -> str:
-    """Gemma 3 270M on a CPU."""
-    rows = [row for row in read("real_models") if row["method"] != "dense"]
-    out = [
-        [f"`{row['spec']}`", row["method"], row["bits"], row["loss"], row["kl"], top(row)]
-        for row in sorted(rows, key=bits, reverse=True)
-    ]
-    return markdown(["format", "quantizer", "bits", "loss, nats", "KL", "top-1"], out, words=2)
+def published(row: Row) -> bool:
+    """Rounded, or calibrated on code and prose in turns; of each format few quantizers."""
+    rounded = row["method"] == "rtn" and not row["spec"].startswith("int2")
+    gradients = any(word in row["method"] for word in ("gradients", "smooth"))
+    one_of = row["method"] in ("gptq", "additive") and not row["spec"].startswith("trellis")
+    wide = row["spec"] in ("int4:group=64", "int5:group=64", "fp6:group=64")
+    return not wide and row["text"] in ("", "mixed") and (rounded or gradients or one_of)
 
 
 def bits(row: Row) -> float:
     return float(row["bits"])
-
-
-def top(row: Row) -> str:
-    return f"{float(row['agreement']):.0%}" if row["agreement"] else ""
 
 
 def by_bits(file: str, model: str, keep: Keep = lambda row: True) -> str:
@@ -130,7 +119,7 @@ def short(spec: str) -> str:
 def label(row: Row) -> str:
     """The quantizer; its calibration data in brackets if it was not windows of code."""
     default = row["text"] in ("", "code", "mixed") and row["samples"] in ("0", "16", "32", "128")
-    return row["method"] + ("" if default else f" ({row['text']})")
+    return row["method"].replace("-", "+") + ("" if default else f" ({row['text']})")
 
 
 def trellis_products() -> str:

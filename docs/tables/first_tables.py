@@ -57,7 +57,7 @@ def real(spec: str, method: str) -> str:
     for row in read("h200_published"):
         same = (row["spec"], row["method"]) == (spec, method)
         if same and row["text"] in ("", "mixed"):
-            return f"{float(row['loss']):.2g}"
+            return loss(row).partition(" ")[0]
     return NOT_RUN
 
 
@@ -82,7 +82,7 @@ def first() -> str:
     return markdown([*titles, "tokens/s, 2 CPU cores"], out)
 
 
-INT4 = ("int4:group=64,zero", "gptq", "*")  # of SmolLM2, for other int4: a star
+INT4 = ("int4:group=64,zero", "gptq", "*")  # of SmolLM2, for other groups: a star
 HARDWARE = [  # hardware and goal, what to use, format, its row of SmolLM2, also runs in
     ("H100 or H200", "`liquid@int8`, calibrated", "liquid@int8", ("liquid@int8", "smooth+gptq", ""),
      "vLLM with the plugin"),
@@ -93,7 +93,7 @@ HARDWARE = [  # hardware and goal, what to use, format, its row of SmolLM2, also
     ("a CPU", "`int4:group=64`, calibrated", "int4:group=64", INT4, "vLLM: plugin, or exported"),
     ("llama.cpp or Ollama", "`int4:group=32`", "int4:group=32", ("int4:group=32", "rtn", ""),
      "GGUF (Q4_0), exported"),
-    ("little memory", "`codebook:m=2,v=8,group=128`, calibrated", M2V8, (*SMALL_M2V8, ""),
+    ("little memory", "`codebook:m=2,v=8,group=128`, calibrated", M2V8, (*SMALL_M2V8, "*"),
      "vLLM with the plugin only"),
 ]  # fmt: skip
 
