@@ -11,7 +11,7 @@ from anybit.engine.draft_model import DraftModel
 from anybit.engine.engine import Decode, Engine
 from anybit.engine.fallback import Generator
 from anybit.engine.graphs import prompt_sizes
-from anybit.engine.int4 import INT4
+from anybit.engine.int4 import INT4, check_width
 from anybit.engine.loader import Loaded
 from anybit.engine.lookup import Lookup
 from anybit.engine.memory import cache_room, step_bytes
@@ -151,6 +151,9 @@ def cache_blocks(
     models: that have caches of so many blocks, the one that decides how many are needed first.
     step: bytes that a step of theirs takes on a GPU.
     """
+    if kv_dtype == INT4:
+        for _, dim in (shape for m in models for shape in m.cache_shapes):
+            check_width(dim)
     model = models[0]
     each = sum(block_bytes(m, block_size, kv_dtype) for m in models)
     room = cache_room(model.embed_tokens.device, step if kv_bytes is None else None)

@@ -83,6 +83,14 @@ def test_heads_without_halves_are_refused() -> None:
         LayerCache.empty(4, 1, 8, 15, int4.INT4, CPU)
 
 
+def test_wide_heads_are_refused(tmp_path: Path) -> None:
+    """One scale for V of a head of 256 costs Gemma 0.16 nats."""
+    random_model("gemma2", {"head_dim": 256}).save_pretrained(tmp_path)
+    with pytest.raises(Unsupported, match="too coarse for 256 channels, more than 128"):
+        LLM(tmp_path, kv_cache="int4")
+    assert LLM(tmp_path, kv_cache="int8").kv_dtype == torch.int8
+
+
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3", "gemma2", "mistral", "gpt_oss", "deepseek_v3", "starcoder2"]
 )
