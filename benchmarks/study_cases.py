@@ -126,15 +126,15 @@ trellis:rotate=kn gptq,gptq+tune
 # For models of hubs, whose widths groups of 64 divide.
 PUBLISHED = """
 bf16 dense
-trellis:rotate=kn gptq/mixed gptq-gradients/mixed
+trellis:rotate=kn gptq/mixed gptq-gradients/mixed,gptq-gradients+tune/mixed
 codebook:m=2,v=8,b=8,group=64 additive/mixed,additive+pv/mixed
 int4:group=64,zero rtn gptq/mixed gptq/prose gptq/code clip hqq gptq-gradients/mixed
 fp6 rtn gptq/mixed clip
 int6 rtn gptq/mixed clip
-trellis:bits=3,rotate=kn gptq/mixed gptq-gradients/mixed
+trellis:bits=3,rotate=kn gptq/mixed gptq-gradients/mixed,gptq-gradients+tune/mixed
 trellis:bits=4,rotate=kn gptq/mixed gptq-gradients/mixed
 int3:group=64,zero rtn gptq/mixed gptq-gradients/mixed hqq
-int2:group=32,zero rtn gptq/mixed gptq-gradients/mixed hqq
+int2:group=32,zero rtn gptq/mixed gptq-gradients/mixed,gptq-gradients+pv/mixed hqq
 int8 rtn
 int8@int8 rtn smooth+gptq/mixed
 liquid@int8 rtn smooth+gptq/mixed
