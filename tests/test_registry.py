@@ -51,6 +51,7 @@ def test_methods_choose_other_codes(tmp_path: Path) -> None:
     anybit.quantize_(model, {"*": None, LAYERS: "int3"}, GPTQ(data, gradients=True))
     from_memory = {n: layer.packed.codes()[0].tolist() for n, layer in quantized_layers(model)}
     assert from_memory == found["gptq+gradients"]
+    assert "by GPTQ with gradients" in (tmp_path / "gptq+gradients" / "README.md").read_text()
 
 
 def test_default_method() -> None:

@@ -113,7 +113,8 @@ def described(quantizer: Quantizer) -> str:
     given = isinstance(data.source, str | Path)
     source = f" of {Path(str(data.source)).name}" if given else ""
     windows = f"at most {data.samples} windows of {data.length} tokens"
-    return f"{type(quantizer).__name__}, calibrated on {windows}{source}"
+    name = type(quantizer).__name__ + " with gradients" * ("gradients" in quantizer.needs)
+    return f"{name}, calibrated on {windows}{source}"
 
 
 def without_blocks(
