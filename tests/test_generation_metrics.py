@@ -11,7 +11,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import anybit
 from anybit.evaluate.corpus import held_out_text
-from anybit.evaluate.generation import function_prompts, parse_rate, parses, pass_at_k, rouge_l
+from anybit.evaluate.generation import (
+    continuations,
+    excerpt_prompts,
+    function_prompts,
+    parse_rate,
+    parses,
+    pass_at_k,
+    repeated,
+    rouge_l,
+    same_tokens,
+)
 
 PICO = Path(__file__).resolve().parents[1] / "models" / "pico"
 
@@ -98,3 +108,41 @@ def test_rouge_l_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(ImportError, match="pip install rouge-score"):
         rouge_l(["a"], ["a"])
+
+
+def test_prompts_are_whole_pieces_of_documents_evenly_spaced() -> None:
+    documents = [torch.arange(1000, 1000 + 64 * 40 + 63), torch.arange(50), torch.arange(64)]
+    got = excerpt_prompts(documents, 128)
+    assert got.shape == (16, 64)
+    assert got[:, 0].tolist() == [*(1000 + 64 * (n * 40 // 15) for n in range(15)), 0]
+    assert (got.diff(dim=1) == 1).all()
+    assert excerpt_prompts(documents, 127).shape == (0, 64)  # no room for what is written
+    assert excerpt_prompts([torch.arange(63)], 512).shape == (0, 64)
+
+
+def test_tokens_before_the_first_difference_and_repetition_of_known_texts() -> None:
+    texts = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, -1, -1, -1], [1, 1, 1, 1, 1, 1]])
+    others = torch.tensor([[1, 2, 0, 4, 5, 6], [7, 8, 9, -1, -1, -1], [1, 1, 1, 1, -1, -1]])
+    assert same_tokens(texts, others).tolist() == [2, 6, 4]
+    # Three 4-grams, of which none, and two of three, occurred before; no 4-gram at all.
+    assert repeated(texts).tolist() == pytest.approx([0, 0, 2 / 3])
+    cycle = torch.tensor([1, 2, 3] * 5)[None]  # twelve 4-grams, three of them new
+    assert repeated(torch.cat((cycle, torch.full((1, 9), -1)), 1)).item() == 9 / 12
+
+
+def test_continuations_are_greedy_and_end_where_the_model_ends() -> None:
+    model = AutoModelForCausalLM.from_pretrained(PICO).eval()
+    prompts = torch.randint(5, 200, (3, 64), generator=torch.Generator().manual_seed(0))
+    model.generation_config.eos_token_id = None
+    got, ids = continuations(model, prompts), prompts
+    with torch.inference_mode():
+        for _ in range(64):
+            ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), 1)
+    assert same_tokens(got, ids[:, 64:]).min() >= 32  # the order of sums decides ties
+    model.generation_config.update(repetition_penalty=1.8, do_sample=True, top_k=5)
+    assert torch.equal(continuations(model, prompts), got)
+    end = int(got[0, 9])  # ends each text that has it
+    model.generation_config.eos_token_id = [end]
+    for text, whole in zip(continuations(model, prompts).tolist(), got.tolist(), strict=True):
+        stop = whole.index(end) + 1 if end in whole else 64
+        assert text == whole[:stop] + [-1] * (64 - stop)

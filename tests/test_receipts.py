@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM as Auto
 from transformers import Cohere2Config, Gemma2Config, GraniteConfig
@@ -136,13 +137,25 @@ def test_a_stored_pass_gives_the_figures_of_the_model_itself(
     alone = evaluate(PICO, None, text, 4096)
     assert saved["perplexity"] == alone["perplexity"]
     direct, through = evaluate(int4, PICO, text, 4096), evaluate(int4, stored, None, 9)
-    for name in ("kl", "kl_reverse", "loss", "agreement", "top5", "perplexity"):
+    written = ("same64", "repeated4", "repeated4_dense")
+    for name in ("kl", "kl_reverse", "loss", "agreement", "top5", "perplexity", *written):
         assert through[name] == pytest.approx(direct[name], rel=1e-3), name
+    assert not {*written} & {*alone}
+    low, high = through["intervals"]["same64"]
+    assert low <= through["same64"] <= high < 64
     assert through["tokens"] == direct["tokens"] > 1000
     assert through["receipt"]["hashes"] == direct["receipt"]["hashes"]
     itself = evaluate(PICO, stored, None, 9)
     assert itself["kl"] <= 1e-5 >= itself["floor"]
     assert itself["agreement"] > 0.999
+    assert itself["same64"] == 64
+    assert itself["repeated4"] == itself["repeated4_dense"] == direct["repeated4_dense"]
+
+    older = load_file(stored)
+    del older["written"]
+    with safe_open(stored, "pt") as file:
+        save_file(older, stored, metadata=file.metadata())
+    assert {*direct} - {*evaluate(int4, stored, None, 9)} == {*written}
 
 
 def test_answers_in_a_stored_pass(int4: Path, tmp_path: Path) -> None:
@@ -210,6 +223,7 @@ def test_a_file_that_is_no_reference_is_refused(tmp_path: Path) -> None:
         ("hidden", torch.ones(19, 3)),
         ("head", torch.ones(20, 4)),
         ("lengths", torch.tensor([21])),
+        ("written", torch.ones(1, 64).long()),
     ]:
         save_file(tensors | {name: tensor}, path, metadata=meta)
         with pytest.raises(InvalidInput, match="neither a model nor a reference"):
@@ -257,6 +271,7 @@ def test_a_figure_outside_its_interval_is_not_confirmed() -> None:
         ({"kl": 0.55, "seconds": 5, "intervals": {"kl": [0.3, 0.7]}}, 1, True),
         ({"kl": 0.61}, 1, False),
         ({"kl": None}, 1, False),
+        ({"same64": 9.0}, 0, True),  # a figure of a later version
         ({"perplexity": 9.1}, 1, False),
         ({"receipt": {"hashes": {"text": "b"}, "versions": {"torch": "1"}}}, 1, False),
         ({"receipt": {"hashes": {"text": "a"}, "versions": {"torch": "2"}}}, 1, True),

@@ -1,4 +1,5 @@
-"""Metrics of generated text: pass@k, ROUGE-L, and whether completions of Python functions parse.
+"""Metrics of generated text: pass@k, ROUGE-L, whether completions of Python functions parse, and
+how far greedy text follows another model's and repeats itself.
 
 ZeroQuant(4+2) shows why perplexity and zero-shot tasks are not enough: int4 loses most where a
 model has to write, token after token, on its own output.
@@ -11,11 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anybit.errors import InvalidInput
 from anybit.evaluate.model import context_of
 
 CONTEXT_LINES = 24  # of the module that a prompt shows before the function
+PROMPTS = 16  # that models continue greedily
+READ, WRITTEN = 64, 64  # tokens of such a prompt, and of what a model writes after it
+NGRAM = 4  # tokens whose repetition is counted
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -148,3 +153,60 @@ def parse_rate(
             tries = done[number * samples : (number + 1) * samples]
             rates.append(pass_at_k(samples, sum(parses(prompt.head, t) for t in tries), 1))
     return sum(rates) / len(rates)
+
+
+def excerpt_prompts(documents: Sequence[Tensor], window: int) -> Tensor:
+    """Prompts (P, READ) from documents of token ids, at most `PROMPTS`, evenly spaced over all.
+
+    P is 0 where no document has `READ` tokens, or a window has no room for a prompt and what is
+    written after it.
+    """
+    whole = [ids[: len(ids) // READ * READ].cpu().view(-1, READ) for ids in documents]
+    pieces = torch.cat(whole)
+    count = min(PROMPTS, len(pieces)) if window >= READ + WRITTEN else 0
+    return pieces[torch.linspace(0, max(len(pieces) - 1, 0), count).long()]
+
+
+def continuations(model: Any, prompts: Tensor) -> Tensor:
+    """What a model writes greedily after prompts (P, T) of one length: token ids (P, WRITTEN).
+
+    -1 stands behind the token that ends a text. What the model's own files say of sampling and of
+    penalties does not count.
+    """
+    if not len(prompts):
+        return prompts.new_empty(0, WRITTEN)
+    ids, end = prompts.to(model.device), model.generation_config.eos_token_id
+    ends = torch.tensor([] if end is None else end, dtype=ids.dtype, device=ids.device).view(-1)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=WRITTEN,
+        min_new_tokens=0,
+        pad_token_id=int(ends[0]) if len(ends) else 0,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+    )[:, ids.shape[1] :]
+    ended = torch.isin(out, ends).int()
+    out = out.masked_fill(ended.cumsum(1) > ended, -1)
+    return torch.nn.functional.pad(out, (0, WRITTEN - out.shape[1]), value=-1).cpu()
+
+
+def same_tokens(texts: Tensor, others: Tensor) -> Tensor:
+    """How many tokens of each text (P, T) come before its first difference from the other, (P,).
+
+    T where they are the same to their ends.
+    """
+    return (texts == others).int().cumprod(1).sum(1)
+
+
+def repeated(texts: Tensor) -> Tensor:
+    """The part of each text's `NGRAM`-grams that occurred before in it, (P,) fp64; 0 of a text that
+    has none. Texts (P, T) are filled up with -1."""
+    shares = []
+    for text in texts.tolist():
+        text = text[: text.index(-1)] if -1 in text else text
+        grams = list(zip(*(text[start:] for start in range(NGRAM)), strict=False))
+        shares.append(1 - len(set(grams)) / len(grams) if grams else 0.0)
+    return torch.tensor(shares, dtype=torch.float64)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import InvalidInput
+from anybit.evaluate.generation import repeated, same_tokens
 from anybit.evaluate.perplexity import COLUMNS, Tokens
 from anybit.files.directory import read_json
 from anybit.kernels.native.isa import processor
@@ -31,6 +32,9 @@ TOLD = {  # in a card: in words
     "share_over_0.1": "share of tokens with a KL divergence over 0.1",
     "agreement": "same likeliest token",
     "top5": "part of the five likeliest tokens in common",
+    "same64": "of 64 greedy tokens, those before the first that the dense model has not",
+    "repeated4": "share of 4-grams in them that occurred before",
+    "repeated4_dense": "the same share in what the dense model writes",
 }
 SETTINGS = {"model", "against", "text", "tokens", "answers_only"}
 FILES = ("config.json", "*.safetensors", "tokenizer*", "*.model", "vocab.*", "merges.txt")
@@ -86,8 +90,29 @@ def intervals(found: Tokens, values: Tensor, names: Sequence[str]) -> dict[str, 
     out = {"perplexity": out.pop("nll").exp()} | out
     if "kl" in out and len(values) >= TAIL:
         out["kl_999"] = tail(values[:, COLUMNS.index("kl")], found.samples(), weights)
-    ends = torch.tensor((0.025, 0.975), dtype=torch.float64)
-    return {name: each.quantile(ends).tolist() for name, each in out.items()}
+    return {name: bounds(each) for name, each in out.items()}
+
+
+def bounds(values: Tensor) -> list[float]:
+    """What 95 % of values (D,) in fp64 lie between."""
+    return values.quantile(torch.tensor((0.025, 0.975), dtype=values.dtype)).tolist()
+
+
+def writing(texts: Tensor, dense: Tensor) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Figures of what two models wrote (P, T) after the same prompts, and their 95 % intervals.
+
+    Means over prompts; intervals by a bootstrap over prompts, {} with one.
+    """
+    columns = {
+        "same64": same_tokens(texts, dense).double(),
+        "repeated4": repeated(texts),
+        "repeated4_dense": repeated(dense),
+    }
+    means = {name: each.mean().item() for name, each in columns.items()}
+    if len(texts) < 2:
+        return means, {}
+    weights = draws(len(texts)) / len(texts)
+    return means, {name: bounds(weights @ each) for name, each in columns.items()}
 
 
 def draws(samples: int) -> Tensor:
@@ -214,13 +239,15 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[s
     """What two receipts say differently, a line each, and whether the second confirms the first.
 
     It does when it is about the same files and tokens, and every figure is the same or lies in its
-    interval. How long it took, and the ends of intervals, are not compared.
+    interval. How long it took, the ends of intervals, and figures that the first does not have are
+    not compared.
     """
     old, new = dict(leaves(then)), dict(leaves(now))
     lines, same = [], True
     for name in dict.fromkeys((*old, *new)):
         a, b = old.get(name), new.get(name)
-        if a == b or name == "seconds" or name.startswith("intervals."):
+        added = "." not in name and name not in old
+        if a == b or added or name == "seconds" or name.startswith("intervals."):
             continue
         ends = then["intervals"].get(name)
         inside = ends is not None and b is not None and ends[0] <= b <= ends[1]

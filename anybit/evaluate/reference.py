@@ -20,6 +20,7 @@ from torch import Tensor
 
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.errors import InvalidInput, Unsupported
+from anybit.evaluate.generation import WRITTEN, excerpt_prompts
 from anybit.evaluate.perplexity import all_windows, logits_of
 from anybit.files.directory import check_space
 from anybit.files.safetensors import Stored, read_header
@@ -44,6 +45,8 @@ class Reference:
         after: Name and constant of what is done to the head's output, from `AFTER`; {} for nothing.
         documents, counted: The token ids, and which of them are scored, as `measure` takes them.
         about: What else is told of the pass: names, hashes, window, figures.
+        written: (P, WRITTEN), what the model writes after `excerpt_prompts`, as `continuations`
+            tells it; None in files of versions that did not ask for it.
     """
 
     hidden: Tensor
@@ -53,6 +56,7 @@ class Reference:
     documents: list[Tensor]
     counted: list[Tensor] | None
     about: dict[str, Any]
+    written: Tensor | None = None
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Logits (stop - start, V) that predict the scored tokens start..stop-1."""
@@ -75,6 +79,8 @@ class Reference:
             tensors["bias"] = self.bias
         if self.counted is not None:
             tensors["counted"] = torch.cat(self.counted)
+        if self.written is not None:
+            tensors["written"] = self.written
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         check_space(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
         about = {"version": VERSION, "after": self.after} | self.about
@@ -123,9 +129,13 @@ def read_reference(path: Path) -> Reference:
         tokens = sum(1 for _ in positions(documents, counted, about["window"]))
         if tokens != len(got["hidden"]):
             raise wrong
+        prompts, written = excerpt_prompts(documents, about["window"]), got.get("written")
+        if written is not None and written.shape != (len(prompts), WRITTEN):
+            raise wrong
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise error if isinstance(error, InvalidInput) else wrong from error
-    return Reference(got["hidden"], got["head"], got.get("bias"), after, documents, counted, about)
+    bias = got.get("bias")
+    return Reference(got["hidden"], got["head"], bias, after, documents, counted, about, written)
 
 
 def positions(

@@ -13,6 +13,7 @@ from torch import Tensor
 from anybit.checkpoint.foreign.ready import ready
 from anybit.errors import InvalidInput
 from anybit.evaluate.corpus import held_out_text, prose
+from anybit.evaluate.generation import continuations, excerpt_prompts
 from anybit.evaluate.model import context_of, encode, load_text_model
 from anybit.evaluate.perplexity import Model, Rows, excerpts, logits_of, measure
 from anybit.evaluate.receipt import (
@@ -22,6 +23,7 @@ from anybit.evaluate.receipt import (
     model_hashes,
     token_hash,
     vocabulary_hash,
+    writing,
 )
 from anybit.evaluate.reference import Recorder, is_stored, read_reference
 from anybit.files.directory import without_nan
@@ -48,7 +50,8 @@ def evaluate(
 
     With `against`, "floor" is the mean KL of the reference against itself, when it runs two windows
     in a call instead of one: below it, the order of sums is measured. An error is None where one
-    window is all there is.
+    window is all there is. Both models continue some pieces of the text greedily, too, as `writing`
+    compares; a stored pass of an older version lacks that, and the scores then do.
 
     against: the dense model, or a file that `save` wrote in an earlier call: then that call's text
         is scored, and `text`, `tokens` and `answers_only` do not count.
@@ -103,12 +106,20 @@ def evaluate(
     if isinstance(scored, Recorder) and save:
         recorded = scored.reference().to(loaded.device)
         about["floor"] = floor(loaded, on_device, recorded, options)
+        recorded.written = continuations(loaded, excerpt_prompts(documents, about["window"]))
         recorded.save(save)
     elif dense and not stored:
         about["floor"] = floor(dense, on_device, one_by_one(dense), options)
     scores = {"model": str(model), "text": about["text"], "window": about["window"]}
     scores |= {"against": str(against)} if against else {}
     scores |= figures(got, about["window"])
+    if dense:
+        prompts = excerpt_prompts(documents, about["window"])
+        written = stored.written if stored else continuations(dense, prompts)
+        if written is not None and len(written):
+            means, intervals = writing(continuations(loaded, prompts), written)
+            scores |= means
+            scores["intervals"] |= intervals
     scores |= {"floor": about["floor"]} if "floor" in about else {}
     scores["seconds"] = round(time.monotonic() - begin, 1)
     settings = {
