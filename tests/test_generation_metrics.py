@@ -131,14 +131,13 @@ def test_tokens_before_the_first_difference_and_repetition_of_known_texts() -> N
 
 
 def test_continuations_are_greedy_and_end_where_the_model_ends() -> None:
-    model = AutoModelForCausalLM.from_pretrained(PICO).eval()
+    model = AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32).eval()
     prompts = torch.randint(5, 200, (3, 64), generator=torch.Generator().manual_seed(0))
     model.generation_config.eos_token_id = None
-    got, ids = continuations(model, prompts), prompts
+    got = continuations(model, prompts)
     with torch.inference_mode():
-        for _ in range(64):
-            ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), 1)
-    assert same_tokens(got, ids[:, 64:]).min() >= 32  # the order of sums decides ties
+        logits = model(torch.cat((prompts, got), 1)).logits[:, 63:-1]
+    assert (logits.gather(2, got[..., None])[..., 0] >= logits.amax(2) - 1e-3).all()
     model.generation_config.update(repetition_penalty=1.8, do_sample=True, top_k=5)
     assert torch.equal(continuations(model, prompts), got)
     end = int(got[0, 9])  # ends each text that has it
