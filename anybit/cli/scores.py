@@ -16,9 +16,14 @@ UNTOLD = ("intervals", "thirds", "receipt", "seconds")  # in lines of their own,
 
 def evaluate(
     context: typer.Context,
-    model: Annotated[Path | None, typer.Argument(help=f"A model: {MODEL_HELP}")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"A model: {MODEL_HELP} Or llama.cpp:FILE.gguf, or a server: http://HOST:PORT."
+        ),
+    ] = None,
     against: Annotated[
-        Path | None,
+        str | None,
         typer.Option(help="The dense model, or a file of --save-reference: adds KL and others."),
     ] = None,
     text: Annotated[
@@ -81,7 +86,7 @@ def evaluate(
             "saves the pass of MODEL, which is the dense one then: leave --against out",
             param_hint="--save-reference",
         )
-    if against and against.is_file() and against.suffix != ".gguf":  # as `is_stored`
+    if against and Path(against).is_file() and Path(against).suffix != ".gguf":  # as `is_stored`
         no_effect(context, "with a saved reference, which holds its text", *OF_TEXT)
     say(f"loading {model}" + (f" and {against}" if against else ""))
     check_outputs(json_file, plot)
@@ -89,7 +94,7 @@ def evaluate(
     if chosen_tasks:
         from anybit.evaluate import harness
 
-        models = [model] if against is None else [model, against]
+        models = [Path(name) for name in (model, against) if name]
         results = harness.run_tasks(
             models, chosen_tasks, limit=limit, batch=batch, run_code=run_code
         )
@@ -105,13 +110,13 @@ def evaluate(
     from anybit.files.directory import write_json
 
     if card:
-        check_card(model)
+        check_card(Path(model))
     receipt = run(model, against, text, tokens, answers_only, save_reference)
     show(receipt)
     if json_file:
         write_json(json_file, receipt)
     if card:
-        write_figures(model, table(receipt))
+        write_figures(Path(model), table(receipt))
 
 
 def show(receipt: Mapping[str, Any]) -> None:
@@ -130,7 +135,7 @@ def show(receipt: Mapping[str, Any]) -> None:
             typer.echo(f"{name:16} {row[name]:.5g} after {first} to {last} tokens")
 
 
-def repeat(path: Path, model: Path | None, against: Path | None, json_file: Path | None) -> None:
+def repeat(path: Path, model: str | None, against: str | None, json_file: Path | None) -> None:
     """Score again what a receipt is about, and say what differs; exit code 1 if too much.
 
     model, against: where they lie now, if elsewhere.
@@ -142,9 +147,14 @@ def repeat(path: Path, model: Path | None, against: Path | None, json_file: Path
 
     then = read_receipt(path)
     settings = then["receipt"]["settings"]
-    at = [settings[name] and Path(settings[name]) for name in ("model", "against", "text")]
     say(f"repeating {path}")
-    now = run(model or at[0], against or at[1], at[2], settings["tokens"], settings["answers_only"])
+    now = run(
+        model or settings["model"],
+        against or settings["against"],
+        settings["text"] and Path(settings["text"]),
+        settings["tokens"],
+        settings["answers_only"],
+    )
     if json_file:
         write_json(json_file, now)
     lines, same = differences(then, now)

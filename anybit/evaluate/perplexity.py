@@ -1,7 +1,8 @@
 """Perplexity, and how far a quantized model strays from the dense one: KL divergence, agreement.
 
 Everything here is a function of token tensors and models. A model is anything that maps token ids
-(B, T) to logits (B, T, V), or to an object that has them as `.logits`, as transformers models do.
+(B, T) to logits (B, T, V), or to an object that has them as `.logits`, as transformers models do,
+or to the likeliest tokens alone.
 """
 
 import itertools
@@ -60,6 +61,23 @@ class Rows(Protocol):
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Logits (stop - start, V) that predict the scored tokens start..stop-1."""
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """All that some engines tell of what follows each token: a few tokens of the vocabulary.
+
+    Attributes:
+        tokens: (..., K) ids; first that which does follow in the text, then the likeliest of the
+            others in order; -1 where fewer are told.
+        logp: (..., K) fp32, their log-probabilities; -inf at -1.
+    """
+
+    tokens: Tensor
+    logp: Tensor
+
+    def __getitem__(self, at: Any) -> "Likeliest":
+        return Likeliest(self.tokens[at], self.logp[at])
 
 
 @dataclass(frozen=True)
@@ -151,7 +169,9 @@ def measure(
             other = None if others is None else others[row, :-1][at]
             if isinstance(dense, Rows):
                 other = dense.rows(done, done + len(target))
-            values.append(compare(logits[row, :-1][at], target, other).cpu())
+            own = logits[row, :-1][at]
+            tell = told if isinstance(own, Likeliest) else compare
+            values.append(tell(own, target, other).cpu())
             context = torch.arange(1, len(part))[at.cpu() if isinstance(at, Tensor) else at]
             place = torch.tensor((number, len(places))).expand(len(target), 2)
             places.append(torch.cat((place, context[:, None]), 1))
@@ -263,10 +283,46 @@ def compare(logits: Tensor, target: Tensor, dense: Tensor | None) -> Tensor:
     return found
 
 
-def logits_of(model: Model, ids: Tensor) -> Tensor:
-    """Logits (B, T, V) for token ids (B, T)."""
+def told(likeliest: Likeliest, target: Tensor, dense: Tensor | None) -> Tensor:
+    """As `compare`, of T positions whose likeliest tokens are known.
+
+    Both divergences are of the tokens that are told and all others as one: lower bounds. The others
+    have a millionth at least, which is what rounding leaves of their share.
+    """
+    tokens, log_q = likeliest.tokens, likeliest.logp.double()
+    nll = -log_q[:, 0]
+    if dense is None:
+        return nll[:, None].float()
+    if int(tokens.max()) >= dense.shape[1]:
+        raise InvalidInput(
+            f"the models have different vocabularies: token {int(tokens.max())}, and "
+            f"{dense.shape[1]} logits of the dense model; no KL to compute"
+        )
+    full = dense.to(tokens.device).float().log_softmax(-1)
+    log_p = full.gather(1, tokens.clamp_min(0)).double()
+    log_p = log_p.masked_fill(tokens < 0, -torch.inf)
+    loss = nll + log_p[:, 0]
+    log_p, log_q = (torch.cat((x, others(x)), 1) for x in (log_p, log_q))
+    ratio = (log_p - log_q).nan_to_num_(0.0)  # of two that are not told
+    kl = (log_p.exp() * ratio).sum(1).clamp_min_(0)
+    reverse = (log_q.exp() * ratio).sum(1).neg_().clamp_min_(0)
+    count = min(5, dense.shape[1])
+    own = tokens.gather(1, log_q[:, :-1].topk(min(count, tokens.shape[1])).indices)
+    best = full.topk(count).indices
+    shared = (best[:, :, None] == own[:, None]).any(2).double().mean(1)
+    same = (best[:, 0] == own[:, 0]).double()
+    return torch.stack((nll, loss, kl, same, reverse, shared), 1).float()
+
+
+def others(logp: Tensor) -> Tensor:
+    """The logarithm (T, 1) of what log-probabilities (T, K) leave to all other tokens."""
+    return (1 - logp.exp().sum(1, keepdim=True)).clamp_min(1e-6).log()
+
+
+def logits_of(model: Model, ids: Tensor) -> Any:
+    """Logits (B, T, V) for token ids (B, T), or `Likeliest` tokens."""
     out = model(ids)
-    return out if isinstance(out, Tensor) else out.logits
+    return out if isinstance(out, Tensor | Likeliest) else out.logits
 
 
 class Remembered:

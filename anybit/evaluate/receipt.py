@@ -1,10 +1,8 @@
 """What is said of a comparison: figures with intervals, and hashes of all that they depend on."""
 
 import hashlib
-import importlib.metadata
 import json
 import math
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,6 @@ from anybit.errors import InvalidInput
 from anybit.evaluate.generation import repeated, same_tokens
 from anybit.evaluate.perplexity import COLUMNS, Tokens
 from anybit.files.directory import read_json
-from anybit.kernels.native.isa import processor
-from anybit.version import __version__
 
 DRAWS = 1000  # of the bootstrap
 LARGE_KL = 0.1  # nats
@@ -196,26 +192,6 @@ def token_hash(documents: Sequence[Tensor], counted: Sequence[Tensor] | None) ->
     for part in (*documents, *(counted or ())):
         sha.update(part.cpu().to(torch.int64).numpy().tobytes())
     return sha.hexdigest()
-
-
-def vocabulary_hash(tokenizer: Any) -> str:
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(vocabulary.encode()).hexdigest()
-
-
-def circumstances(model: Any) -> dict[str, Any]:
-    """Versions, and the machine."""
-    packages = ("torch", "transformers", "tokenizers")
-    versions = {name: importlib.metadata.version(name) for name in packages}
-    cuda = model.device.type == "cuda"
-    return {
-        "versions": {"anybit": __version__, "python": platform.python_version()} | versions,
-        "hardware": {
-            "device": torch.cuda.get_device_name(model.device) if cuda else processor(),
-            "threads": torch.get_num_threads(),
-            "dtype": str(model.dtype).removeprefix("torch."),
-        },
-    }
 
 
 # Repeating it.

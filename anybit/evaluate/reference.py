@@ -26,7 +26,7 @@ from anybit.files.directory import check_space
 from anybit.files.safetensors import Stored, read_header
 
 KEY = "anybit_reference"
-VERSION = 1
+VERSION = 2
 # What models do to the head's output, by the name in their config.
 AFTER = {
     "final_logit_softcapping": lambda x, c: torch.tanh(x / c) * c,
@@ -125,6 +125,8 @@ def read_reference(path: Path) -> Reference:
         counted = list(got["counted"].split(lengths)) if "counted" in got else None
         (_, width), (vocabulary, hidden) = got["hidden"].shape, got["head"].shape
         if width != hidden or vocabulary <= int(got["ids"].max()):
+            raise wrong
+        if not all(token.isdigit() and word == str(word) for token, word in about["words"].items()):
             raise wrong
         tokens = sum(1 for _ in positions(documents, counted, about["window"]))
         if tokens != len(got["hidden"]):

@@ -10,22 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.checkpoint.foreign.ready import ready
-from anybit.errors import InvalidInput
-from anybit.evaluate.corpus import held_out_text, prose
-from anybit.evaluate.generation import continuations, excerpt_prompts
-from anybit.evaluate.model import context_of, encode, load_text_model
-from anybit.evaluate.perplexity import Model, Rows, excerpts, logits_of, measure
-from anybit.evaluate.receipt import (
+from anybit.errors import InvalidInput, Unsupported
+from anybit.evaluate.candidate import (
+    Candidate,
+    Transformers,
+    check_words,
     circumstances,
-    figures,
-    file_hash,
-    model_hashes,
-    token_hash,
-    vocabulary_hash,
-    writing,
+    opened,
+    some_words,
 )
+from anybit.evaluate.corpus import held_out_text, prose
+from anybit.evaluate.generation import excerpt_prompts
+from anybit.evaluate.perplexity import Model, Rows, excerpts, logits_of, measure
+from anybit.evaluate.receipt import figures, file_hash, token_hash, writing
 from anybit.evaluate.reference import Recorder, is_stored, read_reference
+from anybit.evaluate.server import TOLD, Server
 from anybit.files.directory import without_nan
 from anybit.files.texts import Text, read_texts
 from anybit.progress import progress
@@ -39,8 +38,8 @@ PROSE = "Python's language reference"
 
 
 def evaluate(
-    model: Path,
-    against: Path | None,
+    model: str | Path,
+    against: str | Path | None,
     text: Path | None,
     tokens: int,
     answers_only: bool = False,
@@ -51,8 +50,10 @@ def evaluate(
     With `against`, "floor" is the mean KL of the reference against itself, when it runs two windows
     in a call instead of one: below it, the order of sums is measured. An error is None where one
     window is all there is. Both models continue some pieces of the text greedily, too, as `writing`
-    compares; a stored pass of an older version lacks that, and the scores then do.
+    compares; a stored pass of an older version lacks that, and the scores then do, as do those of
+    engines that tell no tokens.
 
+    model: as `opened` takes it: a model directory, a file in llama.cpp, a server.
     against: the dense model, or a file that `save` wrote in an earlier call: then that call's text
         is scored, and `text`, `tokens` and `answers_only` do not count.
     text: a file as `Calibration` takes them; the held-out modules of the standard library by
@@ -63,61 +64,70 @@ def evaluate(
     save: a file to write the model's own pass to, as a reference for others.
 
     Raises FileNotFoundError for missing files, ValueError for a text that is too short or no text,
-    and for two models whose vocabularies differ.
+    and for two models whose vocabularies differ; as `opened`.
     """
     begin = time.monotonic()
-    stored = read_reference(against) if against and is_stored(against) else None
+    stored = read_reference(Path(against)) if against and is_stored(Path(against)) else None
     texts = None if stored else read(text, tokens, answers_only)
-    path = ready(model)
-    loaded, tokenizer = load_text_model(path)
-    context, theirs = context_of(loaded), vocabulary_hash(tokenizer)
-    vocabulary, counted = theirs, None
+    candidate = opened(model)
     dense: Any = None
-    hashes: dict[str, Any] = {"model": model_hashes(path)}
+    counted = None
+    hashes: dict[str, Any] = {"model": candidate.hashes}
     if stored:
         documents, counted, about = stored.documents, stored.counted, stored.about
-        dense, theirs = stored.to(loaded.device), about["vocabulary"]
+        dense = stored.to(candidate.device)
         hashes |= about["hashes"] | {"model": hashes["model"], "against": about["hashes"]["model"]}
-        if about["window"] > context:
+        window = about["window"]
+        if window > candidate.context:
             raise InvalidInput(
-                f"{against} was saved with windows of {about['window']} tokens, and the context of "
-                f"{model} is {context}; compare with the dense model itself"
+                f"{against} was saved with windows of {window} tokens, and the context of "
+                f"{model} is {candidate.context}; compare with the dense model itself"
             )
     else:
         assert texts is not None
         if against:
-            dense, other = load_text_model(ready(against))
-            theirs, hashes["against"] = vocabulary_hash(other), model_hashes(ready(against))
-        if answers_only:
-            documents, counted = with_answers(texts.texts, tokenizer, tokens)
-        else:
-            documents = excerpts([encode(tokenizer, x) for x in texts.texts], tokens)
+            dense = opened(against)
+            hashes["against"] = dense.hashes
+        # Servers write a token after all that they score, so that a pass for them leaves it room.
+        window = min(candidate.context - bool(save), LONGEST)
+        documents, counted = tokenized(texts.texts, dense or candidate, tokens, answers_only)
         hashes |= {"text": texts.sha256, "tokens": token_hash(documents, counted)}
-        about = {"text": texts.name, "window": min(context, LONGEST), "vocabulary": vocabulary}
-        about["hashes"] = hashes
-    if theirs != vocabulary:
-        raise InvalidInput(f"{model} and {against} have different vocabularies; no KL to compute")
-    scored = Recorder(loaded, documents, counted, about) if save else loaded
-    on_device = [ids.to(loaded.device) for ids in documents]
-    options: dict[str, Any] = {"window": about["window"], "counted": counted}
+        about = {"text": texts.name, "window": window, "hashes": hashes}
+        if dense or save:
+            about["words"] = some_words(dense or candidate, documents)
+    if dense:
+        check_words(candidate, about["words"], f"{model} and {against}")
+    scored: Any = candidate
+    if save:
+        if not isinstance(candidate, Transformers):
+            raise Unsupported(
+                "--save-reference keeps hidden states, which no other engine tells: give the dense "
+                "model's directory"
+            )
+        scored = Recorder(candidate.model, documents, counted, about)
+    on_device = [ids.to(candidate.device) for ids in documents]
+    options: dict[str, Any] = {"window": window, "counted": counted}
     kept = (mask[1:] for mask in counted) if counted else (ids[1:] >= 0 for ids in documents)
     with progress("scoring", sum(int(mask.sum()) for mask in kept)) as step:
         got = measure(scored, on_device, dense=dense, step=step, **options)
-    if isinstance(scored, Recorder) and save:
-        recorded = scored.reference().to(loaded.device)
-        about["floor"] = floor(loaded, on_device, recorded, options)
-        recorded.written = continuations(loaded, excerpt_prompts(documents, about["window"]))
+    prompts = excerpt_prompts(documents, window)
+    if save:
+        recorded = scored.reference().to(candidate.device)
+        about["floor"] = floor(candidate, on_device, recorded, options)
+        recorded.written = candidate.continuations(prompts)
         recorded.save(save)
     elif dense and not stored:
         about["floor"] = floor(dense, on_device, one_by_one(dense), options)
-    scores = {"model": str(model), "text": about["text"], "window": about["window"]}
+    scores = {"model": str(model), "text": about["text"], "window": window}
     scores |= {"against": str(against)} if against else {}
-    scores |= figures(got, about["window"])
+    scores |= figures(got, window)
     if dense:
-        prompts = excerpt_prompts(documents, about["window"])
-        written = stored.written if stored else continuations(dense, prompts)
-        if written is not None and len(written):
-            means, intervals = writing(continuations(loaded, prompts), written)
+        if isinstance(candidate, Server):
+            scores["bound"] = f"KL of {TOLD} likeliest tokens and the rest: no more than the whole"
+        theirs = stored.written if stored else dense.continuations(prompts)
+        own = candidate.continuations(prompts) if theirs is not None and len(theirs) else None
+        if own is not None and theirs is not None:
+            means, intervals = writing(own, theirs)
             scores |= means
             scores["intervals"] |= intervals
     scores |= {"floor": about["floor"]} if "floor" in about else {}
@@ -129,8 +139,21 @@ def evaluate(
         "tokens": tokens,
         "answers_only": answers_only,
     }
-    scores["receipt"] = {"settings": settings, "hashes": hashes} | circumstances(loaded)
+    scores["receipt"] = {"settings": settings, "hashes": hashes} | circumstances(candidate)
     return without_nan(scores)
+
+
+def tokenized(
+    texts: Sequence[Text], source: Candidate, tokens: int, answers_only: bool
+) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Token ids of documents, at most `tokens` in all, and which of them are answers."""
+    if not answers_only:
+        return excerpts([source.encode(text) for text in texts], tokens), None
+    if not isinstance(source, Transformers):
+        raise Unsupported(
+            "--answers-only needs a tokenizer with a chat template: name the dense model, --against"
+        )
+    return with_answers(texts, source.tokenizer, tokens)
 
 
 @dataclass(frozen=True)
