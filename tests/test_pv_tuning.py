@@ -1,5 +1,7 @@
 """Tuning of grids, norms and codes: gradients against autograd, and what is promised of each."""
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
+from typer.testing import CliRunner
 
 import anybit
+from anybit.cli.app import app
 from anybit.quantizers.pv_tuning import TunedLayer, Tuning, divergence, epochs, logits_of, pv_tune
 from tests import tiny
 
+PICO = Path(__file__).parent.parent / "models/pico"
 CODEBOOK = "codebook:m=2,v=4,b=4,group=32"
 
 
@@ -19,9 +24,9 @@ def tokens(count: int = 8, seed: int = 3) -> Tensor:
     return torch.randint(256, (count, 32), generator=torch.Generator().manual_seed(seed))
 
 
-def dense() -> Any:
+def dense(**changes: Any) -> Any:
     """A random model whose logits are spread as a trained one's are."""
-    model = tiny.llama(dtype=torch.float32)
+    model = tiny.llama(dtype=torch.float32, **changes)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
@@ -193,3 +198,51 @@ def test_wrong_arguments() -> None:
         pv_tune(dense(), dense(), tokens())
     with pytest.raises(ValueError, match=r"share=2 must be in 0\.\.1"):
         pv_tune(quantized("int4"), dense(), tokens(), share=2)
+
+
+def written(model: Any, directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A directory with a model and pico's tokenizer."""
+    model = model.to(dtype)
+    if any(isinstance(m, anybit.QuantLinear) for m in model.modules()):
+        anybit.save(model, directory)
+    else:
+        model.save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(PICO / name, directory)
+    return directory
+
+
+def run(*args: object) -> Any:
+    return CliRunner().invoke(app, ["refine", *map(str, args)])
+
+
+@pytest.mark.parametrize("spec", ["int2:group=32,zero", "trellis:rotate=kn"])
+def test_a_checkpoint_is_refined(spec: str, tmp_path: Path) -> None:
+    """The KL to the dense model falls; formats, dtype and tokenizer stay, as does the source."""
+    model = dense(vocab_size=4096)
+    other = written(model, tmp_path / "dense")
+    source = written(anybit.quantize_(model, spec), tmp_path / "coarse")
+    before = (source / "model.safetensors").read_bytes()
+    text = tmp_path / "text.txt"
+    text.write_text("def f(x):\n    return x + 1\n\n" * 40)
+    options = ["--calibrate", text, "--length", 32, "--samples", 12, "--steps", 12]
+    got = run(source, "--dense", other, "-o", tmp_path / "out", *options)
+    assert got.exit_code == 0, got.output
+    first, last = map(float, re.findall(r"KL on the text ([\d.]+) -> ([\d.]+)", got.output)[0])
+    assert last < 0.97 * first
+    coarse, fine = (anybit.load(tmp_path / name) for name in ("coarse", "out"))
+    assert (source / "model.safetensors").read_bytes() == before
+    assert fine.dtype == coarse.dtype == torch.bfloat16
+    assert {m.scheme for m in fine.modules() if isinstance(m, anybit.QuantLinear)} == {spec}
+    assert (tmp_path / "out/tokenizer.json").is_file()
+    again = run(source, "--dense", other, "-o", tmp_path / "out", *options)
+    assert again.exit_code == 1
+    assert "exists" in again.output
+
+
+def test_another_models_vocabulary_is_refused(tmp_path: Path) -> None:
+    source = written(quantized("int2:group=32"), tmp_path / "coarse")
+    got = run(source, "--dense", PICO, "-o", tmp_path / "out")
+    assert got.exit_code == 1
+    assert "name the dense model that it was made of" in got.output.replace("\n", " ")
+    assert not (tmp_path / "out").exists()

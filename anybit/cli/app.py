@@ -161,6 +161,48 @@ def quantize(
 
 @app.command(
     epilog=examples(
+        "anybit refine out/qwen3-2bit --dense Qwen/Qwen3-0.6B -o out/qwen3-refined",
+        "anybit refine out/pico-int2 --dense models/pico -o out/tuned --calibrate python "
+        "--length 256 --steps 50",
+    )
+)
+def refine(
+    model: Annotated[Path, typer.Argument(help="A checkpoint of anybit.")],
+    dense: Annotated[
+        Path, typer.Option("--dense", help=f"The model that it was made of: {MODEL_HELP}")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
+    calibrate: Annotated[
+        str, typer.Option(help="Text to tune on, as of quantize --calibrate.")
+    ] = "prose",
+    steps: Annotated[int, typer.Option(min=1, help="Of gradient descent.")] = 150,
+    batch: Annotated[int, typer.Option(min=1, help="Windows of text in a step.")] = 4,
+    samples: Annotated[int, typer.Option(min=1, help="Windows of text to tune on.")] = 512,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in each, at most.")] = 1024,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
+    push_to: PushTo = None,
+) -> None:
+    """Tune a quantized model's scales, norms and codes to predict what the dense model does.
+
+    What 2 and 3 bits need: it took a published model's trellis codes of 2 bits from a loss of 0.58
+    to 0.33 nats. Holds both models in memory, on a GPU where there is one; an interruption leaves
+    nothing.
+    """
+    say(f"refining {model} into {out}")
+    from anybit.checkpoint.refine import refine_checkpoint
+    from anybit.cli.options import calibration_of
+
+    text = calibration_of(calibrate, samples, length)
+    with pushing(out, push_to):
+        typer.echo(
+            refine_checkpoint(
+                model, dense, out, text, steps=steps, batch=batch, overwrite=overwrite
+            )
+        )
+
+
+@app.command(
+    epilog=examples(
         "anybit convert Llama-3.1-8B-GPTQ -o out/llama",
         "anybit convert gpt-oss-20b -o out/gpt-oss",
         "anybit convert DeepSeek-V3 -o out/deepseek --to nvfp4",
