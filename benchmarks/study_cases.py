@@ -151,6 +151,20 @@ plan:4.5 gptq/mixed
 codebook:m=1,v=4,b=8,group=64 additive/mixed
 trellis:rotate=kn additive/mixed additive-gradients/mixed
 """
+# What tuning adds to the best of a plain code.
+REFINED = """
+bf16 dense
+fp6 gptq-gradients/mixed,gptq-gradients+pv/mixed
+int4:group=64,zero gptq-gradients/mixed,gptq-gradients+pv/mixed
+int3:group=64,zero gptq-gradients/mixed,gptq-gradients+pv/mixed
+int2:group=32,zero gptq-gradients/mixed,gptq-gradients+pv/mixed
+int8 rtn gptq/mixed
+int6 gptq-gradients/mixed,gptq-gradients+pv/mixed
+trellis:bits=4,rotate=kn gptq-gradients/mixed,gptq-gradients+tune/mixed
+nvfp4 gptq-gradients/mixed,gptq-gradients+pv/mixed
+int8:group=64 rtn
+fp6 gptq/mixed
+"""
 SMOKE = f"""
 bf16 dense
 {PLAN} clip
@@ -165,6 +179,7 @@ KINDS = {
     "light": CORE,  # the first method of each, which a CPU can do
     "trellis": TRELLIS,
     "published": PUBLISHED,
+    "refined": REFINED,
     "smoke": SMOKE,
 }
 
