@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,7 @@ def changed(base: str) -> list[str]:
     return differ + git("ls-files", "--others", "--exclude-standard")
 
 
+@cache
 def imported(text: str) -> set[str]:
     """Modules that a file imports, and names from them as if they were modules, too."""
     found = set()

@@ -40,6 +40,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def few_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models go on for 8 tokens, not 64, which takes most of a short comparison's time."""
+    monkeypatch.setattr("anybit.evaluate.generation.WRITTEN", 8)
+
+
 def cli(*args: object, code: int = 0) -> str:
     got = CliRunner().invoke(app, [str(arg) for arg in args])
     assert got.exit_code == code, got.output
@@ -247,6 +253,7 @@ def test_a_file_that_is_no_reference_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".r*"))  # nothing half written stays
 
 
+@pytest.mark.usefixtures("few_written")
 def test_verify_detects_another_model_and_another_text(
     int4: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -254,6 +261,7 @@ def test_verify_detects_another_model_and_another_text(
     shutil.copytree(int4, model)
     own.write_text(json.dumps(json.loads(text.read_text())[:6]))
     cli("eval", model, "--against", PICO, "--text", own, "--tokens", 4096, "--json", receipt)
+    assert "same64" in json.loads(receipt.read_text())["intervals"]
     assert cli("eval", "--verify", receipt).splitlines()[-1] == f"{receipt}: confirmed"
     moved = cli("eval", int4, "--verify", receipt)
     assert "model: " in moved  # the same files elsewhere
@@ -290,6 +298,7 @@ def test_a_figure_outside_its_interval_is_not_confirmed() -> None:
         assert (len(got[0]), got[1]) == (lines, same), change
 
 
+@pytest.mark.usefixtures("few_written")
 def test_the_card_tells_the_figures_once(int4: Path, text: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(int4, model)

@@ -1,10 +1,12 @@
 """The paged KV cache, and attention over it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,7 @@ INT8_LARGEST = 127.0
 # Tokens of a prompt from which torch's attention takes half the time of our kernel (2 prompts of
 # 1024 on an H200: 52 against 95 us), and what it takes to gather the pages is small.
 LONG = 256
+ALIGNED = 64  # bytes, as torch has it
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,20 @@ class Scores:
     mask: Mask | None = None
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As `torch.zeros`; on a CPU, memory that the system gives when it is first written.
+
+    torch writes its zeros: a GiB of cache would take up to two seconds, and a GiB, before anything
+    is kept in it.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(size + ALIGNED, np.uint8))
+    first = -memory.data_ptr() % ALIGNED
+    return memory[first : first + size].view(dtype).view(shape)
+
+
 @dataclass
 class LayerCache:
     """K and V of one layer, (blocks, kv_heads, block_size, head_dim), in a dtype, int8 or int4.
@@ -132,14 +149,14 @@ class LayerCache:
             int4.check_head_dim(head_dim)
             head_dim //= 2
         shape = (blocks, heads, block_size, head_dim)
-        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        k, v = (zeros(shape, dtype, device) for _ in range(2))
         if dtype not in (torch.int8, int4.INT4):
             return cls(k, v)
         if not usable_on_cpu(k):
             v = v.view(blocks, heads, head_dim, block_size)
         if dtype == int4.INT4:
             k_scale, v_scale = (
-                torch.zeros(blocks, heads, groups, block_size, 2, dtype=torch.half, device=device)
+                zeros((blocks, heads, groups, block_size, 2), torch.half, device)
                 for groups in (int4.K_GROUPS, int4.V_GROUPS)
             )
         elif scales is not None:

@@ -156,6 +156,7 @@ def search(
     """
     x = statistics.sample.float()
     dense = {name: w.float() for name, (w, _) in weights.items()}
+    wanted = {name: x @ w.T for name, w in dense.items()}
     weight_amax = torch.stack([w.abs().amax(0) for w in dense.values()]).amax(0)
     schemes = {name: parse_scheme(scheme) for name, (_, scheme) in weights.items()}
     best, least = torch.ones_like(weight_amax), torch.inf
@@ -167,7 +168,7 @@ def search(
             fmt, activation = schemes[name]
             packed = quantize_weight(RTN(), w * s, fmt)
             y = seen_by(packed, x / s, activation) @ packed.dequantize().T
-            error += float((y - x @ w.T).square().sum())
+            error += float((y - wanted[name]).square().sum())
         if error < least:
             best, least = s, error
     return best

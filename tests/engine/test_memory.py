@@ -4,10 +4,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from anybit.engine import memory
+from anybit.engine.attention import LayerCache
+from anybit.engine.int4 import INT4
 from anybit.engine.llm import LLM
 from anybit.engine.weights import Checkpoint
 from anybit.errors import InvalidInput, Unsupported
@@ -97,3 +100,22 @@ def test_only_gpus_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.gpu_memory(torch.device("cuda")) == (25, CARD)  # what torch would reuse is free
     shared.is_integrated = True  # files that were read count as used there
     assert memory.gpu_memory(torch.device("cuda")) is None
+
+
+def test_a_cache_takes_memory_of_a_cpu_when_it_is_written() -> None:
+    process, cpu = psutil.Process(), torch.device("cpu")
+    before = process.memory_info().rss
+    cache = LayerCache.empty(1 << 14, 2, 16, 64, torch.float32, cpu)
+    assert cache.nbytes == 1 << 28
+    assert process.memory_info().rss - before < 1 << 24
+    for plane in (cache.k, cache.v):
+        assert plane.data_ptr() % 64 == 0
+        assert not plane[::1000].any()
+        plane[7] = 1
+        assert not plane[6].any()
+        assert not plane[8].any()
+    small = LayerCache.empty(3, 2, 4, 64, INT4, cpu)
+    for plane in (small.k, small.v, small.k_scale, small.v_scale):
+        assert plane is not None
+        assert plane.is_contiguous()
+        assert not plane.any()
