@@ -14,12 +14,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import anybit
 from anybit.errors import InvalidInput
 from anybit.evaluate.corpus import calibration_text, held_out_text
+from anybit.formats.presets import CANDIDATES as OFFERED
 from anybit.nn.model import quantized_layers
 from anybit.planning.allocate import (
+    SAMPLE,
     knapsack,
     plan_formats,
     predicted_kl,
     predicted_seconds,
+    sampled_rows,
     squared_gradients,
     weight_error,
 )
@@ -117,6 +120,70 @@ def test_formats_that_are_slow_to_encode_are_predicted_by_some_rows(spec: str) -
         whole = 0.5 * float(((error @ seen.hessian) * error).sum(1) @ gradients["a"])
         assert got == pytest.approx(whole, rel=0.2)
     assert weight_error(anybit.RTN(), "a", w, fmt, seen) == pytest.approx(0.068, rel=0.1)
+
+
+class Counted(anybit.Clip):
+    """Clip search that notes how many rows it was given."""
+
+    def fit(self, w: Tensor, fmt: anybit.Format) -> dict[str, Tensor]:
+        self.__dict__["rows"] = self.__dict__.get("rows", 0) + len(w)
+        return super().fit(w, fmt)
+
+
+def whole_error(quantizer: anybit.RTN, w: Tensor, spec: str) -> float:
+    error = quantize_weight(quantizer, w, anybit.get_format(spec)).dequantize() - w
+    return float(error.square().sum() / w.square().sum())
+
+
+@pytest.mark.parametrize("spec", [*OFFERED, "int4:rotate=k", "mxfp4", "liquid"])
+def test_errors_of_a_weight_are_estimated_by_some_rows(spec: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32)
+    fmt, got, want, counted = anybit.get_format(spec), [], [], Counted()
+    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+        for block in (0, 3):
+            w = model.get_submodule(f"model.layers.{block}.{name}").weight.detach()
+            got.append(weight_error(counted, "a", w, fmt, Statistics()))
+            want.append(whole_error(anybit.Clip(), w, spec))
+    assert counted.__dict__["rows"] == SAMPLE * len(got)
+    assert got == pytest.approx(want, rel=0.03)
+    assert sum(got) == pytest.approx(sum(want), rel=0.01)
+
+
+@pytest.mark.parametrize("spec", ["int6:group=128", "int8"])
+def test_a_sample_stands_for_rows_that_it_misses(spec: str) -> None:
+    """Few rows have a large number, which gives them most of the error."""
+    random = torch.Generator().manual_seed(0)
+    w = torch.randn(1024, 256, generator=random)
+    w[torch.randperm(1024, generator=random)[:40], 7] *= 12
+    fmt, want = anybit.get_format(spec), whole_error(anybit.Clip(), w, spec)
+    assert weight_error(anybit.Clip(), "a", w, fmt, Statistics()) == pytest.approx(want, rel=0.02)
+    alone = whole_error(anybit.Clip(), w[sampled_rows(w, fmt)], spec)
+    assert alone != pytest.approx(want, rel=0.2)
+
+
+def test_errors_that_no_sample_shows_are_measured_whole() -> None:
+    """Tables and rotations that rows share, and a sample of rows without an error."""
+    random = torch.Generator().manual_seed(0)
+    shared, sparse = torch.randn(256, 64, generator=random), torch.zeros(256, 64)
+    sparse[101] = shared[101]
+    for w, spec in (
+        (shared, "codebook:m=1,v=4"),
+        (shared, "int4:rotate=kn"),
+        (sparse, "int4"),
+    ):
+        got = weight_error(anybit.Clip(), "a", w, anybit.get_format(spec), Statistics())
+        assert got == pytest.approx(whole_error(anybit.Clip(), w, spec), rel=1e-5)
+        assert got > 0
+
+
+@pytest.mark.parametrize("of", ["bits", "seconds"])
+def test_no_plan_is_worse_than_one_format_of_its_size(of: str) -> None:
+    """The whole budget, which rounded costs exceed."""
+    given = {"candidates": ["int2:group=32,zero", "int4:group=32"], "quantizer": anybit.RTN()}
+    for uniform in plan_formats(make(), None, 8.0, **given).uniform():
+        got = plan_formats(make(), None, **{of: getattr(uniform, of)}, **given)
+        assert got.loss <= uniform.loss
+        assert getattr(got, of) <= getattr(uniform, of) * (1 + 1e-12)
 
 
 def test_trellis_codes_and_rotations_are_chosen_among_others() -> None:
@@ -281,7 +348,9 @@ def test_knapsack_by_brute_force(seed: int) -> None:
 
 
 def test_knapsack_with_nothing_to_spare() -> None:
-    assert knapsack([[1.0, 2.0], [3.0, 1.0]], [[1.0, 0.0], [0.0, 1.0]], 2.0) == [0, 1]
+    for unit in (1.0, 1e-10):  # as seconds, of layers that take less than a nanosecond
+        costs = [[unit, 2 * unit], [3 * unit, unit]]
+        assert knapsack(costs, [[1.0, 0.0], [0.0, 1.0]], 2 * unit) == [0, 1]
 
 
 def test_bad_budgets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anybit.core.format import Entry, Format, Grid, read_options, register
-from anybit.core.groups import grouped, groups_of, store_scale, ungroup
+from anybit.core.groups import extremes, grouped, groups_of, store_scale, ungroup
 from anybit.errors import InvalidInput
 from anybit.kernels.cute.decode import Decoder, number
 
@@ -59,14 +59,14 @@ class Integer(Format):
             )
         rows = groups_of(w, self.group)
         if self.zero:
-            low, high = rows.aminmax(dim=-1)
+            low, high = extremes(rows)
             low, high = low.clamp_max_(0), high.clamp_min_(0)
             scale = store_scale((high - low) / (2**self.bits - 1))
             zero = (-low / scale.float()).round_().clamp_(0, 2**self.bits - 1)
             return {"scale": scale, "zero": zero.to(torch.uint8)}
         if self.bits == 1:  # {-1, +1}: the mean magnitude minimizes the squared error
             return {"scale": store_scale(rows.abs().mean(-1), zeros=0)}
-        low, high = rows.aminmax(dim=-1)
+        low, high = extremes(rows)
         return {"scale": store_scale(torch.maximum(high, -low) / (2 ** (self.bits - 1) - 1))}
 
     def encode(self, w: Tensor, grid: Grid) -> Tensor:

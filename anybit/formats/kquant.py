@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from anybit.core.format import Entry, Format, Frame, Grid, read_options, register
-from anybit.core.groups import grouped, groups_of, store_scale, ungroup
+from anybit.core.groups import extremes, grouped, groups_of, store_scale, ungroup
 from anybit.formats.microscaling import by_pieces
 from anybit.formats.table4 import IQ4
 from anybit.kernels.cute.decode import Decoder
@@ -200,7 +200,7 @@ class KQuant(Format):
         """Factors, then shifts, of all groups of some rows."""
         groups, numbers = groups_of(w / scale, self.kind.group), self._numbers(w.device)
         if self.kind.base:
-            low, high = groups.aminmax(dim=-1)
+            low, high = extremes(groups)
             if self.kind.steps:  # shifts are not above 0
                 low = low.clamp_max(0)
             tries = [(high - low) / (numbers[-1] + more) for more in MORE]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anybit.core.format import Entry, Format, Grid, register
-from anybit.core.groups import grouped, groups_of, store_scale, ungroup
+from anybit.core.groups import extremes, grouped, groups_of, store_scale, ungroup
 from anybit.core.packed import Packed
 from anybit.kernels.cute.decode import Constants, Decoder
 from anybit.kernels.cute.lang import Word, bytes_of
@@ -75,9 +75,9 @@ class Liquid(Format):
         return {"scale": Entry(), "step": level, "offset": level}
 
     def fit(self, w: Tensor) -> Grid:
-        low, high = w.aminmax(dim=-1, keepdim=True)
+        low, high = (t[..., None] for t in extremes(w))
         scale = store_scale(torch.maximum(high, -low) / LIMIT)
-        low, high = groups_of(self._first_level(w, scale), self.group).aminmax(dim=-1)
+        low, high = extremes(groups_of(self._first_level(w, scale), self.group))
         # Equation 7 rounds range / 15 to nearest, which clips the maximum of narrow groups (a
         # range of 21 would get s = 1). This is the smallest s whose codes stay within 15.
         step = ((high - low) / (LEVELS + 0.5)).ceil_().clamp_min_(1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from anybit.core.format import Format, Grid, read_options, register
-from anybit.core.groups import grouped, groups_of, store_scale, ungroup
+from anybit.core.groups import extremes, grouped, groups_of, store_scale, ungroup
 from anybit.errors import InvalidInput
 from anybit.kernels.cute.decode import BIAS, LIFT, MANTISSA, Decoder, HalfDecoder
 from anybit.kernels.cute.tables import looked
@@ -80,7 +80,7 @@ class Minifloat(Format):
         return float(self.to_float(torch.tensor(self.largest_code)))
 
     def fit(self, w: Tensor) -> Grid:
-        low, high = groups_of(w, self.group).aminmax(dim=-1)
+        low, high = extremes(groups_of(w, self.group))
         return {"scale": store_scale(torch.maximum(high, -low) / self.largest)}
 
     def encode(self, w: Tensor, grid: Grid) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anybit.core.format import Format, Grid, register
-from anybit.core.groups import grouped, groups_of, store_scale, ungroup
+from anybit.core.groups import extremes, grouped, groups_of, store_scale, ungroup
 from anybit.kernels.cute.decode import BIAS, LIFT, MANTISSA, Decoder, HalfDecoder
 from anybit.kernels.cute.lang import LANES, Word, bytes_of
 
@@ -73,7 +73,7 @@ class Sparse(Format):
     operand = "int8"
 
     def fit(self, w: Tensor) -> Grid:
-        low, high = groups_of(w, self.group).aminmax(dim=-1)
+        low, high = extremes(groups_of(w, self.group))
         return {"scale": store_scale(torch.maximum(high, -low) / LARGEST)}
 
     def encode(self, w: Tensor, grid: Grid) -> Tensor:

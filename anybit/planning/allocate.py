@@ -42,11 +42,13 @@ from anybit.quantizers.calibration.memory import on_device
 from anybit.quantizers.calibration.rehearsal import rehearse
 from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.clip import Clip
+from anybit.quantizers.rtn import RTN
 
 BINS = 1 << 16  # of the budget; rounding up to whole bins wastes less than layers / BINS of it
 HEAD = "int8"  # less than 0.0002 nats on models/pico (benchmarks/results/cpu_heads.csv)
 PROBE = 16  # tokens that show, without text, which layers read the same input
-SAMPLE = 128  # rows that stand for all where encoding takes long: a block of the largest rotation
+SAMPLE = 128  # rows that stand for all where quantizing takes long: a block of any rotation
+SLACK = 1e-12  # of a budget, by which its sums are rounded
 TURN = 4  # bytes that a rotation moves of each number of 16 bits
 
 # (layer, its weight (N, K), format, statistics of its inputs) -> loss
@@ -136,7 +138,7 @@ def plan_formats(
         budget, costs = bits * unit, [[o.bits for o in g.options] for g in groups]
     check_budget(budget, sum(map(min, costs)), unit, what, candidates)
     chosen = knapsack(costs, [[o.loss for o in g.options] for g in groups], budget)
-    return Allocation(
+    planned = Allocation(
         tuple(groups),
         tuple(g.options[c] for g, c in zip(groups, chosen, strict=True)),
         f"{budget / unit:g} {what}",
@@ -144,6 +146,19 @@ def plan_formats(
         heads,
         None if seconds is None else rates.name,
     )
+    return or_uniform(planned, budget, lambda it: it.bits * unit if seconds is None else it.seconds)
+
+
+def or_uniform(
+    planned: Allocation, budget: float, cost: Callable[[Allocation], float]
+) -> Allocation:
+    """The plan, or one format for all layers where that is within the budget and loses less.
+
+    It may be: `knapsack` rounds costs up, so what takes the whole budget is none of its choices.
+    """
+    limit = budget * (1 + SLACK)
+    one = [it for it in planned.uniform() if cost(it) <= limit]
+    return replace(planned, chosen=min([planned, *one], key=lambda it: it.loss).chosen)
 
 
 def check_quantizer(quantizer: Quantizer, has_data: bool) -> None:
@@ -213,11 +228,32 @@ def probe(model: nn.Module) -> Tensor:
 def weight_error(
     quantizer: Quantizer, name: str, w: Tensor, fmt: Format, statistics: Statistics
 ) -> float:
-    """A `Loss`: the squared error over the weight's square."""
-    w = w[sampled_rows(w, fmt)]
-    error = quantize_weight(quantizer, w, fmt).dequantize() - w.float()
-    square = float(w.float().square().sum())
-    return float(error.square().sum()) / square if square else 0.0
+    """A `Loss`: the squared error over the weight's square.
+
+    A sample of rows says how it compares with what takes no time and is known of all rows: the
+    error of rounding to nearest, or the square where encoding itself takes long. All rows are
+    measured where they share a table or are rotated together.
+    """
+    square = sum_of_squares(w)
+    fmt = quantizer.format(fmt, (len(w), w.shape[1]))
+    apart = fmt.rowwise and "n" not in fmt.rotate
+    whole = fmt.searched and not apart
+    rows = torch.arange(len(w), device=w.device) if whole else sampled_rows(w, fmt)
+    known = partial(squared_error, RTN(), fmt) if fmt.searched else sum_of_squares
+    error = squared_error(quantizer, fmt, w[rows])
+    if len(rows) < len(w):
+        part = known(w[rows])
+        error = error * known(w) / part if part else squared_error(quantizer, fmt, w)
+    return error / square if square else 0.0
+
+
+def sum_of_squares(w: Tensor) -> float:
+    return float(w.float().square().sum())
+
+
+def squared_error(quantizer: Quantizer, fmt: Format, w: Tensor) -> float:
+    """Of all weights together."""
+    return sum_of_squares(quantize_weight(quantizer, w, fmt).dequantize() - w.float())
 
 
 def predicted_kl(
@@ -234,7 +270,8 @@ def predicted_kl(
     """
     if not statistics.tokens:
         return 0.0
-    rows, g = sampled_rows(w, fmt), gradients[name].to(w.device)
+    g = gradients[name].to(w.device)
+    rows = torch.arange(len(w), device=w.device) if fmt.searched else sampled_rows(w, fmt)
     error = quantize_weight(quantizer, w[rows], fmt, statistics).dequantize() - w[rows].float()
     loss = 0.5 * float((squares(error, statistics) * g[rows]).sum())
     if len(rows) == len(w):
@@ -250,9 +287,9 @@ def squares(w: Tensor, statistics: Statistics) -> Tensor:
 
 
 def sampled_rows(w: Tensor, fmt: Format) -> Tensor:
-    """Indices of all rows of a weight (N, K), or evenly spaced tiles of formats that are slow."""
+    """Indices of evenly spaced tiles of a weight (N, K), or of all rows where these are few."""
     n, height = len(w), fmt.tile[0]
-    if fmt.searched or n <= SAMPLE:
+    if n <= SAMPLE:
         return torch.arange(n, device=w.device)
     starts = torch.linspace(0, n // height - 1, SAMPLE // height, dtype=torch.float64).long()
     starts = starts.to(w.device) * height
@@ -411,7 +448,7 @@ def knapsack(costs: list[list[float]], losses: list[list[float]], budget: float)
     """
     floors = [min(group) for group in costs]
     spare = budget - sum(floors)
-    step = spare / BINS if spare > 0 else 1.0
+    step = spare / BINS if spare > 0 else math.ulp(budget)
     best = np.zeros(BINS + 1)
     picks = []
     for group, floor, loss in zip(costs, floors, losses, strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anybit.core.format import Format, Grid
-from anybit.core.groups import groups_of, round_scale
+from anybit.core.groups import extremes, groups_of, round_scale
 from anybit.quantizers.rtn import CHUNK, RTN
 
 FACTORS = tuple(1 - 0.05 * step for step in range(14))  # of the range: 1 down to 0.35
@@ -45,7 +45,7 @@ def fit_clipped(w: Tensor, fmt: Format, importance: Tensor | None = None) -> Gri
     parts = groups_of(w, group)
     if not fmt.rowwise:
         return stretched(w, fmt, importance, group)
-    low, high = (t[..., None] for t in parts.aminmax(dim=-1))
+    low, high = (t[..., None] for t in extremes(parts))
 
     def cut(factor: float | Tensor) -> Tensor:
         return parts.clamp(low * factor, high * factor).flatten(1)
