@@ -158,5 +158,5 @@ def by_token(row: dict[str, Any] | None) -> Found:
 
 def checked(ids: list[int], rows: list[Found]) -> list[Found]:
     if len(rows) != len(ids):
-        raise ValueError(f"{len(rows)} rows for {len(ids)} tokens")
+        raise InvalidInput(f"a server tells of {len(rows)} tokens, and {len(ids)} were sent")
     return rows
