@@ -151,7 +151,7 @@ plan:4.5 gptq/mixed
 codebook:m=1,v=4,b=8,group=64 additive/mixed
 trellis:rotate=kn additive/mixed additive-gradients/mixed
 """
-# What tuning adds to the best of a plain code.
+# What tuning adds.
 REFINED = """
 bf16 dense
 fp6 gptq-gradients/mixed,gptq-gradients+pv/mixed
@@ -164,6 +164,9 @@ trellis:bits=4,rotate=kn gptq-gradients/mixed,gptq-gradients+tune/mixed
 nvfp4 gptq-gradients/mixed,gptq-gradients+pv/mixed
 int8:group=64 rtn
 fp6 gptq/mixed
+trellis:bits=3,rotate=kn gptq-gradients/mixed,gptq-gradients+tune/mixed
+trellis:rotate=kn gptq-gradients/mixed,gptq-gradients+tune/mixed
+fp6:group=64 gptq-gradients/mixed,gptq-gradients+tune/mixed
 """
 SMOKE = f"""
 bf16 dense

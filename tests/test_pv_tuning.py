@@ -200,9 +200,9 @@ def test_wrong_arguments() -> None:
         pv_tune(quantized("int4"), dense(), tokens(), share=2)
 
 
-def written(model: Any, directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """A directory with a model and pico's tokenizer."""
-    model = model.to(dtype)
+def written(model: Any, directory: Path) -> Path:
+    """A directory with a model in bf16 and pico's tokenizer."""
+    model = model.to(torch.bfloat16)
     if any(isinstance(m, anybit.QuantLinear) for m in model.modules()):
         anybit.save(model, directory)
     else:

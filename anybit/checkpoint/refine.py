@@ -1,15 +1,13 @@
 """Tune a quantized checkpoint against its dense model, as `anybit refine` does."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from anybit.checkpoint.architecture import load_model
 from anybit.checkpoint.foreign.ready import dense_directory
 from anybit.checkpoint.rewrite import check_paths
-from anybit.checkpoint.save_load import load, save
+from anybit.checkpoint.save_load import load, load_dense, save
 from anybit.errors import InvalidInput
 from anybit.files.directory import destination
 from anybit.nn.model import quantized_layers
@@ -47,7 +45,7 @@ def refine_checkpoint(
 
     Raises:
         FileExistsError: `out` exists.
-        InvalidInput: As `load` and `pv_tune` do; also for models of two shapes.
+        InvalidInput: As `load` and `pv_tune` do; also for two vocabularies.
     """
     place = destination(out)
     check_paths(quantized, place, overwrite)
@@ -56,7 +54,7 @@ def refine_checkpoint(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model: Any = load(quantized, device, keep="packed")
     stored = model.dtype
-    other: Any = load_model(Path(source), dtype="auto").to(device)
+    other: Any = load_dense(source).to(device)
     sizes = [each.config.get_text_config().vocab_size for each in (model, other)]
     if sizes[0] != sizes[1]:
         raise InvalidInput(
@@ -65,10 +63,10 @@ def refine_checkpoint(
         )
     if device == "cpu":  # where 16-bit products are slow
         model.to(torch.float32), other.to(torch.float32)
-    fixed = any(layer.format.window for _, layer in quantized_layers(model))
-    losses = pv_tune(
-        model, other, calibration, steps=steps, batch=batch, share=0.0 if fixed else 0.002
-    )
+    options: dict[str, Any] = {"steps": steps, "batch": batch}
+    if any(layer.format.window for _, layer in quantized_layers(model)):
+        options["share"] = 0.0
+    losses = pv_tune(model, other, calibration, **options)
     save(model.to(stored), place, overwrite)
     few = max(1, round(PART * steps))
     first, last = (sum(part) / few for part in (losses[:few], losses[-few:]))

@@ -25,6 +25,7 @@ from anybit.version import __version__
 
 LLAMA_CPP = "llama.cpp:"
 SERVERS = ("http://", "https://")
+LONGEST = 2048  # tokens in a window, for models that could see more
 COMPARED = 256  # tokens of a vocabulary whose texts are compared
 ALIKE = 0.95  # of them are, where two vocabularies are one
 
@@ -37,6 +38,7 @@ class Candidate(Protocol):
         context: the longest sequence, in tokens.
         hashes: SHA-256 of its files, by name; what is known of it else.
         versions: of the packages that run it. hardware: "device", "threads" and "dtype".
+        told: of how many tokens it tells the probability at each position; None: of all.
     """
 
     device: torch.device
@@ -44,6 +46,7 @@ class Candidate(Protocol):
     hashes: dict[str, str]
     versions: dict[str, str]
     hardware: dict[str, Any]
+    told: int | None
 
     def __call__(self, ids: Tensor) -> Any:
         """What `measure` takes of a model, for token ids (B, T)."""
@@ -75,6 +78,8 @@ def opened(model: str | Path) -> Candidate:
 class Transformers:
     """A model directory, dense or quantized, through transformers on this machine's device."""
 
+    told: int | None = None
+
     def __init__(self, model: str | Path):
         path = ready(model)
         self.model, self.tokenizer = load_text_model(path)
@@ -82,9 +87,8 @@ class Transformers:
         self.context = context_of(self.model)
         self.hashes = model_hashes(path)
         self.versions = {name: version(name) for name in ("transformers", "tokenizers")}
-        cuda = self.device.type == "cuda"
         self.hardware = here() | {"dtype": str(self.model.dtype).removeprefix("torch.")}
-        if cuda:
+        if self.device.type == "cuda":
             self.hardware["device"] = torch.cuda.get_device_name(self.device)
 
     def __call__(self, ids: Tensor) -> Any:

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.errors import InvalidInput, Unsupported
-from anybit.evaluate.candidate import here
+from anybit.evaluate.candidate import LONGEST, here
 from anybit.evaluate.generation import WRITTEN
 from anybit.evaluate.receipt import file_hash
 from anybit.files.texts import Text
 
-LONGEST = 2048  # tokens; logits of so many are held in fp32
-
 
 class LlamaCpp:
-    """A `Candidate`: logits of every token, as `llama_decode` computes them.
+    """A `Candidate`: logits of every token, as `llama_decode` computes them, `LONGEST` at most.
 
     llama.cpp multiplies with tokens in int8 on CPUs, so its loss is the file's and the kernels'.
     """
+
+    told: int | None = None
 
     def __init__(self, path: Path):
         if not path.is_file():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anybit.errors import InvalidInput, Unsupported
 from anybit.evaluate.candidate import (
+    LONGEST,
     Candidate,
     Transformers,
     check_words,
@@ -24,13 +25,11 @@ from anybit.evaluate.generation import excerpt_prompts
 from anybit.evaluate.perplexity import Model, Rows, excerpts, logits_of, measure
 from anybit.evaluate.receipt import figures, file_hash, token_hash, writing
 from anybit.evaluate.reference import Recorder, is_stored, read_reference
-from anybit.evaluate.server import TOLD, Server
 from anybit.files.directory import without_nan
 from anybit.files.texts import Text, read_texts
 from anybit.progress import progress
 from anybit.quantizers.calibration.chat import answers
 
-LONGEST = 2048  # tokens in a window, for models that could see more
 FLOOR = 4  # windows whose noise is measured
 FEWEST = 256  # tokens of an entry that are worth to be scored, if it has as many
 DEFAULT = "Python standard library (default; choose with --text)"
@@ -122,8 +121,9 @@ def evaluate(
     scores |= {"against": str(against)} if against else {}
     scores |= figures(got, window)
     if dense:
-        if isinstance(candidate, Server):
-            scores["bound"] = f"KL of {TOLD} likeliest tokens and the rest: no more than the whole"
+        if candidate.told:
+            likeliest = f"{candidate.told} likeliest tokens"
+            scores["bound"] = f"KL of {likeliest} and the rest: no more than the whole"
         theirs = stored.written if stored else dense.continuations(prompts)
         own = candidate.continuations(prompts) if theirs is not None and len(theirs) else None
         if own is not None and theirs is not None:

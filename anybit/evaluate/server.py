@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from anybit.errors import InvalidInput, Unsupported
+from anybit.evaluate.candidate import LONGEST
 from anybit.evaluate.generation import WRITTEN
 from anybit.evaluate.perplexity import Likeliest
 from anybit.files.texts import Text
 
 TOLD = 20  # likeliest tokens of a position: as many as vLLM tells by default
-LONGEST = 2048  # tokens, where a server does not tell its context
 KEY = "ANYBIT_API_KEY"
 
 Found = dict[int, tuple[float, str]]  # by token: log-probability and text
@@ -27,8 +27,11 @@ Found = dict[int, tuple[float, str]]  # by token: log-probability and text
 class Server:
     """A `Candidate` at http://HOST:PORT: the first model that it names.
 
-    The API key is taken from `ANYBIT_API_KEY`, if it wants one.
+    The API key is taken from `ANYBIT_API_KEY`, if it wants one. `LONGEST` is the context of those
+    that do not tell theirs.
     """
+
+    told: int | None = TOLD
 
     def __init__(self, url: str):
         key = next(iter(os.environ.get(KEY, "").split()), None)
@@ -130,9 +133,9 @@ class Server:
         )
 
     def words(self, ids: Sequence[int]) -> list[str]:
-        prompt, out = [int(token) for token in ids], list[str]()
-        for at in range(0, len(prompt), self.context - 1):
-            part = prompt[at : at + self.context - 1]
+        out = list[str]()
+        for at in range(0, len(ids), self.context - 1):
+            part = ids[at : at + self.context - 1]
             rows = self.read([part[0], *part], told=0)[1:]
             out += [found[token][1] for token, found in zip(part, rows, strict=True)]
         return out

@@ -240,7 +240,7 @@ def test_what_llama_cpp_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(
     not all(name in os.environ for name in ("ANYBIT_LLAMA_PERPLEXITY", "ANYBIT_LLAMA_GGUFS"))
     or importlib.util.find_spec("llama_cpp") is None,
-    reason="llama-cpp-python, ANYBIT_LLAMA_PERPLEXITY (the program), ANYBIT_LLAMA_GGUFS (two:)",
+    reason="compares with llama-perplexity, named by ANYBIT_LLAMA_PERPLEXITY, on two GGUFs",
 )
 def test_llama_perplexity_says_the_same(tmp_path: Path) -> None:
     program, files = os.environ["ANYBIT_LLAMA_PERPLEXITY"], os.environ["ANYBIT_LLAMA_GGUFS"]
