@@ -3,10 +3,9 @@
     python benchmarks/experts.py --out benchmarks/results/h200_experts.csv
     python benchmarks/experts.py --models --peers anybit --out h200_models.csv
 
-The second one takes the experts of four models, both projections, from 1 to 4096 tokens, and prints
-beside each time what `hopper/expert_tiles.py` expects. `--micro` takes the formats in which such
-models are published, `--formats` some of humming's, and `--append` keeps what the file has.
-`--sweep` times every tile instead.
+The second one takes the experts of four models, both projections, from 1 to 4096 tokens. `--micro`
+takes the formats in which such models are published, `--formats` some of humming's, and `--append`
+keeps what the file has.
 
 Tokens are sorted by expert beforehand, and quantized beforehand where they are 8 bits. Every result
 is compared with one product for each expert before it is timed. Compiling (humming's kernels) comes
@@ -77,8 +76,6 @@ def measure(
     busy = int((routing.starts.diff() > 0).sum()) / routing.experts
     for (row, experts, calls, check), us in zip(ready, times, strict=True):
         note = experts.note
-        if experts.expected is not None:
-            note = f"{note} expected {experts.expected(routing.chosen.numel()):.1f}".strip()
         try:
             if isinstance(us, Exception):
                 raise us
@@ -113,12 +110,12 @@ def run(shape: ExpertShape, args: argparse.Namespace, floor: ReadFloor) -> Itera
         inputs.append((torch.randn(m, k, device=DEVICE).bfloat16(), Routing(choices, experts)))
     every = {
         "torch": lambda: dense(w, experts),
-        "anybit": lambda: anybit(w, experts, args.schemes, args.sweep),
+        "anybit": lambda: anybit(w, experts, args.schemes),
         "humming": lambda: humming(w, experts, args.m, top, args.formats),
     }
     blank = replace(bench.blank(DEVICE, args.commit), N=n, K=k)
     contestants: list[Experts] = []
-    for peer in ["anybit"] if args.sweep else args.peers:
+    for peer in args.peers:
         try:
             contestants += every[peer]()
         except Exception as error:  # a package that is not there
@@ -142,9 +139,6 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--formats", nargs="*", help="of humming's")
     parser.add_argument("--micro", action="store_true", help="MXFP4, NVFP4 and FP8 blocks")
-    parser.add_argument(
-        "--sweep", action="store_true", help="time anybit's tiles, and nothing else"
-    )
     parser.add_argument("--commit")
     args = parser.parse_args()
     shapes = [ExpertShape(args.experts, args.top, *bench.parse_shape(args.shape))]

@@ -4,8 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,17 +14,7 @@ from torch import Tensor
 from anybit import quantize_tensor
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
-from anybit.kernels.cute import operands
-from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.hopper import scalar_linear
-from anybit.kernels.hopper.expert_tiles import (
-    choose_few,
-    choose_grouped,
-    cycles,
-    family_grouped,
-    few_cycles,
-)
-from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.reference import quantize_tokens
 
 DEVICE = torch.device("cuda")
@@ -88,7 +77,6 @@ class Experts:
     seen: x -> the activation that is really multiplied, fp32.
     by_token: outputs come in the order of tokens and their choices, not sorted by expert.
     decoded: of each different weight.
-    expected: rows -> microseconds that the rule for tiles expects.
     """
 
     peer: str
@@ -101,7 +89,6 @@ class Experts:
     seen: Callable[[Tensor], Tensor] = lambda x: x.float()
     note: str = ""
     by_token: bool = False
-    expected: Callable[[int], float] | None = None
 
 
 def dense(w: Tensor, experts: int) -> Iterator[Experts]:
@@ -135,9 +122,9 @@ def of_all(tensor: Tensor, index: Tensor, different: int) -> Tensor:
     return parts[index].flatten(0, 1).view(tensor.dtype)
 
 
-def anybit(w: Tensor, experts: int, schemes: list[str], sweep: bool) -> Iterator[Experts]:
-    """anybit's Hopper kernels, as a layer of the engine launches them; or with every tile."""
-    dtype, (_, n, k) = torch.bfloat16, w.shape
+def anybit(w: Tensor, experts: int, schemes: list[str]) -> Iterator[Experts]:
+    """anybit's Hopper kernels, as a layer of the engine launches them."""
+    dtype = torch.bfloat16
     for scheme in schemes:
         fmt, activation = parse_scheme(scheme)
         try:
@@ -151,21 +138,11 @@ def anybit(w: Tensor, experts: int, schemes: list[str], sweep: bool) -> Iterator
             layout=tuple(of_all(t, index, len(w)) for t in prepared.layout)
         )
         decoded = torch.stack([p.dequantize() for p in made])
-        operand = getattr(torch, operands.operand_of(activation, dtype))
-        d = operands.decoder_for(fmt, operand)
-
-        def expected(m: int, tile: Tile | None, d: Decoder = d) -> float:
-            problem = m, n, k, experts
-            if tile is None and (few := choose_few(d, *problem)):
-                return few_cycles(few, d, *problem) / 1755  # at 1.755 GHz
-            return cycles(tile or choose_grouped(d, *problem), d, *problem) / 1755
 
         def launch(
             x: Tensor,
             routing: Routing,
             activation: str | None = activation,
-            tile: Tile | None = None,
-            overlap: bool | None = None,
         ) -> Run:
             rows, starts, scale, sums = routing.sort(x), routing.starts, None, None
             if activation is not None:
@@ -173,25 +150,19 @@ def anybit(w: Tensor, experts: int, schemes: list[str], sweep: bool) -> Iterator
                 sums = rows.sum(1, dtype=torch.int32)
                 scale = scale.flatten()
             return lambda weight: scalar_linear.multiply(
-                rows, scale, sums, weight, None, dtype, tile, overlap, starts
+                rows, scale, sums, weight, None, dtype, starts=starts
             )
 
-        plans: list[tuple[Tile | None, bool | None]] = [(None, None)]
-        if sweep:
-            plans = [*product(family_grouped(d), (False, True))]
-        for tile, overlap in plans:
-            yield Experts(
-                "anybit-hopper",
-                fmt.spec,
-                given(activation),
-                prepared,
-                experts * made[0].nbytes(),
-                decoded,
-                partial(launch, tile=tile, overlap=overlap),
-                seen_as(activation),
-                f"{'pdl' if overlap else 'plain'} sweep: {tile.name}" if tile else "",
-                expected=partial(expected, tile=tile),
-            )
+        yield Experts(
+            "anybit-hopper",
+            fmt.spec,
+            given(activation),
+            prepared,
+            experts * made[0].nbytes(),
+            decoded,
+            launch,
+            seen_as(activation),
+        )
 
 
 def humming(

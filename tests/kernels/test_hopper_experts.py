@@ -7,25 +7,15 @@ import torch
 
 from anybit.core.format import get_format
 from anybit.core.scheme import parse_scheme
+from anybit.kernels.choice import cycles
 from anybit.kernels.cute.operands import decoder_for, operand_of
 from anybit.kernels.hopper import backend, expert_tiles, scalar_linear
-from anybit.kernels.hopper.expert_tiles import choose_grouped, family_grouped
+from anybit.kernels.hopper.chip import H200
+from anybit.kernels.hopper.expert_tiles import choose_experts
+from anybit.kernels.mma import tiles as mma
 from tests.kernels.mma import built
 
 HALF = torch.float16
-
-
-@pytest.mark.parametrize(("spec", "operand"), [("liquid", "int8"), ("int4:group=128", "bfloat16")])
-def test_tiles_of_experts_hold_more_than_the_average(spec: str, operand: str) -> None:
-    """Routed by chance, few experts may need a second tile, which reads their weights again."""
-    d = decoder_for(get_format(spec), getattr(torch, operand))
-    random = torch.Generator().manual_seed(0)
-    for m in (8, 24, 64, 128):
-        tile = choose_grouped(d, m, 14336, 4096, 8)
-        assert tile in family_grouped(d)
-        counts = torch.randint(8, (1000, m), generator=random)
-        counts = torch.nn.functional.one_hot(counts, 8).sum(1)
-        assert (counts > tile.tokens).float().mean() < 0.08
 
 
 @pytest.mark.parametrize(("m", "experts"), [(1, 8), (30, 8), (300, 8), (64, 128), (4096, 256)])
@@ -42,60 +32,46 @@ def test_costs_of_experts_expect_what_random_routing_does(m: int, experts: int) 
 def test_one_token_reads_the_experts_that_it_meets() -> None:
     """Of 128 small ones 8: the time follows what is touched, and few tokens take small tiles."""
     d = decoder_for(get_format("liquid"), torch.int8)
-    tile = choose_grouped(d, 8, 1536, 2048, 128)
+    tile = choose_experts(d, 8, 1536, 2048, 128)
     assert tile.tokens == 8
-    few, all_of_them = (expert_tiles.cycles(tile, d, m, 1536, 2048, 128) for m in (8, 8 * 128))
+    assert isinstance(tile, mma.Tile)
+    work = [expert_tiles.few_work(tile, d, m, 1536, 2048, 128) for m in (8, 8 * 128)]
+    few, all_of_them = (cycles(each, H200.read) for each in work)
     assert few < all_of_them / 5
 
 
 @pytest.mark.parametrize(
-    ("scheme", "rows", "n", "k", "experts", "tokens", "split"),
-    [
-        ("int4:group=64", 8192, 4096, 7168, 256, 48, 1),  # 32 tokens an expert on average
-        ("int4:group=64", 32768, 4096, 7168, 256, 160, 1),  # 128
-        ("fp8:group=128@fp8", 8192, 4096, 7168, 256, 48, 1),  # one waits while another multiplies
-        ("int4:group=64", 2, 4096, 14336, 8, 8, 2),  # each CTA of a cluster has a multiprocessor
-    ],
+    ("scheme", "rows"),
+    [("int4:group=64", 8192), ("int4:group=64", 32768), ("fp8:group=128@fp8", 8192)],
 )
-def test_tiles_of_experts_hold_more_than_their_mean(
-    scheme: str, rows: int, n: int, k: int, experts: int, tokens: int, split: int
-) -> None:
+def test_tiles_of_experts_hold_more_than_their_mean(scheme: str, rows: int) -> None:
+    """Routed by chance, few experts may need a second tile, which reads their weights again."""
     fmt, activation = parse_scheme(scheme)
     d = decoder_for(fmt, operand_of(activation, torch.bfloat16))
-    tile = choose_grouped(d, rows, n, k, experts)
-    assert (tile.tokens, tile.split) == (tokens, split)
+    tile = choose_experts(d, rows, 4096, 7168, 256)
+    assert rows // 256 < tile.tokens < 2 * rows // 256
 
 
-# Scheme, rows, (N, K), experts; rows and warps of a tile that was fastest or nearly so (H200).
-FEW = [
-    ("int4:group=64", 8, (1536, 2048), 128, (32, 4)),
-    ("int4:group=64", 2, (4096, 14336), 8, (64, 8)),
-    ("int4:group=64", 8, (4096, 7168), 256, (64, 4)),
-    ("int4:group=64", 512, (1536, 2048), 128, (64, 4)),
-    ("fp6", 2, (28672, 4096), 8, (64, 8)),
-    ("liquid@int8", 8, (1536, 2048), 128, (32, 4)),
-    ("fp6", 512, (7168, 2048), 256, None),
-    ("int4:group=64", 512, (2048, 768), 128, None),
-    ("int4:group=64", 2048, (1536, 2048), 128, None),  # 16 tokens an expert
-    ("mxfp4@fp8", 8, (4096, 7168), 256, None),  # mma.sync has no products of fp8
-    ("int4:group=128@int8", 8, (4096, 7168), 256, None),  # nor of groups with scales of their own
+FEW = [  # scheme, rows, (N, K), experts, and whether `kernels/mma` was faster on an H200
+    ("int4:group=64", 8, (1536, 2048), 128, True),
+    ("int4:group=64", 8, (4096, 7168), 256, True),
+    ("liquid@int8", 8, (1536, 2048), 128, True),
+    ("int4:group=64", 2048, (1536, 2048), 128, False),  # 16 tokens an expert
+    ("mxfp4@fp8", 8, (4096, 7168), 256, False),  # mma.sync has no products of fp8
+    ("int4:group=128@int8", 8, (4096, 7168), 256, False),  # nor of groups with their own scales
 ]
 
 
-@pytest.mark.parametrize(("scheme", "rows", "shape", "experts", "best"), FEW)
+@pytest.mark.parametrize(("scheme", "rows", "shape", "experts", "few"), FEW)
 def test_few_tokens_of_experts_have_kernels_of_their_own(
-    scheme: str,
-    rows: int,
-    shape: tuple[int, int],
-    experts: int,
-    best: tuple[int, int] | None,
+    scheme: str, rows: int, shape: tuple[int, int], experts: int, few: bool
 ) -> None:
     fmt, activation = parse_scheme(scheme)
     d = decoder_for(fmt, operand_of(activation, torch.bfloat16))
-    tile = expert_tiles.choose_few(d, rows, *shape, experts)
-    assert (tile and (tile.rows, tile.warps)) == best
+    tile = choose_experts(d, rows, *shape, experts)
+    assert isinstance(tile, mma.Tile) == few
     made = scalar_linear.small_kernels(d, ["bfloat16"])
-    assert tile is None or tile in [kernel.tile for kernel in made]  # compiled beforehand
+    assert not few or tile in [kernel.tile for kernel in made]  # compiled beforehand
     assert set(made) <= built(scheme)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from anybit.core.packed import Packed
 from anybit.kernels.cute import cubin, jit
-from anybit.kernels.cute.cells import Cells, cells_of, pack
-from anybit.kernels.hopper import build, codebook_tiles, tiles
+from anybit.kernels.cute.cells import pack
+from anybit.kernels.hopper import build, tiles
 from anybit.kernels.hopper.lookup import LookupDecoder, WideTile, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
 from anybit.kernels.hopper.tile import Kernel, Tile
@@ -165,35 +165,13 @@ def test_lookups_fit(v: int, m: int) -> None:
             assert found.split <= k // 128
 
 
-def test_up_to_16_tokens_come_here_where_columns_fill_no_warps() -> None:
-    """Where the kernel for 16 tokens was measured to be slower: 5120 columns take two CTAs half."""
-    d = lookup(codebook(4, 1), HALF)
-    assert isinstance(d, LookupDecoder)
-    for n, k in ((27648, 5120), (65536, 5120), (32768, 512), (8192, 28672), (6144, 1024)):
-        found = choose_lookup(d, 16, n, k)
-        assert found is not None
-        assert found.tokens == 32
-        assert choose_lookup(d, 8, n, k) is None
-    for n, k in ((28672, 4096), (128256, 4096), (10240, 8192), (4096, 4096), (256, 1536)):
-        assert choose_lookup(d, 16, n, k) is None
-
-
-def test_columns_that_fill_half_of_the_warps_take_the_kernel_with_half_as_many() -> None:
-    for n, k, warps in ((17920, 1536, 8), (1024, 2048, 8), (9216, 3072, 16), (28672, 4096, 16)):
-        cells = cells_of(codebook(4, 1))
-        assert isinstance(cells, Cells)
-        plan = codebook_tiles.choose(cells, 16, n, k, "float16")
-        assert plan is not None
-        assert plan.kernel.warps == warps
-
-
 def test_many_tokens_are_looked_up_as_long_as_that_is_faster_than_a_decoded_copy() -> None:
     whole, fine = lookup(codebook(4, 1), HALF), lookup(codebook(4, 1, 8), HALF)
     assert isinstance(whole, LookupDecoder)
     assert isinstance(fine, LookupDecoder)
     found = choose_lookup(whole, 8192, 28672, 4096)
     assert found is not None
-    assert found.tokens == 256
-    assert found.stages * found.columns > 2 * 128
+    assert found.tokens >= 128
+    assert choose_lookup(whole, 8, 28672, 4096) is None  # few tokens have kernels of their own
     assert choose_lookup(whole, 16384, 28672, 4096) is None
     assert choose_lookup(fine, 4096, 28672, 4096) is None  # it has no tiles of 256 tokens

@@ -7,10 +7,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from anybit.core.scheme import parse_scheme
 from anybit.kernels.cute import operands
-from anybit.kernels.cute.decode import Decoder
-from anybit.kernels.hopper import copies, tiles
+from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.reference import operand_weight
 from tests.kernels.test_hopper_emulated import Emulated, assert_close, packed_weight, product
@@ -115,77 +113,6 @@ def test_the_last_may_arrive_after_it_looked() -> None:
     assert len(looked.findall(emulated.ptx)) == 1
     emulated.machine = Machine(looked.sub(r"mov.b32 \1, 0;", emulated.ptx))
     assert torch.equal(emulated.run(x, prepared, 264, 5, seed=1), want)
-
-
-def decoder_of(scheme: str) -> Decoder:
-    fmt, activation = parse_scheme(scheme)
-    return operands.decoder_for(fmt, getattr(torch, operands.operand_of(activation, BRAIN)))
-
-
-@pytest.mark.parametrize("scheme", ["liquid@int8", "int4:group=128", "fp6"])
-def test_the_rule_shares_where_waves_are_wasted(scheme: str) -> None:
-    d = decoder_of(scheme)
-    # 80 and 172 tiles of 128 rows and tokens: one wave of 61 %, two of 65 %.
-    for m, n, k in ((256, 5120, 17408), (128, 5120, 17408)):
-        assert tiles.choose(d, m, n, k).shared
-    # Whole waves, or too few K tiles for every CTA to have some.
-    for m, n, k in ((256, 16896, 4096), (64, 1000, 4096), (256, 256, 512), (1024, 4096, 4096)):
-        assert not tiles.choose(d, m, n, k).shared
-    # 40 clusters of three did not fit at once.
-    assert tiles.choose(d, 64, 5120, 17408).split < 3
-    assert tiles.choose(d, 16, 8192, 28672).split < 4
-
-
-# (M, N, K) and microseconds of some tiles, fp16 on an H200, by rows, tokens, shares and split.
-Measured = dict[tuple[int, int, bool, int], float]
-INT4: list[tuple[tuple[int, int, int], Measured]] = [
-    ((64, 10240, 8192), {(128, 64, False, 1): 29.5, (128, 64, True, 1): 23.6}),
-    ((64, 57344, 8192), {(128, 64, False, 1): 116.9, (256, 64, True, 1): 106.7}),
-    ((64, 28672, 4096), {(128, 64, False, 1): 29.4, (256, 64, True, 1): 32.7}),
-    ((192, 2880, 4096), {(128, 128, False, 2): 15.2, (128, 96, False, 2): 11.8}),
-    ((256, 5120, 5120), {(128, 128, False, 1): 29.9, (128, 96, False, 1): 24.7}),
-    ((256, 7168, 20480), {(128, 128, False, 1): 130.7, (128, 128, True, 1): 119.4}),
-    ((512, 9216, 7168), {(256, 128, True, 1): 118.8, (128, 128, True, 1): 104.8}),
-    ((512, 5120, 5120), {(128, 192, False, 1): 43.8, (128, 176, False, 1): 41.0}),
-    ((512, 2880, 4096), {(128, 128, False, 1): 23.1, (128, 112, False, 1): 21.7}),
-    ((4096, 576, 7168), {(128, 192, False, 1): 67.8, (128, 160, False, 1): 57.3}),
-    ((1024, 3072, 8192), {(256, 128, False, 1): 95.5, (256, 96, True, 1): 77.4}),
-    ((4096, 8192, 8192), {(256, 128, False, 1): 770.7, (256, 128, True, 1): 785.0}),
-]
-
-
-@pytest.mark.parametrize(("shape", "times"), INT4)
-def test_the_rule_takes_what_measured_fastest(shape: tuple[int, int, int], times: Measured) -> None:
-    d = operands.decoder_for(parse_scheme("int4:group=128")[0], HALF)
-    tile = tiles.choose(d, *shape)
-    found = times[tile.rows, tile.tokens, tile.shared, tile.split]
-    assert found < 1.03 * min(times.values())
-    assert 0.8 < tiles.expected(tile, d, *shape) / 1750 / found < 1.25
-
-
-S = 128, 128, False, 2
-HALVES, ALONE, SHARES = (128, 256, False, 2), (128, 256, False, 1), (128, 256, True, 1)
-TRELLIS: list[tuple[str, tuple[int, int, int], Measured]] = [
-    ("trellis", (256, 6144, 4096), {HALVES: 25.9, (128, 128, False, 1): 30.2, SHARES: 31.2}),
-    ("trellis", (1024, 6144, 4096), {SHARES: 75.8, ALONE: 86.1, (128, 128, False, 1): 94.1}),
-    ("trellis", (256, 4096, 14336), {SHARES: 50.3, S: 51.1, HALVES: 74.1}),
-    ("trellis", (256, 4096, 4096), {S: 18.4, HALVES: 24.9, SHARES: 25.2}),
-    ("trellis@int8", (256, 6144, 4096), {HALVES: 23.1, SHARES: 26.2, (128, 128, False, 1): 27.7}),
-    ("trellis@int8", (256, 4096, 14336), {SHARES: 39.2, S: 44.3, HALVES: 59.0}),
-    ("trellis@int8", (1024, 4096, 14336), {ALONE: 103.7, SHARES: 106.0}),
-]
-
-
-@pytest.mark.parametrize(("scheme", "shape", "times"), TRELLIS)
-def test_decoding_hides_under_256_tokens(
-    scheme: str, shape: tuple[int, int, int], times: Measured
-) -> None:
-    d = decoder_of(scheme)
-    tile = tiles.choose(d, *shape)
-    found = times[tile.rows, tile.tokens, tile.shared, tile.split]
-    assert found == min(times.values())
-    assert 0.8 < tiles.cycles(tile, d, *shape) / 1750 / found < 1.25
-    assert not copies.copies(d, *shape)
 
 
 def test_tiles_are_shared_evenly_where_few_ctas_are_left_over() -> None:

@@ -9,9 +9,8 @@ from anybit.kernels.hopper import codebook_tiles, scalar_linear
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.expert_tiles import family_grouped
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
-from anybit.kernels.hopper.scalar_linear import narrow
 from anybit.kernels.hopper.tile import Kernel
-from anybit.kernels.hopper.tiles import family, gpu_for
+from anybit.kernels.hopper.tiles import family, gpu_for, has_mma
 from anybit.kernels.mma import tiles as mma
 
 
@@ -44,11 +43,12 @@ def narrow_kernels(d: Decoder, outputs: list[str], chip: Chip = H200) -> list[mm
     rows are asked for, by the 16 of the smallest tile.
     """
     gpu = gpu_for(chip)
+    if not has_mma(d):
+        return []
     found = [
         mma.kernel_for(d, gpu, m, n, output)
         for m in (1, mma.NARROW)
         for n in (*range(16, 32 * mma.NARROW_WARPS * chip.multiprocessors + 1, 16), 1 << 24)
-        if narrow(m, n, 128, d, chip)
         for output in outputs
     ]
     return [kernel for kernel in dict.fromkeys(found) if kernel is not None]

@@ -2,24 +2,14 @@
 
 from dataclasses import dataclass
 
+from anybit.kernels.choice import Work, cycles
 from anybit.kernels.cute.cells import ROWS, Cells
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.launch import ARCHITECTURE, CodebookArguments
 from anybit.kernels.hopper.tiles import MAX_SHARED
 
-MOST_CTAS, PORTABLE_CTAS = 16, 8  # of a cluster; fewer of the largest find room at once
-# Row tiles of a multiprocessor: up to so many, a kernel's start counts more than its loop.
-FEW_TILES = 2
-# Up to so many a smaller Psumbook, sooner built, saves more than one cluster of 16 instead of two
-# of 8 loses. Lines through times at 512 and 3584 cross at 1630 (m2v8) and 2560 (m1v4).
-SOME_TILES = 12
-
-# Clock cycles: of a launch; of a tile of 16 rows for each warp, and more where CTAs share K; of a
-# codebook's look-ups in 256 columns, by v: what a warp waits for, and what all warps share.
-LAUNCH, WARP, MEETING = 5600, 52, 620
-WAIT, LOOK_UPS = {4: 680, 8: 385, 16: 385}, {4: 65, 8: 75, 16: 75}
-
+MOST_CTAS = 16  # of a cluster
 SHARING = 4  # CTAs of a cluster, where several share K: small ones find room on nearly all SMs
 
 TOKENS = 1, 2, 8, 16  # that one launch multiplies
@@ -182,48 +172,45 @@ class Plan:
 
 
 def choose(cells: Cells, m: int, n: int, k: int, dtype: str, chip: Chip = H200) -> Plan | None:
-    """How to multiply m <= 16 tokens; None if no kernel fits.
-
-    Where the tables of 16 tokens do not fit, the kernel of 8 takes them in two launches.
-    """
-    row_tiles = -(-n // ROWS)
-    few = row_tiles <= FEW_TILES * chip.multiprocessors
-    some = row_tiles <= SOME_TILES * chip.multiprocessors
-    for tokens in (*(t for t in TOKENS if t >= m), TOKENS[-2]):
-        if tokens <= 2 and few and cells.v * cells.m == 4 and k <= 4096:
-            continue  # one Psumbook a CTA takes longer than it saves
-        kernels = candidates(cells, tokens, dtype)
-        timed = tokens == TOKENS[-1]  # of these the one of the least cycles, else the first
-        if tokens > 2 and not few and not timed:
-            kernels = kernels[1:] or kernels
-        fitting = []
-        for kernel in kernels:
-            cluster = -(-k // kernel.reach)
-            most = PORTABLE_CTAS if kernel.psumbook else 1  # the next kernel splits K less
-            full = kernel.psumbook and cluster == MOST_CTAS and some
-            if full or timed or kernel is kernels[-1]:
-                most = MOST_CTAS
-            most = min(most, chip.multiprocessors * 7 // 8)  # that one cluster finds at once
-            if cluster <= most and kernel.shared(cluster) <= MAX_SHARED:
-                fitting.append(Plan(kernel, cluster))
-        if fitting:
-            return min(fitting, key=lambda p: cycles(p, m, n, k, chip)) if timed else fitting[0]
-        if kernels and kernels[-1].psumbook:
-            splits = -(-k // (SHARING * kernels[-1].reach))
-            if splits * SHARING <= chip.multiprocessors:
-                return Plan(kernels[-1], SHARING, splits)
-    return None
+    """How to multiply m <= 16 tokens: the plan of the least time; None if no kernel fits."""
+    found = plans(cells, m, k, dtype, chip)
+    times = {plan: cycles(work(plan, m, n, k, chip), chip.read) for plan in found}
+    return min(times, key=times.__getitem__, default=None)
 
 
-def cycles(plan: Plan, m: int, n: int, k: int, chip: Chip = H200) -> float:
-    """Clock cycles of 9 to 16 tokens, to compare with `lookup.cycles`.
+def plans(cells: Cells, m: int, k: int, dtype: str, chip: Chip = H200) -> list[Plan]:
+    """All plans that fit. The kernel of 8 tokens takes more of them in two launches."""
+    found = []
+    enough = [t for t in TOKENS if t >= m and t < 16 * m] + [TOKENS[-2]] * (m > TOKENS[-2])
+    for kernel in (kernel for t in enough for kernel in candidates(cells, t, dtype)):
+        cluster = -(-k // kernel.reach)
+        most = min(MOST_CTAS, chip.multiprocessors * 7 // 8)  # that one cluster finds at once
+        if cluster <= most and kernel.shared(cluster) <= MAX_SHARED:
+            found.append(Plan(kernel, cluster))
+        splits = -(-k // (SHARING * kernel.reach))
+        if kernel.psumbook and 1 < splits <= chip.multiprocessors // SHARING:
+            found.append(Plan(kernel, SHARING, splits))
+    return found
 
-    The constants fit times of 30 weights (m1v4) and 12 (m2v8) on an H200, most of them within 10 %.
-    """
+
+def work(plan: Plan, m: int, n: int, k: int, chip: Chip = H200) -> Work:
+    """What a product of up to 16 tokens does: K tiles are pieces of 256 columns of 16 rows."""
     kernel, cells = plan.kernel, plan.kernel.cells
     row_tiles, launches = -(-n // ROWS), -(-m // kernel.tokens)
     teams = max(1, min(chip.multiprocessors // (plan.cluster * plan.splits), row_tiles))
     pieces = -(-k // (256 * plan.cluster * plan.splits))  # of a CTA
-    looked_up = WAIT[cells.v] * -(-pieces // kernel.warps) + LOOK_UPS[cells.v] * pieces
-    tile = looked_up * cells.m + WARP * kernel.warps + MEETING * (plan.cluster > 1)
-    return launches * (LAUNCH + -(-row_tiles // teams) * tile)
+    turns = launches * -(-row_tiles // teams)
+    return Work(
+        kind="psumbook" if kernel.psumbook else "codebook",
+        steps=turns,
+        beside=1,
+        multiply=cells.m * -(-pieces // kernel.warps) * (1.4 if cells.v == 4 else 1),
+        decode=cells.m * pieces,
+        copied=0,
+        read=n * k * cells.m // cells.v + 2 * (m * k + m * n),
+        uneven=1,
+        ends=turns * ROWS * kernel.tokens,
+        turns=turns * kernel.warps + 64 * (launches - 1),
+        meets=turns * (plan.cluster * plan.splits > 1),
+        clusters=plan.splits > 1,
+    )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from anybit.core.format import Format
-from anybit.kernels.cute import pack
+from anybit.kernels.choice import Work, cycles
 from anybit.kernels.cute.cells import CELL, ROWS, Cells, cells_of
 from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder
 from anybit.kernels.hopper import codebook_tiles, tiles
@@ -30,11 +30,6 @@ TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
 # Tokens, by codebook, from which a decoded copy is faster: with tiles of 256 tokens, and without.
 DENSE_FROM, SOON = 16384, 4096
 FEW, MOST_FEW = 8, codebook_tiles.TOKENS[-1]  # tokens that never, or not always, come here
-# Cycles: of a codebook's look-ups for a K tile, by v; of a token in it; of a launch; of each output
-# of a tile that is not the first of its CTA; of a part of a tile whose sums go through the memory,
-# and of each of these.
-LOOK_UPS, TOKEN, START = {4: 530, 8: 415, 16: 450}, 7, 3000
-END, JOIN, SUM = 0.2, 2000, 0.8
 MOST_HELD = 64  # tokens that one tile holds, if it may
 
 
@@ -112,10 +107,9 @@ def candidates(d: LookupDecoder) -> tuple[Tile, ...]:
     were slower. Clusters of four and six are for weights whose tiles leave most multiprocessors
     idle.
     """
-    every = [Tile(tokens, split=split) for tokens in (32, 64, 96, 128) for split in (1, 2)]
-    every = every[d.cells.m > 1 :]  # shares of 32 tokens were 1.13 to 1.2 times as fast
-    every += [Tile(tokens, split=split) for tokens in (32, 64) for split in (4, 6)]
-    every += [Tile(tokens, shared=True) for tokens in (32, 64, 96)]
+    every = [Tile(t, split=s) for t in (32, 64) for s in (2, 4, 6)]
+    every += [Tile(128), Tile(128, split=2)]
+    every += [Tile(tokens, shared=True) for tokens in (32, 64)]
     if d.cells.m < 4:
         every += [Tile(128, shared=True)]
     if d.groups <= 4:
@@ -149,26 +143,18 @@ def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile 
         return None
     least = min(m, MOST_HELD, most)
     found = [tile for tile in every if tile.tokens >= least and fits_once(tile, d, m, n, k, chip)]
-    best = min(found, key=lambda tile: cycles(tile, d, m, n, k, chip), default=None)
+    times = {tile: cycles(work(tile, d, m, n, k, chip), chip.read) for tile in found}
+    best = min(times, key=times.__getitem__, default=None)
     plan = codebook_tiles.choose(d.cells, m, n, k, d.operand, chip) if m <= MOST_FEW else None
-    if best and plan:
-        few = codebook_tiles.cycles(plan, m, n, k, chip)
-        return best if cycles(best, d, m, n, k, chip) < few else None
+    if best and plan and cycles(codebook_tiles.work(plan, m, n, k, chip), chip.read) <= times[best]:
+        return None
     return best
 
 
-def cycles(tile: Tile, d: LookupDecoder, m: int, n: int, k: int, chip: Chip) -> float:
-    """Clock cycles of a product: of a K tile's look-ups, and of each of its tokens.
-
-    The numbers fit times of an H200, in which the tile of the least cycles took 0.5 % longer than
-    the best one in the geometric mean of 90 cells, and 8 % at worst.
-    """
-    outputs = tile.rows * tile.tokens
-    steps = tiles.most_steps(tile, m, n, k, chip)
-    looped = steps * (LOOK_UPS[d.cells.v] * d.cells.m + TOKEN * tile.tokens)
-    ends = max(0, steps / pack.k_tiles(k) - 1) * END * outputs
-    met = tiles.parts_met(tile, m, n, k, chip) * (JOIN + SUM * outputs)
-    return START + looped + ends + met + tiles.EXCHANGE * (tile.split > 1)
+def work(tile: Tile, d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Work:
+    """What a launch does: look-ups take the place of decoding."""
+    looked_up = d.cells.m * (270 + 1080 / d.cells.v)
+    return tiles.work(tile, d, m, n, k, chip)._replace(kind="lookup", decode=looked_up)
 
 
 def kernels_of(cells: Cells) -> list[Kernel]:

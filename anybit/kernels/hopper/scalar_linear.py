@@ -25,21 +25,18 @@ from anybit.kernels.cute.operands import prepare as prepare  # these three of th
 from anybit.kernels.cute.operands import prepare_experts as prepare_experts
 from anybit.kernels.cute.operands import refuse_format as refuse_format
 from anybit.kernels.cute.pack import ROWS, k_tiles
-from anybit.kernels.hopper import copies, tiles
+from anybit.kernels.hopper import choices, tiles
 from anybit.kernels.hopper.chip import H200, Chip, chip_of
+from anybit.kernels.hopper.choices import Choice, Part
 from anybit.kernels.hopper.expert_tiles import (
-    choose_few,
-    choose_grouped,
+    choose_experts,
     family_few,
     family_grouped,
 )
 from anybit.kernels.hopper.launch import GemmLauncher
-from anybit.kernels.hopper.tile import Kernel, Tile, slow
-from anybit.kernels.hopper.waves import Part, parts
+from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.mma import linear as mma
 from anybit.kernels.mma import tiles as mma_tiles
-
-LONG = 20  # K tiles of two CTAs a multiprocessor with equal shares that bring them near the memory
 
 
 class Own(NamedTuple):
@@ -92,20 +89,18 @@ def kernels_of(layer: LayerSpec) -> Iterator[KernelSpec]:
         yield from (Kernel(d, t, o) for t in tiles.family(d) for o in outs)
         yield from (Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs)
         yield from copy_kernels(d, outs) + small_kernels(d, outs, chip_of(layer.device))
-        (n, k), chip = layer.shape, chip_of(layer.device)
-        gpu = mma_tiles.gpu_of(layer.device)
-        for m in (1, mma_tiles.NARROW):
-            if narrow(m, n, k, d, chip):
-                few = (mma_tiles.kernel_for(d, gpu, m, n, o) for o in outs)
-                yield from (kernel for kernel in few if kernel)
+        n, gpu = layer.shape[0], mma_tiles.gpu_of(layer.device)
+        for m in (1, mma_tiles.NARROW) if tiles.has_mma(d) else ():
+            few = (mma_tiles.kernel_for(d, gpu, m, n, o) for o in outs)
+            yield from (kernel for kernel in few if kernel)
 
 
 def copy_kernels(d: Decoder, outputs: list[str]) -> list[KernelSpec]:
-    """What decodes a weight once, where `copies.copies` may ask for it, and multiplies bytes."""
+    """What decodes a weight once, where that may be faster, and multiplies bytes."""
     if not tiles.may_copy(d):
         return []
-    products = copies.copied_tiles() if d.slot == 8 else []
-    return [copy_kernel(d), *(Kernel(copies.BYTES, t, o) for t in products for o in outputs)]
+    products = choices.copied_tiles() if d.slot == 8 else []
+    return [copy_kernel(d), *(Kernel(choices.BYTES, t, o) for t in products for o in outputs)]
 
 
 def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
@@ -113,36 +108,11 @@ def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
 
 
 def small_kernels(d: Decoder, outputs: list[str], chip: Chip = H200) -> list[KernelSpec]:
-    """Of `kernels/mma`: for experts with few tokens, and for 17 to 64 tokens of small weights."""
+    """Of `kernels/mma`: for experts with few tokens, and for 17 to 64 tokens."""
     gpu, every = tiles.gpu_for(chip), [*family_few(d, chip)]
     every += mma_tiles.family_small(d, gpu) if tiles.has_mma(d) else []
     found = [mma_tiles.kernel_of(d, gpu, tile, o) for tile in every for o in outputs]
     return [kernel for kernel in found if kernel]
-
-
-def narrow(m: int, n: int, k: int, d: Decoder, chip: Chip = H200) -> bool:
-    """Whether a product goes to `kernels/mma`, which read the same blobs: if all CTAs fit at once.
-
-    They are 1.05 to 1.6 times as fast as these kernels then (benchmarks/results/h200_mma.csv), but
-    slower where they take turns, unless `slow` (a trellis of 28672 rows took 29 us there and 35
-    here) or these need a second wave for few tiles (int4 and fp6 of 34816 and 37888 rows: 1.15 to
-    1.27 times as fast there). There tokens are read for every 32 rows: from 9 of 16 bits on,
-    columns so long that each CTA here has `LONG` K tiles of equal shares are faster here. On sm_90,
-    `mma.sync` has no products of fp8: the assembler converts to fp16, and spills.
-    """
-    if m > mma_tiles.NARROW or d.operand == "float8_e4m3fn" or d.sums:
-        return False
-    if slow(d):
-        return True
-    units = -(-n // ROWS) * k_tiles(k)
-    if m > 8 and d.slot == 16 and units >= LONG * 2 * chip.multiprocessors:
-        return False
-    gpu = tiles.gpu_for(chip)
-    tile = mma_tiles.narrow(d, gpu, m, n)
-    if tile is None or mma_tiles.resident(tile, gpu, n):
-        return tile is not None
-    waves = -(-n // ROWS) / (2 * chip.multiprocessors)  # of these kernels
-    return m <= 8 and d.slot == 16 and 1 < waves <= 1.2
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
@@ -223,7 +193,7 @@ def multiply_decoded(
 ) -> Tensor:
     """The library's products with a decoded weight, or with some of its rows at a time."""
     n, k = prepared.shape
-    rows = copies.decoded_rows(k)
+    rows = choices.decoded_rows(k)
     y = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
     blobs, *of_rows = prepared.layout
     for start in range(0, n, rows):
@@ -266,63 +236,36 @@ def chosen(
 ) -> Way:
     """How a problem is multiplied: by the rules, or with a tile; every launch asks it."""
     d, chip = decoder_for(fmt, x_dtype), chip_of(device)
-    problem = x_dtype, m, n, k, dtype, device
+    gpu, output = tiles.gpu_for(chip), NAMES[dtype]
     if tile:
-        return Way(own=own_launches(fmt, *problem, tile, experts))
-    if not experts and narrow(m, n, k, d, chip):
-        return Way(mma.chosen(fmt, activation, *problem, 0))
-    if few := few_kernel(d, m, n, k, dtype, chip, experts):
-        return Way(few)
-    copy = copy_kernel(d) if not experts and copies.copies(d, m, n, k, chip) else None
-    if copy and d.slot == 16:
-        return Way(copy=copy)
-    return Way(copy=copy, own=own_launches(fmt, *problem, None, experts, copy is not None))
-
-
-def few_kernel(
-    d: Decoder, m: int, n: int, k: int, dtype: torch.dtype, chip: Chip, experts: int
-) -> tuple[mma_tiles.Kernel, int] | None:
-    """The kernel of `kernels/mma` and its grid, where that is faster.
-
-    For few tokens of experts, and for 17 to 64 tokens of a small weight.
-    """
-    gpu, tile = tiles.gpu_for(chip), None
-    if experts:
-        tile = choose_few(d, m, n, k, experts, chip)
-    elif mma_tiles.NARROW < m <= mma_tiles.SMALL and tiles.has_mma(d):
-        tile = mma_tiles.small(d, gpu, m, n, k)
-    kernel = mma_tiles.kernel_of(d, gpu, tile, NAMES[dtype]) if tile else None
-    return (kernel, mma_tiles.grid(kernel.tile, gpu, m, n, k, experts)) if kernel else None
+        choice = Choice(parts=(Part(tile, 0, n),))
+    elif experts:
+        found = choose_experts(d, m, n, k, experts, chip)
+        own = (Part(found, 0, n),) if isinstance(found, Tile) else ()
+        choice = Choice(None if isinstance(found, Tile) else found, parts=own)
+    else:
+        choice = choices.choose(d, m, n, k, chip)
+    if choice.few:
+        kernel = mma_tiles.kernel_of(d, gpu, choice.few, output)
+        assert kernel is not None
+        return Way((kernel, mma_tiles.grid(choice.few, gpu, m, n, k, experts)))
+    copy = copy_kernel(d) if choice.copy else None
+    if copy:
+        d = choices.BYTES
+    return Way(copy=copy, own=own_launches(d, choice, m, k, output, device, experts))
 
 
 def own_launches(
-    fmt: Format,
-    x_dtype: torch.dtype,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    tile: Tile | None,
-    experts: int,
-    decoded: bool = False,
+    d: Decoder, choice: Choice, m: int, k: int, output: str, device: torch.device, experts: int
 ) -> tuple[Own, ...]:
-    """This family's launches for a problem, or one with a tile instead of the rule's.
-
-    decoded: the weight is a copy in bytes, which the kernel before writes: nothing may overlap.
-    """
-    d, chip = copies.BYTES if decoded else decoder_for(fmt, x_dtype), chip_of(device)
-    if decoded:
-        tile = copies.choose_copied(m, n, k, chip)
-    if tile is None and experts:
-        tile = choose_grouped(d, m, n, k, experts, chip)
-    found = []
-    for each, first, rows in [Part(tile, 0, n)] if tile else parts(d, m, n, k, chip):
+    """This family's launches for a choice. Behind one that writes a copy, nothing may overlap."""
+    chip, found = chip_of(device), []
+    for each, first, rows in choice.parts:
         tile = tiles.fitted(each, d, experts > 0)
-        function = loaded(Kernel(d, tile, NAMES[dtype], grouped=experts > 0), device.index)
+        function = loaded(Kernel(d, tile, output, grouped=experts > 0), device.index)
         grid = tiles.grid(tile, m, rows, experts, chip)
         shared = tiles.workspace(tile, m, rows, grid)
-        early = not decoded and tiles.overlaps(tile, d, m, rows, experts, chip)
+        early = not choice.copy and tiles.overlaps(tile, d, m, rows, experts, chip)
         skipped = first // ROWS * k_tiles(k) * d.blob_bytes
         found.append(Own(function, first, whole(rows), skipped, grid, early, shared))
     return tuple(found)

@@ -11,10 +11,11 @@ import torch
 
 from anybit.errors import InvalidInput
 from anybit.kernels.backend import COUNTS
+from anybit.kernels.choice import Work
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.cute.operands import SPANS
-from anybit.kernels.cute.pack import k_tiles
+from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.mma.launch import MmaArguments
 
 RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
@@ -22,7 +23,6 @@ NARROW = 16  # most tokens of `narrow.py`
 NARROW_WARPS = 16  # of its CTAs on a multiprocessor: each may keep 128 registers a thread
 BUSY_WARPS = 24  # of 16 rows of decoders to 16 bits that bind, which 80 registers are enough for
 SMALL = 64  # most tokens of small weights on H100 and H200
-LONG = 8  # K tiles of a warp, see `small`
 FLAG = 256  # bytes behind the ring of `gemm.py`, for one word
 TABLE = -(-8 * (SPANS + 1) // 256) * 256  # bytes behind that, of `experts.py`
 COPIED_ROW = 144  # bytes of shared memory for 64 decoded columns: no two rows in the same banks
@@ -313,25 +313,46 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
     return next((tile for tile in fit if tile), None)
 
 
-def family_small(decoder: Decoder, gpu: Gpu) -> list[Tile]:
-    """Tiles for 17 to 64 tokens of small weights: of 16 rows and few tokens first."""
-    last = Tile(16, 1, 8, ctas=2) if decoder.slot == 8 else Tile(32, 1, 8, ctas=1)
-    every = [Tile(16, 1, 8, ctas=1), last, Tile(32, 2, 8, ctas=1)]
-    found = (fitted(replace(tile, kind="narrow"), decoder, gpu, 2, 5) for tile in every)
-    return [tile for tile in found if tile]
+@cache
+def family_small(decoder: Decoder, gpu: Gpu) -> tuple[Tile, ...]:
+    """Tiles for 17 to 64 tokens where rows are few or decoding is slow."""
+    shapes = ((16, 8, 1), (32, 8, 1), (32, 4, 2), (32, 4, 3))  # tokens, warps, CTAs
+    every = [Tile(tokens, 1, warps, ctas=ctas, kind="narrow") for tokens, warps, ctas in shapes]
+    found = (fitted(tile, decoder, gpu, 2, 5) for tile in every)
+    return tuple(dict.fromkeys(tile for tile in found if tile))
 
 
-def small(decoder: Decoder, gpu: Gpu, m: int, n: int, k: int) -> Tile | None:
-    """The first of these whose CTAs are all resident at once; None: the weight is not small.
+def candidates(decoder: Decoder, gpu: Gpu, m: int, n: int) -> list[Tile]:
+    """Tiles for up to `SMALL` tokens on H100 and H200: those of 8 warps where all CTAs run at once.
 
-    Each row tile has several tiles of tokens, which find its weights in the L2. Tokens of 16 bits
-    are four times the bytes of 4-bit weights there: that is too many where K is long.
+    Each row tile has several tiles of tokens, which find its weights in the L2.
     """
-    for tile in family_small(decoder, gpu):
-        long = decoder.slot == 16 and decoder.bits <= 4 and k_tiles(k) >= LONG * tile.warps
-        if tiles_of(tile, m, n) <= tile.ctas * gpu.multiprocessors:
-            return None if tile.slices > 1 and long else tile
-    return None
+    if m <= NARROW:
+        tile = narrow(decoder, gpu, m, n)
+        return [] if tile is None else [tile]
+    every = family_small(decoder, gpu) if m <= SMALL else ()
+    places = {tile: tile.ctas * gpu.multiprocessors for tile in every}
+    return [t for t in every if t.warps < 8 or tiles_of(t, m, n) <= places[t]]
+
+
+def work(tile: Tile, decoder: Decoder, gpu: Gpu, m: int, n: int, k: int) -> Work:
+    """What a launch of a narrow tile does."""
+    count, warps = tiles_of(tile, m, n), tile.warps
+    turns = -(-count // (tile.ctas * gpu.multiprocessors))
+    ctas = turns * -(-min(count, tile.ctas * gpu.multiprocessors) // gpu.multiprocessors)
+    weights = -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes
+    return Work(
+        kind=f"mma {'slow' if decoder.cost > 2 else decoder.slot}",
+        steps=turns * -(-k_tiles(k) // warps),
+        beside=ctas // turns * warps,
+        multiply=tile.slices * tile.tokens * decoder.slot,
+        decode=tile.slices * decoder.instructions,
+        copied=ctas * k_tiles(k) * stage_bytes(tile, decoder),
+        read=weights + m * k * decoder.slot / 8 + 2 * m * n,
+        uneven=max(1, ctas * gpu.multiprocessors / count),
+        ends=ctas * tile.slices * 16 * tile.tokens,
+        turns=ctas * warps,
+    )
 
 
 def resident(tile: Tile, gpu: Gpu, n: int) -> bool:
