@@ -216,10 +216,11 @@ def test_a_layer_is_the_sum_of_its_products(folder):
 
 
 def test_runs_are_of_the_files_that_a_page_names(folder):
-    rows = "us,commit,date\n1,a1,2026-01-02\n,lost,2026-01-04\n1,b2,2026-01-03\n1,a1,2026-01-01\n"
+    rows = "us,commit,date,gpu\n1,a1,2026-01-02,G\n,lost,2026-01-04,G\n"
+    rows += "1,b2,2026-01-03,G\n1,a1,2026-01-01,G\n"
     (folder / "h200_layers.csv").write_text(rows)
     page = "Of `h200_layers`; again (`h200_layers.csv`), and `h200_none`."
-    assert paper_tables.runs(page) == "Runs: layers a1, b2, 01-01, 01-03."
+    assert paper_tables.runs(page) == "Runs, G, 2026: layers a1, b2, 01-01 to 01-03."
     assert paper_tables.runs("none") == ""
 
 

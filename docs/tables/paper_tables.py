@@ -43,15 +43,19 @@ def tables() -> dict[str, str]:
 
 
 def runs(page: str) -> str:
-    """Commits and dates of the files that a page names; "" where there are none."""
-    files = []
+    """GPU, commits and dates of the files that a page names; "" where there are none."""
+    files, gpus, days = [], set(), set()
     for name in sorted(set(re.findall(r"`(h200_\w+)(?:\.csv)?`", page))):
-        rows = read(name)
+        rows = [row for row in read(name) if row.get("date")]
+        gpus |= {row["gpu"] for row in rows if row.get("gpu")}
+        days |= {row["date"] for row in rows}
         commits = {row["commit"]: None for row in rows if row.get("commit")}
-        dates = sorted({row["date"][5:] for row in rows if row.get("date")})
-        said = [*commits, *dict.fromkeys([*dates[:1], *dates[-1:]])]
-        files += [f"{name.removeprefix('h200_')} {', '.join(said)}"] if said else []
-    return f"Runs: {'; '.join(files)}." if files else ""
+        dates = sorted({row["date"][5:] for row in rows})
+        if rows:
+            said = ", ".join([*commits, " to ".join(dict.fromkeys([dates[0], dates[-1]]))])
+            files.append(f"{name.removeprefix('h200_')} {said}")
+    years = sorted({day[:4] for day in days})
+    return f"Runs, {', '.join([*sorted(gpus), *years])}: {'; '.join(files)}." if files else ""
 
 
 def llama70b() -> str:
