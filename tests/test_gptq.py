@@ -161,8 +161,7 @@ def test_clip_never_adds_error(spec: str, layer: tuple[Tensor, Tensor, Statistic
         pytest.skip("k-means of large codebooks takes long and says nothing more")
     error = (Clip().quantize(w, fmt).dequantize() - w).square().sum()
     rounded = (anybit.RTN().quantize(w, fmt).dequantize() - w).square().sum()
-    # A row's scale that shrinks with one group's range moves the other groups of `liquid` a little.
-    assert error <= 1.02 * rounded
+    assert error <= 1.0001 * rounded
 
 
 def test_clip_gains_much_in_few_bits(layer: tuple[Tensor, Tensor, Statistics]) -> None:

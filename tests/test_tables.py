@@ -159,28 +159,43 @@ def test_tables_of_another_gpu_are_shown(folder, monkeypatch, tmp_path_factory):
 
 
 def test_half_of_a_model_is_what_two_gpus_take_at_least(folder):
-    steps = "model,format,kv,batch,context,step_us,tokens_per_s,backends\n"
-    steps += "llama-3-70b,fp6,model,4,1280,20000,200,hopper\n"
-    steps += "llama-3-70b-half,bf16,model,4,1280,25000,160,\n"
+    steps = "model,format,kv,batch,context,step_us,gemm_us,attention_us,rest_us,tokens_per_s\n"
+    steps += "llama-3-70b,fp6,model,4,1280,20000,15000,4000,500,200\n"
+    steps += "llama-3-70b-half,bf16,model,4,1280,25000,22000,2000,400,160\n"
+    steps += "llama-3-70b-half,bf16,int8,4,1280,9000,9000,0,0,160\n"  # another cache
     (folder / "h200_papers_engine.csv").write_text(steps)
-    assert paper_tables.gains_at("4") == {"1280": 2.5}
-    assert "| 1,280 | 4 | 20.0 | 25.0 | 200 | 80 | 2.50x |" in paper_tables.llama70b()
-    with pytest.raises(LookupError, match="batch 16"):
-        paper_tables.gains_at("16")
+    row = "| 1,280 | 4 | 20.0 / 25.0 | 15.0 / 22.0 | 4.0 / 2.0 | 0.5 / 0.4 | 200 | 2.50x |"
+    assert row in paper_tables.llama70b()
 
 
 def test_a_peak_is_of_one_run_and_fits(folder):
-    head = "model,format,kv,batch,context,step_us,tokens_per_s,batch_in_80gb,backends\n"
-    rows = "a,bf16,int8,64,1280,1,900,64,\na,liquid@int8,int8,64,1280,1,1200,64,hopper\n"
+    head = "model,format,kv,batch,context,step_us,tokens_per_s,batch_in_80gb,backends,commit\n"
+    rows = "yi-34b,bf16,int8,64,1280,1,900,64,,c1\n"
+    rows += "yi-34b,liquid@int8,int8,64,1280,1,1200,64,hopper,c1\n"
     (folder / "h200_engine.csv").write_text(head + rows)
     path = folder / "h200_papers_engine.csv"
-    path.write_text(head + "a,bf16,int8,64,1280,1,100,64,\n")  # a run without liquid
-    assert paper_tables.over_best("a") == 1200 / 900
+    path.write_text(head + "yi-34b,bf16,int8,64,1280,1,100,64,,c2\n")  # a run without liquid
+    assert paper_tables.peaks().endswith("| 900 (64) |  |  | 1,200 (64) | 1.33x | c1 |")
     results.read.cache_clear()
-    rows = "a,bf16,int8,8,1280,1,500,60,\na,bf16,int8,64,1280,1,700,60,\n"
-    path.write_text(head + rows + "a,liquid@int8,int8,64,1280,1,800,90,hopper\n")
-    assert paper_tables.over_best("a") == 800 / 500
-    assert paper_tables.peak("a", "int8@int8") is None
+    rows = "yi-34b,bf16,int8,8,1280,1,500,60,,c2\nyi-34b,bf16,int8,64,1280,1,700,60,,c2\n"
+    path.write_text(head + rows + "yi-34b,liquid@int8,int8,64,1280,1,800,90,hopper,c2\n")
+    assert paper_tables.peaks().endswith("| 500 (8) |  |  | 800 (64) | 1.60x | c2 |")
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/papers").glob("*.md")), ids=lambda p: p.stem)
+def test_a_claim_has_a_source_and_a_verdict(page):
+    table = (
+        page.read_text(encoding="utf-8").partition("\n## Claim by claim")[2].partition("\n## ")[0]
+    )
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in row] for row in rows if row[0] != " claim "]
+    assert rows
+    for claim, _, _, source, verdict in rows:
+        assert verdict.startswith(("met", "missed", "contradicted", "cannot tell", "not run")), (
+            claim
+        )
+        for name in re.findall(r"`([\w./]+)`", source):
+            assert (results.RESULTS / f"{name}.csv").exists() or (ROOT / name).exists(), name
 
 
 def test_the_system_is_of_one_cache(folder):
@@ -193,10 +208,29 @@ def test_the_system_is_of_one_cache(folder):
 
 
 def test_a_layer_is_the_sum_of_its_products(folder):
-    rows = "model,format,N,K,M,us\n"
-    rows += "".join(f"a,{f},{n},1,8,{us}\n" for n, f, us in ((1, "bf16", 9), (2, "bf16", 6)))
-    (folder / "h200_layers.csv").write_text(rows + "a,fp6,1,1,8,3\na,fp6,2,1,8,2\n")
-    assert paper_tables.ratios_of("a", "bf16", "fp6", 8) == 3
+    rows = "model,format,N,K,M,us\nsquare-8,bf16,8,8,1,6\nsquare-8,fp6,8,8,1,2\n"
+    rows += "".join(f"opt-30b,fp6,{n},1,8,{us}\n" for n, us in ((1, 9), (2, 6)))
+    (folder / "h200_layers.csv").write_text(rows)
+    assert "| OPT-30B | `fp6` | 15.0 |" in paper_tables.layers("fp6", ("fp6",), (8,))
+    assert paper_tables.squares().endswith("| `fp6` | 3.00x |")
+
+
+def test_runs_are_of_the_files_that_a_page_names(folder):
+    rows = "us,commit,date,gpu\n1,a1,2026-01-02,G\n,lost,2026-01-04,G\n"
+    rows += "1,b2,2026-01-03,G\n1,a1,2026-01-01,G\n"
+    (folder / "h200_layers.csv").write_text(rows)
+    page = "Of `h200_layers`; again (`h200_layers.csv`), and `h200_none`."
+    assert paper_tables.runs(page) == "Runs, G, 2026: layers a1, b2, 01-01 to 01-03."
+    assert paper_tables.runs("none") == ""
+
+
+def test_a_cell_is_of_the_newest_run(folder):
+    """Not of the fastest: an older kernel's time is not the one that is shipped."""
+    old = CSV.format(us=10, note="").replace("g,d,c", "g,2026-01-01,c")
+    new = CSV.format(us=20, note="").replace("g,d,c", "g,2026-01-02,c").partition("\n")[2]
+    (folder / "h200_gemm.csv").write_text(old + new)
+    column = ("", results.OURS, ("fp6",), results.HALVES, "")
+    assert results.us(results.find(results.cells()[28672, 4096, 1], column)) == "20.0"
 
 
 def test_a_block_is_the_sum_of_its_layers(folder):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 LIMIT = 119  # equation 11: 119 + 16 / 2 + 128 = 255
 LEVELS = 15
+STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -75,24 +76,44 @@ class Liquid(Format):
         return {"scale": Entry(), "step": level, "offset": level}
 
     def fit(self, w: Tensor) -> Grid:
+        """Of equation 7's step, one less and one more, the one of least squared error in a group.
+
+        All are centered on the group's range: of a step too small for it both ends are cut.
+        """
         low, high = (t[..., None] for t in extremes(w))
         scale = store_scale(torch.maximum(high, -low) / LIMIT)
-        low, high = extremes(groups_of(self._first_level(w, scale), self.group))
-        # Equation 7 rounds range / 15 to nearest, which clips the maximum of narrow groups (a
-        # range of 21 would get s = 1). This is the smallest s whose codes stay within 15.
-        step = ((high - low) / (LEVELS + 0.5)).ceil_().clamp_min_(1)
-        return {"scale": scale, "step": step.to(torch.uint8), "offset": (low + 128).to(torch.uint8)}
+        x = groups_of(self._in_int8(w, scale), self.group)
+        low, high = extremes(x)
+        tried, errors = [], []
+        for more in (0, -1, 1):
+            step = ((high - low) / LEVELS).round_().add_(more).clamp_(1, STEPS)
+            offset = ((low + high - LEVELS * step) / 2).round_().clamp_(-128)
+            tried.append(torch.stack((step, offset + 128)).to(torch.uint8))
+            codes = self._nearest(x, *tried[-1])
+            errors.append(self._numbers(codes, *tried[-1]).sub_(x).square_().sum(-1))
+        best = torch.stack(errors).argmin(0).expand(1, 2, *step.shape)
+        step, offset = torch.stack(tried).gather(0, best)[0]
+        return {"scale": scale, "step": step, "offset": offset}
 
     def encode(self, w: Tensor, grid: Grid) -> Tensor:
-        q8 = grouped(self._first_level(w, grid["scale"]), grid["step"])
-        q8 = q8.sub_(grid["offset"].float()[..., None] - 128)
-        q4 = q8.div_(grid["step"].float()[..., None]).round_().clamp_(0, LEVELS)
-        return ungroup(q4).to(torch.uint8)
+        x = grouped(self._in_int8(w, grid["scale"]), grid["step"])
+        return ungroup(self._nearest(x, grid["step"], grid["offset"])).to(torch.uint8)
 
     def values(self, codes: Tensor, grid: Grid) -> Tensor:
         """The int8 weights, equation 8: q * s + min."""
-        q8 = grouped(codes.float(), grid["step"]) * grid["step"].float()[..., None]
-        return ungroup(q8.add_(grid["offset"].float()[..., None] - 128))
+        q = grouped(codes.float(), grid["step"])
+        return ungroup(self._numbers(q, grid["step"], grid["offset"]))
+
+    def _in_int8(self, w: Tensor, scale: Tensor) -> Tensor:
+        """In units of the first level, where no code overflows; rounded once, by the second."""
+        return (w * (1 / scale.float())).clamp_(-LIMIT, LIMIT)
+
+    def _nearest(self, x: Tensor, step: Tensor, offset: Tensor) -> Tensor:
+        x = x - (offset.float()[..., None] - 128)
+        return x.div_(step.float()[..., None]).round_().clamp_(0, LEVELS)
+
+    def _numbers(self, q: Tensor, step: Tensor, offset: Tensor) -> Tensor:
+        return (q * step.float()[..., None]).add_(offset.float()[..., None] - 128)
 
     def triton_decode(self, at: Any) -> Any:
         operand: tl.constexpr = at[lang.DTYPE]
@@ -105,6 +126,3 @@ class Liquid(Format):
         if operand != "int8":
             return "liquid decodes to int8 only; quantize activations too: liquid@int8"
         return LiquidDecoder("uint8", (0, 1, 2, 3), group=self.group, middle=128)
-
-    def _first_level(self, w: Tensor, scale: Tensor) -> Tensor:
-        return (w * (1 / scale.float())).round_().clamp_(-LIMIT, LIMIT)

@@ -31,7 +31,8 @@ def fit_clipped(w: Tensor, fmt: Format, importance: Tensor | None = None) -> Gri
 
     Every group is cut to each of `FACTORS` of its range in turn, and the format fitted to that; the
     best factor of each group then gives the range of the final fit. So it works for every format
-    that fits ranges, with one level of scales or two.
+    that fits ranges, with one level of scales or two. With two, groups share a scale that none of
+    the factors was tried with; where that adds error, the format's own fit is the grid.
 
     Args:
         w: Weights (N, K) fp32.
@@ -50,8 +51,12 @@ def fit_clipped(w: Tensor, fmt: Format, importance: Tensor | None = None) -> Gri
     def cut(factor: float | Tensor) -> Tensor:
         return parts.clamp(low * factor, high * factor).flatten(1)
 
-    errors = [group_errors(w, fmt, fmt.fit(cut(f)), importance, group) for f in FACTORS]
-    return fmt.fit(cut(least(errors, FACTORS)[..., None]))
+    own = fmt.fit(w)
+    errors = [group_errors(w, fmt, own, importance, group)]
+    errors += [group_errors(w, fmt, fmt.fit(cut(f)), importance, group) for f in FACTORS[1:]]
+    clipped = fmt.fit(cut(least(errors, FACTORS)[..., None]))
+    less = group_errors(w, fmt, clipped, importance, group).sum() < errors[0].sum()
+    return clipped if less else own
 
 
 def stretched(w: Tensor, fmt: Format, importance: Tensor | None, group: int) -> Grid:

@@ -21,7 +21,6 @@ def tables() -> dict[str, str]:
         "trellis_products": trellis_products(),
         "heads": heads(),
         "layer_time": layer_time(),
-        "kv_scales": kv_scales(),
     }
 
 
@@ -157,14 +156,6 @@ def trellis_products() -> str:
 def changes(row: Row) -> str:
     """A loss of five digits, with its standard error."""
     return f"{round(float(row['loss']), 5) + 0.0:.5f} ± {float(row['loss_error']):.5f}"
-
-
-def kv_scales() -> str:
-    rows: dict[tuple[str, str], Row] = {}
-    for row in read("cpu_kv_scales"):
-        rows.setdefault((row["weights"], row["cache"]), row)
-    out = [[*key, changes(r)] for key, r in rows.items() if key[1] != "fp32"]
-    return markdown(["weights", "KV cache", "loss, nats"], out, words=2)
 
 
 def heads() -> str:

@@ -2,9 +2,7 @@
 
 from itertools import product
 
-import torch
 from results import (
-    BIG,
     CUBLAS,
     DOWN,
     FOUR,
@@ -18,10 +16,7 @@ from results import (
     markdown,
     number,
     read,
-)
-
-from anybit.core.format import get_format
-from anybit.kernels.hopper.lookup import LookupDecoder, choose, lookup
+)  # fmt: skip
 
 # Linear layers of a decoder block, none merged: q, k, v, o, gate, up, down as (N, K).
 BLOCKS = {
@@ -32,21 +27,21 @@ BLOCKS = {
     ],
 }  # fmt: skip
 NAMED = "codebook:m=2,v=8,group=128"  # m2v8 in other packages' rows
-CONTESTANTS: list[tuple[str, Column]] = [  # bits of codes and scales, column
+PLAIN: list[tuple[str, Column]] = [  # bits of codes and scales, column
     ("16", CUBLAS),
-    ("6", ("fp6", OURS, ("fp6",), ("fp16",), "")),
-    ("4.125", ("int4 g128", OURS, (FOUR,), ("fp16",), "")),
-    ("2.125", ("int2 g128", OURS, ("int2:group=128",), ("fp16",), "")),
-    ("2.125", ("m1v4 g128", OURS, (M1V4,), ("fp16",), "plain")),
-    ("2.125", ("m2v8 g128", OURS, (M2V8,), ("fp16",), "plain")),
     ("2", ("AQLM 2x8", "aqlm", ("codebook",), ("fp16",), "")),
     ("2", ("AQLM 1x16", "aqlm", ("codebook:m=1,b=16",), ("fp16",), "")),
     ("2.125", ("CodeGEMM m1v4", "codegemm", (M1V4,), ("fp16",), "")),
     ("2.125", ("CodeGEMM m2v8", "codegemm", (NAMED,), ("fp16",), "")),
+    ("2.125", ("ours, m1v4 g128", OURS, (M1V4,), ("fp16",), "plain")),
+    ("2.125", ("ours, m2v8 g128", OURS, (M2V8,), ("fp16",), "plain")),
 ]
-OVERLAPPED: list[tuple[str, Column]] = [  # launches overlap; those of the others do not
-    ("2.125", ("m1v4 g128, overlapped", OURS, (M1V4,), ("fp16",), "pdl")),
-    ("2.125", ("m2v8 g128, overlapped", OURS, (M2V8,), ("fp16",), "pdl")),
+OVERLAPPED: list[tuple[str, Column]] = [  # ours as they are launched in a model
+    ("2.125", ("ours, m1v4 g128", OURS, (M1V4,), ("fp16",), "pdl")),
+    ("2.125", ("ours, m2v8 g128", OURS, (M2V8,), ("fp16",), "pdl")),
+    ("2.125", ("ours, int2 g128", OURS, ("int2:group=128",), ("fp16",), "")),
+    ("4.125", ("ours, int4 g128", OURS, (FOUR,), ("fp16",), "")),
+    ("6", ("ours, fp6", OURS, ("fp6",), ("fp16",), "")),
 ]
 SERVED = [  # engine rows: kernels, format, backend
     ("bf16", "bf16", ""),
@@ -60,7 +55,6 @@ SERVED = [  # engine rows: kernels, format, backend
 def tables() -> dict[str, str]:
     return {
         "codebook_blocks": blocks(),
-        "codebook_many": many(),
         "codebook_engine": engine(),
     }
 
@@ -72,45 +66,18 @@ def block(model: str, m: int, column: Column) -> float | None:
 
 
 def blocks() -> str:
-    """The paper's table 2: one token."""
-    dense = {model: block(model, 1, CUBLAS) for model in BLOCKS}
+    """The paper's table 2: one token. Launches that overlap stand below those that do not."""
+    cublas = {model: block(model, 1, CUBLAS) for model in BLOCKS}
     out = []
-    for bits, column in (*CONTESTANTS, *OVERLAPPED):
-        row = [column[0], bits]
-        for model in BLOCKS:
-            time, base = block(model, 1, column), dense[model]
-            row += [number(time), f"{base / time:.2f}x"] if time and base else ["", ""]
-        out.append(row)
-    titles = ["kernel", "bits", "8B, us", "speed / cuBLAS", "70B, us", "speed / cuBLAS"]
-    return markdown(titles, out if all(dense.values()) else [])
-
-
-def chosen(spec: str) -> dict[tuple[int, int, int], tuple[float, float]]:
-    """(N, K, M) of more than 16 tokens -> us of the tile that is chosen, and of cuBLAS in turns."""
-    decoder = lookup(get_format(spec), torch.float16)
-    assert isinstance(decoder, LookupDecoder)
-    timed: dict[tuple[int, int, int], dict[str, float]] = {}
-    for row in read("h200_codebook_tiles"):
-        if row["format"] == spec and int(row["M"]) > 16:
-            cell = int(row["N"]), int(row["K"]), int(row["M"])
-            timed.setdefault(cell, {})[row["note"]] = float(row["us"])
-    out = {}
-    for (n, k, m), of_cell in timed.items():
-        tile = choose(decoder, m, n, k)
-        assert tile is not None
-        out[n, k, m] = of_cell[tile.name], of_cell["cublas"]
-    return out
-
-
-def many() -> str:
-    """More than 16 tokens: the tiles that are chosen, in turns with cuBLAS."""
-    found, out = [chosen(spec) for spec in (M1V4, M2V8)], []
-    for n, k, m in (cell for cell in found[0] if cell[:2] == BIG):
-        values = [f"{n}x{k}", str(m)]
-        for time, dense in (of_spec[n, k, m] for of_spec in found):
-            values += [number(time), f"{dense / time:.2f}x"]
-        out.append(values)
-    return markdown(["weight", "M", "m1v4", "/ cuBLAS", "m2v8", "/ cuBLAS"], out, words=2)
+    for launches, columns in (("plain", PLAIN), ("overlap", OVERLAPPED)):
+        for bits, column in columns:
+            row = [column[0], launches, bits]
+            for model, base in cublas.items():
+                time = block(model, 1, column)
+                row += [number(time), f"{base / time:.2f}x"] if time and base else ["", ""]
+            out.append(row)
+    titles = ["kernel", "launches", "bits", "8B, us", "/ cuBLAS", "70B, us", "/ cuBLAS"]
+    return markdown(titles, out if all(cublas.values()) else [], words=2)
 
 
 def engine() -> str:

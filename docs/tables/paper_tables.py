@@ -1,12 +1,15 @@
 """Tables of docs/papers that belong to one paper each: whole models, layers, ablations."""
 
+import re
 from collections import defaultdict
-from collections.abc import Iterable
+from pathlib import Path
 
-from results import Missing, Row, markdown, number, read, us
+from results import Row, markdown, number, read, us
 
+PAGES = Path(__file__).parents[1] / "papers"
 ENGINE, LAYERS, ABLATION = "h200_papers_engine", "h200_layers", "h200_ablation"
 HALF = "llama-3-70b-half"
+PARTS = ("gemm_us", "attention_us", "rest_us")
 NAMES = {
     "llama-2-7b": "Llama-2-7B", "llama-2-13b": "Llama-2-13B", "llama-2-70b": "Llama-2-70B",
     "llama-3-8b": "Llama-3-8B", "llama-65b": "Llama-65B", "yi-34b": "Yi-34B",
@@ -22,13 +25,11 @@ WAYS = {  # decoder and pipeline of ablation.py, at commit 0d72981
     ("unshifted", "implicit"): "implicit, without bias shift",
     ("four", "implicit"): "implicit, four codes at once",
 }
-Key = tuple[str, ...]
 
 
 def tables() -> dict[str, str]:
     tables = {
         "llama70b": llama70b(),
-        "dense_models": dense_models(),
         "peaks": peaks(),
         "layers_liquid": layers(
             "liquid@int8", ("cublas fp8", "int8@int8", "liquid@int8"), (4, 16, 64, 256)
@@ -37,79 +38,48 @@ def tables() -> dict[str, str]:
         "squares": squares(),
         "pipelines": pipelines(),
     }
+    tables |= {f"runs_{path.stem}": runs(path.read_text()) for path in sorted(PAGES.glob("*.md"))}
     return {name: table for name, table in tables.items() if table}
 
 
-def grouped(rows: Iterable[Row], *columns: str) -> dict[Key, Row]:
-    """Rows by what stands in some columns; the last of equal ones."""
-    return {tuple(row[c] for c in columns): row for row in rows}
-
-
-def steps(run: str = ENGINE) -> dict[Key, Row]:
-    """Decode steps by model, format, cache, batch and context; not those without our kernels."""
-    rows = (row for row in read(run) if row["backends"] != "triton")
-    return grouped(rows, "model", "format", "kv", "batch", "context")
+def runs(page: str) -> str:
+    """GPU, commits and dates of the files that a page names; "" where there are none."""
+    files, gpus, days = [], set(), set()
+    for name in sorted(set(re.findall(r"`(h200_\w+)(?:\.csv)?`", page))):
+        rows = [row for row in read(name) if row.get("date")]
+        gpus |= {row["gpu"] for row in rows if row.get("gpu")}
+        days |= {row["date"] for row in rows}
+        commits = {row["commit"]: None for row in rows if row.get("commit")}
+        dates = sorted({row["date"][5:] for row in rows})
+        if rows:
+            said = ", ".join([*commits, " to ".join(dict.fromkeys([dates[0], dates[-1]]))])
+            files.append(f"{name.removeprefix('h200_')} {said}")
+    years = sorted({day[:4] for day in days})
+    return f"Runs, {', '.join([*sorted(gpus), *years])}: {'; '.join(files)}." if files else ""
 
 
 def llama70b() -> str:
     """Tokens a second and GPU: fp6 on one, against the best that bf16 can do on two."""
-    found, out = steps(), []
-    for (model, spec, kv, batch, context), row in sorted(found.items(), key=by_size):
-        half = found.get((HALF, "bf16", kv, batch, context))
+    rows = [row for row in read(ENGINE) if row["kv"] == "model"]
+    found = {(row["model"], row["format"], row["context"], row["batch"]): row for row in rows}
+    out = []
+    for (model, spec, context, batch), row in sorted(found.items(), key=by_size):
+        half = found.get((HALF, "bf16", context, batch))
         if (model, spec) != ("llama-3-70b", "fp6") or half is None:
             continue
-        ours = float(row["tokens_per_s"])
-        theirs = float(half["tokens_per_s"]) / 2
-        cells = [float(row["step_us"]) / 1e3, float(half["step_us"]) / 1e3]
-        out.append(
-            [f"{int(context):,}", batch, *(f"{ms:.1f}" for ms in cells), f"{ours:,.0f}",
-             f"{theirs:,.0f}", f"{gains_at(batch)[context]:.2f}x"]
-        )  # fmt: skip
-    titles = ["context", "batch", "fp6, ms a step", "half of bf16, ms"]
-    return markdown([*titles, "fp6, tokens/s and GPU", "bf16 on two, at most", ""], out)
+        times = [
+            f"{float(row[part]) / 1e3:.1f} / {float(half[part]) / 1e3:.1f}"
+            for part in ("step_us", *PARTS)
+        ]
+        gain = 2 * float(half["step_us"]) / float(row["step_us"])
+        out.append([f"{int(context):,}", batch, *times, f"{rate(row):,.0f}", f"{gain:.2f}x"])
+    titles = ["context", "batch", "step", "GEMMs", "attention", "other", "fp6, tokens/s"]
+    return markdown([*titles, "per GPU"], out)
 
 
-def gains_at(batch: str, part: str = "tokens") -> dict[str, float]:
-    """Of one batch, by context: tokens a second and GPU, or what a part of a step takes."""
-    found, out = steps(), {}
-    for context in sorted({key[4] for key in found}, key=int):
-        keys = (
-            (*m, batch, context) for m in (("llama-3-70b", "fp6", "model"), (HALF, "bf16", "model"))
-        )
-        ours, half = (found.get(key) for key in keys)
-        if ours and half:
-            column, gpus = ("step_us", 2) if part == "tokens" else (part, 1)
-            out[context] = gpus * float(half[column]) / float(ours[column])
-    if not out:
-        raise Missing(f"70B, batch {batch}")
-    return out
-
-
-def ratios_of(model: str, other: str, spec: str, m: int) -> float:
-    """Time of all products of a layer over that of another format."""
-    formats = sums().get(model, {})
-    return formats[other][m] / formats[spec][m]
-
-
-def by_size(item: tuple[Key, Row]) -> tuple[int, int]:
+def by_size(item: tuple[tuple[str, ...], Row]) -> tuple[int, int]:
     row = item[1]
     return int(row["context"]), int(row["batch"])
-
-
-def dense_models() -> str:
-    """Steps of fp6 and bf16 where both fit one GPU."""
-    found, out = steps(), []
-    for model in ("llama-2-13b", "opt-30b"):
-        rows = {
-            b: r for (m, f, kv, b, _), r in found.items() if (m, f, kv) == (model, "fp6", "model")
-        }
-        for batch in sorted(rows, key=int):
-            dense = found.get((model, "bf16", "model", batch, rows[batch]["context"]))
-            if dense is None:
-                continue
-            a, b = (float(r["step_us"]) / 1e3 for r in (rows[batch], dense))
-            out.append([NAMES[model], batch, f"{a:.2f}", f"{b:.2f}", f"{b / a:.2f}x"])
-    return markdown(["model", "batch", "fp6, ms a step", "bf16, ms", ""], out)
 
 
 def peak(model: str, spec: str) -> Row | None:
@@ -126,7 +96,7 @@ def peak(model: str, spec: str) -> Row | None:
                 for r in rows
                 if r["format"] == spec and int(r["batch"]) <= int(r["batch_in_80gb"])
             ]
-            return max(fits, key=lambda row: float(row["tokens_per_s"]), default=None)
+            return max(fits, key=rate, default=None)
     return None
 
 
@@ -138,23 +108,18 @@ def peaks() -> str:
     out = []
     for model, name in NAMES.items():
         best = {spec: peak(model, spec) for spec in PEAKS}
-        if best["liquid@int8"] is None:
+        ours, others = best[PEAKS[-1]], [row for spec in PEAKS[:-1] if (row := best[spec])]
+        if not ours or not others:
             continue
-        cells = [
-            f"{float(r['tokens_per_s']):,.0f} ({r['batch']})" if r else "" for r in best.values()
-        ]
-        ratio = over_best(model)
-        out.append([name, *cells, f"{ratio:.2f}x" if ratio else ""])
+        cells = [f"{rate(row):,.0f} ({row['batch']})" if row else "" for row in best.values()]
+        gain = rate(ours) / max(map(rate, others))
+        out.append([name, *cells, f"{gain:.2f}x", ours["commit"]])
     titles = [f"`{spec}`" if "@" in spec else spec for spec in PEAKS]
-    return markdown(["model", *titles, "liquid / best other"], out)
+    return markdown(["model", *titles, "liquid / best other", "commit"], out)
 
 
-def over_best(model: str) -> float:
-    """liquid's peak over the best other one; 0 where nothing else was run."""
-    best = {spec: peak(model, spec) for spec in PEAKS}
-    ours = best.pop("liquid@int8")
-    others = [float(row["tokens_per_s"]) for row in best.values() if row]
-    return float(ours["tokens_per_s"]) / max(others) if ours and others else 0.0
+def rate(row: Row) -> float:
+    return float(row["tokens_per_s"])
 
 
 def sums() -> dict[str, dict[str, dict[int, float]]]:
@@ -181,31 +146,25 @@ def layers(of: str, shown: tuple[str, ...], counts: tuple[int, ...]) -> str:
 
 def squares() -> str:
     """Speed over cuBLAS bf16 with one token on square weights."""
-    models = square_models()
-    specs = [spec for spec in sums()[models[0]] if spec != "bf16"] if models else []
-    out = [[f"`{spec}`", *(f"{x:.2f}x" for x in squares_of(spec))] for spec in specs]
-    sizes = (int(model.removeprefix("square-")) for model in models)
+    found = {
+        int(model.removeprefix("square-")): {spec: times[1] for spec, times in formats.items()}
+        for model, formats in sums().items()
+        if model.startswith("square-")
+    }
+    sizes = sorted(found)
+    out = [
+        [f"`{spec}`", *(f"{found[size]['bf16'] / found[size][spec]:.2f}x" for size in sizes)]
+        for spec in (found[sizes[0]] if sizes else ())
+        if spec != "bf16"
+    ]
     return markdown(["format", *(f"{size:,}" for size in sizes)], out)
-
-
-def square_models() -> list[str]:
-    """By size."""
-    found = (model for model in sums() if model.startswith("square-"))
-    return sorted(found, key=lambda model: int(model.removeprefix("square-")))
-
-
-def squares_of(spec: str) -> list[float]:
-    """Of one format, by size."""
-    if not (found := square_models()):
-        raise Missing("no squares")
-    return [ratios_of(model, "bf16", spec, 1) for model in found]
 
 
 def pipelines() -> str:
     """LiquidGEMM's figure 13 and FP6-LLM's decoding: times by how weights are decoded and when."""
     rows = [row for row in read(ABLATION) if row["experts"] == "0"]
     tokens = sorted({int(r["M"]) for r in rows} & {16, 64, 128, 512})
-    found: dict[Key, dict[int, str]] = defaultdict(dict)
+    found: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
     for r in rows:
         found[r["scheme"], WAYS[r["decoder"], r["pipeline"]]][int(r["M"])] = us(r)
     out = [[*key, *(times[m] for m in tokens)] for key, times in found.items()]
