@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from anybit.kernels.hopper.copies import BYTES
+from anybit.kernels.hopper.choices import BYTES
 from torch import Tensor
 
 from anybit.kernels.cute import operands
@@ -37,6 +37,7 @@ CASES: list[Case] = [
     ("fp6", HALF, NARROW, (3, 32, 640), 0, "sm_90", True),
     ("int4:group=128", HALF, Tile(32, 2, 8, 2, kind="narrow"), (35, 40, 256), 0, "sm_90", True),
     ("fp6@fp8", BRAIN, Tile(16, 2, 4, 3, kind="narrow"), (16, 32, 512), 0, "sm_89", False),
+    ("trellis", HALF, Tile(32, 1, 4, 3, kind="narrow"), (35, 48, 640), 0, "sm_90", True),
     ("mxfp4@fp8", BRAIN, NARROW, (5, 40, 384), 0, "sm_89", False),
     ("liquid@int8", BRAIN, Tile(16, 2, 4, 3), (17, 136, 384), 2, "sm_80", False),
     ("int3:group=32,zero", HALF, Tile(32, 2, 4, 3), (20, 136, 256), 3, "sm_86", False),
